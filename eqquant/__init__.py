@@ -1,0 +1,32 @@
+import importlib.metadata
+
+from quax import quaxify as quaxify
+
+from . import _rules as _rules
+from ._array import (
+    AbstractFormat as AbstractFormat,
+    dequantize as dequantize,
+    is_quantized as is_quantized,
+    quantize as quantize,
+    QuantizedArray as QuantizedArray,
+    unpack as unpack,
+)
+from ._formats import (
+    Binary as Binary,
+    Codebook as Codebook,
+    FP8 as FP8,
+    Int2 as Int2,
+    Int4 as Int4,
+    Int8 as Int8,
+    MXFP4 as MXFP4,
+    MXFP8 as MXFP8,
+    NF4 as NF4,
+    NVFP4 as NVFP4,
+    Q4_0 as Q4_0,
+    Q8_0 as Q8_0,
+    Ternary as Ternary,
+)
+from ._matmul import explain_matmul as explain_matmul, matmul as matmul
+
+
+__version__ = importlib.metadata.version("eqquant")

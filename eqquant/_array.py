@@ -1,0 +1,639 @@
+"""What a quantized array is, and what a format is. The file to read first.
+
+A logical float array is `decode(codes) * scale`, or `(codes - zero_point) * scale` with a zero point, in blocks that
+run along its *quantized axis*. In memory the quantized axis is always last; `axis` says where it stands logically.
+"""
+
+import abc
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import quax
+import wadler_lindig as wl
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, PRNGKeyArray, UInt, UInt8
+
+from . import _compat, _packing, _scaling
+from ._operators import DenseOperators
+from ._primitive import bind_matmul
+from ._scaling import BlockSize, ScaleDtype
+
+
+_Format = TypeVar("_Format", bound="AbstractFormat")
+_FORMATS: dict[str, type["AbstractFormat"]] = {}
+
+
+#
+# Formats
+#
+
+
+class AbstractFormat(eqx.Module):
+    """What codes mean, and how the scale of a block is chosen. Subclass it to make a format of your own.
+
+    !!! Example
+
+        ```python
+        class Log4(eqq.AbstractFormat):
+            "Four bits: a sign and a power of two."
+
+            block_size: int | None = eqx.field(static=True, default=32)
+            bits = 4
+
+            def choose_scale(self, blocks):
+                return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
+
+            def encode(self, values, round=jnp.round):
+                exponent = jnp.clip(round(-jnp.log2(jnp.abs(values) + 1e-9)), 0, 7)
+                return exponent.astype(jnp.uint8) | (values < 0).astype(jnp.uint8) << 3
+
+            def decode(self, codes):
+                sign = 1.0 - 2.0 * (codes >> 3).astype(jnp.float32)
+                return sign * 2.0 ** -(codes & 7).astype(jnp.float32)
+
+        q = eqq.quantize(x, Log4())
+        ```
+
+    A subclass gives `block_size`, `bits`, `choose_scale`, `encode` and `decode`. All its fields are static, so formats
+    compare by value. Its lower-case class name becomes a name that [`eqquant.quantize`][] takes.
+
+    - `block_size`: how many values along the quantized axis share a scale; `None` for all of them (one scale per
+        channel), `"tensor"` for one scale for the whole array.
+    - `bits`: 1, 2, 4 or 8, the width of a code in memory.
+    - `scale_dtype`: what scales are rounded to and stored as.
+    - `scale_format`: the format that the scales are quantized with in their turn, or `None`.
+    """
+
+    block_size: eqx.AbstractVar[BlockSize]
+    bits: eqx.AbstractClassVar[int]
+    scale_dtype: ClassVar[ScaleDtype] = "float32"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.__name__.startswith(("Abstract", "_")):
+            _FORMATS.setdefault(cls.__name__.lower(), cls)
+
+    def __check_init__(self) -> None:
+        size = self.block_size
+        if size is None or size == "tensor":
+            return
+        unit = 8 // self.bits
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % unit != 0:
+            raise ValueError(
+                f"`block_size` of {type(self).__name__} must be None, \"tensor\" or a positive multiple of {unit}, the "
+                f"number of {self.bits}-bit codes in a byte. Got `block_size={size!r}`. Common sizes are 32, 64 and "
+                "128; None is one scale per channel."
+            )
+
+    @property
+    def scale_format(self) -> "AbstractFormat | None":
+        return None
+
+    @abc.abstractmethod
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        """The scale of each block: what its values are divided by before [`encode`][]."""
+
+    def choose_zero_point(
+        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
+    ) -> UInt8[Array, "*batch blocks"] | None:
+        """The code that stands for zero in each block, or `None` for a format without zero points."""
+        del blocks, scale
+
+    @abc.abstractmethod
+    def encode(
+        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
+    ) -> UInt8[Array, "*shape"]:
+        """The codes of values that are already divided by their scale (and shifted by their zero point).
+
+        `round` rounds to integers; it is replaced for stochastic rounding.
+        """
+
+    @abc.abstractmethod
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        """The values that codes stand for, before scale and zero point. The inverse of `encode`."""
+
+    def normalise(
+        self, x: Float32[Array, "*shape"], scale: Float32[Array, "*shape"], stored_scale: Float32[Array, "*shape"]
+    ) -> Float32[Array, "*shape"]:
+        """Divides by the scale before `encode`: by the one that is stored, which decoding will multiply by."""
+        del scale
+        return _scaling.divide(x, stored_scale)
+
+
+def as_format(format: AbstractFormat | str) -> AbstractFormat:
+    """A format from its lower-case name (`"nf4"`, `"int8"`, `"q4_0"`); a format is returned as it is."""
+    if isinstance(format, AbstractFormat):
+        return format
+    if isinstance(format, type) and issubclass(format, AbstractFormat):
+        raise TypeError(f"`format` must be an instance. Got the class {format.__name__}. Write `{format.__name__}()`.")
+    if not isinstance(format, str):
+        raise TypeError(f"`format` must be a format or the name of one. Got {format!r}. For instance `eqq.NF4()`.")
+    cls = _FORMATS.get(format.lower())
+    if cls is None:
+        raise ValueError(f"`format` must be one of {', '.join(sorted(_FORMATS))}. Got {format!r}.")
+    try:
+        return cls()
+    except TypeError:
+        raise ValueError(
+            f"`format` {format!r} has no defaults, so its name is not enough. Got {format!r}. Construct it: "
+            f"`{cls.__name__}(...)`."
+        ) from None
+
+
+#
+# The array
+#
+
+
+class QuantizedArray(quax.ArrayValue, DenseOperators, Generic[_Format]):
+    """An array whose values are stored as a few bits each. It behaves as a `jax.Array` of floats.
+
+    Make one with [`eqquant.quantize`][], or for a whole model with [`eqquant.quantize_tree`][].
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.NF4())          # w: Float[Array, "out in"]
+        y = q @ x                               # the quantized matmul; no dense copy of the weight
+        row = q[3]                              # dequantizes one row
+        z = jnp.sin(q)                          # any jax.numpy or jax.lax function: dense
+        def f(w: Float[eqq.QuantizedArray[eqq.NF4], "out in"]): ...
+        ```
+
+    What holds for every format:
+
+    - There is no static full shape. `shape` follows from the arrays, so `vmap`, `scan` over stacked layers,
+        `tree_map(lambda a: a[i])` and stacking by `tree_map` need no code of ours.
+    - All leaves share their leading axes. A scale for the whole tensor is stored once per row.
+    - Every leaf is an unsigned integer, a scale as the bits of its float. So gradient filters, optimizers, weight decay
+        and mixed-precision casts pass by, and additive updates are exact.
+    - `nbytes` counts what is stored.
+    """
+
+    codes: UInt8[Array, "*batch words"]
+    stored_scale: "UInt[Array, '*batch blocks'] | QuantizedArray"
+    zero_point: UInt8[Array, "*batch blocks"] | None
+    format: AbstractFormat
+    axis: int | tuple[int, ...] = eqx.field(static=True)
+    lengths: tuple[int, ...] = eqx.field(static=True)
+    logical_dtype: np.dtype = eqx.field(static=True)
+    logical_sharding: NamedSharding | PartitionSpec | None = eqx.field(static=True, default=None)
+
+    # `QuantizedArray[NF4]` is a type that `isinstance`, beartype and jaxtyping check; a plain `Generic` subscript is
+    # ignored at run time.
+    def __class_getitem__(cls, format: Any) -> Any:
+        return _narrowed(format) if isinstance(format, type) else super().__class_getitem__(format)  # pyright: ignore
+
+    # What it is
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape. Derived from the arrays, so it is right under every transformation."""
+        shape = list(self.codes.shape[:-1])
+        for axis, length in sorted(zip(self._axes, self.lengths, strict=True)):
+            shape.insert(len(self.codes.shape) - 1 + len(self.lengths) + axis, length)
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The logical dtype: what it dequantizes to."""
+        return self.logical_dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim - 1 + len(self.lengths)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that codes, scales and zero points take."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jtu.tree_leaves(self))
+
+    @property
+    def block_size(self) -> BlockSize:
+        return self.format.block_size
+
+    @property
+    def scale(self) -> Float32[Array, "*batch blocks"]:
+        """The scales as floats, one per block, with the quantized axis last."""
+        if isinstance(self.stored_scale, QuantizedArray):
+            return self.stored_scale.dequantize()
+        return _scaling.bits_to_scale(self.stored_scale, self.format.scale_dtype)
+
+    @property
+    def sharding(self) -> NamedSharding | PartitionSpec | None:
+        """The sharding of the logical array, or `None`. Kept aligned with the last axes as leading ones come and go."""
+        return _fit_sharding(self.logical_sharding, self.ndim)
+
+    def aval(self) -> jax.core.ShapedArray:
+        """For Quax: the abstract value that JAX sees."""
+        return jax.core.ShapedArray(self.shape, self.dtype)
+
+    def materialise(self) -> Array:
+        """For Quax: the same as `dequantize`."""
+        return self.dequantize()
+
+    @property
+    def __jax_array__(self) -> Callable[[], Array]:
+        if _compat.asked_by_matmul_operator():
+            raise AttributeError("hidden, so that `x @ q` reaches `QuantizedArray.__rmatmul__`")
+        return self.dequantize
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """The dense array of `shape` and `dtype`."""
+        return _dequantize(self)
+
+    # Structure: what can stay quantized exactly, does
+
+    @property
+    def T(self) -> "QuantizedArray":
+        return self.transpose()
+
+    @property
+    def mT(self) -> "QuantizedArray":
+        return self.swapaxes(-1, -2)
+
+    def swapaxes(self, axis1: int, axis2: int) -> "QuantizedArray":
+        order = list(range(self.ndim))
+        order[axis1], order[axis2] = order[axis2], order[axis1]
+        return self.transpose(order)
+
+    def transpose(self, *axes: int | Sequence[int] | None) -> "QuantizedArray":
+        """Permutes the logical axes. Quantized axes only change their label; others are permuted in memory."""
+        order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+        order = tuple(range(self.ndim))[::-1] if order is None or axes == () else tuple(order)  # pyright: ignore
+        if sorted(a % self.ndim if -self.ndim <= a < self.ndim else -1 for a in order) != list(range(self.ndim)):
+            raise ValueError(f"`axes` must be a permutation of the {self.ndim} axes. Got {order}.")
+        order = [a % self.ndim for a in order]
+        quantized = [a + self.ndim for a in self._axes]
+        batch = [a for a in range(self.ndim) if a not in quantized]
+        batch_order = tuple(batch.index(a) for a in order if a not in quantized)
+        out = self
+        if batch_order != tuple(range(len(batch))):
+            out = jtu.tree_map(lambda leaf: jnp.transpose(leaf, (*batch_order, leaf.ndim - 1)), self)
+        return dataclasses.replace(
+            out,
+            axis=_as_axis(tuple(order.index(a) - self.ndim for a in quantized)),
+            logical_sharding=_permute_sharding(self.logical_sharding, self.ndim, order),
+        )
+
+    def astype(self, dtype: DTypeLike) -> "QuantizedArray | Array":
+        """Changes what it dequantizes to. A dtype that is not floating point gives a dense array."""
+        dtype = jnp.dtype(dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return self.dequantize().astype(dtype)
+        return dataclasses.replace(self, logical_dtype=jax.dtypes.canonicalize_dtype(dtype))
+
+    def reshape(self, *shape: int | Sequence[int]) -> "QuantizedArray | Array":
+        """Stays quantized where no quantized axis is mixed with another axis; otherwise the result is dense."""
+        new = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)  # pyright: ignore
+        if new.count(-1) == 1 and math.prod(d for d in new if d != -1) > 0:
+            new = tuple(self.size // math.prod(d for d in new if d != -1) if d == -1 else d for d in new)
+        split = self._split_of(new)
+        if split is None:
+            return self.dequantize().reshape(new)
+        out = jtu.tree_map(lambda leaf: leaf.reshape(*new[:split], leaf.shape[-1]), self)
+        lengths = new[split:]
+        return dataclasses.replace(
+            out, axis=_as_axis(tuple(range(-len(lengths), 0))), lengths=lengths, logical_sharding=None
+        )
+
+    def __getitem__(self, index: Any) -> Array:
+        """Dense. Where the index leaves the quantized axes whole, only the selected rows are dequantized."""
+        index = index if isinstance(index, tuple) else (index,)
+        split = self._split_index(index)
+        if split is None:
+            return self.dequantize()[index]
+        rows, within = split
+        selected = jtu.tree_map(lambda leaf: leaf[rows], self)
+        return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
+
+    # Products
+
+    def __matmul__(self, other: ArrayLike) -> Array:
+        return self._matmul(other, left=True)
+
+    def __rmatmul__(self, other: ArrayLike) -> Array:
+        return self._matmul(other, left=False)
+
+    def _matmul(
+        self, other: ArrayLike, *, left: bool, implementation: str | None = None, precision: Any = None
+    ) -> Array:
+        """`self @ other` if `left`, else `other @ self`: `jnp.matmul`'s shapes, on the quantized matmul."""
+        x = jnp.asarray(other)
+        axes, contracted = self._axes, -1 if left else -2
+        if self.ndim < 2 or len(axes) != 1 or axes[0] < -2 or x.ndim == 0 or not jnp.isrealobj(x):
+            return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
+        inner = x.shape[-2 if left and x.ndim > 1 else -1]
+        if inner != self.shape[contracted]:
+            raise ValueError(
+                f"`matmul` contracts axes of equal length. Got lengths {self.shape[contracted]} and {inner}, from "
+                f"{f'{self.shape} @ {x.shape}' if left else f'{x.shape} @ {self.shape}'}."
+            )
+        x = x.astype(jnp.result_type(x, self.dtype))
+        vector = x.ndim == 1
+        x = x[None, :] if vector else jnp.swapaxes(x, -1, -2) if left else x
+        y = self._memory_order()._product(
+            x, transpose=axes[0] != contracted, implementation=implementation, precision=precision
+        )
+        return y[..., 0, :] if vector else jnp.swapaxes(y, -1, -2) if left else y
+
+    def _product(self, x: Float[Array, "*xbatch rows inner"], *, transpose: bool, **params: Any) -> Array:
+        """`bind_matmul` for an array in memory order, with the batch axes broadcast."""
+        batch = self.shape[:-2]
+        if batch == ():
+            y = bind_matmul(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), self, transpose=transpose, **params)
+            return y.reshape(*x.shape[:-1], y.shape[-1])
+        full = jnp.broadcast_shapes(batch, x.shape[:-2])
+        x = jnp.broadcast_to(x, (*full, *x.shape[-2:]))
+        w = jtu.tree_map(lambda leaf: jnp.broadcast_to(leaf, (*full, *leaf.shape[-2:])), self)
+        return bind_matmul(x, w, transpose=transpose, **params)
+
+    # Inside
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        """`axis` as a tuple, in memory order."""
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+
+    @property
+    def _length(self) -> int:
+        """How many values a row of codes holds."""
+        return math.prod(self.lengths)
+
+    @property
+    def _trailing(self) -> bool:
+        """Whether the quantized axes are the last ones, in order: memory and logical order agree."""
+        return self._axes == tuple(range(-len(self.lengths), 0))
+
+    def _memory_order(self) -> "QuantizedArray":
+        """The same memory, read as `(*batch, length)`."""
+        return dataclasses.replace(self, axis=-1, lengths=(self._length,), logical_sharding=None)
+
+    def _split_of(self, new: tuple[int, ...]) -> int | None:
+        """Where `new` divides into batch and quantized axes that this memory can be read as, or `None`."""
+        batch = self.codes.shape[:-1]
+        if not self._trailing or math.prod(new) != self.size:
+            return None
+        for split in reversed(range(len(new))):
+            if math.prod(new[split:]) == self._length and math.prod(new[:split]) == math.prod(batch):
+                return split
+        return None
+
+    def _split_index(self, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+        """Divides an index into a part for the batch axes and slices for the quantized ones, or `None`."""
+        if not self._trailing:
+            return None
+        consumed = [0 if i is None or i is Ellipsis else _index_rank(i) for i in index]
+        if sum(i is Ellipsis for i in index) > 1 or sum(consumed) > self.ndim:
+            return None
+        if not any(i is Ellipsis for i in index):
+            index, consumed = (*index, ...), [*consumed, 0]
+        where = next(n for n, i in enumerate(index) if i is Ellipsis)
+        fill = self.ndim - sum(consumed)
+        index = (*index[:where], *[slice(None)] * fill, *index[where + 1 :])
+        consumed = [*consumed[:where], *[1] * fill, *consumed[where + 1 :]]
+        for n in range(len(index) + 1):
+            if sum(consumed[:n]) == self.ndim - len(self.lengths) and all(isinstance(i, slice) for i in index[n:]):
+                return index[:n], index[n:]
+        return None
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        try:
+            what = f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+        except (AttributeError, TypeError):  # mid-surgery: the leaves are not arrays
+            what = f"{self.dtype.name}, codes={self.codes!r}"
+        return wl.TextDoc(f"QuantizedArray({what}, {self.format!r}, axis={self.axis})")
+
+
+_compat.accept_in_jax_lax(QuantizedArray, lambda q: q.dequantize())
+
+
+@ft.partial(jax.jit, inline=True)
+def _dequantize(q: QuantizedArray) -> Array:
+    format, length = q.format, q._length
+    values = format.decode(_packing.unpack(q.codes, format.bits, length))
+    if q.zero_point is not None:
+        values = values - _scaling.expand(q.zero_point.astype(jnp.float32), format.block_size, length)
+    dense = values * _scaling.expand(q.scale, format.block_size, length)
+    dense = dense.astype(q.dtype).reshape(*q.codes.shape[:-1], *q.lengths)
+    return dense if q._trailing else jnp.moveaxis(dense, range(-len(q.lengths), 0), q._axes)
+
+
+@ft.lru_cache(maxsize=None)
+def _narrowed(format_type: type[AbstractFormat]) -> type:
+    class Narrowed(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, QuantizedArray) and isinstance(instance.format, format_type)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return False
+
+    return Narrowed(f"QuantizedArray[{format_type.__name__}]", (), {"__doc__": QuantizedArray.__doc__})
+
+
+def _as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _index_rank(index: Any) -> int:
+    """How many axes one element of an index consumes."""
+    dtype = getattr(index, "dtype", None)
+    return np.ndim(index) if dtype is not None and dtype == bool else 1
+
+
+def _fit_sharding(sharding: Any, ndim: int) -> Any:
+    """The sharding of an array whose leading axes have come or gone since: specs are aligned at the last axis."""
+    if sharding is None:
+        return None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    spec = PartitionSpec(*[None] * (ndim - len(spec)), *spec[max(len(spec) - ndim, 0) :])
+    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
+
+
+def _permute_sharding(sharding: Any, ndim: int, order: Sequence[int]) -> Any:
+    sharding = _fit_sharding(sharding, ndim)
+    if sharding is None:
+        return None
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[a] for a in order)))
+    return PartitionSpec(*(sharding[a] for a in order))
+
+
+#
+# Quantizing one array
+#
+
+
+def quantize(
+    x: Float[ArrayLike, "..."],
+    format: AbstractFormat | str = "nf4",
+    *,
+    axis: int | Sequence[int] = -1,
+    dtype: DTypeLike | None = None,
+    key: PRNGKeyArray | None = None,
+) -> QuantizedArray:
+    """Quantizes one array. For a model, see [`eqquant.quantize_tree`][].
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.Int4(block_size=32))
+        q = eqq.quantize(w, "int8", axis=0)
+        ```
+
+    **Arguments:**
+
+    - `x`: a floating point array of at least one dimension. float32, float16, bfloat16 or float64; the arithmetic is
+        float32.
+    - `format`: a format, or its lower-case name.
+    - `axis`: the axis along which blocks run and scales are shared: for a weight, the input axis. Several axes are
+        quantized as one, in the order given (as for a convolution).
+    - `dtype`: what it dequantizes to. The dtype of `x` unless given.
+    - `key`: rounds stochastically, with this key, where the format rounds at all. Otherwise rounding is to nearest.
+
+    **Returns:**
+
+    A [`eqquant.QuantizedArray`][] of the shape of `x`.
+
+    **Raises:**
+
+    `TypeError` for an array that is not floating point; `ValueError` for a scalar, an axis out of range, and, outside
+    of `jit`, for values that are not finite in float32. Inside `jit` nothing can be checked: a NaN or an infinity then
+    makes its whole block NaN or zero.
+    """
+    format = as_format(format)
+    checked, axes = check_quantizable(x, axis)
+    if not isinstance(checked, jax.core.Tracer) and not _all_finite(checked):
+        raise ValueError(not_finite_message("`x`"))
+    return encode_array(checked, format, axes, dtype, key)
+
+
+def dequantize(q: QuantizedArray | ArrayLike) -> Array:
+    """The dense array that a [`eqquant.QuantizedArray`][] stands for; any other array is returned as a JAX array.
+
+    **Arguments:**
+
+    - `q`: a quantized array, or any array.
+
+    **Returns:**
+
+    A `jax.Array` of `q.shape` and `q.dtype`.
+    """
+    return q.dequantize() if isinstance(q, QuantizedArray) else jnp.asarray(q)
+
+
+def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
+    """The codes of a quantized array, one per element, in its logical order and shape.
+
+    **Arguments:**
+
+    - `q`: a quantized array.
+
+    **Returns:**
+
+    `uint8`, of `q.shape`. What each code stands for, before scale and zero point, is `q.format.decode(codes)`.
+    """
+    codes = _packing.unpack(q.codes, q.format.bits, q._length).reshape(*q.codes.shape[:-1], *q.lengths)
+    return jnp.moveaxis(codes, range(-len(q.lengths), 0), q._axes)
+
+
+def is_quantized(x: Any) -> bool:
+    """Whether `x` is a [`eqquant.QuantizedArray`][]. Made to be used as `is_leaf`."""
+    return isinstance(x, QuantizedArray)
+
+
+def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Array, tuple[int, ...]]:
+    """`x` as a JAX array (or the struct it was), and `axis` as negative numbers; or an error that begins with `name`."""
+    if isinstance(x, QuantizedArray):
+        raise TypeError(f"{name} is already quantized, to {x.format}. Call `dequantize` first to quantize it anew.")
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        x = jnp.asarray(x)
+        dtype = x.dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating point array. Got dtype {dtype}.")
+    ndim = len(x.shape)
+    if ndim == 0:
+        raise ValueError(f"{name} must have at least one dimension. Got a scalar. Leave scalars in float.")
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    if len(axes) == 0 or any(not -ndim <= a < ndim for a in axes) or len({a % ndim for a in axes}) != len(axes):
+        raise ValueError(
+            f"`axis` must name different axes of {name}, from {-ndim} to {ndim - 1} for shape {tuple(x.shape)}. "
+            f"Got `axis={axis}`."
+        )
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        x = jnp.asarray(x)
+    return x, tuple(a % ndim - ndim for a in axes)
+
+
+def not_finite_message(name: str) -> str:
+    return (
+        f"{name} must be finite in float32: one NaN or infinity would spoil its whole block. Got values that are not. "
+        "Replace them, for instance with `jnp.nan_to_num`, or leave this array in float."
+    )
+
+
+@jax.jit
+def _all_finite(x: Array) -> Array:
+    return jnp.isfinite(x.astype(jnp.float32)).all()
+
+
+def encode_array(
+    x: Array, format: AbstractFormat, axes: tuple[int, ...], dtype: DTypeLike | None, key: PRNGKeyArray | None
+) -> QuantizedArray:
+    """`quantize` after its checks, and without the one for finite values."""
+    q = _encode_array(x, format, key, axes)
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        q = dataclasses.replace(q, logical_sharding=_fit_sharding(sharding, q.ndim))
+    return q if dtype is None else q.astype(dtype)  # pyright: ignore[reportReturnType]
+
+
+@ft.partial(jax.jit, static_argnums=3)
+def _encode_array(
+    x: Array, format: AbstractFormat, key: PRNGKeyArray | None, axes: tuple[int, ...]
+) -> QuantizedArray:
+    lengths = tuple(x.shape[a] for a in axes)
+    rows = jnp.moveaxis(x, axes, range(-len(axes), 0))
+    rows = rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(lengths)).astype(jnp.float32)
+    *batch, length = rows.shape
+
+    parts = _scaling.split_blocks(rows, format.block_size)
+    scales = [format.choose_scale(part) for part in parts]
+    zeros = [format.choose_zero_point(part, scale) for part, scale in zip(parts, scales, strict=True)]
+    blocks = (*batch, _scaling.num_blocks(length, format.block_size))
+    scale = jnp.broadcast_to(jnp.concatenate(scales, axis=-1), blocks)
+    zero_point = None if zeros[0] is None else jnp.broadcast_to(jnp.concatenate(zeros, axis=-1), blocks)  # pyright: ignore
+
+    stored, kept = _store_scale(scale, format)
+    values = format.normalise(
+        rows,
+        _scaling.expand(scale, format.block_size, length),
+        _scaling.expand(kept, format.block_size, length),
+    )
+    if zero_point is not None:
+        values = values + _scaling.expand(zero_point.astype(jnp.float32), format.block_size, length)
+    round = jnp.round if key is None else _scaling.stochastic_round(key)
+    codes = _packing.pack(format.encode(values, round), format.bits)
+    return QuantizedArray(codes, stored, zero_point, format, _as_axis(axes), lengths, x.dtype)
+
+
+def _store_scale(scale: Array, format: AbstractFormat) -> tuple[Any, Array]:
+    """The scale as it is stored, and the floats that decoding will make of it."""
+    if format.scale_format is not None:
+        nested = encode_array(scale, format.scale_format, (-1,), None, None)
+        return nested, nested.dequantize()
+    bits = _scaling.scale_to_bits(scale, format.scale_dtype)
+    return bits, _scaling.bits_to_scale(bits, format.scale_dtype)

@@ -1,0 +1,51 @@
+"""The one place that touches JAX's internals or asks which version of JAX is running.
+
+Everything here degrades: where a JAX release moves a piece, results stay right and only become dense.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+
+_T = TypeVar("_T")
+
+_ARRAY_METHODS = "jax._src.numpy.array_methods"
+
+
+def asked_by_matmul_operator() -> bool:
+    """Whether the running `__jax_array__` lookup was made by `jax.Array.__matmul__`.
+
+    `x @ q` reaches `jax.Array.__matmul__` first. That asks its right operand for `__jax_array__` before anything
+    else, and would multiply by the dense weight; `QuantizedArray.__rmatmul__` would never run. Where the attribute
+    is missing it returns `NotImplemented`, and Python goes on to `__rmatmul__`. So the attribute hides from that one
+    caller. Frames outside JAX (Equinox, type checkers) are passed over to find it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("jax."):
+            return module == _ARRAY_METHODS and frame.f_code.co_name == "_operator_matmul"
+        if not module.startswith(("eqquant.", "equinox.", "quax.", "beartype", "jaxtyping")):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Any]) -> bool:
+    """Lets every `jax.lax` function take a `cls` operand, which it sees as `to_dense(operand)`.
+
+    Primitives canonicalise each operand through a table keyed by type; this adds one entry to it. It is what makes
+    `eqx.nn.Conv`, which hands its weight straight to `jax.lax.conv_general_dilated`, run unchanged.
+
+    **Returns:**
+
+    Whether this JAX has that table. Where it has not, `jax.lax` refuses a `cls` operand as it did before, and
+    [`eqquant.quaxify`][] is the way.
+    """
+    try:
+        from jax._src.dtypes import register_canonicalize_value_handler
+    except ImportError:  # pragma: no cover
+        return False
+    register_canonicalize_value_handler(cls, to_dense)
+    return True

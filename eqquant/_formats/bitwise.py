@@ -1,0 +1,67 @@
+"""One and two bits: Binary and Ternary."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, UInt8
+
+from .. import _scaling
+from .._array import AbstractFormat
+from .._scaling import BlockSize
+
+
+class Ternary(AbstractFormat):
+    r"""Values $-s, 0, s$ in two bits, with $s$ the mean of $|x|$: $s \cdot \mathrm{clip}(\mathrm{round}(x / s), -1, 1)$.
+
+    ??? cite
+
+        [The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits](https://arxiv.org/abs/2402.17764)
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=None)
+    bits = 2
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return _scaling.absmean(blocks)
+
+    def encode(
+        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
+    ) -> UInt8[Array, "*shape"]:
+        return (jnp.clip(round(values), -1, 1) + 1).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return codes.astype(jnp.float32) - 1
+
+
+class Binary(AbstractFormat):
+    r"""Values $-s$ and $s$ in one bit, with $s$ the mean of $|x|$, the scale of least squared error. Zero counts as $+$.
+
+    ??? cite
+
+        [XNOR-Net: ImageNet Classification Using Binary Convolutional Neural Networks](https://arxiv.org/abs/1603.05279)
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=None)
+    bits = 1
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return _scaling.absmean(blocks)
+
+    def encode(
+        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
+    ) -> UInt8[Array, "*shape"]:
+        if round is jnp.round:
+            return (values >= 0).astype(jnp.uint8)
+        return jnp.clip(round((values + 1) / 2), 0, 1).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return 2 * codes.astype(jnp.float32) - 1
+
+
+for _cls in (Ternary, Binary):
+    _cls.__init__.__doc__ = """**Arguments:**
+
+- `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
+    one for the whole array.
+"""

@@ -1,0 +1,139 @@
+"""Codes that index a table of real values: NF4, and any table of your own."""
+
+from collections.abc import Callable, Sequence
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, UInt8
+
+from .. import _scaling
+from .._array import AbstractFormat
+from .._scaling import BlockSize
+from .floating import FP8
+
+
+class AbstractCodebook(AbstractFormat):
+    """Codes index `codebook`, a sorted table of values. The scale maps the largest magnitude onto the table's."""
+
+    codebook: eqx.AbstractVar[tuple[float, ...]]
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return _scaling.absmax(blocks) / max(abs(self.codebook[0]), abs(self.codebook[-1]))
+
+    def encode(
+        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
+    ) -> UInt8[Array, "*shape"]:
+        table = np.asarray(self.codebook, np.float32)
+        if round is jnp.round:
+            # The nearest entry; a value on the midpoint takes the lower one, as bitsandbytes does.
+            return _count_below((table[1:] + table[:-1]) / 2, values)
+        lower = _count_below(table[1:-1], values)
+        below, above = _lookup(table, lower), _lookup(table, lower + jnp.uint8(1))
+        up = jnp.clip(round((values - below) / (above - below)), 0, 1)
+        return lower + up.astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return _lookup(np.asarray(self.codebook, np.float32), codes)
+
+
+def _count_below(thresholds: np.ndarray, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+    """How many of the sorted thresholds each value exceeds."""
+    if len(thresholds) > 15:
+        return jnp.searchsorted(jnp.asarray(thresholds), values, side="left").astype(jnp.uint8)
+    # Unrolled: one fused pass of comparisons, where a binary search would gather.
+    count = jnp.zeros(values.shape, jnp.uint8)
+    for threshold in thresholds:
+        count = count + (values > threshold).astype(jnp.uint8)
+    return count
+
+
+def _lookup(table: np.ndarray, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    return jnp.asarray(table).at[codes].get(mode="clip")
+
+
+class NF4(AbstractCodebook):
+    r"""4-bit NormalFloat: sixteen levels of equal probability under a normal distribution, one of them zero.
+
+    $s = \max|x|$ per block, and each value takes the nearest $s \cdot c_i$. Codes, scales and values equal those of
+    bitsandbytes bit for bit. With `double_quant` the scales are quantized in their turn, to eight bits in blocks of 256.
+
+    ??? cite
+
+        [QLoRA: Efficient Finetuning of Quantized LLMs](https://arxiv.org/abs/2305.14314)
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=64)
+    double_quant: bool = eqx.field(static=True, default=False)
+    bits = 4
+
+    @property
+    def codebook(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _NF4
+
+    @property
+    def scale_format(self) -> AbstractFormat | None:
+        # Scales are positive and may differ by orders of magnitude within a row, so they are floats without a sign:
+        # the paper's signed 8-bit floats would waste a bit, and evenly spaced levels would round small scales to zero.
+        return FP8("ue4m4", block_size=256) if self.double_quant else None
+
+
+NF4.__init__.__doc__ = """**Arguments:**
+
+- `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
+    one for the whole array.
+- `double_quant`: whether the scales are quantized too, which saves about 0.37 bits per weight at block size 64.
+"""
+
+
+class Codebook(AbstractCodebook):
+    """A table of your own: 2, 4, 16 or 256 values, or fewer than that, which are then coded with the bits of the next.
+
+    !!! Example
+
+        ```python
+        powers_of_two = eqq.Codebook([-1, -0.5, -0.25, -0.125, 0, 0.125, 0.25, 0.5, 1])
+        ```
+    """
+
+    codebook: tuple[float, ...] = eqx.field(static=True)
+    block_size: BlockSize = eqx.field(static=True, default=64)
+
+    def __init__(self, values: Sequence[float] | np.ndarray, block_size: BlockSize = 64) -> None:
+        """**Arguments:**
+
+        - `values`: the levels, two to 256 different finite numbers in any order. They are rounded to float32.
+        - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel,
+            `"tensor"` for one for the whole array.
+        """
+        table = np.unique(np.asarray(values, np.float32))
+        if not (2 <= len(table) <= 256 and len(table) == len(values) and np.isfinite(table).all()):
+            raise ValueError(
+                f"`values` must be 2 to 256 different finite numbers. Got {len(values)} of which {len(table)} differ."
+            )
+        self.codebook = tuple(table.tolist())
+        self.block_size = block_size
+
+    @property
+    def bits(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return next(bits for bits in (1, 2, 4, 8) if len(self.codebook) <= 2**bits)
+
+
+_NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)

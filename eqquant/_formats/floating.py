@@ -1,0 +1,56 @@
+"""Eight-bit floats."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, UInt8
+
+from .. import _scaling
+from .._array import AbstractFormat
+from .._minifloat import E4M3, E5M2, UE4M4
+from .._scaling import BlockSize
+
+
+_KINDS = {"e4m3": E4M3, "e5m2": E5M2, "ue4m4": UE4M4}
+
+
+class FP8(AbstractFormat):
+    r"""Eight-bit floats, per channel unless `block_size` is given: $s = \max|x| / \mathrm{max}$.
+
+    The scale maps the largest magnitude onto the largest finite number, 448 for e4m3 and 57344 for e5m2, and values
+    saturate before they are cast, so no NaN and no infinity can arise.
+
+    ??? cite
+
+        [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433)
+    """
+
+    kind: Literal["e4m3", "e5m2", "ue4m4"] = eqx.field(static=True, default="e4m3")
+    block_size: BlockSize = eqx.field(static=True, default=None)
+    bits = 8
+
+    def __check_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ValueError(f"`kind` must be one of {', '.join(_KINDS)}. Got {self.kind!r}.")
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return _scaling.absmax(blocks) / _KINDS[self.kind].max
+
+    def encode(
+        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
+    ) -> UInt8[Array, "*shape"]:
+        return _KINDS[self.kind].encode(values, round)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return _KINDS[self.kind].decode(codes)
+
+
+FP8.__init__.__doc__ = """**Arguments:**
+
+- `kind`: `"e4m3"` (three bits of mantissa, the default), `"e5m2"` (more range, less precision), or `"ue4m4"` (no sign,
+    four bits of mantissa: for values that are never negative, such as scales; negative values become their magnitude).
+- `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
+    one for the whole array.
+"""

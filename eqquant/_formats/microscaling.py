@@ -1,0 +1,123 @@
+"""Small floats in small blocks with small scales: MXFP8, MXFP4 and NVFP4."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, UInt8
+
+from .. import _scaling
+from .._array import AbstractFormat
+from .._minifloat import E2M1, E4M3, E5M2, exp2, floor_log2, Minifloat
+from .floating import FP8
+
+
+class _AbstractMX(AbstractFormat):
+    """OCP microscaling: elements are minifloats, and the scale of each 32 is a power of two, stored in one byte."""
+
+    scale_dtype = "e8m0"
+
+    @property
+    def block_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return 32
+
+    @property
+    def _element(self) -> Minifloat:
+        raise NotImplementedError("each MX format names its element")
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        exponent = floor_log2(_scaling.absmax(blocks)) - self._element.max_exponent
+        # Not below -126: 2**-127, which E8M0 has, is subnormal in float32.
+        return exp2(jnp.clip(exponent, -126, 127))
+
+    def encode(
+        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
+    ) -> UInt8[Array, "*shape"]:
+        return self._element.encode(values, round)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return self._element.decode(codes)
+
+
+class MXFP8(_AbstractMX):
+    r"""OCP microscaling with eight-bit elements: blocks of 32, $s = 2^{\lfloor \log_2 \max|x| \rfloor - e}$.
+
+    $e$ is the exponent of the largest element value, 8 for e4m3 and 15 for e5m2; larger values saturate.
+
+    ??? cite
+
+        [OCP Microscaling Formats (MX) Specification v1.0](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)
+    """
+
+    kind: Literal["e4m3", "e5m2"] = eqx.field(static=True, default="e4m3")
+    bits = 8
+
+    def __check_init__(self) -> None:
+        if self.kind not in ("e4m3", "e5m2"):
+            raise ValueError(f"`kind` must be e4m3 or e5m2. Got {self.kind!r}.")
+
+    @property
+    def _element(self) -> Minifloat:
+        return {"e4m3": E4M3, "e5m2": E5M2}[self.kind]
+
+
+MXFP8.__init__.__doc__ = """**Arguments:**
+
+- `kind`: the element, `"e4m3"` (the default) or `"e5m2"`.
+"""
+
+
+class MXFP4(_AbstractMX):
+    r"""OCP microscaling with four-bit elements (e2m1): blocks of 32, $s = 2^{\lfloor \log_2 \max|x| \rfloor - 2}$.
+
+    The elements are $\pm\{0, 0.5, 1, 1.5, 2, 3, 4, 6\}$; values above 6 saturate, ties go to the even mantissa.
+
+    ??? cite
+
+        [OCP Microscaling Formats (MX) Specification v1.0](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)
+    """
+
+    bits = 4
+
+    @property
+    def _element(self) -> Minifloat:
+        return E2M1
+
+
+MXFP4.__init__.__doc__ = """**Arguments:** none; the block size is 32 by definition."""
+
+
+class NVFP4(AbstractFormat):
+    r"""NVIDIA's four-bit float: e2m1 elements in blocks of 16, with e4m3 scales under one float32 scale for the tensor.
+
+    $s = \max|x| / 6$ per block, itself quantized to e4m3 by the scale of the whole tensor, $\max s / 448$.
+
+    ??? cite
+
+        [Introducing NVFP4 for Efficient and Accurate Low-Precision Inference](https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/)
+    """
+
+    bits = 4
+
+    @property
+    def block_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return 16
+
+    @property
+    def scale_format(self) -> AbstractFormat:
+        return FP8("e4m3", block_size="tensor")
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return _scaling.absmax(blocks) / E2M1.max
+
+    def encode(
+        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
+    ) -> UInt8[Array, "*shape"]:
+        return E2M1.encode(values, round)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return E2M1.decode(codes)
+
+
+NVFP4.__init__.__doc__ = """**Arguments:** none; the block size is 16 by definition."""

@@ -1,0 +1,96 @@
+"""Real values <-> the bits of floats of eight bits or fewer, kept in `uint8`.
+
+Everything is integer arithmetic on the bits of a float32, so it is the same on every backend, whether or not the
+hardware has the type; only decoding uses JAX's own fp8 types, which every backend has.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, UInt8
+
+
+@dataclasses.dataclass(frozen=True)
+class Minifloat:
+    """A float of `exponent_bits + mantissa_bits` bits, and a sign bit above them if `signed`."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    signed: bool = True
+    native: str | None = None  # the JAX dtype of the same layout, if there is one
+
+    @property
+    def max_exponent(self) -> int:
+        """`floor(log2(max))`, which OCP MX calls `emax`."""
+        return int(self.max).bit_length() - 1
+
+    def encode(
+        self, values: Float[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
+    ) -> UInt8[Array, "*shape"]:
+        """The code of each value. Values beyond `max` saturate; `round` decides between neighbours."""
+        values = values.astype(jnp.float32)
+        magnitude = jnp.minimum(jnp.abs(values), jnp.float32(self.max))
+        # Below the smallest normal number the spacing stays that of the smallest exponent.
+        exponent = jnp.maximum(floor_log2(magnitude), 1 - self.bias)
+        steps = round(magnitude * exp2(self.mantissa_bits - exponent)).astype(jnp.int32)
+        # `steps` runs from 2**m to 2**(m + 1), so its top bit adds one to the exponent field; a carry does too.
+        code = steps + ((exponent + (self.bias - 1)) << self.mantissa_bits)
+        # Stochastic rounding can step past `max`.
+        code = jnp.minimum(code, self._max_code)
+        if self.signed:
+            sign = jnp.signbit(values).astype(jnp.int32)
+            code = code | (sign << (self.exponent_bits + self.mantissa_bits))
+        return code.astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        """The value of each code."""
+        if self.native is not None:
+            return jax.lax.bitcast_convert_type(codes, jnp.dtype(self.native)).astype(jnp.float32)
+        code = codes.astype(jnp.int32)
+        mantissa = code & (2**self.mantissa_bits - 1)
+        exponent = (code >> self.mantissa_bits) & (2**self.exponent_bits - 1)
+        normal = (exponent > 0).astype(jnp.int32)
+        steps = mantissa + (normal << self.mantissa_bits)
+        magnitude = steps.astype(jnp.float32) * exp2(exponent - normal + (1 - self.bias - self.mantissa_bits))
+        negative = (code >> (self.exponent_bits + self.mantissa_bits)) > 0
+        return jnp.where(negative, -magnitude, magnitude)
+
+    @property
+    def _max_code(self) -> int:
+        exponent = self.max_exponent
+        mantissa = round((self.max / 2**exponent - 1) * 2**self.mantissa_bits)
+        return ((exponent + self.bias) << self.mantissa_bits) + mantissa
+
+
+E4M3 = Minifloat(4, 3, bias=7, max=448.0, native="float8_e4m3fn")
+E5M2 = Minifloat(5, 2, bias=15, max=57344.0, native="float8_e5m2")
+E2M1 = Minifloat(2, 1, bias=1, max=6.0)
+# No sign, one more bit of mantissa: for scales, which have none. Bias 8 puts 1.0 in the middle of the range.
+UE4M4 = Minifloat(4, 4, bias=8, max=248.0, signed=False)
+
+
+def floor_log2(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """`floor(log2(x))` of a positive float32, exact; -127 for zero and subnormal numbers."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return ((bits >> 23) & 255) - 127
+
+
+def exp2(exponent: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """`2**exponent`, exact, for exponents from -126 to 127."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def encode_e8m0(scale: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+    """The E8M0 code of a power of two (OCP MX 1.0, section 5.4.1): its exponent plus 127. Zero gives code 0."""
+    return (floor_log2(scale) + 127).astype(jnp.uint8)
+
+
+def decode_e8m0(codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """`2**(code - 127)`, and NaN for code 255. Code 0 is the subnormal `2**-127`, which many backends flush to zero."""
+    bits = jnp.where(codes == 0, jnp.int32(1 << 22), codes.astype(jnp.int32) << 23)
+    value = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(codes == 255, jnp.float32(jnp.nan), value)

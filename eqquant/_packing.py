@@ -1,0 +1,81 @@
+"""Codes of 1, 2, 4 or 8 bits <-> bytes, along the last axis.
+
+Codes that share a byte stand a *plane* apart, not side by side. Along the last axis a segment is `8 // bits` planes
+of 64 codes, and byte `j` of a segment holds code `j` of every plane, plane 0 in the low bits:
+
+    4 bits, one segment of 128 codes:   byte j = code[j] | code[j + 64] << 4          (j < 64)
+
+A last, shorter segment is split into equally long planes the same way, so no more than `8 // bits - 1` codes of
+padding are ever stored. Unpacking is then a shift and a mask of contiguous runs, with no interleaving; and each plane
+is one block of 64 with one scale, so a kernel multiplies a plane by a contiguous tile of activations.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, UInt8
+
+
+PLANE = 64
+
+
+def packed_length(length: int, bits: int) -> int:
+    """The number of bytes that `length` codes of `bits` bits take: `length * bits / 8`, rounded up."""
+    return -(-length * bits // 8)
+
+
+def pack(codes: UInt8[Array, "*batch length"], bits: int) -> UInt8[Array, "*batch words"]:
+    """Packs codes below `2**bits` into bytes. The inverse of `unpack`."""
+    if bits == 8:
+        return codes
+    body, tail = _segments(codes.shape[-1], bits)
+    return jnp.concatenate(
+        [
+            _pack_planes(codes[..., : body * PLANE * (8 // bits)], PLANE, bits),
+            _pack_planes(codes[..., body * PLANE * (8 // bits) :], tail, bits),
+        ],
+        axis=-1,
+    )
+
+
+def unpack(words: UInt8[Array, "*batch words"], bits: int, length: int) -> UInt8[Array, "*batch length"]:
+    """Unpacks the first `length` codes of `bits` bits. The inverse of `pack`."""
+    if bits == 8:
+        return words
+    body, tail = _segments(length, bits)
+    if tail == 0:
+        return _unpack_planes(words, PLANE, bits)
+    last = _unpack_planes(words[..., body * PLANE :], tail, bits)
+    if body > 0:
+        first = _unpack_planes(words[..., : body * PLANE], PLANE, bits)
+        last = jnp.concatenate([first, last], axis=-1)
+    return last[..., :length]
+
+
+def _segments(length: int, bits: int) -> tuple[int, int]:
+    """The number of whole segments, and the plane length of the shorter last one (0 if there is none)."""
+    body, rest = divmod(length, PLANE * (8 // bits))
+    return body, packed_length(rest, bits)
+
+
+def _shifts(bits: int) -> UInt8[Array, "planes 1"]:
+    return jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None]
+
+
+def _pack_planes(codes: UInt8[Array, "*batch codes"], plane: int, bits: int) -> UInt8[Array, "*batch words"]:
+    *batch, length = codes.shape
+    planes = 8 // bits
+    if plane == 0 or length == 0:
+        return codes[..., :0]
+    padding = -length % (plane * planes)
+    codes = jnp.pad(codes, [(0, 0)] * len(batch) + [(0, padding)])
+    codes = codes.reshape(*batch, -1, planes, plane)
+    shifted = codes << jnp.broadcast_to(_shifts(bits), codes.shape)
+    return shifted.sum(axis=-2, dtype=jnp.uint8).reshape(*batch, -1)
+
+
+def _unpack_planes(words: UInt8[Array, "*batch words"], plane: int, bits: int) -> UInt8[Array, "*batch codes"]:
+    *batch, length = words.shape
+    planes = 8 // bits
+    words = words.reshape(*batch, length // plane, 1, plane)
+    words = jnp.broadcast_to(words, (*batch, length // plane, planes, plane))
+    codes = (words >> jnp.broadcast_to(_shifts(bits), words.shape)) & jnp.uint8(2**bits - 1)
+    return codes.reshape(*batch, length * planes)

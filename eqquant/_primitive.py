@@ -1,0 +1,53 @@
+"""The quantized matmul as a JAX primitive: its name and its call. `_matmul.py` gives it its rules.
+
+The primitive stands below the array class so that the class can call it; the rules stand above the class because they
+need it. A primitive is an open table, which is what lets the two be apart without a cycle.
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.extend
+import jax.tree_util as jtu
+from jaxtyping import Array, Float
+
+
+quantized_matmul_p = jax.extend.core.Primitive("quantized_matmul")
+
+
+class _Rows(Protocol):
+    """A quantized array in memory order: `(*batch, n, k)`, quantized along `k`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def bind_matmul(
+    x: Float[Array, "*batch rows inner"],
+    w: _Rows,
+    *,
+    transpose: bool = False,
+    precision: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "*batch rows outer"]:
+    """`x(*batch, m, k) . w(*batch, n, k)^T`, or with `transpose` `x(*batch, m, n) . w(*batch, n, k)`.
+
+    **Arguments:**
+
+    - `x`: floats, whose dtype is also the result's.
+    - `w`: a `QuantizedArray` in memory order, with the same batch axes as `x`.
+    - `transpose`: which of the two axes of `w` is contracted. Each product is the other's gradient.
+    - `precision`: as in `jax.lax.dot_general`; `None` takes `jax.default_matmul_precision`.
+    - `implementation`: as in [`eqquant.matmul`][].
+    """
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    leaves, treedef = jtu.tree_flatten(w)
+    return quantized_matmul_p.bind(
+        x,
+        *leaves,
+        treedef=treedef,
+        transpose=transpose,
+        precision=precision,
+        implementation=implementation,
+    )

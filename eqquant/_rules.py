@@ -1,0 +1,197 @@
+"""Quax rules: what `eqq.quaxify(f)` does with quantized operands of `jax.lax` primitives.
+
+A primitive that only moves axes or rows keeps its operand quantized, where that is exact. A product goes to the
+quantized matmul. Everything without a rule is materialised, and so is right: arithmetic, reductions, convolutions.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import quax
+from jax import lax
+from jaxtyping import Array, ArrayLike
+
+from ._array import QuantizedArray
+from ._primitive import bind_matmul
+
+
+Quantized = QuantizedArray[Any]  # pyright: ignore
+
+
+def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:
+    dense = (x.dequantize() if isinstance(x, QuantizedArray) else x for x in operands)
+    return primitive.bind(*dense, **params)
+
+
+#
+# Structure
+#
+
+
+@quax.register(lax.transpose_p)
+def _transpose(q: QuantizedArray, *, permutation: Sequence[int]) -> QuantizedArray:
+    return q.transpose(permutation)
+
+
+@quax.register(lax.convert_element_type_p)
+def _convert_element_type(q: QuantizedArray, *, new_dtype: Any, **params: Any) -> QuantizedArray | Array:
+    del params
+    return q.astype(new_dtype)
+
+
+@quax.register(lax.reshape_p)
+def _reshape(q: QuantizedArray, *args: ArrayLike, **params: Any) -> QuantizedArray | Array:
+    if args or params.get("dimensions") is not None:
+        return _dense(lax.reshape_p, q, *args, **params)
+    return q.reshape(params["new_sizes"])
+
+
+@quax.register(lax.squeeze_p)
+def _squeeze(q: QuantizedArray, *, dimensions: Sequence[int]) -> QuantizedArray | Array:
+    return q.reshape([d for i, d in enumerate(q.shape) if i not in dimensions])
+
+
+@quax.register(lax.broadcast_in_dim_p)
+def _broadcast_in_dim(q: QuantizedArray, *args: ArrayLike, **params: Any) -> QuantizedArray | Array:
+    shape, dims = params["shape"], params["broadcast_dimensions"]
+    batch = q.ndim - len(q.lengths)
+    front = len(shape) - len(q.lengths)
+    whole = q._trailing and tuple(dims[batch:]) == tuple(range(front, len(shape))) and shape[front:] == q.lengths
+    if args or not whole or params.get("sharding") is not None:
+        return _dense(lax.broadcast_in_dim_p, q, *args, **params)
+    return _on_rows(q, lambda leaf: lax.broadcast_in_dim(leaf, (*shape[:front], leaf.shape[-1]), (*dims[:batch], front)))
+
+
+@quax.register(lax.concatenate_p)
+def _concatenate(*operands: QuantizedArray | ArrayLike, dimension: int) -> QuantizedArray | Array:
+    first = operands[0]
+    alike = isinstance(first, QuantizedArray) and first._trailing and dimension < first.ndim - len(first.lengths)
+    if not alike or len({jtu.tree_structure(x) for x in operands}) != 1:
+        return _dense(lax.concatenate_p, *operands, dimension=dimension)
+    joined = jtu.tree_map(lambda *leaves: jnp.concatenate(leaves, axis=dimension), *operands)
+    return dataclasses.replace(joined, logical_sharding=None)
+
+
+@quax.register(lax.slice_p)
+def _slice(q: QuantizedArray, **params: Any) -> QuantizedArray | Array:
+    batch = q.ndim - len(q.lengths)
+    start, limit = params["start_indices"], params["limit_indices"]
+    strides = params["strides"] or (1,) * q.ndim
+    whole = all(s == 0 and e == d and t == 1 for s, e, d, t in _last(batch, start, limit, q.shape, strides))
+    if not q._trailing or not whole:
+        return _dense(lax.slice_p, q, **params)
+    index = tuple(slice(*bounds) for bounds in zip(start[:batch], limit[:batch], strides[:batch], strict=True))
+    return _on_rows(q, lambda leaf: leaf[index])
+
+
+@quax.register(lax.dynamic_slice_p)
+def _dynamic_slice(q: QuantizedArray, *starts: ArrayLike, slice_sizes: Sequence[int]) -> QuantizedArray | Array:
+    batch = q.ndim - len(q.lengths)
+    if not q._trailing or len(starts) != q.ndim or tuple(slice_sizes[batch:]) != q.lengths:
+        return _dense(lax.dynamic_slice_p, q, *starts, slice_sizes=slice_sizes)
+    # A whole axis can only start at zero: out-of-range starts are clamped.
+    zero = jnp.zeros((), jnp.result_type(starts[0]))
+    at = (*starts[:batch], zero)
+    return _on_rows(q, lambda leaf: lax.dynamic_slice(leaf, at, (*slice_sizes[:batch], leaf.shape[-1])))
+
+
+@quax.register(lax.gather_p)
+def _gather(q: QuantizedArray, indices: ArrayLike, **params: Any) -> Array:
+    """An embedding lookup: only the rows that are looked up are dequantized."""
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    axis, batch_dims = q.ndim - 1, numbers.operand_batching_dims
+    touched = (*numbers.start_index_map, *numbers.collapsed_slice_dims, *batch_dims)
+    out_ndim = jnp.ndim(indices) - 1 + len(numbers.offset_dims)
+    whole_rows = q.axis == -1 and axis not in touched and sizes[-1] == q.shape[-1]
+    if not whole_rows or q.ndim < 2 or numbers.offset_dims[-1] != out_ndim - 1 or params.get("fill_value") is not None:
+        return _dense(lax.gather_p, q, indices, **params)
+    # Rows out of bounds, where they are filled, get scales of all ones: NaN, as for a float operand.
+    gather = lambda leaf: lax.gather_p.bind(leaf, indices, **{**params, "slice_sizes": (*sizes[:-1], leaf.shape[-1])})
+    return _on_rows(q, gather).dequantize()
+
+
+@quax.register(lax.select_n_p)
+def _select_n(which: ArrayLike, *cases: QuantizedArray | ArrayLike) -> QuantizedArray | Array:
+    alike = all(isinstance(c, QuantizedArray) for c in cases) and len({jtu.tree_structure(c) for c in cases}) == 1
+    if not alike or jnp.ndim(which) != 0:
+        return _dense(lax.select_n_p, which, *cases)
+    return jtu.tree_map(lambda *leaves: lax.select_n(which, *leaves), *cases)
+
+
+def _on_rows(q: QuantizedArray, f: Callable[[Array], Array]) -> QuantizedArray:
+    return dataclasses.replace(jtu.tree_map(f, q), logical_sharding=None)
+
+
+def _last(batch: int, *sequences: Sequence[int]) -> Any:
+    return zip(*(s[batch:] for s in sequences), strict=True)
+
+
+#
+# Products
+#
+
+
+@quax.register(lax.dot_general_p)
+def _dot_general_left(q: QuantizedArray, x: ArrayLike, **params: Any) -> Array:
+    return _dot_general(q, x, params, left=True)
+
+
+@quax.register(lax.dot_general_p)
+def _dot_general_right(x: ArrayLike, q: QuantizedArray, **params: Any) -> Array:
+    return _dot_general(q, x, params, left=False)
+
+
+@quax.register(lax.dot_general_p)
+def _dot_general_both(p: QuantizedArray, q: QuantizedArray, **params: Any) -> Array:
+    return _dot_general(q, p.dequantize(), params, left=False)
+
+
+def _dot_general(q: QuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
+    """Any dimension numbers that the quantized matmul can take, whichever operand is quantized; else dense."""
+    dense = (lambda: _dense(lax.dot_general_p, q, x, **params)) if left else (
+        lambda: _dense(lax.dot_general_p, x, q, **params)
+    )
+    (contract, batch) = params["dimension_numbers"]
+    q_contract, x_contract = contract if left else contract[::-1]
+    q_batch, x_batch = batch if left else batch[::-1]
+    x = jnp.asarray(x)
+    dtype = jnp.dtype(params.get("preferred_element_type") or jnp.result_type(x, q.dtype))
+    wide = jnp.promote_types(jnp.result_type(x, q.dtype), dtype)
+    precision = params.get("precision")
+    if params.get("out_sharding") is not None or not jnp.issubdtype(wide, jnp.floating) or isinstance(precision, str):
+        return dense()
+
+    quantized = [a + q.ndim for a in q._axes]
+    q_free = [a for a in range(q.ndim) if a not in q_contract and a not in q_batch]
+    x_free = [a for a in range(x.ndim) if a not in x_contract and a not in x_batch]
+    if sorted(q_contract) == sorted(quantized):
+        # The contraction runs along the blocks: x . W^T. Free axes of the weight become its rows.
+        transpose, rows, order = False, q_free, [q_contract.index(a) for a in quantized]
+    elif sorted(q_free) == sorted(quantized) and quantized == sorted(quantized):
+        # It runs across them: x . W. Contracted axes of the weight become its rows.
+        transpose, rows, order = True, list(q_contract), list(range(len(q_contract)))
+    else:
+        return dense()
+
+    memory = [a for a in range(q.ndim) if a not in quantized]
+    batch_shape = [q.shape[a] for a in q_batch]
+    n = math.prod(q.shape[a] for a in rows)
+    arrange = [memory.index(a) for a in (*q_batch, *rows)]
+    w = jtu.tree_map(
+        lambda leaf: jnp.transpose(leaf, (*arrange, leaf.ndim - 1)).reshape(*batch_shape, n, leaf.shape[-1]), q
+    )
+    w = dataclasses.replace(w, axis=-1, lengths=(q._length,), logical_sharding=None)
+    m_shape = [x.shape[a] for a in x_free]
+    rows_of_x = jnp.transpose(x, (*x_batch, *x_free, *(x_contract[i] for i in order)))
+    rows_of_x = rows_of_x.reshape(*batch_shape, math.prod(m_shape), -1).astype(wide)
+    y = bind_matmul(rows_of_x, w, transpose=transpose, precision=precision)
+    y = y.reshape(*batch_shape, *m_shape, *(q.shape[a] for a in q_free))
+    if left:  # the free axes of the left operand come first
+        b, m = len(batch_shape), len(m_shape)
+        y = jnp.transpose(y, (*range(b), *range(b + m, y.ndim), *range(b, b + m)))
+    return y.astype(dtype)

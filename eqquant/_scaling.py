@@ -1,0 +1,127 @@
+"""Blocks and their scales: cutting an axis into blocks, the scale rules, rounding, and the bits of a scale."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt
+
+from ._minifloat import decode_e8m0, encode_e8m0
+
+
+BlockSize = int | Literal["tensor"] | None
+ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0"]
+
+
+#
+# Blocks
+#
+
+
+def num_blocks(length: int, block_size: BlockSize) -> int:
+    """How many scales a row of `length` values has."""
+    if block_size is None or block_size == "tensor":
+        return 1
+    return -(-length // block_size)
+
+
+def split_blocks(x: Float[Array, "*batch length"], block_size: BlockSize) -> list[Float[Array, "*batch blocks block"]]:
+    """Cuts the last axis into blocks: the whole ones, and the shorter last one if the length leaves a remainder.
+
+    A scale rule therefore only ever sees real values, never padding.
+    """
+    *batch, length = x.shape
+    if block_size == "tensor":
+        return [x.reshape(*[1] * len(batch), 1, -1)]
+    if block_size is None:
+        return [x[..., None, :]]
+    whole = length // block_size * block_size
+    parts = [x[..., :whole].reshape(*batch, whole // block_size, block_size)]
+    if whole < length:
+        parts.append(x[..., None, whole:])
+    return parts
+
+
+def expand(per_block: Array, block_size: BlockSize, length: int) -> Array:
+    """Repeats one value per block into one value per element: `(*batch, blocks)` to `(*batch, length)`."""
+    *batch, blocks = per_block.shape
+    if block_size is None or block_size == "tensor":
+        return jnp.broadcast_to(per_block, (*batch, length))
+    repeated = jnp.broadcast_to(per_block[..., None], (*batch, blocks, block_size))
+    return repeated.reshape(*batch, blocks * block_size)[..., :length]
+
+
+#
+# Scale rules
+#
+
+
+def absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
+    """The largest magnitude of each block."""
+    return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
+
+
+def signed_absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
+    """The value of largest magnitude of each block, with its sign; the first of equals."""
+    if blocks.shape[-1] == 0:
+        return absmax(blocks)
+    index = jnp.argmax(jnp.abs(blocks), axis=-1, keepdims=True)
+    return jnp.take_along_axis(blocks, index, axis=-1)[..., 0]
+
+
+def absmean(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
+    """The mean magnitude of each block."""
+    count = max(blocks.shape[-1], 1)
+    # Dividing first keeps a block of huge values from overflowing.
+    return jnp.sum(jnp.abs(blocks) / count, axis=-1)
+
+
+def minmax(blocks: Float[Array, "*batch blocks block"]) -> tuple[Array, Array]:
+    """The smallest and the largest value of each block, widened to include zero, so that zero has a code."""
+    return jnp.min(blocks, axis=-1, initial=0), jnp.max(blocks, axis=-1, initial=0)
+
+
+def divide(x: Float[Array, "*shape"], scale: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`x / scale`, and 0 where the scale is 0 (a block of zeros, or of values too small for any scale)."""
+    usable = scale != 0
+    return jnp.where(usable, x / jnp.where(usable, scale, 1), 0)
+
+
+#
+# Rounding
+#
+
+
+def round_half_away(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """To the nearest integer, ties away from zero, as C's `roundf`."""
+    magnitude = jnp.abs(x)
+    below = jnp.floor(magnitude)
+    # Not `floor(magnitude + 0.5)`, which is wrong just below a half.
+    return jnp.copysign(below + (magnitude - below >= 0.5).astype(x.dtype), x)
+
+
+def stochastic_round(key: PRNGKeyArray) -> Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]:
+    """A rounding function that goes up with a probability equal to the fractional part, so that it is unbiased."""
+    return lambda x: jnp.floor(x + jax.random.uniform(key, x.shape, x.dtype))
+
+
+#
+# The bits of a scale
+#
+
+
+def scale_to_bits(scale: Float32[Array, "*batch blocks"], dtype: ScaleDtype) -> UInt[Array, "*batch blocks"]:
+    """Rounds scales to `dtype`, saturating, and returns their bits as unsigned integers of the same width."""
+    if dtype == "e8m0":
+        return encode_e8m0(scale)
+    limit = float(jnp.finfo(dtype).max)
+    rounded = jnp.clip(scale, -limit, limit).astype(dtype)
+    return jax.lax.bitcast_convert_type(rounded, {4: jnp.uint32, 2: jnp.uint16}[rounded.dtype.itemsize])
+
+
+def bits_to_scale(bits: UInt[Array, "*batch blocks"], dtype: ScaleDtype) -> Float32[Array, "*batch blocks"]:
+    """The scales whose bits `scale_to_bits` returned."""
+    if dtype == "e8m0":
+        return decode_e8m0(bits)
+    return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype)).astype(jnp.float32)

@@ -27,6 +27,14 @@ from ._formats import (
     Ternary as Ternary,
 )
 from ._matmul import explain_matmul as explain_matmul, matmul as matmul
+from ._tree import (
+    count_params as count_params,
+    dequantize_tree as dequantize_tree,
+    plan_tree as plan_tree,
+    quantize_tree as quantize_tree,
+    summary as summary,
+    tree_nbytes as tree_nbytes,
+)
 
 
 __version__ = importlib.metadata.version("eqquant")

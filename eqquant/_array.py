@@ -295,14 +295,16 @@ class QuantizedArray(quax.ArrayValue, DenseOperators, Generic[_Format]):
             return self.dequantize().astype(dtype)
         return dataclasses.replace(self, logical_dtype=jax.dtypes.canonicalize_dtype(dtype))
 
-    def reshape(self, *shape: int | Sequence[int]) -> "QuantizedArray | Array":
+    def reshape(self, *shape: int | Sequence[int], order: str = "C", **kwargs: Any) -> "QuantizedArray | Array":
         """Stays quantized where no quantized axis is mixed with another axis; otherwise the result is dense."""
         new = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)  # pyright: ignore
         if new.count(-1) == 1 and math.prod(d for d in new if d != -1) > 0:
             new = tuple(self.size // math.prod(d for d in new if d != -1) if d == -1 else d for d in new)
-        split = self._split_of(new)
+        # `jnp.reshape` calls this method, with keywords that only a dense array can follow.
+        plain = order == "C" and all(v is None for v in kwargs.values())
+        split = self._split_of(new) if plain else None
         if split is None:
-            return self.dequantize().reshape(new)
+            return self.dequantize().reshape(new, order=order, **kwargs)
         out = jtu.tree_map(lambda leaf: leaf.reshape(*new[:split], leaf.shape[-1]), self)
         lengths = new[split:]
         return dataclasses.replace(

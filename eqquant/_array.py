@@ -9,7 +9,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax
@@ -27,6 +27,11 @@ from ._primitive import bind_matmul
 from ._scaling import BlockSize, ScaleDtype
 
 
+if TYPE_CHECKING:  # to a type checker Equinox's own looks like a field of the dataclass
+    from typing import ClassVar as AbstractClassVar
+else:
+    from equinox import AbstractClassVar
+
 _Format = TypeVar("_Format", bound="AbstractFormat")
 _FORMATS: dict[str, type["AbstractFormat"]] = {}
 
@@ -43,7 +48,7 @@ class AbstractFormat(eqx.Module):
 
         ```python
         class Log4(eqq.AbstractFormat):
-            "Four bits: a sign and a power of two."
+            "Four bits: a sign, and zero or a power of two."
 
             block_size: int | None = eqx.field(static=True, default=32)
             bits = 4
@@ -52,12 +57,13 @@ class AbstractFormat(eqx.Module):
                 return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
 
             def encode(self, values, round=jnp.round):
-                exponent = jnp.clip(round(-jnp.log2(jnp.abs(values) + 1e-9)), 0, 7)
-                return exponent.astype(jnp.uint8) | (values < 0).astype(jnp.uint8) << 3
+                power = jnp.clip(round(7 + jnp.log2(jnp.abs(values) + 1e-9)), 0, 7)
+                return power.astype(jnp.uint8) | (values < 0).astype(jnp.uint8) << 3
 
             def decode(self, codes):
-                sign = 1.0 - 2.0 * (codes >> 3).astype(jnp.float32)
-                return sign * 2.0 ** -(codes & 7).astype(jnp.float32)
+                power = (codes & 7).astype(jnp.float32)
+                magnitude = jnp.where(power == 0, 0.0, 2.0 ** (power - 7))
+                return jnp.where(codes >> 3 == 1, -magnitude, magnitude)
 
         q = eqq.quantize(x, Log4())
         ```
@@ -73,13 +79,16 @@ class AbstractFormat(eqx.Module):
     """
 
     block_size: eqx.AbstractVar[BlockSize]
-    bits: eqx.AbstractClassVar[int]
+    bits: AbstractClassVar[int]
     scale_dtype: ClassVar[ScaleDtype] = "float32"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not cls.__name__.startswith(("Abstract", "_")):
-            _FORMATS.setdefault(cls.__name__.lower(), cls)
+            name, known = cls.__name__.lower(), _FORMATS.get(cls.__name__.lower())
+            # A class of yours may be defined again, in a notebook say; ours cannot be taken over.
+            if known is None or not known.__module__.startswith("eqquant."):
+                _FORMATS[name] = cls
 
     def __check_init__(self) -> None:
         size = self.block_size
@@ -88,7 +97,7 @@ class AbstractFormat(eqx.Module):
         unit = 8 // self.bits
         if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % unit != 0:
             raise ValueError(
-                f"`block_size` of {type(self).__name__} must be None, \"tensor\" or a positive multiple of {unit}, the "
+                f'`block_size` of {type(self).__name__} must be None, "tensor" or a positive multiple of {unit}, the '
                 f"number of {self.bits}-bit codes in a byte. Got `block_size={size!r}`. Common sizes are 32, 64 and "
                 "128; None is one scale per channel."
             )
@@ -190,7 +199,8 @@ class QuantizedArray(quax.ArrayValue, DenseOperators, Generic[_Format]):
     # `QuantizedArray[NF4]` is a type that `isinstance`, beartype and jaxtyping check; a plain `Generic` subscript is
     # ignored at run time.
     def __class_getitem__(cls, format: Any) -> Any:
-        return _narrowed(format) if isinstance(format, type) else super().__class_getitem__(format)  # pyright: ignore
+        narrow = isinstance(format, type) and format is not Any  # `Any` is a class since Python 3.11
+        return _narrowed(format) if narrow else super().__class_getitem__(format)  # pyright: ignore
 
     # What it is
 
@@ -246,8 +256,8 @@ class QuantizedArray(quax.ArrayValue, DenseOperators, Generic[_Format]):
 
     @property
     def __jax_array__(self) -> Callable[[], Array]:
-        if _compat.asked_by_matmul_operator():
-            raise AttributeError("hidden, so that `x @ q` reaches `QuantizedArray.__rmatmul__`")
+        if _compat.jax_array_is_hidden():
+            raise AttributeError("hidden from this caller; see `_compat.jax_array_is_hidden`")
         return self.dequantize
 
     def dequantize(self) -> Float[Array, "..."]:
@@ -433,7 +443,7 @@ def _dequantize(q: QuantizedArray) -> Array:
     return dense if q._trailing else jnp.moveaxis(dense, range(-len(q.lengths), 0), q._axes)
 
 
-@ft.lru_cache(maxsize=None)
+@ft.cache
 def _narrowed(format_type: type[AbstractFormat]) -> type:
     class Narrowed(type):
         def __instancecheck__(cls, instance: Any) -> bool:
@@ -556,7 +566,7 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, QuantizedArray)
 
 
-def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Array, tuple[int, ...]]:
+def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Any, tuple[int, ...]]:
     """`x` as a JAX array (or the struct it was), and `axis` as negative numbers; or an error that begins with `name`."""
     if isinstance(x, QuantizedArray):
         raise TypeError(f"{name} is already quantized, to {x.format}. Call `dequantize` first to quantize it anew.")
@@ -604,9 +614,7 @@ def encode_array(
 
 
 @ft.partial(jax.jit, static_argnums=3)
-def _encode_array(
-    x: Array, format: AbstractFormat, key: PRNGKeyArray | None, axes: tuple[int, ...]
-) -> QuantizedArray:
+def _encode_array(x: Array, format: AbstractFormat, key: PRNGKeyArray | None, axes: tuple[int, ...]) -> QuantizedArray:
     lengths = tuple(x.shape[a] for a in axes)
     rows = jnp.moveaxis(x, axes, range(-len(axes), 0))
     rows = rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(lengths)).astype(jnp.float32)

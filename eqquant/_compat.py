@@ -13,20 +13,24 @@ _T = TypeVar("_T")
 _ARRAY_METHODS = "jax._src.numpy.array_methods"
 
 
-def asked_by_matmul_operator() -> bool:
-    """Whether the running `__jax_array__` lookup was made by `jax.Array.__matmul__`.
+def jax_array_is_hidden() -> bool:
+    """Whether the running `__jax_array__` lookup was made by `jax.Array.__matmul__`, or by Quax.
 
     `x @ q` reaches `jax.Array.__matmul__` first. That asks its right operand for `__jax_array__` before anything
     else, and would multiply by the dense weight; `QuantizedArray.__rmatmul__` would never run. Where the attribute
     is missing it returns `NotImplemented`, and Python goes on to `__rmatmul__`. So the attribute hides from that one
     caller. Frames outside JAX (Equinox, type checkers) are passed over to find it.
+
+    Quax takes whatever has `__jax_array__` for a dense array, and would lose the quantized result of a rule.
     """
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("jax."):
             return module == _ARRAY_METHODS and frame.f_code.co_name == "_operator_matmul"
-        if not module.startswith(("eqquant.", "equinox.", "quax.", "beartype", "jaxtyping")):
+        if module.startswith("quax."):
+            return True
+        if not module.startswith(("eqquant.", "equinox.", "beartype", "jaxtyping")):
             return False
         frame = frame.f_back
     return False

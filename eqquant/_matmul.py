@@ -77,12 +77,10 @@ def _choose(platform: str, problem: MatmulProblem, forced: str | None) -> tuple[
     candidates = _candidates(platform)
     if forced is not None:
         if forced not in candidates:
-            raise ValueError(
-                f"`implementation` must be one of {', '.join(candidates)} on {platform}. Got {forced!r}."
-            )
+            raise ValueError(f"`implementation` must be one of {', '.join(candidates)} on {platform}. Got {forced!r}.")
         refusal = candidates[forced].supports(problem)
         if refusal is not None:
-            raise ValueError(f"`implementation={forced!r}` cannot take this product: {refusal}. Use \"xla\", or None.")
+            raise ValueError(f'`implementation={forced!r}` cannot take this product: {refusal}. Use "xla", or None.')
         return forced, candidates[forced]
     return next((name, i) for name, i in candidates.items() if i.supports(problem) is None)
 
@@ -118,7 +116,7 @@ def _run(
     return chosen.run(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
 
 
-@ft.lru_cache(maxsize=None)
+@ft.cache
 def _jitted(**params: Any) -> Callable[..., Array]:
     return jax.jit(lambda *args: quantized_matmul_p.bind(*args, **params))
 

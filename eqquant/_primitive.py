@@ -4,27 +4,20 @@ The primitive stands below the array class so that the class can call it; the ru
 need it. A primitive is an open table, which is what lets the two be apart without a cycle.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.extend
 import jax.tree_util as jtu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 
 quantized_matmul_p = jax.extend.core.Primitive("quantized_matmul")
 
 
-class _Rows(Protocol):
-    """A quantized array in memory order: `(*batch, n, k)`, quantized along `k`."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
 def bind_matmul(
     x: Float[Array, "*batch rows inner"],
-    w: _Rows,
+    w: PyTree,
     *,
     transpose: bool = False,
     precision: Any = None,
@@ -35,7 +28,7 @@ def bind_matmul(
     **Arguments:**
 
     - `x`: floats, whose dtype is also the result's.
-    - `w`: a `QuantizedArray` in memory order, with the same batch axes as `x`.
+    - `w`: a `QuantizedArray` in memory order, `(*batch, n, k)`, with the same batch axes as `x`.
     - `transpose`: which of the two axes of `w` is contracted. Each product is the other's gradient.
     - `precision`: as in `jax.lax.dot_general`; `None` takes `jax.default_matmul_precision`.
     - `implementation`: as in [`eqquant.matmul`][].

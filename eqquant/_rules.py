@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import quax
@@ -18,9 +17,6 @@ from jaxtyping import Array, ArrayLike
 
 from ._array import QuantizedArray
 from ._primitive import bind_matmul
-
-
-Quantized = QuantizedArray[Any]  # pyright: ignore
 
 
 def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:
@@ -64,7 +60,9 @@ def _broadcast_in_dim(q: QuantizedArray, *args: ArrayLike, **params: Any) -> Qua
     whole = q._trailing and tuple(dims[batch:]) == tuple(range(front, len(shape))) and shape[front:] == q.lengths
     if args or not whole or params.get("sharding") is not None:
         return _dense(lax.broadcast_in_dim_p, q, *args, **params)
-    return _on_rows(q, lambda leaf: lax.broadcast_in_dim(leaf, (*shape[:front], leaf.shape[-1]), (*dims[:batch], front)))
+    return _on_rows(
+        q, lambda leaf: lax.broadcast_in_dim(leaf, (*shape[:front], leaf.shape[-1]), (*dims[:batch], front))
+    )
 
 
 @quax.register(lax.concatenate_p)
@@ -153,8 +151,10 @@ def _dot_general_both(p: QuantizedArray, q: QuantizedArray, **params: Any) -> Ar
 
 def _dot_general(q: QuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
     """Any dimension numbers that the quantized matmul can take, whichever operand is quantized; else dense."""
-    dense = (lambda: _dense(lax.dot_general_p, q, x, **params)) if left else (
-        lambda: _dense(lax.dot_general_p, x, q, **params)
+    dense = (
+        (lambda: _dense(lax.dot_general_p, q, x, **params))
+        if left
+        else (lambda: _dense(lax.dot_general_p, x, q, **params))
     )
     (contract, batch) = params["dimension_numbers"]
     q_contract, x_contract = contract if left else contract[::-1]

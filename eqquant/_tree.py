@@ -30,7 +30,14 @@ from ._array import (
 
 FormatLike = AbstractFormat | str
 Pattern = str | re.Pattern[str]
-Rules = FormatLike | Mapping[Pattern, FormatLike | None] | Callable[[str, Any], FormatLike | None]
+# The key of a mapping is invariant to a type checker, so each kind is named.
+Rules = (
+    FormatLike
+    | Mapping[str, FormatLike | None]
+    | Mapping[re.Pattern[str], FormatLike | None]
+    | Mapping[Pattern, FormatLike | None]
+    | Callable[[str, Any], FormatLike | None]
+)
 Where = Callable[[PyTree], Any]
 
 
@@ -356,7 +363,8 @@ def quantize_tree(
         ```
 
     **Arguments:**
-{shared}
+
+    {shared}
     - `key`: rounds stochastically.
     - `progress`: shows a progress bar.
 
@@ -420,7 +428,8 @@ def plan_tree(
         ```
 
     **Arguments:**
-{shared}
+
+    {shared}
     **Returns:**
 
     A report with a row for each array of the tree: format, bytes, bits per value, or the reason why it is left alone.
@@ -442,7 +451,7 @@ def plan_tree(
 
 
 for _function in (quantize_tree, plan_tree):
-    _function.__doc__ = (_function.__doc__ or "").replace("{shared}", _SHARED_ARGUMENTS.strip("\n"))
+    _function.__doc__ = (_function.__doc__ or "").replace("{shared}", _SHARED_ARGUMENTS.strip())
 
 
 def summary(tree: PyTree) -> TreeReport:

@@ -1,5 +1,6 @@
 """Codes that index a table of real values: NF4, and any table of your own."""
 
+import abc
 from collections.abc import Callable, Sequence
 
 import equinox as eqx
@@ -16,7 +17,10 @@ from .floating import FP8
 class AbstractCodebook(AbstractFormat):
     """Codes index `codebook`, a sorted table of values. The scale maps the largest magnitude onto the table's."""
 
-    codebook: eqx.AbstractVar[tuple[float, ...]]
+    @property
+    @abc.abstractmethod
+    def codebook(self) -> tuple[float, ...]:
+        """The sorted table."""
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return _scaling.absmax(blocks) / max(abs(self.codebook[0]), abs(self.codebook[-1]))
@@ -68,7 +72,7 @@ class NF4(AbstractCodebook):
     bits = 4
 
     @property
-    def codebook(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def codebook(self) -> tuple[float, ...]:
         return _NF4
 
     @property
@@ -96,7 +100,7 @@ class Codebook(AbstractCodebook):
         ```
     """
 
-    codebook: tuple[float, ...] = eqx.field(static=True)
+    values: tuple[float, ...] = eqx.field(static=True)
     block_size: BlockSize = eqx.field(static=True, default=64)
 
     def __init__(self, values: Sequence[float] | np.ndarray, block_size: BlockSize = 64) -> None:
@@ -111,8 +115,12 @@ class Codebook(AbstractCodebook):
             raise ValueError(
                 f"`values` must be 2 to 256 different finite numbers. Got {len(values)} of which {len(table)} differ."
             )
-        self.codebook = tuple(table.tolist())
+        self.values = tuple(table.tolist())
         self.block_size = block_size
+
+    @property
+    def codebook(self) -> tuple[float, ...]:
+        return self.values
 
     @property
     def bits(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

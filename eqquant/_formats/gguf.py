@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
@@ -12,11 +13,8 @@ from .._array import AbstractFormat
 class _AbstractGGUF(AbstractFormat):
     """Blocks of 32 with a float16 scale. Values are multiplied by the reciprocal of the scale before it is rounded."""
 
+    block_size: int = eqx.field(static=True, default=32, init=False)
     scale_dtype = "float16"
-
-    @property
-    def block_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return 32
 
     def normalise(
         self, x: Float32[Array, "*shape"], scale: Float32[Array, "*shape"], stored_scale: Float32[Array, "*shape"]

@@ -16,11 +16,8 @@ from .floating import FP8
 class _AbstractMX(AbstractFormat):
     """OCP microscaling: elements are minifloats, and the scale of each 32 is a power of two, stored in one byte."""
 
+    block_size: int = eqx.field(static=True, default=32, init=False)
     scale_dtype = "e8m0"
-
-    @property
-    def block_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return 32
 
     @property
     def _element(self) -> Minifloat:
@@ -98,11 +95,8 @@ class NVFP4(AbstractFormat):
         [Introducing NVFP4 for Efficient and Accurate Low-Precision Inference](https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/)
     """
 
+    block_size: int = eqx.field(static=True, default=16, init=False)
     bits = 4
-
-    @property
-    def block_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return 16
 
     @property
     def scale_format(self) -> AbstractFormat:

@@ -1,0 +1,185 @@
+"""The numbers in the documentation: prints each table, as Markdown, with the markers around it in its page.
+
+`--check` fails if a page differs from what is printed; `--write` brings the pages up to date.
+"""
+
+import argparse
+import math
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Float32
+
+import eqquant as eqq
+
+
+DOCS = pathlib.Path(__file__).parent
+
+_NF4 = "[QLoRA](https://arxiv.org/abs/2305.14314)"
+_FP8 = "[FP8 Formats](https://arxiv.org/abs/2209.05433)"
+_MX = "[OCP MX 1.0](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)"
+_NVFP4 = (
+    "[NVIDIA](https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/)"
+)
+_GGUF = "[ggml](https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c)"
+_TERNARY = "[BitNet b1.58](https://arxiv.org/abs/2402.17764)"
+_BINARY = "[XNOR-Net](https://arxiv.org/abs/1603.05279)"
+
+# What it is, what it does, and where it comes from.
+FORMATS: Sequence[tuple[eqq.AbstractFormat, str, str]] = (
+    (eqq.Int8(), r"$s = a / 127$, codes $-127 \ldots 127$", "common"),
+    (eqq.Int8(symmetric=False), r"$s = r / 255$, codes $0 \ldots 255$", "common"),
+    (eqq.FP8(), r"$s = a / 448$, e4m3", _FP8),
+    (eqq.FP8("e5m2"), r"$s = a / 57344$, e5m2", _FP8),
+    (eqq.MXFP8(), r"$s = 2^{\lfloor \log_2 a \rfloor - 8}$, e4m3", _MX),
+    (eqq.MXFP8("e5m2"), r"$s = 2^{\lfloor \log_2 a \rfloor - 15}$, e5m2", _MX),
+    (eqq.Q8_0(), r"$s = a / 127$ in float16, codes $-127 \ldots 127$", _GGUF),
+    (eqq.NF4(), r"$s = a$, 16 levels of equal probability", _NF4),
+    (eqq.NF4(double_quant=True), r"$s = a$ in eight bits, the same levels", _NF4),
+    (eqq.Int4(), r"$s = a / 7$, codes $-7 \ldots 7$", "common"),
+    (eqq.Int4(symmetric=False), r"$s = r / 15$, codes $0 \ldots 15$", "common"),
+    (eqq.Q4_0(), r"$s = m / {-8}$ in float16, codes $-8 \ldots 7$", _GGUF),
+    (eqq.MXFP4(), r"$s = 2^{\lfloor \log_2 a \rfloor - 2}$, e2m1", _MX),
+    (eqq.NVFP4(), r"$s = a / 6$ in e4m3, e2m1", _NVFP4),
+    (eqq.Int2(), r"$s = m / {-2}$, codes $-2 \ldots 1$", "[design](design.md#two-bits)"),
+    (eqq.Int2(symmetric=False), r"$s = r / 3$, codes $0 \ldots 3$", "common"),
+    (eqq.Ternary(), r"$s = \bar a$, codes $-1, 0, 1$", _TERNARY),
+    (eqq.Binary(), r"$s = \bar a$, codes $-1, 1$", _BINARY),
+)
+
+
+def normal_weights() -> Float32[Array, "4096 4096"]:
+    return jr.normal(jr.key(0), (4096, 4096))
+
+
+def heavy_tailed_weights() -> Float32[Array, "4096 4096"]:
+    """Student's t distribution of three degrees of freedom."""
+    squares = sum(jr.normal(key, (4096, 4096)) ** 2 for key in jr.split(jr.key(1), 3))
+    return normal_weights() / jnp.sqrt(squares / 3)
+
+
+@jax.jit
+def relative_mse(x: Float32[Array, "*shape"], y: Float32[Array, "*shape"]) -> Float32[Array, ""]:
+    return jnp.mean((y - x) ** 2) / jnp.mean(x**2)
+
+
+def decibel(mse: float) -> str:
+    return f"{-10 * math.log10(mse):.2f}"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table. A header that ends in a colon aligns its column to the right."""
+    rule = ["---:" if title.endswith(":") else "---" for title in header]
+    titles = [title.removesuffix(":") for title in header]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, rule, *rows))
+
+
+#
+# The tables
+#
+
+
+def formats() -> str:
+    """Every format, on weights with thin and with heavy tails."""
+    normal, heavy = normal_weights(), heavy_tailed_weights()
+    rows = []
+    for format, formula, source in FORMATS:
+        q = eqq.quantize(normal, format)
+        mse, mse_heavy = (float(relative_mse(w, eqq.quantize(w, format).dequantize())) for w in (normal, heavy))
+        block = {None: "channel", "tensor": "tensor"}.get(q.block_size, str(q.block_size))
+        numbers = (f"{8 * q.nbytes / q.size:.3f}", decibel(mse), f"{math.sqrt(mse):.4f}", decibel(mse_heavy))
+        rows.append((f"`{format!r}`", formula, block, *numbers, source))
+    numeric = ("Bits per weight:", "SQNR, dB:", "Relative RMS error:", "SQNR with heavy tails, dB:")
+    return markdown(("Format", "Scale and codes", "Block", *numeric, "Source"), rows)
+
+
+def two_bits() -> str:
+    """`Int2` beside the rule that `Int4` and `Int8` follow."""
+
+    class _Absmax(eqq.Int2):
+        def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+            return jnp.max(jnp.abs(blocks), axis=-1)
+
+    w = normal_weights()
+    rules = {r"$s = m / {-2}$, levels $-2 \ldots 1$": eqq.Int2(), r"$s = a$, levels $-1 \ldots 1$": _Absmax()}
+    rows = [(rule, decibel(float(relative_mse(w, eqq.quantize(w, f).dequantize())))) for rule, f in rules.items()]
+    return markdown(("Rule", "SQNR, dB:"), rows)
+
+
+def double_quant() -> str:
+    """Ways to quantize the scales of NF4, where blocks are alike and where they are not."""
+    nf4, block = eqq.NF4(), 64
+    through = lambda format: lambda scale: eqq.quantize(scale, format).dequantize()
+
+    def e4m3_about_the_mean(scale: Float32[Array, "rows blocks"]) -> Float32[Array, "rows blocks"]:
+        return through(eqq.FP8("e4m3", block_size=256))(scale - scale.mean()) + scale.mean()
+
+    rules: dict[str, Callable[[Array], Array]] = {
+        "float32, not quantized": lambda scale: scale,
+        "ue4m4 (ours)": through(eqq.FP8("ue4m4", block_size=256)),
+        "e4m3": through(eqq.FP8("e4m3", block_size=256)),
+        "e4m3 about the mean (the paper)": e4m3_about_the_mean,
+        "uint8, even steps": through(eqq.Int8(block_size=256, symmetric=False)),
+    }
+
+    @jax.jit
+    def mse_of_blocks(w: Float32[Array, "rows columns"], scale: Float32[Array, "rows blocks"]) -> Array:
+        scale = jnp.repeat(scale, block, axis=-1)
+        values = nf4.decode(nf4.encode(jnp.where(scale == 0, 0, w / scale))) * scale
+        norms = lambda x: jnp.sum(x.reshape(*x.shape[:-1], -1, block) ** 2, axis=-1)
+        return norms(values - w) / norms(w)
+
+    alike = normal_weights()
+    factors = jnp.exp(jr.uniform(jr.key(1), (4096, 4096 // block), maxval=math.log(1000)))
+    spread = alike * jnp.repeat(factors, block, axis=-1)
+    rows = []
+    for name, rule in rules.items():
+        mse, mse_spread = (mse_of_blocks(w, rule(eqq.quantize(w, nf4).scale)) for w in (alike, spread))
+        lost = jnp.mean(mse_spread > 0.99)
+        rows.append((name, decibel(float(mse.mean())), decibel(float(mse_spread.mean())), f"{lost:.2%}"))
+    return markdown(("Scales", "Alike, dB:", "Spread, dB:", "Spread, lost:"), rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "formats": ("formats.md", formats),
+    "two-bits": ("design.md", two_bits),
+    "double-quant": ("design.md", double_quant),
+}
+
+
+#
+# The pages
+#
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if a page differs")
+    parser.add_argument("--write", action="store_true", help="bring the pages up to date")
+    args = parser.parse_args()
+    stale = []
+    for name, (page, table) in TABLES.items():
+        path, text = DOCS / page, f"<!-- table:{name} -->\n\n{table()}\n\n<!-- end -->"
+        print(text, end="\n\n")
+        if not (args.check or args.write):
+            continue
+        old = path.read_text()
+        pattern = rf"<!-- table:{name} -->.*?<!-- end -->"
+        new, found = re.subn(pattern, lambda _, text=text: text, old, flags=re.DOTALL)
+        if found != 1:
+            stale.append(f"docs/{page} must have the markers of the table {name!r} once. Got them {found} times.")
+        elif new != old and args.check:
+            stale.append(f"docs/{page}: the table {name!r} differs. Run `python docs/format_table.py --write`.")
+        elif new != old:
+            path.write_text(new)
+    print("\n".join(stale), file=sys.stderr, end="\n" if stale else "")
+    return len(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""A Griffe extension: what the package writes at run time, the documentation shows.
+
+Griffe reads sources. Docstrings that are put together when the package is imported, and the `__init__` that an
+`eqx.Module` derives from its fields, are taken from the imported package here.
+"""
+
+import importlib
+import inspect
+from typing import Any
+
+import equinox as eqx
+import griffe
+
+
+class LiveDocstrings(griffe.Extension):
+    """Replaces docstrings that differ at run time, and gives each module class its `__init__`."""
+
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
+        del loader, kwargs
+        if pkg.name == "eqquant":
+            self._visit(pkg)
+
+    def _visit(self, node: griffe.Object) -> None:
+        for member in list(node.members.values()):
+            if not member.is_alias and (member.is_module or member.is_class or member.is_function):
+                self._update(member)
+                self._visit(member)
+
+    def _update(self, node: griffe.Object) -> None:
+        live = _import(node)
+        doc = inspect.getdoc(live) if not node.is_class else live.__dict__.get("__doc__")
+        if doc and node.docstring and inspect.cleandoc(doc) != node.docstring.value:
+            node.docstring.value = inspect.cleandoc(doc)
+        if isinstance(live, type) and issubclass(live, eqx.Module) and "__init__" not in node.members:
+            init = live.__dict__.get("__init__")
+            if init is not None and (init.__doc__ or "").startswith("**Arguments:**"):
+                node["__init__"] = _init(node, live, init.__doc__)
+
+
+def _init(node: griffe.Object, cls: type, doc: str) -> griffe.Function:
+    parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
+    for parameter in inspect.signature(cls).parameters.values():
+        parameters.append(
+            griffe.Parameter(
+                parameter.name,
+                annotation=node[parameter.name].annotation,
+                kind=griffe.ParameterKind.positional_or_keyword,
+                default=None if parameter.default is parameter.empty else repr(parameter.default),
+            )
+        )
+    init = griffe.Function("__init__", parameters=griffe.Parameters(*parameters))
+    init.docstring = griffe.Docstring(inspect.cleandoc(doc), parent=init)
+    return init
+
+
+def _import(node: griffe.Object) -> Any:
+    live = importlib.import_module(node.module.path)
+    for name in node.path.removeprefix(node.module.path).split(".")[1:]:
+        live = inspect.getattr_static(live, name)
+    return getattr(live, "fget", live)

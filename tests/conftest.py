@@ -1,0 +1,26 @@
+import gc
+import itertools as it
+import random
+
+import jax
+import jax.random as jr
+import pytest
+
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def getkey():
+    """A function that returns a fresh PRNG key at each call."""
+    seeds = it.count(random.Random(0).randrange(2**31))
+    return lambda: jr.key(next(seeds))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_programs():
+    """Keeps memory bounded: one module's compiled programs are of no use to the next."""
+    yield
+    jax.clear_caches()
+    gc.collect()

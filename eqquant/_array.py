@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -149,7 +150,7 @@ def as_format(format: AbstractFormat | str) -> AbstractFormat:
     if cls is None:
         raise ValueError(f"`format` must be one of {', '.join(sorted(_FORMATS))}. Got {format!r}.")
     try:
-        return cls()
+        return cls()  # pyright: ignore[reportCallIssue]
     except TypeError:
         raise ValueError(
             f"`format` {format!r} has no defaults, so its name is not enough. Got {format!r}. Construct it: "
@@ -281,10 +282,10 @@ class QuantizedArray(quax.ArrayValue, DenseOperators, Generic[_Format]):
 
     def transpose(self, *axes: int | Sequence[int] | None) -> "QuantizedArray":
         """Permutes the logical axes. Quantized axes only change their label; others are permuted in memory."""
-        order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-        order = tuple(range(self.ndim))[::-1] if order is None or axes == () else tuple(order)  # pyright: ignore
+        given: Any = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+        order = list(range(self.ndim))[::-1] if given in (None, ()) else [int(a) for a in given]
         if sorted(a % self.ndim if -self.ndim <= a < self.ndim else -1 for a in order) != list(range(self.ndim)):
-            raise ValueError(f"`axes` must be a permutation of the {self.ndim} axes. Got {order}.")
+            raise ValueError(f"`axes` must be a permutation of the {self.ndim} axes. Got {tuple(order)}.")
         order = [a % self.ndim for a in order]
         quantized = [a + self.ndim for a in self._axes]
         batch = [a for a in range(self.ndim) if a not in quantized]
@@ -307,7 +308,8 @@ class QuantizedArray(quax.ArrayValue, DenseOperators, Generic[_Format]):
 
     def reshape(self, *shape: int | Sequence[int], order: str = "C", **kwargs: Any) -> "QuantizedArray | Array":
         """Stays quantized where no quantized axis is mixed with another axis; otherwise the result is dense."""
-        new = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)  # pyright: ignore
+        given: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        new = tuple(int(d) for d in given)
         if new.count(-1) == 1 and math.prod(d for d in new if d != -1) > 0:
             new = tuple(self.size // math.prod(d for d in new if d != -1) if d == -1 else d for d in new)
         # `jnp.reshape` calls this method, with keywords that only a dense array can follow.
@@ -567,7 +569,7 @@ def is_quantized(x: Any) -> bool:
 
 
 def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Any, tuple[int, ...]]:
-    """`x` as a JAX array (or the struct it was), and `axis` as negative numbers; or an error that begins with `name`."""
+    """`x` as a JAX array (or the struct it was), and `axis` as negative numbers; or an error that names `name`."""
     if isinstance(x, QuantizedArray):
         raise TypeError(f"{name} is already quantized, to {x.format}. Call `dequantize` first to quantize it anew.")
     dtype = getattr(x, "dtype", None)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.interpreters import ad, batching, mlir
@@ -130,7 +131,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     (x, *leaves), (dx, *_) = primals, tangents
     y = quantized_matmul_p.bind(x, *leaves, **params)
     if type(dx) is ad.Zero:
-        return y, ad.Zero.from_primal_value(y)
+        return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
     return y, quantized_matmul_p.bind(dx, *leaves, **params)
 
 
@@ -221,7 +222,7 @@ def matmul(
         return w._matmul(x, left=False, implementation=implementation, precision=precision)  # pyright: ignore
     if is_quantized(x):
         return x._matmul(w, left=True, implementation=implementation, precision=precision)  # pyright: ignore
-    return jnp.matmul(x, w, precision=precision)
+    return jnp.matmul(jnp.asarray(x), jnp.asarray(w), precision=precision)
 
 
 class MatmulExplanation(NamedTuple):

@@ -26,10 +26,10 @@ def num_blocks(length: int, block_size: BlockSize) -> int:
     return -(-length // block_size)
 
 
-def split_blocks(x: Float[Array, "*batch length"], block_size: BlockSize) -> list[Float[Array, "*batch blocks block"]]:
+def split_blocks(x: Float[Array, "*batch length"], block_size: BlockSize) -> list[Float[Array, "... blocks block"]]:
     """Cuts the last axis into blocks: the whole ones, and the shorter last one if the length leaves a remainder.
 
-    A scale rule therefore only ever sees real values, never padding.
+    A scale rule therefore only ever sees real values, never padding. For `"tensor"` there is one block in all.
     """
     *batch, length = x.shape
     if block_size == "tensor":

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
@@ -72,7 +73,7 @@ class LeafReport(NamedTuple):
 
 
 class TreeReport(NamedTuple):
-    """What [`eqquant.plan_tree`][] would do, or what [`eqquant.summary`][] found: one row per array. Prints as a table."""
+    """What [`eqquant.plan_tree`][] would do, or [`eqquant.summary`][] found: a row per array. Prints as a table."""
 
     leaves: tuple[LeafReport, ...]
 
@@ -199,7 +200,7 @@ def _chooser(format: Rules, leaves: Sequence[_Leaf]) -> Callable[[_Leaf], tuple[
             return None, "no rule matches"
 
         return by_pattern
-    if callable(format) and not isinstance(format, (AbstractFormat, type)):
+    if callable(format) and not isinstance(format, (AbstractFormat, str, type)):
 
         def by_function(leaf: _Leaf) -> tuple[AbstractFormat | None, str]:
             picked = format(leaf.path, leaf.value)
@@ -211,7 +212,7 @@ def _chooser(format: Rules, leaves: Sequence[_Leaf]) -> Callable[[_Leaf], tuple[
                 raise type(e)(f"{leaf.path}: {e}") from None
 
         return by_function
-    one = as_format(format)
+    one = as_format(format)  # pyright: ignore[reportArgumentType]
     return lambda leaf: (one, "a weight")
 
 
@@ -328,10 +329,10 @@ def _some(items: Any) -> str:
 _SHARED_ARGUMENTS = """
     - `tree`: any pytree: an Equinox model, a dictionary of parameters, one array.
     - `format`: what to quantize to. One format or its lower-case name for every weight; or a mapping
-        `{pattern: format or None}`, where the first pattern that matches the leaf's path wins and `None` leaves the leaf
-        in float; or a function `(path, leaf) -> format or None`. A path reads `layers.0.weight`; a pattern is a glob
-        (`"*.attention.*"`) or a compiled regular expression, which is searched for. A leaf that no pattern matches stays
-        in float.
+        `{pattern: format or None}`, where the first pattern that matches the leaf's path wins and `None` leaves the
+        leaf in float; or a function `(path, leaf) -> format or None`. A path reads `layers.0.weight`; a pattern is a
+        glob (`"*.attention.*"`) or a compiled regular expression, which is searched for. A leaf that no pattern
+        matches stays in float.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized, and all of them, biases
         too. Without it, every floating point array with two or more dimensions longer than one is a weight, except the
         parameters of normalisation layers.

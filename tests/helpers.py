@@ -59,7 +59,8 @@ FORMATS = {
 def sqnr(x: Any, y: Any) -> float:
     """Signal-to-noise ratio in dB."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    return float(10 * np.log10((x**2).mean() / ((x - y) ** 2).mean()))
+    noise = ((x - y) ** 2).mean()
+    return float(10 * np.log10((x**2).mean() / noise)) if noise > 0 else float("inf")
 
 
 def assert_close(actual: Any, expected: Any, tol: float = 1e-5) -> None:

@@ -12,7 +12,7 @@ from .._scaling import BlockSize
 
 
 class Ternary(AbstractFormat):
-    r"""Values $-s, 0, s$ in two bits, with $s$ the mean of $|x|$: $s \cdot \mathrm{clip}(\mathrm{round}(x / s), -1, 1)$.
+    r"""Values $-s, 0, s$ in two bits, with $s$ the mean of $|x|$: $s$ times $x / s$, rounded and clipped to one.
 
     ??? cite
 
@@ -35,7 +35,7 @@ class Ternary(AbstractFormat):
 
 
 class Binary(AbstractFormat):
-    r"""Values $-s$ and $s$ in one bit, with $s$ the mean of $|x|$, the scale of least squared error. Zero counts as $+$.
+    r"""Values $-s$ and $s$ in one bit, with $s$ the mean of $|x|$, the scale of least squared error. Zero is $+s$.
 
     ??? cite
 

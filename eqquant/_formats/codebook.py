@@ -60,7 +60,7 @@ class NF4(AbstractCodebook):
     r"""4-bit NormalFloat: sixteen levels of equal probability under a normal distribution, one of them zero.
 
     $s = \max|x|$ per block, and each value takes the nearest $s \cdot c_i$. Codes, scales and values equal those of
-    bitsandbytes bit for bit. With `double_quant` the scales are quantized in their turn, to eight bits in blocks of 256.
+    bitsandbytes bit for bit. With `double_quant` the scales are quantized too, to eight bits in blocks of 256.
 
     ??? cite
 
@@ -103,7 +103,7 @@ class Codebook(AbstractCodebook):
     values: tuple[float, ...] = eqx.field(static=True)
     block_size: BlockSize = eqx.field(static=True, default=64)
 
-    def __init__(self, values: Sequence[float] | np.ndarray, block_size: BlockSize = 64) -> None:
+    def __init__(self, values: Sequence[float | int] | np.ndarray, block_size: BlockSize = 64) -> None:
         """**Arguments:**
 
         - `values`: the levels, two to 256 different finite numbers in any order. They are rounded to float32.

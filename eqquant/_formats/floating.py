@@ -27,9 +27,21 @@ class FP8(AbstractFormat):
         [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433)
     """
 
-    kind: Literal["e4m3", "e5m2", "ue4m4"] = eqx.field(static=True, default="e4m3")
-    block_size: BlockSize = eqx.field(static=True, default=None)
+    kind: Literal["e4m3", "e5m2", "ue4m4"] = eqx.field(static=True)
+    block_size: BlockSize = eqx.field(static=True)
     bits = 8
+
+    def __init__(self, kind: Literal["e4m3", "e5m2", "ue4m4"] = "e4m3", block_size: BlockSize = None) -> None:
+        """**Arguments:**
+
+        - `kind`: `"e4m3"` (three bits of mantissa, the default), `"e5m2"` (more range, less precision), or `"ue4m4"`
+            (no sign, four bits of mantissa: for values that are never negative, such as scales; a negative value
+            becomes its magnitude).
+        - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel,
+            `"tensor"` for one for the whole array.
+        """
+        self.kind = kind
+        self.block_size = block_size
 
     def __check_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -45,12 +57,3 @@ class FP8(AbstractFormat):
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return _KINDS[self.kind].decode(codes)
-
-
-FP8.__init__.__doc__ = """**Arguments:**
-
-- `kind`: `"e4m3"` (three bits of mantissa, the default), `"e5m2"` (more range, less precision), or `"ue4m4"` (no sign,
-    four bits of mantissa: for values that are never negative, such as scales; negative values become their magnitude).
-- `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
-    one for the whole array.
-"""

@@ -8,12 +8,13 @@ from jaxtyping import Array, Float32, UInt8
 
 from .. import _scaling
 from .._array import AbstractFormat
+from .._scaling import BlockSize
 
 
 class _AbstractGGUF(AbstractFormat):
     """Blocks of 32 with a float16 scale. Values are multiplied by the reciprocal of the scale before it is rounded."""
 
-    block_size: int = eqx.field(static=True, default=32, init=False)
+    block_size: BlockSize = eqx.field(static=True)
     scale_dtype = "float16"
 
     def normalise(
@@ -22,7 +23,7 @@ class _AbstractGGUF(AbstractFormat):
         # Beyond the range of float16 ggml writes an infinite scale or loses the block. There we divide by the scale
         # that is stored: the block saturates, or is zero.
         magnitude = jnp.abs(scale)
-        usable = (magnitude <= jnp.finfo(jnp.float16).max) & (stored_scale != 0)
+        usable = (magnitude <= float(jnp.finfo(jnp.float16).max)) & (stored_scale != 0)
         exact = x * _scaling.divide(jnp.ones_like(scale), scale)
         return jnp.where(usable, exact, _scaling.divide(x, stored_scale))
 
@@ -38,6 +39,10 @@ class Q4_0(_AbstractGGUF):
     """
 
     bits = 4
+
+    def __init__(self) -> None:
+        """**Arguments:** none; the block size is 32 by definition."""
+        self.block_size = 32
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return _scaling.signed_absmax(blocks) / -8
@@ -64,6 +69,10 @@ class Q8_0(_AbstractGGUF):
 
     bits = 8
 
+    def __init__(self) -> None:
+        """**Arguments:** none; the block size is 32 by definition."""
+        self.block_size = 32
+
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return _scaling.absmax(blocks) / 127
 
@@ -75,7 +84,3 @@ class Q8_0(_AbstractGGUF):
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return codes.astype(jnp.float32) - 128
-
-
-for _cls in (Q4_0, Q8_0):
-    _cls.__init__.__doc__ = """**Arguments:** none; the block size is 32 by definition."""

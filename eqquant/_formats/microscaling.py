@@ -10,13 +10,14 @@ from jaxtyping import Array, Float32, UInt8
 from .. import _scaling
 from .._array import AbstractFormat
 from .._minifloat import E2M1, E4M3, E5M2, exp2, floor_log2, Minifloat
+from .._scaling import BlockSize
 from .floating import FP8
 
 
 class _AbstractMX(AbstractFormat):
     """OCP microscaling: elements are minifloats, and the scale of each 32 is a power of two, stored in one byte."""
 
-    block_size: int = eqx.field(static=True, default=32, init=False)
+    block_size: BlockSize = eqx.field(static=True)
     scale_dtype = "e8m0"
 
     @property
@@ -47,8 +48,16 @@ class MXFP8(_AbstractMX):
         [OCP Microscaling Formats (MX) Specification v1.0](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)
     """
 
-    kind: Literal["e4m3", "e5m2"] = eqx.field(static=True, default="e4m3")
+    kind: Literal["e4m3", "e5m2"] = eqx.field(static=True)
     bits = 8
+
+    def __init__(self, kind: Literal["e4m3", "e5m2"] = "e4m3") -> None:
+        """**Arguments:**
+
+        - `kind`: the element, `"e4m3"` (the default) or `"e5m2"`.
+        """
+        self.kind = kind
+        self.block_size = 32
 
     def __check_init__(self) -> None:
         if self.kind not in ("e4m3", "e5m2"):
@@ -57,12 +66,6 @@ class MXFP8(_AbstractMX):
     @property
     def _element(self) -> Minifloat:
         return {"e4m3": E4M3, "e5m2": E5M2}[self.kind]
-
-
-MXFP8.__init__.__doc__ = """**Arguments:**
-
-- `kind`: the element, `"e4m3"` (the default) or `"e5m2"`.
-"""
 
 
 class MXFP4(_AbstractMX):
@@ -77,12 +80,13 @@ class MXFP4(_AbstractMX):
 
     bits = 4
 
+    def __init__(self) -> None:
+        """**Arguments:** none; the block size is 32 by definition."""
+        self.block_size = 32
+
     @property
     def _element(self) -> Minifloat:
         return E2M1
-
-
-MXFP4.__init__.__doc__ = """**Arguments:** none; the block size is 32 by definition."""
 
 
 class NVFP4(AbstractFormat):
@@ -95,8 +99,12 @@ class NVFP4(AbstractFormat):
         [Introducing NVFP4 for Efficient and Accurate Low-Precision Inference](https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/)
     """
 
-    block_size: int = eqx.field(static=True, default=16, init=False)
+    block_size: BlockSize = eqx.field(static=True)
     bits = 4
+
+    def __init__(self) -> None:
+        """**Arguments:** none; the block size is 16 by definition."""
+        self.block_size = 16
 
     @property
     def scale_format(self) -> AbstractFormat:
@@ -112,6 +120,3 @@ class NVFP4(AbstractFormat):
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return E2M1.decode(codes)
-
-
-NVFP4.__init__.__doc__ = """**Arguments:** none; the block size is 16 by definition."""

@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 
-# The decoded rows that are in flight at a time. Larger is no faster on two cores with 1 MiB of L2 each, and costs memory.
+# The decoded rows in flight at a time. On two cores with 1 MiB of L2 each, larger is no faster and costs memory.
 ROWS_BYTES = 2**22
 
 Decode = Callable[[Any], Array]

@@ -1,0 +1,159 @@
+"""What quantization costs and saves in time, on this machine: `nox -s bench`.
+
+Every table is measured in one run: the variants take turns within each round, and a ratio is the median of the rounds'
+ratios. Figures below 1 are faster than float32.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import eqquant as eqq
+
+
+console = Console(width=120)
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as f:
+            model = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), model)
+    python = platform.python_version()
+    return f"{model}, {os.cpu_count()} cores; JAX {jax.__version__}, Python {python}; {datetime.date.today()}"
+
+
+def interleaved(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of each variant in each round; the first call of each is not counted."""
+    for f in variants.values():
+        jax.block_until_ready(f())
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, f in variants.items():
+            start = time.perf_counter()
+            jax.block_until_ready(f())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: np.array(s) for name, s in seconds.items()}
+
+
+def matmul(size: int, rounds: int) -> None:
+    w = jr.normal(jr.key(0), (size, size))
+    formats = {"NF4": eqq.NF4(), "Int4": eqq.Int4(), "Int8": eqq.Int8()}
+    table = Table(
+        "M",
+        "weight",
+        "ms",
+        "x float32",
+        "x dequantize-then-dot",
+        "temp MiB",
+        "of dense",
+        title=f"q @ x, {size} x {size}",
+    )
+    dot = jax.jit(lambda w, x: w @ x)
+    dense = jax.jit(lambda q, x: jax.lax.optimization_barrier(q.dequantize()) @ x)
+    for m in (1, 16, 128):
+        x = jr.normal(jr.key(1), (size, m))
+        quantized = {name: eqq.quantize(w, f) for name, f in formats.items()}
+        variants: dict[str, Callable[[], Any]] = {"float32": lambda x=x: dot(w, x)}
+        for name, q in quantized.items():
+            variants[name] = lambda q=q, x=x: dot(q, x)
+            variants[f"{name} dense"] = lambda q=q, x=x: dense(q, x)
+        seconds = interleaved(variants, rounds)
+        table.add_row(str(m), "float32", f"{1e3 * np.median(seconds['float32']):.2f}", "1.00", "", "", "", style="dim")
+        for name, q in quantized.items():
+            temp = [f.lower(q, x).compile().memory_analysis().temp_size_in_bytes / 2**20 for f in (dot, dense)]
+            table.add_row(
+                str(m),
+                name,
+                f"{1e3 * np.median(seconds[name]):.2f}",
+                f"{np.median(seconds[name] / seconds['float32']):.2f}",
+                f"{np.median(seconds[name] / seconds[f'{name} dense']):.2f}",
+                f"{temp[0]:.1f}",
+                f"{temp[1]:.1f}",
+            )
+    console.print(table)
+
+
+def throughput(size: int, rounds: int) -> None:
+    w = jr.normal(jr.key(0), (size, size))
+    table = Table("format", "quantize ms", "dequantize ms", title=f"{size} x {size} float32, under jit")
+    formats = [
+        *(eqq.NF4(), eqq.NF4(double_quant=True), eqq.Int8(), eqq.Int8(symmetric=False), eqq.Int4()),
+        *(eqq.Int4(symmetric=False), eqq.Int2(), eqq.Ternary(), eqq.Binary(), eqq.FP8(), eqq.FP8("e5m2")),
+        *(eqq.MXFP8(), eqq.MXFP4(), eqq.NVFP4(), eqq.Q4_0(), eqq.Q8_0()),
+    ]
+    for format in formats:
+        quantize = jax.jit(lambda w, format=format: eqq.quantize(w, format))
+        dequantize = jax.jit(lambda q: q.dequantize())
+        q = quantize(w)
+        seconds = interleaved({"q": lambda: quantize(w), "d": lambda: dequantize(q)}, rounds)
+        table.add_row(repr(format), *(f"{1e3 * np.median(seconds[k]):.1f}" for k in "qd"))
+    console.print(table)
+
+
+def compile_time(depth: int) -> None:
+    model = eqx.nn.MLP(64, 64, 256, depth, key=jr.key(0))
+    table = Table("model", "trace s", "compile s", "call us", title=f"MLP of {depth} layers of 256, batch 32")
+    x = jnp.ones((32, 64))
+    for name, m in {
+        "float32": model,
+        "NF4": eqq.quantize_tree(model, "nf4"),
+        "Int8": eqq.quantize_tree(model, "int8"),
+    }.items():
+        leaves, treedef = jtu.tree_flatten(eqx.filter(m, eqx.is_array))
+        static = eqx.filter(m, eqx.is_array, inverse=True)
+
+        @jax.jit
+        def run(leaves: Any, x: Any, treedef: Any = treedef, static: Any = static) -> Any:
+            return jax.vmap(eqx.combine(jtu.tree_unflatten(treedef, leaves), static))(x)
+
+        start = time.perf_counter()
+        lowered = run.lower(leaves, x)
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+        done = time.perf_counter()
+        calls = interleaved({"call": lambda compiled=compiled, leaves=leaves: compiled(leaves, x)}, 50)["call"]
+        table.add_row(name, f"{traced - start:.2f}", f"{done - traced:.2f}", f"{1e6 * np.median(calls):.0f}")
+    console.print(table)
+
+
+def import_time(rounds: int) -> None:
+    table = Table("import", "ms, median", title="Import time, in a new process")
+    code = "import time; s = time.perf_counter(); import {}; print(time.perf_counter() - s)"
+    for first, second in (("jax", ""), ("jax, equinox, quax", ""), ("jax, equinox, quax", "eqquant")):
+        prelude = f"import {first}; " if second else ""
+        source = prelude + code.format(second or first)
+        runs = [subprocess.run([sys.executable, "-c", source], capture_output=True, text=True) for _ in range(rounds)]
+        label = f"{second}, after {first}" if second else first
+        table.add_row(label, f"{1e3 * np.median([float(r.stdout) for r in runs]):.0f}")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="small sizes and few rounds")
+    smoke = parser.parse_args().smoke
+    console.print(machine())
+    matmul(512 if smoke else 4096, 3 if smoke else 25)
+    throughput(512 if smoke else 4096, 2 if smoke else 7)
+    compile_time(4 if smoke else 24)
+    import_time(1 if smoke else 5)
+
+
+if __name__ == "__main__":
+    main()

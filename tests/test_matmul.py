@@ -1,0 +1,305 @@
+"""The quantized matmul: its shapes and dtypes, its rules under every transformation, its memory, its implementations."""
+
+import functools as ft
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqquant as eqq
+
+from .helpers import assert_close, primitives, weights
+
+
+N, K = 6, 70
+
+
+@pytest.fixture(params=["int8", "nf4"])
+def q(request, getkey):
+    return eqq.quantize(weights(getkey(), (N, K)), request.param)
+
+
+@pytest.fixture
+def stacked(getkey):
+    return eqq.quantize(weights(getkey(), (3, N, K)), "int8")
+
+
+def matmuls(f, *args):
+    """Shape of `x` and parameters of each quantized matmul in `f`, loops and calls included; and all primitives."""
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "quantized_matmul":
+                found.append((eqn.invars[0].aval.shape, eqn.params))
+            for inner in jtu.tree_leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    visit(inner)
+
+    visit(eqx.filter_make_jaxpr(f)(*args)[0].jaxpr)
+    return found
+
+
+def assert_on_primitive(f, *args):
+    names = primitives(f, *args)
+    assert "quantized_matmul" in names and "dot_general" not in names, names
+
+
+# Shapes and dtypes
+
+SHAPES = [((K,), "vector"), ((K, 5), "matrix"), ((2, K, 5), "stack"), ((2, 3, K, 5), "stacks"), ((K, 1), "column")]
+
+
+@pytest.mark.parametrize("shape", [s for s, _ in SHAPES], ids=[i for _, i in SHAPES])
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_both_sides(getkey, shape, axis):
+    w = weights(getkey(), (N, K))
+    x = weights(getkey(), shape)
+    q = eqq.quantize(w, "int8", axis=axis)
+    t = eqq.quantize(w.T, "int8", axis=axis)
+    flip = x if x.ndim == 1 else jnp.swapaxes(x, -1, -2)
+    assert_close(q @ x, jnp.matmul(q.dequantize(), x))
+    assert_close(t.T @ x, jnp.matmul(t.dequantize().T, x))
+    assert_close(flip @ t, jnp.matmul(flip, t.dequantize()))
+    assert_close(flip @ q.T, jnp.matmul(flip, q.dequantize().T))
+    for f in (lambda: q @ x, lambda: t.T @ x, lambda: flip @ t, lambda: flip @ q.T):
+        assert_on_primitive(f)
+    assert_on_primitive(jax.jit(lambda x, t: x @ t), flip, t)
+
+
+@pytest.mark.parametrize("wbatch, xbatch", [((3,), (3,)), ((3,), ()), ((3,), (2, 1)), ((2, 1), (3,)), ((1,), (4,))])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_stacked_weights_broadcast(getkey, wbatch, xbatch, axis):
+    q = eqq.quantize(weights(getkey(), (*wbatch, N, K)), "int8", axis=axis)
+    dense = q.dequantize()
+    with jax.numpy_rank_promotion("allow"):
+        for x in (weights(getkey(), (*xbatch, K, 4)), weights(getkey(), (K,))):
+            assert_close(q @ x, jnp.matmul(dense, x))
+            assert_on_primitive(lambda q, x: q @ x, q, x)
+        for x in (weights(getkey(), (*xbatch, 4, N)), weights(getkey(), (N,))):
+            assert_close(x @ q, jnp.matmul(x, dense))
+        x = weights(getkey(), (*xbatch, N, 4))
+        assert_close(q.mT @ x, jnp.matmul(jnp.swapaxes(dense, -1, -2), x))
+
+
+def test_where_the_quantized_axis_is_not_one_of_the_last_two(getkey):
+    q = eqq.quantize(weights(getkey(), (8, N, K)), "int8", axis=0)
+    conv = eqq.quantize(weights(getkey(), (8, N, K)), "int8", axis=(-2, -1))
+    x = weights(getkey(), (K, 3))
+    for w in (q, conv):
+        assert_close(w @ x, jnp.matmul(w.dequantize(), x))
+        assert eqq.explain_matmul(w, x).implementation == "dense"
+    vector = eqq.quantize(weights(getkey(), (K,)), "int8")
+    assert_close(vector @ x, vector.dequantize() @ x)
+
+
+def test_quantized_times_quantized(q, getkey):
+    p = eqq.quantize(weights(getkey(), (K, 5)), "int8")
+    assert_close(q @ p, q.dequantize() @ p.dequantize())
+    assert_close(eqq.matmul(q, p), q.dequantize() @ p.dequantize())
+
+
+@pytest.mark.parametrize("xdtype", ["float32", "bfloat16", "float16", "int32", "int8", "bool"])
+@pytest.mark.parametrize("wdtype", ["float32", "bfloat16", "float16"])
+def test_dtypes(getkey, xdtype, wdtype):
+    q = eqq.quantize(weights(getkey(), (N, K)), "int8", dtype=wdtype)
+    x = jnp.round(3 * weights(getkey(), (4, K))).astype(xdtype)
+    with jax.numpy_dtype_promotion("standard"):
+        for y in (x @ q.T, jnp.swapaxes(q @ x.T, 0, 1), eqq.matmul(x, q.T), jax.jit(lambda q, x: q @ x[0])(q, x)):
+            assert y.dtype == jnp.result_type(x, q.dequantize())
+            expected = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T
+            assert_close(y, expected if y.ndim == 2 else expected[0], tol=1e-5 if y.dtype == jnp.float32 else 1e-2)
+
+
+def test_float64(getkey):
+    with jax.enable_x64(True):
+        q = eqq.quantize(np.random.default_rng(0).normal(size=(N, K)), "int8")
+        x = np.random.default_rng(1).normal(size=(K, 5))
+        assert q.dtype == (q @ x).dtype == (x.T @ q.T).dtype == jnp.float64
+        dense = np.asarray(q.dequantize())
+        assert_close(q @ x, dense @ x, tol=1e-14)
+        assert_close(jax.grad(lambda x: jnp.sum((q @ x) ** 3))(x), dense.T @ (3 * (dense @ x) ** 2), tol=1e-13)
+
+
+def test_numpy_operands(q):
+    x = np.random.default_rng(0).normal(size=(K, 3)).astype(np.float32)
+    assert_close(q @ x, np.asarray(q) @ x)
+    assert_close(x.T @ q.T, x.T @ np.asarray(q).T)
+    assert isinstance(x.T @ q.T, jax.Array)
+    assert_on_primitive(lambda q: x.T @ q.T, q)
+
+
+def test_mismatched_lengths(q, stacked):
+    for f in (lambda: q @ jnp.ones((N, 3)), lambda: eqq.matmul(q, jnp.ones((N, 3)))):
+        with pytest.raises(ValueError, match=rf"\({N}, {K}\) @ \({N}, 3\)"):
+            f()
+    for f in (lambda: jnp.ones((3, K)) @ q, lambda: eqq.matmul(jnp.ones((3, K)), q)):
+        with pytest.raises(ValueError, match=rf"\(3, {K}\) @ \({N}, {K}\)"):
+            f()
+    with pytest.raises(ValueError, match=rf"lengths {K} and 4.*\(3, {N}, {K}\) @ \(4,\)"):
+        stacked @ jnp.ones(4)
+
+
+# Batching
+
+
+@pytest.mark.parametrize(
+    "batched, shape, m",
+    [
+        (lambda f: jax.vmap(f), (5, K), 5),
+        (lambda f: jax.vmap(f, in_axes=1), (K, 5), 5),
+        (lambda f: jax.vmap(jax.vmap(f)), (5, 4, K), 20),
+        (lambda f: jax.vmap(jax.vmap(f, in_axes=1), in_axes=2), (K, 4, 5), 20),
+        (lambda f: jax.jit(jax.vmap(jax.jit(f))), (5, K), 5),
+    ],
+    ids=["one", "axis1", "nested", "nested_axes", "jit"],
+)
+def test_vmap_over_x_folds_into_rows(q, getkey, batched, shape, m):
+    x = weights(getkey(), shape)
+    for side in (lambda w, x: w @ x, lambda w, x: x @ w.T, lambda w, x: w.T @ (w @ x)):
+        assert_close(batched(ft.partial(side, q))(x), batched(ft.partial(side, q.dequantize()))(x))
+        found = matmuls(batched(ft.partial(side, q)), x)
+        assert [s[0] for s, _ in found] == [m] * len(found) and found
+        assert all(len(s) == 2 for s, _ in found)
+        assert not {"scan", "while"} & set(primitives(batched(ft.partial(side, q)), x))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_vmap_over_stacked(stacked, getkey, transposed):
+    f = (lambda w, x: x @ w) if transposed else (lambda w, x: w @ x)
+    inner = N if transposed else K
+    dense = stacked.dequantize()
+    x = weights(getkey(), (inner,))
+    assert_close(jax.vmap(f, in_axes=(0, None))(stacked, x), jax.vmap(f, in_axes=(0, None))(dense, x))
+    xs = weights(getkey(), (3, inner))
+    assert_close(jax.vmap(f)(stacked, xs), jax.vmap(f)(dense, xs))
+    assert len(matmuls(jax.vmap(f), stacked, xs)) == 1
+    both = jax.vmap(jax.vmap(f, in_axes=(None, 0)), in_axes=(0, 1))  # a batch through each of an ensemble
+    xs = weights(getkey(), (4, 3, inner))
+    assert_close(both(stacked, xs), both(dense, xs))
+    assert [s for s, _ in matmuls(both, stacked, xs)] == [(3, 4, inner)]
+    other = jax.vmap(jax.vmap(f, in_axes=(0, None)), in_axes=(None, 0))
+    xs = weights(getkey(), (4, inner))
+    assert_close(other(stacked, xs), other(dense, xs))
+    assert len(matmuls(other, stacked, xs)) == 1
+
+
+def test_vmap_over_one_axis_of_a_stack_of_stacks(getkey):
+    q = eqq.quantize(weights(getkey(), (2, 3, N, K)), "int8")
+    x = weights(getkey(), (3, K, 4))
+    f = lambda w, x: w @ x
+    g = lambda w, x: jnp.swapaxes(x, -1, -2) @ jnp.swapaxes(w, -1, -2)
+    for h in (f, g):
+        for axes in ((0, None), (1, 0)):
+            assert_close(jax.vmap(h, axes)(q, x), jax.vmap(h, axes)(q.dequantize(), x))
+
+
+# Differentiation
+
+DERIVATIVES = {
+    "grad": lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x)))),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),)),
+    "jacfwd": jax.jacfwd,
+    "jacrev": jax.jacrev,
+    "hessian": lambda f: jax.hessian(lambda x: jnp.sum(f(x) ** 3)),
+    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](jnp.cos(x)),
+    "vjp": lambda f: lambda x: jax.vjp(f, x)[1](jnp.cos(f(x))),
+    "linear_transpose": lambda f: lambda x: jax.linear_transpose(f, x)(jnp.cos(f(x))),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(lambda x: jnp.sum(jnp.sin(f(x))))),
+    "vmap_of_grad": lambda f: lambda x: jax.vmap(jax.grad(lambda x: jnp.sum(f(x) ** 2)))(jnp.stack([x, 2 * x])),
+    "grad_of_vmap": lambda f: lambda x: jax.grad(lambda x: jnp.sum(jax.vmap(f)(x) ** 2))(jnp.stack([x, 2 * x])),
+    "jit_of_grad": lambda f: jax.jit(jax.grad(lambda x: jnp.sum(f(x) ** 2))),
+    "vmap_of_jvp": lambda f: lambda x: jax.vmap(lambda t: jax.jvp(f, (x,), (t,)))(jnp.stack([x, jnp.cos(x)])),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("shape", [(K,), (K, 3)], ids=["vector", "matrix"])
+def test_derivatives(q, getkey, derivative, shape):
+    x = weights(getkey(), shape)
+    d = DERIVATIVES[derivative]
+    assert_close(d(lambda x: q @ x)(x), d(lambda x: q.dequantize() @ x)(x))
+    assert_on_primitive(d(lambda x: q @ x), x)
+    x = x.T
+    assert_close(d(lambda x: x @ q.T)(x), d(lambda x: x @ q.dequantize().T)(x))
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_derivatives_over_stacked(stacked, getkey, derivative):
+    x = weights(getkey(), (3, 4, N))
+    d = DERIVATIVES[derivative]
+    assert_close(d(lambda x: x @ stacked)(x), d(lambda x: x @ stacked.dequantize())(x))
+
+
+def test_scan_over_stacked_forward_and_reverse(getkey):
+    w = eqq.quantize(weights(getkey(), (3, K, K)) / 8, "int8")
+    x = weights(getkey(), (K,))
+
+    def loss(x, w):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(w @ x), None)), x, w)[0])
+
+    assert_close(jax.value_and_grad(loss)(x, w), jax.value_and_grad(loss)(x, w.dequantize()))
+    assert_on_primitive(jax.grad(loss), x, w)
+    xs = weights(getkey(), (5, K))
+    batched = jax.vmap(jax.grad(loss), in_axes=(0, None))
+    assert_close(batched(xs, w), batched(xs, w.dequantize()))
+    assert {s for s, _ in matmuls(batched, xs, w)} == {(5, K)}
+
+
+def test_gradients_are_float_only(q, getkey):
+    x = weights(getkey(), (K,))
+    loss = lambda args: jnp.sum((args[0] @ args[1]) ** 2)
+    grads = eqx.filter_grad(loss)((q, x))
+    assert jtu.tree_leaves(grads[0]) == []
+    assert_close(grads[1], jax.grad(lambda x: jnp.sum((q.dequantize() @ x) ** 2))(x))
+
+
+# Precision, implementations
+
+
+def test_default_precision_is_carried(q):
+    x = jnp.ones((K,))
+    assert matmuls(lambda x: q @ x, x)[0][1]["precision"] is None
+    with jax.default_matmul_precision("highest"):
+        assert matmuls(lambda x: q @ x, x)[0][1]["precision"] == "highest"
+        assert_close(q @ x, q.dequantize() @ x)
+    explicit = matmuls(lambda x: eqq.matmul(q, x, precision=jax.lax.Precision.HIGH), x)
+    assert explicit[0][1]["precision"] == jax.lax.Precision.HIGH
+
+
+def test_forced_implementation(q, getkey):
+    x = weights(getkey(), (3, K))
+    assert_close(eqq.matmul(x, q.T, implementation="xla"), x @ q.dequantize().T)
+    assert matmuls(lambda x: eqq.matmul(x, q.T, implementation="xla"), x)[0][1]["implementation"] == "xla"
+    for run in (eqq.matmul, jax.jit(ft.partial(eqq.matmul, implementation="fast"))):
+        with pytest.raises(ValueError, match=r"one of .*\bxla\b.* on cpu\. Got 'fast'"):
+            run(x, q.T, **({} if run is not eqq.matmul else {"implementation": "fast"}))
+
+
+@pytest.mark.parametrize("platform", [None, "cpu", "cuda", "rocm", "tpu"])
+def test_explain(q, platform):
+    x = jax.ShapeDtypeStruct((5, K), jnp.float32)
+    told = eqq.explain_matmul(x, q.T, platform=platform)
+    assert told.platform == (platform or jax.default_backend())
+    assert told.verdicts[told.implementation].startswith("chosen") and "xla" in told.verdicts
+    assert sum(v.startswith("chosen") for v in told.verdicts.values()) == 1
+    assert told.problem[:3] == (5, N, K) and not told.problem.transpose
+    for name in (*told.verdicts, repr(q.format), told.platform, "float32"):
+        assert name in str(told)
+    assert json.loads(json.dumps(told.to_dict()))["implementation"] == told.implementation
+    assert eqq.explain_matmul(jnp.ones(N), q, platform=platform).problem.transpose
+    assert eqq.explain_matmul(q, jnp.ones((2, K, 4)), platform=platform).problem.m == 8
+    with pytest.raises(TypeError, match="quantized operand"):
+        eqq.explain_matmul(x, x)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_lowers_for_other_platforms(q, platform):
+    lower = lambda f, *args: jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    assert "dot_general" in lower(lambda q, x: q @ x, q, jnp.ones((K, 8)))
+    assert "dot_general" in lower(jax.grad(lambda x, q: jnp.sum(x @ q)), jnp.ones((8, N)), q)

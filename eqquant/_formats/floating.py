@@ -27,8 +27,8 @@ class FP8(AbstractFormat):
         [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433)
     """
 
-    kind: Literal["e4m3", "e5m2", "ue4m4"] = eqx.field(static=True)
-    block_size: BlockSize = eqx.field(static=True)
+    kind: Literal["e4m3", "e5m2", "ue4m4"] = eqx.field(static=True, default="e4m3")
+    block_size: BlockSize = eqx.field(static=True, default=None)
     bits = 8
 
     def __init__(self, kind: Literal["e4m3", "e5m2", "ue4m4"] = "e4m3", block_size: BlockSize = None) -> None:

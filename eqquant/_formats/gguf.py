@@ -14,7 +14,7 @@ from .._scaling import BlockSize
 class _AbstractGGUF(AbstractFormat):
     """Blocks of 32 with a float16 scale. Values are multiplied by the reciprocal of the scale before it is rounded."""
 
-    block_size: BlockSize = eqx.field(static=True)
+    block_size: BlockSize = eqx.field(static=True, default=32)
     scale_dtype = "float16"
 
     def normalise(

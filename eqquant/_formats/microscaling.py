@@ -17,7 +17,7 @@ from .floating import FP8
 class _AbstractMX(AbstractFormat):
     """OCP microscaling: elements are minifloats, and the scale of each 32 is a power of two, stored in one byte."""
 
-    block_size: BlockSize = eqx.field(static=True)
+    block_size: BlockSize = eqx.field(static=True, default=32)
     scale_dtype = "e8m0"
 
     @property
@@ -48,7 +48,7 @@ class MXFP8(_AbstractMX):
         [OCP Microscaling Formats (MX) Specification v1.0](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)
     """
 
-    kind: Literal["e4m3", "e5m2"] = eqx.field(static=True)
+    kind: Literal["e4m3", "e5m2"] = eqx.field(static=True, default="e4m3")
     bits = 8
 
     def __init__(self, kind: Literal["e4m3", "e5m2"] = "e4m3") -> None:
@@ -99,7 +99,7 @@ class NVFP4(AbstractFormat):
         [Introducing NVFP4 for Efficient and Accurate Low-Precision Inference](https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/)
     """
 
-    block_size: BlockSize = eqx.field(static=True)
+    block_size: BlockSize = eqx.field(static=True, default=16)
     bits = 4
 
     def __init__(self) -> None:

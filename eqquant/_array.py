@@ -529,7 +529,7 @@ def quantize(
     """
     format = as_format(format)
     checked, axes = check_quantizable(x, axis)
-    if not isinstance(checked, jax.core.Tracer) and not _all_finite(checked):
+    if not isinstance(checked, jax.core.Tracer) and not all_finite(checked):
         raise ValueError(not_finite_message("`x`"))
     return encode_array(checked, format, axes, dtype, key)
 
@@ -600,7 +600,8 @@ def not_finite_message(name: str) -> str:
 
 
 @jax.jit
-def _all_finite(x: Array) -> Array:
+def all_finite(x: Array) -> Array:
+    """Whether every value is finite in float32, the dtype that quantizing computes in."""
     return jnp.isfinite(x.astype(jnp.float32)).all()
 
 

@@ -63,7 +63,10 @@ _IMPLEMENTATIONS: dict[str, _Implementation] = {
 # What `xla` means on one platform.
 _XLA_ON = {
     "cpu": _Implementation(
-        ("cpu",), _always, xla.by_rows, "XLA on CPU never fuses a decode: a few rows at a time stay in the cache"
+        ("cpu",),
+        _always,
+        xla.by_rows,
+        "XLA on CPU never fuses a decode, so the weight is decoded a few rows at a time",
     ),
 }
 

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, DTypeLike, PRNGKeyArray, PyTree
+from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from ._array import (
     AbstractFormat,
+    all_finite,
     as_format,
     check_quantizable,
     encode_array,
@@ -242,6 +243,8 @@ def _why_not(leaf: _Leaf) -> str | None:
     """Why a leaf is left alone by default, or `None` for a weight."""
     if _is_norm(leaf.parent):
         return "a parameter of a normalisation layer"
+    if leaf.path.rpartition(".")[2].startswith("bias"):
+        return "a bias"  # whatever its shape: those of stacked layers have two dimensions
     if sum(length > 1 for length in leaf.value.shape) < 2:
         return "fewer than two dimensions longer than one"
     return None
@@ -334,8 +337,8 @@ _SHARED_ARGUMENTS = """
         glob (`"*.attention.*"`) or a compiled regular expression, which is searched for. A leaf that no pattern
         matches stays in float.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized, and all of them, biases
-        too. Without it, every floating point array with two or more dimensions longer than one is a weight, except the
-        parameters of normalisation layers.
+        too. Without it, every floating point array with two or more dimensions longer than one is a weight, except
+        biases and the parameters of normalisation layers.
     - `axis`: the axis (or axes, quantized as one) along which blocks run, for every selected leaf. By default all input
         axes of a convolution, and the last axis of everything else, which is the input axis of every Equinox layer;
         `-2` suits weights that are used as `x @ w`.
@@ -400,16 +403,11 @@ def _quantize_leaf(
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda x: encode_array(x, format, axes, dtype, key), leaf.value)
     x = jnp.asarray(leaf.value)
-    if not isinstance(x, jax.core.Tracer) and not bool(_finite(x)):
+    if not isinstance(x, jax.core.Tracer) and not all_finite(x):
         raise ValueError(not_finite_message(leaf.path))
     q = encode_array(x, format, axes, dtype, key)
     # Leaf by leaf: waiting keeps the temporaries of one leaf from overlapping those of the next.
     return jax.block_until_ready(q)
-
-
-@jax.jit
-def _finite(x: Array) -> Array:
-    return jnp.isfinite(x.astype(jnp.float32)).all()
 
 
 def plan_tree(

@@ -45,8 +45,7 @@ layers = eqx.filter_vmap(lambda key: Layer(key=key))(jr.split(jr.key(0), depth))
 print("stacked weights:", layers.up.weight.shape)
 
 # %% Quantize the stack
-# A stacked bias has two dimensions, so by default it would count as a weight. The pattern selects the weights alone.
-quantized = eqq.quantize_tree(layers, {"*.weight": "nf4"})
+quantized = eqq.quantize_tree(layers, "nf4")
 print(eqq.summary(quantized))
 
 

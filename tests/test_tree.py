@@ -1,0 +1,281 @@
+"""Whole trees: what is selected, how rules read, and what reports say."""
+
+import json
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqquant as eqq
+
+from .helpers import assert_same, sqnr, weights
+
+
+class Model(eqx.Module):
+    embedding: eqx.nn.Embedding
+    conv: eqx.nn.Conv2d
+    layers: list
+    norm: eqx.nn.LayerNorm
+    norm2d: eqx.nn.LayerNorm
+    cell: eqx.nn.GRUCell
+    steps: jax.Array
+    act: callable
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 5)
+        self.embedding = eqx.nn.Embedding(10, 64, key=keys[0])
+        self.conv = eqx.nn.Conv2d(3, 8, 3, key=keys[1])
+        self.layers = [eqx.nn.Linear(64, 32, key=keys[2]), eqx.nn.Linear(32, 64, key=keys[3])]
+        self.norm = eqx.nn.LayerNorm(64)
+        self.norm2d = eqx.nn.LayerNorm((8, 8))
+        self.cell = eqx.nn.GRUCell(16, 8, key=keys[4])
+        self.steps = jnp.arange(6).reshape(2, 3)
+        self.act = jax.nn.relu
+
+
+WEIGHTS = {
+    *("embedding.weight", "conv.weight", "layers.0.weight", "layers.1.weight"),
+    *("cell.weight_ih", "cell.weight_hh"),
+}
+
+
+@pytest.fixture
+def model(getkey):
+    return Model(getkey())
+
+
+def quantized(tree):
+    """The formats of the quantized leaves, by path."""
+    return {leaf.path: leaf.format for leaf in eqq.summary(tree).leaves if leaf.format is not None}
+
+
+# What is selected
+
+
+def test_default_selection(model):
+    q = eqq.quantize_tree(model)
+    assert quantized(q) == dict.fromkeys(WEIGHTS, eqq.NF4())
+    assert type(q) is Model and q.act is model.act
+    for get in (
+        lambda m: m.norm2d.weight,
+        lambda m: m.norm.bias,
+        lambda m: m.conv.bias,
+        lambda m: m.steps,
+        lambda m: m.layers[0].bias,
+    ):
+        assert get(q) is get(model)
+    reasons = {leaf.path: leaf.reason for leaf in eqq.summary(q).leaves}
+    assert "normalisation" in reasons["norm2d.weight"] and "not floating" in reasons["steps"]
+    assert "fewer than two" in reasons["conv.bias"] and "fewer than two" in reasons["layers.0.bias"]
+
+
+def test_default_axes(model):
+    q = eqq.quantize_tree(model)
+    assert q.layers[0].weight.axis == q.embedding.weight.axis == q.cell.weight_hh.axis == -1
+    assert q.conv.weight.axis == (-3, -2, -1)
+    assert_same(q.conv.weight, eqq.quantize(model.conv.weight, axis=(1, 2, 3)))
+
+
+def test_a_norm_of_your_own_is_left_alone_and_a_wrapped_weight_is_not(getkey):
+    class RMSNorm(eqx.Module):
+        gain: jax.Array
+
+    wrapped = eqx.nn.WeightNorm(eqx.nn.Linear(8, 8, key=getkey()))
+    q = eqq.quantize_tree((RMSNorm(jnp.ones((4, 4))), wrapped))
+    assert quantized(q) == {"1.layer.weight": eqq.NF4()}
+
+
+@pytest.mark.parametrize(
+    "rules, expected",
+    [
+        ({"layers.*": "int8"}, {"layers.0.weight": "int8", "layers.1.weight": "int8"}),
+        ({"layers.0.*": None, "layers.*": "int4"}, {"layers.1.weight": "int4"}),
+        ({"layers.0.*": "int8", "layers.*": "int4"}, {"layers.0.weight": "int8", "layers.1.weight": "int4"}),
+        ({re.compile(r"cell\.weight_(ih|xx)"): eqq.Int8()}, {"cell.weight_ih": "int8"}),
+        ({re.compile("emb"): "q8_0", "conv.*": "mxfp4"}, {"embedding.weight": "q8_0", "conv.weight": "mxfp4"}),
+        (lambda path, x: "int4" if path.startswith("cell") and x.shape[1] == 8 else None, {"cell.weight_hh": "int4"}),
+        (lambda path, x: eqq.NF4() if path == "conv.weight" else None, {"conv.weight": "nf4"}),
+    ],
+)
+def test_rules(model, rules, expected):
+    kinds = {path: type(format).__name__.lower() for path, format in quantized(eqq.quantize_tree(model, rules)).items()}
+    assert kinds == expected
+
+
+def test_a_glob_matches_whole_paths_and_a_regular_expression_is_searched_for(model):
+    assert set(quantized(eqq.quantize_tree(model, {"*": "int8"}))) == WEIGHTS
+    assert set(quantized(eqq.quantize_tree(model, {re.compile("weight$"): "int8"}))) == {
+        *("embedding.weight", "conv.weight", "layers.0.weight", "layers.1.weight")
+    }
+    with pytest.raises(ValueError, match="pattern"):
+        eqq.quantize_tree(model, {"layers": "int8"})
+
+
+@pytest.mark.parametrize(
+    "where, expected",
+    [
+        (lambda m: m.layers[0].weight, {"layers.0.weight"}),
+        (lambda m: m.layers[0], {"layers.0.weight", "layers.0.bias"}),
+        (lambda m: (m.conv.weight, m.layers[1].bias), {"conv.weight", "layers.1.bias"}),
+        (lambda m: [m.norm2d.weight], {"norm2d.weight"}),
+        (lambda m: m.layers, {f"layers.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")}),
+    ],
+)
+def test_where(model, where, expected):
+    assert set(quantized(eqq.quantize_tree(model, where=where))) == expected
+    assert {leaf.path for leaf in eqq.plan_tree(model, where=where).leaves if leaf.format} == expected
+
+
+def test_where_with_rules(model):
+    q = eqq.quantize_tree(model, {"*.bias": None, "layers.*": "int4"}, where=lambda m: (m.layers, m.conv.weight))
+    assert set(quantized(q)) == {"layers.0.weight", "layers.1.weight"}
+
+
+def test_what_is_quantized_already_is_passed_by(model):
+    q = eqq.quantize_tree(model, "int8", where=lambda m: m.layers[0].weight)
+    q = eqq.quantize_tree(q, "nf4")
+    assert quantized(q) == {**dict.fromkeys(WEIGHTS, eqq.NF4()), "layers.0.weight": eqq.Int8()}
+
+
+# The other arguments
+
+
+def test_axis_dtype_and_key(model, getkey):
+    q = eqq.quantize_tree(model, "int8", where=lambda m: m.layers, axis=0)
+    assert q.layers[0].weight.axis == -2 and q.layers[0].bias.axis == -1
+    assert eqq.quantize_tree(model, dtype=jnp.bfloat16).conv.weight.dtype == jnp.bfloat16
+    nearest, key = eqq.quantize_tree(model, "int4"), getkey()
+    first, again = eqq.quantize_tree(model, "int4", key=key), eqq.quantize_tree(model, "int4", key=key)
+    assert_same(first, again)
+    assert not np.array_equal(np.asarray(first.cell.weight_ih), np.asarray(nearest.cell.weight_ih))
+    # A key for each leaf: equal weights of two layers are not rounded alike.
+    w = weights(getkey(), (32, 32))
+    a, b = eqq.quantize_tree([w, w + 0], "int4", key=key)
+    assert not np.array_equal(np.asarray(a.codes), np.asarray(b.codes))
+
+
+def test_progress(model, capsys):
+    silent = eqq.quantize_tree(model)
+    assert capsys.readouterr() == ("", "")
+    shown = eqq.quantize_tree(model, progress=True)
+    assert "Quantizing" in capsys.readouterr().out
+    assert_same(shown, silent)
+
+
+# Kinds of trees
+
+
+def test_plain_trees(getkey):
+    w = np.asarray(weights(getkey(), (8, 64)))
+    q = eqq.quantize_tree({"block": [{"kernel": w, "bias": np.zeros(8, np.float32)}], "name": "mlp"})
+    assert_same(q["block"][0]["kernel"], eqq.quantize(w))
+    assert isinstance(q["block"][0]["bias"], np.ndarray) and q["name"] == "mlp"
+    assert list(quantized(q)) == ["block.0.kernel"]
+    assert_same(eqq.quantize_tree(w, "int8"), eqq.quantize(w, "int8"))
+    assert eqq.summary(eqq.quantize(w)).leaves[0].path == "the array"
+
+
+def test_stacked_layers(getkey):
+    keys = jax.random.split(getkey(), 3)
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(64, 16, key=key))(keys)
+    q = eqq.quantize_tree(stacked, where=lambda m: m.weight)
+    assert q.weight.shape == (3, 16, 64)
+    one = jtu.tree_map(lambda a: a[1], q)
+    assert_same(one.weight, eqq.quantize(stacked.weight[1]))
+    x = weights(getkey(), (64,))
+    np.testing.assert_allclose(
+        np.asarray(one(x)), np.asarray(stacked.weight[1] @ x + stacked.bias[1]), atol=0.3 * 64**0.5 / 8
+    )
+
+
+def test_under_jit(model):
+    assert_same(eqx.filter_jit(eqq.quantize_tree)(model), eqq.quantize_tree(model))
+    struct = eqx.filter_eval_shape(eqq.quantize_tree, model)
+    assert eqq.tree_nbytes(struct) == eqq.tree_nbytes(eqq.quantize_tree(model))
+
+
+def test_tied_arrays_stay_one(getkey):
+    w = weights(getkey(), (16, 64))
+    q = eqq.quantize_tree({"a": w, "b": {"c": w}})
+    assert q["a"].codes is q["b"]["c"].codes
+    assert eqq.tree_nbytes(q) == q["a"].nbytes and eqq.count_params(q) == w.size
+    assert eqq.tree_nbytes({"a": w, "b": w}) == w.nbytes
+    apart = eqq.quantize_tree({"a": w, "b": {"c": w}}, {"a": "int8", "b.*": "nf4"})
+    assert type(apart["a"].format) is eqq.Int8 and type(apart["b"]["c"].format) is eqq.NF4
+
+
+def test_nothing_is_half_quantized(getkey):
+    bad = weights(getkey(), (8, 8)).at[3, 4].set(jnp.nan)
+    tree = {"a": weights(getkey(), (8, 8)), "z": [bad]}
+    before = dict(tree)
+    with pytest.raises(ValueError, match=r"z\.0 must be finite"):
+        eqq.quantize_tree(tree)
+    assert tree["a"] is before["a"] and tree["z"][0] is bad
+    assert set(quantized(eqq.quantize_tree(tree, {"z.*": None, "*": "nf4"}))) == {"a"}
+
+
+# There and back, and what is counted
+
+
+def test_dequantize_tree(model):
+    q = eqq.quantize_tree(model, "int8")
+    dense = eqq.dequantize_tree(q)
+    assert jtu.tree_structure(dense) == jtu.tree_structure(model)
+    assert sqnr(model.conv.weight, dense.conv.weight) > 35 and dense.conv.bias is model.conv.bias
+    half = eqq.dequantize_tree(q, jnp.bfloat16)
+    assert half.conv.weight.dtype == jnp.bfloat16 and half.conv.bias.dtype == jnp.float32
+
+
+def test_counts(model):
+    arrays = eqx.filter(model, eqx.is_inexact_array)
+    params = sum(x.size for x in jtu.tree_leaves(arrays))
+    q = eqq.quantize_tree(model)
+    assert eqq.count_params(model) == eqq.count_params(q) == params
+    assert eqq.tree_nbytes(model) == 4 * params + model.steps.nbytes
+    assert eqq.tree_nbytes(q) == sum(x.nbytes for x in jtu.tree_leaves(q) if eqx.is_array(x))
+    assert eqq.is_quantized(q.conv.weight) and not eqq.is_quantized(q.conv.bias) and not eqq.is_quantized(q)
+    w = jnp.zeros((2, 2))
+    assert eqq.count_params([w, w, jnp.zeros(()), jnp.arange(3), "text"]) == 5
+
+
+# Reports
+
+
+@pytest.mark.parametrize("format", ["nf4", {"layers.*": "int4", "*": "mxfp8"}, eqq.NF4(double_quant=True)])
+def test_plan_is_what_happens(model, format):
+    plan = eqq.plan_tree(model, format)
+    done = eqq.summary(eqq.quantize_tree(model, format))
+    shown = lambda report: [(*leaf[:5], leaf.nbytes, leaf.dense_nbytes) for leaf in report.leaves]
+    assert shown(plan) == shown(done)
+    assert plan.nbytes == done.nbytes == eqq.tree_nbytes(eqq.quantize_tree(model, format))
+
+
+def test_plan_computes_nothing(model):
+    structs = eqx.filter_eval_shape(lambda: Model(jax.random.key(0)))
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves(eqx.filter(structs, eqx.is_array_like)))
+    assert eqq.plan_tree(structs, "int4").to_dict() == eqq.plan_tree(model, "int4").to_dict()
+    # Nor is there memory for this one.
+    huge = {"w": jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32)}
+    assert eqq.plan_tree(huge, "int8").nbytes == 10**12 + 4 * 10**6
+    assert eqq.quantize_tree(huge, "int8")["w"].codes.shape == (10**6, 10**6)
+
+
+def test_reports(model):
+    q = eqq.quantize_tree(model, {"conv.*": eqq.Int8(), "*": "nf4"})
+    report = eqq.summary(q)
+    as_dict = json.loads(json.dumps(report.to_dict()))
+    assert as_dict["nbytes"] == report.nbytes == eqq.tree_nbytes(q)
+    assert as_dict["dense_nbytes"] == eqq.tree_nbytes(model)
+    assert as_dict["bits"] == pytest.approx(8 * report.nbytes / report.params)
+    by_path = {leaf["path"]: leaf for leaf in as_dict["leaves"]}
+    assert by_path["layers.0.weight"]["bits"] == 4.5 and by_path["layers.0.bias"]["bits"] == 32
+    assert by_path["conv.weight"]["format"] == repr(eqq.Int8()) and by_path["conv.bias"]["format"] is None
+    assert by_path["conv.weight"]["axis"] == [-3, -2, -1]
+    for text in (str(report), repr(report), str(eqq.plan_tree(model, {"layers.0.*": "nf4"}))):
+        assert all(path in text for path in by_path)
+        assert repr(eqq.NF4()) in text and "%" in text
+    assert f"6 of {len(by_path)} quantized" in str(report) and "normalisation" in str(report)

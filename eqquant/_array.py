@@ -335,14 +335,19 @@ class QuantizedArray(quax.ArrayValue, DenseOperators, Generic[_Format]):
 
     # Products
 
-    def __matmul__(self, other: ArrayLike) -> Array:
+    def __matmul__(self, other: "ArrayLike | QuantizedArray") -> Array:
         return self._matmul(other, left=True)
 
-    def __rmatmul__(self, other: ArrayLike) -> Array:
+    def __rmatmul__(self, other: "ArrayLike | QuantizedArray") -> Array:
         return self._matmul(other, left=False)
 
     def _matmul(
-        self, other: ArrayLike, *, left: bool, implementation: str | None = None, precision: Any = None
+        self,
+        other: "ArrayLike | QuantizedArray",
+        *,
+        left: bool,
+        implementation: str | None = None,
+        precision: Any = None,
     ) -> Array:
         """`self @ other` if `left`, else `other @ self`: `jnp.matmul`'s shapes, on the quantized matmul."""
         x = jnp.asarray(other)

@@ -67,9 +67,10 @@ def _pack_planes(codes: UInt8[Array, "*batch codes"], plane: int, bits: int) -> 
         return codes[..., :0]
     padding = -length % (plane * planes)
     codes = jnp.pad(codes, [(0, 0)] * len(batch) + [(0, padding)])
-    codes = codes.reshape(*batch, -1, planes, plane)
+    segments = codes.shape[-1] // (planes * plane)  # by name, since -1 is unknown where another axis is empty
+    codes = codes.reshape(*batch, segments, planes, plane)
     shifted = codes << jnp.broadcast_to(_shifts(bits), codes.shape)
-    return shifted.sum(axis=-2, dtype=jnp.uint8).reshape(*batch, -1)
+    return shifted.sum(axis=-2, dtype=jnp.uint8).reshape(*batch, segments * plane)
 
 
 def _unpack_planes(words: UInt8[Array, "*batch words"], plane: int, bits: int) -> UInt8[Array, "*batch codes"]:

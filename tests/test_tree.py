@@ -53,6 +53,10 @@ def quantized(tree):
     return {leaf.path: leaf.format for leaf in eqq.summary(tree).leaves if leaf.format is not None}
 
 
+def assert_same_arrays(actual, expected):
+    assert_same(eqx.filter(actual, eqx.is_array), eqx.filter(expected, eqx.is_array))
+
+
 # What is selected
 
 
@@ -70,7 +74,7 @@ def test_default_selection(model):
         assert get(q) is get(model)
     reasons = {leaf.path: leaf.reason for leaf in eqq.summary(q).leaves}
     assert "normalisation" in reasons["norm2d.weight"] and "not floating" in reasons["steps"]
-    assert "fewer than two" in reasons["conv.bias"] and "fewer than two" in reasons["layers.0.bias"]
+    assert "bias" in reasons["conv.bias"] and "bias" in reasons["layers.0.bias"]
 
 
 def test_default_axes(model):
@@ -150,7 +154,7 @@ def test_axis_dtype_and_key(model, getkey):
     assert eqq.quantize_tree(model, dtype=jnp.bfloat16).conv.weight.dtype == jnp.bfloat16
     nearest, key = eqq.quantize_tree(model, "int4"), getkey()
     first, again = eqq.quantize_tree(model, "int4", key=key), eqq.quantize_tree(model, "int4", key=key)
-    assert_same(first, again)
+    assert_same_arrays(first, again)
     assert not np.array_equal(np.asarray(first.cell.weight_ih), np.asarray(nearest.cell.weight_ih))
     # A key for each leaf: equal weights of two layers are not rounded alike.
     w = weights(getkey(), (32, 32))
@@ -163,7 +167,7 @@ def test_progress(model, capsys):
     assert capsys.readouterr() == ("", "")
     shown = eqq.quantize_tree(model, progress=True)
     assert "Quantizing" in capsys.readouterr().out
-    assert_same(shown, silent)
+    assert_same_arrays(shown, silent)
 
 
 # Kinds of trees
@@ -193,7 +197,7 @@ def test_stacked_layers(getkey):
 
 
 def test_under_jit(model):
-    assert_same(eqx.filter_jit(eqq.quantize_tree)(model), eqq.quantize_tree(model))
+    assert_same_arrays(eqx.filter_jit(eqq.quantize_tree)(model), eqq.quantize_tree(model))
     struct = eqx.filter_eval_shape(eqq.quantize_tree, model)
     assert eqq.tree_nbytes(struct) == eqq.tree_nbytes(eqq.quantize_tree(model))
 

@@ -1,0 +1,205 @@
+"""How the package is laid out: levels of modules, what they may import, and that everything public is documented."""
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import eqquant as eqq
+
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "eqquant"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# A module imports modules of lower levels only. The first prefix that fits gives the level.
+LEVELS = {
+    **dict.fromkeys(("_compat", "_operators"), 0),
+    **dict.fromkeys(("_packing", "_minifloat", "_scaling", "_primitive"), 1),
+    "_array": 2,
+    **dict.fromkeys(("_formats", "_kernels"), 3),
+    **dict.fromkeys(("_matmul", "_rules"), 4),
+    **dict.fromkeys(("_tree", "_sharding"), 5),
+    **dict.fromkeys(("_qat", "_lora", "calibrate", "analysis", "io"), 6),
+    "__init__": 7,
+}
+# Imports between modules of one level, each for a reason.
+SIBLINGS = {
+    ("_scaling", "_minifloat"),  # scales may be e8m0
+    ("_formats.codebook", "_formats.floating"),  # double quantization
+    ("_formats.microscaling", "_formats.floating"),  # the scales of NVFP4
+}
+
+
+def name_of(path):
+    name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def level_of(name):
+    assert name.split(".")[0] in LEVELS, f"{name} has no level: add it to LEVELS"
+    return LEVELS[name.split(".")[0]]
+
+
+def imports_of(path):
+    """The modules of this package that a file imports, wherever in it the import stands."""
+    name = name_of(path)
+    package = ["eqquant", *name.split(".")]
+    package = package if path.name == "__init__.py" and name != "__init__" else package[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found = [f"{module}.{alias.name}" for alias in node.names] if module.startswith("eqquant") else [module]
+        else:
+            continue
+        for target in found:
+            if target == "eqquant" or target.startswith("eqquant."):
+                yield resolve(target)
+
+
+def resolve(target):
+    """`_scaling` for `eqquant._scaling.BlockSize`: the module that holds a name."""
+    parts = target.split(".")[1:]
+    for n in range(len(parts), 0, -1):
+        path = PACKAGE.joinpath(*parts[:n])
+        if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
+            return ".".join(parts[:n])
+    return "__init__"
+
+
+@pytest.fixture(params=MODULES, ids=name_of)
+def path(request):
+    return request.param
+
+
+def tree_of(path):
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+# Modules
+
+
+def test_imports_point_down(path):
+    name = name_of(path)
+    for target in imports_of(path):
+        if name == target.rpartition(".")[0]:
+            continue  # the `__init__` of a folder gathers its files
+        down = level_of(target) < level_of(name)
+        assert down or (name, target) in SIBLINGS, f"{name} imports {target}, which is not below it"
+
+
+def test_the_check_sees_the_imports():
+    assert "_minifloat" in set(imports_of(PACKAGE / "_scaling.py"))
+    assert {"_array", "_scaling", "_formats.floating"} <= set(imports_of(PACKAGE / "_formats" / "codebook.py"))
+    assert {"_array", "_formats", "_tree"} <= set(imports_of(PACKAGE / "__init__.py"))
+    edges = {(name_of(path), target) for path in MODULES for target in imports_of(path)}
+    assert SIBLINGS <= edges, "an exception that nothing needs"
+
+
+def test_no_cycles():
+    graph = {name_of(path): set(imports_of(path)) for path in MODULES}
+    while leaves := [name for name, targets in graph.items() if not targets & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert graph == {}
+
+
+def test_kernels_know_no_formats(path):
+    if name_of(path).split(".")[0] == "_kernels":
+        assert not {target.split(".")[0] for target in imports_of(path)} & {"_array", "_formats"}
+
+
+def test_internals_of_jax_are_in_one_file(path):
+    if name_of(path) == "_compat":
+        return
+    assert "jax._src" not in path.read_text()
+    assert not [node.lineno for node in tree_of(path) if isinstance(node, ast.Name) and node.id == "hasattr"]
+
+
+def test_no_asserts(path):
+    assert not [node.lineno for node in tree_of(path) if isinstance(node, ast.Assert)]
+
+
+def test_length_and_docstring(path):
+    text = path.read_text()
+    assert text.count("\n") < 700
+    if path.name != "__init__.py":
+        assert ast.get_docstring(ast.parse(text)), "a module says what it is"
+
+
+# What is public
+
+PUBLIC = [
+    name for name in dir(eqq) if not name.startswith("_") and not isinstance(getattr(eqq, name), types.ModuleType)
+]
+
+
+def test_public_names_are_those_of_the_init():
+    reexported = {
+        alias.asname
+        for node in tree_of(PACKAGE / "__init__.py")
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name == alias.asname and not alias.name.startswith("_")
+    }
+    assert set(PUBLIC) == reexported and {"quantize_tree", "NF4", "QuantizedArray"} <= reexported
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_documented(name):
+    pages = (ROOT / "docs" / "api.md").read_text().splitlines()
+    assert f"::: eqquant.{name}" in [line.strip() for line in pages]
+    value = getattr(eqq, name)
+    doc = inspect.getdoc(value)
+    assert doc and "{shared}" not in doc
+    if name == "quaxify":
+        return  # Quax's own, which docs/api.md describes
+    if not isinstance(value, type):
+        assert "**Arguments:**" in doc and "**Returns:**" in doc
+        for argument in inspect.signature(value).parameters:
+            assert f"`{argument}`" in doc.partition("**Arguments:**")[2], argument
+    elif issubclass(value, eqq.AbstractFormat) and value is not eqq.AbstractFormat:
+        assert "**Arguments:**" in value.__init__.__doc__
+
+
+def test_every_documented_name_exists():
+    lines = (ROOT / "docs" / "api.md").read_text().splitlines()
+    documented = [line.removeprefix("::: eqquant.") for line in lines if line.startswith("::: eqquant.")]
+    assert len(documented) == len(set(documented))
+    assert set(documented) == set(PUBLIC)
+
+
+# Importing
+
+
+def run(program, **env):
+    """The outcome of a program in an interpreter of its own, where warnings are errors."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **env},
+    )
+
+
+def test_import_is_quiet_and_light():
+    # beartype comes with plum, which Quax needs.
+    optional = ["optax", "matplotlib", "hypothesis", "pytest", "safetensors", "torch", "pandas"]
+    done = run(f"import sys, eqquant; print([name for name in {optional} if name in sys.modules])")
+    assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "[]")
+
+
+def test_import_starts_no_backend():
+    # A platform that does not exist is an error as soon as JAX starts one.
+    assert run("import eqquant", JAX_PLATFORMS="no_such_platform").returncode == 0
+    started = run("import eqquant, jax; jax.devices()", JAX_PLATFORMS="no_such_platform")
+    assert started.returncode != 0 and "no_such_platform" in started.stderr

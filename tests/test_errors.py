@@ -1,0 +1,267 @@
+"""Bad input: each gives an error that states the rule, what it got and the remedy.
+
+Some mistakes are against the annotations, so the type checker that these tests run under refuses them first. Users have
+no such checker: those are tested in an interpreter of their own, without one.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant._array import as_format, check_quantizable
+
+from .helpers import FORMATS, weights
+
+
+@pytest.fixture
+def w(getkey):
+    return weights(getkey(), (8, 64))
+
+
+# One array
+
+
+def test_a_scalar(w):
+    with pytest.raises(ValueError, match="`x` must have at least one dimension. Got a scalar"):
+        eqq.quantize(jnp.ones(()))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64, jnp.uint8])
+def test_not_floating_point(dtype):
+    with pytest.raises(TypeError, match=f"`x` must be a floating point array. Got dtype {jnp.dtype(dtype).name}"):
+        check_quantizable(jnp.ones((2, 2), dtype), -1)
+
+
+@pytest.mark.parametrize("axis", [2, -3, (0, 0), (0, -2), (), (-1, 5)])
+def test_axis(w, axis):
+    with pytest.raises(ValueError, match="`axis` must name different axes of `x`, from -2 to 1 for shape") as e:
+        eqq.quantize(w, axis=axis)
+    assert f"Got `axis={axis}`" in str(e.value)
+    with pytest.raises(ValueError, match="`axis` must name different axes of layer.w, from -2 to 1"):
+        eqq.quantize_tree({"layer": {"w": w}}, axis=axis)
+
+
+def test_unknown_name(w):
+    with pytest.raises(ValueError, match="`format` must be one of .*nf4.*Got 'int3'") as e:
+        eqq.quantize(w, "int3")
+    for row in FORMATS.values():
+        assert f"{type(row.format).__name__.lower()}" in str(e.value)
+    for call in (eqq.quantize_tree, eqq.plan_tree):
+        with pytest.raises(ValueError, match="Got 'int3'"):
+            call([w], "int3")
+        with pytest.raises(ValueError, match="Got 'int3'"):
+            call([w], {"*": "int3"})
+        with pytest.raises(ValueError, match="^0: .*Got 'int3'"):
+            call([w], lambda path, x: "int3")
+
+
+def test_a_name_that_needs_arguments(w):
+    with pytest.raises(ValueError, match=r"'codebook' has no defaults.*Construct it: `Codebook\(...\)`"):
+        eqq.quantize(w, "codebook")
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_not_finite(w, value, dtype):
+    bad = w.at[3, 5].set(value).astype(dtype)
+    with pytest.raises(ValueError, match="`x` must be finite in float32.*nan_to_num"):
+        eqq.quantize(bad)
+    with pytest.raises(ValueError, match="layers.1 must be finite in float32"):
+        eqq.quantize_tree({"layers": [w, bad]})
+
+
+def test_too_large_for_float32():
+    with jax.enable_x64(True), pytest.raises(ValueError, match="must be finite in float32"):
+        eqq.quantize(np.full((2, 8), 1e300))
+
+
+@pytest.mark.parametrize("size", [0, -64, True])
+@pytest.mark.parametrize(
+    "cls",
+    [eqq.NF4, eqq.Int8, eqq.Int4, eqq.Int2, eqq.Ternary, eqq.Binary, lambda block_size: eqq.FP8("e4m3", block_size)],
+)
+def test_block_size(cls, size):
+    with pytest.raises(ValueError, match='`block_size` of .* must be None, "tensor" or a positive multiple of') as e:
+        cls(block_size=size)
+    assert f"Got `block_size={size}`" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "cls, size, unit", [(eqq.NF4, 63, 2), (eqq.Int4, 1, 2), (eqq.Int2, 6, 4), (eqq.Binary, 4, 8), (eqq.Ternary, 2, 4)]
+)
+def test_block_size_that_splits_a_byte(cls, size, unit):
+    with pytest.raises(ValueError, match=f"multiple of {unit}, the number of .*Got `block_size={size}`"):
+        cls(block_size=size)
+
+
+def test_block_size_of_a_codebook():
+    with pytest.raises(ValueError, match="`block_size` of Codebook"):
+        eqq.Codebook([-1, 0, 1], block_size=5)
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0], [], [1, 1, 2], [0, np.nan], [0, np.inf], list(range(257)), np.zeros((2, 3)), [0.1, 0.1 + 1e-12]]
+)
+def test_codebook(values):
+    with pytest.raises(ValueError, match=f"`values` must be 2 to 256 different finite numbers. Got {len(values)} of"):
+        eqq.Codebook(values)
+
+
+def test_quantized_arrays_have_no_hash(w):
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(eqq.quantize(w))
+
+
+def test_transpose(w):
+    with pytest.raises(ValueError, match="`axes` must be a permutation of the 2 axes. Got"):
+        eqq.quantize(w).transpose(0, 0)
+
+
+# Trees
+
+
+@pytest.mark.parametrize("call", [eqq.quantize_tree, eqq.plan_tree])
+class TestTree:
+    def test_pattern_that_matches_nothing(self, call, w):
+        with pytest.raises(
+            ValueError, match="Each pattern must match a leaf. Got 'layer.*', which matches none of: a.w"
+        ):
+            call({"a": {"w": w}}, {"*": "nf4", "layer.*": "int8"})
+
+    @pytest.mark.parametrize(
+        "select, message",
+        [
+            (lambda t: t["ids"], "Got ids: not floating point"),
+            (lambda t: [t["w"], t["ids"]], "Got ids: not floating point"),
+            (lambda t: t["scalar"], "Got scalar: a scalar"),
+            (lambda t: t["q"], "Got q: already quantized, to NF4"),
+            (lambda t: t["text"], "Got text: not an array"),
+        ],
+    )
+    def test_where_selects_what_cannot_be_quantized(self, call, w, select, message):
+        tree = {"w": w, "ids": jnp.arange(4), "scalar": jnp.ones(()), "q": eqq.quantize(w), "text": "relu"}
+        with pytest.raises(TypeError, match=f"`where` must select floating point arrays. {message}"):
+            call(tree, where=select)
+
+    @pytest.mark.parametrize("where", [lambda t: t["nothing"], lambda t: 3, lambda t: t["w"].shape])
+    def test_where_selects_nothing_of_the_tree(self, call, w, where):
+        with pytest.raises(ValueError, match="`where` must return leaves or nodes of the tree"):
+            call({"w": w}, where=where)
+
+    @pytest.mark.parametrize(
+        "tree, reason",
+        [
+            ({}, "none"),
+            ({"ids": jnp.arange(4)}, "ids: not floating point"),
+            ({"mask": jnp.ones((2, 2), bool)}, "mask: not floating point"),
+            ({"c": jnp.ones((2, 2), jnp.complex64)}, "c: not floating point"),
+            ({"scalar": jnp.ones(())}, "scalar: a scalar"),
+            ([jnp.ones(3)], "0: fewer than two dimensions"),
+        ],
+    )
+    def test_nothing_to_quantize(self, call, tree, reason):
+        with pytest.raises(ValueError, match="The tree must hold something to quantize. Got none among") as e:
+            call(tree)
+        assert reason in str(e.value) and "plan_tree" in str(e.value)
+
+    def test_rules_that_leave_everything(self, call, w):
+        with pytest.raises(ValueError, match="Got none among.*rule '\\*'"):
+            call([w], {"*": None})
+        with pytest.raises(ValueError, match="the format function returned None"):
+            call([w], lambda path, x: None)
+
+    def test_already_quantized(self, call, w):
+        for tree in ({"w": eqq.quantize(w), "b": jnp.ones(3)}, eqq.quantize(w)):
+            with pytest.raises(ValueError, match="Got one that is already quantized.*`dequantize_tree` first"):
+                call(tree)
+
+
+def test_the_axis_of_every_leaf_is_checked_before_any_is_quantized(w):
+    tree = {"a": w[None], "b": w}
+    with pytest.raises(ValueError, match="different axes of b, from -2 to 1"):
+        eqq.quantize_tree(tree, axis=-3)
+
+
+# Products
+
+
+def test_matmul(w):
+    q = eqq.quantize(w)
+    for product in (lambda: q @ jnp.ones(8), lambda: jnp.ones(64) @ q, lambda: q @ jnp.ones((3, 2))):
+        with pytest.raises(ValueError, match="`matmul` contracts axes of equal length. Got lengths"):
+            product()
+    with pytest.raises(ValueError, match="`implementation` must be one of .*xla.* on .*Got 'magic'"):
+        jax.block_until_ready(eqq.matmul(q, jnp.ones(64), implementation="magic"))
+    with pytest.raises(TypeError, match="`explain_matmul` needs a quantized operand"):
+        eqq.explain_matmul(w, w)
+
+
+# Without a type checker
+
+SNIPPETS = {
+    "int": ("eqq.quantize(jnp.arange(8))", "TypeError: `x` must be a floating point array. Got dtype int32"),
+    "complex": ("eqq.quantize(jnp.ones(8, complex))", "TypeError: `x` must be a floating point array. Got dtype comp"),
+    "bool": ("eqq.quantize(jnp.ones(8, bool))", "TypeError: `x` must be a floating point array. Got dtype bool"),
+    "again": ("eqq.quantize(eqq.quantize(w))", "TypeError: `x` is already quantized, to NF4"),
+    "class": ("eqq.quantize(w, eqq.NF4)", "TypeError: `format` must be an instance. Got the class NF4. Write `NF4()`"),
+    "class in a tree": ("eqq.quantize_tree([w], eqq.NF4)", "TypeError: `format` must be an instance."),
+    "class in rules": ("eqq.quantize_tree([w], {'*': eqq.NF4})", "TypeError: `format` must be an instance."),
+    "class of a function": (
+        "eqq.quantize_tree([w], lambda path, x: eqq.NF4)",
+        "TypeError: 0: `format` must be an instance.",
+    ),
+    "number": ("eqq.quantize(w, 4)", "TypeError: `format` must be a format or the name of one. Got 4."),
+    "float block": ("eqq.NF4(64.0)", "ValueError: `block_size` of NF4 must be None"),
+    "text block": ("eqq.Int8('row')", "ValueError: `block_size` of Int8 must be None"),
+    "fp8": ("eqq.FP8('e3m4')", "ValueError: `kind` must be one of e4m3, e5m2"),
+    "mxfp8": ("eqq.MXFP8('e3m4')", "ValueError: `kind` must be e4m3 or e5m2. Got 'e3m4'"),
+    "fp8 block": ("eqq.FP8(block_size=0)", "ValueError: `block_size` of FP8 must be None"),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    program = f"""
+import json
+import jax.numpy as jnp
+import eqquant as eqq
+w = jnp.ones((8, 64))
+out = {{}}
+for name, snippet in json.loads({json.dumps({name: code for name, (code, _) in SNIPPETS.items()})!r}).items():
+    try:
+        out[name] = repr(eval(snippet))
+    except Exception as e:
+        out[name] = f"{{type(e).__name__}}: {{e}}"
+print(json.dumps(out))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_without_a_type_checker(outcomes, name):
+    assert outcomes[name].startswith(SNIPPETS[name][1]), outcomes[name]
+
+
+def test_the_original_survives_every_error(w):
+    tree = {"a": w, "b": w.at[0, 0].set(jnp.nan)}
+    before = jtu.tree_leaves(tree)
+    for bad in ({"format": "int3"}, {"axis": 7}, {"where": lambda t: t["c"]}, {}):
+        with pytest.raises((ValueError, TypeError)):
+            eqq.quantize_tree(tree, **bad)
+    assert all(a is b for a, b in zip(jtu.tree_leaves(tree), before, strict=True))
+
+
+def test_formats_pass_through(w):
+    assert as_format(eqq.NF4(32)) == eqq.NF4(32)
+    assert as_format("NF4") == eqq.NF4() and as_format("q4_0") == eqq.Q4_0()

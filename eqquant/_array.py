@@ -92,6 +92,8 @@ class AbstractFormat(eqx.Module):
                 _FORMATS[name] = cls
 
     def __check_init__(self) -> None:
+        if self.bits not in (1, 2, 4, 8):
+            raise ValueError(f"`bits` of {type(self).__name__} must be 1, 2, 4 or 8. Got {self.bits}.")
         size = self.block_size
         if size is None or size == "tensor":
             return
@@ -208,6 +210,12 @@ class QuantizedArray(quax.ArrayValue, DenseOperators, Generic[_Format]):
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape. Derived from the arrays, so it is right under every transformation."""
+        if self.ndim < -min(self._axes):
+            raise ValueError(
+                f"The quantized axis must not be mapped over. Got `axis={self.axis}` of an array of {self.ndim} "
+                "dimensions. `vmap`, `scan` and `tree_map` map over the first axes in memory, which are those before "
+                "the quantized one: transpose or dequantize first."
+            )
         shape = list(self.codes.shape[:-1])
         for axis, length in sorted(zip(self._axes, self.lengths, strict=True)):
             shape.insert(len(self.codes.shape) - 1 + len(self.lengths) + axis, length)
@@ -282,8 +290,8 @@ class QuantizedArray(quax.ArrayValue, DenseOperators, Generic[_Format]):
 
     def transpose(self, *axes: int | Sequence[int] | None) -> "QuantizedArray":
         """Permutes the logical axes. Quantized axes only change their label; others are permuted in memory."""
-        given: Any = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-        order = list(range(self.ndim))[::-1] if given in (None, ()) else [int(a) for a in given]
+        given = () if axes and axes[0] is None else _flatten_arguments(axes)
+        order = [int(a) for a in given] or list(range(self.ndim))[::-1]
         if sorted(a % self.ndim if -self.ndim <= a < self.ndim else -1 for a in order) != list(range(self.ndim)):
             raise ValueError(f"`axes` must be a permutation of the {self.ndim} axes. Got {tuple(order)}.")
         order = [a % self.ndim for a in order]
@@ -308,8 +316,7 @@ class QuantizedArray(quax.ArrayValue, DenseOperators, Generic[_Format]):
 
     def reshape(self, *shape: int | Sequence[int], order: str = "C", **kwargs: Any) -> "QuantizedArray | Array":
         """Stays quantized where no quantized axis is mixed with another axis; otherwise the result is dense."""
-        given: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        new = tuple(int(d) for d in given)
+        new = tuple(int(d) for d in _flatten_arguments(shape))
         if new.count(-1) == 1 and math.prod(d for d in new if d != -1) > 0:
             new = tuple(self.size // math.prod(d for d in new if d != -1) if d == -1 else d for d in new)
         # `jnp.reshape` calls this method, with keywords that only a dense array can follow.
@@ -462,6 +469,11 @@ def _narrowed(format_type: type[AbstractFormat]) -> type:
     return Narrowed(f"QuantizedArray[{format_type.__name__}]", (), {"__doc__": QuantizedArray.__doc__})
 
 
+def _flatten_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`f(1, 2)` and `f((1, 2))` are the same call."""
+    return tuple(arguments[0]) if len(arguments) == 1 and np.ndim(arguments[0]) > 0 else arguments
+
+
 def _as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
     return axes[0] if len(axes) == 1 else axes
 
@@ -533,6 +545,7 @@ def quantize(
     makes its whole block NaN or zero.
     """
     format = as_format(format)
+    check_dtype(dtype)
     checked, axes = check_quantizable(x, axis)
     if not isinstance(checked, jax.core.Tracer) and not all_finite(checked):
         raise ValueError(not_finite_message("`x`"))
@@ -586,8 +599,12 @@ def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> t
     ndim = len(x.shape)
     if ndim == 0:
         raise ValueError(f"{name} must have at least one dimension. Got a scalar. Leave scalars in float.")
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    if len(axes) == 0 or any(not -ndim <= a < ndim for a in axes) or len({a % ndim for a in axes}) != len(axes):
+    axes = tuple(int(a) for a in np.atleast_1d(np.asarray(axis)))
+    if (
+        np.asarray(axis).dtype.kind != "i"
+        or any(not -ndim <= a < ndim for a in axes)
+        or len({a % ndim for a in axes}) != len(axes)
+    ):
         raise ValueError(
             f"`axis` must name different axes of {name}, from {-ndim} to {ndim - 1} for shape {tuple(x.shape)}. "
             f"Got `axis={axis}`."
@@ -595,6 +612,12 @@ def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> t
     if not isinstance(x, jax.ShapeDtypeStruct):
         x = jnp.asarray(x)
     return x, tuple(a % ndim - ndim for a in axes)
+
+
+def check_dtype(dtype: DTypeLike | None) -> None:
+    """Refuses a logical dtype that is not floating point."""
+    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise TypeError(f"`dtype` must be floating point. Got {jnp.dtype(dtype)}. It is what the codes dequantize to.")
 
 
 def not_finite_message(name: str) -> str:
@@ -617,7 +640,9 @@ def encode_array(
     q = _encode_array(x, format, key, axes)
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        q = dataclasses.replace(q, logical_sharding=_fit_sharding(sharding, q.ndim))
+        # A spec that names fewer axes than there are means the first ones.
+        spec = PartitionSpec(*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
+        q = dataclasses.replace(q, logical_sharding=NamedSharding(sharding.mesh, spec))
     return q if dtype is None else q.astype(dtype)  # pyright: ignore[reportReturnType]
 
 
@@ -630,6 +655,11 @@ def _encode_array(x: Array, format: AbstractFormat, key: PRNGKeyArray | None, ax
 
     parts = _scaling.split_blocks(rows, format.block_size)
     scales = [format.choose_scale(part) for part in parts]
+    if any(scale.shape != part.shape[:-1] for scale, part in zip(scales, parts, strict=True)):
+        raise TypeError(
+            f"`{type(format).__name__}.choose_scale` must return one scale per block, {parts[0].shape[:-1]} for blocks "
+            f"of shape {parts[0].shape}. Got shape {scales[0].shape}."
+        )
     zeros = [format.choose_zero_point(part, scale) for part, scale in zip(parts, scales, strict=True)]
     blocks = (*batch, _scaling.num_blocks(length, format.block_size))
     scale = jnp.broadcast_to(jnp.concatenate(scales, axis=-1), blocks)
@@ -644,7 +674,13 @@ def _encode_array(x: Array, format: AbstractFormat, key: PRNGKeyArray | None, ax
     if zero_point is not None:
         values = values + _scaling.expand(zero_point.astype(jnp.float32), format.block_size, length)
     round = jnp.round if key is None else _scaling.stochastic_round(key)
-    codes = _packing.pack(format.encode(values, round), format.bits)
+    codes = format.encode(values, round)
+    if codes.dtype != jnp.uint8 or codes.shape != values.shape:
+        raise TypeError(
+            f"`{type(format).__name__}.encode` must return uint8 of the shape of its values, {values.shape}. Got "
+            f"{codes.dtype} of shape {codes.shape}. End it with `.astype(jnp.uint8)`."
+        )
+    codes = _packing.pack(codes, format.bits)
     return QuantizedArray(codes, stored, zero_point, format, _as_axis(axes), lengths, x.dtype)
 
 

@@ -121,12 +121,13 @@ def _run(
 
 
 @ft.cache
-def _jitted(**params: Any) -> Callable[..., Array]:
-    return jax.jit(lambda *args: quantized_matmul_p.bind(*args, **params))
+def _jitted(platform: str, **params: Any) -> Callable[..., Array]:
+    return jax.jit(ft.partial(_run, platform, **params))
 
 
 def _impl(*args: Array, **params: Any) -> Array:
-    return _jitted(**params)(*args)
+    platform = next(iter(args[0].devices())).platform
+    return _jitted({"gpu": "cuda"}.get(platform, platform), **params)(*args)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -163,7 +164,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, treedef: Any, transpose:
     if x_dim is None and x.ndim == 2 and not transpose:
         # One input for many weights: their rows become the rows of one weight.
         y = bind(x, *(a.reshape(-1, a.shape[-1]) for a in leaves))
-        return y.reshape(x.shape[0], size, -1), 1
+        return y.reshape(x.shape[0], size, y.shape[1] // size if size else 0), 1
     x = jnp.broadcast_to(x, (size, *x.shape)) if x_dim is None else jnp.moveaxis(x, x_dim, 0)
     return bind(x, *leaves), 0
 

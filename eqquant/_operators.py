@@ -2,8 +2,9 @@
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -31,7 +32,7 @@ class DenseOperators:
     """A mixin: everything here is defined by `self.dequantize()` alone."""
 
     __slots__ = ()
-    __array_ufunc__ = None  # so that NumPy arrays hand binary operators over to ours
+    __array_priority__ = 100  # as `jax.Array`: NumPy arrays hand binary operators over to ours
 
     def dequantize(self) -> Array:
         raise NotImplementedError("a class with `DenseOperators` defines `dequantize`")
@@ -39,6 +40,10 @@ class DenseOperators:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # dequantizing always makes a new array
         return np.asarray(self.dequantize(), dtype=dtype)
+
+    def block_until_ready(self) -> Self:
+        """Waits until the codes and scales are computed."""
+        return jax.block_until_ready(self)
 
     def __len__(self) -> int:
         return len(self.dequantize())

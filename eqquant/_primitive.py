@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.extend
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
@@ -35,6 +36,11 @@ def bind_matmul(
     """
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        # Inside `shard_map` the types of arrays also say along which axes they vary, and gradients follow from that.
+        # The primitive does not know them yet, so there the product is an ordinary one: right, but dense.
+        weight = w.dequantize().astype(x.dtype)
+        return jnp.matmul(x, weight if transpose else jnp.swapaxes(weight, -1, -2), precision=precision)
     leaves, treedef = jtu.tree_flatten(w)
     return quantized_matmul_p.bind(
         x,

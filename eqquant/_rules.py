@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import quax
@@ -161,7 +162,8 @@ def _dot_general(q: QuantizedArray, x: Any, params: dict[str, Any], *, left: boo
     q_batch, x_batch = batch if left else batch[::-1]
     x = jnp.asarray(x)
     dtype = jnp.dtype(params.get("preferred_element_type") or jnp.result_type(x, q.dtype))
-    wide = jnp.promote_types(jnp.result_type(x, q.dtype), dtype)
+    with jax.numpy_dtype_promotion("standard"):  # a dtype that is asked for is no implicit promotion
+        wide = jnp.promote_types(jnp.result_type(x, q.dtype), dtype)
     precision = params.get("precision")
     if params.get("out_sharding") is not None or not jnp.issubdtype(wide, jnp.floating) or isinstance(precision, str):
         return dense()
@@ -188,7 +190,8 @@ def _dot_general(q: QuantizedArray, x: Any, params: dict[str, Any], *, left: boo
     w = dataclasses.replace(w, axis=-1, lengths=(q._length,), logical_sharding=None)
     m_shape = [x.shape[a] for a in x_free]
     rows_of_x = jnp.transpose(x, (*x_batch, *x_free, *(x_contract[i] for i in order)))
-    rows_of_x = rows_of_x.reshape(*batch_shape, math.prod(m_shape), -1).astype(wide)
+    inner = math.prod(x.shape[a] for a in x_contract)
+    rows_of_x = rows_of_x.reshape(*batch_shape, math.prod(m_shape), inner).astype(wide)
     y = bind_matmul(rows_of_x, w, transpose=transpose, precision=precision)
     y = y.reshape(*batch_shape, *m_shape, *(q.shape[a] for a in q_free))
     if left:  # the free axes of the left operand come first

@@ -37,7 +37,9 @@ def split_blocks(x: Float[Array, "*batch length"], block_size: BlockSize) -> lis
     if block_size is None:
         return [x[..., None, :]]
     whole = length // block_size * block_size
-    parts = [x[..., :whole].reshape(*batch, whole // block_size, block_size)]
+    parts = []
+    if whole > 0 or length == 0:
+        parts.append(x[..., :whole].reshape(*batch, whole // block_size, block_size))
     if whole < length:
         parts.append(x[..., None, whole:])
     return parts

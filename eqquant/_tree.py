@@ -22,6 +22,7 @@ from ._array import (
     AbstractFormat,
     all_finite,
     as_format,
+    check_dtype,
     check_quantizable,
     encode_array,
     is_quantized,
@@ -383,6 +384,7 @@ def quantize_tree(
     `ValueError` if nothing is selected, if a pattern matches nothing, for an unknown format name, an axis out of range,
     or values that are not finite; `TypeError` if `where` selects something that is not a floating point array.
     """
+    check_dtype(dtype)
     decisions = _decide(tree, format, where, axis)
     work = [n for n, d in enumerate(decisions) if d.format is not None]
     values = [d.leaf.value for d in decisions]

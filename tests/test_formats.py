@@ -275,6 +275,17 @@ def test_ties_of_integers():
     assert away.tolist() == [[127, 1, 2, 3, -1, -2, -3, 0]]
 
 
+@pytest.mark.xfail(reason="XLA divides by a single scale as a product with its reciprocal", strict=True)
+def test_a_row_alone_is_quantized_as_among_others():
+    # Half steps: the last bit of the quotient decides.
+    x = np.random.default_rng(0).integers(-254, 255, (40, 64)).astype(np.float32) / 2
+    x[:, 0] = 127
+    x = jnp.asarray(x * np.float32(0.3))
+    together = eqq.unpack(eqq.quantize(x, "int8"))
+    alone = jnp.concatenate([eqq.unpack(eqq.quantize(x[n : n + 1], "int8")) for n in range(40)])
+    np.testing.assert_array_equal(np.asarray(alone), np.asarray(together))
+
+
 def test_stochastic_rounding_is_to_a_neighbour(getkey):
     x = weights(getkey(), (1000,)) * 5
     rounded = _scaling.stochastic_round(getkey())(x)

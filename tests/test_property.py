@@ -55,8 +55,15 @@ ARRAYS = [
     ((1,), 0, "float32"),
 ]
 VALUES = ["normal", "zeros", "denormal", "large", "constant", "mixed", "sparse"]
-# Values near the largest of their dtype, for which a format fails today.
-KNOWN = {}
+# Where a format fails on values near the largest of their dtype. Each is an expected failure: mend it, and take it out.
+KNOWN = {
+    (
+        "nf4_tensor",
+        "float32",
+    ): "XLA multiplies by the reciprocal of a single scale, which is flushed to zero",
+    ("int2_affine", "float32"): "the outermost code is half a step beyond the range, which overflows",
+    ("int2_affine", "float16"): "the outermost code is half a step beyond the range, which overflows",
+}
 
 
 def draw(values, shape, dtype, seed=0):

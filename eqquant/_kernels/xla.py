@@ -66,10 +66,9 @@ def _sum_over_rows(
     wide = x.astype(_accumulator(x.dtype))  # partial sums are kept in the accumulator's precision
     steps = jtu.tree_leaves(looped)[0].shape[0]
     columns = jnp.moveaxis(wide[:, : steps * rows].reshape(x.shape[0], steps, rows), 1, 0)
-    first, *_ = jtu.tree_leaves(jax.eval_shape(product, wide[:, :0], jtu.tree_map(lambda a: a[:0], rest)))
-    total = jnp.zeros(first.shape, first.dtype)
+    total = product(wide[:, steps * rows :], rest)  # zero if there is no rest
     total, _ = jax.lax.scan(lambda total, step: (total + product(*step), None), total, (columns, looped))
-    return (total + product(wide[:, steps * rows :], rest)).astype(x.dtype)
+    return total.astype(x.dtype)
 
 
 def _accumulator(dtype: jnp.dtype) -> jnp.dtype:

@@ -3,14 +3,7 @@ import importlib.metadata
 from quax import quaxify as quaxify
 
 from . import _rules as _rules
-from ._array import (
-    AbstractFormat as AbstractFormat,
-    dequantize as dequantize,
-    is_quantized as is_quantized,
-    quantize as quantize,
-    QuantizedArray as QuantizedArray,
-    unpack as unpack,
-)
+from ._array import AbstractFormat as AbstractFormat, QuantizedArray as QuantizedArray
 from ._formats import (
     Binary as Binary,
     Codebook as Codebook,
@@ -27,6 +20,12 @@ from ._formats import (
     Ternary as Ternary,
 )
 from ._matmul import explain_matmul as explain_matmul, matmul as matmul
+from ._quantize import (
+    dequantize as dequantize,
+    is_quantized as is_quantized,
+    quantize as quantize,
+    unpack as unpack,
+)
 from ._tree import (
     count_params as count_params,
     dequantize_tree as dequantize_tree,

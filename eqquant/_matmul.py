@@ -18,9 +18,10 @@ from jaxtyping import Array, ArrayLike, Float
 from rich.console import Console
 from rich.table import Table
 
-from ._array import AbstractFormat, is_quantized, QuantizedArray
+from ._array import AbstractFormat, QuantizedArray
 from ._kernels import xla
 from ._primitive import quantized_matmul_p
+from ._quantize import is_quantized
 
 
 #

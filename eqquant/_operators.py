@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class DenseOperators:
         del copy  # dequantizing always makes a new array
         return np.asarray(self.dequantize(), dtype=dtype)
 
-    def block_until_ready(self) -> Self:
+    def block_until_ready(self) -> "DenseOperators":
         """Waits until the codes and scales are computed."""
         return jax.block_until_ready(self)
 

@@ -18,17 +18,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ._array import (
-    AbstractFormat,
-    all_finite,
-    as_format,
-    check_dtype,
-    check_quantizable,
-    encode_array,
-    is_quantized,
-    not_finite_message,
-    QuantizedArray,
-)
+from ._array import AbstractFormat, as_format, QuantizedArray
+from ._quantize import all_finite, check_dtype, check_quantizable, encode_array, is_quantized, not_finite_message
 
 
 FormatLike = AbstractFormat | str

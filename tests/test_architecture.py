@@ -22,6 +22,7 @@ LEVELS = {
     **dict.fromkeys(("_compat", "_operators"), 0),
     **dict.fromkeys(("_packing", "_minifloat", "_scaling", "_primitive"), 1),
     "_array": 2,
+    "_quantize": 3,
     **dict.fromkeys(("_formats", "_kernels"), 3),
     **dict.fromkeys(("_matmul", "_rules"), 4),
     **dict.fromkeys(("_tree", "_sharding"), 5),

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._array import as_format, check_quantizable
+from eqquant._array import as_format
+from eqquant._quantize import check_quantizable
 
 from .helpers import FORMATS, weights
 

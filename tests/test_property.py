@@ -61,8 +61,6 @@ KNOWN = {
         "nf4_tensor",
         "float32",
     ): "XLA multiplies by the reciprocal of a single scale, which is flushed to zero",
-    ("int2_affine", "float32"): "the outermost code is half a step beyond the range, which overflows",
-    ("int2_affine", "float16"): "the outermost code is half a step beyond the range, which overflows",
 }
 
 

@@ -31,7 +31,7 @@ class AbstractCodebook(AbstractFormat):
         table = np.asarray(self.codebook, np.float32)
         if round is jnp.round:
             # The nearest entry; a value on the midpoint takes the lower one, as bitsandbytes does.
-            return _count_below((table[1:] + table[:-1]) / 2, values)
+            return _count_below(table[1:] / 2 + table[:-1] / 2, values)
         lower = _count_below(table[1:-1], values)
         below, above = _lookup(table, lower), _lookup(table, lower + jnp.uint8(1))
         up = jnp.clip(round((values - below) / (above - below)), 0, 1)
@@ -110,7 +110,8 @@ class Codebook(AbstractCodebook):
         - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel,
             `"tensor"` for one for the whole array.
         """
-        table = np.unique(np.asarray(values, np.float32))
+        with np.errstate(over="ignore"):
+            table = np.unique(np.asarray(values).astype(np.float32))
         if not (2 <= len(table) <= 256 and len(table) == len(values) and np.isfinite(table).all()):
             raise ValueError(
                 f"`values` must be 2 to 256 different finite numbers. Got {len(values)} of which {len(table)} differ."

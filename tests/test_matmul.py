@@ -191,9 +191,9 @@ DERIVATIVES = {
 
 
 @pytest.mark.parametrize("derivative", DERIVATIVES)
-@pytest.mark.parametrize("shape", [(K,), (K, 3)], ids=["vector", "matrix"])
-def test_derivatives(q, getkey, derivative, shape):
-    x = weights(getkey(), shape)
+@pytest.mark.parametrize("shape, format", [((K,), "nf4"), ((K, 3), "int8")], ids=["vector", "matrix"])
+def test_derivatives(getkey, derivative, shape, format):
+    q, x = eqq.quantize(weights(getkey(), (N, K)), format), weights(getkey(), shape)
     d = DERIVATIVES[derivative]
     assert_close(d(lambda x: q @ x)(x), d(lambda x: q.dequantize() @ x)(x))
     assert_on_primitive(d(lambda x: q @ x), x)

@@ -381,7 +381,7 @@ def quantize_tree(
     values = [d.leaf.value for d in decisions]
     keys = dict(zip(work, [None] * len(work) if key is None else jr.split(key, max(len(work), 1)), strict=True))
     done: dict[Any, QuantizedArray] = {}  # one array in two places stays one
-    for n in track(work, "Quantizing", disable=not progress):
+    for n in track(work, "Quantizing") if progress else work:
         leaf, picked, axes, _ = decisions[n]
         same = (id(leaf.value), picked, axes)
         if same not in done:

@@ -7,6 +7,7 @@ from ._array import AbstractFormat as AbstractFormat, QuantizedArray as Quantize
 from ._formats import (
     Binary as Binary,
     Codebook as Codebook,
+    Dynamic8 as Dynamic8,
     FP8 as FP8,
     Int2 as Int2,
     Int4 as Int4,
@@ -19,12 +20,30 @@ from ._formats import (
     Q8_0 as Q8_0,
     Ternary as Ternary,
 )
+from ._leaves import trainable_mask as trainable_mask
 from ._matmul import explain_matmul as explain_matmul, matmul as matmul
 from ._quantize import (
     dequantize as dequantize,
     is_quantized as is_quantized,
     quantize as quantize,
     unpack as unpack,
+)
+from ._simulate import (
+    fake_quantize as fake_quantize,
+    finalize as finalize,
+    SimulatedArray as SimulatedArray,
+    straight_through as straight_through,
+)
+from ._training import (
+    apply_updates as apply_updates,
+    filter_grad as filter_grad,
+    filter_value_and_grad as filter_value_and_grad,
+    float_masters as float_masters,
+    FloatMastersState as FloatMastersState,
+    LoraArray as LoraArray,
+    loraify as loraify,
+    merge_lora as merge_lora,
+    quantize_state as quantize_state,
 )
 from ._tree import (
     count_params as count_params,

@@ -17,14 +17,13 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-import quax
 import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, UInt, UInt8
 
-from . import _compat, _packing, _scaling
-from ._operators import DenseOperators
-from ._primitive import bind_matmul
+from . import _packing, _scaling
+from ._operators import AbstractArrayValue, as_permutation, flatten_arguments
+from ._primitive import bind_matmul, value_of
 from ._scaling import BlockSize, ScaleDtype
 
 
@@ -165,7 +164,7 @@ def as_format(format: AbstractFormat | str) -> AbstractFormat:
 #
 
 
-class QuantizedArray(DenseOperators, quax.ArrayValue, Generic[_Format]):  # first: its `==` is element by element
+class QuantizedArray(AbstractArrayValue, Generic[_Format]):
     """An array whose values are stored as a few bits each. It behaves as a `jax.Array` of floats.
 
     Make one with [`eqquant.quantize`][], or for a whole model with [`eqquant.quantize_tree`][].
@@ -186,7 +185,8 @@ class QuantizedArray(DenseOperators, quax.ArrayValue, Generic[_Format]):  # firs
         `tree_map(lambda a: a[i])` and stacking by `tree_map` need no code of ours.
     - All leaves share their leading axes. A scale for the whole tensor is stored once per row.
     - Every leaf is an unsigned integer, a scale as the bits of its float. So gradient filters, optimizers, weight decay
-        and mixed-precision casts pass by, and additive updates are exact.
+        and mixed-precision casts pass by, and additive updates are exact. (Inside of a function that
+        [`eqquant.filter_grad`][] differentiates there is one more, which the gradient goes to.)
     - `nbytes` counts what is stored.
     """
 
@@ -198,6 +198,8 @@ class QuantizedArray(DenseOperators, quax.ArrayValue, Generic[_Format]):  # firs
     lengths: tuple[int, ...] = eqx.field(static=True)
     logical_dtype: np.dtype = eqx.field(static=True)
     logical_sharding: NamedSharding | PartitionSpec | None = eqx.field(static=True, default=None)
+    # Only in training: floats in memory order. The array has the value of its codes and the gradient of its master.
+    master: Float[Array, "*batch length"] | None = None
 
     # `QuantizedArray[NF4]` is a type that `isinstance`, beartype and jaxtyping check; a plain `Generic` subscript is
     # ignored at run time.
@@ -231,15 +233,6 @@ class QuantizedArray(DenseOperators, quax.ArrayValue, Generic[_Format]):  # firs
         return self.codes.ndim - 1 + len(self.lengths)
 
     @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that codes, scales and zero points take."""
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jtu.tree_leaves(self))
-
-    @property
     def block_size(self) -> BlockSize:
         return self.format.block_size
 
@@ -255,46 +248,15 @@ class QuantizedArray(DenseOperators, quax.ArrayValue, Generic[_Format]):  # firs
         """The sharding of the logical array, or `None`. Kept aligned with the last axes as leading ones come and go."""
         return _fit_sharding(self.logical_sharding, self.ndim)
 
-    def aval(self) -> jax.core.ShapedArray:
-        """For Quax: the abstract value that JAX sees."""
-        return jax.core.ShapedArray(self.shape, self.dtype)
-
-    def materialise(self) -> Array:
-        """For Quax: the same as `dequantize`."""
-        return self.dequantize()
-
-    @property
-    def __jax_array__(self) -> Callable[[], Array]:
-        if _compat.jax_array_is_hidden():
-            raise AttributeError("hidden from this caller; see `_compat.jax_array_is_hidden`")
-        return self.dequantize
-
     def dequantize(self) -> Float[Array, "..."]:
         """The dense array of `shape` and `dtype`."""
         return _dequantize(self)
 
     # Structure: what can stay quantized exactly, does
 
-    @property
-    def T(self) -> "QuantizedArray":
-        return self.transpose()
-
-    @property
-    def mT(self) -> "QuantizedArray":
-        return self.swapaxes(-1, -2)
-
-    def swapaxes(self, axis1: int, axis2: int) -> "QuantizedArray":
-        order = list(range(self.ndim))
-        order[axis1], order[axis2] = order[axis2], order[axis1]
-        return self.transpose(order)
-
     def transpose(self, *axes: int | Sequence[int] | None) -> "QuantizedArray":
         """Permutes the logical axes. Quantized axes only change their label; others are permuted in memory."""
-        given = () if axes and axes[0] is None else _flatten_arguments(axes)
-        order = [int(a) for a in given] or list(range(self.ndim))[::-1]
-        if sorted(a % self.ndim if -self.ndim <= a < self.ndim else -1 for a in order) != list(range(self.ndim)):
-            raise ValueError(f"`axes` must be a permutation of the {self.ndim} axes. Got {tuple(order)}.")
-        order = [a % self.ndim for a in order]
+        order = as_permutation(axes, self.ndim)
         quantized = [a + self.ndim for a in self._axes]
         batch = [a for a in range(self.ndim) if a not in quantized]
         batch_order = tuple(batch.index(a) for a in order if a not in quantized)
@@ -316,7 +278,7 @@ class QuantizedArray(DenseOperators, quax.ArrayValue, Generic[_Format]):  # firs
 
     def reshape(self, *shape: int | Sequence[int], order: str = "C", **kwargs: Any) -> "QuantizedArray | Array":
         """Stays quantized where no quantized axis is mixed with another axis; otherwise the result is dense."""
-        new = tuple(int(d) for d in _flatten_arguments(shape))
+        new = tuple(int(d) for d in flatten_arguments(shape))
         if new.count(-1) == 1 and math.prod(d for d in new if d != -1) > 0:
             new = tuple(self.size // math.prod(d for d in new if d != -1) if d == -1 else d for d in new)
         # `jnp.reshape` calls this method, with keywords that only a dense array can follow.
@@ -341,12 +303,6 @@ class QuantizedArray(DenseOperators, quax.ArrayValue, Generic[_Format]):  # firs
         return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
 
     # Products
-
-    def __matmul__(self, other: "ArrayLike | QuantizedArray") -> Array:
-        return self._matmul(other, left=True)
-
-    def __rmatmul__(self, other: "ArrayLike | QuantizedArray") -> Array:
-        return self._matmul(other, left=False)
 
     def _matmul(
         self,
@@ -443,9 +399,6 @@ class QuantizedArray(DenseOperators, quax.ArrayValue, Generic[_Format]):  # firs
         return wl.TextDoc(f"QuantizedArray({what}, {self.format!r}, axis={self.axis})")
 
 
-_compat.accept_in_jax_lax(QuantizedArray, lambda q: q.dequantize())
-
-
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Array:
     format, length = q.format, q._length
@@ -457,7 +410,10 @@ def _dequantize(q: QuantizedArray) -> Array:
         # The outermost code of a range may lie half a step beyond it, and that beyond the largest finite number.
         limit = float(min(jnp.finfo(q.dtype).max, jnp.finfo(jnp.float32).max))
         dense = jnp.clip(dense, -limit, limit)
-    dense = dense.astype(q.dtype).reshape(*q.codes.shape[:-1], *q.lengths)
+    dense = dense.astype(q.dtype)
+    if q.master is not None:
+        dense = value_of(dense, gradient_of=q.master.astype(q.dtype))
+    dense = dense.reshape(*q.codes.shape[:-1], *q.lengths)
     return dense if q._trailing else jnp.moveaxis(dense, range(-len(q.lengths), 0), q._axes)
 
 
@@ -471,11 +427,6 @@ def _narrowed(format_type: type[AbstractFormat]) -> type:
             return False
 
     return Narrowed(f"QuantizedArray[{format_type.__name__}]", (), {"__doc__": QuantizedArray.__doc__})
-
-
-def _flatten_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`f(1, 2)` and `f((1, 2))` are the same call."""
-    return tuple(arguments[0]) if len(arguments) == 1 and np.ndim(arguments[0]) > 0 else arguments
 
 
 def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:

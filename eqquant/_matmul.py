@@ -5,6 +5,7 @@ One primitive, `x(*batch, m, k) . w(*batch, n, k)^T`, where `x` is float and `w`
 flag flipped; a `custom_vjp` would give up forward mode. This is the only place where formats and kernels meet.
 """
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -116,7 +117,8 @@ def _run(
     precision: Any,
     implementation: str | None,
 ) -> Array:
-    w = jtu.tree_unflatten(treedef, leaves)
+    # A master is where gradients go. It has no part in the value.
+    w = dataclasses.replace(jtu.tree_unflatten(treedef, leaves), master=None)
     _, chosen = _choose(platform, _problem(x, w, transpose), implementation)
     return chosen.run(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
 
@@ -132,12 +134,19 @@ def _impl(*args: Array, **params: Any) -> Array:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    # Only `x` has a tangent: every leaf of a quantized array is an unsigned integer.
-    (x, *leaves), (dx, *_) = primals, tangents
-    y = quantized_matmul_p.bind(x, *leaves, **params)
-    if type(dx) is ad.Zero:
+    (x, *leaves), (dx, *d_leaves) = primals, tangents
+    bind = ft.partial(quantized_matmul_p.bind, **params)
+    y = bind(x, *leaves)
+    dys = [] if type(dx) is ad.Zero else [bind(dx, *leaves)]
+    # Of the weight only a master has a tangent; every other leaf is an unsigned integer.
+    d_master = jtu.tree_unflatten(params["treedef"], d_leaves).master
+    if d_master is not None and type(d_master) is not ad.Zero:
+        dw = d_master.astype(x.dtype)
+        dw = dw if params["transpose"] else jnp.swapaxes(dw, -1, -2)
+        dys.append(jnp.matmul(x, dw, precision=params["precision"]))
+    if not dys:
         return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
-    return y, quantized_matmul_p.bind(dx, *leaves, **params)
+    return y, ft.reduce(ad.add_jaxvals, dys)
 
 
 def _transpose(dy: Any, x: Any, *leaves: Any, transpose: bool, **params: Any) -> list[Any]:

@@ -1,13 +1,19 @@
-"""The operators and methods of an array whose answer is dense: each one dequantizes, then asks JAX."""
+"""What every array of ours has in common with `jax.Array`: the operators, and how JAX asks for it dense."""
 
+import abc
+import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+import quax
+from jaxtyping import Array, ArrayLike, Float
+
+from . import _compat
 
 
 _BINARY = (
@@ -28,20 +34,106 @@ _METHODS = (
 )
 
 
-class DenseOperators:
-    """A mixin: everything here is defined by `self.dequantize()` alone."""
+class AbstractArrayValue(quax.ArrayValue):
+    """A pytree that behaves as an array of floats which is stored in another way.
 
-    __slots__ = ()
+    A subclass gives `shape`, `dtype`, `dequantize`, `transpose` and `_matmul`; from these follows the rest. Whatever is
+    not a product or a change of structure dequantizes and asks JAX, so the answer is dense.
+    """
+
     __array_priority__ = 100  # as `jax.Array`: NumPy arrays hand binary operators over to ours
+    # Fields that training leaves alone even where they hold floats. An array with such fields is an adapter: in a model
+    # that has some, nothing else is trained by default.
+    frozen: ClassVar[tuple[str, ...]] = ()
 
-    def dequantize(self) -> Array:
-        raise NotImplementedError("a class with `DenseOperators` defines `dequantize`")
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _compat.accept_in_jax_lax(cls, lambda x: x.dequantize())
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype:
+        """The logical dtype: what it dequantizes to."""
+
+    @abc.abstractmethod
+    def dequantize(self) -> Float[Array, "..."]:
+        """The dense array of `shape` and `dtype`."""
+
+    @abc.abstractmethod
+    def transpose(self, *axes: Any) -> Any:
+        """Permutes the logical axes."""
+
+    @abc.abstractmethod
+    def _matmul(self, other: Any, *, left: bool) -> Array:
+        """`self @ other` if `left`, else `other @ self`."""
+
+    # What follows from these
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are stored."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(self))
+
+    def aval(self) -> jax.core.ShapedArray:
+        """For Quax: the abstract value that JAX sees."""
+        return jax.core.ShapedArray(self.shape, self.dtype)
+
+    def materialise(self) -> Array:
+        """For Quax: the same as `dequantize`."""
+        return self.dequantize()
+
+    @property
+    def __jax_array__(self) -> Callable[[], Array]:
+        if _compat.jax_array_is_hidden():
+            raise AttributeError("hidden from this caller; see `_compat.jax_array_is_hidden`")
+        return self.dequantize
+
+    @property
+    def T(self) -> Any:
+        return self.transpose()
+
+    @property
+    def mT(self) -> Any:
+        return self.swapaxes(-1, -2)
+
+    def swapaxes(self, axis1: int, axis2: int) -> Any:
+        order = list(range(self.ndim))
+        order[axis1], order[axis2] = order[axis2], order[axis1]
+        return self.transpose(order)
+
+    def __matmul__(self, other: ArrayLike) -> Array:
+        return self._matmul(other, left=True)
+
+    def __rmatmul__(self, other: ArrayLike) -> Array:
+        return self._matmul(other, left=False)
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.dequantize()[index]
+
+    def astype(self, dtype: Any) -> Any:
+        return self.dequantize().astype(dtype)
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        return self.dequantize().reshape(*shape, **kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # dequantizing always makes a new array
         return np.asarray(self.dequantize(), dtype=dtype)
 
-    def block_until_ready(self) -> "DenseOperators":
+    def block_until_ready(self) -> "AbstractArrayValue":
         """Waits until the codes and scales are computed."""
         return jax.block_until_ready(self)
 
@@ -69,15 +161,29 @@ class DenseOperators:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
+def flatten_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`f(1, 2)` and `f((1, 2))` are the same call."""
+    return tuple(arguments[0]) if len(arguments) == 1 and np.ndim(arguments[0]) > 0 else arguments
+
+
+def as_permutation(axes: tuple[Any, ...], ndim: int) -> list[int]:
+    """The arguments of `transpose` as a list of non-negative axes; none, or `None`, reverses them."""
+    given = () if axes and axes[0] is None else flatten_arguments(axes)
+    order = [int(a) for a in given] or list(range(ndim))[::-1]
+    if sorted(a % ndim if -ndim <= a < ndim else -1 for a in order) != list(range(ndim)):
+        raise ValueError(f"`axes` must be a permutation of the {ndim} axes. Got {tuple(order)}.")
+    return [a % ndim for a in order]
+
+
 def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     function.__name__ = name
-    function.__qualname__ = f"DenseOperators.{name}"
+    function.__qualname__ = f"AbstractArrayValue.{name}"
     function.__doc__ = f"As `jax.Array.{name}`, on the dequantized array; the result is dense."
     return function
 
 
 def _dense(x: Any) -> Any:
-    return x.dequantize() if isinstance(x, DenseOperators) else x
+    return x.dequantize() if isinstance(x, AbstractArrayValue) else x
 
 
 def _binary(op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -97,10 +203,10 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 for _name in (*_BINARY, *_COMPARISONS):
-    setattr(DenseOperators, f"__{_name}__", _named(f"__{_name}__", _binary(getattr(operator, _name))))
+    setattr(AbstractArrayValue, f"__{_name}__", _named(f"__{_name}__", _binary(getattr(operator, _name))))
 for _name in _BINARY:
-    setattr(DenseOperators, f"__r{_name}__", _named(f"__r{_name}__", _reflected(getattr(operator, _name))))
+    setattr(AbstractArrayValue, f"__r{_name}__", _named(f"__r{_name}__", _reflected(getattr(operator, _name))))
 for _name in _UNARY:
-    setattr(DenseOperators, f"__{_name}__", _named(f"__{_name}__", _unary(getattr(operator, _name))))
+    setattr(AbstractArrayValue, f"__{_name}__", _named(f"__{_name}__", _unary(getattr(operator, _name))))
 for _name in _METHODS:
-    setattr(DenseOperators, _name, _named(_name, _method(_name)))
+    setattr(AbstractArrayValue, _name, _named(_name, _method(_name)))

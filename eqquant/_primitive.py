@@ -1,7 +1,8 @@
-"""The quantized matmul as a JAX primitive: its name and its call. `_matmul.py` gives it its rules.
+"""The two things that JAX is told about quantization: the quantized matmul, and a value with another's gradient.
 
-The primitive stands below the array class so that the class can call it; the rules stand above the class because they
-need it. A primitive is an open table, which is what lets the two be apart without a cycle.
+The quantized matmul is a primitive. Here are its name and its call; `_matmul.py` gives it its rules. The primitive
+stands below the array class so that the class can call it; the rules stand above the class because they need it. A
+primitive is an open table, which is what lets the two be apart without a cycle.
 """
 
 from typing import Any
@@ -11,6 +12,25 @@ import jax.extend
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
+
+
+@jax.custom_jvp
+def _value_of(value: Array, source: Array) -> Array:
+    del source
+    return value
+
+
+@_value_of.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _value_of(*primals), tangents[1]
+
+
+def value_of(value: Float[Array, "*shape"], *, gradient_of: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`value`, bit for bit, through which gradients pass to `gradient_of` instead: the straight-through estimator.
+
+    The usual `x + stop_gradient(value - x)` rounds twice. Both arguments have the same shape and dtype.
+    """
+    return _value_of(jax.lax.stop_gradient(value), gradient_of)
 
 
 quantized_matmul_p = jax.extend.core.Primitive("quantized_matmul")

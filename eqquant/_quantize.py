@@ -168,8 +168,7 @@ def encode_array(
 @ft.partial(jax.jit, static_argnums=3)
 def _encode_array(x: Array, format: AbstractFormat, key: PRNGKeyArray | None, axes: tuple[int, ...]) -> QuantizedArray:
     lengths = tuple(x.shape[a] for a in axes)
-    rows = jnp.moveaxis(x, axes, range(-len(axes), 0))
-    rows = rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(lengths)).astype(jnp.float32)
+    rows = memory_order(x, axes).astype(jnp.float32)
     *batch, length = rows.shape
 
     parts = _scaling.split_blocks(rows, format.block_size)
@@ -201,6 +200,12 @@ def _encode_array(x: Array, format: AbstractFormat, key: PRNGKeyArray | None, ax
         )
     codes = _packing.pack(codes, format.bits)
     return QuantizedArray(codes, stored, zero_point, format, as_axis(axes), lengths, x.dtype)
+
+
+def memory_order(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "*batch length"]:
+    """A logical array as a quantized one lies in memory: the quantized axes last, as one."""
+    rows = jnp.moveaxis(x, axes, range(-len(axes), 0))
+    return rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(x.shape[a] for a in axes))
 
 
 def _store_scale(scale: Array, format: AbstractFormat) -> tuple[Any, Array]:

@@ -19,21 +19,23 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports modules of lower levels only. The first prefix that fits gives the level.
 LEVELS = {
-    **dict.fromkeys(("_compat", "_operators"), 0),
-    **dict.fromkeys(("_packing", "_minifloat", "_scaling", "_primitive"), 1),
+    "_compat": 0,
+    **dict.fromkeys(("_operators", "_packing", "_minifloat", "_scaling", "_primitive"), 1),
     "_array": 2,
     "_quantize": 3,
     **dict.fromkeys(("_formats", "_kernels"), 3),
-    **dict.fromkeys(("_matmul", "_rules"), 4),
-    **dict.fromkeys(("_tree", "_sharding"), 5),
-    **dict.fromkeys(("_qat", "_lora", "calibrate", "analysis", "io"), 6),
-    "__init__": 7,
+    **dict.fromkeys(("_matmul", "_rules", "_leaves", "_report"), 4),
+    "_simulate": 5,
+    **dict.fromkeys(("_tree", "_sharding"), 6),
+    **dict.fromkeys(("_training", "calibrate", "analysis", "io"), 7),
+    "__init__": 8,
 }
 # Imports between modules of one level, each for a reason.
 SIBLINGS = {
     ("_scaling", "_minifloat"),  # scales may be e8m0
     ("_formats.codebook", "_formats.floating"),  # double quantization
     ("_formats.microscaling", "_formats.floating"),  # the scales of NVFP4
+    ("_training.moments", "_training.masters"),  # to refuse being wrapped around it
 }
 
 

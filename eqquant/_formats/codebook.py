@@ -1,6 +1,7 @@
 """Codes that index a table of real values: NF4, and any table of your own."""
 
 import abc
+import functools as ft
 from collections.abc import Callable, Sequence
 
 import equinox as eqx
@@ -88,6 +89,45 @@ NF4.__init__.__doc__ = """**Arguments:**
     one for the whole array.
 - `double_quant`: whether the scales are quantized too, which saves about 0.37 bits per weight at block size 64.
 """
+
+
+class Dynamic8(AbstractCodebook):
+    r"""Eight-bit dynamic numbers: seven decades, each with twice as many levels as the one below. For optimizer state.
+
+    The decade up to $10^{-k}$, for $k = 0 \ldots 6$, is cut into $2^{6-k}$ intervals ($2^{7-k}$ without a sign), whose
+    means are the levels; zero and one are added. $s = \max|x|$ per block. So values six orders of magnitude below the
+    largest are told from zero, which matters in the second moment, whose square root is divided by.
+
+    ??? cite
+
+        [8-bit Optimizers via Block-wise Quantization](https://arxiv.org/abs/2110.02861)
+    """
+
+    signed: bool = eqx.field(static=True, default=True)
+    block_size: BlockSize = eqx.field(static=True, default=256)
+    bits = 8
+
+    @property
+    def codebook(self) -> tuple[float, ...]:
+        return _dynamic_codebook(self.signed)
+
+
+Dynamic8.__init__.__doc__ = """**Arguments:**
+
+- `signed`: whether half of the levels are negative. Without it negative values become zero.
+- `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
+    one for the whole array.
+"""
+
+
+@ft.cache
+def _dynamic_codebook(signed: bool) -> tuple[float, ...]:
+    levels = [0.0, 1.0]
+    for decade in range(7):
+        edges = np.linspace(0.1, 1, 2**decade * (1 if signed else 2) + 1, dtype=np.float32)
+        means = (edges[1:] + edges[:-1]) / 2 * np.float32(10.0 ** (decade - 6))
+        levels += [*means.tolist(), *((-means).tolist() if signed else ())]
+    return tuple(sorted(levels))
 
 
 class Codebook(AbstractCodebook):

@@ -1,0 +1,203 @@
+"""Training with simulated quantization: float masters that are quantized each time they are used."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import wadler_lindig as wl
+from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray, PyTree
+
+from . import _scaling
+from ._array import AbstractFormat, as_axis, as_format, QuantizedArray
+from ._leaves import named_leaves
+from ._operators import AbstractArrayValue
+from ._primitive import value_of
+from ._quantize import all_finite, check_quantizable, encode_array, is_quantized, memory_order, not_finite_message
+
+
+#
+# Arrays
+#
+
+
+def fake_quantize(
+    x: Float[ArrayLike, "*shape"],
+    format: AbstractFormat | str = "nf4",
+    *,
+    axis: int | Sequence[int] = -1,
+    clip: bool = False,
+    key: PRNGKeyArray | None = None,
+) -> Float[Array, "*shape"]:
+    r"""The value of `x` after quantization, with the gradient of `x`: the straight-through estimator.
+
+    The value is `dequantize(quantize(x, format))`, bit for bit, and the derivative is taken to be the identity,
+    although that of rounding is zero almost everywhere. Forward and reverse mode both work. `straight_through` is the
+    same function.
+
+    !!! Example
+
+        ```python
+        def loss(w, x):
+            return jnp.mean(jnp.square(eqq.fake_quantize(w, "int4") @ x))
+
+        jax.grad(loss)(w, x)
+        ```
+
+    ??? cite
+
+        [Estimating or Propagating Gradients Through Stochastic Neurons for Conditional Computation](https://arxiv.org/abs/1308.3432)
+
+    **Arguments:**
+
+    - `x`: a floating point array of at least one dimension.
+    - `format`, `axis`, `key`: as for [`eqquant.quantize`][].
+    - `clip`: makes the gradient zero where `x` lies outside of the range that its block can represent, which is from
+        half a step below the lowest level to half a step above the highest, zero point included. Most formats choose
+        scales such that no value does; [`eqquant.Ternary`][] and [`eqquant.Binary`][] do not.
+
+    **Returns:**
+
+    An array of the shape and dtype of `x`.
+
+    **Raises:**
+
+    As [`eqquant.quantize`][], except that values are not checked to be finite.
+    """
+    format = as_format(format)
+    source, axes = check_quantizable(x, axis)
+    q = encode_array(jax.lax.stop_gradient(source), format, axes, None, key)
+    if clip:
+        source = jnp.where(_representable(source, q), source, jax.lax.stop_gradient(source))
+    return value_of(q.dequantize(), gradient_of=source)
+
+
+straight_through = fake_quantize
+
+
+def _representable(x: Array, q: QuantizedArray) -> Bool[Array, "..."]:
+    """Where values lie in the range of the levels of their block, to which half a step is added on either side."""
+    with jax.ensure_compile_time_eval():
+        levels = np.unique(np.asarray(q.format.decode(jnp.arange(2**q.format.bits, dtype=jnp.uint8))))
+    levels = levels[np.isfinite(levels)]
+    low, high = 1.5 * levels[0] - 0.5 * levels[1], 1.5 * levels[-1] - 0.5 * levels[-2]
+    zero = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32)
+    ends = (low - zero) * q.scale, (high - zero) * q.scale  # in either order: a scale may be negative
+    expand = lambda end: _scaling.expand(end, q.format.block_size, q._length)
+    rows = memory_order(x, q._axes).astype(jnp.float32)
+    inside = (rows >= expand(jnp.minimum(*ends))) & (rows <= expand(jnp.maximum(*ends)))
+    return jnp.moveaxis(inside.reshape(*inside.shape[:-1], *q.lengths), range(-len(q.lengths), 0), q._axes)
+
+
+class SimulatedArray(AbstractArrayValue):
+    """A float master that is quantized each time it is used, and trained as the float array that it is.
+
+    Made by [`eqquant.quantize_tree`][] with `simulate=True`. Its one leaf is `master`, so any training loop works
+    unchanged; products, lookups and everything else see [`quantized`][eqquant.SimulatedArray.quantized], and gradients
+    go to the master.
+
+    **Arguments:**
+
+    - `master`: floats, of the logical shape.
+    - `format`: what it is quantized to.
+    - `axis`: the quantized axis, or axes; negative.
+    - `logical_dtype`: what it dequantizes to, which need not be the dtype of the master.
+    """
+
+    master: Float[Array, "..."]
+    format: AbstractFormat
+    axis: int | tuple[int, ...] = eqx.field(static=True)
+    logical_dtype: np.dtype = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.master.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.logical_dtype
+
+    def quantized(self) -> QuantizedArray:
+        """The quantized array as it is now. Gradients with respect to it go to the master."""
+        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        q = encode_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None)
+        return dataclasses.replace(q, master=memory_order(self.master, axes))
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """The dense array of `shape` and `dtype`, after quantization."""
+        return self.quantized().dequantize()
+
+    def transpose(self, *axes: Any) -> QuantizedArray:
+        return self.quantized().transpose(*axes)
+
+    def astype(self, dtype: Any) -> QuantizedArray | Array:
+        return self.quantized().astype(dtype)
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> QuantizedArray | Array:
+        return self.quantized().reshape(*shape, **kwargs)
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.quantized()[index]
+
+    def _matmul(self, other: Any, *, left: bool) -> Array:
+        return self.quantized()._matmul(other, left=left)
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        return wl.TextDoc(f"SimulatedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")
+
+
+#
+# Trees
+#
+
+
+def simulate_array(x: Array, format: AbstractFormat, axes: tuple[int, ...], dtype: Any) -> SimulatedArray:
+    """What `quantize_tree` puts in the place of `x` to simulate its quantization."""
+    return SimulatedArray(x, format, as_axis(axes), np.dtype(x.dtype if dtype is None else dtype))
+
+
+def finalize(tree: PyTree) -> PyTree:
+    """Ends simulated quantization: every [`eqquant.SimulatedArray`][] becomes the [`eqquant.QuantizedArray`][] that it
+    stood for.
+
+    !!! Example
+
+        ```python
+        model = eqq.quantize_tree(model, "int4", simulate=True)
+        ...  # train as if it were a float model
+        model = eqq.finalize(model)
+        ```
+
+    **Arguments:**
+
+    - `tree`: any pytree with simulated arrays.
+
+    **Returns:**
+
+    The tree, with the same values and without the masters.
+
+    **Raises:**
+
+    `ValueError` if nothing is simulated, or, outside of `jit`, if training left values that are not finite.
+    """
+    is_leaf = lambda x: is_quantized(x) or isinstance(x, SimulatedArray)
+    leaves = list(named_leaves(tree, is_leaf))
+    if not any(isinstance(leaf.value, SimulatedArray) for leaf in leaves):
+        raise ValueError(
+            "`finalize` needs a tree with simulated arrays. Got none. `quantize_tree(..., simulate=True)` makes them."
+        )
+    for path, x, _ in leaves:
+        if isinstance(x, SimulatedArray) and not isinstance(x.master, jax.core.Tracer) and not all_finite(x.master):
+            raise ValueError(not_finite_message(path))
+    done = [
+        dataclasses.replace(leaf.value.quantized(), master=None)
+        if isinstance(leaf.value, SimulatedArray)
+        else leaf.value
+        for leaf in leaves
+    ]
+    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), done)

@@ -1,0 +1,10 @@
+"""Training quantized models: gradients, float masters, low-rank factors, low-bit optimizer state."""
+
+from .gradients import filter_grad as filter_grad, filter_value_and_grad as filter_value_and_grad
+from .lora import LoraArray as LoraArray, loraify as loraify, merge_lora as merge_lora
+from .masters import (
+    apply_updates as apply_updates,
+    float_masters as float_masters,
+    FloatMastersState as FloatMastersState,
+)
+from .moments import quantize_state as quantize_state

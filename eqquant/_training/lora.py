@@ -1,0 +1,255 @@
+"""Low-rank adaptation: small trainable factors beside frozen weights, quantized or not."""
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import wadler_lindig as wl
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from .._array import QuantizedArray
+from .._leaves import default_axis, Leaf, named_leaves, selected_by, some, Where, why_never, why_not
+from .._operators import AbstractArrayValue, as_permutation
+from .._quantize import all_finite, encode_array, is_quantized, not_finite_message
+
+
+class LoraArray(AbstractArrayValue):
+    r"""A frozen weight plus a trainable product of two thin matrices: $W + \frac{\alpha}{r} B A$.
+
+    Made by [`eqquant.loraify`][]. A product with it multiplies by the base, quantized matmul included, and by the two
+    factors; the sum is never formed. Everything else forms it.
+
+    ??? cite
+
+        [LoRA: Low-Rank Adaptation of Large Language Models](https://arxiv.org/abs/2106.09685)
+
+    **Arguments:**
+
+    - `base`: the frozen weight, an array or a [`eqquant.QuantizedArray`][] of shape `(*batch, out, *in)`.
+    - `a`: the factor on the input side, `(*batch, rank, *in)`.
+    - `b`: the factor on the output side, `(*batch, out, rank)`.
+    - `alpha`: the numerator of the scale.
+    - `in_ndim`: how many axes `in` has: one, or for a convolution all but the first.
+    """
+
+    base: Float[Array, "..."] | QuantizedArray
+    a: Float[Array, "..."]
+    b: Float[Array, "*batch out rank"]
+    alpha: float = eqx.field(static=True)
+    in_ndim: int = eqx.field(static=True)
+
+    frozen = ("base",)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.base.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.base.dtype)
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[-1]
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """The dense array of `shape` and `dtype`: the sum."""
+        base, delta = self._frozen_base(), self.delta()
+        dense = base.dequantize() if is_quantized(base) else base
+        return dense + delta.astype(dense.dtype)
+
+    def delta(self) -> Float[Array, "..."]:
+        """What the factors add to the base: its shape, in the dtype of the factors."""
+        a = self.a.reshape(*self.b.shape[:-2], self.rank, -1)
+        return self.scaling * jnp.matmul(self.b, a).reshape(*self.b.shape[:-1], *self.a.shape[-self.in_ndim :])
+
+    def transpose(self, *axes: Any) -> "LoraArray | Array":
+        """Swapping the last two axes swaps the factors; any other permutation gives a dense array."""
+        order = as_permutation(axes, self.ndim)
+        swap = [*range(self.ndim - 2), self.ndim - 1, self.ndim - 2]
+        if self.in_ndim != 1 or order != swap:
+            return self.dequantize().transpose(order)
+        return dataclasses.replace(self, base=self.base.mT, a=self.b.mT, b=self.a.mT)
+
+    def __getitem__(self, index: Any) -> Array:
+        """Dense. An embedding lookup, which takes rows, forms only these."""
+        if self.in_ndim != 1 or self.ndim != 2 or isinstance(index, tuple) or index is None or index is Ellipsis:
+            return self.dequantize()[index]
+        rows = self._frozen_base()[index]
+        return rows + (self.scaling * jnp.matmul(self.b[index], self.a)).astype(rows.dtype)
+
+    def _matmul(self, other: Any, *, left: bool) -> Array:
+        x, base = jnp.asarray(other), self._frozen_base()
+        if self.in_ndim != 1 or x.ndim == 0:
+            return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
+        y = jnp.matmul(base, x) if left and not is_quantized(base) else base @ x if left else x @ base
+        a, b = self.a.astype(y.dtype), self.b.astype(y.dtype)
+        x = x.astype(y.dtype)
+        vector = x.ndim == 1
+        x = (x[:, None] if left else x[None, :]) if vector else x
+        low = jnp.matmul(b, jnp.matmul(a, x)) if left else jnp.matmul(jnp.matmul(x, b), a)
+        low = (low[..., 0] if left else low[..., 0, :]) if vector else low
+        return y + self.scaling * low
+
+    def _frozen_base(self) -> Any:
+        return self.base if is_quantized(self.base) else jax.lax.stop_gradient(self.base)
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        rank = self.b.shape[-1] if eqx.is_array_like(self.b) else self.b
+        return wl.TextDoc(f"LoraArray({wl.pformat(self.base)}, rank={rank}, alpha={self.alpha})")
+
+
+def loraify(
+    model: PyTree,
+    rank: int = 8,
+    alpha: float = 16,
+    *,
+    where: Where | None = None,
+    key: PRNGKeyArray,
+) -> PyTree:
+    r"""Puts trainable low-rank factors beside the weights of a model, which are frozen. The model keeps its class.
+
+    Each weight $W$ becomes a [`eqquant.LoraArray`][] that stands for $W + \frac{\alpha}{r} B A$. $A$ starts with
+    uniform values of variance $1 / 3n$ for $n$ inputs, and $B$ with zeros, so at first the model computes what it did
+    before. Of a model that is quantized with `NF4(double_quant=True)`, this is QLoRA.
+
+    !!! Example
+
+        ```python
+        model = eqq.quantize_tree(model, eqq.NF4(double_quant=True))
+        model = eqq.loraify(model, rank=8, key=key)
+        optim = optax.masked(optax.adamw(1e-3), eqq.trainable_mask(model))
+        state = optim.init(model)
+        loss, grads = eqq.filter_value_and_grad(loss_fn)(model, x, y)  # gradients of the factors, and of nothing else
+        updates, state = optim.update(grads, state, model)
+        model = eqq.apply_updates(model, updates)
+        ```
+
+    ??? cite
+
+        [QLoRA: Efficient Finetuning of Quantized LLMs](https://arxiv.org/abs/2305.14314)
+
+    **Arguments:**
+
+    - `model`: any pytree.
+    - `rank`: $r$.
+    - `alpha`: $\alpha$.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; in a node, every weight. Unless given, every
+        quantized array; or where nothing is quantized, every weight that [`eqquant.quantize_tree`][] would quantize.
+        Embeddings are left out, unless selected.
+    - `key`: initialises $A$.
+
+    **Returns:**
+
+    The model with factors, in float32 whatever the dtype of the weight.
+
+    **Raises:**
+
+    `ValueError` if nothing is selected, or for a rank below one; `TypeError` if `where` selects an array that is not
+    floating point, has fewer than two dimensions, or has factors already. The message names the leaf.
+    """
+    if isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"`rank` must be at least 1. Got {rank}.")
+    is_leaf = lambda x: is_quantized(x) or isinstance(x, LoraArray)
+    leaves = list(named_leaves(model, is_leaf))
+    refusals = [_refusal(leaf) for leaf in leaves]
+    if where is not None:
+        marks = selected_by(model, where, is_leaf)
+        for leaf, mark, refusal in zip(leaves, marks, refusals, strict=True):
+            if mark == "leaf" and refusal is not None:
+                raise TypeError(f"`where` must select weights of two or more dimensions. Got {leaf.path}: {refusal}.")
+        chosen = [mark is not None and refusal is None for mark, refusal in zip(marks, refusals, strict=True)]
+    else:
+        some_quantized = any(is_quantized(leaf.value) for leaf in leaves)
+        chosen = [
+            refusal is None
+            and not isinstance(leaf.parent, eqx.nn.Embedding)
+            and (is_quantized(leaf.value) if some_quantized else why_not(leaf) is None)
+            for leaf, refusal in zip(leaves, refusals, strict=True)
+        ]
+    if not any(chosen):
+        reasons = [f"{leaf.path}: {r or 'not selected'}" for leaf, r in zip(leaves, refusals, strict=True)]
+        raise ValueError(
+            "The model must hold weights to put factors beside. Got none among its leaves "
+            f"({some(reasons) or 'none'}). `where=` selects others."
+        )
+    keys = jr.split(key, len(leaves))
+    values = [
+        _adapt(leaf, rank, alpha, k) if c else leaf.value for leaf, c, k in zip(leaves, chosen, keys, strict=True)
+    ]
+    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_leaf), values)
+
+
+def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
+    """Adds low-rank factors to the weights they stand beside. The inverse of [`eqquant.loraify`][].
+
+    !!! Example
+
+        ```python
+        model = eqq.merge_lora(model)
+        ```
+
+    **Arguments:**
+
+    - `model`: any pytree with factors.
+    - `dense`: makes quantized weights dense. Otherwise the sum is quantized again, to the same format, which rounds
+    anew.
+
+    **Returns:**
+
+    The model with a plain or quantized array in the place of each [`eqquant.LoraArray`][].
+
+    **Raises:**
+
+    `ValueError` if there are no factors, or if, outside of `jit`, a sum is not finite.
+    """
+    is_leaf = lambda x: isinstance(x, LoraArray)
+    leaves = list(named_leaves(model, is_leaf))
+    if not any(is_leaf(leaf.value) for leaf in leaves):
+        raise ValueError("`merge_lora` needs a model with factors. Got none. `loraify` makes them.")
+    values = [_merge(leaf.path, leaf.value, dense) if is_leaf(leaf.value) else leaf.value for leaf in leaves]
+    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_leaf), values)
+
+
+def _merge(path: str, x: LoraArray, dense: bool) -> Array | QuantizedArray:
+    merged, base = x.dequantize(), x.base
+    if not isinstance(merged, jax.core.Tracer) and not all_finite(merged):
+        raise ValueError(not_finite_message(path))
+    if dense or not isinstance(base, QuantizedArray):
+        return merged
+    q = encode_array(merged, base.format, base._axes, x.dtype, None)
+    return dataclasses.replace(q, logical_sharding=base.logical_sharding)
+
+
+def _refusal(leaf: Leaf) -> str | None:
+    """Why a leaf cannot have factors, or `None`."""
+    if isinstance(leaf.value, LoraArray):
+        return "it has factors already: `merge_lora` first"
+    if isinstance(leaf.parent, AbstractArrayValue):
+        return f"part of a {type(leaf.parent).__name__}"
+    if not is_quantized(leaf.value) and (never := why_never(leaf.value)) is not None:
+        return never
+    return "it has one dimension" if leaf.value.ndim < 2 else None
+
+
+def _adapt(leaf: Leaf, rank: int, alpha: float, key: PRNGKeyArray) -> LoraArray:
+    w = leaf.value
+    axis = w.axis if is_quantized(w) else default_axis(leaf)
+    # One input axis, wherever it is: either side of a matrix may be called the input. A convolution has several.
+    in_ndim = len(axis) if isinstance(axis, tuple) else 1
+    *batch, out = w.shape[: w.ndim - in_ndim]
+    inputs = w.shape[w.ndim - in_ndim :]
+    bound = 1 / math.sqrt(math.prod(inputs))
+    a = jr.uniform(key, (*batch, rank, *inputs), jnp.float32, -bound, bound)
+    return LoraArray(w, a, jnp.zeros((*batch, out, rank), jnp.float32), float(alpha), in_ndim)

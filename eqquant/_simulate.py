@@ -27,13 +27,13 @@ from ._quantize import all_finite, check_quantizable, encode_array, is_quantized
 
 
 def fake_quantize(
-    x: Float[ArrayLike, "*shape"],
+    x: Float[ArrayLike, "..."],
     format: AbstractFormat | str = "nf4",
     *,
     axis: int | Sequence[int] = -1,
     clip: bool = False,
     key: PRNGKeyArray | None = None,
-) -> Float[Array, "*shape"]:
+) -> Float[Array, "..."]:
     r"""The value of `x` after quantization, with the gradient of `x`: the straight-through estimator.
 
     The value is `dequantize(quantize(x, format))`, bit for bit, and the derivative is taken to be the identity,
@@ -83,8 +83,10 @@ straight_through = fake_quantize
 def _representable(x: Array, q: QuantizedArray) -> Bool[Array, "..."]:
     """Where values lie in the range of the levels of their block, to which half a step is added on either side."""
     with jax.ensure_compile_time_eval():
+        # Not every code is one that a value is encoded to: of four ternary codes there are three.
+        reached = np.asarray(q.format.decode(q.format.encode(jnp.array([-1e30, 0.0, 1e30]))))
         levels = np.unique(np.asarray(q.format.decode(jnp.arange(2**q.format.bits, dtype=jnp.uint8))))
-    levels = levels[np.isfinite(levels)]
+    levels = levels[(levels >= reached.min()) & (levels <= reached.max())]
     low, high = 1.5 * levels[0] - 0.5 * levels[1], 1.5 * levels[-1] - 0.5 * levels[-2]
     zero = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32)
     ends = (low - zero) * q.scale, (high - zero) * q.scale  # in either order: a scale may be negative

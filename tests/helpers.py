@@ -51,6 +51,7 @@ FORMATS = {
     "nvfp4": Row(eqq.NVFP4(), 4.5 + 32 / 4096, 20.0),
     "q4_0": Row(eqq.Q4_0(), 4.5, 20.5),
     "q8_0": Row(eqq.Q8_0(), 8.5, 44.0),
+    "dynamic8": Row(eqq.Dynamic8(), 8 + 32 / 256, 36.0),
     "codebook": Row(eqq.Codebook([-1, -0.5, -0.25, 0, 0.25, 0.5, 1]), 4.5, 12.0),
     "codebook_256": Row(eqq.Codebook(np.linspace(-1, 1, 255), block_size=None), 8 + 32 / 4096, 38.0),
 }

@@ -142,4 +142,8 @@ def _variable(x: Any) -> Any:
 
 
 def _with_variable(x: Any, variable: Any) -> Any:
-    return dataclasses.replace(x, master=memory_order(variable, x._axes)) if is_quantized(x) else variable
+    if not is_quantized(x):
+        return variable
+    master = memory_order(variable, x._axes)
+    # Under a gradient of a gradient there is a master already, which wants its share.
+    return dataclasses.replace(x, master=master if x.master is None else x.master + master)

@@ -26,6 +26,8 @@ class FloatMastersState(NamedTuple):
     - `masters`: the tree of parameters, with a float array for each quantized one that is trained and `None` elsewhere.
     - `inner_state`: the state of the wrapped optimizer, over the masters and the parameters that are float anyway.
     - `key_data`: what the next step rounds stochastically with, or `None`.
+
+    **Arguments:** the three above. Made by `init`, and not by hand.
     """
 
     masters: PyTree

@@ -1,0 +1,274 @@
+"""Straight-through quantization, and models that are trained through it."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+
+import eqquant as eqq
+
+from .helpers import assert_same, FORMATS, primitives, weights
+
+
+every_format = pytest.mark.parametrize("name", FORMATS)
+
+
+# fake_quantize
+
+
+@every_format
+def test_value_is_exact_and_gradient_the_identity(name, getkey):
+    format = FORMATS[name].format
+    for shape, axis in [((6, 200), -1), ((70, 3), 0), ((4, 3, 5), (-2, -1))]:
+        x, dx = weights(getkey(), shape), weights(getkey(), shape)
+        fake = lambda x: eqq.fake_quantize(x, format, axis=axis)
+        expected = np.asarray(eqq.quantize(x, format, axis=axis).dequantize())
+        y, dy = jax.jvp(fake, (x,), (dx,))
+        for value in (y, fake(x), jax.jit(fake)(x), jax.checkpoint(fake)(x)):
+            np.testing.assert_array_equal(np.asarray(value), expected)
+        np.testing.assert_array_equal(np.asarray(dy), np.asarray(dx))
+        np.testing.assert_array_equal(np.asarray(jax.vjp(fake, x)[1](dx)[0]), np.asarray(dx))
+
+
+def test_straight_through_is_the_same():
+    assert eqq.straight_through is eqq.fake_quantize
+
+
+def test_value_where_the_usual_trick_rounds(getkey):
+    # x + (q - x) is not q in floating point.
+    x = weights(getkey(), (4, 4096))
+    q = eqq.quantize(x, "binary").dequantize()
+    assert jnp.any(x + (q - x) != q)
+    assert jnp.all(eqq.fake_quantize(x, "binary") == q)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_dtypes(dtype, getkey):
+    x = weights(getkey(), (3, 100), dtype)
+    y, pullback = jax.vjp(eqq.fake_quantize, x)
+    assert y.dtype == dtype and pullback(y)[0].dtype == dtype
+
+
+def test_under_transformations(getkey):
+    x = weights(getkey(), (5, 3, 64))
+    fake = lambda x: eqq.fake_quantize(x, "nf4")
+    each = jnp.stack([fake(row) for row in x])
+    np.testing.assert_array_equal(np.asarray(jax.vmap(fake)(x)), np.asarray(each))
+    scanned = lambda x: jax.lax.scan(lambda carry, row: (carry + fake(row).sum(), fake(row)), 0.0, x)
+    np.testing.assert_array_equal(np.asarray(scanned(x)[1]), np.asarray(each))
+    np.testing.assert_array_equal(np.asarray(jax.grad(lambda x: scanned(x)[0])(x)), np.ones(x.shape))
+    for hessian in (jax.hessian, lambda f: jax.jacrev(jax.jacrev(f)), lambda f: jax.jacfwd(jax.jacfwd(f))):
+        h = hessian(lambda v: jnp.sum(fake(v) ** 2) / 2)(x[0, 0])
+        np.testing.assert_allclose(np.asarray(h), np.eye(64), atol=1e-6)
+
+
+def test_stochastic(getkey):
+    x, key = weights(getkey(), (2, 64)), getkey()
+    expected = eqq.quantize(x, "int4", key=key).dequantize()
+    assert jnp.all(eqq.fake_quantize(x, "int4", key=key) == expected)
+    assert jnp.any(expected != eqq.fake_quantize(x, "int4"))
+
+
+def clipped(x, format, **kwargs):
+    """Where the gradient is zero."""
+    return np.asarray(jax.grad(lambda x: eqq.fake_quantize(x, format, clip=True, **kwargs).sum())(x)) == 0
+
+
+def test_clip_of_one_bit_and_of_ternary():
+    # The scale is the mean magnitude, 1: levels -1, (0,) 1, and half a step more.
+    x = jnp.array([0.1, -0.1, 1.4, -1.4, 1.6, -1.6, 2.1, -2.1, 0.4, -0.4, 0.4, -0.4])
+    assert float(jnp.mean(jnp.abs(x))) == pytest.approx(1, abs=1e-6)
+    np.testing.assert_array_equal(clipped(x, "ternary"), np.abs(x) > 1.5)
+    np.testing.assert_array_equal(clipped(x, "binary"), np.abs(x) > 2)
+
+
+def test_clip_takes_the_zero_point_into_account():
+    x = jnp.array([10.0, 11.0, 12.0, 15.0])  # the range is widened to 0 ... 15, scale 1, zero point 0
+    assert not clipped(x, eqq.Int4(symmetric=False)).any()
+    x = jnp.array([-1.0, -0.9, 0.2, 1.0])  # without the zero point, negative values would lie outside
+    assert not clipped(x, eqq.Int8(symmetric=False)).any()
+
+
+def test_clip_where_scales_are_negative():
+    x = jnp.array([-8.0, 1.0, 4.0, 7.9])  # Q4_0: scale 1, levels -8 ... 7
+    np.testing.assert_array_equal(clipped(jnp.tile(x, 8), "q4_0"), np.tile([False, False, False, True], 8))
+    np.testing.assert_array_equal(clipped(jnp.tile(-x, 8), "q4_0"), np.tile([False, False, False, True], 8))
+
+
+@every_format
+def test_clip_spares_what_is_inside(name, getkey):
+    # Along any axis; and what is outside is exactly what a value at the end of the range would round to.
+    x = weights(getkey(), (70, 4))
+    format = FORMATS[name].format
+    outside = clipped(x, format, axis=0)
+    error = np.abs(np.asarray(x - eqq.quantize(x, format, axis=0).dequantize()))
+    assert outside.mean() < 0.25
+    if outside.any():
+        assert error[outside].min() > np.median(error)
+
+
+def test_clip_where_there_is_no_sign():
+    x = jnp.array([0.5, 1.0, 0.1, 0.7])
+    assert not clipped(x, eqq.FP8("ue4m4")).any() and not clipped(x, eqq.Dynamic8(signed=False)).any()
+    assert clipped(jnp.array([-0.5, 1.0]), eqq.Dynamic8(signed=False)).tolist() == [True, False]
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="`x` must have at least one dimension"):
+        eqq.fake_quantize(jnp.float32(1), "int8")
+    with pytest.raises(ValueError, match="`axis` must name"):
+        eqq.fake_quantize(jnp.ones(3), "int8", axis=1)
+
+
+# Models
+
+
+def mlp(key):
+    return eqx.nn.MLP(20, 3, 40, 2, key=key)
+
+
+def loss(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+@every_format
+def test_simulated_model_equals_its_final_one(name, getkey):
+    format, x = FORMATS[name].format, weights(getkey(), (7, 20))
+    model = mlp(getkey())
+    simulated = eqq.quantize_tree(model, format, simulate=True)
+    final = eqq.finalize(simulated)
+    assert type(simulated) is type(final) is eqx.nn.MLP
+    for a, b, w in zip(simulated.layers, final.layers, model.layers, strict=True):
+        assert isinstance(a.weight, eqq.SimulatedArray) and isinstance(b.weight, eqq.QuantizedArray)
+        assert_same(b.weight, eqq.quantize(w.weight, format))
+        assert jnp.all(a.weight.master == w.weight)
+        np.testing.assert_array_equal(np.asarray(a.weight), np.asarray(b.weight))
+    np.testing.assert_array_equal(np.asarray(jax.vmap(simulated)(x)), np.asarray(jax.vmap(final)(x)))
+
+
+def test_trains_in_an_ordinary_loop(getkey):
+    model = eqq.quantize_tree(mlp(getkey()), "int4", simulate=True)
+    x, optim = weights(getkey(), (64, 20)), optax.adam(1e-2)
+    state = optim.init(eqx.filter(model, eqx.is_inexact_array))
+    traces = 0
+
+    @eqx.filter_jit
+    def step(model, state):
+        nonlocal traces
+        traces += 1
+        value, grads = eqx.filter_value_and_grad(loss)(model, x)
+        updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, value
+
+    values = []
+    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+        for _ in range(50):
+            model, state, value = step(model, state)
+            values.append(float(value))
+    assert values[-1] < values[0] / 5 and traces == 1
+    np.testing.assert_array_equal(np.asarray(loss(model, x)), np.asarray(loss(eqq.finalize(model), x)))
+
+
+def test_gradient_of_a_simulated_model(getkey):
+    model, x = mlp(getkey()), weights(getkey(), (7, 20))
+    simulated = eqq.quantize_tree(model, "nf4", simulate=True)
+    grads = eqx.filter_grad(loss)(simulated, x)
+    dense = eqx.filter_grad(loss)(eqq.dequantize_tree(eqq.finalize(simulated)), x)
+    for a, b in zip(grads.layers, dense.layers, strict=True):
+        np.testing.assert_allclose(np.asarray(a.weight.master), np.asarray(b.weight), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make, x",
+    [
+        (lambda key: eqx.nn.Conv2d(3, 4, 3, key=key), jnp.ones((3, 8, 8))),
+        (lambda key: eqx.nn.ConvTranspose1d(3, 4, 3, key=key), jnp.ones((3, 8))),
+        (lambda key: eqx.nn.Embedding(10, 6, key=key), jnp.array(3)),
+        (lambda key: eqx.nn.GRUCell(5, 6, key=key), (jnp.ones(5), jnp.ones(6))),
+        (lambda key: eqx.nn.MultiheadAttention(2, 8, key=key), (jnp.ones((5, 8)),) * 3),
+    ],
+)
+def test_layers(make, x, getkey):
+    x = x if isinstance(x, tuple) else (x,)
+    simulated = eqq.quantize_tree(make(getkey()), "int8", simulate=True)
+    final = eqq.finalize(simulated)
+    np.testing.assert_allclose(np.asarray(simulated(*x)), np.asarray(final(*x)), rtol=1e-6, atol=1e-6)
+    grads = eqx.filter_grad(lambda m: jnp.sum(m(*x) ** 2))(simulated)
+    assert any(jnp.any(g != 0) for g in jtu.tree_leaves(grads))
+
+
+def test_runs_the_quantized_matmul(getkey):
+    simulated = eqq.quantize_tree(mlp(getkey()), "int4", simulate=True)
+    assert primitives(lambda m, x: m(x), simulated, jnp.ones(20)).count("quantized_matmul") == 3
+
+
+def test_behaves_as_an_array(getkey):
+    w = weights(getkey(), (6, 64))
+    s = eqq.quantize_tree({"w": w}, "int4", simulate=True)["w"]
+    q = eqq.quantize(w, "int4")
+    assert (s.shape, s.dtype, s.ndim, s.size, s.nbytes) == ((6, 64), jnp.float32, 2, 384, 4 * 384)
+    for f in (
+        lambda a: a.T.dequantize(),
+        lambda a: a.reshape(2, 3, 64).dequantize(),
+        lambda a: a[2:4],
+        lambda a: a + 1.0,
+        lambda a: jnp.sin(a),
+        lambda a: jax.lax.sin(a),
+        lambda a: a @ jnp.ones(64),
+        lambda a: jnp.ones(6) @ a,
+        lambda a: a.astype(jnp.bfloat16).dequantize(),
+        lambda a: a == 0.0,
+        lambda a: a.sum(),
+    ):
+        np.testing.assert_array_equal(np.asarray(f(s)), np.asarray(f(q)))
+    assert "SimulatedArray" in repr(s) and "Int4()" in repr(s)
+
+
+def test_dtype_of_the_model_and_of_the_master(getkey):
+    simulated = eqq.quantize_tree(mlp(getkey()), "int8", dtype=jnp.bfloat16, simulate=True)
+    w = simulated.layers[0].weight
+    assert w.master.dtype == jnp.float32 and w.dtype == w.dequantize().dtype == jnp.bfloat16
+    assert eqq.finalize(simulated).layers[0].weight.dtype == jnp.bfloat16
+
+
+def test_stacked_layers_in_a_scan(getkey):
+    stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(jr.split(getkey(), 3))
+    simulated = eqq.quantize_tree(stack, "nf4", simulate=True)
+    x = jnp.ones(16)
+
+    def run(stack):
+        arrays, static = eqx.partition(stack, eqx.is_array)
+        return jax.lax.scan(lambda x, a: (eqx.combine(a, static)(x), None), x, arrays)[0]
+
+    np.testing.assert_array_equal(np.asarray(run(simulated)), np.asarray(run(eqq.finalize(simulated))))
+    grads = eqx.filter_grad(lambda m: run(m).sum())(simulated)
+    assert grads.weight.master.shape == (3, 16, 16) and jnp.all(jnp.any(grads.weight.master != 0, axis=(1, 2)))
+
+
+def test_is_not_quantized_twice(getkey):
+    simulated = eqq.quantize_tree(mlp(getkey()), "int8", simulate=True)
+    with pytest.raises(ValueError, match="part of a SimulatedArray"):
+        eqq.quantize_tree(simulated, "int4")
+
+
+def test_errors(getkey):
+    model = mlp(getkey())
+    with pytest.raises(ValueError, match="`key` must be None"):
+        eqq.quantize_tree(model, "int8", simulate=True, key=getkey())
+    with pytest.raises(ValueError, match="simulate=True"):
+        eqq.finalize(model)
+    broken = eqq.quantize_tree(model, "int8", simulate=True)
+    broken = eqx.tree_at(lambda m: m.layers[1].weight.master, broken, replace_fn=lambda w: w * jnp.nan)
+    with pytest.raises(ValueError, match=r"layers\.1\.weight must be finite"):
+        eqq.finalize(broken)
+
+
+def test_abstract(getkey):
+    model = eqx.filter_eval_shape(mlp, jr.key(0))
+    simulated = eqq.quantize_tree(model, "int8", simulate=True)
+    assert simulated.layers[0].weight.master.shape == (40, 20)
+    assert eqx.filter_eval_shape(eqq.finalize, simulated).layers[0].weight.codes.dtype == jnp.uint8

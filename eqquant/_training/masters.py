@@ -63,10 +63,10 @@ def float_masters(
             return eqq.apply_updates(model, updates), state, loss
         ```
 
-    It composes: chains, schedules, clipping, `optax.MultiSteps` and `optax.inject_hyperparams` go inside; outside go
+    It composes. Chains, schedules, clipping, `optax.MultiSteps` and `optax.inject_hyperparams` go inside. Outside go
     `optax.masked`, `optax.multi_transform`, and, in an `optax.chain`, what comes before it. Nothing that scales updates
-    may come after it: its updates are differences of codes. The parameters may be the model itself;
-    `optax.apply_updates` wants them without what is no array, `eqx.filter(model, eqx.is_array)`.
+    may come after it: its updates are differences of codes. `init` and `update` take the model itself; some of optax's
+    own functions want it without what is no array, `eqx.filter(model, eqx.is_array)`, and these take that too.
 
     **Arguments:**
 

@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, ArrayLike, DTypeLike, Float, PRNGKeyArray, UInt8
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
 from . import _packing, _scaling
 from ._array import AbstractFormat, as_axis, as_format, QuantizedArray
@@ -24,6 +24,8 @@ def quantize(
     axis: int | Sequence[int] = -1,
     dtype: DTypeLike | None = None,
     key: PRNGKeyArray | None = None,
+    scale: Float[ArrayLike, "..."] | None = None,
+    zero_point: Num[ArrayLike, "..."] | None = None,
 ) -> QuantizedArray:
     """Quantizes one array. For a model, see [`eqquant.quantize_tree`][].
 
@@ -32,6 +34,7 @@ def quantize(
         ```python
         q = eqq.quantize(w, eqq.Int4(block_size=32))
         q = eqq.quantize(w, "int8", axis=0)
+        q = eqq.quantize(w, "int8", scale=3 / 127)
         ```
 
     **Arguments:**
@@ -43,6 +46,11 @@ def quantize(
         quantized as one, in the order given (as for a convolution).
     - `dtype`: what it dequantizes to. The dtype of `x` unless given.
     - `key`: rounds stochastically, with this key, where the format rounds at all. Otherwise rounding is to nearest.
+    - `scale`: the scales, instead of those that the format would choose: floats that broadcast to the shape of the
+        result's `scale`, which is `(*batch, blocks)` with the quantized axis last. Values beyond their range are
+        clipped.
+    - `zero_point`: the code of zero, one per scale, integers from 0 to `2**bits - 1`. Given with `scale`, for a format
+        that has zero points, and only then.
 
     **Returns:**
 
@@ -50,16 +58,16 @@ def quantize(
 
     **Raises:**
 
-    `TypeError` for an array that is not floating point; `ValueError` for a scalar, an axis out of range, and, outside
-    of `jit`, for values that are not finite in float32. Inside `jit` nothing can be checked: a NaN or an infinity then
-    makes its whole block NaN or zero.
+    `TypeError` for an array that is not floating point; `ValueError` for a scalar, an axis out of range, for scales and
+    zero points that do not fit, and, outside of `jit`, for values that are not finite in float32. Inside `jit` nothing
+    can be checked: a NaN or an infinity then makes its whole block NaN or zero.
     """
     format = as_format(format)
     check_dtype(dtype)
     checked, axes = check_quantizable(x, axis)
     if not isinstance(checked, jax.core.Tracer) and not all_finite(checked):
         raise ValueError(not_finite_message("`x`"))
-    return encode_array(checked, format, axes, dtype, key)
+    return encode_array(checked, format, axes, dtype, key, _check_given(checked, format, axes, scale, zero_point))
 
 
 def dequantize(q: QuantizedArray | ArrayLike) -> Array:
@@ -153,10 +161,15 @@ def all_finite(x: Array) -> Array:
 
 
 def encode_array(
-    x: Array, format: AbstractFormat, axes: tuple[int, ...], dtype: DTypeLike | None, key: PRNGKeyArray | None
+    x: Array,
+    format: AbstractFormat,
+    axes: tuple[int, ...],
+    dtype: DTypeLike | None,
+    key: PRNGKeyArray | None,
+    given: tuple[Array, Array | None] | None = None,
 ) -> QuantizedArray:
-    """`quantize` after its checks, and without the one for finite values."""
-    q = _encode_array(x, format, key, axes)
+    """`quantize` after its checks, and without the one for finite values. `given` are scales and zero points."""
+    q = _encode_array(x, format, key, given, axes)
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
         # A spec that names fewer axes than there are means the first ones.
@@ -165,23 +178,18 @@ def encode_array(
     return q if dtype is None else q.astype(dtype)  # pyright: ignore[reportReturnType]
 
 
-@ft.partial(jax.jit, static_argnums=3)
-def _encode_array(x: Array, format: AbstractFormat, key: PRNGKeyArray | None, axes: tuple[int, ...]) -> QuantizedArray:
+@ft.partial(jax.jit, static_argnums=4)
+def _encode_array(
+    x: Array,
+    format: AbstractFormat,
+    key: PRNGKeyArray | None,
+    given: tuple[Array, Array | None] | None,
+    axes: tuple[int, ...],
+) -> QuantizedArray:
     lengths = tuple(x.shape[a] for a in axes)
     rows = memory_order(x, axes).astype(jnp.float32)
-    *batch, length = rows.shape
-
-    parts = _scaling.split_blocks(rows, format.block_size)
-    scales = [format.choose_scale(part) for part in parts]
-    if any(scale.shape != part.shape[:-1] for scale, part in zip(scales, parts, strict=True)):
-        raise TypeError(
-            f"`{type(format).__name__}.choose_scale` must return one scale per block, {parts[0].shape[:-1]} for blocks "
-            f"of shape {parts[0].shape}. Got shape {scales[0].shape}."
-        )
-    zeros = [format.choose_zero_point(part, scale) for part, scale in zip(parts, scales, strict=True)]
-    blocks = (*batch, _scaling.num_blocks(length, format.block_size))
-    scale = jnp.broadcast_to(jnp.concatenate(scales, axis=-1), blocks)
-    zero_point = None if zeros[0] is None else jnp.broadcast_to(jnp.concatenate(zeros, axis=-1), blocks)  # pyright: ignore
+    length = rows.shape[-1]
+    scale, zero_point = _choose(rows, format) if given is None else given
 
     stored, kept = _store_scale(scale, format)
     values = format.normalise(
@@ -200,6 +208,67 @@ def _encode_array(x: Array, format: AbstractFormat, key: PRNGKeyArray | None, ax
         )
     codes = _packing.pack(codes, format.bits)
     return QuantizedArray(codes, stored, zero_point, format, as_axis(axes), lengths, x.dtype)
+
+
+def _choose(rows: Float[Array, "*batch length"], format: AbstractFormat) -> tuple[Array, Array | None]:
+    """The scales and zero points that a format chooses, `(*batch, blocks)`."""
+    *batch, length = rows.shape
+    parts = _scaling.split_blocks(rows, format.block_size)
+    scales = [format.choose_scale(part) for part in parts]
+    if any(scale.shape != part.shape[:-1] for scale, part in zip(scales, parts, strict=True)):
+        raise TypeError(
+            f"`{type(format).__name__}.choose_scale` must return one scale per block, {parts[0].shape[:-1]} for blocks "
+            f"of shape {parts[0].shape}. Got shape {scales[0].shape}."
+        )
+    zeros = [format.choose_zero_point(part, scale) for part, scale in zip(parts, scales, strict=True)]
+    blocks = (*batch, _scaling.num_blocks(length, format.block_size))
+    scale = jnp.broadcast_to(jnp.concatenate(scales, axis=-1), blocks)
+    zero_point = None if zeros[0] is None else jnp.broadcast_to(jnp.concatenate(zeros, axis=-1), blocks)  # pyright: ignore
+    return scale, zero_point
+
+
+def _check_given(
+    x: Any, format: AbstractFormat, axes: tuple[int, ...], scale: Any, zero_point: Any
+) -> tuple[Array, Array | None] | None:
+    """The scales and zero points of a caller, broadcast to `(*batch, blocks)`, or an error."""
+    if scale is None:
+        if zero_point is not None:
+            raise ValueError("`zero_point` must come with `scale`. Got it alone. Pass both, or neither.")
+        return None
+    chosen, zeros = jax.eval_shape(lambda x: _choose(memory_order(x, axes).astype(jnp.float32), format), x)
+    if (zeros is None) != (zero_point is None):
+        has, got = ("no", "one") if zeros is None else ("a", "none")
+        raise ValueError(
+            "`zero_point` must be given with `scale` for a format that has one, and for no other. Got "
+            f"{got}, and {format!r} has {has} zero point. An integer format has one with `symmetric=False`."
+        )
+    given = {"scale": jnp.asarray(scale), "zero_point": zero_point if zero_point is None else jnp.asarray(zero_point)}
+    for name, value in given.items():
+        if value is not None:
+            given[name] = _broadcast_given(name, value, chosen.shape)
+    scale, zero_point = given["scale"], given["zero_point"]
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(f"`scale` must be floating point. Got dtype {scale.dtype}.")
+    if not isinstance(scale, jax.core.Tracer) and not all_finite(scale):
+        raise ValueError("`scale` must be finite in float32. Got values that are not. Calibrate on data without them.")
+    if zero_point is not None and not isinstance(zero_point, jax.core.Tracer):
+        top = 2**format.bits - 1
+        if not bool(((zero_point >= 0) & (zero_point <= top) & (zero_point == jnp.round(zero_point))).all()):
+            raise ValueError(
+                f"`zero_point` must hold whole numbers from 0 to {top}, the codes of {format!r}. Got others. Calibrate "
+                f"with `bits={format.bits}`."
+            )
+    return scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8)
+
+
+def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:
+    try:
+        return jnp.broadcast_to(value, shape)
+    except ValueError:
+        raise ValueError(
+            f"`{name}` must broadcast to {shape}, one value per block, with the quantized axis last. Got shape "
+            f"{value.shape}. Calibrate along the same axis and with groups of `block_size`."
+        ) from None
 
 
 def memory_order(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "*batch length"]:

@@ -9,14 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
-from .. import _scaling
+from .. import _scaling, _search
 from .._array import AbstractFormat
 from .._scaling import BlockSize
+from .._search import ScaleRule
 from .floating import FP8
 
 
 class AbstractCodebook(AbstractFormat):
     """Codes index `codebook`, a sorted table of values. The scale maps the largest magnitude onto the table's."""
+
+    scale_rule: eqx.AbstractVar[ScaleRule]
+
+    def __check_init__(self) -> None:
+        _search.check_rule(self)
 
     @property
     @abc.abstractmethod
@@ -24,7 +30,9 @@ class AbstractCodebook(AbstractFormat):
         """The sorted table."""
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return _scaling.absmax(blocks) / max(abs(self.codebook[0]), abs(self.codebook[-1]))
+        widest = _scaling.absmax(blocks) / max(abs(self.codebook[0]), abs(self.codebook[-1]))
+        nearest = lambda values: self.decode(self.encode(values))
+        return _search.search_scale(blocks, widest, self.scale_rule, nearest)
 
     def encode(
         self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
@@ -70,6 +78,7 @@ class NF4(AbstractCodebook):
 
     block_size: BlockSize = eqx.field(static=True, default=64)
     double_quant: bool = eqx.field(static=True, default=False)
+    scale_rule: ScaleRule = eqx.field(static=True, default="absmax")
     bits = 4
 
     @property
@@ -83,20 +92,25 @@ class NF4(AbstractCodebook):
         return FP8("ue4m4", block_size=256) if self.double_quant else None
 
 
-NF4.__init__.__doc__ = """**Arguments:**
+NF4.__init__.__doc__ = r"""**Arguments:**
 
 - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
     one for the whole array.
 - `double_quant`: whether the scales are quantized too, which saves about 0.37 bits per weight at block size 64.
+- `scale_rule`: `"absmax"` clips nothing; `"mse"` clips where that makes the squared error of the block least; `"hqq"`
+    does so for the sum of $|x - \hat x|^{0.7}$, which cares less for outliers
+    ([Half-Quadratic Quantization](https://mobiusml.github.io/hqq_blog/)).
 """
 
 
 class Dynamic8(AbstractCodebook):
     r"""Eight-bit dynamic numbers: seven decades, each with twice as many levels as the one below. For optimizer state.
 
-    The decade up to $10^{-k}$, for $k = 0 \ldots 6$, is cut into $2^{6-k}$ intervals ($2^{7-k}$ without a sign), whose
-    means are the levels; zero and one are added. $s = \max|x|$ per block. So values six orders of magnitude below the
-    largest are told from zero, which matters in the second moment, whose square root is divided by.
+    The decade up to $10^{-k}$, for $k = 0 \ldots 6$, is cut into $2^{6-k}$ intervals, whose means are the levels, with
+    either sign; zero and one are added. $s = \max|x|$ per block. Without a sign it is for second moments: the decades are
+    cut into $2^{7-k}$ intervals, and the levels are squares. What an optimizer divides by is the square root, so that must
+    be told from zero wherever the first moment is. (The paper's levels are the same without squares: there gradients that
+    differ by more than a factor of about 2000 within a block are divided by zero.)
 
     ??? cite
 
@@ -106,6 +120,7 @@ class Dynamic8(AbstractCodebook):
     signed: bool = eqx.field(static=True, default=True)
     block_size: BlockSize = eqx.field(static=True, default=256)
     bits = 8
+    scale_rule = "absmax"  # always: the smallest values of optimizer state matter, not the squared error
 
     @property
     def codebook(self) -> tuple[float, ...]:
@@ -114,7 +129,7 @@ class Dynamic8(AbstractCodebook):
 
 Dynamic8.__init__.__doc__ = """**Arguments:**
 
-- `signed`: whether half of the levels are negative. Without it negative values become zero.
+- `signed`: whether half of the levels are negative. Without it, levels are squares, and negative values become zero.
 - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
     one for the whole array.
 """
@@ -124,10 +139,10 @@ Dynamic8.__init__.__doc__ = """**Arguments:**
 def _dynamic_codebook(signed: bool) -> tuple[float, ...]:
     levels = [0.0, 1.0]
     for decade in range(7):
-        edges = np.linspace(0.1, 1, 2**decade * (1 if signed else 2) + 1, dtype=np.float32)
-        means = (edges[1:] + edges[:-1]) / 2 * np.float32(10.0 ** (decade - 6))
-        levels += [*means.tolist(), *((-means).tolist() if signed else ())]
-    return tuple(sorted(levels))
+        edges = 10.0 ** (decade - 6) * np.linspace(0.1, 1, 2**decade * (1 if signed else 2) + 1)
+        means = (edges[1:] + edges[:-1]) / 2
+        levels += [*means, *-means] if signed else [*means**2]
+    return tuple(np.sort(np.float32(levels)).tolist())
 
 
 class Codebook(AbstractCodebook):
@@ -142,13 +157,21 @@ class Codebook(AbstractCodebook):
 
     values: tuple[float, ...] = eqx.field(static=True)
     block_size: BlockSize = eqx.field(static=True, default=64)
+    scale_rule: ScaleRule = eqx.field(static=True, default="absmax")
 
-    def __init__(self, values: Sequence[float | int] | np.ndarray, block_size: BlockSize = 64) -> None:
-        """**Arguments:**
+    def __init__(
+        self,
+        values: Sequence[float | int] | np.ndarray,
+        block_size: BlockSize = 64,
+        scale_rule: ScaleRule = "absmax",
+    ) -> None:
+        r"""**Arguments:**
 
         - `values`: the levels, two to 256 different finite numbers in any order. They are rounded to float32.
         - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel,
             `"tensor"` for one for the whole array.
+        - `scale_rule`: `"absmax"` clips nothing; `"mse"` clips where that makes the squared error of the block least;
+            `"hqq"` does so for the sum of $|x - \hat x|^{0.7}$, which cares less for outliers.
         """
         with np.errstate(over="ignore"):
             table = np.unique(np.asarray(values).astype(np.float32))
@@ -158,6 +181,7 @@ class Codebook(AbstractCodebook):
             )
         self.values = tuple(table.tolist())
         self.block_size = block_size
+        self.scale_rule = scale_rule
 
     @property
     def codebook(self) -> tuple[float, ...]:

@@ -6,17 +6,26 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .. import _scaling
+from .. import _scaling, _search
 from .._array import AbstractFormat
 from .._scaling import BlockSize
+from .._search import ScaleRule
 
 
 class AbstractInteger(AbstractFormat):
     """Codes are integers. A symmetric code is stored with an offset of `2**(bits - 1)`, so that it is unsigned."""
 
     symmetric: eqx.AbstractVar[bool]
+    scale_rule: eqx.AbstractVar[ScaleRule]
+
+    def __check_init__(self) -> None:
+        _search.check_rule(self)
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return _search.search_scale(blocks, self._widest_scale(blocks), self.scale_rule, self._nearest)
+
+    def _widest_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        """The least scale that clips nothing."""
         if self.symmetric:
             return _scaling.absmax(blocks) / (2 ** (self.bits - 1) - 1)
         low, high = _scaling.minmax(blocks)
@@ -28,6 +37,8 @@ class AbstractInteger(AbstractFormat):
     ) -> UInt8[Array, "*batch blocks"] | None:
         if self.symmetric:
             return None
+        if self.scale_rule != "absmax":
+            return self._search_zero_point(_search.in_units(blocks, scale)).astype(jnp.uint8)
         low, _ = _scaling.minmax(blocks)
         return jnp.clip(jnp.round(_scaling.divide(-low, scale)), 0, 2**self.bits - 1).astype(jnp.uint8)
 
@@ -45,6 +56,21 @@ class AbstractInteger(AbstractFormat):
     def _offset(self) -> int:
         return 2 ** (self.bits - 1) if self.symmetric else 0
 
+    def _nearest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        """What values, divided by their scale, become."""
+        if self.symmetric:
+            return self.decode(self.encode(values))
+        return self._nearest_about(values, self._search_zero_point(values))
+
+    def _nearest_about(
+        self, values: Float32[Array, "*blocks block"], zero_point: Float32[Array, "*blocks"]
+    ) -> Float32[Array, "*blocks block"]:
+        zero = zero_point[..., None]
+        return self.decode(self.encode(values + zero)) - zero
+
+    def _search_zero_point(self, values: Float32[Array, "*blocks block"]) -> Float32[Array, "*blocks"]:
+        return _search.search_zero_point(values, 2**self.bits - 1, self.scale_rule, self._nearest_about)
+
 
 class Int8(AbstractInteger):
     r"""Eight-bit integers, per channel unless `block_size` is given.
@@ -55,6 +81,7 @@ class Int8(AbstractInteger):
 
     block_size: BlockSize = eqx.field(static=True, default=None)
     symmetric: bool = eqx.field(static=True, default=True)
+    scale_rule: ScaleRule = eqx.field(static=True, default="absmax")
     bits = 8
 
 
@@ -67,6 +94,7 @@ class Int4(AbstractInteger):
 
     block_size: BlockSize = eqx.field(static=True, default=64)
     symmetric: bool = eqx.field(static=True, default=True)
+    scale_rule: ScaleRule = eqx.field(static=True, default="absmax")
     bits = 4
 
 
@@ -80,19 +108,23 @@ class Int2(AbstractInteger):
 
     block_size: BlockSize = eqx.field(static=True, default=64)
     symmetric: bool = eqx.field(static=True, default=True)
+    scale_rule: ScaleRule = eqx.field(static=True, default="absmax")
     bits = 2
 
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+    def _widest_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         if self.symmetric:
             return _scaling.signed_absmax(blocks) / -2
-        return AbstractInteger.choose_scale(self, blocks)
+        return AbstractInteger._widest_scale(self, blocks)
 
 
 for _cls in (Int8, Int4, Int2):
-    _cls.__init__.__doc__ = """**Arguments:**
+    _cls.__init__.__doc__ = r"""**Arguments:**
 
 - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
     one for the whole array.
 - `symmetric`: whether zero is always the middle code. Otherwise each block stores a zero point as well, which suits
     values that lie mostly to one side of zero.
+- `scale_rule`: `"absmax"` clips nothing; `"mse"` clips where that makes the squared error of the block least; `"hqq"`
+    does so for the sum of $|x - \hat x|^{0.7}$, which cares less for outliers
+    ([Half-Quadratic Quantization](https://mobiusml.github.io/hqq_blog/)).
 """

@@ -113,7 +113,7 @@ class LoraArray(AbstractArrayValue):
 def loraify(
     model: PyTree,
     rank: int = 8,
-    alpha: float = 16,
+    alpha: float | int = 16,
     *,
     where: Where | None = None,
     key: PRNGKeyArray,
@@ -243,7 +243,7 @@ def _refusal(leaf: Leaf) -> str | None:
     return "it has one dimension" if leaf.value.ndim < 2 else None
 
 
-def _adapt(leaf: Leaf, rank: int, alpha: float, key: PRNGKeyArray) -> LoraArray:
+def _adapt(leaf: Leaf, rank: int, alpha: float | int, key: PRNGKeyArray) -> LoraArray:
     w = leaf.value
     axis = w.axis if is_quantized(w) else default_axis(leaf)
     # One input axis, wherever it is: either side of a matrix may be called the input. A convolution has several.

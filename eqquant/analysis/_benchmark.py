@@ -1,0 +1,122 @@
+"""The error and the size of one format on one array, and many of these side by side."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import ArrayLike, Float
+from rich.table import Table
+
+from .._array import AbstractFormat, as_format
+from .._quantize import quantize
+from ._error import ErrorReport, measure, Real, to_numpy
+from ._integers import stored_bits
+from ._plots import draw_front
+from ._report import numbers_table, Report
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """The error of one format on one array. `bits` are per value, scales included."""
+
+    name: str
+    format: AbstractFormat
+    bits: float
+    error: ErrorReport
+
+    @property
+    def compression(self) -> float:
+        """How many times smaller than float32."""
+        return 32 / self.bits
+
+    @property
+    def quality(self) -> float:
+        """Decibels over compression, where that is above one. It favours exact formats over small ones."""
+        return self.error.sqnr_db / max(self.compression, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Comparison(Report):
+    """Formats side by side. Prints as a table; `report["name"]` is one of its rows."""
+
+    rows: tuple[Benchmark, ...]
+
+    def __getitem__(self, name: str) -> Benchmark:
+        found = {row.name: row for row in self.rows}
+        if name not in found:
+            raise KeyError(f"`name` must be that of a row. Got {name!r}. There are {', '.join(found)}.")
+        return found[name]
+
+    @property
+    def best_by_sqnr(self) -> Benchmark:
+        return max(self.rows, key=lambda row: row.error.sqnr_db)
+
+    @property
+    def best_by_mse(self) -> Benchmark:
+        return min(self.rows, key=lambda row: row.error.mse)
+
+    @property
+    def best_by_quality(self) -> Benchmark:
+        return max(self.rows, key=lambda row: row.quality)
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = super().to_dict()["rows"]
+        for row, benchmark in zip(rows, self.rows, strict=True):
+            row |= {"compression": benchmark.compression, "quality": benchmark.quality}
+        best = {"best_by_sqnr": self.best_by_sqnr, "best_by_mse": self.best_by_mse}
+        best |= {"best_by_quality": self.best_by_quality}
+        return {"rows": rows, **{name: row.name for name, row in best.items()}}
+
+    def __rich__(self) -> Table:
+        table = numbers_table("", "bits", "compression", "SQNR, dB", "mse", "max error", "cosine", "quality")
+        for row in self.rows:
+            error = (f"{row.error.mse:.3e}", f"{row.error.max_error:.3e}", f"{row.error.cosine:.6f}")
+            size = (f"{row.bits:.3f}", f"{row.compression:.2f}x", f"{row.error.sqnr_db:.2f}")
+            table.add_row(row.name, *size, *error, f"{row.quality:.3f}")
+        return table
+
+    def plot(self, ax: Any = None) -> Any:
+        """The relative error of each row against its bits, and the Pareto front. Returns Matplotlib's axes."""
+        errors = [row.error.relative_l2 for row in self.rows]
+        bits = [row.bits for row in self.rows]
+        return draw_front(ax, [row.name for row in self.rows], bits, errors, "relative error (L2)")
+
+
+def run_benchmark(
+    x: Float[ArrayLike, "..."],
+    format: AbstractFormat | str,
+    *,
+    name: str | None = None,
+    axis: int | Sequence[int] = -1,
+    threshold: Real | None = None,
+) -> Benchmark:
+    """Quantizes one array to one format and measures the error and the size.
+
+    !!! Example
+
+        ```python
+        row = eqq.analysis.run_benchmark(w, "nf4")
+        row.error.sqnr_db, row.bits, row.compression, row.quality
+        ```
+
+    **Arguments:**
+
+    - `x`: the values.
+    - `format`: a format, or its lower-case name.
+    - `name`: what the row is called. What the format prints unless given.
+    - `axis`: the axis along which blocks run.
+    - `threshold`: as in [`eqquant.analysis.analyze_error`][].
+
+    **Returns:**
+
+    The name, the format, `bits`, `error`, `compression` and `quality`.
+
+    **Raises:**
+
+    As [`eqquant.quantize`][] and [`eqquant.analysis.analyze_error`][].
+    """
+    format = as_format(format)
+    values = to_numpy(x, "`x`")
+    q = quantize(values, format, axis=axis)
+    error = measure(values, to_numpy(q, "`q`"), ("`x`", "its quantized version"), threshold)
+    return Benchmark(repr(format) if name is None else name, format, stored_bits(q), error)

@@ -1,0 +1,128 @@
+"""How far apart the outputs of two models are on the same batch."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+from rich.table import Table
+
+from ._plots import draw_histogram
+from ._report import numbers_table, Report
+from ._sensitivity import check_batch
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class DivergenceReport(Report):
+    """How far the outputs of a quantized model are from those of the model in float.
+
+    `kl` is the mean Kullback-Leibler divergence, in nats, of the softmax of the outputs; `top1` the share of outputs
+    whose largest entry stands at the same place; `cosine` the mean cosine. `cosines` and `kls` are those of each output
+    vector.
+    """
+
+    outputs: int
+    kl: float
+    kl_worst: float
+    top1: float
+    cosine: float
+    cosine_worst: float
+    relative_l2: float
+    kls: np.ndarray = dataclasses.field(repr=False, compare=False)
+    cosines: np.ndarray = dataclasses.field(repr=False, compare=False)
+
+    def __rich__(self) -> Table:
+        table = numbers_table("outputs", "mean", "worst")
+        table.add_row("KL divergence, nats", f"{self.kl:.4e}", f"{self.kl_worst:.4e}")
+        table.add_row("cosine", f"{self.cosine:.6f}", f"{self.cosine_worst:.6f}")
+        table.add_row("same largest entry", f"{self.top1:.2%}", "")
+        table.add_row("relative error (L2)", f"{self.relative_l2:.4f}", "")
+        table.add_section()
+        table.add_row("how many", f"{self.outputs:,}", "")
+        return table
+
+    def plot(self, ax: Any = None) -> Any:
+        """The histogram of the cosines of outputs; a line marks the mean. Returns Matplotlib's axes."""
+        labels = ("outputs", "mean", "cosine with the output of the float model")
+        ax = draw_histogram(ax, self.cosines, np.array([self.cosine]), labels)
+        ax.set_ylabel("outputs")
+        return ax
+
+
+def output_divergence(
+    model: PyTree, quantized: PyTree, batch: PyTree, *, apply: Callable[[Any, Any], Array] | None = None
+) -> DivergenceReport:
+    """Runs two models on one batch and compares what comes out.
+
+    !!! Example
+
+        ```python
+        report = eqq.analysis.output_divergence(model, eqq.quantize_tree(model, "nf4"), x)
+        report.kl, report.top1, report.cosine
+        ```
+
+    **Arguments:**
+
+    - `model`: the model in float.
+    - `quantized`: the model to compare with it.
+    - `batch`: the inputs: any pytree of arrays, with examples along the first axis.
+    - `apply`: a function `(model, batch) -> array` whose last axis is that of logits or features. It runs under
+        `equinox.filter_jit`. `jax.vmap(model)(batch)` unless given.
+
+    **Returns:**
+
+    A report with `kl`, `top1`, `cosine` and `relative_l2`, the worst of them, and those of each output vector. It
+    prints as a table.
+
+    **Raises:**
+
+    `ValueError` for an empty batch, outputs without an axis or of different shapes, or outputs that are not finite.
+    """
+    check_batch(batch)
+    run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
+    expected, actual = run(model, batch), run(quantized, batch)
+    if expected.ndim == 0 or expected.shape != actual.shape or expected.size == 0:
+        raise ValueError(
+            "`apply` must return arrays of one shape with at least one axis, that of logits or features. Got shapes "
+            f"{expected.shape} and {actual.shape}."
+        )
+    for name, y in (("model", expected), ("quantized", actual)):
+        if not jnp.isfinite(y).all():
+            raise ValueError(
+                f"The outputs must be finite. Got {int((~jnp.isfinite(y)).sum())} of `{name}` that are not."
+            )
+    kls, cosines, same = (np.asarray(a, np.float64) for a in _compare_outputs(expected, actual))
+    a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+    norm, difference = float(np.linalg.norm(a)), float(np.linalg.norm(a - b))
+    relative = difference / norm if norm > 0 else (float("inf") if difference > 0 else 0.0)
+    return DivergenceReport(
+        outputs=kls.size,
+        kl=float(kls.mean()),
+        kl_worst=float(kls.max()),
+        top1=float(same.mean()),
+        cosine=float(cosines.mean()),
+        cosine_worst=float(cosines.min()),
+        relative_l2=relative,
+        kls=kls,
+        cosines=cosines,
+    )
+
+
+@jax.jit
+def _compare_outputs(
+    expected: Float[Array, "*batch features"], actual: Float[Array, "*batch features"]
+) -> tuple[Float[Array, " outputs"], Float[Array, " outputs"], Array]:
+    a, b = (y.reshape(-1, y.shape[-1]).astype(jnp.float32) for y in (expected, actual))
+    log_p, log_q = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
+    # Not negative; rounding may make it so.
+    kl = jnp.maximum(jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1), 0)
+    # Scaled first, so that no square over- or underflows. Two vectors of zeros point the same way.
+    a, b = (y / jnp.where((m := jnp.abs(y).max(axis=-1, keepdims=True)) > 0, m, 1) for y in (a, b))
+    norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
+    both_zero = ~(a.any(axis=-1) | b.any(axis=-1))
+    cosine = jnp.where(norms > 0, jnp.sum(a * b, axis=-1) / jnp.where(norms > 0, norms, 1), both_zero)
+    return kl, cosine, jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)

@@ -1,0 +1,215 @@
+"""The error of one array."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import ArrayLike, Float, Shaped
+from rich.table import Table
+
+from .. import _scaling
+from .._array import QuantizedArray
+from .._operators import AbstractArrayValue
+from .._quantize import memory_order
+from ._plots import draw_histogram
+from ._report import numbers_table, Report
+
+
+Real = float | int
+Approximation = AbstractArrayValue | Shaped[ArrayLike, "..."]
+_CHUNK = 1 << 17  # values at a time: float64 copies that stay in cache
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ErrorReport(Report):
+    r"""How far an array is from the one it stands for.
+
+    `sqnr_db` is $10 \log_{10}$ of the mean square of the values over that of the error, `relative_l2` the norm of the
+    error over that of the values, and `outlier_rate` the share of errors above `threshold`. `rms` is the root mean
+    square of the values themselves.
+    """
+
+    size: int
+    rms: float
+    mse: float
+    rmse: float
+    mae: float
+    max_error: float
+    sqnr_db: float
+    relative_l2: float
+    cosine: float
+    outlier_rate: float
+    threshold: float
+    arrays: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __rich__(self) -> Table:
+        table = numbers_table("error", "value")
+        for field in dataclasses.fields(self):
+            if field.repr:
+                value = getattr(self, field.name)
+                table.add_row(field.name, f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
+        return table
+
+    def plot(self, ax: Any = None) -> Any:
+        """The histogram of the values, and the grid of the codes they are rounded to. Returns Matplotlib's axes."""
+        if self.arrays is None:
+            raise ValueError(
+                "`plot` needs the values. Got a report of a whole model. Call `analyze_error` for one leaf."
+            )
+        x, q = self.arrays
+        if not isinstance(q, QuantizedArray):
+            values, levels = to_numpy(x, "`x`").ravel(), np.unique(to_numpy(q, "`q`"))
+            return draw_histogram(ax, values, levels[:256], ("values", "what they become", "value"))
+        in_codes, levels = _in_codes(x, q)
+        return draw_histogram(ax, in_codes, levels, ("values", "codes", f"value over its scale: {q.format!r}"))
+
+
+def analyze_error(x: Float[ArrayLike, "..."], q: Approximation, *, threshold: Real | None = None) -> ErrorReport:
+    """Measures how far a quantized array is from what it was made of.
+
+    Sums are in float64, so tensors of any magnitude are measured alike; a group or channel that is cut short is no
+    special case.
+
+    !!! Example
+
+        ```python
+        print(eqq.analysis.analyze_error(w, eqq.quantize(w, "nf4")))
+        ```
+
+    **Arguments:**
+
+    - `x`: the original values.
+    - `q`: a quantized array, or any floating point array of the same shape.
+    - `threshold`: the absolute error from which on a value counts as an outlier. A tenth of the root mean square of `x`
+        unless given.
+
+    **Returns:**
+
+    A report with `mse`, `rmse`, `mae`, `max_error`, `sqnr_db`, `relative_l2`, `cosine` and `outlier_rate`. It prints as
+    a table. Its `.plot()` draws the histogram of the values on the grid of the codes.
+
+    **Raises:**
+
+    `TypeError` for what is not floating point; `ValueError` if the shapes differ, for an empty array, or for values
+    that are not finite.
+    """
+    report = measure(to_numpy(x, "`x`"), to_numpy(q, "`q`"), ("`x`", "`q`"), threshold)
+    return dataclasses.replace(report, arrays=(x, q))
+
+
+def quantization_mse(x: Float[ArrayLike, "..."], q: Approximation) -> float:
+    """The mean squared difference of two arrays.
+
+    !!! Example
+
+        ```python
+        eqq.analysis.quantization_mse(w, eqq.quantize(w, "int8"))
+        ```
+
+    **Arguments:**
+
+    - `x`: the original values.
+    - `q`: a quantized array, or any floating point array of the same shape.
+
+    **Returns:**
+
+    A number.
+
+    **Raises:**
+
+    As [`eqquant.analysis.analyze_error`][].
+    """
+    return analyze_error(x, q).mse
+
+
+#
+# Inside
+#
+
+
+def to_numpy(x: Any, name: str) -> np.ndarray:
+    """A dense array on the host, in its own dtype."""
+    values = np.asarray(x.dequantize() if isinstance(x, AbstractArrayValue) else x)
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating point array. Got dtype {values.dtype}. Convert it first.")
+    return values
+
+
+def measure(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Real | None = None) -> ErrorReport:
+    if x.shape != y.shape:
+        raise ValueError(
+            f"{names[0]} and {names[1]} must have the same shape. Got {x.shape} and {y.shape}. Compare an array with "
+            "its own quantized version."
+        )
+    if x.size == 0:
+        raise ValueError(f"{names[0]} must hold at least one value. Got shape {x.shape}. An empty array has no error.")
+    pieces = [slice(n, n + _CHUNK) for n in range(0, x.size, _CHUNK)]
+    flat_x, flat_y = x.reshape(-1), y.reshape(-1)
+    signal = sum(_sum_of_squares(flat_x[piece]) for piece in pieces)
+    approximation = sum(_sum_of_squares(flat_y[piece]) for piece in pieces)
+    for name, total, values in ((names[0], signal, x), (names[1], approximation, y)):
+        if not math.isfinite(total):
+            raise ValueError(
+                f"{name} must be finite. Got {np.count_nonzero(~np.isfinite(values))} of {values.size} values that are "
+                "not. Replace them, for instance with `jnp.nan_to_num`."
+            )
+    rms = math.sqrt(signal / x.size)
+    threshold = 0.1 * rms if threshold is None else float(threshold)
+    noise = absolute = product = largest = outliers = 0.0
+    for piece in pieces:
+        a, b = flat_x[piece].astype(np.float64), flat_y[piece].astype(np.float64)
+        error = np.abs(a - b)
+        noise += float(error @ error)
+        product += float(a @ b)
+        absolute += float(error.sum())
+        largest = max(largest, float(error.max()))
+        outliers += np.count_nonzero(error > threshold)
+    return ErrorReport(
+        size=x.size,
+        rms=rms,
+        mse=noise / x.size,
+        rmse=math.sqrt(noise / x.size),
+        mae=absolute / x.size,
+        max_error=largest,
+        sqnr_db=decibel(signal, noise),
+        relative_l2=math.sqrt(noise / signal) if signal > 0 else (math.inf if noise > 0 else 0.0),
+        cosine=product / math.sqrt(signal) / math.sqrt(approximation)
+        if signal * approximation > 0
+        else float(noise == 0),
+        outlier_rate=outliers / x.size,
+        threshold=threshold,
+    )
+
+
+def decibel(signal: float, noise: float) -> float:
+    """The ratio of two powers. Without noise it is infinite, whatever the signal; there is no floor."""
+    if noise == 0:
+        return math.inf
+    return -math.inf if signal == 0 else 10 * (math.log10(signal) - math.log10(noise))
+
+
+def _sum_of_squares(x: np.ndarray) -> float:
+    x = x.astype(np.float64)
+    return float(x @ x)
+
+
+def levels_of(q: QuantizedArray) -> np.ndarray:
+    """The values that codes stand for, before scale and zero point, sorted."""
+    decoded = np.asarray(q.format.decode(jnp.arange(2**q.format.bits, dtype=jnp.uint8)), np.float64)
+    return np.unique(decoded[np.isfinite(decoded)])
+
+
+def _in_codes(x: Any, q: QuantizedArray) -> tuple[np.ndarray, np.ndarray]:
+    """The values over their scale and plus their zero point, as codes see them, and the levels in that range."""
+    axes = q.axis if isinstance(q.axis, tuple) else (q.axis,)
+    length = math.prod(q.lengths)
+    spread = lambda per_block: _scaling.expand(per_block, q.format.block_size, length)
+    values = _scaling.divide(memory_order(jnp.asarray(x, jnp.float32), axes), spread(q.scale))
+    if q.zero_point is not None:
+        values = values + spread(q.zero_point.astype(jnp.float32))
+    values, levels = np.asarray(jax.device_get(values)).ravel(), levels_of(q)
+    step = np.diff(levels).max(initial=0)
+    return values, levels[(levels >= values.min() - step) & (levels <= values.max() + step)]

@@ -1,0 +1,155 @@
+"""The error of every leaf of a model."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import PyTree
+from rich.table import Table
+
+from .._array import AbstractFormat, QuantizedArray
+from .._leaves import named_leaves, some, Where
+from .._tree import quantize_tree, Rules
+from ._error import decibel, ErrorReport, measure, Real, to_numpy
+from ._integers import stored_bits
+from ._plots import draw_bars
+from ._report import numbers_table, Report
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafError:
+    """The error of one leaf. `bits` are per value, scales included."""
+
+    path: str
+    shape: tuple[int, ...]
+    format: AbstractFormat
+    bits: float
+    error: ErrorReport
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TreeErrorReport(Report):
+    """The error of each leaf of a model that is quantized. Prints as a table."""
+
+    leaves: tuple[LeafError, ...]
+
+    @property
+    def bits(self) -> float:
+        """Bits per value over these leaves."""
+        return sum(leaf.bits * leaf.error.size for leaf in self.leaves) / sum(leaf.error.size for leaf in self.leaves)
+
+    @property
+    def mse(self) -> float:
+        """The mean squared error over the values of all of these leaves."""
+        return self._noise / sum(leaf.error.size for leaf in self.leaves)
+
+    @property
+    def sqnr_db(self) -> float:
+        """The signal-to-noise ratio of all of these leaves together."""
+        return decibel(sum(leaf.error.rms**2 * leaf.error.size for leaf in self.leaves), self._noise)
+
+    @property
+    def _noise(self) -> float:
+        return sum(leaf.error.mse * leaf.error.size for leaf in self.leaves)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "bits": self.bits, "mse": self.mse, "sqnr_db": self.sqnr_db}
+
+    def __rich__(self) -> Table:
+        headers = ("bits", "SQNR, dB", "rmse", "max error", "relative", "cosine", "outliers")
+        table = numbers_table("leaf", "shape", "format", *headers, text=3)
+        for leaf in self.leaves:
+            e, shape = leaf.error, " x ".join(map(str, leaf.shape))
+            errors = (f"{e.rmse:.3e}", f"{e.max_error:.3e}", f"{e.relative_l2:.4f}", f"{e.cosine:.6f}")
+            numbers = (f"{leaf.bits:.2f}", f"{e.sqnr_db:.2f}", *errors, f"{e.outlier_rate:.2%}")
+            table.add_row(leaf.path, shape, repr(leaf.format), *numbers)
+        table.add_section()
+        total = (f"{self.bits:.2f}", f"{self.sqnr_db:.2f}", f"{math.sqrt(self.mse):.3e}", "", "", "", "")
+        table.add_row(f"{len(self.leaves)} leaves", "", "", *total)
+        return table
+
+    def plot(self, ax: Any = None) -> Any:
+        """A bar for each leaf: its SQNR, coloured by format. Returns Matplotlib's axes."""
+        names, formats = [leaf.path for leaf in self.leaves], [repr(leaf.format) for leaf in self.leaves]
+        return draw_bars(ax, names, [leaf.error.sqnr_db for leaf in self.leaves], "SQNR, dB", formats)
+
+
+def analyze_tree(
+    model: PyTree,
+    format: Rules = "nf4",
+    *,
+    where: Where | None = None,
+    axis: int | Sequence[int] | None = None,
+    threshold: Real | None = None,
+) -> TreeErrorReport:
+    """The error that [`eqquant.quantize_tree`][] with the same arguments makes in each leaf.
+
+    !!! Example
+
+        ```python
+        report = eqq.analysis.analyze_tree(model, "nf4")
+        print(report)
+        report.plot()       # a bar for each leaf
+        ```
+
+    **Arguments:**
+
+    - `model`: any pytree, in float.
+    - `format`: a format or its name, a mapping from patterns, or a function, as for [`eqquant.quantize_tree`][].
+    - `where`: selects leaves or nodes.
+    - `axis`: the axis along which blocks run.
+    - `threshold`: as in [`eqquant.analysis.analyze_error`][].
+
+    **Returns:**
+
+    A report with a row for each leaf that is quantized, and the `bits`, `mse` and `sqnr_db` of all of them. It prints
+    as a table.
+
+    **Raises:**
+
+    As [`eqquant.quantize_tree`][].
+    """
+    return compare_trees(model, quantize_tree(model, format, where=where, axis=axis), threshold=threshold)
+
+
+def compare_trees(model: PyTree, quantized: PyTree, *, threshold: Real | None = None) -> TreeErrorReport:
+    """The error of each quantized leaf of a model, whatever quantized it.
+
+    !!! Example
+
+        ```python
+        report = eqq.analysis.compare_trees(model, eqq.quantize_tree(model, {"layers.0.*": "int8", "*": "nf4"}))
+        ```
+
+    **Arguments:**
+
+    - `model`: the model in float.
+    - `quantized`: the same model, with [`eqquant.QuantizedArray`][]s in the place of some of its leaves.
+    - `threshold`: as in [`eqquant.analysis.analyze_error`][].
+
+    **Returns:**
+
+    As [`eqquant.analysis.analyze_tree`][].
+
+    **Raises:**
+
+    `ValueError` if the leaves of the two do not correspond, nothing is quantized, or values are not finite.
+    """
+    before, after = list(named_leaves(model)), list(named_leaves(quantized))
+    if [leaf.path for leaf in before] != [leaf.path for leaf in after]:
+        different = {leaf.path for leaf in before} ^ {leaf.path for leaf in after}
+        raise ValueError(
+            f"`quantized` must have the leaves of `model`. Got different ones: {some(sorted(different)) or 'order'}. "
+            "Compare a model with what `quantize_tree` made of it."
+        )
+    rows = []
+    for old, new in zip(before, after, strict=True):
+        # What was quantized before has no original to compare with.
+        if isinstance(new.value, QuantizedArray) and not isinstance(old.value, QuantizedArray):
+            x, y = to_numpy(old.value, old.path), to_numpy(new.value, new.path)
+            error = measure(x, y, (old.path, f"quantized {old.path}"), threshold)
+            rows.append(LeafError(old.path, x.shape, new.value.format, stored_bits(new.value), error))
+    if not rows:
+        raise ValueError("`quantized` must hold a quantized array that is dense in `model`. Got none. Swap the two?")
+    return TreeErrorReport(tuple(rows))

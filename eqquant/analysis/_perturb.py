@@ -1,0 +1,216 @@
+"""What an error depends on: the scale, the outliers, the number of bits."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import ArrayLike, Float
+from rich.table import Table
+
+from .. import _scaling
+from .._array import AbstractFormat, as_format, QuantizedArray
+from .._quantize import memory_order, quantize
+from ._comparison import compare_bit_widths
+from ._error import measure, quantization_mse, Real, to_numpy
+from ._integers import integer_format, Rounding
+from ._plots import draw_bars
+from ._report import numbers_table, Report
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ScaleSensitivity(Report):
+    """The error before and after all scales change by the share `change`, and its relative growth per change."""
+
+    change: float
+    mse: float
+    changed_mse: float
+    sensitivity: float
+
+    def __rich__(self) -> Table:
+        table = numbers_table("scales", "mse")
+        table.add_row("as chosen", f"{self.mse:.6g}")
+        table.add_row(f"{self.change:+.1%}", f"{self.changed_mse:.6g}")
+        table.add_row("growth of the mse per change", f"{self.sensitivity:.6g}")
+        return table
+
+
+def scale_sensitivity(x: Float[ArrayLike, "..."], q: QuantizedArray, change: Real = 0.1) -> ScaleSensitivity:
+    r"""How much worse an array is quantized with scales that are all a little too large, or too small.
+
+    With mean squared errors $e_0$ before and $e_1$ after, the sensitivity is $|e_1 - e_0| / (|\delta| e_0)$.
+
+    !!! Example
+
+        ```python
+        eqq.analysis.scale_sensitivity(w, eqq.quantize(w, "int4"), -0.1)   # clips the largest values
+        ```
+
+    **Arguments:**
+
+    - `x`: the original values.
+    - `q`: what they were quantized to: its format and scales are used.
+    - `change`: the share $\delta$ by which scales change: above -1, and not zero.
+
+    **Returns:**
+
+    A report with `mse`, `changed_mse` and `sensitivity`.
+
+    **Raises:**
+
+    `ValueError` for another `change`, and as [`eqquant.analysis.analyze_error`][].
+    """
+    if not (-1 < change < math.inf) or change == 0:
+        raise ValueError(f"`change` must be above -1 and not zero. Got {change}. It is a share: 0.1 for 10 % more.")
+    before = quantization_mse(x, q)
+    axes = q.axis if isinstance(q.axis, tuple) else (q.axis,)
+    rows = memory_order(jnp.asarray(x, jnp.float32), axes)
+    spread = lambda per_block: _scaling.expand(per_block, q.format.block_size, rows.shape[-1])
+    scale = spread(q.scale * (1 + change))
+    zero = 0.0 if q.zero_point is None else spread(q.zero_point.astype(jnp.float32))
+    codes = q.format.encode(_scaling.divide(rows, scale) + zero)
+    after = quantization_mse(rows, (q.format.decode(codes) - zero) * scale)
+    growth = abs(after - before) / abs(change)
+    ratio = growth / before if before > 0 else (math.inf if growth > 0 else 0.0)
+    return ScaleSensitivity(float(change), before, after, ratio)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class OutlierImpact(Report):
+    """The error with all values, and with magnitudes clipped at `threshold`, a percentile of them.
+
+    `clipped_mse` compares with the clipped values, `total_mse` with the original ones, so that it includes what
+    clipping itself costs. `ratio` is `mse / clipped_mse`.
+    """
+
+    percentile: float
+    threshold: float
+    mse: float
+    clipped_mse: float
+    total_mse: float
+    ratio: float
+
+    def __rich__(self) -> Table:
+        table = numbers_table("values", "mse")
+        table.add_row("all", f"{self.mse:.6g}")
+        table.add_row(f"clipped at {self.threshold:.4g}, percentile {self.percentile:g}", f"{self.clipped_mse:.6g}")
+        table.add_row("the same, with what clipping costs", f"{self.total_mse:.6g}")
+        table.add_row("all over clipped", f"{self.ratio:.6g}")
+        return table
+
+
+def outlier_impact(
+    x: Float[ArrayLike, "..."],
+    percentile: Real = 99,
+    format: AbstractFormat | str | None = None,
+    *,
+    axis: int | Sequence[int] = -1,
+) -> OutlierImpact:
+    """What the largest values cost all others, which share their scale.
+
+    !!! Example
+
+        ```python
+        eqq.analysis.outlier_impact(w, 99.9).ratio
+        ```
+
+    **Arguments:**
+
+    - `x`: the values.
+    - `percentile`: the share of magnitudes, in percent, that stays as it is. Larger ones are clipped.
+    - `format`: a format, or its name. Eight-bit integers with one scale unless given.
+    - `axis`: the axis along which blocks run.
+
+    **Returns:**
+
+    A report with `threshold`, `mse`, `clipped_mse`, `total_mse` and `ratio`.
+
+    **Raises:**
+
+    `ValueError` for a percentile that is not between 0 and 100, and as [`eqquant.quantize`][].
+    """
+    if not 0 < percentile < 100:
+        raise ValueError(f"`percentile` must be between 0 and 100. Got {percentile}. 99 clips the largest hundredth.")
+    values = to_numpy(x, "`x`")
+    measure(values, values, ("`x`", "`x`"))
+    magnitudes = np.sort(np.abs(values), axis=None)
+    threshold = magnitudes[min(int(percentile / 100 * magnitudes.size), magnitudes.size - 1)]
+    clipped = np.clip(values, -threshold, threshold)
+    picked = integer_format(8) if format is None else as_format(format)
+    before = quantization_mse(values, quantize(values, picked, axis=axis))
+    q = quantize(clipped, picked, axis=axis)
+    after, total = quantization_mse(clipped, q), quantization_mse(values, q)
+    ratio = before / after if after > 0 else (math.inf if before > 0 else 1.0)
+    return OutlierImpact(float(percentile), float(threshold), before, after, total, ratio)
+
+
+@dataclasses.dataclass(frozen=True)
+class WidthRow:
+    """Integers of one width. `lost_db` is how much less exact they are than the widest."""
+
+    bits: int
+    mse: float
+    sqnr_db: float
+    compression: float
+    lost_db: float
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class BitWidthDegradation(Report):
+    """What is lost with each bit. Prints as a table."""
+
+    rows: tuple[WidthRow, ...]
+
+    def __rich__(self) -> Table:
+        table = numbers_table("bits", "mse", "SQNR, dB", "lost, dB", "compression", text=0)
+        for row in self.rows:
+            numbers = (f"{row.mse:.3e}", f"{row.sqnr_db:.2f}", f"{row.lost_db:.2f}", f"{row.compression:.2f}x")
+            table.add_row(str(row.bits), *numbers)
+        return table
+
+    def plot(self, ax: Any = None) -> Any:
+        """A bar for each width: its SQNR. Returns Matplotlib's axes."""
+        names = [f"{row.bits} bits" for row in self.rows]
+        return draw_bars(ax, names, [row.sqnr_db for row in self.rows], "SQNR, dB")
+
+
+def bit_width_degradation(
+    x: Float[ArrayLike, "..."],
+    bits: Sequence[int] = (2, 3, 4, 5, 6, 7, 8),
+    *,
+    axis: int | Sequence[int] = -1,
+    rounding: Rounding = "even",
+) -> BitWidthDegradation:
+    """What symmetric integers with one scale lose with each bit. Theory says 6.02 dB.
+
+    !!! Example
+
+        ```python
+        print(eqq.analysis.bit_width_degradation(w))
+        ```
+
+    **Arguments:**
+
+    - `x`: the values.
+    - `bits`: the widths, from 2 to 8.
+    - `axis`: the axis along which blocks run.
+    - `rounding`: where ties go, `"even"` or `"away"` from zero.
+
+    **Returns:**
+
+    A report with `bits`, `mse`, `sqnr_db`, `lost_db` and `compression` (32 over the bits of a code, without scales) for
+    each width.
+
+    **Raises:**
+
+    As [`eqquant.analysis.compare_bit_widths`][].
+    """
+    report = compare_bit_widths(x, bits, axis=axis, rounding=rounding)
+    errors = [row.error for row in report.rows]
+    widest = errors[int(np.argmax(bits))].sqnr_db
+    # Where nothing is lost, both are infinite.
+    lost = [0.0 if error.sqnr_db == widest else widest - error.sqnr_db for error in errors]
+    rows = zip(bits, errors, lost, strict=True)
+    return BitWidthDegradation(tuple(WidthRow(b, e.mse, e.sqnr_db, 32 / b, d) for b, e, d in rows))

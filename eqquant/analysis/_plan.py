@@ -1,0 +1,166 @@
+"""A mix of formats, one for each leaf, of least loss at a budget of bits."""
+
+import dataclasses
+import glob
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import PyTree
+from rich.table import Table
+
+from .._array import AbstractFormat
+from .._leaves import array_nbytes, named_leaves, some
+from ._knapsack import choose
+from ._plots import draw_bars
+from ._report import numbers_table, Report, show_format
+from ._sensitivity import LeafSensitivity, SensitivityReport
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLeaf:
+    """The format of one leaf, what it takes, and what it is expected to add to the loss."""
+
+    paths: tuple[str, ...]
+    shape: tuple[int, ...]
+    format: AbstractFormat | None
+    nbytes: int
+    increase: float
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.nbytes / max(math.prod(self.shape), 1)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class BitPlan(Report, Mapping[str, AbstractFormat | None]):
+    """A format for each leaf: a mapping `{path: format or None}` that [`eqquant.quantize_tree`][] takes as it is.
+
+    A path with `*`, `?` or `[` in it is escaped, as `glob.escape` does, because the keys of such a mapping are globs.
+    """
+
+    leaves: tuple[PlannedLeaf, ...]
+    target_bits: float
+
+    def __getitem__(self, path: str) -> AbstractFormat | None:
+        return self._formats[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._formats)
+
+    def __len__(self) -> int:
+        return len(self._formats)
+
+    @property
+    def _formats(self) -> dict[str, AbstractFormat | None]:
+        return {glob.escape(path): leaf.format for leaf in self.leaves for path in leaf.paths}
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight, scales included, over the leaves of the plan."""
+        return 8 * sum(leaf.nbytes for leaf in self.leaves) / max(sum(math.prod(x.shape) for x in self.leaves), 1)
+
+    @property
+    def increase(self) -> float:
+        """The sum of what the leaves are expected to add to the loss."""
+        return sum(leaf.increase for leaf in self.leaves)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "bits": self.bits, "increase": self.increase}
+
+    def __rich__(self) -> Table:
+        table = numbers_table("leaf", "shape", "format", "bits", "bytes", "loss +", text=3)
+        for leaf in self.leaves:
+            shape = " x ".join(map(str, leaf.shape))
+            numbers = (f"{leaf.bits:.2f}", f"{leaf.nbytes:,}", f"{leaf.increase:.3e}")
+            table.add_row(", ".join(leaf.paths), shape, show_format(leaf.format), *numbers)
+        table.add_section()
+        nbytes = sum(leaf.nbytes for leaf in self.leaves)
+        summary = (f"{self.bits:.3f}", f"{nbytes:,}", f"{self.increase:.3e}")
+        table.add_row(f"{len(self.leaves)} weights", "", f"at most {self.target_bits:g} bits", *summary)
+        return table
+
+    def plot(self, ax: Any = None) -> Any:
+        """A bar for each leaf, as long as its bits, coloured by format. Returns Matplotlib's axes."""
+        names = [leaf.paths[0] for leaf in self.leaves]
+        formats = [show_format(leaf.format) for leaf in self.leaves]
+        return draw_bars(ax, names, [leaf.bits for leaf in self.leaves], "bits per weight", formats)
+
+
+def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: float | int = 4.5) -> BitPlan:
+    """The format of each leaf, such that the total increase of the loss is least and the average bits are in a budget.
+
+    The increases of single leaves are taken to add up. Of all mixes within the budget the one of least sum is found by
+    dynamic programming (the multiple-choice knapsack problem). It is the exact optimum where the budget can be counted
+    in 32768 steps; otherwise bytes are rounded up to steps of 1/32768 of the budget, and what is left is spent
+    greedily. Bytes are those that the arrays really take, scales and padding included. To leave a leaf in float, at no
+    loss, is always one of the choices.
+
+    !!! Example
+
+        ```python
+        report = eqq.analysis.sensitivity(model, loss, batch, ("int2", "nf4", "int8"))
+        plan = eqq.analysis.plan_bits(model, report, target_bits=4.5)
+        print(plan)
+        model = eqq.quantize_tree(model, plan)
+        ```
+
+    **Arguments:**
+
+    - `model`: the model that the sensitivities were measured on.
+    - `sensitivities`: what [`eqquant.analysis.sensitivity`][] returned.
+    - `target_bits`: the largest average of bits per weight, scales included, over the leaves that were measured.
+
+    **Returns:**
+
+    A plan: a mapping from paths to formats, `None` for float, that [`eqquant.quantize_tree`][] takes as it is (with the
+    same `where` and `axis` if some were given). It prints as a table.
+
+    **Raises:**
+
+    `ValueError` if a leaf is not in the model or has another shape there, and if no mix is within the budget: the
+    message says what can be reached.
+    """
+    _check_leaves(model, sensitivities)
+    leaves = sensitivities.leaves
+    options = [_options(leaf, sensitivities.loss) for leaf in leaves]
+    costs = [np.array([nbytes for _, nbytes, _ in offered]) for offered in options]
+    losses = [np.array([increase for *_, increase in offered]) for offered in options]
+    size = sum(math.prod(leaf.shape) for leaf in leaves)
+    budget = math.floor(target_bits * size / 8 + 1e-6)
+    least, most = (8 * sum(int(pick(cost)) for cost in costs) / size for pick in (np.min, np.max))
+    if budget < sum(int(cost.min()) for cost in costs):
+        raise ValueError(
+            f"`target_bits` must be within reach of the formats that were measured, from {least:.3f} to {most:.3f} "
+            f"bits per weight. Got {target_bits}. Raise it, or measure smaller formats, for instance `eqq.Binary()`."
+        )
+    chosen = choose(costs, losses, budget)
+    rows = [
+        PlannedLeaf(leaf.paths, leaf.shape, *offered[pick])
+        for leaf, offered, pick in zip(leaves, options, chosen, strict=True)
+    ]
+    return BitPlan(tuple(rows), float(target_bits))
+
+
+def _options(leaf: LeafSensitivity, base: float) -> list[tuple[AbstractFormat | None, int, float]]:
+    """What a leaf may become, the smallest first: where two do as well, that one is taken."""
+    increases = [loss - base for loss in leaf.losses]
+    options = [*zip(leaf.formats, leaf.nbytes, increases, strict=True), (None, leaf.dense_nbytes, 0.0)]
+    return sorted(options, key=lambda option: option[1])
+
+
+def _check_leaves(model: PyTree, sensitivities: SensitivityReport) -> None:
+    found = {leaf.path: leaf.value for leaf in named_leaves(model)}
+    for leaf in sensitivities.leaves:
+        for path in leaf.paths:
+            if path not in found:
+                raise ValueError(
+                    f"`sensitivities` must be those of `model`. Got {path}, which is none of its leaves: {some(found)}."
+                )
+            shape, nbytes = np.shape(found[path]), array_nbytes(found[path])
+            if shape != leaf.shape or nbytes != leaf.dense_nbytes:
+                raise ValueError(
+                    f"`sensitivities` must be those of `model`. Got {path} of shape {leaf.shape} and "
+                    f"{leaf.dense_nbytes} bytes; in the model it has shape {shape} and {nbytes} bytes. Measure anew."
+                )

@@ -1,0 +1,72 @@
+"""What every result of an analysis can do: print itself as a table, and become a dictionary or JSON."""
+
+import abc
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from .._array import AbstractFormat
+
+
+class Report(abc.ABC):
+    """A result that prints as a table. Programs read its fields, or `to_dict()`, or `to_json()`."""
+
+    @abc.abstractmethod
+    def __rich__(self) -> Table:
+        """The table that is printed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields as plain Python values; a format as what it prints."""
+        return _plain(self)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict()` as JSON. An infinity or a NaN, which JSON has no word for, becomes `null`."""
+        return json.dumps(_finite(self.to_dict()), indent=indent)
+
+    def __str__(self) -> str:
+        console, table = Console(width=140), self.__rich__()
+        console.width = max(140, Measurement.get(console, console.options, table).minimum)
+        with console.capture() as capture:
+            console.print(table)
+        return capture.get().rstrip()
+
+    __repr__ = __str__
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, AbstractFormat):
+        return repr(x)
+    if dataclasses.is_dataclass(x):
+        # A field that is not shown holds data for pictures, not results.
+        return {field.name: _plain(getattr(x, field.name)) for field in dataclasses.fields(x) if field.repr}
+    if isinstance(x, dict):
+        return {key: _plain(value) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        return [_plain(item) for item in x]
+    return x.tolist() if isinstance(x, (np.ndarray, np.generic)) else x
+
+
+def _finite(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _finite(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [_finite(item) for item in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def numbers_table(*headers: str, text: int = 1) -> Table:
+    """A table whose first `text` columns are text, and whose others are numbers."""
+    table = Table(*headers)
+    for column in table.columns[text:]:
+        column.justify, column.overflow, column.min_width = "right", "fold", 9
+    return table
+
+
+def show_format(format: AbstractFormat | None) -> str:
+    return "float" if format is None else repr(format)

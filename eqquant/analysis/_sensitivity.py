@@ -1,0 +1,165 @@
+"""What each leaf does to the loss when it alone is quantized."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, PyTree, Scalar
+from rich.table import Table
+
+from .._array import AbstractFormat, as_format
+from .._leaves import named_leaves, Where
+from .._quantize import is_quantized, quantize
+from .._tree import plan_tree
+from ._plots import draw_bars
+from ._report import numbers_table, Report, show_format
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSensitivity:
+    """The loss with one leaf quantized to each of the formats, and the bytes it takes in each.
+
+    `paths` has one entry, or several for one array that stands in several places.
+    """
+
+    paths: tuple[str, ...]
+    shape: tuple[int, ...]
+    dense_nbytes: int
+    formats: tuple[AbstractFormat, ...]
+    nbytes: tuple[int, ...]
+    losses: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SensitivityReport(Report):
+    """The loss of the model in float, and with each leaf quantized to each format. Prints as a table of increases."""
+
+    loss: float
+    leaves: tuple[LeafSensitivity, ...]
+
+    def __rich__(self) -> Table:
+        formats = list(dict.fromkeys(f for leaf in self.leaves for f in leaf.formats))
+        table = numbers_table("leaf", *(show_format(f) for f in formats))
+        table.title = f"increase of the loss, from {self.loss:.6g}"
+        for leaf in self.leaves:
+            increase = {f: loss - self.loss for f, loss in zip(leaf.formats, leaf.losses, strict=True)}
+            table.add_row(", ".join(leaf.paths), *(f"{increase[f]:.3e}" if f in increase else "" for f in formats))
+        return table
+
+    def plot(self, ax: Any = None) -> Any:
+        """A bar for each leaf: the increase of the loss in the format that harms most. Returns Matplotlib's axes."""
+        names = [leaf.paths[0] for leaf in self.leaves]
+        worst = [max(zip(leaf.losses, map(repr, leaf.formats), strict=True)) for leaf in self.leaves]
+        increases = [loss - self.loss for loss, _ in worst]
+        return draw_bars(ax, names, increases, "increase of the loss", [format for _, format in worst])
+
+
+def sensitivity(
+    model: PyTree,
+    loss: Callable[[Any, Any], Scalar],
+    batch: PyTree,
+    formats: Sequence[AbstractFormat | str] = ("int2", "nf4", "int8"),
+    *,
+    where: Where | None = None,
+    axis: int | Sequence[int] | None = None,
+) -> SensitivityReport:
+    """The loss of a model when one leaf at a time is quantized, to each of several formats.
+
+    The loss is compiled once in all: the model that it is given always holds dense weights, one of them rounded. That
+    is `1 + leaves x formats` evaluations. A good loss measures the distance to what the float model computes: it is
+    zero there, so it cannot fall by accident, and its increases add up better than those of a loss that labels decide.
+
+    !!! Example
+
+        ```python
+        def loss(model, batch):
+            x, y = batch                                     # y: what the float model computes
+            return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+        report = eqq.analysis.sensitivity(model, loss, (x, y), ("int2", "nf4", "int8"))
+        plan = eqq.analysis.plan_bits(model, report, target_bits=4.5)
+        model = eqq.quantize_tree(model, plan)
+        ```
+
+    **Arguments:**
+
+    - `model`: any pytree, in float.
+    - `loss`: a function `(model, batch) -> scalar`. It runs under `equinox.filter_jit`.
+    - `batch`: what the loss takes besides the model: any pytree of arrays, with examples along the first axis.
+    - `formats`: formats, or their lower-case names.
+    - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
+    - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
+
+    **Returns:**
+
+    A report with the loss for each leaf and format, and the bytes that the leaf takes. It prints as a table.
+    [`eqquant.analysis.plan_bits`][] makes a plan of it.
+
+    **Raises:**
+
+    `ValueError` for no formats, an empty batch, a loss that is not one finite number, and as
+    [`eqquant.quantize_tree`][].
+    """
+    picked = tuple(as_format(f) for f in formats)
+    if not picked:
+        raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
+    check_batch(batch)
+    compiled = eqx.filter_jit(loss)
+    leaves, treedef = jtu.tree_flatten(model, is_leaf=is_quantized)
+
+    def loss_with(places: Sequence[int], w: Array | None, what: str) -> float:
+        changed = list(leaves)
+        for place in places:
+            changed[place] = w
+        value = np.asarray(compiled(jtu.tree_unflatten(treedef, changed), batch))
+        if value.shape != () or not math.isfinite(value):
+            raise ValueError(
+                f"`loss` must return one finite number. Got {f'shape {value.shape}' if value.shape else value} with "
+                f"{what}. Reduce it to its mean, and look for a division by zero."
+            )
+        return float(value)
+
+    base = loss_with((), None, "the model as it is")
+    rows = []
+    for places, paths, w, axes in _weights(model, where, axis):
+        quantized = [quantize_named(w, f, axes, paths[0]) for f in picked]
+        losses = [
+            loss_with(places, q.dequantize(), f"{paths[0]} in {f!r}") for q, f in zip(quantized, picked, strict=True)
+        ]
+        nbytes = tuple(q.nbytes for q in quantized)
+        rows.append(LeafSensitivity(paths, tuple(w.shape), w.nbytes, picked, nbytes, tuple(losses)))
+    return SensitivityReport(base, tuple(rows))
+
+
+def _weights(model: PyTree, where: Where | None, axis: Any) -> list[tuple[list[int], tuple[str, ...], Any, Any]]:
+    """What `quantize_tree` would quantize: the places of each array among the leaves, its paths, itself, its axes."""
+    report = plan_tree(model, "int8", where=where, axis=axis)
+    chosen = {row.path: row.axis for row in report.leaves if row.format is not None}
+    found: dict[int, tuple[list[int], list[str], Any, Any]] = {}
+    for n, leaf in enumerate(named_leaves(model)):
+        if leaf.path in chosen and not is_quantized(leaf.value):
+            places, paths, *_ = found.setdefault(id(leaf.value), ([], [], leaf.value, chosen[leaf.path]))
+            places.append(n)
+            paths.append(leaf.path)
+    return [(places, tuple(paths), w, axes) for places, paths, w, axes in found.values()]
+
+
+def quantize_named(w: Any, format: AbstractFormat, axes: Any, path: str) -> Any:
+    """`quantize`, with the leaf named in its errors."""
+    try:
+        return quantize(w, format, axis=axes)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
+
+
+def check_batch(batch: PyTree) -> None:
+    """Refuses a batch without examples."""
+    arrays = [x for x in jtu.tree_leaves(batch) if isinstance(x, (jax.Array, np.ndarray))]
+    if not arrays or any(x.size == 0 for x in arrays):
+        shapes = [tuple(x.shape) for x in arrays] or "no arrays"
+        raise ValueError(f"`batch` must hold at least one example. Got {shapes}. Pass arrays of one example or more.")

@@ -1,0 +1,194 @@
+"""Calibration in one call, over data that is at hand."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float
+
+from .calibrator import AbstractCalibrator
+from .granularity import Granularity
+from .percentile import Percentile
+from .ranges import MinMax
+from .result import CalibrationResult
+
+
+_SHARED = """
+    - `data`: an array of floats of any shape, or an iterable of such, its batches. An array is one batch.
+    - `bits`: of the integers, 2 to 8.
+    - `symmetric`: whether zero is the middle code. Otherwise there is a zero point.
+"""
+_RETURNS = """
+    **Returns:**
+
+    A [`eqquant.calibrate.CalibrationResult`][].
+
+    **Raises:**
+
+    `ValueError` without data, for an empty batch, for NaN or infinity (outside of `jit`), for an axis out of range or a
+    group size larger than its axis.
+"""
+
+
+def calibrate_min_max(
+    data: Float[ArrayLike, "..."] | Iterable[Any],
+    bits: int = 8,
+    symmetric: bool = True,
+    granularity: Granularity = Granularity(),
+    name: str = "the data",
+) -> CalibrationResult:
+    """The range from the smallest to the largest value.
+
+    !!! Example
+
+        ```python
+        result = eqq.calibrate.calibrate_min_max([x1, x2, x3], bits=8, symmetric=False)
+        ```
+
+    **Arguments:**
+
+    {shared}
+    - `granularity`: which values share a scale; all of them unless given.
+    - `name`: what errors call the data.
+    {returns}
+    """
+    return _run(MinMax(bits, symmetric, granularity, name), _batches(data))
+
+
+def calibrate_percentile(
+    data: Float[ArrayLike, "..."] | Iterable[Any],
+    bits: int = 8,
+    symmetric: bool = True,
+    lower: float = 0.01,
+    upper: float = 99.99,
+    granularity: Granularity = Granularity(),
+    name: str = "the data",
+) -> CalibrationResult:
+    """The range between two percentiles, to within 1/64 of their magnitude. See [`eqquant.calibrate.Percentile`][].
+
+    !!! Example
+
+        ```python
+        result = eqq.calibrate.calibrate_percentile(batches, lower=1, upper=99)
+        ```
+
+    **Arguments:**
+
+    {shared}
+    - `lower`, `upper`: percentiles, from 0 to 100.
+    - `granularity`: which values share a scale; all of them unless given.
+    - `name`: what errors call the data.
+    {returns}
+    """
+    return _run(Percentile(bits, symmetric, granularity, name, lower, upper), _batches(data))
+
+
+def calibrate_per_tensor(
+    data: Float[ArrayLike, "..."] | Iterable[Any], bits: int = 8, symmetric: bool = True
+) -> CalibrationResult:
+    """One scale for all values, from the smallest to the largest.
+
+    !!! Example
+
+        ```python
+        result = eqq.calibrate.calibrate_per_tensor(w, bits=4)
+        ```
+
+    **Arguments:**
+
+    {shared}
+    {returns}
+    """
+    return calibrate_min_max(data, bits, symmetric)
+
+
+def calibrate_per_channel(
+    data: Float[ArrayLike, "..."] | Iterable[Any], axis: int | Sequence[int] = 0, bits: int = 8, symmetric: bool = True
+) -> CalibrationResult:
+    """One scale for each index along an axis, from the smallest to the largest value that it has.
+
+    !!! Example
+
+        ```python
+        result = eqq.calibrate.calibrate_per_channel(w, axis=0)     # one scale per row: shape (out, 1)
+        q = eqq.quantize(w, eqq.Int8(), scale=result.scale)
+        ```
+
+    **Arguments:**
+
+    {shared}
+    - `axis`: the axis, or axes, that scales differ along.
+    {returns}
+    """
+    batches = _batches(data)
+    first = next(batches, None)
+    by = Granularity() if first is None else Granularity.of(first, axis)
+    return _run(MinMax(bits, symmetric, by), _chain(first, batches))
+
+
+def calibrate_per_group(
+    data: Float[ArrayLike, "..."] | Iterable[Any],
+    group_size: int,
+    axis: int = -1,
+    bits: int = 8,
+    symmetric: bool = True,
+) -> CalibrationResult:
+    """One scale for each group of neighbours along an axis, and for each index along every other axis.
+
+    Groups along the last axis are the blocks of the formats. For groups that all rows of an activation share, give a
+    calibrator a [`eqquant.calibrate.Granularity`][] instead.
+
+    !!! Example
+
+        ```python
+        result = eqq.calibrate.calibrate_per_group(w, 32, bits=4)   # scales of shape (out, ceil(in / 32))
+        q = eqq.quantize(w, eqq.Int4(block_size=32), scale=result.scale)
+        ```
+
+    **Arguments:**
+
+    {shared}
+    - `group_size`: how many neighbours share a scale. The last group may be shorter.
+    - `axis`: the axis along which groups run.
+    {returns}
+    """
+    batches = _batches(data)
+    first = next(batches, None)
+    by = Granularity()
+    if first is not None:
+        ndim = first.ndim
+        if not -ndim <= axis < ndim:
+            raise ValueError(f"`axis` must be an axis of the data, from {-ndim} to {ndim - 1}. Got {axis}.")
+        others = [a for a in range(ndim) if a != axis % ndim]
+        by = Granularity.of(first, (*others, axis), group_size)
+    return _run(MinMax(bits, symmetric, by), _chain(first, batches))
+
+
+for _function in (
+    calibrate_min_max,
+    calibrate_percentile,
+    calibrate_per_tensor,
+    calibrate_per_channel,
+    calibrate_per_group,
+):
+    _doc = (_function.__doc__ or "").replace("{shared}", _SHARED.strip())
+    _function.__doc__ = _doc.replace("    {returns}", _RETURNS.rstrip())
+
+
+def _run(calibrator: AbstractCalibrator, batches: Iterable[Array]) -> CalibrationResult:
+    for x in batches:
+        calibrator = calibrator.update(x)
+    return calibrator.result()
+
+
+def _batches(data: Any) -> Iterator[Array]:
+    batches = [data] if isinstance(data, (jax.Array, np.ndarray, float, int)) else data
+    return (jnp.asarray(x) for x in batches)
+
+
+def _chain(first: Array | None, rest: Iterable[Array]) -> Iterator[Array]:
+    if first is not None:
+        yield first
+        yield from rest

@@ -1,0 +1,49 @@
+"""The calibrator that clips a given part of the data."""
+
+import equinox as eqx
+from jaxtyping import Array, Float32
+
+from .sketch import AbstractSketched
+
+
+class Percentile(AbstractSketched):
+    r"""The range between two percentiles of all data.
+
+    Data is kept as counts in logarithmic bins, 12 KiB per scale however much data there is. A percentile is the
+    order statistic at rank $\lfloor p n / 100 \rfloor$, to within 1/64 of its magnitude; 0 and 100 are exact. Values
+    below $2^{-24}$ of the largest count as zero. Updates and merges commute: whatever the order, the result is the
+    same, bit for bit.
+
+    !!! Example
+
+        ```python
+        cal = eqq.calibrate.Percentile(lower=0.1, upper=99.9)
+        for x in batches:
+            cal = cal.update(x)
+        result = cal.result()
+        ```
+
+    ??? cite
+
+        [DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error Guarantees](https://arxiv.org/abs/1908.10693)
+
+    **Arguments:**
+
+    - `bits`, `symmetric`, `granularity`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
+    - `lower`, `upper`: percentiles, from 0 to 100.
+    """
+
+    lower: float = eqx.field(static=True, default=0.01)
+    upper: float = eqx.field(static=True, default=99.99)
+
+    def __check_init__(self) -> None:
+        if not 0 <= self.lower < self.upper <= 100:
+            raise ValueError(
+                f"`lower` and `upper` must be percentiles, 0 <= lower < upper <= 100. Got lower={self.lower} and "
+                f"upper={self.upper}. `lower=0.1, upper=99.9` clips one value in 500."
+            )
+
+    def range(self) -> tuple[Float32[Array, "*blocks"], Float32[Array, "*blocks"]]:
+        low = self.seen.low if self.lower == 0 else self.seen.quantile(self.lower / 100)
+        high = self.seen.high if self.upper == 100 else self.seen.quantile(self.upper / 100)
+        return low, high

@@ -1,0 +1,129 @@
+"""A histogram with logarithmic bins: all that percentiles and clipping need to know of the data, in bounded memory.
+
+A float is already a logarithm: its exponent, with the first bits of its mantissa behind, numbers 64 bins per octave.
+The sketch covers the 24 octaves below the largest magnitude, on both sides of zero, and counts what is smaller as zero.
+It is a function of the data alone: whatever the order of updates and merges, the counts are the same.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, UInt32
+
+from .calibrator import AbstractCalibrator, extremes
+from .granularity import Granularity
+
+
+_MANTISSA = 6
+_PER_OCTAVE = 2**_MANTISSA
+_OCTAVES = 24
+_HALF = _PER_OCTAVE * _OCTAVES  # bins on one side of zero
+_SHIFT = 23 - _MANTISSA
+
+
+class Sketch(eqx.Module):
+    """Counts by magnitude, exact up to 4 * 10**9 values per block.
+
+    - `counts`: the bins from the most negative to the most positive, zero in the middle.
+    - `top`: the exponent of the largest magnitude, as its float32 stores it.
+    - `low`, `high`: the extremes, exactly.
+    """
+
+    counts: UInt32[Array, "*blocks bins"]
+    top: Int32[Array, "*blocks"]
+    low: Float32[Array, "*blocks"]
+    high: Float32[Array, "*blocks"]
+
+    def __init__(self, blocks: tuple[int, ...]) -> None:
+        self.counts = jnp.zeros((*blocks, 2 * _HALF + 1), jnp.uint32)
+        self.top = jnp.zeros(blocks, jnp.int32)
+        self.low = jnp.full(blocks, jnp.inf, jnp.float32)
+        self.high = jnp.full(blocks, -jnp.inf, jnp.float32)
+
+    def add(self, x: Float32[Array, "..."], by: Granularity) -> "Sketch":
+        """The sketch after more data."""
+        low, high = extremes(x, by)
+        top = jnp.maximum(self.top, _bits(jnp.maximum(jnp.abs(low), jnp.abs(high))) >> 23)
+        # Values and the bins they fall in are paired by block, so each block's exponent stands before its values.
+        tops = by.expand(by.to_shape(top), x.shape)
+        new = by.reduce(_count, _index(x, tops))
+        return self._with(self._counts_below(top) + new, top, low, high)
+
+    def merge(self, other: "Sketch") -> "Sketch":
+        """The sketch of the data of both."""
+        top = jnp.maximum(self.top, other.top)
+        return self._with(self._counts_below(top) + other._counts_below(top), top, other.low, other.high)
+
+    def edges(self) -> Float32[Array, "*blocks edges"]:
+        """The edges of the bins, cut to the range of the data."""
+        level = (self.top[..., None] + 1) * _PER_OCTAVE - _HALF + jnp.arange(_HALF + 1)
+        largest = jnp.maximum(jnp.abs(self.low), jnp.abs(self.high))[..., None]
+        # The edge above the largest floats would be infinite, and its bits no number.
+        edges = jax.lax.bitcast_convert_type(jnp.clip(level, 0, 255 * _PER_OCTAVE - 1) << _SHIFT, jnp.float32)
+        edges = jnp.where(level < 255 * _PER_OCTAVE, edges, largest)
+        edges = jnp.concatenate([-edges[..., ::-1], edges], axis=-1)
+        return jnp.clip(edges, self.low[..., None], self.high[..., None])
+
+    def quantile(self, q: float) -> Float32[Array, "*blocks"]:
+        """The value that a part `q` of the data lies below, within 1/64 of its magnitude."""
+        below = jnp.cumsum(self.counts, axis=-1)
+        total = below[..., -1].astype(jnp.float32)
+        rank = jnp.clip(jnp.floor(q * total), 0, jnp.maximum(total - 1, 0))
+        index = jnp.sum(below.astype(jnp.float32) <= rank[..., None], axis=-1, keepdims=True)
+        at = lambda x: jnp.take_along_axis(x, jnp.minimum(index, x.shape[-1] - 1), axis=-1)[..., 0]
+        count, edges = at(self.counts).astype(jnp.float32), self.edges()
+        inside = rank - (at(below).astype(jnp.float32) - count) + 0.5
+        left, right = at(edges[..., :-1]), at(edges[..., 1:])
+        return left + (right - left) * jnp.clip(inside / jnp.maximum(count, 1), 0, 1)
+
+    def _counts_below(self, top: Int32[Array, "*blocks"]) -> UInt32[Array, "*blocks bins"]:
+        """The counts, with bins moved down to where they stand below a larger exponent."""
+        fallen = (top - self.top)[..., None] * _PER_OCTAVE
+        negative, positive = self.counts[..., _HALF - 1 :: -1], self.counts[..., _HALF + 1 :]
+
+        def move(half: Array) -> Array:
+            source = jnp.arange(_HALF) + fallen
+            moved = jnp.take_along_axis(half, jnp.minimum(source, _HALF - 1), axis=-1)
+            return jnp.where(source < _HALF, moved, jnp.uint32(0))
+
+        down, up = move(negative), move(positive)
+        zero = jnp.sum(self.counts, axis=-1, keepdims=True, dtype=jnp.uint32)
+        zero = zero - jnp.sum(down, axis=-1, keepdims=True, dtype=jnp.uint32)
+        zero = zero - jnp.sum(up, axis=-1, keepdims=True, dtype=jnp.uint32)
+        return jnp.concatenate([down[..., ::-1], zero, up], axis=-1)
+
+    def _with(self, counts: Array, top: Array, low: Array, high: Array) -> "Sketch":
+        extremes = jnp.minimum(self.low, low), jnp.maximum(self.high, high)
+        return eqx.tree_at(lambda s: (s.counts, s.top, s.low, s.high), self, (counts, top, *extremes))
+
+
+class AbstractSketched(AbstractCalibrator):
+    """A calibrator that takes its range from a sketch of all data."""
+
+    def _start(self) -> Sketch:
+        return Sketch(self.granularity.blocks)
+
+    def _add(self, x: Float32[Array, "..."]) -> Sketch:
+        return self.seen.add(x, self.granularity)
+
+    def _join(self, other: Any) -> Sketch:
+        return self.seen.merge(other.seen)
+
+
+def _bits(magnitude: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    return jax.lax.bitcast_convert_type(magnitude, jnp.int32)
+
+
+def _index(x: Float32[Array, "*shape"], top: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """The bin of each value, counted from the one for zero: negative for negative values."""
+    level = (_bits(jnp.abs(x)) >> _SHIFT) - ((top + 1) * _PER_OCTAVE - _HALF)
+    return jnp.where(x < 0, -1, 1) * jnp.clip(level + 1, 0, _HALF)
+
+
+def _count(index: Int32[Array, "*blocks values"]) -> UInt32[Array, "*blocks bins"]:
+    rows = index.reshape(-1, index.shape[-1]) + _HALF
+    counts = jnp.zeros((rows.shape[0], 2 * _HALF + 1), jnp.uint32)
+    counts = counts.at[jnp.arange(rows.shape[0])[:, None], rows].add(jnp.uint32(1))
+    return counts.reshape(*index.shape[:-1], 2 * _HALF + 1)

@@ -1,0 +1,294 @@
+"""Low-rank factors beside frozen weights."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+
+import eqquant as eqq
+
+from .helpers import assert_close, assert_same, FORMATS, primitives, temp_bytes, weights
+
+
+def mlp(key):
+    return eqx.nn.MLP(20, 3, 40, 2, key=key)
+
+
+def loss(model, x):
+    return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :3])) ** 2)
+
+
+def with_factors(w, getkey, rank=3, **kwargs):
+    """A LoRA array whose factors are not zero."""
+    x = eqq.loraify({"w": w}, rank, key=getkey(), where=lambda tree: tree["w"], **kwargs)["w"]
+    return eqx.tree_at(lambda x: x.b, x, jr.normal(getkey(), x.b.shape))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_starts_as_the_model_it_was(name, getkey):
+    model, x = eqq.quantize_tree(mlp(getkey()), FORMATS[name].format), weights(getkey(), (7, 20))
+    adapted = eqq.loraify(model, rank=4, key=getkey())
+    assert type(adapted) is eqx.nn.MLP
+    assert all(isinstance(layer.weight, eqq.LoraArray) for layer in adapted.layers)
+    assert_close(jax.vmap(adapted)(x), jax.vmap(model)(x), 0)
+    assert_same(adapted.layers[0].weight.base, model.layers[0].weight)
+
+
+BASES = {
+    "float": lambda w: w,
+    "nf4": lambda w: eqq.quantize(w, "nf4"),
+    "int4 along the first axis": lambda w: eqq.quantize(w, "int4", axis=0),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_is_the_sum(base, getkey):
+    w = BASES[base](weights(getkey(), (6, 70)))
+    x = with_factors(w, getkey, alpha=12)
+    dense = eqq.dequantize(w) + 12 / 3 * x.b @ x.a
+    assert (x.shape, x.dtype, x.ndim, x.size, x.rank, x.scaling) == ((6, 70), jnp.float32, 2, 420, 3, 4.0)
+    v, m = weights(getkey(), (70,)), weights(getkey(), (70, 5))
+    uses = [
+        lambda x: x @ v,
+        lambda x: x @ m,
+        lambda x: v[:6] @ x,
+        lambda x: m[:6].T @ x,
+        lambda x: jnp.stack([m, 2 * m]).swapaxes(-1, -2) @ x.T,
+        lambda x: x.T @ v[:6],
+        lambda x: x.mT @ m[:6],
+        lambda x: x.transpose(1, 0)[3],
+        lambda x: x.transpose(0, 1),
+        lambda x: x[2],
+        lambda x: x[1:3],
+        lambda x: x[jnp.array([4, 0])],
+        lambda x: x[2, 3:5],
+        lambda x: x[..., 1],
+        lambda x: x + 1.0,
+        lambda x: jnp.cos(x),
+        lambda x: jax.lax.cos(x),
+        lambda x: x.reshape(420),
+        lambda x: x.sum(axis=0),
+        lambda x: eqq.quaxify(lambda x: jnp.einsum("oi,i->o", x, v))(x),
+        lambda x: jax.vmap(lambda row: x @ row)(m.T),
+    ]
+    for use in uses:
+        assert_close(jax.jit(use)(x), use(dense), 1e-5)
+    assert "LoraArray" in repr(x) and "rank=3" in repr(x)
+
+
+def test_layers(getkey):
+    for layer, x in [
+        (eqx.nn.Conv2d(3, 4, 3, key=getkey()), (jnp.ones((3, 8, 8)),)),
+        (eqx.nn.ConvTranspose1d(3, 4, 3, key=getkey()), (jnp.ones((3, 8)),)),
+        (eqx.nn.GRUCell(5, 6, key=getkey()), (jnp.ones(5), jnp.ones(6))),
+        (eqx.nn.MultiheadAttention(2, 8, key=getkey()), (jnp.ones((5, 8)),) * 3),
+    ]:
+        for base in (layer, eqq.quantize_tree(layer, "int8")):
+            adapted = eqq.loraify(base, 2, key=getkey())
+            assert_close(adapted(*x), base(*x), 1e-6)
+            moved = jtu.tree_map(lambda leaf, m: leaf + 0.1 if m else leaf, *eqx_spread(adapted))
+            assert_close(moved(*x), eqq.merge_lora(moved, dense=True)(*x), 1e-5)
+
+
+def eqx_spread(model):
+    """The model, and its trainable mask leaf by leaf."""
+    spread = lambda wanted, node: jtu.tree_map(lambda _: wanted, node)
+    return model, jtu.tree_map(spread, eqq.trainable_mask(model), model)
+
+
+def test_convolution_has_all_its_inputs_as_one(getkey):
+    conv = eqq.loraify(eqx.nn.Conv2d(3, 8, 5, key=getkey()), 2, key=getkey())
+    assert (
+        conv.weight.a.shape == (2, 3, 5, 5)
+        and conv.weight.b.shape == (8, 2)
+        and conv.weight.delta().shape == (8, 3, 5, 5)
+    )
+
+
+def test_embeddings_only_when_selected(getkey):
+    model = {"embedding": eqx.nn.Embedding(10, 64, key=getkey()), "linear": eqx.nn.Linear(64, 3, key=getkey())}
+    model = eqq.quantize_tree(model, "nf4")
+    adapted = eqq.loraify(model, 2, key=getkey())
+    assert eqq.is_quantized(adapted["embedding"].weight) and isinstance(adapted["linear"].weight, eqq.LoraArray)
+    chosen = eqq.loraify(model, 2, key=getkey(), where=lambda m: m["embedding"])
+    assert isinstance(chosen["embedding"].weight, eqq.LoraArray) and eqq.is_quantized(chosen["linear"].weight)
+    x = eqx.tree_at(lambda m: m["embedding"].weight.b, chosen, jnp.ones((10, 2)))["embedding"]
+    assert_close(jax.vmap(x)(jnp.array([3, 3, 7])), x.weight.dequantize()[jnp.array([3, 3, 7])], 1e-6)
+
+
+def test_lookup_forms_only_its_rows(getkey):
+    # A table of 64 MiB in float32.
+    x = with_factors(eqq.quantize(weights(getkey(), (2**17, 128)), "int4"), getkey)
+    assert temp_bytes(lambda x, i: x[i], x, jnp.array([1, 2, 3])) < 2**20
+
+
+def test_product_forms_no_sum(getkey):
+    x = with_factors(eqq.quantize(weights(getkey(), (4096, 4096)), "nf4"), getkey)
+    assert temp_bytes(lambda x, v: v @ x.T, x, jnp.ones((4, 4096))) < 2**24
+    assert primitives(lambda x, v: v @ x.T, x, jnp.ones((4, 4096))).count("quantized_matmul") == 1
+
+
+def test_stacked_layers(getkey):
+    stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(jr.split(getkey(), 3))
+    adapted = eqq.loraify(eqq.quantize_tree(stack, "nf4"), 2, key=getkey())
+    adapted = eqx.tree_at(lambda m: m.weight.b, adapted, jnp.ones((3, 16, 2)))
+    assert adapted.weight.a.shape == (3, 2, 16)
+
+    def run(stack):
+        arrays, static = eqx.partition(stack, eqx.is_array)
+        return jax.lax.scan(lambda x, a: (jnp.tanh(eqx.combine(a, static)(x)), None), jnp.ones(16), arrays)[0]
+
+    assert_close(run(adapted), run(eqq.merge_lora(adapted, dense=True)), 1e-5)
+    grads = eqq.filter_grad(lambda m: run(m).sum())(adapted)
+    assert grads.weight.a.shape == (3, 2, 16) and grads.weight.base is None
+
+
+def test_initial_factors(getkey):
+    x = eqq.loraify({"w": weights(getkey(), (300, 400))}, 64, key=getkey())["w"]
+    assert jnp.all(x.b == 0) and x.a.dtype == x.b.dtype == jnp.float32
+    assert float(jnp.var(x.a)) == pytest.approx(1 / 3 / 400, rel=0.05) and float(jnp.max(jnp.abs(x.a))) <= 1 / 20
+    half = eqq.loraify({"w": weights(getkey(), (30, 40), jnp.bfloat16)}, 4, key=getkey())["w"]
+    assert half.dtype == jnp.bfloat16 and half.a.dtype == jnp.float32
+    assert (half @ jnp.ones(40, jnp.bfloat16)).dtype == half.dequantize().dtype == jnp.bfloat16
+
+
+# Training
+
+
+def train(model, x, steps=30):
+    optim = optax.masked(optax.adamw(1e-2), eqq.trainable_mask(model))
+    state = optim.init(model)
+
+    @eqx.filter_jit
+    def step(model, state):
+        value, grads = eqq.filter_value_and_grad(loss)(model, x)
+        updates, state = optim.update(grads, state, model)
+        return eqq.apply_updates(model, updates), state, value
+
+    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+        losses = []
+        for _ in range(steps):
+            model, state, value = step(model, state)
+            losses.append(float(value))
+    return model, state, losses
+
+
+@pytest.mark.parametrize("format", [None, "nf4", eqq.NF4(double_quant=True)])
+def test_only_factors_are_trained(format, getkey):
+    model, x = mlp(getkey()), weights(getkey(), (32, 20))
+    model = model if format is None else eqq.quantize_tree(model, format)
+    start = eqq.loraify(model, 4, key=getkey())
+    trained, state, losses = train(start, x)
+    assert losses[-1] < losses[0] / 2
+    for a, b in zip(start.layers, trained.layers, strict=True):
+        assert eqx.tree_equal(a.weight.base, b.weight.base) and jnp.all(a.bias == b.bias)
+        assert jnp.any(a.weight.a != b.weight.a) and jnp.any(a.weight.b != b.weight.b)
+    # Gradients and optimizer state: the factors', and nothing else's.
+    factors = [leaf.size for layer in start.layers for leaf in (layer.weight.a, layer.weight.b)]
+    grads = eqq.filter_grad(loss)(start, x)
+    assert sorted(g.size for g in jtu.tree_leaves(grads)) == sorted(factors)
+    assert sum(leaf.size for leaf in jtu.tree_leaves(state)) == 2 * sum(factors) + 1
+    assert eqq.tree_nbytes(eqx.filter(start, eqq.trainable_mask(start))) == 4 * sum(factors)
+
+
+def test_gradients_are_those_of_the_sum(getkey):
+    model, x = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 4, key=getkey()), weights(getkey(), (7, 20))
+    model = eqx.tree_at(lambda m: m.layers[0].weight.b, model, jnp.ones((40, 4)))
+    grads = eqq.filter_grad(loss)(model, x)
+    dense = eqx.filter_grad(loss)(eqq.merge_lora(model, dense=True), x).layers[0].weight
+    w = model.layers[0].weight
+    assert_close(grads.layers[0].weight.a, w.scaling * w.b.T @ dense, 1e-5)
+    assert_close(grads.layers[0].weight.b, w.scaling * dense @ w.a.T, 1e-5)
+
+
+def test_partitioned(getkey):
+    model, x = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 4, key=getkey()), weights(getkey(), (7, 20))
+    trained, frozen = eqx.partition(model, eqq.trainable_mask(model))
+    assert {leaf.shape[-1] for leaf in jtu.tree_leaves(trained)} <= {4, 20, 40}
+    grads = eqx.filter_grad(lambda trained: loss(eqx.combine(trained, frozen), x))(trained)
+    assert_close(grads, eqq.filter_grad(loss)(model, x))
+
+
+def test_more_than_the_factors_with_a_spec(getkey):
+    model, x = eqq.loraify(mlp(getkey()), 4, key=getkey()), weights(getkey(), (7, 20))
+    mask = eqx.tree_at(lambda m: m.layers[0].bias, eqq.trainable_mask(model), True)
+    grads = eqq.filter_grad(loss, filter_spec=mask)(model, x)
+    assert grads.layers[0].bias.shape == (40,) and grads.layers[1].bias is None and grads.layers[0].weight.base is None
+
+
+# Merging
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_merge_quantizes_again(name, getkey):
+    format = FORMATS[name].format
+    model, x = eqq.quantize_tree(mlp(getkey()), format), weights(getkey(), (7, 20))
+    adapted = eqq.loraify(model, 4, key=getkey())
+    adapted = eqx.tree_at(lambda m: m.layers[1].weight.b, adapted, 0.01 * jnp.ones((40, 4)))
+    dense, merged = eqq.merge_lora(adapted, dense=True), eqq.merge_lora(adapted)
+    assert_close(jax.vmap(dense)(x), jax.vmap(adapted)(x), 1e-5)
+    assert_same(merged.layers[1].weight, eqq.quantize(adapted.layers[1].weight.dequantize(), format))
+    assert jtu.tree_structure(merged) == jtu.tree_structure(model)
+
+
+def test_merge_into_float(getkey):
+    model = mlp(getkey())
+    adapted = eqq.loraify(model, 4, key=getkey())
+    adapted = eqx.tree_at(lambda m: m.layers[1].weight.b, adapted, jnp.ones((40, 4)))
+    merged = eqq.merge_lora(adapted)
+    assert jtu.tree_structure(merged) == jtu.tree_structure(model)
+    assert_close(merged.layers[1].weight, model.layers[1].weight + adapted.layers[1].weight.delta(), 1e-6)
+
+
+# Bad input
+
+
+def test_errors(getkey):
+    model, key = mlp(getkey()), getkey()
+    for rank in (0, -1):
+        with pytest.raises(ValueError, match="`rank` must be at least 1"):
+            eqq.loraify(model, rank, key=key)
+    for where, message in [
+        (lambda m: m.layers[0].bias, r"Got layers\.0\.bias: it has one dimension"),
+        (lambda m: m.activation, "Got activation: not an array"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            eqq.loraify(model, key=key, where=where)
+    with pytest.raises(TypeError, match="Got ids: not floating point"):
+        eqq.loraify({"ids": jnp.ones((3, 3), int)}, key=key, where=lambda t: t["ids"])
+    with pytest.raises(ValueError, match="must hold weights.*bias: it has one dimension"):
+        eqq.loraify({"bias": jnp.ones(3)}, key=key)
+    with pytest.raises(ValueError, match="`where` must return leaves or nodes"):
+        eqq.loraify(model, key=key, where=lambda m: m.nothing)
+    adapted = eqq.loraify(model, key=key)
+    with pytest.raises(TypeError, match=r"layers\.0\.weight: it has factors already: `merge_lora` first"):
+        eqq.loraify(adapted, key=key, where=lambda m: m.layers[0].weight)
+    with pytest.raises(ValueError, match="it has factors already"):
+        eqq.loraify(adapted, key=key)
+    with pytest.raises(ValueError, match="`loraify` makes them"):
+        eqq.merge_lora(model)
+    broken = eqx.tree_at(lambda m: m.layers[0].weight.b, adapted, replace_fn=lambda b: b * jnp.nan)
+    with pytest.raises(ValueError, match=r"layers\.0\.weight must be finite"):
+        eqq.merge_lora(broken)
+
+
+def test_factors_are_not_quantized(getkey):
+    with pytest.raises(ValueError, match="part of a LoraArray"):
+        eqq.quantize_tree(eqq.loraify(mlp(getkey()), key=getkey()), "int8")
+
+
+def test_masters_leave_frozen_weights_alone(getkey):
+    model = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "int8"), key=getkey())
+    with pytest.raises(ValueError, match="needs quantized parameters to train"):
+        eqq.float_masters(optax.sgd(0.1)).init(model)
+
+
+def test_saved(getkey, tmp_path):
+    model = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 4, key=getkey())
+    eqx.tree_serialise_leaves(tmp_path / "model.eqx", model)
+    again = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", model)
+    np.testing.assert_array_equal(np.asarray(again.layers[0].weight), np.asarray(model.layers[0].weight))

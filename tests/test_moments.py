@@ -1,0 +1,163 @@
+"""Optimizer state in eight bits."""
+
+import io
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+
+import eqquant as eqq
+
+from .helpers import assert_same, weights
+
+
+@pytest.fixture(autouse=True)
+def _promotion():
+    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+        yield
+
+
+def quantized_in(state):
+    """Path and array of every quantized leaf."""
+    flat = jtu.tree_leaves_with_path(state, is_leaf=eqq.is_quantized)
+    return {jtu.keystr(path): x for path, x in flat if eqq.is_quantized(x)}
+
+
+def minimise(optim, steps=200):
+    """The distance from the minimum of a quadratic, at each step. Its curvatures span four orders of magnitude within a
+    block, so that second moments span eight."""
+    target, curvature = weights(jax.random.key(1), (64, 128)), jnp.logspace(-2, 2, 128)[None]
+
+    @jax.jit
+    def step(w, state):
+        grads = jax.grad(lambda w: jnp.sum(curvature * (w - target) ** 2))(w)
+        updates, state = optim.update(grads, state, w)
+        return optax.apply_updates(w, updates), state, jnp.sqrt(jnp.mean((w - target) ** 2))
+
+    w, distances = jnp.zeros((64, 128)), []
+    state = optim.init(w)
+    for _ in range(steps):
+        w, state, distance = step(w, state)
+        distances.append(float(distance))
+    return distances, state
+
+
+def test_adam_as_in_float():
+    exact, state = minimise(optax.adam(2e-2))
+    ours, quantized = minimise(eqq.quantize_state(optax.adam(2e-2)))
+    assert exact[-1] < 0.1 and abs(ours[-1] - exact[-1]) < 0.05
+    assert set(quantized_in(quantized)) == {"[0].mu", "[0].nu"}
+    assert eqq.tree_nbytes(quantized) < eqq.tree_nbytes(state) * 0.26
+
+
+def test_even_levels_do_not_do():
+    # Why the default has levels over seven decades: small second moments would be rounded to zero, and divided by.
+    distances, _ = minimise(eqq.quantize_state(optax.adam(2e-2), eqq.Int8(block_size=256)))
+    assert not distances[-1] < 1
+
+
+@pytest.mark.parametrize(
+    "make, moments",
+    [
+        (lambda: optax.sgd(1e-3, momentum=0.9), {"trace"}),
+        (lambda: optax.adamw(1e-3), {"mu", "nu"}),
+        (lambda: optax.amsgrad(1e-3), {"mu", "nu", "nu_max"}),
+        (lambda: optax.rmsprop(1e-3, momentum=0.9), {"nu", "trace"}),
+        (lambda: optax.adagrad(1e-3), {"sum_of_squares"}),
+        (lambda: optax.lion(1e-3), {"mu"}),
+        (lambda: optax.adabelief(1e-3), {"mu", "nu"}),
+        (lambda: optax.inject_hyperparams(optax.adam)(1e-3), {"mu", "nu"}),
+        (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), {"mu", "nu"}),
+        (lambda: optax.MultiSteps(optax.adam(1e-3), 2), {"mu", "nu"}),
+        (lambda: optax.masked(optax.adam(1e-3), {"w": True, "mu": False}), {"mu", "nu"}),
+    ],
+)
+def test_which_state_is_quantized(make, moments, getkey):
+    # A parameter that is itself called `mu` is not mistaken for a moment.
+    params = {"w": weights(getkey(), (64, 128)), "mu": jnp.ones(3)}
+    optim = eqq.quantize_state(make())
+    state = optim.init(params)
+    found = quantized_in(state)
+    assert {
+        name for name in ("mu", "nu", "nu_max", "trace", "sum_of_squares") if any(f".{name}[" in p for p in found)
+    } == moments
+    assert all(p.endswith("['w']") for p in found) and not any("acc_grads" in p for p in found)
+    second = {"nu", "nu_max", "sum_of_squares"}
+    assert all(x.format.signed != any(f".{name}[" in p for name in second) for p, x in found.items())
+    updates, after = jax.jit(optim.update)(jtu.tree_map(jnp.ones_like, params), state, params)
+    assert jtu.tree_structure(after) == jtu.tree_structure(state)
+    assert jtu.tree_structure(updates) == jtu.tree_structure(params)
+    describe = lambda tree: [(x.shape, x.dtype) for x in jtu.tree_leaves(tree)]
+    assert describe(after) == describe(state)
+
+
+def test_state_between_steps_is_the_quantized_one_of_the_optimizer(getkey):
+    params, grads = weights(getkey(), (64, 128)), weights(getkey(), (64, 128))
+    inner, optim = optax.adam(1e-3), eqq.quantize_state(optax.adam(1e-3))
+    updates, state = optim.update(grads, optim.init(params), params)
+    exact_updates, exact = inner.update(grads, inner.init(params), params)
+    np.testing.assert_array_equal(np.asarray(updates), np.asarray(exact_updates))
+    # A row is shorter than a block, so both axes are quantized as one.
+    assert_same(state[0].mu, eqq.quantize(exact[0].mu, eqq.Dynamic8(), axis=(-2, -1)))
+    assert_same(state[0].nu, eqq.quantize(exact[0].nu, eqq.Dynamic8(signed=False), axis=(-2, -1)))
+
+
+def test_small_moments_and_scalars_stay_in_float(getkey):
+    params = {"large": weights(getkey(), (64, 64)), "small": jnp.ones(64), "scalar": jnp.float32(1)}
+    state = eqq.quantize_state(optax.adam(1e-3)).init(params)
+    assert set(quantized_in(state)) == {"[0].mu['large']", "[0].nu['large']"}
+    all_of_them = eqq.quantize_state(optax.adam(1e-3), min_size=1).init(params)
+    assert len(quantized_in(all_of_them)) == 4
+
+
+def test_blocks_run_over_short_axes(getkey):
+    params = {"conv": weights(getkey(), (64, 64, 3, 3)), "wide": weights(getkey(), (4, 4096)), "row": jnp.ones(5000)}
+    state = eqq.quantize_state(optax.adam(1e-3)).init(params)[0].mu
+    assert {name: x.axis for name, x in state.items()} == {"conv": (-3, -2, -1), "wide": -1, "row": -1}
+    assert all(8 * x.nbytes / x.size < 8.3 for x in state.values())
+
+
+def test_other_formats_and_dtypes(getkey):
+    params = weights(getkey(), (64, 128))
+    state = eqq.quantize_state(optax.adam(1e-3), "mxfp8").init(params)
+    assert {repr(x.format) for x in quantized_in(state).values()} == {"MXFP8()"}
+    state = eqq.quantize_state(optax.adam(1e-3, mu_dtype=jnp.bfloat16)).init(params)
+    assert state[0].mu.dtype == jnp.bfloat16 and state[0].nu.dtype == jnp.float32
+
+
+def test_saved(getkey):
+    params = weights(getkey(), (64, 128))
+    optim = eqq.quantize_state(optax.adam(1e-3))
+    _, state = optim.update(params, optim.init(params), params)
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, state)
+    file.seek(0)
+    assert_same(eqx.tree_deserialise_leaves(file, optim.init(params))[0].nu, state[0].nu)
+
+
+def test_errors(getkey):
+    params = {"w": weights(getkey(), (64, 128))}
+    with pytest.raises(ValueError, match=r"at least 4096 values. Got none in its state \(which is empty\)"):
+        eqq.quantize_state(optax.sgd(1e-3)).init(params)
+    with pytest.raises(ValueError, match=r"\[0\]\.mu\['b'\].*Lower `min_size`"):
+        eqq.quantize_state(optax.adam(1e-3)).init({"b": jnp.ones(10)})
+    model = {"w": eqq.quantize(params["w"], "int8")}
+    with pytest.raises(ValueError, match=r"Write `eqq.float_masters\(eqq.quantize_state\(optimizer\)\)`"):
+        eqq.quantize_state(eqq.float_masters(optax.adam(1e-3))).init(model)
+    with pytest.raises(ValueError, match="`format` must be one of"):
+        eqq.quantize_state(optax.adam(1e-3), "dynamic9")
+
+
+def test_levels():
+    for signed in (True, False):
+        levels = eqq.Dynamic8(signed=signed).codebook
+        assert len(set(levels)) == 256 and max(levels) == 1 and 0 in levels
+        assert (min(levels) < -0.99) == signed
+    unsigned = np.array(eqq.Dynamic8(signed=False).codebook)
+    # The paper's levels: the two smallest, and the ends of the topmost decade.
+    np.testing.assert_allclose(np.sqrt(unsigned[1:3]), [3.25e-7, 7.75e-7], rtol=1e-6)
+    np.testing.assert_allclose(np.sqrt(unsigned[[-130, -129, -2]]), [0.099296875, 0.103515625, 0.996484375], rtol=1e-6)

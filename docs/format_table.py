@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import optax
 from jaxtyping import Array, Float32
 
 import eqquant as eqq
@@ -28,6 +29,7 @@ _NVFP4 = (
 )
 _GGUF = "[ggml](https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c)"
 _TERNARY = "[BitNet b1.58](https://arxiv.org/abs/2402.17764)"
+_DYNAMIC = "[8-bit Optimizers](https://arxiv.org/abs/2110.02861)"
 _BINARY = "[XNOR-Net](https://arxiv.org/abs/1603.05279)"
 
 # What it is, what it does, and where it comes from.
@@ -38,6 +40,7 @@ FORMATS: Sequence[tuple[eqq.AbstractFormat, str, str]] = (
     (eqq.FP8("e5m2"), r"$s = a / 57344$, e5m2", _FP8),
     (eqq.MXFP8(), r"$s = 2^{\lfloor \log_2 a \rfloor - 8}$, e4m3", _MX),
     (eqq.MXFP8("e5m2"), r"$s = 2^{\lfloor \log_2 a \rfloor - 15}$, e5m2", _MX),
+    (eqq.Dynamic8(), r"$s = a$, seven decades of levels", _DYNAMIC),
     (eqq.Q8_0(), r"$s = a / 127$ in float16, codes $-127 \ldots 127$", _GGUF),
     (eqq.NF4(), r"$s = a$, 16 levels of equal probability", _NF4),
     (eqq.NF4(double_quant=True), r"$s = a$ in eight bits, the same levels", _NF4),
@@ -145,10 +148,38 @@ def double_quant() -> str:
     return markdown(("Scales", "Alike, dB:", "Spread, dB:", "Spread, lost:"), rows)
 
 
+def training_memory() -> str:
+    """Bytes per parameter of a square weight in training with Adam: what a loop holds between and within steps."""
+    n, adam = 1024, optax.adam(1e-3)
+    w = jr.normal(jr.key(0), (n, n))
+    nf4 = eqq.quantize_tree({"w": w}, eqq.NF4())
+    simulated = eqq.quantize_tree({"w": w}, eqq.NF4(), simulate=True)
+    lora = eqq.loraify(eqq.quantize_tree({"w": w}, eqq.NF4(double_quant=True)), rank=8, key=jr.key(1))
+    eight_bits = eqq.quantize_state(adam)
+    setups = {
+        "float32, Adam": ({"w": w}, adam),
+        "float32, 8-bit Adam": ({"w": w}, eight_bits),
+        "QAT to NF4: `float_masters(adam)`": (nf4, eqq.float_masters(adam)),
+        "QAT to NF4: `float_masters(quantize_state(adam))`": (nf4, eqq.float_masters(eight_bits)),
+        "QAT to NF4: `simulate=True`, Adam": (simulated, adam),
+        "QLoRA: NF4 with double quantization, rank 8, Adam": (lora, optax.masked(adam, eqq.trainable_mask(lora))),
+    }
+    rows = []
+    for name, (model, optim) in setups.items():
+        state = optim.init(model)
+        masters = eqq.tree_nbytes(state.masters) if isinstance(state, eqq.FloatMastersState) else 0
+        grads = eqq.filter_grad(lambda model: jnp.sum(model["w"] @ jnp.ones(n)))(model)
+        weights, grads, moments = (eqq.tree_nbytes(x) for x in (model, grads, state))
+        parts = (weights, grads, masters, moments - masters)
+        rows.append((name, *(f"{part / n**2:.2f}" for part in (*parts, sum(parts)))))
+    return markdown(("Training", "Weights:", "Gradients:", "Masters:", "Moments:", "Sum:"), rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "formats": ("formats.md", formats),
     "two-bits": ("design.md", two_bits),
     "double-quant": ("design.md", double_quant),
+    "training-memory": ("training.md", training_memory),
 }
 
 

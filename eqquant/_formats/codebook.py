@@ -5,6 +5,7 @@ import functools as ft
 from collections.abc import Callable, Sequence
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
@@ -53,12 +54,32 @@ class AbstractCodebook(AbstractFormat):
 def _count_below(thresholds: np.ndarray, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     """How many of the sorted thresholds each value exceeds."""
     if len(thresholds) > 15:
-        return jnp.searchsorted(jnp.asarray(thresholds), values, side="left").astype(jnp.uint8)
+        first, crowd = _bins(tuple(thresholds.tolist()))
+        # The first bits of a float say between which thresholds it lies, but for the few that begin with the same bits.
+        bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+        count = jnp.asarray(first)[bits >> _BIN_SHIFT]
+        padded = jnp.append(jnp.asarray(thresholds), jnp.float32(jnp.inf))
+        more = lambda _, n: n + (values > padded[n]).astype(jnp.uint8)
+        return jax.lax.fori_loop(0, crowd, more, count, unroll=crowd <= 4)
     # Unrolled: one fused pass of comparisons, where a binary search would gather.
     count = jnp.zeros(values.shape, jnp.uint8)
     for threshold in thresholds:
         count = count + (values > threshold).astype(jnp.uint8)
     return count
+
+
+_BIN_SHIFT = 15  # bins of 8 bits of mantissa, an exponent and a sign
+
+
+@ft.lru_cache
+def _bins(thresholds: tuple[float, ...]) -> tuple[np.ndarray, int]:
+    """For each bin of floats that begin with the same bits, how many thresholds lie below; and the most within one."""
+    prefixes = np.arange(2 ** (32 - _BIN_SHIFT), dtype=np.uint32) << _BIN_SHIFT
+    one_end, other_end = prefixes.view(np.float32), (prefixes | (2**_BIN_SHIFT - 1)).view(np.float32)
+    below = lambda x: np.searchsorted(np.asarray(thresholds, np.float32), np.nan_to_num(x, nan=0.0), side="left")
+    # Where one end is a NaN and the other infinite, the infinite one counts.
+    first, last = below(np.fmin(one_end, other_end)), below(np.fmax(one_end, other_end))
+    return first.astype(np.uint8), int((last - first).max())
 
 
 def _lookup(table: np.ndarray, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:

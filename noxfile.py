@@ -23,6 +23,7 @@ EXAMPLES = [
     "scan_layers.py",
     "digits_cnn.py",
     "quantize_minilm.py",
+    "plan_minilm.py",
     "qat_digits.py",
     "train_bytes.py",
 ]

@@ -2,7 +2,7 @@ import importlib.metadata
 
 from quax import quaxify as quaxify
 
-from . import _rules as _rules
+from . import _rules as _rules, analysis as analysis, calibrate as calibrate
 from ._array import AbstractFormat as AbstractFormat, QuantizedArray as QuantizedArray
 from ._formats import (
     Binary as Binary,
@@ -22,6 +22,7 @@ from ._formats import (
 )
 from ._leaves import trainable_mask as trainable_mask
 from ._matmul import explain_matmul as explain_matmul, matmul as matmul
+from ._placement import tree_shardings as tree_shardings
 from ._quantize import (
     dequantize as dequantize,
     is_quantized as is_quantized,

@@ -21,7 +21,7 @@ import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, UInt, UInt8
 
-from . import _packing, _scaling
+from . import _packing, _scaling, _sharding
 from ._operators import AbstractArrayValue, as_permutation, flatten_arguments
 from ._primitive import bind_matmul, value_of
 from ._scaling import BlockSize, ScaleDtype
@@ -245,11 +245,21 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
     @property
     def sharding(self) -> NamedSharding | PartitionSpec | None:
-        """The sharding of the logical array, or `None`. Kept aligned with the last axes as leading ones come and go."""
-        return _fit_sharding(self.logical_sharding, self.ndim)
+        """The sharding of the logical array, or `None`: where the codes are, or while they are traced, where they were
+        put last. That is kept aligned with the last axes as leading ones come and go."""
+        return _sharding.logical_sharding(self) or _sharding.fit_spec(self.logical_sharding, self.ndim)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is divided among devices."""
+        sharding = self.sharding
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or ()
+        return any(_sharding.as_names(entry) for entry in spec)
 
     def dequantize(self) -> Float[Array, "..."]:
         """The dense array of `shape` and `dtype`."""
+        if _sharding.explicit_mesh(self.codes) is not None:
+            return _sharding.in_auto_mode(_dequantize, _sharding.logical_sharding(self))(self)
         return _dequantize(self)
 
     # Structure: what can stay quantized exactly, does
@@ -266,7 +276,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         return dataclasses.replace(
             out,
             axis=as_axis(tuple(order.index(a) - self.ndim for a in quantized)),
-            logical_sharding=_permute_sharding(self.logical_sharding, self.ndim, order),
+            logical_sharding=_sharding.permute_spec(self.logical_sharding, self.ndim, order),
         )
 
     def astype(self, dtype: DTypeLike) -> "QuantizedArray | Array":
@@ -301,6 +311,68 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         rows, within = split
         selected = jtu.tree_map(lambda leaf: leaf[rows], self)
         return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
+
+    # Where it is
+
+    def with_sharding(self, sharding: NamedSharding | PartitionSpec | None) -> "QuantizedArray":
+        """Puts the array where `sharding`, that of the logical array, says; under `jit`, tells the compiler to.
+
+        Codes, scales and zero points get theirs from it. The quantized axis is divided between blocks, and on whole
+        bytes; a scale that covers more than one part is held whole.
+
+        !!! Example
+
+            ```python
+            q = q.with_sharding(NamedSharding(mesh, P("model", None)))
+            ```
+
+        **Arguments:**
+
+        - `sharding`: a `NamedSharding`; or a `PartitionSpec`, on the mesh that the array is on, or else that of
+            `jax.set_mesh`. `None` forgets what was said, and moves nothing.
+
+        **Returns:**
+
+        The same values.
+
+        **Raises:**
+
+        `ValueError` if the spec does not fit; the message names the axis, its length, its blocks and the mesh axes.
+        """
+        if sharding is None:
+            return dataclasses.replace(self, logical_sharding=None)
+        named = _sharding.full_spec(_sharding.as_named(sharding, self.sharding), self.ndim)
+        placed = _sharding.place(self, _sharding.leaf_shardings(self, named))
+        return dataclasses.replace(placed, logical_sharding=named)
+
+    def reshard(self, sharding: NamedSharding | PartitionSpec | None) -> "QuantizedArray":
+        """The same as [`with_sharding`][eqquant.QuantizedArray.with_sharding]."""
+        return self.with_sharding(sharding)
+
+    def with_mesh_and_axis(self, mesh_and_axis: tuple[Any, Any]) -> "QuantizedArray":
+        """As `with_sharding`, from a pair.
+
+        **Arguments:**
+
+        - `mesh_and_axis`: a mesh, and a spec: a `PartitionSpec`; a tuple of its entries; the name of the mesh axis that
+            the first dimension is divided by; or `None`, which puts the whole array on every device.
+
+        **Returns:**
+
+        The same values.
+
+        **Raises:**
+
+        As `with_sharding`.
+        """
+        mesh, spec = mesh_and_axis
+        entries = () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)
+        return self.with_sharding(_sharding.as_named(PartitionSpec(*entries), NamedSharding(mesh, PartitionSpec())))
+
+    def delete(self) -> None:
+        """Frees the memory of the array at once. It cannot be used any more."""
+        for leaf in jtu.tree_leaves(self):
+            leaf.delete()
 
     # Products
 
@@ -438,21 +510,3 @@ def _index_rank(index: Any) -> int:
     """How many axes one element of an index consumes."""
     dtype = getattr(index, "dtype", None)
     return np.ndim(index) if dtype is not None and dtype == bool else 1
-
-
-def _fit_sharding(sharding: Any, ndim: int) -> Any:
-    """The sharding of an array whose leading axes have come or gone since: specs are aligned at the last axis."""
-    if sharding is None:
-        return None
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    spec = PartitionSpec(*[None] * (ndim - len(spec)), *spec[max(len(spec) - ndim, 0) :])
-    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
-
-
-def _permute_sharding(sharding: Any, ndim: int, order: Sequence[int]) -> Any:
-    sharding = _fit_sharding(sharding, ndim)
-    if sharding is None:
-        return None
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[a] for a in order)))
-    return PartitionSpec(*(sharding[a] for a in order))

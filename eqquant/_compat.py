@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
+
 
 _T = TypeVar("_T")
 
@@ -53,3 +55,42 @@ def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Any]) -> bool:
         return False
     register_canonicalize_value_handler(cls, to_dense)
     return True
+
+
+def vary_alike(tree: _T) -> _T:
+    """Inside `shard_map`, gives all arrays of a tree the type of an array that varies along the axes that any does."""
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    varying = [getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset()) for x in leaves]
+    all_axes = frozenset().union(*varying)
+    leaves = [
+        jax.lax.pcast(x, tuple(all_axes - axes), to="varying") if axes != all_axes else x
+        for x, axes in zip(leaves, varying, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(treedef, leaves)
+
+
+def lower_with_devices(primitive: Any) -> None:
+    """Has JAX tell the lowering of a primitive which devices a program is for. See `num_devices`."""
+    try:
+        from jax._src.dispatch import prim_requires_devices_during_lowering
+    except ImportError:  # pragma: no cover
+        return
+    prim_requires_devices_during_lowering.add(primitive)
+
+
+def num_devices(context: Any) -> int:
+    """How many devices a program that is being lowered will be divided among by the compiler.
+
+    **Returns:**
+
+    One if it is not known, as when a program is exported, or if it is already written for each device, as in
+    `shard_map`.
+    """
+    try:
+        context = context.module_context.axis_context
+        if getattr(context, "manual_axes", None):
+            return 1
+        devices = getattr(context, "device_assignment", None)
+        return 1 if devices is None else len(devices)
+    except AttributeError:  # pragma: no cover
+        return 1

@@ -1,7 +1,9 @@
 """The leaves of a model: their names, which of them are weights, and which of them training changes."""
 
 import dataclasses
+import fnmatch
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +19,7 @@ from ._quantize import is_quantized
 
 
 Where = Callable[[PyTree], Any]
+Pattern = str | re.Pattern[str]
 
 
 class Leaf(NamedTuple):
@@ -24,7 +27,7 @@ class Leaf(NamedTuple):
 
     path: str
     value: Any
-    parent: Any  # the module, list or dict that holds it
+    parent: Any  # the module, list or dict that holds it; nothing holds the root
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = is_quantized) -> Iterator[Leaf]:
@@ -32,7 +35,7 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = is_quantized) ->
     flat, _ = jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)
     for path, value in flat:
         name = jtu.keystr(path, simple=True, separator=".") or "the array"
-        yield Leaf(name, value, _follow(tree, path[:-1]))
+        yield Leaf(name, value, _follow(tree, path[:-1]) if path else None)
 
 
 def _follow(tree: PyTree, path: Sequence[Any]) -> Any:
@@ -47,6 +50,17 @@ def _follow(tree: PyTree, path: Sequence[Any]) -> Any:
         else:
             return None
     return tree
+
+
+def matches(pattern: Pattern, path: str) -> bool:
+    """Whether a glob, or a regular expression anywhere, matches the name of a leaf."""
+    if isinstance(pattern, re.Pattern):
+        return pattern.search(path) is not None
+    return fnmatch.fnmatchcase(path, pattern)
+
+
+def show_pattern(pattern: Pattern) -> str:
+    return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
 
 
 def why_never(x: Any) -> str | None:

@@ -19,8 +19,10 @@ from jaxtyping import Array, ArrayLike, Float
 from rich.console import Console
 from rich.table import Table
 
+from . import _compat
 from ._array import AbstractFormat, QuantizedArray
 from ._kernels import xla
+from ._partition import partitioned
 from ._primitive import quantized_matmul_p
 from ._quantize import is_quantized
 
@@ -101,7 +103,7 @@ def _abstract(x: Any, *leaves: Any, treedef: Any, transpose: bool, **params: Any
     *batch, n, k = jtu.tree_unflatten(treedef, leaves).shape
     if x.shape[-1] != (n if transpose else k) or list(x.shape[:-2]) != batch:
         raise ValueError(f"quantized_matmul: shapes {x.shape} and {(*batch, n, k)} do not fit ({transpose=}).")
-    return jax.core.ShapedArray((*x.shape[:-1], k if transpose else n), x.dtype)
+    return x.update(shape=(*x.shape[:-1], k if transpose else n))
 
 
 def _problem(x: Any, w: QuantizedArray, transpose: bool) -> MatmulProblem:
@@ -116,11 +118,20 @@ def _run(
     transpose: bool,
     precision: Any,
     implementation: str | None,
+    devices: int = 1,
 ) -> Array:
+    def run(x: Array, w: QuantizedArray) -> Array:
+        _, chosen = _choose(platform, _problem(x, w, transpose), implementation)
+        return chosen.run(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
+
     # A master is where gradients go. It has no part in the value.
     w = dataclasses.replace(jtu.tree_unflatten(treedef, leaves), master=None)
-    _, chosen = _choose(platform, _problem(x, w, transpose), implementation)
-    return chosen.run(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
+    return run(x, w) if devices == 1 else partitioned(run, x, w, transpose=transpose)
+
+
+def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
+    run = ft.partial(_run, platform, devices=_compat.num_devices(context))
+    return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
 
 
 @ft.cache
@@ -184,10 +195,10 @@ quantized_matmul_p.def_impl(_impl)
 ad.primitive_jvps[quantized_matmul_p] = _jvp
 ad.primitive_transposes[quantized_matmul_p] = _transpose
 batching.primitive_batchers[quantized_matmul_p] = _batch
+_compat.lower_with_devices(quantized_matmul_p)
 for _platform in ("cpu", "cuda", "rocm", "tpu"):
-    _lowering = mlir.lower_fun(ft.partial(_run, _platform), multiple_results=False)
-    mlir.register_lowering(quantized_matmul_p, _lowering, platform=_platform)
-mlir.register_lowering(quantized_matmul_p, mlir.lower_fun(ft.partial(_run, "default"), multiple_results=False))
+    mlir.register_lowering(quantized_matmul_p, ft.partial(_lower, _platform), platform=_platform)
+mlir.register_lowering(quantized_matmul_p, ft.partial(_lower, "default"))
 
 
 #

@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import quax
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
 from . import _compat
 
@@ -114,10 +114,10 @@ class AbstractArrayValue(quax.ArrayValue):
         order[axis1], order[axis2] = order[axis2], order[axis1]
         return self.transpose(order)
 
-    def __matmul__(self, other: ArrayLike) -> Array:
+    def __matmul__(self, other: Any) -> Array:
         return self._matmul(other, left=True)
 
-    def __rmatmul__(self, other: ArrayLike) -> Array:
+    def __rmatmul__(self, other: Any) -> Array:
         return self._matmul(other, left=False)
 
     def __getitem__(self, index: Any) -> Array:

@@ -5,13 +5,16 @@ stands below the array class so that the class can call it; the rules stand abov
 primitive is an open table, which is what lets the two be apart without a cycle.
 """
 
+import functools as ft
 from typing import Any
 
 import jax
 import jax.extend
-import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
+
+from . import _compat, _sharding
 
 
 @jax.custom_jvp
@@ -56,17 +59,25 @@ def bind_matmul(
     """
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        # Inside `shard_map` the types of arrays also say along which axes they vary, and gradients follow from that.
-        # The primitive does not know them yet, so there the product is an ordinary one: right, but dense.
-        weight = w.dequantize().astype(x.dtype)
-        return jnp.matmul(x, weight if transpose else jnp.swapaxes(weight, -1, -2), precision=precision)
+    # Inside `shard_map` the types of arrays also say along which axes they vary. The product varies along those of
+    # both operands, and saying so before it gives the gradient its sum.
+    x, w = _compat.vary_alike((x, w))
+    product = ft.partial(_bind, transpose=transpose, precision=precision, implementation=implementation)
+    mesh = _sharding.explicit_mesh(x, w)
+    if mesh is not None:
+        product = _sharding.in_auto_mode(product, _result_sharding(mesh, x, w.codes, transpose))
+    return product(x, w)
+
+
+def _bind(x: Array, w: PyTree, **params: Any) -> Array:
     leaves, treedef = jtu.tree_flatten(w)
-    return quantized_matmul_p.bind(
-        x,
-        *leaves,
-        treedef=treedef,
-        transpose=transpose,
-        precision=precision,
-        implementation=implementation,
-    )
+    return quantized_matmul_p.bind(x, *leaves, treedef=treedef, **params)
+
+
+def _result_sharding(mesh: Any, x: Array, codes: Array, transpose: bool) -> NamedSharding:
+    """What the product is divided by where types say so: by what divides `x`, and by what else divides the weight."""
+    *batch, rows, _ = _sharding.names_of(x)
+    kept = _sharding.names_of(codes)[-1 if transpose else -2]
+    taken = {name for names in (*batch, rows) for name in names}
+    kept = tuple(name for name in kept if name not in taken)
+    return NamedSharding(mesh, PartitionSpec(*(names or None for names in (*batch, rows, kept))))

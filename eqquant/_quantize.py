@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
-from . import _packing, _scaling
+from . import _packing, _scaling, _sharding
 from ._array import AbstractFormat, as_axis, as_format, QuantizedArray
 
 
@@ -154,9 +154,14 @@ def not_finite_message(name: str) -> str:
     )
 
 
+def all_finite(x: Array) -> bool:
+    """Whether every value is finite in float32, the dtype that quantizing computes in. `x` is not traced."""
+    with jax.ensure_compile_time_eval():  # though it may be a constant of what is
+        return bool(_all_finite(x))
+
+
 @jax.jit
-def all_finite(x: Array) -> Array:
-    """Whether every value is finite in float32, the dtype that quantizing computes in."""
+def _all_finite(x: Array) -> Array:
     return jnp.isfinite(x.astype(jnp.float32)).all()
 
 
@@ -167,23 +172,45 @@ def encode_array(
     dtype: DTypeLike | None,
     key: PRNGKeyArray | None,
     given: tuple[Array, Array | None] | None = None,
+    sharding: NamedSharding | PartitionSpec | None = None,
 ) -> QuantizedArray:
-    """`quantize` after its checks, and without the one for finite values. `given` are scales and zero points."""
-    q = _encode_array(x, format, key, given, axes)
-    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        # A spec that names fewer axes than there are means the first ones.
-        spec = PartitionSpec(*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
-        q = dataclasses.replace(q, logical_sharding=NamedSharding(sharding.mesh, spec))
+    """`quantize` after its checks, and without the one for finite values. `given` are scales and zero points.
+
+    The result is divided among devices as `sharding` says, or as `x` is: each device quantizes its part.
+    """
+    if sharding is None and not isinstance(x, jax.core.Tracer):
+        sharding = getattr(x, "sharding", None)
+    on_mesh = _sharding.full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
+    q = _encode_array(x, format, key, given, axes, on_mesh)
     return q if dtype is None else q.astype(dtype)  # pyright: ignore[reportReturnType]
 
 
-@ft.partial(jax.jit, static_argnums=4)
+@ft.partial(jax.jit, static_argnums=(4, 5))
 def _encode_array(
     x: Array,
     format: AbstractFormat,
     key: PRNGKeyArray | None,
     given: tuple[Array, Array | None] | None,
+    axes: tuple[int, ...],
+    sharding: NamedSharding | None,
+) -> QuantizedArray:
+    encode = ft.partial(_encode_here, axes=axes)
+    mesh = _sharding.explicit_mesh(x)
+    if mesh is not None:
+        typed = NamedSharding(mesh, jax.typeof(x).sharding.spec)
+        leaves = _sharding.leaf_shardings(jax.eval_shape(encode, x, format, key, given), typed)
+        q = _sharding.in_auto_mode(encode, leaves)(x, format, key, given)
+        return q if sharding is None else dataclasses.replace(q, logical_sharding=sharding)
+    q = encode(x, format, key, given)
+    return q if sharding is None else q.with_sharding(sharding)
+
+
+def _encode_here(
+    x: Array,
+    format: AbstractFormat,
+    key: PRNGKeyArray | None,
+    given: tuple[Array, Array | None] | None,
+    *,
     axes: tuple[int, ...],
 ) -> QuantizedArray:
     lengths = tuple(x.shape[a] for a in axes)
@@ -252,8 +279,8 @@ def _check_given(
     if not isinstance(scale, jax.core.Tracer) and not all_finite(scale):
         raise ValueError("`scale` must be finite in float32. Got values that are not. Calibrate on data without them.")
     if zero_point is not None and not isinstance(zero_point, jax.core.Tracer):
-        top = 2**format.bits - 1
-        if not bool(((zero_point >= 0) & (zero_point <= top) & (zero_point == jnp.round(zero_point))).all()):
+        codes, top = np.asarray(zero_point), 2**format.bits - 1
+        if not ((codes >= 0) & (codes <= top) & (codes == np.round(codes))).all():
             raise ValueError(
                 f"`zero_point` must hold whole numbers from 0 to {top}, the codes of {format!r}. Got others. Calibrate "
                 f"with `bits={format.bits}`."

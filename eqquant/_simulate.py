@@ -59,7 +59,9 @@ def fake_quantize(
     - `format`, `axis`, `key`: as for [`eqquant.quantize`][].
     - `clip`: makes the gradient zero where `x` lies outside of the range that its block can represent, which is from
         half a step below the lowest level to half a step above the highest, zero point included. Most formats choose
-        scales such that no value does; [`eqquant.Ternary`][] and [`eqquant.Binary`][] do not.
+        scales such that no value does. [`eqquant.Ternary`][] and [`eqquant.Binary`][] do not, nor
+        [`eqquant.MXFP4`][], whose scales are powers of two. [`eqquant.Q4_0`][] and [`eqquant.Int2`][] have one level
+        more on one side of zero, so the largest values on the other side may lie outside.
 
     **Returns:**
 
@@ -87,7 +89,9 @@ def _representable(x: Array, q: QuantizedArray) -> Bool[Array, "..."]:
         reached = np.asarray(q.format.decode(q.format.encode(jnp.array([-1e30, 0.0, 1e30]))))
         levels = np.unique(np.asarray(q.format.decode(jnp.arange(2**q.format.bits, dtype=jnp.uint8))))
     levels = levels[(levels >= reached.min()) & (levels <= reached.max())]
-    low, high = 1.5 * levels[0] - 0.5 * levels[1], 1.5 * levels[-1] - 0.5 * levels[-2]
+    # A little more, since Dynamic8 scales its largest magnitude to exactly half a step below its lowest level.
+    half = 0.5 + 1e-4
+    low, high = levels[0] - half * (levels[1] - levels[0]), levels[-1] + half * (levels[-1] - levels[-2])
     zero = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32)
     ends = (low - zero) * q.scale, (high - zero) * q.scale  # in either order: a scale may be negative
     expand = lambda end: _scaling.expand(end, q.format.block_size, q._length)
@@ -196,10 +200,14 @@ def finalize(tree: PyTree) -> PyTree:
     for path, x, _ in leaves:
         if isinstance(x, SimulatedArray) and not isinstance(x.master, jax.core.Tracer) and not all_finite(x.master):
             raise ValueError(not_finite_message(path))
-    done = [
-        dataclasses.replace(leaf.value.quantized(), master=None)
-        if isinstance(leaf.value, SimulatedArray)
-        else leaf.value
-        for leaf in leaves
-    ]
-    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), done)
+    done: dict[Any, QuantizedArray] = {}  # one array in two places stays one
+
+    def final(x: Any) -> Any:
+        if not isinstance(x, SimulatedArray):
+            return x
+        same = (id(x.master), x.format, x.axis, x.logical_dtype)
+        if same not in done:
+            done[same] = dataclasses.replace(x.quantized(), master=None)
+        return done[same]
+
+    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), [final(leaf.value) for leaf in leaves])

@@ -1,6 +1,5 @@
 """Whole models: which leaves are quantized, to what, and what that costs."""
 
-import fnmatch
 import functools as ft
 import math
 import re
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 from rich.progress import track
 
@@ -21,20 +21,24 @@ from ._leaves import (
     array_nbytes,
     default_axis,
     Leaf,
+    matches,
     named_leaves,
+    Pattern,
     selected_by,
+    show_pattern,
     some,
     Where,
     why_never,
     why_not,
 )
+from ._placement import move, Shardings, wanted_shardings
 from ._quantize import all_finite, check_dtype, check_quantizable, encode_array, is_quantized, not_finite_message
 from ._report import LeafReport, TreeReport
+from ._sharding import full_spec, leaf_shardings
 from ._simulate import simulate_array, SimulatedArray
 
 
 FormatLike = AbstractFormat | str
-Pattern = str | re.Pattern[str]
 # The key of a mapping is invariant to a type checker, so each kind is named.
 Rules = (
     FormatLike
@@ -68,7 +72,8 @@ def _decide(tree: PyTree, format: Rules, where: Where | None, axis: Any) -> list
         if chosen is not None and not selected:
             decisions.append(_Decision(leaf, None, (), why_never(leaf.value) or "not selected by `where`"))
             continue
-        refusal = why_never(leaf.value) or (None if selected else why_not(leaf))
+        simulated = "simulated: `finalize` first" if isinstance(leaf.parent, SimulatedArray) else None
+        refusal = why_never(leaf.value) or simulated or (None if selected else why_not(leaf))
         if selected and refusal is not None:
             raise TypeError(
                 f"`where` must select floating point arrays. Got {leaf.path}: {refusal}. Select its weights alone."
@@ -90,17 +95,17 @@ def _chooser(format: Rules, leaves: Sequence[Leaf]) -> Callable[[Leaf], tuple[Ab
     if isinstance(format, Mapping):
         rules = [(pattern, None if f is None else as_format(f)) for pattern, f in format.items()]
         for pattern, _ in rules:
-            matched = [leaf for leaf in leaves if _matches(pattern, leaf.path)]
+            matched = [leaf for leaf in leaves if matches(pattern, leaf.path)]
             if not matched:
                 raise ValueError(
-                    f"Each pattern must match a leaf. Got {_show(pattern)!r}, which matches none of: "
+                    f"Each pattern must match a leaf. Got {show_pattern(pattern)!r}, which matches none of: "
                     f"{some(leaf.path for leaf in leaves)}."
                 )
 
         def by_pattern(leaf: Leaf) -> tuple[AbstractFormat | None, str]:
             for pattern, picked in rules:
-                if _matches(pattern, leaf.path):
-                    return picked, f"rule {_show(pattern)!r}"
+                if matches(pattern, leaf.path):
+                    return picked, f"rule {show_pattern(pattern)!r}"
             return None, "no rule matches"
 
         return by_pattern
@@ -118,16 +123,6 @@ def _chooser(format: Rules, leaves: Sequence[Leaf]) -> Callable[[Leaf], tuple[Ab
         return by_function
     one = as_format(format)  # pyright: ignore[reportArgumentType]
     return lambda leaf: (one, "a weight")
-
-
-def _matches(pattern: Pattern, path: str) -> bool:
-    if isinstance(pattern, re.Pattern):
-        return pattern.search(path) is not None
-    return fnmatch.fnmatchcase(path, pattern)
-
-
-def _show(pattern: Pattern) -> str:
-    return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
 
 
 def _struct(x: Any) -> Any:
@@ -181,6 +176,7 @@ def quantize_tree(
     key: PRNGKeyArray | None = None,
     progress: bool = False,
     simulate: bool = False,
+    shardings: Shardings | None = None,
 ) -> PyTree:
     """Quantizes the weights of a model, which stays the same model otherwise.
 
@@ -190,6 +186,7 @@ def quantize_tree(
         model = eqq.quantize_tree(model, eqq.NF4())
         model = eqq.quantize_tree(model, {"layers.0.*": None, "*": "int4"})
         model = eqq.quantize_tree(model, "int8", where=lambda m: m.layers[1].weight)
+        model = eqq.quantize_tree(model, shardings={"*.up.weight": P("model"), "*.down.weight": P(None, "model")})
         ```
 
     **Arguments:**
@@ -199,46 +196,66 @@ def quantize_tree(
     - `progress`: shows a progress bar.
     - `simulate`: keeps each weight in float, as the master of a [`eqquant.SimulatedArray`][] that quantizes it whenever
         it is used. Train it as any model, then call [`eqquant.finalize`][].
+    - `shardings`: where leaves shall be, quantized or not: a mapping from patterns, as in `format`, or a function
+        `(path, leaf)`, or a tree that is a prefix of the model; each gives the `NamedSharding` of the logical array, or
+        a `PartitionSpec` on the mesh of `jax.set_mesh`, or `None`. Other leaves stay where they are: a weight that is
+        sharded already is quantized by each device for its part, and nothing is gathered.
 
     **Returns:**
 
     A tree of the same classes, in which each weight is a [`eqquant.QuantizedArray`][] (or, with `simulate`, a
-    [`eqquant.SimulatedArray`][]). One array that stands in several
-    places of the tree still does. Weights are quantized one at a time, so the memory needed at the peak is that of the
-    result and of one more leaf. If anything is wrong with any leaf, an error names it and nothing is quantized.
+    [`eqquant.SimulatedArray`][]). One array that stands in several places of the tree still does. Weights are quantized
+    one at a time, so the memory needed at the peak is that of the result and of one more leaf.
+    If anything is wrong with any leaf, an error names it and nothing is quantized.
 
     **Raises:**
 
     `ValueError` if nothing is selected, if a pattern matches nothing, for an unknown format name, an axis out of range,
-    or values that are not finite; `TypeError` if `where` selects something that is not a floating point array.
+    values that are not finite, or a sharding that cannot be kept; `TypeError` if `where` selects something that is not
+    a floating point array.
     """
     check_dtype(dtype)
     if simulate and key is not None:
         raise ValueError("`key` must be None with `simulate=True`, which rounds to nearest at each use. Got a key.")
     decisions = _decide(tree, format, where, axis)
+    wanted = wanted_shardings(tree, [d.leaf for d in decisions], shardings)
+    wanted = [_sharding_of(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)]
     work = [n for n, d in enumerate(decisions) if d.format is not None]
-    values = [d.leaf.value for d in decisions]
+    values = [move(d.leaf.value, None if d.format else s) for d, s in zip(decisions, wanted, strict=True)]
     keys = dict(zip(work, [None] * len(work) if key is None else jr.split(key, max(len(work), 1)), strict=True))
     done: dict[Any, Any] = {}  # one array in two places stays one
     for n in track(work, "Quantizing") if progress else work:
-        leaf, picked, axes, _ = decisions[n]
-        same = (id(leaf.value), picked, axes)
+        leaf, _, axes, _ = decisions[n]
+        same = (id(leaf.value), decisions[n].format, axes, wanted[n])
         if same not in done:
-            done[same] = _quantize_leaf(leaf, picked, axes, dtype, keys[n], simulate)  # pyright: ignore
+            done[same] = _quantize_leaf(decisions[n], dtype, keys[n], wanted[n], simulate)
         values[n] = done[same]
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_quantized), values)
 
 
+def _sharding_of(decision: _Decision, wanted: NamedSharding | None, dtype: DTypeLike | None) -> NamedSharding | None:
+    """Where a leaf is to be: as wanted, or where it is. An error if it cannot be there once it is quantized."""
+    x = decision.leaf.value
+    actual = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    sharding = wanted or (full_spec(actual, x.ndim) if isinstance(actual, NamedSharding) else None)
+    if decision.format is not None and sharding is not None:
+        q = jax.eval_shape(lambda x: encode_array(x, decision.format, decision.axes, dtype, None), _struct(x))  # pyright: ignore
+        leaf_shardings(q, sharding, decision.leaf.path)
+    return sharding
+
+
 def _quantize_leaf(
-    leaf: Leaf, format: AbstractFormat, axes: tuple[int, ...], dtype: DTypeLike | None, key: Any, simulate: bool
+    decision: _Decision, dtype: DTypeLike | None, key: Any, sharding: NamedSharding | None, simulate: bool
 ) -> QuantizedArray | SimulatedArray:
+    leaf, format, axes, _ = decision
     encode = simulate_array if simulate else ft.partial(encode_array, key=key)
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
-        return jax.eval_shape(lambda x: encode(x, format, axes, dtype), leaf.value)
-    x = jnp.asarray(leaf.value)
+        q = jax.eval_shape(lambda x: encode(x, format, axes, dtype), leaf.value)  # pyright: ignore
+        return q if sharding is None or simulate else move(q, sharding)
+    x = move(jnp.asarray(leaf.value), sharding)
     if not isinstance(x, jax.core.Tracer) and not all_finite(x):
         raise ValueError(not_finite_message(leaf.path))
-    q = encode(x, format, axes, dtype)
+    q = encode(x, format, axes, dtype)  # pyright: ignore
     # Leaf by leaf: waiting keeps the temporaries of one leaf from overlapping those of the next.
     return jax.block_until_ready(q)
 
@@ -304,12 +321,19 @@ def summary(tree: PyTree) -> TreeReport:
     A report with a row for each array. It prints as a table and has `.to_dict()`.
     """
     rows = []
-    for leaf in named_leaves(tree):
-        if is_quantized(leaf.value):
+    for leaf in named_leaves(tree, _is_whole):
+        if isinstance(leaf.value, SimulatedArray):
+            of_master = leaf._replace(value=leaf.value.master)
+            rows.extend(_row(of_master, f"simulates {leaf.value.format!r}"))
+        elif is_quantized(leaf.value):
             rows.append(_quantized_row(leaf.path, leaf.value, "quantized", leaf.value.size * leaf.value.dtype.itemsize))
         else:
             rows.extend(_row(leaf, why_never(leaf.value) or why_not(leaf) or "left in float"))
     return TreeReport(tuple(rows))
+
+
+def _is_whole(x: Any) -> bool:
+    return is_quantized(x) or isinstance(x, SimulatedArray)
 
 
 def _row(leaf: Leaf, reason: str) -> list[LeafReport]:
@@ -327,8 +351,8 @@ def _quantized_row(path: str, q: QuantizedArray, reason: str, dense_nbytes: int)
 
 
 def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
-    """Turns every quantized array of a tree back into a dense one. The inverse of [`eqquant.quantize_tree`][], up to
-    rounding.
+    """Turns every quantized array of a tree back into a dense one, and every simulated one into what it stands for. The
+    inverse of [`eqquant.quantize_tree`][], up to rounding.
 
     **Arguments:**
 
@@ -341,12 +365,12 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
     """
 
     def dense(x: Any) -> Any:
-        if not is_quantized(x):
+        if not _is_whole(x):
             return x
         x = x.dequantize()
         return x if dtype is None else x.astype(dtype)
 
-    return jtu.tree_map(dense, tree, is_leaf=is_quantized)
+    return jtu.tree_map(dense, tree, is_leaf=_is_whole)
 
 
 def tree_nbytes(tree: PyTree) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_same, weights
+from .helpers import assert_close, assert_same, weights
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +54,62 @@ def test_adam_as_in_float():
     assert eqq.tree_nbytes(quantized) < eqq.tree_nbytes(state) * 0.26
 
 
-def test_even_levels_do_not_do():
-    # Why the default has levels over seven decades: small second moments would be rounded to zero, and divided by.
-    distances, _ = minimise(eqq.quantize_state(optax.adam(2e-2), eqq.Int8(block_size=256)))
-    assert not distances[-1] < 1
+def test_second_moments_are_never_in_even_levels():
+    # Which would round small ones to zero, and be divided by.
+    distances, state = minimise(eqq.quantize_state(optax.adam(2e-2), eqq.Int8(block_size=256)))
+    assert distances[-1] < distances[0]
+    assert {repr(x.format) for x in quantized_in(state).values()} == {"Int8(block_size=256)", "Dynamic8(signed=False)"}
+
+
+def test_steps_stay_small_where_gradients_differ_widely():
+    # Within a block, and over time: where a second moment became zero and the first did not, a step would be thousands.
+    p, spread = jnp.zeros((64, 256)), jnp.exp(3 * weights(jax.random.key(1), (1, 256)))
+    optim = eqq.quantize_state(optax.adam(1.0))
+    state, update = optim.init(p), jax.jit(optim.update)
+    for key in jax.random.split(jax.random.key(2), 40):
+        updates, state = update(weights(key, p.shape) * spread, state, p)
+        assert jnp.max(jnp.abs(updates)) < 2
+
+
+def test_nothing_above_zero_becomes_zero_without_a_sign():
+    format = eqq.Dynamic8(signed=False)
+    values = jnp.array([0.0, 1e-30, 1e-14, 1e-13, 1e-3, 1.0])
+    assert format.encode(values).tolist()[:4] == [0, 1, 1, 1]
+    assert eqq.Dynamic8().encode(values)[1] == eqq.Dynamic8().encode(values)[0]
+
+
+class _OddlyNamed(eqx.Module):
+    v: jax.Array
+    nu: jax.Array
+
+
+@pytest.mark.parametrize(
+    "make, moments",
+    [
+        (lambda: optax.contrib.schedule_free_adamw(1e-2), {".nu.v", ".nu.nu"}),
+        (lambda: optax.rprop(1e-2), None),
+        (lambda: optax.contrib.prodigy(1e-2), None),
+        (lambda: optax.rmsprop(1e-2, centered=True), None),
+        (lambda: optax.adan(1e-2), {".m.v", ".m.nu", ".v.v", ".v.nu", ".n.v", ".n.nu"}),
+        (lambda: optax.sm3(1e-2), {".nu.v", ".nu.nu"}),
+    ],
+)
+def test_names_within_the_model_are_not_those_of_moments(make, moments, getkey):
+    params = _OddlyNamed(weights(getkey(), (64, 64)), weights(getkey(), (64, 64)))
+    optim = eqq.quantize_state(make())
+    if moments is None:
+        with pytest.raises(ValueError, match="must keep moments of at least 4096 values, in a state that is known"):
+            optim.init(params)
+        return
+    state = optim.init(params)
+    found = quantized_in(state)
+    assert {next(m for m in moments if path.endswith(m)) for path in found} == moments and len(found) == len(moments)
+    for _ in range(2):
+        updates, state = jax.jit(optim.update)(jtu.tree_map(jnp.sin, params), state, params)
+    exact, exact_state = make(), make().init(params)
+    for _ in range(2):
+        expected, exact_state = jax.jit(exact.update)(jtu.tree_map(jnp.sin, params), exact_state, params)
+    assert_close(updates, expected, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +176,7 @@ def test_blocks_run_over_short_axes(getkey):
 def test_other_formats_and_dtypes(getkey):
     params = weights(getkey(), (64, 128))
     state = eqq.quantize_state(optax.adam(1e-3), "mxfp8").init(params)
-    assert {repr(x.format) for x in quantized_in(state).values()} == {"MXFP8()"}
+    assert {repr(x.format) for x in quantized_in(state).values()} == {"MXFP8()", "Dynamic8(signed=False)"}
     state = eqq.quantize_state(optax.adam(1e-3, mu_dtype=jnp.bfloat16)).init(params)
     assert state[0].mu.dtype == jnp.bfloat16 and state[0].nu.dtype == jnp.float32
 
@@ -141,13 +193,17 @@ def test_saved(getkey):
 
 def test_errors(getkey):
     params = {"w": weights(getkey(), (64, 128))}
-    with pytest.raises(ValueError, match=r"at least 4096 values. Got none in its state \(which is empty\)"):
+    with pytest.raises(ValueError, match=r"at least 4096 values, .* Got none in its state \(which is empty\)"):
         eqq.quantize_state(optax.sgd(1e-3)).init(params)
     with pytest.raises(ValueError, match=r"\[0\]\.mu\['b'\].*Lower `min_size`"):
         eqq.quantize_state(optax.adam(1e-3)).init({"b": jnp.ones(10)})
     model = {"w": eqq.quantize(params["w"], "int8")}
     with pytest.raises(ValueError, match=r"Write `eqq.float_masters\(eqq.quantize_state\(optimizer\)\)`"):
         eqq.quantize_state(eqq.float_masters(optax.adam(1e-3))).init(model)
+    with pytest.raises(ValueError, match=r"Got \[0\]\.mu\['w'\], .* Wrap the optimizer once"):
+        eqq.quantize_state(eqq.quantize_state(optax.adam(1e-3))).init(params)
+    with pytest.raises(ValueError, match=r"the parameters, which need masters: `eqq.float_masters\(eqq.quantize_state"):
+        eqq.quantize_state(optax.adam(1e-3)).init(model)
     with pytest.raises(ValueError, match="`format` must be one of"):
         eqq.quantize_state(optax.adam(1e-3), "dynamic9")
 
@@ -161,3 +217,10 @@ def test_levels():
     # The paper's levels: the two smallest, and the ends of the topmost decade.
     np.testing.assert_allclose(np.sqrt(unsigned[1:3]), [3.25e-7, 7.75e-7], rtol=1e-6)
     np.testing.assert_allclose(np.sqrt(unsigned[[-130, -129, -2]]), [0.099296875, 0.103515625, 0.996484375], rtol=1e-6)
+
+
+def test_optax_finds_the_parameters_in_the_state(getkey):
+    params = weights(getkey(), (64, 128))
+    optim = eqq.quantize_state(optax.adam(1e-3))
+    shapes = optax.tree_map_params(optim, lambda x: x.shape, optim.init(params), is_leaf=eqq.is_quantized)
+    assert shapes[0].mu == shapes[0].nu == (64, 128)

@@ -54,7 +54,7 @@ class AbstractCodebook(AbstractFormat):
 def _count_below(thresholds: np.ndarray, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     """How many of the sorted thresholds each value exceeds."""
     if len(thresholds) > 15:
-        first, crowd = _bins(tuple(thresholds.tolist()))
+        first, crowd = _bins(tuple(map(float, thresholds)))
         # The first bits of a float say between which thresholds it lies, but for the few that begin with the same bits.
         bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
         count = jnp.asarray(first)[bits >> _BIN_SHIFT]
@@ -128,10 +128,11 @@ class Dynamic8(AbstractCodebook):
     r"""Eight-bit dynamic numbers: seven decades, each with twice as many levels as the one below. For optimizer state.
 
     The decade up to $10^{-k}$, for $k = 0 \ldots 6$, is cut into $2^{6-k}$ intervals, whose means are the levels, with
-    either sign; zero and one are added. $s = \max|x|$ per block. Without a sign it is for second moments: the decades are
-    cut into $2^{7-k}$ intervals, and the levels are squares. What an optimizer divides by is the square root, so that must
-    be told from zero wherever the first moment is. (The paper's levels are the same without squares: there gradients that
-    differ by more than a factor of about 2000 within a block are divided by zero.)
+    either sign; zero and one are added. $s = \max|x|$ per block. Without a sign it is for second moments: the decades
+    are cut into $2^{7-k}$ intervals, and the levels are squares. What an optimizer divides by is the square root, so
+    that must be told from zero wherever the first moment is: a value above zero never becomes zero, but at least the
+    lowest level. (The paper's levels are the same without squares: there
+    gradients that differ by more than a factor of about 2000 within a block are divided by zero.)
 
     ??? cite
 
@@ -146,6 +147,13 @@ class Dynamic8(AbstractCodebook):
     @property
     def codebook(self) -> tuple[float, ...]:
         return _dynamic_codebook(self.signed)
+
+    def encode(
+        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
+    ) -> UInt8[Array, "*shape"]:
+        codes = super().encode(values, round)
+        # Without a sign the codes are 0 for zero, and 1 for the lowest level above.
+        return codes if self.signed else jnp.maximum(codes, (values > 0).astype(jnp.uint8))
 
 
 Dynamic8.__init__.__doc__ = """**Arguments:**
@@ -163,7 +171,7 @@ def _dynamic_codebook(signed: bool) -> tuple[float, ...]:
         edges = 10.0 ** (decade - 6) * np.linspace(0.1, 1, 2**decade * (1 if signed else 2) + 1)
         means = (edges[1:] + edges[:-1]) / 2
         levels += [*means, *-means] if signed else [*means**2]
-    return tuple(np.sort(np.float32(levels)).tolist())
+    return tuple(float(level) for level in np.sort(np.asarray(levels, np.float32)))
 
 
 class Codebook(AbstractCodebook):

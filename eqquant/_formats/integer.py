@@ -69,7 +69,7 @@ class AbstractInteger(AbstractFormat):
         return self.decode(self.encode(values + zero)) - zero
 
     def _search_zero_point(self, values: Float32[Array, "*blocks block"]) -> Float32[Array, "*blocks"]:
-        return _search.search_zero_point(values, 2**self.bits - 1, self.scale_rule, self._nearest_about)
+        return _search.search_zero_point(values, 2**self.bits - 1, self._nearest_about)
 
 
 class Int8(AbstractInteger):

@@ -21,8 +21,8 @@ _SHARED = """
         of that and of anything. Without it, a decorator with the other arguments is returned.
     - `has_aux`: whether it does.
     - `filter_spec`: which leaves are differentiated: a tree of booleans, or of functions from a leaf to a boolean, that
-        is a prefix of the model. A [`eqquant.QuantizedArray`][] counts as one leaf. [`eqquant.trainable_mask`][] unless
-        given.
+        is a prefix of the model. A [`eqquant.QuantizedArray`][] counts as one leaf: `True` selects it, and so does a
+        function that is true of it, which `equinox.is_inexact_array` is not. [`eqquant.trainable_mask`][] unless given.
 """
 
 
@@ -81,6 +81,9 @@ def filter_value_and_grad(
             return fun(jtu.tree_unflatten(treedef, merged), *args, **kwargs)
 
         value, grads = of_diff(diff)
+        # Under a gradient of a gradient, masters are somebody else's too, and must go on.
+        if has_aux and not any(is_quantized(x) and x.master is not None for x in leaves):
+            value = (value[0], jtu.tree_map(_without_variable, value[1], is_leaf=is_quantized))
         return value, jtu.tree_unflatten(treedef, grads)
 
     return value_and_grad
@@ -129,12 +132,24 @@ def _chosen(model: PyTree, spec: FilterSpec | None) -> PyTree[bool]:
     spec = trainable_mask(model) if spec is None else spec
 
     def under(wanted: Any, node: PyTree) -> PyTree[bool]:
+        if is_quantized(wanted):  # made by a `tree_map` over the model that went inside
+            wanted = _one_boolean(wanted)
         wants = wanted if callable(wanted) else lambda _: wanted
         return jtu.tree_map(
             lambda x: bool(wants(x)) and (is_quantized(x) or eqx.is_inexact_array(x)), node, is_leaf=is_quantized
         )
 
-    return jtu.tree_map(under, spec, model)
+    return jtu.tree_map(under, spec, model, is_leaf=is_quantized)
+
+
+def _one_boolean(spec: Any) -> bool:
+    wanted = {bool(w) for w in jtu.tree_leaves(spec)}
+    if len(wanted) != 1:
+        raise ValueError(
+            "`filter_spec` must select a quantized array as a whole. Got one of which some parts are selected and some "
+            "are not. Make it with `jax.tree_util.tree_map(..., is_leaf=eqq.is_quantized)`."
+        )
+    return wanted.pop()
 
 
 def _variable(x: Any) -> Any:
@@ -147,3 +162,7 @@ def _with_variable(x: Any, variable: Any) -> Any:
     master = memory_order(variable, x._axes)
     # Under a gradient of a gradient there is a master already, which wants its share.
     return dataclasses.replace(x, master=master if x.master is None else x.master + master)
+
+
+def _without_variable(x: Any) -> Any:
+    return dataclasses.replace(x, master=None) if is_quantized(x) else x

@@ -12,12 +12,15 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .._array import QuantizedArray
 from .._leaves import default_axis, Leaf, named_leaves, selected_by, some, Where, why_never, why_not
 from .._operators import AbstractArrayValue, as_permutation
 from .._quantize import all_finite, encode_array, is_quantized, not_finite_message
+from .._sharding import full_spec, place
+from .._simulate import SimulatedArray
 
 
 class LoraArray(AbstractArrayValue):
@@ -122,7 +125,8 @@ def loraify(
 
     Each weight $W$ becomes a [`eqquant.LoraArray`][] that stands for $W + \frac{\alpha}{r} B A$. $A$ starts with
     uniform values of variance $1 / 3n$ for $n$ inputs, and $B$ with zeros, so at first the model computes what it did
-    before. Of a model that is quantized with `NF4(double_quant=True)`, this is QLoRA.
+    before. Of a model that is quantized with `NF4(double_quant=True)`, this is QLoRA. Everything else is frozen too,
+    biases and norms included, unless you set them in the mask ([`eqquant.trainable_mask`][]).
 
     !!! Example
 
@@ -156,11 +160,12 @@ def loraify(
 
     **Raises:**
 
-    `ValueError` if nothing is selected, or for a rank below one; `TypeError` if `where` selects an array that is not
-    floating point, has fewer than two dimensions, or has factors already. The message names the leaf.
+    `ValueError` if nothing is selected, or for a rank that is no whole number from one to the lesser of a weight's
+    inputs and outputs; `TypeError` if `where` selects an array that is not floating point, has fewer than two
+    dimensions, is simulated, or has factors already. The message names the leaf.
     """
-    if isinstance(rank, bool) or rank < 1:
-        raise ValueError(f"`rank` must be at least 1. Got {rank}.")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"`rank` must be a whole number, at least 1. Got {rank}.")
     is_leaf = lambda x: is_quantized(x) or isinstance(x, LoraArray)
     leaves = list(named_leaves(model, is_leaf))
     refusals = [_refusal(leaf) for leaf in leaves]
@@ -204,7 +209,7 @@ def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
 
     - `model`: any pytree with factors.
     - `dense`: makes quantized weights dense. Otherwise the sum is quantized again, to the same format, which rounds
-    anew.
+        anew.
 
     **Returns:**
 
@@ -228,7 +233,7 @@ def _merge(path: str, x: LoraArray, dense: bool) -> Array | QuantizedArray:
         raise ValueError(not_finite_message(path))
     if dense or not isinstance(base, QuantizedArray):
         return merged
-    q = encode_array(merged, base.format, base._axes, x.dtype, None)
+    q = encode_array(merged, base.format, base._axes, x.dtype, None, sharding=base.sharding)
     return dataclasses.replace(q, logical_sharding=base.logical_sharding)
 
 
@@ -236,6 +241,8 @@ def _refusal(leaf: Leaf) -> str | None:
     """Why a leaf cannot have factors, or `None`."""
     if isinstance(leaf.value, LoraArray):
         return "it has factors already: `merge_lora` first"
+    if isinstance(leaf.parent, SimulatedArray):
+        return "it is simulated: `finalize` first"
     if isinstance(leaf.parent, AbstractArrayValue):
         return f"part of a {type(leaf.parent).__name__}"
     if not is_quantized(leaf.value) and (never := why_never(leaf.value)) is not None:
@@ -245,11 +252,24 @@ def _refusal(leaf: Leaf) -> str | None:
 
 def _adapt(leaf: Leaf, rank: int, alpha: float | int, key: PRNGKeyArray) -> LoraArray:
     w = leaf.value
-    axis = w.axis if is_quantized(w) else default_axis(leaf)
-    # One input axis, wherever it is: either side of a matrix may be called the input. A convolution has several.
+    # One input axis, or for a convolution several, whichever are quantized.
+    axis = default_axis(leaf)
     in_ndim = len(axis) if isinstance(axis, tuple) else 1
     *batch, out = w.shape[: w.ndim - in_ndim]
     inputs = w.shape[w.ndim - in_ndim :]
+    if rank > min(out, math.prod(inputs)):
+        raise ValueError(
+            f"`rank` must be at most the inputs and outputs of a weight. Got {rank} for {leaf.path}, which has "
+            f"{math.prod(inputs)} inputs and {out} outputs. Lower it, or leave this weight out with `where=`."
+        )
     bound = 1 / math.sqrt(math.prod(inputs))
     a = jr.uniform(key, (*batch, rank, *inputs), jnp.float32, -bound, bound)
-    return LoraArray(w, a, jnp.zeros((*batch, out, rank), jnp.float32), float(alpha), in_ndim)
+    b = jnp.zeros((*batch, out, rank), jnp.float32)
+    sharding = None if isinstance(w, jax.core.Tracer) else getattr(w, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        # Factors are divided as their side of the weight is.
+        entries = full_spec(sharding, w.ndim).spec
+        of_batch, of_out, of_inputs = entries[: len(batch)], entries[len(batch)], entries[len(batch) + 1 :]
+        on_mesh = lambda *entries: NamedSharding(sharding.mesh, PartitionSpec(*entries))
+        a, b = place((a, b), (on_mesh(*of_batch, None, *of_inputs), on_mesh(*of_batch, of_out, None)))
+    return LoraArray(w, a, b, float(alpha), in_ndim)

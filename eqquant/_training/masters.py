@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree, UInt32
 
 from .._array import QuantizedArray
 from .._leaves import named_leaves, some, trainable_mask
 from .._quantize import encode_array, is_quantized
+from .._sharding import follow
+from .._simulate import SimulatedArray
 
 
 if TYPE_CHECKING:
@@ -63,18 +66,20 @@ def float_masters(
             return eqq.apply_updates(model, updates), state, loss
         ```
 
-    It composes. Chains, schedules, clipping, `optax.MultiSteps` and `optax.inject_hyperparams` go inside. Outside go
-    `optax.masked`, `optax.multi_transform`, and, in an `optax.chain`, what comes before it. Nothing that scales updates
-    may come after it: its updates are differences of codes. `init` and `update` take the model itself; some of optax's
-    own functions want it without what is no array, `eqx.filter(model, eqx.is_array)`, and these take that too.
+    It composes. Everything goes inside: chains, schedules, clipping, momentum, `optax.MultiSteps`,
+    `optax.apply_if_finite`, `optax.inject_hyperparams`. Outside go `optax.masked`, with the same mask as the
+    `filter_spec` of the gradients, `optax.multi_transform`, and, in an `optax.chain`, what comes before it, if it has
+    no state and looks at gradients alone. Nothing that scales updates may come after it: its updates are differences of
+    codes. `init` and `update` take the model itself; some of optax's own functions want it without what is no array,
+    `eqx.filter(model, eqx.is_array)`, and these take that too.
 
     **Arguments:**
 
     - `optimizer`: the optimizer of the masters.
-    - `masters`: what the masters start from: the float model that the model was quantized from, or a tree like it. What
-        the model dequantizes to unless given, which loses what quantization rounded off. ([`eqquant.Ternary`][] and
-        [`eqquant.Binary`][] choose other scales for values that they have rounded already, so with them the model would
-        change at the first step.)
+    - `masters`: what the masters start from: the float model that the model was quantized from, or a tree like it, or
+        the same model simulated. Unless given, what the model dequantizes to in float32, which loses what quantization
+        rounded off. ([`eqquant.Ternary`][] and [`eqquant.Binary`][] choose other scales for values that they have
+        rounded already, so with them the model would change at the first step.)
     - `dtype`: the dtype of the masters.
     - `key`: rounds stochastically, with new randomness at every step, so that small steps are not lost on average.
         Otherwise rounding is to nearest.
@@ -86,34 +91,43 @@ def float_masters(
 
     **Raises:**
 
-    Its `init`: `ValueError` if nothing quantized is trained, or if the masters lack a leaf or have one of another
-    shape; its `update`: `ValueError` if it gets no parameters, or gradients of another structure or shape. The message
-    names the leaf.
+    `TypeError` for an optimizer that is none. Its `init`: `ValueError` if nothing quantized is trained, or if the
+    masters lack a leaf, or have one of another shape or, outside of `jit`, one of another weight; its `update`:
+    `ValueError` if it gets no parameters, or a state or gradients that are not of these parameters. The message names
+    the leaf.
     """
     import optax
 
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise TypeError(f"`dtype` must be floating point. Got {jnp.dtype(dtype)}. Masters are floats.")
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
-    inner = optax.with_extra_args_support(optimizer)
+    inner = as_optimizer(optimizer)
 
     def init(params: PyTree) -> FloatMastersState:
         leaves = _trained(params)
-        given = None if masters is None else {leaf.path: leaf.value for leaf in named_leaves(masters)}
+        if not leaves:  # what `optax.tree_map_params` passes, to see where in the state the parameters are
+            return FloatMastersState(params, inner.init(params), None if key is None else jr.key_data(key))
+        given = None if masters is None else _given(masters)
         start = [_master(path, q, given, dtype) if is_quantized(q) else None for path, q in leaves]
         logical = [q if m is None else m for m, (_, q) in zip(start, leaves, strict=True)]
         if all(m is None for m in start):
+            frozen = any(is_quantized(x) for x in jtu.tree_leaves(params, is_leaf=is_quantized))
+            remedy = (
+                "What low-rank factors stand beside is frozen: train them with `optax.masked(optimizer, "
+                "eqq.trainable_mask(model))`, without the wrapper."
+                if frozen
+                else "Quantize the model first, or use the optimizer without the wrapper."
+            )
             raise ValueError(
                 "`float_masters` needs quantized parameters to train. Got none among its leaves "
-                f"({some(path for path, x in leaves if x is not None) or 'none'}). Quantize the model first, or use the "
-                "optimizer without the wrapper."
+                f"({some(path for path, x in leaves if x is not None) or 'none'}). {remedy}"
             )
         treedef = _treedef(params)
         key_data = None if key is None else jr.key_data(key)
-        return FloatMastersState(
-            jtu.tree_unflatten(treedef, start), inner.init(jtu.tree_unflatten(treedef, logical)), key_data
-        )
+        inner_state = inner.init(jtu.tree_unflatten(treedef, logical))
+        on_mesh = next((s for _, q in leaves if is_quantized(q) and isinstance(s := q.sharding, NamedSharding)), None)
+        if on_mesh is not None:  # counts too, or the second step would be another program than the first
+            inner_state, key_data = follow((inner_state, key_data), NamedSharding(on_mesh.mesh, PartitionSpec()))
+        return FloatMastersState(jtu.tree_unflatten(treedef, start), inner_state, key_data)
 
     def update(
         updates: PyTree, state: FloatMastersState, params: PyTree | None = None, **extra_args: Any
@@ -123,7 +137,7 @@ def float_masters(
                 "`float_masters` needs the parameters. Got none. Call `optim.update(grads, state, model)`."
             )
         leaves, treedef = _trained(params), _treedef(params)
-        old = treedef.flatten_up_to(state.masters)
+        old = _flatten_masters(leaves, treedef, state)
         grads = [
             _gradient(path, x, g, m)
             for (path, x), g, m in zip(leaves, _flatten_gradients(treedef, updates), old, strict=True)
@@ -172,7 +186,8 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
 
     **Raises:**
 
-    `ValueError` for a dense update of a quantized array, or for a tree of another structure.
+    `ValueError` for an update of a quantized array that is dense or scaled, for one of another shape, or for a tree of
+    another structure. The message names the leaf.
     """
     leaves, treedef = list(named_leaves(model)), _treedef(model)
     try:
@@ -186,9 +201,10 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
         if is_quantized(x) != is_quantized(step):
             raise ValueError(
                 f"The update of a quantized array must be one of its codes. Got {_describe(step)} for {path}. Wrap the "
-                "optimizer in `eqq.float_masters`, which keeps the float array that such an update belongs to."
+                "optimizer in `eqq.float_masters`, which keeps the float array that such an update belongs to. If this "
+                f"leaf is to be frozen: {_TO_FREEZE}"
             )
-        return jtu.tree_map(lambda leaf, by: (leaf + by).astype(leaf.dtype), x, step)
+        return jtu.tree_map(lambda leaf, by: _add(path, leaf, by, is_quantized(x)), x, step)
 
     return jtu.tree_unflatten(treedef, [apply(leaf.path, leaf.value, s) for leaf, s in zip(leaves, steps, strict=True)])
 
@@ -196,6 +212,24 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
 #
 # Leaf by leaf
 #
+
+
+_TO_FREEZE = "put `optax.masked` around `eqq.float_masters`, and give its mask to `eqq.filter_grad` as `filter_spec`."
+
+
+def as_optimizer(optimizer: Any) -> "optax.GradientTransformationExtraArgs":
+    """Any of optax's optimizers, as one that takes extra arguments; or an error."""
+    import optax
+
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise TypeError(
+            f"`optimizer` must be an optax optimizer. Got `{name}`. A function that makes one must be called: "
+            "`optax.adamw(1e-3)`."
+        )
+    return optax.with_extra_args_support(optimizer)
 
 
 def _treedef(tree: PyTree) -> Any:
@@ -207,20 +241,30 @@ def _trained(params: PyTree) -> list[tuple[str, Any]]:
     mask = jtu.tree_map(
         lambda m, node: jtu.tree_map(lambda _: m, node, is_leaf=is_quantized), trainable_mask(params), params
     )
-    return [
+    leaves = [
         (leaf.path, leaf.value if m else None)
         for leaf, m in zip(named_leaves(params), jtu.tree_leaves(mask), strict=True)
     ]
+    for path, x in leaves:
+        if is_quantized(x) and not isinstance(x.codes, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+            raise ValueError(
+                f"The parameters must hold whole quantized arrays. Got {path} without its codes, which are integers: a "
+                "filter for floats has taken them away. Pass the model itself, or `eqx.filter(model, eqx.is_array)`."
+            )
+    return leaves
+
+
+def _given(masters: PyTree) -> dict[str, Any]:
+    is_leaf = lambda x: is_quantized(x) or isinstance(x, SimulatedArray)
+    leaves = named_leaves(masters, is_leaf)
+    return {leaf.path: leaf.value.master if isinstance(leaf.value, SimulatedArray) else leaf.value for leaf in leaves}
 
 
 def _master(path: str, q: QuantizedArray, given: dict[str, Any] | None, dtype: DTypeLike) -> Float[Array, "..."]:
-    if not isinstance(q.codes, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        raise ValueError(
-            f"The parameters must hold whole quantized arrays. Got {path} without its codes, which are integers: a "
-            "filter for floats has taken them away. Pass the model itself, or `eqx.filter(model, eqx.is_array)`."
-        )
     if given is None:
-        return q.dequantize().astype(dtype)
+        # In float32, whatever the model computes in: rounded to less, the masters would be other codes.
+        dense: Any = q.astype(jnp.float32)
+        return dense.dequantize().astype(dtype)
     master = given.get(path)
     if master is None or is_quantized(master) or not jnp.issubdtype(getattr(master, "dtype", bool), jnp.floating):
         raise ValueError(
@@ -229,7 +273,46 @@ def _master(path: str, q: QuantizedArray, given: dict[str, Any] | None, dtype: D
         )
     if tuple(master.shape) != q.shape:
         raise ValueError(f"`masters` must have the shapes of the model. Got {master.shape} for {path}, of {q.shape}.")
-    return jnp.array(master, dtype)  # a copy: the model and the state may be donated together
+    # A copy: the model and the state may be donated together.
+    master = follow(jnp.array(master, dtype), q.sharding)
+    if not any(isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in (q.codes, master)):
+        with jax.ensure_compile_time_eval():  # though they may be constants of what is
+            distance, length = _distance(q, master)
+            if distance > length:
+                raise ValueError(
+                    f"`masters` must be what the model was quantized from. Got another array for {path}: it is further "
+                    "from the quantized one than zeros are. Pass the model as it was before `quantize_tree`."
+                )
+    return master
+
+
+@jax.jit
+def _distance(q: QuantizedArray, master: Float[Array, "..."]) -> tuple[Array, Array]:
+    """How far masters are from what they are quantized to, and from zero: unlike codes, a measure that takes other
+    scales and another rounding for what they are."""
+    dense, master = q.dequantize().astype(jnp.float32), master.astype(jnp.float32)
+    return jnp.sum(jnp.square(dense - master)), jnp.sum(jnp.square(master))
+
+
+def _flatten_masters(leaves: list[tuple[str, Any]], treedef: Any, state: Any) -> list[Any]:
+    remedy = "Make it with `state = optim.init(model)`."
+    if not isinstance(state, FloatMastersState):
+        raise ValueError(f"`float_masters` needs the state that its `init` returns. Got {_describe(state)}. {remedy}")
+    try:
+        masters = treedef.flatten_up_to(state.masters)
+    except ValueError as e:
+        raise ValueError(
+            f"The state must be that of these parameters. Got masters of another structure. {remedy} {e}"
+        ) from None
+    for (path, x), master in zip(leaves, masters, strict=True):
+        expected = tuple(x.shape) if is_quantized(x) else None
+        got = None if master is None else jnp.shape(master)
+        if got != expected:
+            raise ValueError(
+                f"The state must be that of these parameters. Got a master of shape {got} for {path}, of {expected}. "
+                f"{remedy}"
+            )
+    return masters
 
 
 def _flatten_gradients(treedef: Any, grads: PyTree) -> list[Any]:
@@ -249,7 +332,7 @@ def _gradient(path: str, x: Any, grad: Any, master: Any) -> Any:
     if grad is None or is_quantized(grad):
         raise ValueError(
             f"Every trained parameter needs a gradient. Got none for {path}. Differentiate with "
-            "`eqq.filter_value_and_grad`, which gives quantized arrays one; to freeze a leaf, use `optax.masked`."
+            f"`eqq.filter_value_and_grad`, which gives quantized arrays one. To freeze it: {_TO_FREEZE}"
         )
     if jnp.shape(grad) != tuple(x.shape):
         raise ValueError(
@@ -260,9 +343,25 @@ def _gradient(path: str, x: Any, grad: Any, master: Any) -> Any:
 
 def _difference(q: QuantizedArray, master: Float[Array, "..."], key: Any) -> QuantizedArray:
     """What to add to the codes and scales of `q`, modulo the range of each integer, to get those of the master."""
-    new = encode_array(master, q.format, q._axes, q.logical_dtype, key)
+    new = encode_array(master, q.format, q._axes, q.logical_dtype, key, sharding=q.sharding)
     new = dataclasses.replace(new, logical_sharding=q.logical_sharding)
     return jtu.tree_map(lambda n, old: n - old, new, q)
+
+
+def _add(path: str, x: Any, by: Any, codes: bool) -> Any:
+    if not hasattr(x, "dtype"):  # a number of Python's
+        return x + by
+    if codes and by.dtype != x.dtype:
+        raise ValueError(
+            f"The update of codes must be of integers, as `eqq.float_masters` returns it. Got {by.dtype} for {path}. "
+            "Nothing that scales updates may come after it in an `optax.chain`: put that before it or inside."
+        )
+    if jnp.shape(by) != x.shape or (jnp.iscomplexobj(by) and not jnp.iscomplexobj(x)):
+        raise ValueError(
+            f"An update must have the shape of its parameter, and be real where that is. Got {jnp.shape(by)}, "
+            f"{jnp.result_type(by)}, for {path}, {x.shape}, {x.dtype}. Apply updates of this model."
+        )
+    return (x + by).astype(x.dtype)
 
 
 def _unchanged(x: Any) -> Any:

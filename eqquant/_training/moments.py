@@ -1,28 +1,51 @@
 """Optimizer state in eight bits."""
 
 import dataclasses
+import functools as ft
 import math
 from typing import Any, TYPE_CHECKING
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._array import AbstractFormat, as_format
+from .._formats import Dynamic8
 from .._leaves import some
 from .._quantize import encode_array, is_quantized
-from .masters import FloatMastersState
+from .._sharding import full_spec, leaf_shardings
+from .masters import as_optimizer, FloatMastersState
 
 
 if TYPE_CHECKING:
     import optax
 
 
-# How optax names the moments in its states. Second moments are never negative.
-_FIRST = frozenset({"mu", "trace", "m", "ema"})
-_SECOND = frozenset({"nu", "nu_max", "v", "sum_of_squares"})
-# Below these names a model's own names begin, which may be any.
-_OTHER = frozenset({"acc_grads", "masters", "params"})
+# The moments in the states of optax's optimizers, and whether they have a sign. By name, as not every version of optax
+# has all of these. What is not here stays in float: other fields, whatever they are called, may hold anything.
+# (`ScaleByRStdDevState` is not, as it subtracts the square of one moment from another, which rounding makes negative.)
+_MOMENTS = {
+    "EmaState": {"ema": True},
+    "FactoredState": {"v": False},
+    "MuonState": {"mu": True},
+    "ScaleByAdamState": {"mu": True, "nu": False},
+    "ScaleByAdanState": {"m": True, "v": True, "n": False},
+    "ScaleByAdemamixState": {"m1": True, "m2": True, "nu": False},
+    "ScaleByAmsgradState": {"mu": True, "nu": False, "nu_max": False},
+    "ScaleByBeliefState": {"mu": True, "nu": False},
+    "ScaleByLionState": {"mu": True},
+    "ScaleByNovogradState": {"mu": True},
+    "ScaleByRmsState": {"nu": False},
+    "ScaleByRmsWithCountState": {"nu": False},
+    "ScaleByRssState": {"sum_of_squares": False},
+    "ScaleBySM3State": {"nu": True},
+    "ScaleBySimplifiedAdEMAMixState": {"m": True, "n": False},
+    "SophiaState": {"mu": True},
+    "TraceState": {"trace": True},
+}
 
 
 def quantize_state(
@@ -31,14 +54,16 @@ def quantize_state(
     """Keeps the first and second moments of an optimizer quantized between steps.
 
     A step dequantizes them, runs the optimizer, and quantizes what it returns. With the default,
-    [`eqquant.Dynamic8`][], a moment takes 8.125 bits and not 32. Moments are what optax names so: `mu`, `nu`, `nu_max`,
-    `trace`, `ema`, `m`, `v` and `sum_of_squares`. Second moments are quantized without a sign, if the format can do
-    without.
+    [`eqquant.Dynamic8`][], a moment takes 8.125 bits and not 32. Moments are those of Adam and its relatives (AdamW,
+    Nadam, AMSGrad, AdaBelief, Adan, AdEMAMix, ADOPT, Sophia's first), of SGD, Lion, Muon, RMSProp that is not centred,
+    Adagrad, Adafactor where it does not factor, SM3 and NovoGrad, in whatever of optax's wrappers. All other state,
+    that of optimizers of your own included, stays in float.
 
     !!! Example
 
         ```python
         optim = eqq.quantize_state(optax.adamw(1e-3))
+        state = optim.init(eqx.filter(model, eqx.is_inexact_array))  # of a float model, as for any optax optimizer
         optim = eqq.float_masters(eqq.quantize_state(optax.adamw(1e-4)))  # together with QAT, in this order
         ```
 
@@ -49,8 +74,9 @@ def quantize_state(
     **Arguments:**
 
     - `optimizer`: any optax optimizer that keeps moments.
-    - `format`: what they are quantized to. Blocks run along the last axis, and along more of the last ones where it is
-        shorter than a block.
+    - `format`: what they are quantized to. Second moments, which are divided by, need one without a sign in which small
+        values do not become zero: `signed=False` of a format that has it, `Dynamic8(signed=False)` with any other.
+        Blocks run along the last axis, and along more of the last ones where it is shorter than a block.
     - `min_size`: moments of fewer values stay in float, as they weigh little.
 
     **Returns:**
@@ -59,32 +85,58 @@ def quantize_state(
 
     **Raises:**
 
-    Its `init`: `ValueError` if the optimizer has no moments of at least `min_size` values, or if it wraps
+    `TypeError` for an optimizer that is none. Its `init`: `ValueError` if the optimizer has no moments of at least
+    `min_size` values or has quantized ones, if parameters are quantized and have no masters, or if it wraps
     [`eqquant.float_masters`][], whose masters are no moments.
     """
     import optax
 
     signed = as_format(format)
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
-    inner = optax.with_extra_args_support(optimizer)
+    has_unsigned = any(field.name == "signed" for field in dataclasses.fields(signed))
+    unsigned = dataclasses.replace(signed, signed=False) if has_unsigned else Dynamic8(signed=False)  # pyright: ignore[reportCallIssue]
+    inner = as_optimizer(optimizer)
+
+    def quantize_fields(state: Any) -> Any:
+        quantize = {
+            field: jtu.tree_map(
+                ft.partial(_quantize_moment, format=signed if sign else unsigned, min_size=min_size),
+                getattr(state, field),
+            )
+            for field, sign in _moments(state).items()
+        }
+        return state._replace(**quantize) if quantize else state
 
     def init(params: PyTree) -> PyTree:
         state = inner.init(params)
-        flat, treedef = jtu.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, FloatMastersState))
+        if not jtu.tree_leaves(params):  # what `optax.tree_map_params` passes, to see where in the state they are
+            return state
+        is_leaf = lambda x: isinstance(x, FloatMastersState) or is_quantized(x)
+        flat = jtu.tree_leaves_with_path(state, is_leaf=is_leaf)
         if any(isinstance(x, FloatMastersState) for _, x in flat):
             raise ValueError(
                 "`quantize_state` must be inside of `float_masters`. Got it outside. Write "
                 "`eqq.float_masters(eqq.quantize_state(optimizer))`."
             )
-        done = [_quantize_moment(_moment_of(path), x, signed, min_size) for path, x in flat]
-        if not any(is_quantized(x) for x in done):
+        already = next((jtu.keystr(path) for path, x in flat if is_quantized(x)), None)
+        if already is not None:
+            of_params = any(is_quantized(x) for x in jtu.tree_leaves(params, is_leaf=is_quantized))
+            raise ValueError(
+                f"`quantize_state` needs an optimizer whose state is float. Got {already}, which is quantized. "
+                + (
+                    "So are the parameters, which need masters: `eqq.float_masters(eqq.quantize_state(optimizer))`."
+                    if of_params
+                    else "Wrap the optimizer once."
+                )
+            )
+        done = jtu.tree_map(quantize_fields, state, is_leaf=lambda x: bool(_moments(x)))
+        if not any(is_quantized(x) for x in jtu.tree_leaves(done, is_leaf=is_quantized)):
             names = [jtu.keystr(path) for path, x in flat if jnp.size(x) > 1]
             raise ValueError(
-                f"The optimizer must keep moments of at least {min_size} values. Got none in its state "
-                f"({some(names) or 'which is empty'}). Lower `min_size`, or use the optimizer without the wrapper."
+                f"The optimizer must keep moments of at least {min_size} values, in a state that is known. Got none in "
+                f"its state ({some(names) or 'which is empty'}). Lower `min_size`, or use the optimizer without the "
+                "wrapper."
             )
-        return jtu.tree_unflatten(treedef, done)
+        return done
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -96,21 +148,32 @@ def quantize_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _moment_of(path: tuple[Any, ...]) -> str | None:
-    """The name of the moment that a leaf of the state belongs to: the first on its path that is one."""
-    names = [key.name for key in path if isinstance(key, jtu.GetAttrKey)]
-    return next((name for name in names if name in _FIRST | _SECOND | _OTHER), None)
+def _moments(state: Any) -> dict[str, bool]:
+    """Which fields of a state are moments, and whether they have a sign."""
+    of_optax = type(state).__module__.partition(".")[0] == "optax"
+    return _MOMENTS.get(type(state).__name__, {}) if of_optax else {}
 
 
-def _quantize_moment(moment: str | None, x: Any, signed: AbstractFormat, min_size: int) -> Any:
-    if moment is None or moment in _OTHER or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+def _quantize_moment(x: Any, format: AbstractFormat, min_size: int) -> Any:
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x
     if jnp.size(x) < max(min_size, 1) or jnp.ndim(x) == 0:
         return x
-    format = signed
-    if moment in _SECOND and any(field.name == "signed" for field in dataclasses.fields(signed)):
-        format = dataclasses.replace(signed, signed=False)  # pyright: ignore[reportCallIssue]
-    return encode_array(x, format, _blocked_axes(x.shape, format), None, None)
+    axes = _blocked_axes(x.shape, format)
+    return encode_array(x, format, axes, None, None, sharding=_sharding_of(x, format, axes))
+
+
+def _sharding_of(x: Any, format: AbstractFormat, axes: tuple[int, ...]) -> NamedSharding | None:
+    """Where a moment was; but whole along axes whose parts would end within a block."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    entries = full_spec(sharding, x.ndim).spec
+    try:
+        leaf_shardings(jax.eval_shape(lambda x: encode_array(x, format, axes, None, None), x), sharding)
+        return sharding
+    except ValueError:
+        return NamedSharding(sharding.mesh, PartitionSpec(*entries[: x.ndim - len(axes)], *[None] * len(axes)))
 
 
 def _blocked_axes(shape: tuple[int, ...], format: AbstractFormat) -> tuple[int, ...]:
@@ -123,5 +186,5 @@ def _blocked_axes(shape: tuple[int, ...], format: AbstractFormat) -> tuple[int, 
 def _like(old: Any, new: Any) -> Any:
     if not is_quantized(old):
         return new
-    q = encode_array(new, old.format, old._axes, old.logical_dtype, None)
+    q = encode_array(new, old.format, old._axes, old.logical_dtype, None, sharding=old.sharding)
     return dataclasses.replace(q, logical_sharding=old.logical_sharding)

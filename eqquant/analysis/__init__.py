@@ -1,3 +1,8 @@
+"""What quantization costs: the error of arrays and of models, sensitivities, mixed plans, a benchmark suite.
+
+See `docs/analysis.md`. Sums are taken on the host, in float64.
+"""
+
 from ._benchmark import (
     Benchmark as Benchmark,
     Comparison as Comparison,
@@ -20,8 +25,10 @@ from ._generators import (
     lcg_channels as lcg_channels,
     lcg_gaussian as lcg_gaussian,
     lcg_outliers as lcg_outliers,
+    lcg_student as lcg_student,
     lcg_uniform as lcg_uniform,
     outlier_weights as outlier_weights,
+    student_weights as student_weights,
     uniform_weights as uniform_weights,
 )
 from ._integers import integer_format as integer_format

@@ -4,19 +4,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import ArrayLike, Float
 from rich.table import Table
 
 from .._array import AbstractFormat, as_format
 from .._quantize import quantize
-from ._error import ErrorReport, measure, Real, to_numpy
+from ._error import ErrorReport, measure, Real, to_numpy, Values
 from ._integers import stored_bits
 from ._plots import draw_front
 from ._report import numbers_table, Report
 
 
-@dataclasses.dataclass(frozen=True)
-class Benchmark:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Benchmark(Report):
     """The error of one format on one array. `bits` are per value, scales included."""
 
     name: str
@@ -33,6 +32,12 @@ class Benchmark:
     def quality(self) -> float:
         """Decibels over compression, where that is above one. It favours exact formats over small ones."""
         return self.error.sqnr_db / max(self.compression, 1.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "compression": self.compression, "quality": self.quality}
+
+    def __rich__(self) -> Table:
+        return Comparison((self,)).__rich__()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -60,12 +65,12 @@ class Comparison(Report):
         return max(self.rows, key=lambda row: row.quality)
 
     def to_dict(self) -> dict[str, Any]:
-        rows = super().to_dict()["rows"]
-        for row, benchmark in zip(rows, self.rows, strict=True):
-            row |= {"compression": benchmark.compression, "quality": benchmark.quality}
-        best = {"best_by_sqnr": self.best_by_sqnr, "best_by_mse": self.best_by_mse}
-        best |= {"best_by_quality": self.best_by_quality}
-        return {"rows": rows, **{name: row.name for name, row in best.items()}}
+        return {
+            "rows": [row.to_dict() for row in self.rows],
+            "best_by_sqnr": self.best_by_sqnr.name,
+            "best_by_mse": self.best_by_mse.name,
+            "best_by_quality": self.best_by_quality.name,
+        }
 
     def __rich__(self) -> Table:
         table = numbers_table("", "bits", "compression", "SQNR, dB", "mse", "max error", "cosine", "quality")
@@ -83,7 +88,7 @@ class Comparison(Report):
 
 
 def run_benchmark(
-    x: Float[ArrayLike, "..."],
+    x: Values,
     format: AbstractFormat | str,
     *,
     name: str | None = None,
@@ -109,7 +114,7 @@ def run_benchmark(
 
     **Returns:**
 
-    The name, the format, `bits`, `error`, `compression` and `quality`.
+    A report with `name`, `format`, `bits`, `error`, `compression` and `quality`. It prints as a table.
 
     **Raises:**
 

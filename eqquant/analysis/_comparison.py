@@ -2,21 +2,23 @@
 
 from collections.abc import Sequence
 
-from jaxtyping import ArrayLike, Float
-
 from .._array import AbstractFormat
-from .._formats import Binary, FP8, Int2, Int4, Int8, MXFP4, MXFP8, NF4, NVFP4, Q4_0, Q8_0, Ternary
+from .._formats import Binary, Dynamic8, FP8, Int2, Int4, Int8, MXFP4, MXFP8, NF4, NVFP4, Q4_0, Q8_0, Ternary
+from .._quantize import check_quantizable
 from ._benchmark import Comparison, run_benchmark
-from ._error import to_numpy
+from ._error import to_numpy, Values
 from ._integers import integer_format, Rounding
 
 
-# One of each kind: what is compared where nothing else is asked for.
+# What is compared where nothing else is asked for.
 FORMATS: tuple[AbstractFormat, ...] = (
     Int8(),
     Int8(symmetric=False),
     FP8(),
+    FP8("e5m2"),
     MXFP8(),
+    MXFP8("e5m2"),
+    Dynamic8(),  # pyright: ignore[reportCallIssue]
     Q8_0(),
     NF4(),
     NF4(double_quant=True),
@@ -33,7 +35,7 @@ FORMATS: tuple[AbstractFormat, ...] = (
 
 
 def compare_formats(
-    x: Float[ArrayLike, "..."],
+    x: Values,
     formats: Sequence[AbstractFormat | str] = FORMATS,
     *,
     axis: int | Sequence[int] = -1,
@@ -50,7 +52,7 @@ def compare_formats(
     **Arguments:**
 
     - `x`: the values.
-    - `formats`: formats, or their lower-case names. One of each kind unless given.
+    - `formats`: formats, or their lower-case names. All of the library unless given.
     - `axis`: the axis along which blocks run.
 
     **Returns:**
@@ -62,12 +64,12 @@ def compare_formats(
     `ValueError` for no formats, and as [`eqquant.quantize`][].
     """
     if not formats:
-        raise ValueError("`formats` must name at least one format. Got none. Leave it out for one of each kind.")
+        raise ValueError("`formats` must name at least one format. Got none. Leave it out for all of the library.")
     return Comparison(tuple(run_benchmark(x, format, axis=axis) for format in formats))
 
 
 def compare_bit_widths(
-    x: Float[ArrayLike, "..."],
+    x: Values,
     bits: Sequence[int] = (4, 8),
     *,
     symmetric: bool = True,
@@ -106,7 +108,7 @@ def compare_bit_widths(
 
 
 def compare_granularities(
-    x: Float[ArrayLike, "..."],
+    x: Values,
     bits: int = 8,
     *,
     group_size: int = 32,
@@ -140,7 +142,9 @@ def compare_granularities(
 
     `ValueError` for a group larger than the axis, or bits that are not from 2 to 8.
     """
-    length = to_numpy(x, "`x`").shape[axis]
+    values = to_numpy(x, "`x`")
+    _, (axis,) = check_quantizable(values, axis)
+    length = values.shape[axis]
     if not 1 <= group_size <= length:
         raise ValueError(
             f"`group_size` must be from 1 to the length of the axis, {length}. Got {group_size}. A group as "
@@ -151,4 +155,4 @@ def compare_granularities(
         name: integer_format(bits, block_size=size, symmetric=symmetric, rounding=rounding)
         for name, size in sizes.items()
     }
-    return Comparison(tuple(run_benchmark(x, f, name=name, axis=axis) for name, f in formats.items()))
+    return Comparison(tuple(run_benchmark(values, f, name=name, axis=axis) for name, f in formats.items()))

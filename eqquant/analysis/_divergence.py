@@ -123,6 +123,6 @@ def _compare_outputs(
     # Scaled first, so that no square over- or underflows. Two vectors of zeros point the same way.
     a, b = (y / jnp.where((m := jnp.abs(y).max(axis=-1, keepdims=True)) > 0, m, 1) for y in (a, b))
     norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
-    both_zero = ~(a.any(axis=-1) | b.any(axis=-1))
+    both_zero = (~(a.any(axis=-1) | b.any(axis=-1))).astype(jnp.float32)
     cosine = jnp.where(norms > 0, jnp.sum(a * b, axis=-1) / jnp.where(norms > 0, norms, 1), both_zero)
     return kl, cosine, jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)

@@ -93,6 +93,34 @@ def outlier_weights(
     return jnp.where(jr.bernoulli(places, rate, shape), outlier, jr.normal(values, shape, jnp.float32))
 
 
+def student_weights(key: PRNGKeyArray, shape: tuple[int, ...], degrees: Real = 3.0) -> Float32[Array, "..."]:
+    """Values of Student's t distribution: heavy tails, as the weights of trained models have.
+
+    !!! Example
+
+        ```python
+        w = eqq.analysis.student_weights(jr.key(0), (256, 256))
+        ```
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `shape`: the shape.
+    - `degrees`: the degrees of freedom. The fewer, the heavier the tails; above 2, so that the variance is finite.
+
+    **Returns:**
+
+    A float32 array.
+
+    **Raises:**
+
+    `ValueError` for two degrees of freedom or fewer.
+    """
+    if not degrees > 2:
+        raise ValueError(f"`degrees` must be above 2. Got {degrees}. With fewer the variance is infinite.")
+    return jr.t(key, degrees, shape, jnp.float32)
+
+
 def channel_weights(key: PRNGKeyArray, shape: tuple[int, int], spread: Real = 5.0) -> Float32[Array, "channels size"]:
     """Normally distributed channels, whose standard deviations grow evenly from 1 to almost `1 + spread`.
 
@@ -228,6 +256,32 @@ def lcg_channels(channels: int, size: int, spread: Real = 5.0, *, seed: int) -> 
     """
     seeds = _Lcg(seed)
     return np.stack([lcg_gaussian(size, 0.0, 1 + c / channels * spread, seed=next(seeds)) for c in range(channels)])
+
+
+def lcg_student(size: int, degrees: int = 3, *, seed: int) -> Float[np.ndarray, " size"]:
+    r"""Values of Student's t distribution from the generator of [`eqquant.analysis.lcg_gaussian`][].
+
+    A first run of `size` normally distributed values $z$, then one for each degree of freedom:
+    $z / \sqrt{(z_1^2 + \ldots + z_d^2) / d}$.
+
+    !!! Example
+
+        ```python
+        w = eqq.analysis.lcg_student(1000, seed=46)
+        ```
+
+    **Arguments:**
+
+    - `size`: how many values.
+    - `degrees`: the degrees of freedom.
+    - `seed`: the first state.
+
+    **Returns:**
+
+    A float32 array.
+    """
+    z = lcg_gaussian((1 + degrees) * size, seed=seed).reshape(1 + degrees, size)
+    return z[0] / np.sqrt(np.mean(z[1:] ** 2, axis=0))
 
 
 class _Lcg(Iterator[int]):

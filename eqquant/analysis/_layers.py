@@ -17,8 +17,8 @@ from ._plots import draw_bars
 from ._report import numbers_table, Report
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafError:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LeafError(Report):
     """The error of one leaf. `bits` are per value, scales included."""
 
     path: str
@@ -26,6 +26,9 @@ class LeafError:
     format: AbstractFormat
     bits: float
     error: ErrorReport
+
+    def __rich__(self) -> Table:
+        return TreeErrorReport((self,)).__rich__()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -57,15 +60,14 @@ class TreeErrorReport(Report):
         return {**super().to_dict(), "bits": self.bits, "mse": self.mse, "sqnr_db": self.sqnr_db}
 
     def __rich__(self) -> Table:
-        headers = ("bits", "SQNR, dB", "rmse", "max error", "relative", "cosine", "outliers")
+        headers = ("bits", "SQNR, dB", "rmse", "max error", "cosine")
         table = numbers_table("leaf", "shape", "format", *headers, text=3)
         for leaf in self.leaves:
             e, shape = leaf.error, " x ".join(map(str, leaf.shape))
-            errors = (f"{e.rmse:.3e}", f"{e.max_error:.3e}", f"{e.relative_l2:.4f}", f"{e.cosine:.6f}")
-            numbers = (f"{leaf.bits:.2f}", f"{e.sqnr_db:.2f}", *errors, f"{e.outlier_rate:.2%}")
-            table.add_row(leaf.path, shape, repr(leaf.format), *numbers)
+            errors = (f"{e.sqnr_db:.2f}", f"{e.rmse:.3e}", f"{e.max_error:.3e}", f"{e.cosine:.6f}")
+            table.add_row(leaf.path, shape, repr(leaf.format), f"{leaf.bits:.2f}", *errors)
         table.add_section()
-        total = (f"{self.bits:.2f}", f"{self.sqnr_db:.2f}", f"{math.sqrt(self.mse):.3e}", "", "", "", "")
+        total = (f"{self.bits:.2f}", f"{self.sqnr_db:.2f}", f"{math.sqrt(self.mse):.3e}", "", "")
         table.add_row(f"{len(self.leaves)} leaves", "", "", *total)
         return table
 

@@ -5,16 +5,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import ArrayLike, Float
 from rich.table import Table
 
 from .. import _scaling
 from .._array import AbstractFormat, as_format, QuantizedArray
-from .._quantize import memory_order, quantize
+from .._quantize import quantize
 from ._comparison import compare_bit_widths
-from ._error import measure, quantization_mse, Real, to_numpy
+from ._error import measure, quantization_mse, Real, rows_of, to_numpy, Values
 from ._integers import integer_format, Rounding
 from ._plots import draw_bars
 from ._report import numbers_table, Report
@@ -37,7 +35,7 @@ class ScaleSensitivity(Report):
         return table
 
 
-def scale_sensitivity(x: Float[ArrayLike, "..."], q: QuantizedArray, change: Real = 0.1) -> ScaleSensitivity:
+def scale_sensitivity(x: Values, q: QuantizedArray, change: Real = 0.1) -> ScaleSensitivity:
     r"""How much worse an array is quantized with scales that are all a little too large, or too small.
 
     With mean squared errors $e_0$ before and $e_1$ after, the sensitivity is $|e_1 - e_0| / (|\delta| e_0)$.
@@ -65,13 +63,10 @@ def scale_sensitivity(x: Float[ArrayLike, "..."], q: QuantizedArray, change: Rea
     if not (-1 < change < math.inf) or change == 0:
         raise ValueError(f"`change` must be above -1 and not zero. Got {change}. It is a share: 0.1 for 10 % more.")
     before = quantization_mse(x, q)
-    axes = q.axis if isinstance(q.axis, tuple) else (q.axis,)
-    rows = memory_order(jnp.asarray(x, jnp.float32), axes)
-    spread = lambda per_block: _scaling.expand(per_block, q.format.block_size, rows.shape[-1])
-    scale = spread(q.scale * (1 + change))
-    zero = 0.0 if q.zero_point is None else spread(q.zero_point.astype(jnp.float32))
+    rows, scale, zero = rows_of(x, q)
+    scale = scale * (1 + change)
     codes = q.format.encode(_scaling.divide(rows, scale) + zero)
-    after = quantization_mse(rows, (q.format.decode(codes) - zero) * scale)
+    after = quantization_mse(rows, ((q.format.decode(codes) - zero) * scale).astype(q.dtype))
     growth = abs(after - before) / abs(change)
     ratio = growth / before if before > 0 else (math.inf if growth > 0 else 0.0)
     return ScaleSensitivity(float(change), before, after, ratio)
@@ -102,7 +97,7 @@ class OutlierImpact(Report):
 
 
 def outlier_impact(
-    x: Float[ArrayLike, "..."],
+    x: Values,
     percentile: Real = 99,
     format: AbstractFormat | str | None = None,
     *,
@@ -177,7 +172,7 @@ class BitWidthDegradation(Report):
 
 
 def bit_width_degradation(
-    x: Float[ArrayLike, "..."],
+    x: Values,
     bits: Sequence[int] = (2, 3, 4, 5, 6, 7, 8),
     *,
     axis: int | Sequence[int] = -1,

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from rich.table import Table
 
 from .._array import AbstractFormat
-from .._leaves import array_nbytes, named_leaves, some
+from .._leaves import array_nbytes, named_leaves, some, why_never
 from ._knapsack import choose
 from ._plots import draw_bars
 from ._report import numbers_table, Report, show_format
@@ -115,7 +115,8 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
     **Returns:**
 
     A plan: a mapping from paths to formats, `None` for float, that [`eqquant.quantize_tree`][] takes as it is (with the
-    same `where` and `axis` if some were given). It prints as a table.
+    same `where` and `axis` if some were given). It prints as a table. A budget that all of the model fits into in float
+    leaves nothing to quantize, and `quantize_tree` then says so.
 
     **Raises:**
 
@@ -151,14 +152,15 @@ def _options(leaf: LeafSensitivity, base: float) -> list[tuple[AbstractFormat | 
 
 
 def _check_leaves(model: PyTree, sensitivities: SensitivityReport) -> None:
-    found = {leaf.path: leaf.value for leaf in named_leaves(model)}
+    found = {leaf.path: leaf.value for leaf in named_leaves(model) if why_never(leaf.value) is None}
     for leaf in sensitivities.leaves:
         for path in leaf.paths:
             if path not in found:
                 raise ValueError(
-                    f"`sensitivities` must be those of `model`. Got {path}, which is none of its leaves: {some(found)}."
+                    f"`sensitivities` must be those of `model`. Got {path}, which is none of its float arrays: "
+                    f"{some(found)}. Measure anew."
                 )
-            shape, nbytes = np.shape(found[path]), array_nbytes(found[path])
+            shape, nbytes = tuple(found[path].shape), array_nbytes(found[path])
             if shape != leaf.shape or nbytes != leaf.dense_nbytes:
                 raise ValueError(
                     f"`sensitivities` must be those of `model`. Got {path} of shape {leaf.shape} and "

@@ -1,6 +1,5 @@
 """Pictures of results. Matplotlib is imported when one is drawn, and never needed otherwise."""
 
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,20 +11,18 @@ BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#6
 COLOURS = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 
 
-def pyplot() -> types.ModuleType:
+def axes_or_new(ax: Any, size: tuple[float, float]) -> Any:
+    """The axes that were given, or those of a new figure, which pyplot does not know: no window, nothing to close."""
+    if ax is not None:
+        return ax
     try:
-        import matplotlib.pyplot
+        from matplotlib.figure import Figure
     except ImportError as e:
         raise ImportError(
             "`plot` needs Matplotlib, which is not installed. Got no module named 'matplotlib'. Run "
-            "`pip install matplotlib`."
+            "`pip install eqquant[plot]`."
         ) from e
-    return matplotlib.pyplot
-
-
-def axes_or_new(ax: Any, size: tuple[float, float]) -> Any:
-    """The axes that were given, or those of a new figure."""
-    return pyplot().subplots(figsize=size, layout="constrained")[1] if ax is None else ax
+    return Figure(figsize=size, layout="constrained").subplots()
 
 
 def draw_bars(
@@ -53,20 +50,68 @@ def draw_bars(
 
 def draw_front(ax: Any, names: Sequence[str], bits: Sequence[float], errors: Sequence[float], label: str) -> Any:
     """Error against bits. The line joins those that nothing with as few bits beats: the Pareto front."""
-    ax = axes_or_new(ax, (7.0, 4.5))
+    ax = axes_or_new(ax, (7.5, 5.0))
     best = on_front(bits, errors)
+    colours = [BLUE if n in best else GREY for n in range(len(bits))]
     ax.plot([bits[n] for n in best], [errors[n] for n in best], color=BLUE, zorder=1, label="Pareto front")
-    ax.scatter(bits, errors, s=22, color=[BLUE if n in best else GREY for n in range(len(bits))], zorder=2)
-    for n, name in enumerate(names):
-        place = {"xytext": (4, -3), "ha": "left", "va": "top"} if n not in best else {"xytext": (4, 4), "ha": "left"}
-        ax.annotate(name, (bits[n], errors[n]), textcoords="offset points", fontsize=7, **place)
+    ax.scatter(bits, errors, s=22, color=colours, zorder=3)
     ax.set_yscale("log")
-    ax.margins(x=0.12)
+    ax.margins(x=0.08)
     ax.set_xlabel("bits per weight, scales included")
     ax.set_ylabel(label)
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8)
+    _label_points(ax, names, np.array([bits, errors]).T, colours)
     return ax
+
+
+def _label_points(ax: Any, names: Sequence[str], points: np.ndarray, colours: Sequence[str]) -> None:
+    """Names beside points, towards the middle of the axes. Those of points side by side are below one another."""
+    ax.figure.canvas.draw()  # the layout decides where points are
+    to_points = 72 / ax.figure.dpi
+    places = ax.transData.transform(points) * to_points
+    middle = ax.transAxes.transform((0.5, 0.5))[0] * to_points
+    columns: list[list[int]] = []
+    for n in np.argsort(places[:, 0]):
+        if columns and places[n, 0] - places[columns[-1][-1], 0] < 30:
+            columns[-1].append(int(n))
+        else:
+            columns.append([int(n)])
+    for column in columns:
+        left = places[column, 0].mean() > middle
+        start = places[column, 0].min() - 12 if left else places[column, 0].max() + 12
+        for n, line in _spread(column, places[:, 1], 9.0):
+            ax.annotate(
+                names[n],
+                points[n],
+                xytext=(start - places[n, 0], line - places[n, 1]),
+                textcoords="offset points",
+                ha="right" if left else "left",
+                va="center",
+                fontsize=7,
+                color=colours[n],
+                bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.7},
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": colours[n],
+                    "linewidth": 0.5,
+                    "relpos": (float(left), 0.5),
+                    "shrinkA": 0,
+                    "shrinkB": 0,
+                },
+            )
+
+
+def _spread(items: Sequence[int], wanted: np.ndarray, height: float) -> list[tuple[int, float]]:
+    """Lines of text at about the wanted heights, from the top down, without overlap."""
+    groups: list[list[int]] = []
+    centre = lambda group: float(wanted[group].mean())
+    for n in sorted(items, key=lambda n: -wanted[n]):
+        groups.append([n])
+        while len(groups) > 1 and centre(groups[-2]) - centre(groups[-1]) < height * len(groups[-2] + groups[-1]) / 2:
+            last = groups.pop()
+            groups[-1] = groups[-1] + last
+    return [(n, centre(g) + height * ((len(g) - 1) / 2 - k)) for g in groups for k, n in enumerate(g)]
 
 
 def on_front(bits: Sequence[float], errors: Sequence[float]) -> list[int]:

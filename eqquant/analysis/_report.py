@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from .._array import AbstractFormat
@@ -30,10 +29,9 @@ class Report(abc.ABC):
         return json.dumps(_finite(self.to_dict()), indent=indent)
 
     def __str__(self) -> str:
-        console, table = Console(width=140), self.__rich__()
-        console.width = max(140, Measurement.get(console, console.options, table).minimum)
+        console = Console(width=1000)  # as wide as the table wants to be: no name is cut
         with console.capture() as capture:
-            console.print(table)
+            console.print(self)
         return capture.get().rstrip()
 
     __repr__ = __str__
@@ -63,8 +61,10 @@ def _finite(x: Any) -> Any:
 def numbers_table(*headers: str, text: int = 1) -> Table:
     """A table whose first `text` columns are text, and whose others are numbers."""
     table = Table(*headers)
+    for column in table.columns[:text]:
+        column.overflow = "fold"  # in a narrow terminal a name takes several lines, and a number stays whole
     for column in table.columns[text:]:
-        column.justify, column.overflow, column.min_width = "right", "fold", 9
+        column.justify, column.no_wrap = "right", True
     return table
 
 

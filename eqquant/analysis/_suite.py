@@ -1,28 +1,34 @@
-"""The benchmark suite: integers on four kinds of weights, then every format on one of them."""
+"""The benchmark suite: integers on four kinds of weights, every format on one of them, scale rules on heavy tails."""
 
 import math
 
 import numpy as np
 from jaxtyping import Float
 
+from .._formats import Int2, Int4, Int8, NF4
 from .._scaling import BlockSize
+from .._search import ScaleRule
 from ._benchmark import Benchmark, Comparison, run_benchmark
 from ._comparison import FORMATS
-from ._generators import lcg_channels, lcg_gaussian, lcg_outliers, lcg_uniform
+from ._generators import lcg_channels, lcg_gaussian, lcg_outliers, lcg_student, lcg_uniform
 from ._integers import integer_format
 
 
 _GROUP = 32
 _CHANNELS = 16
+_RULES: tuple[ScaleRule, ...] = ("absmax", "mse", "hqq")
 
 
 def run_suite(size: int = 4096) -> Comparison:
-    """A fixed set of benchmarks, the same on every machine: eleven of symmetric integers, then one of each format.
+    """A fixed set of benchmarks, the same on every machine.
 
-    Integers of four and eight bits run on normally distributed values, and of eight bits on uniform ones, on ones with
-    outliers and on sixteen channels of growing spread; with one scale, one for each channel, and one for each group of
-    32. Here an array of `n` values has channels of the length of its square root, rounded, so that the last may be
-    shorter. Ties are rounded away from zero. The formats run on the normally distributed values.
+    - Eleven of symmetric integers: of four and eight bits on normally distributed values, of eight bits on uniform
+        ones, on ones with outliers and on sixteen channels of growing spread; with one scale, one for each channel, and
+        one for each group of 32. Here an array of `n` values has channels of about the length of its square root, and
+        the last may be shorter. Ties are rounded away from zero.
+    - One of each format, on the normally distributed values.
+    - The scale rules of `Int8`, `Int4`, `Int2` and `NF4` in blocks of 64, on Student's t distribution of three degrees
+        of freedom, whose tails are heavy.
 
     !!! Example
 
@@ -45,22 +51,37 @@ def run_suite(size: int = 4096) -> Comparison:
     """
     if size < 256:
         raise ValueError(f"`size` must be at least 256, sixteen channels of sixteen values. Got {size}.")
+    return Comparison((*integer_rows(size), *_format_rows(size), *_rule_rows(size)))
+
+
+def integer_rows(size: int) -> list[Benchmark]:
     gaussian = lcg_gaussian(size, seed=42)
     outliers = lcg_outliers(size, 0.01, 10.0, seed=44)
     channels = lcg_channels(_CHANNELS, size // _CHANNELS, 5.0, seed=45).ravel()
     sizes: dict[str, BlockSize] = {"tensor": "tensor", "channel": size // math.isqrt(size), "group": _GROUP}
-    rows = [_row("gaussian", gaussian, bits, kind, block) for bits in (4, 8) for kind, block in sizes.items()]
-    rows += [
-        _row("uniform", lcg_uniform(size, -1.0, 1.0, seed=43), 8, "tensor", "tensor"),
-        _row("outliers", outliers, 8, "tensor", "tensor"),
-        _row("outliers", outliers, 8, "group", _GROUP),
-        _row("channels", channels, 8, "tensor", "tensor"),
-        _row("channels", channels, 8, "channel", size // math.isqrt(size)),
+    rows = [_integer_row("gaussian", gaussian, bits, kind, block) for bits in (4, 8) for kind, block in sizes.items()]
+    return rows + [
+        _integer_row("uniform", lcg_uniform(size, -1.0, 1.0, seed=43), 8, "tensor", "tensor"),
+        _integer_row("outliers", outliers, 8, "tensor", "tensor"),
+        _integer_row("outliers", outliers, 8, "group", _GROUP),
+        _integer_row("channels", channels, 8, "tensor", "tensor"),
+        _integer_row("channels", channels, 8, "channel", size // math.isqrt(size)),
     ]
-    rows += [run_benchmark(gaussian, format, name=f"gaussian, {format!r}") for format in FORMATS]
-    return Comparison(tuple(rows))
 
 
-def _row(data: str, x: Float[np.ndarray, " size"], bits: int, kind: str, block_size: BlockSize) -> Benchmark:
+def _integer_row(data: str, x: Float[np.ndarray, " size"], bits: int, kind: str, block_size: BlockSize) -> Benchmark:
     format = integer_format(bits, block_size=block_size, rounding="away")
     return run_benchmark(x, format, name=f"{data}, {bits} bits, {kind}", threshold=0.1)
+
+
+def _format_rows(size: int) -> list[Benchmark]:
+    gaussian = lcg_gaussian(size, seed=42)
+    return [run_benchmark(gaussian, format, name=f"gaussian, {format!r}") for format in FORMATS]
+
+
+def _rule_rows(size: int) -> list[Benchmark]:
+    heavy = lcg_student(size, seed=46)
+    formats = [kind(block_size=64, scale_rule=rule) for kind in (Int8, Int4, Int2, NF4) for rule in _RULES]
+    # What a format prints leaves out what is as it would be anyway; here the rule and the size are the point.
+    name = lambda f: f"heavy tails, {type(f).__name__} by {f.scale_rule}"
+    return [run_benchmark(heavy, format, name=name(format)) for format in formats]

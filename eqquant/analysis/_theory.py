@@ -3,10 +3,9 @@
 from typing import Literal
 
 import numpy as np
-from jaxtyping import ArrayLike, Float
 
 from .._array import QuantizedArray
-from ._error import analyze_error, levels_of, Real
+from ._error import analyze_error, levels_of, Real, Values
 
 
 def theoretical_sqnr(bits: int, signal: Literal["uniform", "sine"] = "uniform") -> float:
@@ -71,7 +70,7 @@ def theoretical_max_error(q: QuantizedArray) -> float:
     return float(steps.max(initial=0) / 2 * np.abs(np.asarray(q.scale)).max(initial=0))
 
 
-def error_within_bounds(x: Float[ArrayLike, "..."], q: QuantizedArray, tolerance: Real = 0.01) -> bool:
+def error_within_bounds(x: Values, q: QuantizedArray, tolerance: Real = 0.01) -> bool:
     """Whether no error exceeds [`eqquant.analysis.theoretical_max_error`][].
 
     !!! Example

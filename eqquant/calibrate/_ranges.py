@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from .calibrator import AbstractCalibrator, extremes
+from ._calibrator import AbstractCalibrator, extremes
 
 
 _Extremes = tuple[Float32[Array, "*blocks"], Float32[Array, "*blocks"]]
@@ -64,7 +64,7 @@ class MovingAverage(AbstractCalibrator):
     - `momentum`: $m$, the weight of a new batch, above 0 and at most 1.
     """
 
-    momentum: float = eqx.field(static=True, default=0.01)
+    momentum: float | int = eqx.field(static=True, default=0.01)
 
     def __check_init__(self) -> None:
         if not 0 < self.momentum <= 1:

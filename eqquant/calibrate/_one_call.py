@@ -1,6 +1,7 @@
 """Calibration in one call, over data that is at hand."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools as it
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from .calibrator import AbstractCalibrator
-from .granularity import Granularity
-from .percentile import Percentile
-from .ranges import MinMax
-from .result import CalibrationResult
+from .._operators import AbstractArrayValue
+from ._calibrator import AbstractCalibrator
+from ._granularity import Granularity
+from ._percentile import Percentile
+from ._ranges import MinMax
+from ._result import CalibrationResult
 
 
 _SHARED = """
@@ -61,8 +63,8 @@ def calibrate_percentile(
     data: Float[ArrayLike, "..."] | Iterable[Any],
     bits: int = 8,
     symmetric: bool = True,
-    lower: float = 0.01,
-    upper: float = 99.99,
+    lower: float | int = 0.01,
+    upper: float | int = 99.99,
     granularity: Granularity = Granularity(),
     name: str = "the data",
 ) -> CalibrationResult:
@@ -122,10 +124,7 @@ def calibrate_per_channel(
     - `axis`: the axis, or axes, that scales differ along.
     {returns}
     """
-    batches = _batches(data)
-    first = next(batches, None)
-    by = Granularity() if first is None else Granularity.of(first, axis)
-    return _run(MinMax(bits, symmetric, by), _chain(first, batches))
+    return _run_by(lambda x: Granularity.of(x, axis), data, bits, symmetric)
 
 
 def calibrate_per_group(
@@ -154,16 +153,14 @@ def calibrate_per_group(
     - `axis`: the axis along which groups run.
     {returns}
     """
-    batches = _batches(data)
-    first = next(batches, None)
-    by = Granularity()
-    if first is not None:
-        ndim = first.ndim
-        if not -ndim <= axis < ndim:
-            raise ValueError(f"`axis` must be an axis of the data, from {-ndim} to {ndim - 1}. Got {axis}.")
-        others = [a for a in range(ndim) if a != axis % ndim]
-        by = Granularity.of(first, (*others, axis), group_size)
-    return _run(MinMax(bits, symmetric, by), _chain(first, batches))
+
+    def by(x: Array) -> Granularity:
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(f"`axis` must be an axis of the data, from {-x.ndim} to {x.ndim - 1}. Got {axis}.")
+        others = [a for a in range(x.ndim) if a != axis % x.ndim]
+        return Granularity.of(x, (*others, axis), group_size)
+
+    return _run_by(by, data, bits, symmetric)
 
 
 for _function in (
@@ -183,12 +180,14 @@ def _run(calibrator: AbstractCalibrator, batches: Iterable[Array]) -> Calibratio
     return calibrator.result()
 
 
+def _run_by(by: Callable[[Array], Granularity], data: Any, bits: int, symmetric: bool) -> CalibrationResult:
+    """With the granularity that the first batch gives."""
+    batches = _batches(data)
+    first = list(it.islice(batches, 1))
+    granularity = by(first[0]) if first else Granularity()
+    return _run(MinMax(bits, symmetric, granularity), it.chain(first, batches))
+
+
 def _batches(data: Any) -> Iterator[Array]:
-    batches = [data] if isinstance(data, (jax.Array, np.ndarray, float, int)) else data
-    return (jnp.asarray(x) for x in batches)
-
-
-def _chain(first: Array | None, rest: Iterable[Array]) -> Iterator[Array]:
-    if first is not None:
-        yield first
-        yield from rest
+    one = isinstance(data, (jax.Array, np.ndarray, AbstractArrayValue, float, int))
+    return (jnp.asarray(x) for x in ([data] if one else data))

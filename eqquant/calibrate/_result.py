@@ -1,6 +1,7 @@
 """What calibration gives: a range, the scale and zero point that follow from it, and codes made with them."""
 
 import functools as ft
+from collections.abc import Sequence
 from typing import Literal
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Float32, Int8, UInt8
 
 from .. import _scaling
-from .granularity import Granularity
+from ._granularity import Granularity
 
 
 Rounding = Literal["half_even", "half_away"]
@@ -26,7 +27,7 @@ class CalibrationResult(eqx.Module):
 
         ```python
         result = eqq.calibrate.calibrate_per_channel(w, symmetric=False)
-        q = eqq.quantize(w, eqq.Int8(symmetric=False), scale=result.scale, zero_point=result.zero_point)
+        q = eqq.quantize(w, eqq.Int8(symmetric=False), **result.for_quantize())
         ```
 
     **Arguments:**
@@ -47,6 +48,48 @@ class CalibrationResult(eqx.Module):
     bits: int = eqx.field(static=True)
     symmetric: bool = eqx.field(static=True)
     granularity: Granularity = eqx.field(static=True)
+
+    def for_quantize(self, axis: int | Sequence[int] = -1) -> dict[str, Array | None]:
+        """`scale` and `zero_point` as [`eqquant.quantize`][] takes them, which is with the quantized axis last.
+
+        The format must have as many bits, the same symmetry, and blocks of the same size.
+
+        !!! Example
+
+            ```python
+            result = eqq.calibrate.calibrate_per_channel(w, axis=1, bits=4)     # w is used as x @ w
+            q = eqq.quantize(w, eqq.Int4(block_size=None), axis=-2, **result.for_quantize(axis=-2))
+            ```
+
+        **Arguments:**
+
+        - `axis`: the quantized axis, or axes, counted from the end.
+
+        **Returns:**
+
+        A dictionary of the two.
+
+        **Raises:**
+
+        `ValueError` for an axis that is not negative, or if scales differ along several axes that are quantized as one.
+        """
+        axes = (axis,) if isinstance(axis, int) else tuple(axis)
+        if any(a >= 0 for a in axes):
+            raise ValueError(f"`axis` must be negative, since a result has no axes in front. Got {axis}.")
+        ndim = max(self.scale.ndim, -min(axes))
+        if len(axes) > 1 and any(self.scale.ndim >= -a and self.scale.shape[a] > 1 for a in axes):
+            raise ValueError(
+                f"Scales must not differ along axes that are quantized as one. Got scales of shape {self.scale.shape} "
+                f"for `axis={axis}`. Calibrate along the other axes."
+            )
+
+        def arrange(x: Array) -> Array:
+            x = x.reshape(*[1] * (ndim - x.ndim), *x.shape)
+            x = jnp.moveaxis(x, axes, range(-len(axes), 0))
+            return x.reshape(*x.shape[: ndim - len(axes)], -1)
+
+        zero_point = None if self.zero_point is None else arrange(self.zero_point)
+        return {"scale": arrange(self.scale), "zero_point": zero_point}
 
 
 def check_bits(bits: int) -> None:
@@ -71,11 +114,17 @@ def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
     return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if symmetric else (0, 2**bits - 1)
 
 
+def widen(
+    low: Float32[Array, "*blocks"], high: Float32[Array, "*blocks"], by: Granularity
+) -> tuple[Float32[Array, "*scales"], Float32[Array, "*scales"]]:
+    """A range that includes zero, in the shape of the scales."""
+    return by.to_shape(jnp.minimum(low, 0)), by.to_shape(jnp.maximum(high, 0))
+
+
 def result_of(
-    low: Float32[Array, "*blocks"], high: Float32[Array, "*blocks"], bits: int, symmetric: bool, by: Granularity
+    low: Float32[Array, "*scales"], high: Float32[Array, "*scales"], bits: int, symmetric: bool, by: Granularity
 ) -> CalibrationResult:
-    """The result for a range, which is widened to include zero."""
-    low, high = by.to_shape(jnp.minimum(low, 0)), by.to_shape(jnp.maximum(high, 0))
+    """The result for a range that includes zero."""
     scale, zero_point = parameters(low, high, bits, symmetric)
     return CalibrationResult(scale, None if symmetric else zero_point.astype(jnp.uint8), low, high, bits, symmetric, by)
 
@@ -111,9 +160,14 @@ def quantize_with_params(
     """
     if rounding not in ("half_even", "half_away"):
         raise ValueError(f"`rounding` must be half_even or half_away. Got {rounding!r}.")
-    round = jnp.round if rounding == "half_even" else _scaling.round_half_away
     x = jnp.asarray(x)
     result.granularity.check(x.shape, "`x`")
+    return _quantize(x, result, rounding)
+
+
+@ft.partial(jax.jit, static_argnums=2)
+def _quantize(x: Array, result: CalibrationResult, rounding: Rounding) -> Array:
+    round = jnp.round if rounding == "half_even" else _scaling.round_half_away
     values = _scaling.divide(x.astype(jnp.float32), result.granularity.expand(result.scale, x.shape))
     if result.zero_point is not None:
         values = values + result.granularity.expand(result.zero_point, x.shape).astype(jnp.float32)
@@ -149,6 +203,11 @@ def dequantize_with_params(
     """
     codes = jnp.asarray(codes)
     result.granularity.check(codes.shape, "`codes`")
+    return _dequantize(codes, result)
+
+
+@jax.jit
+def _dequantize(codes: Array, result: CalibrationResult) -> Float32[Array, "..."]:
     values = codes.astype(jnp.float32)
     if result.zero_point is not None:
         values = values - result.granularity.expand(result.zero_point, codes.shape).astype(jnp.float32)

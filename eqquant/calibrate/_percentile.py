@@ -3,16 +3,16 @@
 import equinox as eqx
 from jaxtyping import Array, Float32
 
-from .sketch import AbstractSketched
+from ._sketch import AbstractSketched
 
 
 class Percentile(AbstractSketched):
     r"""The range between two percentiles of all data.
 
     Data is kept as counts in logarithmic bins, 12 KiB per scale however much data there is. A percentile is the
-    order statistic at rank $\lfloor p n / 100 \rfloor$, to within 1/64 of its magnitude; 0 and 100 are exact. Values
-    below $2^{-24}$ of the largest count as zero. Updates and merges commute: whatever the order, the result is the
-    same, bit for bit.
+    order statistic at rank $p n / 100$, computed in float32, to within 1/64 of its magnitude; 0 and 100 are exact.
+    Values below $2^{-24}$ of the largest count as zero. Updates and merges commute: whatever the order, the result is
+    the same, bit for bit.
 
     !!! Example
 
@@ -33,8 +33,8 @@ class Percentile(AbstractSketched):
     - `lower`, `upper`: percentiles, from 0 to 100.
     """
 
-    lower: float = eqx.field(static=True, default=0.01)
-    upper: float = eqx.field(static=True, default=99.99)
+    lower: float | int = eqx.field(static=True, default=0.01)
+    upper: float | int = eqx.field(static=True, default=99.99)
 
     def __check_init__(self) -> None:
         if not 0 <= self.lower < self.upper <= 100:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from .calibrator import AbstractCalibrator, extremes
-from .granularity import Granularity
+from ._calibrator import AbstractCalibrator, extremes
+from ._granularity import Granularity
 
 
 _MANTISSA = 6
@@ -58,7 +58,7 @@ class Sketch(eqx.Module):
 
     def edges(self) -> Float32[Array, "*blocks edges"]:
         """The edges of the bins, cut to the range of the data."""
-        level = (self.top[..., None] + 1) * _PER_OCTAVE - _HALF + jnp.arange(_HALF + 1)
+        level = _outer_add((self.top + 1) * _PER_OCTAVE - _HALF, _HALF + 1)
         largest = jnp.maximum(jnp.abs(self.low), jnp.abs(self.high))[..., None]
         # The edge above the largest floats would be infinite, and its bits no number.
         edges = jax.lax.bitcast_convert_type(jnp.clip(level, 0, 255 * _PER_OCTAVE - 1) << _SHIFT, jnp.float32)
@@ -67,7 +67,7 @@ class Sketch(eqx.Module):
         return jnp.clip(edges, self.low[..., None], self.high[..., None])
 
     def quantile(self, q: float) -> Float32[Array, "*blocks"]:
-        """The value that a part `q` of the data lies below, within 1/64 of its magnitude."""
+        """The value of rank `q * n`, that a part `q` of the data lies below, to within 1/64 of its magnitude."""
         below = jnp.cumsum(self.counts, axis=-1)
         total = below[..., -1].astype(jnp.float32)
         rank = jnp.clip(jnp.floor(q * total), 0, jnp.maximum(total - 1, 0))
@@ -76,15 +76,15 @@ class Sketch(eqx.Module):
         count, edges = at(self.counts).astype(jnp.float32), self.edges()
         inside = rank - (at(below).astype(jnp.float32) - count) + 0.5
         left, right = at(edges[..., :-1]), at(edges[..., 1:])
-        return left + (right - left) * jnp.clip(inside / jnp.maximum(count, 1), 0, 1)
+        value = left + (right - left) * jnp.clip(inside / jnp.maximum(count, 1), 0, 1)
+        return jnp.where(jnp.isfinite(self.low) & jnp.isfinite(self.high), value, jnp.nan)  # every bin would be wrong
 
     def _counts_below(self, top: Int32[Array, "*blocks"]) -> UInt32[Array, "*blocks bins"]:
         """The counts, with bins moved down to where they stand below a larger exponent."""
-        fallen = (top - self.top)[..., None] * _PER_OCTAVE
+        source = _outer_add((top - self.top) * _PER_OCTAVE, _HALF)
         negative, positive = self.counts[..., _HALF - 1 :: -1], self.counts[..., _HALF + 1 :]
 
         def move(half: Array) -> Array:
-            source = jnp.arange(_HALF) + fallen
             moved = jnp.take_along_axis(half, jnp.minimum(source, _HALF - 1), axis=-1)
             return jnp.where(source < _HALF, moved, jnp.uint32(0))
 
@@ -114,6 +114,11 @@ class AbstractSketched(AbstractCalibrator):
 
 def _bits(magnitude: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(magnitude, jnp.int32)
+
+
+def _outer_add(start: Int32[Array, "*blocks"], count: int) -> Int32[Array, "*blocks count"]:
+    """`start`, `start + 1`, ..., along a new last axis."""
+    return start[..., None] + jnp.arange(count, dtype=jnp.int32).reshape(*[1] * start.ndim, count)
 
 
 def _index(x: Float32[Array, "*shape"], top: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:

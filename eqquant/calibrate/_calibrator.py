@@ -9,10 +9,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int32, PyTree
 
-from .granularity import Granularity
-from .result import CalibrationResult, check_bits, result_of
+from .._quantize import all_finite
+from ._granularity import Granularity
+from ._result import CalibrationResult, check_bits, result_of, widen
 
 
 _Calibrator = TypeVar("_Calibrator", bound="AbstractCalibrator")
@@ -87,7 +89,7 @@ class AbstractCalibrator(eqx.Module):
 
         `ValueError` for an empty batch, another shape, and, outside of `jit`, for NaN and infinity.
         """
-        return dataclasses.replace(self, seen=self._add(self._check(x)), batches=self.batches + 1)
+        return dataclasses.replace(self, seen=_add(self, self._check(x)), batches=self.batches + 1)
 
     def merge(self: _Calibrator, other: _Calibrator) -> _Calibrator:
         """The calibrator of the data of both.
@@ -109,7 +111,7 @@ class AbstractCalibrator(eqx.Module):
                 "`merge` takes a calibrator of the same kind and settings. Got "
                 f"{_settings(other)} for {_settings(self)}. Make both with the same arguments."
             )
-        return dataclasses.replace(self, seen=self._join(other), batches=self.batches + other.batches)
+        return dataclasses.replace(self, seen=_join(self, other), batches=self.batches + other.batches)
 
     def result(self) -> CalibrationResult:
         """The scale and zero point for the data so far.
@@ -123,10 +125,10 @@ class AbstractCalibrator(eqx.Module):
         Outside of `jit`, `ValueError` if nothing was observed, or if the data held NaN or infinity. Inside of it the
         scale is then zero, NaN or infinite.
         """
-        low, high = self.range()
-        if not isinstance(self.batches, jax.core.Tracer) and bool((self.batches == 0).any()):
+        low, high = _range(self)
+        if not isinstance(self.batches, jax.core.Tracer) and np.any(np.asarray(self.batches) == 0):
             raise ValueError(f"`result` needs data. Got none for {self.name}. Call `update` with at least one batch.")
-        if not isinstance(low, jax.core.Tracer) and not bool((jnp.isfinite(low) & jnp.isfinite(high)).all()):
+        if not isinstance(low, jax.core.Tracer) and not (all_finite(low) and all_finite(high)):
             raise ValueError(_not_finite(self.name))
         return result_of(low, high, self.bits, self.symmetric, self.granularity)
 
@@ -136,10 +138,20 @@ class AbstractCalibrator(eqx.Module):
         if x.size == 0:
             raise ValueError(f"A batch must not be empty. Got shape {x.shape} for {self.name}. Leave it out.")
         self.granularity.check(x.shape, self.name)
-        x = x.astype(jnp.float32)
-        if not isinstance(x, jax.core.Tracer) and not bool(jnp.isfinite(x).all()):
+        if not isinstance(x, jax.core.Tracer) and not all_finite(x):
             raise ValueError(_not_finite(self.name))
-        return x
+        return x.astype(jnp.float32)
+
+
+# One program each, where the operations one by one would be dozens.
+_add = jax.jit(lambda calibrator, x: calibrator._add(x))
+_join = jax.jit(lambda calibrator, other: calibrator._join(other))
+
+
+@jax.jit
+def _range(calibrator: AbstractCalibrator) -> tuple[Float32[Array, "*scales"], Float32[Array, "*scales"]]:
+    low, high = calibrator.range()
+    return widen(low, high, calibrator.granularity)
 
 
 def extremes(x: Float[Array, "..."], by: Granularity) -> tuple[Float32[Array, "*blocks"], Float32[Array, "*blocks"]]:

@@ -1,0 +1,188 @@
+"""How the quantized matmul is divided among the devices of a mesh.
+
+XLA cannot look inside a kernel, nor into a loop over rows, and would gather every operand. So the product is announced
+as one operation with a rule of its own: how shardings pass through it, and what each device computes of its shards.
+
+With `x(m, k) . w(n, k)^T`, by which mesh axes which of these is divided:
+
+| | `x` | `w` | what it takes |
+| --- | --- | --- | --- |
+| data parallel | `m` | | nothing |
+| column parallel | | `n` | nothing |
+| row parallel | `k` | `k` | the sum of partial products: all-reduce, or reduce-scatter where the result is divided |
+| fully sharded | `m` | `n` or `k`, by the axes of `m` | the packed weight is gathered; never the dense one |
+
+Scales go with their codes. One that covers more than the shard of a device is held whole.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from . import _packing, _scaling
+from ._array import QuantizedArray
+from ._scaling import num_blocks
+from ._sharding import as_names, can_divide, leaf_specs, Names
+
+
+Run = Callable[[Array, QuantizedArray], Array]
+
+
+def partitioned(
+    run: Run, x: Float[Array, "*batch rows inner"], w: QuantizedArray, *, transpose: bool
+) -> Float[Array, "*batch rows outer"]:
+    """`run(x, w)`, on whichever shards of the operands a device has.
+
+    **Arguments:**
+
+    - `run`: an implementation of the product.
+    - `x`, `w`, `transpose`: as for `bind_matmul`; `w` without a master.
+    """
+    leaves = jtu.tree_leaves(w)
+
+    @custom_partitioning
+    def product(x: Array, *leaves: Array) -> Array:
+        # Only the shape is looked at. `partition` says what runs.
+        del leaves
+        return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)
+
+    def partition(mesh: Mesh, operands: Any, result: Any) -> Any:
+        x, *leaves = operands
+        codes = leaves[0]
+        plan = _plan(mesh.shape, w, _names(x), _names(codes), _names(result), transpose)
+        quantized = plan.weight(transpose)[1]
+        parts = math.prod(mesh.shape[name] for name in quantized)
+        on_mesh = lambda *names: NamedSharding(mesh, PartitionSpec(*(n or None for n in names)))
+        specs = leaf_specs(w, (*plan.batch, *plan.weight(transpose)), mesh.shape)
+        in_shardings = (on_mesh(*plan.batch, plan.rows, plan.contracted), *[NamedSharding(mesh, s) for s in specs])
+
+        def local(x: Array, *leaves: Array) -> Array:
+            return _sum(run(x, _local(w, leaves, quantized, parts)), plan)
+
+        return mesh, local, on_mesh(*plan.batch, *plan.result), in_shardings
+
+    rule, sizes = _rule(x.shape, w, transpose)
+    product.def_partition(partition, sharding_rule=rule, **sizes)
+    return product(x, *leaves)
+
+
+class _Plan(NamedTuple):
+    """The mesh axes that each dimension is divided by."""
+
+    batch: tuple[Names, ...]
+    rows: Names
+    kept: Names  # the other dimension of the result
+    contracted: Names
+    scattered: tuple[Names, Names]  # of those, what divides the rows and the columns of the sum
+
+    def weight(self, transpose: bool) -> tuple[Names, Names]:
+        return (self.contracted, self.kept) if transpose else (self.kept, self.contracted)
+
+    @property
+    def result(self) -> tuple[Names, Names]:
+        return self.rows + self.scattered[0], self.kept + self.scattered[1]
+
+
+def _plan(
+    sizes: Any,
+    w: QuantizedArray,
+    x: tuple[Names, ...],
+    codes: tuple[Names, ...],
+    result: tuple[Names, ...],
+    transpose: bool,
+) -> _Plan:
+    """What is divided by what, from how operands lie and where the result is wanted."""
+    n, k = w.shape[-2:]
+    *batch, rows, kept = result
+    of_weight = codes[-2] if transpose else codes[-1]
+    # A part of the sum stays where the part of the weight is; unless its mesh axes divide the examples, as they do if
+    # the weight is only stored in parts.
+    taken = {name for names in (*batch, *result[-2:]) for name in names}
+    contracted = tuple(name for name in of_weight if name in x[-1] or name not in taken)
+    if not can_divide(n if transpose else k, None if transpose else w.format, contracted, sizes):
+        contracted = ()
+    scattered = []
+    for dimension, names in enumerate((rows, kept)):
+        plain = tuple(name for name in names if name not in contracted)
+        rest = names[len(plain) :]
+        # The parts of a sum are dealt out in order, so their mesh axes must be the minor ones.
+        deals = names[: len(plain)] == plain and dimension not in scattered
+        scattered.append(rest if deals else ())
+        rows, kept = (plain, kept) if dimension == 0 else (rows, plain)
+    if not can_divide(k if transpose else n, w.format if transpose else None, kept, sizes):
+        kept, scattered[1] = (), ()
+    return _Plan(tuple(batch), rows, kept, contracted, (scattered[0], scattered[1]))
+
+
+def _sum(y: Array, plan: _Plan) -> Array:
+    """The sum of partial products, of which each device keeps its part."""
+    dealt = plan.scattered[0] + plan.scattered[1]
+    whole = tuple(name for name in plan.contracted if name not in dealt)
+    y = jax.lax.psum(y, whole) if whole else y
+    for axis, names in zip((y.ndim - 2, y.ndim - 1), plan.scattered, strict=True):
+        y = jax.lax.psum_scatter(y, names, scatter_dimension=axis, tiled=True) if names else y
+    return y
+
+
+def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int) -> QuantizedArray:
+    """The array that the leaves of a device are. Its rows are divided into `parts`, by the mesh axes `names`."""
+    mine = jtu.tree_unflatten(jtu.tree_structure(w), leaves)
+    if parts == 1:
+        return mine
+    nested = mine.stored_scale
+    if isinstance(nested, QuantizedArray):
+        # Scales of scales may cover more than one part. So they are looked up here, for the blocks that are.
+        blocks = num_blocks(w._length // parts, w.block_size)
+        values = nested.format.decode(_packing.unpack(nested.codes, nested.format.bits, blocks))
+        whole = nested.scale.shape[-1] == num_blocks(nested._length, nested.block_size)
+        first = jax.lax.axis_index(names) * blocks if whole and nested._length > blocks else 0
+        of_all = _scaling.expand(nested.scale, nested.block_size, nested._length if whole else blocks)
+        scale = values * jax.lax.dynamic_slice_in_dim(of_all, first, blocks, axis=-1)
+        mine = dataclasses.replace(mine, stored_scale=_scaling.scale_to_bits(scale, mine.format.scale_dtype))
+    return dataclasses.replace(mine, lengths=(w._length // parts,))
+
+
+def _names(struct: Any) -> tuple[Names, ...]:
+    """For each dimension, the mesh axes that it is divided by."""
+    spec = struct.sharding.spec
+    return tuple(as_names(entry) for entry in (*spec, *[None] * (len(struct.shape) - len(spec))))
+
+
+def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[str, dict[str, Any]]:
+    """How shardings pass through the product, as an einsum. The quantized axis is divided between blocks only."""
+    batch = [f"batch{i}" for i in range(len(shape) - 2)]
+    length, words, blocks = w._length, w.codes.shape[-1], w.scale.shape[-1]
+    sizes: dict[str, Any] = {}
+    if blocks > 1 and length % blocks == 0 and words % blocks == 0:
+        k, of_codes, of_scale = "(blocks within)", "(blocks words)", "blocks"
+        sizes = {"within": length // blocks, "words": words // blocks}
+    elif blocks == 1 and length == words:
+        k, of_codes, of_scale = "words", "words", "one"
+    elif blocks == 1 and words > 0 and length % words == 0:
+        k, of_codes, of_scale = "(words within)", "words", "one"
+        sizes = {"within": length // words}
+    else:
+        k, of_codes, of_scale = "k", "ragged_codes", "ragged_scale"
+    if sizes.get("words") == 1:
+        of_codes = "blocks"
+        del sizes["words"]
+    if sizes.get("within") == 1:
+        k = k.split()[0].lstrip("(")
+        del sizes["within"]
+    leaves = []
+    for number, leaf in enumerate(jtu.tree_leaves(w)):
+        count = leaf.shape[-1]
+        last = of_codes if number == 0 else of_scale if count == blocks else f"shared{number}"
+        leaves.append(" ".join([*batch, "n", last]))
+    inner, outer = ("n", k) if transpose else (k, "n")
+    x, y = (" ".join([*batch, "m", last]) for last in (inner, outer))
+    sizes["reduction_factors"] = ("n",) if transpose else tuple(k.strip("()").split())
+    return f"{', '.join([x, *leaves])} -> {y}", sizes

@@ -1,0 +1,158 @@
+"""Where a whole model is: the shardings of its leaves, by rules, by a tree, or as they are."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from ._leaves import Leaf, matches, named_leaves, Pattern, show_pattern, some
+from ._quantize import is_quantized
+from ._sharding import as_named, full_spec, leaf_shardings, place
+
+
+Spec = NamedSharding | PartitionSpec
+# A tree is a prefix of the model.
+Shardings = Mapping[str, Spec | None] | Mapping[Pattern, Spec | None] | Callable[[str, Any], Spec | None] | PyTree
+
+
+def tree_shardings(tree: PyTree, shardings: Shardings | None = None) -> PyTree:
+    """The sharding of every leaf of a model: those that its arrays have, or would have by some rules.
+
+    It is what `jax.device_put`, the `in_shardings` and `out_shardings` of `jax.jit`, and checkpoint libraries want.
+
+    !!! Example
+
+        ```python
+        arrays, static = eqx.partition(model, eqx.is_array)
+        arrays = jax.device_put(arrays, eqq.tree_shardings(arrays, {"*.up.weight": P("model"), "*": P()}))
+        ```
+
+    **Arguments:**
+
+    - `tree`: any pytree. The leaves may be `jax.ShapeDtypeStruct`s.
+    - `shardings`: those of the logical arrays, as for [`eqquant.quantize_tree`][]. Without it, those that the arrays
+        have now.
+
+    **Returns:**
+
+    The tree with a sharding in the place of each array, also of those that a quantized array consists of, and `None` in
+    the place of everything else. With `shardings`, also in the place of what no rule matches.
+
+    **Raises:**
+
+    `ValueError` if a spec does not fit its leaf, if a rule matches nothing, if there is no mesh or more than one. The
+    message names the leaf.
+    """
+    leaves = list(named_leaves(tree))
+    wanted = wanted_shardings(tree, leaves, shardings)
+    done = [
+        _as_is(leaf.value) if shardings is None else _would_be(leaf, s) for leaf, s in zip(leaves, wanted, strict=True)
+    ]
+    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_quantized), done)
+
+
+def wanted_shardings(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings | None) -> list[NamedSharding | None]:
+    """For each leaf, where it is to be, or `None` for where it is."""
+    if shardings is None:
+        return [None] * len(leaves)
+    specs = _specs(tree, leaves, shardings)
+    wanted, meshes = [], {}
+    for leaf, spec in zip(leaves, specs, strict=True):
+        if spec is None or not _is_array(leaf.value):
+            wanted.append(None)
+            continue
+        if not isinstance(spec, (NamedSharding, PartitionSpec)):
+            raise TypeError(f"{leaf.path} must have a NamedSharding, a PartitionSpec or None. Got {spec!r}.")
+        named = as_named(spec, getattr(leaf.value, "sharding", None), leaf.path)
+        meshes.setdefault(named.mesh, leaf.path)
+        if not is_quantized(leaf.value):
+            _check(leaf, named)
+        wanted.append(named if len(named.spec) > leaf.value.ndim else full_spec(named, leaf.value.ndim))
+    if len(meshes) > 1:
+        raise ValueError(
+            "All leaves must be on one mesh. Got "
+            + " and ".join(f"{dict(mesh.shape)} for {path}" for mesh, path in meshes.items())
+            + ". A program runs on one."
+        )
+    return wanted
+
+
+def move(x: Any, sharding: NamedSharding | None) -> Any:
+    """A leaf, where it shall be. Of a shape, what is said of it."""
+    if sharding is None or not _is_array(x):
+        return x
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(x)):
+        shardings = leaf_shardings(x, sharding) if is_quantized(x) else sharding
+        said = jtu.tree_map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), x, shardings)
+        return dataclasses.replace(said, logical_sharding=sharding) if is_quantized(x) else said
+    if is_quantized(x):
+        return x if x.sharding == sharding else x.with_sharding(sharding)
+    return place(x, sharding)
+
+
+def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[Any]:
+    is_spec = lambda x: x is None or isinstance(x, (NamedSharding, PartitionSpec))
+    if isinstance(shardings, Mapping) and all(map(is_spec, shardings.values())):
+        for pattern in shardings:
+            if not any(matches(pattern, leaf.path) for leaf in leaves):
+                raise ValueError(
+                    f"Each pattern of `shardings` must match a leaf. Got {show_pattern(pattern)!r}, which matches none "
+                    f"of: {some(leaf.path for leaf in leaves)}."
+                )
+        first = lambda path: next((spec for pattern, spec in shardings.items() if matches(pattern, path)), None)
+        return [first(leaf.path) for leaf in leaves]
+    if callable(shardings) and jtu.all_leaves([shardings]):  # a model may be callable too
+        return [shardings(leaf.path, leaf.value) for leaf in leaves]
+    try:
+        spread = jtu.tree_map(
+            lambda spec, node: jtu.tree_map(lambda _: _Box(spec), node, is_leaf=is_quantized),
+            shardings,
+            tree,
+            is_leaf=is_spec,
+        )
+    except ValueError as e:
+        raise ValueError(f"`shardings` must be rules, or a tree that is a prefix of the model. {e}") from None
+    return [box.spec for box in jtu.tree_leaves(spread)]
+
+
+class _Box:
+    """Holds a spec as one leaf: `None` is none, and a spec is a tuple."""
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+
+
+def _check(leaf: Leaf, sharding: NamedSharding) -> None:
+    shape = tuple(leaf.value.shape)
+    if len(sharding.spec) > len(shape):
+        raise ValueError(f"{leaf.path}, of shape {shape}, must not have a spec of more axes. Got {sharding.spec}.")
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as e:
+        raise ValueError(f"{leaf.path}, of shape {shape}, cannot be divided so. {e}") from None
+
+
+def _would_be(leaf: Leaf, sharding: NamedSharding | None) -> Any:
+    if sharding is None or not is_quantized(leaf.value):
+        return jtu.tree_map(lambda _: sharding, leaf.value) if is_quantized(leaf.value) else sharding
+    return leaf_shardings(leaf.value, sharding, leaf.path)
+
+
+def _as_is(x: Any) -> Any:
+    if is_quantized(x):
+        # Of shapes, only what was said of the whole is known.
+        said = x.logical_sharding if isinstance(x.logical_sharding, NamedSharding) else None
+        known = [getattr(leaf, "sharding", None) for leaf in jtu.tree_leaves(x)]
+        if None in known and said is not None:
+            return leaf_shardings(x, x.sharding)
+        return jtu.tree_unflatten(jtu.tree_structure(x), known)
+    return getattr(x, "sharding", None) if _is_array(x) else None
+
+
+def _is_array(x: Any) -> bool:
+    return is_quantized(x) or isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))

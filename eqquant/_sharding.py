@@ -1,0 +1,251 @@
+"""Shardings of logical arrays, and what follows for the leaves that they are stored as.
+
+A logical array has a sharding as any array has: for each axis, the mesh axes that it is divided by. In memory the
+quantized axis is last, and so it is in the sharding of every leaf. It can be divided between blocks, on whole bytes.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.tree_util as jtu
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from ._operators import AbstractArrayValue
+from ._scaling import num_blocks
+
+
+# The mesh axes that one dimension is divided by, the major one first.
+Names = tuple[str, ...]
+
+
+#
+# Specs
+#
+
+
+def as_names(entry: Any) -> Names:
+    """One entry of a `PartitionSpec`: nothing, a name, or several."""
+    if entry is None:
+        return ()
+    names = entry if isinstance(entry, tuple) else (entry,)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"The entries of a spec must be names of mesh axes, or None. Got {entry!r}.")
+    return names
+
+
+def fit_spec(sharding: Any, ndim: int) -> Any:
+    """The sharding of an array whose leading axes have come or gone since: specs are aligned at the last axis."""
+    if sharding is None:
+        return None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    return _like(sharding, [*[None] * (ndim - len(spec)), *spec[max(len(spec) - ndim, 0) :]])
+
+
+def permute_spec(sharding: Any, ndim: int, order: Sequence[int]) -> Any:
+    """The sharding of a transposed array."""
+    sharding = fit_spec(sharding, ndim)
+    if sharding is None:
+        return None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    return _like(sharding, [spec[a] for a in order])
+
+
+def full_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """A spec may name fewer axes than there are: the first ones. Here it names all."""
+    return _like(sharding, [*sharding.spec, *[None] * (ndim - len(sharding.spec))])
+
+
+def _like(sharding: Any, entries: Sequence[Any]) -> Any:
+    spec = PartitionSpec(*entries)
+    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
+
+
+#
+# From the logical array to its leaves, and back
+#
+
+
+def can_divide(length: int, format: Any, names: Names, sizes: Mapping[str, int]) -> bool:
+    """Whether an axis can be divided by mesh axes: evenly, and if it is quantized (by `format`), between blocks."""
+    parts = math.prod(sizes[name] for name in names)
+    if parts == 1 or length % parts != 0:
+        return parts == 1
+    return format is None or (length // parts) % _smallest_part(length, format) == 0
+
+
+def _smallest_part(length: int, format: Any) -> int:
+    """How many values of a quantized axis stay together: a block, or where one scale is for all of them, a byte."""
+    bytewise = 8 // format.bits
+    if num_blocks(length, format.block_size) == 1:
+        return bytewise
+    nested = format.scale_format
+    return format.block_size if nested is None else format.block_size * (8 // nested.bits)
+
+
+def leaf_specs(q: Any, names: Sequence[Names], sizes: Mapping[str, int]) -> list[PartitionSpec]:
+    """The specs of the leaves of a quantized array whose memory, `(*batch, length)`, is divided by `names`.
+
+    A scale that covers more than one part, such as that of a whole channel, is not divided along the quantized axis.
+    """
+    *batch, quantized = names
+    parts = math.prod(sizes[name] for name in quantized)
+    entries = [[*batch, quantized if divided else ()] for divided in _divided(q, parts)]
+    return [PartitionSpec(*(entry or None for entry in leaf)) for leaf in entries]
+
+
+def _divided(q: Any, parts: int) -> list[bool]:
+    """Of each leaf, whether it is divided along the quantized axis if the codes are."""
+    blocks, size = num_blocks(q._length, q.block_size), q.block_size
+    scales = blocks > 1 and q._length % parts == 0 and (q._length // parts) % size == 0
+    nested = q.stored_scale
+    of_scale = [scales]
+    if isinstance(nested, AbstractArrayValue):
+        of_scale = [scales and divided for divided in _divided(nested, parts)]
+    return [True, *of_scale, *[scales] * (q.zero_point is not None), *[True] * (q.master is not None)]
+
+
+def leaf_shardings(q: Any, sharding: NamedSharding, name: str = "The array") -> Any:
+    """The tree of shardings that a quantized array with the logical sharding `sharding` has; or an error."""
+    spec, sizes, shape = tuple(sharding.spec), sharding.mesh.shape, q.shape
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"{name} has {len(shape)} dimensions, {shape}, and its spec must not have more. Got {sharding.spec}. Leave "
+            "out what stands for axes that it has not."
+        )
+    names = [as_names(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
+    quantized = [a % len(shape) for a in q._axes]
+    for axis, divided_by in enumerate(names):
+        major, of_weight = axis == quantized[0], axis in quantized
+        length = q._length if major else shape[axis]
+        fits = can_divide(shape[axis], None, divided_by, sizes)
+        if fits and major:
+            fits = can_divide(length, q.format, divided_by, sizes)
+        if not fits or (of_weight and not major and math.prod(sizes[n] for n in divided_by) > 1):
+            raise ValueError(_cannot(name, q, axis, divided_by, sizes, of_weight and not major))
+    memory = [names[a] for a in range(len(shape)) if a not in quantized] + [names[quantized[0]]]
+    specs = leaf_specs(q, memory, sizes)
+    return jtu.tree_unflatten(jtu.tree_structure(q), [NamedSharding(sharding.mesh, s) for s in specs])
+
+
+def _cannot(name: str, q: Any, axis: int, names: Names, sizes: Mapping[str, int], minor: bool) -> str:
+    parts = math.prod(sizes[n] for n in names)
+    by = " and ".join(f"{n!r} ({sizes[n]})" for n in names)
+    if minor:
+        why = f"only the first of its quantized axes {q.axis} can be divided"
+    elif q.shape[axis] % parts != 0:
+        why = f"{q.shape[axis]} is not a multiple of {parts}"
+    else:
+        unit = _smallest_part(q._length, q.format)
+        why = f"it is quantized by {q.format!r}, whose blocks must stay whole: {unit} values of {q._length} together"
+    return (
+        f"{name}, of shape {q.shape}, cannot be divided along axis {axis}, of length {q.shape[axis]}, by the mesh axes "
+        f"{by}: {why}. Divide another axis, quantize along another one, or choose smaller blocks."
+    )
+
+
+def logical_sharding(q: Any) -> NamedSharding | None:
+    """The sharding of the logical array, from where its codes are; `None` if that is not known, as while traced."""
+    codes = q.codes
+    traced = isinstance(codes, jax.core.Tracer)
+    sharding = None if traced else getattr(codes, "sharding", None)
+    if traced and explicit_mesh(codes) is not None:
+        sharding = jax.typeof(codes).sharding
+    if not isinstance(sharding, NamedSharding) or q.ndim < -min(q._axes):
+        return None
+    *batch, quantized = full_spec(sharding, codes.ndim).spec
+    axes = [a % q.ndim for a in q._axes]
+    rest = iter(batch)
+    spec = [quantized if a == axes[0] else None if a in axes else next(rest) for a in range(q.ndim)]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+#
+# Moving
+#
+
+
+def as_named(sharding: NamedSharding | PartitionSpec, current: Any, name: str = "The array") -> NamedSharding:
+    """A spec on the mesh that it is meant for: that of the array, or the one that `jax.set_mesh` set."""
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    mesh = current.mesh if isinstance(current, NamedSharding) else _mesh_that_is_set()
+    if mesh.empty:
+        raise ValueError(
+            f"{name} is on no mesh, and the spec {sharding} needs one. Pass a `NamedSharding(mesh, spec)`, or call "
+            "this within `jax.set_mesh(mesh)`."
+        )
+    unknown = sorted({n for entry in sharding for n in as_names(entry)} - set(mesh.axis_names))
+    if unknown:
+        raise ValueError(
+            f"The spec of {name} must name axes of its mesh, which are {', '.join(map(repr, mesh.axis_names))}. Got "
+            f"{sharding}, with {', '.join(map(repr, unknown))}."
+        )
+    return NamedSharding(mesh, sharding)
+
+
+def _mesh_that_is_set() -> Any:
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # within `jit`, where a mesh has no devices yet
+        return jax.sharding.get_abstract_mesh()
+
+
+def place(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Puts leaves where they shall be; while they are traced, says so to the compiler."""
+
+    def one(x: Any, sharding: NamedSharding) -> Any:
+        if is_explicit(sharding.mesh) and (isinstance(x, jax.core.Tracer) or isinstance(sharding.mesh, _AbstractMesh)):
+            return jax.sharding.reshard(x, sharding)
+        if isinstance(x, jax.core.Tracer):
+            return jax.lax.with_sharding_constraint(x, sharding)
+        return jax.device_put(x, sharding)
+
+    return jtu.tree_map(one, tree, shardings)
+
+
+_AbstractMesh = jax.sharding.AbstractMesh
+
+
+def follow(tree: PyTree, sharding: Any) -> PyTree:
+    """Puts arrays that are on one device where `sharding` says, if it does: on a mesh, state has to be there too."""
+
+    def one(x: Any) -> Any:
+        alone = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and len(x.devices()) == 1
+        return place(x, sharding) if alone else x
+
+    return jtu.tree_map(one, tree) if isinstance(sharding, NamedSharding) else tree
+
+
+#
+# Explicit meshes
+#
+
+
+def is_explicit(mesh: Any) -> bool:
+    """Whether shardings are part of types on this mesh."""
+    return AxisType.Explicit in mesh.axis_types
+
+
+def explicit_mesh(*trees: PyTree) -> Any:
+    """The mesh of arrays whose types have a sharding, or `None`."""
+    for leaf in jtu.tree_leaves(trees):
+        mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
+        if mesh is not None and not mesh.empty and is_explicit(mesh):
+            return mesh
+    return None
+
+
+def names_of(x: Any) -> tuple[Names, ...]:
+    """For each dimension of an array, the mesh axes that its type says it is divided by."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    spec = aval.sharding.spec
+    return tuple(as_names(entry) for entry in (*spec, *[None] * (len(aval.shape) - len(spec))))
+
+
+def in_auto_mode(function: Callable[..., Any], out_shardings: PyTree) -> Callable[..., Any]:
+    """A function whose inside the compiler divides as it sees fit, and whose results are as `out_shardings` says."""
+    return jax.sharding.auto_axes(function, out_sharding=out_shardings)

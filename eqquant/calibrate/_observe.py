@@ -1,0 +1,89 @@
+"""A primitive that tells the host about an array in passing, in whole batches.
+
+Models are written for one example and mapped over a batch. Under `vmap` the primitive folds the batch into rows, as the
+quantized matmul does, so that statistics are taken of the batch at once and on the device. In `scan`, `while_loop` and
+`cond` it runs as often as the product it stands before.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Float, Float32
+
+
+Moments = dict[str, Any]
+# Called on the host with the numbers of the layers and the moments of their rows. Returns the former.
+Record = Callable[[Any, Moments], np.ndarray]
+
+_observe_p = jax.extend.core.Primitive("observe")
+
+
+def observe(
+    x: Float[Array, "*inputs"],
+    rows: Float[Array, "*stack rows features"],
+    index: Float32[Array, "*stack"],
+    **params: Any,
+) -> Float[Array, "*inputs"]:
+    """`x`, which is ready only after `record` has been told about `rows`.
+
+    **Arguments:**
+
+    - `x`: what a weight is multiplied with.
+    - `rows`: the same, arranged as rows.
+    - `index`: which of a stack of layers that weight is.
+    - `params`: `record`, compared by identity; the `threshold` above which magnitudes are counted; and `gram`, whether
+        to take the products of features with each other, too.
+    """
+    told = _observe_p.bind(rows, index, **params)
+    return jax.lax.optimization_barrier((x, told))[0]
+
+
+def _moments(x: Float[Array, "*stack rows features"], threshold: float | int, gram: bool) -> Moments:
+    x = x.astype(jnp.float32)
+    size = jnp.abs(x)
+    moments = {
+        "rows": jnp.full(x.shape[:-2], x.shape[-2], jnp.int32),
+        "min": jnp.min(x, axis=-2),
+        "max": jnp.max(x, axis=-2),
+        "mean": jnp.sum(x, axis=-2),
+        "mean_abs": jnp.sum(size, axis=-2),
+        "second_moment": jnp.sum(jnp.square(x), axis=-2),
+        "outlier_rate": jnp.sum(size > threshold, axis=-2, dtype=jnp.int32),
+    }
+    if gram:
+        moments["gram"] = jnp.matmul(jnp.swapaxes(x, -1, -2), x, precision=jax.lax.Precision.HIGHEST)
+    return moments
+
+
+def _run(x: Array, index: Array, *, record: Record, threshold: float | int, gram: bool) -> Array:
+    return io_callback(record, jax.ShapeDtypeStruct(index.shape, index.dtype), index, _moments(x, threshold, gram))
+
+
+def _batch(operands: Sequence[Array], axes: Sequence[Any], **params: Any) -> tuple[Array, Any]:
+    (x, index), (of_x, of_index) = operands, axes
+    if of_index is None:  # one layer for the whole batch: its examples become rows
+        x = jnp.moveaxis(x, of_x, -3)
+        x = x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
+        return _observe_p.bind(x, index, **params), None
+    index = jnp.moveaxis(index, of_index, 0)
+    x = jnp.broadcast_to(x, (index.shape[0], *x.shape)) if of_x is None else jnp.moveaxis(x, of_x, 0)
+    return _observe_p.bind(x, index, **params), 0
+
+
+def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tuple[Array, Any]:
+    del tangents
+    told = _observe_p.bind(*primals, **params)
+    return told, jnp.zeros_like(told)
+
+
+_observe_p.def_impl(jax.jit(_run, static_argnames=("record", "threshold", "gram")))
+_observe_p.def_abstract_eval(lambda x, index, **params: index)
+batching.primitive_batchers[_observe_p] = _batch
+ad.primitive_jvps[_observe_p] = _jvp
+mlir.register_lowering(_observe_p, mlir.lower_fun(_run, multiple_results=False))

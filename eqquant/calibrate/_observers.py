@@ -1,0 +1,194 @@
+"""What stands in the place of a weight while statistics are collected: the same weight, that watches its inputs."""
+
+import dataclasses
+import functools as ft
+import math
+import threading
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Float32
+
+from .._operators import AbstractArrayValue, as_permutation
+from ._observe import Moments, observe
+
+
+class Sums:
+    """Sums over rows, for each layer of a stack, in float64. Called from the device's side, so it never raises."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self.total: dict[str, np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, index: Any, moments: Moments) -> np.ndarray:
+        index = np.asarray(index)
+        numbers = index.astype(int).ravel()
+        with self._lock:
+            for name, value in moments.items():
+                value = np.asarray(value, np.float64)
+                value = value.reshape(numbers.size, *value.shape[index.ndim :])
+                combine, start = _COMBINE.get(name, (np.add, 0))
+                total = self.total.setdefault(name, np.full((self.layers, *value.shape[1:]), start, np.float64))
+                for number, part in zip(numbers, value, strict=True):
+                    total[number] = combine(total[number], part)
+        return index
+
+
+_COMBINE = {"min": (np.minimum, np.inf), "max": (np.maximum, -np.inf)}
+
+
+class Watch:
+    """What is known of the inputs of one weight. Static in what it is part of, and compared by identity.
+
+    - `along`: the sums, by the axis of the weight that the products contract.
+    - `looked_up`, `used`: whether it was indexed, and whether it was used in any other way that is not a product.
+    """
+
+    def __init__(self, path: str, stack: tuple[int, ...], threshold: float | int, gram: bool) -> None:
+        self.path, self.stack, self.threshold, self.gram = path, stack, threshold, gram
+        self.along = {axis: Sums(math.prod(stack)) for axis in (-1, -2)}
+        self.looked_up = self.used = False
+
+    def index(self) -> Float32[Array, "*stack"]:
+        """The number of each layer of the stack. It is a leaf, so that it is sliced and mapped with the weight.
+
+        And a float, so that whoever divides a model into weights and the rest takes it for a weight.
+        """
+        return jnp.arange(math.prod(self.stack), dtype=jnp.float32).reshape(self.stack)
+
+    def see(self, x: Array, rows: Float[Array, "*stack rows features"], index: Array, axis: int) -> Array:
+        """`x`, after the sums have been told about `rows`."""
+        index = jnp.broadcast_to(index, rows.shape[:-2]).astype(jnp.float32)
+        return observe(x, rows, index, record=self.along[axis], threshold=self.threshold, gram=self.gram)
+
+
+class WatchedArray(AbstractArrayValue):
+    """A weight whose products with `@` are watched. Everything else is done by the weight itself, unseen.
+
+    - `weight`: the weight, an array or one of ours.
+    - `index`: the number of the layer, of the shape of the axes in front of the last two.
+    - `swapped`: whether the last two axes were swapped since.
+    """
+
+    weight: Any
+    index: Float32[Array, "*stack"]
+    watch: Watch = eqx.field(static=True)
+    swapped: bool = eqx.field(static=True, default=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.weight.dtype)
+
+    def dequantize(self) -> Float[Array, "..."]:
+        self.watch.used = True
+        return self.weight.dequantize() if isinstance(self.weight, AbstractArrayValue) else jnp.asarray(self.weight)
+
+    def transpose(self, *axes: Any) -> Any:
+        order, ndim = as_permutation(axes, self.ndim), self.ndim
+        transposed = self.weight.transpose(order)
+        if order == [*range(ndim - 2), ndim - 1, ndim - 2]:
+            return dataclasses.replace(self, weight=transposed, swapped=not self.swapped)
+        self.watch.used = True
+        return transposed
+
+    def astype(self, dtype: Any) -> Any:
+        return dataclasses.replace(self, weight=self.weight.astype(dtype))
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        self.watch.used = True
+        return self.weight.reshape(*shape, **kwargs)
+
+    def __getitem__(self, index: Any) -> Array:
+        self.watch.looked_up = True
+        return self.weight[index]
+
+    def _matmul(self, other: ArrayLike, *, left: bool) -> Array:
+        x = jnp.asarray(other)
+        contracted = -1 if left else -2
+        fits = x.size > 0 and x.ndim > 0 and x.shape[-2 if left and x.ndim > 1 else -1] == self.shape[contracted]
+        if fits and jnp.issubdtype(x.dtype, jnp.floating):
+            x = self._watched(x, left, -3 - contracted if self.swapped else contracted)
+        return self.weight @ x if left else x @ self.weight
+
+    def _watched(self, x: Array, left: bool, axis: int) -> Array:
+        if self.index.ndim != self.ndim - 2:
+            raise ValueError(
+                f"{self.watch.path} must be sliced or mapped as one. Got a weight of shape {self.shape} in a stack of "
+                f"shape {self.index.shape}. Slice or map every array of a stacked model, as `eqx.is_array` selects."
+            )
+        rows = x[None, :] if x.ndim == 1 else jnp.swapaxes(x, -1, -2) if left else x
+        if self.index.ndim == 0:
+            rows = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
+        else:
+            batch = jnp.broadcast_shapes(rows.shape[:-2], self.index.shape)
+            rows = jnp.broadcast_to(rows, (*batch, *rows.shape[-2:]))
+        return self.watch.see(x, rows, self.index, axis)
+
+
+#
+# Convolutions
+#
+
+
+def is_convolution(x: Any) -> bool:
+    """Whether `x` is a convolution of Equinox. One that a user derived, with a `__call__` of its own, is not."""
+    return type(x) in _CONVOLUTIONS
+
+
+_CONVOLUTIONS = (
+    *(eqx.nn.Conv, eqx.nn.Conv1d, eqx.nn.Conv2d, eqx.nn.Conv3d),
+    *(eqx.nn.ConvTranspose, eqx.nn.ConvTranspose1d, eqx.nn.ConvTranspose2d, eqx.nn.ConvTranspose3d),
+)
+
+
+def watch_convolution(layer: Any, watch: Watch) -> Any:
+    """The same convolution, of a class derived from its own, that watches what its kernel is laid over.
+
+    A convolution hands its kernel to `jax.lax` as it is, and that asks for the array without saying what for. So here
+    the layer has to watch.
+    """
+    return _copy(_watched_class(type(layer)), layer, watch=watch, index=watch.index())
+
+
+@ft.cache
+def _watched_class(cls: type) -> type:
+    class Watched(cls):
+        watch: Any = eqx.field(static=True, default=None)
+        index: Any = None
+
+        def __call__(self, x: Array, **kwargs: Any) -> Array:
+            plain = _copy(cls, self)
+            patches = _patches(plain, x)
+            return plain(self.watch.see(x, patches, self.index, -1), **kwargs)
+
+    Watched.__name__ = Watched.__qualname__ = f"Watched{cls.__name__}"
+    return Watched
+
+
+def _copy(cls: type, layer: Any, **changes: Any) -> Any:
+    """A layer of another class with the same fields. Its `__init__`, which would draw new weights, is not called."""
+    copy = object.__new__(cls)
+    for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+        value = changes[field.name] if field.name in changes else getattr(layer, field.name)
+        object.__setattr__(copy, field.name, value)
+    return copy
+
+
+def _patches(layer: Any, x: Float[Array, "..."]) -> Float[Array, "rows features"]:
+    """What each position of the kernel is laid over, one row per position and group; features as in the kernel."""
+    inputs = layer.weight.shape[1:]
+    features = math.prod(inputs)
+    # The layer itself knows its strides, paddings and dilations. A kernel for each input of the kernel picks it out.
+    one_hot = jnp.eye(features, dtype=x.dtype).reshape(features, *inputs)
+    kernel = jnp.tile(one_hot, (layer.groups, *[1] * len(inputs)))
+    with jax.default_matmul_precision("highest"):
+        picked = _copy(type(layer), layer, weight=kernel, bias=None, use_bias=False)(x)
+    return jnp.swapaxes(picked.reshape(layer.groups, features, -1), -1, -2).reshape(-1, features)

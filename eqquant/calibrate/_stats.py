@@ -1,0 +1,326 @@
+"""Statistics of the inputs of every weight of a model, over batches of data."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import PyTree
+from rich.console import Console
+from rich.table import Table
+
+from .._leaves import default_axis, Leaf, named_leaves, selected_by, some, Where, why_never, why_not
+from .._operators import AbstractArrayValue
+from ._observers import is_convolution, Watch, watch_convolution, WatchedArray
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class LeafStats:
+    """What one weight was multiplied with.
+
+    - `path`, `shape`: of the weight.
+    - `axis`: the axis of the weight that the products contract, which is the one to quantize along: `-1` for `w @ x`,
+        `-2` for `x @ w`, all input axes for a convolution. `None` for a weight that was never seen in a product.
+    - `note`: what should be known, or why there is nothing to know.
+    - `rows`: how many inputs were seen: int64, of the shape of the axes in front of the last two, those of a stack of
+        layers (for a convolution, in front of its kernel).
+    - `min`, `max`, `mean`, `mean_abs`, `second_moment`: of each input feature: float64, `(*stack, features)`. The
+        second moment is the mean square. Of a convolution, features are the values that a kernel is laid over, in the
+        order of its axes; the groups of a grouped one are pooled.
+    - `outlier_rate`: the share of values whose magnitude exceeds the threshold.
+    - `gram`: with `gram=True`, the mean of $x x^T$: float64, `(*stack, features, features)`. GPTQ's Hessian is twice
+        that.
+
+    The statistics are `None` for a weight that was never seen. In a stack they are zero for a layer that was not, as
+    its `rows` are.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    axis: int | tuple[int, ...] | None
+    note: str
+    rows: np.ndarray
+    min: np.ndarray | None = None
+    max: np.ndarray | None = None
+    mean: np.ndarray | None = None
+    mean_abs: np.ndarray | None = None
+    second_moment: np.ndarray | None = None
+    outlier_rate: float | None = None
+    gram: np.ndarray | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields as plain Python values, without the Gram matrix."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "gram"}
+        plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else list(x) if isinstance(x, tuple) else x
+        return {name: plain(x) for name, x in fields.items()}
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class ActivationStats:
+    """What [`eqquant.calibrate.collect_stats`][] returns: a [`eqquant.calibrate.LeafStats`][] for each weight.
+
+    `stats["layers.0.weight"]` is the one of that path. It prints as a table.
+
+    - `leaves`: in the order of the model.
+    - `batches`: how many were observed.
+    - `threshold`: the magnitude above which a value was counted as an outlier.
+    """
+
+    leaves: tuple[LeafStats, ...]
+    batches: int
+    threshold: float | int
+
+    def __getitem__(self, path: str) -> LeafStats:
+        for leaf in self.leaves:
+            if leaf.path == path:
+                return leaf
+        raise KeyError(f"No weight {path!r} was watched. There are {some(leaf.path for leaf in self.leaves)}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields as plain Python values, without Gram matrices."""
+        leaves = [leaf.to_dict() for leaf in self.leaves]
+        return {"leaves": leaves, "batches": self.batches, "threshold": self.threshold}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict()` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def __rich__(self) -> Table:
+        table = Table("leaf", "shape", "rows", "min", "max", "rms", f"above {self.threshold:g}", "note")
+        for column in table.columns[2:-1]:
+            column.justify = "right"
+        for leaf in self.leaves:
+            shape = " x ".join(map(str, leaf.shape))
+            if leaf.min is None or leaf.max is None or leaf.second_moment is None:
+                table.add_row(leaf.path, shape, "0", "", "", "", "", leaf.note, style="dim")
+                continue
+            # Of a stack, each layer counts by its rows.
+            rms = math.sqrt(np.average(leaf.second_moment.mean(axis=-1), weights=leaf.rows))
+            numbers = (f"{leaf.min.min():.4g}", f"{leaf.max.max():.4g}", f"{rms:.4g}", f"{leaf.outlier_rate:.4%}")
+            table.add_row(leaf.path, shape, f"{leaf.rows.sum():,}", *numbers, leaf.note)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=140)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+    __repr__ = __str__
+
+
+def collect_stats(
+    model: PyTree,
+    batches: Iterable[PyTree],
+    *,
+    apply: Callable[[Any, Any], Any] | None = None,
+    where: Where | None = None,
+    threshold: float | int = 6.0,
+    gram: bool = False,
+) -> ActivationStats:
+    """Runs a model on data and observes what each of its weights is multiplied with.
+
+    The model is not changed. Each weight is replaced by an array that behaves the same and watches what stands on the
+    other side of `@`: under `jit`, `vmap` and `scan`, for quantized and stacked weights, wherever in the model it is
+    used. Convolutions of `equinox.nn` are watched too. A lookup, as of an embedding, is no product. A weight that goes
+    to `jnp.einsum`, `jnp.dot` or `jax.lax` is not seen, and the report says so.
+
+    Under `vmap`, a `cond` runs both of its branches, and what they see is counted.
+
+    !!! Example
+
+        ```python
+        stats = eqq.calibrate.collect_stats(eqx.nn.inference_mode(model), batches)
+        print(stats)
+        stats["layers.0.weight"].second_moment      # one per input feature
+        ```
+
+    ??? cite
+
+        The threshold is that of
+        [LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale](https://arxiv.org/abs/2208.07339).
+
+    **Arguments:**
+
+    - `model`: an Equinox model, or any pytree of weights.
+    - `batches`: an iterable of batches, each any pytree of arrays. One array is one batch.
+    - `apply`: a function `(model, batch) -> outputs`, which runs under `equinox.filter_jit` and returns at least one
+        array. `jax.vmap(model)(batch)` unless given.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are watched. Without it, every weight
+        that [`eqquant.quantize_tree`][] would take, and every quantized one.
+    - `threshold`: the magnitude above which a value counts as an outlier.
+    - `gram`: whether to keep the Gram matrix of the inputs of each weight: `features**2` numbers of float64.
+
+    **Returns:**
+
+    An [`eqquant.calibrate.ActivationStats`][] with a row for each weight.
+
+    **Raises:**
+
+    `ValueError` without batches, for an empty one, for inputs of a weight that are NaN or infinite or whose squares
+    overflow float32 (it names the weight and the batch), if no weight was seen in a product, or if there is none;
+    `TypeError` if `where` selects something that is no weight.
+    """
+    watched, watches = _watch(model, where, threshold, gram)
+    run = eqx.filter_jit(_default_apply if apply is None else apply)
+    count = 0
+    for batch in [batches] if isinstance(batches, (jax.Array, np.ndarray)) else batches:
+        shapes = [np.shape(x) for x in jtu.tree_leaves(batch)]
+        if any(0 in shape for shape in shapes):
+            raise ValueError(
+                f"A batch must not be empty. Got shape {some(map(str, shapes))} in batch {count}. Leave it out."
+            )
+        out = [x for x in jtu.tree_leaves(run(watched, batch)) if eqx.is_array(x)]
+        if not out:
+            raise ValueError("`apply` must return the outputs of the model. Got no array.")
+        jax.block_until_ready(out)  # which is after all that was seen on the way to them
+        _check_finite(watches, count)
+        count += 1
+    if count == 0:
+        raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make it anew.")
+    leaves = tuple(_stats_of(leaf, watch) for leaf, watch in watches)
+    if all(leaf.axis is None for leaf in leaves):
+        notes = some(f"{leaf.path}: {leaf.note}" for leaf in leaves)
+        raise ValueError(f"A weight must be multiplied with data to be observed. Got none that was ({notes}).")
+    return ActivationStats(leaves, count, threshold)
+
+
+def _default_apply(model: Any, batch: PyTree) -> Any:
+    return jax.vmap(model)(batch)
+
+
+#
+# Before
+#
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, AbstractArrayValue)
+
+
+def _watch(
+    model: PyTree, where: Where | None, threshold: float | int, gram: bool
+) -> tuple[PyTree, list[tuple[Leaf, Watch]]]:
+    """The model with its weights watched, and for each of them who does. One array in two places has one watch."""
+    leaves = list(named_leaves(model, _is_array))
+    if where is None:
+        chosen = [leaf for leaf in leaves if _is_weight(leaf)]
+        if not chosen:
+            raise ValueError(
+                "The model must hold weights. Got none among its leaves "
+                f"({some(leaf.path for leaf in leaves) or 'none'}). `where=` selects leaves that are left alone by "
+                "default."
+            )
+    else:
+        marks = selected_by(model, where, _is_array)
+        chosen = [leaf for leaf, mark in zip(leaves, marks, strict=True) if _is_selected(leaf, mark)]
+        if not chosen:
+            raise ValueError("`where` must select a weight. Got none with two or more dimensions.")
+    by_array: dict[int, Watch] = {}
+    watches = {}
+    for leaf in chosen:
+        stack = leaf.value.shape[: leaf.value.ndim - _weight_ndim(leaf)]
+        watch = by_array.setdefault(id(leaf.value), Watch(leaf.path, tuple(stack), threshold, gram))
+        watches[leaf.path] = watch
+
+    def replace(path: Any, node: Any) -> Any:
+        name = jtu.keystr(path, simple=True, separator=".")
+        if is_convolution(node):
+            watch = watches.get(f"{name}.weight" if name else "weight")
+            return node if watch is None else watch_convolution(node, watch)
+        watch = watches.get(name or "the array")
+        if watch is None:
+            return node
+        return WatchedArray(node if _is_array(node) else jnp.asarray(node), watch.index(), watch)
+
+    watched = jtu.tree_map_with_path(replace, model, is_leaf=lambda x: _is_array(x) or is_convolution(x))
+    return watched, [(leaf, watches[leaf.path]) for leaf in chosen]
+
+
+def _is_weight(leaf: Leaf) -> bool:
+    if _is_array(leaf.value):
+        return leaf.value.ndim >= 2
+    return why_never(leaf.value) is None and why_not(leaf) is None
+
+
+def _is_selected(leaf: Leaf, mark: str | None) -> bool:
+    if mark != "leaf":
+        return mark == "node" and _is_weight(leaf)
+    reason = None if _is_array(leaf.value) else why_never(leaf.value)
+    if reason is None and leaf.value.ndim < 2:
+        reason = "fewer than two dimensions"
+    if reason is not None:
+        raise TypeError(f"`where` must select weights. Got {leaf.path}: {reason}. Biases and scalars have no inputs.")
+    return True
+
+
+def _weight_ndim(leaf: Leaf) -> int:
+    """How many axes one layer's weight has: in front of them is a stack of layers."""
+    axis = default_axis(leaf)
+    return 1 + (len(axis) if isinstance(axis, tuple) else 1)
+
+
+#
+# After
+#
+
+
+def _check_finite(watches: Sequence[tuple[Leaf, Watch]], batch: int) -> None:
+    for leaf, watch in watches:
+        for total in (sums.total for sums in watch.along.values() if sums.total):
+            reached = total["rows"] > 0
+            if not all(np.isfinite(value[reached]).all() for name, value in total.items() if name != "gram"):
+                raise ValueError(
+                    f"The inputs of {leaf.path} must be finite, and so must their squares in float32. Got NaN, "
+                    f"infinity or too large a value in batch {batch}, counted from 0. Find where they arise, for "
+                    "instance with `jax.debug_nans`, or leave this batch out."
+                )
+
+
+def _stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
+    path, shape = leaf.path, tuple(leaf.value.shape)
+    seen = {axis: sums.total for axis, sums in watch.along.items() if sums.total}
+    notes = [] if path == watch.path else [f"the same array as {watch.path}"]
+    if not seen:
+        notes.append(_why_unseen(watch))
+        return LeafStats(path, shape, None, "; ".join(notes), np.zeros(watch.stack, np.int64))
+    if watch.used:
+        notes.append("also used without `@`, which was not seen")
+    if len(seen) > 1:
+        notes.append("also multiplied along its other axis, which is not counted")
+    axis, total = next(iter(seen.items()))
+    rows = total["rows"]
+    missed = int(np.sum(rows == 0))
+    if missed:
+        notes.append(f"{missed} of {rows.size} layers were not reached")
+    # Per row; and zero where there were none.
+    by_rows = {
+        name: value / np.maximum(rows, 1).reshape(-1, *[1] * (value.ndim - 1))
+        for name, value in total.items()
+        if name not in ("rows", "min", "max")
+    }
+    extremes = {name: np.where(rows[:, None] > 0, total[name], 0) for name in ("min", "max")}
+    rate = float(np.sum(total["outlier_rate"]) / (np.sum(rows) * total["outlier_rate"].shape[-1]))
+    stacked = {name: x.reshape(*watch.stack, *x.shape[1:]) for name, x in {**by_rows, **extremes}.items()}
+    counted = rows.astype(np.int64).reshape(watch.stack)
+    fields = {**stacked, "outlier_rate": rate}
+    return LeafStats(path, shape, _weight_axis(leaf, axis), "; ".join(notes), counted, **fields)
+
+
+def _weight_axis(leaf: Leaf, axis: int) -> int | tuple[int, ...]:
+    default = default_axis(leaf)
+    return default if isinstance(default, tuple) else axis
+
+
+def _why_unseen(watch: Watch) -> str:
+    if watch.used:
+        return "used, but not by `@`, so its inputs were not seen: write `weight @ x` or `x @ weight`"
+    if watch.looked_up:
+        return "looked up, not multiplied: a lookup has no inputs"
+    return "no batch reached it"

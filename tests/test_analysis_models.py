@@ -1,0 +1,327 @@
+"""What quantizing a model costs: errors by leaf, sensitivities, plans, outputs; and how reports are shown."""
+
+import itertools as it
+import json
+import math
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import eqquant as eqq
+from eqquant import analysis
+from eqquant.analysis._knapsack import choose
+
+from .helpers import sqnr, weights
+
+
+def close(actual, expected, rtol=1e-4):
+    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=1e-12)
+
+
+class Block(eqx.Module):
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+
+    def __init__(self, key):
+        up, down = jr.split(key)
+        self.up = eqx.nn.Linear(32, 64, key=up)
+        self.down = eqx.nn.Linear(64, 32, key=down)
+        self.norm = eqx.nn.LayerNorm(32)
+
+    def __call__(self, x, *, key=None):
+        return self.norm(x + self.down(jax.nn.relu(self.up(x))))
+
+
+@pytest.fixture
+def model(getkey):
+    blocks = [Block(getkey()) for _ in range(3)]
+    # The first block matters most.
+    blocks[0] = eqx.tree_at(lambda b: b.down.weight, blocks[0], 20 * blocks[0].down.weight)
+    return eqx.nn.Sequential([*blocks, eqx.nn.Linear(32, 10, key=getkey())])
+
+
+def squared_distance(model, batch):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+@pytest.fixture
+def batch(model, getkey):
+    x = weights(getkey(), (16, 32))
+    return x, jax.vmap(model)(x)
+
+
+def test_analyze_tree(model):
+    report = analysis.analyze_tree(model, {"*down*": "int8", "*": "nf4"})
+    assert [leaf.path for leaf in report.leaves][:2] == ["layers.0.up.weight", "layers.0.down.weight"]
+    assert len(report.leaves) == 7
+    leaf = report.leaves[1]
+    expected = analysis.analyze_error(model.layers[0].down.weight, eqq.quantize(model.layers[0].down.weight, "int8"))
+    assert leaf.error == expected and leaf.format == eqq.Int8() and leaf.bits == 8.5
+    report, rounded = analysis.analyze_tree(model), eqq.dequantize_tree(eqq.quantize_tree(model))
+    joined = lambda tree: np.concatenate([np.ravel(x) for x in jtu.tree_leaves(tree) if eqx.is_array(x) and x.ndim > 1])
+    x, y = joined(model), joined(rounded)
+    close([report.sqnr_db, report.mse], [sqnr(x, y), ((np.float64(x) - y) ** 2).mean()], 1e-6)
+    close(report.bits, eqq.plan_tree(eqx.filter(model, lambda x: eqx.is_array(x) and x.ndim > 1), "nf4").bits)
+    one = analysis.analyze_tree(model, "nf4", where=lambda m: m.layers[3].bias, axis=-1)
+    assert [leaf.path for leaf in one.leaves] == ["layers.3.bias"]
+    close(one.sqnr_db, one.leaves[0].error.sqnr_db, 1e-9)
+
+
+def test_sensitivity_compiles_once(model, batch):
+    traces = []
+
+    def loss(model, batch):
+        traces.append(None)
+        return squared_distance(model, batch)
+
+    report = analysis.sensitivity(model, loss, batch, ("int2", "nf4", "int8"))
+    assert len(traces) == 1
+    assert report.loss < 1e-10 and len(report.leaves) == 7
+    for leaf in report.leaves:
+        assert leaf.losses[0] > leaf.losses[1] > leaf.losses[2] >= 0
+    leaf = report.leaves[1]
+    changed = eqq.quantize_tree(model, "nf4", where=lambda m: m.layers[0].down.weight)
+    close(leaf.losses[1], squared_distance(eqq.dequantize_tree(changed), batch), 1e-3)
+    assert leaf.nbytes[1] == changed.layers[0].down.weight.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["numpy", "float16", "bfloat16"])
+def test_other_models(dtype, getkey):
+    """Arrays of NumPy, short floats, and what is quantized already, which stays as it is."""
+    make = (lambda w: np.asarray(w) * 1e-6) if dtype == "numpy" else lambda w: w.astype(dtype)
+    model = {name: make(weights(getkey(), (32, 72))) for name in "ab"} | {"c": eqq.quantize(weights(getkey(), (8, 32)))}
+    traces = []
+
+    def loss(model, x):
+        traces.append(None)
+        w = model["a"].T @ model["b"]
+        return jnp.var(w @ x).astype(jnp.float32) + (model["c"] @ jnp.ones(32)).sum()
+
+    x = jnp.ones((72, 3), model["a"].dtype)
+    report = analysis.sensitivity(model, loss, x, ("int2", "int8"))
+    assert len(traces) == 1 and [leaf.paths for leaf in report.leaves] == [("a",), ("b",)]
+    quantized = eqq.quantize_tree(model, analysis.plan_bits(model, report, 6))
+    errors = analysis.compare_trees(model, quantized)
+    assert [leaf.path for leaf in errors.leaves] == ["a", "b"] and 5 < errors.sqnr_db < 60
+    close(errors.leaves[0].error.mse, analysis.quantization_mse(model["a"], quantized["a"]), 1e-9)
+
+
+def test_one_array_in_two_places(getkey):
+    w = weights(getkey(), (32, 32))
+    model, x = {"a": w, "b": w, "c": weights(getkey(), (32, 32))}, weights(getkey(), (4, 32))
+    report = analysis.sensitivity(model, lambda m, x: jnp.mean((x @ m["a"] @ m["b"] @ m["c"]) ** 2), x, ("nf4", "int8"))
+    assert [leaf.paths for leaf in report.leaves] == [("a", "b"), ("c",)]
+    plan = analysis.plan_bits(model, report, 6.8)
+    quantized = eqq.quantize_tree(model, plan)
+    assert quantized["a"] is quantized["b"]
+    close(plan.bits, 8 * eqq.tree_nbytes(quantized) / (2 * w.size))
+
+
+@pytest.mark.parametrize("target", [2.8, 3.5, 4.5, 6, 40])
+def test_plans_keep_the_budget_and_are_better_than_uniform(model, batch, target):
+    formats = (eqq.Int2(), eqq.NF4(), eqq.Int8(block_size=64))
+    report = analysis.sensitivity(model, squared_distance, batch, formats)
+    plan = analysis.plan_bits(model, report, target)
+    size = sum(math.prod(leaf.shape) for leaf in report.leaves)
+    assert plan.bits <= target
+    if target == 40:  # more than all of them take
+        assert set(plan.values()) == {None} and plan.increase == 0 and plan.bits == 32
+        return
+    quantized = eqq.quantize_tree(model, plan)
+    found = [leaf for leaf in eqq.summary(quantized).leaves if leaf.path in plan]
+    close(8 * sum(leaf.nbytes for leaf in found) / size, plan.bits, 1e-9)
+    uniform = [
+        sum(leaf.losses[n] for leaf in report.leaves)
+        for n in range(len(formats))
+        if 8 * sum(leaf.nbytes[n] for leaf in report.leaves) <= target * size
+    ]
+    assert plan.increase <= min(uniform, default=math.inf) + 1e-6
+    if target == 4.5:
+        distance = {
+            name: float(squared_distance(eqq.dequantize_tree(eqq.quantize_tree(model, p)), batch))
+            for name, p in (("plan", plan), ("nf4", "nf4"))
+        }
+        assert distance["plan"] <= distance["nf4"]
+
+
+def test_paths_with_brackets(getkey):
+    model = {"w[0]": weights(getkey(), (32, 32)), "w0": weights(getkey(), (32, 32)), "*": weights(getkey(), (32, 32))}
+    loss = lambda m, x: sum(jnp.mean((x @ w) ** 2) for w in m.values())
+    report = analysis.sensitivity(model, loss, jnp.ones((1, 32)), ("nf4",))
+    leaves = tuple(
+        analysis.LeafSensitivity(leaf.paths, leaf.shape, leaf.dense_nbytes, leaf.formats, leaf.nbytes, (loss,))
+        for leaf, loss in zip(report.leaves, (0.0, 5.0, 5.0), strict=True)  # "*", "w0", "w[0]"
+    )
+    plan = analysis.plan_bits(model, analysis.SensitivityReport(0.0, leaves), 25)
+    quantized = eqq.quantize_tree(model, plan)
+    kinds = {path: eqq.is_quantized(w) for path, w in quantized.items()}
+    assert kinds == {"*": True, "w0": False, "w[0]": False}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_knapsack_finds_the_optimum(data):
+    items = data.draw(st.integers(1, 5))
+    options = data.draw(st.integers(1, 4))
+    numbers = lambda most: st.lists(st.integers(0, most), min_size=options, max_size=options)
+    costs = [np.array(data.draw(numbers(50))) for _ in range(items)]
+    losses = [np.array(data.draw(numbers(1000)), float) for _ in range(items)]
+    mixes = [
+        (sum(c[n] for c, n in zip(costs, mix)), sum(l[n] for l, n in zip(losses, mix)))
+        for mix in it.product(range(options), repeat=items)
+    ]
+    budget = data.draw(st.integers(int(min(cost for cost, _ in mixes)), int(max(cost for cost, _ in mixes)) + 5))
+    chosen = choose(costs, losses, budget)
+    assert sum(c[n] for c, n in zip(costs, chosen)) <= budget
+    assert sum(l[n] for l, n in zip(losses, chosen)) == min(loss for cost, loss in mixes if cost <= budget)
+
+
+def test_knapsack_of_large_costs():
+    rng = np.random.default_rng(0)
+    costs = [np.sort(rng.integers(1, 10**9, 6)) for _ in range(40)]
+    losses = [np.sort(rng.exponential(size=6))[::-1].copy() for _ in range(40)]
+    budget = sum(int(c[2]) for c in costs)
+    chosen = choose(costs, losses, budget)
+    assert sum(int(c[n]) for c, n in zip(costs, chosen)) <= budget
+    # The Lagrangian is a lower bound of what any choice can reach.
+    loss = sum(l[n] for l, n in zip(losses, chosen))
+    bound = max(
+        sum((l + m * c).min() for c, l in zip(costs, losses)) - m * budget for m in np.geomspace(1e-12, 1e-6, 400)
+    )
+    assert bound <= loss <= bound + 0.02 * sum(l[2] for l in losses)
+
+
+def test_output_divergence(model, batch):
+    x, _ = batch
+    same = analysis.output_divergence(model, model, x)
+    assert (same.outputs, same.kl, same.top1, same.relative_l2) == (16, 0, 1, 0) and abs(same.cosine - 1) < 1e-6
+    reports = [analysis.output_divergence(model, eqq.quantize_tree(model, f), x) for f in ("int8", "nf4", "int2")]
+    assert reports[0].kl < reports[1].kl < reports[2].kl
+    assert reports[0].cosine > reports[1].cosine > reports[2].cosine
+    p, q = (jax.nn.softmax(jax.vmap(m)(x)) for m in (model, eqq.quantize_tree(model, "nf4")))
+    close(reports[1].kl, jnp.sum(p * jnp.log(p / q), axis=-1).mean(), 1e-3)
+    close(reports[1].top1, (p.argmax(-1) == q.argmax(-1)).mean())
+    applied = analysis.output_divergence(model, model, (x, 2), apply=lambda m, b: jax.vmap(m)(b[0]) * b[1])
+    assert applied.kl == 0
+
+
+#
+# Shown
+#
+
+
+@pytest.fixture
+def reports(model, batch):
+    w = model.layers[0].up.weight
+    sensitivity = analysis.sensitivity(model, squared_distance, batch, ("int2", "int8"))
+    return [
+        analysis.analyze_error(w, eqq.quantize(w)),
+        analysis.analyze_error(w, eqq.quantize(w, eqq.Int4(symmetric=False))),
+        analysis.analyze_error(w, w.round(1)),
+        analysis.compare_formats(w, ("int8", "nf4", "int4")),
+        analysis.bit_width_degradation(w, (4, 8)),
+        analysis.analyze_tree(model, "int4"),
+        sensitivity,
+        analysis.plan_bits(model, sensitivity, 5),
+        analysis.output_divergence(model, eqq.quantize_tree(model, "nf4"), batch[0]),
+    ]
+
+
+def test_shown(model, reports):
+    w = model.layers[0].up.weight
+    others = [
+        analysis.run_benchmark(w, "int8"),
+        analysis.scale_sensitivity(w, eqq.quantize(w)),
+        analysis.outlier_impact(w, format="nf4"),
+        reports[5].leaves[0],
+    ]
+    for report in reports + others:
+        assert isinstance(report, analysis.Report)
+        assert str(report).startswith(("┏", " ")) and repr(report) == str(report)
+        assert "…" not in str(report)
+        assert json.loads(report.to_json()) == report.to_dict()
+    exact = analysis.analyze_error(w, w)
+    assert exact.to_dict()["sqnr_db"] == math.inf and json.loads(exact.to_json())["sqnr_db"] is None
+    assert "layers.0.up.weight" in str(reports[-2])
+
+
+def test_plots(reports):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    imported = "matplotlib.pyplot" in sys.modules
+    for report in reports:
+        axes = report.plot()
+        assert axes.get_xlabel()
+        axes.figure.canvas.draw()
+        given = Figure().subplots()
+        assert report.plot(given) is given
+    # It keeps figures, and may open windows.
+    assert ("matplotlib.pyplot" in sys.modules) == imported
+
+
+def test_plots_without_matplotlib(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"`plot` needs Matplotlib.*Run `pip install eqquant\[plot\]`"):
+        analysis.analyze_tree(model).plot()
+
+
+#
+# Mistakes
+#
+
+
+def test_bad_trees(model, batch):
+    broken = eqx.tree_at(lambda m: m.layers[0].up.weight, model, replace_fn=lambda w: w.at[0, 0].set(jnp.nan))
+    for call in (
+        lambda: analysis.analyze_tree(broken),
+        lambda: analysis.sensitivity(broken, lambda m, b: jnp.zeros(()), batch),
+    ):
+        with pytest.raises(ValueError, match="layers.0.up.weight.*must be finite"):
+            call()
+    quantized = eqq.quantize_tree(model)
+    with pytest.raises(ValueError, match="`quantized` must hold a quantized array"):
+        analysis.compare_trees(quantized, model)
+    with pytest.raises(ValueError, match="`quantized` must have the leaves of `model`"):
+        analysis.compare_trees(model.layers[0], quantized)
+
+
+def test_bad_batches_and_losses(model, batch):
+    empty = (jnp.zeros((0, 32)), jnp.zeros((0, 10)))
+    for call in (
+        lambda b: analysis.sensitivity(model, squared_distance, b),
+        lambda b: analysis.output_divergence(model, model, b),
+    ):
+        for bad in (empty, ()):
+            with pytest.raises(ValueError, match="`batch` must hold at least one example"):
+                call(bad)
+    with pytest.raises(ValueError, match=r"`loss` must return one finite number. Got shape \(16,\)"):
+        analysis.sensitivity(model, lambda m, b: jnp.zeros(16), batch)
+    with pytest.raises(ValueError, match="Got nan with the model as it is"):
+        analysis.sensitivity(model, lambda m, b: jnp.full((), jnp.nan), batch)
+    with pytest.raises(ValueError, match="`formats` must name at least one format"):
+        analysis.sensitivity(model, squared_distance, batch, ())
+    with pytest.raises(ValueError, match="`apply` must return arrays of one shape"):
+        analysis.output_divergence(model, model, batch[0], apply=lambda m, b: jnp.zeros(()))
+    with pytest.raises(ValueError, match="The outputs must be finite. Got 3 of `model`"):
+        analysis.output_divergence(model, model, batch[0], apply=lambda m, b: jnp.full((1, 3), jnp.nan))
+
+
+def test_bad_plans(model, batch):
+    report = analysis.sensitivity(model, squared_distance, batch, ("nf4", "int8"))
+    with pytest.raises(ValueError, match="`target_bits` must be within reach.*from 4.756 to 32.000 bits.*Got 3"):
+        analysis.plan_bits(model, report, 3)
+    with pytest.raises(ValueError, match="Got layers.0.up.weight, which is none of its float arrays"):
+        analysis.plan_bits(model.layers[3], report)
+    larger = eqx.tree_at(lambda m: m.layers[0].up.weight, model, replace_fn=lambda w: jnp.zeros((64, 33)))
+    with pytest.raises(ValueError, match=r"in the model it has shape \(64, 33\)"):
+        analysis.plan_bits(larger, report)

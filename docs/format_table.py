@@ -8,7 +8,7 @@ import math
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -215,28 +215,33 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
 #
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if a page differs")
-    parser.add_argument("--write", action="store_true", help="bring the pages up to date")
-    args = parser.parse_args()
+def update_pages(tables: Mapping[str, tuple[str, Callable[[], str]]], *, check: bool, write: bool, script: str) -> int:
+    """Prints tables, and compares them with those of their pages or puts them there. Returns how many are wrong."""
     stale = []
-    for name, (page, table) in TABLES.items():
+    for name, (page, table) in tables.items():
         path, text = DOCS / page, f"<!-- table:{name} -->\n\n{table()}\n\n<!-- end -->"
         print(text, end="\n\n")
-        if not (args.check or args.write):
+        if not (check or write):
             continue
         old = path.read_text()
         pattern = rf"<!-- table:{name} -->.*?<!-- end -->"
         new, found = re.subn(pattern, lambda _, text=text: text, old, flags=re.DOTALL)
         if found != 1:
             stale.append(f"docs/{page} must have the markers of the table {name!r} once. Got them {found} times.")
-        elif new != old and args.check:
-            stale.append(f"docs/{page}: the table {name!r} differs. Run `python docs/format_table.py --write`.")
+        elif new != old and check:
+            stale.append(f"docs/{page}: the table {name!r} differs. Run `python docs/{script} --write`.")
         elif new != old:
             path.write_text(new)
     print("\n".join(stale), file=sys.stderr, end="\n" if stale else "")
     return len(stale)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if a page differs")
+    parser.add_argument("--write", action="store_true", help="bring the pages up to date")
+    args = parser.parse_args()
+    return update_pages(TABLES, check=args.check, write=args.write, script="format_table.py")
 
 
 if __name__ == "__main__":

@@ -317,8 +317,9 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
     def with_sharding(self, sharding: NamedSharding | PartitionSpec | None) -> "QuantizedArray":
         """Puts the array where `sharding`, that of the logical array, says; under `jit`, tells the compiler to.
 
-        Codes, scales and zero points get theirs from it. The quantized axis is divided between blocks, and on whole
-        bytes; a scale that covers more than one part is held whole.
+        Codes, scales and zero points get theirs from it. The quantized axis can be divided where blocks and packing
+        end: codes of 4, 2 and 1 bits are packed by 128, 256 and 512. A scale that covers more than one part is held
+        whole.
 
         !!! Example
 

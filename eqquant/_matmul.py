@@ -135,13 +135,15 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
 
 
 @ft.cache
-def _jitted(platform: str, **params: Any) -> Callable[..., Array]:
-    return jax.jit(ft.partial(_run, platform, **params))
+def _jitted(**params: Any) -> Callable[..., Array]:
+    return jax.jit(ft.partial(quantized_matmul_p.bind, **params))
 
 
 def _impl(*args: Array, **params: Any) -> Array:
-    platform = next(iter(args[0].devices())).platform
-    return _jitted({"gpu": "cuda"}.get(platform, platform), **params)(*args)
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        platform = next(iter(args[0].devices())).platform
+        return _run({"gpu": "cuda"}.get(platform, platform), *args, **params)
+    return _jitted(**params)(*args)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:

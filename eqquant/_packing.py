@@ -22,6 +22,11 @@ def packed_length(length: int, bits: int) -> int:
     return -(-length * bits // 8)
 
 
+def segment_length(bits: int) -> int:
+    """How many codes are packed together: a row can be cut into parts of whole segments, and no others."""
+    return 1 if bits == 8 else PLANE * (8 // bits)
+
+
 def pack(codes: UInt8[Array, "*batch length"], bits: int) -> UInt8[Array, "*batch words"]:
     """Packs codes below `2**bits` into bytes. The inverse of `unpack`."""
     if bits == 8:

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float
 from . import _packing, _scaling
 from ._array import QuantizedArray
 from ._scaling import num_blocks
-from ._sharding import as_names, can_divide, leaf_specs, Names
+from ._sharding import as_names, can_divide, leaf_specs, Names, smallest_part
 
 
 Run = Callable[[Array, QuantizedArray], Array]
@@ -157,31 +157,29 @@ def _names(struct: Any) -> tuple[Names, ...]:
 
 
 def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[str, dict[str, Any]]:
-    """How shardings pass through the product, as an einsum. The quantized axis is divided between blocks only."""
+    """How shardings pass through the product, as an einsum. The quantized axis is divided between whole parts."""
     batch = [f"batch{i}" for i in range(len(shape) - 2)]
-    length, words, blocks = w._length, w.codes.shape[-1], w.scale.shape[-1]
+    length, blocks = w._length, w.scale.shape[-1]
+    unit = smallest_part(length, w.format)
+    parts = length // unit if length % unit == 0 else 1
     sizes: dict[str, Any] = {}
-    if blocks > 1 and length % blocks == 0 and words % blocks == 0:
-        k, of_codes, of_scale = "(blocks within)", "(blocks words)", "blocks"
-        sizes = {"within": length // blocks, "words": words // blocks}
-    elif blocks == 1 and length == words:
-        k, of_codes, of_scale = "words", "words", "one"
-    elif blocks == 1 and words > 0 and length % words == 0:
-        k, of_codes, of_scale = "(words within)", "words", "one"
-        sizes = {"within": length // words}
-    else:
-        k, of_codes, of_scale = "k", "ragged_codes", "ragged_scale"
-    if sizes.get("words") == 1:
-        of_codes = "blocks"
-        del sizes["words"]
-    if sizes.get("within") == 1:
-        k = k.split()[0].lstrip("(")
-        del sizes["within"]
-    leaves = []
+
+    def along(count: int, name: str) -> str:
+        """A dimension of `count` entries that stands for the quantized axis: parts, of some entries each."""
+        if parts == 1 or count % parts != 0:
+            return name
+        if count == parts:
+            return "parts"
+        sizes[name] = count // parts
+        return f"(parts {name})"
+
+    k, lasts = along(length, "within"), []
     for number, leaf in enumerate(jtu.tree_leaves(w)):
-        count = leaf.shape[-1]
-        last = of_codes if number == 0 else of_scale if count == blocks else f"shared{number}"
-        leaves.append(" ".join([*batch, "n", last]))
+        follows = number == 0 or leaf.shape[-1] == blocks > 1
+        lasts.append(along(leaf.shape[-1], f"of_leaf{number}") if follows else f"shared{number}")
+    if parts > 1 and "parts" not in (k, *lasts):
+        sizes["parts"] = parts  # a factor that is never a whole dimension needs its size said
+    leaves = [" ".join([*batch, "n", last]) for last in lasts]
     inner, outer = ("n", k) if transpose else (k, "n")
     x, y = (" ".join([*batch, "m", last]) for last in (inner, outer))
     sizes["reduction_factors"] = ("n",) if transpose else tuple(k.strip("()").split())

@@ -1,7 +1,7 @@
 """Shardings of logical arrays, and what follows for the leaves that they are stored as.
 
 A logical array has a sharding as any array has: for each axis, the mesh axes that it is divided by. In memory the
-quantized axis is last, and so it is in the sharding of every leaf. It can be divided between blocks, on whole bytes.
+quantized axis is last, and so it is in the sharding of every leaf. It can be divided where blocks and packing end.
 """
 
 import math
@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ._operators import AbstractArrayValue
+from ._packing import segment_length
 from ._scaling import num_blocks
 
 
@@ -70,20 +71,22 @@ def _like(sharding: Any, entries: Sequence[Any]) -> Any:
 
 
 def can_divide(length: int, format: Any, names: Names, sizes: Mapping[str, int]) -> bool:
-    """Whether an axis can be divided by mesh axes: evenly, and if it is quantized (by `format`), between blocks."""
+    """Whether an axis can be divided by mesh axes: evenly, and if it is quantized (by `format`), between whole parts."""
     parts = math.prod(sizes[name] for name in names)
     if parts == 1 or length % parts != 0:
         return parts == 1
-    return format is None or (length // parts) % _smallest_part(length, format) == 0
+    return format is None or (length // parts) % smallest_part(length, format) == 0
 
 
-def _smallest_part(length: int, format: Any) -> int:
-    """How many values of a quantized axis stay together: a block, or where one scale is for all of them, a byte."""
-    bytewise = 8 // format.bits
-    if num_blocks(length, format.block_size) == 1:
-        return bytewise
-    nested = format.scale_format
-    return format.block_size if nested is None else format.block_size * (8 // nested.bits)
+def smallest_part(length: int, format: Any) -> int:
+    """How many values of a quantized axis stay together: what is packed together, and what shares a scale.
+
+    A scale for the whole axis is no reason: every device has it.
+    """
+    unit, size, nested = segment_length(format.bits), format.block_size, format.scale_format
+    if num_blocks(length, size) > 1:
+        unit = math.lcm(unit, size * (1 if nested is None else segment_length(nested.bits)))
+    return unit
 
 
 def leaf_specs(q: Any, names: Sequence[Names], sizes: Mapping[str, int]) -> list[PartitionSpec]:
@@ -139,8 +142,8 @@ def _cannot(name: str, q: Any, axis: int, names: Names, sizes: Mapping[str, int]
     elif q.shape[axis] % parts != 0:
         why = f"{q.shape[axis]} is not a multiple of {parts}"
     else:
-        unit = _smallest_part(q._length, q.format)
-        why = f"it is quantized by {q.format!r}, whose blocks must stay whole: {unit} values of {q._length} together"
+        unit = smallest_part(q._length, q.format)
+        why = f"of {q._length} values in {q.format!r}, {unit} are packed together and must stay so"
     return (
         f"{name}, of shape {q.shape}, cannot be divided along axis {axis}, of length {q.shape[axis]}, by the mesh axes "
         f"{by}: {why}. Divide another axis, quantize along another one, or choose smaller blocks."

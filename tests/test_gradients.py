@@ -10,7 +10,7 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_close, FORMATS, primitives, weights
+from .helpers import assert_close, assert_same, FORMATS, primitives, weights
 
 
 def mlp(key):
@@ -172,6 +172,29 @@ def test_filter_spec(getkey):
         assert grads.layers[1].weight is None and grads.layers[1].bias is None
     biases = eqq.filter_grad(loss, filter_spec=lambda leaf: not eqq.is_quantized(leaf))(model, x)
     assert biases.layers[0].weight is None and biases.layers[0].bias.shape == (40,)
+
+
+def test_filter_spec_made_by_tree_map(getkey):
+    # It goes inside of quantized arrays, whose parts must agree.
+    model, x = eqq.quantize_tree(mlp(getkey()), "int8"), weights(getkey(), (7, 20))
+    spec = eqx.tree_at(lambda m: m.layers[-1].bias, jtu.tree_map(lambda _: False, model), True)
+    grads = eqq.filter_grad(loss, filter_spec=spec)(model, x)
+    assert grads.layers[-1].bias is not None and grads.layers[0].weight is None
+    everything = eqq.filter_grad(loss, filter_spec=jtu.tree_map(eqx.is_array, model))(model, x)
+    assert_close(everything, eqq.filter_grad(loss)(model, x))
+    spec = eqx.tree_at(lambda m: m.layers[0].weight.codes, spec, True)
+    with pytest.raises(ValueError, match="`filter_spec` must select a quantized array as a whole"):
+        eqq.filter_grad(loss, filter_spec=spec)(model, x)
+
+
+def test_a_model_in_aux_is_the_model(getkey):
+    model, x = eqq.quantize_tree(mlp(getkey()), "int8"), weights(getkey(), (7, 20))
+    _, aux = eqq.filter_grad(lambda m: (loss(m, x), {"model": m}), has_aux=True)(model)
+    assert jtu.tree_structure(aux["model"]) == jtu.tree_structure(model)
+    assert_same(aux["model"].layers[0].weight, model.layers[0].weight)
+    # In a gradient of a gradient it carries that of the outer one.
+    inner = lambda m: eqq.filter_grad(lambda m: (loss(m, x), m), has_aux=True)(m)[1]
+    assert_close(eqq.filter_grad(lambda m: loss(inner(m), x))(model), eqq.filter_grad(loss)(model, x))
 
 
 def test_partitioned_models(getkey):

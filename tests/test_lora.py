@@ -31,7 +31,7 @@ def with_factors(w, getkey, rank=3, **kwargs):
 @pytest.mark.parametrize("name", FORMATS)
 def test_starts_as_the_model_it_was(name, getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), FORMATS[name].format), weights(getkey(), (7, 20))
-    adapted = eqq.loraify(model, rank=4, key=getkey())
+    adapted = eqq.loraify(model, rank=3, key=getkey())
     assert type(adapted) is eqx.nn.MLP
     assert all(isinstance(layer.weight, eqq.LoraArray) for layer in adapted.layers)
     assert_close(jax.vmap(adapted)(x), jax.vmap(model)(x), 0)
@@ -109,6 +109,22 @@ def test_convolution_has_all_its_inputs_as_one(getkey):
     )
 
 
+@pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1)])
+def test_input_axes_do_not_depend_on_the_quantized_one(axis, getkey):
+    conv = eqq.quantize_tree(eqx.nn.Conv2d(16, 32, 3, key=getkey()), "int4", axis=axis)
+    linear = eqq.quantize_tree(eqx.nn.Linear(8, 6, key=getkey()), "int4", axis=axis)
+    for layer, x in ((conv, jnp.ones((16, 5, 5))), (linear, jnp.ones(8))):
+        adapted = eqq.loraify(layer, 2, key=getkey())
+        assert adapted.weight.b.shape == (layer.weight.shape[0], 2)
+        assert adapted.weight.a.shape == (2, *layer.weight.shape[1:])
+        assert_close(adapted(x), layer(x), 1e-5)
+
+
+def test_one_array(getkey):
+    q = eqq.quantize(weights(getkey(), (6, 70)), "int4")
+    assert isinstance(eqq.loraify(q, 2, key=getkey()), eqq.LoraArray)
+
+
 def test_embeddings_only_when_selected(getkey):
     model = {"embedding": eqx.nn.Embedding(10, 64, key=getkey()), "linear": eqx.nn.Linear(64, 3, key=getkey())}
     model = eqq.quantize_tree(model, "nf4")
@@ -181,7 +197,7 @@ def train(model, x, steps=30):
 def test_only_factors_are_trained(format, getkey):
     model, x = mlp(getkey()), weights(getkey(), (32, 20))
     model = model if format is None else eqq.quantize_tree(model, format)
-    start = eqq.loraify(model, 4, key=getkey())
+    start = eqq.loraify(model, 3, key=getkey())
     trained, state, losses = train(start, x)
     assert losses[-1] < losses[0] / 2
     for a, b in zip(start.layers, trained.layers, strict=True):
@@ -196,8 +212,8 @@ def test_only_factors_are_trained(format, getkey):
 
 
 def test_gradients_are_those_of_the_sum(getkey):
-    model, x = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 4, key=getkey()), weights(getkey(), (7, 20))
-    model = eqx.tree_at(lambda m: m.layers[0].weight.b, model, jnp.ones((40, 4)))
+    model, x = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 3, key=getkey()), weights(getkey(), (7, 20))
+    model = eqx.tree_at(lambda m: m.layers[0].weight.b, model, jnp.ones((40, 3)))
     grads = eqq.filter_grad(loss)(model, x)
     dense = eqx.filter_grad(loss)(eqq.merge_lora(model, dense=True), x).layers[0].weight
     w = model.layers[0].weight
@@ -206,15 +222,15 @@ def test_gradients_are_those_of_the_sum(getkey):
 
 
 def test_partitioned(getkey):
-    model, x = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 4, key=getkey()), weights(getkey(), (7, 20))
+    model, x = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 3, key=getkey()), weights(getkey(), (7, 20))
     trained, frozen = eqx.partition(model, eqq.trainable_mask(model))
-    assert {leaf.shape[-1] for leaf in jtu.tree_leaves(trained)} <= {4, 20, 40}
+    assert {leaf.shape[-1] for leaf in jtu.tree_leaves(trained)} <= {3, 20, 40}
     grads = eqx.filter_grad(lambda trained: loss(eqx.combine(trained, frozen), x))(trained)
     assert_close(grads, eqq.filter_grad(loss)(model, x))
 
 
 def test_more_than_the_factors_with_a_spec(getkey):
-    model, x = eqq.loraify(mlp(getkey()), 4, key=getkey()), weights(getkey(), (7, 20))
+    model, x = eqq.loraify(mlp(getkey()), 3, key=getkey()), weights(getkey(), (7, 20))
     mask = eqx.tree_at(lambda m: m.layers[0].bias, eqq.trainable_mask(model), True)
     grads = eqq.filter_grad(loss, filter_spec=mask)(model, x)
     assert grads.layers[0].bias.shape == (40,) and grads.layers[1].bias is None and grads.layers[0].weight.base is None
@@ -227,8 +243,8 @@ def test_more_than_the_factors_with_a_spec(getkey):
 def test_merge_quantizes_again(name, getkey):
     format = FORMATS[name].format
     model, x = eqq.quantize_tree(mlp(getkey()), format), weights(getkey(), (7, 20))
-    adapted = eqq.loraify(model, 4, key=getkey())
-    adapted = eqx.tree_at(lambda m: m.layers[1].weight.b, adapted, 0.01 * jnp.ones((40, 4)))
+    adapted = eqq.loraify(model, 3, key=getkey())
+    adapted = eqx.tree_at(lambda m: m.layers[1].weight.b, adapted, 0.01 * jnp.ones((40, 3)))
     dense, merged = eqq.merge_lora(adapted, dense=True), eqq.merge_lora(adapted)
     assert_close(jax.vmap(dense)(x), jax.vmap(adapted)(x), 1e-5)
     assert_same(merged.layers[1].weight, eqq.quantize(adapted.layers[1].weight.dequantize(), format))
@@ -237,8 +253,8 @@ def test_merge_quantizes_again(name, getkey):
 
 def test_merge_into_float(getkey):
     model = mlp(getkey())
-    adapted = eqq.loraify(model, 4, key=getkey())
-    adapted = eqx.tree_at(lambda m: m.layers[1].weight.b, adapted, jnp.ones((40, 4)))
+    adapted = eqq.loraify(model, 3, key=getkey())
+    adapted = eqx.tree_at(lambda m: m.layers[1].weight.b, adapted, jnp.ones((40, 3)))
     merged = eqq.merge_lora(adapted)
     assert jtu.tree_structure(merged) == jtu.tree_structure(model)
     assert_close(merged.layers[1].weight, model.layers[1].weight + adapted.layers[1].weight.delta(), 1e-6)
@@ -250,7 +266,7 @@ def test_merge_into_float(getkey):
 def test_errors(getkey):
     model, key = mlp(getkey()), getkey()
     for rank in (0, -1):
-        with pytest.raises(ValueError, match="`rank` must be at least 1"):
+        with pytest.raises(ValueError, match="`rank` must be a whole number, at least 1"):
             eqq.loraify(model, rank, key=key)
     for where, message in [
         (lambda m: m.layers[0].bias, r"Got layers\.0\.bias: it has one dimension"),
@@ -262,9 +278,13 @@ def test_errors(getkey):
         eqq.loraify({"ids": jnp.ones((3, 3), int)}, key=key, where=lambda t: t["ids"])
     with pytest.raises(ValueError, match="must hold weights.*bias: it has one dimension"):
         eqq.loraify({"bias": jnp.ones(3)}, key=key)
+    with pytest.raises(ValueError, match=r"Got 4 for layers\.2\.weight, which has 40 inputs and 3 outputs"):
+        eqq.loraify(model, 4, key=key)
+    with pytest.raises(ValueError, match=r"layers\.0\.weight\.master: it is simulated: `finalize` first"):
+        eqq.loraify(eqq.quantize_tree(model, "int8", simulate=True), 2, key=key)
     with pytest.raises(ValueError, match="`where` must return leaves or nodes"):
         eqq.loraify(model, key=key, where=lambda m: m.nothing)
-    adapted = eqq.loraify(model, key=key)
+    adapted = eqq.loraify(model, 2, key=key)
     with pytest.raises(TypeError, match=r"layers\.0\.weight: it has factors already: `merge_lora` first"):
         eqq.loraify(adapted, key=key, where=lambda m: m.layers[0].weight)
     with pytest.raises(ValueError, match="it has factors already"):
@@ -278,17 +298,17 @@ def test_errors(getkey):
 
 def test_factors_are_not_quantized(getkey):
     with pytest.raises(ValueError, match="part of a LoraArray"):
-        eqq.quantize_tree(eqq.loraify(mlp(getkey()), key=getkey()), "int8")
+        eqq.quantize_tree(eqq.loraify(mlp(getkey()), 2, key=getkey()), "int8")
 
 
 def test_masters_leave_frozen_weights_alone(getkey):
-    model = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "int8"), key=getkey())
-    with pytest.raises(ValueError, match="needs quantized parameters to train"):
+    model = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "int8"), 2, key=getkey())
+    with pytest.raises(ValueError, match="needs quantized parameters to train.*`optax.masked.optimizer, eqq.trainable"):
         eqq.float_masters(optax.sgd(0.1)).init(model)
 
 
 def test_saved(getkey, tmp_path):
-    model = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 4, key=getkey())
+    model = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 3, key=getkey())
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", model)
     again = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", model)
     np.testing.assert_array_equal(np.asarray(again.layers[0].weight), np.asarray(model.layers[0].weight))

@@ -111,6 +111,12 @@ def test_clip_spares_what_is_inside(name, getkey):
         assert error[outside].min() > np.median(error)
 
 
+@pytest.mark.parametrize("format", [eqq.Dynamic8(), eqq.NF4(), eqq.Int8()])
+@pytest.mark.parametrize("largest", [-3.0, 3.0])
+def test_clip_spares_what_the_scale_was_chosen_from(format, largest):
+    assert not clipped(jnp.array([largest, 1.0, 2.0, 0.5]), format).any()
+
+
 def test_clip_where_there_is_no_sign():
     x = jnp.array([0.5, 1.0, 0.1, 0.7])
     assert not clipped(x, eqq.FP8("ue4m4")).any() and not clipped(x, eqq.Dynamic8(signed=False)).any()
@@ -251,8 +257,22 @@ def test_stacked_layers_in_a_scan(getkey):
 
 def test_is_not_quantized_twice(getkey):
     simulated = eqq.quantize_tree(mlp(getkey()), "int8", simulate=True)
-    with pytest.raises(ValueError, match="part of a SimulatedArray"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight\.master: simulated: `finalize` first"):
         eqq.quantize_tree(simulated, "int4")
+    with pytest.raises(TypeError, match=r"layers\.0\.weight\.master: simulated: `finalize` first"):
+        eqq.quantize_tree(simulated, "int4", where=lambda m: m.layers[0].weight)
+
+
+def test_trees_of_simulated_arrays(getkey):
+    w = weights(getkey(), (8, 64))
+    tree = eqq.quantize_tree({"a": w, "b": w}, "int4", simulate=True)
+    final = eqq.finalize(tree)
+    assert final["a"] is final["b"]
+    dense = eqq.dequantize_tree(tree, jnp.bfloat16)
+    assert isinstance(dense["a"], jax.Array) and dense["a"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(eqq.dequantize_tree(tree)["a"]), np.asarray(final["a"]))
+    row = eqq.summary(tree).leaves[0]
+    assert (row.path, row.shape, row.reason, row.nbytes) == ("a", (8, 64), "simulates Int4()", w.nbytes)
 
 
 def test_errors(getkey):

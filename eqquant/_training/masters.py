@@ -130,7 +130,7 @@ def float_masters(
         return FloatMastersState(jtu.tree_unflatten(treedef, start), inner_state, key_data)
 
     def update(
-        updates: PyTree, state: FloatMastersState, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, FloatMastersState]:
         if params is None:
             raise ValueError(
@@ -223,7 +223,7 @@ def as_optimizer(optimizer: Any) -> "optax.GradientTransformationExtraArgs":
 
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+    if not isinstance(optimizer, optax.GradientTransformation):
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
         raise TypeError(
             f"`optimizer` must be an optax optimizer. Got `{name}`. A function that makes one must be called: "
@@ -246,7 +246,7 @@ def _trained(params: PyTree) -> list[tuple[str, Any]]:
         for leaf, m in zip(named_leaves(params), jtu.tree_leaves(mask), strict=True)
     ]
     for path, x in leaves:
-        if is_quantized(x) and not isinstance(x.codes, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        if isinstance(x, QuantizedArray) and not isinstance(x.codes, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             raise ValueError(
                 f"The parameters must hold whole quantized arrays. Got {path} without its codes, which are integers: a "
                 "filter for floats has taken them away. Pass the model itself, or `eqx.filter(model, eqx.is_array)`."
@@ -309,8 +309,8 @@ def _flatten_masters(leaves: list[tuple[str, Any]], treedef: Any, state: Any) ->
         got = None if master is None else jnp.shape(master)
         if got != expected:
             raise ValueError(
-                f"The state must be that of these parameters. Got a master of shape {got} for {path}, of {expected}. "
-                f"{remedy}"
+                f"The state must be that of these parameters. Got {got} for {path}, whose master is of shape "
+                f"{expected}. {remedy}"
             )
     return masters
 
@@ -349,7 +349,7 @@ def _difference(q: QuantizedArray, master: Float[Array, "..."], key: Any) -> Qua
 
 
 def _add(path: str, x: Any, by: Any, codes: bool) -> Any:
-    if not hasattr(x, "dtype"):  # a number of Python's
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic)):  # a number of Python's
         return x + by
     if codes and by.dtype != x.dtype:
         raise ValueError(

@@ -131,7 +131,7 @@ def collect_stats(
     used. Convolutions of `equinox.nn` are watched too. A lookup, as of an embedding, is no product. A weight that goes
     to `jnp.einsum`, `jnp.dot` or `jax.lax` is not seen, and the report says so.
 
-    Under `vmap`, a `cond` runs both of its branches, and what they see is counted.
+    What the model computes is what is counted: padding is, and under `vmap` both branches of a `cond` are.
 
     !!! Example
 

@@ -1,0 +1,392 @@
+"""What a sharded model takes, on paper: prints the tables of `scaling.md`, and checks their formulas.
+
+Bytes are those of `eqq.tree_nbytes`, divided as `eqq.tree_shardings` says; nothing is allocated. `--check` and
+`--write` are those of `format_table.py`. Small programs are compiled for eight virtual devices, and what they take and
+move must be what the formulas say. `--tpu` compiles them for a slice of a TPU instead, which needs no TPU, but
+
+    pip install "libtpu==0.0.42.*"  # the version that `jax[tpu]` names
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_WORKER_HOSTNAMES=localhost \\
+        TPU_WORKER_ID=0 python docs/scaling.py --tpu v5e:2x4
+"""
+
+import os
+
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import optax
+from format_table import markdown, update_pages
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float, PyTree
+
+import eqquant as eqq
+
+
+class Shape(NamedTuple):
+    name: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+
+
+# The Llama 3 Herd of Models, table 3.
+MODELS = (
+    Shape("8B", 32, 4096, 32, 8, 14336, 128256),
+    Shape("70B", 80, 8192, 64, 8, 28672, 128256),
+    Shape("405B", 126, 16384, 128, 8, 53248, 128256),
+)
+FORMATS: dict[str, eqq.AbstractFormat | None] = {"bf16": None, "int8": eqq.Int8(), "NF4": eqq.NF4(double_quant=True)}
+DEVICES = (1, 8, 64, 512)
+RANK = 16
+
+
+#
+# Models, as shapes
+#
+
+
+def transformer(shape: Shape, format: eqq.AbstractFormat | None, dtype: Any = jnp.bfloat16) -> PyTree:
+    """The weights, with all layers stacked. What is not a weight of a layer stays in `dtype`."""
+    _, n, width, heads, kv_heads, ffn, vocabulary = shape
+    kv = width // heads * kv_heads
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    layers = {"q": of(n, width, width), "k": of(n, kv, width), "v": of(n, kv, width), "o": of(n, width, width)}
+    layers |= {"gate": of(n, ffn, width), "up": of(n, ffn, width), "down": of(n, width, ffn)}
+    layers |= {"attention_norm": of(n, width), "ffn_norm": of(n, width)}
+    model = {"embedding": of(vocabulary, width), "layers": layers, "norm": of(width), "head": of(vocabulary, width)}
+    return model if format is None else eqq.quantize_tree(model, {"*norm": None, "layers.*": format})
+
+
+# By which mesh axes the last two axes of a weight, outputs and inputs, are divided.
+Layout = dict[str, tuple[Any, Any]]
+
+
+def layout(column: tuple[Any, Any], row: tuple[Any, Any], table: tuple[Any, Any]) -> Layout:
+    of_layers = dict.fromkeys(("q", "k", "v", "gate", "up"), column) | dict.fromkeys(("o", "down"), row)
+    return of_layers | dict.fromkeys(("embedding", "head"), table)
+
+
+# Tensor parallel along "model", and fully sharded along "data": the outputs, because blocks run along the inputs.
+BOTH = layout((("model", "data"), None), ("data", "model"), ("model", "data"))
+WIDTH = layout((None, "data"), ("data", None), (None, "data"))
+
+
+def shardings(tree: PyTree, mesh: Any, how: Layout = BOTH) -> PyTree:
+    """The sharding of each array of a model, of its low-rank factors, or of optimizer state that is like it."""
+
+    def spec(path: str, leaf: Any) -> NamedSharding:
+        names = path.split(".")
+        factor = names[-1] if names[-1] in ("a", "b", "base") else None
+        outputs, inputs = how.get(names[-2 if factor else -1], (None, None))
+        last = {"a": (None, inputs), "b": (outputs, None)}.get(factor or "", (outputs, inputs))
+        entries = (*[None] * (leaf.ndim - 2), *last) if leaf.ndim > 1 else ()
+        named = NamedSharding(mesh, P(*entries))
+        if "mu" in names or "nu" in names:
+            # As `quantize_state` does: whole along an axis whose parts would end within a block.
+            try:
+                eqq.tree_shardings(leaf, named)
+            except ValueError:
+                named = NamedSharding(mesh, P(*entries[:-1]))
+        return named
+
+    return eqq.tree_shardings(tree, spec)
+
+
+def per_device(tree: PyTree, mesh: Any, how: Layout = BOTH) -> int:
+    """The bytes that each device holds of a tree."""
+    pairs = zip(jtu.tree_leaves(tree), jtu.tree_leaves(shardings(tree, mesh, how)), strict=True)
+    return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+
+
+def without_data(entry: Any) -> Any:
+    """An entry of a spec, once what "data" divides is gathered."""
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(name for name in names if name not in ("data", None)) or None
+
+
+def gathered(tree: PyTree, mesh: Any) -> int:
+    """The bytes that all-gathers along "data" leave on each device."""
+    total = 0
+    for x, s in zip(jtu.tree_leaves(tree), jtu.tree_leaves(shardings(tree, mesh)), strict=True):
+        rest = NamedSharding(mesh, P(*map(without_data, s.spec)))
+        whole, part = (math.prod(s.shard_shape(x.shape)) for s in (rest, s))
+        total += whole * x.dtype.itemsize if whole != part else 0
+    return total
+
+
+def abstract_mesh(data: int, model: int) -> AbstractMesh:
+    return AbstractMesh((data, model), ("data", "model"))
+
+
+def size(nbytes: float) -> str:
+    """In GB of 10^9 bytes, in three digits."""
+    gb = nbytes / 1e9
+    return f"{gb:,.{max(2 - math.floor(math.log10(gb)), 0)}f}"
+
+
+#
+# The tables
+#
+
+
+def models() -> str:
+    rows = []
+    for shape in MODELS:
+        trees = [transformer(shape, f) for f in FORMATS.values()]
+        bits = 8 * eqq.tree_nbytes(trees[-1]["layers"]) / eqq.count_params(trees[-1]["layers"])
+        nbytes = (size(eqq.tree_nbytes(tree)) for tree in trees)
+        parameters = f"{eqq.count_params(trees[0]) / 1e9:.2f}"
+        rows.append((shape.name, *(f"{n}" for n in shape[1:]), parameters, *nbytes, f"{bits:.3f}"))
+    header = ("Model", "Layers:", "Width:", "Heads:", "KV heads:", "FFN:", "Vocabulary:", "Parameters, 1e9:")
+    return markdown((*header, *(f"{name}, GB:" for name in FORMATS), "Bits in NF4 layers:"), rows)
+
+
+def lora_state(model: PyTree) -> PyTree:
+    """Low-rank factors for every quantized weight, and the state of Adam for them."""
+    lora = eqq.loraify(model, RANK, key=jr.key(0))
+    factors = eqx.filter(lora, eqq.trainable_mask(lora), is_leaf=eqq.is_quantized)
+    return factors, optax.adam(1e-4).init(factors)
+
+
+def memory() -> str:
+    """Bytes per device: tensor parallel over eight devices, and fully sharded over the rest."""
+    adam = optax.adam(1e-4)
+    rows = []
+    for shape in MODELS:
+        trees = [transformer(shape, f) for f in FORMATS.values()]
+        nf4 = trees[-1]
+        exact, low = (jax.eval_shape(eqq.float_masters(o).init, nf4) for o in (adam, eqq.quantize_state(adam)))
+        of_lora = eqx.filter_eval_shape(lora_state, nf4)
+        for n in DEVICES:
+            mesh = abstract_mesh(max(n // 8, 1), min(n, 8))
+            on_device = [per_device(tree, mesh) for tree in trees]
+            states = [per_device(tree, mesh) for tree in (exact.masters, exact.inner_state, low.inner_state, of_lora)]
+            more = (
+                f"{d * n / eqq.tree_nbytes(tree) - 1:.1%}" for d, tree in zip(on_device[1:], trees[1:], strict=True)
+            )
+            rows.append((shape.name, str(n), *map(size, on_device + states), *more))
+    header = (*(f"{name}:" for name in FORMATS), "Masters:", "Adam:", "8-bit Adam:", "LoRA and its Adam:")
+    return markdown(("Model", "Devices:", *header, "int8 over even:", "NF4 over even:"), rows)
+
+
+def divides() -> str:
+    """The most devices, of powers of two up to 512, that a model can be divided among, and what stands in the way."""
+    layouts: dict[str, tuple[Layout, Callable[[int], AbstractMesh]]] = {
+        "tensor parallel": (BOTH, lambda n: abstract_mesh(1, n)),
+        "fully sharded": (BOTH, lambda n: abstract_mesh(n, 1)),
+        "fully sharded, along inputs": (WIDTH, lambda n: abstract_mesh(n, 1)),
+    }
+    rows = []
+    for title, (how, mesh) in layouts.items():
+        for name, format in FORMATS.items():
+            cells = []
+            for shape in MODELS:
+                tree, cell = transformer(shape, format), "512 or more"
+                for n in (2**i for i in range(10)):
+                    try:
+                        shardings(tree, mesh(n), how)
+                    except ValueError as e:
+                        cell = f"{n // 2}, `{str(e).split(',')[0].removeprefix('layers.')}`"
+                        break
+                cells.append(cell)
+            rows.append((title, name, *cells))
+    return markdown(("Layout", "Weights", *(shape.name for shape in MODELS)), rows)
+
+
+def one_layer(shape: Shape) -> list[PyTree]:
+    return [transformer(shape._replace(layers=1), format)["layers"] for format in FORMATS.values()]
+
+
+def traffic() -> str:
+    """MB that each of 64 devices receives per layer and step, fully sharded."""
+    rows = []
+    for shape in MODELS:
+        gathers = [2 * 63 / 64 * gathered(layer, abstract_mesh(64, 1)) for layer in one_layer(shape)]
+        gradients = gathers[0] / 2  # one value in bf16 for each weight, once
+        ratios = (
+            ((g + gradients) / (gathers[0] + gradients) for g in gathers[1:]),
+            (g / gathers[0] for g in gathers[1:]),
+        )
+        mb = (f"{nbytes / 1e6:,.0f}" for nbytes in (*gathers, gradients))
+        rows.append((shape.name, *mb, *(f"{r:.2f}" for pair in ratios for r in pair)))
+    header = (*(f"Gathers, {name}:" for name in FORMATS), "Gradients:")
+    ratios = (f"{way}, {name} / bf16:" for way in ("All weights train", "Frozen") for name in ("int8", "NF4"))
+    return markdown(("Model", *header, *ratios), rows)
+
+
+def tensor_parallel() -> str:
+    """MB that each of 8 devices receives per layer and step, and where fully sharded weights cost the same."""
+    tokens = 4096
+    rows = []
+    for shape in MODELS:
+        # Four all-reduces of bf16, each of which every value takes part in twice; the share of a device cancels out.
+        per_token = 4 * 2 * shape.width * 2
+        even = (f"{2 * gathered(layer, abstract_mesh(8, 1)) / per_token:,.0f}" for layer in one_layer(shape))
+        rows.append((shape.name, f"{7 / 8 * tokens * per_token / 1e6:,.0f}", *even))
+    return markdown(("Model", f"All-reduces, {tokens} tokens:", *(f"Even, {name}:" for name in FORMATS)), rows)
+
+
+def break_even() -> str:
+    """Tokens per device from which computing with a layer takes as long as gathering it."""
+    links = {
+        "H100, NVLink": (989e12, 450e9),
+        "H100, 400 Gb/s network": (989e12, 50e9),
+        "TPU v5e, links of the torus": (197e12, 200e9),
+        "TPU v5p, links of the torus": (459e12, 600e9),
+    }
+    layers = one_layer(MODELS[1])
+    rows = []
+    for name, (flops, bandwidth) in links.items():
+        per_token = 2 * eqq.count_params(layers[0]) / flops
+        tokens = (f"{gathered(w, abstract_mesh(64, 1)) / bandwidth / per_token:,.0f}" for w in layers)
+        rows.append((name, f"{flops / 1e12:.0f}", f"{bandwidth / 1e9:.0f}", *tokens))
+    return markdown(("Link", "TFLOP/s:", "GB/s:", *(f"{name}:" for name in FORMATS)), rows)
+
+
+#
+# The check: what compilers make of it
+#
+
+
+SMALL = Shape("small", 1, 1024, 16, 8, 2048, 0)
+BATCH, SEQUENCE = 8, 64
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+MESHES = {"tensor parallel": (1, 8), "fully sharded": (8, 1), "both": (2, 4)}
+Product = Callable[[Array, Any, str], Array]
+
+
+def quantized(x: Array, w: Any, name: str) -> Array:
+    del name
+    return x @ w.T
+
+
+def dense(x: Array, w: Any, name: str) -> Array:
+    del name
+    return x @ eqq.dequantize(w).T
+
+
+def gathered_first(x: Array, w: Any, name: str) -> Array:
+    # Says that the packed weight is not divided along "data" any more, and only then dequantizes it.
+    return x @ w.with_sharding(P(*map(without_data, BOTH[name]))).dequantize().T
+
+
+def block(layer: PyTree, x: Float[Array, "batch sequence width"], on: Callable[..., Any], product: Product) -> Array:
+    """One layer of a transformer, without positions. `on` says what the last axis of activations is divided by."""
+    norm = lambda x, w: on(x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5) * w, None)
+    to = lambda x, name: product(x, layer[name], name)
+    heads = lambda x: x.reshape(*x.shape[:2], -1, SMALL.width // SMALL.heads)
+    h = norm(x, layer["attention_norm"])
+    attended = jax.nn.dot_product_attention(*(heads(on(to(h, name), "model")) for name in "qkv"), is_causal=True)
+    x = x + on(to(attended.reshape(x.shape), "o"), None)
+    h = norm(x, layer["ffn_norm"])
+    return x + on(to(jax.nn.silu(on(to(h, "gate"), "model")) * on(to(h, "up"), "model"), "down"), None)
+
+
+def row_of(mesh: Mesh, format: eqq.AbstractFormat | None, dtype: Any, product: Product) -> tuple[tuple[str, ...], bool]:
+    """Argument bytes on each device and bytes of collectives, by formula and as compiled; and if they are equal."""
+    data, parts = mesh.shape["data"], mesh.shape["model"]
+    one = lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype)
+    layer = jtu.tree_map(one, transformer(SMALL, format, dtype)["layers"])
+    where = shardings(layer, mesh)
+    activations = BATCH // data * SEQUENCE * SMALL.width * jnp.dtype(dtype).itemsize
+    moved = {"all-gather": gathered(layer, mesh), "all-reduce": 2 * activations * (parts > 1)}
+    expected = (per_device(layer, mesh) + activations, {kind: n for kind, n in moved.items() if n})
+
+    on = lambda x, last: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", None, last)))
+    layer = jtu.tree_map(lambda w, s: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=s), layer, where)
+    x = jax.ShapeDtypeStruct((BATCH, SEQUENCE, SMALL.width), dtype, sharding=NamedSharding(mesh, P("data")))
+    program = jax.jit(lambda layer, x: on(block(layer, x, on, product), None))
+    with jax.set_mesh(mesh):
+        try:
+            compiled = program.lower(layer, x).compile()
+        except jax.errors.JaxRuntimeError as e:
+            return ("does not compile", str(e).splitlines()[0], "", ""), False
+    found: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    for shapes, kind in re.findall(rf"= (\S.*?) ({'|'.join(KINDS)})(?:-start)?\(", compiled.as_text()):
+        for name, dims in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", shapes):
+            nbytes = int(re.sub(r"\D", "", name)) // 8 * math.prod(int(d) for d in dims.split(",") if d)
+            found[kind] = found.get(kind, 0) + nbytes
+            dtypes[f"{kind} {name}"] = dtypes.get(f"{kind} {name}", 0) + nbytes
+    got = (compiled.memory_analysis().argument_size_in_bytes, found)
+    listed = lambda nbytes: "; ".join(f"{kind} {n:,}" for kind, n in sorted(nbytes.items())) or "none"
+    cells = (f"{expected[0]:,}", f"{got[0]:,}", listed(expected[1]), listed(dtypes))
+    return cells, got == expected
+
+
+CHECK_HEADER = ("Bytes of arguments:", "compiled:", "Bytes of collectives", "compiled")
+
+
+def check_virtual() -> str:
+    """Eight virtual CPU devices, in float32: XLA computes bfloat16 in float32 there."""
+    rows = []
+    for title, lengths in MESHES.items():
+        mesh = jax.make_mesh(lengths, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        for name, format in FORMATS.items():
+            cells, equal = row_of(mesh, format, jnp.float32, quantized)
+            if not equal:
+                raise AssertionError(f"{title}, {name}: what is compiled is not what the formula says. {cells}")
+            rows.append((title, "float32" if format is None else name, *cells))
+    return markdown(("Layout", "Weights", *CHECK_HEADER), rows)
+
+
+def check_tpu(topology: str) -> str:
+    """The same, compiled for a slice of a TPU in bfloat16, with products written in several ways."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    ways = {"`x @ q.T`": quantized, "`x @ q.dequantize().T`": dense, "the same, gathered first": gathered_first}
+    rows = []
+    for way, product in ways.items():
+        for title, lengths in MESHES.items():
+            mesh = Mesh(mesh_utils.create_device_mesh(lengths, devices), ("data", "model"))
+            for name, format in FORMATS.items():
+                if format is not None or product is dense:
+                    cells, equal = row_of(mesh, format, jnp.bfloat16, product)
+                    rows.append((way if format else "dense", title, name, *cells, "yes" if equal else "no"))
+    return markdown(("Product", "Layout", "Weights", *CHECK_HEADER, "Equal"), rows)
+
+
+#
+# The page
+#
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "scaling-models": models,
+    "scaling-memory": memory,
+    "scaling-divides": divides,
+    "scaling-traffic": traffic,
+    "scaling-tensor-parallel": tensor_parallel,
+    "scaling-break-even": break_even,
+    "scaling-check": check_virtual,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="fail if the page differs")
+    parser.add_argument("--write", action="store_true", help="bring the page up to date")
+    parser.add_argument("--tpu", metavar="TOPOLOGY", help="compile for eight devices of a TPU, and nothing else")
+    args = parser.parse_args()
+    tables = TABLES if args.tpu is None else {"scaling-tpu": lambda: check_tpu(args.tpu)}
+    pages = {name: ("scaling.md", table) for name, table in tables.items()}
+    return update_pages(pages, check=args.check, write=args.write, script="scaling.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -193,7 +193,9 @@ def test_inside_shard_map(getkey, mesh, format, check_vma):
 def test_exported_and_on_one_device(getkey, mesh):
     q, x = eqq.quantize(weights(getkey(), (N, K)), "nf4"), weights(getkey(), (M, K))
     leaves, treedef = jax.tree_util.tree_flatten(q)
-    exported = jax.export.export(jax.jit(lambda x, *q: product(x, jax.tree_util.tree_unflatten(treedef, q))))(x, *leaves)
+    exported = jax.export.export(jax.jit(lambda x, *q: product(x, jax.tree_util.tree_unflatten(treedef, q))))(
+        x, *leaves
+    )
     assert_close(exported.call(x, *leaves), product(x, q))
     alone = jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,))
     assert_close(product(put(x, alone, P("one")), put(q, alone, P("one"))), product(x, q))

@@ -61,7 +61,9 @@ def test_each_device_quantizes_its_part(getkey, mesh, format, spec):
 
 
 def test_scales_follow_codes(getkey, mesh):
-    place = lambda format, spec: specs_of(eqq.quantize(weights(getkey(), (8, 2048)), format).with_sharding(on(mesh, spec)))
+    place = lambda format, spec: specs_of(
+        eqq.quantize(weights(getkey(), (8, 2048)), format).with_sharding(on(mesh, spec))
+    )
     assert place(eqq.NF4(), P("data", "model")) == [("data", "model"), ("data", "model")]
     assert place(eqq.Int8(), P("data", "model")) == [("data", "model"), ("data", None)]  # one scale for the channel
     assert place(eqq.Int4(symmetric=False), P(None, "model")) == [(None, "model")] * 3  # and zero points
@@ -257,7 +259,10 @@ def test_errors_name_the_leaf(getkey):
     other = jax.make_mesh((8,), ("all",), axis_types=(AUTO,))
     with pytest.raises(ValueError, match=r"layers\.0\.weight is on no mesh"):
         eqq.quantize_tree(model, "nf4", shardings={"layers.0.weight": P("model")})
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"layers\.0\.weight must name axes.*'data', 'model'.*'no'"):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"layers\.0\.weight must name axes.*'data', 'model'.*'no'"),
+    ):
         eqq.quantize_tree(model, "nf4", shardings={"layers.0.weight": P("no")})
     with pytest.raises(ValueError, match=r"layers\.0\.weight.*are packed together"):
         eqq.quantize_tree(model, "nf4", shardings={"layers.0.weight": on(mesh, P(None, "model"))})

@@ -26,6 +26,7 @@ EXAMPLES = [
     "plan_minilm.py",
     "qat_digits.py",
     "train_bytes.py",
+    "sharded_transformer.py",
 ]
 
 
@@ -84,6 +85,7 @@ def docs(session: nox.Session) -> None:
     """Builds the documentation, strictly, and checks the figures in it that a script prints."""
     install(session, "docs")
     session.run("python", "docs/format_table.py", "--check")
+    session.run("python", "docs/scaling.py", "--check", env={"JAX_PLATFORMS": "cpu"})
     session.run("mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", *session.posargs)
 
 

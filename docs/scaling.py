@@ -52,8 +52,6 @@ MODELS = (
     Shape("405B", 126, 16384, 128, 8, 53248, 128256),
 )
 FORMATS: dict[str, eqq.AbstractFormat | None] = {"bf16": None, "int8": eqq.Int8(), "NF4": eqq.NF4(double_quant=True)}
-DEVICES = (1, 8, 64, 512)
-RANK = 16
 
 
 #
@@ -143,17 +141,15 @@ def models() -> str:
     rows = []
     for shape in MODELS:
         trees = [transformer(shape, f) for f in FORMATS.values()]
-        bits = 8 * eqq.tree_nbytes(trees[-1]["layers"]) / eqq.count_params(trees[-1]["layers"])
-        nbytes = (size(eqq.tree_nbytes(tree)) for tree in trees)
-        parameters = f"{eqq.count_params(trees[0]) / 1e9:.2f}"
-        rows.append((shape.name, *(f"{n}" for n in shape[1:]), parameters, *nbytes, f"{bits:.3f}"))
+        parameters, nbytes = eqq.count_params(trees[0]), (size(eqq.tree_nbytes(tree)) for tree in trees)
+        rows.append((*map(str, shape), f"{parameters / 1e9:.2f}", *nbytes))
     header = ("Model", "Layers:", "Width:", "Heads:", "KV heads:", "FFN:", "Vocabulary:", "Parameters, 1e9:")
-    return markdown((*header, *(f"{name}, GB:" for name in FORMATS), "Bits in NF4 layers:"), rows)
+    return markdown((*header, *(f"{name}, GB:" for name in FORMATS)), rows)
 
 
 def lora_state(model: PyTree) -> PyTree:
     """Low-rank factors for every quantized weight, and the state of Adam for them."""
-    lora = eqq.loraify(model, RANK, key=jr.key(0))
+    lora = eqq.loraify(model, rank=16, key=jr.key(0))
     factors = eqx.filter(lora, eqq.trainable_mask(lora), is_leaf=eqq.is_quantized)
     return factors, optax.adam(1e-4).init(factors)
 
@@ -166,7 +162,7 @@ def memory() -> str:
         trees = [transformer(shape, format) for format in FORMATS.values()]
         exact, low = (jax.eval_shape(eqq.float_masters(o).init, trees[-1]) for o in (adam, eqq.quantize_state(adam)))
         trees += [exact.masters, exact.inner_state, low.inner_state, eqx.filter_eval_shape(lora_state, trees[-1])]
-        for n in DEVICES:
+        for n in (1, 8, 64, 512):
             held = [per_device(tree, abstract_mesh(max(n // 8, 1), min(n, 8))) for tree in trees]
             more = (f"{held[i] * n / eqq.tree_nbytes(trees[i]) - 1:.1%}" for i in (1, 2))
             rows.append((shape.name, str(n), *map(size, held), *more))
@@ -190,11 +186,10 @@ def divides() -> str:
         "fully sharded": (LAYOUT, False),
         "fully sharded, along the width": (ALONG_WIDTH, False),
     }
-    rows = [
-        (title, name, *(most_devices(transformer(shape, format), *how) for shape in MODELS))
-        for title, how in layouts.items()
-        for name, format in FORMATS.items()
-    ]
+    rows = []
+    for title, how in layouts.items():
+        for name, format in FORMATS.items():
+            rows.append((title, name, *(most_devices(transformer(shape, format), *how) for shape in MODELS)))
     return markdown(("Layout", "Weights", *(shape.name for shape in MODELS)), rows)
 
 
@@ -208,12 +203,8 @@ def traffic() -> str:
     for shape in MODELS:
         gathers = [2 * 63 / 64 * gathered(layer, abstract_mesh(64, 1)) for layer in one_layer(shape)]
         gradients = gathers[0] / 2  # one value in bf16 for each weight, once
-        ratios = (
-            ((g + gradients) / (gathers[0] + gradients) for g in gathers[1:]),
-            (g / gathers[0] for g in gathers[1:]),
-        )
-        mb = (f"{nbytes / 1e6:,.0f}" for nbytes in (*gathers, gradients))
-        rows.append((shape.name, *mb, *(f"{r:.2f}" for pair in ratios for r in pair)))
+        ratios = (f"{(g + more) / (gathers[0] + more):.2f}" for more in (gradients, 0) for g in gathers[1:])
+        rows.append((shape.name, *(f"{nbytes / 1e6:,.0f}" for nbytes in (*gathers, gradients)), *ratios))
     header = (*(f"Gathers, {name}:" for name in FORMATS), "Gradients:")
     ratios = (f"{way}, {name} / bf16:" for way in ("All weights train", "Frozen") for name in ("int8", "NF4"))
     return markdown(("Model", *header, *ratios), rows)
@@ -255,19 +246,16 @@ def break_even() -> str:
 
 SMALL = Shape("small", 1, 1024, 16, 8, 2048, 0)
 BATCH, SEQUENCE = 8, 64
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 MESHES = {"tensor parallel": (1, 8), "fully sharded": (8, 1), "both": (2, 4)}
 Product = Callable[[Array, Any, str], Array]
-
-
-# The last one says that the packed weight is not divided along "data" any more, and only then dequantizes it.
+# The last one says that the packed weight is not divided along "data" any more, and then dequantizes it.
+gather = lambda w, name: w.with_sharding(P(*map(without_data, LAYOUT[name])))
 PRODUCTS: dict[str, Product] = {
     "`x @ w.T`, bf16": lambda x, w, name: x @ w.T,
     "`x @ q.T`": lambda x, w, name: x @ w.T,
     "`x @ q.dequantize().T`": lambda x, w, name: x @ w.dequantize().T,
-    "the same, q gathered first": lambda x, w, name: (
-        x @ w.with_sharding(P(*map(without_data, LAYOUT[name]))).dequantize().T
-    ),
+    "the same, `q` gathered first": lambda x, w, name: x @ gather(w, name).dequantize().T,
 }
 
 
@@ -302,7 +290,7 @@ def compare(mesh: Mesh, format: eqq.AbstractFormat | None, dtype: Any, product: 
             return ["", "", "", f"does not compile: {str(e).splitlines()[0]}"], False
     found: dict[str, int] = {}
     # A TPU may work at one transfer in several places. They have its channel.
-    pattern = rf"= (\S.*?) ({'|'.join(KINDS)})(?:-start)?\(.*?channel_id=(\d+)"
+    pattern = rf"= (\S.*?) ({KINDS})(?:-start)?\(.*?channel_id=(\d+)"
     for shapes, kind, _ in {m[3]: m.groups() for m in re.finditer(pattern, compiled.as_text())}.values():
         for name, bits, dims in re.findall(r"\b([a-z]+(\d+))\[([\d,]*)\]", shapes):
             nbytes = int(bits) // 8 * math.prod(int(d) for d in dims.split(",") if d)
@@ -316,7 +304,7 @@ def compare(mesh: Mesh, format: eqq.AbstractFormat | None, dtype: Any, product: 
 CHECKED = ("Bytes of arguments:", "compiled:", "Bytes of collectives", "compiled")
 
 
-def check_virtual() -> str:
+def check() -> str:
     """Eight virtual CPU devices, in float32: XLA computes bfloat16 in float32 there."""
     rows = []
     for title, lengths in MESHES.items():
@@ -336,7 +324,7 @@ def check_tpu(topology: str) -> str:
     for title, lengths in MESHES.items():
         mesh = Mesh(mesh_utils.create_device_mesh(lengths, devices), ("data", "model"))
         for way, product in PRODUCTS.items():
-            cells, equal = compare(mesh, FORMATS["NF4" if "q" in way else "bf16"], jnp.bfloat16, product)
+            cells, equal = compare(mesh, FORMATS["bf16" if "bf16" in way else "NF4"], jnp.bfloat16, product)
             rows.append((title, way, *cells, "yes" if equal else "no"))
     return markdown(("Layout", "Product", *CHECKED, "As the formulas say"), rows)
 
@@ -346,15 +334,7 @@ def check_tpu(topology: str) -> str:
 #
 
 
-TABLES = {
-    "scaling-models": models,
-    "scaling-memory": memory,
-    "scaling-divides": divides,
-    "scaling-traffic": traffic,
-    "scaling-tensor-parallel": tensor_parallel,
-    "scaling-break-even": break_even,
-    "scaling-check": check_virtual,
-}
+TABLES = (models, memory, divides, traffic, tensor_parallel, break_even, check)
 
 
 def main() -> int:
@@ -363,7 +343,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="bring the page up to date")
     parser.add_argument("--tpu", metavar="TOPOLOGY", help="compile for eight devices of a TPU, and nothing else")
     args = parser.parse_args()
-    tables = TABLES if args.tpu is None else {"scaling-tpu": lambda: check_tpu(args.tpu)}
+    tables = {f"scaling-{table.__name__.replace('_', '-')}": table for table in TABLES}
+    tables = tables if args.tpu is None else {"scaling-tpu": lambda: check_tpu(args.tpu)}
     pages = {name: ("scaling.md", table) for name, table in tables.items()}
     return update_pages(pages, check=args.check, write=args.write, script="scaling.py")
 

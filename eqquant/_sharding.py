@@ -146,7 +146,7 @@ def _cannot(name: str, q: Any, axis: int, names: Names, sizes: Mapping[str, int]
         why = f"of {q._length} values in {q.format!r}, {unit} are packed together and must stay so"
     return (
         f"{name}, of shape {q.shape}, cannot be divided along axis {axis}, of length {q.shape[axis]}, by the mesh axes "
-        f"{by}: {why}. Divide another axis, quantize along another one, or choose smaller blocks."
+        f"{by}: {why}. Divide another axis, or into fewer parts; or quantize along another one."
     )
 
 

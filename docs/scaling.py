@@ -54,6 +54,9 @@ MODELS = (
 FORMATS: dict[str, eqq.AbstractFormat | None] = {"bf16": None, "int8": eqq.Int8(), "NF4": eqq.NF4(double_quant=True)}
 
 
+abstract_mesh = lambda data, model: AbstractMesh((data, model), ("data", "model"))
+
+
 #
 # Models, as shapes
 #
@@ -120,10 +123,6 @@ def gathered(tree: PyTree, mesh: Any) -> int:
         whole, part = (math.prod(s.shard_shape(x.shape)) for s in (rest, s))
         total += whole * x.dtype.itemsize if whole != part else 0
     return total
-
-
-def abstract_mesh(data: int, model: int) -> AbstractMesh:
-    return AbstractMesh((data, model), ("data", "model"))
 
 
 def size(nbytes: float) -> str:
@@ -291,7 +290,7 @@ def compare(mesh: Mesh, format: eqq.AbstractFormat | None, dtype: Any, product: 
     found: dict[str, int] = {}
     # A TPU may work at one transfer in several places. They have its channel.
     pattern = rf"= (\S.*?) ({KINDS})(?:-start)?\(.*?channel_id=(\d+)"
-    for shapes, kind, _ in {m[3]: m.groups() for m in re.finditer(pattern, compiled.as_text())}.values():
+    for shapes, kind, _ in {m[3]: m.groups() for m in re.finditer(pattern, compiled.as_text() or "")}.values():
         for name, bits, dims in re.findall(r"\b([a-z]+(\d+))\[([\d,]*)\]", shapes):
             nbytes = int(bits) // 8 * math.prod(int(d) for d in dims.split(",") if d)
             found[f"{kind} {name}"] = found.get(f"{kind} {name}", 0) + nbytes

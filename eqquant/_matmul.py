@@ -142,7 +142,7 @@ def _jitted(**params: Any) -> Callable[..., Array]:
 def _impl(*args: Array, **params: Any) -> Array:
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         platform = next(iter(args[0].devices())).platform
-        return _run({"gpu": "cuda"}.get(platform, platform), *args, **params)
+        return _run("cuda" if platform == "gpu" else str(platform), *args, **params)
     return _jitted(**params)(*args)
 
 

@@ -71,7 +71,7 @@ def _like(sharding: Any, entries: Sequence[Any]) -> Any:
 
 
 def can_divide(length: int, format: Any, names: Names, sizes: Mapping[str, int]) -> bool:
-    """Whether an axis can be divided by mesh axes: evenly, and if it is quantized (by `format`), between whole parts."""
+    """Whether an axis can be divided by mesh axes: evenly, and if `format` is that of its values, in whole parts."""
     parts = math.prod(sizes[name] for name in names)
     if parts == 1 or length % parts != 0:
         return parts == 1

@@ -157,12 +157,11 @@ for _ in range(3):
     parallel, state, value = step(parallel, state, x)
     losses.append(float(value))
 print(f"losses: {', '.join(f'{value:.4f}' for value in losses)}")
-print(
-    f"codes of `up`: {parallel.blocks[0].up.weight.sharding.spec}, master: {state.masters.blocks[0].up.weight.sharding.spec}"
-)
+codes, master = parallel.blocks[0].up.weight, state.masters.blocks[0].up.weight
+print(f"codes of `up`: {codes.sharding.spec}, their master: {master.sharding.spec}")
 
 # %% What must hold
 assert losses[-1] < losses[0]
-assert parallel.blocks[0].up.weight.sharding == weight.sharding
+assert codes.sharding == weight.sharding
 assert "all-gather" not in moved["NF4, tensor parallel"]
 assert "all-gather of f32" not in moved["NF4, fully sharded"]

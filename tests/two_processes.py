@@ -1,11 +1,10 @@
-"""What `test_processes.py` runs, in one process and in two: a small transformer, quantized, run and trained on a mesh."""
+"""What `test_processes.py` runs in one process and in two: a transformer, quantized, run and trained on a mesh."""
 
 import json
 import sys
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import optax

@@ -140,8 +140,8 @@ def models() -> str:
     rows = []
     for shape in MODELS:
         trees = [transformer(shape, f) for f in FORMATS.values()]
-        parameters, nbytes = eqq.count_params(trees[0]), (size(eqq.tree_nbytes(tree)) for tree in trees)
-        rows.append((*map(str, shape), f"{parameters / 1e9:.2f}", *nbytes))
+        parameters = f"{eqq.count_params(trees[0]) / 1e9:.2f}"
+        rows.append((*map(str, shape), parameters, *(size(eqq.tree_nbytes(tree)) for tree in trees)))
     header = ("Model", "Layers:", "Width:", "Heads:", "KV heads:", "FFN:", "Vocabulary:", "Parameters, 1e9:")
     return markdown((*header, *(f"{name}, GB:" for name in FORMATS)), rows)
 
@@ -155,8 +155,7 @@ def lora_state(model: PyTree) -> PyTree:
 
 def memory() -> str:
     """GB per device: tensor parallel over eight devices, and fully sharded over the rest."""
-    adam = optax.adam(1e-4)
-    rows = []
+    adam, rows = optax.adam(1e-4), []
     for shape in MODELS:
         trees = [transformer(shape, format) for format in FORMATS.values()]
         exact, low = (jax.eval_shape(eqq.float_masters(o).init, trees[-1]) for o in (adam, eqq.quantize_state(adam)))
@@ -229,8 +228,7 @@ def break_even() -> str:
         "TPU v5e, links of the torus": (197e12, 200e9),
         "TPU v5p, links of the torus": (459e12, 600e9),
     }
-    layers = one_layer(MODELS[1])
-    rows = []
+    layers, rows = one_layer(MODELS[1]), []
     for name, (flops, bandwidth) in links.items():
         per_token = 2 * eqq.count_params(layers[0]) / flops
         tokens = (f"{gathered(w, abstract_mesh(64, 1)) / bandwidth / per_token:,.0f}" for w in layers)
@@ -248,13 +246,12 @@ BATCH, SEQUENCE = 8, 64
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 MESHES = {"tensor parallel": (1, 8), "fully sharded": (8, 1), "both": (2, 4)}
 Product = Callable[[Array, Any, str], Array]
-# The last one says that the packed weight is not divided along "data" any more, and then dequantizes it.
+# The last one says first that the packed weight is not divided along "data" any more.
 gather = lambda w, name: w.with_sharding(P(*map(without_data, LAYOUT[name])))
 PRODUCTS: dict[str, Product] = {
     "`x @ w.T`, bf16": lambda x, w, name: x @ w.T,
     "`x @ q.T`": lambda x, w, name: x @ w.T,
-    "`x @ q.dequantize().T`": lambda x, w, name: x @ w.dequantize().T,
-    "the same, `q` gathered first": lambda x, w, name: x @ gather(w, name).dequantize().T,
+    "`x @ q.with_sharding(...).T`": lambda x, w, name: x @ gather(w, name).T,
 }
 
 
@@ -342,9 +339,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="bring the page up to date")
     parser.add_argument("--tpu", metavar="TOPOLOGY", help="compile for eight devices of a TPU, and nothing else")
     args = parser.parse_args()
-    tables = {f"scaling-{table.__name__.replace('_', '-')}": table for table in TABLES}
-    tables = tables if args.tpu is None else {"scaling-tpu": lambda: check_tpu(args.tpu)}
-    pages = {name: ("scaling.md", table) for name, table in tables.items()}
+    pages = {f"scaling-{table.__name__.replace('_', '-')}": ("scaling.md", table) for table in TABLES}
+    pages = pages if args.tpu is None else {"scaling-tpu": ("scaling.md", lambda: check_tpu(args.tpu))}
     return update_pages(pages, check=args.check, write=args.write, script="scaling.py")
 
 

@@ -130,7 +130,10 @@ def _run(
 
 
 def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
-    run = ft.partial(_run, platform, devices=_compat.num_devices(context))
+    # The compiler for TPUs does not call back to ask how an operation is divided. There XLA divides what it sees, and
+    # `xla`, the one implementation, is all operations that it knows.
+    devices = 1 if platform == "tpu" else _compat.num_devices(context)
+    run = ft.partial(_run, platform, devices=devices)
     return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
 
 

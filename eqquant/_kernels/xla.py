@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 
-# The decoded rows in flight at a time. More are no faster on two cores with 1 MiB of L2 each. What is not taken in parts
+# The decoded rows in flight at a time. More are no faster on two cores with 1 MiB of L2 each. What is not taken in rows
 # may be decoded long before its turn: of eight layers of 4 MiB, XLA decodes all at once, and takes twice as long.
 ROWS_BYTES = 2**20
 

@@ -218,6 +218,11 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
                 "dimensions. `vmap`, `scan` and `tree_map` map over the first axes in memory, which are those before "
                 "the quantized one: transpose or dequantize first."
             )
+        if self.codes.shape[-1] != _packing.packed_length(self._length, self.format.bits):
+            raise ValueError(
+                f"The quantized axis must be whole inside of `shard_map`. Got {self.codes.shape[-1]} bytes of the "
+                f"{self._length} codes of a row. Divide another axis, or multiply outside of it."
+            )
         shape = list(self.codes.shape[:-1])
         for axis, length in sorted(zip(self._axes, self.lengths, strict=True)):
             shape.insert(len(self.codes.shape) - 1 + len(self.lengths) + axis, length)
@@ -314,7 +319,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
     # Where it is
 
-    def with_sharding(self, sharding: NamedSharding | PartitionSpec | None) -> "QuantizedArray":
+    def with_sharding(self, sharding: Any) -> "QuantizedArray":
         """Puts the array where `sharding`, that of the logical array, says; under `jit`, tells the compiler to.
 
         Codes, scales and zero points get theirs from it. The quantized axis can be divided where blocks and packing
@@ -350,7 +355,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         """The same as [`with_sharding`][eqquant.QuantizedArray.with_sharding]."""
         return self.with_sharding(sharding)
 
-    def with_mesh_and_axis(self, mesh_and_axis: tuple[Any, Any]) -> "QuantizedArray":
+    def with_mesh_and_axis(self, mesh_and_axis: Any) -> "QuantizedArray":
         """As `with_sharding`, from a pair.
 
         **Arguments:**
@@ -366,12 +371,14 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
         As `with_sharding`.
         """
+        if not isinstance(mesh_and_axis, tuple) or len(mesh_and_axis) != 2:
+            raise TypeError(f"`mesh_and_axis` must be a pair of a mesh and a spec. Got {mesh_and_axis!r}.")
         mesh, spec = mesh_and_axis
-        entries = () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)
+        entries = () if spec is None else tuple(spec) if isinstance(spec, (tuple, list, PartitionSpec)) else (spec,)
         return self.with_sharding(_sharding.as_named(PartitionSpec(*entries), NamedSharding(mesh, PartitionSpec())))
 
     def delete(self) -> None:
-        """Frees the memory of the array at once. It cannot be used any more."""
+        """Frees the memory of the array at once. Neither it nor any other array that shares the memory can be used."""
         for leaf in jtu.tree_leaves(self):
             leaf.delete()
 
@@ -408,8 +415,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         """`bind_matmul` for an array in memory order, with the batch axes broadcast."""
         batch = self.shape[:-2]
         if batch == ():
-            y = bind_matmul(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), self, transpose=transpose, **params)
-            return y.reshape(*x.shape[:-1], y.shape[-1])
+            return bind_matmul(x, self, transpose=transpose, **params)
         full = jnp.broadcast_shapes(batch, x.shape[:-2])
         x = jnp.broadcast_to(x, (*full, *x.shape[-2:]))
         w = jtu.tree_map(lambda leaf: jnp.broadcast_to(leaf, (*full, *leaf.shape[-2:])), self)

@@ -94,3 +94,18 @@ def num_devices(context: Any) -> int:
         return 1 if devices is None else len(devices)
     except AttributeError:  # pragma: no cover
         return 1
+
+
+def spec_on_mesh(sharding: Any, mesh: Any) -> Any:
+    """The `PartitionSpec` of a sharding that the compiler chose.
+
+    **Returns:**
+
+    An empty one, for undivided, if the mesh cannot express it: the compiler also divides by parts of a mesh axis.
+    """
+    try:
+        from jax._src.sharding_impls import parse_flatten_op_sharding
+
+        return parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(0), mesh)[0]
+    except (ImportError, ValueError):
+        return jax.sharding.PartitionSpec()

@@ -27,7 +27,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from . import _packing, _scaling
+from . import _compat, _packing, _scaling
 from ._array import QuantizedArray
 from ._scaling import num_blocks
 from ._sharding import as_names, can_divide, leaf_specs, Names, smallest_part
@@ -57,7 +57,8 @@ def partitioned(
     def partition(mesh: Mesh, operands: Any, result: Any) -> Any:
         x, *leaves = operands
         codes = leaves[0]
-        plan = _plan(mesh.shape, w, _names(x), _names(codes), _names(result), transpose)
+        names = lambda of: _names(of, mesh)
+        plan = _plan(mesh.shape, w, names(x), names(codes), names(result), transpose)
         quantized = plan.weight(transpose)[1]
         parts = math.prod(mesh.shape[name] for name in quantized)
         on_mesh = lambda *names: NamedSharding(mesh, PartitionSpec(*(n or None for n in names)))
@@ -70,7 +71,7 @@ def partitioned(
         return mesh, local, on_mesh(*plan.batch, *plan.result), in_shardings
 
     rule, sizes = _rule(x.shape, w, transpose)
-    product.def_partition(partition, sharding_rule=rule, **sizes)
+    product.def_partition(partition, decode_shardings=False, sharding_rule=rule, **sizes)
     return product(x, *leaves)
 
 
@@ -150,9 +151,9 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
     return dataclasses.replace(mine, lengths=(w._length // parts,))
 
 
-def _names(struct: Any) -> tuple[Names, ...]:
+def _names(struct: Any, mesh: Mesh) -> tuple[Names, ...]:
     """For each dimension, the mesh axes that it is divided by."""
-    spec = struct.sharding.spec
+    spec = _compat.spec_on_mesh(struct.sharding, mesh)
     return tuple(as_names(entry) for entry in (*spec, *[None] * (len(struct.shape) - len(spec))))
 
 
@@ -161,7 +162,7 @@ def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[s
     batch = [f"batch{i}" for i in range(len(shape) - 2)]
     length, blocks = w._length, w.scale.shape[-1]
     unit = smallest_part(length, w.format)
-    parts = length // unit if length % unit == 0 else 1
+    parts = max(length // unit, 1) if length % unit == 0 else 1
     sizes: dict[str, Any] = {}
 
     def along(count: int, name: str) -> str:

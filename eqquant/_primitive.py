@@ -6,6 +6,7 @@ primitive is an open table, which is what lets the two be apart without a cycle.
 """
 
 import functools as ft
+import math
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ def bind_matmul(
     **Arguments:**
 
     - `x`: floats, whose dtype is also the result's.
-    - `w`: a `QuantizedArray` in memory order, `(*batch, n, k)`, with the same batch axes as `x`.
+    - `w`: a `QuantizedArray` in memory order, `(*batch, n, k)`, with the same batch axes as `x`, or with none.
     - `transpose`: which of the two axes of `w` is contracted. Each product is the other's gradient.
     - `precision`: as in `jax.lax.dot_general`; `None` takes `jax.default_matmul_precision`.
     - `implementation`: as in [`eqquant.matmul`][].
@@ -71,6 +72,9 @@ def bind_matmul(
 
 def _bind(x: Array, w: PyTree, **params: Any) -> Array:
     leaves, treedef = jtu.tree_flatten(w)
+    if w.ndim == 2 and x.ndim != 2:  # one weight for all: examples are rows
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        return _bind(rows, w, **params).reshape(*x.shape[:-1], w.shape[-1 if params["transpose"] else -2])
     return quantized_matmul_p.bind(x, *leaves, treedef=treedef, **params)
 
 

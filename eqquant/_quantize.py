@@ -198,7 +198,8 @@ def _encode_array(
     mesh = _sharding.explicit_mesh(x)
     if mesh is not None:
         typed = NamedSharding(mesh, jax.typeof(x).sharding.spec)
-        leaves = _sharding.leaf_shardings(jax.eval_shape(encode, x, format, key, given), typed)
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, given))
+        leaves = _sharding.leaf_shardings(jax.eval_shape(encode, shapes[0], format, key, shapes[1]), typed)
         q = _sharding.in_auto_mode(encode, leaves)(x, format, key, given)
         return q if sharding is None else dataclasses.replace(q, logical_sharding=sharding)
     q = encode(x, format, key, given)

@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ._array import AbstractFormat
@@ -74,7 +75,9 @@ class TreeReport(NamedTuple):
             shape = " x ".join(map(str, leaf.shape)) or "scalar"
             share = f"{leaf.nbytes / max(leaf.dense_nbytes, 1):.1%}"
             style = None if leaf.format is not None else "dim"
-            table.add_row(leaf.path, shape, stored, f"{leaf.bits:.2f}", f"{leaf.nbytes:,}", share, style=style)
+            table.add_row(
+                escape(leaf.path), shape, escape(stored), f"{leaf.bits:.2f}", f"{leaf.nbytes:,}", share, style=style
+            )
         quantized = sum(leaf.format is not None for leaf in self.leaves)
         footers = (
             f"{quantized} of {len(self.leaves)} quantized",

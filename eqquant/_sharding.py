@@ -171,15 +171,17 @@ def logical_sharding(q: Any) -> NamedSharding | None:
 #
 
 
-def as_named(sharding: NamedSharding | PartitionSpec, current: Any, name: str = "The array") -> NamedSharding:
+def as_named(sharding: Any, current: Any, name: str = "the array") -> NamedSharding:
     """A spec on the mesh that it is meant for: that of the array, or the one that `jax.set_mesh` set."""
     if isinstance(sharding, NamedSharding):
         return sharding
+    if not isinstance(sharding, PartitionSpec):
+        raise TypeError(f"The sharding of {name} must be a NamedSharding or a PartitionSpec. Got {sharding!r}.")
     mesh = current.mesh if isinstance(current, NamedSharding) else _mesh_that_is_set()
     if mesh.empty:
         raise ValueError(
-            f"{name} is on no mesh, and the spec {sharding} needs one. Pass a `NamedSharding(mesh, spec)`, or call "
-            "this within `jax.set_mesh(mesh)`."
+            f"The spec {sharding} of {name} needs a mesh, and it is on none. Pass a `NamedSharding(mesh, spec)`, or "
+            "call this within `jax.set_mesh(mesh)`."
         )
     unknown = sorted({n for entry in sharding for n in as_names(entry)} - set(mesh.axis_names))
     if unknown:
@@ -201,10 +203,14 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
     """Puts leaves where they shall be; while they are traced, says so to the compiler."""
 
     def one(x: Any, sharding: NamedSharding) -> Any:
-        if is_explicit(sharding.mesh) and (isinstance(x, jax.core.Tracer) or isinstance(sharding.mesh, _AbstractMesh)):
+        if is_explicit(sharding.mesh) and isinstance(x, jax.core.Tracer):
             return jax.sharding.reshard(x, sharding)
         if isinstance(x, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(x, sharding)
+        if isinstance(sharding.mesh, _AbstractMesh):
+            raise ValueError(
+                "Arrays go to a mesh of devices. Got an abstract one. Pass what it was made from."
+            )
         return jax.device_put(x, sharding)
 
     return jtu.tree_map(one, tree, shardings)
@@ -251,4 +257,15 @@ def names_of(x: Any) -> tuple[Names, ...]:
 
 def in_auto_mode(function: Callable[..., Any], out_shardings: PyTree) -> Callable[..., Any]:
     """A function whose inside the compiler divides as it sees fit, and whose results are as `out_shardings` says."""
-    return jax.sharding.auto_axes(function, out_sharding=out_shardings)
+
+    def typed(sharding: NamedSharding) -> NamedSharding:
+        # Of a mesh with axes of both types, only the explicit ones are part of a type.
+        types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+        kept = [tuple(n for n in as_names(entry) if types[n] == AxisType.Explicit) for entry in sharding.spec]
+        return NamedSharding(sharding.mesh, PartitionSpec(*(names or None for names in kept)))
+
+    context = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+    partly = AxisType.Manual in context.axis_types  # inside of a `shard_map` over some axes, the others are still ours
+    axes = tuple(n for n, kind in kinds.items() if kind == AxisType.Explicit) if partly else None
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=jtu.tree_map(typed, out_shardings))

@@ -7,6 +7,7 @@ import jax.random as jr
 import pytest
 
 
+jax.config.update("jax_disable_most_optimizations", True)  # programs are small: compiling them takes longest
 jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for meshes
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import TypeCheckError
 
 import eqquant as eqq
 from eqquant import analysis
@@ -29,7 +30,7 @@ def sin(n, step=0.1):
 
 
 def like_the_reference(bits, block_size="tensor", symmetric=True):
-    return analysis.integer_format(bits, block_size=block_size, symmetric=symmetric, rounding="away")
+    return analysis.integer_format(bits, block_size=block_size, symmetric=symmetric, rounding="half_away")
 
 
 #
@@ -137,11 +138,11 @@ def test_outlier_impact(percentile):
 
 def test_comparisons():
     x = np.array([0.01, 0.02, -0.01, -0.02, 100, 200, -100, -200], np.float32).reshape(2, 4)
-    report = analysis.compare_granularities(x, 8, group_size=2, rounding="away")
+    report = analysis.compare_granularities(x, 8, group_size=2, rounding="half_away")
     close([report["tensor"].error.mse, report["channel"].error.mse], GOLDEN["compare_granularities_tiny_huge"])
-    report = analysis.compare_bit_widths(sin(100), rounding="away")
+    report = analysis.compare_bit_widths(sin(100), rounding="half_away")
     close(report["4 bits"].error.mse / report["8 bits"].error.mse, GOLDEN["compare_bit_widths_sin100"]["ratio"])
-    rows = analysis.bit_width_degradation(sin(100), (4, 8), rounding="away").rows
+    rows = analysis.bit_width_degradation(sin(100), (4, 8), rounding="half_away").rows
     assert [(row.bits, row.compression) for row in rows] == [(4, 8.0), (8, 4.0)]
     close([rows[0].mse, rows[1].mse], [report[name].error.mse for name in ("4 bits", "8 bits")])
 
@@ -308,7 +309,7 @@ def test_each_bit_is_worth_six_decibels(getkey):
 def test_integer_formats(bits, symmetric, getkey):
     w = weights(getkey(), (16, 130))
     ours = analysis.integer_format(bits, block_size=32, symmetric=symmetric)
-    away = analysis.integer_format(bits, block_size=32, symmetric=symmetric, rounding="away")
+    away = analysis.integer_format(bits, block_size=32, symmetric=symmetric, rounding="half_away")
     a, b = eqq.quantize(w, ours), eqq.quantize(w, away)
     if type(ours) in (eqq.Int8, eqq.Int4, eqq.Int2):
         np.testing.assert_array_equal(a.dequantize(), b.dequantize())
@@ -366,9 +367,9 @@ def test_bad_numbers(getkey):
     with pytest.raises(ValueError, match="`group_size` must be from 1 to the length of the axis, 8. Got 16"):
         analysis.compare_granularities(w, group_size=16)
     for bits in (1, 9):
-        with pytest.raises(ValueError, match=f"`bits` must be from 2 to 8. Got {bits}"):
+        with pytest.raises(ValueError, match=f"`bits` must be an integer from 2 to 8. Got {bits}"):
             analysis.integer_format(bits)
-    with pytest.raises(ValueError, match="`bits` must be at least 1"):
+    with pytest.raises(ValueError, match="`bits` must be an integer, at least 1"):
         analysis.theoretical_sqnr(0)
     for change in (0, -1, math.nan):
         with pytest.raises(ValueError, match="`change` must be above -1 and not zero"):
@@ -393,3 +394,29 @@ def test_bad_numbers(getkey):
         analysis.compare_granularities(w, axis=2)
     with pytest.raises(ValueError, match="`plot` needs the values"):
         analysis.run_benchmark(w, "nf4").error.plot()
+
+
+def test_rounding_is_spelled_one_way():
+    for rounding in ("even", "stochastic"):
+        with pytest.raises((ValueError, TypeCheckError)):
+            analysis.integer_format(8, rounding=rounding)  # pyright: ignore[reportArgumentType]
+    with pytest.raises((ValueError, TypeCheckError)):
+        analysis.compare_bit_widths(sin(100), rounding="away")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("bits", [2.5, 4.0, "8", None, True])
+def test_bits_are_integers(bits):
+    for function in (analysis.integer_format, analysis.theoretical_sqnr):
+        with pytest.raises((ValueError, TypeCheckError)):
+            function(bits)
+
+
+def test_one_format_alone():
+    report = analysis.compare_formats(sin(128), "nf4")
+    assert [row.format for row in report.rows] == [eqq.NF4()]
+    assert analysis.compare_formats(sin(128), eqq.NF4()) == report
+
+
+def test_names_are_no_markup():
+    row = analysis.run_benchmark(sin(128), "nf4", name="[bold]a[/x]")
+    assert "[bold]a[/x]" in str(row)

@@ -325,3 +325,35 @@ def test_bad_plans(model, batch):
     larger = eqx.tree_at(lambda m: m.layers[0].up.weight, model, replace_fn=lambda w: jnp.zeros((64, 33)))
     with pytest.raises(ValueError, match=r"in the model it has shape \(64, 33\)"):
         analysis.plan_bits(larger, report)
+
+
+def test_names_of_leaves_are_no_markup():
+    model = {name: weights(jr.key(1), (4, 64)) for name in ("[bold]a", "[/x]")}
+    x = weights(jr.key(2), (8, 64))
+    loss = lambda model, x: sum(jnp.mean((x @ w.T) ** 2) for w in model.values())
+    report = analysis.sensitivity(model, loss, x, "int4")
+    shown = (eqq.plan_tree(model), analysis.analyze_tree(model), report, analysis.plan_bits(model, report, 5))
+    for table in shown:
+        assert "[bold]a" in str(table) and "[/x]" in str(table)
+
+
+X = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
+
+
+def test_a_loss_must_use_its_model(model):
+    with pytest.raises(ValueError, match="`loss` must use the model that it is given. Got the same value"):
+        analysis.sensitivity(model, lambda _, x: jnp.mean(jax.vmap(model)(x) ** 2), X)
+
+
+@pytest.mark.parametrize("value", [None, {"loss": 1.0}, np.ones(2), 1j])
+def test_a_loss_must_be_a_number(model, value):
+    with pytest.raises(ValueError, match="`loss` must return one finite number"):
+        analysis.sensitivity(model, lambda model, x: value, X)
+
+
+def test_a_budget_must_be_finite(model):
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    report = analysis.sensitivity(model, loss, X, "int4")
+    for target in (math.inf, math.nan):
+        with pytest.raises(ValueError, match="`target_bits` must be finite"):
+            analysis.plan_bits(model, report, target)

@@ -34,6 +34,7 @@ from eqquant.calibrate import (
     Percentile,
     quantize_with_params,
 )
+from eqquant.calibrate._result import check_bits
 
 from .helpers import assert_same
 
@@ -500,7 +501,7 @@ def test_errors_of_calibrators():
         MinMax(name="layer.weight").update(x[:0])
     with pytest.raises(ValueError, match=r"NaN or infinity in layer\.weight"):
         MinMax(name="layer.weight").update(x.at[0, 0].set(jnp.nan))
-    with pytest.raises(ValueError, match=r"`bits` must be from 2 to 8\. Got 9"):
+    with pytest.raises(ValueError, match=r"`bits` must be an integer from 2 to 8\. Got 9"):
         MinMax(9)
     with pytest.raises(ValueError, match=r"`axes` \(-1,\) of x\.y must have lengths \(5,\)\. Got shape \(2, 4\)"):
         MinMax(granularity=Granularity((-1,), (5,)), name="x.y").update(x)
@@ -593,3 +594,37 @@ def test_results_are_pytrees():
     jitted = eqx.filter_jit(lambda x, r: dequantize_with_params(quantize_with_params(x, r), r))
     assert jitted(data((4, 6)), result).shape == (4, 6)
     assert math.prod(result.granularity.blocks) == 4
+
+
+def test_mse_result_inside_of_shard_map():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    x = jr.normal(jr.key(0), (2, 64))
+    scales = jax.jit(
+        jax.shard_map(lambda x: MSE().update(x).result().scale[None], mesh=mesh, in_specs=spec, out_specs=spec)
+    )
+    expected = [MSE().update(row).result().scale for row in x]
+    np.testing.assert_array_equal(scales(x), expected)
+
+
+def test_quantize_with_params_refuses_what_is_not_finite():
+    result = calibrate_min_max(T6)
+    for bad in (np.nan, np.inf):
+        with pytest.raises(ValueError, match="`x` must be finite"):
+            quantize_with_params(jnp.array([bad], jnp.float32), result)
+    jax.jit(quantize_with_params)(jnp.array([np.nan], jnp.float32), result)
+
+
+@pytest.mark.parametrize("bits", [2.5, 4.0, "8", None])
+def test_bits_are_integers(bits):
+    with pytest.raises(ValueError, match="`bits` must be an integer from 2 to 8"):
+        check_bits(bits)
+    with pytest.raises((ValueError, TypeCheckError)):
+        MinMax(bits)
+
+
+def test_complex_data():
+    with pytest.raises(TypeError, match="Data must be real. Got dtype complex64 in the data"):
+        MinMax()._check(jnp.ones(3, jnp.complex64))
+    with pytest.raises(TypeError):
+        quantize_with_params(jnp.ones(3, jnp.complex64), calibrate_min_max(T6))

@@ -526,3 +526,49 @@ def test_a_stack_must_be_sliced_as_one():
 
     with pytest.raises(ValueError, match=r"weight must be sliced or mapped as one\. Got a weight of shape \(4, 4\)"):
         collect_stats(stack, [normal(3, 4)], apply=apply)
+
+
+def test_a_weight_that_is_mapped_over_by_rows():
+    class Model(eqx.Module):
+        first: eqx.nn.Linear
+        norm: eqx.nn.WeightNorm
+
+        def __call__(self, x):
+            return self.norm(self.first(x))
+
+    model = Model(eqx.nn.Linear(6, 16, key=jr.key(0)), eqx.nn.WeightNorm(eqx.nn.Linear(16, 4, key=jr.key(1))))
+    with pytest.raises(ValueError, match=r"maps over by rows\. Got 'vmap was.* among norm\.layer\.weight\. Leave"):
+        collect_stats(model, [normal(8, 6)])
+    stats = collect_stats(model, [normal(8, 6)], where=lambda m: m.first.weight)
+    assert stats["first.weight"].rows == 8
+    # What the model does wrong by itself stays as it is.
+    with pytest.raises(TypeError, match="dot_general"):
+        collect_stats(model, [normal(8, 7)])
+
+
+def test_names_are_no_markup():
+    model = {"[bold]w": normal(4, 6), "[/x]": normal(4, 6)}
+    stats = collect_stats(model, [normal(8, 6)], apply=lambda m, x: [x @ w.T for w in m.values()])
+    assert "[bold]w" in str(stats) and "[/x]" in str(stats)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
+def test_integer_inputs(dtype):
+    x = (normal(8, 6) * 3).astype(dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        stats = collect_stats({"w": normal(4, 6)}, [x], apply=lambda m, x: x @ m["w"].T, gram=True, threshold=2)
+    check(stats["w"], x, threshold=2)
+
+
+def test_thresholds():
+    model, x = eqx.nn.Linear(6, 4, key=jr.key(0)), normal(8, 6)
+    for threshold in (0, -1.0, np.nan):
+        with pytest.raises(ValueError, match="`threshold` must be positive. Got"):
+            collect_stats(model, [x], threshold=threshold)
+    stats = collect_stats(model, [x], threshold=np.inf)
+    assert type(stats.threshold) is float and json.loads(stats.to_json())["threshold"] is None
+
+
+def test_a_dict_is_no_list_of_batches():
+    with pytest.raises(TypeError, match="Got a dict. Pass a list of batches"):
+        collect_stats(eqx.nn.Linear(6, 4, key=jr.key(0)), {"x": normal(8, 6)})

@@ -200,3 +200,51 @@ def test_exported_and_on_one_device(getkey, mesh):
     alone = jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,))
     assert_close(product(put(x, alone, P("one")), put(q, alone, P("one"))), product(x, q))
     np.testing.assert_array_equal(len(mesh.devices.flat), 8)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return jax.make_mesh((8,), ("all",), axis_types=(AxisType.Auto,))
+
+
+def test_divided_by_more_than_there_are_parts(getkey, eight):
+    # 512 codes of four bits are four parts. The compiler would divide them by half of the axis of eight.
+    w, x = weights(getkey(), (64, 512)), weights(getkey(), (4, 512))
+    q, xs = eqq.quantize(w, "nf4"), put(x, eight, P(None, "all"))
+    expected = product(x, q)
+    whole = put(eqq.quantize(jnp.stack([w, w]), "nf4"), eight, P())
+    assert_close(jax.jit(lambda x: x @ q.T)(xs), expected)
+    assert_close(jax.jit(lambda x, q: x @ jax.tree.map(lambda a: a[0], q).T)(xs, whole), expected)
+    assert_close(jax.jit(lambda x, w: x @ eqq.quantize(w, "nf4").T)(xs, put(w, eight, P())), expected)
+    scanned = jax.jit(lambda x, q: jax.lax.scan(lambda _, q: (None, x @ q.T), None, q)[1])
+    assert_close(scanned(xs, whole), jnp.stack([expected, expected]))
+
+
+@pytest.mark.parametrize("spec", [P(None, "data"), P(None, ("data", "model")), P(None, "data", "model")], ids=str)
+def test_explicit_and_divided_along_the_sequence(getkey, spec):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    q, x = eqq.quantize(weights(getkey(), (64, K)), "nf4"), weights(getkey(), (2, 8, K))
+    xs, qs = put(x, mesh, spec), put(q, mesh, P())
+    for f in (product, jax.jit(product)):
+        y = f(xs, qs)
+        assert jax.typeof(y).sharding.spec == P(*spec[:2], None)
+        assert_close(y, product(x, q))
+
+
+def test_shard_map_over_some_axes_of_an_explicit_mesh(getkey):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    q, x = eqq.quantize(weights(getkey(), (64, K)), "nf4"), weights(getkey(), (8, K))
+    f = jax.shard_map(product, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"})
+    assert_close(jax.jit(f)(put(x, mesh, P("data")), put(q, mesh, P("model"))), product(x, q))
+
+
+def test_the_quantized_axis_is_whole_inside_shard_map(getkey, mesh):
+    q = put(eqq.quantize(weights(getkey(), (64, K)), "nf4"), mesh, P(None, "model"))
+    f = jax.shard_map(product, mesh=mesh, in_specs=(P(None, "model"), P(None, "model")), out_specs=P())
+    with pytest.raises(ValueError, match="quantized axis must be whole inside of `shard_map`"):
+        f(weights(getkey(), (8, K)), q)
+
+
+def test_no_inputs(getkey, mesh):
+    q = put(eqq.quantize(jnp.zeros((8, 0)), "nf4"), mesh, P("data"))
+    np.testing.assert_array_equal(np.asarray(jnp.ones((8, 0)) @ q.T), np.zeros((8, 8)))

@@ -257,7 +257,7 @@ def test_a_convolution_is_divided_by_its_first_input_axis(getkey):
 def test_errors_name_the_leaf(getkey):
     mesh, model = make_mesh(), mlp(getkey())
     other = jax.make_mesh((8,), ("all",), axis_types=(AUTO,))
-    with pytest.raises(ValueError, match=r"layers\.0\.weight is on no mesh"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight needs a mesh"):
         eqq.quantize_tree(model, "nf4", shardings={"layers.0.weight": P("model")})
     with (
         jax.set_mesh(mesh),
@@ -295,3 +295,38 @@ def test_every_format_is_divided(getkey, name):
         assert_same_bits(moved, q)
         np.testing.assert_array_equal(np.asarray(moved.dequantize()), np.asarray(q.dequantize()))
     assert dataclasses.replace(moved, logical_sharding=None).sharding == moved.sharding  # from where the codes are
+
+
+@pytest.mark.parametrize("format", ["nvfp4", eqq.Int8(block_size="tensor"), "dynamic8", "q4_0"], ids=str)
+def test_explicit_arrays_in_any_format(getkey, format):
+    w = weights(getkey(), (16, 512))
+    sharded = jax.device_put(w, on(make_mesh(EXPLICIT), P("data")))
+    for q in (eqq.quantize(sharded, format), jax.jit(lambda w: eqq.quantize(w, format))(sharded)):
+        assert_same_bits(q, eqq.quantize(w, format))
+    with pytest.raises(ValueError, match="are packed together"):
+        eqq.quantize(jax.device_put(w[:, :256], on(make_mesh(EXPLICIT), P(None, "model"))), "nf4")
+
+
+def test_a_mesh_with_axes_of_both_types(getkey):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AUTO, EXPLICIT))
+    w = weights(getkey(), (16, 512))
+    expected = eqq.quantize(w, "nf4")
+    for spec in (P("data"), P("data", "model"), P(None, "model")):
+        placed = expected.with_sharding(on(mesh, spec))
+        for q in (placed, eqq.quantize(jax.device_put(w, on(mesh, spec)), "nf4")):
+            np.testing.assert_array_equal(np.asarray(q.dequantize()), np.asarray(expected.dequantize()))
+
+
+def test_what_is_no_sharding(getkey):
+    mesh, q = make_mesh(), eqq.quantize(weights(getkey(), (16, 512)), "nf4")
+    for wrong in ("model", ("model", None), 42, mesh):
+        with pytest.raises(TypeError, match="must be a NamedSharding or a PartitionSpec"):
+            q.with_sharding(wrong)
+    with pytest.raises(ValueError, match="abstract"):
+        q.with_sharding(on(mesh.abstract_mesh, P("model")))
+    with pytest.raises(ValueError, match="names of mesh axes"):
+        q.with_mesh_and_axis((mesh, 3))
+    with pytest.raises(TypeError, match="a pair"):
+        q.with_mesh_and_axis(mesh)
+    with pytest.raises(TypeError, match="`shardings` must be rules"):
+        eqq.quantize_tree({"w": jnp.ones((4, 64))}, "nf4", shardings=mesh)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from .._array import AbstractFormat, as_format
@@ -77,7 +78,7 @@ class Comparison(Report):
         for row in self.rows:
             error = (f"{row.error.mse:.3e}", f"{row.error.max_error:.3e}", f"{row.error.cosine:.6f}")
             size = (f"{row.bits:.3f}", f"{row.compression:.2f}x", f"{row.error.sqnr_db:.2f}")
-            table.add_row(row.name, *size, *error, f"{row.quality:.3f}")
+            table.add_row(escape(row.name), *size, *error, f"{row.quality:.3f}")
         return table
 
     def plot(self, ax: Any = None) -> Any:

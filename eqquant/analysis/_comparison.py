@@ -8,6 +8,7 @@ from .._quantize import check_quantizable
 from ._benchmark import Comparison, run_benchmark
 from ._error import to_numpy, Values
 from ._integers import integer_format, Rounding
+from ._report import as_formats
 
 
 # What is compared where nothing else is asked for.
@@ -36,7 +37,7 @@ FORMATS: tuple[AbstractFormat, ...] = (
 
 def compare_formats(
     x: Values,
-    formats: Sequence[AbstractFormat | str] = FORMATS,
+    formats: Sequence[AbstractFormat | str] | AbstractFormat | str = FORMATS,
     *,
     axis: int | Sequence[int] = -1,
 ) -> Comparison:
@@ -52,7 +53,7 @@ def compare_formats(
     **Arguments:**
 
     - `x`: the values.
-    - `formats`: formats, or their lower-case names. All of the library unless given.
+    - `formats`: formats, or their lower-case names, or one of these. All of the library unless given.
     - `axis`: the axis along which blocks run.
 
     **Returns:**
@@ -65,7 +66,7 @@ def compare_formats(
     """
     if not formats:
         raise ValueError("`formats` must name at least one format. Got none. Leave it out for all of the library.")
-    return Comparison(tuple(run_benchmark(x, format, axis=axis) for format in formats))
+    return Comparison(tuple(run_benchmark(x, format, axis=axis) for format in as_formats(formats)))
 
 
 def compare_bit_widths(
@@ -74,7 +75,7 @@ def compare_bit_widths(
     *,
     symmetric: bool = True,
     axis: int | Sequence[int] = -1,
-    rounding: Rounding = "even",
+    rounding: Rounding = "half_even",
 ) -> Comparison:
     """Integers of several widths on the same values, with one scale for all of them.
 
@@ -91,7 +92,7 @@ def compare_bit_widths(
     - `bits`: the widths, from 2 to 8.
     - `symmetric`: whether zero is always the middle code.
     - `axis`: the axis along which blocks run.
-    - `rounding`: where ties go, `"even"` or `"away"` from zero.
+    - `rounding`: where ties go, `"half_even"` or `"half_away"` from zero.
 
     **Returns:**
 
@@ -99,7 +100,7 @@ def compare_bit_widths(
 
     **Raises:**
 
-    `ValueError` for no widths, or one that is not from 2 to 8.
+    `ValueError` for no widths, one that is not from 2 to 8, or an unknown `rounding`.
     """
     if not bits:
         raise ValueError("`bits` must name at least one width. Got none. For instance `(4, 8)`.")
@@ -114,7 +115,7 @@ def compare_granularities(
     group_size: int = 32,
     symmetric: bool = True,
     axis: int = -1,
-    rounding: Rounding = "even",
+    rounding: Rounding = "half_even",
 ) -> Comparison:
     """Integers with one scale for the whole array, one for each channel, and one for each group of values.
 
@@ -132,7 +133,7 @@ def compare_granularities(
     - `group_size`: how many values along `axis` are a group. A last group that is shorter has a scale of its own.
     - `symmetric`: whether zero is always the middle code.
     - `axis`: the axis that a channel runs along.
-    - `rounding`: where ties go, `"even"` or `"away"` from zero.
+    - `rounding`: where ties go, `"half_even"` or `"half_away"` from zero.
 
     **Returns:**
 
@@ -140,7 +141,7 @@ def compare_granularities(
 
     **Raises:**
 
-    `ValueError` for a group larger than the axis, or bits that are not from 2 to 8.
+    `ValueError` for a group larger than the axis, bits that are not from 2 to 8, or an unknown `rounding`.
     """
     values = to_numpy(x, "`x`")
     _, (axis,) = check_quantizable(values, axis)

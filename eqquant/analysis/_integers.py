@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import Literal
 
 import equinox as eqx
@@ -14,11 +15,11 @@ from .._formats import Int2, Int4, Int8
 from .._scaling import BlockSize
 
 
-Rounding = Literal["even", "away"]
+Rounding = Literal["half_even", "half_away"]
 
 
 def integer_format(
-    bits: int, *, block_size: BlockSize = "tensor", symmetric: bool = True, rounding: Rounding = "even"
+    bits: int, *, block_size: BlockSize = "tensor", symmetric: bool = True, rounding: Rounding = "half_even"
 ) -> AbstractFormat:
     r"""Integers of two to eight bits, to see what each bit is worth.
 
@@ -38,7 +39,7 @@ def integer_format(
     - `bits`: the width of a code, from 2 to 8.
     - `block_size`: how many values share a scale; `None` for one scale per channel, `"tensor"` for one in all.
     - `symmetric`: whether zero is always the middle code. Otherwise there is a zero point.
-    - `rounding`: where ties go: to the `"even"` neighbour, as everywhere in JAX, or `"away"` from zero, as in C.
+    - `rounding`: where ties go: `"half_even"`, as everywhere in JAX, or `"half_away"` from zero, as in C.
 
     **Returns:**
 
@@ -46,13 +47,15 @@ def integer_format(
 
     **Raises:**
 
-    `ValueError` for another number of bits.
+    `ValueError` for another number of bits, or an unknown `rounding`.
     """
-    if bits not in range(2, 9):
-        raise ValueError(f"`bits` must be from 2 to 8. Got {bits}. One bit has no zero: see `eqq.Binary`.")
+    if isinstance(bits, bool) or not isinstance(bits, Integral) or not 2 <= bits <= 8:
+        raise ValueError(f"`bits` must be an integer from 2 to 8. Got {bits!r}. One bit has no zero: see `eqq.Binary`.")
+    if rounding not in ("half_even", "half_away"):
+        raise ValueError(f'`rounding` must be "half_even" or "half_away". Got {rounding!r}.')
     ours = {8: Int8, 4: Int4, 2: Int2}.get(bits)
     # Symmetric Int2 uses all of its four levels, which the rule above does not; and blocks of ours fill whole bytes.
-    same = rounding == "even" and (bits > 2 or not symmetric)
+    same = rounding == "half_even" and (bits > 2 or not symmetric)
     if ours is not None and same and (not isinstance(block_size, int) or block_size % (8 // bits) == 0):
         return ours(block_size=block_size, symmetric=symmetric)
     return _Integer(width=bits, block_size=block_size, symmetric=symmetric, rounding=rounding)
@@ -97,7 +100,7 @@ class _Integer(AbstractFormat):
         return 2 ** (self.width - 1) if self.symmetric else 0
 
     def _round(self, values: Float32[Array, "*shape"], round: Callable[[Array], Array]) -> Float32[Array, "*shape"]:
-        away = self.rounding == "away" and round is jnp.round
+        away = self.rounding == "half_away" and round is jnp.round
         return _scaling.round_half_away(values) if away else round(values)
 
     def __repr__(self) -> str:

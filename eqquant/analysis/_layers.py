@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import PyTree
+from rich.markup import escape
 from rich.table import Table
 
 from .._array import AbstractFormat, QuantizedArray
@@ -65,7 +66,7 @@ class TreeErrorReport(Report):
         for leaf in self.leaves:
             e, shape = leaf.error, " x ".join(map(str, leaf.shape))
             errors = (f"{e.sqnr_db:.2f}", f"{e.rmse:.3e}", f"{e.max_error:.3e}", f"{e.cosine:.6f}")
-            table.add_row(leaf.path, shape, repr(leaf.format), f"{leaf.bits:.2f}", *errors)
+            table.add_row(escape(leaf.path), shape, escape(repr(leaf.format)), f"{leaf.bits:.2f}", *errors)
         table.add_section()
         total = (f"{self.bits:.2f}", f"{self.sqnr_db:.2f}", f"{math.sqrt(self.mse):.3e}", "", "")
         table.add_row(f"{len(self.leaves)} leaves", "", "", *total)

@@ -176,7 +176,7 @@ def bit_width_degradation(
     bits: Sequence[int] = (2, 3, 4, 5, 6, 7, 8),
     *,
     axis: int | Sequence[int] = -1,
-    rounding: Rounding = "even",
+    rounding: Rounding = "half_even",
 ) -> BitWidthDegradation:
     """What symmetric integers with one scale lose with each bit. Theory says 6.02 dB.
 
@@ -191,7 +191,7 @@ def bit_width_degradation(
     - `x`: the values.
     - `bits`: the widths, from 2 to 8.
     - `axis`: the axis along which blocks run.
-    - `rounding`: where ties go, `"even"` or `"away"` from zero.
+    - `rounding`: where ties go, `"half_even"` or `"half_away"` from zero.
 
     **Returns:**
 

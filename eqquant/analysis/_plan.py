@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import PyTree
+from rich.markup import escape
 from rich.table import Table
 
 from .._array import AbstractFormat
@@ -74,7 +75,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | None]):
         for leaf in self.leaves:
             shape = " x ".join(map(str, leaf.shape))
             numbers = (f"{leaf.bits:.2f}", f"{leaf.nbytes:,}", f"{leaf.increase:.3e}")
-            table.add_row(", ".join(leaf.paths), shape, show_format(leaf.format), *numbers)
+            table.add_row(escape(", ".join(leaf.paths)), shape, escape(show_format(leaf.format)), *numbers)
         table.add_section()
         nbytes = sum(leaf.nbytes for leaf in self.leaves)
         summary = (f"{self.bits:.3f}", f"{nbytes:,}", f"{self.increase:.3e}")
@@ -120,9 +121,11 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
 
     **Raises:**
 
-    `ValueError` if a leaf is not in the model or has another shape there, and if no mix is within the budget: the
-    message says what can be reached.
+    `ValueError` if a leaf is not in the model or has another shape there, for a budget that is NaN or infinite, and if
+    no mix is within it: the message says what can be reached.
     """
+    if not math.isfinite(target_bits):
+        raise ValueError(f"`target_bits` must be finite. Got {target_bits}. 32 leaves float32 as it is.")
     _check_leaves(model, sensitivities)
     leaves = sensitivities.leaves
     options = [_options(leaf, sensitivities.loss) for leaf in leaves]

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,11 @@ def numbers_table(*headers: str, text: int = 1) -> Table:
     for column in table.columns[text:]:
         column.justify, column.no_wrap = "right", True
     return table
+
+
+def as_formats(formats: Any) -> Sequence[Any]:
+    """Several formats: those given, or the one."""
+    return (formats,) if isinstance(formats, (AbstractFormat, str, type)) else formats
 
 
 def show_format(format: AbstractFormat | None) -> str:

@@ -7,9 +7,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, PyTree, Scalar
+from rich.markup import escape
 from rich.table import Table
 
 from .._array import AbstractFormat, as_format
@@ -17,7 +19,7 @@ from .._leaves import named_leaves, Where
 from .._quantize import is_quantized, quantize
 from .._tree import plan_tree
 from ._plots import draw_bars
-from ._report import numbers_table, Report, show_format
+from ._report import as_formats, numbers_table, Report, show_format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +46,12 @@ class SensitivityReport(Report):
 
     def __rich__(self) -> Table:
         formats = list(dict.fromkeys(f for leaf in self.leaves for f in leaf.formats))
-        table = numbers_table("leaf", *(show_format(f) for f in formats))
+        table = numbers_table("leaf", *(escape(show_format(f)) for f in formats))
         table.title = f"increase of the loss, from {self.loss:.6g}"
         for leaf in self.leaves:
             increase = {f: loss - self.loss for f, loss in zip(leaf.formats, leaf.losses, strict=True)}
-            table.add_row(", ".join(leaf.paths), *(f"{increase[f]:.3e}" if f in increase else "" for f in formats))
+            shown = (f"{increase[f]:.3e}" if f in increase else "" for f in formats)
+            table.add_row(escape(", ".join(leaf.paths)), *shown)
         return table
 
     def plot(self, ax: Any = None) -> Any:
@@ -63,7 +66,7 @@ def sensitivity(
     model: PyTree,
     loss: Callable[[Any, Any], Scalar],
     batch: PyTree,
-    formats: Sequence[AbstractFormat | str] = ("int2", "nf4", "int8"),
+    formats: Sequence[AbstractFormat | str] | AbstractFormat | str = ("int2", "nf4", "int8"),
     *,
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
@@ -91,7 +94,7 @@ def sensitivity(
     - `model`: any pytree, in float.
     - `loss`: a function `(model, batch) -> scalar`. It runs under `equinox.filter_jit`.
     - `batch`: what the loss takes besides the model: any pytree of arrays, with examples along the first axis.
-    - `formats`: formats, or their lower-case names.
+    - `formats`: formats, or their lower-case names, or one of these.
     - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
 
@@ -102,10 +105,10 @@ def sensitivity(
 
     **Raises:**
 
-    `ValueError` for no formats, an empty batch, a loss that is not one finite number, and as
-    [`eqquant.quantize_tree`][].
+    `ValueError` for no formats, an empty batch, a loss that is not one finite number or that is the same whatever the
+    weights, and as [`eqquant.quantize_tree`][].
     """
-    picked = tuple(as_format(f) for f in formats)
+    picked = tuple(as_format(f) for f in as_formats(formats))
     if not picked:
         raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
     check_batch(batch)
@@ -116,23 +119,42 @@ def sensitivity(
         changed = list(leaves)
         for place in places:
             changed[place] = w
-        value = np.asarray(compiled(jtu.tree_unflatten(treedef, changed), batch))
-        if value.shape != () or not math.isfinite(value):
+        out = compiled(jtu.tree_unflatten(treedef, changed), batch)
+        if not isinstance(out, (jax.Array, np.ndarray, np.generic, float, int)):
+            raise ValueError(f"`loss` must return one finite number. Got a {type(out).__name__}. Return a scalar.")
+        value = np.asarray(out)
+        if value.shape != () or jnp.iscomplexobj(value) or not math.isfinite(value):
             raise ValueError(
                 f"`loss` must return one finite number. Got {f'shape {value.shape}' if value.shape else value} with "
                 f"{what}. Reduce it to its mean, and look for a division by zero."
             )
         return float(value)
 
+    def uses_weights() -> bool:
+        """Whether the loss is another without weights. One that hardly changes looks like one that ignores them."""
+        changed = list(leaves)
+        for places, _, w, _ in _weights(model, where, axis):
+            for place in places:
+                changed[place] = jnp.full_like(w, jnp.nan)
+        with jax.debug_nans(False):
+            return float(np.asarray(compiled(jtu.tree_unflatten(treedef, changed), batch))) != base
+
     base = loss_with((), None, "the model as it is")
-    rows = []
+    rows, changed = [], False
     for places, paths, w, axes in _weights(model, where, axis):
         quantized = [quantize_named(w, f, axes, paths[0]) for f in picked]
-        losses = [
-            loss_with(places, q.dequantize(), f"{paths[0]} in {f!r}") for q, f in zip(quantized, picked, strict=True)
-        ]
+        losses = []
+        for q, f in zip(quantized, picked, strict=True):
+            rounded = q.dequantize()
+            losses.append(loss_with(places, rounded, f"{paths[0]} in {f!r}"))
+            changed = changed or not np.array_equal(rounded, w)
         nbytes = tuple(q.nbytes for q in quantized)
         rows.append(LeafSensitivity(paths, tuple(w.shape), w.nbytes, picked, nbytes, tuple(losses)))
+    if changed and all(loss == base for row in rows for loss in row.losses) and not uses_weights():
+        raise ValueError(
+            f"`loss` must use the model that it is given. Got the same value for every one, {base:.6g}, although their "
+            "weights differ. Does it close over another?"
+        )
     return SensitivityReport(base, tuple(rows))
 
 

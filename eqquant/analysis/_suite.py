@@ -70,7 +70,7 @@ def integer_rows(size: int) -> list[Benchmark]:
 
 
 def _integer_row(data: str, x: Float[np.ndarray, " size"], bits: int, kind: str, block_size: BlockSize) -> Benchmark:
-    format = integer_format(bits, block_size=block_size, rounding="away")
+    format = integer_format(bits, block_size=block_size, rounding="half_away")
     return run_benchmark(x, format, name=f"{data}, {bits} bits, {kind}", threshold=0.1)
 
 

@@ -1,5 +1,6 @@
 """What theory says of an error: how small it can be, how large it may get."""
 
+from numbers import Integral
 from typing import Literal
 
 import numpy as np
@@ -38,8 +39,8 @@ def theoretical_sqnr(bits: int, signal: Literal["uniform", "sine"] = "uniform") 
 
         [Spectra of Quantized Signals](https://doi.org/10.1002/j.1538-7305.1948.tb01340.x)
     """
-    if bits < 1:
-        raise ValueError(f"`bits` must be at least 1. Got {bits}.")
+    if isinstance(bits, bool) or not isinstance(bits, Integral) or bits < 1:
+        raise ValueError(f"`bits` must be an integer, at least 1. Got {bits!r}.")
     extra = {"uniform": 0.0, "sine": 1.76}
     if signal not in extra:
         raise ValueError(f'`signal` must be "uniform" or "sine". Got {signal!r}.')

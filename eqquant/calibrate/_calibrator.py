@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int32, PyTree
 
 from .._quantize import all_finite
 from ._granularity import Granularity
-from ._result import CalibrationResult, check_bits, result_of, widen
+from ._result import CalibrationResult, check_bits, check_real, result_of, widen
 
 
 _Calibrator = TypeVar("_Calibrator", bound="AbstractCalibrator")
@@ -87,7 +87,8 @@ class AbstractCalibrator(eqx.Module):
 
         **Raises:**
 
-        `ValueError` for an empty batch, another shape, and, outside of `jit`, for NaN and infinity.
+        `ValueError` for an empty batch, another shape, and, outside of `jit`, for NaN and infinity; `TypeError` for
+        complex values.
         """
         return dataclasses.replace(self, seen=_add(self, self._check(x)), batches=self.batches + 1)
 
@@ -135,6 +136,7 @@ class AbstractCalibrator(eqx.Module):
     def _check(self, x: Any) -> Float32[Array, "..."]:
         """A batch as float32, or an error."""
         x = jnp.asarray(x)
+        check_real(x, self.name)
         if x.size == 0:
             raise ValueError(f"A batch must not be empty. Got shape {x.shape} for {self.name}. Leave it out.")
         self.granularity.check(x.shape, self.name)

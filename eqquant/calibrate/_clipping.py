@@ -69,7 +69,7 @@ class MSE(AbstractSketched):
             return (jnp.where(new < best[1], factors, best[0]), jnp.minimum(new, best[1])), None
 
         moves = _BOTH if self.symmetric else np.concatenate([_BOTH, _EACH, _EACH])
-        widest = jnp.ones((2,), jnp.float32)
+        widest = jnp.ones_like(jnp.stack([low, high]))  # of the data, so that it varies over a mesh as they do
         (factors, _), _ = jax.lax.scan(step, (widest, loss(widest)), jnp.asarray(moves))
         return factors
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Shaped
 
 
 Moments = dict[str, Any]
@@ -25,11 +25,11 @@ _observe_p = jax.extend.core.Primitive("observe")
 
 
 def observe(
-    x: Float[Array, "*inputs"],
+    x: Shaped[Array, "*inputs"],
     rows: Float[Array, "*stack rows features"],
     index: Float32[Array, "*stack"],
     **params: Any,
-) -> Float[Array, "*inputs"]:
+) -> Shaped[Array, "*inputs"]:
     """`x`, which is ready only after `record` has been told about `rows`.
 
     **Arguments:**

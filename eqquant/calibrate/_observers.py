@@ -66,6 +66,10 @@ class Watch:
         return observe(x, rows, index, record=self.along[axis], threshold=self.threshold, gram=self.gram)
 
 
+class UnevenStackError(ValueError):
+    """A weight was sliced or mapped without the numbers of its layers."""
+
+
 class WatchedArray(AbstractArrayValue):
     """A weight whose products with `@` are watched. Everything else is done by the weight itself, unseen.
 
@@ -114,17 +118,19 @@ class WatchedArray(AbstractArrayValue):
         x = jnp.asarray(other)
         contracted = -1 if left else -2
         fits = x.size > 0 and x.ndim > 0 and x.shape[-2 if left and x.ndim > 1 else -1] == self.shape[contracted]
-        if fits and jnp.issubdtype(x.dtype, jnp.floating):
+        if fits and not jnp.issubdtype(x.dtype, jnp.complexfloating):
             x = self._watched(x, left, -3 - contracted if self.swapped else contracted)
         return self.weight @ x if left else x @ self.weight
 
     def _watched(self, x: Array, left: bool, axis: int) -> Array:
         if self.index.ndim != self.ndim - 2:
-            raise ValueError(
+            raise UnevenStackError(
                 f"{self.watch.path} must be sliced or mapped as one. Got a weight of shape {self.shape} in a stack of "
                 f"shape {self.index.shape}. Slice or map every array of a stacked model, as `eqx.is_array` selects."
             )
         rows = x[None, :] if x.ndim == 1 else jnp.swapaxes(x, -1, -2) if left else x
+        if not jnp.issubdtype(rows.dtype, jnp.floating):  # integers and booleans
+            rows = rows.astype(jnp.float32)
         if self.index.ndim == 0:
             rows = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
         else:

@@ -2,14 +2,17 @@
 
 import functools as ft
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int8, UInt8
 
 from .. import _scaling
+from .._quantize import all_finite, not_finite_message
 from ._granularity import Granularity
 
 
@@ -92,9 +95,14 @@ class CalibrationResult(eqx.Module):
         return {"scale": arrange(self.scale), "zero_point": zero_point}
 
 
-def check_bits(bits: int) -> None:
-    if isinstance(bits, bool) or not 2 <= bits <= 8:
-        raise ValueError(f"`bits` must be from 2 to 8. Got {bits}. Formats store 2, 4 or 8.")
+def check_bits(bits: Any) -> None:
+    if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)) or not 2 <= bits <= 8:
+        raise ValueError(f"`bits` must be an integer from 2 to 8. Got {bits!r}. Formats store 2, 4 or 8.")
+
+
+def check_real(x: Array, name: str) -> None:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"Data must be real. Got dtype {x.dtype} in {name}. Take its real and imaginary parts.")
 
 
 @ft.partial(jax.jit, static_argnums=(2, 3))  # as formats compute them, to the last bit
@@ -156,12 +164,16 @@ def quantize_with_params(
 
     **Raises:**
 
-    `ValueError` if the shape does not fit the granularity, or for an unknown `rounding`.
+    `ValueError` if the shape does not fit the granularity, for an unknown `rounding`, and, outside of `jit`, for NaN
+    and infinity; `TypeError` for complex values.
     """
     if rounding not in ("half_even", "half_away"):
         raise ValueError(f"`rounding` must be half_even or half_away. Got {rounding!r}.")
     x = jnp.asarray(x)
+    check_real(x, "`x`")
     result.granularity.check(x.shape, "`x`")
+    if not isinstance(x, jax.core.Tracer) and not all_finite(x):
+        raise ValueError(not_finite_message("`x`"))
     return _quantize(x, result, rounding)
 
 

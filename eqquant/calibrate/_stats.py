@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,11 +13,12 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .._leaves import default_axis, Leaf, named_leaves, selected_by, some, Where, why_never, why_not
 from .._operators import AbstractArrayValue
-from ._observers import is_convolution, Watch, watch_convolution, WatchedArray
+from ._observers import is_convolution, UnevenStackError, Watch, watch_convolution, WatchedArray
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -88,8 +89,8 @@ class ActivationStats:
         return {"leaves": leaves, "batches": self.batches, "threshold": self.threshold}
 
     def to_json(self, indent: int | None = None) -> str:
-        """`to_dict()` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+        """`to_dict()` as JSON. An infinity or a NaN, which JSON has no word for, becomes `null`."""
+        return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False)
 
     def __rich__(self) -> Table:
         table = Table("leaf", "shape", "rows", "min", "max", "rms", f"above {self.threshold:g}", "note")
@@ -98,12 +99,12 @@ class ActivationStats:
         for leaf in self.leaves:
             shape = " x ".join(map(str, leaf.shape))
             if leaf.min is None or leaf.max is None or leaf.second_moment is None:
-                table.add_row(leaf.path, shape, "0", "", "", "", "", leaf.note, style="dim")
+                table.add_row(escape(leaf.path), shape, "0", "", "", "", "", escape(leaf.note), style="dim")
                 continue
             # Of a stack, each layer counts by its rows.
             rms = math.sqrt(np.average(leaf.second_moment.mean(axis=-1), weights=leaf.rows))
             numbers = (f"{leaf.min.min():.4g}", f"{leaf.max.max():.4g}", f"{rms:.4g}", f"{leaf.outlier_rate:.4%}")
-            table.add_row(leaf.path, shape, f"{leaf.rows.sum():,}", *numbers, leaf.note)
+            table.add_row(escape(leaf.path), shape, f"{leaf.rows.sum():,}", *numbers, escape(leaf.note))
         return table
 
     def __str__(self) -> str:
@@ -113,6 +114,14 @@ class ActivationStats:
         return capture.get().rstrip()
 
     __repr__ = __str__
+
+
+def _finite(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _finite(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [_finite(item) for item in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def collect_stats(
@@ -164,9 +173,15 @@ def collect_stats(
     **Raises:**
 
     `ValueError` without batches, for an empty one, for inputs of a weight that are NaN or infinite or whose squares
-    overflow float32 (it names the weight and the batch), if no weight was seen in a product, or if there is none;
-    `TypeError` if `where` selects something that is no weight.
+    overflow float32 (it names the weight and the batch), for a weight that the model maps over by rows, for a threshold
+    that is not positive, if no weight was seen in a product, or if there is none; `TypeError` if `where` selects
+    something that is no weight, or for a dictionary of batches.
     """
+    threshold = float(threshold)
+    if not threshold > 0:
+        raise ValueError(f"`threshold` must be positive. Got {threshold}. It is a magnitude, 6.0 unless given.")
+    if isinstance(batches, Mapping):
+        raise TypeError("`batches` must be an iterable of batches. Got a dict. Pass a list of batches: `[batch]`.")
     watched, watches = _watch(model, where, threshold, gram)
     run = eqx.filter_jit(_default_apply if apply is None else apply)
     count = 0
@@ -176,7 +191,7 @@ def collect_stats(
             raise ValueError(
                 f"A batch must not be empty. Got shape {some(map(str, shapes))} in batch {count}. Leave it out."
             )
-        out = [x for x in jtu.tree_leaves(run(watched, batch)) if eqx.is_array(x)]
+        out = [x for x in jtu.tree_leaves(_run(run, model, watched, batch, watches)) if eqx.is_array(x)]
         if not out:
             raise ValueError("`apply` must return the outputs of the model. Got no array.")
         jax.block_until_ready(out)  # which is after all that was seen on the way to them
@@ -189,6 +204,38 @@ def collect_stats(
         notes = some(f"{leaf.path}: {leaf.note}" for leaf in leaves)
         raise ValueError(f"A weight must be multiplied with data to be observed. Got none that was ({notes}).")
     return ActivationStats(leaves, count, threshold)
+
+
+def _run(run: Callable[[Any, Any], Any], model: Any, watched: Any, batch: Any, watches: Any) -> Any:
+    """The outputs, or an error that says which weight must not be watched."""
+    try:
+        return run(watched, batch)
+    except UnevenStackError:
+        raise
+    except (ValueError, IndexError, TypeError) as e:
+        if not _traces(run, model, batch):
+            raise
+        paths = [leaf.path for leaf, watch in watches if not _traces(run, _only(watched, watch), batch)]
+        raise ValueError(
+            "`collect_stats` cannot watch a weight that the model maps over by rows. Got "
+            f"{(str(e) or type(e).__name__).splitlines()[0]!r} among "
+            f"{some(paths or [leaf.path for leaf, _ in watches])}. Leave it out with `where=`."
+        ) from e
+
+
+def _traces(run: Callable[[Any, Any], Any], model: Any, batch: Any) -> bool:
+    try:
+        eqx.filter_eval_shape(run, model, batch)
+    except Exception:
+        return False
+    return True
+
+
+def _only(watched: PyTree, watch: Watch) -> PyTree:
+    """The model with one weight watched, and the other ones as they are."""
+    is_watched = lambda x: isinstance(x, WatchedArray)
+    plain = lambda x: x.weight if is_watched(x) and x.watch is not watch else x
+    return jtu.tree_map(plain, watched, is_leaf=is_watched)
 
 
 def _default_apply(model: Any, batch: PyTree) -> Any:

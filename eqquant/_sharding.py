@@ -208,9 +208,7 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
         if isinstance(x, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(x, sharding)
         if isinstance(sharding.mesh, _AbstractMesh):
-            raise ValueError(
-                "Arrays go to a mesh of devices. Got an abstract one. Pass what it was made from."
-            )
+            raise ValueError("Arrays go to a mesh of devices. Got an abstract one. Pass what it was made from.")
         return jax.device_put(x, sharding)
 
     return jtu.tree_map(one, tree, shardings)

@@ -7,7 +7,6 @@ import jax.random as jr
 import pytest
 
 
-jax.config.update("jax_disable_most_optimizations", True)  # programs are small: compiling them takes longest
 jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for meshes
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -21,8 +20,12 @@ def getkey():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _forget_compiled_programs():
-    """Keeps memory bounded: one module's compiled programs are of no use to the next."""
+def _compilation(request):
+    """Programs are small, and compiling them takes longest: so most are not optimized. A module may want it otherwise.
+
+    And keeps memory bounded: one module's compiled programs are of no use to the next.
+    """
+    jax.config.update("jax_disable_most_optimizations", not getattr(request.module, "OPTIMIZED", False))
     yield
     jax.clear_caches()
     gc.collect()

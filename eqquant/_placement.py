@@ -96,7 +96,7 @@ def move(x: Any, sharding: NamedSharding | None) -> Any:
 
 
 def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[Any]:
-    if isinstance(shardings, (jax.sharding.Mesh, NamedSharding, PartitionSpec)):
+    if isinstance(shardings, jax.sharding.Mesh):
         raise TypeError(f"`shardings` must be rules, a function or a tree. Got {shardings!r}. Write {{'*': ...}}.")
     is_spec = lambda x: x is None or isinstance(x, (NamedSharding, PartitionSpec))
     if isinstance(shardings, Mapping) and all(map(is_spec, shardings.values())):

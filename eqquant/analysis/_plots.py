@@ -16,7 +16,7 @@ def axes_or_new(ax: Any, size: tuple[float, float]) -> Any:
     if ax is not None:
         return ax
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError as e:
         raise ImportError(
             "`plot` needs Matplotlib, which is not installed. Got no module named 'matplotlib'. Run "

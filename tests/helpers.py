@@ -56,6 +56,12 @@ FORMATS = {
     "codebook_256": Row(eqq.Codebook(np.linspace(-1, 1, 255), block_size=None), 8 + 32 / 4096, 38.0),
 }
 
+# One for each kind of scale and of code, for what does not depend on the rest of a format.
+KINDS = (
+    *("nf4_double", "int8_tensor", "int4_affine", "ternary_block", "binary"),
+    *("fp8_e4m3", "mxfp4", "nvfp4", "q4_0", "dynamic8"),
+)
+
 
 def sqnr(x: Any, y: Any) -> float:
     """Signal-to-noise ratio in dB."""

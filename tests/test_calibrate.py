@@ -39,6 +39,9 @@ from eqquant.calibrate._result import check_bits
 from .helpers import assert_same
 
 
+OPTIMIZED = True  # programs are compared bit for bit
+
+
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "calibrate.json").read_text())
 # The reference computes in float32, and so do we: the last digit may differ, one part in 10**6 may not.
 FLOAT32 = 1e-6

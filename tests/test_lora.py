@@ -11,7 +11,7 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_close, assert_same, FORMATS, primitives, temp_bytes, weights
+from .helpers import assert_close, assert_same, FORMATS, KINDS, primitives, temp_bytes, weights
 
 
 def mlp(key):
@@ -28,7 +28,7 @@ def with_factors(w, getkey, rank=3, **kwargs):
     return eqx.tree_at(lambda x: x.b, x, jr.normal(getkey(), x.b.shape))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 def test_starts_as_the_model_it_was(name, getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), FORMATS[name].format), weights(getkey(), (7, 20))
     adapted = eqq.loraify(model, rank=3, key=getkey())
@@ -239,7 +239,7 @@ def test_more_than_the_factors_with_a_spec(getkey):
 # Merging
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 def test_merge_quantizes_again(name, getkey):
     format = FORMATS[name].format
     model, x = eqq.quantize_tree(mlp(getkey()), format), weights(getkey(), (7, 20))

@@ -13,7 +13,7 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_close, assert_same, FORMATS, temp_bytes, weights
+from .helpers import assert_close, assert_same, FORMATS, KINDS, temp_bytes, weights
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def train(model, optim, x, steps, state=None, static=None):
     return model, state, losses, traces
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_model_is_quantize_of_its_masters(name, getkey):
     format, float_model, x = FORMATS[name].format, mlp(getkey()), weights(getkey(), (32, 20))
     model = eqq.quantize_tree(float_model, format)

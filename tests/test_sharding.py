@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 
-from .helpers import assert_close, FORMATS, weights
+from .helpers import assert_close, FORMATS, KINDS, weights
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -285,7 +285,7 @@ def test_a_sharded_weight_whose_parts_end_within_a_block(getkey):
         eqq.quantize_tree({"w": w}, "nf4")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KINDS)
 def test_every_format_is_divided(getkey, name):
     mesh, format = make_mesh(), FORMATS[name].format
     q = eqq.quantize(weights(getkey(), (8, 2048)), format)

@@ -11,11 +11,12 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_same, FORMATS, primitives, weights
+from .helpers import assert_same, FORMATS, KINDS, primitives, weights
 
 
 OPTIMIZED = True  # programs are compared bit for bit
 every_format = pytest.mark.parametrize("name", FORMATS)
+every_kind = pytest.mark.parametrize("name", KINDS)
 SHAPES = [((6, 200), -1), ((70, 3), 0), ((4, 3, 5), (-2, -1))]
 
 
@@ -101,7 +102,7 @@ def test_clip_where_scales_are_negative():
     np.testing.assert_array_equal(clipped(jnp.tile(-x, 8), "q4_0"), np.tile([False, False, False, True], 8))
 
 
-@every_format
+@every_kind
 def test_clip_spares_what_is_inside(name, getkey):
     # Along any axis; and what is outside is exactly what a value at the end of the range would round to.
     x = weights(getkey(), (70, 4))
@@ -143,7 +144,7 @@ def loss(model, x):
     return jnp.mean(jax.vmap(model)(x) ** 2)
 
 
-@every_format
+@every_kind
 def test_simulated_model_equals_its_final_one(name, getkey):
     format, x = FORMATS[name].format, weights(getkey(), (7, 20))
     model = mlp(getkey())

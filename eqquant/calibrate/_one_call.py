@@ -1,5 +1,6 @@
 """Calibration in one call, over data that is at hand."""
 
+import inspect
 import itertools as it
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -170,8 +171,9 @@ for _function in (
     calibrate_per_channel,
     calibrate_per_group,
 ):
-    _doc = (_function.__doc__ or "").replace("{shared}", _SHARED.strip())
-    _function.__doc__ = _doc.replace("    {returns}", _RETURNS.rstrip())
+    # Since Python 3.13 docstrings come without their indentation.
+    _doc = inspect.cleandoc(_function.__doc__ or "").replace("{shared}", inspect.cleandoc(_SHARED))
+    _function.__doc__ = _doc.replace("{returns}", f"\n{inspect.cleandoc(_RETURNS)}")
 
 
 def _run(calibrator: AbstractCalibrator, batches: Iterable[Array]) -> CalibrationResult:

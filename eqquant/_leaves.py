@@ -63,6 +63,16 @@ def show_pattern(pattern: Pattern) -> str:
     return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
 
 
+def check_patterns(patterns: Iterable[Pattern], leaves: Sequence[Leaf], of: str = "") -> None:
+    """Refuses patterns that match nothing: they are mistakes. `of` says where they stand."""
+    for pattern in patterns:
+        if not any(matches(pattern, leaf.path) for leaf in leaves):
+            raise ValueError(
+                f"Each pattern{of} must match a leaf. Got {show_pattern(pattern)!r}, which matches none of: "
+                f"{some(leaf.path for leaf in leaves)}."
+            )
+
+
 def why_never(x: Any) -> str | None:
     """Why a leaf cannot be quantized, whatever the rules say, or `None`."""
     if is_quantized(x):

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, ArrayLike, Float
-from rich.console import Console
 from rich.table import Table
 
 from . import _compat
 from ._array import AbstractFormat, QuantizedArray
+from ._display import as_text
 from ._kernels import xla
 from ._partition import partitioned
 from ._primitive import quantized_matmul_p
@@ -276,10 +276,7 @@ class MatmulExplanation(NamedTuple):
         return table
 
     def __str__(self) -> str:
-        console = Console(width=120)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return as_text(self, 120)
 
     __repr__ = __str__
 

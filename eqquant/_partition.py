@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from . import _compat, _packing, _scaling
 from ._array import QuantizedArray
 from ._scaling import num_blocks
-from ._sharding import as_names, can_divide, leaf_specs, Names, smallest_part
+from ._sharding import as_spec, can_divide, leaf_specs, Names, names_in, smallest_part
 
 
 Run = Callable[[Array, QuantizedArray], Array]
@@ -61,7 +61,7 @@ def partitioned(
         plan = _plan(mesh.shape, w, names(x), names(codes), names(result), transpose)
         quantized = plan.weight(transpose)[1]
         parts = math.prod(mesh.shape[name] for name in quantized)
-        on_mesh = lambda *names: NamedSharding(mesh, PartitionSpec(*(n or None for n in names)))
+        on_mesh = lambda *names: NamedSharding(mesh, as_spec(names))
         specs = leaf_specs(w, (*plan.batch, *plan.weight(transpose)), mesh.shape)
         in_shardings = (on_mesh(*plan.batch, plan.rows, plan.contracted), *[NamedSharding(mesh, s) for s in specs])
 
@@ -110,17 +110,17 @@ def _plan(
     contracted = tuple(name for name in of_weight if name in x[-1] or name not in taken)
     if not can_divide(n if transpose else k, None if transpose else w.format, contracted, sizes):
         contracted = ()
-    scattered = []
-    for dimension, names in enumerate((rows, kept)):
-        plain = tuple(name for name in names if name not in contracted)
-        rest = names[len(plain) :]
-        # The parts of a sum are dealt out in order, so their mesh axes must be the minor ones.
-        deals = names[: len(plain)] == plain and dimension not in scattered
-        scattered.append(rest if deals else ())
-        rows, kept = (plain, kept) if dimension == 0 else (rows, plain)
+    (rows, dealt_rows), (kept, dealt_kept) = _deal(rows, contracted), _deal(kept, contracted)
     if not can_divide(k if transpose else n, w.format if transpose else None, kept, sizes):
-        kept, scattered[1] = (), ()
-    return _Plan(tuple(batch), rows, kept, contracted, (scattered[0], scattered[1]))
+        kept, dealt_kept = (), ()
+    return _Plan(tuple(batch), rows, kept, contracted, (dealt_rows, dealt_kept))
+
+
+def _deal(names: Names, contracted: Names) -> tuple[Names, Names]:
+    """Of what divides a dimension of the result: what divides the partial sums, and what they are dealt out to."""
+    plain = tuple(name for name in names if name not in contracted)
+    # Parts of a sum are dealt out in order, so their mesh axes must be the minor ones.
+    return plain, names[len(plain) :] if names[: len(plain)] == plain else ()
 
 
 def _sum(y: Array, plan: _Plan) -> Array:
@@ -153,14 +153,13 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
 
 def _names(struct: Any, mesh: Mesh) -> tuple[Names, ...]:
     """For each dimension, the mesh axes that it is divided by."""
-    spec = _compat.spec_on_mesh(struct.sharding, mesh)
-    return tuple(as_names(entry) for entry in (*spec, *[None] * (len(struct.shape) - len(spec))))
+    return names_in(_compat.spec_on_mesh(struct.sharding, mesh), len(struct.shape))
 
 
 def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[str, dict[str, Any]]:
     """How shardings pass through the product, as an einsum. The quantized axis is divided between whole parts."""
     batch = [f"batch{i}" for i in range(len(shape) - 2)]
-    length, blocks = w._length, w.scale.shape[-1]
+    length, blocks = w._length, num_blocks(w._length, w.block_size)
     unit = smallest_part(length, w.format)
     parts = max(length // unit, 1) if length % unit == 0 else 1
     sizes: dict[str, Any] = {}

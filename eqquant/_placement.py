@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ._leaves import Leaf, matches, named_leaves, Pattern, show_pattern, some
+from ._leaves import check_patterns, Leaf, matches, named_leaves, Pattern
 from ._quantize import is_quantized
 from ._sharding import as_named, full_spec, leaf_shardings, place
 
@@ -100,12 +100,7 @@ def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[A
         raise TypeError(f"`shardings` must be rules, a function or a tree. Got {shardings!r}. Write {{'*': ...}}.")
     is_spec = lambda x: x is None or isinstance(x, (NamedSharding, PartitionSpec))
     if isinstance(shardings, Mapping) and all(map(is_spec, shardings.values())):
-        for pattern in shardings:
-            if not any(matches(pattern, leaf.path) for leaf in leaves):
-                raise ValueError(
-                    f"Each pattern of `shardings` must match a leaf. Got {show_pattern(pattern)!r}, which matches none "
-                    f"of: {some(leaf.path for leaf in leaves)}."
-                )
+        check_patterns(shardings, leaves, " of `shardings`")
         first = lambda path: next((spec for pattern, spec in shardings.items() if matches(pattern, path)), None)
         return [first(leaf.path) for leaf in leaves]
     if callable(shardings) and jtu.all_leaves([shardings]):  # a model may be callable too

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.extend
 import jax.tree_util as jtu
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PyTree
 
 from . import _compat, _sharding
@@ -80,8 +80,12 @@ def _bind(x: Array, w: PyTree, **params: Any) -> Array:
 
 def _result_sharding(mesh: Any, x: Array, codes: Array, transpose: bool) -> NamedSharding:
     """What the product is divided by where types say so: by what divides `x`, and by what else divides the weight."""
-    *batch, rows, _ = _sharding.names_of(x)
-    kept = _sharding.names_of(codes)[-1 if transpose else -2]
+    *batch, rows, _ = _names(x)
+    kept = _names(codes)[-1 if transpose else -2]
     taken = {name for names in (*batch, rows) for name in names}
     kept = tuple(name for name in kept if name not in taken)
-    return NamedSharding(mesh, PartitionSpec(*(names or None for names in (*batch, rows, kept))))
+    return NamedSharding(mesh, _sharding.as_spec((*batch, rows, kept)))
+
+
+def _names(x: Array) -> tuple[_sharding.Names, ...]:
+    return _sharding.names_in(jax.typeof(x).sharding.spec, x.ndim)

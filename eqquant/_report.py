@@ -3,11 +3,11 @@
 import math
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ._array import AbstractFormat
+from ._display import as_text
 
 
 class LeafReport(NamedTuple):
@@ -92,9 +92,6 @@ class TreeReport(NamedTuple):
         return table
 
     def __str__(self) -> str:
-        console = Console(width=140)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return as_text(self, 140)
 
     __repr__ = __str__

@@ -38,6 +38,16 @@ def as_names(entry: Any) -> Names:
     return names
 
 
+def names_in(spec: PartitionSpec | Sequence[Any], ndim: int) -> tuple[Names, ...]:
+    """For each dimension, the mesh axes that it is divided by. A spec may name fewer dimensions than there are."""
+    return tuple(as_names(entry) for entry in (*spec, *[None] * (ndim - len(spec))))
+
+
+def as_spec(names: Sequence[Names]) -> PartitionSpec:
+    """The inverse of `names_in`."""
+    return PartitionSpec(*(entry or None for entry in names))
+
+
 def fit_spec(sharding: Any, ndim: int) -> Any:
     """The sharding of an array whose leading axes have come or gone since: specs are aligned at the last axis."""
     if sharding is None:
@@ -96,8 +106,7 @@ def leaf_specs(q: Any, names: Sequence[Names], sizes: Mapping[str, int]) -> list
     """
     *batch, quantized = names
     parts = math.prod(sizes[name] for name in quantized)
-    entries = [[*batch, quantized if divided else ()] for divided in _divided(q, parts)]
-    return [PartitionSpec(*(entry or None for entry in leaf)) for leaf in entries]
+    return [as_spec([*batch, quantized if divided else ()]) for divided in _divided(q, parts)]
 
 
 def _divided(q: Any, parts: int) -> list[bool]:
@@ -119,7 +128,7 @@ def leaf_shardings(q: Any, sharding: NamedSharding, name: str = "The array") -> 
             f"{name} has {len(shape)} dimensions, {shape}, and its spec must not have more. Got {sharding.spec}. Leave "
             "out what stands for axes that it has not."
         )
-    names = [as_names(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
+    names = names_in(spec, len(shape))
     quantized = [a % len(shape) for a in q._axes]
     for axis, divided_by in enumerate(names):
         major, of_weight = axis == quantized[0], axis in quantized
@@ -246,13 +255,6 @@ def explicit_mesh(*trees: PyTree) -> Any:
     return None
 
 
-def names_of(x: Any) -> tuple[Names, ...]:
-    """For each dimension of an array, the mesh axes that its type says it is divided by."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    spec = aval.sharding.spec
-    return tuple(as_names(entry) for entry in (*spec, *[None] * (len(aval.shape) - len(spec))))
-
-
 def in_auto_mode(function: Callable[..., Any], out_shardings: PyTree) -> Callable[..., Any]:
     """A function whose inside the compiler divides as it sees fit, and whose results are as `out_shardings` says."""
 
@@ -260,7 +262,7 @@ def in_auto_mode(function: Callable[..., Any], out_shardings: PyTree) -> Callabl
         # Of a mesh with axes of both types, only the explicit ones are part of a type.
         types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
         kept = [tuple(n for n in as_names(entry) if types[n] == AxisType.Explicit) for entry in sharding.spec]
-        return NamedSharding(sharding.mesh, PartitionSpec(*(names or None for names in kept)))
+        return NamedSharding(sharding.mesh, as_spec(kept))
 
     context = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(context.axis_names, context.axis_types, strict=True))

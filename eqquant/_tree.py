@@ -19,6 +19,7 @@ from rich.progress import track
 from ._array import AbstractFormat, as_format, QuantizedArray
 from ._leaves import (
     array_nbytes,
+    check_patterns,
     default_axis,
     Leaf,
     matches,
@@ -94,13 +95,7 @@ def _chooser(format: Rules, leaves: Sequence[Leaf]) -> Callable[[Leaf], tuple[Ab
     """A function from an eligible leaf to its format, or to `None` and the reason."""
     if isinstance(format, Mapping):
         rules = [(pattern, None if f is None else as_format(f)) for pattern, f in format.items()]
-        for pattern, _ in rules:
-            matched = [leaf for leaf in leaves if matches(pattern, leaf.path)]
-            if not matched:
-                raise ValueError(
-                    f"Each pattern must match a leaf. Got {show_pattern(pattern)!r}, which matches none of: "
-                    f"{some(leaf.path for leaf in leaves)}."
-                )
+        check_patterns(format, leaves)
 
         def by_pattern(leaf: Leaf) -> tuple[AbstractFormat | None, str]:
             for pattern, picked in rules:

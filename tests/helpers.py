@@ -112,3 +112,18 @@ def temp_bytes(f: Callable[..., Any], *args: Any) -> int:
 
 def weights(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
     return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+# A model to train with float masters, its loss, and what of it optax takes.
+
+
+def mlp(key: Any) -> eqx.nn.MLP:
+    return eqx.nn.MLP(20, 3, 40, 2, key=key)
+
+
+def loss(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :3])) ** 2)
+
+
+def arrays(model: Any) -> Any:
+    return eqx.filter(model, eqx.is_array)

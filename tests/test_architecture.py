@@ -21,7 +21,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A module imports modules of lower levels only. The first prefix that fits gives the level.
 LEVELS = {
     "_compat": 0,
-    **dict.fromkeys(("_operators", "_packing", "_minifloat", "_scaling", "_search"), 1),
+    **dict.fromkeys(("_operators", "_packing", "_minifloat", "_scaling", "_search", "_display"), 1),
     **dict.fromkeys(("_sharding", "_primitive"), 2),
     "_array": 3,
     **dict.fromkeys(("_quantize", "_formats", "_kernels"), 4),

@@ -13,25 +13,13 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_close, assert_same, FORMATS, KINDS, temp_bytes, weights
+from .helpers import arrays, assert_close, assert_same, FORMATS, KINDS, loss, mlp, temp_bytes, weights
 
 
 @pytest.fixture(autouse=True)
 def _promotion():
     with jax.numpy_dtype_promotion("standard"):  # which optax needs
         yield
-
-
-def mlp(key):
-    return eqx.nn.MLP(20, 3, 40, 2, key=key)
-
-
-def loss(model, x):
-    return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :3])) ** 2)
-
-
-def arrays(model):
-    return eqx.filter(model, eqx.is_array)
 
 
 def assert_model_is_quantize_masters(model, state, format):

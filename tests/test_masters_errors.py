@@ -9,7 +9,7 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_same, weights
+from .helpers import arrays, assert_same, loss, mlp, weights
 
 
 lr = 1e-2
@@ -19,18 +19,6 @@ lr = 1e-2
 def _promotion():
     with jax.numpy_dtype_promotion("standard"):  # which optax needs
         yield
-
-
-def mlp(key):
-    return eqx.nn.MLP(20, 3, 40, 2, key=key)
-
-
-def loss(model, x):
-    return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :3])) ** 2)
-
-
-def arrays(model):
-    return eqx.filter(model, eqx.is_array)
 
 
 @pytest.fixture

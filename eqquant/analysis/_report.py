@@ -2,16 +2,14 @@
 
 import abc
 import dataclasses
-import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from .._array import AbstractFormat
+from .._display import as_json, as_text
 
 
 class Report(abc.ABC):
@@ -27,13 +25,10 @@ class Report(abc.ABC):
 
     def to_json(self, indent: int | None = None) -> str:
         """`to_dict()` as JSON. An infinity or a NaN, which JSON has no word for, becomes `null`."""
-        return json.dumps(_finite(self.to_dict()), indent=indent)
+        return as_json(self.to_dict(), indent)
 
     def __str__(self) -> str:
-        console = Console(width=1000)  # as wide as the table wants to be: no name is cut
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return as_text(self, 1000)  # as wide as the table wants to be: no name is cut
 
     __repr__ = __str__
 
@@ -49,14 +44,6 @@ def _plain(x: Any) -> Any:
     if isinstance(x, (tuple, list)):
         return [_plain(item) for item in x]
     return x.tolist() if isinstance(x, (np.ndarray, np.generic)) else x
-
-
-def _finite(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {key: _finite(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [_finite(item) for item in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def numbers_table(*headers: str, text: int = 1) -> Table:

@@ -1,7 +1,6 @@
 """Statistics of the inputs of every weight of a model, over batches of data."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .._display import as_json, as_text
 from .._leaves import default_axis, Leaf, named_leaves, selected_by, some, Where, why_never, why_not
 from .._operators import AbstractArrayValue
 from ._observers import is_convolution, UnevenStackError, Watch, watch_convolution, WatchedArray
@@ -90,7 +89,7 @@ class ActivationStats:
 
     def to_json(self, indent: int | None = None) -> str:
         """`to_dict()` as JSON. An infinity or a NaN, which JSON has no word for, becomes `null`."""
-        return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False)
+        return as_json(self.to_dict(), indent)
 
     def __rich__(self) -> Table:
         table = Table("leaf", "shape", "rows", "min", "max", "rms", f"above {self.threshold:g}", "note")
@@ -108,20 +107,9 @@ class ActivationStats:
         return table
 
     def __str__(self) -> str:
-        console = Console(width=140)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return as_text(self, 140)
 
     __repr__ = __str__
-
-
-def _finite(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {key: _finite(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [_finite(item) for item in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def collect_stats(

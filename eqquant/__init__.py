@@ -4,6 +4,7 @@ from quax import quaxify as quaxify
 
 from . import _rules as _rules, analysis as analysis, calibrate as calibrate
 from ._array import AbstractFormat as AbstractFormat, QuantizedArray as QuantizedArray
+from ._dispatch import explain_matmul as explain_matmul
 from ._formats import (
     Binary as Binary,
     Codebook as Codebook,
@@ -21,7 +22,7 @@ from ._formats import (
     Ternary as Ternary,
 )
 from ._leaves import trainable_mask as trainable_mask
-from ._matmul import explain_matmul as explain_matmul, matmul as matmul
+from ._matmul import matmul as matmul
 from ._placement import tree_shardings as tree_shardings
 from ._quantize import (
     dequantize as dequantize,

@@ -438,6 +438,14 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         """Whether the quantized axes are the last ones, in order: memory and logical order agree."""
         return self._axes == tuple(range(-len(self.lengths), 0))
 
+    def _unscaled(self) -> Float32[Array, "*batch length"]:
+        """What the codes stand for, less the zero points, in memory order."""
+        format, length = self.format, self._length
+        values = format.decode(_packing.unpack(self.codes, format.bits, length))
+        if self.zero_point is None:
+            return values
+        return values - _scaling.expand(self.zero_point.astype(jnp.float32), format.block_size, length)
+
     def _memory_order(self) -> "QuantizedArray":
         """The same memory, read as `(*batch, length)`."""
         return dataclasses.replace(self, axis=-1, lengths=(self._length,), logical_sharding=None)
@@ -480,11 +488,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Array:
-    format, length = q.format, q._length
-    values = format.decode(_packing.unpack(q.codes, format.bits, length))
-    if q.zero_point is not None:
-        values = values - _scaling.expand(q.zero_point.astype(jnp.float32), format.block_size, length)
-    dense = values * _scaling.expand(q.scale, format.block_size, length)
+    dense = q._unscaled() * _scaling.expand(q.scale, q.block_size, q._length)
     if q.zero_point is not None or q.dtype == jnp.float16:
         # The outermost code of a range may lie half a step beyond it, and that beyond the largest finite number.
         limit = float(min(jnp.finfo(q.dtype).max, jnp.finfo(jnp.float32).max))

@@ -3,8 +3,10 @@
 Everything here degrades: where a JAX release moves a piece, results stay right and only become dense.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -69,6 +71,14 @@ def vary_alike(tree: _T) -> _T:
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
+def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """The type of a result of a kernel: inside `shard_map` it varies along the axes that `x` varies along."""
+    varying = getattr(jax.typeof(x), "manual_axis_type", None)
+    if varying is None:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+
 def lower_with_devices(primitive: Any) -> None:
     """Has JAX tell the lowering of a primitive which devices a program is for. See `num_devices`."""
     try:
@@ -109,3 +119,51 @@ def spec_on_mesh(sharding: Any, mesh: Any) -> Any:
         return parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(0), mesh)[0]
     except (ImportError, ValueError):
         return jax.sharding.PartitionSpec()
+
+
+def device_kind(context: Any) -> str:
+    """The name of the device that a program is lowered for, `"NVIDIA H100 80GB HBM3"` say, or "" if it is not known."""
+    device = _device(context)
+    return getattr(device, "device_kind", "")
+
+
+def no_gpu_kernels(context: Any) -> str | None:
+    """Why Pallas-Triton kernels cannot be part of a program that is lowered for GPU, or `None` if they can."""
+    try:
+        from jax._src.pallas.triton.gpu_info import get_gpu_info  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        get_gpu_info = None  # before JAX 0.11 nothing needs to be known
+    device = _device(context)
+    capability = getattr(device, "compute_capability", None)
+    if isinstance(capability, str) and float(capability) < 8:
+        return f"the device has compute capability {capability}, and kernels need 8.0"
+    try:
+        if get_gpu_info is not None:
+            get_gpu_info()
+    except Exception:  # which one it is differs between releases
+        return "it is not known which GPU the program is for"
+    return None
+
+
+def _device(context: Any) -> Any:
+    devices = getattr(getattr(context.module_context, "axis_context", None), "device_assignment", None)
+    return devices[0] if devices else None
+
+
+@contextlib.contextmanager
+def no_triton_warning() -> Iterator[None]:
+    """Nothing that a user could act on: Pallas-Triton is deprecated, and `docs/design.md` says what comes next."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        yield
+
+
+def __getattr__(name: str) -> Any:
+    """`pallas_triton`, when it is asked for: importing it takes as long as importing JAX. `None` once JAX drops it."""
+    if name != "pallas_triton":
+        raise AttributeError(name)
+    try:
+        from jax.experimental.pallas import triton
+    except ImportError:  # pragma: no cover
+        return None
+    return triton

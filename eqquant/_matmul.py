@@ -1,14 +1,14 @@
-"""The quantized matmul: the rules of the primitive, and which implementation computes it.
+"""The quantized matmul: the rules of its primitive, and the function that users call.
 
 One primitive, `x(*batch, m, k) . w(*batch, n, k)^T`, where `x` is float and `w` quantized; with `transpose`,
 `x(*batch, m, n) . w(*batch, n, k)`. It is linear in `x`, so its tangent is itself and its transpose is itself with the
-flag flipped; a `custom_vjp` would give up forward mode. This is the only place where formats and kernels meet.
+flag flipped; a `custom_vjp` would give up forward mode. `_dispatch.py` says what computes it.
 """
 
 import dataclasses
 import functools as ft
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -16,81 +16,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, ArrayLike, Float
-from rich.table import Table
 
-from . import _compat
-from ._array import AbstractFormat, QuantizedArray
-from ._display import as_text
-from ._kernels import xla
+from . import _compat, _dispatch
+from ._array import QuantizedArray
+from ._dispatch import MatmulProblem, Target
 from ._partition import partitioned
 from ._primitive import quantized_matmul_p
 from ._quantize import is_quantized
-
-
-#
-# Implementations
-#
-
-
-class MatmulProblem(NamedTuple):
-    """One quantized matmul, as far as choosing an implementation needs to know it.
-
-    `m` rows of activations of type `dtype`, times a weight of `n` rows of `k` values in `format`; `transpose` if `n`
-    is contracted and not `k`.
-    """
-
-    m: int
-    n: int
-    k: int
-    dtype: Any
-    format: AbstractFormat
-    transpose: bool
-
-
-class _Implementation(NamedTuple):
-    """A way to compute the product."""
-
-    platforms: tuple[str, ...]  # () for all
-    supports: Callable[[MatmulProblem], str | None]  # the reason why not, or None
-    run: Callable[..., Array]  # (x, w, decode, *, transpose, precision)
-    reason: str  # why it is chosen where it can be
-
-
-def _always(problem: MatmulProblem) -> None:
-    del problem
-
-
-# The first that supports the problem runs. `xla` stands last: it takes everything.
-_IMPLEMENTATIONS: dict[str, _Implementation] = {
-    "xla": _Implementation((), _always, xla.dense, "XLA fuses what it can of the decode into the product"),
-}
-# What `xla` means on one platform.
-_XLA_ON = {
-    "cpu": _Implementation(
-        ("cpu",),
-        _always,
-        xla.by_rows,
-        "XLA on CPU never fuses a decode, so the weight is decoded a few rows at a time",
-    ),
-}
-
-
-def _candidates(platform: str) -> dict[str, _Implementation]:
-    here = {n: i for n, i in _IMPLEMENTATIONS.items() if i.platforms == () or platform in i.platforms}
-    here["xla"] = _XLA_ON.get(platform, here["xla"])
-    return here
-
-
-def _choose(platform: str, problem: MatmulProblem, forced: str | None) -> tuple[str, _Implementation]:
-    candidates = _candidates(platform)
-    if forced is not None:
-        if forced not in candidates:
-            raise ValueError(f"`implementation` must be one of {', '.join(candidates)} on {platform}. Got {forced!r}.")
-        refusal = candidates[forced].supports(problem)
-        if refusal is not None:
-            raise ValueError(f'`implementation={forced!r}` cannot take this product: {refusal}. Use "xla", or None.')
-        return forced, candidates[forced]
-    return next((name, i) for name, i in candidates.items() if i.supports(problem) is None)
 
 
 #
@@ -106,12 +38,8 @@ def _abstract(x: Any, *leaves: Any, treedef: Any, transpose: bool, **params: Any
     return x.update(shape=(*x.shape[:-1], k if transpose else n))
 
 
-def _problem(x: Any, w: QuantizedArray, transpose: bool) -> MatmulProblem:
-    return MatmulProblem(x.shape[-2], w.shape[-2], w.shape[-1], jnp.dtype(x.dtype), w.format, transpose)
-
-
 def _run(
-    platform: str,
+    target: Target,
     x: Array,
     *leaves: Array,
     treedef: Any,
@@ -121,8 +49,10 @@ def _run(
     devices: int = 1,
 ) -> Array:
     def run(x: Array, w: QuantizedArray) -> Array:
-        _, chosen = _choose(platform, _problem(x, w, transpose), implementation)
-        return chosen.run(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
+        n, k = w.shape[-2:]
+        problem = MatmulProblem(x.shape[-2], n, k, jnp.dtype(x.dtype), w.format, transpose, precision)
+        name, _ = _dispatch.choose(target, problem, implementation)
+        return _dispatch.run(x, w, problem, target, name)
 
     # A master is where gradients go. It has no part in the value.
     w = dataclasses.replace(jtu.tree_unflatten(treedef, leaves), master=None)
@@ -130,11 +60,16 @@ def _run(
 
 
 def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
-    # The compiler for TPUs does not call back to ask how an operation is divided. There XLA divides what it sees, and
-    # `xla`, the one implementation, is all operations that it knows.
-    devices = 1 if platform == "tpu" else _compat.num_devices(context)
-    run = ft.partial(_run, platform, devices=devices)
-    return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
+    devices = _compat.num_devices(context)
+    no_kernels = _compat.no_gpu_kernels(context) if platform == "cuda" else None
+    if platform == "tpu" and devices > 1:
+        # The compiler for TPUs does not call back to ask how an operation is divided, and does not divide kernels. It
+        # divides `xla`, which is all operations that it knows.
+        devices, no_kernels = 1, "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
+    target = Target(platform, _compat.device_kind(context), no_kernels)
+    run = ft.partial(_run, target, devices=devices)
+    with _compat.no_triton_warning():
+        return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
 
 
 @ft.cache
@@ -145,7 +80,7 @@ def _jitted(**params: Any) -> Callable[..., Array]:
 def _impl(*args: Array, **params: Any) -> Array:
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         platform = next(iter(args[0].devices())).platform
-        return _run("cuda" if platform == "gpu" else str(platform), *args, **params)
+        return _run(Target("cuda" if platform == "gpu" else str(platform)), *args, **params)
     return _jitted(**params)(*args)
 
 
@@ -253,73 +188,3 @@ def matmul(
     if is_quantized(x):
         return x._matmul(w, left=True, implementation=implementation, precision=precision)  # pyright: ignore
     return jnp.matmul(jnp.asarray(x), jnp.asarray(w), precision=precision)
-
-
-class MatmulExplanation(NamedTuple):
-    """Which implementation a product would take, and why. Prints as a table."""
-
-    problem: MatmulProblem
-    platform: str
-    implementation: str
-    verdicts: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        problem = {**self.problem._asdict(), "dtype": str(self.problem.dtype), "format": repr(self.problem.format)}
-        return {**self._asdict(), "problem": problem}
-
-    def __rich__(self) -> Table:
-        p = self.problem
-        weight = f"({p.m}, {p.n}) . W({p.n}, {p.k})" if p.transpose else f"({p.m}, {p.k}) . W({p.n}, {p.k})^T"
-        table = Table("implementation", "verdict", title=f"{p.dtype}{weight}, {p.format!r}, on {self.platform}")
-        for name, verdict in self.verdicts.items():
-            table.add_row(name, verdict, style="bold" if name == self.implementation else None)
-        return table
-
-    def __str__(self) -> str:
-        return as_text(self, 120)
-
-    __repr__ = __str__
-
-
-def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExplanation:
-    """Says which implementation `x @ w` would take, and why not the others.
-
-    !!! Example
-
-        ```python
-        print(eqq.explain_matmul(x, q.T))
-        ```
-
-    **Arguments:**
-
-    - `x`, `w`: as for [`eqquant.matmul`][], one of them quantized. Arrays of any kind, or `jax.ShapeDtypeStruct`s.
-    - `platform`: `"cpu"`, `"cuda"`, `"tpu"` or `"rocm"`; the default backend's unless given.
-
-    **Returns:**
-
-    An object with `.implementation`, `.verdicts` (one per implementation) and `.to_dict()`, that prints as a table.
-    """
-    left = not is_quantized(w)
-    q, other = (x, w) if left else (w, x)
-    if not is_quantized(q):
-        raise TypeError("`explain_matmul` needs a quantized operand. Got none. Quantize `x` or `w` first.")
-    contracted = -1 if left else -2
-    platform = platform or {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    dtype = jnp.result_type(other.dtype, q.dtype)
-    shape = (1, *other.shape) if len(other.shape) == 1 else other.shape
-    m = shape[-1] if left and len(other.shape) > 1 else shape[-2]
-    transposed = q._axes != (contracted,)
-    rows = q._memory_order()
-    batch = jnp.broadcast_shapes(rows.shape[:-2], shape[:-2])
-    if rows.ndim == 2:
-        m *= int(jnp.prod(jnp.array(batch))) if batch else 1
-    problem = MatmulProblem(m, rows.shape[-2], rows.shape[-1], jnp.dtype(dtype), q.format, transposed)
-    if q.ndim < 2 or len(q._axes) != 1 or q.axis < -2:
-        why = f"the quantized axis {q.axis} is not one of the last two: dequantize, then multiply"
-        return MatmulExplanation(problem, platform, "dense", {"dense": why})
-    name, chosen = _choose(platform, problem, None)
-    verdicts = {}
-    for other_name, candidate in _candidates(platform).items():
-        refusal = candidate.supports(problem)
-        verdicts[other_name] = refusal or ("possible" if other_name != name else f"chosen: {chosen.reason}")
-    return MatmulExplanation(problem, platform, name, verdicts)

@@ -62,6 +62,9 @@ KINDS = (
     *("fp8_e4m3", "mxfp4", "nvfp4", "q4_0", "dynamic8"),
 )
 
+# For sweeps that take long: everything on the newest JAX, one format of each kind on the oldest.
+SWEEP = tuple(FORMATS) if jax.__version_info__ >= (0, 11) else KINDS
+
 
 def sqnr(x: Any, y: Any) -> float:
     """Signal-to-noise ratio in dB."""

@@ -25,7 +25,7 @@ LEVELS = {
     **dict.fromkeys(("_sharding", "_primitive"), 2),
     "_array": 3,
     **dict.fromkeys(("_quantize", "_formats", "_kernels"), 4),
-    **dict.fromkeys(("_matmul", "_partition", "_rules", "_leaves", "_report"), 5),
+    **dict.fromkeys(("_dispatch", "_matmul", "_partition", "_rules", "_leaves", "_report"), 5),
     **dict.fromkeys(("_simulate", "_placement"), 6),
     "_tree": 7,
     **dict.fromkeys(("_training", "calibrate", "analysis", "io"), 8),
@@ -36,6 +36,7 @@ SIBLINGS = {
     ("_scaling", "_minifloat"),  # scales may be e8m0
     ("_search", "_scaling"),  # both are about scales
     ("_primitive", "_sharding"),  # the result of a product is divided as its operands are
+    ("_matmul", "_dispatch"),  # the primitive, and what computes it
     ("_matmul", "_partition"),  # each device runs an implementation
 }
 

@@ -26,13 +26,37 @@ def dense(
     x: Float[Array, "*batch rows inner"], w: PyTree, decode: Decode, *, transpose: bool, precision: Any
 ) -> Float[Array, "*batch rows outer"]:
     """One `dot_general` on the whole decoded weight, `decode(w): (*batch, n, k)`."""
-    weight = decode(w).astype(x.dtype)
+    return _dot(x, decode(w).astype(x.dtype), transpose=transpose, precision=precision).astype(x.dtype)
+
+
+def _dot(
+    x: Float[Array, "*batch rows inner"], weight: Float[Array, "*batch n k"], *, transpose: bool, precision: Any
+) -> Float[Array, "*batch rows outer"]:
+    """The product, in the precision that sums have."""
     batch = tuple(range(x.ndim - 2))
     contract = ((x.ndim - 1,), (x.ndim - 2 if transpose else x.ndim - 1,))
-    y = jax.lax.dot_general(
+    return jax.lax.dot_general(
         x, weight, (contract, (batch, batch)), precision=precision, preferred_element_type=_accumulator(x.dtype)
     )
-    return y.astype(x.dtype)
+
+
+def dense_scaled(
+    x: Float[Array, "*batch rows inner"],
+    w: PyTree,
+    decode: Decode,
+    scale: Float[Array, "*batch n"],
+    *,
+    transpose: bool,
+    precision: Any,
+) -> Float[Array, "*batch rows outer"]:
+    """As `dense`, for `scale[:, None] * decode(w)`, but the results are scaled, or with `transpose` the operand."""
+    accumulator = _accumulator(x.dtype)
+    scale = scale[..., None, :].astype(accumulator)
+    if transpose:
+        scaled = x.astype(accumulator) * jnp.broadcast_to(scale, x.shape)
+        return dense(scaled.astype(x.dtype), w, decode, transpose=True, precision=precision)
+    y = _dot(x, decode(w).astype(x.dtype), transpose=False, precision=precision)
+    return (y * jnp.broadcast_to(scale, y.shape)).astype(x.dtype)
 
 
 def by_rows(

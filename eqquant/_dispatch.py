@@ -1,0 +1,381 @@
+"""Which implementation computes a quantized matmul, and why. The only place where formats and kernels meet.
+
+`_IMPLEMENTATIONS` says what there is, and `_PREFERENCES` what is taken where. A kernel is handed a `Packed` weight: a
+table of what codes stand for, which it gets by asking the format to decode every code there is. So it takes any format.
+"""
+
+import functools as ft
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Float
+from rich.table import Table
+
+from . import _scaling
+from ._array import AbstractFormat, QuantizedArray
+from ._display import as_text
+from ._formats import FP8
+from ._kernels import xla
+from ._kernels.packed import decode_bytes, Layout, Packed, ScaleKind
+from ._quantize import is_quantized
+
+
+class MatmulProblem(NamedTuple):
+    """One quantized matmul, as far as choosing an implementation needs to know it.
+
+    `m` rows of activations of type `dtype`, times a weight of `n` rows of `k` values in `format`; `transpose` if `n`
+    is contracted and not `k`.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: Any
+    format: AbstractFormat
+    transpose: bool
+    precision: Any = None
+
+    @property
+    def layout(self) -> Layout:
+        """What the bits of the weight mean, without the arrays."""
+        return _layout(self.format, self.k)
+
+    @property
+    def run(self) -> int:
+        """How many consecutive codes of a row share a scale and a plane."""
+        return min(64, self.layout.block_size)
+
+
+class Target(NamedTuple):
+    """What a product is compiled for: `"cuda"`, `"tpu"`, ...; the name of the device, and why it takes no kernels."""
+
+    platform: str
+    device: str = ""
+    no_kernels: str | None = None
+
+
+#
+# What there is
+#
+
+
+class _Implementation(NamedTuple):
+    platforms: tuple[str, ...]  # () for all
+    supports: Callable[[MatmulProblem], str | None]  # the reason why not, or None
+    run: Callable[[Array, QuantizedArray, MatmulProblem, Target], Array]
+
+
+def _kernel(platform: str, load: Callable[[], Any], **options: Any) -> _Implementation:
+    """An implementation that is a kernel for two-dimensional operands. Its module is imported when it is needed."""
+
+    def supports(problem: MatmulProblem) -> str | None:
+        precision = _precision(problem)
+        if precision is None:
+            return f"the precision is {problem.precision}, and it knows the default and the highest"
+        m, n, _, dtype, _, transpose, _ = problem
+        return load().supports(problem.layout, m, n, dtype, transpose=transpose, precision=precision)
+
+    def run(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
+        product = ft.partial(
+            load().matmul,
+            layout=problem.layout,
+            transpose=problem.transpose,
+            precision=_precision(problem),
+            device=target.device,
+            **options,
+        )
+        weight, batch = _pack(w), x.shape[:-2]
+        if not batch:
+            return product(x, weight)
+        one_batch = jtu.tree_map(lambda a: a.reshape(math.prod(batch), *a.shape[-2:]), (x, weight))
+        y = jax.vmap(product)(*one_batch)
+        return y.reshape(*batch, *y.shape[1:])
+
+    return _Implementation((platform,), supports, run)
+
+
+def _xla(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
+    transpose, precision = problem.transpose, problem.precision
+    if target.platform == "cpu":
+        return xla.by_rows(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
+    layout = problem.layout
+    if _of_bytes(problem) and not (transpose and problem.dtype == jnp.float16):
+        # A scale of a row is one of results, or of what the row is multiplied by. Without it one conversion is left of
+        # the weight, which XLA fuses with the product. (In float16 what is multiplied might underflow.)
+        decode = ft.partial(decode_bytes, layout=layout, dtype=x.dtype)
+        return xla.dense_scaled(x, _pack(w), decode, w.scale[..., 0], transpose=transpose, precision=precision)
+    return xla.dense(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
+
+
+def _of_bytes(p: MatmulProblem) -> bool:
+    """Whether values are integers or floats of eight bits, and a row has one scale and nothing else."""
+    layout = p.layout
+    return layout.one_scale and layout.bits == 8 and layout.kind != "table" and not layout.zero_points
+
+
+def _always(problem: MatmulProblem) -> None:
+    del problem
+
+
+# Importing Pallas takes as long as importing JAX, so these wait until there is a use for them.
+
+
+def _pallas_gpu() -> Any:
+    from ._kernels import pallas_gpu
+
+    return pallas_gpu
+
+
+def _pallas_tpu() -> Any:
+    from ._kernels import pallas_tpu
+
+    return pallas_tpu
+
+
+_IMPLEMENTATIONS = {
+    "pallas_gpu": _kernel("cuda", _pallas_gpu),
+    "pallas_tpu": _kernel("tpu", _pallas_tpu),
+    "xla": _Implementation((), _always, _xla),
+}
+
+
+#
+# What is taken where
+#
+
+
+class _Preference(NamedTuple):
+    platform: str  # "" for any
+    implementation: str
+    when: Callable[[MatmulProblem], bool]
+    reason: str
+
+
+# The first that holds, and that the platform has and supports, is taken.
+_PREFERENCES = (
+    _Preference(
+        "cuda",
+        "xla",
+        _of_bytes,
+        "XLA fuses a conversion of bytes with the product, and scales the result",
+    ),
+    _Preference(
+        "cuda",
+        "pallas_gpu",
+        lambda p: p.m <= (64 if p.run == 64 else 16),
+        "few rows: the packed weight is read once and decoded in registers, where XLA writes a dense one to memory",
+    ),
+    _Preference(
+        "cuda",
+        "xla",
+        lambda p: True,
+        "many rows: decoding to a dense weight in memory, once, costs less than decoding it for every tile of rows",
+    ),
+    _Preference(
+        "tpu",
+        "xla",
+        _of_bytes,
+        "XLA fuses a conversion of bytes with the product, and scales the result",
+    ),
+    _Preference(
+        "tpu",
+        "pallas_tpu",
+        lambda p: p.m <= 64 or p.layout.one_scale,
+        "few rows: the packed weight is read once and decoded on the chip",
+    ),
+    _Preference(
+        "tpu",
+        "xla",
+        lambda p: True,
+        "many rows: scaling blocks as partial sums costs a product for each block, and XLA scales the weight instead",
+    ),
+    _Preference(
+        "cpu",
+        "xla",
+        lambda p: True,
+        "XLA on CPU never fuses a decode, so the weight is decoded a few rows at a time",
+    ),
+    _Preference("", "xla", lambda p: True, "XLA fuses what it can of the decode into the product"),
+)
+
+
+def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[str, str]:
+    """The name of the implementation that is taken, and the reason.
+
+    **Raises:**
+
+    `ValueError` if `forced` is not one of the platform, or cannot take the product.
+    """
+    candidates = _candidates(target)
+    if forced is not None:
+        if forced not in candidates:
+            raise ValueError(
+                f"`implementation` must be one of {', '.join(candidates)} on {target.platform}. Got {forced!r}."
+            )
+        refusal = _refusal(target, problem, forced)
+        if refusal is not None:
+            raise ValueError(f'`implementation={forced!r}` cannot take this product: {refusal}. Use "xla", or None.')
+        return forced, "forced"
+    return next(
+        (rule.implementation, rule.reason)
+        for rule in _PREFERENCES
+        if rule.platform in ("", target.platform)
+        and rule.implementation in candidates
+        and rule.when(problem)
+        and _refusal(target, problem, rule.implementation) is None
+    )
+
+
+def run(
+    x: Float[Array, "*batch rows inner"], w: QuantizedArray, problem: MatmulProblem, target: Target, name: str
+) -> Float[Array, "*batch rows outer"]:
+    """Computes a product with the implementation of that name."""
+    return _IMPLEMENTATIONS[name].run(x, w, problem, target)
+
+
+def _candidates(target: Target) -> list[str]:
+    return [n for n, i in _IMPLEMENTATIONS.items() if i.platforms == () or target.platform in i.platforms]
+
+
+def _refusal(target: Target, problem: MatmulProblem, name: str) -> str | None:
+    if name != "xla" and target.no_kernels is not None:
+        return target.no_kernels
+    return _IMPLEMENTATIONS[name].supports(problem)
+
+
+#
+# Formats, as kernels see them
+#
+
+
+def _layout(format: AbstractFormat, length: int) -> Layout:
+    with jax.ensure_compile_time_eval():
+        table = np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)), np.float32)
+    size = length if format.block_size in (None, "tensor") else format.block_size
+    nested = _nested_kind(format, length)
+    return Layout(
+        length,
+        format.bits,
+        max(min(size, length), 1),
+        tuple(table.tolist()),
+        nested or ("float32" if format.scale_format is not None else format.scale_dtype),
+        _has_zero_points(format),
+    )
+
+
+def _nested_kind(format: AbstractFormat, length: int) -> ScaleKind | None:
+    """What quantized scales are, if they are small floats under one scale for each row: then kernels read them so."""
+    scales = format.scale_format
+    if not isinstance(scales, FP8):
+        return None
+    blocks = _scaling.num_blocks(length, format.block_size)
+    return scales.kind if _scaling.num_blocks(blocks, scales.block_size) == 1 else None
+
+
+def _has_zero_points(format: AbstractFormat) -> bool:
+    blocks = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
+    scale = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    return jax.eval_shape(format.choose_zero_point, blocks, scale) is not None
+
+
+def _pack(w: QuantizedArray) -> Packed:
+    scale, row_scale = w.stored_scale, None
+    if isinstance(scale, QuantizedArray):
+        if _nested_kind(w.format, w._length) is None:
+            scale = _scaling.scale_to_bits(scale.dequantize(), "float32")
+        else:
+            scale, row_scale = scale.codes, scale.scale
+    return Packed(w.codes, scale, row_scale, w.zero_point)
+
+
+def _precision(problem: MatmulProblem) -> str | None:
+    """Of the precisions that there are, the one that a kernel understands."""
+    if jnp.dtype(problem.dtype).itemsize < 4:
+        return "default"  # their products are exact in float32
+    name = problem.precision
+    name = name.name if isinstance(name, jax.lax.Precision) else name
+    names = {None: "default", "default": "default", "fastest": "default", "high": "highest", "float32": "highest"}
+    return {**names, "highest": "highest"}.get(name.lower() if isinstance(name, str) else name)
+
+
+#
+# Asking
+#
+
+
+class MatmulExplanation(NamedTuple):
+    """Which implementation a product would take, and why. Prints as a table."""
+
+    problem: MatmulProblem
+    platform: str
+    implementation: str
+    verdicts: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        problem = {**self.problem._asdict(), "dtype": str(self.problem.dtype), "format": repr(self.problem.format)}
+        return {**self._asdict(), "problem": problem}
+
+    def __rich__(self) -> Table:
+        p = self.problem
+        weight = f"({p.m}, {p.n}) . W({p.n}, {p.k})" if p.transpose else f"({p.m}, {p.k}) . W({p.n}, {p.k})^T"
+        table = Table("implementation", "verdict", title=f"{p.dtype}{weight}, {p.format!r}, on {self.platform}")
+        for name, verdict in self.verdicts.items():
+            table.add_row(name, verdict, style="bold" if name == self.implementation else None)
+        return table
+
+    def __str__(self) -> str:
+        return as_text(self, 120)
+
+    __repr__ = __str__
+
+
+def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExplanation:
+    """Says which implementation `x @ w` would take, and why not the others.
+
+    !!! Example
+
+        ```python
+        print(eqq.explain_matmul(x, q.T))
+        ```
+
+    **Arguments:**
+
+    - `x`, `w`: as for [`eqquant.matmul`][], one of them quantized. Arrays of any kind, or `jax.ShapeDtypeStruct`s.
+    - `platform`: `"cpu"`, `"cuda"`, `"tpu"` or `"rocm"`; the default backend's unless given.
+
+    **Returns:**
+
+    An object with `.implementation`, `.verdicts` (one per implementation) and `.to_dict()`, that prints as a table.
+    """
+    left = not is_quantized(w)
+    q, other = (x, w) if left else (w, x)
+    if not is_quantized(q):
+        raise TypeError("`explain_matmul` needs a quantized operand. Got none. Quantize `x` or `w` first.")
+    contracted = -1 if left else -2
+    platform = platform or {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    dtype = jnp.result_type(other.dtype, q.dtype)
+    shape = (1, *other.shape) if len(other.shape) == 1 else other.shape
+    m = shape[-1] if left and len(other.shape) > 1 else shape[-2]
+    transposed = q._axes != (contracted,)
+    rows = q._memory_order()
+    batch = jnp.broadcast_shapes(rows.shape[:-2], shape[:-2])
+    if rows.ndim == 2:
+        m *= int(jnp.prod(jnp.array(batch))) if batch else 1
+    problem = MatmulProblem(m, rows.shape[-2], rows.shape[-1], jnp.dtype(dtype), q.format, transposed)
+    if q.ndim < 2 or len(q._axes) != 1 or q.axis < -2:
+        why = f"the quantized axis {q.axis} is not one of the last two: dequantize, then multiply"
+        return MatmulExplanation(problem, platform, "dense", {"dense": why})
+    target = Target(platform)
+    name, reason = choose(target, problem, None)
+    verdicts = {name: f"chosen: {reason}"}
+    for other_name, other_one in _IMPLEMENTATIONS.items():
+        if other_name != name and other_name in _candidates(target):
+            verdicts[other_name] = _refusal(target, problem, other_name) or "possible"
+        elif other_name != name:
+            verdicts[other_name] = f"for {', '.join(other_one.platforms)}"
+    return MatmulExplanation(problem, platform, name, verdicts)

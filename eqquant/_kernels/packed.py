@@ -1,0 +1,116 @@
+"""A quantized weight as kernels see it: its arrays, and what their bits mean. No format is known here.
+
+Whatever has at most 256 codes is a table, so a kernel needs no format's name: 4-bit codes are a table of 16 values,
+whether they are NF4, integers or small floats. `kind` says where there is something faster than looking them up.
+"""
+
+import functools as ft
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, Float, Float32, UInt, UInt8
+
+from .. import _minifloat, _packing, _scaling
+
+
+Kind = Literal["integer", "float8_e4m3fn", "float8_e5m2", "table"]
+ScaleKind = Literal["float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4"]
+
+
+class Packed(NamedTuple):
+    """The arrays of a weight of `n` rows: `table[codes] * scale * row_scale`, less the zero point before scaling."""
+
+    codes: UInt8[Array, "*batch n words"]
+    scale: UInt[Array, "*batch n blocks"]  # the bits of scales, which `Layout.scale` names
+    row_scale: Float32[Array, "*batch n 1"] | None = None  # under which scales are scaled in their turn
+    zero_point: UInt8[Array, "*batch n blocks"] | None = None
+
+
+class Layout(NamedTuple):
+    """What the bits of a `Packed` mean. Static."""
+
+    length: int  # of a row, in codes
+    bits: int  # of a code: 1, 2, 4 or 8
+    block_size: int  # codes that share a scale; `length` where a row has one
+    table: tuple[float, ...]  # what each code stands for, `2**bits` values
+    scale: ScaleKind = "float32"
+    zero_points: bool = False
+
+    @property
+    def planes(self) -> int:
+        """How many codes share a byte."""
+        return 8 // self.bits
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether a row has one scale."""
+        return self.block_size >= self.length
+
+    @property
+    def kind(self) -> Kind:
+        return _kind(self.table)
+
+    @property
+    def offset(self) -> int:
+        """Of integers: what code 0 stands for."""
+        return int(self.table[0])
+
+
+@ft.lru_cache
+def _kind(table: tuple[float, ...]) -> Kind:
+    values = np.asarray(table, np.float32)
+    if values[0] == np.trunc(values[0]) and (np.diff(values) == 1).all():
+        return "integer"
+    codes = np.arange(len(values), dtype=np.uint8)
+    for name in ("float8_e4m3fn", "float8_e5m2"):
+        native = codes.view(getattr(ml_dtypes, name)).astype(np.float32)
+        if len(values) == 256 and np.array_equal(values, native, equal_nan=True):
+            return name
+    return "table"
+
+
+def alignment(layout: Layout) -> str | None:
+    """Why blocks do not line up with the bytes that a kernel takes at a time, or `None` if they do.
+
+    Bytes come in runs of at most 64, each of which holds one run of codes for every plane. If a block is whole runs, or
+    a run whole blocks of 16 or 32, then there is one scale for each run of a plane.
+    """
+    size = layout.block_size
+    if layout.one_scale or size % _packing.PLANE == 0 or size in (16, 32):
+        return None
+    return f"blocks of {size} do not line up with runs of {_packing.PLANE} codes; 16, 32 and multiples of 64 do"
+
+
+def decode_scale(bits: UInt[Array, "*shape"], kind: ScaleKind) -> Float32[Array, "*shape"]:
+    """Scales from their bits. Also runs inside of kernels."""
+    if kind in ("e4m3", "e5m2", "ue4m4"):
+        return getattr(_minifloat, kind.upper()).decode(bits)
+    return _scaling.bits_to_scale(bits, kind)
+
+
+def decode_bytes(weight: Packed, layout: Layout, dtype: Any) -> Float[Array, "*batch n k"]:
+    """The values of 8-bit integers and floats without zero points, in `dtype` at once. Exact.
+
+    By way of float32 it would be the same, but XLA fuses only one conversion with a product. Not for kernels.
+    """
+    if layout.kind != "integer":
+        return jax.lax.bitcast_convert_type(weight.codes, jnp.dtype(layout.kind)).astype(dtype)
+    return weight.codes.astype(dtype) + jnp.asarray(layout.offset, dtype)
+
+
+def decode_columns(weight: Packed, layout: Layout, start: int, dtype: jnp.dtype) -> Float[Array, "*batch n columns"]:
+    """The dense columns from `start` on, where a segment of the packing begins. Not for kernels."""
+    columns = np.arange(start, layout.length)
+    words = weight.codes[..., _packing.packed_length(start, layout.bits) :]
+    codes = _packing.unpack(words, layout.bits, len(columns))
+    values = jnp.asarray(np.asarray(layout.table, np.float32)).at[codes].get(mode="clip")
+    blocks = np.minimum(columns // layout.block_size, weight.scale.shape[-1] - 1)
+    if weight.zero_point is not None:
+        values = values - weight.zero_point[..., blocks].astype(jnp.float32)
+    scale = decode_scale(weight.scale, layout.scale)[..., blocks]
+    if weight.row_scale is not None:
+        scale = scale * jnp.broadcast_to(weight.row_scale, scale.shape)
+    return (values * scale).astype(dtype)

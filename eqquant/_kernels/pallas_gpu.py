@@ -1,0 +1,439 @@
+"""`pallas_gpu`: the quantized matmul for NVIDIA GPUs, in Pallas-Triton. The dense weight is never in memory.
+
+    y(m, n) = sum_blocks scale(n, block) * (x(m, block) . table[codes(n, block)]^T)
+
+Codes are decoded in registers to the dtype of `x`, which is exact for tables of integers and small floats, multiplied
+by the tensor cores, and scaled as partial sums in float32. So a scale costs one multiplication for each result and
+block, not for each weight.
+
+Bytes are taken in runs of at most 64, as they are packed (`_packing.py`): plane `p` of a run is as many consecutive
+codes, so it is multiplied by a contiguous tile of `x`, and shares one scale per row. A row that does not end with a
+segment of the packing has a rest of less than 512 codes. XLA multiplies that, and it is added.
+
+Codes of at most four bits are looked up by `prmt`, the byte permutation of NVIDIA GPUs: four nibbles of packed codes
+*are* its selectors, and it looks them up in eight bytes at once. Two such lookups and a choice make a table of sixteen;
+the low and the high bytes of the 16-bit values have a table each. That is two instructions per weight, whatever the
+table. Integers of eight bits become the low bits of a float32 whose exponent makes them units: two and a half
+instructions, where a conversion takes a slow one.
+
+The transposed product, `y(m, k) = sum_n x(m, n) * scale(n, block) * table[codes(n, block)]`, sums over what scales
+differ along, so there weights are scaled before they are multiplied.
+"""
+
+import functools as ft
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Float32, Int32, UInt8
+
+from .. import _compat, _packing
+from .._compat import pallas_triton as plt
+from .packed import alignment, decode_columns, decode_scale, Layout, Packed
+
+
+#
+# Tuning
+#
+
+
+class Config(NamedTuple):
+    """How a product is cut up: `tile_m * tile_n` results are one program's, and `split` programs share each sum.
+
+    The weight is the left operand where `x` has few rows: `wgmma` takes that from registers, and few columns with it.
+    Without `split`, a sum is divided so that each core has `programs` to do.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_warps: int = 4
+    num_stages: int = 3
+    weight_left: bool = True
+    split: int | None = None
+    programs: float = 4
+
+
+class _Row(NamedTuple):
+    device: str  # part of the name of the device, "" for any
+    transpose: bool
+    bits: tuple[int, ...]
+    itemsize: int  # of an activation
+    max_m: int
+    config: Config
+
+
+# The first row that fits holds. Chosen by the instructions, registers and spills of what the compiler makes for an H100
+# (`nox -s aot_gpu`), not yet by time: `benchmarks/gpu_matmul.py --tune` prints rows that are.
+_ANY = (1, 2, 4, 8)
+_CONFIGS = (
+    # Tables of float32 are looked up in memory, and a byte of many codes has many loads in flight.
+    _Row("", False, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
+    _Row("", False, (1, 2, 4), 2, 16, Config(16, 64)),
+    # A byte of many codes meets as many tiles of `x`, which shared memory holds, so those stay small.
+    _Row("", False, (1, 2), 2, 2**31, Config(32, 64, programs=2)),
+    _Row("", False, (4,), 2, 32, Config(32, 64, programs=2)),
+    # Codes of eight bits fit the right operand better; and from 64 rows on, with the weight on the left, there would be
+    # more sums than registers.
+    _Row("", False, (8,), 2, 16, Config(16, 64, weight_left=False)),
+    _Row("", False, (4, 8), 2, 2**31, Config(64, 128, weight_left=False, programs=1)),
+    _Row("", True, (2, 4, 8), 2, 16, Config(16, 64, weight_left=False)),
+    _Row("", True, (2, 4, 8), 2, 2**31, Config(32, 64, weight_left=False, programs=2)),
+    # A byte of eight codes has sums for eight tiles of results.
+    _Row("", True, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
+    _Row("", True, (1,), 2, 2**31, Config(16, 64, weight_left=False)),
+)
+_CORES = {"H100": 132, "H200": 132, "A100": 108, "": 108}
+
+
+def tuned(device: str, bits: int, itemsize: int, m: int, *, transpose: bool) -> Config:
+    """The configuration for a device, given its name or "", and `m` rows of `x`."""
+    for row in _CONFIGS:
+        of_kind = row.device in device and row.transpose == transpose and row.itemsize == itemsize
+        if of_kind and bits in row.bits and m <= row.max_m:
+            return row.config
+    raise LookupError(f"no configuration for {bits} bits")  # the rows for any device take everything
+
+
+def _split(config: Config, device: str, tiles: int, steps: int) -> int:
+    if config.split is not None:
+        return max(1, min(config.split, steps))
+    cores = next(count for name, count in _CORES.items() if name in device)
+    wanted = max(1, config.programs * cores / tiles)
+    # A power of two, so that few kernels are compiled; each part of four steps or more, so that loads are in flight.
+    return max(1, min(1 << math.floor(math.log2(wanted)), steps // 4, 16))
+
+
+#
+# What it can take
+#
+
+
+def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str) -> str | None:
+    """The reason why the kernel cannot take a product, or `None`."""
+    del transpose, precision
+    if plt is None:
+        return "this release of JAX has no Pallas-Triton"
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"activations are {jnp.dtype(dtype)}; it takes bfloat16, float16 and float32"
+    if layout.zero_points and layout.kind != "integer":
+        return "there are zero points, and codes are no integers"
+    if m * n == 0:
+        return "there is nothing to compute"
+    if _body(layout) == 0:
+        return f"rows of {layout.length} are shorter than the {_words(layout) * layout.planes} that it takes at a time"
+    return alignment(layout)
+
+
+def _words(layout: Layout) -> int:
+    """The bytes of a row that a step takes: a segment of the packing, or of codes of one byte, two runs."""
+    wide = layout.bits == 8 and (layout.one_scale or layout.block_size % (2 * _packing.PLANE) == 0)
+    return _packing.PLANE * (2 if wide and layout.length >= 2 * _packing.PLANE else 1)
+
+
+def _run(layout: Layout) -> int:
+    """The bytes of a row that are decoded at a time: no more than have one scale in each plane."""
+    return _words(layout) if layout.one_scale else min(_words(layout), layout.block_size)
+
+
+def _body(layout: Layout) -> int:
+    """How many codes of a row the kernel takes: all but a rest."""
+    step = _words(layout) * layout.planes
+    return layout.length // step * step
+
+
+#
+# Decoding
+#
+
+
+def _lookup_asm(bits: int, plane: int) -> str:
+    """PTX that decodes one plane of four bytes, `$2`, to four 16-bit values, in `$0` and `$1`.
+
+    The table is in the operands from `$3` on, every fourth one, since operands of inline assembly are per byte: first
+    the low bytes of the values, four to a word, then the high bytes.
+    """
+    shift, high = bits * plane % 4, bits * plane // 4
+    table = [f"${3 + 4 * i}" for i in range(2 * _table_words(bits))]
+    lines = [".reg .b32 low, high, index, sign, a, b;"]
+    for half, out in ((0, "$0"), (16, "$1")):
+        if bits == 4:
+            # Three bits of a nibble select within half a table, the fourth between the halves.
+            lines += [f"shr.u32 index, $2, {half};", "shr.u32 sign, index, 1;", "and.b32 index, index, 0x77777777;"]
+            lines += ["and.b32 sign, sign, 0x44444444;", "or.b32 sign, sign, 0x32103210;"]
+            for name, words in (("low", table[:4]), ("high", table[4:])):
+                lines += [f"prmt.b32 a, {words[0]}, {words[1]}, index;", f"prmt.b32 b, {words[2]}, {words[3]}, index;"]
+                lines += [f"prmt.b32 {name}, a, b, sign;"]
+        else:
+            mask = "0x33333333" if bits == 2 else "0x11111111"
+            lines += [f"shr.u32 index, $2, {half + shift};", f"and.b32 index, index, {mask};"]
+            lines += [f"prmt.b32 low, {table[0]}, {table[0]}, index;", f"prmt.b32 high, {table[1]}, {table[1]}, index;"]
+        # Two 16-bit values, from the nibbles that belong to this plane: of both bytes the low or the high one.
+        lines += [f"prmt.b32 {out}, low, high, {'0x7351' if high else '0x6240'};"]
+    return "{ " + " ".join(lines) + " }"
+
+
+def _integer_asm(dtype: Any) -> str:
+    """PTX that makes four values of `dtype`, from `$0` on, of four bytes, less what the operands after them say."""
+    name = {"bfloat16": "bf16", "float16": "f16", "float32": ""}[jnp.dtype(dtype).name]
+    first = 2 if name else 4
+    out = ["a", "b", "c", "d"] if name else ["$0", "$1", "$2", "$3"]
+    lines = [".reg .f32 a, b, c, d;", ".reg .b32 bits;"]
+    for i, value in enumerate(out):
+        # The bytes of a float of exponent 23, whose last bits count units, are `code 0 0 0x4b`.
+        lines += [f"prmt.b32 bits, ${first}, 0x4b000000, 0x744{i};", f"mov.b32 {value}, bits;"]
+        lines += [f"sub.f32 {value}, {value}, ${first + 1 + i};"]
+    if name:
+        lines += [f"cvt.rn.{name}x2.f32 $0, b, a;", f"cvt.rn.{name}x2.f32 $1, d, c;"]
+    return "{ " + " ".join(lines) + " }"
+
+
+def _table_words(bits: int) -> int:
+    return 4 if bits == 4 else 1
+
+
+def _permuted(layout: Layout, dtype: Any) -> bool:
+    """Whether codes are looked up by `prmt`."""
+    return layout.bits <= 4 and jnp.dtype(dtype).itemsize == 2
+
+
+def _table(layout: Layout, dtype: Any, interpret: bool) -> Array:
+    """The table as `_decode` wants it: the values, or for `prmt` their bytes."""
+    values = np.asarray(layout.table, np.float32).astype(dtype)
+    if interpret or not _permuted(layout, dtype):
+        return jnp.asarray(values)
+    entries = np.zeros(4 * _table_words(layout.bits), np.uint16)
+    entries[: len(values)] = values.view(np.uint16)
+    return jnp.asarray(np.concatenate([entries & 255, entries >> 8]).astype(np.uint8).view("<i4"))
+
+
+def _asm(asm: str, args: list[Array], dtype: Any) -> Array:
+    """Runs PTX on four elements at a time. Elements of 32 bits have a register each, others as many as fill it."""
+    constraint = lambda kind, itemsize: ",".join([kind] * itemsize)
+    outputs = constraint("=r" if jnp.dtype(dtype).itemsize == 2 else "=f", jnp.dtype(dtype).itemsize)
+    inputs = [constraint("f" if a.dtype == jnp.float32 else "r", a.dtype.itemsize) for a in args]
+    (values,) = plt.elementwise_inline_asm(
+        asm,
+        args=args,
+        constraints=",".join([outputs, *inputs]),
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
+    )
+    return values
+
+
+def _decode(
+    codes: UInt8[Array, "rows run"],
+    zero: Int32[Array, " rows"] | None,
+    plane: int,
+    layout: Layout,
+    table: Any,
+    dtype: Any,
+    interpret: bool,
+) -> Float[Array, "rows run"]:
+    """The values of one plane, less the zero point of each row."""
+    if layout.bits == 8 and layout.kind == "integer":
+        offset = jnp.int32(layout.offset) if zero is None else (layout.offset - zero)[:, None]
+        offset = jnp.broadcast_to(offset, codes.shape)
+        if interpret:
+            return (codes.astype(jnp.int32) + offset).astype(dtype)
+        return _asm(_integer_asm(dtype), [codes, (2**23 - offset).astype(jnp.float32)], dtype)
+    if layout.kind in ("float8_e4m3fn", "float8_e5m2"):
+        return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(dtype)
+    if _permuted(layout, dtype) and not interpret:
+        words = [jnp.broadcast_to(table[i], codes.shape) for i in range(2 * _table_words(layout.bits))]
+        values = _asm(_lookup_asm(layout.bits, plane), [codes, *words], dtype)
+    else:
+        index = codes.astype(jnp.int32) >> (layout.bits * plane)
+        values = table[index & (2**layout.bits - 1)]
+    return values if zero is None else values - jnp.broadcast_to(zero.astype(dtype)[:, None], values.shape)
+
+
+class _Weight(NamedTuple):
+    """References to a weight in memory, and how to take tiles of it."""
+
+    codes: Any
+    scale: Any
+    row_scale: Any
+    zero_point: Any
+    table: Any
+
+    def of_rows(self, layout: Layout, n: Any) -> Float32[Array, " rows"] | None:
+        """What all of a row is scaled by, if anything."""
+        if layout.one_scale:
+            scale = decode_scale(self.scale[n, 0], layout.scale)
+            return scale if self.row_scale is None else scale * self.row_scale[n, 0]
+        return None if self.row_scale is None else self.row_scale[n, 0]
+
+    def tile(self, layout: Layout, n: Any, byte: Any, dtype: Any, interpret: bool) -> list[tuple[Array, Array | None]]:
+        """A run of bytes from `byte` on, of rows `n`: for each plane its values and its scales."""
+        run = _run(layout)
+        codes = self.codes[n[:, None], (byte + jnp.arange(run, dtype=jnp.int32))[None, :]]
+        planes = []
+        for plane in range(layout.planes):
+            block = _column(byte, plane, layout) // layout.block_size
+            zero = None if self.zero_point is None else self.zero_point[n, block].astype(jnp.int32)
+            scale = None if layout.one_scale else decode_scale(self.scale[n, block], layout.scale)
+            planes.append((_decode(codes, zero, plane, layout, self.table, dtype, interpret), scale))
+        return planes
+
+
+def _column(byte: Any, plane: int, layout: Layout) -> Any:
+    """Which code plane `plane` of a run that begins at `byte` begins with."""
+    segment = _packing.PLANE if layout.bits < 8 else _words(layout)
+    return byte // segment * (segment * layout.planes) + plane * segment + byte % segment
+
+
+#
+# Kernels
+#
+
+
+def _product(
+    x_ref: Any, weight: _Weight, y_ref: Any, *, layout: Layout, config: Config, precision: Any, interpret: bool
+) -> None:
+    """A tile of `y(part, m, n)`: a part of the sum over `k`."""
+    (m_size, _), n_size, dtype = x_ref.shape, weight.codes.shape[0], x_ref.dtype
+    m_tiles = pl.cdiv(m_size, config.tile_m)
+    tile, part = pl.program_id(0), pl.program_id(1)
+    m = tile % m_tiles * config.tile_m + jnp.arange(config.tile_m, dtype=jnp.int32)
+    n = tile // m_tiles * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
+    rows = jnp.minimum(n, n_size - 1)  # what lies beyond is computed, and not stored
+    words, run = _words(layout), _run(layout)
+    first, last = _steps(_body(layout) // layout.planes // words, part, y_ref.shape[0])
+
+    def step(number: Array, total: Array) -> Array:
+        for begin in range(0, words, run):
+            byte = number * words + begin
+            for plane, (values, scale) in enumerate(weight.tile(layout, rows, byte, dtype, interpret)):
+                column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
+                x = _load(x_ref, m, column, m < m_size)
+                left, right = (values, x) if config.weight_left else (x, values)
+                sums = plt.dot(left, right, trans_b=True, precision=precision)
+                if scale is not None:
+                    sums = sums * jnp.broadcast_to(_along(scale, config.weight_left), sums.shape)
+                total = total + sums
+        return total
+
+    shape = (config.tile_n, config.tile_m) if config.weight_left else (config.tile_m, config.tile_n)
+    total = jax.lax.fori_loop(first, last, step, jnp.zeros(shape, jnp.float32))
+    scale = weight.of_rows(layout, rows)
+    if scale is not None:
+        total = total * jnp.broadcast_to(_along(scale, config.weight_left), total.shape)
+    index = (m[None, :], n[:, None]) if config.weight_left else (m[:, None], n[None, :])
+    plt.store(y_ref.at[part, *index], total.astype(y_ref.dtype), mask=(index[0] < m_size) & (index[1] < n_size))
+
+
+def _transposed_product(
+    x_ref: Any, weight: _Weight, y_ref: Any, *, layout: Layout, config: Config, precision: Any, interpret: bool
+) -> None:
+    """A tile of `y(part, m, k)`, of one run of bytes: a part of the sum over `n`."""
+    (m_size, n_size), dtype = x_ref.shape, x_ref.dtype
+    m_tiles = pl.cdiv(m_size, config.tile_m)
+    tile, part = pl.program_id(0), pl.program_id(1)
+    m = tile % m_tiles * config.tile_m + jnp.arange(config.tile_m, dtype=jnp.int32)
+    run = _run(layout)
+    byte = tile // m_tiles * run
+    first, last = _steps(pl.cdiv(n_size, config.tile_n), part, y_ref.shape[0])
+
+    def step(number: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+        n = number * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
+        rows = jnp.minimum(n, n_size - 1)
+        x = _load(x_ref, m, n, m < m_size, n < n_size)
+        sums, row_scale = [], weight.of_rows(layout, rows)
+        for values, scale in weight.tile(layout, rows, byte, dtype, interpret):
+            scale = ft.reduce(jnp.multiply, [s for s in (scale, row_scale) if s is not None])
+            scaled = values.astype(jnp.float32) * jnp.broadcast_to(scale[:, None], values.shape)
+            sums.append(plt.dot(x, scaled.astype(dtype), precision=precision))
+        return tuple(total + s for total, s in zip(totals, sums, strict=True))
+
+    zeros = jnp.zeros((config.tile_m, run), jnp.float32)
+    totals = jax.lax.fori_loop(first, last, step, (zeros,) * layout.planes)
+    for plane, total in enumerate(totals):
+        column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
+        mask = jnp.broadcast_to((m < m_size)[:, None], total.shape)
+        plt.store(y_ref.at[part, m[:, None], column[None, :]], total.astype(y_ref.dtype), mask=mask)
+
+
+def _steps(steps: Any, part: Array, parts: int) -> tuple[Array, Array]:
+    """The steps of one of the parts that a sum is divided into."""
+    each = pl.cdiv(steps, parts)
+    return part * each, jnp.minimum((part + 1) * each, steps)
+
+
+def _load(ref: Any, rows: Array, columns: Array, *masks: Array) -> Array:
+    """A tile of a matrix, zero where a row or a column does not exist."""
+    shape = (rows.size, columns.size)
+    mask = jnp.broadcast_to(masks[0][:, None], shape)
+    if len(masks) == 2:
+        mask = mask & jnp.broadcast_to(masks[1][None, :], shape)
+    return plt.load(ref.at[rows[:, None], columns[None, :]], mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def _along(scale: Array, rows: bool) -> Array:
+    return scale[:, None] if rows else scale[None, :]
+
+
+def matmul(
+    x: Float[Array, "m inner"],
+    weight: Packed,
+    layout: Layout,
+    *,
+    transpose: bool,
+    precision: str,
+    device: str = "",
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "m outer"]:
+    """`x(m, k) . w(n, k)^T`, or with `transpose` `x(m, n) . w(n, k)`, for what `supports` takes.
+
+    **Arguments:**
+
+    - `x`: bfloat16, float16 or float32.
+    - `weight`, `layout`: the weight, of `n` rows.
+    - `precision`: `"highest"` multiplies float32 as float32, `"default"` as tfloat32.
+    - `device`: the name of the device, for the tuned configuration; `config` overrides that.
+    - `interpret`: run on any device, slowly.
+    """
+    m, n, body = x.shape[0], weight.codes.shape[0], _body(layout)
+    config = config or tuned(device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
+    m_tiles = pl.cdiv(m, config.tile_m)
+    if transpose:
+        kernel, outer, steps = _transposed_product, body, pl.cdiv(n, config.tile_n)
+        tiles = m_tiles * (body // layout.planes // _run(layout))
+    else:
+        kernel, outer, steps = _product, n, body // layout.planes // _words(layout)
+        tiles = m_tiles * pl.cdiv(n, config.tile_n)
+    parts = _split(config, device, tiles, steps)
+    whole = parts == 1 and body == layout.length  # then the kernel writes the result itself
+    y = pl.pallas_call(
+        ft.partial(
+            kernel,
+            layout=layout,
+            config=config,
+            interpret=interpret,
+            precision=jax.lax.Precision.HIGHEST if precision == "highest" else None,
+        ),
+        out_shape=_compat.result_like(x, (parts, m, outer), x.dtype if whole else jnp.float32),
+        grid=(tiles, parts),
+        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="quantized_matmul_transposed" if transpose else "quantized_matmul",
+    )(x, _Weight(*weight, table=_table(layout, x.dtype, interpret)))
+    if whole:
+        return y[0]
+    y = jnp.sum(y, axis=0)
+    if body < layout.length:
+        rest = decode_columns(weight, layout, body, x.dtype)
+        dot = ft.partial(
+            jax.lax.dot_general,
+            precision=jax.lax.Precision.HIGHEST if precision == "highest" else None,
+            preferred_element_type=jnp.float32,
+        )
+        if transpose:
+            y = jnp.concatenate([y, dot(x, rest, (((1,), (0,)), ((), ())))], axis=1)
+        else:
+            y = y + dot(x[:, body:], rest, (((1,), (1,)), ((), ())))
+    return y.astype(x.dtype)

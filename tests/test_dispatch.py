@@ -1,0 +1,225 @@
+"""Which implementation a product takes and why; and that every kernel keeps what the primitive promises."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+
+import eqquant as eqq
+from eqquant import _dispatch
+from eqquant._dispatch import MatmulProblem, Target
+
+from .helpers import assert_close, FORMATS, KINDS, weights
+
+
+N, K = 40, 1030  # two segments of four bits or more for every kernel, and a rest
+KERNELS = {"pallas_gpu": _dispatch._pallas_gpu, "pallas_tpu": _dispatch._pallas_tpu}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request, monkeypatch):
+    """A kernel that runs on the CPU, interpreted."""
+    interpreted = _dispatch._kernel("cpu", KERNELS[request.param], interpret=True)
+    monkeypatch.setitem(_dispatch._IMPLEMENTATIONS, request.param, interpreted)
+    return request.param
+
+
+def product(kernel):
+    return ft.partial(eqq.matmul, implementation=kernel, precision="highest")
+
+
+@pytest.fixture(params=["nf4", "int8"])
+def q(request, getkey):
+    return eqq.quantize(weights(getkey(), (N, K)), request.param)
+
+
+# Transformations
+
+
+def test_jit_and_both_sides(kernel, q, getkey):
+    matmul, dense = product(kernel), q.dequantize()
+    for f, g, x in (
+        (lambda w, x: matmul(w, x), lambda w, x: w @ x, weights(getkey(), (K, 3))),
+        (lambda w, x: matmul(x, w), lambda w, x: x @ w, weights(getkey(), (3, N))),
+        (lambda w, x: matmul(w.T, x), lambda w, x: w.T @ x, weights(getkey(), (N,))),
+        (lambda w, x: matmul(x, w.T), lambda w, x: x @ w.T, weights(getkey(), (2, 3, K))),
+    ):
+        assert_close(f(q, x), g(dense, x), tol=2e-6)
+        assert_close(jax.jit(f)(q, x), g(dense, x), tol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    {
+        "vmap": lambda f: jax.vmap(f),
+        "vmap_of_vmap": lambda f: lambda x: jax.vmap(jax.vmap(f))(jnp.stack([x, 2 * x])),
+        "grad": lambda f: lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(jax.vmap(f)(x))))(x),
+        "vmap_of_grad": lambda f: jax.vmap(jax.grad(lambda x: jnp.sum(f(x) ** 2))),
+        "jvp": lambda f: lambda x: jax.jvp(jax.vmap(f), (x,), (jnp.cos(x),)),
+        "linearize": lambda f: lambda x: jax.linearize(jax.vmap(f), x)[1](jnp.cos(x)),
+        "checkpoint": lambda f: lambda x: jax.grad(jax.checkpoint(lambda x: jnp.sum(jnp.sin(jax.vmap(f)(x)))))(x),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_transformations(kernel, q, getkey, transform):
+    x, transform = weights(getkey(), (3, K)) / 30, transform[1]
+    f, g = ft.partial(product(kernel), q), ft.partial(jnp.matmul, q.dequantize(), precision="highest")
+    assert_close(jax.jit(transform(f))(x), transform(g)(x), tol=1e-5)
+
+
+def test_vmap_is_one_call(kernel, q, getkey, monkeypatch):
+    called = []
+    original = _dispatch.run
+    monkeypatch.setattr(
+        _dispatch, "run", lambda x, w, *args: called.append((x.shape, args[-1])) or original(x, w, *args)
+    )
+    jax.jit(jax.vmap(ft.partial(product(kernel), q))).lower(weights(getkey(), (5, K)))
+    assert called == [((5, K), kernel)]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_weights(kernel, getkey, transposed):
+    stacked = eqq.quantize(weights(getkey(), (3, N, K)), "nf4")
+    inner = N if transposed else K
+    f = (lambda w, x: product(kernel)(x, w)) if transposed else product(kernel)
+    g = (lambda w, x: x @ w) if transposed else (lambda w, x: w @ x)
+    dense = stacked.dequantize()
+    x = weights(getkey(), (3, inner)) / 30
+    assert_close(jax.vmap(f)(stacked, x), jax.vmap(g)(dense, x), tol=1e-5)
+    assert_close(jax.vmap(f, in_axes=(0, None))(stacked, x[0]), jax.vmap(g, in_axes=(0, None))(dense, x[0]), tol=1e-5)
+    x = weights(getkey(), (2, 3, inner)) / 30
+    both = lambda f: jax.vmap(jax.vmap(f), in_axes=(None, 0))
+    assert_close(both(f)(stacked, x), both(g)(dense, x), tol=1e-5)
+
+
+def test_scan_over_layers_forward_and_reverse(kernel, getkey):
+    layers = eqq.quantize(weights(getkey(), (3, K, K)) / 30, "int8")
+    x = weights(getkey(), (2, K))
+
+    def loss(matmul, w, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(matmul(x, w.mT)), None))
+        return jnp.sum(jax.lax.scan(layer, x, w)[0])
+
+    f, g = ft.partial(loss, product(kernel), layers), ft.partial(loss, jnp.matmul, layers.dequantize())
+    assert_close(jax.value_and_grad(f)(x), jax.value_and_grad(g)(x), tol=1e-5)
+
+
+def test_shard_map(kernel, getkey):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    q = eqq.quantize(weights(getkey(), (N, K)), "nf4")
+    x = weights(getkey(), (4, K)) / 30
+    in_specs, out_specs = (P("model"), P("data")), P("data", "model")
+
+    def f(q, x):
+        shard = jax.shard_map(lambda q, x: product(kernel)(x, q.T), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return shard(q, x)
+
+    dense = q.dequantize()
+    assert_close(jax.jit(f)(q, x), x @ dense.T, tol=1e-5)
+    loss = lambda x: jnp.sum(jnp.sin(f(q, x)))
+    assert_close(jax.jit(jax.grad(loss))(x), jax.grad(lambda x: jnp.sum(jnp.sin(x @ dense.T)))(x), tol=1e-5)
+
+
+def test_a_whole_model(kernel, getkey, monkeypatch):
+    """Where a kernel is preferred, a model needs no change to run on it."""
+    preference = _dispatch._Preference("cpu", kernel, lambda p: True, "for this test")
+    monkeypatch.setattr(_dispatch, "_PREFERENCES", (preference, *_dispatch._PREFERENCES))
+    model = eqx.nn.MLP(1024, 3, 1024, 1, key=getkey())
+    x = weights(getkey(), (4, 1024))
+    small = eqq.quantize_tree(model, "int4")
+    with jax.default_matmul_precision("highest"):
+        y = eqx.filter_jit(lambda m, x: jax.vmap(m)(x))(small, x)
+        assert_close(y, jax.vmap(eqq.dequantize_tree(small))(x), tol=1e-5)
+
+
+# Which, and why
+
+
+PROBLEM = MatmulProblem(16, 4096, 4096, jnp.dtype(jnp.bfloat16), eqq.NF4(), False)
+
+
+@pytest.mark.parametrize(
+    "platform, changes, expected, reason",
+    [
+        ("cuda", {}, "pallas_gpu", "few rows"),
+        ("cuda", {"m": 64}, "pallas_gpu", "few rows"),
+        ("cuda", {"m": 65}, "xla", "many rows"),
+        ("cuda", {"format": eqq.NVFP4()}, "pallas_gpu", "few rows"),
+        ("cuda", {"format": eqq.NVFP4(), "m": 17}, "xla", "many rows"),
+        ("cuda", {"transpose": True}, "pallas_gpu", "few rows"),
+        ("cuda", {"format": eqq.Int8()}, "xla", "fuses a conversion"),
+        ("cuda", {"format": eqq.FP8()}, "xla", "fuses a conversion"),
+        ("cuda", {"format": eqq.Int8(block_size=128)}, "pallas_gpu", "few rows"),
+        ("cuda", {"format": eqq.Int8(symmetric=False)}, "pallas_gpu", "few rows"),
+        ("cuda", {"format": eqq.Int4(block_size=48)}, "xla", "many rows"),
+        ("tpu", {}, "pallas_tpu", "few rows"),
+        ("tpu", {"m": 2048}, "xla", "many rows"),
+        ("tpu", {"format": eqq.Int8()}, "xla", "fuses a conversion"),
+        ("cpu", {}, "xla", "a few rows at a time"),
+        ("rocm", {}, "xla", "fuses what it can"),
+    ],
+)
+def test_preferences(platform, changes, expected, reason):
+    name, why = _dispatch.choose(Target(platform), PROBLEM._replace(**changes), None)
+    assert name == expected and reason in why
+
+
+def test_every_platform_takes_everything():
+    for platform in ("cuda", "tpu", "cpu", "rocm", "default"):
+        for row in FORMATS.values():
+            for dtype, transpose in ((jnp.bfloat16, False), (jnp.float64, True)):
+                problem = MatmulProblem(0, 5, 7, jnp.dtype(dtype), row.format, transpose, "bfloat16_3x")
+                assert _dispatch.choose(Target(platform), problem, None)[0] == "xla"
+
+
+def test_forcing():
+    assert _dispatch.choose(Target("cuda"), PROBLEM._replace(m=4096), "pallas_gpu")[0] == "pallas_gpu"
+    with pytest.raises(ValueError, match=r"one of pallas_gpu, xla on cuda\. Got 'pallas_tpu'"):
+        _dispatch.choose(Target("cuda"), PROBLEM, "pallas_tpu")
+    for changes, why in (
+        ({"dtype": jnp.dtype(jnp.float64)}, "float64"),
+        ({"format": eqq.Int4(block_size=48)}, "blocks of 48"),
+        ({"k": 100}, "rows of 100 are shorter"),
+        ({"dtype": jnp.dtype(jnp.float32), "precision": "BF16_BF16_F32_X9"}, "precision is BF16"),
+    ):
+        with pytest.raises(ValueError, match=rf"`implementation='pallas_gpu'` cannot take .*{why}.* Use \"xla\""):
+            _dispatch.choose(Target("cuda"), PROBLEM._replace(**changes), "pallas_gpu")
+    with pytest.raises(ValueError, match=r"cannot take .* of this computer\."):
+        _dispatch.choose(Target("cuda", no_kernels="not of this computer"), PROBLEM, "pallas_gpu")
+    with pytest.raises(ValueError, match=r"must be one of xla on cpu\. Got 'pallas_gpu'"):
+        eqq.matmul(jnp.ones((2, 256)), eqq.quantize(jnp.ones((8, 256)), "nf4").T, implementation="pallas_gpu")
+
+
+def test_a_program_for_an_unknown_gpu_has_no_kernels(getkey):
+    q, x = eqq.quantize(weights(getkey(), (64, 256)), "nf4"), jnp.ones((2, 256))
+    text = jax.jit(lambda q, x: x @ q.T).trace(q, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("triton" in text) == (jax.__version_info__ < (0, 11))  # which needs not know
+
+
+# What XLA is given on GPU and TPU
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["int8", "int8_tensor", "int8_affine", "fp8_e4m3", "fp8_e5m2", *KINDS])
+def test_xla_on_gpu(getkey, name, dtype, transpose):
+    q = eqq.quantize(weights(getkey(), (2, 24, 130)), FORMATS[name].format, dtype=dtype)
+    x = weights(getkey(), (2, 5, 24 if transpose else 130)).astype(dtype)
+    problem = MatmulProblem(5, 24, 130, x.dtype, q.format, transpose)
+    y = _dispatch.run(x, q, problem, Target("cuda"), "xla")
+    dense = np.asarray(q.dequantize(), np.float64)
+    assert y.dtype == x.dtype
+    assert_close(y, np.asarray(x, np.float64) @ (dense if transpose else np.swapaxes(dense, 1, 2)), tol=1e-2)
+
+
+def test_bytes_are_converted_once():
+    """XLA on GPU fuses one conversion of the weight with the product; with two, it writes the weight to memory."""
+    q = eqq.quantize(jnp.ones((8, 256)), "fp8")
+    problem = MatmulProblem(4, 8, 256, jnp.dtype(jnp.bfloat16), q.format, False)
+    run = lambda x, q: _dispatch.run(x, q, problem, Target("cuda"), "xla")
+    found = jax.make_jaxpr(run)(jnp.ones((4, 256), jnp.bfloat16), q).jaxpr
+    assert not [e for e in found.eqns if e.outvars[0].aval.shape == (8, 256) and e.outvars[0].aval.dtype == jnp.float32]

@@ -1,0 +1,167 @@
+"""`pallas_gpu` on the CPU: its kernels, as Pallas interprets them, against the dense product; and its PTX, emulated."""
+
+import functools as ft
+import itertools as it
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant import _dispatch
+from eqquant._kernels import pallas_gpu
+
+from .helpers import FORMATS, KINDS, SWEEP, weights
+
+
+N, K = 72, 582  # a tile and a part of one; for every number of bits some segments and a rest
+
+
+def operands(getkey, format, m, dtype, transpose):
+    q = eqq.quantize(weights(getkey(), (N, K)), format)
+    x = weights(getkey(), (m, N if transpose else K)).astype(dtype)
+    dense = np.asarray(q.dequantize(), np.float64)
+    return x, q, np.asarray(x, np.float64) @ (dense if transpose else dense.T)
+
+
+def interpreted(x, q, transpose, **options):
+    layout = _dispatch._layout(q.format, K)
+    options = {"precision": "default", **options}
+    assert pallas_gpu.supports(layout, x.shape[0], N, x.dtype, transpose=transpose, precision="default") is None
+    return pallas_gpu.matmul(x, _dispatch._pack(q), layout, transpose=transpose, interpret=True, **options)
+
+
+def error(y, expected):
+    return np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("m", [1, 7, 16, 64, 300])
+@pytest.mark.parametrize("name", SWEEP)
+def test_product(getkey, name, m):
+    x, q, expected = operands(getkey, FORMATS[name].format, m, jnp.bfloat16, False)
+    y = interpreted(x, q, False)
+    assert y.dtype == x.dtype and error(y, expected) < 4e-3
+
+
+@pytest.mark.parametrize("m", [7, 64])
+@pytest.mark.parametrize("name", KINDS)
+def test_transposed_product(getkey, name, m):
+    x, q, expected = operands(getkey, FORMATS[name].format, m, jnp.bfloat16, True)
+    assert error(interpreted(x, q, True), expected) < 4e-3
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype, tol", [("float32", 1e-6), ("float16", 6e-4)])
+def test_dtypes(getkey, name, dtype, tol, transpose):
+    x, q, expected = operands(getkey, FORMATS[name].format, 5, dtype, transpose)
+    y = interpreted(x, q, transpose, precision="highest")
+    assert y.dtype == x.dtype and error(y, expected) < tol
+
+
+@pytest.mark.parametrize("n, k", [(1, 129), (65, 128), (200, 1000)])
+@pytest.mark.parametrize("split", [1, 7])
+@pytest.mark.parametrize("weight_left", [False, True])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_tiles_and_parts(getkey, n, k, split, weight_left, transpose):
+    """However a product is cut up, the result is whole: tiles that end beyond it, more parts than there are steps."""
+    q, m = eqq.quantize(weights(getkey(), (n, k)), "nf4"), 17
+    x = weights(getkey(), (m, n if transpose else k))
+    config = pallas_gpu.Config(16, 64, weight_left=weight_left, split=split)
+    layout = _dispatch._layout(q.format, k)
+    y = pallas_gpu.matmul(
+        x, _dispatch._pack(q), layout, transpose=transpose, precision="highest", config=config, interpret=True
+    )
+    dense = np.asarray(q.dequantize(), np.float64)
+    assert error(y, np.asarray(x, np.float64) @ (dense if transpose else dense.T)) < 1e-6
+
+
+def test_what_cannot_be_taken():
+    layout = lambda format, k=K: _dispatch._layout(eqq.quantize(jnp.ones((1, k)), format).format, k)
+    why = ft.partial(pallas_gpu.supports, m=1, n=8, dtype=jnp.bfloat16, transpose=False, precision="default")
+    assert why(layout("nf4")) is None
+    assert "blocks of 48" in why(layout(eqq.Int4(block_size=48)))
+    assert "rows of 127 are shorter than the 128" in why(layout("nf4", 127))
+    assert "float64" in why(layout("nf4"), dtype=jnp.float64)
+    assert "nothing" in why(layout("nf4"), m=0) and "nothing" in why(layout("nf4"), n=0)
+
+
+def test_every_product_has_a_configuration():
+    for bits, itemsize, m, transpose in it.product((1, 2, 4, 8), (2, 4), (1, 16, 17, 64, 10**6), (False, True)):
+        for device in ("", "NVIDIA H100 80GB HBM3"):
+            config = pallas_gpu.tuned(device, bits, itemsize, m, transpose=transpose)
+            sizes = (config.tile_m, config.tile_n, config.num_warps)
+            assert all(size & (size - 1) == 0 for size in sizes)  # as Triton wants
+
+
+# PTX
+
+
+def emulate(asm, inputs, outputs):
+    """Runs the few instructions that the kernels use on numbers of 32 bits, the operands by their `$` number."""
+    registers = {f"${i}": int(value) for i, value in inputs.items()}
+    value = lambda name: int(name, 0) if name[0].isdigit() else registers[name]
+    as_float = lambda bits: np.uint32(bits).view(np.float32)
+    for line in asm.strip("{} ").split(";"):
+        opcode, *rest = re.split(r"[\s,]+", line.strip())
+        if opcode in ("", ".reg"):
+            continue
+        out, args = rest[0], [value(name) for name in rest[1:]]
+        if opcode == "shr.u32":
+            result = args[0] >> args[1]
+        elif opcode == "and.b32":
+            result = args[0] & args[1]
+        elif opcode == "or.b32":
+            result = args[0] | args[1]
+        elif opcode == "mov.b32":
+            result = args[0]
+        elif opcode == "sub.f32":
+            result = int((as_float(args[0]) - as_float(args[1])).view(np.uint32))
+        elif opcode == "prmt.b32":
+            both = args[0] | args[1] << 32
+            picks = [args[2] >> 4 * i & 15 for i in range(4)]
+            assert all(pick < 8 for pick in picks)  # with the highest bit it would replicate a sign
+            result = sum((both >> 8 * pick & 255) << 8 * i for i, pick in enumerate(picks))
+        elif opcode in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
+            dtype = jnp.bfloat16 if "bf16" in opcode else jnp.float16
+            high, low = (int(as_float(a).astype(dtype).view(np.uint16)) for a in args)
+            result = high << 16 | low
+        else:
+            raise NotImplementedError(opcode)
+        registers[out] = result & 0xFFFFFFFF
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def halves(words, dtype):
+    return np.array(words, np.uint32).view(np.uint16).view(dtype)
+
+
+def groups_of_bytes():
+    every = np.random.default_rng(0).permutation(np.repeat(np.arange(256), 4)).astype(np.uint8)
+    return every.reshape(-1, 4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["nf4", "int4", "mxfp4", "codebook", "int2", "ternary", "binary"])
+def test_lookup_by_permutation(name, dtype):
+    layout = _dispatch._layout(FORMATS[name].format, K)
+    table = np.asarray(pallas_gpu._table(layout, dtype, False)).astype(np.uint32)
+    expected = np.asarray(layout.table, np.float32).astype(dtype)
+    for plane, four in it.product(range(layout.planes), groups_of_bytes()):
+        asm = pallas_gpu._lookup_asm(layout.bits, plane)
+        operands = {2: four.view(np.uint32)[0], **{3 + 4 * i: word for i, word in enumerate(table)}}
+        codes = four >> (layout.bits * plane) & (2**layout.bits - 1)
+        np.testing.assert_array_equal(halves(emulate(asm, operands, 2), dtype), expected[codes])
+
+
+@pytest.mark.parametrize("offset", [0, -128])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_integers_by_permutation(dtype, offset):
+    outputs = 4 if dtype == jnp.float32 else 2
+    bias = np.float32(2**23 - offset).view(np.uint32)
+    for four in groups_of_bytes():
+        operands = {outputs: four.view(np.uint32)[0], **{outputs + 1 + i: bias for i in range(4)}}
+        words = emulate(pallas_gpu._integer_asm(dtype), operands, outputs)
+        values = np.array(words, np.uint32).view(np.float32) if outputs == 4 else halves(words, dtype)
+        np.testing.assert_array_equal(values.astype(np.float32), four.astype(np.float32) + offset)

@@ -95,6 +95,7 @@ def examples(session: nox.Session) -> None:
     install(session, "examples", weights=True)
     for name in EXAMPLES:
         session.run("python", str(Path("examples") / name), "--smoke")
+    session.run("python", "benchmarks/gpu_matmul.py", "--smoke", "--formats", "NF4")
 
 
 @nox.session(python=OLDEST_PYTHON)
@@ -102,3 +103,33 @@ def bench(session: nox.Session) -> None:
     """Prints the timings of this machine."""
     install(session, "examples")
     session.run("python", "benchmarks/cpu.py", *session.posargs)
+
+
+@nox.session(python=NEWEST_PYTHONS)
+def aot_gpu(session: nox.Session) -> None:
+    """Compiles the kernels for an H100, without one, and prints registers and spills. Takes ten minutes."""
+    install(session, "tests")
+    version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True).strip()
+    # Only the compiler: neither a driver nor NVIDIA's libraries are needed for that.
+    compiler = (f"jax-cuda13-plugin=={version}", f"jax-cuda13-pjrt=={version}")
+    session.install("--no-deps", *compiler, "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm")
+    session.install("absl-py")
+    session.run("python", "-m", "tests.aot_gpu", *session.posargs)
+
+
+@nox.session(python=NEWEST_PYTHONS)
+def aot_tpu(session: nox.Session) -> None:
+    """Compiles the kernels for TPU v5e, v6e and v7x, without one, and prints the memory that they need."""
+    install(session, "tests")
+    requires = "import importlib.metadata as m; print(*[r for r in m.requires('jax') if r.startswith('libtpu')])"
+    libtpu = session.run("python", "-c", requires, silent=True).partition(";")[0].strip()
+    session.install(libtpu)
+    session.run("python", "-m", "tests.aot_tpu", *session.posargs)
+
+
+@nox.session(python=NEWEST_PYTHONS)
+def bench_gpu(session: nox.Session) -> None:
+    """Checks the kernels on the GPU of this machine and times them against cuBLAS. Asks for JAX with CUDA."""
+    install(session, "tests")
+    session.install("jax[cuda13]")
+    session.run("python", "benchmarks/gpu_matmul.py", *session.posargs)

@@ -10,7 +10,7 @@ import pytest
 
 import eqquant as eqq
 from eqquant import _dispatch
-from eqquant._kernels import pallas_gpu
+from eqquant._kernels import pallas_gpu, ptx
 
 from .helpers import FORMATS, KINDS, SWEEP, weights
 
@@ -146,10 +146,10 @@ def groups_of_bytes():
 @pytest.mark.parametrize("name", ["nf4", "int4", "mxfp4", "codebook", "int2", "ternary", "binary"])
 def test_lookup_by_permutation(name, dtype):
     layout = _dispatch._layout(FORMATS[name].format, K)
-    table = np.asarray(pallas_gpu._table(layout, dtype, False)).astype(np.uint32)
+    table = np.asarray(ptx.table_of(layout, dtype, False)).astype(np.uint32)
     expected = np.asarray(layout.table, np.float32).astype(dtype)
     for plane, four in it.product(range(layout.planes), groups_of_bytes()):
-        asm = pallas_gpu._lookup_asm(layout.bits, plane)
+        asm = ptx.lookup_asm(layout.bits, plane)
         operands = {2: four.view(np.uint32)[0], **{3 + 4 * i: word for i, word in enumerate(table)}}
         codes = four >> (layout.bits * plane) & (2**layout.bits - 1)
         np.testing.assert_array_equal(halves(emulate(asm, operands, 2), dtype), expected[codes])
@@ -162,6 +162,6 @@ def test_integers_by_permutation(dtype, offset):
     bias = np.float32(2**23 - offset).view(np.uint32)
     for four in groups_of_bytes():
         operands = {outputs: four.view(np.uint32)[0], **{outputs + 1 + i: bias for i in range(4)}}
-        words = emulate(pallas_gpu._integer_asm(dtype), operands, outputs)
+        words = emulate(ptx.integer_asm(dtype), operands, outputs)
         values = np.array(words, np.uint32).view(np.float32) if outputs == 4 else halves(words, dtype)
         np.testing.assert_array_equal(values.astype(np.float32), four.astype(np.float32) + offset)

@@ -2,19 +2,13 @@
 
     y(m, n) = sum_blocks scale(n, block) * (x(m, block) . table[codes(n, block)]^T)
 
-Codes are decoded in registers to the dtype of `x`, which is exact for tables of integers and small floats, multiplied
-by the tensor cores, and scaled as partial sums in float32. So a scale costs one multiplication for each result and
-block, not for each weight.
+Codes are decoded in registers (`ptx.py`) to the dtype of `x`, which is exact for tables of integers and small floats,
+multiplied by the tensor cores, and scaled as partial sums in float32. So a scale costs one multiplication for each
+result and block, not for each weight.
 
 Bytes are taken in runs of at most 64, as they are packed (`_packing.py`): plane `p` of a run is as many consecutive
 codes, so it is multiplied by a contiguous tile of `x`, and shares one scale per row. A row that does not end with a
 segment of the packing has a rest of less than 512 codes. XLA multiplies that, and it is added.
-
-Codes of at most four bits are looked up by `prmt`, the byte permutation of NVIDIA GPUs: four nibbles of packed codes
-*are* its selectors, and it looks them up in eight bytes at once. Two such lookups and a choice make a table of sixteen;
-the low and the high bytes of the 16-bit values have a table each. That is two instructions per weight, whatever the
-table. Integers of eight bits become the low bits of a float32 whose exponent makes them units: two and a half
-instructions, where a conversion takes a slow one.
 
 The transposed product, `y(m, k) = sum_n x(m, n) * scale(n, block) * table[codes(n, block)]`, sums over what scales
 differ along, so there weights are scaled before they are multiplied.
@@ -26,13 +20,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float32, Int32, UInt8
+from jaxtyping import Array, Float, Float32
 
 from .. import _compat, _packing
 from .._compat import pallas_triton as plt
 from .packed import alignment, decode_columns, decode_scale, Layout, Packed
+from .ptx import decode, table_of
 
 
 #
@@ -145,110 +139,8 @@ def _body(layout: Layout) -> int:
 
 
 #
-# Decoding
+# Tiles of the weight
 #
-
-
-def _lookup_asm(bits: int, plane: int) -> str:
-    """PTX that decodes one plane of four bytes, `$2`, to four 16-bit values, in `$0` and `$1`.
-
-    The table is in the operands from `$3` on, every fourth one, since operands of inline assembly are per byte: first
-    the low bytes of the values, four to a word, then the high bytes.
-    """
-    shift, high = bits * plane % 4, bits * plane // 4
-    table = [f"${3 + 4 * i}" for i in range(2 * _table_words(bits))]
-    lines = [".reg .b32 low, high, index, sign, a, b;"]
-    for half, out in ((0, "$0"), (16, "$1")):
-        if bits == 4:
-            # Three bits of a nibble select within half a table, the fourth between the halves.
-            lines += [f"shr.u32 index, $2, {half};", "shr.u32 sign, index, 1;", "and.b32 index, index, 0x77777777;"]
-            lines += ["and.b32 sign, sign, 0x44444444;", "or.b32 sign, sign, 0x32103210;"]
-            for name, words in (("low", table[:4]), ("high", table[4:])):
-                lines += [f"prmt.b32 a, {words[0]}, {words[1]}, index;", f"prmt.b32 b, {words[2]}, {words[3]}, index;"]
-                lines += [f"prmt.b32 {name}, a, b, sign;"]
-        else:
-            mask = "0x33333333" if bits == 2 else "0x11111111"
-            lines += [f"shr.u32 index, $2, {half + shift};", f"and.b32 index, index, {mask};"]
-            lines += [f"prmt.b32 low, {table[0]}, {table[0]}, index;", f"prmt.b32 high, {table[1]}, {table[1]}, index;"]
-        # Two 16-bit values, from the nibbles that belong to this plane: of both bytes the low or the high one.
-        lines += [f"prmt.b32 {out}, low, high, {'0x7351' if high else '0x6240'};"]
-    return "{ " + " ".join(lines) + " }"
-
-
-def _integer_asm(dtype: Any) -> str:
-    """PTX that makes four values of `dtype`, from `$0` on, of four bytes, less what the operands after them say."""
-    name = {"bfloat16": "bf16", "float16": "f16", "float32": ""}[jnp.dtype(dtype).name]
-    first = 2 if name else 4
-    out = ["a", "b", "c", "d"] if name else ["$0", "$1", "$2", "$3"]
-    lines = [".reg .f32 a, b, c, d;", ".reg .b32 bits;"]
-    for i, value in enumerate(out):
-        # The bytes of a float of exponent 23, whose last bits count units, are `code 0 0 0x4b`.
-        lines += [f"prmt.b32 bits, ${first}, 0x4b000000, 0x744{i};", f"mov.b32 {value}, bits;"]
-        lines += [f"sub.f32 {value}, {value}, ${first + 1 + i};"]
-    if name:
-        lines += [f"cvt.rn.{name}x2.f32 $0, b, a;", f"cvt.rn.{name}x2.f32 $1, d, c;"]
-    return "{ " + " ".join(lines) + " }"
-
-
-def _table_words(bits: int) -> int:
-    return 4 if bits == 4 else 1
-
-
-def _permuted(layout: Layout, dtype: Any) -> bool:
-    """Whether codes are looked up by `prmt`."""
-    return layout.bits <= 4 and jnp.dtype(dtype).itemsize == 2
-
-
-def _table(layout: Layout, dtype: Any, interpret: bool) -> Array:
-    """The table as `_decode` wants it: the values, or for `prmt` their bytes."""
-    values = np.asarray(layout.table, np.float32).astype(dtype)
-    if interpret or not _permuted(layout, dtype):
-        return jnp.asarray(values)
-    entries = np.zeros(4 * _table_words(layout.bits), np.uint16)
-    entries[: len(values)] = values.view(np.uint16)
-    return jnp.asarray(np.concatenate([entries & 255, entries >> 8]).astype(np.uint8).view("<i4"))
-
-
-def _asm(asm: str, args: list[Array], dtype: Any) -> Array:
-    """Runs PTX on four elements at a time. Elements of 32 bits have a register each, others as many as fill it."""
-    constraint = lambda kind, itemsize: ",".join([kind] * itemsize)
-    outputs = constraint("=r" if jnp.dtype(dtype).itemsize == 2 else "=f", jnp.dtype(dtype).itemsize)
-    inputs = [constraint("f" if a.dtype == jnp.float32 else "r", a.dtype.itemsize) for a in args]
-    (values,) = plt.elementwise_inline_asm(
-        asm,
-        args=args,
-        constraints=",".join([outputs, *inputs]),
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
-    )
-    return values
-
-
-def _decode(
-    codes: UInt8[Array, "rows run"],
-    zero: Int32[Array, " rows"] | None,
-    plane: int,
-    layout: Layout,
-    table: Any,
-    dtype: Any,
-    interpret: bool,
-) -> Float[Array, "rows run"]:
-    """The values of one plane, less the zero point of each row."""
-    if layout.bits == 8 and layout.kind == "integer":
-        offset = jnp.int32(layout.offset) if zero is None else (layout.offset - zero)[:, None]
-        offset = jnp.broadcast_to(offset, codes.shape)
-        if interpret:
-            return (codes.astype(jnp.int32) + offset).astype(dtype)
-        return _asm(_integer_asm(dtype), [codes, (2**23 - offset).astype(jnp.float32)], dtype)
-    if layout.kind in ("float8_e4m3fn", "float8_e5m2"):
-        return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(dtype)
-    if _permuted(layout, dtype) and not interpret:
-        words = [jnp.broadcast_to(table[i], codes.shape) for i in range(2 * _table_words(layout.bits))]
-        values = _asm(_lookup_asm(layout.bits, plane), [codes, *words], dtype)
-    else:
-        index = codes.astype(jnp.int32) >> (layout.bits * plane)
-        values = table[index & (2**layout.bits - 1)]
-    return values if zero is None else values - jnp.broadcast_to(zero.astype(dtype)[:, None], values.shape)
 
 
 class _Weight(NamedTuple):
@@ -276,7 +168,7 @@ class _Weight(NamedTuple):
             block = _column(byte, plane, layout) // layout.block_size
             zero = None if self.zero_point is None else self.zero_point[n, block].astype(jnp.int32)
             scale = None if layout.one_scale else decode_scale(self.scale[n, block], layout.scale)
-            planes.append((_decode(codes, zero, plane, layout, self.table, dtype, interpret), scale))
+            planes.append((decode(codes, zero, plane, layout, self.table, dtype, interpret), scale))
         return planes
 
 
@@ -421,7 +313,7 @@ def matmul(
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="quantized_matmul_transposed" if transpose else "quantized_matmul",
-    )(x, _Weight(*weight, table=_table(layout, x.dtype, interpret)))
+    )(x, _Weight(*weight, table=table_of(layout, x.dtype, interpret)))
     if whole:
         return y[0]
     y = jnp.sum(y, axis=0)

@@ -1,0 +1,173 @@
+"""Compiles the kernels for an H100 on a machine without a GPU, with the compiler of the real one: `nox -s aot_gpu`.
+
+What compiles here is accepted there. For every format that has a kernel it prints registers and spills, and the
+instructions of the innermost loop per weight and thread; and it fails if a dense weight is written to memory, or if a
+product that would be chosen spills. It says nothing about time.
+"""
+
+import argparse
+import collections
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+N, K = 8192, 4096
+# Device facts, in the text form of XLA's `GpuTargetConfigProto`.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98  device_memory_size: 84942979072
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+class Kernel(collections.namedtuple("Kernel", "registers spills shared_memory loop")):
+    """What the assembler says of one kernel, and the instructions of its longest loop."""
+
+
+def kernels_in(directory: Path) -> list[Kernel]:
+    """Assembles the PTX of our kernels that the compiler left in a directory."""
+    found = []
+    for path in sorted(directory.glob("*.ptx")):
+        text = path.read_text()
+        if "quantized_matmul" not in text:
+            continue
+        cubin = path.with_suffix(".cubin")
+        said = subprocess.run(
+            [tool("ptxas"), "-v", "-arch=sm_90a", str(path), "-o", str(cubin)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+        number = lambda pattern, said=said: max(map(int, re.findall(pattern, said)), default=0)
+        shared = re.search(r"shared_memory: (\d+)", next(directory.glob("*thunk_sequence.txt")).read_text())
+        found.append(
+            Kernel(
+                number(r"Used (\d+) registers"),
+                number(r"(\d+) bytes spill stores"),
+                int(shared[1]) if shared else 0,
+                longest_loop(
+                    subprocess.run([tool("nvdisasm"), "-c", str(cubin)], capture_output=True, text=True).stdout
+                ),
+            )
+        )
+    for path in directory.iterdir():
+        path.unlink()  # so that the next program is alone there
+    return found
+
+
+def tool(name: str) -> str:
+    import nvidia
+
+    return str(next(path for root in nvidia.__path__ for path in Path(root).rglob(f"bin/{name}")))
+
+
+def longest_loop(sass: str) -> int:
+    """The number of instructions between a label and the last jump back to it."""
+    labels: dict[str, int] = {}
+    count = longest = 0
+    for line in sass.splitlines():
+        if label := re.match(r"^(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            count += 1
+            jump = re.search(r"BRA.*?(\.L_x_\d+)", instruction[1])
+            if jump and jump[1] in labels:
+                longest = max(longest, count - labels[jump[1]])
+    return longest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--formats", nargs="*", help="names of the tests' table of formats; one of each kind unless given"
+    )
+    parser.add_argument("--all", action="store_true", help="all formats")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["XLA_FLAGS"] = f"--xla_dump_to={directory} --xla_dump_emitter_re=.*"
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        sys.exit(check(arguments, Path(directory)))
+
+
+def check(arguments: argparse.Namespace, directory: Path) -> int:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from rich.console import Console
+    from rich.table import Table
+
+    import eqquant as eqq
+    from eqquant import _dispatch
+    from eqquant._kernels import pallas_gpu
+    from tests.helpers import FORMATS
+
+    kinds = ("nf4", "nf4_double", "int4", "int4_affine", "int4_channel", "int2_affine", "ternary", "binary_block")
+    kinds += ("int8", "int8_affine", "int8_block", "fp8_e4m3", "mxfp8", "mxfp4", "nvfp4", "q4_0", "dynamic8")
+    names = arguments.formats or (FORMATS if arguments.all else kinds)
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=H100)
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    table = Table(
+        *("format", "product", "registers", "spills", "shared KiB", "per weight", "temp MiB", "chosen"),
+        title=f"W({N}, {K}), compiled for {mesh.devices.flat[0].device_kind}, JAX {jax.__version__}",
+    )
+    failures = []
+
+    def compiled(name: str, m: int, dtype: Any, transpose: bool) -> None:
+        format = FORMATS[name].format
+        q = jax.eval_shape(lambda w: eqq.quantize(w, format, dtype=dtype), jax.ShapeDtypeStruct((N, K), jnp.float32))
+        x = jax.ShapeDtypeStruct((m, N if transpose else K), dtype)
+        f = lambda x, q: eqq.matmul(x, q if transpose else q.T, implementation="pallas_gpu")
+        args = jax.tree_util.tree_map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), (x, q))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            program = jax.jit(f).trace(*args).lower().compile()
+        problem = _dispatch.MatmulProblem(m, N, K, jnp.dtype(dtype), format, transpose)
+        chosen = _dispatch.choose(_dispatch.Target("cuda"), problem, None)[0] == "pallas_gpu"
+        (kernel,) = kernels_in(directory)
+        layout = problem.layout
+        config = pallas_gpu.tuned("H100", layout.bits, jnp.dtype(dtype).itemsize, m, transpose=transpose)
+        words = pallas_gpu._run(layout) if transpose else pallas_gpu._words(layout)
+        weights = config.tile_n * words * layout.planes / (32 * config.num_warps)
+        temp = program.memory_analysis().temp_size_in_bytes / 2**20
+        product = f"{jnp.dtype(dtype).name}({m}, {x.shape[1]}) . {'W' if transpose else 'W^T'}"
+        table.add_row(
+            *(name, product, str(kernel.registers), str(kernel.spills), f"{kernel.shared_memory / 1024:.0f}"),
+            *(f"{kernel.loop / weights:.1f}", f"{temp:.1f}", "yes" if chosen else ""),
+        )
+        dense = re.search(rf"\b(bf16|f16|f32)\[({N},{K}|{K},{N})\]", program.as_text())
+        # What is left are the parts of sums.
+        if dense or temp > 20 or (chosen and kernel.spills):
+            failures.append(f"{name} {product}: {dense and dense[0]}, {temp:.1f} MiB, {kernel.spills} bytes spilled")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in names:
+            for m, dtype, transpose in (
+                *((1, "bfloat16", False), (32, "float16", False), (64, "bfloat16", False)),
+                *((16, "bfloat16", True), (16, "float32", False)),
+            ):
+                compiled(name, m, dtype, transpose)
+    console = Console(width=120)
+    console.print(table)
+    for failure in failures:
+        console.print(f"[red]{failure}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -3,10 +3,9 @@
 Everything here degrades: where a JAX release moves a piece, results stay right and only become dense.
 """
 
-import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -150,12 +149,13 @@ def _device(context: Any) -> Any:
     return devices[0] if devices else None
 
 
-@contextlib.contextmanager
-def no_triton_warning() -> Iterator[None]:
-    """Nothing that a user could act on: Pallas-Triton is deprecated, and `docs/design.md` says what comes next."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        yield
+def expect_triton_warning() -> None:
+    """Has Python ignore that Pallas-Triton is deprecated: nothing that a user of ours could act on.
+
+    JAX warns when it lowers a kernel, which may be in a callback of the compiler. So this is called when one is traced,
+    just before, and no context manager.
+    """
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 def __getattr__(name: str) -> Any:

@@ -45,11 +45,6 @@ class MatmulProblem(NamedTuple):
         """What the bits of the weight mean, without the arrays."""
         return _layout(self.format, self.k)
 
-    @property
-    def run(self) -> int:
-        """How many consecutive codes of a row share a scale and a plane."""
-        return min(64, self.layout.block_size)
-
 
 class Target(NamedTuple):
     """What a product is compiled for: `"cuda"`, `"tpu"`, ...; the name of the device, and why it takes no kernels."""
@@ -167,8 +162,8 @@ _PREFERENCES = (
     _Preference(
         "cuda",
         "pallas_gpu",
-        lambda p: p.m <= (64 if p.run == 64 else 16),
-        "few rows: the packed weight is read once and decoded in registers, where XLA writes a dense one to memory",
+        lambda p: p.m <= 256,
+        "few rows: the packed weight is decoded in registers, where XLA writes a dense one to memory",
     ),
     _Preference(
         "cuda",

@@ -68,8 +68,7 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
         devices, no_kernels = 1, "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
     target = Target(platform, _compat.device_kind(context), no_kernels)
     run = ft.partial(_run, target, devices=devices)
-    with _compat.no_triton_warning():
-        return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
+    return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
 
 
 @ft.cache

@@ -9,6 +9,7 @@ import argparse
 import collections
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -65,9 +66,12 @@ def kernels_in(directory: Path) -> list[Kernel]:
                 ),
             )
         )
-    for path in directory.iterdir():
-        path.unlink()  # so that the next program is alone there
     return found
+
+
+def clear(directory: Path) -> None:
+    for path in directory.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def tool(name: str) -> str:
@@ -134,6 +138,7 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
         x = jax.ShapeDtypeStruct((m, N if transpose else K), dtype)
         f = lambda x, q: eqq.matmul(x, q if transpose else q.T, implementation="pallas_gpu")
         args = jax.tree_util.tree_map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), (x, q))
+        clear(directory)  # so that the program is alone there
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             program = jax.jit(f).trace(*args).lower().compile()
         problem = _dispatch.MatmulProblem(m, N, K, jnp.dtype(dtype), format, transpose)
@@ -154,11 +159,28 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
         if dense or temp > 20 or (chosen and kernel.spills):
             failures.append(f"{name} {product}: {dense and dense[0]}, {temp:.1f} MiB, {kernel.spills} bytes spilled")
 
+    def divided() -> None:
+        """On four devices each computes its rows of the result, from its rows of the packed weight, with a kernel."""
+        four = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x4x1", target_config=H100)
+        mesh = topologies.make_mesh(topo=four, mesh_shape=(4,), axis_names=("x",))
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        q = jax.eval_shape(
+            lambda w: eqq.quantize(w, "nf4", dtype="bfloat16"), jax.ShapeDtypeStruct((N, K), jnp.float32)
+        )
+        q = jax.tree_util.tree_map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), q)
+        x = jax.ShapeDtypeStruct((8, K), jnp.bfloat16, sharding=whole)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            text = jax.jit(lambda x, q: x @ q.T).trace(x, q).lower().compile().as_text()
+        if "triton" not in text or "all-gather" in text or f"[8,{N // 4}]" not in text:
+            failures.append("a product on four devices is not divided as it should be")
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        divided()
         for name in names:
             for m, dtype, transpose in (
-                *((1, "bfloat16", False), (32, "float16", False), (64, "bfloat16", False)),
+                *((1, "bfloat16", False), (32, "float16", False), (64, "bfloat16", False), (256, "bfloat16", False)),
                 *((16, "bfloat16", True), (16, "float32", False)),
             ):
                 compiled(name, m, dtype, transpose)

@@ -38,7 +38,8 @@ class Config(NamedTuple):
     """How a product is cut up: `tile_m * tile_n` results are one program's, and `split` programs share each sum.
 
     The weight is the left operand where `x` has few rows: `wgmma` takes that from registers, and few columns with it.
-    Without `split`, a sum is divided so that each core has `programs` to do.
+    Scales are applied to partial sums, or with many rows to weights. Without `split`, a sum is divided so that each
+    core has `programs` to do.
     """
 
     tile_m: int
@@ -46,6 +47,7 @@ class Config(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     weight_left: bool = True
+    scale_weights: bool = False
     split: int | None = None
     programs: float = 4
 
@@ -66,13 +68,14 @@ _CONFIGS = (
     # Tables of float32 are looked up in memory, and a byte of many codes has many loads in flight.
     _Row("", False, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
     _Row("", False, (1, 2, 4), 2, 16, Config(16, 64)),
-    # A byte of many codes meets as many tiles of `x`, which shared memory holds, so those stay small.
-    _Row("", False, (1, 2), 2, 2**31, Config(32, 64, programs=2)),
-    _Row("", False, (4,), 2, 32, Config(32, 64, programs=2)),
-    # Codes of eight bits fit the right operand better; and from 64 rows on, with the weight on the left, there would be
-    # more sums than registers.
+    _Row("", False, (1, 2, 4), 2, 32, Config(32, 64, programs=2)),
     _Row("", False, (8,), 2, 16, Config(16, 64, weight_left=False)),
-    _Row("", False, (4, 8), 2, 2**31, Config(64, 128, weight_left=False, programs=1)),
+    # With some dozens of rows, scaling sums takes more than scaling weights, and more registers.
+    _Row("", False, (4, 8), 2, 64, Config(64, 128, weight_left=False, scale_weights=True, programs=1)),
+    _Row("", False, (4, 8), 2, 2**31, Config(128, 128, 8, weight_left=False, scale_weights=True, programs=1)),
+    # A byte of many codes meets as many tiles of `x`, and shared memory holds them all.
+    _Row("", False, (2,), 2, 2**31, Config(64, 128, 8, 2, weight_left=False, scale_weights=True, programs=1)),
+    _Row("", False, (1,), 2, 2**31, Config(64, 64, 4, 2, weight_left=False, scale_weights=True, programs=1)),
     _Row("", True, (2, 4, 8), 2, 16, Config(16, 64, weight_left=False)),
     _Row("", True, (2, 4, 8), 2, 2**31, Config(32, 64, weight_left=False, programs=2)),
     # A byte of eight codes has sums for eight tiles of results.
@@ -202,6 +205,8 @@ def _product(
             for plane, (values, scale) in enumerate(weight.tile(layout, rows, byte, dtype, interpret)):
                 column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
                 x = _load(x_ref, m, column, m < m_size)
+                if scale is not None and config.scale_weights:
+                    values, scale = _scaled(values, scale), None
                 left, right = (values, x) if config.weight_left else (x, values)
                 sums = plt.dot(left, right, trans_b=True, precision=precision)
                 if scale is not None:
@@ -237,8 +242,7 @@ def _transposed_product(
         sums, row_scale = [], weight.of_rows(layout, rows)
         for values, scale in weight.tile(layout, rows, byte, dtype, interpret):
             scale = ft.reduce(jnp.multiply, [s for s in (scale, row_scale) if s is not None])
-            scaled = values.astype(jnp.float32) * jnp.broadcast_to(scale[:, None], values.shape)
-            sums.append(plt.dot(x, scaled.astype(dtype), precision=precision))
+            sums.append(plt.dot(x, _scaled(values, scale), precision=precision))
         return tuple(total + s for total, s in zip(totals, sums, strict=True))
 
     zeros = jnp.zeros((config.tile_m, run), jnp.float32)
@@ -247,6 +251,11 @@ def _transposed_product(
         column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
         mask = jnp.broadcast_to((m < m_size)[:, None], total.shape)
         plt.store(y_ref.at[part, m[:, None], column[None, :]], total.astype(y_ref.dtype), mask=mask)
+
+
+def _scaled(values: Float[Array, "rows run"], scale: Float32[Array, " rows"]) -> Float[Array, "rows run"]:
+    product = values.astype(jnp.float32) * jnp.broadcast_to(scale[:, None], values.shape)
+    return product.astype(values.dtype)
 
 
 def _steps(steps: Any, part: Array, parts: int) -> tuple[Array, Array]:
@@ -289,6 +298,7 @@ def matmul(
     - `device`: the name of the device, for the tuned configuration; `config` overrides that.
     - `interpret`: run on any device, slowly.
     """
+    _compat.expect_triton_warning()
     m, n, body = x.shape[0], weight.codes.shape[0], _body(layout)
     config = config or tuned(device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
     m_tiles = pl.cdiv(m, config.tile_m)

@@ -55,12 +55,12 @@ def kernels_in(directory: Path) -> list[Kernel]:
             check=True,
         ).stderr
         number = lambda pattern, said=said: max(map(int, re.findall(pattern, said)), default=0)
-        shared = re.search(r"shared_memory: (\d+)", next(directory.glob("*thunk_sequence.txt")).read_text())
+        thunks = "".join(path.read_text() for path in directory.glob("*thunk_sequence.txt"))
         found.append(
             Kernel(
                 number(r"Used (\d+) registers"),
                 number(r"(\d+) bytes spill stores"),
-                int(shared[1]) if shared else 0,
+                max(map(int, re.findall(r"shared_memory: (\d+)", thunks)), default=0),
                 longest_loop(
                     subprocess.run([tool("nvdisasm"), "-c", str(cubin)], capture_output=True, text=True).stdout
                 ),

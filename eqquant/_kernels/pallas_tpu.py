@@ -1,0 +1,428 @@
+"""Computes `x(m, k) . w(n, k)^T`, or `x(m, n) . w(n, k)` if transposed, on TPU: a Pallas kernel that decodes in VMEM.
+
+A tile is some whole rows of the weight, as packed bytes. It is decoded 128 bytes of a row at a time, which are two
+segments of the packing and the lanes of a vector register. Plane `p` of these bytes is two runs of 64 codes, and XLA
+has put `x` in the same order beforehand; so a plane is decoded where it lies (`vpu.py`), and multiplied by a plane of
+`x`. No code ever moves across lanes.
+
+- **Scales** are not multiplied into the weight: they would have to be broadcast along lanes, which is slow. Instead `x`
+  is stacked in several copies, each zero outside of its block. One product gives the partial sums of all blocks, and
+  these are scaled. The transposed product scales the copies of `x`, and takes from each result the lanes of its block.
+- **Zero points.** `sum(x * (code - zero) * scale)` is the product with codes, less the sum of `x` over each block times
+  `zero * scale`. The latter is small, and a product in float32.
+
+A row is whole pairs of segments and a rest. The rest is a small product, which XLA decodes and adds.
+"""
+
+import functools as ft
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32
+
+from .. import _compat, _packing
+from .packed import alignment, decode_columns, decode_scale, Layout, Packed
+from .vpu import decode_float16, Decoder, is_looked_up, LANES
+
+
+VMEM_BYTES = 48 * 2**20  # v7x has 64 MiB, others have more
+
+Refs = dict[str, Any]  # the operands of a kernel by name; not every layout has all of them
+
+
+class Config(NamedTuple):
+    """The size of tiles. Smaller ones are taken for rows so long that these do not fit into VMEM."""
+
+    tile_m: int  # at most; beyond it the weight is decoded more than once
+    tile_n: int
+    unroll: int  # a step of the loop over a row decodes as many times 128 bytes of it
+
+
+# By device (a part of its name, "any" for others), bits and shape class. Chosen by how many instructions tiles compile
+# to, not by time: 512 rows take 3 to 7 % fewer of them per weight than 256, but the first tile, whose transfer nothing
+# overlaps, is then an eighth of 4096 rows. Half of `unroll` takes 5 to 15 % more.
+CONFIGS: dict[tuple[str, int, Literal["blocks", "one_scale"]], Config] = {
+    **{("any", bits, "blocks"): Config(tile_m=64, tile_n=256, unroll=2 * bits) for bits in (1, 2, 4, 8)},
+    **{("any", bits, "one_scale"): Config(tile_m=256, tile_n=256, unroll=2 * bits) for bits in (1, 2, 4, 8)},
+}
+
+
+def tuned(device: str, layout: Layout) -> Config:
+    """The configuration for a device, given its name."""
+    shape = "one_scale" if layout.one_scale else "blocks"
+    known = (name for name, *rest in CONFIGS if name in device and rest == [layout.bits, shape])
+    return CONFIGS[next(known, "any"), layout.bits, shape]
+
+
+class Plan(NamedTuple):
+    """What a kernel is specialized to."""
+
+    layout: Layout
+    n: int
+    words: int  # of a row that the kernel takes
+    dtype: Any  # of the operands of products
+    tile_m: int
+    tile_n: int
+    unroll: int
+    transpose: bool
+
+    @property
+    def columns(self) -> int:
+        return self.words * self.layout.planes
+
+    @property
+    def decoder(self) -> Decoder:
+        return Decoder(self.layout, self.dtype)
+
+    @property
+    def shifted(self) -> bool:
+        """Whether anything is added to the product with decoded codes."""
+        return self.layout.zero_points or self.decoder.offset != 0
+
+    @property
+    def joint(self) -> bool:
+        """Whether the planes of a segment share a scale."""
+        return self.layout.one_scale or self.layout.block_size % (_packing.PLANE * self.layout.planes) == 0
+
+    @property
+    def copies(self) -> int:
+        """How many blocks there are in the lanes of a plane."""
+        if self.layout.one_scale or self.layout.block_size % (2 * _packing.PLANE * self.layout.planes) == 0:
+            return 1
+        return LANES // min(_packing.PLANE, self.layout.block_size)
+
+    @property
+    def vmem_bytes(self) -> int:
+        """About what tiles take, twice because the next ones are loaded meanwhile."""
+        blocks = 0 if self.layout.one_scale else pl.cdiv(self.layout.length, self.layout.block_size)
+        weight = self.tile_n * (self.words + 8 * (pl.cdiv(blocks, LANES) * LANES))
+        rows = self.tile_m * self.columns  # of the result if transposed, else of copies of `x`
+        x = rows * 4 if self.transpose else rows * self.copies * jnp.dtype(self.dtype).itemsize
+        return 2 * (weight + x) + 8 * 2**20  # and what is computed meanwhile
+
+    @property
+    def turned(self) -> bool:
+        """Whether scales come as (blocks, n), as XLA keeps them where rows of blocks would be padded to 128 lanes."""
+        return pl.cdiv(self.layout.length, self.layout.block_size) % LANES != 0
+
+    def block(self, chunk: Any, plane: int, copy: int) -> Any:
+        """The block of the lanes of one copy, of a plane of the `chunk`-th 128 bytes of a row."""
+        first = copy * (LANES // self.copies)  # of these lanes
+        run = (2 * chunk + first // _packing.PLANE) * self.layout.planes + plane
+        if self.layout.block_size < _packing.PLANE:
+            return run * (_packing.PLANE // self.layout.block_size) + first % _packing.PLANE // self.layout.block_size
+        return jax.lax.div(run, jnp.int32(self.layout.block_size // _packing.PLANE))
+
+
+def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str) -> str | None:
+    """Why the kernel cannot take the product, or `None` if it can."""
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"{jnp.dtype(dtype).name} is not native to TPUs"
+    if m == 0 or n == 0:
+        return "there is nothing to multiply"
+    if _whole_words(layout) == 0:
+        return f"rows of {layout.length} codes take less than {LANES} bytes"
+    if layout.bits == 8 and is_looked_up(layout):
+        return "256 values are too many to look up"
+    if alignment(layout) is not None:
+        return alignment(layout)
+    smallest = _plan(layout, 1, n, dtype, transpose, precision, Config(1, LANES, 1))
+    return f"rows of {layout.length} codes do not fit into VMEM" if smallest.vmem_bytes > VMEM_BYTES else None
+
+
+def matmul(
+    x: Float[Array, "m inner"],
+    weight: Packed,
+    layout: Layout,
+    *,
+    transpose: bool,
+    precision: str,
+    device: str = "",
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "m outer"]:
+    """`x . w^T`, or `x . w` if transposed, where `supports` returns `None`. Sums are float32."""
+    plan = _plan(
+        layout, x.shape[0], weight.codes.shape[0], x.dtype, transpose, precision, config or tuned(device, layout)
+    )
+    y = (_transposed if transpose else _forward)(x, weight, plan, interpret)
+    if plan.columns < layout.length:
+        rest = decode_columns(weight, layout, plan.columns, jnp.dtype(plan.dtype))
+        if transpose:
+            y = jnp.concatenate([y, _dot(x.astype(plan.dtype), rest)], axis=1)
+        else:
+            y = y + _dot(x[:, plan.columns :].astype(plan.dtype), rest, transpose_b=True)
+    return y.astype(x.dtype)
+
+
+def _plan(layout: Layout, m: int, n: int, dtype: Any, transpose: bool, precision: str, config: Config) -> Plan:
+    dtype = jnp.float32 if dtype == jnp.float32 and precision == "highest" else jnp.bfloat16
+    plan = Plan(layout, n, _whole_words(layout), dtype, 8, config.tile_n, config.unroll, transpose)
+    # Two copies of 8 rows fill the 16 sublanes of a bfloat16 register.
+    if m > 8 or plan.copies == 1:
+        plan = plan._replace(tile_m=min(pl.cdiv(config.tile_m, 16), pl.cdiv(m, 16)) * 16)
+    while plan.vmem_bytes > VMEM_BYTES and (plan.tile_m > 16 or plan.tile_n > LANES):
+        if plan.tile_m > 16:
+            plan = plan._replace(tile_m=pl.cdiv(plan.tile_m, 32) * 16)
+        else:
+            plan = plan._replace(tile_n=max(plan.tile_n // 2, LANES))
+    return plan
+
+
+def _whole_words(layout: Layout) -> int:
+    """How many bytes of a row the kernel takes: whole pairs of segments."""
+    return layout.length // (layout.planes * LANES) * LANES
+
+
+#
+# Outside of the kernels: operands in the order of lanes
+#
+
+
+def _forward(x: Float[Array, "m k"], weight: Packed, plan: Plan, interpret: bool) -> Float32[Array, "m n"]:
+    m, layout = x.shape[0], plan.layout
+    tiles = pl.cdiv(m, plan.tile_m)
+    x = jnp.pad(x[:, : plan.columns].astype(plan.dtype), [(0, tiles * plan.tile_m - m), (0, 0)])
+    planes = x.reshape(-1, plan.words // _packing.PLANE, layout.planes, _packing.PLANE)
+    planes = planes.transpose(2, 0, 1, 3).reshape(layout.planes, 1, tiles, plan.tile_m, plan.words)
+    # A copy for each block of a plane, zero outside of it.
+    own = np.arange(LANES) // (LANES // plan.copies) == np.arange(plan.copies)[:, None]
+    own = np.tile(own, plan.words // LANES)[:, None, None, :]
+    shape = (layout.planes, plan.copies, *planes.shape[2:])
+    own = jnp.broadcast_to(jnp.asarray(own)[None], shape)
+    copies = jnp.where(own, jnp.broadcast_to(planes, shape), jnp.zeros(shape, x.dtype))
+    copies = copies.transpose(2, 0, 1, 3, 4).reshape(tiles, layout.planes, plan.copies * plan.tile_m, plan.words)
+
+    operands, specs = _weight_operands(weight, plan)
+    operands["x"], specs["x"] = copies, pl.BlockSpec((None, *copies.shape[1:]), lambda i, j: (i, 0, 0, 0))
+    row, shift = _row_factors(weight, plan)
+    by_row = pl.BlockSpec((1, plan.tile_n), lambda i, j: (0, j))
+    if row is not None:
+        operands["row"], specs["row"] = row, by_row
+    if shift is not None:
+        operands["shift"], specs["shift"] = shift, by_row
+    if plan.shifted:
+        blocks = weight.scale.shape[1]
+        size = plan.columns if layout.one_scale else layout.block_size
+        sums = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, blocks * size - plan.columns)])
+        operands["sums"] = sums.reshape(-1, blocks, size).sum(axis=2)
+        specs["sums"] = pl.BlockSpec((plan.tile_m, blocks), lambda i, j: (i, 0))
+
+    return pl.pallas_call(
+        ft.partial(_forward_kernel, plan),
+        out_shape=_compat.result_like(x, (m, plan.n), jnp.float32),
+        grid=(tiles, pl.cdiv(plan.n, plan.tile_n)),
+        in_specs=[specs],
+        out_specs=pl.BlockSpec((plan.tile_m, plan.tile_n), lambda i, j: (i, j)),
+        scratch_shapes=_scratch(weight, plan),
+        compiler_params=_compiler_params("parallel"),
+        interpret=interpret,
+        name="quantized_matmul",
+    )(operands)
+
+
+def _transposed(x: Float[Array, "m n"], weight: Packed, plan: Plan, interpret: bool) -> Float32[Array, "m k"]:
+    m, layout = x.shape[0], plan.layout
+    tiles, steps = pl.cdiv(m, plan.tile_m), pl.cdiv(plan.n, plan.tile_n)
+    x = x.astype(jnp.float32)
+    row, shift = _row_factors(weight, plan)
+    scaled = x if row is None else x * jnp.broadcast_to(row, x.shape)
+    operands, specs = _weight_operands(weight, plan)
+    # Rows past the last of the weight hold anything, so what they are multiplied by is zero.
+    operands["x"] = jnp.pad(scaled, [(0, tiles * plan.tile_m - m), (0, steps * plan.tile_n - plan.n)])
+    specs["x"] = pl.BlockSpec((plan.tile_m, plan.tile_n), lambda i, j: (i, j))
+
+    blocks = weight.scale.shape[1]
+    shapes = {"y": (tiles, layout.planes, plan.tile_m, plan.words)}
+    if plan.shifted and not layout.one_scale:
+        shapes["shifts"] = (tiles, 1, plan.tile_m, blocks)
+    outputs = pl.pallas_call(
+        ft.partial(_transposed_kernel, plan),
+        out_shape={name: _compat.result_like(x, shape, jnp.float32) for name, shape in shapes.items()},
+        grid=(tiles, steps),
+        in_specs=[specs],
+        out_specs={name: pl.BlockSpec((None, *s[1:]), lambda i, j: (i, 0, 0, 0)) for name, s in shapes.items()},
+        scratch_shapes=_scratch(weight, plan),
+        compiler_params=_compiler_params("arbitrary"),
+        interpret=interpret,
+        name="quantized_matmul_transposed",
+    )(operands)
+
+    y = outputs["y"].reshape(tiles, layout.planes, plan.tile_m, -1, _packing.PLANE)
+    y = y.transpose(0, 2, 3, 1, 4).reshape(-1, plan.columns)[:m]
+    if shift is not None:
+        y = y + jnp.broadcast_to((x * jnp.broadcast_to(shift, x.shape)).sum(axis=1, keepdims=True), y.shape)
+    if "shifts" in outputs:
+        y = y + jnp.repeat(outputs["shifts"].reshape(-1, blocks)[:m], layout.block_size, axis=1)[:, : plan.columns]
+    return y
+
+
+def _weight_operands(weight: Packed, plan: Plan) -> tuple[dict[str, Array], dict[str, pl.BlockSpec]]:
+    """What both kernels take of a weight, and their blocks on a grid of (tiles of m, tiles of n)."""
+    layout, tile_n = plan.layout, plan.tile_n
+    operands: dict[str, Array] = {"words": weight.codes}
+    specs = {"words": pl.BlockSpec((tile_n, plan.words), lambda i, j: (j, 0))}
+    if not layout.one_scale:
+        blocks = weight.scale.shape[1]
+        by_block = pl.BlockSpec((tile_n, blocks), lambda i, j: (j, 0))
+        turn = lambda a: a
+        if plan.turned:
+            by_block, turn = pl.BlockSpec((blocks, tile_n), lambda i, j: (0, j)), jnp.transpose
+        operands["scale"], specs["scale"] = turn(weight.scale), by_block
+        if weight.zero_point is not None:
+            operands["zero"], specs["zero"] = turn(weight.zero_point), by_block
+    if plan.decoder.looked_up:
+        table = plan.decoder.table()
+        operands["table"] = jnp.asarray(np.broadcast_to(table[:, None], (len(table), LANES)))
+        specs["table"] = pl.BlockSpec((len(table), LANES), lambda i, j: (0, 0))
+    return operands, specs
+
+
+def _row_factors(weight: Packed, plan: Plan) -> tuple[Float32[Array, "1 n"] | None, Float32[Array, "1 n"] | None]:
+    """What the product with the codes of a row is multiplied by, and what the sum of `x` is."""
+    row_scale = None if weight.row_scale is None else weight.row_scale.T
+    if not plan.layout.one_scale:
+        return row_scale, None
+    scale = decode_scale(weight.scale, plan.layout.scale).T
+    scale = scale if row_scale is None else scale * row_scale
+    shift = None
+    if plan.shifted:
+        zero = 0 if weight.zero_point is None else weight.zero_point.astype(jnp.float32).T
+        shift = scale * (plan.decoder.offset - zero)
+    return scale * plan.decoder.step, shift
+
+
+def _scratch(weight: Packed, plan: Plan) -> dict[str, Any]:
+    if plan.layout.one_scale:
+        return {}
+    return {"scale_ref": pltpu.VMEM((weight.scale.shape[1], plan.tile_n), jnp.float32)}
+
+
+def _compiler_params(rows: Literal["parallel", "arbitrary"]) -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(dimension_semantics=("parallel", rows), vmem_limit_bytes=VMEM_BYTES)
+
+
+#
+# The kernels
+#
+
+
+def _forward_kernel(plan: Plan, refs: Refs, y_ref: Any, scale_ref: Any = None) -> None:
+    layout, tile_m = plan.layout, plan.tile_m
+    y_ref[...] = jnp.zeros_like(y_ref)
+    if not layout.one_scale:
+        scale_ref[...], shift = _scales(plan, refs)
+        if plan.shifted:
+            y_ref[...] = _dot(refs["sums"][...], shift)
+
+    def take(start: Any, count: int) -> None:
+        """Takes `count` times 128 bytes of every row."""
+        total = jnp.zeros(y_ref.shape, jnp.float32)
+        for chunk in range(count):
+            lanes = _lanes(start + chunk)
+            planes = plan.decoder.decode(refs["words"][:, lanes], refs.get("table"))
+            partial = [_dot(refs["x"][p, :, lanes], w, transpose_b=True) for p, w in enumerate(planes)]
+            if plan.joint:
+                partial = [sum(partial[1:], partial[0])]
+            for p, both in enumerate(partial):
+                for copy in range(plan.copies):
+                    part = both[copy * tile_m : (copy + 1) * tile_m]
+                    if not layout.one_scale:
+                        row = scale_ref[pl.ds(plan.block(start + chunk, p, copy), 1), :]
+                        part = part * jnp.broadcast_to(row, part.shape)
+                    total = total + part
+        y_ref[...] += total
+
+    _loop(plan, take)
+    if "row" in refs:
+        y_ref[...] *= jnp.broadcast_to(refs["row"][...], y_ref.shape)
+    if "shift" in refs:
+        y_ref[...] += refs["sums"][...] * refs["shift"][...]
+
+
+def _transposed_kernel(plan: Plan, refs: Refs, outputs: Refs, scale_ref: Any = None) -> None:
+    layout, tile_m, y_ref = plan.layout, plan.tile_m, outputs["y"]
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        for ref in outputs.values():
+            ref[...] = jnp.zeros_like(ref)
+
+    refs = {**refs, "first_row": pl.program_id(1) * plan.tile_n}  # which is not to be asked for inside of a loop
+    x = refs["x"][...]
+    if not layout.one_scale:
+        scale_ref[...], shift = _scales(plan, refs)
+        if plan.shifted:
+            outputs["shifts"][0] += _dot(x, shift, transpose_b=True)
+    copy_of_lane = jax.lax.broadcasted_iota(jnp.int32, (tile_m, LANES), 1) >> (LANES // plan.copies).bit_length() - 1
+
+    def scaled(chunk: Any, plane: int) -> Array:
+        """Copies of `x`, scaled."""
+        if layout.one_scale:
+            return x.astype(plan.dtype)
+        rows = [scale_ref[pl.ds(plan.block(chunk, plane, copy), 1), :] for copy in range(plan.copies)]
+        return jnp.concatenate([x * jnp.broadcast_to(row, x.shape) for row in rows]).astype(plan.dtype)
+
+    def take(start: Any, count: int) -> None:
+        for chunk in range(count):
+            lanes = _lanes(start + chunk)
+            copies = [scaled(start + chunk, p) for p in range(1 if plan.joint else layout.planes)]
+            for p, w in enumerate(plan.decoder.decode(refs["words"][:, lanes], refs.get("table"))):
+                if layout.kind.startswith("float8"):  # whose codes may be NaNs
+                    w = _zero_past_rows(plan, refs, w, axis=0)
+                partial = _dot(copies[0 if plan.joint else p], w)
+                part = partial[:tile_m]
+                for copy in range(1, plan.copies):
+                    part = jnp.where(copy_of_lane == copy, partial[copy * tile_m : (copy + 1) * tile_m], part)
+                y_ref[p, :, lanes] += part
+
+    _loop(plan, take)
+
+
+def _loop(plan: Plan, take: Any) -> None:
+    """Calls `take(first, count)` for all chunks of a row."""
+    unroll = plan.unroll
+    steps, rest = divmod(plan.words // LANES, unroll)
+    jax.lax.fori_loop(0, steps, lambda i, _: take(i * unroll, unroll), None)
+    take(jnp.int32(steps * unroll), rest)
+
+
+def _lanes(chunk: Any) -> Any:
+    return pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES)
+
+
+def _scales(plan: Plan, refs: Refs) -> tuple[Float32[Array, "blocks tile_n"], Float32[Array, "blocks tile_n"]]:
+    """The scales of a tile, and what is added for every one in `x`."""
+    bits = refs["scale"][...]
+    # TPUs have no float16.
+    scale = decode_float16(bits) if plan.layout.scale == "float16" else decode_scale(bits, plan.layout.scale)
+    offset = jnp.full(scale.shape, plan.decoder.offset, jnp.float32)
+    if "zero" in refs:
+        offset -= refs["zero"][...].astype(jnp.int32).astype(jnp.float32)
+    if not plan.turned:
+        scale, offset = scale.T, offset.T
+    scale = _zero_past_rows(plan, refs, scale, axis=1)
+    return scale * plan.decoder.step, scale * offset
+
+
+def _zero_past_rows(plan: Plan, refs: Refs, values: Float[Array, "_ _"], axis: int) -> Float[Array, "_ _"]:
+    """Zero past the last row of the weight, where a sum over rows must not see NaNs. Rows are along `axis`."""
+    if not plan.transpose or plan.n % plan.tile_n == 0:
+        return values
+    row = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis) + refs["first_row"]
+    return jnp.where(row < plan.n, values, jnp.zeros_like(values))
+
+
+def _dot(a: Float[Array, "m inner"], b: Float[Array, "_ _"], transpose_b: bool = False) -> Float32[Array, "m outer"]:
+    """A product with float32 sums, of float32 operands as they are."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if transpose_b else 0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )

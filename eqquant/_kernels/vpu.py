@@ -1,0 +1,129 @@
+"""Codes -> values in the vector registers of TPUs, for Pallas-Mosaic kernels.
+
+A register is 8 sublanes of 128 lanes of 32 bits. Four bytes share a lane, and are decoded together: there are no shifts
+of bytes. What grows evenly with its code (integers, signs) becomes int8: flip the top bit of each code, shift it to the
+top of its byte, mask the others. Tables of up to sixteen values are looked up by a gather along sublanes, which are
+eight: half a table.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Float32, Int8, Int32, UInt, UInt8
+
+from .packed import Layout
+
+
+SUBLANES, LANES = 8, 128  # of a vector register
+
+
+def is_looked_up(layout: Layout) -> bool:
+    """Whether values are looked up: a table in which they do not grow evenly."""
+    even = np.ptp(np.diff(np.asarray(layout.table, np.float32))) == 0
+    return layout.kind == "table" and not even
+
+
+class Decoder(NamedTuple):
+    """How codes become values of `dtype`: a value is `step * decoded + offset`."""
+
+    layout: Layout
+    dtype: Any
+
+    @property
+    def looked_up(self) -> bool:
+        return is_looked_up(self.layout)
+
+    @property
+    def step(self) -> float:
+        """What decoded codes are multiplied by. They are int8, with the code at the top, where values grow evenly."""
+        if self.looked_up or self.layout.kind.startswith("float8"):
+            return 1.0
+        return (self.layout.table[1] - self.layout.table[0]) / 2 ** (8 - self.layout.bits)
+
+    @property
+    def offset(self) -> float:
+        """What is added to them: the value of the code that is decoded as zero."""
+        if self.looked_up or self.layout.kind.startswith("float8") or self.between:
+            return 0.0
+        return self.layout.table[2 ** (self.layout.bits - 1)]
+
+    @property
+    def between(self) -> bool:
+        """Whether zero is between two codes, as that of signs is. Then half a step is added to every int8."""
+        return not self.looked_up and self.layout.bits < 8 and self.layout.table[0] == -self.layout.table[-1]
+
+    def table(self) -> np.ndarray:
+        """What `_look_up` takes, as bits: pairs of bfloat16, one of each half of the table; then the float32 table."""
+        table = np.zeros(2 * SUBLANES)
+        table[: len(self.layout.table)] = np.asarray(self.layout.table) + 0.0  # without -0
+        half = table.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32)
+        lower, upper = half[:SUBLANES], half[SUBLANES:]
+        # Where the lower one is taken, the bits of the upper one stay below it. If the first of them is set, which is
+        # its sign, they round it up; so it is one less. Next to a zero they are below all normal numbers.
+        pairs = ((lower - ((upper >= 2**15) & (lower != 0))) << 16) | upper
+        return np.concatenate([pairs.astype(np.uint32), table.astype(np.float32).view(np.uint32)]).view(np.int32)
+
+    def decode(self, words: UInt8[Array, "rows lanes"], table_ref: Any) -> list[Float[Array, "rows lanes"]]:
+        """The values of every plane; where they grow evenly with codes, what `step` and `offset` make values of."""
+        bits, kind, dtype, layout = self.layout.bits, self.layout.kind, self.dtype, self.layout
+        if kind in ("float8_e4m3fn", "float8_e5m2"):
+            return [jax.lax.bitcast_convert_type(words, jnp.dtype(kind)).astype(dtype)]
+        packed = pltpu.bitcast(words, jnp.int32)
+        if not self.looked_up:
+            packed ^= _in_every_byte(sum(1 << (bits * p + bits - 1) for p in range(layout.planes)))
+            half = 1 << (7 - bits) if self.between else 0
+            return [_bits(packed, bits * p, bits, to=8 - bits, plus=half).astype(dtype) for p in range(layout.planes)]
+        planes = []
+        for p in range(layout.planes):
+            index = _bits(packed, bits * p, min(bits, 3), to=0).astype(jnp.int32)
+            upper = _bits(packed, bits * p + 3, 1, to=4).astype(jnp.int32) if bits == 4 else jnp.zeros_like(index)
+            planes.append(_look_up(index, upper, table_ref, dtype))
+        return planes
+
+
+def _look_up(
+    index: Int32[Array, "rows lanes"], upper: Int32[Array, "rows lanes"], table_ref: Any, dtype: Any
+) -> Float[Array, "rows lanes"]:
+    """Entry `index` of one half of a table of 16, the upper one where `upper` is 16, the other one where it is 0.
+
+    A column of a register is 8 sublanes. It is rotated until the entry is where it is wanted.
+    """
+    index = index.reshape(-1, SUBLANES, LANES)
+
+    def take(part: Int32[Array, "sublanes lanes"]) -> Int32[Array, "rows lanes"]:
+        part = jnp.broadcast_to(part[None], index.shape)
+        taken = jnp.take_along_axis(part, index, axis=1, mode="promise_in_bounds", wrap_negative_indices=False)
+        return taken.reshape(upper.shape)
+
+    pairs, lower_half, upper_half = (table_ref[SUBLANES * i : SUBLANES * (i + 1)] for i in range(3))
+    if dtype == jnp.bfloat16:
+        found = take(pairs) << upper  # one rotation for both halves
+    else:
+        found = jnp.where(upper != 0, take(upper_half), take(lower_half))
+    return jax.lax.bitcast_convert_type(found, jnp.float32).astype(dtype)
+
+
+def _bits(
+    packed: Int32[Array, "quarter lanes"], start: int, count: int, to: int, plus: int = 0
+) -> Int8[Array, "rows lanes"]:
+    """`count` bits of every byte from bit `start` on, moved to bit `to`, and `plus` below them."""
+    moved = packed << (to - start) if to >= start else packed >> (start - to)
+    moved &= _in_every_byte((2**count - 1) << to)
+    return pltpu.bitcast(moved | _in_every_byte(plus) if plus else moved, jnp.int8)
+
+
+def _in_every_byte(byte: int) -> np.int32:
+    return np.full(4, byte, np.uint8).view(np.int32)[0]
+
+
+def decode_float16(bits: UInt[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Values of float16, from their bits."""
+    bits = bits.astype(jnp.int32)
+    exponent, mantissa = (bits >> 10) & 31, bits & 1023
+    # A float32 has a bias of 127 instead of 15. Subnormal numbers have no leading bit.
+    normal = jax.lax.bitcast_convert_type(((exponent + 112) << 23) | (mantissa << 13), jnp.float32)
+    magnitude = jnp.where(exponent > 0, normal, mantissa.astype(jnp.float32) * 2**-24)
+    return jnp.where(bits >= 32768, -magnitude, magnitude)

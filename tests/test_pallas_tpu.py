@@ -1,0 +1,66 @@
+"""`pallas_tpu` against the dense product, on the CPU, as Pallas interprets it."""
+
+import functools as ft
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant import _dispatch
+from eqquant._kernels import pallas_tpu
+
+from .helpers import FORMATS, KINDS, SWEEP, weights
+
+
+N, K = 140, 1094  # a tile and a part of one; for every number of bits whole pairs of segments, and a rest
+REFUSED = ("dynamic8", "codebook_256")  # 256 values are too many to look up
+LOOKED_UP = [name for name in SWEEP if name not in REFUSED]
+
+
+def product(getkey, name, m, dtype, transpose, precision):
+    """The result, and its relative error."""
+    format = FORMATS[name].format
+    q = eqq.quantize(weights(getkey(), (N, K)), format)
+    x = weights(getkey(), (m, N if transpose else K)).astype(dtype)
+    layout = _dispatch._layout(format, K)
+    assert pallas_tpu.supports(layout, m, N, x.dtype, transpose=transpose, precision=precision) is None
+    y = pallas_tpu.matmul(x, _dispatch._pack(q), layout, transpose=transpose, precision=precision, interpret=True)
+    dense = np.asarray(q.dequantize(), np.float64)
+    expected = np.asarray(x, np.float64) @ (dense if transpose else dense.T)
+    return y, np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("m", [1, 7, 16, 64, 300])
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_product(getkey, name, m):
+    y, error = product(getkey, name, m, jnp.bfloat16, False, "default")
+    assert y.dtype == jnp.bfloat16 and error < 4e-3
+
+
+@pytest.mark.parametrize("m", [7, 64])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in REFUSED])
+def test_transposed_product(getkey, name, m):
+    _, error = product(getkey, name, m, jnp.bfloat16, True, "default")
+    assert error < 4e-3
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in REFUSED])
+@pytest.mark.parametrize("precision, tol", [("highest", 1e-6), ("default", 4e-3)])
+def test_float32(getkey, name, precision, tol, transpose):
+    y, error = product(getkey, name, 5, jnp.float32, transpose, precision)
+    assert y.dtype == jnp.float32 and error < tol
+
+
+def test_what_cannot_be_taken():
+    layout = lambda format, k=K: _dispatch._layout(eqq.quantize(jnp.ones((1, k)), format).format, k)
+    why = ft.partial(pallas_tpu.supports, m=1, n=8, dtype=jnp.bfloat16, transpose=False, precision="default")
+    assert why(layout("nf4")) is None
+    assert "blocks of 48" in why(layout(eqq.Int4(block_size=48)))
+    assert "rows of 255 codes" in why(layout("nf4", 255))
+    assert "256 values" in why(layout("dynamic8"))
+    for dtype in (jnp.float16, jnp.float64):
+        assert "not native" in why(layout("nf4"), dtype=dtype)
+    assert "nothing" in why(layout("nf4"), m=0) and "nothing" in why(layout("nf4"), n=0)
+    assert "do not fit into VMEM" in why(layout("int8", 2**22))

@@ -53,6 +53,14 @@ class Layout(NamedTuple):
     def kind(self) -> Kind:
         return _kind(self.table)
 
+    def stretch(self, dtype: Any) -> float:
+        """A factor for the table, by which scales are divided, so that less is lost when it is rounded to `dtype`.
+
+        The rounding error of a table is the same in every block. If its mean is not zero, it adds up over a row where
+        the mean of `x` is not zero either.
+        """
+        return _stretch(self.table, jnp.dtype(dtype).name) if self.kind == "table" else 1.0
+
     @property
     def offset(self) -> int:
         """Of integers: what code 0 stands for."""
@@ -70,6 +78,22 @@ def _kind(table: tuple[float, ...]) -> Kind:
         if len(values) == 256 and np.array_equal(values, native, equal_nan=True):
             return name
     return "table"
+
+
+@ft.lru_cache
+def _stretch(table: tuple[float, ...], dtype: str) -> float:
+    values = np.asarray(table)
+    largest = np.abs(values).max()
+    if not 0 < largest < float(jnp.finfo(dtype).max) / 2:
+        return 1.0
+    # How often each is used, of normally distributed weights in blocks whose largest is 2.5 standard deviations.
+    share = np.exp(-0.5 * (2.5 * values / largest) ** 2) * np.abs(np.gradient(values))
+    share /= share.sum()
+    factors = 1 + np.arange(4096) / 4096
+    exact = factors[:, None] * values
+    error = (exact.astype(jnp.dtype(dtype)).astype(np.float64) - exact) / factors[:, None]
+    # The error of a row of 4096 codes: its mean grows with their number, its spread with the root of that.
+    return float(factors[np.argmin(error**2 @ share + 4096 * (error @ share) ** 2)])
 
 
 def alignment(layout: Layout) -> str | None:
@@ -91,6 +115,21 @@ def decode_scale(bits: UInt[Array, "*shape"], kind: ScaleKind) -> Float32[Array,
     return _scaling.bits_to_scale(bits, kind)
 
 
+def _look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*shape"]:
+    """What codes stand for. In operations that XLA fuses, where there are any: a gather is slow on TPUs."""
+    if layout.kind == "integer":
+        return codes.astype(jnp.float32) + layout.offset
+    if layout.kind != "table":
+        return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(jnp.float32)
+    table = np.asarray(layout.table, np.float32)
+    if layout.bits == 8:
+        return jnp.asarray(table).at[codes].get(mode="clip")
+    values = jnp.full(codes.shape, table[0])
+    for code, value in enumerate(table[1:], 1):
+        values = jnp.where(codes == code, value, values)
+    return values
+
+
 def decode_bytes(weight: Packed, layout: Layout, dtype: Any) -> Float[Array, "*batch n k"]:
     """The values of 8-bit integers and floats without zero points, in `dtype` at once. Exact.
 
@@ -106,7 +145,7 @@ def decode_columns(weight: Packed, layout: Layout, start: int, dtype: jnp.dtype)
     columns = np.arange(start, layout.length)
     words = weight.codes[..., _packing.packed_length(start, layout.bits) :]
     codes = _packing.unpack(words, layout.bits, len(columns))
-    values = jnp.asarray(np.asarray(layout.table, np.float32)).at[codes].get(mode="clip")
+    values = _look_up(codes, layout)
     blocks = np.minimum(columns // layout.block_size, weight.scale.shape[-1] - 1)
     if weight.zero_point is not None:
         values = values - weight.zero_point[..., blocks].astype(jnp.float32)

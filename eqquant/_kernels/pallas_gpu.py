@@ -155,12 +155,13 @@ class _Weight(NamedTuple):
     zero_point: Any
     table: Any
 
-    def of_rows(self, layout: Layout, n: Any) -> Float32[Array, " rows"] | None:
+    def of_rows(self, layout: Layout, n: Any, dtype: Any) -> Float32[Array, " rows"] | None:
         """What all of a row is scaled by, if anything."""
-        if layout.one_scale:
-            scale = decode_scale(self.scale[n, 0], layout.scale)
-            return scale if self.row_scale is None else scale * self.row_scale[n, 0]
-        return None if self.row_scale is None else self.row_scale[n, 0]
+        stretch = layout.stretch(dtype)
+        factors = [decode_scale(self.scale[n, 0], layout.scale)] if layout.one_scale else []
+        factors += [self.row_scale[n, 0]] if self.row_scale is not None else []
+        factors += [jnp.full(n.shape, 1 / stretch, jnp.float32)] if stretch != 1 else []
+        return ft.reduce(jnp.multiply, factors) if factors else None
 
     def tile(self, layout: Layout, n: Any, byte: Any, dtype: Any, interpret: bool) -> list[tuple[Array, Array | None]]:
         """A run of bytes from `byte` on, of rows `n`: for each plane its values and its scales."""
@@ -216,7 +217,7 @@ def _product(
 
     shape = (config.tile_n, config.tile_m) if config.weight_left else (config.tile_m, config.tile_n)
     total = jax.lax.fori_loop(first, last, step, jnp.zeros(shape, jnp.float32))
-    scale = weight.of_rows(layout, rows)
+    scale = weight.of_rows(layout, rows, dtype)
     if scale is not None:
         total = total * jnp.broadcast_to(_along(scale, config.weight_left), total.shape)
     index = (m[None, :], n[:, None]) if config.weight_left else (m[:, None], n[None, :])
@@ -239,7 +240,7 @@ def _transposed_product(
         n = number * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
         rows = jnp.minimum(n, n_size - 1)
         x = _load(x_ref, m, n, m < m_size, n < n_size)
-        sums, row_scale = [], weight.of_rows(layout, rows)
+        sums, row_scale = [], weight.of_rows(layout, rows, dtype)
         for values, scale in weight.tile(layout, rows, byte, dtype, interpret):
             scale = ft.reduce(jnp.multiply, [s for s in (scale, row_scale) if s is not None])
             sums.append(plt.dot(x, _scaled(values, scale), precision=precision))

@@ -72,8 +72,8 @@ def _permuted(layout: Layout, dtype: Any) -> bool:
 
 
 def table_of(layout: Layout, dtype: Any, interpret: bool) -> Array:
-    """The table as `decode` wants it: the values, or for `prmt` their bytes."""
-    values = np.asarray(layout.table, np.float32).astype(dtype)
+    """The table as `decode` wants it, stretched: the values, or for `prmt` their bytes."""
+    values = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
     if interpret or not _permuted(layout, dtype):
         return jnp.asarray(values)
     entries = np.zeros(4 * _table_words(layout.bits), np.uint16)

@@ -38,9 +38,12 @@ class Decoder(NamedTuple):
 
     @property
     def step(self) -> float:
-        """What decoded codes are multiplied by. They are int8, with the code at the top, where values grow evenly."""
+        """What decoded codes are multiplied by. They are int8, with the code at the top, where values grow evenly.
+
+        Tables are stretched.
+        """
         if self.looked_up or self.layout.kind.startswith("float8"):
-            return 1.0
+            return 1 / self.layout.stretch(self.dtype) if self.looked_up else 1.0
         return (self.layout.table[1] - self.layout.table[0]) / 2 ** (8 - self.layout.bits)
 
     @property
@@ -58,7 +61,7 @@ class Decoder(NamedTuple):
     def table(self) -> np.ndarray:
         """What `_look_up` takes, as bits: pairs of bfloat16, one of each half of the table; then the float32 table."""
         table = np.zeros(2 * SUBLANES)
-        table[: len(self.layout.table)] = np.asarray(self.layout.table) + 0.0  # without -0
+        table[: len(self.layout.table)] = np.asarray(self.layout.table) / self.step + 0.0  # without -0
         half = table.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32)
         lower, upper = half[:SUBLANES], half[SUBLANES:]
         # Where the lower one is taken, the bits of the upper one stay below it. If the first of them is set, which is

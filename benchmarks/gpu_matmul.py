@@ -229,44 +229,56 @@ def benchmark(shapes: Any, rows: Any, formats: dict[str, Any], options: Options)
 #
 
 
-def tune(shapes: Any, formats: dict[str, Any], options: Options) -> None:
+def tune(shapes: Any, options: Options) -> None:
     """Prints the best configuration for each number of bits and of rows: of the least slowdown, summed over shapes."""
-    sizes = ((16,), (64,)) if options.interpret else ((16, 32, 64), (32, 64, 128))
-    for transpose, (name, format), m in it.product((False, True), formats.items(), (16, 32, 64)):
+    formats = {8: eqq.Int8(block_size=128), 4: eqq.NF4(), 2: eqq.Ternary(block_size=64), 1: eqq.Binary(block_size=64)}
+    choices = {
+        "tile_m": (16, 32, 64, 128),
+        "tile_n": (32, 64, 128),
+        "num_warps": (4, 8),
+        "num_stages": (2, 3, 4),
+        "weight_left": (False, True),
+        "scale_weights": (False, True),
+        "programs": (1, 2, 4),
+    }
+    if options.interpret:
+        choices = {"tile_m": (16,), "tile_n": (64,), "programs": (1, 2)}
+        formats = {4: eqq.NF4()}
+    for transpose, (bits, format), m in it.product((False, True), formats.items(), (16, 32, 64, 256)):
         configs = [
-            pallas_gpu.Config(tile_m, tile_n, warps, stages, left, None, programs)
-            for tile_m, tile_n, warps, stages, left, programs in it.product(
-                *sizes, (4, 8), (2, 3, 4), (False,) if transpose else (False, True), (1, 2, 4)
-            )
-            if tile_m <= max(16, m)
+            config
+            for values in it.product(*choices.values())
+            if (config := pallas_gpu.Config(**dict(zip(choices, values, strict=True)))).tile_m <= max(16, m)
+            and not (transpose and (config.weight_left and not options.interpret or config.scale_weights))
+            and not (config.tile_m >= 64 and config.weight_left and not config.scale_weights)
         ]
-        configs = configs[:2] if options.interpret else configs
         slowdown = np.zeros(len(configs))
         for k, n in shapes:
             w = jr.normal(jr.key(0), (n, k), jnp.bfloat16)
             q = jax.jit(lambda w, format=format: eqq.quantize(w, format))(w)
             copies = [jax.tree_util.tree_map(jnp.copy, q) for _ in range(copies_of(q.nbytes, options))]
             x = jr.normal(jr.key(1), (m, n if transpose else k), jnp.bfloat16)
-            micro = np.full(len(configs), np.inf)
-            for i, config in enumerate(track(configs, f"{name}, {m} rows, {n} x {k}", console=console, transient=True)):
+            seconds = np.full(len(configs), np.inf)
+            label = f"{bits} bits, {m} rows, {n} x {k}"
+            for i, config in enumerate(track(configs, label, console=console, transient=True)):
                 try:
                     product = ft.partial(run_kernel, transpose=transpose, options=options, config=config)
                     program, count = prepare(product, x, copies, options, n * k / 3e12)
-                    micro[i] = np.median(interleaved({"it": program}, 3)["it"]) / count
+                    seconds[i] = np.median(interleaved({"it": program}, 3)["it"]) / count
                 except Exception as error:  # more shared memory or registers than there are
                     console.print(f"[dim]{config}: {str(error).splitlines()[0][:80]}")
-            slowdown += micro / micro.min()
-        best = configs[int(np.argmin(slowdown))]
+            slowdown += seconds / seconds.min()
         device = jax.devices()[0].device_kind
-        console.print(f'_Row("{device}", {transpose}, ({format.bits},), 2, {m}, {best}),  # {name}')
+        row = f'_Row("{device}", {transpose}, ({bits},), 2, {m}, {configs[int(np.argmin(slowdown))]}),'
+        console.print(row, soft_wrap=True, highlight=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, interpreted, on any machine")
-    parser.add_argument("--tune", action="store_true", help="search configurations in place of measuring")
-    parser.add_argument("--formats", nargs="*", choices=[*FORMATS], help="which of them")
-    parser.add_argument("--rows", nargs="*", type=int, default=ROWS, help="numbers of rows of x")
+    parser.add_argument("--tune", action="store_true", help="search configurations, in hours, in place of timing")
+    parser.add_argument("--formats", nargs="*", choices=[*FORMATS], help="which of them to time")
+    parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows of x")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--skip-check", action="store_true")
     arguments = parser.parse_args()
@@ -280,9 +292,9 @@ def main() -> None:
         sys.exit("A kernel is wrong.")
     shapes = ((600, 80),) if arguments.smoke else SHAPES
     if arguments.tune:
-        tune(shapes, formats, options)
+        tune(shapes, options)
     else:
-        benchmark(shapes, (1, 20) if arguments.smoke else arguments.rows, formats, options)
+        benchmark(shapes, arguments.rows or ((1, 20) if arguments.smoke else ROWS), formats, options)
 
 
 if __name__ == "__main__":

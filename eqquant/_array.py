@@ -396,6 +396,11 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         x = jnp.asarray(other)
         axes, contracted = self._axes, -1 if left else -2
         if self.ndim < 2 or len(axes) != 1 or axes[0] < -2 or x.ndim == 0 or not jnp.isrealobj(x):
+            if implementation is not None:
+                raise ValueError(
+                    "`implementation` is for products over or along the quantized axis, one of the last two. Got "
+                    f"{implementation!r}, {self!r} and {x.dtype}{list(x.shape)}. Without it the product is dense."
+                )
             return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
         inner = x.shape[-2 if left and x.ndim > 1 else -1]
         if inner != self.shape[contracted]:

@@ -126,16 +126,23 @@ def device_kind(context: Any) -> str:
     return getattr(device, "device_kind", "")
 
 
+def compute_capability(context: Any) -> float:
+    """That of the NVIDIA GPU that a program is lowered for; 9.0 if it is not known."""
+    capability = getattr(_device(context), "compute_capability", None)
+    try:
+        return float(capability or 9.0)
+    except ValueError:  # a GPU of another maker
+        return 9.0
+
+
 def no_gpu_kernels(context: Any) -> str | None:
     """Why Pallas-Triton kernels cannot be part of a program that is lowered for GPU, or `None` if they can."""
     try:
         from jax._src.pallas.triton.gpu_info import get_gpu_info  # pyright: ignore[reportMissingImports]
     except ImportError:
         get_gpu_info = None  # before JAX 0.11 nothing needs to be known
-    device = _device(context)
-    capability = getattr(device, "compute_capability", None)
-    if isinstance(capability, str) and float(capability) < 8:
-        return f"the device has compute capability {capability}, and kernels need 8.0"
+    if compute_capability(context) < 8:
+        return f"the device has compute capability {compute_capability(context)}, and kernels need 8.0"
     try:
         if get_gpu_info is not None:
             get_gpu_info()

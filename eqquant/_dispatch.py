@@ -47,11 +47,12 @@ class MatmulProblem(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a product is compiled for: `"cuda"`, `"tpu"`, ...; the name of the device, and why it takes no kernels."""
+    """What a product is compiled for. What is not known is assumed to be new enough."""
 
-    platform: str
-    device: str = ""
-    no_kernels: str | None = None
+    platform: str  # "cpu", "cuda", "rocm", "tpu"
+    device: str = ""  # its name
+    capability: float = 9.0  # of an NVIDIA GPU
+    no_kernels: str | None = None  # why it takes none
 
 
 #
@@ -99,18 +100,20 @@ def _xla(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) ->
     if target.platform == "cpu":
         return xla.by_rows(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
     layout = problem.layout
-    if _of_bytes(problem) and not (transpose and problem.dtype == jnp.float16):
+    if _of_bytes(problem):
         # A scale of a row is one of results, or of what the row is multiplied by. Without it one conversion is left of
-        # the weight, which XLA fuses with the product. (In float16 what is multiplied might underflow.)
+        # the weight, which XLA fuses with the product.
         decode = ft.partial(decode_bytes, layout=layout, dtype=x.dtype)
         return xla.dense_scaled(x, _pack(w), decode, w.scale[..., 0], transpose=transpose, precision=precision)
     return xla.dense(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
 
 
 def _of_bytes(p: MatmulProblem) -> bool:
-    """Whether values are integers or floats of eight bits, and a row has one scale and nothing else."""
+    """Whether a weight is one conversion of bytes, to integers or small floats, and one scale per row."""
     layout = p.layout
-    return layout.one_scale and layout.bits == 8 and layout.kind != "table" and not layout.zero_points
+    # What a transposed product is multiplied by is scaled before it, and in float16 that might underflow.
+    scalable = not (p.transpose and p.dtype == jnp.float16)
+    return scalable and layout.one_scale and layout.bits == 8 and layout.kind != "table" and not layout.zero_points
 
 
 def _always(problem: MatmulProblem) -> None:
@@ -151,43 +154,26 @@ class _Preference(NamedTuple):
     reason: str
 
 
-# The first that holds, and that the platform has and supports, is taken.
+_FUSED = "XLA fuses the one conversion of the weight with the product; scales of rows stay outside"
+_FEW_ROWS = "few rows: the packed weight is decoded on the chip, where XLA would write a dense one to memory"
+
+# The first that holds is taken, unless the implementation cannot take the product.
 _PREFERENCES = (
-    _Preference(
-        "cuda",
-        "xla",
-        _of_bytes,
-        "XLA fuses a conversion of bytes with the product, and scales the result",
-    ),
-    _Preference(
-        "cuda",
-        "pallas_gpu",
-        lambda p: p.m <= 256,
-        "few rows: the packed weight is decoded in registers, where XLA writes a dense one to memory",
-    ),
+    _Preference("cuda", "xla", _of_bytes, _FUSED),
+    _Preference("cuda", "pallas_gpu", lambda p: p.m <= 256, _FEW_ROWS),
     _Preference(
         "cuda",
         "xla",
         lambda p: True,
         "many rows: decoding to a dense weight in memory, once, costs less than decoding it for every tile of rows",
     ),
-    _Preference(
-        "tpu",
-        "xla",
-        _of_bytes,
-        "XLA fuses a conversion of bytes with the product, and scales the result",
-    ),
-    _Preference(
-        "tpu",
-        "pallas_tpu",
-        lambda p: p.m <= 64 or p.layout.one_scale,
-        "few rows: the packed weight is read once and decoded on the chip",
-    ),
+    _Preference("tpu", "xla", _of_bytes, _FUSED),
+    _Preference("tpu", "pallas_tpu", lambda p: p.m <= (256 if p.layout.one_scale else 64), _FEW_ROWS),
     _Preference(
         "tpu",
         "xla",
         lambda p: True,
-        "many rows: scaling blocks as partial sums costs a product for each block, and XLA scales the weight instead",
+        "many rows: decoding to a dense weight in memory, once, costs less than decoding it for every tile of rows",
     ),
     _Preference(
         "cpu",
@@ -204,26 +190,19 @@ def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[
 
     **Raises:**
 
-    `ValueError` if `forced` is not one of the platform, or cannot take the product.
+    `ValueError` if there is no implementation `forced`, or if it cannot take the product.
     """
-    candidates = _candidates(target)
     if forced is not None:
-        if forced not in candidates:
-            raise ValueError(
-                f"`implementation` must be one of {', '.join(candidates)} on {target.platform}. Got {forced!r}."
-            )
         refusal = _refusal(target, problem, forced)
         if refusal is not None:
             raise ValueError(f'`implementation={forced!r}` cannot take this product: {refusal}. Use "xla", or None.')
         return forced, "forced"
-    return next(
-        (rule.implementation, rule.reason)
-        for rule in _PREFERENCES
-        if rule.platform in ("", target.platform)
-        and rule.implementation in candidates
-        and rule.when(problem)
-        and _refusal(target, problem, rule.implementation) is None
-    )
+    preferred = [r for r in _PREFERENCES if r.platform in ("", target.platform) and r.when(problem)]
+    refusals = [_refusal(target, problem, rule.implementation) for rule in preferred]
+    taken = refusals.index(None)
+    if taken > 0:
+        return preferred[taken].implementation, f"{preferred[0].implementation} would be better, but: {refusals[0]}"
+    return preferred[0].implementation, preferred[0].reason
 
 
 def run(
@@ -233,14 +212,23 @@ def run(
     return _IMPLEMENTATIONS[name].run(x, w, problem, target)
 
 
-def _candidates(target: Target) -> list[str]:
-    return [n for n, i in _IMPLEMENTATIONS.items() if i.platforms == () or target.platform in i.platforms]
-
-
 def _refusal(target: Target, problem: MatmulProblem, name: str) -> str | None:
-    if name != "xla" and target.no_kernels is not None:
+    """Why the implementation of that name cannot take the product, or `None`.
+
+    **Raises:**
+
+    `ValueError` if there is none of that name.
+    """
+    if name not in _IMPLEMENTATIONS:
+        raise ValueError(f"`implementation` must be one of {', '.join(_IMPLEMENTATIONS)}, or None. Got {name!r}.")
+    implementation = _IMPLEMENTATIONS[name]
+    if implementation.platforms and target.platform not in implementation.platforms:
+        return f"it is for {', '.join(implementation.platforms)}, and this is {target.platform}"
+    if implementation.platforms and target.no_kernels is not None:
         return target.no_kernels
-    return _IMPLEMENTATIONS[name].supports(problem)
+    if target.platform == "cuda" and target.capability < 8.9 and problem.layout.kind.startswith("float8"):
+        return None if name == "xla" else f"GPUs of compute capability {target.capability} have no floats of 8 bits"
+    return implementation.supports(problem)
 
 
 #
@@ -341,36 +329,51 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
     **Arguments:**
 
     - `x`, `w`: as for [`eqquant.matmul`][], one of them quantized. Arrays of any kind, or `jax.ShapeDtypeStruct`s.
-    - `platform`: `"cpu"`, `"cuda"`, `"tpu"` or `"rocm"`; the default backend's unless given.
+    - `platform`: `"cpu"`, `"cuda"`, `"tpu"` or `"rocm"`; the default backend's unless given. One device of it is meant:
+        on several TPUs, outside of `shard_map`, products are for `"xla"`.
 
     **Returns:**
 
     An object with `.implementation`, `.verdicts` (one per implementation) and `.to_dict()`, that prints as a table.
+
+    **Raises:**
+
+    `TypeError` if nothing is quantized, `ValueError` if contracted lengths differ or there is no such platform.
     """
     left = not is_quantized(w)
     q, other = (x, w) if left else (w, x)
     if not is_quantized(q):
         raise TypeError("`explain_matmul` needs a quantized operand. Got none. Quantize `x` or `w` first.")
-    contracted = -1 if left else -2
-    platform = platform or {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    dtype = jnp.result_type(other.dtype, q.dtype)
+    platform = _platform(platform)
+    other = other if isinstance(other, jax.ShapeDtypeStruct) or is_quantized(other) else jnp.asarray(other)
+    dtype = jnp.dtype(jnp.result_type(other.dtype, q.dtype))
     shape = (1, *other.shape) if len(other.shape) == 1 else other.shape
+    if q.ndim < 2 or len(q._axes) != 1 or q.axis < -2 or len(shape) < 2:
+        why = "it has one dimension" if q.ndim < 2 else f"the quantized axis {q.axis} is not one of the last two"
+        why = "the other operand is a scalar" if len(shape) < 2 else why
+        problem = MatmulProblem(1, math.prod(q.shape[:-1]), q.shape[-1], dtype, q.format, False)
+        return MatmulExplanation(problem, platform, "dense", {"dense": f"{why}: dequantize, then multiply"})
+    contracted = -1 if left else -2
+    inner = shape[-2 if left and len(other.shape) > 1 else -1]
+    if inner != q.shape[contracted]:
+        raise ValueError(
+            f"`matmul` contracts axes of equal length. Got lengths {q.shape[contracted]} and {inner}, from "
+            f"{f'{q.shape} @ {other.shape}' if left else f'{other.shape} @ {q.shape}'}."
+        )
     m = shape[-1] if left and len(other.shape) > 1 else shape[-2]
-    transposed = q._axes != (contracted,)
     rows = q._memory_order()
-    batch = jnp.broadcast_shapes(rows.shape[:-2], shape[:-2])
     if rows.ndim == 2:
-        m *= int(jnp.prod(jnp.array(batch))) if batch else 1
-    problem = MatmulProblem(m, rows.shape[-2], rows.shape[-1], jnp.dtype(dtype), q.format, transposed)
-    if q.ndim < 2 or len(q._axes) != 1 or q.axis < -2:
-        why = f"the quantized axis {q.axis} is not one of the last two: dequantize, then multiply"
-        return MatmulExplanation(problem, platform, "dense", {"dense": why})
+        m *= math.prod(shape[:-2])
+    problem = MatmulProblem(m, rows.shape[-2], rows.shape[-1], dtype, q.format, q._axes != (contracted,))
     target = Target(platform)
     name, reason = choose(target, problem, None)
-    verdicts = {name: f"chosen: {reason}"}
-    for other_name, other_one in _IMPLEMENTATIONS.items():
-        if other_name != name and other_name in _candidates(target):
-            verdicts[other_name] = _refusal(target, problem, other_name) or "possible"
-        elif other_name != name:
-            verdicts[other_name] = f"for {', '.join(other_one.platforms)}"
-    return MatmulExplanation(problem, platform, name, verdicts)
+    verdicts = {other_name: _refusal(target, problem, other_name) or "possible" for other_name in _IMPLEMENTATIONS}
+    return MatmulExplanation(problem, platform, name, {**verdicts, name: f"chosen: {reason}"})
+
+
+def _platform(name: str | None) -> str:
+    name = name or jax.default_backend()
+    name = {"gpu": "cuda"}.get(name, name)
+    if name not in ("cpu", "cuda", "rocm", "tpu"):
+        raise ValueError(f"`platform` must be one of cpu, cuda, rocm, tpu. Got {name!r}.")
+    return name

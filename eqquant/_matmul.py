@@ -66,7 +66,7 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
         # The compiler for TPUs does not call back to ask how an operation is divided, and does not divide kernels. It
         # divides `xla`, which is all operations that it knows.
         devices, no_kernels = 1, "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
-    target = Target(platform, _compat.device_kind(context), no_kernels)
+    target = Target(platform, _compat.device_kind(context), _compat.compute_capability(context), no_kernels)
     run = ft.partial(_run, target, devices=devices)
     return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
 
@@ -186,4 +186,6 @@ def matmul(
         return w._matmul(x, left=False, implementation=implementation, precision=precision)  # pyright: ignore
     if is_quantized(x):
         return x._matmul(w, left=True, implementation=implementation, precision=precision)  # pyright: ignore
+    if implementation is not None:
+        raise ValueError(f"`implementation` is for quantized operands. Got {implementation!r}, and none is quantized.")
     return jnp.matmul(jnp.asarray(x), jnp.asarray(w), precision=precision)

@@ -152,14 +152,18 @@ PROBLEM = MatmulProblem(16, 4096, 4096, jnp.dtype(jnp.bfloat16), eqq.NF4(), Fals
         ("cuda", {"m": 257}, "xla", "many rows"),
         ("cuda", {"format": eqq.NVFP4()}, "pallas_gpu", "few rows"),
         ("cuda", {"transpose": True}, "pallas_gpu", "few rows"),
-        ("cuda", {"format": eqq.Int8()}, "xla", "fuses a conversion"),
-        ("cuda", {"format": eqq.FP8()}, "xla", "fuses a conversion"),
+        ("cuda", {"format": eqq.Int8()}, "xla", "fuses the one conversion"),
+        ("cuda", {"format": eqq.FP8()}, "xla", "fuses the one conversion"),
         ("cuda", {"format": eqq.Int8(block_size=128)}, "pallas_gpu", "few rows"),
         ("cuda", {"format": eqq.Int8(symmetric=False)}, "pallas_gpu", "few rows"),
-        ("cuda", {"format": eqq.Int4(block_size=48)}, "xla", "many rows"),
+        ("cuda", {"format": eqq.Int4(block_size=48)}, "xla", "pallas_gpu would be better, but: blocks of 48"),
+        ("cuda", {"format": eqq.Int8(), "dtype": jnp.dtype(jnp.float16), "transpose": True}, "pallas_gpu", "few rows"),
+        ("tpu", {"format": eqq.Ternary(), "m": 256}, "pallas_tpu", "few rows"),
+        ("tpu", {"format": eqq.Ternary(), "m": 257}, "xla", "many rows"),
+        ("tpu", {"format": eqq.Dynamic8()}, "xla", "pallas_tpu would be better, but: 256 values"),
         ("tpu", {}, "pallas_tpu", "few rows"),
         ("tpu", {"m": 2048}, "xla", "many rows"),
-        ("tpu", {"format": eqq.Int8()}, "xla", "fuses a conversion"),
+        ("tpu", {"format": eqq.Int8()}, "xla", "fuses the one conversion"),
         ("cpu", {}, "xla", "a few rows at a time"),
         ("rocm", {}, "xla", "fuses what it can"),
     ],
@@ -179,8 +183,14 @@ def test_every_platform_takes_everything():
 
 def test_forcing():
     assert _dispatch.choose(Target("cuda"), PROBLEM._replace(m=4096), "pallas_gpu")[0] == "pallas_gpu"
-    with pytest.raises(ValueError, match=r"one of pallas_gpu, xla on cuda\. Got 'pallas_tpu'"):
+    with pytest.raises(ValueError, match="cannot take this product: it is for tpu, and this is cuda"):
         _dispatch.choose(Target("cuda"), PROBLEM, "pallas_tpu")
+    with pytest.raises(ValueError, match="one of pallas_gpu, pallas_tpu, xla, or None. Got 'fast'"):
+        _dispatch.choose(Target("cuda"), PROBLEM, "fast")
+    old = PROBLEM._replace(format=eqq.MXFP8())
+    assert _dispatch.choose(Target("cuda", capability=8.0), old, None)[0] == "xla"
+    with pytest.raises(ValueError, match="capability 8.0 have no floats of 8 bits"):
+        _dispatch.choose(Target("cuda", capability=8.0), old, "pallas_gpu")
     for changes, why in (
         ({"dtype": jnp.dtype(jnp.float64)}, "float64"),
         ({"format": eqq.Int4(block_size=48)}, "blocks of 48"),
@@ -191,7 +201,7 @@ def test_forcing():
             _dispatch.choose(Target("cuda"), PROBLEM._replace(**changes), "pallas_gpu")
     with pytest.raises(ValueError, match=r"cannot take .* of this computer\."):
         _dispatch.choose(Target("cuda", no_kernels="not of this computer"), PROBLEM, "pallas_gpu")
-    with pytest.raises(ValueError, match=r"must be one of xla on cpu\. Got 'pallas_gpu'"):
+    with pytest.raises(ValueError, match="it is for cuda, and this is cpu"):
         eqq.matmul(jnp.ones((2, 256)), eqq.quantize(jnp.ones((8, 256)), "nf4").T, implementation="pallas_gpu")
 
 

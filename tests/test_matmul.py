@@ -272,8 +272,11 @@ def test_forced_implementation(q, getkey):
     assert matmuls(lambda x: eqq.matmul(x, q.T, implementation="xla"), x)[0][1]["implementation"] == "xla"
     unknown = ft.partial(eqq.matmul, implementation="fast")
     for run in (unknown, jax.jit(unknown)):
-        with pytest.raises(ValueError, match=r"one of .*\bxla\b.* on cpu\. Got 'fast'"):
+        with pytest.raises(ValueError, match="`implementation` must be one of .*xla, or None. Got 'fast'"):
             run(x, q.T)
+    for operands in ((x, x.T), (q.reshape(N // 2, 2, K).transpose(2, 0, 1), x)):
+        with pytest.raises(ValueError, match="`implementation` is for"):
+            eqq.matmul(*operands, implementation="xla")
 
 
 @pytest.mark.parametrize("platform", [None, "cpu", "cuda", "rocm", "tpu"])
@@ -291,6 +294,14 @@ def test_explain(q, platform):
     assert eqq.explain_matmul(q, jnp.ones((2, K, 4)), platform=platform).problem.m == 8
     with pytest.raises(TypeError, match="quantized operand"):
         eqq.explain_matmul(x, x)
+    with pytest.raises(ValueError, match=rf"\(4, 5\) @ \({K}, {N}\)"):
+        eqq.explain_matmul(jnp.ones((4, 5)), q.T)
+    with pytest.raises(ValueError, match="`platform` must be one of cpu, cuda, rocm, tpu. Got 'metal'"):
+        eqq.explain_matmul(x, q.T, platform="metal")
+    assert eqq.explain_matmul(x, q.T, platform="gpu").platform == "cuda"
+    assert eqq.explain_matmul([1.0] * K, q.T).problem.m == 1
+    for operands in ((jnp.float32(2), q), (jnp.ones(K), eqq.quantize(jnp.ones(K), "int8"))):
+        assert eqq.explain_matmul(*operands).implementation == "dense"
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

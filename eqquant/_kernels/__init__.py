@@ -1,1 +1,1 @@
-"""Ways of computing the quantized matmul. Raw arrays in, raw arrays out: nothing here knows a format."""
+"""Ways of computing the quantized matmul. They know no formats: a weight is its arrays, and a table of its codes."""

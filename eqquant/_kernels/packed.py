@@ -21,7 +21,7 @@ ScaleKind = Literal["float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "u
 
 
 class Packed(NamedTuple):
-    """The arrays of a weight of `n` rows: `table[codes] * scale * row_scale`, less the zero point before scaling."""
+    """The arrays of a weight of `n` rows, `(table[codes] - zero_point) * scale * row_scale`."""
 
     codes: UInt8[Array, "*batch n words"]
     scale: UInt[Array, "*batch n blocks"]  # the bits of scales, which `Layout.scale` names
@@ -99,8 +99,8 @@ def _stretch(table: tuple[float, ...], dtype: str) -> float:
 def alignment(layout: Layout) -> str | None:
     """Why blocks do not line up with the bytes that a kernel takes at a time, or `None` if they do.
 
-    Bytes come in runs of at most 64, each of which holds one run of codes for every plane. If a block is whole runs, or
-    a run whole blocks of 16 or 32, then there is one scale for each run of a plane.
+    A run of 64 bytes holds a run of 64 codes for every plane (`_packing.py`). If a block is whole runs, or a run whole
+    blocks of 16 or 32, then bytes can be taken so that those of a plane share a scale.
     """
     size = layout.block_size
     if layout.one_scale or size % _packing.PLANE == 0 or size in (16, 32):

@@ -2,13 +2,14 @@
 
     y(m, n) = sum_blocks scale(n, block) * (x(m, block) . table[codes(n, block)]^T)
 
-Codes are decoded in registers (`ptx.py`) to the dtype of `x`, which is exact for tables of integers and small floats,
-multiplied by the tensor cores, and scaled as partial sums in float32. So a scale costs one multiplication for each
-result and block, not for each weight.
+Codes are decoded in registers (`ptx.py`) to the dtype of `x`, and multiplied by the tensor cores. With few rows of `x`,
+partial sums are scaled, in float32, which costs one multiplication for each result and block; with more rows it is
+cheaper to scale weights.
 
-Bytes are taken in runs of at most 64, as they are packed (`_packing.py`): plane `p` of a run is as many consecutive
-codes, so it is multiplied by a contiguous tile of `x`, and shares one scale per row. A row that does not end with a
-segment of the packing has a rest of less than 512 codes. XLA multiplies that, and it is added.
+Bytes are taken in runs, as they are packed (`_packing.py`): of 64, of 128 for codes of eight bits, or of a block if
+that is shorter. Plane `p` of a run is as many consecutive codes, so it is multiplied by a contiguous tile of `x`, and shares
+one scale per row. A row that does not end with a segment of the packing has a rest of less than 512 codes. XLA
+multiplies that, and it is added.
 
 The transposed product, `y(m, k) = sum_n x(m, n) * scale(n, block) * table[codes(n, block)]`, sums over what scales
 differ along, so there weights are scaled before they are multiplied.
@@ -82,6 +83,7 @@ _CONFIGS = (
     _Row("", True, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
     _Row("", True, (1,), 2, 2**31, Config(16, 64, weight_left=False)),
 )
+# Streaming multiprocessors.
 _CORES = {"H100": 132, "H200": 132, "A100": 108, "": 108}
 
 

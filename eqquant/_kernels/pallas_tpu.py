@@ -125,7 +125,7 @@ def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, pre
     if m == 0 or n == 0:
         return "there is nothing to multiply"
     if _whole_words(layout) == 0:
-        return f"rows of {layout.length} codes take less than {LANES} bytes"
+        return f"rows of {layout.length} codes are less than the {LANES} bytes that it takes at a time"
     if layout.bits == 8 and is_looked_up(layout):
         return "256 values are too many to look up"
     if alignment(layout) is not None:

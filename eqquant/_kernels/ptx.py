@@ -1,10 +1,11 @@
 """Codes -> values in the registers of NVIDIA GPUs, for Pallas-Triton kernels.
 
-Codes of at most four bits are looked up by `prmt`, the byte permutation of NVIDIA GPUs: four nibbles of packed codes
-*are* its selectors, and it looks them up in eight bytes at once. Two such lookups and a choice make a table of sixteen;
-the low and the high bytes of the 16-bit values have a table each. That is two instructions per weight, whatever the
+Codes of at most four bits become 16-bit values by `prmt`, the byte permutation of NVIDIA GPUs: four nibbles of packed
+codes *are* its selectors, and it looks them up in eight bytes at once. Two such lookups and a choice make a table of
+sixteen; the low and the high bytes of the values have a table each. That is two instructions per weight, whatever the
 table. Integers of eight bits become the low bits of a float32 whose exponent makes them units: two and a half
-instructions, where a conversion takes a slow one.
+instructions, where a conversion takes a slow one. What is left, values of float32 and tables of 256, is loaded from a
+table in memory.
 
 Triton has neither instruction, so they are inline assembly. Pallas cannot interpret that: `interpret` looks values up
 in the table instead, and the tests run the assembly in an emulator.

@@ -143,6 +143,8 @@ def no_gpu_kernels(context: Any) -> str | None:
         get_gpu_info = None  # before JAX 0.11 nothing needs to be known
     if compute_capability(context) < 8:
         return f"the device has compute capability {compute_capability(context)}, and kernels need 8.0"
+    if getattr(getattr(context.module_context, "lowering_parameters", None), "for_export", False):
+        return "an exported program may not hold kernels for GPUs, which JAX does not promise to keep"
     try:
         if get_gpu_info is not None:
             get_gpu_info()

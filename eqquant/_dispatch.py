@@ -88,6 +88,8 @@ def _kernel(platform: str, load: Callable[[], Any], **options: Any) -> _Implemen
         weight, batch = _pack(w), x.shape[:-2]
         if not batch:
             return product(x, weight)
+        if math.prod(batch) == 0:
+            return _xla(x, w, problem, target)
         one_batch = jtu.tree_map(lambda a: a.reshape(math.prod(batch), *a.shape[-2:]), (x, weight))
         y = jax.vmap(product)(*one_batch)
         return y.reshape(*batch, *y.shape[1:])
@@ -197,7 +199,10 @@ def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[
         if refusal is not None:
             raise ValueError(f'`implementation={forced!r}` cannot take this product: {refusal}. Use "xla", or None.')
         return forced, "forced"
-    preferred = [r for r in _PREFERENCES if r.platform in ("", target.platform) and r.when(problem)]
+    rules = [r for r in _PREFERENCES if r.platform in ("", target.platform)]
+    if not isinstance(problem.m, int):  # in a program that is exported for any number of rows
+        rules = [r for r in rules if r.implementation == "xla"]
+    preferred = [r for r in rules if r.when(problem)]
     refusals = [_refusal(target, problem, rule.implementation) for rule in preferred]
     taken = refusals.index(None)
     if taken > 0:
@@ -226,6 +231,8 @@ def _refusal(target: Target, problem: MatmulProblem, name: str) -> str | None:
         return f"it is for {', '.join(implementation.platforms)}, and this is {target.platform}"
     if implementation.platforms and target.no_kernels is not None:
         return target.no_kernels
+    if implementation.platforms and not isinstance(problem.m, int):
+        return "the number of rows is symbolic"
     if target.platform == "cuda" and target.capability < 8.9 and problem.layout.kind.startswith("float8"):
         return None if name == "xla" else f"GPUs of compute capability {target.capability} have no floats of 8 bits"
     return implementation.supports(problem)
@@ -254,7 +261,7 @@ def _layout(format: AbstractFormat, length: int) -> Layout:
 def _nested_kind(format: AbstractFormat, length: int) -> ScaleKind | None:
     """What quantized scales are, if they are small floats under one scale for each row: then kernels read them so."""
     scales = format.scale_format
-    if not isinstance(scales, FP8):
+    if type(scales) is not FP8:  # a class derived from it may decode in another way
         return None
     blocks = _scaling.num_blocks(length, format.block_size)
     return scales.kind if _scaling.num_blocks(blocks, scales.block_size) == 1 else None
@@ -277,13 +284,18 @@ def _pack(w: QuantizedArray) -> Packed:
 
 
 def _precision(problem: MatmulProblem) -> str | None:
-    """Of the precisions that there are, the one that a kernel understands."""
-    if jnp.dtype(problem.dtype).itemsize < 4:
-        return "default"  # their products are exact in float32
+    """Of the precisions that there are, the one that a kernel understands: "default", "highest", or `None`."""
     name = problem.precision
+    if isinstance(name, tuple) and len(set(name)) == 1:
+        name = name[0]
     name = name.name if isinstance(name, jax.lax.Precision) else name
-    names = {None: "default", "default": "default", "fastest": "default", "high": "highest", "float32": "highest"}
-    return {**names, "highest": "highest"}.get(name.lower() if isinstance(name, str) else name)
+    name = name.lower() if isinstance(name, str) else name
+    if name in (None, "default", "fastest", "bfloat16", "tensorfloat32"):
+        return "default"
+    if name in ("high", "highest", "float32", "bfloat16_3x"):
+        # Products of 16 bits are exact in float32 already.
+        return "default" if jnp.dtype(problem.dtype).itemsize < 4 else "highest"
+    return None
 
 
 #
@@ -364,7 +376,8 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
     rows = q._memory_order()
     if rows.ndim == 2:
         m *= math.prod(shape[:-2])
-    problem = MatmulProblem(m, rows.shape[-2], rows.shape[-1], dtype, q.format, q._axes != (contracted,))
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    problem = MatmulProblem(m, rows.shape[-2], rows.shape[-1], dtype, q.format, q._axes != (contracted,), precision)
     target = Target(platform)
     name, reason = choose(target, problem, None)
     verdicts = {other_name: _refusal(target, problem, other_name) or "possible" for other_name in _IMPLEMENTATIONS}

@@ -138,6 +138,95 @@ def test_a_whole_model(kernel, getkey, monkeypatch):
         assert_close(y, jax.vmap(eqq.dequantize_tree(small))(x), tol=1e-5)
 
 
+# What broke once
+
+
+def close(kernel, q, x, transpose=False, tol=1e-2):
+    """One product against float64, relative to the largest result."""
+    y = eqq.matmul(x, q if transpose else q.T, implementation=kernel)
+    dense = np.asarray(q.dequantize(), np.float64)
+    assert_close(y, np.asarray(x, np.float64) @ (dense if transpose else dense.T), tol=tol)
+
+
+@pytest.mark.parametrize("values", [[-1e6, -1e5, 0, 3e4, 1e6], [-1e-9, 0, 1e-9, 5e-9]], ids=["large", "small"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tables_beyond_the_range_of_16_bits(kernel, getkey, values, dtype):
+    if (kernel, dtype) == ("pallas_tpu", "float16"):
+        return  # which it does not take
+    q = eqq.quantize(weights(getkey(), (N, K)), eqq.Codebook(values), dtype=dtype)
+    close(kernel, q, weights(getkey(), (3, K)).astype(dtype))
+    close(kernel, q, weights(getkey(), (3, N)).astype(dtype), transpose=True)
+
+
+def test_bytes_beyond_the_last_row_do_not_leak(kernel, getkey):
+    class Odd4(eqq.AbstractFormat):
+        block_size: int | None = eqx.field(static=True, default=64)
+        bits = 4
+
+        def choose_scale(self, blocks):
+            return jnp.max(jnp.abs(blocks), axis=-1, initial=0) / 15
+
+        def encode(self, values, round=jnp.round):
+            return jnp.clip(round(jnp.abs(values)), 1, 15).astype(jnp.uint8)
+
+        def decode(self, codes):  # no weight has code 0
+            return jnp.where(codes == 0, jnp.nan, codes.astype(jnp.float32) ** 1.5)
+
+    q = eqq.quantize(weights(getkey(), (N, K)), Odd4())
+    close(kernel, q, weights(getkey(), (3, N)), transpose=True)
+
+
+@pytest.mark.parametrize("format", [eqq.Int8(symmetric=False), eqq.Int4(symmetric=False)], ids=repr)
+def test_zero_points_cancel(kernel, getkey, format):
+    """Most weights are near the least one, so the sum with zero points is far smaller than that without."""
+    w = jnp.abs(weights(getkey(), (300, 1024))) * 0.02
+    q = eqq.quantize(w.at[:, ::64].set(1.0), format, dtype="bfloat16")
+    x = (weights(getkey(), (4, 300)) + 1).astype("bfloat16")
+    y = eqq.matmul(x, q, implementation=kernel)
+    expected = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64)
+    small = np.arange(1024) % 64 != 0
+    error = (np.asarray(y, np.float64) - expected)[:, small]
+    assert np.sqrt((error**2).mean() / (expected[:, small] ** 2).mean()) < 1e-2
+
+
+def test_scales_that_another_class_decodes(kernel, getkey):
+    class Doubled(eqq.FP8):
+        def decode(self, codes):
+            return 2 * eqq.FP8.decode(self, codes)
+
+        def encode(self, values, round=jnp.round):
+            return eqq.FP8.encode(self, values / 2, round)
+
+    class Nested(eqq.NF4):
+        @property
+        def scale_format(self):
+            return Doubled("e4m3", block_size=256)
+
+    close(kernel, eqq.quantize(weights(getkey(), (N, K)), Nested()), weights(getkey(), (3, K)))
+
+
+def test_empty_batch(kernel, getkey):
+    stacked = eqq.quantize(weights(getkey(), (2, N, K)), "nf4")
+    none = jax.tree_util.tree_map(lambda a: a[:0], stacked)
+    assert product(kernel)(jnp.ones((0, 2, N)), none).shape == (0, 2, K)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", ["nf4", "int8_block", "int4_affine"])
+@pytest.mark.parametrize("x64", [False, True])
+def test_export(getkey, platform, name, x64):
+    """From here, for static and symbolic numbers of rows."""
+    with jax.enable_x64(x64):
+        q = eqq.quantize(weights(getkey(), (N, K)), FORMATS[name].format)
+        rows = jax.export.symbolic_shape("rows")[0]
+        for m in (2, rows):
+            x = jax.ShapeDtypeStruct((m, K), jnp.float32)
+            exported = jax.export.export(jax.jit(lambda x, q: x @ q.T), platforms=[platform])(x, q)
+            assert exported.out_avals[0].shape == (m, N)
+            kernel = "tpu_custom_call" in exported.mlir_module()
+            assert kernel == (platform == "tpu" and m == 2)
+
+
 # Which, and why
 
 
@@ -196,6 +285,7 @@ def test_forcing():
         ({"format": eqq.Int4(block_size=48)}, "blocks of 48"),
         ({"k": 100}, "rows of 100 are shorter"),
         ({"dtype": jnp.dtype(jnp.float32), "precision": "BF16_BF16_F32_X9"}, "precision is BF16"),
+        ({"precision": "garbage"}, "precision is garbage"),
     ):
         with pytest.raises(ValueError, match=rf"`implementation='pallas_gpu'` cannot take .*{why}.* Use \"xla\""):
             _dispatch.choose(Target("cuda"), PROBLEM._replace(**changes), "pallas_gpu")
@@ -203,6 +293,24 @@ def test_forcing():
         _dispatch.choose(Target("cuda", no_kernels="not of this computer"), PROBLEM, "pallas_gpu")
     with pytest.raises(ValueError, match="it is for cuda, and this is cpu"):
         eqq.matmul(jnp.ones((2, 256)), eqq.quantize(jnp.ones((8, 256)), "nf4").T, implementation="pallas_gpu")
+
+
+@pytest.mark.parametrize(
+    "precision, expected",
+    {None: "default", "high": "highest", ("highest", "highest"): "highest", "tensorfloat32": "default"}.items(),
+)
+def test_precision(precision, expected):
+    wide = PROBLEM._replace(dtype=jnp.dtype(jnp.float32), precision=precision)
+    assert _dispatch._precision(wide) == expected
+    assert _dispatch._precision(wide._replace(dtype=PROBLEM.dtype)) == "default"
+    assert _dispatch._precision(wide._replace(precision=("high", "default"))) is None
+
+
+def test_explanations_know_the_default_precision():
+    q, x = eqq.quantize(jnp.ones((64, 256)), "nf4"), jnp.ones((2, 256))
+    with jax.default_matmul_precision("BF16_BF16_F32_X9"):
+        told = eqq.explain_matmul(x, q.T, platform="cuda")
+    assert told.implementation == "xla" and "the precision is" in told.verdicts["pallas_gpu"]
 
 
 def test_a_program_for_an_unknown_gpu_has_no_kernels(getkey):

@@ -83,15 +83,18 @@ def _kind(table: tuple[float, ...]) -> Kind:
 @ft.lru_cache
 def _stretch(table: tuple[float, ...], dtype: str) -> float:
     values = np.asarray(table)
-    largest = np.abs(values).max()
-    if not 0 < largest < float(jnp.finfo(dtype).max) / 2:
+    values = values[np.isfinite(values)]
+    largest = np.abs(values).max(initial=0)
+    if jnp.dtype(dtype).itemsize > 2 or largest == 0 or len(values) < 2:
         return 1.0
+    # Where a 16-bit float might not hold them, or hold them as subnormal numbers, values are brought to about one.
+    unit = 1.0 if 2.0**-8 <= largest <= 2.0**8 else 2.0 ** -np.floor(np.log2(largest))
     # How often each is used, of normally distributed weights in blocks whose largest is 2.5 standard deviations.
     share = np.exp(-0.5 * (2.5 * values / largest) ** 2) * np.abs(np.gradient(values))
     share /= share.sum()
-    factors = 1 + np.arange(4096) / 4096
+    factors = unit * (1 + np.arange(4096) / 4096)
     exact = factors[:, None] * values
-    error = (exact.astype(jnp.dtype(dtype)).astype(np.float64) - exact) / factors[:, None]
+    error = (exact.astype(jnp.dtype(dtype)).astype(np.float64) - exact) / unit
     # The error of a row of 4096 codes: its mean grows with their number, its spread with the root of that.
     return float(factors[np.argmin(error**2 @ share + 4096 * (error @ share) ** 2)])
 
@@ -131,9 +134,10 @@ def _look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*
 
 
 def decode_bytes(weight: Packed, layout: Layout, dtype: Any) -> Float[Array, "*batch n k"]:
-    """The values of 8-bit integers and floats without zero points, in `dtype` at once. Exact.
+    """The values of 8-bit integers and floats without zero points, in `dtype` at once.
 
-    By way of float32 it would be the same, but XLA fuses only one conversion with a product. Not for kernels.
+    Of our formats that is exact. By way of float32 it would be the same, but XLA fuses only one conversion with a
+    product. Not for kernels.
     """
     if layout.kind != "integer":
         return jax.lax.bitcast_convert_type(weight.codes, jnp.dtype(layout.kind)).astype(dtype)

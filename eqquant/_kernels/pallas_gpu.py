@@ -7,8 +7,8 @@ partial sums are scaled, in float32, which costs one multiplication for each res
 cheaper to scale weights.
 
 Bytes are taken in runs, as they are packed (`_packing.py`): of 64, of 128 for codes of eight bits, or of a block if
-that is shorter. Plane `p` of a run is as many consecutive codes, so it is multiplied by a contiguous tile of `x`, and shares
-one scale per row. A row that does not end with a segment of the packing has a rest of less than 512 codes. XLA
+that is shorter. Plane `p` of a run is as many consecutive codes, so it is multiplied by a contiguous tile of `x`, and
+shares one scale per row. A row that does not end with a segment of the packing has a rest of less than 512 codes. XLA
 multiplies that, and it is added.
 
 The transposed product, `y(m, k) = sum_n x(m, n) * scale(n, block) * table[codes(n, block)]`, sums over what scales

@@ -236,10 +236,7 @@ def _transposed(x: Float[Array, "m n"], weight: Packed, plan: Plan, interpret: b
     operands["x"] = jnp.pad(scaled, [(0, tiles * plan.tile_m - m), (0, steps * plan.tile_n - plan.n)])
     specs["x"] = pl.BlockSpec((plan.tile_m, plan.tile_n), lambda i, j: (i, j))
 
-    blocks = weight.scale.shape[1]
     shapes = {"y": (tiles, layout.planes, plan.tile_m, plan.words)}
-    if plan.shifted and not layout.one_scale:
-        shapes["shifts"] = (tiles, 1, plan.tile_m, blocks)
     outputs = pl.pallas_call(
         ft.partial(_transposed_kernel, plan),
         out_shape={name: _compat.result_like(x, shape, jnp.float32) for name, shape in shapes.items()},
@@ -255,9 +252,9 @@ def _transposed(x: Float[Array, "m n"], weight: Packed, plan: Plan, interpret: b
     y = outputs["y"].reshape(tiles, layout.planes, plan.tile_m, -1, _packing.PLANE)
     y = y.transpose(0, 2, 3, 1, 4).reshape(-1, plan.columns)[:m]
     if shift is not None:
-        y = y + jnp.broadcast_to((x * jnp.broadcast_to(shift, x.shape)).sum(axis=1, keepdims=True), y.shape)
-    if "shifts" in outputs:
-        y = y + jnp.repeat(outputs["shifts"].reshape(-1, blocks)[:m], layout.block_size, axis=1)[:, : plan.columns]
+        # Of what the codes are multiplied by, rounded as it is: else the two would not cancel.
+        rounded = scaled.astype(plan.dtype).astype(jnp.float32)
+        y = y + jnp.broadcast_to((rounded * jnp.broadcast_to(shift, x.shape)).sum(axis=1, keepdims=True), y.shape)
     return y
 
 
@@ -283,7 +280,7 @@ def _weight_operands(weight: Packed, plan: Plan) -> tuple[dict[str, Array], dict
 
 
 def _row_factors(weight: Packed, plan: Plan) -> tuple[Float32[Array, "1 n"] | None, Float32[Array, "1 n"] | None]:
-    """What the product with the codes of a row is multiplied by, and what the sum of `x` is."""
+    """What decoded codes of a row are scaled by, and what is added to them before, where that is so for a whole row."""
     row_scale = None if weight.row_scale is None else weight.row_scale.T
     if not plan.layout.one_scale:
         return row_scale, None
@@ -292,14 +289,17 @@ def _row_factors(weight: Packed, plan: Plan) -> tuple[Float32[Array, "1 n"] | No
     shift = None
     if plan.shifted:
         zero = 0 if weight.zero_point is None else weight.zero_point.astype(jnp.float32).T
-        shift = scale * (plan.decoder.offset - zero)
+        shift = jnp.broadcast_to((plan.decoder.offset - zero) / plan.decoder.step, scale.shape)
     return scale * plan.decoder.step, shift
 
 
 def _scratch(weight: Packed, plan: Plan) -> dict[str, Any]:
     if plan.layout.one_scale:
         return {}
-    return {"scale_ref": pltpu.VMEM((weight.scale.shape[1], plan.tile_n), jnp.float32)}
+    by_block = pltpu.VMEM((weight.scale.shape[1], plan.tile_n), jnp.float32)
+    return (
+        {"scale_ref": by_block, "shift_ref": by_block} if plan.transpose and plan.shifted else {"scale_ref": by_block}
+    )
 
 
 def _compiler_params(rows: Literal["parallel", "arbitrary"]) -> pltpu.CompilerParams:
@@ -317,7 +317,7 @@ def _forward_kernel(plan: Plan, refs: Refs, y_ref: Any, scale_ref: Any = None) -
     if not layout.one_scale:
         scale_ref[...], shift = _scales(plan, refs)
         if plan.shifted:
-            y_ref[...] = _dot(refs["sums"][...], shift)
+            y_ref[...] = _dot(refs["sums"][...], scale_ref[...] * shift)
 
     def take(start: Any, count: int) -> None:
         """Takes `count` times 128 bytes of every row."""
@@ -341,10 +341,10 @@ def _forward_kernel(plan: Plan, refs: Refs, y_ref: Any, scale_ref: Any = None) -
     if "row" in refs:
         y_ref[...] *= jnp.broadcast_to(refs["row"][...], y_ref.shape)
     if "shift" in refs:
-        y_ref[...] += refs["sums"][...] * refs["shift"][...]
+        y_ref[...] += refs["sums"][...] * (refs["row"][...] * refs["shift"][...])
 
 
-def _transposed_kernel(plan: Plan, refs: Refs, outputs: Refs, scale_ref: Any = None) -> None:
+def _transposed_kernel(plan: Plan, refs: Refs, outputs: Refs, scale_ref: Any = None, shift_ref: Any = None) -> None:
     layout, tile_m, y_ref = plan.layout, plan.tile_m, outputs["y"]
 
     @pl.when(pl.program_id(1) == 0)
@@ -357,7 +357,7 @@ def _transposed_kernel(plan: Plan, refs: Refs, outputs: Refs, scale_ref: Any = N
     if not layout.one_scale:
         scale_ref[...], shift = _scales(plan, refs)
         if plan.shifted:
-            outputs["shifts"][0] += _dot(x, shift, transpose_b=True)
+            shift_ref[...] = shift
     copy_of_lane = jax.lax.broadcasted_iota(jnp.int32, (tile_m, LANES), 1) >> (LANES // plan.copies).bit_length() - 1
 
     def scaled(chunk: Any, plane: int) -> Array:
@@ -372,12 +372,19 @@ def _transposed_kernel(plan: Plan, refs: Refs, outputs: Refs, scale_ref: Any = N
             lanes = _lanes(start + chunk)
             copies = [scaled(start + chunk, p) for p in range(1 if plan.joint else layout.planes)]
             for p, w in enumerate(plan.decoder.decode(refs["words"][:, lanes], refs.get("table"))):
-                if layout.kind.startswith("float8"):  # whose codes may be NaNs
+                if not np.isfinite(layout.table).all():
                     w = _zero_past_rows(plan, refs, w, axis=0)
-                partial = _dot(copies[0 if plan.joint else p], w)
-                part = partial[:tile_m]
-                for copy in range(1, plan.copies):
-                    part = jnp.where(copy_of_lane == copy, partial[copy * tile_m : (copy + 1) * tile_m], part)
+                x_of_block = copies[0 if plan.joint else p]
+                partial = _dot(x_of_block, w)
+                part = jnp.zeros((tile_m, LANES), jnp.float32)
+                for copy in range(plan.copies):
+                    rows = slice(copy * tile_m, (copy + 1) * tile_m)
+                    of_copy = partial[rows]
+                    if shift_ref is not None:
+                        shift = shift_ref[pl.ds(plan.block(start + chunk, p, copy), 1), :]
+                        added = x_of_block[rows].astype(jnp.float32) * jnp.broadcast_to(shift, x.shape)
+                        of_copy += jnp.broadcast_to(added.sum(axis=1, keepdims=True), of_copy.shape)
+                    part = jnp.where(copy_of_lane == copy, of_copy, part)
                 y_ref[p, :, lanes] += part
 
     _loop(plan, take)
@@ -387,7 +394,7 @@ def _loop(plan: Plan, take: Any) -> None:
     """Calls `take(first, count)` for all chunks of a row."""
     unroll = plan.unroll
     steps, rest = divmod(plan.words // LANES, unroll)
-    jax.lax.fori_loop(0, steps, lambda i, _: take(i * unroll, unroll), None)
+    jax.lax.fori_loop(jnp.int32(0), jnp.int32(steps), lambda i, _: take(i * unroll, unroll), None)
     take(jnp.int32(steps * unroll), rest)
 
 
@@ -396,7 +403,7 @@ def _lanes(chunk: Any) -> Any:
 
 
 def _scales(plan: Plan, refs: Refs) -> tuple[Float32[Array, "blocks tile_n"], Float32[Array, "blocks tile_n"]]:
-    """The scales of a tile, and what is added for every one in `x`."""
+    """The scales of a tile, of what codes are decoded to; and what is added to those."""
     bits = refs["scale"][...]
     # TPUs have no float16.
     scale = decode_float16(bits) if plan.layout.scale == "float16" else decode_scale(bits, plan.layout.scale)
@@ -406,7 +413,7 @@ def _scales(plan: Plan, refs: Refs) -> tuple[Float32[Array, "blocks tile_n"], Fl
     if not plan.turned:
         scale, offset = scale.T, offset.T
     scale = _zero_past_rows(plan, refs, scale, axis=1)
-    return scale * plan.decoder.step, scale * offset
+    return scale * plan.decoder.step, offset / plan.decoder.step
 
 
 def _zero_past_rows(plan: Plan, refs: Refs, values: Float[Array, "_ _"], axis: int) -> Float[Array, "_ _"]:

@@ -127,6 +127,7 @@ def decode_float16(bits: UInt[Array, "*shape"]) -> Float32[Array, "*shape"]:
     bits = bits.astype(jnp.int32)
     exponent, mantissa = (bits >> 10) & 31, bits & 1023
     # A float32 has a bias of 127 instead of 15. Subnormal numbers have no leading bit.
-    normal = jax.lax.bitcast_convert_type(((exponent + 112) << 23) | (mantissa << 13), jnp.float32)
+    exponent32 = jnp.where(exponent == 31, 255, exponent + 112)  # the greatest is that of infinities and NaNs
+    normal = jax.lax.bitcast_convert_type((exponent32 << 23) | (mantissa << 13), jnp.float32)
     magnitude = jnp.where(exponent > 0, normal, mantissa.astype(jnp.float32) * 2**-24)
     return jnp.where(bits >= 32768, -magnitude, magnitude)

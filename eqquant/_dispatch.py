@@ -233,8 +233,8 @@ def _refusal(target: Target, problem: MatmulProblem, name: str) -> str | None:
         return target.no_kernels
     if implementation.platforms and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
-    if target.platform == "cuda" and target.capability < 8.9 and problem.layout.kind.startswith("float8"):
-        return None if name == "xla" else f"GPUs of compute capability {target.capability} have no floats of 8 bits"
+    if name == "pallas_gpu" and target.capability < 8.9 and problem.layout.kind.startswith("float8"):
+        return f"GPUs of compute capability {target.capability} have no floats of 8 bits"
     return implementation.supports(problem)
 
 
@@ -243,6 +243,7 @@ def _refusal(target: Target, problem: MatmulProblem, name: str) -> str | None:
 #
 
 
+@ft.lru_cache(256)
 def _layout(format: AbstractFormat, length: int) -> Layout:
     with jax.ensure_compile_time_eval():
         table = np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)), np.float32)

@@ -39,12 +39,12 @@ class Config(NamedTuple):
 
     tile_m: int  # at most; beyond it the weight is decoded more than once
     tile_n: int
-    unroll: int  # a step of the loop over a row decodes as many times 128 bytes of it
+    unroll: int  # how often 128 bytes of every row are decoded in a step of the loop over them
 
 
 # By device (a part of its name, "any" for others), bits and shape class. Chosen by how many instructions tiles compile
-# to, not by time: 512 rows take 3 to 7 % fewer of them per weight than 256, but the first tile, whose transfer nothing
-# overlaps, is then an eighth of 4096 rows. Half of `unroll` takes 5 to 15 % more.
+# to, not by time. 512 rows take 3 to 7 % fewer of them per weight than 256; but nothing can be computed while the first
+# tile is loaded, so it should be a small part of a weight. Half of `unroll` takes 5 to 15 % more.
 CONFIGS: dict[tuple[str, int, Literal["blocks", "one_scale"]], Config] = {
     **{("any", bits, "blocks"): Config(tile_m=64, tile_n=256, unroll=2 * bits) for bits in (1, 2, 4, 8)},
     **{("any", bits, "one_scale"): Config(tile_m=256, tile_n=256, unroll=2 * bits) for bits in (1, 2, 4, 8)},
@@ -84,7 +84,7 @@ class Plan(NamedTuple):
         return self.layout.zero_points or self.decoder.offset != 0
 
     @property
-    def joint(self) -> bool:
+    def planes_share_scales(self) -> bool:
         """Whether the planes of a segment share a scale."""
         return self.layout.one_scale or self.layout.block_size % (_packing.PLANE * self.layout.planes) == 0
 
@@ -105,7 +105,7 @@ class Plan(NamedTuple):
         return 2 * (weight + x) + 8 * 2**20  # and what is computed meanwhile
 
     @property
-    def turned(self) -> bool:
+    def scales_are_transposed(self) -> bool:
         """Whether scales come as (blocks, n), as XLA keeps them where rows of blocks would be padded to 128 lanes."""
         return pl.cdiv(self.layout.length, self.layout.block_size) % LANES != 0
 
@@ -236,20 +236,20 @@ def _transposed(x: Float[Array, "m n"], weight: Packed, plan: Plan, interpret: b
     operands["x"] = jnp.pad(scaled, [(0, tiles * plan.tile_m - m), (0, steps * plan.tile_n - plan.n)])
     specs["x"] = pl.BlockSpec((plan.tile_m, plan.tile_n), lambda i, j: (i, j))
 
-    shapes = {"y": (tiles, layout.planes, plan.tile_m, plan.words)}
-    outputs = pl.pallas_call(
+    shape = (layout.planes, plan.tile_m, plan.words)
+    y = pl.pallas_call(
         ft.partial(_transposed_kernel, plan),
-        out_shape={name: _compat.result_like(x, shape, jnp.float32) for name, shape in shapes.items()},
+        out_shape=_compat.result_like(x, (tiles, *shape), jnp.float32),
         grid=(tiles, steps),
         in_specs=[specs],
-        out_specs={name: pl.BlockSpec((None, *s[1:]), lambda i, j: (i, 0, 0, 0)) for name, s in shapes.items()},
+        out_specs=pl.BlockSpec((None, *shape), lambda i, j: (i, 0, 0, 0)),
         scratch_shapes=_scratch(weight, plan),
         compiler_params=_compiler_params("arbitrary"),
         interpret=interpret,
         name="quantized_matmul_transposed",
     )(operands)
 
-    y = outputs["y"].reshape(tiles, layout.planes, plan.tile_m, -1, _packing.PLANE)
+    y = y.reshape(tiles, layout.planes, plan.tile_m, -1, _packing.PLANE)
     y = y.transpose(0, 2, 3, 1, 4).reshape(-1, plan.columns)[:m]
     if shift is not None:
         # Of what the codes are multiplied by, rounded as it is: else the two would not cancel.
@@ -267,7 +267,7 @@ def _weight_operands(weight: Packed, plan: Plan) -> tuple[dict[str, Array], dict
         blocks = weight.scale.shape[1]
         by_block = pl.BlockSpec((tile_n, blocks), lambda i, j: (j, 0))
         turn = lambda a: a
-        if plan.turned:
+        if plan.scales_are_transposed:
             by_block, turn = pl.BlockSpec((blocks, tile_n), lambda i, j: (0, j)), jnp.transpose
         operands["scale"], specs["scale"] = turn(weight.scale), by_block
         if weight.zero_point is not None:
@@ -326,7 +326,7 @@ def _forward_kernel(plan: Plan, refs: Refs, y_ref: Any, scale_ref: Any = None) -
             lanes = _lanes(start + chunk)
             planes = plan.decoder.decode(refs["words"][:, lanes], refs.get("table"))
             partial = [_dot(refs["x"][p, :, lanes], w, transpose_b=True) for p, w in enumerate(planes)]
-            if plan.joint:
+            if plan.planes_share_scales:
                 partial = [sum(partial[1:], partial[0])]
             for p, both in enumerate(partial):
                 for copy in range(plan.copies):
@@ -344,13 +344,12 @@ def _forward_kernel(plan: Plan, refs: Refs, y_ref: Any, scale_ref: Any = None) -
         y_ref[...] += refs["sums"][...] * (refs["row"][...] * refs["shift"][...])
 
 
-def _transposed_kernel(plan: Plan, refs: Refs, outputs: Refs, scale_ref: Any = None, shift_ref: Any = None) -> None:
-    layout, tile_m, y_ref = plan.layout, plan.tile_m, outputs["y"]
+def _transposed_kernel(plan: Plan, refs: Refs, y_ref: Any, scale_ref: Any = None, shift_ref: Any = None) -> None:
+    layout, tile_m = plan.layout, plan.tile_m
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
-        for ref in outputs.values():
-            ref[...] = jnp.zeros_like(ref)
+        y_ref[...] = jnp.zeros_like(y_ref)
 
     refs = {**refs, "first_row": pl.program_id(1) * plan.tile_n}  # which is not to be asked for inside of a loop
     x = refs["x"][...]
@@ -370,11 +369,11 @@ def _transposed_kernel(plan: Plan, refs: Refs, outputs: Refs, scale_ref: Any = N
     def take(start: Any, count: int) -> None:
         for chunk in range(count):
             lanes = _lanes(start + chunk)
-            copies = [scaled(start + chunk, p) for p in range(1 if plan.joint else layout.planes)]
+            copies = [scaled(start + chunk, p) for p in range(1 if plan.planes_share_scales else layout.planes)]
             for p, w in enumerate(plan.decoder.decode(refs["words"][:, lanes], refs.get("table"))):
                 if not np.isfinite(layout.table).all():
                     w = _zero_past_rows(plan, refs, w, axis=0)
-                x_of_block = copies[0 if plan.joint else p]
+                x_of_block = copies[0 if plan.planes_share_scales else p]
                 partial = _dot(x_of_block, w)
                 part = jnp.zeros((tile_m, LANES), jnp.float32)
                 for copy in range(plan.copies):
@@ -410,7 +409,7 @@ def _scales(plan: Plan, refs: Refs) -> tuple[Float32[Array, "blocks tile_n"], Fl
     offset = jnp.full(scale.shape, plan.decoder.offset, jnp.float32)
     if "zero" in refs:
         offset -= refs["zero"][...].astype(jnp.int32).astype(jnp.float32)
-    if not plan.turned:
+    if not plan.scales_are_transposed:
         scale, offset = scale.T, offset.T
     scale = _zero_past_rows(plan, refs, scale, axis=1)
     return scale * plan.decoder.step, offset / plan.decoder.step

@@ -64,8 +64,9 @@ class Decoder(NamedTuple):
         table[: len(self.layout.table)] = np.asarray(self.layout.table) / self.step + 0.0  # without -0
         half = table.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32)
         lower, upper = half[:SUBLANES], half[SUBLANES:]
-        # Where the lower one is taken, the bits of the upper one stay below it. If the first of them is set, which is
-        # its sign, they round it up; so it is one less. Next to a zero they are below all normal numbers.
+        # A pair is a float32 for the lower half, of which the upper half is the last 16 bits. Where these begin with
+        # a one, rounding the float32 to bfloat16 would go up; so its own bits are one less. Only a zero stays: there
+        # the float32 is below all normal numbers.
         pairs = ((lower - ((upper >= 2**15) & (lower != 0))) << 16) | upper
         return np.concatenate([pairs.astype(np.uint32), table.astype(np.float32).view(np.uint32)]).view(np.int32)
 

@@ -62,8 +62,10 @@ KINDS = (
     *("fp8_e4m3", "mxfp4", "nvfp4", "q4_0", "dynamic8"),
 )
 
-# For sweeps that take long: everything on the newest JAX, one format of each kind on the oldest.
-SWEEP = tuple(FORMATS) if jax.__version_info__ >= (0, 11) else KINDS
+# For sweeps of kernels, which take long: everything on the newest JAX, one format of each kind on the oldest.
+NEWEST = jax.__version_info__ >= (0, 11)
+SWEEP = tuple(FORMATS) if NEWEST else KINDS
+ROWS = (1, 7, 16, 64, 300) if NEWEST else (7, 300)
 
 
 def sqnr(x: Any, y: Any) -> float:

@@ -13,7 +13,7 @@ import eqquant as eqq
 from eqquant import _dispatch
 from eqquant._dispatch import MatmulProblem, Target
 
-from .helpers import assert_close, FORMATS, KINDS, weights
+from .helpers import assert_close, FORMATS, KINDS, NEWEST, weights
 
 
 N, K = 40, 1030  # two segments of four bits or more for every kernel, and a rest
@@ -32,7 +32,7 @@ def product(kernel):
     return ft.partial(eqq.matmul, implementation=kernel, precision="highest")
 
 
-@pytest.fixture(params=["nf4", "int8"])
+@pytest.fixture(params=["nf4", "int8"] if NEWEST else ["nf4"])
 def q(request, getkey):
     return eqq.quantize(weights(getkey(), (N, K)), request.param)
 
@@ -323,8 +323,8 @@ def test_a_program_for_an_unknown_gpu_has_no_kernels(getkey):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["int8", "int8_tensor", "int8_affine", "fp8_e4m3", "fp8_e5m2", *KINDS])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["int8", "int8_affine", "fp8_e5m2", *KINDS])
 def test_xla_on_gpu(getkey, name, dtype, transpose):
     q = eqq.quantize(weights(getkey(), (2, 24, 130)), FORMATS[name].format, dtype=dtype)
     x = weights(getkey(), (2, 5, 24 if transpose else 130)).astype(dtype)

@@ -199,7 +199,7 @@ def test_matmul(w):
     for product in (lambda: q @ jnp.ones(8), lambda: jnp.ones(64) @ q, lambda: q @ jnp.ones((3, 2))):
         with pytest.raises(ValueError, match="`matmul` contracts axes of equal length. Got lengths"):
             product()
-    with pytest.raises(ValueError, match="`implementation` must be one of .*xla.* on .*Got 'magic'"):
+    with pytest.raises(ValueError, match="`implementation` must be one of .*xla, or None. Got 'magic'"):
         jax.block_until_ready(eqq.matmul(q, jnp.ones(64), implementation="magic"))
     with pytest.raises(TypeError, match="`explain_matmul` needs a quantized operand"):
         eqq.explain_matmul(w, w)

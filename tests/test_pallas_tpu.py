@@ -10,7 +10,7 @@ import eqquant as eqq
 from eqquant import _dispatch
 from eqquant._kernels import pallas_tpu
 
-from .helpers import FORMATS, KINDS, SWEEP, weights
+from .helpers import FORMATS, KINDS, ROWS, SWEEP, weights
 
 
 N, K = 140, 1094  # a tile and a part of one; for every number of bits whole pairs of segments, and a rest
@@ -31,14 +31,14 @@ def product(getkey, name, m, dtype, transpose, precision):
     return y, np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("m", [1, 7, 16, 64, 300])
+@pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("name", LOOKED_UP)
 def test_product(getkey, name, m):
     y, error = product(getkey, name, m, jnp.bfloat16, False, "default")
     assert y.dtype == jnp.bfloat16 and error < 4e-3
 
 
-@pytest.mark.parametrize("m", [7, 64])
+@pytest.mark.parametrize("m", [64])
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in REFUSED])
 def test_transposed_product(getkey, name, m):
     _, error = product(getkey, name, m, jnp.bfloat16, True, "default")

@@ -22,6 +22,7 @@ import jax.tree_util as jtu
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from timing import interleaved
 
 import eqquant as eqq
 
@@ -36,19 +37,6 @@ def machine() -> str:
             model = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), model)
     python = platform.python_version()
     return f"{model}, {os.cpu_count()} cores; JAX {jax.__version__}, Python {python}; {datetime.date.today()}"
-
-
-def interleaved(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each variant in each round; the first call of each is not counted."""
-    for f in variants.values():
-        jax.block_until_ready(f())
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, f in variants.items():
-            start = time.perf_counter()
-            jax.block_until_ready(f())
-            seconds[name].append(time.perf_counter() - start)
-    return {name: np.array(s) for name, s in seconds.items()}
 
 
 def matmul(size: int, rounds: int) -> None:

@@ -14,7 +14,6 @@ import functools as ft
 import itertools as it
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from timing import interleaved
 
 import eqquant as eqq
 from eqquant import _dispatch
@@ -147,19 +147,6 @@ def prepare(product: Callable[[Any, Any], Any], x: Any, weights: list[Any], opti
     count = rounds * len(weights)
     times = 1 if options.interpret else max(1, int(options.seconds / (seconds * count)))
     return ft.partial(repeated(product, rounds, times), x, weights), times * count
-
-
-def interleaved(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each program in each round, in turns; after one call that is not counted."""
-    for f in programs.values():
-        jax.block_until_ready(f())
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, f in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(f())
-            seconds[name].append(time.perf_counter() - start)
-    return {name: np.array(s) for name, s in seconds.items()}
 
 
 def copies_of(nbytes: int, options: Options) -> int:

@@ -394,25 +394,19 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
     ) -> Array:
         """`self @ other` if `left`, else `other @ self`: `jnp.matmul`'s shapes, on the quantized matmul."""
         x = jnp.asarray(other)
-        axes, contracted = self._axes, -1 if left else -2
-        if self.ndim < 2 or len(axes) != 1 or axes[0] < -2 or x.ndim == 0 or not jnp.isrealobj(x):
+        if not self._multiplies or x.ndim == 0 or not jnp.isrealobj(x):
             if implementation is not None:
                 raise ValueError(
                     "`implementation` is for products over or along the quantized axis, one of the last two. Got "
                     f"{implementation!r}, {self!r} and {x.dtype}{list(x.shape)}. Without it the product is dense."
                 )
             return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
-        inner = x.shape[-2 if left and x.ndim > 1 else -1]
-        if inner != self.shape[contracted]:
-            raise ValueError(
-                f"`matmul` contracts axes of equal length. Got lengths {self.shape[contracted]} and {inner}, from "
-                f"{f'{self.shape} @ {x.shape}' if left else f'{x.shape} @ {self.shape}'}."
-            )
+        contracted = self._contracted(x.shape, left=left)
         x = x.astype(jnp.result_type(x, self.dtype))
         vector = x.ndim == 1
         x = x[None, :] if vector else jnp.swapaxes(x, -1, -2) if left else x
         y = self._memory_order()._product(
-            x, transpose=axes[0] != contracted, implementation=implementation, precision=precision
+            x, transpose=self._axes[0] != contracted, implementation=implementation, precision=precision
         )
         return y[..., 0, :] if vector else jnp.swapaxes(y, -1, -2) if left else y
 
@@ -443,13 +437,26 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         """Whether the quantized axes are the last ones, in order: memory and logical order agree."""
         return self._axes == tuple(range(-len(self.lengths), 0))
 
-    def _unscaled(self) -> Float32[Array, "*batch length"]:
-        """What the codes stand for, less the zero points, in memory order."""
-        format, length = self.format, self._length
-        values = format.decode(_packing.unpack(self.codes, format.bits, length))
-        if self.zero_point is None:
-            return values
-        return values - _scaling.expand(self.zero_point.astype(jnp.float32), format.block_size, length)
+    @property
+    def _multiplies(self) -> bool:
+        """Whether products with it reach the quantized matmul."""
+        return self.ndim >= 2 and len(self._axes) == 1 and self._axes[0] >= -2
+
+    def _contracted(self, shape: tuple[Any, ...], *, left: bool) -> int:
+        """The axis that `self @ other` contracts if `left`, else `other @ self`. The `shape` of `other` may be symbolic.
+
+        **Raises:**
+
+        `ValueError` if that of the other has another length.
+        """
+        contracted = -1 if left else -2
+        inner = shape[-2 if left and len(shape) > 1 else -1]
+        if inner != self.shape[contracted]:
+            raise ValueError(
+                f"`matmul` contracts axes of equal length. Got lengths {self.shape[contracted]} and {inner}, from "
+                f"{f'{self.shape} @ {shape}' if left else f'{shape} @ {self.shape}'}."
+            )
+        return contracted
 
     def _memory_order(self) -> "QuantizedArray":
         """The same memory, read as `(*batch, length)`."""
@@ -493,7 +500,11 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Array:
-    dense = q._unscaled() * _scaling.expand(q.scale, q.block_size, q._length)
+    format, length = q.format, q._length
+    values = format.decode(_packing.unpack(q.codes, format.bits, length))
+    if q.zero_point is not None:
+        values = values - _scaling.expand(q.zero_point.astype(jnp.float32), format.block_size, length)
+    dense = values * _scaling.expand(q.scale, format.block_size, length)
     if q.zero_point is not None or q.dtype == jnp.float16:
         # The outermost code of a range may lie half a step beyond it, and that beyond the largest finite number.
         limit = float(min(jnp.finfo(q.dtype).max, jnp.finfo(jnp.float32).max))

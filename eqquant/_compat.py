@@ -95,14 +95,8 @@ def num_devices(context: Any) -> int:
     One if it is not known, as when a program is exported, or if it is already written for each device, as in
     `shard_map`.
     """
-    try:
-        context = context.module_context.axis_context
-        if getattr(context, "manual_axes", None):
-            return 1
-        devices = getattr(context, "device_assignment", None)
-        return 1 if devices is None else len(devices)
-    except AttributeError:  # pragma: no cover
-        return 1
+    manual = getattr(getattr(context.module_context, "axis_context", None), "manual_axes", None)
+    return 1 if manual else max(len(_devices(context)), 1)
 
 
 def spec_on_mesh(sharding: Any, mesh: Any) -> Any:
@@ -154,8 +148,11 @@ def no_gpu_kernels(context: Any) -> str | None:
 
 
 def _device(context: Any) -> Any:
-    devices = getattr(getattr(context.module_context, "axis_context", None), "device_assignment", None)
-    return devices[0] if devices else None
+    return next(iter(_devices(context)), None)
+
+
+def _devices(context: Any) -> Any:
+    return getattr(getattr(context.module_context, "axis_context", None), "device_assignment", None) or ()
 
 
 def expect_triton_warning() -> None:

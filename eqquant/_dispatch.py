@@ -158,25 +158,16 @@ class _Preference(NamedTuple):
 
 _FUSED = "XLA fuses the one conversion of the weight with the product; scales of rows stay outside"
 _FEW_ROWS = "few rows: the packed weight is decoded on the chip, where XLA would write a dense one to memory"
+_MANY_ROWS = "many rows: decoding to a dense weight in memory, once, costs less than decoding for every tile of rows"
 
 # The first that holds is taken, unless the implementation cannot take the product.
 _PREFERENCES = (
     _Preference("cuda", "xla", _of_bytes, _FUSED),
     _Preference("cuda", "pallas_gpu", lambda p: p.m <= 256, _FEW_ROWS),
-    _Preference(
-        "cuda",
-        "xla",
-        lambda p: True,
-        "many rows: decoding to a dense weight in memory, once, costs less than decoding it for every tile of rows",
-    ),
+    _Preference("cuda", "xla", lambda p: True, _MANY_ROWS),
     _Preference("tpu", "xla", _of_bytes, _FUSED),
     _Preference("tpu", "pallas_tpu", lambda p: p.m <= (256 if p.layout.one_scale else 64), _FEW_ROWS),
-    _Preference(
-        "tpu",
-        "xla",
-        lambda p: True,
-        "many rows: decoding to a dense weight in memory, once, costs less than decoding it for every tile of rows",
-    ),
+    _Preference("tpu", "xla", lambda p: True, _MANY_ROWS),
     _Preference(
         "cpu",
         "xla",
@@ -361,18 +352,12 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
     other = other if isinstance(other, jax.ShapeDtypeStruct) or is_quantized(other) else jnp.asarray(other)
     dtype = jnp.dtype(jnp.result_type(other.dtype, q.dtype))
     shape = (1, *other.shape) if len(other.shape) == 1 else other.shape
-    if q.ndim < 2 or len(q._axes) != 1 or q.axis < -2 or len(shape) < 2:
+    if not q._multiplies or len(shape) < 2:
         why = "it has one dimension" if q.ndim < 2 else f"the quantized axis {q.axis} is not one of the last two"
         why = "the other operand is a scalar" if len(shape) < 2 else why
         problem = MatmulProblem(1, math.prod(q.shape[:-1]), q.shape[-1], dtype, q.format, False)
         return MatmulExplanation(problem, platform, "dense", {"dense": f"{why}: dequantize, then multiply"})
-    contracted = -1 if left else -2
-    inner = shape[-2 if left and len(other.shape) > 1 else -1]
-    if inner != q.shape[contracted]:
-        raise ValueError(
-            f"`matmul` contracts axes of equal length. Got lengths {q.shape[contracted]} and {inner}, from "
-            f"{f'{q.shape} @ {other.shape}' if left else f'{other.shape} @ {q.shape}'}."
-        )
+    contracted = q._contracted(other.shape, left=left)
     m = shape[-1] if left and len(other.shape) > 1 else shape[-2]
     rows = q._memory_order()
     if rows.ndim == 2:

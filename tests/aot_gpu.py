@@ -112,13 +112,12 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
-    from rich.console import Console
     from rich.table import Table
 
     import eqquant as eqq
     from eqquant import _dispatch
     from eqquant._kernels import pallas_gpu
-    from tests.helpers import FORMATS
+    from tests.helpers import FORMATS, report
 
     kinds = ("nf4", "nf4_double", "int4", "int4_affine", "int4_channel", "int2_affine", "ternary", "binary_block")
     kinds += ("int8", "int8_affine", "int8_block", "fp8_e4m3", "mxfp8", "mxfp4", "nvfp4", "q4_0", "dynamic8")
@@ -184,11 +183,7 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
                 *((16, "bfloat16", True), (16, "float32", False)),
             ):
                 compiled(name, m, dtype, transpose)
-    console = Console(width=120)
-    console.print(table)
-    for failure in failures:
-        console.print(f"[red]{failure}")
-    return 1 if failures else 0
+    return report(table, failures)
 
 
 if __name__ == "__main__":

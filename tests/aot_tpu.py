@@ -50,12 +50,11 @@ def check(generation: str, names: list[str] | None) -> int:
     import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
-    from rich.console import Console
     from rich.table import Table
 
     import eqquant as eqq
     from eqquant import _dispatch
-    from tests.helpers import FORMATS
+    from tests.helpers import FORMATS, report
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=generation)
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
@@ -107,11 +106,7 @@ def check(generation: str, names: list[str] | None) -> int:
     for name in names or FORMATS:
         bits = FORMATS[name].bits
         table.add_row(name, f"{bits / 8 * N * K / 2**20:.1f}", *(compiled(name, *case) for case in CASES))
-    console = Console(width=140)
-    console.print(table)
-    for failure in failures:
-        console.print(f"[red]{failure}")
-    return 1 if failures else 0
+    return report(table, failures)
 
 
 if __name__ == "__main__":

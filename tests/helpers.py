@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from rich.console import Console
 
 import eqquant as eqq
 
@@ -92,6 +93,20 @@ def assert_same(actual: Any, expected: Any) -> None:
     for a, e in zip(jtu.tree_leaves(actual), jtu.tree_leaves(expected), strict=True):
         assert a.dtype == e.dtype
         np.testing.assert_array_equal(np.asarray(a), np.asarray(e))
+
+
+def relative_error(y: Any, expected: np.ndarray) -> float:
+    """Relative L2."""
+    return float(np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected))
+
+
+def report(table: Any, failures: list[str]) -> int:
+    """Prints what a check of compiled kernels found. The exit status."""
+    console = Console(width=140)
+    console.print(table)
+    for failure in failures:
+        console.print(f"[red]{failure}")
+    return 1 if failures else 0
 
 
 def primitives(f: Callable[..., Any], *args: Any) -> list[str]:

@@ -12,7 +12,7 @@ import eqquant as eqq
 from eqquant import _dispatch
 from eqquant._kernels import pallas_gpu, ptx
 
-from .helpers import FORMATS, KINDS, ROWS, SWEEP, weights
+from .helpers import FORMATS, KINDS, relative_error, ROWS, SWEEP, weights
 
 
 N, K = 72, 582  # a tile and a part of one; for every number of bits some segments and a rest
@@ -32,23 +32,19 @@ def interpreted(x, q, transpose, **options):
     return pallas_gpu.matmul(x, _dispatch._pack(q), layout, transpose=transpose, interpret=True, **options)
 
 
-def error(y, expected):
-    return np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected)
-
-
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("name", SWEEP)
 def test_product(getkey, name, m):
     x, q, expected = operands(getkey, FORMATS[name].format, m, jnp.bfloat16, False)
     y = interpreted(x, q, False)
-    assert y.dtype == x.dtype and error(y, expected) < 4e-3
+    assert y.dtype == x.dtype and relative_error(y, expected) < 4e-3
 
 
 @pytest.mark.parametrize("m", [64])
 @pytest.mark.parametrize("name", KINDS)
 def test_transposed_product(getkey, name, m):
     x, q, expected = operands(getkey, FORMATS[name].format, m, jnp.bfloat16, True)
-    assert error(interpreted(x, q, True), expected) < 4e-3
+    assert relative_error(interpreted(x, q, True), expected) < 4e-3
 
 
 @pytest.mark.parametrize("name", ["nf4", "dynamic8"])
@@ -60,7 +56,7 @@ def test_rounding_the_table_does_not_add_up(getkey, name, dtype, tol):
     x = (weights(getkey(), (4, k)) + 0.5).astype(dtype)
     layout = _dispatch._layout(q.format, k)
     y = pallas_gpu.matmul(x, _dispatch._pack(q), layout, transpose=False, precision="default", interpret=True)
-    assert error(y, np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T) < tol
+    assert relative_error(y, np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T) < tol
 
 
 @pytest.mark.parametrize("transpose", [False, True])
@@ -69,7 +65,7 @@ def test_rounding_the_table_does_not_add_up(getkey, name, dtype, tol):
 def test_dtypes(getkey, name, dtype, tol, transpose):
     x, q, expected = operands(getkey, FORMATS[name].format, 5, dtype, transpose)
     y = interpreted(x, q, transpose, precision="highest")
-    assert y.dtype == x.dtype and error(y, expected) < tol
+    assert y.dtype == x.dtype and relative_error(y, expected) < tol
 
 
 @pytest.mark.parametrize("n, k", [(1, 129), (65, 128), (200, 1000)])
@@ -86,7 +82,7 @@ def test_tiles_and_parts(getkey, n, k, split, weight_left, transpose):
         x, _dispatch._pack(q), layout, transpose=transpose, precision="highest", config=config, interpret=True
     )
     dense = np.asarray(q.dequantize(), np.float64)
-    assert error(y, np.asarray(x, np.float64) @ (dense if transpose else dense.T)) < 1e-6
+    assert relative_error(y, np.asarray(x, np.float64) @ (dense if transpose else dense.T)) < 1e-6
 
 
 def test_what_cannot_be_taken():

@@ -10,7 +10,7 @@ import eqquant as eqq
 from eqquant import _dispatch
 from eqquant._kernels import pallas_tpu
 
-from .helpers import FORMATS, KINDS, ROWS, SWEEP, weights
+from .helpers import FORMATS, KINDS, relative_error, ROWS, SWEEP, weights
 
 
 N, K = 140, 1094  # a tile and a part of one; for every number of bits whole pairs of segments, and a rest
@@ -28,7 +28,7 @@ def product(getkey, name, m, dtype, transpose, precision):
     y = pallas_tpu.matmul(x, _dispatch._pack(q), layout, transpose=transpose, precision=precision, interpret=True)
     dense = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (dense if transpose else dense.T)
-    return y, np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected)
+    return y, relative_error(y, expected)
 
 
 @pytest.mark.parametrize("m", ROWS)

@@ -26,8 +26,9 @@ from jaxtyping import Array, Float, Float32
 
 from .. import _compat, _packing
 from .._compat import pallas_triton as plt
-from .packed import alignment, decode_columns, decode_scale, Layout, Packed
+from .packed import alignment, decode_scale, Layout, Packed
 from .ptx import decode, table_of
+from .xla import add_rest
 
 
 #
@@ -302,6 +303,7 @@ def matmul(
     - `interpret`: run on any device, slowly.
     """
     _compat.expect_triton_warning()
+    exactly = jax.lax.Precision.HIGHEST if precision == "highest" else None
     m, n, body = x.shape[0], weight.codes.shape[0], _body(layout)
     config = config or tuned(device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
     m_tiles = pl.cdiv(m, config.tile_m)
@@ -314,13 +316,7 @@ def matmul(
     parts = _split(config, device, tiles, steps)
     whole = parts == 1 and body == layout.length  # then the kernel writes the result itself
     y = pl.pallas_call(
-        ft.partial(
-            kernel,
-            layout=layout,
-            config=config,
-            interpret=interpret,
-            precision=jax.lax.Precision.HIGHEST if precision == "highest" else None,
-        ),
+        ft.partial(kernel, layout=layout, config=config, interpret=interpret, precision=exactly),
         out_shape=_compat.result_like(x, (parts, m, outer), x.dtype if whole else jnp.float32),
         grid=(tiles, parts),
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
@@ -329,16 +325,5 @@ def matmul(
     )(x, _Weight(*weight, table=table_of(layout, x.dtype, interpret)))
     if whole:
         return y[0]
-    y = jnp.sum(y, axis=0)
-    if body < layout.length:
-        rest = decode_columns(weight, layout, body, x.dtype)
-        dot = ft.partial(
-            jax.lax.dot_general,
-            precision=jax.lax.Precision.HIGHEST if precision == "highest" else None,
-            preferred_element_type=jnp.float32,
-        )
-        if transpose:
-            y = jnp.concatenate([y, dot(x, rest, (((1,), (0,)), ((), ())))], axis=1)
-        else:
-            y = y + dot(x[:, body:], rest, (((1,), (1,)), ((), ())))
+    y = add_rest(jnp.sum(y, axis=0), x, weight, layout, body, transpose=transpose, precision=exactly)
     return y.astype(x.dtype)

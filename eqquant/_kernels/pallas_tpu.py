@@ -25,8 +25,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32
 
 from .. import _compat, _packing
-from .packed import alignment, decode_columns, decode_scale, Layout, Packed
+from .packed import alignment, decode_scale, Layout, Packed
 from .vpu import decode_float16, Decoder, is_looked_up, LANES
+from .xla import add_rest
 
 
 VMEM_BYTES = 48 * 2**20  # v7x has 64 MiB, others have more
@@ -150,12 +151,9 @@ def matmul(
         layout, x.shape[0], weight.codes.shape[0], x.dtype, transpose, precision, config or tuned(device, layout)
     )
     y = (_transposed if transpose else _forward)(x, weight, plan, interpret)
-    if plan.columns < layout.length:
-        rest = decode_columns(weight, layout, plan.columns, jnp.dtype(plan.dtype))
-        if transpose:
-            y = jnp.concatenate([y, _dot(x.astype(plan.dtype), rest)], axis=1)
-        else:
-            y = y + _dot(x[:, plan.columns :].astype(plan.dtype), rest, transpose_b=True)
+    exactly = jax.lax.Precision.HIGHEST if plan.dtype == jnp.float32 else None
+    operand = x.astype(plan.dtype)
+    y = add_rest(y, operand, weight, layout, plan.columns, transpose=transpose, precision=exactly)
     return y.astype(x.dtype)
 
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
+from .packed import decode_columns, Layout, Packed
+
 
 # The decoded rows in flight at a time. More are no faster on two cores with 1 MiB of L2 each. What is not taken in rows
 # may be decoded long before its turn: of eight layers of 4 MiB, XLA decodes all at once, and takes twice as long.
@@ -57,6 +59,29 @@ def dense_scaled(
         return dense(scaled.astype(x.dtype), w, decode, transpose=True, precision=precision)
     y = _dot(x, decode(w).astype(x.dtype), transpose=False, precision=precision)
     return (y * jnp.broadcast_to(scale, y.shape)).astype(x.dtype)
+
+
+def add_rest(
+    y: Float[Array, "m taken"],
+    x: Float[Array, "m inner"],
+    weight: Packed,
+    layout: Layout,
+    start: int,
+    *,
+    transpose: bool,
+    precision: Any,
+) -> Float[Array, "m outer"]:
+    """Completes `y`, the product of a kernel that took the columns of a weight before `start`.
+
+    The product with the other columns is added; or with `transpose` these are the results that are missing. Both `y`
+    and the result have the precision of sums.
+    """
+    if start == layout.length:
+        return y
+    rest = decode_columns(weight, layout, start, x.dtype)
+    if transpose:
+        return jnp.concatenate([y, _dot(x, rest, transpose=True, precision=precision)], axis=1)
+    return y + _dot(x[:, start:], rest, transpose=False, precision=precision)
 
 
 def by_rows(

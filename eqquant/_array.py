@@ -443,7 +443,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         return self.ndim >= 2 and len(self._axes) == 1 and self._axes[0] >= -2
 
     def _contracted(self, shape: tuple[Any, ...], *, left: bool) -> int:
-        """The axis that `self @ other` contracts if `left`, else `other @ self`. The `shape` of `other` may be symbolic.
+        """The axis that `self @ other` contracts if `left`, else `other @ self`; `shape` may be symbolic.
 
         **Raises:**
 

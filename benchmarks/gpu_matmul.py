@@ -27,8 +27,9 @@ from rich.table import Table
 from timing import interleaved
 
 import eqquant as eqq
-from eqquant import _dispatch
-from eqquant._kernels import pallas_gpu
+from eqquant._matmul import dispatch
+from eqquant._matmul.kernels import pallas_gpu
+from eqquant._matmul.problem import MatmulProblem, Target
 
 
 SHAPES = ((4096, 4096), (8192, 8192), (4096, 14336))  # (k, n)
@@ -77,7 +78,7 @@ def relative_error(y: Any, x: Any, dense: np.ndarray, transpose: bool) -> float:
 def run_kernel(
     x: Any, q: Any, transpose: bool, options: Options, precision: str = "default", config: Any = None
 ) -> Any:
-    layout = _dispatch.MatmulProblem(*(x.shape[0], *q.shape), x.dtype, q.format, transpose).layout
+    layout = MatmulProblem(*(x.shape[0], *q.shape), x.dtype, q.format, transpose).layout
     run = ft.partial(
         pallas_gpu.matmul,
         layout=layout,
@@ -87,7 +88,7 @@ def run_kernel(
         device=jax.devices()[0].device_kind,
         interpret=options.interpret,
     )
-    return run(x, _dispatch._pack(q))
+    return run(x, dispatch.pack_arrays(q))
 
 
 def check(options: Options) -> bool:
@@ -198,8 +199,8 @@ def benchmark(shapes: Any, rows: Any, formats: dict[str, Any], options: Options)
             micro = lambda name, each=each: 1e6 * float(np.median(each[name]))
             ratio = lambda name, each=each: float(np.median(each["cuBLAS"] / each[name]))
             for name, format in formats.items():
-                problem = _dispatch.MatmulProblem(m, n, k, x.dtype, format, False)
-                chosen = _dispatch.choose(_dispatch.Target("cuda"), problem, None)[0]
+                problem = MatmulProblem(m, n, k, x.dtype, format, False)
+                chosen = dispatch.choose(Target("cuda"), problem, None)[0]
                 q = weights[f"{name} kernel"][0]
                 share = (q.nbytes + x.nbytes + 2 * m * n) / (micro(f"{name} kernel") / 1e6) / bandwidth
                 table.add_row(

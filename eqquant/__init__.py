@@ -2,9 +2,14 @@ import importlib.metadata
 
 from quax import quaxify as quaxify
 
-from . import _rules as _rules, analysis as analysis, calibrate as calibrate
-from ._array import AbstractFormat as AbstractFormat, QuantizedArray as QuantizedArray
-from ._dispatch import explain_matmul as explain_matmul
+from . import analysis as analysis, calibrate as calibrate
+from ._array.array import is_quantized as is_quantized, QuantizedArray as QuantizedArray
+from ._array.quantize import dequantize as dequantize, quantize as quantize, unpack as unpack
+from ._array.simulated import (
+    fake_quantize as fake_quantize,
+    SimulatedArray as SimulatedArray,
+    straight_through as straight_through,
+)
 from ._formats import (
     Binary as Binary,
     Codebook as Codebook,
@@ -21,21 +26,9 @@ from ._formats import (
     Q8_0 as Q8_0,
     Ternary as Ternary,
 )
-from ._leaves import trainable_mask as trainable_mask
-from ._matmul import matmul as matmul
-from ._placement import tree_shardings as tree_shardings
-from ._quantize import (
-    dequantize as dequantize,
-    is_quantized as is_quantized,
-    quantize as quantize,
-    unpack as unpack,
-)
-from ._simulate import (
-    fake_quantize as fake_quantize,
-    finalize as finalize,
-    SimulatedArray as SimulatedArray,
-    straight_through as straight_through,
-)
+from ._formats.base import AbstractFormat as AbstractFormat
+from ._matmul.api import matmul as matmul
+from ._matmul.explain import explain_matmul as explain_matmul
 from ._training import (
     apply_updates as apply_updates,
     filter_grad as filter_grad,
@@ -47,11 +40,13 @@ from ._training import (
     merge_lora as merge_lora,
     quantize_state as quantize_state,
 )
-from ._tree import (
+from ._training.mask import trainable_mask as trainable_mask
+from ._training.simulate import finalize as finalize
+from ._tree.placement import tree_shardings as tree_shardings
+from ._tree.quantize import plan_tree as plan_tree, quantize_tree as quantize_tree
+from ._tree.summary import (
     count_params as count_params,
     dequantize_tree as dequantize_tree,
-    plan_tree as plan_tree,
-    quantize_tree as quantize_tree,
     summary as summary,
     tree_nbytes as tree_nbytes,
 )

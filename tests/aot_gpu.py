@@ -115,8 +115,9 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
     from rich.table import Table
 
     import eqquant as eqq
-    from eqquant import _dispatch
-    from eqquant._kernels import pallas_gpu
+    from eqquant._matmul import dispatch
+    from eqquant._matmul.kernels import pallas_gpu
+    from eqquant._matmul.problem import MatmulProblem, Target
     from tests.helpers import FORMATS, report
 
     kinds = ("nf4", "nf4_double", "int4", "int4_affine", "int4_channel", "int2_affine", "ternary", "binary_block")
@@ -140,8 +141,8 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
         clear(directory)  # so that the program is alone there
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             program = jax.jit(f).trace(*args).lower().compile()
-        problem = _dispatch.MatmulProblem(m, N, K, jnp.dtype(dtype), format, transpose)
-        chosen = _dispatch.choose(_dispatch.Target("cuda"), problem, None)[0] == "pallas_gpu"
+        problem = MatmulProblem(m, N, K, jnp.dtype(dtype), format, transpose)
+        chosen = dispatch.choose(Target("cuda"), problem, None)[0] == "pallas_gpu"
         (kernel,) = kernels_in(directory)
         layout = problem.layout
         config = pallas_gpu.tuned("H100", layout.bits, jnp.dtype(dtype).itemsize, m, transpose=transpose)

@@ -53,7 +53,8 @@ def check(generation: str, names: list[str] | None) -> int:
     from rich.table import Table
 
     import eqquant as eqq
-    from eqquant import _dispatch
+    from eqquant._matmul import dispatch
+    from eqquant._matmul.problem import MatmulProblem, Target
     from tests.helpers import FORMATS, report
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=generation)
@@ -66,8 +67,8 @@ def check(generation: str, names: list[str] | None) -> int:
 
     def compiled(name: str, m: int, dtype: str, transpose: bool) -> str:
         format = FORMATS[name].format
-        problem = _dispatch.MatmulProblem(m, N, K, jnp.dtype(dtype), format, transpose)
-        if _dispatch._refusal(_dispatch.Target("tpu"), problem, "pallas_tpu") is not None:
+        problem = MatmulProblem(m, N, K, jnp.dtype(dtype), format, transpose)
+        if dispatch.refusal_of(Target("tpu"), problem, "pallas_tpu") is not None:
             return "no kernel"
         q = jax.eval_shape(lambda w: eqq.quantize(w, format, dtype=dtype), jax.ShapeDtypeStruct((N, K), jnp.float32))
         x = jax.ShapeDtypeStruct((m, N if transpose else K), dtype)

@@ -18,27 +18,20 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "eqquant"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# A module imports modules of lower levels only. The first prefix that fits gives the level.
-LEVELS = {
-    "_compat": 0,
-    **dict.fromkeys(("_operators", "_packing", "_minifloat", "_scaling", "_search", "_display"), 1),
-    **dict.fromkeys(("_sharding", "_primitive"), 2),
-    "_array": 3,
-    **dict.fromkeys(("_quantize", "_formats", "_kernels"), 4),
-    **dict.fromkeys(("_dispatch", "_matmul", "_partition", "_rules", "_leaves", "_report"), 5),
-    **dict.fromkeys(("_simulate", "_placement"), 6),
-    "_tree": 7,
-    **dict.fromkeys(("_training", "calibrate", "analysis", "io"), 8),
-    "__init__": 9,
-}
-# Imports between modules of one level that are not in one folder, each for a reason.
-SIBLINGS = {
-    ("_scaling", "_minifloat"),  # scales may be e8m0
-    ("_search", "_scaling"),  # both are about scales
-    ("_primitive", "_sharding"),  # the result of a product is divided as its operands are
-    ("_matmul", "_dispatch"),  # the primitive, and what computes it
-    ("_matmul", "_partition"),  # each device runs an implementation
-}
+# A module imports modules of lower levels, and of its own room. `docs/design.md` shows this table.
+LEVELS = (
+    ("_compat", "_docs", "_report"),
+    ("_numerics", "_mesh"),
+    ("_formats",),
+    ("_methods",),
+    ("_array",),
+    ("_matmul",),
+    ("_tree",),
+    ("_training",),
+    ("calibrate", "analysis", "io"),
+    ("__init__",),
+)
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 
 def name_of(path):
@@ -47,8 +40,8 @@ def name_of(path):
 
 
 def level_of(name):
-    assert name.split(".")[0] in LEVELS, f"{name} has no level: add it to LEVELS"
-    return LEVELS[name.split(".")[0]]
+    assert name.split(".")[0] in LEVEL_OF, f"{name} has no level: add it to LEVELS"
+    return LEVEL_OF[name.split(".")[0]]
 
 
 def imports_of(path):
@@ -71,7 +64,7 @@ def imports_of(path):
 
 
 def resolve(target):
-    """`_scaling` for `eqquant._scaling.BlockSize`: the module that holds a name."""
+    """`_numerics.blocks` for `eqquant._numerics.blocks.BlockSize`: the module that holds a name."""
     parts = target.split(".")[1:]
     for n in range(len(parts), 0, -1):
         path = PACKAGE.joinpath(*parts[:n])
@@ -95,18 +88,14 @@ def tree_of(path):
 def test_imports_point_down(path):
     name = name_of(path)
     for target in imports_of(path):
-        if target.startswith(name.rpartition(".")[0] + ".") or name == target.rpartition(".")[0]:
-            continue  # the files of a folder are one unit, which its `__init__` gathers; `test_no_cycles` orders them
-        down = level_of(target) < level_of(name)
-        assert down or (name, target) in SIBLINGS, f"{name} imports {target}, which is not below it"
+        same_room = target.split(".")[0] == name.split(".")[0]  # `test_no_cycles` orders the files of a room
+        assert same_room or level_of(target) < level_of(name), f"{name} imports {target}, which is not below it"
 
 
 def test_the_check_sees_the_imports():
-    assert "_minifloat" in set(imports_of(PACKAGE / "_scaling.py"))
-    assert {"_array", "_scaling", "_formats.floating"} <= set(imports_of(PACKAGE / "_formats" / "codebook.py"))
-    assert {"_array", "_formats", "_tree"} <= set(imports_of(PACKAGE / "__init__.py"))
-    edges = {(name_of(path), target) for path in MODULES for target in imports_of(path)}
-    assert SIBLINGS <= edges, "an exception that nothing needs"
+    assert "_numerics.minifloats" in set(imports_of(PACKAGE / "_numerics" / "scale_bits.py"))
+    assert {"_formats.base", "_numerics.blocks"} <= set(imports_of(PACKAGE / "_formats" / "codebook.py"))
+    assert {"_array.array", "_formats", "_tree.quantize"} <= set(imports_of(PACKAGE / "__init__.py"))
 
 
 def test_no_cycles():
@@ -118,7 +107,7 @@ def test_no_cycles():
 
 
 def test_kernels_know_no_formats(path):
-    if name_of(path).split(".")[0] == "_kernels":
+    if name_of(path).startswith("_matmul.kernels"):
         assert not {target.split(".")[0] for target in imports_of(path)} & {"_array", "_formats"}
 
 

@@ -10,21 +10,21 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant import _dispatch
-from eqquant._dispatch import MatmulProblem, Target
+from eqquant._matmul import dispatch
+from eqquant._matmul.problem import MatmulProblem, Target
 
 from .helpers import assert_close, FORMATS, KINDS, NEWEST, weights
 
 
 N, K = 40, 1030  # two segments of four bits or more for every kernel, and a rest
-KERNELS = {"pallas_gpu": _dispatch._pallas_gpu, "pallas_tpu": _dispatch._pallas_tpu}
+KERNELS = {"pallas_gpu": dispatch._pallas_gpu, "pallas_tpu": dispatch._pallas_tpu}
 
 
 @pytest.fixture(params=KERNELS)
 def kernel(request, monkeypatch):
     """A kernel that runs on the CPU, interpreted."""
-    interpreted = _dispatch._kernel("cpu", KERNELS[request.param], interpret=True)
-    monkeypatch.setitem(_dispatch._IMPLEMENTATIONS, request.param, interpreted)
+    interpreted = dispatch._kernel("cpu", KERNELS[request.param], interpret=True)
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, request.param, interpreted)
     return request.param
 
 
@@ -75,9 +75,9 @@ def test_transformations(kernel, q, getkey, transform):
 
 def test_vmap_is_one_call(kernel, q, getkey, monkeypatch):
     called = []
-    original = _dispatch.run
+    original = dispatch.run
     monkeypatch.setattr(
-        _dispatch, "run", lambda x, w, *args: called.append((x.shape, args[-1])) or original(x, w, *args)
+        dispatch, "run", lambda x, w, *args: called.append((x.shape, args[-1])) or original(x, w, *args)
     )
     jax.jit(jax.vmap(ft.partial(product(kernel), q))).lower(weights(getkey(), (5, K)))
     assert called == [((5, K), kernel)]
@@ -128,8 +128,8 @@ def test_shard_map(kernel, getkey):
 
 def test_a_whole_model(kernel, getkey, monkeypatch):
     """Where a kernel is preferred, a model needs no change to run on it."""
-    preference = _dispatch._Preference("cpu", kernel, lambda p: True, "for this test")
-    monkeypatch.setattr(_dispatch, "_PREFERENCES", (preference, *_dispatch._PREFERENCES))
+    preference = dispatch._Preference("cpu", kernel, lambda p: True, "for this test")
+    monkeypatch.setattr(dispatch, "_PREFERENCES", (preference, *dispatch._PREFERENCES))
     model = eqx.nn.MLP(1024, 3, 1024, 1, key=getkey())
     x = weights(getkey(), (4, 1024))
     small = eqq.quantize_tree(model, "int4")
@@ -258,7 +258,7 @@ PROBLEM = MatmulProblem(16, 4096, 4096, jnp.dtype(jnp.bfloat16), eqq.NF4(), Fals
     ],
 )
 def test_preferences(platform, changes, expected, reason):
-    name, why = _dispatch.choose(Target(platform), PROBLEM._replace(**changes), None)
+    name, why = dispatch.choose(Target(platform), PROBLEM._replace(**changes), None)
     assert name == expected and reason in why
 
 
@@ -267,19 +267,19 @@ def test_every_platform_takes_everything():
         for row in FORMATS.values():
             for dtype, transpose in ((jnp.bfloat16, False), (jnp.float64, True)):
                 problem = MatmulProblem(0, 5, 7, jnp.dtype(dtype), row.format, transpose, "bfloat16_3x")
-                assert _dispatch.choose(Target(platform), problem, None)[0] == "xla"
+                assert dispatch.choose(Target(platform), problem, None)[0] == "xla"
 
 
 def test_forcing():
-    assert _dispatch.choose(Target("cuda"), PROBLEM._replace(m=4096), "pallas_gpu")[0] == "pallas_gpu"
+    assert dispatch.choose(Target("cuda"), PROBLEM._replace(m=4096), "pallas_gpu")[0] == "pallas_gpu"
     with pytest.raises(ValueError, match="cannot take this product: it is for tpu, and this is cuda"):
-        _dispatch.choose(Target("cuda"), PROBLEM, "pallas_tpu")
+        dispatch.choose(Target("cuda"), PROBLEM, "pallas_tpu")
     with pytest.raises(ValueError, match="one of pallas_gpu, pallas_tpu, xla, or None. Got 'fast'"):
-        _dispatch.choose(Target("cuda"), PROBLEM, "fast")
+        dispatch.choose(Target("cuda"), PROBLEM, "fast")
     old = PROBLEM._replace(format=eqq.MXFP8())
-    assert _dispatch.choose(Target("cuda", capability=8.0), old, None)[0] == "xla"
+    assert dispatch.choose(Target("cuda", capability=8.0), old, None)[0] == "xla"
     with pytest.raises(ValueError, match="capability 8.0 have no floats of 8 bits"):
-        _dispatch.choose(Target("cuda", capability=8.0), old, "pallas_gpu")
+        dispatch.choose(Target("cuda", capability=8.0), old, "pallas_gpu")
     for changes, why in (
         ({"dtype": jnp.dtype(jnp.float64)}, "float64"),
         ({"format": eqq.Int4(block_size=48)}, "blocks of 48"),
@@ -288,9 +288,9 @@ def test_forcing():
         ({"precision": "garbage"}, "precision is garbage"),
     ):
         with pytest.raises(ValueError, match=rf"`implementation='pallas_gpu'` cannot take .*{why}.* Use \"xla\""):
-            _dispatch.choose(Target("cuda"), PROBLEM._replace(**changes), "pallas_gpu")
+            dispatch.choose(Target("cuda"), PROBLEM._replace(**changes), "pallas_gpu")
     with pytest.raises(ValueError, match=r"cannot take .* of this computer\."):
-        _dispatch.choose(Target("cuda", no_kernels="not of this computer"), PROBLEM, "pallas_gpu")
+        dispatch.choose(Target("cuda", no_kernels="not of this computer"), PROBLEM, "pallas_gpu")
     with pytest.raises(ValueError, match="it is for cuda, and this is cpu"):
         eqq.matmul(jnp.ones((2, 256)), eqq.quantize(jnp.ones((8, 256)), "nf4").T, implementation="pallas_gpu")
 
@@ -301,9 +301,9 @@ def test_forcing():
 )
 def test_precision(precision, expected):
     wide = PROBLEM._replace(dtype=jnp.dtype(jnp.float32), precision=precision)
-    assert _dispatch._precision(wide) == expected
-    assert _dispatch._precision(wide._replace(dtype=PROBLEM.dtype)) == "default"
-    assert _dispatch._precision(wide._replace(precision=("high", "default"))) is None
+    assert dispatch._precision(wide) == expected
+    assert dispatch._precision(wide._replace(dtype=PROBLEM.dtype)) == "default"
+    assert dispatch._precision(wide._replace(precision=("high", "default"))) is None
 
 
 def test_explanations_know_the_default_precision():
@@ -329,7 +329,7 @@ def test_xla_on_gpu(getkey, name, dtype, transpose):
     q = eqq.quantize(weights(getkey(), (2, 24, 130)), FORMATS[name].format, dtype=dtype)
     x = weights(getkey(), (2, 5, 24 if transpose else 130)).astype(dtype)
     problem = MatmulProblem(5, 24, 130, x.dtype, q.format, transpose)
-    y = _dispatch.run(x, q, problem, Target("cuda"), "xla")
+    y = dispatch.run(x, q, problem, Target("cuda"), "xla")
     dense = np.asarray(q.dequantize(), np.float64)
     assert y.dtype == x.dtype
     assert_close(y, np.asarray(x, np.float64) @ (dense if transpose else np.swapaxes(dense, 1, 2)), tol=1e-2)
@@ -339,6 +339,6 @@ def test_bytes_are_converted_once():
     """XLA on GPU fuses one conversion of the weight with the product; with two, it writes the weight to memory."""
     q = eqq.quantize(jnp.ones((8, 256)), "fp8")
     problem = MatmulProblem(4, 8, 256, jnp.dtype(jnp.bfloat16), q.format, False)
-    run = lambda x, q: _dispatch.run(x, q, problem, Target("cuda"), "xla")
+    run = lambda x, q: dispatch.run(x, q, problem, Target("cuda"), "xla")
     found = jax.make_jaxpr(run)(jnp.ones((4, 256), jnp.bfloat16), q).jaxpr
     assert not [e for e in found.eqns if e.outvars[0].aval.shape == (8, 256) and e.outvars[0].aval.dtype == jnp.float32]

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._array import as_format
-from eqquant._quantize import check_quantizable
+from eqquant._array.quantize import check_quantizable
+from eqquant._formats.base import as_format
 
 from .helpers import FORMATS, weights
 

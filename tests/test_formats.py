@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant import _scaling
-from eqquant._minifloat import decode_e8m0, E2M1, E4M3, E5M2, encode_e8m0, UE4M4
+from eqquant._numerics import rounding
+from eqquant._numerics.minifloats import decode_e8m0, E2M1, E4M3, E5M2, encode_e8m0, UE4M4
 
 from .helpers import sqnr, weights
 
@@ -264,7 +264,7 @@ def test_codebook_of_any_size(getkey, size, width):
 
 def test_round_half_away():
     x = [0.49999997, -0.49999997, 0.5, -0.5, 1.5, 2.5, -2.5, 0.0, 8388609.0, 127.49999]
-    rounded = _scaling.round_half_away(jnp.array(x, jnp.float32))
+    rounded = rounding.round_half_away(jnp.array(x, jnp.float32))
     assert rounded.tolist() == [0, 0, 1, -1, 2, 3, -3, 0, 8388609, 127]
 
 
@@ -288,7 +288,7 @@ def test_a_row_alone_is_quantized_as_among_others():
 
 def test_stochastic_rounding_is_to_a_neighbour(getkey):
     x = weights(getkey(), (1000,)) * 5
-    rounded = _scaling.stochastic_round(getkey())(x)
+    rounded = rounding.stochastic_round(getkey())(x)
     assert set((rounded - jnp.floor(x)).tolist()) == {0.0, 1.0}
     whole = jnp.arange(-5.0, 6.0)
-    np.testing.assert_array_equal(np.asarray(_scaling.stochastic_round(getkey())(whole)), np.asarray(whole))
+    np.testing.assert_array_equal(np.asarray(rounding.stochastic_round(getkey())(whole)), np.asarray(whole))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._kernels import xla
+from eqquant._matmul.kernels import xla
 
 from .helpers import assert_close, primitives, temp_bytes, weights
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqquant import _packing, _scaling
+from eqquant._numerics import blocks, packing, scale_bits
 
 
 def reference(codes, bits):
@@ -31,36 +31,36 @@ def reference(codes, bits):
 @hypothesis.example(bits=2, length=256, seed=0)
 def test_round_trip(bits, length, seed):
     codes = np.random.default_rng(seed).integers(0, 2**bits, (2, length)).astype(np.uint8)
-    words = _packing.pack(jnp.asarray(codes), bits)
-    assert words.dtype == jnp.uint8 and words.shape == (2, _packing.packed_length(length, bits))
+    words = packing.pack(jnp.asarray(codes), bits)
+    assert words.dtype == jnp.uint8 and words.shape == (2, packing.packed_length(length, bits))
     np.testing.assert_array_equal(np.asarray(words[1]), reference(codes[1], bits) if bits < 8 else codes[1])
-    np.testing.assert_array_equal(np.asarray(_packing.unpack(words, bits, length)), codes)
+    np.testing.assert_array_equal(np.asarray(packing.unpack(words, bits, length)), codes)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_packed_length(bits):
     for length in range(600):
-        assert _packing.packed_length(length, bits) == int(np.ceil(length * bits / 8))
+        assert packing.packed_length(length, bits) == int(np.ceil(length * bits / 8))
 
 
 def test_layout_of_a_segment():
     codes = np.random.default_rng(0).integers(0, 16, 128).astype(np.uint8)
-    words = np.asarray(_packing.pack(jnp.asarray(codes), 4))
+    words = np.asarray(packing.pack(jnp.asarray(codes), 4))
     for j in range(64):
         assert words[j] == codes[j] | codes[j + 64] << 4
 
 
 def test_layout_of_a_shorter_last_segment():
     codes = jnp.array([1, 2, 3, 4, 5], jnp.uint8)
-    assert _packing.pack(codes, 4).tolist() == [1 | 4 << 4, 2 | 5 << 4, 3]
-    assert _packing.pack(codes & 1, 1).tolist() == [0b10101]
+    assert packing.pack(codes, 4).tolist() == [1 | 4 << 4, 2 | 5 << 4, 3]
+    assert packing.pack(codes & 1, 1).tolist() == [0b10101]
 
 
 @pytest.mark.parametrize("block_size", [8, 16, None, "tensor"])
 @pytest.mark.parametrize("shape", [(40,), (3, 32), (2, 3, 7), (2, 0), (0, 16)])
 def test_blocks(block_size, shape):
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1
-    parts = _scaling.split_blocks(jnp.asarray(x), block_size)
+    parts = blocks.split_blocks(jnp.asarray(x), block_size)
     if block_size == "tensor":
         (part,) = parts
         assert part.shape == (*[1] * (x.ndim - 1), 1, x.size)
@@ -68,15 +68,15 @@ def test_blocks(block_size, shape):
         # Every value once, in order, and never padding.
         flat = [np.asarray(part).reshape(*shape[:-1], -1) for part in parts if part.size > 0]
         np.testing.assert_array_equal(np.concatenate(flat, axis=-1) if flat else x, x)
-        assert sum(part.shape[-2] for part in parts) == _scaling.num_blocks(shape[-1], block_size)
+        assert sum(part.shape[-2] for part in parts) == blocks.num_blocks(shape[-1], block_size)
         assert all(part.shape[-1] in (block_size or shape[-1], shape[-1] % (block_size or 1)) for part in parts)
 
 
 @pytest.mark.parametrize("length, block_size", [(40, 8), (37, 8), (5, 8), (40, None), (40, "tensor"), (0, 8)])
 def test_expand(length, block_size):
-    blocks = _scaling.num_blocks(length, block_size)
-    values = jnp.arange(2.0 * blocks).reshape(2, blocks)
-    expanded = _scaling.expand(values, block_size, length)
+    count = blocks.num_blocks(length, block_size)
+    values = jnp.arange(2.0 * count).reshape(2, count)
+    expanded = blocks.expand(values, block_size, length)
     assert expanded.shape == (2, length)
     index = np.arange(length) // (block_size if isinstance(block_size, int) else max(length, 1))
     np.testing.assert_array_equal(np.asarray(expanded), np.asarray(values)[:, index])
@@ -84,22 +84,22 @@ def test_expand(length, block_size):
 
 def test_scale_rules_ignore_what_follows_the_end():
     x = jnp.array([[1.0, -4.0, 2.0, 3.0, -6.0]])
-    whole, last = _scaling.split_blocks(x, 4)
-    assert [_scaling.absmax(p).tolist() for p in (whole, last)] == [[[4.0]], [[6.0]]]
-    assert [_scaling.signed_absmax(p).tolist() for p in (whole, last)] == [[[-4.0]], [[-6.0]]]
-    assert [_scaling.absmean(p).tolist() for p in (whole, last)] == [[[2.5]], [[6.0]]]
-    low, high = _scaling.minmax(last)
+    whole, last = blocks.split_blocks(x, 4)
+    assert [blocks.absmax(p).tolist() for p in (whole, last)] == [[[4.0]], [[6.0]]]
+    assert [blocks.signed_absmax(p).tolist() for p in (whole, last)] == [[[-4.0]], [[-6.0]]]
+    assert [blocks.absmean(p).tolist() for p in (whole, last)] == [[[2.5]], [[6.0]]]
+    low, high = blocks.minmax(last)
     assert low.tolist() == [[-6.0]] and high.tolist() == [[0.0]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "e8m0"])
 def test_bits_of_scales(dtype):
     scale = jnp.array([[0.5, 2.0, 1.0, 256.0]])
-    bits = _scaling.scale_to_bits(scale, dtype)
+    bits = scale_bits.scale_to_bits(scale, dtype)
     assert bits.dtype == {"float32": jnp.uint32, "e8m0": jnp.uint8}.get(dtype, jnp.uint16)
-    np.testing.assert_array_equal(np.asarray(_scaling.bits_to_scale(bits, dtype)), np.asarray(scale))
+    np.testing.assert_array_equal(np.asarray(scale_bits.bits_to_scale(bits, dtype)), np.asarray(scale))
 
 
 def test_float16_scales_saturate():
-    bits = _scaling.scale_to_bits(jnp.array([[1e9, -1e9]]), "float16")
-    assert _scaling.bits_to_scale(bits, "float16").tolist() == [[65504.0, -65504.0]]
+    bits = scale_bits.scale_to_bits(jnp.array([[1e9, -1e9]]), "float16")
+    assert scale_bits.bits_to_scale(bits, "float16").tolist() == [[65504.0, -65504.0]]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant import _dispatch
-from eqquant._kernels import pallas_gpu, ptx
+from eqquant._matmul import dispatch, problem
+from eqquant._matmul.kernels import pallas_gpu, ptx
 
 from .helpers import FORMATS, KINDS, relative_error, ROWS, SWEEP, weights
 
@@ -26,10 +26,10 @@ def operands(getkey, format, m, dtype, transpose):
 
 
 def interpreted(x, q, transpose, **options):
-    layout = _dispatch._layout(q.format, K)
+    layout = problem.layout_of(q.format, K)
     options = {"precision": "default", **options}
     assert pallas_gpu.supports(layout, x.shape[0], N, x.dtype, transpose=transpose, precision="default") is None
-    return pallas_gpu.matmul(x, _dispatch._pack(q), layout, transpose=transpose, interpret=True, **options)
+    return pallas_gpu.matmul(x, dispatch.pack_arrays(q), layout, transpose=transpose, interpret=True, **options)
 
 
 @pytest.mark.parametrize("m", ROWS)
@@ -54,8 +54,8 @@ def test_rounding_the_table_does_not_add_up(getkey, name, dtype, tol):
     k = 4096
     q = eqq.quantize(weights(getkey(), (72, k)), FORMATS[name].format)
     x = (weights(getkey(), (4, k)) + 0.5).astype(dtype)
-    layout = _dispatch._layout(q.format, k)
-    y = pallas_gpu.matmul(x, _dispatch._pack(q), layout, transpose=False, precision="default", interpret=True)
+    layout = problem.layout_of(q.format, k)
+    y = pallas_gpu.matmul(x, dispatch.pack_arrays(q), layout, transpose=False, precision="default", interpret=True)
     assert relative_error(y, np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T) < tol
 
 
@@ -77,16 +77,16 @@ def test_tiles_and_parts(getkey, n, k, split, weight_left, transpose):
     q, m = eqq.quantize(weights(getkey(), (n, k)), "nf4"), 17
     x = weights(getkey(), (m, n if transpose else k))
     config = pallas_gpu.Config(16, 64, weight_left=weight_left, split=split)
-    layout = _dispatch._layout(q.format, k)
+    layout = problem.layout_of(q.format, k)
     y = pallas_gpu.matmul(
-        x, _dispatch._pack(q), layout, transpose=transpose, precision="highest", config=config, interpret=True
+        x, dispatch.pack_arrays(q), layout, transpose=transpose, precision="highest", config=config, interpret=True
     )
     dense = np.asarray(q.dequantize(), np.float64)
     assert relative_error(y, np.asarray(x, np.float64) @ (dense if transpose else dense.T)) < 1e-6
 
 
 def test_what_cannot_be_taken():
-    layout = lambda format, k=K: _dispatch._layout(eqq.quantize(jnp.ones((1, k)), format).format, k)
+    layout = lambda format, k=K: problem.layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(pallas_gpu.supports, m=1, n=8, dtype=jnp.bfloat16, transpose=False, precision="default")
     assert why(layout("nf4")) is None
     assert "blocks of 48" in why(layout(eqq.Int4(block_size=48)))
@@ -153,7 +153,7 @@ def groups_of_bytes():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["nf4", "int4", "mxfp4", "codebook", "int2", "ternary", "binary"])
 def test_lookup_by_permutation(name, dtype):
-    layout = _dispatch._layout(FORMATS[name].format, K)
+    layout = problem.layout_of(FORMATS[name].format, K)
     table = np.asarray(ptx.table_of(layout, dtype, False)).astype(np.uint32)
     expected = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
     for plane, four in it.product(range(layout.planes), groups_of_bytes()):

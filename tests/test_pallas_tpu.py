@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant import _dispatch
-from eqquant._kernels import pallas_tpu
+from eqquant._matmul import dispatch, problem
+from eqquant._matmul.kernels import pallas_tpu
 
 from .helpers import FORMATS, KINDS, relative_error, ROWS, SWEEP, weights
 
@@ -23,9 +23,9 @@ def product(getkey, name, m, dtype, transpose, precision):
     format = FORMATS[name].format
     q = eqq.quantize(weights(getkey(), (N, K)), format)
     x = weights(getkey(), (m, N if transpose else K)).astype(dtype)
-    layout = _dispatch._layout(format, K)
+    layout = problem.layout_of(format, K)
     assert pallas_tpu.supports(layout, m, N, x.dtype, transpose=transpose, precision=precision) is None
-    y = pallas_tpu.matmul(x, _dispatch._pack(q), layout, transpose=transpose, precision=precision, interpret=True)
+    y = pallas_tpu.matmul(x, dispatch.pack_arrays(q), layout, transpose=transpose, precision=precision, interpret=True)
     dense = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (dense if transpose else dense.T)
     return y, relative_error(y, expected)
@@ -54,7 +54,7 @@ def test_float32(getkey, name, precision, tol, transpose):
 
 
 def test_what_cannot_be_taken():
-    layout = lambda format, k=K: _dispatch._layout(eqq.quantize(jnp.ones((1, k)), format).format, k)
+    layout = lambda format, k=K: problem.layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(pallas_tpu.supports, m=1, n=8, dtype=jnp.bfloat16, transpose=False, precision="default")
     assert why(layout("nf4")) is None
     assert "blocks of 48" in why(layout(eqq.Int4(block_size=48)))

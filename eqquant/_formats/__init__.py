@@ -1,10 +1,5 @@
 from .bitwise import Binary as Binary, Ternary as Ternary
-from .codebook import (
-    AbstractCodebook as AbstractCodebook,
-    Codebook as Codebook,
-    Dynamic8 as Dynamic8,
-    NF4 as NF4,
-)
+from .codebook import AbstractCodebook as AbstractCodebook, Codebook as Codebook, Dynamic8 as Dynamic8, NF4 as NF4
 from .floating import FP8 as FP8
 from .gguf import Q4_0 as Q4_0, Q8_0 as Q8_0
 from .integer import AbstractInteger as AbstractInteger, Int2 as Int2, Int4 as Int4, Int8 as Int8

@@ -6,9 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .. import _scaling
-from .._array import AbstractFormat
-from .._scaling import BlockSize
+from .._numerics.blocks import absmean, BlockSize
+from .base import AbstractFormat
 
 
 class Ternary(AbstractFormat):
@@ -23,7 +22,7 @@ class Ternary(AbstractFormat):
     bits = 2
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return _scaling.absmean(blocks)
+        return absmean(blocks)
 
     def encode(
         self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
@@ -46,7 +45,7 @@ class Binary(AbstractFormat):
     bits = 1
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return _scaling.absmean(blocks)
+        return absmean(blocks)
 
     def encode(
         self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
-from .. import _scaling, _search
-from .._array import AbstractFormat
-from .._scaling import BlockSize
-from .._search import ScaleRule
+from .._methods.search import check_rule, ScaleRule, search_scale
+from .._numerics.blocks import absmax, BlockSize
+from .base import AbstractFormat
 from .floating import FP8
 
 
@@ -23,7 +22,7 @@ class AbstractCodebook(AbstractFormat):
     scale_rule: eqx.AbstractVar[ScaleRule]
 
     def __check_init__(self) -> None:
-        _search.check_rule(self)
+        check_rule(self)
 
     @property
     @abc.abstractmethod
@@ -31,9 +30,9 @@ class AbstractCodebook(AbstractFormat):
         """The sorted table."""
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        widest = _scaling.absmax(blocks) / max(abs(self.codebook[0]), abs(self.codebook[-1]))
+        widest = absmax(blocks) / max(abs(self.codebook[0]), abs(self.codebook[-1]))
         nearest = lambda values: self.decode(self.encode(values))
-        return _search.search_scale(blocks, widest, self.scale_rule, nearest)
+        return search_scale(blocks, widest, self.scale_rule, nearest)
 
     def encode(
         self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round

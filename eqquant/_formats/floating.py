@@ -7,10 +7,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .. import _scaling
-from .._array import AbstractFormat
-from .._minifloat import E4M3, E5M2, UE4M4
-from .._scaling import BlockSize
+from .._numerics.blocks import absmax, BlockSize
+from .._numerics.minifloats import E4M3, E5M2, UE4M4
+from .base import AbstractFormat
 
 
 _KINDS = {"e4m3": E4M3, "e5m2": E5M2, "ue4m4": UE4M4}
@@ -48,7 +47,7 @@ class FP8(AbstractFormat):
             raise ValueError(f"`kind` must be one of {', '.join(_KINDS)}. Got {self.kind!r}.")
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return _scaling.absmax(blocks) / _KINDS[self.kind].max
+        return absmax(blocks) / _KINDS[self.kind].max
 
     def encode(
         self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round

@@ -6,9 +6,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .. import _scaling
-from .._array import AbstractFormat
-from .._scaling import BlockSize
+from .._numerics.blocks import absmax, BlockSize, divide, signed_absmax
+from .._numerics.rounding import round_half_away
+from .base import AbstractFormat
 
 
 class _AbstractGGUF(AbstractFormat):
@@ -24,8 +24,8 @@ class _AbstractGGUF(AbstractFormat):
         # that is stored: the block saturates, or is zero.
         magnitude = jnp.abs(scale)
         usable = (magnitude <= float(jnp.finfo(jnp.float16).max)) & (stored_scale != 0)
-        exact = x * _scaling.divide(jnp.ones_like(scale), scale)
-        return jnp.where(usable, exact, _scaling.divide(x, stored_scale))
+        exact = x * divide(jnp.ones_like(scale), scale)
+        return jnp.where(usable, exact, divide(x, stored_scale))
 
 
 class Q4_0(_AbstractGGUF):
@@ -45,7 +45,7 @@ class Q4_0(_AbstractGGUF):
         self.block_size = 32
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return _scaling.signed_absmax(blocks) / -8
+        return signed_absmax(blocks) / -8
 
     def encode(
         self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
@@ -74,12 +74,12 @@ class Q8_0(_AbstractGGUF):
         self.block_size = 32
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return _scaling.absmax(blocks) / 127
+        return absmax(blocks) / 127
 
     def encode(
         self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
     ) -> UInt8[Array, "*shape"]:
-        round = _scaling.round_half_away if round is jnp.round else round
+        round = round_half_away if round is jnp.round else round
         return (jnp.clip(round(values), -128, 127) + 128).astype(jnp.uint8)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:

@@ -6,10 +6,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .. import _scaling, _search
-from .._array import AbstractFormat
-from .._scaling import BlockSize
-from .._search import ScaleRule
+from .._methods.search import check_rule, in_units, ScaleRule, search_scale, search_zero_point
+from .._numerics.blocks import absmax, BlockSize, divide, minmax, signed_absmax
+from .base import AbstractFormat
 
 
 class AbstractInteger(AbstractFormat):
@@ -19,16 +18,16 @@ class AbstractInteger(AbstractFormat):
     scale_rule: eqx.AbstractVar[ScaleRule]
 
     def __check_init__(self) -> None:
-        _search.check_rule(self)
+        check_rule(self)
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return _search.search_scale(blocks, self._widest_scale(blocks), self.scale_rule, self._nearest)
+        return search_scale(blocks, self._widest_scale(blocks), self.scale_rule, self._nearest)
 
     def _widest_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         """The least scale that clips nothing."""
         if self.symmetric:
-            return _scaling.absmax(blocks) / (2 ** (self.bits - 1) - 1)
-        low, high = _scaling.minmax(blocks)
+            return absmax(blocks) / (2 ** (self.bits - 1) - 1)
+        low, high = minmax(blocks)
         levels = 2**self.bits - 1
         return high / levels - low / levels  # each divided alone: `high - low` may overflow
 
@@ -38,9 +37,9 @@ class AbstractInteger(AbstractFormat):
         if self.symmetric:
             return None
         if self.scale_rule != "absmax":
-            return self._search_zero_point(_search.in_units(blocks, scale)).astype(jnp.uint8)
-        low, _ = _scaling.minmax(blocks)
-        return jnp.clip(jnp.round(_scaling.divide(-low, scale)), 0, 2**self.bits - 1).astype(jnp.uint8)
+            return self._search_zero_point(in_units(blocks, scale)).astype(jnp.uint8)
+        low, _ = minmax(blocks)
+        return jnp.clip(jnp.round(divide(-low, scale)), 0, 2**self.bits - 1).astype(jnp.uint8)
 
     def encode(
         self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
@@ -69,7 +68,7 @@ class AbstractInteger(AbstractFormat):
         return self.decode(self.encode(values + zero)) - zero
 
     def _search_zero_point(self, values: Float32[Array, "*blocks block"]) -> Float32[Array, "*blocks"]:
-        return _search.search_zero_point(values, 2**self.bits - 1, self._nearest_about)
+        return search_zero_point(values, 2**self.bits - 1, self._nearest_about)
 
 
 class Int8(AbstractInteger):
@@ -113,7 +112,7 @@ class Int2(AbstractInteger):
 
     def _widest_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         if self.symmetric:
-            return _scaling.signed_absmax(blocks) / -2
+            return signed_absmax(blocks) / -2
         return AbstractInteger._widest_scale(self, blocks)
 
 

@@ -7,10 +7,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .. import _scaling
-from .._array import AbstractFormat
-from .._minifloat import E2M1, E4M3, E5M2, exp2, floor_log2, Minifloat
-from .._scaling import BlockSize
+from .._numerics.blocks import absmax, BlockSize
+from .._numerics.minifloats import E2M1, E4M3, E5M2, exp2, floor_log2, Minifloat
+from .base import AbstractFormat
 from .floating import FP8
 
 
@@ -25,7 +24,7 @@ class _AbstractMX(AbstractFormat):
         raise NotImplementedError("each MX format names its element")
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        exponent = floor_log2(_scaling.absmax(blocks)) - self._element.max_exponent
+        exponent = floor_log2(absmax(blocks)) - self._element.max_exponent
         # Not below -126: 2**-127, which E8M0 has, is subnormal in float32.
         return exp2(jnp.clip(exponent, -126, 127))
 
@@ -111,7 +110,7 @@ class NVFP4(AbstractFormat):
         return FP8("e4m3", block_size="tensor")
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return _scaling.absmax(blocks) / E2M1.max
+        return absmax(blocks) / E2M1.max
 
     def encode(
         self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._leaves import trainable_mask
-from .._quantize import is_quantized, memory_order
+from .._array.array import is_quantized
+from .._array.axes import memory_order
+from .mask import trainable_mask
 
 
 FilterSpec = PyTree[bool | Callable[[Any], bool]]

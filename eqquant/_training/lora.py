@@ -15,12 +15,13 @@ import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from .._array import QuantizedArray
-from .._leaves import default_axis, Leaf, named_leaves, selected_by, some, Where, why_never, why_not
-from .._operators import AbstractArrayValue, as_permutation
-from .._quantize import all_finite, encode_array, is_quantized, not_finite_message
-from .._sharding import full_spec, place
-from .._simulate import SimulatedArray
+from .._array.array import is_quantized, QuantizedArray
+from .._array.quantize import all_finite, encode_array, not_finite_message
+from .._array.simulated import SimulatedArray
+from .._array.value import AbstractArrayValue, as_permutation
+from .._mesh import full_spec, place
+from .._tree.leaves import Leaf, named_leaves, some
+from .._tree.select import default_axis, selected_by, Where, why_never, why_not
 
 
 class LoraArray(AbstractArrayValue):

@@ -12,11 +12,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree, UInt32
 
-from .._array import QuantizedArray
-from .._leaves import named_leaves, some, trainable_mask
-from .._quantize import encode_array, is_quantized
-from .._sharding import follow
-from .._simulate import SimulatedArray
+from .._array.array import is_quantized, QuantizedArray
+from .._array.quantize import encode_array
+from .._array.simulated import SimulatedArray
+from .._mesh import follow
+from .._tree.leaves import named_leaves, some
+from .mask import trainable_mask
 
 
 if TYPE_CHECKING:
@@ -207,11 +208,6 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
         return jtu.tree_map(lambda leaf, by: _add(path, leaf, by, is_quantized(x)), x, step)
 
     return jtu.tree_unflatten(treedef, [apply(leaf.path, leaf.value, s) for leaf, s in zip(leaves, steps, strict=True)])
-
-
-#
-# Leaf by leaf
-#
 
 
 _TO_FREEZE = "put `optax.masked` around `eqq.float_masters`, and give its mask to `eqq.filter_grad` as `filter_spec`."

@@ -12,11 +12,13 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._array import AbstractFormat, as_format
+from .._array.array import is_quantized
+from .._array.quantize import encode_array
+from .._array.sharding import leaf_shardings
 from .._formats import Dynamic8
-from .._leaves import some
-from .._quantize import encode_array, is_quantized
-from .._sharding import full_spec, leaf_shardings
+from .._formats.base import AbstractFormat, as_format
+from .._mesh import full_spec
+from .._tree.leaves import some
 from .masters import as_optimizer, FloatMastersState
 
 

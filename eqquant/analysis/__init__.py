@@ -3,22 +3,14 @@
 See `docs/analysis.md`. Sums are taken on the host, in float64.
 """
 
-from ._benchmark import (
-    Benchmark as Benchmark,
-    Comparison as Comparison,
-    run_benchmark as run_benchmark,
-)
+from ._benchmark import Benchmark as Benchmark, Comparison as Comparison, run_benchmark as run_benchmark
 from ._comparison import (
     compare_bit_widths as compare_bit_widths,
     compare_formats as compare_formats,
     compare_granularities as compare_granularities,
 )
 from ._divergence import DivergenceReport as DivergenceReport, output_divergence as output_divergence
-from ._error import (
-    analyze_error as analyze_error,
-    ErrorReport as ErrorReport,
-    quantization_mse as quantization_mse,
-)
+from ._error import analyze_error as analyze_error, ErrorReport as ErrorReport, quantization_mse as quantization_mse
 from ._generators import (
     channel_weights as channel_weights,
     gaussian_weights as gaussian_weights,

@@ -7,8 +7,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from .._array import AbstractFormat, as_format
-from .._quantize import quantize
+from .._array.quantize import quantize
+from .._formats.base import AbstractFormat, as_format
 from ._error import ErrorReport, measure, Real, to_numpy, Values
 from ._integers import stored_bits
 from ._plots import draw_front

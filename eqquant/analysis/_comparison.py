@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from .._array import AbstractFormat
+from .._array.quantize import check_quantizable
 from .._formats import Binary, Dynamic8, FP8, Int2, Int4, Int8, MXFP4, MXFP8, NF4, NVFP4, Q4_0, Q8_0, Ternary
-from .._quantize import check_quantizable
+from .._formats.base import AbstractFormat
 from ._benchmark import Comparison, run_benchmark
 from ._error import to_numpy, Values
 from ._integers import integer_format, Rounding

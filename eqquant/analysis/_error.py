@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Shaped
 from rich.table import Table
 
-from .. import _scaling
-from .._array import QuantizedArray
-from .._operators import AbstractArrayValue
-from .._quantize import memory_order
+from .._array.array import QuantizedArray
+from .._array.axes import memory_order
+from .._array.value import AbstractArrayValue
+from .._numerics.blocks import divide, expand
 from ._plots import draw_histogram
 from ._report import numbers_table, Report
 
@@ -124,11 +124,6 @@ def quantization_mse(x: Values, q: Values) -> float:
     return analyze_error(x, q).mse
 
 
-#
-# Inside
-#
-
-
 def to_numpy(x: Any, name: str) -> np.ndarray:
     """A dense array on the host, in its own dtype."""
     values = np.asarray(x.dequantize() if isinstance(x, AbstractArrayValue) else x)
@@ -210,7 +205,7 @@ def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
     """The values in the order of `q` in memory, and the scale and the zero point of each."""
     axes = q.axis if isinstance(q.axis, tuple) else (q.axis,)
     rows = memory_order(jnp.asarray(to_numpy(x, "`x`"), jnp.float32), axes)
-    spread = lambda per_block: _scaling.expand(per_block, q.format.block_size, rows.shape[-1])
+    spread = lambda per_block: expand(per_block, q.format.block_size, rows.shape[-1])
     zero = jnp.zeros_like(q.scale) if q.zero_point is None else q.zero_point.astype(jnp.float32)
     return rows, spread(q.scale), spread(zero)
 
@@ -218,6 +213,6 @@ def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
 def _in_codes(x: Values, q: QuantizedArray) -> tuple[np.ndarray, np.ndarray]:
     """The values over their scale and plus their zero point, as codes see them, and the levels in that range."""
     rows, scale, zero = rows_of(x, q)
-    values, levels = np.asarray(_scaling.divide(rows, scale) + zero).ravel(), levels_of(q)
+    values, levels = np.asarray(divide(rows, scale) + zero).ravel(), levels_of(q)
     step = np.diff(levels).max(initial=0)
     return values, levels[(levels >= values.min() - step) & (levels <= values.max() + step)]

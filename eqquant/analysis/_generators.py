@@ -11,11 +11,6 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 Real = float | int
 
 
-#
-# Random
-#
-
-
 def gaussian_weights(
     key: PRNGKeyArray, shape: tuple[int, ...], mean: Real = 0.0, std: Real = 1.0
 ) -> Float32[Array, "..."]:
@@ -142,11 +137,6 @@ def channel_weights(key: PRNGKeyArray, shape: tuple[int, int], spread: Real = 5.
     """
     std = 1 + spread * jnp.arange(shape[0], dtype=jnp.float32) / shape[0]
     return std[:, None] * jr.normal(key, shape, jnp.float32)
-
-
-#
-# Repeatable anywhere
-#
 
 
 def lcg_gaussian(size: int, mean: Real = 0.0, std: Real = 1.0, *, seed: int) -> Float[np.ndarray, " size"]:

@@ -9,10 +9,11 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .. import _scaling
-from .._array import AbstractFormat, QuantizedArray
+from .._array.array import QuantizedArray
 from .._formats import Int2, Int4, Int8
-from .._scaling import BlockSize
+from .._formats.base import AbstractFormat
+from .._numerics.blocks import absmax, BlockSize, divide, minmax
+from .._numerics.rounding import round_half_away
 
 
 Rounding = Literal["half_even", "half_away"]
@@ -70,8 +71,8 @@ class _Integer(AbstractFormat):
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         if self.symmetric:
-            return _scaling.absmax(blocks) / (2 ** (self.width - 1) - 1)
-        low, high = _scaling.minmax(blocks)
+            return absmax(blocks) / (2 ** (self.width - 1) - 1)
+        low, high = minmax(blocks)
         return high / self._levels - low / self._levels
 
     def choose_zero_point(
@@ -79,8 +80,8 @@ class _Integer(AbstractFormat):
     ) -> UInt8[Array, "*batch blocks"] | None:
         if self.symmetric:
             return None
-        low, _ = _scaling.minmax(blocks)
-        zero = self._round(_scaling.divide(-low, scale), jnp.round)
+        low, _ = minmax(blocks)
+        zero = self._round(divide(-low, scale), jnp.round)
         return jnp.clip(zero, 0, self._levels).astype(jnp.uint8)
 
     def encode(
@@ -101,7 +102,7 @@ class _Integer(AbstractFormat):
 
     def _round(self, values: Float32[Array, "*shape"], round: Callable[[Array], Array]) -> Float32[Array, "*shape"]:
         away = self.rounding == "half_away" and round is jnp.round
-        return _scaling.round_half_away(values) if away else round(values)
+        return round_half_away(values) if away else round(values)
 
     def __repr__(self) -> str:
         block, rounding = f"block_size={self.block_size!r}", f"rounding={self.rounding!r}"

@@ -9,9 +9,11 @@ from jaxtyping import PyTree
 from rich.markup import escape
 from rich.table import Table
 
-from .._array import AbstractFormat, QuantizedArray
-from .._leaves import named_leaves, some, Where
-from .._tree import quantize_tree, Rules
+from .._array.array import QuantizedArray
+from .._formats.base import AbstractFormat
+from .._tree.leaves import named_leaves, some
+from .._tree.quantize import quantize_tree, Rules
+from .._tree.select import Where
 from ._error import decibel, ErrorReport, measure, Real, to_numpy
 from ._integers import stored_bits
 from ._plots import draw_bars

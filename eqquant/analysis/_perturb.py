@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from .. import _scaling
-from .._array import AbstractFormat, as_format, QuantizedArray
-from .._quantize import quantize
+from .._array.array import QuantizedArray
+from .._array.quantize import quantize
+from .._formats.base import AbstractFormat, as_format
+from .._numerics.blocks import divide
 from ._comparison import compare_bit_widths
 from ._error import measure, quantization_mse, Real, rows_of, to_numpy, Values
 from ._integers import integer_format, Rounding
@@ -65,7 +66,7 @@ def scale_sensitivity(x: Values, q: QuantizedArray, change: Real = 0.1) -> Scale
     before = quantization_mse(x, q)
     rows, scale, zero = rows_of(x, q)
     scale = scale * (1 + change)
-    codes = q.format.encode(_scaling.divide(rows, scale) + zero)
+    codes = q.format.encode(divide(rows, scale) + zero)
     after = quantization_mse(rows, ((q.format.decode(codes) - zero) * scale).astype(q.dtype))
     growth = abs(after - before) / abs(change)
     ratio = growth / before if before > 0 else (math.inf if growth > 0 else 0.0)

@@ -11,8 +11,9 @@ from jaxtyping import PyTree
 from rich.markup import escape
 from rich.table import Table
 
-from .._array import AbstractFormat
-from .._leaves import array_nbytes, named_leaves, some, why_never
+from .._formats.base import AbstractFormat
+from .._tree.leaves import array_nbytes, named_leaves, some
+from .._tree.select import why_never
 from ._knapsack import choose
 from ._plots import draw_bars
 from ._report import numbers_table, Report, show_format

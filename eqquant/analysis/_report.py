@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from .._array import AbstractFormat
-from .._display import as_json, as_text
+from .._formats.base import AbstractFormat
+from .._report import as_json, as_text
 
 
 class Report(abc.ABC):

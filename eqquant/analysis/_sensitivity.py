@@ -14,10 +14,12 @@ from jaxtyping import Array, PyTree, Scalar
 from rich.markup import escape
 from rich.table import Table
 
-from .._array import AbstractFormat, as_format
-from .._leaves import named_leaves, Where
-from .._quantize import is_quantized, quantize
-from .._tree import plan_tree
+from .._array.array import is_quantized
+from .._array.quantize import quantize
+from .._formats.base import AbstractFormat, as_format
+from .._tree.leaves import named_leaves
+from .._tree.quantize import plan_tree
+from .._tree.select import Where
 from ._plots import draw_bars
 from ._report import as_formats, numbers_table, Report, show_format
 

@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Float
 
 from .._formats import Int2, Int4, Int8, NF4
-from .._scaling import BlockSize
-from .._search import ScaleRule
+from .._methods.search import ScaleRule
+from .._numerics.blocks import BlockSize
 from ._benchmark import Benchmark, Comparison, run_benchmark
 from ._comparison import FORMATS
 from ._generators import lcg_channels, lcg_gaussian, lcg_outliers, lcg_student, lcg_uniform

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from .._array import QuantizedArray
+from .._array.array import QuantizedArray
 from ._error import analyze_error, levels_of, Real, Values
 
 

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int32, PyTree
 
-from .._quantize import all_finite
+from .._array.quantize import all_finite
 from ._granularity import Granularity
 from ._result import CalibrationResult, check_bits, check_real, result_of, widen
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from .._scaling import divide
+from .._numerics.blocks import divide
 from ._result import code_range, parameters
 from ._sketch import AbstractSketched
 

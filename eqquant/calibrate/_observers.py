@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32
 
-from .._operators import AbstractArrayValue, as_permutation
+from .._array.value import AbstractArrayValue, as_permutation
 from ._observe import Moments, observe
 
 
@@ -137,11 +137,6 @@ class WatchedArray(AbstractArrayValue):
             batch = jnp.broadcast_shapes(rows.shape[:-2], self.index.shape)
             rows = jnp.broadcast_to(rows, (*batch, *rows.shape[-2:]))
         return self.watch.see(x, rows, self.index, axis)
-
-
-#
-# Convolutions
-#
 
 
 def is_convolution(x: Any) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from .._operators import AbstractArrayValue
+from .._array.value import AbstractArrayValue
 from ._calibrator import AbstractCalibrator
 from ._granularity import Granularity
 from ._percentile import Percentile

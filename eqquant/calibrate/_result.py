@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int8, UInt8
 
-from .. import _scaling
-from .._quantize import all_finite, not_finite_message
+from .._array.quantize import all_finite, not_finite_message
+from .._numerics.blocks import divide
+from .._numerics.rounding import round_half_away
 from ._granularity import Granularity
 
 
@@ -115,7 +116,7 @@ def parameters(
         return scale, jnp.zeros_like(scale)
     levels = 2**bits - 1
     scale = high / levels - low / levels
-    return scale, jnp.clip(jnp.round(_scaling.divide(-low, scale)), 0, levels)
+    return scale, jnp.clip(jnp.round(divide(-low, scale)), 0, levels)
 
 
 def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
@@ -179,8 +180,8 @@ def quantize_with_params(
 
 @ft.partial(jax.jit, static_argnums=2)
 def _quantize(x: Array, result: CalibrationResult, rounding: Rounding) -> Array:
-    round = jnp.round if rounding == "half_even" else _scaling.round_half_away
-    values = _scaling.divide(x.astype(jnp.float32), result.granularity.expand(result.scale, x.shape))
+    round = jnp.round if rounding == "half_even" else round_half_away
+    values = divide(x.astype(jnp.float32), result.granularity.expand(result.scale, x.shape))
     if result.zero_point is not None:
         values = values + result.granularity.expand(result.zero_point, x.shape).astype(jnp.float32)
     codes = jnp.clip(round(values), *code_range(result.bits, result.symmetric))

@@ -14,9 +14,10 @@ from jaxtyping import PyTree
 from rich.markup import escape
 from rich.table import Table
 
-from .._display import as_json, as_text
-from .._leaves import default_axis, Leaf, named_leaves, selected_by, some, Where, why_never, why_not
-from .._operators import AbstractArrayValue
+from .._array.value import AbstractArrayValue
+from .._report import as_json, as_text
+from .._tree.leaves import Leaf, named_leaves, some
+from .._tree.select import default_axis, selected_by, Where, why_never, why_not
 from ._observers import is_convolution, UnevenStackError, Watch, watch_convolution, WatchedArray
 
 
@@ -230,11 +231,6 @@ def _default_apply(model: Any, batch: PyTree) -> Any:
     return jax.vmap(model)(batch)
 
 
-#
-# Before
-#
-
-
 def _is_array(x: Any) -> bool:
     return isinstance(x, AbstractArrayValue)
 
@@ -299,11 +295,6 @@ def _weight_ndim(leaf: Leaf) -> int:
     """How many axes one layer's weight has: in front of them is a stack of layers."""
     axis = default_axis(leaf)
     return 1 + (len(axis) if isinstance(axis, tuple) else 1)
-
-
-#
-# After
-#
 
 
 def _check_finite(watches: Sequence[tuple[Leaf, Watch]], batch: int) -> None:

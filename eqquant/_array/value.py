@@ -13,7 +13,7 @@ import numpy as np
 import quax
 from jaxtyping import Array, Float
 
-from . import _compat
+from .. import _compat
 
 
 _BINARY = (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from . import _scaling
+from .._numerics.blocks import divide, minmax
 
 
 ScaleRule = Literal["absmax", "mse", "hqq"]
@@ -76,7 +76,7 @@ def search_zero_point(
 
     `nearest` takes a zero point as well. The levels are `0 ... levels`, less the zero point.
     """
-    low, high = _scaling.minmax(units)
+    low, high = minmax(units)
     excess = jnp.maximum(high - low - levels, 0)
     candidate = lambda cut: jnp.clip(jnp.round(-low - cut * excess), 0, levels)
     error = lambda zero: jnp.sum(jnp.square(units - nearest(units, zero)), axis=-1)
@@ -87,7 +87,7 @@ def in_units(
     blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
 ) -> Float32[Array, "*batch blocks block"]:
     """Blocks divided by their scales."""
-    return _scaling.divide(blocks, jnp.broadcast_to(scale[..., None], blocks.shape))
+    return divide(blocks, jnp.broadcast_to(scale[..., None], blocks.shape))
 
 
 def _least(

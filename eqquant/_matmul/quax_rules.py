@@ -16,18 +16,13 @@ import quax
 from jax import lax
 from jaxtyping import Array, ArrayLike
 
-from ._array import QuantizedArray
-from ._primitive import bind_matmul
+from .._array.array import QuantizedArray
+from .._array.primitive import bind_matmul
 
 
 def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:
     dense = (x.dequantize() if isinstance(x, QuantizedArray) else x for x in operands)
     return primitive.bind(*dense, **params)
-
-
-#
-# Structure
-#
 
 
 @quax.register(lax.transpose_p)
@@ -128,11 +123,6 @@ def _on_rows(q: QuantizedArray, f: Callable[[Array], Array]) -> QuantizedArray:
 
 def _last(batch: int, *sequences: Sequence[int]) -> Any:
     return zip(*(s[batch:] for s in sequences), strict=True)
-
-
-#
-# Products
-#
 
 
 @quax.register(lax.dot_general_p)

@@ -4,12 +4,11 @@ A logical float array is `decode(codes) * scale`, or `(codes - zero_point) * sca
 run along its *quantized axis*. In memory the quantized axis is always last; `axis` says where it stands logically.
 """
 
-import abc
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -21,147 +20,19 @@ import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, UInt, UInt8
 
-from . import _packing, _scaling, _sharding
-from ._operators import AbstractArrayValue, as_permutation, flatten_arguments
-from ._primitive import bind_matmul, value_of
-from ._scaling import BlockSize, ScaleDtype
+from .._formats.base import AbstractFormat
+from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
+from .._numerics import packing
+from .._numerics.blocks import BlockSize, expand
+from .._numerics.scale_bits import bits_to_scale
+from .axes import as_axis
+from .primitive import bind_matmul
+from .sharding import leaf_shardings, logical_sharding
+from .straight_through import value_of
+from .value import AbstractArrayValue, as_permutation, flatten_arguments
 
-
-if TYPE_CHECKING:  # to a type checker Equinox's own looks like a field of the dataclass
-    from typing import ClassVar as AbstractClassVar
-else:
-    from equinox import AbstractClassVar
 
 _Format = TypeVar("_Format", bound="AbstractFormat")
-_FORMATS: dict[str, type["AbstractFormat"]] = {}
-
-
-#
-# Formats
-#
-
-
-class AbstractFormat(eqx.Module):
-    """What codes mean, and how the scale of a block is chosen. Subclass it to make a format of your own.
-
-    !!! Example
-
-        ```python
-        class Log4(eqq.AbstractFormat):
-            "Four bits: a sign, and zero or a power of two."
-
-            block_size: int | None = eqx.field(static=True, default=32)
-            bits = 4
-
-            def choose_scale(self, blocks):
-                return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
-
-            def encode(self, values, round=jnp.round):
-                power = jnp.clip(round(7 + jnp.log2(jnp.abs(values) + 1e-9)), 0, 7)
-                return power.astype(jnp.uint8) | (values < 0).astype(jnp.uint8) << 3
-
-            def decode(self, codes):
-                power = (codes & 7).astype(jnp.float32)
-                magnitude = jnp.where(power == 0, 0.0, 2.0 ** (power - 7))
-                return jnp.where(codes >> 3 == 1, -magnitude, magnitude)
-
-        q = eqq.quantize(x, Log4())
-        ```
-
-    A subclass gives `block_size`, `bits`, `choose_scale`, `encode` and `decode`. All its fields are static, so formats
-    compare by value. Its lower-case class name becomes a name that [`eqquant.quantize`][] takes.
-
-    - `block_size`: how many values along the quantized axis share a scale; `None` for all of them (one scale per
-        channel), `"tensor"` for one scale for the whole array.
-    - `bits`: 1, 2, 4 or 8, the width of a code in memory.
-    - `scale_dtype`: what scales are rounded to and stored as.
-    - `scale_format`: the format that the scales are quantized with in their turn, or `None`.
-    """
-
-    block_size: eqx.AbstractVar[BlockSize]
-    bits: AbstractClassVar[int]
-    scale_dtype: ClassVar[ScaleDtype] = "float32"
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if not cls.__name__.startswith(("Abstract", "_")):
-            name, known = cls.__name__.lower(), _FORMATS.get(cls.__name__.lower())
-            # A class of yours may be defined again, in a notebook say; ours cannot be taken over.
-            if known is None or not known.__module__.startswith("eqquant."):
-                _FORMATS[name] = cls
-
-    def __check_init__(self) -> None:
-        if self.bits not in (1, 2, 4, 8):
-            raise ValueError(f"`bits` of {type(self).__name__} must be 1, 2, 4 or 8. Got {self.bits}.")
-        size = self.block_size
-        if size is None or size == "tensor":
-            return
-        unit = 8 // self.bits
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % unit != 0:
-            raise ValueError(
-                f'`block_size` of {type(self).__name__} must be None, "tensor" or a positive multiple of {unit}, the '
-                f"number of {self.bits}-bit codes in a byte. Got `block_size={size!r}`. Common sizes are 32, 64 and "
-                "128; None is one scale per channel."
-            )
-
-    @property
-    def scale_format(self) -> "AbstractFormat | None":
-        return None
-
-    @abc.abstractmethod
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        """The scale of each block: what its values are divided by before [`encode`][]."""
-
-    def choose_zero_point(
-        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
-    ) -> UInt8[Array, "*batch blocks"] | None:
-        """The code that stands for zero in each block, or `None` for a format without zero points."""
-        del blocks, scale
-
-    @abc.abstractmethod
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
-        """The codes of values that are already divided by their scale (and shifted by their zero point).
-
-        `round` rounds to integers; it is replaced for stochastic rounding.
-        """
-
-    @abc.abstractmethod
-    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        """The values that codes stand for, before scale and zero point. The inverse of `encode`."""
-
-    def normalise(
-        self, x: Float32[Array, "*shape"], scale: Float32[Array, "*shape"], stored_scale: Float32[Array, "*shape"]
-    ) -> Float32[Array, "*shape"]:
-        """Divides by the scale before `encode`: by the one that is stored, which decoding will multiply by."""
-        del scale
-        return _scaling.divide(x, stored_scale)
-
-
-def as_format(format: AbstractFormat | str) -> AbstractFormat:
-    """A format from its lower-case name (`"nf4"`, `"int8"`, `"q4_0"`); a format is returned as it is."""
-    if isinstance(format, AbstractFormat):
-        return format
-    if isinstance(format, type) and issubclass(format, AbstractFormat):
-        raise TypeError(f"`format` must be an instance. Got the class {format.__name__}. Write `{format.__name__}()`.")
-    if not isinstance(format, str):
-        raise TypeError(f"`format` must be a format or the name of one. Got {format!r}. For instance `eqq.NF4()`.")
-    cls = _FORMATS.get(format.lower())
-    if cls is None:
-        raise ValueError(f"`format` must be one of {', '.join(sorted(_FORMATS))}. Got {format!r}.")
-    try:
-        return cls()  # pyright: ignore[reportCallIssue]
-    except TypeError:
-        raise ValueError(
-            f"`format` {format!r} has no defaults, so its name is not enough. Got {format!r}. Construct it: "
-            f"`{cls.__name__}(...)`."
-        ) from None
-
-
-#
-# The array
-#
 
 
 class QuantizedArray(AbstractArrayValue, Generic[_Format]):
@@ -218,7 +89,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
                 "dimensions. `vmap`, `scan` and `tree_map` map over the first axes in memory, which are those before "
                 "the quantized one: transpose or dequantize first."
             )
-        if self.codes.shape[-1] != _packing.packed_length(self._length, self.format.bits):
+        if self.codes.shape[-1] != packing.packed_length(self._length, self.format.bits):
             raise ValueError(
                 f"The quantized axis must be whole inside of `shard_map`. Got {self.codes.shape[-1]} bytes of the "
                 f"{self._length} codes of a row. Divide another axis, or multiply outside of it."
@@ -246,25 +117,25 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         """The scales as floats, one per block, with the quantized axis last."""
         if isinstance(self.stored_scale, QuantizedArray):
             return self.stored_scale.dequantize()
-        return _scaling.bits_to_scale(self.stored_scale, self.format.scale_dtype)
+        return bits_to_scale(self.stored_scale, self.format.scale_dtype)
 
     @property
     def sharding(self) -> NamedSharding | PartitionSpec | None:
         """The sharding of the logical array, or `None`: where the codes are, or while they are traced, where they were
         put last. That is kept aligned with the last axes as leading ones come and go."""
-        return _sharding.logical_sharding(self) or _sharding.fit_spec(self.logical_sharding, self.ndim)
+        return logical_sharding(self) or fit_spec(self.logical_sharding, self.ndim)
 
     @property
     def is_sharded(self) -> bool:
         """Whether it is divided among devices."""
         sharding = self.sharding
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or ()
-        return any(_sharding.as_names(entry) for entry in spec)
+        return any(as_names(entry) for entry in spec)
 
     def dequantize(self) -> Float[Array, "..."]:
         """The dense array of `shape` and `dtype`."""
-        if _sharding.explicit_mesh(self.codes) is not None:
-            return _sharding.in_auto_mode(_dequantize, _sharding.logical_sharding(self))(self)
+        if explicit_mesh(self.codes) is not None:
+            return in_auto_mode(_dequantize, logical_sharding(self))(self)
         return _dequantize(self)
 
     # Structure: what can stay quantized exactly, does
@@ -281,7 +152,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         return dataclasses.replace(
             out,
             axis=as_axis(tuple(order.index(a) - self.ndim for a in quantized)),
-            logical_sharding=_sharding.permute_spec(self.logical_sharding, self.ndim, order),
+            logical_sharding=permute_spec(self.logical_sharding, self.ndim, order),
         )
 
     def astype(self, dtype: DTypeLike) -> "QuantizedArray | Array":
@@ -347,8 +218,8 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         """
         if sharding is None:
             return dataclasses.replace(self, logical_sharding=None)
-        named = _sharding.full_spec(_sharding.as_named(sharding, self.sharding), self.ndim)
-        placed = _sharding.place(self, _sharding.leaf_shardings(self, named))
+        named = full_spec(as_named(sharding, self.sharding), self.ndim)
+        placed = place(self, leaf_shardings(self, named))
         return dataclasses.replace(placed, logical_sharding=named)
 
     def reshard(self, sharding: NamedSharding | PartitionSpec | None) -> "QuantizedArray":
@@ -375,7 +246,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
             raise TypeError(f"`mesh_and_axis` must be a pair of a mesh and a spec. Got {mesh_and_axis!r}.")
         mesh, spec = mesh_and_axis
         entries = () if spec is None else tuple(spec) if isinstance(spec, (tuple, list, PartitionSpec)) else (spec,)
-        return self.with_sharding(_sharding.as_named(PartitionSpec(*entries), NamedSharding(mesh, PartitionSpec())))
+        return self.with_sharding(as_named(PartitionSpec(*entries), NamedSharding(mesh, PartitionSpec())))
 
     def delete(self) -> None:
         """Frees the memory of the array at once. Neither it nor any other array that shares the memory can be used."""
@@ -501,10 +372,10 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Array:
     format, length = q.format, q._length
-    values = format.decode(_packing.unpack(q.codes, format.bits, length))
+    values = format.decode(packing.unpack(q.codes, format.bits, length))
     if q.zero_point is not None:
-        values = values - _scaling.expand(q.zero_point.astype(jnp.float32), format.block_size, length)
-    dense = values * _scaling.expand(q.scale, format.block_size, length)
+        values = values - expand(q.zero_point.astype(jnp.float32), format.block_size, length)
+    dense = values * expand(q.scale, format.block_size, length)
     if q.zero_point is not None or q.dtype == jnp.float16:
         # The outermost code of a range may lie half a step beyond it, and that beyond the largest finite number.
         limit = float(min(jnp.finfo(q.dtype).max, jnp.finfo(jnp.float32).max))
@@ -528,12 +399,21 @@ def _narrowed(format_type: type[AbstractFormat]) -> type:
     return Narrowed(f"QuantizedArray[{format_type.__name__}]", (), {"__doc__": QuantizedArray.__doc__})
 
 
-def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
-    """One axis as a number, several as a tuple."""
-    return axes[0] if len(axes) == 1 else axes
-
-
 def _index_rank(index: Any) -> int:
     """How many axes one element of an index consumes."""
     dtype = getattr(index, "dtype", None)
     return np.ndim(index) if dtype is not None and dtype == bool else 1
+
+
+def is_quantized(x: Any) -> bool:
+    """Whether `x` is a [`eqquant.QuantizedArray`][]. Made to be used as `is_leaf`.
+
+    **Arguments:**
+
+    - `x`: anything.
+
+    **Returns:**
+
+    A boolean. A tree that holds quantized arrays is not one itself.
+    """
+    return isinstance(x, QuantizedArray)

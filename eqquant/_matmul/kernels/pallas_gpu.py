@@ -24,16 +24,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
-from .. import _compat, _packing
-from .._compat import pallas_triton as plt
+from ... import _compat
+from ..._compat import pallas_triton as plt
+from ..._numerics import packing
 from .packed import alignment, decode_scale, Layout, Packed
 from .ptx import decode, table_of
 from .xla import add_rest
-
-
-#
-# Tuning
-#
 
 
 class Config(NamedTuple):
@@ -106,11 +102,6 @@ def _split(config: Config, device: str, tiles: int, steps: int) -> int:
     return max(1, min(1 << math.floor(math.log2(wanted)), steps // 4, 16))
 
 
-#
-# What it can take
-#
-
-
 def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str) -> str | None:
     """The reason why the kernel cannot take a product, or `None`."""
     del transpose, precision
@@ -129,8 +120,8 @@ def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, pre
 
 def _words(layout: Layout) -> int:
     """The bytes of a row that a step takes: a segment of the packing, or of codes of one byte, two runs."""
-    wide = layout.bits == 8 and (layout.one_scale or layout.block_size % (2 * _packing.PLANE) == 0)
-    return _packing.PLANE * (2 if wide and layout.length >= 2 * _packing.PLANE else 1)
+    wide = layout.bits == 8 and (layout.one_scale or layout.block_size % (2 * packing.PLANE) == 0)
+    return packing.PLANE * (2 if wide and layout.length >= 2 * packing.PLANE else 1)
 
 
 def _run(layout: Layout) -> int:
@@ -142,11 +133,6 @@ def _body(layout: Layout) -> int:
     """How many codes of a row the kernel takes: all but a rest."""
     step = _words(layout) * layout.planes
     return layout.length // step * step
-
-
-#
-# Tiles of the weight
-#
 
 
 class _Weight(NamedTuple):
@@ -181,13 +167,8 @@ class _Weight(NamedTuple):
 
 def _column(byte: Any, plane: int, layout: Layout) -> Any:
     """Which code plane `plane` of a run that begins at `byte` begins with."""
-    segment = _packing.PLANE if layout.bits < 8 else _words(layout)
+    segment = packing.PLANE if layout.bits < 8 else _words(layout)
     return byte // segment * (segment * layout.planes) + plane * segment + byte % segment
-
-
-#
-# Kernels
-#
 
 
 def _product(

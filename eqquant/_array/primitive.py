@@ -15,26 +15,8 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PyTree
 
-from . import _compat, _sharding
-
-
-@jax.custom_jvp
-def _value_of(value: Array, source: Array) -> Array:
-    del source
-    return value
-
-
-@_value_of.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return _value_of(*primals), tangents[1]
-
-
-def value_of(value: Float[Array, "*shape"], *, gradient_of: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`value`, bit for bit, through which gradients pass to `gradient_of` instead: the straight-through estimator.
-
-    The usual `x + stop_gradient(value - x)` rounds twice. Both arguments have the same shape and dtype.
-    """
-    return _value_of(jax.lax.stop_gradient(value), gradient_of)
+from .. import _compat
+from .._mesh import as_spec, explicit_mesh, in_auto_mode, Names, names_in
 
 
 quantized_matmul_p = jax.extend.core.Primitive("quantized_matmul")
@@ -64,9 +46,9 @@ def bind_matmul(
     # both operands, and saying so before it gives the gradient its sum.
     x, w = _compat.vary_alike((x, w))
     product = ft.partial(_bind, transpose=transpose, precision=precision, implementation=implementation)
-    mesh = _sharding.explicit_mesh(x, w)
+    mesh = explicit_mesh(x, w)
     if mesh is not None:
-        product = _sharding.in_auto_mode(product, _result_sharding(mesh, x, w.codes, transpose))
+        product = in_auto_mode(product, _result_sharding(mesh, x, w.codes, transpose))
     return product(x, w)
 
 
@@ -84,8 +66,8 @@ def _result_sharding(mesh: Any, x: Array, codes: Array, transpose: bool) -> Name
     kept = _names(codes)[-1 if transpose else -2]
     taken = {name for names in (*batch, rows) for name in names}
     kept = tuple(name for name in kept if name not in taken)
-    return NamedSharding(mesh, _sharding.as_spec((*batch, rows, kept)))
+    return NamedSharding(mesh, as_spec((*batch, rows, kept)))
 
 
-def _names(x: Array) -> tuple[_sharding.Names, ...]:
-    return _sharding.names_in(jax.typeof(x).sharding.spec, x.ndim)
+def _names(x: Array) -> tuple[Names, ...]:
+    return names_in(jax.typeof(x).sharding.spec, x.ndim)

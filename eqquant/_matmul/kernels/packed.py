@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Float32, UInt, UInt8
 
-from .. import _minifloat, _packing, _scaling
+from ..._numerics import minifloats, packing
+from ..._numerics.scale_bits import bits_to_scale
 
 
 Kind = Literal["integer", "float8_e4m3fn", "float8_e5m2", "table"]
@@ -102,20 +103,20 @@ def _stretch(table: tuple[float, ...], dtype: str) -> float:
 def alignment(layout: Layout) -> str | None:
     """Why blocks do not line up with the bytes that a kernel takes at a time, or `None` if they do.
 
-    A run of 64 bytes holds a run of 64 codes for every plane (`_packing.py`). If a block is whole runs, or a run whole
+    A run of 64 bytes holds a run of 64 codes for every plane (`packing.py`). If a block is whole runs, or a run whole
     blocks of 16 or 32, then bytes can be taken so that those of a plane share a scale.
     """
     size = layout.block_size
-    if layout.one_scale or size % _packing.PLANE == 0 or size in (16, 32):
+    if layout.one_scale or size % packing.PLANE == 0 or size in (16, 32):
         return None
-    return f"blocks of {size} do not line up with runs of {_packing.PLANE} codes; 16, 32 and multiples of 64 do"
+    return f"blocks of {size} do not line up with runs of {packing.PLANE} codes; 16, 32 and multiples of 64 do"
 
 
 def decode_scale(bits: UInt[Array, "*shape"], kind: ScaleKind) -> Float32[Array, "*shape"]:
     """Scales from their bits. Also runs inside of kernels."""
     if kind in ("e4m3", "e5m2", "ue4m4"):
-        return getattr(_minifloat, kind.upper()).decode(bits)
-    return _scaling.bits_to_scale(bits, kind)
+        return getattr(minifloats, kind.upper()).decode(bits)
+    return bits_to_scale(bits, kind)
 
 
 def _look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*shape"]:
@@ -147,8 +148,8 @@ def decode_bytes(weight: Packed, layout: Layout, dtype: Any) -> Float[Array, "*b
 def decode_columns(weight: Packed, layout: Layout, start: int, dtype: jnp.dtype) -> Float[Array, "*batch n columns"]:
     """The dense columns from `start` on, where a segment of the packing begins. Not for kernels."""
     columns = np.arange(start, layout.length)
-    words = weight.codes[..., _packing.packed_length(start, layout.bits) :]
-    codes = _packing.unpack(words, layout.bits, len(columns))
+    words = weight.codes[..., packing.packed_length(start, layout.bits) :]
+    codes = packing.unpack(words, layout.bits, len(columns))
     values = _look_up(codes, layout)
     blocks = np.minimum(columns // layout.block_size, weight.scale.shape[-1] - 1)
     if weight.zero_point is not None:

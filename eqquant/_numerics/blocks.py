@@ -1,22 +1,12 @@
 """Blocks and their scales: cutting an axis into blocks, the scale rules, rounding, and the bits of a scale."""
 
-from collections.abc import Callable
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt
-
-from ._minifloat import decode_e8m0, encode_e8m0
+from jaxtyping import Array, Float
 
 
 BlockSize = int | Literal["tensor"] | None
-ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0"]
-
-
-#
-# Blocks
-#
 
 
 def num_blocks(length: int, block_size: BlockSize) -> int:
@@ -54,11 +44,6 @@ def expand(per_block: Array, block_size: BlockSize, length: int) -> Array:
     return repeated.reshape(*batch, blocks * block_size)[..., :length]
 
 
-#
-# Scale rules
-#
-
-
 def absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
     """The largest magnitude of each block."""
     return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
@@ -88,42 +73,3 @@ def divide(x: Float[Array, "*shape"], scale: Float[Array, "*shape"]) -> Float[Ar
     """`x / scale`, and 0 where the scale is 0 (a block of zeros, or of values too small for any scale)."""
     usable = scale != 0
     return jnp.where(usable, x / jnp.where(usable, scale, 1), 0)
-
-
-#
-# Rounding
-#
-
-
-def round_half_away(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """To the nearest integer, ties away from zero, as C's `roundf`."""
-    magnitude = jnp.abs(x)
-    below = jnp.floor(magnitude)
-    # Not `floor(magnitude + 0.5)`, which is wrong just below a half.
-    return jnp.copysign(below + (magnitude - below >= 0.5).astype(x.dtype), x)
-
-
-def stochastic_round(key: PRNGKeyArray) -> Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]:
-    """A rounding function that goes up with a probability equal to the fractional part, so that it is unbiased."""
-    return lambda x: jnp.floor(x + jax.random.uniform(key, x.shape, x.dtype))
-
-
-#
-# The bits of a scale
-#
-
-
-def scale_to_bits(scale: Float32[Array, "*batch blocks"], dtype: ScaleDtype) -> UInt[Array, "*batch blocks"]:
-    """Rounds scales to `dtype`, saturating, and returns their bits as unsigned integers of the same width."""
-    if dtype == "e8m0":
-        return encode_e8m0(scale)
-    limit = float(jnp.finfo(dtype).max)
-    rounded = jnp.clip(scale, -limit, limit).astype(dtype)
-    return jax.lax.bitcast_convert_type(rounded, {4: jnp.uint32, 2: jnp.uint16}[rounded.dtype.itemsize])
-
-
-def bits_to_scale(bits: UInt[Array, "*batch blocks"], dtype: ScaleDtype) -> Float32[Array, "*batch blocks"]:
-    """The scales whose bits `scale_to_bits` returned."""
-    if dtype == "e8m0":
-        return decode_e8m0(bits)
-    return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype)).astype(jnp.float32)

@@ -2,10 +2,9 @@
 
 import dataclasses
 import fnmatch
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -14,42 +13,13 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from ._operators import AbstractArrayValue
-from ._quantize import is_quantized
+from .._array.array import is_quantized
+from .._array.value import AbstractArrayValue
+from .leaves import Leaf, some
 
 
 Where = Callable[[PyTree], Any]
 Pattern = str | re.Pattern[str]
-
-
-class Leaf(NamedTuple):
-    """A leaf of a tree, in which a quantized array is one leaf."""
-
-    path: str
-    value: Any
-    parent: Any  # the module, list or dict that holds it; nothing holds the root
-
-
-def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = is_quantized) -> Iterator[Leaf]:
-    """The leaves in their order, with names such as `layers.0.weight`."""
-    flat, _ = jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    for path, value in flat:
-        name = jtu.keystr(path, simple=True, separator=".") or "the array"
-        yield Leaf(name, value, _follow(tree, path[:-1]) if path else None)
-
-
-def _follow(tree: PyTree, path: Sequence[Any]) -> Any:
-    """The node at `path`, or `None` where a custom node has no such thing as a name for its children."""
-    for key in path:
-        if isinstance(key, jtu.GetAttrKey):
-            tree = getattr(tree, key.name, None)
-        elif isinstance(key, jtu.SequenceKey):
-            tree = tree[key.idx]
-        elif isinstance(key, jtu.DictKey):
-            tree = tree[key.key]
-        else:
-            return None
-    return tree
 
 
 def matches(pattern: Pattern, path: str) -> bool:
@@ -131,55 +101,3 @@ def selected_by(
 @dataclasses.dataclass
 class _Mark:
     kind: Literal["leaf", "node"] | None
-
-
-def array_nbytes(x: Any) -> int:
-    """The bytes of an array of any dtype, keys and sub-byte integers included."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # PRNG keys
-        return x.nbytes if isinstance(x, jax.Array) else 0
-    bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8 * x.dtype.itemsize
-    return math.ceil(math.prod(x.shape) * bits / 8)
-
-
-def some(items: Iterable[str]) -> str:
-    """The first few of a list, for an error message."""
-    items = list(items)
-    return ", ".join(items[:10]) + (f", and {len(items) - 10} more" if len(items) > 10 else "")
-
-
-def trainable_mask(tree: PyTree) -> PyTree[bool]:
-    """Which leaves of a model training changes.
-
-    In a model with low-rank factors ([`eqquant.loraify`][]), the factors and nothing else. In any other, every floating
-    point array and every quantized array.
-
-    !!! Example
-
-        ```python
-        optim = optax.masked(optax.adamw(1e-3), eqq.trainable_mask(model))
-        trained, frozen = eqx.partition(model, eqq.trainable_mask(model))
-        ```
-
-    **Arguments:**
-
-    - `tree`: any pytree.
-
-    **Returns:**
-
-    The tree with a boolean for each leaf. A [`eqquant.QuantizedArray`][] is one leaf, so this is a prefix of the tree,
-    as `equinox.partition`, `equinox.filter`, `optax.masked` and [`eqquant.filter_grad`][] take it.
-    """
-    nodes, treedef = jtu.tree_flatten(tree, is_leaf=lambda x: isinstance(x, AbstractArrayValue))
-    adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)
-
-    def mask(x: Any) -> PyTree[bool]:
-        if is_quantized(x):
-            return not adapted
-        if not isinstance(x, AbstractArrayValue):
-            return eqx.is_inexact_array(x) and not adapted
-        if adapted and not x.frozen:
-            return False
-        of_field = lambda path, leaf: path[0].name not in x.frozen and eqx.is_inexact_array(leaf)
-        return jtu.tree_map_with_path(of_field, x, is_leaf=is_quantized)
-
-    return jtu.tree_unflatten(treedef, [mask(x) for x in nodes])

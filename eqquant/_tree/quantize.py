@@ -11,32 +11,21 @@ import jax.core
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
-import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 from rich.progress import track
 
-from ._array import AbstractFormat, as_format, QuantizedArray
-from ._leaves import (
-    array_nbytes,
-    check_patterns,
-    default_axis,
-    Leaf,
-    matches,
-    named_leaves,
-    Pattern,
-    selected_by,
-    show_pattern,
-    some,
-    Where,
-    why_never,
-    why_not,
-)
-from ._placement import move, Shardings, wanted_shardings
-from ._quantize import all_finite, check_dtype, check_quantizable, encode_array, is_quantized, not_finite_message
-from ._report import LeafReport, TreeReport
-from ._sharding import full_spec, leaf_shardings
-from ._simulate import simulate_array, SimulatedArray
+from .._array.array import is_quantized, QuantizedArray
+from .._array.quantize import all_finite, check_dtype, check_quantizable, encode_array, not_finite_message
+from .._array.sharding import leaf_shardings
+from .._array.simulated import simulate_array, SimulatedArray
+from .._formats.base import AbstractFormat, as_format
+from .._mesh import full_spec
+from .leaves import Leaf, named_leaves, some
+from .placement import move, Shardings, wanted_shardings
+from .report import TreeReport
+from .select import check_patterns, default_axis, matches, Pattern, selected_by, show_pattern, Where, why_never, why_not
+from .summary import quantized_row, row_of
 
 
 FormatLike = AbstractFormat | str
@@ -48,11 +37,6 @@ Rules = (
     | Mapping[Pattern, FormatLike | None]
     | Callable[[str, Any], FormatLike | None]
 )
-
-
-#
-# Planning
-#
 
 
 class _Decision(NamedTuple):
@@ -137,11 +121,6 @@ def _nothing_message(decisions: Sequence[_Decision]) -> str:
         f"The tree must hold something to quantize. Got none among its {len(arrays)} arrays ({reasons or 'none'}). "
         "`plan_tree` shows each; `where=` selects leaves that are left alone by default."
     )
-
-
-#
-# What users call
-#
 
 
 _SHARED_ARGUMENTS = """
@@ -286,119 +265,13 @@ def plan_tree(
     rows = []
     for leaf, picked, axes, reason in _decide(tree, format, where, axis):
         if picked is None:
-            rows.extend(_row(leaf, reason))
+            rows.extend(row_of(leaf, reason))
             continue
         x = _struct(leaf.value)
         q = jax.eval_shape(lambda x, f=picked, a=axes: encode_array(x, f, a, dtype, None), x)
-        rows.append(_quantized_row(leaf.path, q, reason, math.prod(x.shape) * x.dtype.itemsize))
+        rows.append(quantized_row(leaf.path, q, reason, math.prod(x.shape) * x.dtype.itemsize))
     return TreeReport(tuple(rows))
 
 
 for _function in (quantize_tree, plan_tree):
     _function.__doc__ = (_function.__doc__ or "").replace("{shared}", _SHARED_ARGUMENTS.strip())
-
-
-def summary(tree: PyTree) -> TreeReport:
-    """What a tree holds: what is quantized, and to what; what is not, and why; bytes, and bits per value.
-
-    !!! Example
-
-        ```python
-        print(eqq.summary(model))
-        ```
-
-    **Arguments:**
-
-    - `tree`: any pytree.
-
-    **Returns:**
-
-    A report with a row for each array. It prints as a table and has `.to_dict()`.
-    """
-    rows = []
-    for leaf in named_leaves(tree, _is_whole):
-        if isinstance(leaf.value, SimulatedArray):
-            of_master = leaf._replace(value=leaf.value.master)
-            rows.extend(_row(of_master, f"simulates {leaf.value.format!r}"))
-        elif is_quantized(leaf.value):
-            rows.append(_quantized_row(leaf.path, leaf.value, "quantized", leaf.value.size * leaf.value.dtype.itemsize))
-        else:
-            rows.extend(_row(leaf, why_never(leaf.value) or why_not(leaf) or "left in float"))
-    return TreeReport(tuple(rows))
-
-
-def _is_whole(x: Any) -> bool:
-    return is_quantized(x) or isinstance(x, SimulatedArray)
-
-
-def _row(leaf: Leaf, reason: str) -> list[LeafReport]:
-    x = leaf.value
-    if is_quantized(x):
-        return [_quantized_row(leaf.path, x, reason, x.size * x.dtype.itemsize)]
-    if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        return []
-    nbytes = array_nbytes(x)
-    return [LeafReport(leaf.path, tuple(x.shape), str(x.dtype), None, None, reason, nbytes, nbytes)]
-
-
-def _quantized_row(path: str, q: QuantizedArray, reason: str, dense_nbytes: int) -> LeafReport:
-    return LeafReport(path, q.shape, str(q.dtype), q.format, q.axis, reason, q.nbytes, dense_nbytes)
-
-
-def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
-    """Turns every quantized array of a tree back into a dense one, and every simulated one into what it stands for. The
-    inverse of [`eqquant.quantize_tree`][], up to rounding.
-
-    **Arguments:**
-
-    - `tree`: any pytree.
-    - `dtype`: the dtype of the dense arrays; their logical dtype unless given.
-
-    **Returns:**
-
-    The tree, with `jax.Array`s in the place of quantized arrays.
-    """
-
-    def dense(x: Any) -> Any:
-        if not _is_whole(x):
-            return x
-        x = x.dequantize()
-        return x if dtype is None else x.astype(dtype)
-
-    return jtu.tree_map(dense, tree, is_leaf=_is_whole)
-
-
-def tree_nbytes(tree: PyTree) -> int:
-    """The bytes that the arrays of a tree take. Packed codes count as what they are; an array that stands in several
-    places counts once.
-
-    **Arguments:**
-
-    - `tree`: any pytree, quantized or not.
-
-    **Returns:**
-
-    A number of bytes.
-    """
-    leaves = {id(x): x for x in jtu.tree_leaves(tree) if isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))}
-    return sum(array_nbytes(x) for x in leaves.values())
-
-
-def count_params(tree: PyTree) -> int:
-    """How many floating point parameters a tree has. A quantized array counts its logical size.
-
-    **Arguments:**
-
-    - `tree`: any pytree, quantized or not.
-
-    **Returns:**
-
-    The number of values in its floating point and quantized arrays. An array that stands in several places counts once.
-    """
-    seen: dict[int, int] = {}
-    for x in jtu.tree_leaves(tree, is_leaf=is_quantized):
-        if is_quantized(x):
-            seen[id(x.codes)] = x.size
-        elif why_never(x) in (None, "a scalar"):
-            seen[id(x)] = math.prod(x.shape)
-    return sum(seen.values())

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools as ft
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
-from . import _packing, _scaling, _sharding
-from ._array import AbstractFormat, as_axis, as_format, QuantizedArray
+from .._formats.base import AbstractFormat, as_format
+from .._mesh import explicit_mesh, full_spec, in_auto_mode
+from .._numerics import packing
+from .._numerics.blocks import expand, num_blocks, split_blocks
+from .._numerics.rounding import stochastic_round
+from .._numerics.scale_bits import bits_to_scale, scale_to_bits
+from .array import QuantizedArray
+from .axes import as_axis, memory_order
+from .sharding import leaf_shardings
 
 
 def quantize(
@@ -95,22 +101,8 @@ def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
 
     `uint8`, of `q.shape`. What each code stands for, before scale and zero point, is `q.format.decode(codes)`.
     """
-    codes = _packing.unpack(q.codes, q.format.bits, q._length).reshape(*q.codes.shape[:-1], *q.lengths)
+    codes = packing.unpack(q.codes, q.format.bits, q._length).reshape(*q.codes.shape[:-1], *q.lengths)
     return jnp.moveaxis(codes, range(-len(q.lengths), 0), q._axes)
-
-
-def is_quantized(x: Any) -> bool:
-    """Whether `x` is a [`eqquant.QuantizedArray`][]. Made to be used as `is_leaf`.
-
-    **Arguments:**
-
-    - `x`: anything.
-
-    **Returns:**
-
-    A boolean. A tree that holds quantized arrays is not one itself.
-    """
-    return isinstance(x, QuantizedArray)
 
 
 def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Any, tuple[int, ...]]:
@@ -180,7 +172,7 @@ def encode_array(
     """
     if sharding is None and not isinstance(x, jax.core.Tracer):
         sharding = getattr(x, "sharding", None)
-    on_mesh = _sharding.full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
+    on_mesh = full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
     q = _encode_array(x, format, key, given, axes, on_mesh)
     return q if dtype is None else q.astype(dtype)  # pyright: ignore[reportReturnType]
 
@@ -195,12 +187,12 @@ def _encode_array(
     sharding: NamedSharding | None,
 ) -> QuantizedArray:
     encode = ft.partial(_encode_here, axes=axes)
-    mesh = _sharding.explicit_mesh(x)
+    mesh = explicit_mesh(x)
     if mesh is not None:
         typed = NamedSharding(mesh, jax.typeof(x).sharding.spec)
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, given))
-        leaves = _sharding.leaf_shardings(jax.eval_shape(encode, shapes[0], format, key, shapes[1]), typed)
-        q = _sharding.in_auto_mode(encode, leaves)(x, format, key, given)
+        leaves = leaf_shardings(jax.eval_shape(encode, shapes[0], format, key, shapes[1]), typed)
+        q = in_auto_mode(encode, leaves)(x, format, key, given)
         return q if sharding is None else dataclasses.replace(q, logical_sharding=sharding)
     q = encode(x, format, key, given)
     return q if sharding is None else q.with_sharding(sharding)
@@ -222,26 +214,26 @@ def _encode_here(
     stored, kept = _store_scale(scale, format)
     values = format.normalise(
         rows,
-        _scaling.expand(scale, format.block_size, length),
-        _scaling.expand(kept, format.block_size, length),
+        expand(scale, format.block_size, length),
+        expand(kept, format.block_size, length),
     )
     if zero_point is not None:
-        values = values + _scaling.expand(zero_point.astype(jnp.float32), format.block_size, length)
-    round = jnp.round if key is None else _scaling.stochastic_round(key)
+        values = values + expand(zero_point.astype(jnp.float32), format.block_size, length)
+    round = jnp.round if key is None else stochastic_round(key)
     codes = format.encode(values, round)
     if codes.dtype != jnp.uint8 or codes.shape != values.shape:
         raise TypeError(
             f"`{type(format).__name__}.encode` must return uint8 of the shape of its values, {values.shape}. Got "
             f"{codes.dtype} of shape {codes.shape}. End it with `.astype(jnp.uint8)`."
         )
-    codes = _packing.pack(codes, format.bits)
+    codes = packing.pack(codes, format.bits)
     return QuantizedArray(codes, stored, zero_point, format, as_axis(axes), lengths, x.dtype)
 
 
 def _choose(rows: Float[Array, "*batch length"], format: AbstractFormat) -> tuple[Array, Array | None]:
     """The scales and zero points that a format chooses, `(*batch, blocks)`."""
     *batch, length = rows.shape
-    parts = _scaling.split_blocks(rows, format.block_size)
+    parts = split_blocks(rows, format.block_size)
     scales = [format.choose_scale(part) for part in parts]
     if any(scale.shape != part.shape[:-1] for scale, part in zip(scales, parts, strict=True)):
         raise TypeError(
@@ -249,7 +241,7 @@ def _choose(rows: Float[Array, "*batch length"], format: AbstractFormat) -> tupl
             f"of shape {parts[0].shape}. Got shape {scales[0].shape}."
         )
     zeros = [format.choose_zero_point(part, scale) for part, scale in zip(parts, scales, strict=True)]
-    blocks = (*batch, _scaling.num_blocks(length, format.block_size))
+    blocks = (*batch, num_blocks(length, format.block_size))
     scale = jnp.broadcast_to(jnp.concatenate(scales, axis=-1), blocks)
     zero_point = None if zeros[0] is None else jnp.broadcast_to(jnp.concatenate(zeros, axis=-1), blocks)  # pyright: ignore
     return scale, zero_point
@@ -299,16 +291,10 @@ def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:
         ) from None
 
 
-def memory_order(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "*batch length"]:
-    """A logical array as a quantized one lies in memory: the quantized axes last, as one."""
-    rows = jnp.moveaxis(x, axes, range(-len(axes), 0))
-    return rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(x.shape[a] for a in axes))
-
-
 def _store_scale(scale: Array, format: AbstractFormat) -> tuple[Any, Array]:
     """The scale as it is stored, and the floats that decoding will make of it."""
     if format.scale_format is not None:
         nested = encode_array(scale, format.scale_format, (-1,), None, None)
         return nested, nested.dequantize()
-    bits = _scaling.scale_to_bits(scale, format.scale_dtype)
-    return bits, _scaling.bits_to_scale(bits, format.scale_dtype)
+    bits = scale_to_bits(scale, format.scale_dtype)
+    return bits, bits_to_scale(bits, format.scale_dtype)

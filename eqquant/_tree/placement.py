@@ -10,9 +10,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ._leaves import check_patterns, Leaf, matches, named_leaves, Pattern
-from ._quantize import is_quantized
-from ._sharding import as_named, full_spec, leaf_shardings, place
+from .._array.array import is_quantized
+from .._array.sharding import leaf_shardings
+from .._mesh import as_named, full_spec, place
+from .leaves import Leaf, named_leaves
+from .select import check_patterns, matches, Pattern
 
 
 Spec = NamedSharding | PartitionSpec

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt8
 
-from .._compat import pallas_triton as plt
+from ..._compat import pallas_triton as plt
 from .packed import Layout
 
 

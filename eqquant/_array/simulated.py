@@ -8,22 +8,17 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
-from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
-from . import _scaling
-from ._array import AbstractFormat, as_axis, as_format, QuantizedArray
-from ._leaves import named_leaves
-from ._operators import AbstractArrayValue
-from ._primitive import value_of
-from ._quantize import all_finite, check_quantizable, encode_array, is_quantized, memory_order, not_finite_message
-
-
-#
-# Arrays
-#
+from .._formats.base import AbstractFormat, as_format
+from .._numerics.blocks import expand
+from .array import QuantizedArray
+from .axes import as_axis, memory_order
+from .quantize import check_quantizable, encode_array
+from .straight_through import value_of
+from .value import AbstractArrayValue
 
 
 def fake_quantize(
@@ -94,9 +89,9 @@ def _representable(x: Array, q: QuantizedArray) -> Bool[Array, "..."]:
     low, high = levels[0] - half * (levels[1] - levels[0]), levels[-1] + half * (levels[-1] - levels[-2])
     zero = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32)
     ends = (low - zero) * q.scale, (high - zero) * q.scale  # in either order: a scale may be negative
-    expand = lambda end: _scaling.expand(end, q.format.block_size, q._length)
+    of_values = lambda end: expand(end, q.format.block_size, q._length)
     rows = memory_order(x, q._axes).astype(jnp.float32)
-    inside = (rows >= expand(jnp.minimum(*ends))) & (rows <= expand(jnp.maximum(*ends)))
+    inside = (rows >= of_values(jnp.minimum(*ends))) & (rows <= of_values(jnp.maximum(*ends)))
     return jnp.moveaxis(inside.reshape(*inside.shape[:-1], *q.lengths), range(-len(q.lengths), 0), q._axes)
 
 
@@ -157,57 +152,6 @@ class SimulatedArray(AbstractArrayValue):
         return wl.TextDoc(f"SimulatedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")
 
 
-#
-# Trees
-#
-
-
 def simulate_array(x: Array, format: AbstractFormat, axes: tuple[int, ...], dtype: Any) -> SimulatedArray:
     """What `quantize_tree` puts in the place of `x` to simulate its quantization."""
     return SimulatedArray(x, format, as_axis(axes), np.dtype(x.dtype if dtype is None else dtype))
-
-
-def finalize(tree: PyTree) -> PyTree:
-    """Ends simulated quantization: every [`eqquant.SimulatedArray`][] becomes the [`eqquant.QuantizedArray`][] that it
-    stood for.
-
-    !!! Example
-
-        ```python
-        model = eqq.quantize_tree(model, "int4", simulate=True)
-        ...  # train as if it were a float model
-        model = eqq.finalize(model)
-        ```
-
-    **Arguments:**
-
-    - `tree`: any pytree with simulated arrays.
-
-    **Returns:**
-
-    The tree, with the same values and without the masters.
-
-    **Raises:**
-
-    `ValueError` if nothing is simulated, or, outside of `jit`, if training left values that are not finite.
-    """
-    is_leaf = lambda x: is_quantized(x) or isinstance(x, SimulatedArray)
-    leaves = list(named_leaves(tree, is_leaf))
-    if not any(isinstance(leaf.value, SimulatedArray) for leaf in leaves):
-        raise ValueError(
-            "`finalize` needs a tree with simulated arrays. Got none. `quantize_tree(..., simulate=True)` makes them."
-        )
-    for path, x, _ in leaves:
-        if isinstance(x, SimulatedArray) and not isinstance(x.master, jax.core.Tracer) and not all_finite(x.master):
-            raise ValueError(not_finite_message(path))
-    done: dict[Any, QuantizedArray] = {}  # one array in two places stays one
-
-    def final(x: Any) -> Any:
-        if not isinstance(x, SimulatedArray):
-            return x
-        same = (id(x.master), x.format, x.axis, x.logical_dtype)
-        if same not in done:
-            done[same] = dataclasses.replace(x.quantized(), master=None)
-        return done[same]
-
-    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), [final(leaf.value) for leaf in leaves])

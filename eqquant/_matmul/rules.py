@@ -15,19 +15,14 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array
 
-from . import _compat, _dispatch
-from ._array import QuantizedArray
-from ._dispatch import MatmulProblem, Target
-from ._partition import partitioned
-from ._primitive import quantized_matmul_p
-from ._quantize import is_quantized
-
-
-#
-# The primitive
-#
+from .. import _compat
+from .._array.array import QuantizedArray
+from .._array.primitive import quantized_matmul_p
+from . import dispatch
+from .partition import partitioned
+from .problem import MatmulProblem, Target
 
 
 def _abstract(x: Any, *leaves: Any, treedef: Any, transpose: bool, **params: Any) -> jax.core.ShapedArray:
@@ -51,8 +46,8 @@ def _run(
     def run(x: Array, w: QuantizedArray) -> Array:
         n, k = w.shape[-2:]
         problem = MatmulProblem(x.shape[-2], n, k, jnp.dtype(x.dtype), w.format, transpose, precision)
-        name, _ = _dispatch.choose(target, problem, implementation)
-        return _dispatch.run(x, w, problem, target, name)
+        name, _ = dispatch.choose(target, problem, implementation)
+        return dispatch.run(x, w, problem, target, name)
 
     # A master is where gradients go. It has no part in the value.
     w = dataclasses.replace(jtu.tree_unflatten(treedef, leaves), master=None)
@@ -138,54 +133,3 @@ _compat.lower_with_devices(quantized_matmul_p)
 for _platform in ("cpu", "cuda", "rocm", "tpu"):
     mlir.register_lowering(quantized_matmul_p, ft.partial(_lower, _platform), platform=_platform)
 mlir.register_lowering(quantized_matmul_p, ft.partial(_lower, "default"))
-
-
-#
-# What users call
-#
-
-
-def matmul(
-    x: Float[ArrayLike | QuantizedArray, "..."],
-    w: Float[ArrayLike | QuantizedArray, "..."],
-    *,
-    implementation: str | None = None,
-    precision: Any = None,
-) -> Array:
-    """`x @ w`, where either operand may be quantized, with a choice of implementation.
-
-    `q @ x` and `x @ q` are this function with the defaults.
-
-    !!! Example
-
-        ```python
-        y = eqq.matmul(x, q.T, implementation="xla")
-        ```
-
-    **Arguments:**
-
-    - `x`, `w`: arrays or quantized arrays, of the shapes that `jnp.matmul` takes. If both are quantized, `x` is
-        dequantized. The product is quantized where the quantized axis is one of the last two; otherwise the operand is
-        dequantized.
-    - `implementation`: the name of one, or `None` for the best that this platform has for the shapes and the format.
-        See [`eqquant.explain_matmul`][].
-    - `precision`: as in `jnp.matmul`; `None` takes `jax.default_matmul_precision`. Sums are float32 (float64 for
-        float64 operands).
-
-    **Returns:**
-
-    An array of dtype `jnp.result_type(x, w)`.
-
-    **Raises:**
-
-    `ValueError` if the contracted lengths differ, or if the implementation is unknown on this platform or cannot take
-    the product.
-    """
-    if is_quantized(w):
-        x = x.dequantize() if is_quantized(x) else x  # pyright: ignore
-        return w._matmul(x, left=False, implementation=implementation, precision=precision)  # pyright: ignore
-    if is_quantized(x):
-        return x._matmul(w, left=True, implementation=implementation, precision=precision)  # pyright: ignore
-    if implementation is not None:
-        raise ValueError(f"`implementation` is for quantized operands. Got {implementation!r}, and none is quantized.")
-    return jnp.matmul(jnp.asarray(x), jnp.asarray(w), precision=precision)

@@ -27,10 +27,13 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
-from . import _compat, _packing, _scaling
-from ._array import QuantizedArray
-from ._scaling import num_blocks
-from ._sharding import as_spec, can_divide, leaf_specs, Names, names_in, smallest_part
+from .. import _compat
+from .._array.array import QuantizedArray
+from .._array.sharding import can_divide, leaf_specs, smallest_part
+from .._mesh import as_spec, Names, names_in
+from .._numerics import packing
+from .._numerics.blocks import expand, num_blocks
+from .._numerics.scale_bits import scale_to_bits
 
 
 Run = Callable[[Array, QuantizedArray], Array]
@@ -142,12 +145,12 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
     if isinstance(nested, QuantizedArray):
         # Scales of scales may cover more than one part. So they are looked up here, for the blocks that are.
         blocks = num_blocks(w._length // parts, w.block_size)
-        values = nested.format.decode(_packing.unpack(nested.codes, nested.format.bits, blocks))
+        values = nested.format.decode(packing.unpack(nested.codes, nested.format.bits, blocks))
         whole = nested.scale.shape[-1] == num_blocks(nested._length, nested.block_size)
         first = jax.lax.axis_index(names) * blocks if whole and nested._length > blocks else 0
-        of_all = _scaling.expand(nested.scale, nested.block_size, nested._length if whole else blocks)
+        of_all = expand(nested.scale, nested.block_size, nested._length if whole else blocks)
         scale = values * jax.lax.dynamic_slice_in_dim(of_all, first, blocks, axis=-1)
-        mine = dataclasses.replace(mine, stored_scale=_scaling.scale_to_bits(scale, mine.format.scale_dtype))
+        mine = dataclasses.replace(mine, stored_scale=scale_to_bits(scale, mine.format.scale_dtype))
     return dataclasses.replace(mine, lengths=(w._length // parts,))
 
 

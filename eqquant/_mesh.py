@@ -4,8 +4,7 @@ A logical array has a sharding as any array has: for each axis, the mesh axes th
 quantized axis is last, and so it is in the sharding of every leaf. It can be divided where blocks and packing end.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,18 +13,9 @@ import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ._operators import AbstractArrayValue
-from ._packing import segment_length
-from ._scaling import num_blocks
-
 
 # The mesh axes that one dimension is divided by, the major one first.
 Names = tuple[str, ...]
-
-
-#
-# Specs
-#
 
 
 def as_names(entry: Any) -> Names:
@@ -73,111 +63,6 @@ def full_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
 def _like(sharding: Any, entries: Sequence[Any]) -> Any:
     spec = PartitionSpec(*entries)
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
-
-
-#
-# From the logical array to its leaves, and back
-#
-
-
-def can_divide(length: int, format: Any, names: Names, sizes: Mapping[str, int]) -> bool:
-    """Whether an axis can be divided by mesh axes: evenly, and if `format` is that of its values, in whole parts."""
-    parts = math.prod(sizes[name] for name in names)
-    if parts == 1 or length % parts != 0:
-        return parts == 1
-    return format is None or (length // parts) % smallest_part(length, format) == 0
-
-
-def smallest_part(length: int, format: Any) -> int:
-    """How many values of a quantized axis stay together: what is packed together, and what shares a scale.
-
-    A scale for the whole axis is no reason: every device has it.
-    """
-    unit, size, nested = segment_length(format.bits), format.block_size, format.scale_format
-    if num_blocks(length, size) > 1:
-        unit = math.lcm(unit, size * (1 if nested is None else segment_length(nested.bits)))
-    return unit
-
-
-def leaf_specs(q: Any, names: Sequence[Names], sizes: Mapping[str, int]) -> list[PartitionSpec]:
-    """The specs of the leaves of a quantized array whose memory, `(*batch, length)`, is divided by `names`.
-
-    A scale that covers more than one part, such as that of a whole channel, is not divided along the quantized axis.
-    """
-    *batch, quantized = names
-    parts = math.prod(sizes[name] for name in quantized)
-    return [as_spec([*batch, quantized if divided else ()]) for divided in _divided(q, parts)]
-
-
-def _divided(q: Any, parts: int) -> list[bool]:
-    """Of each leaf, whether it is divided along the quantized axis if the codes are."""
-    blocks, size = num_blocks(q._length, q.block_size), q.block_size
-    scales = blocks > 1 and q._length % parts == 0 and (q._length // parts) % size == 0
-    nested = q.stored_scale
-    of_scale = [scales]
-    if isinstance(nested, AbstractArrayValue):
-        of_scale = [scales and divided for divided in _divided(nested, parts)]
-    return [True, *of_scale, *[scales] * (q.zero_point is not None), *[True] * (q.master is not None)]
-
-
-def leaf_shardings(q: Any, sharding: NamedSharding, name: str = "The array") -> Any:
-    """The tree of shardings that a quantized array with the logical sharding `sharding` has; or an error."""
-    spec, sizes, shape = tuple(sharding.spec), sharding.mesh.shape, q.shape
-    if len(spec) > len(shape):
-        raise ValueError(
-            f"{name} has {len(shape)} dimensions, {shape}, and its spec must not have more. Got {sharding.spec}. Leave "
-            "out what stands for axes that it has not."
-        )
-    names = names_in(spec, len(shape))
-    quantized = [a % len(shape) for a in q._axes]
-    for axis, divided_by in enumerate(names):
-        major, of_weight = axis == quantized[0], axis in quantized
-        length = q._length if major else shape[axis]
-        fits = can_divide(shape[axis], None, divided_by, sizes)
-        if fits and major:
-            fits = can_divide(length, q.format, divided_by, sizes)
-        if not fits or (of_weight and not major and math.prod(sizes[n] for n in divided_by) > 1):
-            raise ValueError(_cannot(name, q, axis, divided_by, sizes, of_weight and not major))
-    memory = [names[a] for a in range(len(shape)) if a not in quantized] + [names[quantized[0]]]
-    specs = leaf_specs(q, memory, sizes)
-    return jtu.tree_unflatten(jtu.tree_structure(q), [NamedSharding(sharding.mesh, s) for s in specs])
-
-
-def _cannot(name: str, q: Any, axis: int, names: Names, sizes: Mapping[str, int], minor: bool) -> str:
-    parts = math.prod(sizes[n] for n in names)
-    by = " and ".join(f"{n!r} ({sizes[n]})" for n in names)
-    if minor:
-        why = f"only the first of its quantized axes {q.axis} can be divided"
-    elif q.shape[axis] % parts != 0:
-        why = f"{q.shape[axis]} is not a multiple of {parts}"
-    else:
-        unit = smallest_part(q._length, q.format)
-        why = f"of {q._length} values in {q.format!r}, {unit} are packed together and must stay so"
-    return (
-        f"{name}, of shape {q.shape}, cannot be divided along axis {axis}, of length {q.shape[axis]}, by the mesh axes "
-        f"{by}: {why}. Divide another axis, or into fewer parts; or quantize along another one."
-    )
-
-
-def logical_sharding(q: Any) -> NamedSharding | None:
-    """The sharding of the logical array, from where its codes are; `None` if that is not known, as while traced."""
-    codes = q.codes
-    traced = isinstance(codes, jax.core.Tracer)
-    sharding = None if traced else getattr(codes, "sharding", None)
-    if traced and explicit_mesh(codes) is not None:
-        sharding = jax.typeof(codes).sharding
-    if not isinstance(sharding, NamedSharding) or q.ndim < -min(q._axes):
-        return None
-    *batch, quantized = full_spec(sharding, codes.ndim).spec
-    axes = [a % q.ndim for a in q._axes]
-    rest = iter(batch)
-    spec = [quantized if a == axes[0] else None if a in axes else next(rest) for a in range(q.ndim)]
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
-
-
-#
-# Moving
-#
 
 
 def as_named(sharding: Any, current: Any, name: str = "the array") -> NamedSharding:
@@ -234,11 +119,6 @@ def follow(tree: PyTree, sharding: Any) -> PyTree:
         return place(x, sharding) if alone else x
 
     return jtu.tree_map(one, tree) if isinstance(sharding, NamedSharding) else tree
-
-
-#
-# Explicit meshes
-#
 
 
 def is_explicit(mesh: Any) -> bool:

@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32
 
-from .. import _compat, _packing
+from ... import _compat
+from ..._numerics import packing
 from .packed import alignment, decode_scale, Layout, Packed
 from .vpu import decode_float16, Decoder, is_looked_up, LANES
 from .xla import add_rest
@@ -87,14 +88,14 @@ class Plan(NamedTuple):
     @property
     def planes_share_scales(self) -> bool:
         """Whether the planes of a segment share a scale."""
-        return self.layout.one_scale or self.layout.block_size % (_packing.PLANE * self.layout.planes) == 0
+        return self.layout.one_scale or self.layout.block_size % (packing.PLANE * self.layout.planes) == 0
 
     @property
     def copies(self) -> int:
         """How many blocks there are in the lanes of a plane."""
-        if self.layout.one_scale or self.layout.block_size % (2 * _packing.PLANE * self.layout.planes) == 0:
+        if self.layout.one_scale or self.layout.block_size % (2 * packing.PLANE * self.layout.planes) == 0:
             return 1
-        return LANES // min(_packing.PLANE, self.layout.block_size)
+        return LANES // min(packing.PLANE, self.layout.block_size)
 
     @property
     def vmem_bytes(self) -> int:
@@ -113,10 +114,10 @@ class Plan(NamedTuple):
     def block(self, chunk: Any, plane: int, copy: int) -> Any:
         """The block of the lanes of one copy, of a plane of the `chunk`-th 128 bytes of a row."""
         first = copy * (LANES // self.copies)  # of these lanes
-        run = (2 * chunk + first // _packing.PLANE) * self.layout.planes + plane
-        if self.layout.block_size < _packing.PLANE:
-            return run * (_packing.PLANE // self.layout.block_size) + first % _packing.PLANE // self.layout.block_size
-        return jax.lax.div(run, jnp.int32(self.layout.block_size // _packing.PLANE))
+        run = (2 * chunk + first // packing.PLANE) * self.layout.planes + plane
+        if self.layout.block_size < packing.PLANE:
+            return run * (packing.PLANE // self.layout.block_size) + first % packing.PLANE // self.layout.block_size
+        return jax.lax.div(run, jnp.int32(self.layout.block_size // packing.PLANE))
 
 
 def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str) -> str | None:
@@ -176,16 +177,11 @@ def _whole_words(layout: Layout) -> int:
     return layout.length // (layout.planes * LANES) * LANES
 
 
-#
-# Outside of the kernels: operands in the order of lanes
-#
-
-
 def _forward(x: Float[Array, "m k"], weight: Packed, plan: Plan, interpret: bool) -> Float32[Array, "m n"]:
     m, layout = x.shape[0], plan.layout
     tiles = pl.cdiv(m, plan.tile_m)
     x = jnp.pad(x[:, : plan.columns].astype(plan.dtype), [(0, tiles * plan.tile_m - m), (0, 0)])
-    planes = x.reshape(-1, plan.words // _packing.PLANE, layout.planes, _packing.PLANE)
+    planes = x.reshape(-1, plan.words // packing.PLANE, layout.planes, packing.PLANE)
     planes = planes.transpose(2, 0, 1, 3).reshape(layout.planes, 1, tiles, plan.tile_m, plan.words)
     # A copy for each block of a plane, zero outside of it.
     own = np.arange(LANES) // (LANES // plan.copies) == np.arange(plan.copies)[:, None]
@@ -247,7 +243,7 @@ def _transposed(x: Float[Array, "m n"], weight: Packed, plan: Plan, interpret: b
         name="quantized_matmul_transposed",
     )(operands)
 
-    y = y.reshape(tiles, layout.planes, plan.tile_m, -1, _packing.PLANE)
+    y = y.reshape(tiles, layout.planes, plan.tile_m, -1, packing.PLANE)
     y = y.transpose(0, 2, 3, 1, 4).reshape(-1, plan.columns)[:m]
     if shift is not None:
         # Of what the codes are multiplied by, rounded as it is: else the two would not cancel.
@@ -302,11 +298,6 @@ def _scratch(weight: Packed, plan: Plan) -> dict[str, Any]:
 
 def _compiler_params(rows: Literal["parallel", "arbitrary"]) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(dimension_semantics=("parallel", rows), vmem_limit_bytes=VMEM_BYTES)
-
-
-#
-# The kernels
-#
 
 
 def _forward_kernel(plan: Plan, refs: Refs, y_ref: Any, scale_ref: Any = None) -> None:

@@ -1,0 +1,17 @@
+"""Logical axes <-> memory order, in which the quantized axes come last, as one."""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
+    """One axis as a number, several as a tuple."""
+    return axes[0] if len(axes) == 1 else axes
+
+
+def memory_order(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "*batch length"]:
+    """A logical array as a quantized one lies in memory: the quantized axes last, as one."""
+    rows = jnp.moveaxis(x, axes, range(-len(axes), 0))
+    return rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(x.shape[a] for a in axes))

@@ -1,0 +1,54 @@
+"""The function that users call for a quantized matmul."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from .._array.array import is_quantized, QuantizedArray
+
+
+def matmul(
+    x: Float[ArrayLike | QuantizedArray, "..."],
+    w: Float[ArrayLike | QuantizedArray, "..."],
+    *,
+    implementation: str | None = None,
+    precision: Any = None,
+) -> Array:
+    """`x @ w`, where either operand may be quantized, with a choice of implementation.
+
+    `q @ x` and `x @ q` are this function with the defaults.
+
+    !!! Example
+
+        ```python
+        y = eqq.matmul(x, q.T, implementation="xla")
+        ```
+
+    **Arguments:**
+
+    - `x`, `w`: arrays or quantized arrays, of the shapes that `jnp.matmul` takes. If both are quantized, `x` is
+        dequantized. The product is quantized where the quantized axis is one of the last two; otherwise the operand is
+        dequantized.
+    - `implementation`: the name of one, or `None` for the best that this platform has for the shapes and the format.
+        See [`eqquant.explain_matmul`][].
+    - `precision`: as in `jnp.matmul`; `None` takes `jax.default_matmul_precision`. Sums are float32 (float64 for
+        float64 operands).
+
+    **Returns:**
+
+    An array of dtype `jnp.result_type(x, w)`.
+
+    **Raises:**
+
+    `ValueError` if the contracted lengths differ, or if the implementation is unknown on this platform or cannot take
+    the product.
+    """
+    if is_quantized(w):
+        x = x.dequantize() if is_quantized(x) else x  # pyright: ignore
+        return w._matmul(x, left=False, implementation=implementation, precision=precision)  # pyright: ignore
+    if is_quantized(x):
+        return x._matmul(w, left=True, implementation=implementation, precision=precision)  # pyright: ignore
+    if implementation is not None:
+        raise ValueError(f"`implementation` is for quantized operands. Got {implementation!r}, and none is quantized.")
+    return jnp.matmul(jnp.asarray(x), jnp.asarray(w), precision=precision)

@@ -1,0 +1,74 @@
+"""One quantized matmul, as far as choosing an implementation needs to know it: shapes, dtype, layout, device."""
+
+import functools as ft
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._formats import FP8
+from .._formats.base import AbstractFormat
+from .._numerics.blocks import num_blocks
+from .kernels.packed import Layout, ScaleKind
+
+
+class MatmulProblem(NamedTuple):
+    """One quantized matmul, as far as choosing an implementation needs to know it.
+
+    `m` rows of activations of type `dtype`, times a weight of `n` rows of `k` values in `format`; `transpose` if `n`
+    is contracted and not `k`.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: Any
+    format: AbstractFormat
+    transpose: bool
+    precision: Any = None
+
+    @property
+    def layout(self) -> Layout:
+        """What the bits of the weight mean, without the arrays."""
+        return layout_of(self.format, self.k)
+
+
+class Target(NamedTuple):
+    """What a product is compiled for. What is not known is assumed to be new enough."""
+
+    platform: str  # "cpu", "cuda", "rocm", "tpu"
+    device: str = ""  # its name
+    capability: float = 9.0  # of an NVIDIA GPU
+    no_kernels: str | None = None  # why it takes none
+
+
+@ft.lru_cache(256)
+def layout_of(format: AbstractFormat, length: int) -> Layout:
+    with jax.ensure_compile_time_eval():
+        table = np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)), np.float32)
+    size = length if format.block_size in (None, "tensor") else format.block_size
+    nested = nested_scale_kind(format, length)
+    return Layout(
+        length,
+        format.bits,
+        max(min(size, length), 1),
+        tuple(table.tolist()),
+        nested or ("float32" if format.scale_format is not None else format.scale_dtype),
+        _has_zero_points(format),
+    )
+
+
+def nested_scale_kind(format: AbstractFormat, length: int) -> ScaleKind | None:
+    """What quantized scales are, if they are small floats under one scale for each row: then kernels read them so."""
+    scales = format.scale_format
+    if type(scales) is not FP8:  # a class derived from it may decode in another way
+        return None
+    blocks = num_blocks(length, format.block_size)
+    return scales.kind if num_blocks(blocks, scales.block_size) == 1 else None
+
+
+def _has_zero_points(format: AbstractFormat) -> bool:
+    blocks = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
+    scale = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    return jax.eval_shape(format.choose_zero_point, blocks, scale) is not None

@@ -1,0 +1,1 @@
+"""How codes are found: one method per file."""

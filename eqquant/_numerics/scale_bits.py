@@ -1,0 +1,28 @@
+"""Scales <-> the bits that are stored."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, UInt
+
+from .minifloats import decode_e8m0, encode_e8m0
+
+
+ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0"]
+
+
+def scale_to_bits(scale: Float32[Array, "*batch blocks"], dtype: ScaleDtype) -> UInt[Array, "*batch blocks"]:
+    """Rounds scales to `dtype`, saturating, and returns their bits as unsigned integers of the same width."""
+    if dtype == "e8m0":
+        return encode_e8m0(scale)
+    limit = float(jnp.finfo(dtype).max)
+    rounded = jnp.clip(scale, -limit, limit).astype(dtype)
+    return jax.lax.bitcast_convert_type(rounded, {4: jnp.uint32, 2: jnp.uint16}[rounded.dtype.itemsize])
+
+
+def bits_to_scale(bits: UInt[Array, "*batch blocks"], dtype: ScaleDtype) -> Float32[Array, "*batch blocks"]:
+    """The scales whose bits `scale_to_bits` returned."""
+    if dtype == "e8m0":
+        return decode_e8m0(bits)
+    return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype)).astype(jnp.float32)

@@ -1,0 +1,48 @@
+"""Which leaves of a model training changes."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .._array.array import is_quantized
+from .._array.value import AbstractArrayValue
+
+
+def trainable_mask(tree: PyTree) -> PyTree[bool]:
+    """Which leaves of a model training changes.
+
+    In a model with low-rank factors ([`eqquant.loraify`][]), the factors and nothing else. In any other, every floating
+    point array and every quantized array.
+
+    !!! Example
+
+        ```python
+        optim = optax.masked(optax.adamw(1e-3), eqq.trainable_mask(model))
+        trained, frozen = eqx.partition(model, eqq.trainable_mask(model))
+        ```
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+
+    **Returns:**
+
+    The tree with a boolean for each leaf. A [`eqquant.QuantizedArray`][] is one leaf, so this is a prefix of the tree,
+    as `equinox.partition`, `equinox.filter`, `optax.masked` and [`eqquant.filter_grad`][] take it.
+    """
+    nodes, treedef = jtu.tree_flatten(tree, is_leaf=lambda x: isinstance(x, AbstractArrayValue))
+    adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)
+
+    def mask(x: Any) -> PyTree[bool]:
+        if is_quantized(x):
+            return not adapted
+        if not isinstance(x, AbstractArrayValue):
+            return eqx.is_inexact_array(x) and not adapted
+        if adapted and not x.frozen:
+            return False
+        of_field = lambda path, leaf: path[0].name not in x.frozen and eqx.is_inexact_array(leaf)
+        return jtu.tree_map_with_path(of_field, x, is_leaf=is_quantized)
+
+    return jtu.tree_unflatten(treedef, [mask(x) for x in nodes])

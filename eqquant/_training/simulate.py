@@ -1,0 +1,60 @@
+"""The end of training with simulated quantization."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.core
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .._array.array import is_quantized, QuantizedArray
+from .._array.quantize import all_finite, not_finite_message
+from .._array.simulated import SimulatedArray
+from .._tree.leaves import named_leaves
+
+
+def finalize(tree: PyTree) -> PyTree:
+    """Ends simulated quantization: every [`eqquant.SimulatedArray`][] becomes the [`eqquant.QuantizedArray`][] that it
+    stood for.
+
+    !!! Example
+
+        ```python
+        model = eqq.quantize_tree(model, "int4", simulate=True)
+        ...  # train as if it were a float model
+        model = eqq.finalize(model)
+        ```
+
+    **Arguments:**
+
+    - `tree`: any pytree with simulated arrays.
+
+    **Returns:**
+
+    The tree, with the same values and without the masters.
+
+    **Raises:**
+
+    `ValueError` if nothing is simulated, or, outside of `jit`, if training left values that are not finite.
+    """
+    is_leaf = lambda x: is_quantized(x) or isinstance(x, SimulatedArray)
+    leaves = list(named_leaves(tree, is_leaf))
+    if not any(isinstance(leaf.value, SimulatedArray) for leaf in leaves):
+        raise ValueError(
+            "`finalize` needs a tree with simulated arrays. Got none. `quantize_tree(..., simulate=True)` makes them."
+        )
+    for path, x, _ in leaves:
+        if isinstance(x, SimulatedArray) and not isinstance(x.master, jax.core.Tracer) and not all_finite(x.master):
+            raise ValueError(not_finite_message(path))
+    done: dict[Any, QuantizedArray] = {}  # one array in two places stays one
+
+    def final(x: Any) -> Any:
+        if not isinstance(x, SimulatedArray):
+            return x
+        same = (id(x.master), x.format, x.axis, x.logical_dtype)
+        if same not in done:
+            done[same] = dataclasses.replace(x.quantized(), master=None)
+        return done[same]
+
+    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), [final(leaf.value) for leaf in leaves])

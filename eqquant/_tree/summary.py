@@ -1,0 +1,122 @@
+"""What a model holds: the report, its bytes, its parameters, and the way back to float."""
+
+import math
+from typing import Any
+
+import jax
+import jax.core
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import DTypeLike, PyTree
+
+from .._array.array import is_quantized, QuantizedArray
+from .._array.simulated import SimulatedArray
+from .leaves import array_nbytes, Leaf, named_leaves
+from .report import LeafReport, TreeReport
+from .select import why_never, why_not
+
+
+def summary(tree: PyTree) -> TreeReport:
+    """What a tree holds: what is quantized, and to what; what is not, and why; bytes, and bits per value.
+
+    !!! Example
+
+        ```python
+        print(eqq.summary(model))
+        ```
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+
+    **Returns:**
+
+    A report with a row for each array. It prints as a table and has `.to_dict()`.
+    """
+    rows = []
+    for leaf in named_leaves(tree, _is_whole):
+        if isinstance(leaf.value, SimulatedArray):
+            of_master = leaf._replace(value=leaf.value.master)
+            rows.extend(row_of(of_master, f"simulates {leaf.value.format!r}"))
+        elif is_quantized(leaf.value):
+            rows.append(quantized_row(leaf.path, leaf.value, "quantized", leaf.value.size * leaf.value.dtype.itemsize))
+        else:
+            rows.extend(row_of(leaf, why_never(leaf.value) or why_not(leaf) or "left in float"))
+    return TreeReport(tuple(rows))
+
+
+def _is_whole(x: Any) -> bool:
+    return is_quantized(x) or isinstance(x, SimulatedArray)
+
+
+def row_of(leaf: Leaf, reason: str) -> list[LeafReport]:
+    x = leaf.value
+    if is_quantized(x):
+        return [quantized_row(leaf.path, x, reason, x.size * x.dtype.itemsize)]
+    if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return []
+    nbytes = array_nbytes(x)
+    return [LeafReport(leaf.path, tuple(x.shape), str(x.dtype), None, None, reason, nbytes, nbytes)]
+
+
+def quantized_row(path: str, q: QuantizedArray, reason: str, dense_nbytes: int) -> LeafReport:
+    return LeafReport(path, q.shape, str(q.dtype), q.format, q.axis, reason, q.nbytes, dense_nbytes)
+
+
+def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
+    """Turns every quantized array of a tree back into a dense one, and every simulated one into what it stands for. The
+    inverse of [`eqquant.quantize_tree`][], up to rounding.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `dtype`: the dtype of the dense arrays; their logical dtype unless given.
+
+    **Returns:**
+
+    The tree, with `jax.Array`s in the place of quantized arrays.
+    """
+
+    def dense(x: Any) -> Any:
+        if not _is_whole(x):
+            return x
+        x = x.dequantize()
+        return x if dtype is None else x.astype(dtype)
+
+    return jtu.tree_map(dense, tree, is_leaf=_is_whole)
+
+
+def tree_nbytes(tree: PyTree) -> int:
+    """The bytes that the arrays of a tree take. Packed codes count as what they are; an array that stands in several
+    places counts once.
+
+    **Arguments:**
+
+    - `tree`: any pytree, quantized or not.
+
+    **Returns:**
+
+    A number of bytes.
+    """
+    leaves = {id(x): x for x in jtu.tree_leaves(tree) if isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))}
+    return sum(array_nbytes(x) for x in leaves.values())
+
+
+def count_params(tree: PyTree) -> int:
+    """How many floating point parameters a tree has. A quantized array counts its logical size.
+
+    **Arguments:**
+
+    - `tree`: any pytree, quantized or not.
+
+    **Returns:**
+
+    The number of values in its floating point and quantized arrays. An array that stands in several places counts once.
+    """
+    seen: dict[int, int] = {}
+    for x in jtu.tree_leaves(tree, is_leaf=is_quantized):
+        if is_quantized(x):
+            seen[id(x.codes)] = x.size
+        elif why_never(x) in (None, "a scalar"):
+            seen[id(x)] = math.prod(x.shape)
+    return sum(seen.values())

@@ -175,37 +175,32 @@ def training_memory() -> str:
     return markdown(("Training", "Weights:", "Gradients:", "Masters:", "Moments:", "Sum:"), rows)
 
 
-def scale_rules() -> str:
-    """What searching for scales gains, by format and rule."""
+def methods() -> str:
+    """What searching for scales gains, by format and method."""
     weights = [w[:1024] for w in (normal_weights(), heavy_tailed_weights())]
-    formats: dict[str, Callable[..., eqq.AbstractFormat]] = {
-        "`Int2()`": eqq.Int2,
-        "`Int4()`": eqq.Int4,
-        "`Int8(block_size=64)`": lambda scale_rule: eqq.Int8(block_size=64, scale_rule=scale_rule),
-        "`NF4()`": eqq.NF4,
-    }
+    formats = (eqq.Int2(), eqq.Int4(), eqq.Int8(block_size=64), eqq.NF4(), eqq.MXFP4(), eqq.Ternary(block_size=64))
 
     @jax.jit
     def robust(x: Float32[Array, "*shape"], y: Float32[Array, "*shape"]) -> Float32[Array, ""]:
         return jnp.mean(jnp.abs(y - x) ** 0.7)
 
     rows = []
-    for name, make in formats.items():
+    for format in formats:
         of_absmax = 1.0
-        for rule in ("absmax", "mse", "hqq"):
-            dense = [eqq.quantize(w, make(scale_rule=rule)).dequantize() for w in weights]
+        for method in (eqq.AbsMax(), eqq.MSE(), eqq.HQQ()):
+            dense = [eqq.quantize(w, format, method=method).dequantize() for w in weights]
             sqnr = [decibel(float(relative_mse(w, y))) for w, y in zip(weights, dense, strict=True)]
             error = float(robust(weights[1], dense[1]))
-            of_absmax = error if rule == "absmax" else of_absmax
-            rows.append((name, f'`"{rule}"`', *sqnr, f"{error / of_absmax:.1%}"))
-    return markdown(("Format", "Rule", "SQNR, dB:", "SQNR with heavy tails, dB:", "HQQ's measure:"), rows)
+            of_absmax = error if method == eqq.AbsMax() else of_absmax
+            rows.append((f"`{format!r}`", f"`{method!r}`", *sqnr, f"{error / of_absmax:.1%}"))
+    return markdown(("Format", "Method", "SQNR, dB:", "SQNR with heavy tails, dB:", "HQQ's measure:"), rows)
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "formats": ("formats.md", formats),
     "two-bits": ("design.md", two_bits),
     "double-quant": ("design.md", double_quant),
-    "scale-rules": ("calibrate.md", scale_rules),
+    "methods": ("calibrate.md", methods),
     "training-memory": ("training.md", training_memory),
 }
 

@@ -26,9 +26,18 @@ from ._formats import (
     Q8_0 as Q8_0,
     Ternary as Ternary,
 )
-from ._formats.base import AbstractFormat as AbstractFormat
+from ._formats.base import AbstractAffineFormat as AbstractAffineFormat, AbstractFormat as AbstractFormat
 from ._matmul.api import matmul as matmul
 from ._matmul.explain import explain_matmul as explain_matmul
+from ._methods import (
+    AbsMax as AbsMax,
+    AbstractMethod as AbstractMethod,
+    AbstractScaleMethod as AbstractScaleMethod,
+    encode_rows as encode_rows,
+    Encoded as Encoded,
+    HQQ as HQQ,
+    MSE as MSE,
+)
 from ._training import (
     apply_updates as apply_updates,
     filter_grad as filter_grad,
@@ -50,6 +59,7 @@ from ._tree.summary import (
     summary as summary,
     tree_nbytes as tree_nbytes,
 )
+from ._tree.use import Use as Use
 
 
 __version__ = importlib.metadata.version("eqquant")

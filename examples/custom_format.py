@@ -5,7 +5,6 @@ A format is one class. It gets everything else from the library: packing, blocks
 """
 
 # %% Imports
-from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -28,11 +27,9 @@ class Log4(eqq.AbstractFormat):
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
 
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
         # The midpoint of two neighbours is at k + 0.415, as -log2(0.75) is 0.415. The logarithm of zero is clipped.
-        exponent = jnp.clip(round(0.085 - jnp.log2(jnp.abs(values))), 0, 7)
+        exponent = jnp.clip(jnp.round(0.085 - jnp.log2(jnp.abs(values))), 0, 7)
         return exponent.astype(jnp.uint8) | (values < 0).astype(jnp.uint8) << 3
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:

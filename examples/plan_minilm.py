@@ -32,20 +32,20 @@ measured_on, compared_on = (8, 64) if args.smoke else (64, 256)
 console = Console(width=120)
 
 # %% One format for all weights, near each budget. Those with one scale per channel take a little more than their codes.
-uniform: Mapping[float, Sequence[eqq.AbstractFormat]] = {
-    3: (eqq.Int2(block_size=32, scale_rule="mse"), eqq.Int2(block_size=32)),
-    3.5: (eqq.Int2(block_size=24, scale_rule="mse"), eqq.Int2(block_size=20, scale_rule="mse")),
-    4: (eqq.NF4(block_size=None, scale_rule="mse"), eqq.NF4(block_size=None)),
-    4.5: (eqq.NF4(scale_rule="mse"), eqq.NF4(), eqq.Q4_0()),
-    6: (eqq.NF4(block_size=16, scale_rule="mse"), eqq.NF4(block_size=16)),
+uniform: Mapping[float, Sequence[eqq.AbstractFormat | eqq.Use]] = {
+    3: (eqq.Use(eqq.Int2(block_size=32), eqq.MSE()), eqq.Int2(block_size=32)),
+    3.5: (eqq.Use(eqq.Int2(block_size=24), eqq.MSE()), eqq.Use(eqq.Int2(block_size=20), eqq.MSE())),
+    4: (eqq.Use(eqq.NF4(block_size=None), eqq.MSE()), eqq.NF4(block_size=None)),
+    4.5: (eqq.Use("nf4", eqq.MSE()), eqq.NF4(), eqq.Q4_0()),
+    6: (eqq.Use(eqq.NF4(block_size=16), eqq.MSE()), eqq.NF4(block_size=16)),
     8: (eqq.Int8(), eqq.FP8()),
 }
 # What each weight may become. To stay in float is always one more choice.
 offered = [
-    *(eqq.Int2(block_size=size, scale_rule="mse") for size in (64, 32, 16)),
+    *(eqq.Use(eqq.Int2(block_size=size), eqq.MSE()) for size in (64, 32, 16)),
     eqq.NF4(block_size=None),
     *(eqq.NF4(block_size=size, double_quant=True) for size in (128, 64)),
-    *(eqq.NF4(block_size=size, scale_rule="mse") for size in (None, 64, 32, 16)),
+    *(eqq.Use(eqq.NF4(block_size=size), eqq.MSE()) for size in (None, 64, 32, 16)),
     eqq.Int8(),
     eqq.Q8_0(),
 ]

@@ -24,7 +24,7 @@ from .._formats.base import AbstractFormat
 from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
 from .._numerics import packing
 from .._numerics.blocks import BlockSize, expand
-from .._numerics.scale_bits import bits_to_scale
+from .._numerics.scale_bits import bits_to_scale, clip_finite
 from .axes import as_axis
 from .primitive import bind_matmul
 from .sharding import leaf_shardings, logical_sharding
@@ -376,10 +376,9 @@ def _dequantize(q: QuantizedArray) -> Array:
     if q.zero_point is not None:
         values = values - expand(q.zero_point.astype(jnp.float32), format.block_size, length)
     dense = values * expand(q.scale, format.block_size, length)
-    if q.zero_point is not None or q.dtype == jnp.float16:
-        # The outermost code of a range may lie half a step beyond it, and that beyond the largest finite number.
-        limit = float(min(jnp.finfo(q.dtype).max, jnp.finfo(jnp.float32).max))
-        dense = jnp.clip(dense, -limit, limit)
+    if q.zero_point is not None or format.scale_format is not None or q.dtype == jnp.float16:
+        # The outermost code of a range may lie half a step beyond it, and a rounded scale may be larger than it was.
+        dense = clip_finite(dense, q.dtype)
     dense = dense.astype(q.dtype)
     if q.master is not None:
         dense = value_of(dense, gradient_of=q.master.astype(q.dtype))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +13,19 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat, as_format, has_zero_points
 from .._mesh import explicit_mesh, full_spec, in_auto_mode
+from .._methods import AbsMax, AbstractMethod, Encoded
+from .._methods.given import GivenScales
 from .._numerics import packing
-from .._numerics.blocks import expand, num_blocks, split_blocks
-from .._numerics.rounding import stochastic_round
-from .._numerics.scale_bits import bits_to_scale, scale_to_bits
+from .._numerics.blocks import num_blocks
 from .array import QuantizedArray
 from .axes import as_axis, memory_order
 from .sharding import leaf_shardings
+
+
+# The values in flight at a time, where an array is quantized a chunk of rows after the other.
+_CHUNK = 2**21
 
 
 def quantize(
@@ -30,6 +35,7 @@ def quantize(
     axis: int | Sequence[int] = -1,
     dtype: DTypeLike | None = None,
     key: PRNGKeyArray | None = None,
+    method: AbstractMethod | None = None,
     scale: Float[ArrayLike, "..."] | None = None,
     zero_point: Num[ArrayLike, "..."] | None = None,
 ) -> QuantizedArray:
@@ -40,6 +46,7 @@ def quantize(
         ```python
         q = eqq.quantize(w, eqq.Int4(block_size=32))
         q = eqq.quantize(w, "int8", axis=0)
+        q = eqq.quantize(w, "int4", method=eqq.MSE())
         q = eqq.quantize(w, "int8", scale=3 / 127)
         ```
 
@@ -51,8 +58,10 @@ def quantize(
     - `axis`: the axis along which blocks run and scales are shared: for a weight, the input axis. Several axes are
         quantized as one, in the order given (as for a convolution).
     - `dtype`: what it dequantizes to. The dtype of `x` unless given.
-    - `key`: rounds stochastically, with this key, where the format rounds at all. Otherwise rounding is to nearest.
-    - `scale`: the scales, instead of those that the format would choose: floats that broadcast to the shape of the
+    - `key`: for stochastic rounding. Without it, values round to the nearest code.
+    - `method`: how codes are found: [`eqquant.AbsMax`][] (the default), [`eqquant.MSE`][], [`eqquant.HQQ`][] or one of
+        your own.
+    - `scale`: the scales, instead of those that a method would choose: floats that broadcast to the shape of the
         result's `scale`, which is `(*batch, blocks)` with the quantized axis last. Values beyond their range are
         clipped.
     - `zero_point`: the code of zero, one per scale, integers from 0 to `2**bits - 1`. Given with `scale`, for a format
@@ -65,15 +74,22 @@ def quantize(
     **Raises:**
 
     `TypeError` for an array that is not floating point; `ValueError` for a scalar, an axis out of range, for scales and
-    zero points that do not fit, and, outside of `jit`, for values that are not finite in float32. Inside `jit` nothing
-    can be checked: a NaN or an infinity then makes its whole block NaN or zero.
+    zero points that do not fit, and, outside `jit`, for values that are not finite in float32. Inside `jit` values
+    cannot be checked. There a NaN or an infinity makes every value that shares its scale NaN: its block; and,
+    where scales are quantized too, all blocks that share a scale of scales, which for [`eqquant.NVFP4`][] is the whole
+    array.
     """
     format = as_format(format)
     check_dtype(dtype)
     checked, axes = check_quantizable(x, axis)
     if not isinstance(checked, jax.core.Tracer) and not all_finite(checked):
         raise ValueError(not_finite_message("`x`"))
-    return encode_array(checked, format, axes, dtype, key, _check_given(checked, format, axes, scale, zero_point))
+    given = _check_given(checked, format, axes, scale, zero_point)
+    if given is not None and method is not None:
+        raise ValueError(
+            f"`method` chooses scales, and `scale` gives them. Got both, {method!r} too. Pass one of them."
+        )
+    return encode_array(checked, format, axes, dtype, key, given or as_method(method))
 
 
 def dequantize(q: QuantizedArray | ArrayLike) -> Array:
@@ -103,6 +119,22 @@ def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
     """
     codes = packing.unpack(q.codes, q.format.bits, q._length).reshape(*q.codes.shape[:-1], *q.lengths)
     return jnp.moveaxis(codes, range(-len(q.lengths), 0), q._axes)
+
+
+def as_method(method: Any) -> AbstractMethod:
+    """Returns a method as it is, and the default for `None`.
+
+    **Raises:**
+
+    `TypeError` for anything else.
+    """
+    if method is None:
+        return AbsMax()
+    if isinstance(method, type) and issubclass(method, AbstractMethod):
+        raise TypeError(f"`method` must be an instance. Got the class {method.__name__}. Write `{method.__name__}()`.")
+    if not isinstance(method, AbstractMethod):
+        raise TypeError(f"`method` must be a method, such as `eqq.MSE()`. Got {method!r}.")
+    return method
 
 
 def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Any, tuple[int, ...]]:
@@ -163,109 +195,90 @@ def encode_array(
     axes: tuple[int, ...],
     dtype: DTypeLike | None,
     key: PRNGKeyArray | None,
-    given: tuple[Array, Array | None] | None = None,
+    method: AbstractMethod = AbsMax(),
     sharding: NamedSharding | PartitionSpec | None = None,
 ) -> QuantizedArray:
-    """`quantize` after its checks, and without the one for finite values. `given` are scales and zero points.
+    """`quantize` after its checks, and without the one for finite values.
 
     The result is divided among devices as `sharding` says, or as `x` is: each device quantizes its part.
     """
-    if sharding is None and not isinstance(x, jax.core.Tracer):
-        sharding = getattr(x, "sharding", None)
+    actual = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    sharding = actual if sharding is None else sharding
     on_mesh = full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
-    q = _encode_array(x, format, key, given, axes, on_mesh)
+    # A loop over chunks of an array that several devices hold would gather it.
+    alone = isinstance(x, jax.Array) and actual is not None and len(actual.device_set) == 1 and on_mesh is None
+    q = _encode_array(x, format, method, key, axes, on_mesh, alone)
     return q if dtype is None else q.astype(dtype)  # pyright: ignore[reportReturnType]
 
 
-@ft.partial(jax.jit, static_argnums=(4, 5))
+@ft.partial(jax.jit, static_argnames=("axes", "sharding", "chunked"))
 def _encode_array(
     x: Array,
     format: AbstractFormat,
+    method: AbstractMethod,
     key: PRNGKeyArray | None,
-    given: tuple[Array, Array | None] | None,
     axes: tuple[int, ...],
     sharding: NamedSharding | None,
+    chunked: bool,
 ) -> QuantizedArray:
-    encode = ft.partial(_encode_here, axes=axes)
+    encode = ft.partial(_encode_here, axes=axes, chunked=chunked)
     mesh = explicit_mesh(x)
     if mesh is not None:
         typed = NamedSharding(mesh, jax.typeof(x).sharding.spec)
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, given))
-        leaves = leaf_shardings(jax.eval_shape(encode, shapes[0], format, key, shapes[1]), typed)
-        q = in_auto_mode(encode, leaves)(x, format, key, given)
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, method))
+        leaves = leaf_shardings(jax.eval_shape(encode, shapes[0], format, shapes[1], key), typed)
+        q = in_auto_mode(encode, leaves)(x, format, method, key)
         return q if sharding is None else dataclasses.replace(q, logical_sharding=sharding)
-    q = encode(x, format, key, given)
+    q = encode(x, format, method, key)
     return q if sharding is None else q.with_sharding(sharding)
 
 
 def _encode_here(
     x: Array,
     format: AbstractFormat,
+    method: AbstractMethod,
     key: PRNGKeyArray | None,
-    given: tuple[Array, Array | None] | None,
     *,
     axes: tuple[int, ...],
+    chunked: bool,
 ) -> QuantizedArray:
+    rows = memory_order(x, axes)
+    chunk = max(_CHUNK // max(rows.shape[-1], 1), 1) if chunked else None
+    encoded = method.quantize_rows(rows, format, key=key, chunk=chunk)
     lengths = tuple(x.shape[a] for a in axes)
-    rows = memory_order(x, axes).astype(jnp.float32)
-    length = rows.shape[-1]
-    scale, zero_point = _choose(rows, format) if given is None else given
-
-    stored, kept = _store_scale(scale, format)
-    values = format.normalise(
-        rows,
-        expand(scale, format.block_size, length),
-        expand(kept, format.block_size, length),
-    )
-    if zero_point is not None:
-        values = values + expand(zero_point.astype(jnp.float32), format.block_size, length)
-    round = jnp.round if key is None else stochastic_round(key)
-    codes = format.encode(values, round)
-    if codes.dtype != jnp.uint8 or codes.shape != values.shape:
-        raise TypeError(
-            f"`{type(format).__name__}.encode` must return uint8 of the shape of its values, {values.shape}. Got "
-            f"{codes.dtype} of shape {codes.shape}. End it with `.astype(jnp.uint8)`."
-        )
-    codes = packing.pack(codes, format.bits)
-    return QuantizedArray(codes, stored, zero_point, format, as_axis(axes), lengths, x.dtype)
+    return _as_array(encoded, format, as_axis(axes), lengths, x.dtype)
 
 
-def _choose(rows: Float[Array, "*batch length"], format: AbstractFormat) -> tuple[Array, Array | None]:
-    """The scales and zero points that a format chooses, `(*batch, blocks)`."""
-    *batch, length = rows.shape
-    parts = split_blocks(rows, format.block_size)
-    scales = [format.choose_scale(part) for part in parts]
-    if any(scale.shape != part.shape[:-1] for scale, part in zip(scales, parts, strict=True)):
-        raise TypeError(
-            f"`{type(format).__name__}.choose_scale` must return one scale per block, {parts[0].shape[:-1]} for blocks "
-            f"of shape {parts[0].shape}. Got shape {scales[0].shape}."
-        )
-    zeros = [format.choose_zero_point(part, scale) for part, scale in zip(parts, scales, strict=True)]
-    blocks = (*batch, num_blocks(length, format.block_size))
-    scale = jnp.broadcast_to(jnp.concatenate(scales, axis=-1), blocks)
-    zero_point = None if zeros[0] is None else jnp.broadcast_to(jnp.concatenate(zeros, axis=-1), blocks)  # pyright: ignore
-    return scale, zero_point
+def _as_array(
+    encoded: Encoded, format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: Any
+) -> QuantizedArray:
+    scale = encoded.scale
+    if format.scale_format is not None:
+        scale = _as_array(scale, format.scale_format, -1, scale.codes.shape[-1:], jnp.dtype(jnp.float32))
+    codes = packing.pack(encoded.codes, format.bits)
+    return QuantizedArray(codes, scale, encoded.zero_point, format, axis, lengths, dtype)
 
 
 def _check_given(
     x: Any, format: AbstractFormat, axes: tuple[int, ...], scale: Any, zero_point: Any
-) -> tuple[Array, Array | None] | None:
+) -> GivenScales | None:
     """The scales and zero points of a caller, broadcast to `(*batch, blocks)`, or an error."""
     if scale is None:
         if zero_point is not None:
             raise ValueError("`zero_point` must come with `scale`. Got it alone. Pass both, or neither.")
         return None
-    chosen, zeros = jax.eval_shape(lambda x: _choose(memory_order(x, axes).astype(jnp.float32), format), x)
-    if (zeros is None) != (zero_point is None):
-        has, got = ("no", "one") if zeros is None else ("a", "none")
+    if has_zero_points(format) != (zero_point is not None):
+        has, got = ("a", "none") if has_zero_points(format) else ("no", "one")
         raise ValueError(
             "`zero_point` must be given with `scale` for a format that has one, and for no other. Got "
             f"{got}, and {format!r} has {has} zero point. An integer format has one with `symmetric=False`."
         )
+    batch = [n for i, n in enumerate(x.shape) if i - x.ndim not in axes]
+    shape = (*batch, num_blocks(math.prod(x.shape[a] for a in axes), format.block_size))
     given = {"scale": jnp.asarray(scale), "zero_point": zero_point if zero_point is None else jnp.asarray(zero_point)}
     for name, value in given.items():
         if value is not None:
-            given[name] = _broadcast_given(name, value, chosen.shape)
+            given[name] = _broadcast_given(name, value, shape)
     scale, zero_point = given["scale"], given["zero_point"]
     if not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(f"`scale` must be floating point. Got dtype {scale.dtype}.")
@@ -278,7 +291,7 @@ def _check_given(
                 f"`zero_point` must hold whole numbers from 0 to {top}, the codes of {format!r}. Got others. Calibrate "
                 f"with `bits={format.bits}`."
             )
-    return scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8)
+    return GivenScales(scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8))
 
 
 def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:
@@ -289,12 +302,3 @@ def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:
             f"`{name}` must broadcast to {shape}, one value per block, with the quantized axis last. Got shape "
             f"{value.shape}. Calibrate along the same axis and with groups of `block_size`."
         ) from None
-
-
-def _store_scale(scale: Array, format: AbstractFormat) -> tuple[Any, Array]:
-    """The scale as it is stored, and the floats that decoding will make of it."""
-    if format.scale_format is not None:
-        nested = encode_array(scale, format.scale_format, (-1,), None, None)
-        return nested, nested.dequantize()
-    bits = scale_to_bits(scale, format.scale_dtype)
-    return bits, bits_to_scale(bits, format.scale_dtype)

@@ -12,11 +12,12 @@ import numpy as np
 import wadler_lindig as wl
 from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat, as_format, levels_of
+from .._methods import AbsMax, AbstractMethod
 from .._numerics.blocks import expand
 from .array import QuantizedArray
 from .axes import as_axis, memory_order
-from .quantize import check_quantizable, encode_array
+from .quantize import as_method, check_quantizable, encode_array
 from .straight_through import value_of
 from .value import AbstractArrayValue
 
@@ -28,6 +29,7 @@ def fake_quantize(
     axis: int | Sequence[int] = -1,
     clip: bool = False,
     key: PRNGKeyArray | None = None,
+    method: AbstractMethod | None = None,
 ) -> Float[Array, "..."]:
     r"""The value of `x` after quantization, with the gradient of `x`: the straight-through estimator.
 
@@ -51,7 +53,7 @@ def fake_quantize(
     **Arguments:**
 
     - `x`: a floating point array of at least one dimension.
-    - `format`, `axis`, `key`: as for [`eqquant.quantize`][].
+    - `format`, `axis`, `key`, `method`: as for [`eqquant.quantize`][].
     - `clip`: makes the gradient zero where `x` lies outside of the range that its block can represent, which is from
         half a step below the lowest level to half a step above the highest, zero point included. Most formats choose
         scales such that no value does. [`eqquant.Ternary`][] and [`eqquant.Binary`][] do not, nor
@@ -68,7 +70,7 @@ def fake_quantize(
     """
     format = as_format(format)
     source, axes = check_quantizable(x, axis)
-    q = encode_array(jax.lax.stop_gradient(source), format, axes, None, key)
+    q = encode_array(jax.lax.stop_gradient(source), format, axes, None, key, as_method(method))
     if clip:
         source = jnp.where(_representable(source, q), source, jax.lax.stop_gradient(source))
     return value_of(q.dequantize(), gradient_of=source)
@@ -79,11 +81,8 @@ straight_through = fake_quantize
 
 def _representable(x: Array, q: QuantizedArray) -> Bool[Array, "..."]:
     """Where values lie in the range of the levels of their block, to which half a step is added on either side."""
-    with jax.ensure_compile_time_eval():
-        # Not every code is one that a value is encoded to: of four ternary codes there are three.
-        reached = np.asarray(q.format.decode(q.format.encode(jnp.array([-1e30, 0.0, 1e30]))))
-        levels = np.unique(np.asarray(q.format.decode(jnp.arange(2**q.format.bits, dtype=jnp.uint8))))
-    levels = levels[(levels >= reached.min()) & (levels <= reached.max())]
+    levels, reached = levels_of(q.format)
+    levels = np.unique(levels[reached])
     # A little more, since Dynamic8 scales its largest magnitude to exactly half a step below its lowest level.
     half = 0.5 + 1e-4
     low, high = levels[0] - half * (levels[1] - levels[0]), levels[-1] + half * (levels[-1] - levels[-2])
@@ -108,12 +107,14 @@ class SimulatedArray(AbstractArrayValue):
     - `format`: what it is quantized to.
     - `axis`: the quantized axis, or axes; negative.
     - `logical_dtype`: what it dequantizes to, which need not be the dtype of the master.
+    - `method`: how codes are found.
     """
 
     master: Float[Array, "..."]
     format: AbstractFormat
     axis: int | tuple[int, ...] = eqx.field(static=True)
     logical_dtype: np.dtype = eqx.field(static=True)
+    method: AbstractMethod = AbsMax()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,7 +127,7 @@ class SimulatedArray(AbstractArrayValue):
     def quantized(self) -> QuantizedArray:
         """The quantized array as it is now. Gradients with respect to it go to the master."""
         axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
-        q = encode_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None)
+        q = encode_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, self.method)
         return dataclasses.replace(q, master=memory_order(self.master, axes))
 
     def dequantize(self) -> Float[Array, "..."]:
@@ -152,6 +153,13 @@ class SimulatedArray(AbstractArrayValue):
         return wl.TextDoc(f"SimulatedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")
 
 
-def simulate_array(x: Array, format: AbstractFormat, axes: tuple[int, ...], dtype: Any) -> SimulatedArray:
+def simulate_array(
+    x: Array, format: AbstractFormat, axes: tuple[int, ...], dtype: Any, method: AbstractMethod = AbsMax()
+) -> SimulatedArray:
     """What `quantize_tree` puts in the place of `x` to simulate its quantization."""
-    return SimulatedArray(x, format, as_axis(axes), np.dtype(x.dtype if dtype is None else dtype))
+    if method.inputs is not None:
+        raise ValueError(
+            "`simulate=True` needs a method that looks at weights alone, since it quantizes at each use. Got one with "
+            f"`inputs`, {type(method).__name__}. Quantize with it after training."
+        )
+    return SimulatedArray(x, format, as_axis(axes), np.dtype(x.dtype if dtype is None else dtype), method)

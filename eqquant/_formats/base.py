@@ -1,14 +1,17 @@
 """What a format is: what codes mean."""
 
 import abc
-from collections.abc import Callable
+import dataclasses
+import functools as ft
 from typing import Any, ClassVar, TYPE_CHECKING
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
-from .._numerics.blocks import BlockSize, divide
+from .._numerics.blocks import BlockSize
 from .._numerics.scale_bits import ScaleDtype
 
 
@@ -22,7 +25,7 @@ _FORMATS: dict[str, type["AbstractFormat"]] = {}
 
 
 class AbstractFormat(eqx.Module):
-    """What codes mean, and how the scale of a block is chosen. Subclass it to make a format of your own.
+    """What codes mean. Subclass it to make a format of your own.
 
     !!! Example
 
@@ -36,8 +39,8 @@ class AbstractFormat(eqx.Module):
             def choose_scale(self, blocks):
                 return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
 
-            def encode(self, values, round=jnp.round):
-                power = jnp.clip(round(7 + jnp.log2(jnp.abs(values) + 1e-9)), 0, 7)
+            def encode(self, values):
+                power = jnp.clip(jnp.round(7 + jnp.log2(jnp.abs(values) + 1e-9)), 0, 7)
                 return power.astype(jnp.uint8) | (values < 0).astype(jnp.uint8) << 3
 
             def decode(self, codes):
@@ -48,75 +51,112 @@ class AbstractFormat(eqx.Module):
         q = eqq.quantize(x, Log4())
         ```
 
-    A subclass gives `block_size`, `bits`, `choose_scale`, `encode` and `decode`. All its fields are static, so formats
-    compare by value. Its lower-case class name becomes a name that [`eqquant.quantize`][] takes.
+    A subclass gives `block_size`, `bits`, `choose_scale`, `encode` and `decode`. That is enough for every method
+    ([`eqquant.MSE`][] and the others), for stochastic rounding, for products and for training. All fields must be
+    static, so that formats compare by value. Its lower-case class name becomes a name that
+    [`eqquant.quantize`][] takes.
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for all of them (one scale per
         channel), `"tensor"` for one scale for the whole array.
     - `bits`: 1, 2, 4 or 8, the width of a code in memory.
     - `scale_dtype`: what scales are rounded to and stored as.
-    - `scale_format`: the format that the scales are quantized with in their turn, or `None`.
+    - `scale_format`: the format that the scales are quantized to as well, or `None`.
+    - `multiplies_by_reciprocal`: whether values are multiplied by the reciprocal of the scale before it is rounded to
+        `scale_dtype`, as ggml does, and not divided by the scale that is stored.
     """
 
     block_size: eqx.AbstractVar[BlockSize]
     bits: AbstractClassVar[int]
     scale_dtype: ClassVar[ScaleDtype] = "float32"
+    scale_format: ClassVar["AbstractFormat | None"] = None
+    multiplies_by_reciprocal: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not cls.__name__.startswith(("Abstract", "_")):
             name, known = cls.__name__.lower(), _FORMATS.get(cls.__name__.lower())
-            # A class of yours may be defined again, in a notebook say; ours cannot be taken over.
+            # A class of yours may be defined again, in a notebook say; ours cannot be replaced.
             if known is None or not known.__module__.startswith("eqquant."):
                 _FORMATS[name] = cls
 
     def __check_init__(self) -> None:
+        name = type(self).__name__
+        for field in dataclasses.fields(self):
+            if not field.metadata.get("static", False):
+                raise TypeError(
+                    f"Every field of a format must be static, so that formats compare by value. Got `{field.name}` of "
+                    f"{name}, which is not. Write `{field.name}: ... = eqx.field(static=True)`."
+                )
         if self.bits not in (1, 2, 4, 8):
-            raise ValueError(f"`bits` of {type(self).__name__} must be 1, 2, 4 or 8. Got {self.bits}.")
+            raise ValueError(f"`bits` of {name} must be 1, 2, 4 or 8. Got {self.bits}.")
         size = self.block_size
-        if size is None or size == "tensor":
+        if size is None or (isinstance(size, str) and size == "tensor"):
             return
         unit = 8 // self.bits
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % unit != 0:
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1 or size % unit != 0:
             raise ValueError(
-                f'`block_size` of {type(self).__name__} must be None, "tensor" or a positive multiple of {unit}, the '
-                f"number of {self.bits}-bit codes in a byte. Got `block_size={size!r}`. Common sizes are 32, 64 and "
-                "128; None is one scale per channel."
+                f'`block_size` of {name} must be None, "tensor" or a positive multiple of {unit}, the number of '
+                f"{self.bits}-bit codes in a byte. Got `block_size={size!r}`. Common sizes are 32, 64 and 128; None is "
+                "one scale per channel."
             )
-
-    @property
-    def scale_format(self) -> "AbstractFormat | None":
-        return None
 
     @abc.abstractmethod
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        """The scale of each block: what its values are divided by before [`encode`][]."""
+        """Returns the scale of each block, which its values are divided by before [`encode`][].
 
-    def choose_zero_point(
-        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
-    ) -> UInt8[Array, "*batch blocks"] | None:
-        """The code that stands for zero in each block, or `None` for a format without zero points."""
-        del blocks, scale
+        This is the format's own rule, which the method [`eqquant.AbsMax`][] takes and others start from. NaN and
+        infinity need no care: a block that holds one gets a scale of NaN, whatever this returns.
+        """
 
     @abc.abstractmethod
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
-        """The codes of values that are already divided by their scale (and shifted by their zero point).
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        """Returns the nearest code of each value, already divided by its scale (and shifted by its zero point).
 
-        `round` rounds to integers; it is replaced for stochastic rounding.
+        Values beyond the range take the nearest end.
         """
 
     @abc.abstractmethod
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        """The values that codes stand for, before scale and zero point. The inverse of `encode`."""
+        """Returns the values that codes stand for, before scale and zero point. The inverse of `encode`."""
 
-    def normalise(
-        self, x: Float32[Array, "*shape"], scale: Float32[Array, "*shape"], stored_scale: Float32[Array, "*shape"]
-    ) -> Float32[Array, "*shape"]:
-        """Divides by the scale before `encode`: by the one that is stored, which decoding will multiply by."""
-        del scale
-        return divide(x, stored_scale)
+
+class AbstractAffineFormat(AbstractFormat):
+    """A format whose blocks may have a zero point each: the code that stands for zero."""
+
+    @property
+    @abc.abstractmethod
+    def has_zero_points(self) -> bool:
+        """Whether they do."""
+
+    @abc.abstractmethod
+    def choose_zero_point(
+        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
+    ) -> UInt8[Array, "*batch blocks"]:
+        """Returns the code that stands for zero in each block, under scales that [`choose_scale`][] chose."""
+
+
+def has_zero_points(format: AbstractFormat) -> bool:
+    """Returns whether blocks in a format have zero points."""
+    return isinstance(format, AbstractAffineFormat) and format.has_zero_points
+
+
+@ft.lru_cache
+def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what each code decodes to, and whether a value is ever encoded to it: of ternary codes, three are.
+
+    **Arguments:**
+
+    - `format`: any format.
+
+    **Returns:**
+
+    A float32 and a boolean array of `2**bits` entries each.
+    """
+    with jax.ensure_compile_time_eval():
+        codes = jnp.arange(2**format.bits, dtype=jnp.uint8)
+        values = format.decode(codes)
+        back = format.encode(jnp.where(jnp.isfinite(values), values, 0))
+        return np.asarray(values), np.asarray((back == codes) & jnp.isfinite(values))
 
 
 def as_format(format: AbstractFormat | str) -> AbstractFormat:

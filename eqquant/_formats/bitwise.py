@@ -1,7 +1,5 @@
 """One and two bits: Binary and Ternary."""
 
-from collections.abc import Callable
-
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
@@ -24,10 +22,8 @@ class Ternary(AbstractFormat):
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return absmean(blocks)
 
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
-        return (jnp.clip(round(values), -1, 1) + 1).astype(jnp.uint8)
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return (jnp.clip(jnp.round(values), -1, 1) + 1).astype(jnp.uint8)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return codes.astype(jnp.float32) - 1
@@ -47,12 +43,8 @@ class Binary(AbstractFormat):
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return absmean(blocks)
 
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
-        if round is jnp.round:
-            return (values >= 0).astype(jnp.uint8)
-        return jnp.clip(round((values + 1) / 2), 0, 1).astype(jnp.uint8)
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return (values >= 0).astype(jnp.uint8)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return 2 * codes.astype(jnp.float32) - 1

@@ -2,7 +2,8 @@
 
 import abc
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
-from .._methods.search import check_rule, ScaleRule, search_scale
 from .._numerics.blocks import absmax, BlockSize
 from .base import AbstractFormat
 from .floating import FP8
@@ -19,10 +19,8 @@ from .floating import FP8
 class AbstractCodebook(AbstractFormat):
     """Codes index `codebook`, a sorted table of values. The scale maps the largest magnitude onto the table's."""
 
-    scale_rule: eqx.AbstractVar[ScaleRule]
-
-    def __check_init__(self) -> None:
-        check_rule(self)
+    # Whether a value above zero takes at least the lowest level above zero.
+    keeps_nonzero: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -30,21 +28,16 @@ class AbstractCodebook(AbstractFormat):
         """The sorted table."""
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        widest = absmax(blocks) / max(abs(self.codebook[0]), abs(self.codebook[-1]))
-        nearest = lambda values: self.decode(self.encode(values))
-        return search_scale(blocks, widest, self.scale_rule, nearest)
+        return absmax(blocks) / max(abs(self.codebook[0]), abs(self.codebook[-1]))
 
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
         table = np.asarray(self.codebook, np.float32)
-        if round is jnp.round:
-            # The nearest entry; a value on the midpoint takes the lower one, as bitsandbytes does.
-            return _count_below(table[1:] / 2 + table[:-1] / 2, values)
-        lower = _count_below(table[1:-1], values)
-        below, above = _lookup(table, lower), _lookup(table, lower + jnp.uint8(1))
-        up = jnp.clip(round((values - below) / (above - below)), 0, 1)
-        return lower + up.astype(jnp.uint8)
+        # The nearest entry; a value on the midpoint takes the lower one, as bitsandbytes does.
+        codes = _count_below(table[1:] / 2 + table[:-1] / 2, values)
+        if self.keeps_nonzero:
+            zero = int(np.searchsorted(table, 0.0))
+            codes = jnp.where((values > 0) & (codes <= zero), jnp.uint8(zero + 1), codes)
+        return codes
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return _lookup(np.asarray(self.codebook, np.float32), codes)
@@ -98,7 +91,6 @@ class NF4(AbstractCodebook):
 
     block_size: BlockSize = eqx.field(static=True, default=64)
     double_quant: bool = eqx.field(static=True, default=False)
-    scale_rule: ScaleRule = eqx.field(static=True, default="absmax")
     bits = 4
 
     @property
@@ -106,7 +98,7 @@ class NF4(AbstractCodebook):
         return _NF4
 
     @property
-    def scale_format(self) -> AbstractFormat | None:
+    def scale_format(self) -> AbstractFormat | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         # Scales are positive and may differ by orders of magnitude within a row, so they are floats without a sign:
         # the paper's signed 8-bit floats would waste a bit, and evenly spaced levels would round small scales to zero.
         return FP8("ue4m4", block_size=256) if self.double_quant else None
@@ -117,9 +109,6 @@ NF4.__init__.__doc__ = r"""**Arguments:**
 - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
     one for the whole array.
 - `double_quant`: whether the scales are quantized too, which saves about 0.37 bits per weight at block size 64.
-- `scale_rule`: `"absmax"` clips nothing; `"mse"` clips where that makes the squared error of the block least; `"hqq"`
-    does so for the sum of $|x - \hat x|^{0.7}$, which cares less for outliers
-    ([Half-Quadratic Quantization](https://mobiusml.github.io/hqq_blog/)).
 """
 
 
@@ -141,18 +130,14 @@ class Dynamic8(AbstractCodebook):
     signed: bool = eqx.field(static=True, default=True)
     block_size: BlockSize = eqx.field(static=True, default=256)
     bits = 8
-    scale_rule = "absmax"  # always: the smallest values of optimizer state matter, not the squared error
 
     @property
     def codebook(self) -> tuple[float, ...]:
         return _dynamic_codebook(self.signed)
 
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
-        codes = super().encode(values, round)
-        # Without a sign the codes are 0 for zero, and 1 for the lowest level above.
-        return codes if self.signed else jnp.maximum(codes, (values > 0).astype(jnp.uint8))
+    @property
+    def keeps_nonzero(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.signed
 
 
 Dynamic8.__init__.__doc__ = """**Arguments:**
@@ -185,21 +170,17 @@ class Codebook(AbstractCodebook):
 
     values: tuple[float, ...] = eqx.field(static=True)
     block_size: BlockSize = eqx.field(static=True, default=64)
-    scale_rule: ScaleRule = eqx.field(static=True, default="absmax")
 
     def __init__(
         self,
         values: Sequence[float | int] | np.ndarray,
         block_size: BlockSize = 64,
-        scale_rule: ScaleRule = "absmax",
     ) -> None:
         r"""**Arguments:**
 
         - `values`: the levels, two to 256 different finite numbers in any order. They are rounded to float32.
         - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel,
             `"tensor"` for one for the whole array.
-        - `scale_rule`: `"absmax"` clips nothing; `"mse"` clips where that makes the squared error of the block least;
-            `"hqq"` does so for the sum of $|x - \hat x|^{0.7}$, which cares less for outliers.
         """
         with np.errstate(over="ignore"):
             table = np.unique(np.asarray(values).astype(np.float32))
@@ -209,7 +190,6 @@ class Codebook(AbstractCodebook):
             )
         self.values = tuple(table.tolist())
         self.block_size = block_size
-        self.scale_rule = scale_rule
 
     @property
     def codebook(self) -> tuple[float, ...]:

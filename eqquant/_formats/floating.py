@@ -1,10 +1,8 @@
 """Eight-bit floats."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import absmax, BlockSize
@@ -49,10 +47,8 @@ class FP8(AbstractFormat):
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return absmax(blocks) / _KINDS[self.kind].max
 
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
-        return _KINDS[self.kind].encode(values, round)
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return _KINDS[self.kind].encode(values)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return _KINDS[self.kind].decode(codes)

@@ -1,30 +1,34 @@
 """Evenly spaced levels: Int8, Int4 and Int2, symmetric and affine."""
 
-from collections.abc import Callable
+from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .._methods.search import check_rule, in_units, ScaleRule, search_scale, search_zero_point
 from .._numerics.blocks import absmax, BlockSize, divide, minmax, signed_absmax
-from .base import AbstractFormat
+from .base import AbstractAffineFormat
 
 
-class AbstractInteger(AbstractFormat):
+class AbstractInteger(AbstractAffineFormat):
     """Codes are integers. A symmetric code is stored with an offset of `2**(bits - 1)`, so that it is unsigned."""
 
     symmetric: eqx.AbstractVar[bool]
-    scale_rule: eqx.AbstractVar[ScaleRule]
+    # Whether symmetric codes use all `2**bits` levels. The sign of the scale then turns the longer side towards the
+    # value of largest magnitude.
+    uses_lowest_code: ClassVar[bool] = False
 
     def __check_init__(self) -> None:
-        check_rule(self)
+        if not isinstance(self.symmetric, bool):
+            raise TypeError(f"`symmetric` of {type(self).__name__} must be True or False. Got {self.symmetric!r}.")
+
+    @property
+    def has_zero_points(self) -> bool:
+        return not self.symmetric
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return search_scale(blocks, self._widest_scale(blocks), self.scale_rule, self._nearest)
-
-    def _widest_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        """The least scale that clips nothing."""
+        if self.symmetric and self.uses_lowest_code:
+            return signed_absmax(blocks) / -(2 ** (self.bits - 1))
         if self.symmetric:
             return absmax(blocks) / (2 ** (self.bits - 1) - 1)
         low, high = minmax(blocks)
@@ -33,20 +37,14 @@ class AbstractInteger(AbstractFormat):
 
     def choose_zero_point(
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
-    ) -> UInt8[Array, "*batch blocks"] | None:
-        if self.symmetric:
-            return None
-        if self.scale_rule != "absmax":
-            return self._search_zero_point(in_units(blocks, scale)).astype(jnp.uint8)
+    ) -> UInt8[Array, "*batch blocks"]:
         low, _ = minmax(blocks)
         return jnp.clip(jnp.round(divide(-low, scale)), 0, 2**self.bits - 1).astype(jnp.uint8)
 
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
         offset = self._offset
         # Rounding comes before the offset, which is even, so that ties fall as they do on the values themselves.
-        return (jnp.clip(round(values), -offset, 2**self.bits - 1 - offset) + offset).astype(jnp.uint8)
+        return (jnp.clip(jnp.round(values), -offset, 2**self.bits - 1 - offset) + offset).astype(jnp.uint8)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return codes.astype(jnp.float32) - self._offset
@@ -54,21 +52,6 @@ class AbstractInteger(AbstractFormat):
     @property
     def _offset(self) -> int:
         return 2 ** (self.bits - 1) if self.symmetric else 0
-
-    def _nearest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        """What values, divided by their scale, become."""
-        if self.symmetric:
-            return self.decode(self.encode(values))
-        return self._nearest_about(values, self._search_zero_point(values))
-
-    def _nearest_about(
-        self, values: Float32[Array, "*blocks block"], zero_point: Float32[Array, "*blocks"]
-    ) -> Float32[Array, "*blocks block"]:
-        zero = zero_point[..., None]
-        return self.decode(self.encode(values + zero)) - zero
-
-    def _search_zero_point(self, values: Float32[Array, "*blocks block"]) -> Float32[Array, "*blocks"]:
-        return search_zero_point(values, 2**self.bits - 1, self._nearest_about)
 
 
 class Int8(AbstractInteger):
@@ -80,7 +63,6 @@ class Int8(AbstractInteger):
 
     block_size: BlockSize = eqx.field(static=True, default=None)
     symmetric: bool = eqx.field(static=True, default=True)
-    scale_rule: ScaleRule = eqx.field(static=True, default="absmax")
     bits = 8
 
 
@@ -93,7 +75,6 @@ class Int4(AbstractInteger):
 
     block_size: BlockSize = eqx.field(static=True, default=64)
     symmetric: bool = eqx.field(static=True, default=True)
-    scale_rule: ScaleRule = eqx.field(static=True, default="absmax")
     bits = 4
 
 
@@ -107,13 +88,8 @@ class Int2(AbstractInteger):
 
     block_size: BlockSize = eqx.field(static=True, default=64)
     symmetric: bool = eqx.field(static=True, default=True)
-    scale_rule: ScaleRule = eqx.field(static=True, default="absmax")
     bits = 2
-
-    def _widest_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        if self.symmetric:
-            return signed_absmax(blocks) / -2
-        return AbstractInteger._widest_scale(self, blocks)
+    uses_lowest_code = True
 
 
 for _cls in (Int8, Int4, Int2):
@@ -123,7 +99,4 @@ for _cls in (Int8, Int4, Int2):
     one for the whole array.
 - `symmetric`: whether zero is always the middle code. Otherwise each block stores a zero point as well, which suits
     values that lie mostly to one side of zero.
-- `scale_rule`: `"absmax"` clips nothing; `"mse"` clips where that makes the squared error of the block least; `"hqq"`
-    does so for the sum of $|x - \hat x|^{0.7}$, which cares less for outliers
-    ([Half-Quadratic Quantization](https://mobiusml.github.io/hqq_blog/)).
 """

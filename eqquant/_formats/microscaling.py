@@ -1,6 +1,6 @@
 """Small floats in small blocks with small scales: MXFP8, MXFP4 and NVFP4."""
 
-from collections.abc import Callable
+import abc
 from typing import Literal
 
 import equinox as eqx
@@ -16,25 +16,23 @@ from .floating import FP8
 class _AbstractMX(AbstractFormat):
     """OCP microscaling: elements are minifloats, and the scale of each 32 is a power of two, stored in one byte."""
 
-    block_size: BlockSize = eqx.field(static=True, default=32)
     scale_dtype = "e8m0"
 
     @property
-    def _element(self) -> Minifloat:
-        raise NotImplementedError("each MX format names its element")
+    @abc.abstractmethod
+    def element(self) -> Minifloat:
+        """What a code is."""
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        exponent = floor_log2(absmax(blocks)) - self._element.max_exponent
+        exponent = floor_log2(absmax(blocks)) - self.element.max_exponent
         # Not below -126: 2**-127, which E8M0 has, is subnormal in float32.
         return exp2(jnp.clip(exponent, -126, 127))
 
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
-        return self._element.encode(values, round)
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return self.element.encode(values)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return self._element.decode(codes)
+        return self.element.decode(codes)
 
 
 class MXFP8(_AbstractMX):
@@ -47,6 +45,7 @@ class MXFP8(_AbstractMX):
         [OCP Microscaling Formats (MX) Specification v1.0](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)
     """
 
+    block_size: BlockSize = eqx.field(static=True, default=32)
     kind: Literal["e4m3", "e5m2"] = eqx.field(static=True, default="e4m3")
     bits = 8
 
@@ -63,7 +62,7 @@ class MXFP8(_AbstractMX):
             raise ValueError(f"`kind` must be e4m3 or e5m2. Got {self.kind!r}.")
 
     @property
-    def _element(self) -> Minifloat:
+    def element(self) -> Minifloat:
         return {"e4m3": E4M3, "e5m2": E5M2}[self.kind]
 
 
@@ -77,6 +76,7 @@ class MXFP4(_AbstractMX):
         [OCP Microscaling Formats (MX) Specification v1.0](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)
     """
 
+    block_size: BlockSize = eqx.field(static=True, default=32)
     bits = 4
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class MXFP4(_AbstractMX):
         self.block_size = 32
 
     @property
-    def _element(self) -> Minifloat:
+    def element(self) -> Minifloat:
         return E2M1
 
 
@@ -100,22 +100,17 @@ class NVFP4(AbstractFormat):
 
     block_size: BlockSize = eqx.field(static=True, default=16)
     bits = 4
+    scale_format = FP8("e4m3", block_size="tensor")
 
     def __init__(self) -> None:
         """**Arguments:** none; the block size is 16 by definition."""
         self.block_size = 16
 
-    @property
-    def scale_format(self) -> AbstractFormat:
-        return FP8("e4m3", block_size="tensor")
-
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return absmax(blocks) / E2M1.max
 
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
-        return E2M1.encode(values, round)
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return E2M1.encode(values)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return E2M1.decode(codes)

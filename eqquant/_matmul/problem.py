@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._formats import FP8
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, has_zero_points
 from .._numerics.blocks import num_blocks
 from .kernels.packed import Layout, ScaleKind
 
@@ -55,7 +55,7 @@ def layout_of(format: AbstractFormat, length: int) -> Layout:
         max(min(size, length), 1),
         tuple(table.tolist()),
         nested or ("float32" if format.scale_format is not None else format.scale_dtype),
-        _has_zero_points(format),
+        has_zero_points(format),
     )
 
 
@@ -66,9 +66,3 @@ def nested_scale_kind(format: AbstractFormat, length: int) -> ScaleKind | None:
         return None
     blocks = num_blocks(length, format.block_size)
     return scales.kind if num_blocks(blocks, scales.block_size) == 1 else None
-
-
-def _has_zero_points(format: AbstractFormat) -> bool:
-    blocks = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
-    scale = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    return jax.eval_shape(format.choose_zero_point, blocks, scale) is not None

@@ -1,7 +1,8 @@
-"""Blocks and their scales: cutting an axis into blocks, the scale rules, rounding, and the bits of a scale."""
+"""Cuts an axis into blocks, and reduces each block to a number."""
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -45,8 +46,14 @@ def expand(per_block: Array, block_size: BlockSize, length: int) -> Array:
 
 
 def absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
-    """The largest magnitude of each block."""
-    return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
+    """Returns the largest magnitude of each block: infinite or NaN if a value is."""
+    # XLA on CPU drops NaN in a vectorised `max` of floats: https://github.com/openxla/xla/issues/21461. Without their
+    # sign, floats are ordered as the integers of the same bits, with NaN above infinity, and integers have no NaN.
+    if blocks.dtype.itemsize > 4:
+        blocks = blocks.astype(jnp.float32)
+    unsigned = {4: jnp.uint32, 2: jnp.uint16}[blocks.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), unsigned)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1, initial=0), blocks.dtype)
 
 
 def signed_absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:

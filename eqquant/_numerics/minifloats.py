@@ -5,7 +5,6 @@ hardware has the type; only decoding uses JAX's own fp8 types, which every backe
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +27,15 @@ class Minifloat:
         """`floor(log2(max))`, which OCP MX calls `emax`."""
         return int(self.max).bit_length() - 1
 
-    def encode(
-        self, values: Float[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
-        """The code of each value. Values beyond `max` saturate; `round` decides between neighbours."""
+    def encode(self, values: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        """Returns the code of the nearest value, ties to even. Values beyond `max` saturate."""
         values = values.astype(jnp.float32)
         magnitude = jnp.minimum(jnp.abs(values), jnp.float32(self.max))
         # Below the smallest normal number the spacing stays that of the smallest exponent.
         exponent = jnp.maximum(floor_log2(magnitude), 1 - self.bias)
-        steps = round(magnitude * exp2(self.mantissa_bits - exponent)).astype(jnp.int32)
+        steps = jnp.round(magnitude * exp2(self.mantissa_bits - exponent)).astype(jnp.int32)
         # `steps` runs from 2**m to 2**(m + 1), so its top bit adds one to the exponent field; a carry does too.
         code = steps + ((exponent + (self.bias - 1)) << self.mantissa_bits)
-        # Stochastic rounding can step past `max`.
-        code = jnp.minimum(code, self._max_code)
         if self.signed:
             sign = jnp.signbit(values).astype(jnp.int32)
             code = code | (sign << (self.exponent_bits + self.mantissa_bits))
@@ -58,12 +53,6 @@ class Minifloat:
         magnitude = steps.astype(jnp.float32) * exp2(exponent - normal + (1 - self.bias - self.mantissa_bits))
         negative = (code >> (self.exponent_bits + self.mantissa_bits)) > 0
         return jnp.where(negative, -magnitude, magnitude)
-
-    @property
-    def _max_code(self) -> int:
-        exponent = self.max_exponent
-        mantissa = round((self.max / 2**exponent - 1) * 2**self.mantissa_bits)
-        return ((exponent + self.bias) << self.mantissa_bits) + mantissa
 
 
 E4M3 = Minifloat(4, 3, bias=7, max=448.0, native="float8_e4m3fn")

@@ -1,10 +1,7 @@
 """Rounding to integers."""
 
-from collections.abc import Callable
-
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 
 def round_half_away(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -13,8 +10,3 @@ def round_half_away(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     below = jnp.floor(magnitude)
     # Not `floor(magnitude + 0.5)`, which is wrong just below a half.
     return jnp.copysign(below + (magnitude - below >= 0.5).astype(x.dtype), x)
-
-
-def stochastic_round(key: PRNGKeyArray) -> Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]:
-    """A rounding function that goes up with a probability equal to the fractional part, so that it is unbiased."""
-    return lambda x: jnp.floor(x + jax.random.uniform(key, x.shape, x.dtype))

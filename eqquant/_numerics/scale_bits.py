@@ -4,7 +4,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, UInt
+from jaxtyping import Array, DTypeLike, Float32, UInt
 
 from .minifloats import decode_e8m0, encode_e8m0
 
@@ -13,11 +13,13 @@ ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0"]
 
 
 def scale_to_bits(scale: Float32[Array, "*batch blocks"], dtype: ScaleDtype) -> UInt[Array, "*batch blocks"]:
-    """Rounds scales to `dtype`, saturating, and returns their bits as unsigned integers of the same width."""
+    """Rounds scales to `dtype` and returns their bits as unsigned integers of the same width.
+
+    What is too large saturates, infinity included; NaN stays NaN.
+    """
     if dtype == "e8m0":
         return encode_e8m0(scale)
-    limit = float(jnp.finfo(dtype).max)
-    rounded = jnp.clip(scale, -limit, limit).astype(dtype)
+    rounded = clip_finite(scale, dtype).astype(dtype)
     return jax.lax.bitcast_convert_type(rounded, {4: jnp.uint32, 2: jnp.uint16}[rounded.dtype.itemsize])
 
 
@@ -26,3 +28,9 @@ def bits_to_scale(bits: UInt[Array, "*batch blocks"], dtype: ScaleDtype) -> Floa
     if dtype == "e8m0":
         return decode_e8m0(bits)
     return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype)).astype(jnp.float32)
+
+
+def clip_finite(x: Float32[Array, "*shape"], dtype: DTypeLike) -> Float32[Array, "*shape"]:
+    """Clips to the finite range of `dtype`, and of float32. NaN stays NaN, which XLA's clip on CPU drops."""
+    limit = float(min(jnp.finfo(dtype).max, jnp.finfo(jnp.float32).max))
+    return jnp.where(jnp.isnan(x), x, jnp.clip(x, -limit, limit))

@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree, UInt32
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.quantize import encode_array
+from .._array.quantize import as_method, encode_array
 from .._array.simulated import SimulatedArray
 from .._mesh import follow
+from .._methods import AbstractMethod
 from .._tree.leaves import named_leaves, some
 from .mask import trainable_mask
 
@@ -45,6 +46,7 @@ def float_masters(
     masters: PyTree | None = None,
     dtype: DTypeLike = jnp.float32,
     key: PRNGKeyArray | None = None,
+    method: AbstractMethod | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
     """Trains quantized weights with any optax optimizer: quantization-aware training.
 
@@ -82,8 +84,9 @@ def float_masters(
         rounded off. ([`eqquant.Ternary`][] and [`eqquant.Binary`][] choose other scales for values that they have
         rounded already, so with them the model would change at the first step.)
     - `dtype`: the dtype of the masters.
-    - `key`: rounds stochastically, with new randomness at every step, so that small steps are not lost on average.
-        Otherwise rounding is to nearest.
+    - `key`: for stochastic rounding, with new randomness at every step, so that small steps are not lost on average.
+        Without it, values round to the nearest code.
+    - `method`: how the codes of masters are found at each step: [`eqquant.AbsMax`][] unless given. A search takes long.
 
     **Returns:**
 
@@ -101,7 +104,7 @@ def float_masters(
 
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise TypeError(f"`dtype` must be floating point. Got {jnp.dtype(dtype)}. Masters are floats.")
-    inner = as_optimizer(optimizer)
+    inner, found_by = as_optimizer(optimizer), as_method(method)
 
     def init(params: PyTree) -> FloatMastersState:
         leaves = _trained(params)
@@ -157,8 +160,8 @@ def float_masters(
             key_data = jr.key_data(first)
         whole = treedef.flatten_up_to(params)
         out = [
-            _difference(x, m, k) if m is not None else _unchanged(p) if x is None else s
-            for p, (_, x), m, s, k in zip(whole, leaves, new, steps, keys, strict=True)
+            _difference(x, m, k, found_by.for_leaf(path)) if m is not None else _unchanged(p) if x is None else s
+            for p, (path, x), m, s, k in zip(whole, leaves, new, steps, keys, strict=True)
         ]
         state = FloatMastersState(jtu.tree_unflatten(treedef, new), inner_state, key_data)
         return jtu.tree_unflatten(treedef, out), state
@@ -337,9 +340,9 @@ def _gradient(path: str, x: Any, grad: Any, master: Any) -> Any:
     return grad if master is None else grad.astype(master.dtype)
 
 
-def _difference(q: QuantizedArray, master: Float[Array, "..."], key: Any) -> QuantizedArray:
+def _difference(q: QuantizedArray, master: Float[Array, "..."], key: Any, method: AbstractMethod) -> QuantizedArray:
     """What to add to the codes and scales of `q`, modulo the range of each integer, to get those of the master."""
-    new = encode_array(master, q.format, q._axes, q.logical_dtype, key, sharding=q.sharding)
+    new = encode_array(master, q.format, q._axes, q.logical_dtype, key, method, sharding=q.sharding)
     new = dataclasses.replace(new, logical_sharding=q.logical_sharding)
     return jtu.tree_map(lambda n, old: n - old, new, q)
 

@@ -16,19 +16,21 @@ from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 from rich.progress import track
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.quantize import all_finite, check_dtype, check_quantizable, encode_array, not_finite_message
+from .._array.quantize import all_finite, as_method, check_dtype, check_quantizable, encode_array, not_finite_message
 from .._array.sharding import leaf_shardings
 from .._array.simulated import simulate_array, SimulatedArray
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat
 from .._mesh import full_spec
+from .._methods import AbstractMethod
 from .leaves import Leaf, named_leaves, some
 from .placement import move, Shardings, wanted_shardings
 from .report import TreeReport
 from .select import check_patterns, default_axis, matches, Pattern, selected_by, show_pattern, Where, why_never, why_not
 from .summary import quantized_row, row_of
+from .use import as_use, Use
 
 
-FormatLike = AbstractFormat | str
+FormatLike = AbstractFormat | str | Use
 # The key of a mapping is invariant to a type checker, so each kind is named.
 Rules = (
     FormatLike
@@ -44,6 +46,7 @@ class _Decision(NamedTuple):
     format: AbstractFormat | None
     axes: tuple[int, ...]
     reason: str
+    method: AbstractMethod | None = None
 
 
 def _decide(tree: PyTree, format: Rules, where: Where | None, axis: Any) -> list[_Decision]:
@@ -69,38 +72,38 @@ def _decide(tree: PyTree, format: Rules, where: Where | None, axis: Any) -> list
             continue
         wanted = default_axis(leaf) if axis is None else axis
         _, axes = check_quantizable(_struct(leaf.value), wanted, leaf.path)
-        decisions.append(_Decision(leaf, picked, axes, reason or ""))
+        decisions.append(_Decision(leaf, picked.format, axes, reason or "", picked.method))
     if not any(d.format is not None for d in decisions):
         raise ValueError(_nothing_message(decisions))
     return decisions
 
 
-def _chooser(format: Rules, leaves: Sequence[Leaf]) -> Callable[[Leaf], tuple[AbstractFormat | None, str]]:
+def _chooser(format: Rules, leaves: Sequence[Leaf]) -> Callable[[Leaf], tuple[Use | None, str]]:
     """A function from an eligible leaf to its format, or to `None` and the reason."""
     if isinstance(format, Mapping):
-        rules = [(pattern, None if f is None else as_format(f)) for pattern, f in format.items()]
+        rules = [(pattern, None if f is None else as_use(f)) for pattern, f in format.items()]
         check_patterns(format, leaves)
 
-        def by_pattern(leaf: Leaf) -> tuple[AbstractFormat | None, str]:
+        def by_pattern(leaf: Leaf) -> tuple[Use | None, str]:
             for pattern, picked in rules:
                 if matches(pattern, leaf.path):
                     return picked, f"rule {show_pattern(pattern)!r}"
             return None, "no rule matches"
 
         return by_pattern
-    if callable(format) and not isinstance(format, (AbstractFormat, str, type)):
+    if callable(format) and not isinstance(format, (AbstractFormat, str, type, Use)):
 
-        def by_function(leaf: Leaf) -> tuple[AbstractFormat | None, str]:
+        def by_function(leaf: Leaf) -> tuple[Use | None, str]:
             picked = format(leaf.path, leaf.value)
             if picked is None:
                 return None, "the format function returned None"
             try:
-                return as_format(picked), "the format function"
+                return as_use(picked), "the format function"
             except (TypeError, ValueError) as e:
                 raise type(e)(f"{leaf.path}: {e}") from None
 
         return by_function
-    one = as_format(format)  # pyright: ignore[reportArgumentType]
+    one = as_use(format)  # pyright: ignore[reportArgumentType]
     return lambda leaf: (one, "a weight")
 
 
@@ -151,6 +154,7 @@ def quantize_tree(
     progress: bool = False,
     simulate: bool = False,
     shardings: Shardings | None = None,
+    method: AbstractMethod | None = None,
 ) -> PyTree:
     """Quantizes the weights of a model, which stays the same model otherwise.
 
@@ -160,13 +164,14 @@ def quantize_tree(
         model = eqq.quantize_tree(model, eqq.NF4())
         model = eqq.quantize_tree(model, {"layers.0.*": None, "*": "int4"})
         model = eqq.quantize_tree(model, "int8", where=lambda m: m.layers[1].weight)
+        model = eqq.quantize_tree(model, {"*.down.*": eqq.Use("int4", eqq.HQQ()), "*": "int4"}, method=eqq.MSE())
         model = eqq.quantize_tree(model, shardings={"*.up.weight": P("model"), "*.down.weight": P(None, "model")})
         ```
 
     **Arguments:**
 
     {shared}
-    - `key`: rounds stochastically.
+    - `key`: for stochastic rounding.
     - `progress`: shows a progress bar.
     - `simulate`: keeps each weight in float, as the master of a [`eqquant.SimulatedArray`][] that quantizes it whenever
         it is used. Train it as any model, then call [`eqquant.finalize`][].
@@ -174,12 +179,15 @@ def quantize_tree(
         `(path, leaf)`, or a tree that is a prefix of the model; each gives the `NamedSharding` of the logical array, or
         a `PartitionSpec` on the mesh of `jax.set_mesh`, or `None`. Other leaves stay where they are: a weight that is
         sharded already is quantized by each device for its part, and nothing is gathered.
+    - `method`: how codes are found: [`eqquant.AbsMax`][] unless given. A [`eqquant.Use`][] names another for its rule.
 
     **Returns:**
 
     A tree of the same classes, in which each weight is a [`eqquant.QuantizedArray`][] (or, with `simulate`, a
     [`eqquant.SimulatedArray`][]). One array that stands in several places of the tree still does. Weights are quantized
-    one at a time, so the memory needed at the peak is that of the result and of one more leaf.
+    one at a time, and a large one a chunk of rows at a time. So the memory needed at the peak is that of the result and
+    of one more leaf in its own dtype, whatever the format and method; more, up to three leaves in float32, for leaves
+    that are on several devices or have one scale for the whole array.
     If anything is wrong with any leaf, an error names it and nothing is quantized.
 
     **Raises:**
@@ -191,6 +199,7 @@ def quantize_tree(
     check_dtype(dtype)
     if simulate and key is not None:
         raise ValueError("`key` must be None with `simulate=True`, which rounds to nearest at each use. Got a key.")
+    default = as_method(method)
     decisions = _decide(tree, format, where, axis)
     wanted = wanted_shardings(tree, [d.leaf for d in decisions], shardings)
     wanted = [_sharding_of(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)]
@@ -199,10 +208,11 @@ def quantize_tree(
     keys = dict(zip(work, [None] * len(work) if key is None else jr.split(key, max(len(work), 1)), strict=True))
     done: dict[Any, Any] = {}  # one array in two places stays one
     for n in track(work, "Quantizing") if progress else work:
-        leaf, _, axes, _ = decisions[n]
-        same = (id(leaf.value), decisions[n].format, axes, wanted[n])
+        leaf, _, axes, _, _ = decisions[n]
+        found_by = (decisions[n].method or default).for_leaf(leaf.path)
+        same = (id(leaf.value), decisions[n].format, axes, wanted[n], id(decisions[n].method))
         if same not in done:
-            done[same] = _quantize_leaf(decisions[n], dtype, keys[n], wanted[n], simulate)
+            done[same] = _quantize_leaf(decisions[n], found_by, dtype, keys[n], wanted[n], simulate)
         values[n] = done[same]
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_quantized), values)
 
@@ -219,10 +229,15 @@ def _sharding_of(decision: _Decision, wanted: NamedSharding | None, dtype: DType
 
 
 def _quantize_leaf(
-    decision: _Decision, dtype: DTypeLike | None, key: Any, sharding: NamedSharding | None, simulate: bool
+    decision: _Decision,
+    method: AbstractMethod,
+    dtype: DTypeLike | None,
+    key: Any,
+    sharding: NamedSharding | None,
+    simulate: bool,
 ) -> QuantizedArray | SimulatedArray:
-    leaf, format, axes, _ = decision
-    encode = simulate_array if simulate else ft.partial(encode_array, key=key)
+    leaf, format, axes, _, _ = decision
+    encode = ft.partial(simulate_array if simulate else ft.partial(encode_array, key=key), method=method)
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
         q = jax.eval_shape(lambda x: encode(x, format, axes, dtype), leaf.value)  # pyright: ignore
         return q if sharding is None or simulate else move(q, sharding)
@@ -263,7 +278,7 @@ def plan_tree(
     The errors of [`eqquant.quantize_tree`][], except for values that are not finite.
     """
     rows = []
-    for leaf, picked, axes, reason in _decide(tree, format, where, axis):
+    for leaf, picked, axes, reason, _ in _decide(tree, format, where, axis):
         if picked is None:
             rows.extend(row_of(leaf, reason))
             continue

@@ -8,7 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._array.quantize import quantize
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat
+from .._tree.use import as_use, Use
 from ._error import ErrorReport, measure, Real, to_numpy, Values
 from ._integers import stored_bits
 from ._plots import draw_front
@@ -90,7 +91,7 @@ class Comparison(Report):
 
 def run_benchmark(
     x: Values,
-    format: AbstractFormat | str,
+    format: AbstractFormat | str | Use,
     *,
     name: str | None = None,
     axis: int | Sequence[int] = -1,
@@ -108,7 +109,7 @@ def run_benchmark(
     **Arguments:**
 
     - `x`: the values.
-    - `format`: a format, or its lower-case name.
+    - `format`: a format, its lower-case name, or a [`eqquant.Use`][] that names a method too.
     - `name`: what the row is called. What the format prints unless given.
     - `axis`: the axis along which blocks run.
     - `threshold`: as in [`eqquant.analysis.analyze_error`][].
@@ -121,8 +122,8 @@ def run_benchmark(
 
     As [`eqquant.quantize`][] and [`eqquant.analysis.analyze_error`][].
     """
-    format = as_format(format)
+    use = as_use(format)
     values = to_numpy(x, "`x`")
-    q = quantize(values, format, axis=axis)
+    q = quantize(values, use.format, axis=axis, method=use.method)
     error = measure(values, to_numpy(q, "`q`"), ("`x`", "its quantized version"), threshold)
-    return Benchmark(repr(format) if name is None else name, format, stored_bits(q), error)
+    return Benchmark(repr(use) if name is None else name, use.format, stored_bits(q), error)

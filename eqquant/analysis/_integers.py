@@ -1,7 +1,6 @@
 """Evenly spaced integers of any width: the formats of the library where they are the same, else one of our own."""
 
 import math
-from collections.abc import Callable
 from numbers import Integral
 from typing import Literal
 
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float32, UInt8
 
 from .._array.array import QuantizedArray
 from .._formats import Int2, Int4, Int8
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractAffineFormat, AbstractFormat
 from .._numerics.blocks import absmax, BlockSize, divide, minmax
 from .._numerics.rounding import round_half_away
 
@@ -62,12 +61,16 @@ def integer_format(
     return _Integer(width=bits, block_size=block_size, symmetric=symmetric, rounding=rounding)
 
 
-class _Integer(AbstractFormat):
+class _Integer(AbstractAffineFormat):
     block_size: BlockSize = eqx.field(static=True)
     width: int = eqx.field(static=True)
     symmetric: bool = eqx.field(static=True)
     rounding: Rounding = eqx.field(static=True)
     bits = 8
+
+    @property
+    def has_zero_points(self) -> bool:
+        return not self.symmetric
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         if self.symmetric:
@@ -77,17 +80,13 @@ class _Integer(AbstractFormat):
 
     def choose_zero_point(
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
-    ) -> UInt8[Array, "*batch blocks"] | None:
-        if self.symmetric:
-            return None
+    ) -> UInt8[Array, "*batch blocks"]:
         low, _ = minmax(blocks)
-        zero = self._round(divide(-low, scale), jnp.round)
+        zero = self._round(divide(-low, scale))
         return jnp.clip(zero, 0, self._levels).astype(jnp.uint8)
 
-    def encode(
-        self, values: Float32[Array, "*shape"], round: Callable[[Array], Array] = jnp.round
-    ) -> UInt8[Array, "*shape"]:
-        return (jnp.clip(self._round(values, round) + self._offset, 0, self._levels)).astype(jnp.uint8)
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return (jnp.clip(self._round(values) + self._offset, 0, self._levels)).astype(jnp.uint8)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return codes.astype(jnp.float32) - self._offset
@@ -100,9 +99,8 @@ class _Integer(AbstractFormat):
     def _offset(self) -> int:
         return 2 ** (self.width - 1) if self.symmetric else 0
 
-    def _round(self, values: Float32[Array, "*shape"], round: Callable[[Array], Array]) -> Float32[Array, "*shape"]:
-        away = self.rounding == "half_away" and round is jnp.round
-        return round_half_away(values) if away else round(values)
+    def _round(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return round_half_away(values) if self.rounding == "half_away" else jnp.round(values)
 
     def __repr__(self) -> str:
         block, rounding = f"block_size={self.block_size!r}", f"rounding={self.rounding!r}"

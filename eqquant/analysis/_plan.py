@@ -14,6 +14,7 @@ from rich.table import Table
 from .._formats.base import AbstractFormat
 from .._tree.leaves import array_nbytes, named_leaves, some
 from .._tree.select import why_never
+from .._tree.use import Use
 from ._knapsack import choose
 from ._plots import draw_bars
 from ._report import numbers_table, Report, show_format
@@ -26,7 +27,7 @@ class PlannedLeaf:
 
     paths: tuple[str, ...]
     shape: tuple[int, ...]
-    format: AbstractFormat | None
+    format: AbstractFormat | Use | None
     nbytes: int
     increase: float
 
@@ -36,7 +37,7 @@ class PlannedLeaf:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class BitPlan(Report, Mapping[str, AbstractFormat | None]):
+class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
     """A format for each leaf: a mapping `{path: format or None}` that [`eqquant.quantize_tree`][] takes as it is.
 
     A path with `*`, `?` or `[` in it is escaped, as `glob.escape` does, because the keys of such a mapping are globs.
@@ -45,7 +46,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | None]):
     leaves: tuple[PlannedLeaf, ...]
     target_bits: float
 
-    def __getitem__(self, path: str) -> AbstractFormat | None:
+    def __getitem__(self, path: str) -> AbstractFormat | Use | None:
         return self._formats[path]
 
     def __iter__(self) -> Iterator[str]:
@@ -55,7 +56,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | None]):
         return len(self._formats)
 
     @property
-    def _formats(self) -> dict[str, AbstractFormat | None]:
+    def _formats(self) -> dict[str, AbstractFormat | Use | None]:
         return {glob.escape(path): leaf.format for leaf in self.leaves for path in leaf.paths}
 
     @property
@@ -148,7 +149,7 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
     return BitPlan(tuple(rows), float(target_bits))
 
 
-def _options(leaf: LeafSensitivity, base: float) -> list[tuple[AbstractFormat | None, int, float]]:
+def _options(leaf: LeafSensitivity, base: float) -> list[tuple[AbstractFormat | Use | None, int, float]]:
     """What a leaf may become, the smallest first: where two do as well, that one is taken."""
     increases = [loss - base for loss in leaf.losses]
     options = [*zip(leaf.formats, leaf.nbytes, increases, strict=True), (None, leaf.dense_nbytes, 0.0)]

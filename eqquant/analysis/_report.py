@@ -10,6 +10,7 @@ from rich.table import Table
 
 from .._formats.base import AbstractFormat
 from .._report import as_json, as_text
+from .._tree.use import Use
 
 
 class Report(abc.ABC):
@@ -58,8 +59,8 @@ def numbers_table(*headers: str, text: int = 1) -> Table:
 
 def as_formats(formats: Any) -> Sequence[Any]:
     """Several formats: those given, or the one."""
-    return (formats,) if isinstance(formats, (AbstractFormat, str, type)) else formats
+    return (formats,) if isinstance(formats, (AbstractFormat, str, type, Use)) else formats
 
 
-def show_format(format: AbstractFormat | None) -> str:
+def show_format(format: AbstractFormat | Use | None) -> str:
     return "float" if format is None else repr(format)

@@ -16,10 +16,11 @@ from rich.table import Table
 
 from .._array.array import is_quantized
 from .._array.quantize import quantize
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat
 from .._tree.leaves import named_leaves
 from .._tree.quantize import plan_tree
 from .._tree.select import Where
+from .._tree.use import as_use, Use
 from ._plots import draw_bars
 from ._report import as_formats, numbers_table, Report, show_format
 
@@ -34,7 +35,7 @@ class LeafSensitivity:
     paths: tuple[str, ...]
     shape: tuple[int, ...]
     dense_nbytes: int
-    formats: tuple[AbstractFormat, ...]
+    formats: tuple[AbstractFormat | Use, ...]
     nbytes: tuple[int, ...]
     losses: tuple[float, ...]
 
@@ -110,7 +111,8 @@ def sensitivity(
     `ValueError` for no formats, an empty batch, a loss that is not one finite number or that is the same whatever the
     weights, and as [`eqquant.quantize_tree`][].
     """
-    picked = tuple(as_format(f) for f in as_formats(formats))
+    uses = tuple(as_use(f) for f in as_formats(formats))
+    picked = tuple(use if use.method is not None else use.format for use in uses)
     if not picked:
         raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
     check_batch(batch)
@@ -144,7 +146,7 @@ def sensitivity(
     base = loss_with((), None, "the model as it is")
     rows, changed = [], False
     for places, paths, w, axes in _weights(model, where, axis):
-        quantized = [quantize_named(w, f, axes, paths[0]) for f in picked]
+        quantized = [quantize_named(w, f, axes, paths[0]) for f in uses]
         losses = []
         for q, f in zip(quantized, picked, strict=True):
             rounded = q.dequantize()
@@ -173,10 +175,10 @@ def _weights(model: PyTree, where: Where | None, axis: Any) -> list[tuple[list[i
     return [(places, tuple(paths), w, axes) for places, paths, w, axes in found.values()]
 
 
-def quantize_named(w: Any, format: AbstractFormat, axes: Any, path: str) -> Any:
+def quantize_named(w: Any, use: Use, axes: Any, path: str) -> Any:
     """`quantize`, with the leaf named in its errors."""
     try:
-        return quantize(w, format, axis=axes)
+        return quantize(w, use.format, axis=axes, method=use.method)
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
 

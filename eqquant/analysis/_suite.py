@@ -6,8 +6,9 @@ import numpy as np
 from jaxtyping import Float
 
 from .._formats import Int2, Int4, Int8, NF4
-from .._methods.search import ScaleRule
+from .._methods import AbsMax, HQQ, MSE
 from .._numerics.blocks import BlockSize
+from .._tree.use import Use
 from ._benchmark import Benchmark, Comparison, run_benchmark
 from ._comparison import FORMATS
 from ._generators import lcg_channels, lcg_gaussian, lcg_outliers, lcg_student, lcg_uniform
@@ -16,7 +17,6 @@ from ._integers import integer_format
 
 _GROUP = 32
 _CHANNELS = 16
-_RULES: tuple[ScaleRule, ...] = ("absmax", "mse", "hqq")
 
 
 def run_suite(size: int = 4096) -> Comparison:
@@ -81,7 +81,6 @@ def _format_rows(size: int) -> list[Benchmark]:
 
 def _rule_rows(size: int) -> list[Benchmark]:
     heavy = lcg_student(size, seed=46)
-    formats = [kind(block_size=64, scale_rule=rule) for kind in (Int8, Int4, Int2, NF4) for rule in _RULES]
-    # What a format prints leaves out what is as it would be anyway; here the rule and the size are the point.
-    name = lambda f: f"heavy tails, {type(f).__name__} by {f.scale_rule}"
-    return [run_benchmark(heavy, format, name=name(format)) for format in formats]
+    uses = [Use(kind(block_size=64), method) for kind in (Int8, Int4, Int2, NF4) for method in (AbsMax(), MSE(), HQQ())]
+    name = lambda use: f"heavy tails, {type(use.format).__name__} by {type(use.method).__name__}"
+    return [run_benchmark(heavy, use, name=name(use)) for use in uses]

@@ -1,0 +1,265 @@
+"""What a method is: how codes are found. And what every method shares: scales as they are stored, rounding, chunks.
+
+Below the array: rows of values in, plain arrays of codes and scales out.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt8
+
+from .._formats.base import AbstractFormat
+from .._numerics.blocks import absmax, divide, expand, num_blocks, split_blocks
+from .._numerics.scale_bits import bits_to_scale, scale_to_bits
+from .stochastic import encode_stochastically
+
+
+Scales = Float32[Array, "*batch blocks"]
+ZeroPoints = UInt8[Array, "*batch blocks"] | None
+
+
+class Encoded(NamedTuple):
+    """What a method returns: the codes of `(*batch, length)` values, one per element, and what scales them.
+
+    `scale` holds the bits of scales, or `Encoded` scales where the format quantizes them too.
+    """
+
+    codes: UInt8[Array, "*batch length"]
+    scale: Any  # UInt[Array, "*batch blocks"] | Encoded
+    zero_point: ZeroPoints = None
+
+
+class AbstractMethod(eqx.Module):
+    """How codes are found: a small object that turns rows of values into the codes and scales of a format.
+
+    A stored array does not remember its method. To choose only scales and zero points, and round to the nearest code,
+    subclass [`eqquant.AbstractScaleMethod`][], which is shorter.
+
+    - `inputs`: for a method that needs them, statistics of what the weight is multiplied by. Declare it as a field.
+        Given a mapping by the paths of leaves, such as [`eqquant.calibrate.collect_stats`][] returns,
+        [`eqquant.quantize_tree`][] passes each leaf its own.
+    """
+
+    inputs: ClassVar[Any] = None
+
+    @abc.abstractmethod
+    def quantize_rows(
+        self,
+        rows: Float[Array, "*batch length"],
+        format: AbstractFormat,
+        *,
+        key: PRNGKeyArray | None = None,
+        chunk: int | None = None,
+    ) -> Encoded:
+        """Returns the codes and scales of rows of values.
+
+        **Arguments:**
+
+        - `rows`: floats, with the quantized axis last. Each row is quantized alone, unless `format` has one scale for
+            the whole array.
+        - `format`: what to quantize to.
+        - `key`: for stochastic rounding; `None` rounds to nearest.
+        - `chunk`: how many rows to work on at a time, to save memory. `None` for all. It never changes the result.
+
+        **Returns:**
+
+        An `Encoded`. [`eqquant.encode_rows`][] makes one from scales.
+        """
+
+    def for_leaf(self, path: str) -> "AbstractMethod":
+        """Returns the method for one leaf of a tree: of all the statistics that `inputs` holds, those of this leaf."""
+        if not isinstance(self.inputs, Mapping):
+            return self
+        if path not in self.inputs:
+            raise ValueError(
+                f"`inputs` of {type(self).__name__} must hold statistics of every leaf that it quantizes. Got none for "
+                f"{path}. Collect them on the same model, or give this leaf another method."
+            )
+        return dataclasses.replace(self, inputs=self.inputs[path])  # pyright: ignore[reportCallIssue]
+
+
+class AbstractScaleMethod(AbstractMethod):
+    """A method that chooses scales and zero points; each value takes the nearest code. Subclass it for your own.
+
+    !!! Example
+
+        ```python
+        class Clip(eqq.AbstractScaleMethod):
+            "Clips the largest tenth of the range."
+
+            def choose_scales(self, blocks, format):
+                return 0.9 * format.choose_scale(blocks), None
+
+        q = eqq.quantize(w, "int4", method=Clip())
+        ```
+    """
+
+    @abc.abstractmethod
+    def choose_scales(
+        self, blocks: Float32[Array, "*batch blocks block"], format: AbstractFormat
+    ) -> tuple[Scales, ZeroPoints]:
+        """Returns the scale and the zero point of each block.
+
+        **Arguments:**
+
+        - `blocks`: float32 values, cut into blocks. They may be a part of the rows of an array.
+        - `format`: what to quantize to. `format.choose_scale(blocks)` is its own choice.
+
+        **Returns:**
+
+        Float32 scales of shape `(*batch, blocks)`, and `uint8` zero points of that shape, or `None` for a format
+        without.
+        """
+
+    def quantize_rows(
+        self,
+        rows: Float[Array, "*batch length"],
+        format: AbstractFormat,
+        *,
+        key: PRNGKeyArray | None = None,
+        chunk: int | None = None,
+    ) -> Encoded:
+        scale, zero_point = choose_by_blocks(self.choose_scales, rows, format, chunk=chunk)
+        return encode_rows(rows, scale, zero_point, format, key=key, chunk=chunk)
+
+
+def choose_by_blocks(
+    choose: Callable[[Array, AbstractFormat], tuple[Array, Array | None]],
+    rows: Float[Array, "*batch length"],
+    format: AbstractFormat,
+    *,
+    chunk: int | None = None,
+) -> tuple[Scales, ZeroPoints]:
+    """Returns what `choose` returns for the blocks of rows: two arrays of shape `(*batch, blocks)`.
+
+    **Raises:**
+
+    `TypeError` if `choose` returns other shapes.
+    """
+    *batch, length = rows.shape
+
+    def of_rows(_: int, rows: Array) -> tuple[Array, Array | None]:
+        parts = split_blocks(rows.astype(jnp.float32), format.block_size)
+        chosen = [choose(part, format) for part in parts]
+        for (scale, *_), part in zip(chosen, parts, strict=True):
+            if scale.shape != part.shape[:-1]:
+                raise TypeError(
+                    f"There must be one scale per block, {part.shape[:-1]} for blocks of shape {part.shape}. Got shape "
+                    f"{scale.shape} for {format!r}."
+                )
+        scales, zeros = zip(*chosen, strict=True)
+        return jnp.concatenate(scales, axis=-1), None if zeros[0] is None else jnp.concatenate(zeros, axis=-1)
+
+    scale, zero_point = _by_chunks(of_rows, None if format.block_size == "tensor" else chunk, rows)
+    blocks = (*batch, num_blocks(length, format.block_size))
+    return jnp.broadcast_to(scale, blocks), None if zero_point is None else jnp.broadcast_to(zero_point, blocks)
+
+
+def encode_rows(
+    rows: Float[Array, "*batch length"],
+    scale: Scales,
+    zero_point: ZeroPoints,
+    format: AbstractFormat,
+    *,
+    key: PRNGKeyArray | None = None,
+    chunk: int | None = None,
+) -> Encoded:
+    """Returns the codes of values under given scales: the nearest ones, or with a key neighbours at random.
+
+    A NaN or an infinity never becomes a number: the block that holds it gets a scale of NaN.
+
+    **Arguments:**
+
+    - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
+    - `scale`: float32, `(*batch, blocks)`. It is rounded as `format` stores it.
+    - `zero_point`: `uint8` of the same shape, or `None` for a format without.
+    - `format`: what to quantize to.
+    - `key`, `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
+
+    **Returns:**
+
+    An `Encoded`.
+    """
+    largest, _ = choose_by_blocks(lambda blocks, _: (absmax(blocks), None), rows, format, chunk=chunk)
+    scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    stored = store_scale(scale, format)
+    kept = kept_scale(stored, format)
+
+    def of_rows(n: int | Array, rows: Array, scale: Array, kept: Array, zero_point: Array | None) -> Array:
+        per_value = lambda x: expand(x, format.block_size, rows.shape[-1])
+        values = _in_units(rows.astype(jnp.float32), scale, kept, format)
+        if zero_point is not None:
+            values = values + per_value(zero_point.astype(jnp.float32))
+        if key is not None:
+            return encode_stochastically(values, format, jax.random.fold_in(key, n))
+        codes = format.encode(values)
+        if codes.dtype != jnp.uint8 or codes.shape != values.shape:
+            raise TypeError(
+                f"`{type(format).__name__}.encode` must return uint8 of the shape of its values, {values.shape}. Got "
+                f"{codes.dtype} of shape {codes.shape}. End it with `.astype(jnp.uint8)`."
+            )
+        return codes
+
+    return Encoded(_by_chunks(of_rows, chunk, rows, scale, kept, zero_point), stored, zero_point)
+
+
+def _in_units(
+    values: Float32[Array, "*batch length"], scale: Scales, kept: Scales, format: AbstractFormat
+) -> Float32[Array, "*batch length"]:
+    """Values divided by their scales: by those that are kept, since decoding multiplies by these."""
+    per_value = lambda x: expand(x, format.block_size, values.shape[-1])
+    divided = divide(values, per_value(kept))
+    if not format.multiplies_by_reciprocal:
+        return divided
+    multiplied = values * per_value(divide(jnp.ones_like(scale), scale))
+    # Beyond the range of its dtype a scale is infinite or zero. Divided, the block saturates or is zero.
+    usable = (jnp.abs(scale) <= float(jnp.finfo(jnp.dtype(format.scale_dtype)).max)) & (kept != 0)
+    return jnp.where(per_value(usable), multiplied, divided)
+
+
+def store_scale(scale: Scales, format: AbstractFormat) -> Any:
+    """Returns scales as a format stores them: their bits, or `Encoded` scales if it quantizes them too."""
+    if format.scale_format is None:
+        return scale_to_bits(scale, format.scale_dtype)
+    nested = format.scale_format
+    outer, _ = choose_by_blocks(lambda blocks, f: (f.choose_scale(blocks), None), scale, nested)
+    return encode_rows(scale, outer, None, nested)
+
+
+def kept_scale(stored: Any, format: AbstractFormat) -> Scales:
+    """Returns the floats that stored scales stand for."""
+    if format.scale_format is None:
+        return bits_to_scale(stored, format.scale_dtype)
+    nested, length = format.scale_format, stored.codes.shape[-1]
+    return nested.decode(stored.codes) * expand(kept_scale(stored.scale, nested), nested.block_size, length)
+
+
+def _by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: Array | None) -> Any:
+    """Returns `function(0, *arrays)`, computed a chunk of rows at a time: `function(n, *rows_of_arrays)` for chunk `n`.
+
+    A row is what follows the batch axes, which all arrays share. The last chunk overlaps the one before it.
+    """
+    batch = arrays[0].shape[:-1]  # pyright: ignore[reportOptionalMemberAccess]
+    rows = math.prod(batch)
+    if chunk is None or rows <= chunk:
+        return function(0, *arrays)
+    flat = jax.tree.map(lambda a: a.reshape(rows, a.shape[-1]), arrays)
+
+    def of_chunk(n: Any) -> tuple[Any, Any]:
+        start = jnp.minimum(n * chunk, rows - chunk)
+        return start, function(n, *jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), flat))
+
+    def write(n: Any, done: Any) -> Any:
+        start, part = of_chunk(n)
+        return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, start, 0), done, part)
+
+    part = jax.eval_shape(lambda: of_chunk(0)[1])
+    empty = jax.tree.map(lambda a: jnp.zeros((rows, *a.shape[1:]), a.dtype), part)
+    done = jax.lax.fori_loop(0, -(-rows // chunk), write, empty)
+    return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), done)

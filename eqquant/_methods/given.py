@@ -1,0 +1,23 @@
+"""Scales that somebody else chose."""
+
+from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt8
+
+from .._formats.base import AbstractFormat
+from .base import AbstractMethod, encode_rows, Encoded
+
+
+class GivenScales(AbstractMethod):
+    """Takes the scales and zero points of a caller: what `scale=` of [`eqquant.quantize`][] becomes."""
+
+    scale: Float32[Array, "*batch blocks"]
+    zero_point: UInt8[Array, "*batch blocks"] | None
+
+    def quantize_rows(
+        self,
+        rows: Float[Array, "*batch length"],
+        format: AbstractFormat,
+        *,
+        key: PRNGKeyArray | None = None,
+        chunk: int | None = None,
+    ) -> Encoded:
+        return encode_rows(rows, self.scale, self.zero_point, format, key=key, chunk=chunk)

@@ -1,0 +1,54 @@
+"""Stochastic rounding to the codes of any format."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, PRNGKeyArray, UInt8
+
+from .._formats.base import AbstractFormat, levels_of
+
+
+def encode_stochastically(
+    values: Float32[Array, "*shape"], format: AbstractFormat, key: PRNGKeyArray
+) -> UInt8[Array, "*shape"]:
+    """Returns for each value the code below or above it, at random, so that on average it decodes to the value.
+
+    Values beyond the range take the end that `format.encode` gives them. A format author writes nothing for this.
+    """
+    levels, below, above = (jnp.asarray(table) for table in _neighbours(format))
+    nearest = format.encode(values)
+    near = levels[nearest]
+    other = jnp.where(values > near, above[nearest], below[nearest])
+    gap = levels[other] - near
+    chance = jnp.where(gap != 0, (values - near) / jnp.where(gap != 0, gap, 1), 0)
+    return jnp.where(jax.random.uniform(key, values.shape) < chance, other, nearest)
+
+
+@ft.lru_cache
+def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each code: its level, and the codes of the next levels below and above; the code itself where there is none.
+
+    Two levels are neighbours only if values between them are encoded to both: some formats never round to zero.
+    """
+    levels, reached = levels_of(format)
+    levels = np.where(reached, levels, 0)
+    codes = np.flatnonzero(reached)
+    codes = codes[np.argsort(levels[codes], kind="stable")]
+    codes = codes[np.append(True, np.diff(levels[codes]) > 0)]  # one zero, where there are two
+    low, high = levels[codes[:-1]], levels[codes[1:]]
+    with jax.ensure_compile_time_eval():
+        encode = lambda values: np.asarray(format.encode(jnp.asarray(values, jnp.float32)))
+        near = (high - low) / 2**6
+        both = (encode(low + near) == codes[:-1]) & (encode(high - near) == codes[1:])
+    below = np.arange(len(levels), dtype=np.uint8)
+    above = below.copy()
+    above[codes[:-1]] = np.where(both, codes[1:], codes[:-1])
+    below[codes[1:]] = np.where(both, codes[:-1], codes[1:])
+    # A level that two codes share, such as zero and minus zero, has the same neighbours by either.
+    for code in np.flatnonzero(reached):
+        twin = codes[np.searchsorted(levels[codes], levels[code])]
+        if twin != code:
+            above[code], below[code] = above[twin], below[twin]
+    return levels, below, above

@@ -25,7 +25,7 @@ from .sharding import leaf_shardings
 
 
 # The values in flight at a time, where an array is quantized a chunk of rows after the other.
-_CHUNK = 2**21
+_CHUNK = 2**19
 
 
 def quantize(

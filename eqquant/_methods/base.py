@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt8
 
 from .._formats.base import AbstractFormat
-from .._numerics.blocks import absmax, divide, expand, num_blocks, split_blocks
+from .._numerics.blocks import divide, expand, not_finite, num_blocks, split_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .stochastic import encode_stochastically
 
@@ -126,7 +126,7 @@ class AbstractScaleMethod(AbstractMethod):
         chunk: int | None = None,
     ) -> Encoded:
         scale, zero_point = choose_by_blocks(self.choose_scales, rows, format, chunk=chunk)
-        return encode_rows(rows, scale, zero_point, format, key=key, chunk=chunk)
+        return _encode(rows, scale, zero_point, format, key, chunk)
 
 
 def choose_by_blocks(
@@ -136,7 +136,9 @@ def choose_by_blocks(
     *,
     chunk: int | None = None,
 ) -> tuple[Scales, ZeroPoints]:
-    """Returns what `choose` returns for the blocks of rows: two arrays of shape `(*batch, blocks)`.
+    """Returns what `choose` returns for the blocks of rows: scales and zero points of shape `(*batch, blocks)`.
+
+    The scale of a block that holds a NaN or an infinity is NaN.
 
     **Raises:**
 
@@ -144,7 +146,7 @@ def choose_by_blocks(
     """
     *batch, length = rows.shape
 
-    def of_rows(_: int, rows: Array) -> tuple[Array, Array | None]:
+    def of_rows(_: Any, rows: Array) -> tuple[Array, Array | None]:
         parts = split_blocks(rows.astype(jnp.float32), format.block_size)
         chosen = [choose(part, format) for part in parts]
         for (scale, *_), part in zip(chosen, parts, strict=True):
@@ -154,6 +156,7 @@ def choose_by_blocks(
                     f"{scale.shape} for {format!r}."
                 )
         scales, zeros = zip(*chosen, strict=True)
+        scales = [scale + not_finite(part) for scale, part in zip(scales, parts, strict=True)]
         return jnp.concatenate(scales, axis=-1), None if zeros[0] is None else jnp.concatenate(zeros, axis=-1)
 
     scale, zero_point = _by_chunks(of_rows, None if format.block_size == "tensor" else chunk, rows)
@@ -186,12 +189,23 @@ def encode_rows(
 
     An `Encoded`.
     """
-    largest, _ = choose_by_blocks(lambda blocks, _: (absmax(blocks), None), rows, format, chunk=chunk)
-    scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    none, _ = choose_by_blocks(lambda blocks, _: (jnp.zeros(blocks.shape[:-1]), None), rows, format, chunk=chunk)
+    return _encode(rows, scale + none, zero_point, format, key, chunk)
+
+
+def _encode(
+    rows: Float[Array, "*batch length"],
+    scale: Scales,
+    zero_point: ZeroPoints,
+    format: AbstractFormat,
+    key: PRNGKeyArray | None,
+    chunk: int | None,
+) -> Encoded:
+    """`encode_rows` for scales that already are NaN where the rows are not finite."""
     stored = store_scale(scale, format)
     kept = kept_scale(stored, format)
 
-    def of_rows(n: int | Array, rows: Array, scale: Array, kept: Array, zero_point: Array | None) -> Array:
+    def of_rows(n: Any, rows: Array, scale: Array, kept: Array, zero_point: Array | None) -> Array:
         per_value = lambda x: expand(x, format.block_size, rows.shape[-1])
         values = _in_units(rows.astype(jnp.float32), scale, kept, format)
         if zero_point is not None:
@@ -229,7 +243,7 @@ def store_scale(scale: Scales, format: AbstractFormat) -> Any:
         return scale_to_bits(scale, format.scale_dtype)
     nested = format.scale_format
     outer, _ = choose_by_blocks(lambda blocks, f: (f.choose_scale(blocks), None), scale, nested)
-    return encode_rows(scale, outer, None, nested)
+    return _encode(scale, outer, None, nested, None, None)
 
 
 def kept_scale(stored: Any, format: AbstractFormat) -> Scales:

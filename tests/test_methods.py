@@ -1,0 +1,348 @@
+"""Methods: how much error they leave, and that each minimises what it claims to."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+from jaxtyping import TypeCheckError
+
+import eqquant as eqq
+
+from .helpers import assert_same, FORMATS as CONTRACT
+
+
+FORMATS = {
+    "int2": eqq.Int2(),
+    "int2_affine": eqq.Int2(symmetric=False),
+    "int4": eqq.Int4(),
+    "int4_affine": eqq.Int4(symmetric=False),
+    "int4_channel": eqq.Int4(block_size=None),
+    "int8_block": eqq.Int8(block_size=64),
+    "nf4": eqq.NF4(),
+    "codebook": eqq.Codebook([-1, -0.5, -0.25, 0, 0.25, 0.5, 1]),
+    "ternary": eqq.Ternary(block_size=64),
+    "mxfp4": eqq.MXFP4(),
+    "nvfp4": eqq.NVFP4(),
+    "q4_0": eqq.Q4_0(),
+    "nf4_double": eqq.NF4(double_quant=True),
+}
+METHODS = {"mse": eqq.MSE(), "hqq": eqq.HQQ()}
+# What the least squared error gains over absmax in dB, on Student-t(3) weights in rows of 512: rounded down. The robust
+# rule is held to half of that, being after another error.
+GAINS = {
+    "int2": 1.0,
+    "int2_affine": 1.4,
+    "int4": 0.8,
+    "int4_affine": 0.2,
+    "int4_channel": 2.0,
+    "int8_block": 0.3,
+    "nf4": 0.2,
+    "codebook": 0.5,
+    "ternary": 0.5,
+    "mxfp4": 0.1,
+    "nvfp4": 0.3,
+    "q4_0": 0.2,
+    "nf4_double": 0.2,
+}
+
+
+@pytest.fixture(params=FORMATS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(params=["mse", "hqq"])
+def rule(request):
+    return request.param
+
+
+def heavy(shape=(64, 512), seed=0):
+    return jr.t(jr.key(seed), 3.0, shape)
+
+
+def errors(w, format, method=None):
+    return np.asarray(eqq.quantize(w, format, method=method).dequantize(), np.float64) - np.asarray(w, np.float64)
+
+
+def measure(e, rule):
+    return np.square(e) if rule == "mse" else np.abs(e) ** 0.7
+
+
+def test_gains_on_heavy_tails(name):
+    w = heavy()
+    found = {"absmax": eqq.AbsMax(), **METHODS}
+    by_rule = {rule: np.sum(errors(w, FORMATS[name], method) ** 2) for rule, method in found.items()}
+    gains = {rule: 10 * np.log10(by_rule["absmax"] / error) for rule, error in by_rule.items()}
+    print(name, gains)
+    assert gains["mse"] > GAINS[name]
+    if name not in ("mxfp4", "nvfp4", "ternary"):  # there the two errors want other scales
+        assert gains["hqq"] > 0
+    assert gains["mse"] > gains["hqq"] - 0.05
+
+
+def test_never_worse_by_its_own_measure(rule, name):
+    if name in ("int4_channel", "nvfp4", "nf4_double"):
+        pytest.skip("its scales are shared by more than the blocks compared here, or rounded after the search")
+    # Block by block, whatever the weights: heavy tails, uniform, one-sided, an outlier, zeros, tiny, huge, all alike.
+    parts = [
+        heavy((64, 64)),
+        jr.uniform(jr.key(1), (64, 64), minval=-1.0),
+        jnp.abs(heavy((64, 64))),
+        jr.normal(jr.key(2), (64, 64)).at[:, 3].set(100.0),
+        jnp.zeros((64, 64)),
+        jr.normal(jr.key(3), (64, 64)) * 1e-30,
+        jr.normal(jr.key(4), (64, 64)) * 1e30,
+        jnp.full((64, 64), 0.3),
+    ]
+    w = jnp.concatenate(parts, axis=-1)
+    blocks = np.asarray(w).reshape(64, 8, 64)
+    unit = np.maximum(np.max(np.abs(blocks), axis=-1, keepdims=True), 1e-37)
+    by_block = lambda method: errors(w, FORMATS[name], method).reshape(blocks.shape) / unit
+    found, plain = (measure(by_block(method), rule).sum(axis=-1) for method in (METHODS[rule], None))
+    assert np.isfinite(found).all()
+    # An error of float32, 1e-7, is 1e-5 to the power of 0.7, and there are 64.
+    assert (found <= plain * (1 + 1e-4) + (1e-12 if rule == "mse" else 2e-3)).all()
+    assert found.sum() < plain.sum()
+
+
+@pytest.mark.parametrize("name", ["int2", "int4", "int8_block", "nf4"])
+def test_mse_is_the_least(name):
+    # Against every scale from 0.05 to 1.3 of absmax's, in steps of a thousandth.
+    w, format = heavy(), FORMATS[name]
+    plain = eqq.quantize(w, format)
+
+    @jax.jit
+    def squared(factor):
+        q = eqq.quantize(w, format, scale=plain.scale * factor)
+        return jnp.sum(jnp.square(q.dequantize() - w).reshape(64, 8, 64), axis=-1)
+
+    least = np.full((64, 8), np.inf)
+    for factor in np.linspace(0.05, 1.3, 1251, dtype=np.float32):
+        least = np.minimum(least, squared(factor))
+    found = np.sum(errors(w, format, eqq.MSE()).reshape(64, 8, 64) ** 2, axis=-1)
+    assert found.sum() < 1.02 * least.sum()
+    assert (found < 1.5 * least).all()
+
+
+def test_hqq_cares_less_for_outliers():
+    w = jr.normal(jr.key(0), (64, 512)).at[:, 5::64].set(12.0)
+    body = lambda method: np.delete(errors(w, eqq.Int4(), method), np.s_[5::64], axis=-1)
+    robust, squared, plain = (np.mean(np.abs(body(method))) for method in (eqq.HQQ(), eqq.MSE(), None))
+    assert robust < squared < plain
+
+
+def test_an_array_does_not_remember_its_method(rule, name):
+    w, format = heavy((4, 512)), FORMATS[name]
+    found, plain = eqq.quantize(w, format, method=METHODS[rule]), eqq.quantize(w, format)
+    assert found.format == format
+    assert jtu.tree_structure(found) == jtu.tree_structure(plain)
+    assert_same(eqq.quantize(w, format, method=eqq.AbsMax()), plain)
+    jtu.tree_map(lambda a, b: a, found, plain)  # of one type, so they are averaged, swapped, loaded alike
+
+
+@pytest.mark.parametrize("format", ["int4", "nf4"])
+def test_blocks_are_searched_alone(rule, format):
+    # Ragged too: the last block is searched without padding.
+    w, quantize = heavy((4, 150)), ft.partial(eqq.quantize, format=format, method=METHODS[rule])
+    dense = np.asarray(quantize(w).dequantize())
+    # Sums of float32 in another order may tip the balance between two scales that are as good.
+    close = lambda a, b: np.testing.assert_array_less(np.sum((a - b) ** 2), 1e-3 * np.sum(np.square(b)))
+    close(dense[2], np.asarray(quantize(w[2]).dequantize()))
+    close(dense[:, 128:], np.asarray(quantize(w[:, 128:]).dequantize()))
+
+
+def test_transformations(rule):
+    w, quantize = heavy((3, 8, 70)), ft.partial(eqq.quantize, format="int4", method=METHODS[rule])
+    one = quantize(w[1])
+    assert_same(jax.jit(quantize)(w[1]), one)
+    mapped = jtu.tree_map(lambda a: a[1], jax.vmap(quantize)(w))
+    assert jtu.tree_structure(mapped) == jtu.tree_structure(one)
+    # XLA may sum in another order.
+    np.testing.assert_allclose(mapped.dequantize(), one.dequantize(), atol=0.05 * float(jnp.max(one.scale)))
+    assert jax.eval_shape(quantize, w).shape == w.shape
+
+
+def test_models(rule):
+    model = eqx.nn.Sequential([eqx.nn.Conv2d(3, 8, 3, key=jr.key(0)), eqx.nn.Linear(8, 5, key=jr.key(1))])
+    searched = eqq.quantize_tree(model, "int2", method=METHODS[rule])
+    plain = eqq.quantize_tree(model, eqq.Int2())
+    for n in range(2):
+        w = model.layers[n].weight
+        found, old = (np.asarray(m.layers[n].weight.dequantize() - w) for m in (searched, plain))
+        assert np.sum(found**2) < np.sum(old**2)
+
+
+def test_dtypes_and_stochastic_rounding(rule):
+    w, quantize = heavy(), ft.partial(eqq.quantize, format="int4", method=METHODS[rule])
+    half = w.astype(jnp.bfloat16)
+    assert_same(quantize(half).astype(jnp.float32), quantize(half.astype(jnp.float32)))
+    rounded = quantize(w, key=jr.key(0))
+    np.testing.assert_array_equal(rounded.scale, quantize(w).scale)
+
+
+def test_huge_weights_stay_finite(rule):
+    w = jnp.array([[3.4e38, -3.4e38, 1e38, 0.0]])
+    for format in (eqq.Int4(), eqq.Int8(symmetric=False), eqq.NVFP4()):
+        assert jnp.isfinite(eqq.quantize(w, format, method=METHODS[rule]).dequantize()).all()
+
+
+# Trees, training, rules
+
+
+def test_a_rule_may_name_its_method():
+    model = eqx.nn.MLP(64, 64, 64, 2, key=jr.key(0))
+    rules = {"layers.0.*": eqq.Use("int4", eqq.MSE()), "layers.1.*": "int4", "*": eqq.Use("int8")}
+    mixed = eqq.quantize_tree(model, rules, method=eqq.HQQ())
+    for n, format, method in ((0, "int4", eqq.MSE()), (1, "int4", eqq.HQQ()), (2, "int8", eqq.HQQ())):
+        assert_same(mixed.layers[n].weight, eqq.quantize(model.layers[n].weight, format, method=method))
+    by_function = eqq.quantize_tree(model, lambda path, _: eqq.Use("int4", eqq.MSE()) if "0" in path else None)
+    assert_same(by_function.layers[0].weight, mixed.layers[0].weight)
+
+
+def test_training_takes_a_method(rule):
+    method = METHODS[rule]
+    model = {"w": heavy((8, 64))}
+    simulated = eqq.quantize_tree(model, "int2", simulate=True, method=method)
+    expected = eqq.quantize(model["w"], "int2", method=method)
+    assert_same(eqq.finalize(simulated)["w"], expected)
+    np.testing.assert_array_equal(eqq.fake_quantize(model["w"], "int2", method=method), expected.dequantize())
+    optim = eqq.float_masters(optax.sgd(0.1), masters=model, method=method)
+    quantized = {"w": expected}
+    state = optim.init(quantized)
+    updates, state = optim.update({"w": jnp.ones((8, 64))}, state, quantized)
+    assert_same(eqq.apply_updates(quantized, updates)["w"], eqq.quantize(state.masters["w"], "int2", method=method))
+
+
+class WeighedBy(eqq.AbstractScaleMethod):
+    """A method with statistics: it records those of the leaf that it was given."""
+
+    inputs: object
+
+    def choose_scales(self, blocks, format):
+        return format.choose_scale(blocks) * self.inputs, None
+
+
+def test_statistics_go_to_their_leaf():
+    model = {"a": jnp.ones((2, 64)), "b": jnp.ones((2, 64))}
+    quantized = eqq.quantize_tree(model, "int8", method=WeighedBy({"a": jnp.float32(2.0), "b": jnp.float32(4.0)}))
+    plain = eqq.quantize(model["a"], "int8").scale
+    np.testing.assert_array_equal(quantized["a"].scale, 2 * plain)
+    np.testing.assert_array_equal(quantized["b"].scale, 4 * plain)
+    with pytest.raises(ValueError, match="Got none for b"):
+        eqq.quantize_tree(model, "int8", method=WeighedBy({"a": jnp.float32(2.0)}))
+    with pytest.raises(ValueError, match="WeighedBy"):
+        eqq.quantize_tree(model, "int8", method=WeighedBy({"a": 2.0, "b": 4.0}), simulate=True)
+
+
+def test_errors():
+    w = jnp.ones((2, 64))
+    for wrong in (eqq.MSE, "mse", 3):
+        # The type checker of the tests is the first to find it.
+        with pytest.raises((TypeError, TypeCheckError), match="(?s)method"):
+            eqq.quantize(w, "int4", method=wrong)
+    with pytest.raises(ValueError, match="Pass one of them"):
+        eqq.quantize(w, "int4", method=eqq.MSE(), scale=1.0)
+
+    class OneScale(eqq.AbstractScaleMethod):
+        def choose_scales(self, blocks, format):
+            return jnp.ones(()), None
+
+    with pytest.raises((TypeError, TypeCheckError)):
+        eqq.quantize(w, "int4", method=OneScale())
+
+
+# NaN and infinity
+
+
+@pytest.mark.parametrize("columns", [64, 4096])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_not_finite_never_becomes_a_number(contract_row, columns, bad, jit):
+    """Whatever shares the outermost scale of a NaN or an infinity is NaN; everything else is as without it."""
+    format = contract_row.format
+    w = np.array(jr.normal(jr.key(0), (8, columns)), np.float32)
+    w[3, columns // 2 + 1] = bad
+    spoil = lambda w: eqq.fake_quantize(w, format)
+    dense = np.asarray((jax.jit(spoil) if jit else spoil)(jnp.asarray(w)))
+    assert np.isnan(dense[3, columns // 2 + 1])
+    spoiled = np.isnan(dense)
+    assert np.isfinite(dense[~spoiled]).all()
+    reach = _reach(format, columns)
+    expected = np.zeros_like(spoiled)
+    if reach == "tensor":
+        expected[:] = True
+    else:
+        first = (columns // 2 + 1) // reach * reach
+        expected[3, first : first + reach] = True
+    np.testing.assert_array_equal(spoiled, expected)
+
+
+def _reach(format, columns):
+    """How many values share an outermost scale."""
+    size = format.block_size
+    if size == "tensor" or getattr(format.scale_format, "block_size", None) == "tensor":
+        return "tensor"
+    size = columns if size is None else min(size, columns)
+    return size if format.scale_format is None else size * min(format.scale_format.block_size, -(-columns // size))
+
+
+@pytest.fixture(params=CONTRACT)
+def contract_row(request):
+    return CONTRACT[request.param]
+
+
+def test_not_finite_in_training(rule):
+    w = jr.normal(jr.key(0), (8, 4096)).at[3, 5].set(jnp.nan)
+    for method in (None, METHODS[rule]):
+        assert jnp.isnan(jax.jit(lambda w: eqq.fake_quantize(w, "int4", method=method))(w)[3, :64]).all()
+    simulated = eqq.quantize_tree({"w": jnp.nan_to_num(w)}, "int8", simulate=True)
+    broken = jtu.tree_map(lambda a: a.at[3, 5].set(jnp.nan), simulated)
+    assert jnp.isnan(jax.jit(lambda m: m["w"] @ jnp.ones(4096))(broken)[3])
+    model = eqq.quantize_tree({"w": jnp.nan_to_num(w)}, "int8")
+    optim = eqq.float_masters(optax.sgd(1.0))
+    state = optim.init(model)
+    updates, _ = jax.jit(optim.update)({"w": jnp.zeros((8, 4096)).at[3, 5].set(jnp.nan)}, state, model)
+    dense = eqq.apply_updates(model, updates)["w"].dequantize()
+    assert jnp.isnan(dense[3]).all() and jnp.isfinite(jnp.delete(dense, 3, axis=0)).all()
+
+
+def test_given_scales_do_not_hide_nan():
+    w = jnp.ones((2, 64)).at[1, 3].set(jnp.nan)
+    dense = jax.jit(lambda w: eqq.quantize(w, "int8", scale=0.1).dequantize())(w)
+    assert jnp.isfinite(dense[0]).all() and jnp.isnan(dense[1]).all()
+
+
+def test_the_largest_float32_stays_finite(contract_row):
+    w = jnp.full((2, 64), 3.4e38, jnp.float32).at[0].set(-3.4e38)
+    assert jnp.isfinite(eqq.quantize(w, contract_row.format).dequantize()).all()
+
+
+# Chunks of rows
+
+
+@pytest.mark.parametrize("shape", [(37, 130), (5, 3, 130), (7, 1)])
+def test_chunks_never_change_the_result(contract_row, shape):
+    rows, format = jr.normal(jr.key(0), shape), contract_row.format
+    whole = eqq.AbsMax().quantize_rows(rows, format)
+    for chunk in (1, 4):
+        parts = eqq.AbsMax().quantize_rows(rows, format, chunk=chunk)
+        # A mean magnitude is a sum, which XLA may take in another order.
+        same = (
+            np.testing.assert_allclose
+            if isinstance(format, eqq.Ternary | eqq.Binary)
+            else np.testing.assert_array_equal
+        )
+        jtu.tree_map(lambda a, b: same(np.asarray(a), np.asarray(b)), parts, whole)
+
+
+def test_chunks_of_a_search(rule):
+    rows = jr.normal(jr.key(0), (37, 130))
+    whole, parts = (METHODS[rule].quantize_rows(rows, eqq.Int4(), chunk=chunk) for chunk in (None, 4))
+    # Sums in another order may tip the balance between two scales that are as good.
+    assert np.mean(np.asarray(whole.codes) == np.asarray(parts.codes)) > 0.99

@@ -1,10 +1,30 @@
-import importlib.metadata
+"""Quantization for Equinox, and for every JAX pytree.
 
-from quax import quaxify as quaxify
+One call, `eqq.quantize_tree(model, "nf4")`, turns the weights of a float model into quantized arrays. It still is the
+same model: it runs under every JAX transformation, trains, saves and shards, and it is smaller and faster.
+
+- Arrays: `quantize`, `dequantize`, `QuantizedArray`, and formats such as `NF4`, `Int8` and `MXFP4`.
+- Models: `quantize_tree`, `plan_tree`, `summary`, `dequantize_tree`.
+- Products: `q @ x`, `matmul`, `explain_matmul`, `quaxify`.
+- Training: `filter_value_and_grad`, `float_masters`, `apply_updates`, `loraify`, `quantize_state`.
+- Measuring: `eqquant.calibrate`, `eqquant.analysis`.
+"""
+
+from importlib.metadata import version as _version
 
 from . import analysis as analysis, calibrate as calibrate
-from ._array.array import is_quantized as is_quantized, QuantizedArray as QuantizedArray
+from ._array.array import (
+    ArrayOrQuantized as ArrayOrQuantized,
+    is_quantized as is_quantized,
+    QuantizedArray as QuantizedArray,
+)
 from ._array.quantize import dequantize as dequantize, quantize as quantize, unpack as unpack
+from ._array.quaxify import quaxify as quaxify
+from ._array.requantize import requantize as requantize
+from ._array.serialise import (
+    deserialise_filter_spec as deserialise_filter_spec,
+    serialise_filter_spec as serialise_filter_spec,
+)
 from ._array.simulated import (
     fake_quantize as fake_quantize,
     SimulatedArray as SimulatedArray,
@@ -62,4 +82,4 @@ from ._tree.summary import (
 from ._tree.use import Use as Use
 
 
-__version__ = importlib.metadata.version("eqquant")
+__version__ = _version("eqquant")

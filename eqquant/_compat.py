@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.core
+import jax.numpy
 
 
 _T = TypeVar("_T")
@@ -37,6 +39,18 @@ def jax_array_is_hidden() -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+def is_constant_of_trace(weight: Any, x: Any) -> bool:
+    """Whether a function that is being staged, the body of a `scan` say, closes over `weight`, but not over `x`."""
+    innermost = jax.numpy.zeros(())
+    if not isinstance(innermost, jax.core.Tracer) or not isinstance(x, jax.core.Tracer):
+        return False
+    trace = getattr(innermost, "_trace", None)
+    if not isinstance(weight, jax.core.Tracer):
+        return True
+    outer = getattr(weight, "_trace", None)
+    return type(weight) is type(innermost) and outer is not trace and outer is not getattr(x, "_trace", None)
 
 
 def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Any]) -> bool:

@@ -86,7 +86,7 @@ in_parts = eqq.quantize_tree(float_model, eqq.NF4(), shardings=norms_apart)
 weight = parallel.blocks[0].up.weight
 print(f"{weight.shape}, divided as {weight.sharding.spec}. Its codes and its scales:")
 jax.debug.visualize_array_sharding(weight.codes)
-jax.debug.visualize_array_sharding(weight.stored_scale)
+jax.debug.visualize_array_sharding(weight.scale_bits)
 
 
 # %% The same function runs all of them. What moves between devices stands in the compiled program.

@@ -163,10 +163,10 @@ def test_documented(name):
     pages = (ROOT / "docs" / "api.md").read_text().splitlines()
     assert f"::: eqquant.{name}" in [line.strip() for line in pages]
     value = operator.attrgetter(name)(eqq)
+    if isinstance(value, types.UnionType):
+        return  # an alias has no docstring of its own
     doc = inspect.getdoc(value)
     assert doc and "{shared}" not in doc
-    if name == "quaxify":
-        return  # Quax's own, which docs/api.md describes
     if not isinstance(value, type):
         assert "**Arguments:**" in doc and "**Returns:**" in doc
         for argument in inspect.signature(value).parameters:

@@ -73,7 +73,7 @@ def test_gguf_is_that_of_ggml(name, case, x):
     dense = floats(expected["dequant_f32_le_hex"])
     np.testing.assert_array_equal(bits(q.dequantize()).ravel(), bits(dense))
     blocks = np.frombuffer(bytes.fromhex(expected["bytes_hex"]), np.uint8).reshape(x.size // 32, -1)
-    np.testing.assert_array_equal(blocks[:, :2].copy().view(np.uint16).ravel(), np.asarray(q.stored_scale).ravel())
+    np.testing.assert_array_equal(blocks[:, :2].copy().view(np.uint16).ravel(), np.asarray(q.scale_bits).ravel())
     data = blocks[:, 2:]
     if name == "Q4_0":
         codes = np.concatenate([data & 15, data >> 4], axis=1)
@@ -185,8 +185,8 @@ def test_nvfp4_scale_has_two_levels(getkey):
     expected = (block / tensor).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * tensor
     np.testing.assert_allclose(np.asarray(q.scale), expected, rtol=1e-6)
     # One float32 for the whole tensor, kept once per row.
-    assert q.stored_scale.stored_scale.dtype == jnp.uint32 and q.stored_scale.stored_scale.shape == (4, 1)
-    assert len(np.unique(q.stored_scale.scale)) == 1 and q.stored_scale.codes.dtype == jnp.uint8
+    assert q.scale_bits.scale_bits.dtype == jnp.uint32 and q.scale_bits.scale_bits.shape == (4, 1)
+    assert len(np.unique(q.scale_bits.scale)) == 1 and q.scale_bits.codes.dtype == jnp.uint8
 
 
 def test_double_quantization_costs_little(getkey):

@@ -241,7 +241,7 @@ def test_adds_no_leaf_outside(getkey):
     model = eqq.quantize_tree(mlp(getkey()), "int4")
     seen = []
     eqq.filter_grad(lambda model: (seen.append(model), loss(model, jnp.ones((2, 20))))[1])(model)
-    assert seen[0].layers[0].weight.master is not None and model.layers[0].weight.master is None
+    assert seen[0].layers[0].weight.gradient_of is not None and model.layers[0].weight.gradient_of is None
     assert isinstance(seen[0].layers[0].weight, eqq.QuantizedArray)
 
 

@@ -68,7 +68,8 @@ METHODS = [
     *(("sum", ()), ("mean", (0,)), ("max", ()), ("min", (1,)), ("std", ()), ("var", (0,)), ("prod", (1,))),
     *(("all", ()), ("any", (0,)), ("argmax", (1,)), ("argmin", ()), ("argsort", (0,)), ("clip", (-0.5, 0.5))),
     *(("cumsum", (0,)), ("cumprod", (1,)), ("diagonal", ()), ("flatten", ()), ("ravel", ()), ("round", (1,))),
-    *(("sort", (0,)), ("trace", ()), ("repeat", (2, 0)), ("take", (3,)), ("dot", (2.0,))),
+    *(("sort", (0,)), ("trace", ()), ("repeat", (2, 0)), ("take", (3,)), ("dot", (2.0,)), ("__round__", (1,))),
+    *(("argpartition", (2,)), ("ptp", (0,)), ("view", (jnp.uint32,)), ("compress", ([True, False, True], 0))),
 ]
 
 
@@ -85,6 +86,33 @@ def test_other_methods(q):
     for a, e in zip(q.nonzero(), dense.nonzero(), strict=True):
         equal(a, e)
     equal(q[None].squeeze(0), dense)
+
+
+def test_divmod(q):
+    dense = q.dequantize()
+    for actual, expected in ((divmod(q, 0.3), divmod(dense, 0.3)), (divmod(0.3, abs(q)), divmod(0.3, abs(dense)))):
+        for a, e in zip(actual, expected, strict=True):
+            equal(a, e)
+    equal(round(q, 2), round(dense, 2))
+
+
+def test_as_a_complex_array(q):
+    equal(q.real, q.dequantize(), dense=False)
+    equal(q.conj(), q.dequantize(), dense=False)
+    equal(q.imag, q.dequantize().imag)
+    one = eqq.quantize(jnp.full((1, 1), 2.5), "int8")
+    assert complex(one) == pytest.approx(2.5)
+
+
+def test_memory(q):
+    assert q.itemsize == 4 and q.astype(jnp.bfloat16).itemsize == 2
+    assert q.devices() == q.codes.devices() and q.device == q.codes.device
+    same = q.copy()
+    assert_same(same, q)
+    q.delete()
+    assert q.is_deleted() and not same.is_deleted()
+    same.dequantize()
+    np.testing.assert_array_equal(np.from_dlpack(same), np.asarray(same.dequantize()))
 
 
 def test_conversions(q):

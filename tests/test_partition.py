@@ -112,7 +112,7 @@ def test_scales_of_scales_that_cover_more_than_one_device(getkey, mesh):
     # 448 blocks have two scales of scales, and each of four devices 112 blocks: as in a model of 70 billion parameters.
     q = eqq.quantize(weights(getkey(), (8, 448 * 64)), eqq.NF4(double_quant=True))
     x = weights(getkey(), (2, 448 * 64))
-    assert q.stored_scale.stored_scale.shape == (8, 2)
+    assert q.scale_bits.scale_bits.shape == (8, 2)
     row = put(x, mesh, P(None, "model")), put(q, mesh, P(None, "model"))
     assert [kind for kind, *_ in collectives(product, *row)] == ["all-reduce"]
     assert_close(product(*row), product(x, q))

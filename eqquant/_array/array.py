@@ -7,6 +7,7 @@ run along its *quantized axis*. In memory the quantized axis is always last; `ax
 import dataclasses
 import functools as ft
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -20,12 +21,13 @@ import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, UInt, UInt8
 
+from .. import _compat
 from .._formats.base import AbstractFormat
 from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
 from .._numerics import packing
 from .._numerics.blocks import BlockSize, expand
 from .._numerics.scale_bits import bits_to_scale, clip_finite
-from .axes import as_axis
+from .axes import as_axis, logical_order
 from .primitive import bind_matmul
 from .sharding import leaf_shardings, logical_sharding
 from .straight_through import value_of
@@ -46,9 +48,14 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         q = eqq.quantize(w, eqq.NF4())          # w: Float[Array, "out in"]
         y = q @ x                               # the quantized matmul; no dense copy of the weight
         row = q[3]                              # dequantizes one row
-        z = jnp.sin(q)                          # any jax.numpy or jax.lax function: dense
+        z = jnp.sin(q)                          # any jax.numpy function, and most of jax.lax: dense
         def f(w: Float[eqq.QuantizedArray[eqq.NF4], "out in"]): ...
         ```
+
+    A few functions of `jax.lax` do not take it. `expand_dims`, `broadcast`, `broadcast_in_dim`, `reduce`, `split` and
+    `associative_scan` raise an error; use `jax.numpy`, or [`eqquant.quaxify`][]. Collectives do not see an array, but
+    its leaves: `jax.lax.psum(q, name)` and `pmax` add and compare *codes*, without an error. Write
+    `jax.lax.psum(q.dequantize(), name)`.
 
     What holds for every format:
 
@@ -56,33 +63,34 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         `tree_map(lambda a: a[i])` and stacking by `tree_map` need no code of ours.
     - All leaves share their leading axes. A scale for the whole tensor is stored once per row.
     - Every leaf is an unsigned integer, a scale as the bits of its float. So gradient filters, optimizers, weight decay
-        and mixed-precision casts pass by, and additive updates are exact. (Inside of a function that
-        [`eqquant.filter_grad`][] differentiates there is one more, which the gradient goes to.)
+        and mixed-precision casts pass by, and additive updates are exact. (Inside a function that
+        [`eqquant.filter_grad`][] differentiates, an extra float leaf receives the gradient.)
     - `nbytes` counts what is stored.
     """
 
-    codes: UInt8[Array, "*batch words"]
-    stored_scale: "UInt[Array, '*batch blocks'] | QuantizedArray"
+    codes: UInt8[Array, "*batch bytes"]
+    scale_bits: "UInt[Array, '*batch blocks'] | QuantizedArray"
     zero_point: UInt8[Array, "*batch blocks"] | None
     format: AbstractFormat
     axis: int | tuple[int, ...] = eqx.field(static=True)
     lengths: tuple[int, ...] = eqx.field(static=True)
     logical_dtype: np.dtype = eqx.field(static=True)
     logical_sharding: NamedSharding | PartitionSpec | None = eqx.field(static=True, default=None)
-    # Only in training: floats in memory order. The array has the value of its codes and the gradient of its master.
-    master: Float[Array, "*batch length"] | None = None
+    # Only in training: floats in memory order. The array has the value of its codes, and the gradient of these.
+    gradient_of: Float[Array, "*batch length"] | None = None
 
     # `QuantizedArray[NF4]` is a type that `isinstance`, beartype and jaxtyping check; a plain `Generic` subscript is
     # ignored at run time.
     def __class_getitem__(cls, format: Any) -> Any:
         narrow = isinstance(format, type) and format is not Any  # `Any` is a class since Python 3.11
-        return _narrowed(format) if narrow else super().__class_getitem__(format)  # pyright: ignore
+        return _narrowed(format) if narrow else super().__class_getitem__(format)  # pyright: ignore[reportAttributeAccessIssue]
 
     # What it is
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape. Derived from the arrays, so it is right under every transformation."""
+        self._check_leaves()
         if self.ndim < -min(self._axes):
             raise ValueError(
                 f"The quantized axis must not be mapped over. Got `axis={self.axis}` of an array of {self.ndim} "
@@ -91,7 +99,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
             )
         if self.codes.shape[-1] != packing.packed_length(self._length, self.format.bits):
             raise ValueError(
-                f"The quantized axis must be whole inside of `shard_map`. Got {self.codes.shape[-1]} bytes of the "
+                f"The quantized axis must be whole inside `shard_map`. Got {self.codes.shape[-1]} bytes of the "
                 f"{self._length} codes of a row. Divide another axis, or multiply outside of it."
             )
         shape = list(self.codes.shape[:-1])
@@ -115,9 +123,10 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
     @property
     def scale(self) -> Float32[Array, "*batch blocks"]:
         """The scales as floats, one per block, with the quantized axis last."""
-        if isinstance(self.stored_scale, QuantizedArray):
-            return self.stored_scale.dequantize()
-        return bits_to_scale(self.stored_scale, self.format.scale_dtype)
+        self._check_leaves()
+        if isinstance(self.scale_bits, QuantizedArray):
+            return self.scale_bits.dequantize()
+        return bits_to_scale(self.scale_bits, self.format.scale_dtype)
 
     @property
     def sharding(self) -> NamedSharding | PartitionSpec | None:
@@ -134,6 +143,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
     def dequantize(self) -> Float[Array, "..."]:
         """The dense array of `shape` and `dtype`."""
+        self._check_leaves()
         if explicit_mesh(self.codes) is not None:
             return in_auto_mode(_dequantize, logical_sharding(self))(self)
         return _dequantize(self)
@@ -223,7 +233,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         return dataclasses.replace(placed, logical_sharding=named)
 
     def reshard(self, sharding: NamedSharding | PartitionSpec | None) -> "QuantizedArray":
-        """The same as [`with_sharding`][eqquant.QuantizedArray.with_sharding]."""
+        """Another name of `with_sharding`."""
         return self.with_sharding(sharding)
 
     def with_mesh_and_axis(self, mesh_and_axis: Any) -> "QuantizedArray":
@@ -273,6 +283,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
                 )
             return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
         contracted = self._contracted(x.shape, left=left)
+        self._check_closure(x)
         x = x.astype(jnp.result_type(x, self.dtype))
         vector = x.ndim == 1
         x = x[None, :] if vector else jnp.swapaxes(x, -1, -2) if left else x
@@ -292,6 +303,35 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         return bind_matmul(x, w, transpose=transpose, **params)
 
     # Inside
+
+    def _check_closure(self, x: Array) -> None:
+        """Warns of a stack of weights that was left out of the `scan` which its biases take part in."""
+        if x.ndim == 1 and self.ndim > 2 and _compat.is_constant_of_trace(self.codes, x):
+            warnings.warn(
+                f"A stack of quantized weights, of shape {self.shape}, is multiplied by one vector inside a function "
+                "that closes over the stack. If a `scan` was to take it layer by layer, split the model with "
+                "`eqx.partition(model, eqx.is_array)`: codes are integers, and `eqx.is_inexact_array` leaves them "
+                "behind. If the product with the whole stack is what you want, pass the stack as an argument.",
+                stacklevel=4,
+            )
+
+    def _check_leaves(self) -> None:
+        """Refuses codes and scales that are no longer unsigned integers. Dtypes are static, so it is free in `jit`."""
+        for name, leaf in (("codes", self.codes), ("scale", self.scale_bits), ("zero point", self.zero_point)):
+            dtype = getattr(leaf, "dtype", None)
+            if isinstance(leaf, QuantizedArray):
+                leaf._check_leaves()
+            elif dtype == jax.dtypes.float0:
+                raise TypeError(
+                    "A quantized array has no gradient with respect to its codes. Got a tree of float0, as `jax.grad` "
+                    "returns it with `allow_int=True`. Differentiate with `eqq.filter_grad`."
+                )
+            elif dtype is not None and not jnp.issubdtype(dtype, jnp.unsignedinteger):
+                raise TypeError(
+                    f"The leaves of a quantized array must be unsigned integers. Got {name} of {dtype}: they were "
+                    "averaged or cast as if they were numbers. Average the float model, or the masters, and quantize "
+                    "the result. To change what it dequantizes to, call `q.astype(dtype)` on the array as a whole."
+                )
 
     @property
     def _axes(self) -> tuple[int, ...]:
@@ -323,9 +363,12 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         contracted = -1 if left else -2
         inner = shape[-2 if left and len(shape) > 1 else -1]
         if inner != self.shape[contracted]:
+            transposed = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+            q = "q.T" if self.ndim == 2 else "q.mT"
+            remedy = f" `{f'{q} @ x' if left else f'x @ {q}'}` fits." if inner == transposed[contracted] else ""
             raise ValueError(
                 f"`matmul` contracts axes of equal length. Got lengths {self.shape[contracted]} and {inner}, from "
-                f"{f'{self.shape} @ {shape}' if left else f'{shape} @ {self.shape}'}."
+                f"{f'{self.shape} @ {shape}' if left else f'{shape} @ {self.shape}'}.{remedy}"
             )
         return contracted
 
@@ -364,7 +407,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         try:
             what = f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
-        except (AttributeError, TypeError):  # mid-surgery: the leaves are not arrays
+        except (AttributeError, TypeError, ValueError):  # mid-surgery, or mapped over a wrong axis
             what = f"{self.dtype.name}, codes={self.codes!r}"
         return wl.TextDoc(f"QuantizedArray({what}, {self.format!r}, axis={self.axis})")
 
@@ -380,10 +423,9 @@ def _dequantize(q: QuantizedArray) -> Array:
         # The outermost code of a range may lie half a step beyond it, and a rounded scale may be larger than it was.
         dense = clip_finite(dense, q.dtype)
     dense = dense.astype(q.dtype)
-    if q.master is not None:
-        dense = value_of(dense, gradient_of=q.master.astype(q.dtype))
-    dense = dense.reshape(*q.codes.shape[:-1], *q.lengths)
-    return dense if q._trailing else jnp.moveaxis(dense, range(-len(q.lengths), 0), q._axes)
+    if q.gradient_of is not None:
+        dense = value_of(dense, gradient_of=q.gradient_of.astype(q.dtype))
+    return logical_order(dense, q._axes, q.lengths)
 
 
 @ft.cache
@@ -416,3 +458,7 @@ def is_quantized(x: Any) -> bool:
     A boolean. A tree that holds quantized arrays is not one itself.
     """
     return isinstance(x, QuantizedArray)
+
+
+# For annotations of what takes either: `Float[ArrayOrQuantized, "out in"]`.
+ArrayOrQuantized = jax.Array | QuantizedArray

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
@@ -20,14 +21,23 @@ from .._methods.given import GivenScales
 from .._numerics import packing
 from .._numerics.blocks import num_blocks
 from .array import QuantizedArray
-from .axes import as_axis, memory_order
+from .axes import as_axis, logical_order, memory_order
 from .sharding import leaf_shardings
+from .unknown_arguments import explain_unknown
+from .value import AbstractArrayValue
 
 
 # The values in flight at a time, where an array is quantized a chunk of rows after the other.
 _CHUNK = 2**19
 
 
+@explain_unknown(
+    bits="the format says it, as in `eqq.quantize(w, eqq.Int4())`",
+    block_size="the format has it, as in `eqq.quantize(w, eqq.NF4(block_size=64))`",
+    group_size="the format has it as `block_size`, as in `eqq.quantize(w, eqq.NF4(block_size=64))`",
+    symmetric="the format has it, as in `eqq.quantize(w, eqq.Int4(symmetric=False))`",
+    dim="it is called `axis`",
+)
 def quantize(
     x: Float[ArrayLike, "..."],
     format: AbstractFormat | str = "nf4",
@@ -82,8 +92,12 @@ def quantize(
     format = as_format(format)
     check_dtype(dtype)
     checked, axes = check_quantizable(x, axis)
-    if not isinstance(checked, jax.core.Tracer) and not all_finite(checked):
-        raise ValueError(not_finite_message("`x`"))
+    if isinstance(checked, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"`x` must have values. Got a ShapeDtypeStruct of shape {checked.shape}. For the structure of the result "
+            "without values, call `jax.eval_shape(eqq.quantize, x)`."
+        )
+    check_finite(checked)
     given = _check_given(checked, format, axes, scale, zero_point)
     if given is not None and method is not None:
         raise ValueError(
@@ -103,7 +117,7 @@ def dequantize(q: QuantizedArray | ArrayLike) -> Array:
 
     A `jax.Array` of `q.shape` and `q.dtype`.
     """
-    return q.dequantize() if isinstance(q, QuantizedArray) else jnp.asarray(q)
+    return q.dequantize() if isinstance(q, AbstractArrayValue) else _as_one_array(q, "`q`", "eqq.dequantize_tree")
 
 
 def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
@@ -117,8 +131,10 @@ def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
 
     `uint8`, of `q.shape`. What each code stands for, before scale and zero point, is `q.format.decode(codes)`.
     """
-    codes = packing.unpack(q.codes, q.format.bits, q._length).reshape(*q.codes.shape[:-1], *q.lengths)
-    return jnp.moveaxis(codes, range(-len(q.lengths), 0), q._axes)
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"`q` must be a quantized array. Got {_described(q)}. `eqq.quantize` makes one.")
+    q._check_leaves()
+    return logical_order(packing.unpack(q.codes, q.format.bits, q._length), q._axes, q.lengths)
 
 
 def as_method(method: Any) -> AbstractMethod:
@@ -140,29 +156,43 @@ def as_method(method: Any) -> AbstractMethod:
 def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Any, tuple[int, ...]]:
     """`x` as a JAX array (or the struct it was), and `axis` as negative numbers; or an error that names `name`."""
     if isinstance(x, QuantizedArray):
-        raise TypeError(f"{name} is already quantized, to {x.format}. Call `dequantize` first to quantize it anew.")
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        x = jnp.asarray(x)
-        dtype = x.dtype
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{name} must be a floating point array. Got dtype {dtype}.")
-    ndim = len(x.shape)
-    if ndim == 0:
+        raise TypeError(f"{name} is already quantized, to {x.format}. Call `dequantize` first to quantize it again.")
+    x = _as_one_array(x, name, "eqq.quantize_tree")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating point array. Got dtype {x.dtype}.")
+    if x.ndim == 0:
         raise ValueError(f"{name} must have at least one dimension. Got a scalar. Leave scalars in float.")
-    axes = tuple(int(a) for a in np.atleast_1d(np.asarray(axis)))
-    if (
-        np.asarray(axis).dtype.kind != "i"
-        or any(not -ndim <= a < ndim for a in axes)
-        or len({a % ndim for a in axes}) != len(axes)
-    ):
-        raise ValueError(
-            f"`axis` must name different axes of {name}, from {-ndim} to {ndim - 1} for shape {tuple(x.shape)}. "
-            f"Got `axis={axis}`."
+    return x, _as_axes(axis, x, name)
+
+
+def _as_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
+    given = np.asarray(axis)
+    axes = tuple(int(a) for a in given.ravel()) if given.dtype.kind == "i" else ()
+    if not axes or any(not -x.ndim <= a < x.ndim for a in axes) or len({a % x.ndim for a in axes}) != len(axes):
+        per_tensor = '. One scale for all is `block_size="tensor"` of the format' if axis is None else ""
+        raise (TypeError if given.dtype.kind in "OUS" else ValueError)(
+            f"`axis` must name different axes of {name}, from {-x.ndim} to {x.ndim - 1} for shape {tuple(x.shape)}. "
+            f"Got `axis={axis!r}`{per_tensor}."
         )
-    if not isinstance(x, jax.ShapeDtypeStruct):
-        x = jnp.asarray(x)
-    return x, tuple(a % ndim - ndim for a in axes)
+    return tuple(a % x.ndim - x.ndim for a in axes)
+
+
+def _as_one_array(x: Any, name: str, of_trees: str) -> Any:
+    """`x` as a JAX array, or the struct it was; or an error that names the function for models, if it is one."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be one array. Got {_described(x)}. For a model, call `{of_trees}`.") from None
+
+
+def _described(x: Any) -> str:
+    """What `x` is, in a few words: a model prints as a page."""
+    arrays = [leaf for leaf in jtu.tree_leaves(x) if isinstance(leaf, (jax.Array, np.ndarray))]
+    if isinstance(x, (jax.Array, np.ndarray)):
+        return f"a dense array, {x.dtype}{list(x.shape)}"
+    return f"a pytree of {len(arrays)} arrays, of type {type(x).__name__}" if arrays else f"a {type(x).__name__}"
 
 
 def check_dtype(dtype: DTypeLike | None) -> None:
@@ -176,6 +206,12 @@ def not_finite_message(name: str) -> str:
         f"{name} must be finite in float32: one NaN or infinity would spoil its whole block. Got values that are not. "
         "Replace them, for instance with `jnp.nan_to_num`, or leave this array in float."
     )
+
+
+def check_finite(x: Array, name: str = "`x`") -> None:
+    """Refuses values that are not finite in float32. What is traced cannot be checked."""
+    if not isinstance(x, jax.core.Tracer) and not all_finite(x):
+        raise ValueError(not_finite_message(name))
 
 
 def all_finite(x: Array) -> bool:

@@ -52,11 +52,11 @@ def _divided(q: Any, parts: int) -> list[bool]:
     """Of each leaf, whether it is divided along the quantized axis if the codes are."""
     blocks, size = num_blocks(q._length, q.block_size), q.block_size
     scales = blocks > 1 and q._length % parts == 0 and (q._length // parts) % size == 0
-    nested = q.stored_scale
+    nested = q.scale_bits
     of_scale = [scales]
     if isinstance(nested, AbstractArrayValue):
         of_scale = [scales and divided for divided in _divided(nested, parts)]
-    return [True, *of_scale, *[scales] * (q.zero_point is not None), *[True] * (q.master is not None)]
+    return [True, *of_scale, *[scales] * (q.zero_point is not None), *[True] * (q.gradient_of is not None)]
 
 
 def leaf_shardings(q: Any, sharding: NamedSharding, name: str = "The array") -> Any:

@@ -16,7 +16,7 @@ from .._formats.base import AbstractFormat, as_format, levels_of
 from .._methods import AbsMax, AbstractMethod
 from .._numerics.blocks import expand
 from .array import QuantizedArray
-from .axes import as_axis, memory_order
+from .axes import as_axis, logical_order, memory_order
 from .quantize import as_method, check_quantizable, encode_array
 from .straight_through import value_of
 from .value import AbstractArrayValue
@@ -91,7 +91,7 @@ def _representable(x: Array, q: QuantizedArray) -> Bool[Array, "..."]:
     of_values = lambda end: expand(end, q.format.block_size, q._length)
     rows = memory_order(x, q._axes).astype(jnp.float32)
     inside = (rows >= of_values(jnp.minimum(*ends))) & (rows <= of_values(jnp.maximum(*ends)))
-    return jnp.moveaxis(inside.reshape(*inside.shape[:-1], *q.lengths), range(-len(q.lengths), 0), q._axes)
+    return logical_order(inside, q._axes, q.lengths)
 
 
 class SimulatedArray(AbstractArrayValue):
@@ -128,7 +128,7 @@ class SimulatedArray(AbstractArrayValue):
         """The quantized array as it is now. Gradients with respect to it go to the master."""
         axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
         q = encode_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, self.method)
-        return dataclasses.replace(q, master=memory_order(self.master, axes))
+        return dataclasses.replace(q, gradient_of=memory_order(self.master, axes))
 
     def dequantize(self) -> Float[Array, "..."]:
         """The dense array of `shape` and `dtype`, after quantization."""

@@ -1,6 +1,8 @@
 """What every array of ours has in common with `jax.Array`: the operators, and how JAX asks for it dense."""
 
 import abc
+import dataclasses
+import html
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -24,14 +26,18 @@ _BINARY = (
     "floordiv",
     "mod",
     "pow",
+    "divmod",
 )  # each also reflected: `2 - q`
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _UNARY = ("neg", "pos", "abs")
 _METHODS = (
-    *("all", "any", "argmax", "argmin", "argsort", "clip", "cumprod", "cumsum", "diagonal", "dot", "flatten"),
-    *("item", "max", "mean", "min", "nonzero", "prod", "ravel", "repeat", "round", "sort", "squeeze", "std", "sum"),
-    *("take", "tolist", "trace", "var"),
+    *("all", "any", "argmax", "argmin", "argpartition", "argsort", "choose", "clip", "compress", "cumprod", "cumsum"),
+    *("diagonal", "dot", "flatten", "item", "max", "mean", "min", "nonzero", "prod", "ptp", "ravel", "repeat", "round"),
+    *("searchsorted", "sort", "squeeze", "std", "sum", "take", "tobytes", "tolist", "trace", "var", "view"),
+    *("__complex__", "__dlpack__", "__dlpack_device__", "__round__"),
 )
+# What `dir` leaves out: what Equinox and Quax call, and other names of what it shows.
+_NOT_SHOWN = frozenset(("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"))
 
 
 class AbstractArrayValue(quax.ArrayValue):
@@ -83,6 +89,11 @@ class AbstractArrayValue(quax.ArrayValue):
         return math.prod(self.shape)
 
     @property
+    def itemsize(self) -> int:
+        """The bytes of one element of `dtype`. What is stored is `nbytes`."""
+        return self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         """The bytes that are stored."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(self))
@@ -110,7 +121,11 @@ class AbstractArrayValue(quax.ArrayValue):
         return self.swapaxes(-1, -2)
 
     def swapaxes(self, axis1: int, axis2: int) -> Any:
+        """Swaps two logical axes."""
         order = list(range(self.ndim))
+        for name, axis in (("axis1", axis1), ("axis2", axis2)):
+            if not -self.ndim <= axis < self.ndim:
+                raise ValueError(f"`{name}` must be one of the {self.ndim} axes of {self.shape}. Got {axis}.")
         order[axis1], order[axis2] = order[axis2], order[axis1]
         return self.transpose(order)
 
@@ -128,6 +143,38 @@ class AbstractArrayValue(quax.ArrayValue):
 
     def reshape(self, *shape: Any, **kwargs: Any) -> Any:
         return self.dequantize().reshape(*shape, **kwargs)
+
+    @property
+    def real(self) -> Any:
+        """The array itself: values are floats."""
+        return self
+
+    @property
+    def imag(self) -> Array:
+        return jnp.zeros(self.shape, self.dtype)
+
+    def conj(self) -> Any:
+        """The array itself: values are floats."""
+        return self
+
+    conjugate = conj
+
+    def copy(self) -> Any:
+        """The same array in memory of its own. Stays quantized."""
+        return jax.tree_util.tree_map(jnp.copy, self)
+
+    @property
+    def device(self) -> Any:
+        """The device, or the sharding of the codes if there are several, as `jax.Array.device`."""
+        return jax.tree_util.tree_leaves(self)[0].device
+
+    def devices(self) -> set[jax.Device]:
+        """The devices that hold it."""
+        return set().union(*(leaf.devices() for leaf in jax.tree_util.tree_leaves(self)))
+
+    def is_deleted(self) -> bool:
+        """Whether memory of it was freed or donated."""
+        return any(leaf.is_deleted() for leaf in jax.tree_util.tree_leaves(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # dequantizing always makes a new array
@@ -154,8 +201,28 @@ class AbstractArrayValue(quax.ArrayValue):
 
     @property
     def at(self) -> Any:
-        """Functional updates, as `jax.Array.at`; the result is dense."""
+        """Functional updates, as `jax.Array.at`; the result is dense: codes cannot be updated exactly.
+
+        To go on with a quantized array, as in a cache, quantize the result again with [`eqquant.requantize`][].
+        """
         return self.dequantize().at
+
+    def __dir__(self) -> list[str]:
+        fields = {f.name for f in dataclasses.fields(self)}
+        names = {n for n in super().__dir__() if not n.startswith("_") and n not in _NOT_SHOWN}
+        return sorted(names | fields)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what it is, and its first rows."""
+        title = f"<code>{html.escape(repr(self))}</code>"
+        try:
+            rows = np.asarray(self[(slice(3),) * (self.ndim - 1)].astype(jnp.float32))
+        except (AttributeError, TypeError, ValueError, jax.errors.JAXTypeError):  # traced, or mid-surgery
+            return title
+        values = np.array2string(rows, precision=4, threshold=12, edgeitems=3)
+        more = "\n..." if rows.shape != self.shape else ""
+        size = f"{8 * self.nbytes / max(self.size, 1):.2f} bits per value"
+        return f"{title} <small>{size}</small><pre>{html.escape(values)}{more}</pre>"
 
     # Element by element, so there is no hash, as for `jax.Array`.
     __hash__ = None  # pyright: ignore[reportAssignmentType]
@@ -186,6 +253,10 @@ def _dense(x: Any) -> Any:
     return x.dequantize() if isinstance(x, AbstractArrayValue) else x
 
 
+def _operator(name: str) -> Callable[[Any, Any], Any]:
+    return divmod if name == "divmod" else getattr(operator, name)
+
+
 def _binary(op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda self, other: op(self.dequantize(), _dense(other))
 
@@ -203,9 +274,9 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 for _name in (*_BINARY, *_COMPARISONS):
-    setattr(AbstractArrayValue, f"__{_name}__", _named(f"__{_name}__", _binary(getattr(operator, _name))))
+    setattr(AbstractArrayValue, f"__{_name}__", _named(f"__{_name}__", _binary(_operator(_name))))
 for _name in _BINARY:
-    setattr(AbstractArrayValue, f"__r{_name}__", _named(f"__r{_name}__", _reflected(getattr(operator, _name))))
+    setattr(AbstractArrayValue, f"__r{_name}__", _named(f"__r{_name}__", _reflected(_operator(_name))))
 for _name in _UNARY:
     setattr(AbstractArrayValue, f"__{_name}__", _named(f"__{_name}__", _unary(getattr(operator, _name))))
 for _name in _METHODS:

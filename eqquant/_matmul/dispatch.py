@@ -186,7 +186,7 @@ def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
 
 
 def pack_arrays(w: QuantizedArray) -> Packed:
-    scale, row_scale = w.stored_scale, None
+    scale, row_scale = w.scale_bits, None
     if isinstance(scale, QuantizedArray):
         if nested_scale_kind(w.format, w._length) is None:
             scale = scale_to_bits(scale.dequantize(), "float32")

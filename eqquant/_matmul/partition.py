@@ -47,7 +47,7 @@ def partitioned(
     **Arguments:**
 
     - `run`: an implementation of the product.
-    - `x`, `w`, `transpose`: as for `bind_matmul`; `w` without a master.
+    - `x`, `w`, `transpose`: as for `bind_matmul`; `w` without `gradient_of`.
     """
     leaves = jtu.tree_leaves(w)
 
@@ -141,7 +141,7 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
     mine = jtu.tree_unflatten(jtu.tree_structure(w), leaves)
     if parts == 1:
         return mine
-    nested = mine.stored_scale
+    nested = mine.scale_bits
     if isinstance(nested, QuantizedArray):
         # Scales of scales may cover more than one part. So they are looked up here, for the blocks that are.
         blocks = num_blocks(w._length // parts, w.block_size)
@@ -150,7 +150,7 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
         first = jax.lax.axis_index(names) * blocks if whole and nested._length > blocks else 0
         of_all = expand(nested.scale, nested.block_size, nested._length if whole else blocks)
         scale = values * jax.lax.dynamic_slice_in_dim(of_all, first, blocks, axis=-1)
-        mine = dataclasses.replace(mine, stored_scale=scale_to_bits(scale, mine.format.scale_dtype))
+        mine = dataclasses.replace(mine, scale_bits=scale_to_bits(scale, mine.format.scale_dtype))
     return dataclasses.replace(mine, lengths=(w._length // parts,))
 
 

@@ -49,8 +49,8 @@ def _run(
         name, _ = dispatch.choose(target, problem, implementation)
         return dispatch.run(x, w, problem, target, name)
 
-    # A master is where gradients go. It has no part in the value.
-    w = dataclasses.replace(jtu.tree_unflatten(treedef, leaves), master=None)
+    # Where gradients go has no part in the value.
+    w = dataclasses.replace(jtu.tree_unflatten(treedef, leaves), gradient_of=None)
     return run(x, w) if devices == 1 else partitioned(run, x, w, transpose=transpose)
 
 
@@ -83,10 +83,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     bind = ft.partial(quantized_matmul_p.bind, **params)
     y = bind(x, *leaves)
     dys = [] if type(dx) is ad.Zero else [bind(dx, *leaves)]
-    # Of the weight only a master has a tangent; every other leaf is an unsigned integer.
-    d_master = jtu.tree_unflatten(params["treedef"], d_leaves).master
-    if d_master is not None and type(d_master) is not ad.Zero:
-        dw = d_master.astype(x.dtype)
+    # Of the weight only `gradient_of` has a tangent; every other leaf is an unsigned integer.
+    d_source = jtu.tree_unflatten(params["treedef"], d_leaves).gradient_of
+    if d_source is not None and type(d_source) is not ad.Zero:
+        dw = d_source.astype(x.dtype)
         dw = dw if params["transpose"] else jnp.swapaxes(dw, -1, -2)
         dys.append(jnp.matmul(x, dw, precision=params["precision"]))
     if not dys:

@@ -27,7 +27,7 @@ def segment_length(bits: int) -> int:
     return 1 if bits == 8 else PLANE * (8 // bits)
 
 
-def pack(codes: UInt8[Array, "*batch length"], bits: int) -> UInt8[Array, "*batch words"]:
+def pack(codes: UInt8[Array, "*batch length"], bits: int) -> UInt8[Array, "*batch bytes"]:
     """Packs codes below `2**bits` into bytes. The inverse of `unpack`."""
     if bits == 8:
         return codes
@@ -41,16 +41,16 @@ def pack(codes: UInt8[Array, "*batch length"], bits: int) -> UInt8[Array, "*batc
     )
 
 
-def unpack(words: UInt8[Array, "*batch words"], bits: int, length: int) -> UInt8[Array, "*batch length"]:
+def unpack(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) -> UInt8[Array, "*batch length"]:
     """Unpacks the first `length` codes of `bits` bits. The inverse of `pack`."""
     if bits == 8:
-        return words
+        return packed
     body, tail = _segments(length, bits)
     if tail == 0:
-        return _unpack_planes(words, PLANE, bits)
-    last = _unpack_planes(words[..., body * PLANE :], tail, bits)
+        return _unpack_planes(packed, PLANE, bits)
+    last = _unpack_planes(packed[..., body * PLANE :], tail, bits)
     if body > 0:
-        first = _unpack_planes(words[..., : body * PLANE], PLANE, bits)
+        first = _unpack_planes(packed[..., : body * PLANE], PLANE, bits)
         last = jnp.concatenate([first, last], axis=-1)
     return last[..., :length]
 
@@ -65,7 +65,7 @@ def _shifts(bits: int) -> UInt8[Array, "planes 1"]:
     return jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None]
 
 
-def _pack_planes(codes: UInt8[Array, "*batch codes"], plane: int, bits: int) -> UInt8[Array, "*batch words"]:
+def _pack_planes(codes: UInt8[Array, "*batch codes"], plane: int, bits: int) -> UInt8[Array, "*batch bytes"]:
     *batch, length = codes.shape
     planes = 8 // bits
     if plane == 0 or length == 0:
@@ -78,10 +78,10 @@ def _pack_planes(codes: UInt8[Array, "*batch codes"], plane: int, bits: int) -> 
     return shifted.sum(axis=-2, dtype=jnp.uint8).reshape(*batch, segments * plane)
 
 
-def _unpack_planes(words: UInt8[Array, "*batch words"], plane: int, bits: int) -> UInt8[Array, "*batch codes"]:
-    *batch, length = words.shape
+def _unpack_planes(packed: UInt8[Array, "*batch bytes"], plane: int, bits: int) -> UInt8[Array, "*batch codes"]:
+    *batch, length = packed.shape
     planes = 8 // bits
-    words = words.reshape(*batch, length // plane, 1, plane)
-    words = jnp.broadcast_to(words, (*batch, length // plane, planes, plane))
-    codes = (words >> jnp.broadcast_to(_shifts(bits), words.shape)) & jnp.uint8(2**bits - 1)
+    packed = packed.reshape(*batch, length // plane, 1, plane)
+    packed = jnp.broadcast_to(packed, (*batch, length // plane, planes, plane))
+    codes = (packed >> jnp.broadcast_to(_shifts(bits), packed.shape)) & jnp.uint8(2**bits - 1)
     return codes.reshape(*batch, length * planes)

@@ -72,7 +72,7 @@ def filter_value_and_grad(
                 f"The first argument of `{getattr(fun, '__name__', 'fun')}` must hold something to differentiate: "
                 f"floating point or quantized arrays that `filter_spec` selects. Got none among {len(leaves)} leaves."
             )
-        # A quantized array has no float leaf to differentiate, so one is put there: a master, of zeros, since its value
+        # A quantized array has no float leaf to differentiate, so one is put there, of zeros, since its value
         # has no part in anything and its gradient is that of the weight.
         diff = [_variable(x) if c else None for x, c in zip(leaves, chosen, strict=True)]
 
@@ -82,8 +82,8 @@ def filter_value_and_grad(
             return fun(jtu.tree_unflatten(treedef, merged), *args, **kwargs)
 
         value, grads = of_diff(diff)
-        # Under a gradient of a gradient, masters are somebody else's too, and must go on.
-        if has_aux and not any(is_quantized(x) and x.master is not None for x in leaves):
+        # Under a gradient of a gradient, such leaves are somebody else's too, and must go on.
+        if has_aux and not any(is_quantized(x) and x.gradient_of is not None for x in leaves):
             value = (value[0], jtu.tree_map(_without_variable, value[1], is_leaf=is_quantized))
         return value, jtu.tree_unflatten(treedef, grads)
 
@@ -160,10 +160,10 @@ def _variable(x: Any) -> Any:
 def _with_variable(x: Any, variable: Any) -> Any:
     if not is_quantized(x):
         return variable
-    master = memory_order(variable, x._axes)
-    # Under a gradient of a gradient there is a master already, which wants its share.
-    return dataclasses.replace(x, master=master if x.master is None else x.master + master)
+    source = memory_order(variable, x._axes)
+    # Under a gradient of a gradient there is such a leaf already, which wants its share.
+    return dataclasses.replace(x, gradient_of=source if x.gradient_of is None else x.gradient_of + source)
 
 
 def _without_variable(x: Any) -> Any:
-    return dataclasses.replace(x, master=None) if is_quantized(x) else x
+    return dataclasses.replace(x, gradient_of=None) if is_quantized(x) else x

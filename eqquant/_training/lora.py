@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.quantize import all_finite, encode_array, not_finite_message
+from .._array.quantize import check_finite
+from .._array.requantize import requantize_like
 from .._array.simulated import SimulatedArray
 from .._array.value import AbstractArrayValue, as_permutation
 from .._mesh import full_spec, place
@@ -230,12 +231,10 @@ def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
 
 def _merge(path: str, x: LoraArray, dense: bool) -> Array | QuantizedArray:
     merged, base = x.dequantize(), x.base
-    if not isinstance(merged, jax.core.Tracer) and not all_finite(merged):
-        raise ValueError(not_finite_message(path))
+    check_finite(merged, path)
     if dense or not isinstance(base, QuantizedArray):
         return merged
-    q = encode_array(merged, base.format, base._axes, x.dtype, None, sharding=base.sharding)
-    return dataclasses.replace(q, logical_sharding=base.logical_sharding)
+    return requantize_like(base, merged)
 
 
 def _refusal(leaf: Leaf) -> str | None:

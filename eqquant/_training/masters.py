@@ -1,6 +1,5 @@
 """Training quantized weights: an optax wrapper that steps float masters, and requantizes them."""
 
-import dataclasses
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import jax
@@ -13,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree, UInt32
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.quantize import as_method, encode_array
+from .._array.quantize import as_method
+from .._array.requantize import requantize_like
 from .._array.simulated import SimulatedArray
 from .._mesh import follow
 from .._methods import AbstractMethod
@@ -342,9 +342,7 @@ def _gradient(path: str, x: Any, grad: Any, master: Any) -> Any:
 
 def _difference(q: QuantizedArray, master: Float[Array, "..."], key: Any, method: AbstractMethod) -> QuantizedArray:
     """What to add to the codes and scales of `q`, modulo the range of each integer, to get those of the master."""
-    new = encode_array(master, q.format, q._axes, q.logical_dtype, key, method, sharding=q.sharding)
-    new = dataclasses.replace(new, logical_sharding=q.logical_sharding)
-    return jtu.tree_map(lambda n, old: n - old, new, q)
+    return jtu.tree_map(lambda new, old: new - old, requantize_like(q, master, key, method), q)
 
 
 def _add(path: str, x: Any, by: Any, codes: bool) -> Any:

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from .._array.array import is_quantized
 from .._array.quantize import encode_array
+from .._array.requantize import requantize_like
 from .._array.sharding import leaf_shardings
 from .._formats import Dynamic8
 from .._formats.base import AbstractFormat, as_format
@@ -186,7 +187,4 @@ def _blocked_axes(shape: tuple[int, ...], format: AbstractFormat) -> tuple[int, 
 
 
 def _like(old: Any, new: Any) -> Any:
-    if not is_quantized(old):
-        return new
-    q = encode_array(new, old.format, old._axes, old.logical_dtype, None, sharding=old.sharding)
-    return dataclasses.replace(q, logical_sharding=old.logical_sharding)
+    return requantize_like(old, new) if is_quantized(old) else new

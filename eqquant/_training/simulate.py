@@ -3,13 +3,11 @@
 import dataclasses
 from typing import Any
 
-import jax
-import jax.core
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.quantize import all_finite, not_finite_message
+from .._array.quantize import check_finite
 from .._array.simulated import SimulatedArray
 from .._tree.leaves import named_leaves
 
@@ -45,8 +43,8 @@ def finalize(tree: PyTree) -> PyTree:
             "`finalize` needs a tree with simulated arrays. Got none. `quantize_tree(..., simulate=True)` makes them."
         )
     for path, x, _ in leaves:
-        if isinstance(x, SimulatedArray) and not isinstance(x.master, jax.core.Tracer) and not all_finite(x.master):
-            raise ValueError(not_finite_message(path))
+        if isinstance(x, SimulatedArray):
+            check_finite(x.master, path)
     done: dict[Any, QuantizedArray] = {}  # one array in two places stays one
 
     def final(x: Any) -> Any:
@@ -54,7 +52,7 @@ def finalize(tree: PyTree) -> PyTree:
             return x
         same = (id(x.master), x.format, x.axis, x.logical_dtype)
         if same not in done:
-            done[same] = dataclasses.replace(x.quantized(), master=None)
+            done[same] = dataclasses.replace(x.quantized(), gradient_of=None)
         return done[same]
 
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), [final(leaf.value) for leaf in leaves])

@@ -16,7 +16,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 from rich.progress import track
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.quantize import all_finite, as_method, check_dtype, check_quantizable, encode_array, not_finite_message
+from .._array.quantize import as_method, check_dtype, check_finite, check_quantizable, encode_array
 from .._array.sharding import leaf_shardings
 from .._array.simulated import simulate_array, SimulatedArray
 from .._formats.base import AbstractFormat
@@ -242,8 +242,7 @@ def _quantize_leaf(
         q = jax.eval_shape(lambda x: encode(x, format, axes, dtype), leaf.value)  # pyright: ignore
         return q if sharding is None or simulate else move(q, sharding)
     x = move(jnp.asarray(leaf.value), sharding)
-    if not isinstance(x, jax.core.Tracer) and not all_finite(x):
-        raise ValueError(not_finite_message(leaf.path))
+    check_finite(x, leaf.path)
     q = encode(x, format, axes, dtype)  # pyright: ignore
     # Leaf by leaf: waiting keeps the temporaries of one leaf from overlapping those of the next.
     return jax.block_until_ready(q)

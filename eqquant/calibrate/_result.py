@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int8, UInt8
 
-from .._array.quantize import all_finite, not_finite_message
+from .._array.quantize import check_finite
 from .._numerics.blocks import divide
 from .._numerics.rounding import round_half_away
 from ._granularity import Granularity
@@ -173,8 +173,7 @@ def quantize_with_params(
     x = jnp.asarray(x)
     check_real(x, "`x`")
     result.granularity.check(x.shape, "`x`")
-    if not isinstance(x, jax.core.Tracer) and not all_finite(x):
-        raise ValueError(not_finite_message("`x`"))
+    check_finite(x)
     return _quantize(x, result, rounding)
 
 

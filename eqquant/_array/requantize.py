@@ -1,0 +1,55 @@
+"""Quantizing again, as an array was quantized before."""
+
+import dataclasses
+
+from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
+
+from .._methods import AbsMax, AbstractMethod
+from .array import QuantizedArray
+from .quantize import as_method, check_finite, check_quantizable, encode_array
+
+
+def requantize(
+    q: QuantizedArray,
+    x: Float[ArrayLike, "..."],
+    *,
+    key: PRNGKeyArray | None = None,
+    method: AbstractMethod | None = None,
+) -> QuantizedArray:
+    """Quantizes new values as an array was: with its format, quantized axis, dtype and sharding.
+
+    !!! Example
+
+        ```python
+        cache = eqq.requantize(cache, cache.at[3].set(row))  # an update in place gives a dense array
+        ```
+
+    **Arguments:**
+
+    - `q`: the quantized array to follow.
+    - `x`: floats, of the shape of `q`.
+    - `key`, `method`: as for [`eqquant.quantize`][].
+
+    **Returns:**
+
+    A [`eqquant.QuantizedArray`][] of the structure of `q`: it can be the next carry of a `scan`.
+
+    **Raises:**
+
+    `TypeError` if `q` is not quantized; `ValueError` if the shapes differ, or, outside `jit`, if values are not finite.
+    """
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"`q` must be a quantized array. Got a {type(q).__name__}. `eqq.quantize` makes one.")
+    values, _ = check_quantizable(x, q._axes)
+    if values.shape != q.shape:
+        raise ValueError(f"`x` must have the shape of `q`, {q.shape}. Got {values.shape}.")
+    check_finite(values)
+    return requantize_like(q, values, key, as_method(method))
+
+
+def requantize_like(
+    q: QuantizedArray, x: Float[Array, "..."], key: PRNGKeyArray | None = None, method: AbstractMethod = AbsMax()
+) -> QuantizedArray:
+    """`requantize` without its checks."""
+    new = encode_array(x, q.format, q._axes, q.logical_dtype, key, method, sharding=q.sharding)
+    return dataclasses.replace(new, logical_sharding=q.logical_sharding)

@@ -1,0 +1,116 @@
+"""The code of the page on other libraries runs, and those libraries get what the dense model gives."""
+
+import re
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqquant as eqq
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "ecosystem.md").read_text()
+SECTIONS = {title: text for title, text in re.findall(r"^## (.*?)$(.*?)(?=^## |\Z)", PAGE, re.M | re.S)}
+NEEDS = {"Flax Linen": "flax", "Flax NNX": "flax", "diffrax": "diffrax", "Orbax": "orbax.checkpoint"}
+
+
+def run(title, names):
+    blocks = re.findall(r"^```python\n(.*?)^```", SECTIONS[title], re.M | re.S)
+    assert blocks
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        for block in blocks:
+            exec(compile(block, title, "exec"), names)
+    return names
+
+
+@pytest.fixture
+def names():
+    return run("Plain pytrees and plain JAX", {})
+
+
+def test_plain(names):
+    assert eqq.is_quantized(names["params"]["w"]) and names["y"].shape == (64,)
+    assert names["embed"](names["params"]["w"], 3).shape == (32,)
+    arrays, rest = names["arrays"], names["rest"]
+    y = jnp.ones(64)
+    for i in range(4):
+        y = jnp.tanh(eqx.combine(jax.tree.map(lambda a, i=i: a[i], arrays), rest)(y))
+    np.testing.assert_allclose(np.asarray(names["y"]), np.asarray(y), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("title", NEEDS)
+@pytest.mark.filterwarnings("ignore")  # of these libraries
+def test_section(names, title):
+    pytest.importorskip(NEEDS[title])
+    run(title, names)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        check(names, title)
+
+
+def check(names, title):
+    x = names["x"]
+    if title == "Flax Linen":
+        assert "quantized_matmul" in str(jax.make_jaxpr(names["apply"])(names["variables"], x))
+        expected = names["net"].apply(eqq.dequantize_tree(names["variables"]), x)
+        np.testing.assert_allclose(np.asarray(names["y"]), np.asarray(expected), rtol=1e-5, atol=1e-5)
+        with pytest.raises(Exception, match="the existing parameter it received has shape"):
+            names["net"].apply(names["variables"], x)
+        assert names["grads"]["params"]["layers_0"]["kernel"].shape == (64, 64)
+    elif title == "Flax NNX":
+        assert "quantized_matmul" in str(jax.make_jaxpr(names["forward"])(names["state"], x))
+        dense = names["nnx"].merge(names["graph"], eqq.dequantize_tree(names["state"]))
+        np.testing.assert_allclose(np.asarray(names["y"]), np.asarray(dense(x)), rtol=1e-5, atol=1e-5)
+    elif title == "diffrax":
+        of_dense = eqx.filter_grad(names["end"])(eqq.dequantize_tree(names["mlp"]), jnp.ones(8))
+        for a, e in zip(jax.tree.leaves(names["grads"]), jax.tree.leaves(of_dense), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=1e-3, atol=1e-4)
+    elif title == "Orbax":
+        assert eqq.is_quantized(names["params"]["w"])
+        with names["ocp"].StandardCheckpointer() as checkpointer:
+            without_target = checkpointer.restore(names["path"])
+        assert set(without_target["w"]) >= {"codes", "scale_bits"}
+
+
+def test_plain_gradients_say_what_to_use(getkey):
+    q = eqq.quantize(jr.normal(getkey(), (8, 64)))
+    f = lambda q: jnp.sum(q @ jnp.ones(64))
+    with pytest.raises(TypeError, match="uint8"):
+        jax.grad(f)(q)
+    with pytest.raises(TypeError, match="no gradient with respect to its codes.*`eqq.filter_grad`"):
+        jax.grad(f, allow_int=True)(q).dequantize()
+
+
+class NeedsTrace:
+    """A node that, as those of Flax NNX, may only be made while JAX has a current trace."""
+
+    def __init__(self, value):
+        jax.extend.core.get_opaque_trace_state(convention="nnx")
+        self.value = value
+
+
+jax.tree_util.register_pytree_node(NeedsTrace, lambda x: ((x.value,), None), lambda _, children: NeedsTrace(*children))
+
+
+def test_quaxify_makes_nodes_where_there_is_a_trace(getkey):
+    q, x = eqq.quantize(jr.normal(getkey(), (64, 64))), jr.normal(getkey(), (3, 64))
+    f = eqq.quaxify(lambda node, x: NeedsTrace((node.value.T, jnp.matmul(x, node.value.T))))
+    out = f(NeedsTrace(q), x)
+    assert isinstance(out, NeedsTrace) and eqq.is_quantized(out.value[0])
+    np.testing.assert_array_equal(np.asarray(out.value[1]), np.asarray(x @ q.T))
+    assert "quantized_matmul" in str(jax.make_jaxpr(f)(NeedsTrace(q), x))
+
+
+def test_quaxify_as_a_method(getkey):
+    class Layer(eqx.Module):
+        weight: eqq.QuantizedArray
+
+        @eqq.quaxify
+        def __call__(self, x):
+            return jnp.einsum("oi,bi->bo", self.weight, x)
+
+    q, x = eqq.quantize(jr.normal(getkey(), (8, 64))), jr.normal(getkey(), (3, 64))
+    np.testing.assert_array_equal(np.asarray(Layer(q)(x)), np.asarray(x @ q.T))

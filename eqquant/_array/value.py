@@ -168,7 +168,7 @@ class AbstractArrayValue(quax.ArrayValue):
         """The device, or the sharding of the codes if there are several, as `jax.Array.device`."""
         return jax.tree_util.tree_leaves(self)[0].device
 
-    def devices(self) -> set[jax.Device]:
+    def devices(self) -> set[Any]:
         """The devices that hold it."""
         return set().union(*(leaf.devices() for leaf in jax.tree_util.tree_leaves(self)))
 

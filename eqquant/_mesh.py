@@ -94,7 +94,7 @@ def _mesh_that_is_set() -> Any:
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Puts leaves where they shall be; while they are traced, says so to the compiler."""
+    """Places leaves; while they are traced, tells the compiler to."""
 
     def one(x: Any, sharding: NamedSharding) -> Any:
         if is_explicit(sharding.mesh) and isinstance(x, jax.core.Tracer):
@@ -146,6 +146,6 @@ def in_auto_mode(function: Callable[..., Any], out_shardings: PyTree) -> Callabl
 
     context = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
-    partly = AxisType.Manual in context.axis_types  # inside of a `shard_map` over some axes, the others are still ours
+    partly = AxisType.Manual in context.axis_types  # inside a `shard_map` over some axes, the others are still ours
     axes = tuple(n for n, kind in kinds.items() if kind == AxisType.Explicit) if partly else None
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=jtu.tree_map(typed, out_shardings))

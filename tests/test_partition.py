@@ -241,7 +241,7 @@ def test_shard_map_over_some_axes_of_an_explicit_mesh(getkey):
 def test_the_quantized_axis_is_whole_inside_shard_map(getkey, mesh):
     q = put(eqq.quantize(weights(getkey(), (64, K)), "nf4"), mesh, P(None, "model"))
     f = jax.shard_map(product, mesh=mesh, in_specs=(P(None, "model"), P(None, "model")), out_specs=P())
-    with pytest.raises(ValueError, match="quantized axis must be whole inside of `shard_map`"):
+    with pytest.raises(ValueError, match="quantized axis must be whole inside `shard_map`"):
         f(weights(getkey(), (8, K)), q)
 
 

@@ -100,7 +100,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         if self.codes.shape[-1] != packing.packed_length(self._length, self.format.bits):
             raise ValueError(
                 f"The quantized axis must be whole inside `shard_map`. Got {self.codes.shape[-1]} bytes of the "
-                f"{self._length} codes of a row. Divide another axis, or multiply outside of it."
+                f"{self._length} codes of a row. Divide another axis, or multiply outside it."
             )
         shape = list(self.codes.shape[:-1])
         for axis, length in sorted(zip(self._axes, self.lengths, strict=True)):

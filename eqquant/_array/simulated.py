@@ -54,7 +54,7 @@ def fake_quantize(
 
     - `x`: a floating point array of at least one dimension.
     - `format`, `axis`, `key`, `method`: as for [`eqquant.quantize`][].
-    - `clip`: makes the gradient zero where `x` lies outside of the range that its block can represent, which is from
+    - `clip`: makes the gradient zero where `x` lies outside the range that its block can represent, which is from
         half a step below the lowest level to half a step above the highest, zero point included. Most formats choose
         scales such that no value does. [`eqquant.Ternary`][] and [`eqquant.Binary`][] do not, nor
         [`eqquant.MXFP4`][], whose scales are powers of two. [`eqquant.Q4_0`][] and [`eqquant.Int2`][] have one level

@@ -245,11 +245,12 @@ def test_embedding_lookup_leaves_the_table_alone():
 def test_a_broadcast_batch_is_more_rows():
     """Of `x` only the axes that the weight has too are batch. The rest become rows, and no weight is copied."""
     q, x = struct((4, 512, 512), "int8"), jax.ShapeDtypeStruct((64, 1, 8, 512), jnp.float32)
-    for f in (lambda q, x: x @ q, lambda q, x: x @ q.mT):
+    # Where the sum runs along the blocks, the axis that only the weight has is one of more rows, too.
+    for f, rows in ((lambda q, x: x @ q, (4, 64 * 8, 512)), (lambda q, x: x @ q.mT, (64 * 8, 512))):
         f = jax.jit(f)
         with jax.numpy_rank_promotion("allow"):
             assert f.eval_shape(q, x).shape == (64, 4, 8, 512)
-            assert [shape for shape, _ in matmuls(f, q, x)] == [(4, 64 * 8, 512)]
+            assert [shape for shape, _ in matmuls(f, q, x)] == [rows]
             # `x` for each of the 4 is 4 MiB, and so is the result. 64 copies of the codes were 64 MiB.
             assert temp_bytes(f, q, x) < 32 * 2**20
 

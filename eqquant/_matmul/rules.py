@@ -7,7 +7,7 @@ flag flipped; a `custom_vjp` would give up forward mode. `dispatch.py` says what
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -67,16 +67,17 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
     return mlir.lower_fun(compute, multiple_results=False)(context, *args, **params)
 
 
-@ft.lru_cache(4096)
-def _jitted(**params: Any) -> Callable[..., Array]:
-    return jax.jit(ft.partial(quantized_matmul_p.bind, **params))
+# JAX bounds the number of programs that it keeps.
+@ft.partial(jax.jit, static_argnames=("x_tree", "w_tree", "transpose", "precision", "implementation"))
+def _jitted(*args: Array, **params: Any) -> Array:
+    return quantized_matmul_p.bind(*args, **params)
 
 
 def _impl(*args: Array, **params: Any) -> Array:
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         platform = next(iter(args[0].devices())).platform
         return _compute(Target("cuda" if platform == "gpu" else str(platform)), *args, **params)
-    return _jitted(**params)(*args)
+    return _jitted(*args, **params)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:

@@ -85,7 +85,7 @@ def run_kernel(
         transpose=transpose,
         precision=precision,
         config=config,
-        device=jax.devices()[0].device_kind,
+        target=Target("cuda", jax.devices()[0].device_kind),
         interpret=options.interpret,
     )
     return run(x, dispatch.pack_arrays(q))

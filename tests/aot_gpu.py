@@ -146,8 +146,8 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
         (kernel,) = kernels_in(directory)
         layout = problem.layout
         config = pallas_gpu.tuned("H100", layout.bits, jnp.dtype(dtype).itemsize, m, transpose=transpose)
-        words = pallas_gpu._run(layout) if transpose else pallas_gpu._words(layout)
-        weights = config.tile_n * words * layout.planes / (32 * config.num_warps)
+        tile_bytes = pallas_gpu._run_bytes(layout) if transpose else pallas_gpu._step_bytes(layout)
+        weights = config.tile_n * tile_bytes * layout.planes / (32 * config.num_warps)
         temp = program.memory_analysis().temp_size_in_bytes / 2**20
         product = f"{jnp.dtype(dtype).name}({m}, {x.shape[1]}) . {'W' if transpose else 'W^T'}"
         table.add_row(

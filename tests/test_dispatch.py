@@ -75,9 +75,9 @@ def test_transformations(kernel, q, getkey, transform):
 
 def test_vmap_is_one_call(kernel, q, getkey, monkeypatch):
     called = []
-    original = dispatch.run
+    original = dispatch.compute
     monkeypatch.setattr(
-        dispatch, "run", lambda x, w, *args: called.append((x.shape, args[-1])) or original(x, w, *args)
+        dispatch, "compute", lambda x, w, *args: called.append((x.shape, args[-1])) or original(x, w, *args)
     )
     jax.jit(jax.vmap(ft.partial(product(kernel), q))).lower(weights(getkey(), (5, K)))
     assert called == [((5, K), kernel)]
@@ -329,7 +329,7 @@ def test_xla_on_gpu(getkey, name, dtype, transpose):
     q = eqq.quantize(weights(getkey(), (2, 24, 130)), FORMATS[name].format, dtype=dtype)
     x = weights(getkey(), (2, 5, 24 if transpose else 130)).astype(dtype)
     problem = MatmulProblem(5, 24, 130, x.dtype, q.format, transpose)
-    y = dispatch.run(x, q, problem, Target("cuda"), "xla")
+    y = dispatch.compute(x, q, problem, Target("cuda"), "xla")
     dense = np.asarray(q.dequantize(), np.float64)
     assert y.dtype == x.dtype
     assert_close(y, np.asarray(x, np.float64) @ (dense if transpose else np.swapaxes(dense, 1, 2)), tol=1e-2)
@@ -339,6 +339,6 @@ def test_bytes_are_converted_once():
     """XLA on GPU fuses one conversion of the weight with the product; with two, it writes the weight to memory."""
     q = eqq.quantize(jnp.ones((8, 256)), "fp8")
     problem = MatmulProblem(4, 8, 256, jnp.dtype(jnp.bfloat16), q.format, False)
-    run = lambda x, q: dispatch.run(x, q, problem, Target("cuda"), "xla")
+    run = lambda x, q: dispatch.compute(x, q, problem, Target("cuda"), "xla")
     found = jax.make_jaxpr(run)(jnp.ones((4, 256), jnp.bfloat16), q).jaxpr
     assert not [e for e in found.eqns if e.outvars[0].aval.shape == (8, 256) and e.outvars[0].aval.dtype == jnp.float32]

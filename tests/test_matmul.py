@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._matmul.kernels import xla
+from eqquant._matmul.kernels import xla_cpu
 
 from .helpers import assert_close, primitives, temp_bytes, weights
 
@@ -72,7 +72,7 @@ def test_stacked_weights_broadcast(getkey, wbatch, xbatch, axis):
     q = eqq.quantize(weights(getkey(), (*wbatch, N, K)), "int8", axis=axis)
     dense = q.dequantize()
     with jax.numpy_rank_promotion("allow"):
-        for x in (weights(getkey(), (*xbatch, K, 4)), weights(getkey(), (K,))):
+        for x in (weights(getkey(), (*xbatch, K, 2)), weights(getkey(), (K,))):
             assert_close(q @ x, jnp.matmul(dense, x))
             assert_on_primitive(lambda q, x: q @ x, q, x)
         for x in (weights(getkey(), (*xbatch, 4, N)), weights(getkey(), (N,))):
@@ -84,10 +84,11 @@ def test_stacked_weights_broadcast(getkey, wbatch, xbatch, axis):
 def test_where_the_quantized_axis_is_not_one_of_the_last_two(getkey):
     q = eqq.quantize(weights(getkey(), (8, N, K)), "int8", axis=0)
     conv = eqq.quantize(weights(getkey(), (8, N, K)), "int8", axis=(-2, -1))
-    x = weights(getkey(), (K, 3))
-    for w in (q, conv):
+    # The rows of `q` are of 8 values: for more columns, copies of `x` would be larger than a dense `q`.
+    for w, columns, name in ((q, 8, "xla"), (q, 9, "dense"), (conv, 3, "dense")):
+        x = weights(getkey(), (K, columns))
         assert_close(w @ x, jnp.matmul(w.dequantize(), x))
-        assert eqq.explain_matmul(w, x).implementation == "dense"
+        assert eqq.explain_matmul(w, x).implementation == name
 
 
 @pytest.mark.parametrize("xdtype", ["float32", "bfloat16", "float16", "int32", "int8", "bool"])
@@ -241,10 +242,44 @@ def test_embedding_lookup_leaves_the_table_alone():
     assert temp_bytes(lambda q, ids: q[ids], struct((50000, 256), "nf4"), ids) < 2 * 2**20  # dense, it is 49 MiB
 
 
+def test_a_broadcast_batch_is_more_rows():
+    """Of `x` only the axes that the weight has too are batch. The rest become rows, and no weight is copied."""
+    q, x = struct((4, 512, 512), "int8"), jax.ShapeDtypeStruct((64, 1, 8, 512), jnp.float32)
+    # Where the sum runs along the blocks, the axis that only the weight has is one of more rows, too.
+    for f, rows in ((lambda q, x: x @ q, (4, 64 * 8, 512)), (lambda q, x: x @ q.mT, (64 * 8, 512))):
+        f = jax.jit(f)
+        with jax.numpy_rank_promotion("allow"):
+            assert f.eval_shape(q, x).shape == (64, 4, 8, 512)
+            assert [shape for shape, _ in matmuls(f, q, x)] == [rows]
+            # `x` for each of the 4 is 4 MiB, and so is the result. 64 copies of the codes were 64 MiB.
+            assert temp_bytes(f, q, x) < 32 * 2**20
+
+
+def test_a_broadcast_batch_is_right(getkey):
+    q = eqq.quantize(weights(getkey(), (3, 1, N, K)), "int8")
+    dense = q.dequantize()
+    with jax.numpy_rank_promotion("allow"):
+        for w, d in ((q, dense), (q.mT, jnp.swapaxes(dense, -1, -2))):
+            for batch in ((5, 1, 4), (3, 4), (1, 1), (2, 3, 1), (4,), ()):
+                x = weights(getkey(), (*batch, 2, w.shape[-2]))
+                assert_close(x @ w, jnp.matmul(x, d))
+                assert_close(w.mT @ x.mT, jnp.matmul(d.mT, x.mT))
+        with pytest.raises(ValueError, match="broadcast"):
+            jnp.ones((2, 1, 5, N)) @ q
+
+
+@pytest.mark.parametrize("shape", [(3, N, 0), (3, 0, K), (0, N, K)], ids=str)
+def test_empty_stacks(getkey, shape):
+    q, axes = eqq.quantize(jnp.ones(shape), "int8"), (0, None)
+    for w, d in ((q, jnp.ones(shape)), (q.mT, jnp.ones(shape).mT)):
+        x = jnp.ones((w.shape[-1],))
+        assert_close(jax.vmap(lambda w, x: w @ x, axes)(w, x), jax.vmap(lambda w, x: w @ x, axes)(d, x))
+
+
 @pytest.mark.parametrize("m", [1, 128])
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_loop_over_rows(getkey, monkeypatch, m, batch):
-    monkeypatch.setattr(xla, "ROWS_BYTES", 2**18)  # 93 of the 1100 rows at a time: a remainder
+    monkeypatch.setattr(xla_cpu, "ROWS_BYTES", 2**18)  # 187 of the 1100 rows at a time: a remainder
     q = eqq.quantize(weights(getkey(), (*batch, 1100, 700)), "nf4")
     x, t = weights(getkey(), (*batch, m, 700)), weights(getkey(), (*batch, m, 1100))
     forward, backward = jax.jit(lambda q, x: x @ q.mT), jax.jit(lambda q, t: t @ q)
@@ -274,7 +309,8 @@ def test_forced_implementation(q, getkey):
     for run in (unknown, jax.jit(unknown)):
         with pytest.raises(ValueError, match="`implementation` must be one of .*xla, or None. Got 'fast'"):
             run(x, q.T)
-    for operands in ((x, x.T), (q.reshape(N // 2, 2, K).transpose(2, 0, 1), x)):
+    conv = eqq.quantize(weights(getkey(), (8, N, K)), "int8", axis=(-2, -1))
+    for operands in ((x, x.T), (conv, x.T)):
         with pytest.raises(ValueError, match="`implementation` is for"):
             eqq.matmul(*operands, implementation="xla")
 
@@ -300,8 +336,26 @@ def test_explain(q, platform):
         eqq.explain_matmul(x, q.T, platform="metal")
     assert eqq.explain_matmul(x, q.T, platform="gpu").platform == "cuda"
     assert eqq.explain_matmul([1.0] * K, q.T).problem.m == 1
-    for operands in ((jnp.float32(2), q), (jnp.ones(K), eqq.quantize(jnp.ones(K), "int8"))):
-        assert eqq.explain_matmul(*operands).implementation == "dense"
+    assert eqq.explain_matmul(jnp.ones((2, 1)), eqq.quantize(jnp.ones((1, K)), "int8")).implementation == "xla"
+    with pytest.raises(ValueError, match="ndim"):  # as the product itself
+        eqq.explain_matmul(jnp.float32(2), q)
+
+
+def test_explain_tells_what_runs(getkey):
+    """It reads the primitive that the product binds: the same shapes, whichever way they come."""
+    stacked = eqq.quantize(weights(getkey(), (3, N, K)), "int8")
+    for w, x in (
+        (stacked, jnp.ones((K,))),
+        (stacked, jnp.ones((3, K, 2))),
+        (stacked, jnp.ones((5, 1, K, 2))),
+        (stacked.mT, jnp.ones((N, 2))),
+        (eqq.quantize(weights(getkey(), (N, K)), "int8"), jnp.ones((4, 2, K, 5))),
+    ):
+        with jax.numpy_rank_promotion("allow"):
+            told = eqq.explain_matmul(w, x)
+            ((shape, params),) = matmuls(lambda w, x: w @ x, w, x)
+        assert (told.problem.m, told.problem.transpose) == (shape[-2], params["transpose"])
+        assert shape[-1] == (told.problem.n if told.problem.transpose else told.problem.k)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

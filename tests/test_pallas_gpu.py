@@ -11,6 +11,7 @@ import pytest
 import eqquant as eqq
 from eqquant._matmul import dispatch, problem
 from eqquant._matmul.kernels import pallas_gpu, ptx
+from eqquant._matmul.kernels.target import Target
 
 from .helpers import FORMATS, KINDS, relative_error, ROWS, SWEEP, weights
 
@@ -27,9 +28,10 @@ def operands(getkey, format, m, dtype, transpose):
 
 def interpreted(x, q, transpose, **options):
     layout = problem.layout_of(q.format, K)
-    options = {"precision": "default", **options}
-    assert pallas_gpu.supports(layout, x.shape[0], N, x.dtype, transpose=transpose, precision="default") is None
-    return pallas_gpu.matmul(x, dispatch.pack_arrays(q), layout, transpose=transpose, interpret=True, **options)
+    options = {"transpose": transpose, "precision": "default", **options}
+    can = {"transpose": transpose, "precision": "default", "target": Target("cuda")}
+    assert pallas_gpu.supports(layout, x.shape[0], N, x.dtype, **can) is None
+    return pallas_gpu.matmul(x, dispatch.pack_arrays(q), layout, interpret=True, **options)
 
 
 @pytest.mark.parametrize("m", ROWS)
@@ -87,7 +89,9 @@ def test_tiles_and_parts(getkey, n, k, split, weight_left, transpose):
 
 def test_what_cannot_be_taken():
     layout = lambda format, k=K: problem.layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
-    why = ft.partial(pallas_gpu.supports, m=1, n=8, dtype=jnp.bfloat16, transpose=False, precision="default")
+    why = ft.partial(
+        pallas_gpu.supports, m=1, n=8, dtype=jnp.bfloat16, transpose=False, precision="default", target=Target("cuda")
+    )
     assert why(layout("nf4")) is None
     assert "blocks of 48" in why(layout(eqq.Int4(block_size=48)))
     assert "rows of 127 are shorter than the 128" in why(layout("nf4", 127))

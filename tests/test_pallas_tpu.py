@@ -9,6 +9,7 @@ import pytest
 import eqquant as eqq
 from eqquant._matmul import dispatch, problem
 from eqquant._matmul.kernels import pallas_tpu
+from eqquant._matmul.kernels.target import Target
 
 from .helpers import FORMATS, KINDS, relative_error, ROWS, SWEEP, weights
 
@@ -24,8 +25,9 @@ def product(getkey, name, m, dtype, transpose, precision):
     q = eqq.quantize(weights(getkey(), (N, K)), format)
     x = weights(getkey(), (m, N if transpose else K)).astype(dtype)
     layout = problem.layout_of(format, K)
-    assert pallas_tpu.supports(layout, m, N, x.dtype, transpose=transpose, precision=precision) is None
-    y = pallas_tpu.matmul(x, dispatch.pack_arrays(q), layout, transpose=transpose, precision=precision, interpret=True)
+    options = {"transpose": transpose, "precision": precision}
+    assert pallas_tpu.supports(layout, m, N, x.dtype, target=Target("tpu"), **options) is None
+    y = pallas_tpu.matmul(x, dispatch.pack_arrays(q), layout, interpret=True, **options)
     dense = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (dense if transpose else dense.T)
     return y, relative_error(y, expected)
@@ -55,7 +57,9 @@ def test_float32(getkey, name, precision, tol, transpose):
 
 def test_what_cannot_be_taken():
     layout = lambda format, k=K: problem.layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
-    why = ft.partial(pallas_tpu.supports, m=1, n=8, dtype=jnp.bfloat16, transpose=False, precision="default")
+    why = ft.partial(
+        pallas_tpu.supports, m=1, n=8, dtype=jnp.bfloat16, transpose=False, precision="default", target=Target("tpu")
+    )
     assert why(layout("nf4")) is None
     assert "blocks of 48" in why(layout(eqq.Int4(block_size=48)))
     assert "rows of 255 codes" in why(layout("nf4", 255))

@@ -180,6 +180,9 @@ def test_gather_by_indexing(q, conv):
         ("ab,cd->abcd", (2, 8), (3, 8)),
         ("ijk,jk->i", (4, 5, 8), (5, 8)),
         ("bi,bi->b", (3, 70), (3, 70)),
+        ("bnk,mn->bmk", (3, 8, 70), (4, 8)),
+        ("bnk,mn->kmb", (3, 8, 70), (4, 8)),
+        ("bnk,cmk->bmcn", (3, 8, 70), (2, 4, 70)),
     ],
 )
 def test_einsum(getkey, spec, left, right):
@@ -236,6 +239,12 @@ def test_products_use_the_quantized_matmul(q, getkey, f):
     batched = eqq.quaxify(jax.vmap(f, in_axes=(None, 0)))
     assert primitives(batched, q, xs).count("quantized_matmul") == 1
     assert_close(batched(q, xs), xs @ q.dequantize().T)
+
+
+def test_one_input_for_stacked_weights_stays_quantized(getkey):
+    w, x = eqq.quantize(weights(getkey(), (3, 8, 70)), "int8"), weights(getkey(), (4, 8))
+    names = primitives(eqq.quaxify(lambda w, x: jnp.einsum("bnk,mn->bmk", w, x)), w, x)
+    assert "quantized_matmul" in names and "dot_general" not in names
 
 
 def test_convolution(conv, getkey):

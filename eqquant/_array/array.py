@@ -28,7 +28,7 @@ from .._numerics import packing
 from .._numerics.blocks import BlockSize, expand
 from .._numerics.scale_bits import bits_to_scale, clip_finite
 from .axes import as_axis, logical_order
-from .primitive import bind_matmul
+from .product import matmul
 from .sharding import leaf_shardings, logical_sharding
 from .straight_through import value_of
 from .value import AbstractArrayValue, as_permutation, flatten_arguments
@@ -274,33 +274,20 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         precision: Any = None,
     ) -> Array:
         """`self @ other` if `left`, else `other @ self`: `jnp.matmul`'s shapes, on the quantized matmul."""
-        x = jnp.asarray(other)
-        if not self._multiplies or x.ndim == 0 or not jnp.isrealobj(x):
-            if implementation is not None:
-                raise ValueError(
-                    "`implementation` is for products over or along the quantized axis, one of the last two. Got "
-                    f"{implementation!r}, {self!r} and {x.dtype}{list(x.shape)}. Without it the product is dense."
-                )
-            return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
-        contracted = self._contracted(x.shape, left=left)
-        self._check_closure(x)
-        x = x.astype(jnp.result_type(x, self.dtype))
-        vector = x.ndim == 1
-        x = x[None, :] if vector else jnp.swapaxes(x, -1, -2) if left else x
-        y = self._memory_order()._product(
-            x, transpose=self._axes[0] != contracted, implementation=implementation, precision=precision
-        )
-        return y[..., 0, :] if vector else jnp.swapaxes(y, -1, -2) if left else y
-
-    def _product(self, x: Float[Array, "*xbatch rows inner"], *, transpose: bool, **params: Any) -> Array:
-        """`bind_matmul` for an array in memory order, with the batch axes broadcast."""
-        batch = self.shape[:-2]
-        if batch == ():
-            return bind_matmul(x, self, transpose=transpose, **params)
-        full = jnp.broadcast_shapes(batch, x.shape[:-2])
-        x = jnp.broadcast_to(x, (*full, *x.shape[-2:]))
-        w = jtu.tree_map(lambda leaf: jnp.broadcast_to(leaf, (*full, *leaf.shape[-2:])), self)
-        return bind_matmul(x, w, transpose=transpose, **params)
+        x, product = jnp.asarray(other), None
+        options = {"implementation": implementation, "precision": precision}
+        if jnp.isrealobj(x):
+            self._check_closure(x)
+            product = matmul(x.astype(jnp.result_type(x, self.dtype)), self, left=left, **options)
+        if product is not None:
+            return product
+        if implementation is not None:
+            raise ValueError(
+                "`implementation` is for products over or along the quantized axis. Got "
+                f"{implementation!r}, {self!r} and {x.dtype}{list(x.shape)}. Without it the product is dense."
+            )
+        dense = (self.dequantize(), x) if left else (x, self.dequantize())
+        return jnp.matmul(*dense, precision=precision)
 
     # Inside
 
@@ -347,34 +334,6 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
     def _trailing(self) -> bool:
         """Whether the quantized axes are the last ones, in order: memory and logical order agree."""
         return self._axes == tuple(range(-len(self.lengths), 0))
-
-    @property
-    def _multiplies(self) -> bool:
-        """Whether products with it reach the quantized matmul."""
-        return self.ndim >= 2 and len(self._axes) == 1 and self._axes[0] >= -2
-
-    def _contracted(self, shape: tuple[Any, ...], *, left: bool) -> int:
-        """The axis that `self @ other` contracts if `left`, else `other @ self`; `shape` may be symbolic.
-
-        **Raises:**
-
-        `ValueError` if that of the other has another length.
-        """
-        contracted = -1 if left else -2
-        inner = shape[-2 if left and len(shape) > 1 else -1]
-        if inner != self.shape[contracted]:
-            transposed = (*self.shape[:-2], self.shape[-1], self.shape[-2])
-            q = "q.T" if self.ndim == 2 else "q.mT"
-            remedy = f" `{f'{q} @ x' if left else f'x @ {q}'}` fits." if inner == transposed[contracted] else ""
-            raise ValueError(
-                f"`matmul` contracts axes of equal length. Got lengths {self.shape[contracted]} and {inner}, from "
-                f"{f'{self.shape} @ {shape}' if left else f'{shape} @ {self.shape}'}.{remedy}"
-            )
-        return contracted
-
-    def _memory_order(self) -> "QuantizedArray":
-        """The same memory, read as `(*batch, length)`."""
-        return dataclasses.replace(self, axis=-1, lengths=(self._length,), logical_sharding=None)
 
     def _split_of(self, new: tuple[int, ...]) -> int | None:
         """Where `new` divides into batch and quantized axes that this memory can be read as, or `None`."""

@@ -28,8 +28,8 @@ def matmul(
     **Arguments:**
 
     - `x`, `w`: arrays or quantized arrays, of the shapes that `jnp.matmul` takes. If both are quantized, `x` is
-        dequantized. The product is quantized where the quantized axis is one of the last two; otherwise the operand is
-        dequantized.
+        dequantized. The product is quantized where the sum runs along the whole quantized axis, or along none of
+        it; otherwise the operand is dequantized.
     - `implementation`: the name of one, or `None` for the best that this platform has for the shapes and the format.
         See [`eqquant.explain_matmul`][].
     - `precision`: as in `jnp.matmul`; `None` takes `jax.default_matmul_precision`. Sums are float32 (float64 for

@@ -16,53 +16,57 @@ from jaxtyping import Array, Float
 
 from .._array.array import QuantizedArray
 from .._numerics.scale_bits import scale_to_bits
-from .kernels import xla
+from .kernels import xla, xla_cpu
 from .kernels.packed import decode_bytes, Packed
 from .problem import MatmulProblem, nested_scale_kind, Target
 
 
 class _Implementation(NamedTuple):
     platforms: tuple[str, ...]  # () for all
-    supports: Callable[[MatmulProblem], str | None]  # the reason why not, or None
-    run: Callable[[Array, QuantizedArray, MatmulProblem, Target], Array]
+    supports: Callable[[MatmulProblem, Target], str | None]  # the reason why not, or None
+    compute: Callable[[Array, QuantizedArray, MatmulProblem, Target], Array]
 
 
-def _kernel(platform: str, load: Callable[[], Any], **options: Any) -> _Implementation:
-    """An implementation that is a kernel for two-dimensional operands. Its module is imported when it is needed."""
+def _kernel(platform: str, load: Callable[[], Any], *, batched: bool = False, **options: Any) -> _Implementation:
+    """An implementation that is a kernel, of raw arrays. Its module is imported when it is needed.
 
-    def supports(problem: MatmulProblem) -> str | None:
+    The module has a function `supports`, and a function `matmul` for operands of two dimensions; or if it is `batched`,
+    for any number of batch axes in front of them.
+    """
+
+    def supports(problem: MatmulProblem, target: Target) -> str | None:
         precision = _precision(problem)
         if precision is None:
             return f"the precision is {problem.precision}, and it knows the default and the highest"
         m, n, _, dtype, _, transpose, _ = problem
-        return load().supports(problem.layout, m, n, dtype, transpose=transpose, precision=precision)
+        options = {"transpose": transpose, "precision": precision, "target": target}
+        return load().supports(problem.layout, m, n, dtype, **options)
 
-    def run(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
+    def compute(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
         product = ft.partial(
             load().matmul,
             layout=problem.layout,
             transpose=problem.transpose,
             precision=_precision(problem),
-            device=target.device,
+            target=target,
             **options,
         )
         weight, batch = pack_arrays(w), x.shape[:-2]
-        if not batch:
-            return product(x, weight)
         if math.prod(batch) == 0:
             return _xla(x, w, problem, target)
+        if not batch or batched:
+            return product(x, weight)
         one_batch = jtu.tree_map(lambda a: a.reshape(math.prod(batch), *a.shape[-2:]), (x, weight))
         y = jax.vmap(product)(*one_batch)
         return y.reshape(*batch, *y.shape[1:])
 
-    return _Implementation((platform,), supports, run)
+    return _Implementation((platform,), supports, compute)
 
 
 def _xla(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
-    transpose, precision = problem.transpose, problem.precision
+    layout, transpose, precision = problem.layout, problem.transpose, problem.precision
     if target.platform == "cpu":
-        return xla.by_rows(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
-    layout = problem.layout
+        return xla_cpu.matmul(x, pack_arrays(w), layout, w.dtype, transpose=transpose, precision=precision)
     if _of_bytes(problem):
         # A scale of a row is one of results, or of what the row is multiplied by. Without it one conversion is left of
         # the weight, which XLA fuses with the product.
@@ -79,8 +83,8 @@ def _of_bytes(p: MatmulProblem) -> bool:
     return scalable and layout.one_scale and layout.bits == 8 and layout.kind != "table" and not layout.zero_points
 
 
-def _always(problem: MatmulProblem) -> None:
-    del problem
+def _always(problem: MatmulProblem, target: Target) -> None:
+    del problem, target
 
 
 # Importing Pallas takes as long as importing JAX, so these wait until there is a use for them.
@@ -128,7 +132,7 @@ _PREFERENCES = (
         "cpu",
         "xla",
         lambda p: True,
-        "XLA on CPU never fuses a decode, so the weight is decoded a few rows at a time",
+        "XLA on CPU never fuses a decode, so the weight is decoded a few rows at a time, plane by plane",
     ),
     _Preference("", "xla", lambda p: True, "XLA fuses what it can of the decode into the product"),
 )
@@ -157,11 +161,11 @@ def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[
     return preferred[0].implementation, preferred[0].reason
 
 
-def run(
+def compute(
     x: Float[Array, "*batch rows inner"], w: QuantizedArray, problem: MatmulProblem, target: Target, name: str
 ) -> Float[Array, "*batch rows outer"]:
     """Computes a product with the implementation of that name."""
-    return IMPLEMENTATIONS[name].run(x, w, problem, target)
+    return IMPLEMENTATIONS[name].compute(x, w, problem, target)
 
 
 def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
@@ -180,9 +184,7 @@ def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
         return target.no_kernels
     if implementation.platforms and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
-    if name == "pallas_gpu" and target.capability < 8.9 and problem.layout.kind.startswith("float8"):
-        return f"GPUs of compute capability {target.capability} have no floats of 8 bits"
-    return implementation.supports(problem)
+    return implementation.supports(problem, target)
 
 
 def pack_arrays(w: QuantizedArray) -> Packed:

@@ -1,16 +1,20 @@
 """What a product would take, and why: `explain_matmul`."""
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from rich.table import Table
 
 from .._array.array import is_quantized
+from .._array.primitive import operands_of, quantized_matmul_p
 from .._report import as_text
+from .api import matmul
 from .dispatch import choose, IMPLEMENTATIONS, refusal_of
-from .problem import MatmulProblem, Target
+from .problem import MatmulProblem, problem_of, Target
 
 
 class MatmulExplanation(NamedTuple):
@@ -60,32 +64,36 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
 
     **Raises:**
 
-    `TypeError` if nothing is quantized, `ValueError` if contracted lengths differ or there is no such platform.
+    `TypeError` if nothing is quantized, `ValueError` if there is no such platform, and what `x @ w` raises.
     """
-    left = not is_quantized(w)
-    q, other = (x, w) if left else (w, x)
+    q = w if is_quantized(w) else x
     if not is_quantized(q):
         raise TypeError("`explain_matmul` needs a quantized operand. Got none. Quantize `x` or `w` first.")
     platform = _platform(platform)
-    other = other if isinstance(other, jax.ShapeDtypeStruct) or is_quantized(other) else jnp.asarray(other)
-    dtype = jnp.dtype(jnp.result_type(other.dtype, q.dtype))
-    shape = (1, *other.shape) if len(other.shape) == 1 else other.shape
-    if not q._multiplies or len(shape) < 2:
-        why = "it has one dimension" if q.ndim < 2 else f"the quantized axis {q.axis} is not one of the last two"
-        why = "the other operand is a scalar" if len(shape) < 2 else why
-        problem = MatmulProblem(1, math.prod(q.shape[:-1]), q.shape[-1], dtype, q.format, False)
+    known = lambda a: a if is_quantized(a) or isinstance(a, jax.ShapeDtypeStruct) else jnp.asarray(a)
+    traced = jax.make_jaxpr(matmul)(known(x), known(w))
+    product = next(_products(traced.jaxpr), None)
+    if product is None:
+        why = "it has one dimension" if q.ndim < 2 else f"the sum runs over a part of the quantized axes {q.axis}"
+        shape = math.prod(q.shape[:-1]), q.shape[-1]
+        problem = MatmulProblem(1, *shape, traced.out_avals[0].dtype, q.format, False)
         return MatmulExplanation(problem, platform, "dense", {"dense": f"{why}: dequantize, then multiply"})
-    contracted = q._contracted(other.shape, left=left)
-    m = shape[-1] if left and len(other.shape) > 1 else shape[-2]
-    rows = q._memory_order()
-    if rows.ndim == 2:
-        m *= math.prod(shape[:-2])
-    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    problem = MatmulProblem(m, rows.shape[-2], rows.shape[-1], dtype, q.format, q._axes != (contracted,), precision)
+    problem = problem_of(*product)
     target = Target(platform)
     name, reason = choose(target, problem, None)
-    verdicts = {other_name: refusal_of(target, problem, other_name) or "possible" for other_name in IMPLEMENTATIONS}
+    verdicts = {other: refusal_of(target, problem, other) or "possible" for other in IMPLEMENTATIONS}
     return MatmulExplanation(problem, platform, name, {**verdicts, name: f"chosen: {reason}"})
+
+
+def _products(jaxpr: Any) -> Iterator[tuple[Any, Any, bool, Any]]:
+    """The operands, `transpose` and `precision` of each quantized matmul in a program, those of inner ones included."""
+    for equation in jaxpr.eqns:
+        params = equation.params
+        if equation.primitive is quantized_matmul_p:
+            operands = operands_of([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
+            yield *operands, params["transpose"], params["precision"]
+        for inner in jax.extend.core.jaxprs_in_params(params):
+            yield from _products(inner)
 
 
 def _platform(name: str | None) -> str:

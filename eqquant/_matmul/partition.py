@@ -36,24 +36,24 @@ from .._numerics.blocks import expand, num_blocks
 from .._numerics.scale_bits import scale_to_bits
 
 
-Run = Callable[[Array, QuantizedArray], Array]
+Compute = Callable[[Array, QuantizedArray], Array]
 
 
 def partitioned(
-    run: Run, x: Float[Array, "*batch rows inner"], w: QuantizedArray, *, transpose: bool
+    compute: Compute, x: Float[Array, "*batch rows inner"], w: QuantizedArray, *, transpose: bool
 ) -> Float[Array, "*batch rows outer"]:
-    """`run(x, w)`, on whichever shards of the operands a device has.
+    """`compute(x, w)`, on whichever shards of the operands a device has.
 
     **Arguments:**
 
-    - `run`: an implementation of the product.
+    - `compute`: an implementation of the product.
     - `x`, `w`, `transpose`: as for `bind_matmul`; `w` without `gradient_of`.
     """
     leaves = jtu.tree_leaves(w)
 
     @custom_partitioning
     def product(x: Array, *leaves: Array) -> Array:
-        # Only the shape is looked at. `partition` says what runs.
+        # Only the shape is looked at. `partition` says what is computed.
         del leaves
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)
 
@@ -61,24 +61,27 @@ def partitioned(
         x, *leaves = operands
         codes = leaves[0]
         names = lambda of: _names(of, mesh)
-        plan = _plan(mesh.shape, w, names(x), names(codes), names(result), transpose)
-        quantized = plan.weight(transpose)[1]
+        division = _divide(mesh.shape, w, names(x), names(codes), names(result), transpose)
+        quantized = division.weight(transpose)[1]
         parts = math.prod(mesh.shape[name] for name in quantized)
         on_mesh = lambda *names: NamedSharding(mesh, as_spec(names))
-        specs = leaf_specs(w, (*plan.batch, *plan.weight(transpose)), mesh.shape)
-        in_shardings = (on_mesh(*plan.batch, plan.rows, plan.contracted), *[NamedSharding(mesh, s) for s in specs])
+        specs = leaf_specs(w, (*division.batch, *division.weight(transpose)), mesh.shape)
+        in_shardings = (
+            on_mesh(*division.batch, division.rows, division.contracted),
+            *[NamedSharding(mesh, s) for s in specs],
+        )
 
         def local(x: Array, *leaves: Array) -> Array:
-            return _sum(run(x, _local(w, leaves, quantized, parts)), plan)
+            return _sum(compute(x, _local(w, leaves, quantized, parts)), division)
 
-        return mesh, local, on_mesh(*plan.batch, *plan.result), in_shardings
+        return mesh, local, on_mesh(*division.batch, *division.result), in_shardings
 
     rule, sizes = _rule(x.shape, w, transpose)
     product.def_partition(partition, decode_shardings=False, sharding_rule=rule, **sizes)
     return product(x, *leaves)
 
 
-class _Plan(NamedTuple):
+class _Division(NamedTuple):
     """The mesh axes that each dimension is divided by."""
 
     batch: tuple[Names, ...]
@@ -95,14 +98,14 @@ class _Plan(NamedTuple):
         return self.rows + self.scattered[0], self.kept + self.scattered[1]
 
 
-def _plan(
+def _divide(
     sizes: Any,
     w: QuantizedArray,
     x: tuple[Names, ...],
     codes: tuple[Names, ...],
     result: tuple[Names, ...],
     transpose: bool,
-) -> _Plan:
+) -> _Division:
     """What is divided by what, from how operands lie and where the result is wanted."""
     n, k = w.shape[-2:]
     *batch, rows, kept = result
@@ -116,7 +119,7 @@ def _plan(
     (rows, dealt_rows), (kept, dealt_kept) = _deal(rows, contracted), _deal(kept, contracted)
     if not can_divide(k if transpose else n, w.format if transpose else None, kept, sizes):
         kept, dealt_kept = (), ()
-    return _Plan(tuple(batch), rows, kept, contracted, (dealt_rows, dealt_kept))
+    return _Division(tuple(batch), rows, kept, contracted, (dealt_rows, dealt_kept))
 
 
 def _deal(names: Names, contracted: Names) -> tuple[Names, Names]:
@@ -126,12 +129,12 @@ def _deal(names: Names, contracted: Names) -> tuple[Names, Names]:
     return plain, names[len(plain) :] if names[: len(plain)] == plain else ()
 
 
-def _sum(y: Array, plan: _Plan) -> Array:
+def _sum(y: Array, division: _Division) -> Array:
     """The sum of partial products, of which each device keeps its part."""
-    dealt = plan.scattered[0] + plan.scattered[1]
-    whole = tuple(name for name in plan.contracted if name not in dealt)
+    dealt = division.scattered[0] + division.scattered[1]
+    whole = tuple(name for name in division.contracted if name not in dealt)
     y = jax.lax.psum(y, whole) if whole else y
-    for axis, names in zip((y.ndim - 2, y.ndim - 1), plan.scattered, strict=True):
+    for axis, names in zip((y.ndim - 2, y.ndim - 1), division.scattered, strict=True):
         y = jax.lax.psum_scatter(y, names, scatter_dimension=axis, tiled=True) if names else y
     return y
 

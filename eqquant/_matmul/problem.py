@@ -1,4 +1,4 @@
-"""One quantized matmul, as far as choosing an implementation needs to know it: shapes, dtype, layout, device."""
+"""One quantized matmul, as far as choosing an implementation needs to know it: shapes, dtype, layout."""
 
 import functools as ft
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from .._formats import FP8
 from .._formats.base import AbstractFormat, has_zero_points
 from .._numerics.blocks import num_blocks
 from .kernels.packed import Layout, ScaleKind
+from .kernels.target import Target as Target
 
 
 class MatmulProblem(NamedTuple):
@@ -34,13 +35,10 @@ class MatmulProblem(NamedTuple):
         return layout_of(self.format, self.k)
 
 
-class Target(NamedTuple):
-    """What a product is compiled for. What is not known is assumed to be new enough."""
-
-    platform: str  # "cpu", "cuda", "rocm", "tpu"
-    device: str = ""  # its name
-    capability: float = 9.0  # of an NVIDIA GPU
-    no_kernels: str | None = None  # why it takes none
+def problem_of(x: Any, w: Any, transpose: bool, precision: Any) -> MatmulProblem:
+    """The problem that the operands of the primitive pose: arrays, or what only has their shapes and dtypes."""
+    n, k = w.shape[-2:]
+    return MatmulProblem(x.shape[-2], n, k, jnp.dtype(x.dtype), w.format, transpose, precision)
 
 
 @ft.lru_cache(256)

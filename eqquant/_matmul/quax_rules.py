@@ -5,7 +5,6 @@ quantized matmul. Everything without a rule is materialised, and so is right: ar
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike
 
 from .._array.array import QuantizedArray
-from .._array.primitive import bind_matmul
+from .._array.product import dot_general
 
 
 def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:
@@ -142,49 +141,12 @@ def _dot_general_both(p: QuantizedArray, q: QuantizedArray, **params: Any) -> Ar
 
 def _dot_general(q: QuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
     """Any dimension numbers that the quantized matmul can take, whichever operand is quantized; else dense."""
-    dense = (
-        (lambda: _dense(lax.dot_general_p, q, x, **params))
-        if left
-        else (lambda: _dense(lax.dot_general_p, x, q, **params))
-    )
-    (contract, batch) = params["dimension_numbers"]
-    q_contract, x_contract = contract if left else contract[::-1]
-    q_batch, x_batch = batch if left else batch[::-1]
     x = jnp.asarray(x)
     dtype = jnp.dtype(params.get("preferred_element_type") or jnp.result_type(x, q.dtype))
     with jax.numpy_dtype_promotion("standard"):  # a dtype that is asked for is no implicit promotion
         wide = jnp.promote_types(jnp.result_type(x, q.dtype), dtype)
     precision = params.get("precision")
-    if params.get("out_sharding") is not None or not jnp.issubdtype(wide, jnp.floating) or isinstance(precision, str):
-        return dense()
-
-    quantized = [a + q.ndim for a in q._axes]
-    q_free = [a for a in range(q.ndim) if a not in q_contract and a not in q_batch]
-    x_free = [a for a in range(x.ndim) if a not in x_contract and a not in x_batch]
-    if sorted(q_contract) == sorted(quantized):
-        # The contraction runs along the blocks: x . W^T. Free axes of the weight become its rows.
-        transpose, rows, order = False, q_free, [q_contract.index(a) for a in quantized]
-    elif sorted(q_free) == sorted(quantized) and quantized == sorted(quantized):
-        # It runs across them: x . W. Contracted axes of the weight become its rows.
-        transpose, rows, order = True, list(q_contract), list(range(len(q_contract)))
-    else:
-        return dense()
-
-    memory = [a for a in range(q.ndim) if a not in quantized]
-    batch_shape = [q.shape[a] for a in q_batch]
-    n = math.prod(q.shape[a] for a in rows)
-    arrange = [memory.index(a) for a in (*q_batch, *rows)]
-    w = jtu.tree_map(
-        lambda leaf: jnp.transpose(leaf, (*arrange, leaf.ndim - 1)).reshape(*batch_shape, n, leaf.shape[-1]), q
-    )
-    w = dataclasses.replace(w, axis=-1, lengths=(q._length,), logical_sharding=None)
-    m_shape = [x.shape[a] for a in x_free]
-    rows_of_x = jnp.transpose(x, (*x_batch, *x_free, *(x_contract[i] for i in order)))
-    inner = math.prod(x.shape[a] for a in x_contract)
-    rows_of_x = rows_of_x.reshape(*batch_shape, math.prod(m_shape), inner).astype(wide)
-    y = bind_matmul(rows_of_x, w, transpose=transpose, precision=precision)
-    y = y.reshape(*batch_shape, *m_shape, *(q.shape[a] for a in q_free))
-    if left:  # the free axes of the left operand come first
-        b, m = len(batch_shape), len(m_shape)
-        y = jnp.transpose(y, (*range(b), *range(b + m, y.ndim), *range(b, b + m)))
-    return y.astype(dtype)
+    y = None
+    if params.get("out_sharding") is None and jnp.issubdtype(wide, jnp.floating) and not isinstance(precision, str):
+        y = dot_general(x.astype(wide), q, params["dimension_numbers"], left=left, precision=precision)
+    return _dense(lax.dot_general_p, *((q, x) if left else (x, q)), **params) if y is None else y.astype(dtype)

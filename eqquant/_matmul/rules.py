@@ -1,13 +1,13 @@
-"""The quantized matmul: the rules of its primitive, and the function that users call.
+"""The rules of the quantized matmul, which is a primitive.
 
 One primitive, `x(*batch, m, k) . w(*batch, n, k)^T`, where `x` is float and `w` quantized; with `transpose`,
 `x(*batch, m, n) . w(*batch, n, k)`. It is linear in `x`, so its tangent is itself and its transpose is itself with the
-flag flipped; a `custom_vjp` would give up forward mode. `_dispatch.py` says what computes it.
+flag flipped; a `custom_vjp` would give up forward mode. `dispatch.py` says what computes it.
 """
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,39 +19,40 @@ from jaxtyping import Array
 
 from .. import _compat
 from .._array.array import QuantizedArray
-from .._array.primitive import quantized_matmul_p
+from .._array.primitive import operands_of, quantized_matmul_p
 from . import dispatch
 from .partition import partitioned
-from .problem import MatmulProblem, Target
+from .problem import problem_of, Target
 
 
-def _abstract(x: Any, *leaves: Any, treedef: Any, transpose: bool, **params: Any) -> jax.core.ShapedArray:
+def _abstract(*args: Any, x_tree: Any, w_tree: Any, transpose: bool, **params: Any) -> jax.core.ShapedArray:
     del params
-    *batch, n, k = jtu.tree_unflatten(treedef, leaves).shape
+    x, w = operands_of(args, x_tree, w_tree)
+    *batch, n, k = w.shape
     if x.shape[-1] != (n if transpose else k) or list(x.shape[:-2]) != batch:
         raise ValueError(f"quantized_matmul: shapes {x.shape} and {(*batch, n, k)} do not fit ({transpose=}).")
-    return x.update(shape=(*x.shape[:-1], k if transpose else n))
+    return args[0].update(shape=(*x.shape[:-1], k if transpose else n), dtype=x.dtype)
 
 
-def _run(
+def _compute(
     target: Target,
-    x: Array,
-    *leaves: Array,
-    treedef: Any,
+    *args: Array,
+    x_tree: Any,
+    w_tree: Any,
     transpose: bool,
     precision: Any,
     implementation: str | None,
     devices: int = 1,
 ) -> Array:
-    def run(x: Array, w: QuantizedArray) -> Array:
-        n, k = w.shape[-2:]
-        problem = MatmulProblem(x.shape[-2], n, k, jnp.dtype(x.dtype), w.format, transpose, precision)
+    def compute(x: Array, w: QuantizedArray) -> Array:
+        problem = problem_of(x, w, transpose, precision)
         name, _ = dispatch.choose(target, problem, implementation)
-        return dispatch.run(x, w, problem, target, name)
+        return dispatch.compute(x, w, problem, target, name)
 
+    x, w = operands_of(args, x_tree, w_tree)
     # Where gradients go has no part in the value.
-    w = dataclasses.replace(jtu.tree_unflatten(treedef, leaves), gradient_of=None)
-    return run(x, w) if devices == 1 else partitioned(run, x, w, transpose=transpose)
+    w = dataclasses.replace(w, gradient_of=None)
+    return compute(x, w) if devices == 1 else partitioned(compute, x, w, transpose=transpose)
 
 
 def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
@@ -62,66 +63,72 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
         # divides `xla`, which is all operations that it knows.
         devices, no_kernels = 1, "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
     target = Target(platform, _compat.device_kind(context), _compat.compute_capability(context), no_kernels)
-    run = ft.partial(_run, target, devices=devices)
-    return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
+    compute = ft.partial(_compute, target, devices=devices)
+    return mlir.lower_fun(compute, multiple_results=False)(context, *args, **params)
 
 
-@ft.cache
-def _jitted(**params: Any) -> Callable[..., Array]:
-    return jax.jit(ft.partial(quantized_matmul_p.bind, **params))
+# JAX bounds the number of programs that it keeps.
+@ft.partial(jax.jit, static_argnames=("x_tree", "w_tree", "transpose", "precision", "implementation"))
+def _jitted(*args: Array, **params: Any) -> Array:
+    return quantized_matmul_p.bind(*args, **params)
 
 
 def _impl(*args: Array, **params: Any) -> Array:
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         platform = next(iter(args[0].devices())).platform
-        return _run(Target("cuda" if platform == "gpu" else str(platform)), *args, **params)
-    return _jitted(**params)(*args)
+        return _compute(Target("cuda" if platform == "gpu" else str(platform)), *args, **params)
+    return _jitted(*args, **params)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    (x, *leaves), (dx, *d_leaves) = primals, tangents
     bind = ft.partial(quantized_matmul_p.bind, **params)
-    y = bind(x, *leaves)
-    dys = [] if type(dx) is ad.Zero else [bind(dx, *leaves)]
+    x, w = operands_of(primals, params["x_tree"], params["w_tree"])
+    dx, dw = operands_of(tangents, params["x_tree"], params["w_tree"])
+    y = bind(*primals)
+    dys = [] if type(dx) is ad.Zero else [bind(dx, *jtu.tree_leaves(w))]
     # Of the weight only `gradient_of` has a tangent; every other leaf is an unsigned integer.
-    d_source = jtu.tree_unflatten(params["treedef"], d_leaves).gradient_of
-    if d_source is not None and type(d_source) is not ad.Zero:
-        dw = d_source.astype(x.dtype)
-        dw = dw if params["transpose"] else jnp.swapaxes(dw, -1, -2)
-        dys.append(jnp.matmul(x, dw, precision=params["precision"]))
+    if dw.gradient_of is not None and type(dw.gradient_of) is not ad.Zero:
+        d_weight = dw.gradient_of.astype(x.dtype)
+        d_weight = d_weight if params["transpose"] else jnp.swapaxes(d_weight, -1, -2)
+        dys.append(jnp.matmul(x, d_weight, precision=params["precision"]))
     if not dys:
         return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
     return y, ft.reduce(ad.add_jaxvals, dys)
 
 
-def _transpose(dy: Any, x: Any, *leaves: Any, transpose: bool, **params: Any) -> list[Any]:
-    del x
-    nothing = [None] * len(leaves)
+def _transpose(dy: Any, *args: Any, transpose: bool, **params: Any) -> list[Any]:
+    nothing = [None] * (len(args) - 1)
     if type(dy) is ad.Zero:
         return [None, *nothing]
-    return [quantized_matmul_p.bind(dy, *leaves, transpose=not transpose, **params), *nothing]
+    return [quantized_matmul_p.bind(dy, *args[1:], transpose=not transpose, **params), *nothing]
 
 
-def _batch(args: Sequence[Any], dims: Sequence[Any], *, treedef: Any, transpose: bool, **params: Any) -> Any:
-    (x, *leaves), (x_dim, *leaf_dims) = args, dims
-    bind = ft.partial(quantized_matmul_p.bind, treedef=treedef, transpose=transpose, **params)
+def _batch(args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, transpose: bool, **params: Any) -> Any:
+    bind = ft.partial(quantized_matmul_p.bind, x_tree=x_tree, transpose=transpose, **params)
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    if all(d is None for d in leaf_dims):
+    count = x_tree.num_leaves
+    of_x, of_w = list(zip(args, dims, strict=True))[:count], list(zip(args, dims, strict=True))[count:]
+    if all(d is None for _, d in of_w):
         # One weight for the whole batch: its examples become rows. A `vmap` of a matvec is one matmul.
-        x = jnp.moveaxis(x, x_dim, -3)
-        *batch, _, m, inner = x.shape
-        y = bind(x.reshape(*batch, size * m, inner), *leaves)
-        return y.reshape(*batch, size, m, y.shape[-1]), len(batch)
-    leaves = [
-        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
-        for a, d in zip(leaves, leaf_dims, strict=True)
-    ]
-    if x_dim is None and x.ndim == 2 and not transpose:
+        stacked = [_moved(a, d, size, to=-3) for a, d in of_x]
+        m = stacked[0].shape[-2]
+        rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in stacked]
+        y = bind(*rows, *(a for a, _ in of_w))
+        return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
+    weights = [_moved(a, d, size) for a, d in of_w]
+    if all(d is None for _, d in of_x) and args[0].ndim == 2 and not transpose:
         # One input for many weights: their rows become the rows of one weight.
-        y = bind(x, *(a.reshape(-1, a.shape[-1]) for a in leaves))
-        return y.reshape(x.shape[0], size, y.shape[1] // size if size else 0), 1
-    x = jnp.broadcast_to(x, (size, *x.shape)) if x_dim is None else jnp.moveaxis(x, x_dim, 0)
-    return bind(x, *leaves), 0
+        n = weights[0].shape[1]
+        y = bind(*(a for a, _ in of_x), *(a.reshape(size * n, a.shape[-1]) for a in weights))
+        return y.reshape(y.shape[0], size, n), 1
+    return bind(*(_moved(a, d, size) for a, d in of_x), *weights), 0
+
+
+def _moved(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
+    """An array with the axis that is mapped over at place `to`."""
+    if dim is not None:
+        return jnp.moveaxis(a, dim, to)
+    return jnp.moveaxis(jnp.broadcast_to(a, (size, *a.shape)), 0, to)
 
 
 quantized_matmul_p.def_abstract_eval(_abstract)

@@ -55,6 +55,12 @@ def unpack(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) -> UInt
     return last[..., :length]
 
 
+def unpack_plane(packed: UInt8[Array, "*shape"], plane: int, bits: int) -> UInt8[Array, "*shape"]:
+    """One plane: the code that each byte holds there."""
+    shifted = packed >> jnp.uint8(bits * plane) if plane > 0 else packed
+    return shifted & jnp.uint8(2**bits - 1) if bits * (plane + 1) < 8 else shifted
+
+
 def _segments(length: int, bits: int) -> tuple[int, int]:
     """The number of whole segments, and the plane length of the shorter last one (0 if there is none)."""
     body, rest = divmod(length, PLANE * (8 // bits))

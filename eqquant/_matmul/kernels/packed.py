@@ -24,7 +24,7 @@ ScaleKind = Literal["float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "u
 class Packed(NamedTuple):
     """The arrays of a weight of `n` rows, `(table[codes] - zero_point) * scale * row_scale`."""
 
-    codes: UInt8[Array, "*batch n words"]
+    codes: UInt8[Array, "*batch n bytes"]
     scale: UInt[Array, "*batch n blocks"]  # the bits of scales, which `Layout.scale` names
     row_scale: Float32[Array, "*batch n 1"] | None = None  # under which scales are scaled in their turn
     zero_point: UInt8[Array, "*batch n blocks"] | None = None
@@ -119,19 +119,20 @@ def decode_scale(bits: UInt[Array, "*shape"], kind: ScaleKind) -> Float32[Array,
     return bits_to_scale(bits, kind)
 
 
-def _look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*shape"]:
+def look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*shape"]:
     """What codes stand for. In operations that XLA fuses, where there are any: a gather is slow on TPUs."""
     if layout.kind == "integer":
         return codes.astype(jnp.float32) + layout.offset
     if layout.kind != "table":
         return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(jnp.float32)
-    table = np.asarray(layout.table, np.float32)
+    values = [np.float32(value) for value in layout.table]
     if layout.bits == 8:
-        return jnp.asarray(table).at[codes].get(mode="clip")
-    values = jnp.full(codes.shape, table[0])
-    for code, value in enumerate(table[1:], 1):
-        values = jnp.where(codes == code, value, values)
-    return values
+        return jnp.asarray(np.stack(values)).at[codes].get(mode="promise_in_bounds")
+    # Each bit of a code halves the table: as many selections as entries, but few comparisons.
+    for bit in range(layout.bits):
+        upper = (codes & jnp.uint8(1 << bit)) != 0
+        values = [jnp.where(upper, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
 
 
 def decode_bytes(weight: Packed, layout: Layout, dtype: Any) -> Float[Array, "*batch n k"]:
@@ -145,15 +146,19 @@ def decode_bytes(weight: Packed, layout: Layout, dtype: Any) -> Float[Array, "*b
     return weight.codes.astype(dtype) + jnp.asarray(layout.offset, dtype)
 
 
-def decode_columns(weight: Packed, layout: Layout, start: int, dtype: jnp.dtype) -> Float[Array, "*batch n columns"]:
+def decode_columns(
+    weight: Packed, layout: Layout, start: int, dtype: Any, *, scaled: bool = True
+) -> Float[Array, "*batch n columns"]:
     """The dense columns from `start` on, where a segment of the packing begins. Not for kernels."""
     columns = np.arange(start, layout.length)
-    words = weight.codes[..., packing.packed_length(start, layout.bits) :]
-    codes = packing.unpack(words, layout.bits, len(columns))
-    values = _look_up(codes, layout)
+    packed = weight.codes[..., packing.packed_length(start, layout.bits) :]
+    codes = packing.unpack(packed, layout.bits, len(columns))
+    values = look_up(codes, layout)
     blocks = np.minimum(columns // layout.block_size, weight.scale.shape[-1] - 1)
     if weight.zero_point is not None:
         values = values - weight.zero_point[..., blocks].astype(jnp.float32)
+    if not scaled:
+        return values.astype(dtype)
     scale = decode_scale(weight.scale, layout.scale)[..., blocks]
     if weight.row_scale is not None:
         scale = scale * jnp.broadcast_to(weight.row_scale, scale.shape)

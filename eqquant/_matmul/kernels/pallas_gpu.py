@@ -6,7 +6,7 @@ Codes are decoded in registers (`ptx.py`) to the dtype of `x`, and multiplied by
 partial sums are scaled, in float32, which costs one multiplication for each result and block; with more rows it is
 cheaper to scale weights.
 
-Bytes are taken in runs, as they are packed (`_packing.py`): of 64, of 128 for codes of eight bits, or of a block if
+Bytes are taken in runs, as they are packed (`packing.py`): of 64, of 128 for codes of eight bits, or of a block if
 that is shorter. Plane `p` of a run is as many consecutive codes, so it is multiplied by a contiguous tile of `x`, and
 shares one scale per row. A row that does not end with a segment of the packing has a rest of less than 512 codes. XLA
 multiplies that, and it is added.
@@ -25,10 +25,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32
 
 from ... import _compat
-from ..._compat import pallas_triton as plt
+from ..._compat import pallas_triton as plgpu
 from ..._numerics import packing
 from .packed import alignment, decode_scale, Layout, Packed
 from .ptx import decode, table_of
+from .target import Target
 from .xla import add_rest
 
 
@@ -102,36 +103,41 @@ def _split(config: Config, device: str, tiles: int, steps: int) -> int:
     return max(1, min(1 << math.floor(math.log2(wanted)), steps // 4, 16))
 
 
-def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str) -> str | None:
+def supports(
+    layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str, target: Target
+) -> str | None:
     """The reason why the kernel cannot take a product, or `None`."""
     del transpose, precision
-    if plt is None:
+    if plgpu is None:
         return "this release of JAX has no Pallas-Triton"
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"activations are {jnp.dtype(dtype)}; it takes bfloat16, float16 and float32"
+    if target.capability < 8.9 and layout.kind.startswith("float8"):
+        return f"GPUs of compute capability {target.capability} have no floats of 8 bits"
     if layout.zero_points and layout.kind != "integer":
         return "there are zero points, and codes are no integers"
     if m * n == 0:
         return "there is nothing to compute"
     if _body(layout) == 0:
-        return f"rows of {layout.length} are shorter than the {_words(layout) * layout.planes} that it takes at a time"
+        step = _step_bytes(layout) * layout.planes
+        return f"rows of {layout.length} are shorter than the {step} that it takes at a time"
     return alignment(layout)
 
 
-def _words(layout: Layout) -> int:
+def _step_bytes(layout: Layout) -> int:
     """The bytes of a row that a step takes: a segment of the packing, or of codes of one byte, two runs."""
     wide = layout.bits == 8 and (layout.one_scale or layout.block_size % (2 * packing.PLANE) == 0)
     return packing.PLANE * (2 if wide and layout.length >= 2 * packing.PLANE else 1)
 
 
-def _run(layout: Layout) -> int:
+def _run_bytes(layout: Layout) -> int:
     """The bytes of a row that are decoded at a time: no more than have one scale in each plane."""
-    return _words(layout) if layout.one_scale else min(_words(layout), layout.block_size)
+    return _step_bytes(layout) if layout.one_scale else min(_step_bytes(layout), layout.block_size)
 
 
 def _body(layout: Layout) -> int:
     """How many codes of a row the kernel takes: all but a rest."""
-    step = _words(layout) * layout.planes
+    step = _step_bytes(layout) * layout.planes
     return layout.length // step * step
 
 
@@ -154,7 +160,7 @@ class _Weight(NamedTuple):
 
     def tile(self, layout: Layout, n: Any, byte: Any, dtype: Any, interpret: bool) -> list[tuple[Array, Array | None]]:
         """A run of bytes from `byte` on, of rows `n`: for each plane its values and its scales."""
-        run = _run(layout)
+        run = _run_bytes(layout)
         codes = self.codes[n[:, None], (byte + jnp.arange(run, dtype=jnp.int32))[None, :]]
         planes = []
         for plane in range(layout.planes):
@@ -167,7 +173,7 @@ class _Weight(NamedTuple):
 
 def _column(byte: Any, plane: int, layout: Layout) -> Any:
     """Which code plane `plane` of a run that begins at `byte` begins with."""
-    segment = packing.PLANE if layout.bits < 8 else _words(layout)
+    segment = packing.PLANE if layout.bits < 8 else _step_bytes(layout)
     return byte // segment * (segment * layout.planes) + plane * segment + byte % segment
 
 
@@ -181,19 +187,19 @@ def _product(
     m = tile % m_tiles * config.tile_m + jnp.arange(config.tile_m, dtype=jnp.int32)
     n = tile // m_tiles * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
     rows = jnp.minimum(n, n_size - 1)  # what lies beyond is computed, and not stored
-    words, run = _words(layout), _run(layout)
-    first, last = _steps(_body(layout) // layout.planes // words, part, y_ref.shape[0])
+    step_bytes, run = _step_bytes(layout), _run_bytes(layout)
+    first, last = _steps(_body(layout) // layout.planes // step_bytes, part, y_ref.shape[0])
 
     def step(number: Array, total: Array) -> Array:
-        for begin in range(0, words, run):
-            byte = number * words + begin
+        for begin in range(0, step_bytes, run):
+            byte = number * step_bytes + begin
             for plane, (values, scale) in enumerate(weight.tile(layout, rows, byte, dtype, interpret)):
                 column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
                 x = _load(x_ref, m, column, m < m_size)
                 if scale is not None and config.scale_weights:
                     values, scale = _scaled(values, scale), None
                 left, right = (values, x) if config.weight_left else (x, values)
-                sums = plt.dot(left, right, trans_b=True, precision=precision)
+                sums = plgpu.dot(left, right, trans_b=True, precision=precision)
                 if scale is not None:
                     sums = sums * jnp.broadcast_to(_along(scale, config.weight_left), sums.shape)
                 total = total + sums
@@ -205,7 +211,7 @@ def _product(
     if scale is not None:
         total = total * jnp.broadcast_to(_along(scale, config.weight_left), total.shape)
     index = (m[None, :], n[:, None]) if config.weight_left else (m[:, None], n[None, :])
-    plt.store(y_ref.at[part, *index], total.astype(y_ref.dtype), mask=(index[0] < m_size) & (index[1] < n_size))
+    plgpu.store(y_ref.at[part, *index], total.astype(y_ref.dtype), mask=(index[0] < m_size) & (index[1] < n_size))
 
 
 def _transposed_product(
@@ -216,7 +222,7 @@ def _transposed_product(
     m_tiles = pl.cdiv(m_size, config.tile_m)
     tile, part = pl.program_id(0), pl.program_id(1)
     m = tile % m_tiles * config.tile_m + jnp.arange(config.tile_m, dtype=jnp.int32)
-    run = _run(layout)
+    run = _run_bytes(layout)
     byte = tile // m_tiles * run
     first, last = _steps(pl.cdiv(n_size, config.tile_n), part, y_ref.shape[0])
 
@@ -227,7 +233,7 @@ def _transposed_product(
         sums, row_scale = [], weight.of_rows(layout, rows, dtype)
         for values, scale in weight.tile(layout, rows, byte, dtype, interpret):
             scale = ft.reduce(jnp.multiply, [s for s in (scale, row_scale) if s is not None])
-            sums.append(plt.dot(x, _scaled(values, scale), precision=precision))
+            sums.append(plgpu.dot(x, _scaled(values, scale), precision=precision))
         return tuple(total + s for total, s in zip(totals, sums, strict=True))
 
     zeros = jnp.zeros((config.tile_m, run), jnp.float32)
@@ -235,7 +241,7 @@ def _transposed_product(
     for plane, total in enumerate(totals):
         column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
         mask = jnp.broadcast_to((m < m_size)[:, None], total.shape)
-        plt.store(y_ref.at[part, m[:, None], column[None, :]], total.astype(y_ref.dtype), mask=mask)
+        plgpu.store(y_ref.at[part, m[:, None], column[None, :]], total.astype(y_ref.dtype), mask=mask)
 
 
 def _scaled(values: Float[Array, "rows run"], scale: Float32[Array, " rows"]) -> Float[Array, "rows run"]:
@@ -255,7 +261,7 @@ def _load(ref: Any, rows: Array, columns: Array, *masks: Array) -> Array:
     mask = jnp.broadcast_to(masks[0][:, None], shape)
     if len(masks) == 2:
         mask = mask & jnp.broadcast_to(masks[1][None, :], shape)
-    return plt.load(ref.at[rows[:, None], columns[None, :]], mask=mask, other=jnp.zeros((), ref.dtype))
+    return plgpu.load(ref.at[rows[:, None], columns[None, :]], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def _along(scale: Array, rows: bool) -> Array:
@@ -269,7 +275,7 @@ def matmul(
     *,
     transpose: bool,
     precision: str,
-    device: str = "",
+    target: Target = Target("cuda"),
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m outer"]:
@@ -280,27 +286,27 @@ def matmul(
     - `x`: bfloat16, float16 or float32.
     - `weight`, `layout`: the weight, of `n` rows.
     - `precision`: `"highest"` multiplies float32 as float32, `"default"` as tfloat32.
-    - `device`: the name of the device, for the tuned configuration; `config` overrides that.
+    - `target`: the device, for the tuned configuration; `config` overrides that.
     - `interpret`: run on any device, slowly.
     """
     _compat.expect_triton_warning()
     exactly = jax.lax.Precision.HIGHEST if precision == "highest" else None
     m, n, body = x.shape[0], weight.codes.shape[0], _body(layout)
-    config = config or tuned(device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
+    config = config or tuned(target.device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
     m_tiles = pl.cdiv(m, config.tile_m)
     if transpose:
         kernel, outer, steps = _transposed_product, body, pl.cdiv(n, config.tile_n)
-        tiles = m_tiles * (body // layout.planes // _run(layout))
+        tiles = m_tiles * (body // layout.planes // _run_bytes(layout))
     else:
-        kernel, outer, steps = _product, n, body // layout.planes // _words(layout)
+        kernel, outer, steps = _product, n, body // layout.planes // _step_bytes(layout)
         tiles = m_tiles * pl.cdiv(n, config.tile_n)
-    parts = _split(config, device, tiles, steps)
+    parts = _split(config, target.device, tiles, steps)
     whole = parts == 1 and body == layout.length  # then the kernel writes the result itself
     y = pl.pallas_call(
         ft.partial(kernel, layout=layout, config=config, interpret=interpret, precision=exactly),
         out_shape=_compat.result_like(x, (parts, m, outer), x.dtype if whole else jnp.float32),
         grid=(tiles, parts),
-        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="quantized_matmul_transposed" if transpose else "quantized_matmul",
     )(x, _Weight(*weight, table=table_of(layout, x.dtype, interpret)))

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Float32
 from ... import _compat
 from ..._numerics import packing
 from .packed import alignment, decode_scale, Layout, Packed
+from .target import Target
 from .vpu import decode_float16, Decoder, is_looked_up, LANES
 from .xla import add_rest
 
@@ -60,12 +61,12 @@ def tuned(device: str, layout: Layout) -> Config:
     return CONFIGS[next(known, "any"), layout.bits, shape]
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """What a kernel is specialized to."""
 
     layout: Layout
     n: int
-    words: int  # of a row that the kernel takes
+    row_bytes: int  # of a row that the kernel takes
     dtype: Any  # of the operands of products
     tile_m: int
     tile_n: int
@@ -74,7 +75,7 @@ class Plan(NamedTuple):
 
     @property
     def columns(self) -> int:
-        return self.words * self.layout.planes
+        return self.row_bytes * self.layout.planes
 
     @property
     def decoder(self) -> Decoder:
@@ -101,7 +102,7 @@ class Plan(NamedTuple):
     def vmem_bytes(self) -> int:
         """About what tiles take, twice because the next ones are loaded meanwhile."""
         blocks = 0 if self.layout.one_scale else pl.cdiv(self.layout.length, self.layout.block_size)
-        weight = self.tile_n * (self.words + 8 * (pl.cdiv(blocks, LANES) * LANES))
+        weight = self.tile_n * (self.row_bytes + 8 * (pl.cdiv(blocks, LANES) * LANES))
         rows = self.tile_m * self.columns  # of the result if transposed, else of copies of `x`
         x = rows * 4 if self.transpose else rows * self.copies * jnp.dtype(self.dtype).itemsize
         return 2 * (weight + x) + 8 * 2**20  # and what is computed meanwhile
@@ -120,19 +121,22 @@ class Plan(NamedTuple):
         return jax.lax.div(run, jnp.int32(self.layout.block_size // packing.PLANE))
 
 
-def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str) -> str | None:
+def supports(
+    layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str, target: Target
+) -> str | None:
     """Why the kernel cannot take the product, or `None` if it can."""
+    del target
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"{jnp.dtype(dtype).name} is not native to TPUs"
     if m == 0 or n == 0:
         return "there is nothing to multiply"
-    if _whole_words(layout) == 0:
+    if _whole_bytes(layout) == 0:
         return f"rows of {layout.length} codes are less than the {LANES} bytes that it takes at a time"
     if layout.bits == 8 and is_looked_up(layout):
         return "256 values are too many to look up"
     if alignment(layout) is not None:
         return alignment(layout)
-    smallest = _plan(layout, 1, n, dtype, transpose, precision, Config(1, LANES, 1))
+    smallest = _tiling(layout, 1, n, dtype, transpose, precision, Config(1, LANES, 1))
     return f"rows of {layout.length} codes do not fit into VMEM" if smallest.vmem_bytes > VMEM_BYTES else None
 
 
@@ -143,169 +147,170 @@ def matmul(
     *,
     transpose: bool,
     precision: str,
-    device: str = "",
+    target: Target = Target("tpu"),
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m outer"]:
     """`x . w^T`, or `x . w` if transposed, where `supports` returns `None`. Sums are float32."""
-    plan = _plan(
-        layout, x.shape[0], weight.codes.shape[0], x.dtype, transpose, precision, config or tuned(device, layout)
+    tiling = _tiling(
+        layout, x.shape[0], weight.codes.shape[0], x.dtype, transpose, precision, config or tuned(target.device, layout)
     )
-    y = (_transposed if transpose else _forward)(x, weight, plan, interpret)
-    exactly = jax.lax.Precision.HIGHEST if plan.dtype == jnp.float32 else None
-    operand = x.astype(plan.dtype)
-    y = add_rest(y, operand, weight, layout, plan.columns, transpose=transpose, precision=exactly)
+    y = (_transposed if transpose else _forward)(x, weight, tiling, interpret)
+    exactly = jax.lax.Precision.HIGHEST if tiling.dtype == jnp.float32 else None
+    operand = x.astype(tiling.dtype)
+    y = add_rest(y, operand, weight, layout, tiling.columns, transpose=transpose, precision=exactly)
     return y.astype(x.dtype)
 
 
-def _plan(layout: Layout, m: int, n: int, dtype: Any, transpose: bool, precision: str, config: Config) -> Plan:
+def _tiling(layout: Layout, m: int, n: int, dtype: Any, transpose: bool, precision: str, config: Config) -> Tiling:
     dtype = jnp.float32 if dtype == jnp.float32 and precision == "highest" else jnp.bfloat16
-    plan = Plan(layout, n, _whole_words(layout), dtype, 8, config.tile_n, config.unroll, transpose)
+    tiling = Tiling(layout, n, _whole_bytes(layout), dtype, 8, config.tile_n, config.unroll, transpose)
     # Two copies of 8 rows fill the 16 sublanes of a bfloat16 register.
-    if m > 8 or plan.copies == 1:
-        plan = plan._replace(tile_m=min(pl.cdiv(config.tile_m, 16), pl.cdiv(m, 16)) * 16)
-    while plan.vmem_bytes > VMEM_BYTES and (plan.tile_m > 16 or plan.tile_n > LANES):
-        if plan.tile_m > 16:
-            plan = plan._replace(tile_m=pl.cdiv(plan.tile_m, 32) * 16)
+    if m > 8 or tiling.copies == 1:
+        tiling = tiling._replace(tile_m=min(pl.cdiv(config.tile_m, 16), pl.cdiv(m, 16)) * 16)
+    while tiling.vmem_bytes > VMEM_BYTES and (tiling.tile_m > 16 or tiling.tile_n > LANES):
+        if tiling.tile_m > 16:
+            tiling = tiling._replace(tile_m=pl.cdiv(tiling.tile_m, 32) * 16)
         else:
-            plan = plan._replace(tile_n=max(plan.tile_n // 2, LANES))
-    return plan
+            tiling = tiling._replace(tile_n=max(tiling.tile_n // 2, LANES))
+    return tiling
 
 
-def _whole_words(layout: Layout) -> int:
+def _whole_bytes(layout: Layout) -> int:
     """How many bytes of a row the kernel takes: whole pairs of segments."""
     return layout.length // (layout.planes * LANES) * LANES
 
 
-def _forward(x: Float[Array, "m k"], weight: Packed, plan: Plan, interpret: bool) -> Float32[Array, "m n"]:
-    m, layout = x.shape[0], plan.layout
-    tiles = pl.cdiv(m, plan.tile_m)
-    x = jnp.pad(x[:, : plan.columns].astype(plan.dtype), [(0, tiles * plan.tile_m - m), (0, 0)])
-    planes = x.reshape(-1, plan.words // packing.PLANE, layout.planes, packing.PLANE)
-    planes = planes.transpose(2, 0, 1, 3).reshape(layout.planes, 1, tiles, plan.tile_m, plan.words)
+def _forward(x: Float[Array, "m k"], weight: Packed, tiling: Tiling, interpret: bool) -> Float32[Array, "m n"]:
+    m, layout = x.shape[0], tiling.layout
+    tiles = pl.cdiv(m, tiling.tile_m)
+    x = jnp.pad(x[:, : tiling.columns].astype(tiling.dtype), [(0, tiles * tiling.tile_m - m), (0, 0)])
+    planes = x.reshape(-1, tiling.row_bytes // packing.PLANE, layout.planes, packing.PLANE)
+    planes = planes.transpose(2, 0, 1, 3).reshape(layout.planes, 1, tiles, tiling.tile_m, tiling.row_bytes)
     # A copy for each block of a plane, zero outside of it.
-    own = np.arange(LANES) // (LANES // plan.copies) == np.arange(plan.copies)[:, None]
-    own = np.tile(own, plan.words // LANES)[:, None, None, :]
-    shape = (layout.planes, plan.copies, *planes.shape[2:])
+    own = np.arange(LANES) // (LANES // tiling.copies) == np.arange(tiling.copies)[:, None]
+    own = np.tile(own, tiling.row_bytes // LANES)[:, None, None, :]
+    shape = (layout.planes, tiling.copies, *planes.shape[2:])
     own = jnp.broadcast_to(jnp.asarray(own)[None], shape)
     copies = jnp.where(own, jnp.broadcast_to(planes, shape), jnp.zeros(shape, x.dtype))
-    copies = copies.transpose(2, 0, 1, 3, 4).reshape(tiles, layout.planes, plan.copies * plan.tile_m, plan.words)
+    copies = copies.transpose(2, 0, 1, 3, 4).reshape(
+        tiles, layout.planes, tiling.copies * tiling.tile_m, tiling.row_bytes
+    )
 
-    operands, specs = _weight_operands(weight, plan)
+    operands, specs = _weight_operands(weight, tiling)
     operands["x"], specs["x"] = copies, pl.BlockSpec((None, *copies.shape[1:]), lambda i, j: (i, 0, 0, 0))
-    row, shift = _row_factors(weight, plan)
-    by_row = pl.BlockSpec((1, plan.tile_n), lambda i, j: (0, j))
+    row, shift = _row_factors(weight, tiling)
+    by_row = pl.BlockSpec((1, tiling.tile_n), lambda i, j: (0, j))
     if row is not None:
         operands["row"], specs["row"] = row, by_row
     if shift is not None:
         operands["shift"], specs["shift"] = shift, by_row
-    if plan.shifted:
+    if tiling.shifted:
         blocks = weight.scale.shape[1]
-        size = plan.columns if layout.one_scale else layout.block_size
-        sums = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, blocks * size - plan.columns)])
+        size = tiling.columns if layout.one_scale else layout.block_size
+        sums = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, blocks * size - tiling.columns)])
         operands["sums"] = sums.reshape(-1, blocks, size).sum(axis=2)
-        specs["sums"] = pl.BlockSpec((plan.tile_m, blocks), lambda i, j: (i, 0))
+        specs["sums"] = pl.BlockSpec((tiling.tile_m, blocks), lambda i, j: (i, 0))
 
     return pl.pallas_call(
-        ft.partial(_forward_kernel, plan),
-        out_shape=_compat.result_like(x, (m, plan.n), jnp.float32),
-        grid=(tiles, pl.cdiv(plan.n, plan.tile_n)),
+        ft.partial(_forward_kernel, tiling),
+        out_shape=_compat.result_like(x, (m, tiling.n), jnp.float32),
+        grid=(tiles, pl.cdiv(tiling.n, tiling.tile_n)),
         in_specs=[specs],
-        out_specs=pl.BlockSpec((plan.tile_m, plan.tile_n), lambda i, j: (i, j)),
-        scratch_shapes=_scratch(weight, plan),
+        out_specs=pl.BlockSpec((tiling.tile_m, tiling.tile_n), lambda i, j: (i, j)),
+        scratch_shapes=_scratch(weight, tiling),
         compiler_params=_compiler_params("parallel"),
         interpret=interpret,
         name="quantized_matmul",
     )(operands)
 
 
-def _transposed(x: Float[Array, "m n"], weight: Packed, plan: Plan, interpret: bool) -> Float32[Array, "m k"]:
-    m, layout = x.shape[0], plan.layout
-    tiles, steps = pl.cdiv(m, plan.tile_m), pl.cdiv(plan.n, plan.tile_n)
+def _transposed(x: Float[Array, "m n"], weight: Packed, tiling: Tiling, interpret: bool) -> Float32[Array, "m k"]:
+    m, layout = x.shape[0], tiling.layout
+    tiles, steps = pl.cdiv(m, tiling.tile_m), pl.cdiv(tiling.n, tiling.tile_n)
     x = x.astype(jnp.float32)
-    row, shift = _row_factors(weight, plan)
+    row, shift = _row_factors(weight, tiling)
     scaled = x if row is None else x * jnp.broadcast_to(row, x.shape)
-    operands, specs = _weight_operands(weight, plan)
+    operands, specs = _weight_operands(weight, tiling)
     # Rows past the last of the weight hold anything, so what they are multiplied by is zero.
-    operands["x"] = jnp.pad(scaled, [(0, tiles * plan.tile_m - m), (0, steps * plan.tile_n - plan.n)])
-    specs["x"] = pl.BlockSpec((plan.tile_m, plan.tile_n), lambda i, j: (i, j))
+    operands["x"] = jnp.pad(scaled, [(0, tiles * tiling.tile_m - m), (0, steps * tiling.tile_n - tiling.n)])
+    specs["x"] = pl.BlockSpec((tiling.tile_m, tiling.tile_n), lambda i, j: (i, j))
 
-    shape = (layout.planes, plan.tile_m, plan.words)
+    shape = (layout.planes, tiling.tile_m, tiling.row_bytes)
     y = pl.pallas_call(
-        ft.partial(_transposed_kernel, plan),
+        ft.partial(_transposed_kernel, tiling),
         out_shape=_compat.result_like(x, (tiles, *shape), jnp.float32),
         grid=(tiles, steps),
         in_specs=[specs],
         out_specs=pl.BlockSpec((None, *shape), lambda i, j: (i, 0, 0, 0)),
-        scratch_shapes=_scratch(weight, plan),
+        scratch_shapes=_scratch(weight, tiling),
         compiler_params=_compiler_params("arbitrary"),
         interpret=interpret,
         name="quantized_matmul_transposed",
     )(operands)
 
-    y = y.reshape(tiles, layout.planes, plan.tile_m, -1, packing.PLANE)
-    y = y.transpose(0, 2, 3, 1, 4).reshape(-1, plan.columns)[:m]
+    y = y.reshape(tiles, layout.planes, tiling.tile_m, -1, packing.PLANE)
+    y = y.transpose(0, 2, 3, 1, 4).reshape(-1, tiling.columns)[:m]
     if shift is not None:
         # Of what the codes are multiplied by, rounded as it is: else the two would not cancel.
-        rounded = scaled.astype(plan.dtype).astype(jnp.float32)
+        rounded = scaled.astype(tiling.dtype).astype(jnp.float32)
         y = y + jnp.broadcast_to((rounded * jnp.broadcast_to(shift, x.shape)).sum(axis=1, keepdims=True), y.shape)
     return y
 
 
-def _weight_operands(weight: Packed, plan: Plan) -> tuple[dict[str, Array], dict[str, pl.BlockSpec]]:
+def _weight_operands(weight: Packed, tiling: Tiling) -> tuple[dict[str, Array], dict[str, pl.BlockSpec]]:
     """What both kernels take of a weight, and their blocks on a grid of (tiles of m, tiles of n)."""
-    layout, tile_n = plan.layout, plan.tile_n
-    operands: dict[str, Array] = {"words": weight.codes}
-    specs = {"words": pl.BlockSpec((tile_n, plan.words), lambda i, j: (j, 0))}
+    layout, tile_n = tiling.layout, tiling.tile_n
+    operands: dict[str, Array] = {"codes": weight.codes}
+    specs = {"codes": pl.BlockSpec((tile_n, tiling.row_bytes), lambda i, j: (j, 0))}
     if not layout.one_scale:
         blocks = weight.scale.shape[1]
         by_block = pl.BlockSpec((tile_n, blocks), lambda i, j: (j, 0))
         turn = lambda a: a
-        if plan.scales_are_transposed:
+        if tiling.scales_are_transposed:
             by_block, turn = pl.BlockSpec((blocks, tile_n), lambda i, j: (0, j)), jnp.transpose
         operands["scale"], specs["scale"] = turn(weight.scale), by_block
         if weight.zero_point is not None:
             operands["zero"], specs["zero"] = turn(weight.zero_point), by_block
-    if plan.decoder.looked_up:
-        table = plan.decoder.table()
+    if tiling.decoder.looked_up:
+        table = tiling.decoder.table()
         operands["table"] = jnp.asarray(np.broadcast_to(table[:, None], (len(table), LANES)))
         specs["table"] = pl.BlockSpec((len(table), LANES), lambda i, j: (0, 0))
     return operands, specs
 
 
-def _row_factors(weight: Packed, plan: Plan) -> tuple[Float32[Array, "1 n"] | None, Float32[Array, "1 n"] | None]:
+def _row_factors(weight: Packed, tiling: Tiling) -> tuple[Float32[Array, "1 n"] | None, Float32[Array, "1 n"] | None]:
     """What decoded codes of a row are scaled by, and what is added to them before, where that is so for a whole row."""
     row_scale = None if weight.row_scale is None else weight.row_scale.T
-    if not plan.layout.one_scale:
+    if not tiling.layout.one_scale:
         return row_scale, None
-    scale = decode_scale(weight.scale, plan.layout.scale).T
+    scale = decode_scale(weight.scale, tiling.layout.scale).T
     scale = scale if row_scale is None else scale * row_scale
     shift = None
-    if plan.shifted:
+    if tiling.shifted:
         zero = 0 if weight.zero_point is None else weight.zero_point.astype(jnp.float32).T
-        shift = jnp.broadcast_to((plan.decoder.offset - zero) / plan.decoder.step, scale.shape)
-    return scale * plan.decoder.step, shift
+        shift = jnp.broadcast_to((tiling.decoder.offset - zero) / tiling.decoder.step, scale.shape)
+    return scale * tiling.decoder.step, shift
 
 
-def _scratch(weight: Packed, plan: Plan) -> dict[str, Any]:
-    if plan.layout.one_scale:
+def _scratch(weight: Packed, tiling: Tiling) -> dict[str, Any]:
+    if tiling.layout.one_scale:
         return {}
-    by_block = pltpu.VMEM((weight.scale.shape[1], plan.tile_n), jnp.float32)
-    return (
-        {"scale_ref": by_block, "shift_ref": by_block} if plan.transpose and plan.shifted else {"scale_ref": by_block}
-    )
+    by_block = pltpu.VMEM((weight.scale.shape[1], tiling.tile_n), jnp.float32)
+    shift = {"shift_ref": by_block} if tiling.transpose and tiling.shifted else {}
+    return {"scale_ref": by_block, **shift}
 
 
 def _compiler_params(rows: Literal["parallel", "arbitrary"]) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(dimension_semantics=("parallel", rows), vmem_limit_bytes=VMEM_BYTES)
 
 
-def _forward_kernel(plan: Plan, refs: Refs, y_ref: Any, scale_ref: Any = None) -> None:
-    layout, tile_m = plan.layout, plan.tile_m
+def _forward_kernel(tiling: Tiling, refs: Refs, y_ref: Any, scale_ref: Any = None) -> None:
+    layout, tile_m = tiling.layout, tiling.tile_m
     y_ref[...] = jnp.zeros_like(y_ref)
     if not layout.one_scale:
-        scale_ref[...], shift = _scales(plan, refs)
-        if plan.shifted:
+        scale_ref[...], shift = _scales(tiling, refs)
+        if tiling.shifted:
             y_ref[...] = _dot(refs["sums"][...], scale_ref[...] * shift)
 
     def take(start: Any, count: int) -> None:
@@ -313,75 +318,75 @@ def _forward_kernel(plan: Plan, refs: Refs, y_ref: Any, scale_ref: Any = None) -
         total = jnp.zeros(y_ref.shape, jnp.float32)
         for chunk in range(count):
             lanes = _lanes(start + chunk)
-            planes = plan.decoder.decode(refs["words"][:, lanes], refs.get("table"))
+            planes = tiling.decoder.decode(refs["codes"][:, lanes], refs.get("table"))
             partial = [_dot(refs["x"][p, :, lanes], w, transpose_b=True) for p, w in enumerate(planes)]
-            if plan.planes_share_scales:
+            if tiling.planes_share_scales:
                 partial = [sum(partial[1:], partial[0])]
             for p, both in enumerate(partial):
-                for copy in range(plan.copies):
+                for copy in range(tiling.copies):
                     part = both[copy * tile_m : (copy + 1) * tile_m]
                     if not layout.one_scale:
-                        row = scale_ref[pl.ds(plan.block(start + chunk, p, copy), 1), :]
+                        row = scale_ref[pl.ds(tiling.block(start + chunk, p, copy), 1), :]
                         part = part * jnp.broadcast_to(row, part.shape)
                     total = total + part
         y_ref[...] += total
 
-    _loop(plan, take)
+    _loop(tiling, take)
     if "row" in refs:
         y_ref[...] *= jnp.broadcast_to(refs["row"][...], y_ref.shape)
     if "shift" in refs:
         y_ref[...] += refs["sums"][...] * (refs["row"][...] * refs["shift"][...])
 
 
-def _transposed_kernel(plan: Plan, refs: Refs, y_ref: Any, scale_ref: Any = None, shift_ref: Any = None) -> None:
-    layout, tile_m = plan.layout, plan.tile_m
+def _transposed_kernel(tiling: Tiling, refs: Refs, y_ref: Any, scale_ref: Any = None, shift_ref: Any = None) -> None:
+    layout, tile_m = tiling.layout, tiling.tile_m
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         y_ref[...] = jnp.zeros_like(y_ref)
 
-    refs = {**refs, "first_row": pl.program_id(1) * plan.tile_n}  # which is not to be asked for inside of a loop
+    refs = {**refs, "first_row": pl.program_id(1) * tiling.tile_n}  # which is not to be asked for inside of a loop
     x = refs["x"][...]
     if not layout.one_scale:
-        scale_ref[...], shift = _scales(plan, refs)
-        if plan.shifted:
+        scale_ref[...], shift = _scales(tiling, refs)
+        if tiling.shifted:
             shift_ref[...] = shift
-    copy_of_lane = jax.lax.broadcasted_iota(jnp.int32, (tile_m, LANES), 1) >> (LANES // plan.copies).bit_length() - 1
+    copy_of_lane = jax.lax.broadcasted_iota(jnp.int32, (tile_m, LANES), 1) >> (LANES // tiling.copies).bit_length() - 1
 
     def scaled(chunk: Any, plane: int) -> Array:
         """Copies of `x`, scaled."""
         if layout.one_scale:
-            return x.astype(plan.dtype)
-        rows = [scale_ref[pl.ds(plan.block(chunk, plane, copy), 1), :] for copy in range(plan.copies)]
-        return jnp.concatenate([x * jnp.broadcast_to(row, x.shape) for row in rows]).astype(plan.dtype)
+            return x.astype(tiling.dtype)
+        rows = [scale_ref[pl.ds(tiling.block(chunk, plane, copy), 1), :] for copy in range(tiling.copies)]
+        return jnp.concatenate([x * jnp.broadcast_to(row, x.shape) for row in rows]).astype(tiling.dtype)
 
     def take(start: Any, count: int) -> None:
         for chunk in range(count):
             lanes = _lanes(start + chunk)
-            copies = [scaled(start + chunk, p) for p in range(1 if plan.planes_share_scales else layout.planes)]
-            for p, w in enumerate(plan.decoder.decode(refs["words"][:, lanes], refs.get("table"))):
+            copies = [scaled(start + chunk, p) for p in range(1 if tiling.planes_share_scales else layout.planes)]
+            for p, w in enumerate(tiling.decoder.decode(refs["codes"][:, lanes], refs.get("table"))):
                 if not np.isfinite(layout.table).all():
-                    w = _zero_past_rows(plan, refs, w, axis=0)
-                x_of_block = copies[0 if plan.planes_share_scales else p]
+                    w = _zero_past_rows(tiling, refs, w, axis=0)
+                x_of_block = copies[0 if tiling.planes_share_scales else p]
                 partial = _dot(x_of_block, w)
                 part = jnp.zeros((tile_m, LANES), jnp.float32)
-                for copy in range(plan.copies):
+                for copy in range(tiling.copies):
                     rows = slice(copy * tile_m, (copy + 1) * tile_m)
                     of_copy = partial[rows]
                     if shift_ref is not None:
-                        shift = shift_ref[pl.ds(plan.block(start + chunk, p, copy), 1), :]
+                        shift = shift_ref[pl.ds(tiling.block(start + chunk, p, copy), 1), :]
                         added = x_of_block[rows].astype(jnp.float32) * jnp.broadcast_to(shift, x.shape)
                         of_copy += jnp.broadcast_to(added.sum(axis=1, keepdims=True), of_copy.shape)
                     part = jnp.where(copy_of_lane == copy, of_copy, part)
                 y_ref[p, :, lanes] += part
 
-    _loop(plan, take)
+    _loop(tiling, take)
 
 
-def _loop(plan: Plan, take: Any) -> None:
+def _loop(tiling: Tiling, take: Any) -> None:
     """Calls `take(first, count)` for all chunks of a row."""
-    unroll = plan.unroll
-    steps, rest = divmod(plan.words // LANES, unroll)
+    unroll = tiling.unroll
+    steps, rest = divmod(tiling.row_bytes // LANES, unroll)
     jax.lax.fori_loop(jnp.int32(0), jnp.int32(steps), lambda i, _: take(i * unroll, unroll), None)
     take(jnp.int32(steps * unroll), rest)
 
@@ -390,26 +395,26 @@ def _lanes(chunk: Any) -> Any:
     return pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES)
 
 
-def _scales(plan: Plan, refs: Refs) -> tuple[Float32[Array, "blocks tile_n"], Float32[Array, "blocks tile_n"]]:
+def _scales(tiling: Tiling, refs: Refs) -> tuple[Float32[Array, "blocks tile_n"], Float32[Array, "blocks tile_n"]]:
     """The scales of a tile, of what codes are decoded to; and what is added to those."""
     bits = refs["scale"][...]
     # TPUs have no float16.
-    scale = decode_float16(bits) if plan.layout.scale == "float16" else decode_scale(bits, plan.layout.scale)
-    offset = jnp.full(scale.shape, plan.decoder.offset, jnp.float32)
+    scale = decode_float16(bits) if tiling.layout.scale == "float16" else decode_scale(bits, tiling.layout.scale)
+    offset = jnp.full(scale.shape, tiling.decoder.offset, jnp.float32)
     if "zero" in refs:
         offset -= refs["zero"][...].astype(jnp.int32).astype(jnp.float32)
-    if not plan.scales_are_transposed:
+    if not tiling.scales_are_transposed:
         scale, offset = scale.T, offset.T
-    scale = _zero_past_rows(plan, refs, scale, axis=1)
-    return scale * plan.decoder.step, offset / plan.decoder.step
+    scale = _zero_past_rows(tiling, refs, scale, axis=1)
+    return scale * tiling.decoder.step, offset / tiling.decoder.step
 
 
-def _zero_past_rows(plan: Plan, refs: Refs, values: Float[Array, "_ _"], axis: int) -> Float[Array, "_ _"]:
+def _zero_past_rows(tiling: Tiling, refs: Refs, values: Float[Array, "_ _"], axis: int) -> Float[Array, "_ _"]:
     """Zero past the last row of the weight, where a sum over rows must not see NaNs. Rows are along `axis`."""
-    if not plan.transpose or plan.n % plan.tile_n == 0:
+    if not tiling.transpose or tiling.n % tiling.tile_n == 0:
         return values
     row = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis) + refs["first_row"]
-    return jnp.where(row < plan.n, values, jnp.zeros_like(values))
+    return jnp.where(row < tiling.n, values, jnp.zeros_like(values))
 
 
 def _dot(a: Float[Array, "m inner"], b: Float[Array, "_ _"], transpose_b: bool = False) -> Float32[Array, "m outer"]:

@@ -70,12 +70,12 @@ class Decoder(NamedTuple):
         pairs = ((lower - ((upper >= 2**15) & (lower != 0))) << 16) | upper
         return np.concatenate([pairs.astype(np.uint32), table.astype(np.float32).view(np.uint32)]).view(np.int32)
 
-    def decode(self, words: UInt8[Array, "rows lanes"], table_ref: Any) -> list[Float[Array, "rows lanes"]]:
+    def decode(self, codes: UInt8[Array, "rows lanes"], table_ref: Any) -> list[Float[Array, "rows lanes"]]:
         """The values of every plane; where they grow evenly with codes, what `step` and `offset` make values of."""
         bits, kind, dtype, layout = self.layout.bits, self.layout.kind, self.dtype, self.layout
         if kind in ("float8_e4m3fn", "float8_e5m2"):
-            return [jax.lax.bitcast_convert_type(words, jnp.dtype(kind)).astype(dtype)]
-        packed = pltpu.bitcast(words, jnp.int32)
+            return [jax.lax.bitcast_convert_type(codes, jnp.dtype(kind)).astype(dtype)]
+        packed = pltpu.bitcast(codes, jnp.int32)
         if not self.looked_up:
             packed ^= _in_every_byte(sum(1 << (bits * p + bits - 1) for p in range(layout.planes)))
             half = 1 << (7 - bits) if self.between else 0

@@ -1,0 +1,189 @@
+"""Products with a quantized array, brought to the one form that is computed: `x(*batch, m, k) . w(*batch, n, k)^T`.
+
+`jnp.matmul`'s shapes and `jax.lax.dot_general`'s dimension numbers both become names of axes, as in an einsum. What an
+axis does in the product then follows from where its name occurs. Shapes are brought into order here and nowhere else.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float
+
+from .. import _compat
+from .._mesh import as_spec, explicit_mesh, in_auto_mode, names_in
+from .primitive import bind_matmul
+from .sharding import logical_sharding
+
+
+Axes = Sequence[Hashable]  # the names of the axes of an array
+
+
+def matmul(x: Float[Array, "..."], q: Any, *, left: bool, **options: Any) -> Array | None:
+    """`q @ x` if `left`, else `x @ q`, in `jnp.matmul`'s shapes.
+
+    **Arguments:**
+
+    - `x`: floats, whose dtype is also the result's.
+    - `q`: a `QuantizedArray`.
+    - `options`: `precision` and `implementation`, as in `bind_matmul`.
+
+    **Returns:**
+
+    The product, or `None` if it has to be dense.
+
+    **Raises:**
+
+    `ValueError` if contracted lengths differ, or batch axes do not broadcast.
+    """
+    if x.ndim == 0:
+        return None
+    first, second = (q.shape, x.shape) if left else (x.shape, q.shape)
+    inner = first[-1], second[-2 if len(second) > 1 else -1]
+    if inner[0] != inner[1]:
+        flipped = "q.T" if q.ndim == 2 else "q.mT"
+        fits = q.ndim > 1 and (q.shape[-2] == inner[1] if left else q.shape[-1] == inner[0])
+        remedy = f" `{f'{flipped} @ x' if left else f'x @ {flipped}'}` fits." if fits else ""
+        raise ValueError(
+            f"`matmul` contracts axes of equal length. Got lengths {inner[0]} and {inner[1]}, from {first} @ {second}."
+            f"{remedy}"
+        )
+    batch = jnp.broadcast_shapes(first[:-2], second[:-2])
+    # Batch axes are named by their places from the end, since that is how they are broadcast.
+    named = lambda shape, last: (*range(-len(shape), -2), *last) if len(shape) > 1 else ("k",)
+    of_first, of_second = named(first, "mk"), named(second, "kn")
+    of_y = (*range(-len(batch) - 2, -2), *(name for name in "mn" if name in (*of_first, *of_second)))
+    of_x, of_q = (of_second, of_first) if left else (of_first, of_second)
+    return einsum(x, q, of_x, of_q, of_y, **options)
+
+
+def dot_general(x: Float[Array, "..."], q: Any, numbers: Any, *, left: bool, **options: Any) -> Array | None:
+    """`jax.lax.dot_general(q, x, numbers)` if `left`, else `jax.lax.dot_general(x, q, numbers)`; as `matmul`."""
+    (contract, batch) = numbers
+    contract, batch = numbers
+    pairs = [*zip(*batch, strict=True), *zip(*contract, strict=True)]
+    # The axes of a pair share a name; a free axis is named by its side and place.
+    named = lambda side, ndim: [
+        next((pair for pair in pairs if pair[side] == axis), (side, axis, "free")) for axis in range(ndim)
+    ]
+    of_q, of_x = named(1 - left, q.ndim), named(int(left), x.ndim)
+    free = sorted(name for name in (*of_q, *of_x) if len(name) == 3)
+    of_y = [*pairs[: len(batch[0])], *free]  # those of the left operand come first
+    return einsum(x, q, of_x, of_q, of_y, **options)
+
+
+def einsum(
+    x: Float[Array, "..."], q: Any, of_x: Axes, of_q: Axes, of_y: Axes, **options: Any
+) -> Float[Array, "..."] | None:
+    """The sum of products over the axes that `of_y` leaves out, by the quantized matmul.
+
+    **Arguments:**
+
+    - `x`, `q`: a float array, and a `QuantizedArray`.
+    - `of_x`, `of_q`, `of_y`: the names of the axes of each and of the result. Axes of length one are broadcast.
+
+    **Returns:**
+
+    An array; or `None` if the sum runs over a part of the quantized axes, or over none.
+    """
+    form = _form_of(x, q, of_x, of_q, of_y)
+    if form is None:
+        return None
+    # Inside `shard_map` the types of arrays also say along which axes they vary. The product varies along those of
+    # both operands, and saying so before it gives the gradient its sum.
+    x, q = _compat.vary_alike((x, q))
+    product = ft.partial(_product, form, **options)
+    mesh = explicit_mesh(x, q)
+    if mesh is not None:
+        product = in_auto_mode(product, NamedSharding(mesh, _result_spec(form, x, q)))
+    return product(x, q)
+
+
+class _Form(NamedTuple):
+    """The names of the axes of `x(*batch, *alone, rows, inner) . w(*batch, *alone, ...)`, by what they do."""
+
+    of_x: Axes
+    of_q: Axes
+    of_y: Axes
+    size: Mapping[Hashable, Any]
+    transpose: bool
+    batch: Axes  # of both operands
+    alone: Axes  # of the weight: one `x` for many weights
+    rows: Axes  # of `x`
+    inner: Axes  # what is contracted
+    outer: Axes  # of the weight, and not in front of it
+
+
+def _form_of(x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes) -> _Form | None:
+    inside = [of_q[axis] for axis in q._axes]
+    size: dict[Hashable, Any] = {}
+    for name, length in (*zip(of_q, q.shape, strict=True), *zip(of_x, x.shape, strict=True)):
+        size[name] = length if size.get(name, 1) == 1 else size[name]
+    contracts = any(name in of_x and name not in of_y for name in of_q)
+    # An axis of length one matters only if it is quantized. Without it, what else `x` has there becomes rows.
+    long_q = [name for name, n in zip(of_q, q.shape, strict=True) if name in inside or n != 1]
+    long_x = [name for name, n in zip(of_x, x.shape, strict=True) if n == size[name]]
+    shared = [name for name in long_q if name in of_x]
+    batch = [name for name in shared if name in of_y and name in long_x]
+    contracted = [name for name in shared if name not in of_y]
+    free = [name for name in long_q if name not in batch and name not in contracted]
+    rows = [name for name in long_x if name in of_y and name not in batch and name not in free]
+    if set(inside) == set(contracted):
+        # The sum runs along the blocks: x . W^T. Free axes of the weight are its rows.
+        return _Form(of_x, of_q, of_y, size, False, batch, [], rows, inside, free)
+    if not contracts or any(name not in free for name in inside):
+        return None
+    # It runs across them: x . W. Contracted axes are rows of the weight, and `x` is copied along its other axes.
+    alone = [name for name in free if name not in inside]
+    copies, length = math.prod(size[name] for name in rows), math.prod(size[name] for name in inside)
+    if alone and isinstance(copies, int) and copies > length:
+        return None  # the copies would take more memory than a dense weight
+    return _Form(of_x, of_q, of_y, size, True, batch, alone, rows, contracted, inside)
+
+
+def _product(form: _Form, x: Float[Array, "..."], q: Any, **options: Any) -> Float[Array, "..."]:
+    size = lambda names: [form.size[name] for name in names]
+    front = size((*form.batch, *form.alone))
+    m, inner = math.prod(size(form.rows)), math.prod(size(form.inner))
+    x = _ordered(x, form.of_x, (*form.batch, *form.rows, *form.inner))
+    x = x.reshape(*size(form.batch), *[1] * len(form.alone), m, inner)
+    x = jnp.broadcast_to(x, (*front, m, inner)) if form.alone else x
+
+    memory = [name for axis, name in enumerate(form.of_q) if axis - q.ndim not in q._axes]
+    of_rows = form.inner if form.transpose else form.outer
+    arrange = lambda leaf: _ordered(leaf, [*memory, _LAST], (*form.batch, *form.alone, *of_rows, _LAST)).reshape(
+        *front, math.prod(size(of_rows)), leaf.shape[-1]
+    )
+    w = dataclasses.replace(jtu.tree_map(arrange, q), axis=-1, lengths=(q._length,), logical_sharding=None)
+    y = bind_matmul(x, w, transpose=form.transpose, **options)
+    of_y = (*form.batch, *form.alone, *form.rows, *form.outer)
+    return _ordered(y.reshape(size(of_y)), of_y, form.of_y).reshape(size(form.of_y))
+
+
+_LAST = object()
+
+
+def _ordered(x: Array, names: Axes, wanted: Iterable[Hashable]) -> Array:
+    """Permutes axes. Those that are not wanted, of length one, come first; those that `x` has not are passed over."""
+    names, wanted = list(names), list(wanted)
+    order = [axis for axis, name in enumerate(names) if name not in wanted]
+    return jnp.transpose(x, (*order, *(names.index(name) for name in wanted if name in names)))
+
+
+def _result_spec(form: _Form, x: Array, q: Any) -> jax.sharding.PartitionSpec:
+    """What the product is divided by where types say so: by what divides `x`, and by what else divides the weight."""
+    of_x = names_in(jax.typeof(x).sharding.spec, x.ndim)
+    known = logical_sharding(q)
+    of_q = names_in(known.spec if known is not None else (), q.ndim)
+    divided = {name: by for name, by in zip(form.of_x, of_x, strict=True) if name in form.of_y}
+    taken = {axis for by in divided.values() for axis in by}
+    for name, by in zip(form.of_q, of_q, strict=True):
+        if not divided.get(name):
+            divided[name] = tuple(axis for axis in by if axis not in taken)
+    return as_spec([divided[name] for name in form.of_y])

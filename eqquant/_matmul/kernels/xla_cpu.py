@@ -1,0 +1,186 @@
+"""`xla` on CPU: `x(m, k) . w(n, k)^T` in plain `jax.numpy`, in the form that XLA for CPU runs fastest.
+
+XLA for CPU never fuses a decode into a product, so a loop decodes and multiplies a few rows at a time; what is decoded
+stays in the cache. Each plane of the packing is decoded and multiplied by itself, with the columns of `x` that belong
+to it: to put codes in order again takes longer than to multiply them.
+"""
+
+import functools as ft
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Float, Float32
+
+from ..._numerics import packing
+from .packed import decode_columns, decode_scale, Layout, look_up, Packed
+from .xla import accumulator
+
+
+# The decoded rows of a plane that are in flight at a time. What is not taken in rows may be decoded long before its
+# turn: of eight layers of 4 MiB, XLA decodes all at once, and takes twice as long.
+ROWS_BYTES = 2**21
+
+
+def matmul(
+    x: Float[Array, "*batch rows inner"], weight: Packed, layout: Layout, dtype: Any, *, transpose: bool, precision: Any
+) -> Float[Array, "*batch rows outer"]:
+    """`x(*batch, m, k) . w(*batch, n, k)^T`, or with `transpose` `x(*batch, m, n) . w(*batch, n, k)`.
+
+    **Arguments:**
+
+    - `dtype`: that of the weight, to which its values are rounded if that of `x` is wider.
+    """
+    *batch, n, _ = weight.codes.shape
+    count, wide = math.prod(batch), accumulator(x.dtype)
+    row_bytes = max(layout.length * wide.itemsize, 1)
+    whole = count * n * row_bytes <= ROWS_BYTES
+    rows = n if whole else min(max(ROWS_BYTES * layout.planes // row_bytes, 1), n)
+    # Where all are to be rounded to 16 bits, that comes after scaling. Else it takes less to scale results or `x`.
+    rounded = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else None
+    decoder = _Decoder(layout, wide, rounded, scaled=not layout.one_scale or rounded is not None or wide.itemsize > 4)
+    product = ft.partial(_transposed_product if transpose else _product, decoder, rows, precision)
+
+    def one(operands: tuple[Array, Packed]) -> Array:
+        x, weight = operands
+        return product(x.astype(wide), weight).astype(x.dtype)
+
+    if not batch:
+        return one((x, weight))
+    flat = jtu.tree_map(lambda a: a.reshape(count, *a.shape[len(batch) :]), (x, weight))
+    y = jax.vmap(one)(flat) if whole else jax.lax.map(one, flat)
+    return y.reshape(*batch, *y.shape[1:])
+
+
+class _Decoder(NamedTuple):
+    """How rows of a weight are decoded: in parts, the planes of whole segments of the packing, and what is left."""
+
+    layout: Layout
+    wide: Any  # the dtype of values, and of sums
+    rounded: Any  # what they are rounded to before, or None
+    scaled: bool  # or else `scale_of_rows` is for others to multiply by
+
+    @property
+    def run(self) -> int:
+        """How many consecutive bytes are consecutive codes."""
+        layout = self.layout
+        return packing.PLANE if layout.bits < 8 else max(layout.block_size, 1)
+
+    @property
+    def body(self) -> int:
+        """How many codes of a row are in whole segments."""
+        segment = self.run * self.layout.planes
+        return self.layout.length // segment * segment
+
+    def decode(self, weight: Packed) -> list[Float[Array, "rows _"]]:
+        layout, body, run = self.layout, self.body, self.run
+        rows, parts = weight.codes.shape[0], []
+        # The values of a unit share a scale.
+        unit = run if layout.one_scale else math.gcd(run, layout.block_size)
+        codes = weight.codes[:, : body // layout.planes].reshape(rows, body // layout.planes // run, run // unit, unit)
+        scale = self._per_unit(self._scale(weight), unit) if self.scaled else None
+        zero = None if weight.zero_point is None else self._per_unit(weight.zero_point.astype(jnp.float32), unit)
+        for plane in range(layout.planes if body else 0):
+            values = look_up(packing.unpack_plane(codes, plane, layout.bits), layout)
+            values = values if zero is None else values - jnp.broadcast_to(zero[plane], values.shape)
+            values = values if scale is None else values * jnp.broadcast_to(scale[plane], values.shape)
+            parts.append(self._finish(values).reshape(rows, body // layout.planes))
+        if body == layout.length and body:
+            return parts
+        return [*parts, self._finish(decode_columns(weight, layout, body, jnp.float32, scaled=self.scaled))]
+
+    def split(self, x: Float[Array, "m k"]) -> list[Float[Array, "m _"]]:
+        """The columns of each part."""
+        m, planes = x.shape[0], self.layout.planes
+        runs = x[:, : self.body].reshape(m, self.body // planes // self.run, planes, self.run)
+        parts = [runs[:, :, p].reshape(m, self.body // planes) for p in range(planes if self.body else 0)]
+        return parts if self.body == self.layout.length and self.body else [*parts, x[:, self.body :]]
+
+    def join(self, parts: list[Float[Array, "m _"]]) -> Float[Array, "m k"]:
+        """The inverse of `split`."""
+        planes = self.layout.planes if self.body else 0
+        runs = [part.reshape(part.shape[0], -1, 1, self.run) for part in parts[:planes]]
+        body = [jnp.concatenate(runs, axis=2).reshape(parts[0].shape[0], self.body)] if runs else []
+        whole = [*body, *parts[planes:]]
+        return jnp.concatenate(whole, axis=1) if len(whole) > 1 else whole[0]
+
+    def scale_of_rows(self, weight: Packed) -> Float32[Array, " n"] | None:
+        return None if self.scaled else self._scale(weight)[:, 0]
+
+    def _scale(self, weight: Packed) -> Float32[Array, "rows blocks"]:
+        scale = decode_scale(weight.scale, self.layout.scale)
+        return scale if weight.row_scale is None else scale * jnp.broadcast_to(weight.row_scale, scale.shape)
+
+    def _per_unit(self, of_blocks: Float32[Array, "rows blocks"], unit: int) -> list[Float32[Array, "rows _ units 1"]]:
+        """For each plane, one number for each unit."""
+        layout, (rows, blocks) = self.layout, of_blocks.shape
+        if layout.one_scale:
+            return [of_blocks[:, :, None, None]] * layout.planes
+        repeated = jnp.broadcast_to(of_blocks[:, :, None], (rows, blocks, layout.block_size // unit))
+        units = repeated.reshape(rows, -1)[:, : self.body // unit]
+        units = units.reshape(rows, self.body // layout.planes // self.run, layout.planes, self.run // unit, 1)
+        return [units[:, :, plane] for plane in range(layout.planes)]
+
+    def _finish(self, values: Float32[Array, "*shape"]) -> Float[Array, "*shape"]:
+        if self.rounded is not None or self.layout.zero_points:
+            # As when it is dequantized: the outermost code of a range may lie beyond the largest finite number.
+            limit = float(min(jnp.finfo(self.rounded or self.wide).max, jnp.finfo(jnp.float32).max))
+            values = jnp.clip(values, -limit, limit)
+        return (values if self.rounded is None else values.astype(self.rounded)).astype(self.wide)
+
+
+def _product(
+    decoder: _Decoder, rows: int, precision: Any, x: Float[Array, "m k"], weight: Packed
+) -> Float[Array, "m n"]:
+    dot = ft.partial(jax.lax.dot_general, precision=precision, preferred_element_type=x.dtype)
+    columns = decoder.split(x)
+
+    def of_rows(weight: Packed) -> Float[Array, "rows m"]:
+        # The weight is the left operand: where `x` has few rows, that is faster.
+        numbers = (((1,), (1,)), ((), ()))
+        return ft.reduce(jnp.add, [dot(w, x, numbers) for w, x in zip(decoder.decode(weight), columns, strict=True)])
+
+    looped, rest = _cut(weight, rows)
+    y = []
+    if looped is not None:
+        _, of_steps = jax.lax.scan(lambda _, weight: (None, of_rows(weight)), None, looped)
+        y.append(of_steps.reshape(-1, x.shape[0]))
+    if rest is not None:
+        y.append(of_rows(rest))
+    y = jnp.concatenate(y) if len(y) > 1 else y[0]
+    scale = decoder.scale_of_rows(weight)
+    return jnp.transpose(y if scale is None else y * jnp.broadcast_to(scale[:, None], y.shape))
+
+
+def _transposed_product(
+    decoder: _Decoder, rows: int, precision: Any, x: Float[Array, "m n"], weight: Packed
+) -> Float[Array, "m k"]:
+    dot = ft.partial(jax.lax.dot_general, precision=precision, preferred_element_type=x.dtype)
+    scale = decoder.scale_of_rows(weight)
+    x = x if scale is None else x * jnp.broadcast_to(scale, x.shape)
+
+    def of_rows(x: Float[Array, "m rows"], weight: Packed) -> list[Float[Array, "m _"]]:
+        return [dot(x, w, (((1,), (0,)), ((), ()))) for w in decoder.decode(weight)]
+
+    looped, rest = _cut(weight, rows)
+    if looped is None:
+        return decoder.join(of_rows(x, weight))
+    taken = looped.codes.shape[0] * rows
+    steps = jnp.moveaxis(x[:, :taken].reshape(x.shape[0], -1, rows), 1, 0)
+    total = [jnp.zeros_like(part) for part in decoder.split(jnp.zeros((x.shape[0], decoder.layout.length), x.dtype))]
+    add = lambda total, step: ([t + y for t, y in zip(total, of_rows(*step), strict=True)], None)
+    total = of_rows(x[:, taken:], rest) if rest is not None else total
+    total, _ = jax.lax.scan(add, total, (steps, looped))
+    return decoder.join(total)
+
+
+def _cut(weight: Packed, rows: int) -> tuple[Packed | None, Packed | None]:
+    """A weight as steps of `rows` rows, if there is more than one, and the rows that are left, if any."""
+    n = weight.codes.shape[0]
+    steps = n // max(rows, 1)
+    if steps <= 1:
+        return None, weight
+    looped = jtu.tree_map(lambda a: a[: steps * rows].reshape(steps, rows, *a.shape[1:]), weight)
+    return looped, jtu.tree_map(lambda a: a[steps * rows :], weight) if steps * rows < n else None

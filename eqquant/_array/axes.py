@@ -15,3 +15,9 @@ def memory_order(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, 
     """A logical array as a quantized one lies in memory: the quantized axes last, as one."""
     rows = jnp.moveaxis(x, axes, range(-len(axes), 0))
     return rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(x.shape[a] for a in axes))
+
+
+def logical_order(rows: Array, axes: tuple[int, ...], lengths: tuple[int, ...]) -> Array:
+    """The inverse of `memory_order`, for an array of any dtype: `lengths` are those of the quantized axes."""
+    x = rows.reshape(*rows.shape[:-1], *lengths)
+    return jnp.moveaxis(x, range(-len(axes), 0), axes)

@@ -21,6 +21,7 @@ from .._numerics import packing
 from .._numerics.blocks import num_blocks
 from .array import QuantizedArray
 from .axes import as_axis, memory_order
+from .given import check_suits
 from .sharding import leaf_shardings
 
 
@@ -289,9 +290,12 @@ def _check_given(
         if not ((codes >= 0) & (codes <= top) & (codes == np.round(codes))).all():
             raise ValueError(
                 f"`zero_point` must hold whole numbers from 0 to {top}, the codes of {format!r}. Got others. Calibrate "
-                f"with `bits={format.bits}`."
+                "for this format."
             )
-    return GivenScales(scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8))
+    given = GivenScales(scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8))
+    if not any(isinstance(a, jax.core.Tracer) for a in (x, scale, zero_point)):
+        check_suits(given, memory_order(x, axes), format)
+    return given
 
 
 def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
+from .._methods import AbstractMethod
 from .._tree.use import as_use, Use
-from ._error import ErrorReport, measure, Real, to_numpy, Values
-from ._integers import stored_bits
+from ._error import ErrorReport, measure, Real, stored_bits, to_numpy, Values
 from ._plots import draw_front
 from ._report import numbers_table, Report
 
@@ -95,6 +95,7 @@ def run_benchmark(
     *,
     name: str | None = None,
     axis: int | Sequence[int] = -1,
+    method: AbstractMethod | None = None,
     threshold: Real | None = None,
 ) -> Benchmark:
     """Quantizes one array to one format and measures the error and the size.
@@ -112,6 +113,7 @@ def run_benchmark(
     - `format`: a format, its lower-case name, or a [`eqquant.Use`][] that names a method too.
     - `name`: what the row is called. What the format prints unless given.
     - `axis`: the axis along which blocks run.
+    - `method`: how codes are found, where `format` does not say so.
     - `threshold`: as in [`eqquant.analysis.analyze_error`][].
 
     **Returns:**
@@ -123,6 +125,7 @@ def run_benchmark(
     As [`eqquant.quantize`][] and [`eqquant.analysis.analyze_error`][].
     """
     use = as_use(format)
+    use = Use(use.format, use.method or method)
     values = to_numpy(x, "`x`")
     q = quantize(values, use.format, axis=axis, method=use.method)
     error = measure(values, to_numpy(q, "`q`"), ("`x`", "its quantized version"), threshold)

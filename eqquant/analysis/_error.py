@@ -12,6 +12,7 @@ from rich.table import Table
 from .._array.array import QuantizedArray
 from .._array.axes import memory_order
 from .._array.value import AbstractArrayValue
+from .._formats.any_width import code_width
 from .._numerics.blocks import divide, expand
 from ._plots import draw_histogram
 from ._report import numbers_table, Report
@@ -199,6 +200,13 @@ def levels_of(q: QuantizedArray) -> np.ndarray:
     """The values that codes stand for, before scale and zero point, sorted."""
     decoded = np.asarray(q.format.decode(jnp.arange(2**q.format.bits, dtype=jnp.uint8)), np.float64)
     return np.unique(decoded[np.isfinite(decoded)])
+
+
+def stored_bits(q: QuantizedArray) -> float:
+    """Bits per value, scales included; those of an analysed integer as if it were packed."""
+    rows, length = math.prod(q.codes.shape[:-1]), math.prod(q.lengths)
+    spared = math.ceil(length * q.format.bits / 8) - math.ceil(length * code_width(q.format) / 8)
+    return 8 * (q.nbytes - rows * spared) / max(q.size, 1)
 
 
 def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:

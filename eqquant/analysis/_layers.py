@@ -14,8 +14,7 @@ from .._formats.base import AbstractFormat
 from .._tree.leaves import named_leaves, some
 from .._tree.quantize import quantize_tree, Rules
 from .._tree.select import Where
-from ._error import decibel, ErrorReport, measure, Real, to_numpy
-from ._integers import stored_bits
+from ._error import decibel, ErrorReport, measure, Real, stored_bits, to_numpy
 from ._plots import draw_bars
 from ._report import numbers_table, Report
 

@@ -5,8 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from .._array.array import QuantizedArray
-from ._error import analyze_error, levels_of, Real, Values
+from ..._array.array import QuantizedArray
+from .._error import analyze_error, levels_of, Real, Values
 
 
 def theoretical_sqnr(bits: int, signal: Literal["uniform", "sine"] = "uniform") -> float:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from .._array.array import QuantizedArray
-from .._array.quantize import quantize
-from .._formats.base import AbstractFormat, as_format
-from .._numerics.blocks import divide
-from ._comparison import compare_bit_widths
-from ._error import measure, quantization_mse, Real, rows_of, to_numpy, Values
-from ._integers import integer_format, Rounding
-from ._plots import draw_bars
-from ._report import numbers_table, Report
+from ..._array.array import QuantizedArray
+from ..._array.quantize import quantize
+from ..._formats.any_width import integer_format, Rounding
+from ..._formats.base import AbstractFormat, as_format
+from ..._numerics.blocks import divide
+from .._error import measure, quantization_mse, Real, rows_of, to_numpy, Values
+from .._plots import draw_bars
+from .._report import numbers_table, Report
+from .comparison import compare_bit_widths
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -14,7 +14,7 @@ from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 
 # A scale dtype rounds by less: bfloat16 by 1/256. A power of two for another scale is off by up to a half.
 _STORED = 1 / 64
-# Who clips on purpose loses less; an eight-bit scale in a four-bit format, which clips at a twentieth of the range, more.
+# Who clips on purpose loses less. An eight-bit scale in a four-bit format clips at a twentieth of the range: more.
 _CLIPPED = 0.75
 
 

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 from .._formats import Binary, Dynamic8, FP8, Int2, Int4, Int8, MXFP4, MXFP8, NF4, NVFP4, Q4_0, Q8_0, Ternary
 from .._formats.base import AbstractFormat
+from .._methods import AbstractMethod
+from .._tree.use import Use
 from ._benchmark import Comparison, run_benchmark
 from ._error import Values
-from ._report import as_formats
+from ._report import as_uses
 
 
 # What is compared where nothing else is asked for.
@@ -35,9 +37,10 @@ FORMATS: tuple[AbstractFormat, ...] = (
 
 def compare_formats(
     x: Values,
-    formats: Sequence[AbstractFormat | str] | AbstractFormat | str = FORMATS,
+    formats: Sequence[AbstractFormat | str | Use] | AbstractFormat | str | Use = FORMATS,
     *,
     axis: int | Sequence[int] = -1,
+    method: AbstractMethod | None = None,
 ) -> Comparison:
     """The error and the size of several formats on the same values.
 
@@ -51,8 +54,10 @@ def compare_formats(
     **Arguments:**
 
     - `x`: the values.
-    - `formats`: formats, or their lower-case names, or one of these. All of the library unless given.
+    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s that name methods too, or one of these. All of the
+        library unless given.
     - `axis`: the axis along which blocks run.
+    - `method`: how codes are found, where `formats` do not say so.
 
     **Returns:**
 
@@ -64,4 +69,4 @@ def compare_formats(
     """
     if not formats:
         raise ValueError("`formats` must name at least one format. Got none. Leave it out for all of the library.")
-    return Comparison(tuple(run_benchmark(x, format, axis=axis) for format in as_formats(formats)))
+    return Comparison(tuple(run_benchmark(x, use, axis=axis) for use in as_uses(formats, method)))

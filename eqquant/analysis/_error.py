@@ -23,6 +23,18 @@ Values = AbstractArrayValue | Shaped[ArrayLike, "..."]
 _CHUNK = 1 << 17  # values at a time: float64 copies that stay in cache
 
 
+_LABELS = {
+    "sqnr_db": "signal-to-noise ratio (SQNR), dB",
+    "relative_l2": "relative error (L2)",
+    "cosine": "cosine",
+    "mse": "mean squared error",
+    "rmse": "root mean squared error",
+    "mae": "mean absolute error",
+    "max_error": "largest error",
+    "outlier_rate": "share of errors above {0.threshold:.4g}",
+}
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class ErrorReport(Report):
     r"""How far an array is from the one it stands for.
@@ -47,10 +59,11 @@ class ErrorReport(Report):
 
     def __rich__(self) -> Table:
         table = numbers_table("error", "value")
-        for field in dataclasses.fields(self):
-            if field.repr:
-                value = getattr(self, field.name)
-                table.add_row(field.name, f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
+        for name, label in _LABELS.items():
+            table.add_row(label.format(self), f"{getattr(self, name):,.6g}")
+        table.add_section()
+        table.add_row("values", f"{self.size:,}")
+        table.add_row("root mean square of the values", f"{self.rms:.6g}")
         return table
 
     def plot(self, ax: Any = None) -> Any:
@@ -62,9 +75,11 @@ class ErrorReport(Report):
         x, q = self.arrays
         if not isinstance(q, QuantizedArray):
             values, levels = to_numpy(x, "`x`").ravel(), np.unique(to_numpy(q, "`q`"))
-            return draw_histogram(ax, values, levels[:256], ("values", "what they become", "value"))
+            labels = ("Values and what they become", "values", "what they become", "value")
+            return draw_histogram(ax, values, levels[:256], labels)
         in_codes, levels = _in_codes(x, q)
-        return draw_histogram(ax, in_codes, levels, ("values", "codes", f"value over its scale: {q.format!r}"))
+        labels = (f"Values on the grid of {q.format!r}", "values", "codes", "value over its scale")
+        return draw_histogram(ax, in_codes, levels, labels)
 
 
 def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> ErrorReport:

@@ -138,7 +138,7 @@ def sensitivity(
             changed = changed or not np.array_equal(rounded, w)
         rows.append(LeafSensitivity(paths, tuple(w.shape), w.nbytes, picked, tuple(nbytes), tuple(losses)))
     if changed and all(loss == base for row in rows for loss in row.losses):
-        # A loss that hardly changes looks like one that ignores the weights. Without weights, only the latter is as it was.
+        # A loss that hardly changes looks like one that ignores the weights. Only the latter is the same without them.
         without = {place: jnp.full_like(w, jnp.nan) for places, _, w, _ in weights for place in places}
         with jax.debug_nans(False):
             if float(np.asarray(losses_of.value(without))) == base:

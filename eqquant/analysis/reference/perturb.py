@@ -134,7 +134,8 @@ def outlier_impact(
         raise ValueError(f"`percentile` must be between 0 and 100. Got {percentile}. 99 clips the largest hundredth.")
     if percentile <= 1:
         raise ValueError(
-            f"`percentile` must be in percent, not a fraction. Got {percentile}. Write `percentile={100 * percentile:g}`."
+            f"`percentile` must be in percent, not a fraction. Got {percentile}. Write "
+            f"`percentile={100 * percentile:g}`."
         )
     values = to_numpy(x, "`x`")
     measure(values, values, ("`x`", "`x`"))

@@ -374,6 +374,8 @@ def test_bad_numbers(getkey):
     for change in (0, -1, math.nan):
         with pytest.raises(ValueError, match="`change` must be above -1 and not zero"):
             analysis.scale_sensitivity(w, eqq.quantize(w), change)
+    with pytest.raises(ValueError, match="not a fraction. Got 0.99. Write `percentile=99`"):
+        analysis.outlier_impact(w, 0.99)
     for percentile in (0, 100):
         with pytest.raises(ValueError, match="`percentile` must be between 0 and 100"):
             analysis.outlier_impact(w, percentile)
@@ -415,6 +417,18 @@ def test_one_format_alone():
     report = analysis.compare_formats(sin(128), "nf4")
     assert [row.format for row in report.rows] == [eqq.NF4()]
     assert analysis.compare_formats(sin(128), eqq.NF4()) == report
+
+
+def test_errors_are_named_in_words():
+    shown = str(analysis.analyze_error(sin(128), eqq.quantize(sin(128))))
+    assert "largest error" in shown and "_" not in shown
+
+
+def test_reference_names():
+    from eqquant.analysis import reference
+
+    for name in ("lcg_gaussian", "run_suite", "compare_granularities", "theoretical_sqnr", "outlier_impact"):
+        assert getattr(reference, name) is getattr(analysis, name)
 
 
 def test_names_are_no_markup():

@@ -109,7 +109,7 @@ class AbstractCalibrator(eqx.Module):
         complex values.
         """
         seen, finite = _add(self, self._check(x))
-        return dataclasses.replace(self, seen=seen, finite=finite, batches=self.batches + 1)
+        return dataclasses.replace(self, seen=seen, finite=finite, batches=_more(self.batches, 1))
 
     def merge(self: _Calibrator, other: _Calibrator) -> _Calibrator:
         """The calibrator of the data of both.
@@ -131,7 +131,7 @@ class AbstractCalibrator(eqx.Module):
                 "`merge` takes a calibrator of the same kind and settings. Got "
                 f"{_settings(other)} for {_settings(self)}. Make both with the same arguments."
             )
-        seen, batches = _join(self, other), self.batches + other.batches
+        seen, batches = _join(self, other), _more(self.batches, other.batches)
         return dataclasses.replace(self, seen=seen, finite=self.finite & other.finite, batches=batches)
 
     def result(self) -> CalibrationResult:
@@ -190,6 +190,12 @@ def _result(calibrator: AbstractCalibrator) -> tuple[Array, Array, Array, Array 
     scale, zero_point = parameters(low, high, calibrator.format)
     known = lambda x: jnp.where(calibrator.finite, x, jnp.nan)
     return known(low), known(high), known(scale), zero_point
+
+
+def _more(batches: Int32[Array, "..."], new: Int32[Array, "..."] | int) -> Int32[Array, "..."]:
+    """A sum that stays at the largest number where it would wrap."""
+    total = batches + new
+    return jnp.where(total < batches, jnp.iinfo(jnp.int32).max, total)
 
 
 def extremes(x: Float[Array, "..."], blocks: Blocks) -> Range:

@@ -13,6 +13,7 @@ from .._array.array import QuantizedArray
 from .._array.axes import memory_order
 from .._array.value import AbstractArrayValue
 from .._formats.any_width import code_width
+from .._formats.base import AbstractFormat, levels_of
 from .._numerics.blocks import divide, expand
 from ._plots import draw_histogram
 from ._report import numbers_table, Report
@@ -211,10 +212,10 @@ def _dot(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.einsum("i,i->", a, b))
 
 
-def levels_of(q: QuantizedArray) -> np.ndarray:
-    """The values that codes stand for, before scale and zero point, sorted."""
-    decoded = np.asarray(q.format.decode(jnp.arange(2**q.format.bits, dtype=jnp.uint8)), np.float64)
-    return np.unique(decoded[np.isfinite(decoded)])
+def sorted_levels(format: AbstractFormat) -> np.ndarray:
+    """The values that codes stand for, before scale and zero point."""
+    levels, used = levels_of(format)
+    return np.unique(levels[used].astype(np.float64))
 
 
 def stored_bits(q: QuantizedArray) -> float:
@@ -236,6 +237,6 @@ def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
 def _in_codes(x: Values, q: QuantizedArray) -> tuple[np.ndarray, np.ndarray]:
     """The values over their scale and plus their zero point, as codes see them, and the levels in that range."""
     rows, scale, zero = rows_of(x, q)
-    values, levels = np.asarray(divide(rows, scale) + zero).ravel(), levels_of(q)
+    values, levels = np.asarray(divide(rows, scale) + zero).ravel(), sorted_levels(q.format)
     step = np.diff(levels).max(initial=0)
     return values, levels[(levels >= values.min() - step) & (levels <= values.max() + step)]

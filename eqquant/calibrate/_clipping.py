@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, levels_of
 from .._numerics.blocks import divide
 from ._result import parameters
 from ._sketch import AbstractSketched
@@ -105,7 +105,8 @@ class MSE(AbstractSketched):
 def _ends(format: AbstractFormat) -> tuple[float, float]:
     """The lowest and the highest whole number that codes stand for; or an error for codes that stand for others."""
     with jax.ensure_compile_time_eval():
-        bottom, top = np.asarray(format.decode(format.encode(jnp.array([-1e30, 1e30])))).tolist()
+        levels, used = levels_of(format)
+        bottom, top = float(levels[used].min()), float(levels[used].max())
         values = np.arange(bottom - 2, top + 3, 0.25, np.float32)
         values = values[values % 1 != 0.5]  # where ties go is of no matter
         nearest = np.asarray(format.decode(format.encode(jnp.asarray(values))))

@@ -86,7 +86,7 @@ class Sketch(eqx.Module):
         negative = jtu.tree_map(lambda c: c[..., _HALF - 1 :: -1], self.counts)
         positive = jtu.tree_map(lambda c: c[..., _HALF + 1 :], self.counts)
         zero = jtu.tree_map(lambda c: c[..., _HALF : _HALF + 1], self.counts)
-        lost = jnp.arange(_HALF, dtype=jnp.int32) < step[..., None]
+        lost = _outer_add(jnp.zeros_like(step), _HALF) < step[..., None]
 
         def moved(half: Wide) -> Wide:
             take = lambda c: jnp.take_along_axis(c, jnp.minimum(source, _HALF - 1), axis=-1)

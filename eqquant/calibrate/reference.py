@@ -6,6 +6,7 @@ It is a thin layer over calibrators and [`eqquant.quantize`][], which new code c
 import functools as ft
 import inspect
 import itertools as it
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int8, UInt8
 
-from .._array.axes import logical_order, memory_order
+from .._array.axes import logical_order
 from .._array.quantize import all_finite, not_finite_message
 from .._array.value import AbstractArrayValue
 from .._formats.any_width import check_rounding, code_width, integer_format, Rounding
@@ -281,9 +282,10 @@ def _dequantize(codes: Array, result: CalibrationResult) -> Float32[Array, "..."
 def _per_value(per_block: Array, x: Array, result: CalibrationResult) -> Array:
     """One value per scale as one per element of `x`."""
     axes, size = result.axes, result.format.block_size
-    rows = jax.eval_shape(lambda x: memory_order(x, axes), x).shape
-    blocks = jnp.broadcast_to(per_block, (*rows[:-1], num_blocks(rows[-1], size)))
-    return logical_order(expand(blocks, size, rows[-1]), axes, tuple(x.shape[a] for a in axes))
+    batch = [n for a, n in zip(range(-x.ndim, 0), x.shape, strict=True) if a not in axes]
+    lengths = tuple(x.shape[a] for a in axes)
+    blocks = jnp.broadcast_to(per_block, (*batch, num_blocks(math.prod(lengths), size)))
+    return logical_order(expand(blocks, size, math.prod(lengths)), axes, lengths)
 
 
 def _check_fits(x: Array, result: CalibrationResult, name: str) -> None:

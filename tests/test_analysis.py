@@ -194,7 +194,7 @@ def test_suite():
     assert report.rows[:11] == tuple(suite.integer_rows(1024))
     assert report["gaussian, NF4()"].format == eqq.NF4() and len(report.rows) == 11 + 19 + 12
     for kind in ("Int8", "Int4", "Int2", "NF4"):
-        absmax, mse, hqq = (report[f"heavy tails, {kind} by {rule}"].error for rule in ("absmax", "mse", "hqq"))
+        absmax, mse, hqq = (report[f"heavy tails, {kind} by {rule}"].error for rule in ("AbsMax", "MSE", "HQQ"))
         assert min(mse.sqnr_db, hqq.sqnr_db) > absmax.sqnr_db
     assert report.best_by_sqnr is max(report.rows, key=lambda row: row.error.sqnr_db)
 

@@ -37,7 +37,7 @@ class Percentile(AbstractSketched):
     upper: float | int = eqx.field(static=True, default=99.99, kw_only=True)
 
     def __check_init__(self) -> None:
-        if 0 < self.upper <= 1:
+        if 0 <= self.lower < self.upper <= 1:
             raise ValueError(
                 f"`lower` and `upper` must be percentiles, from 0 to 100, not fractions. Got upper={self.upper}. Write "
                 f"`upper={100 * self.upper:g}`."

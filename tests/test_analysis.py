@@ -11,7 +11,7 @@ from jaxtyping import TypeCheckError
 
 import eqquant as eqq
 from eqquant import analysis
-from eqquant.analysis import _suite
+from eqquant.analysis.reference import suite
 
 from .helpers import FORMATS, sqnr, weights
 
@@ -138,7 +138,7 @@ def test_outlier_impact(percentile):
 
 def test_comparisons():
     x = np.array([0.01, 0.02, -0.01, -0.02, 100, 200, -100, -200], np.float32).reshape(2, 4)
-    report = analysis.compare_granularities(x, 8, group_size=2, rounding="half_away")
+    report = analysis.compare_granularities(x, 8, block_size=2, rounding="half_away")
     close([report["tensor"].error.mse, report["channel"].error.mse], GOLDEN["compare_granularities_tiny_huge"])
     report = analysis.compare_bit_widths(sin(100), rounding="half_away")
     close(report["4 bits"].error.mse / report["8 bits"].error.mse, GOLDEN["compare_bit_widths_sin100"]["ratio"])
@@ -177,7 +177,7 @@ def test_one_benchmark():
 
 @pytest.mark.parametrize("size", [256, 4096, 65536])
 def test_integers_of_the_suite(size):
-    golden, report = GOLDEN[f"suite_{size}"], analysis.Comparison(tuple(_suite.integer_rows(size)))
+    golden, report = GOLDEN[f"suite_{size}"], analysis.Comparison(tuple(suite.integer_rows(size)))
     names = {}
     for row, expected in zip(report.rows, golden["rows"], strict=True):
         names[expected["name"]] = row.name
@@ -191,10 +191,10 @@ def test_integers_of_the_suite(size):
 
 def test_suite():
     report = analysis.run_suite(1024)
-    assert report.rows[:11] == tuple(_suite.integer_rows(1024))
+    assert report.rows[:11] == tuple(suite.integer_rows(1024))
     assert report["gaussian, NF4()"].format == eqq.NF4() and len(report.rows) == 11 + 19 + 12
     for kind in ("Int8", "Int4", "Int2", "NF4"):
-        absmax, mse, hqq = (report[f"heavy tails, {kind} by {rule}"].error for rule in ("absmax", "mse", "hqq"))
+        absmax, mse, hqq = (report[f"heavy tails, {kind} by {rule}"].error for rule in ("AbsMax", "MSE", "HQQ"))
         assert min(mse.sqnr_db, hqq.sqnr_db) > absmax.sqnr_db
     assert report.best_by_sqnr is max(report.rows, key=lambda row: row.error.sqnr_db)
 
@@ -213,8 +213,8 @@ def test_small_magnitudes(getkey):
 
 def test_a_ragged_last_group(getkey):
     x = np.asarray(weights(getkey(), (1000,)))
-    report = analysis.compare_granularities(x, 8, group_size=32)
-    assert report["group"].error.mse < report["tensor"].error.mse
+    report = analysis.compare_granularities(x, 8, block_size=32)
+    assert report["block"].error.mse < report["tensor"].error.mse
     tail = eqq.quantize(x, analysis.integer_format(8, block_size=32)).dequantize()[-8:]
     close(tail, eqq.quantize(x[-8:], analysis.integer_format(8)).dequantize(), 1e-6)
 
@@ -286,7 +286,7 @@ def test_kinds_of_arrays(kind, getkey):
     assert analysis.scale_sensitivity(w, q, 0.5).changed_mse > report.mse == error.mse
     assert analysis.outlier_impact(w, 95).ratio > 1
     close(analysis.run_benchmark(w, eqq.Int4(block_size=None)).error.mse, error.mse, 1e-9)
-    assert analysis.compare_granularities(w, 4).best_by_mse.name == "group"
+    assert analysis.compare_granularities(w, 4).best_by_mse.name == "block"
 
 
 def test_uniform_values_reach_the_theory(getkey):
@@ -364,8 +364,8 @@ def test_bad_arrays(getkey):
 
 def test_bad_numbers(getkey):
     w = weights(getkey(), (4, 8))
-    with pytest.raises(ValueError, match="`group_size` must be from 1 to the length of the axis, 8. Got 16"):
-        analysis.compare_granularities(w, group_size=16)
+    with pytest.raises(ValueError, match="`block_size` must be from 1 to the length of the axis, 8. Got 16"):
+        analysis.compare_granularities(w, block_size=16)
     for bits in (1, 9):
         with pytest.raises(ValueError, match=f"`bits` must be an integer from 2 to 8. Got {bits}"):
             analysis.integer_format(bits)
@@ -374,6 +374,8 @@ def test_bad_numbers(getkey):
     for change in (0, -1, math.nan):
         with pytest.raises(ValueError, match="`change` must be above -1 and not zero"):
             analysis.scale_sensitivity(w, eqq.quantize(w), change)
+    with pytest.raises(ValueError, match="not a fraction. Got 0.99. Write `percentile=99`"):
+        analysis.outlier_impact(w, 0.99)
     for percentile in (0, 100):
         with pytest.raises(ValueError, match="`percentile` must be between 0 and 100"):
             analysis.outlier_impact(w, percentile)
@@ -415,6 +417,18 @@ def test_one_format_alone():
     report = analysis.compare_formats(sin(128), "nf4")
     assert [row.format for row in report.rows] == [eqq.NF4()]
     assert analysis.compare_formats(sin(128), eqq.NF4()) == report
+
+
+def test_errors_are_named_in_words():
+    shown = str(analysis.analyze_error(sin(128), eqq.quantize(sin(128))))
+    assert "largest error" in shown and "_" not in shown
+
+
+def test_reference_names():
+    from eqquant.analysis import reference
+
+    for name in ("lcg_gaussian", "run_suite", "compare_granularities", "theoretical_sqnr", "outlier_impact"):
+        assert getattr(reference, name) is getattr(analysis, name)
 
 
 def test_names_are_no_markup():

@@ -1,5 +1,6 @@
 """What quantizing a model costs: errors by leaf, sensitivities, plans, outputs; and how reports are shown."""
 
+import dataclasses
 import itertools as it
 import json
 import math
@@ -261,12 +262,63 @@ def test_plots(reports):
     imported = "matplotlib.pyplot" in sys.modules
     for report in reports:
         axes = report.plot()
-        assert axes.get_xlabel()
+        assert axes.get_xlabel() and axes.get_title()
+        assert axes.figure.get_facecolor()[3] == axes.get_facecolor()[3] == 0  # readable on dark pages too
         axes.figure.canvas.draw()
         given = Figure().subplots()
         assert report.plot(given) is given
     # It keeps figures, and may open windows.
     assert ("matplotlib.pyplot" in sys.modules) == imported
+
+
+def test_the_plot_of_sensitivities_names_every_format(model, batch):
+    pytest.importorskip("matplotlib")
+    report = analysis.sensitivity(model, squared_distance, batch, ("int2", "nf4", "int8"))
+    axes = report.plot()
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Int2()", "NF4()", "Int8()"]
+    assert axes.get_xscale() == "log"
+    dots = [collection.get_offsets() for collection in axes.collections]
+    expected = [[leaf.losses[n] - report.loss for leaf in report.leaves] for n in range(3)]
+    for offsets, increases in zip(dots, expected, strict=True):
+        close(offsets[:, 0], increases, 1e-6)
+        assert offsets[:, 1].tolist() == list(range(7))
+    # What does not harm has no place on such an axis.
+    harmless = analysis.SensitivityReport(1.0, tuple(dataclasses.replace(r, losses=(1.0,) * 3) for r in report.leaves))
+    harmless.plot().figure.canvas.draw()
+
+
+def test_few_outputs_make_no_fence(model, batch):
+    pytest.importorskip("matplotlib")
+    report = analysis.output_divergence(model, eqq.quantize_tree(model, "nf4"), batch[0])
+    assert len(report.plot().patches) == 8
+    w = weights(jr.key(0), (300, 300))
+    assert len(analysis.analyze_error(w, eqq.quantize(w)).plot().patches) == 200
+
+
+def test_names_of_many_rows_do_not_collide(model):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    leaf = analysis.analyze_tree(model).leaves[0]
+    report = analysis.TreeErrorReport((leaf,) * 200)
+    assert len(report.plot().get_yticks()) == 200
+    assert 5 < len(report.plot(Figure(figsize=(4, 3)).subplots()).get_yticks()) < 30
+
+
+def test_methods(model, batch):
+    by_mse = eqq.Use("int4", eqq.MSE())
+    report = analysis.analyze_tree(model, "int4", method=eqq.MSE())
+    assert report.leaves == analysis.analyze_tree(model, {"*": by_mse}).leaves
+    assert report.sqnr_db > analysis.analyze_tree(model, "int4").sqnr_db + 0.3
+    assert analysis.sensitivity(model, squared_distance, batch, "int4", method=eqq.MSE()) == (
+        analysis.sensitivity(model, squared_distance, batch, (by_mse,))
+    )
+    w = model.layers[0].up.weight
+    rows = analysis.compare_formats(w, ("int4", eqq.Use("int4", eqq.HQQ())), method=eqq.MSE()).rows
+    assert rows[0] == analysis.run_benchmark(w, "int4", method=eqq.MSE()) and rows[0].name == "Int4() by MSE()"
+    assert rows[1] == analysis.run_benchmark(w, eqq.Use("int4", eqq.HQQ()))
+    best = analysis.outlier_impact(w, 95, "int4", method=eqq.MSE())
+    assert best.mse < analysis.outlier_impact(w, 95, "int4").mse
 
 
 def test_plots_without_matplotlib(model, monkeypatch):

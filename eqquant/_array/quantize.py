@@ -22,6 +22,7 @@ from .._numerics import packing
 from .._numerics.blocks import num_blocks
 from .array import QuantizedArray
 from .axes import as_axis, logical_order, memory_order
+from .given import check_suits
 from .sharding import leaf_shardings
 from .unknown_arguments import explain_unknown
 from .value import AbstractArrayValue
@@ -201,23 +202,21 @@ def check_dtype(dtype: DTypeLike | None) -> None:
         raise TypeError(f"`dtype` must be floating point. Got {jnp.dtype(dtype)}. It is what the codes dequantize to.")
 
 
-def not_finite_message(name: str) -> str:
-    return (
-        f"{name} must be finite in float32: one NaN or infinity would spoil its whole block. Got values that are not. "
-        "Replace them, for instance with `jnp.nan_to_num`, or leave this array in float."
-    )
-
-
 def check_finite(x: Array, name: str = "`x`") -> None:
-    """Refuses values that are not finite in float32. What is traced cannot be checked."""
-    if not isinstance(x, jax.core.Tracer) and not all_finite(x):
-        raise ValueError(not_finite_message(name))
+    """Refuses an array that holds a NaN or an infinity, unless it is traced."""
+    if is_known_not_finite(x):
+        raise ValueError(
+            f"{name} must be finite in float32: one NaN or infinity would spoil its whole block. Got values that are "
+            "not. Replace them, for instance with `jnp.nan_to_num`, or leave this array in float."
+        )
 
 
-def all_finite(x: Array) -> bool:
-    """Whether every value is finite in float32, the dtype that quantizing computes in. `x` is not traced."""
+def is_known_not_finite(x: Array) -> bool:
+    """Returns whether an array holds a NaN or an infinity in float32. Of a traced one that is not known."""
+    if isinstance(x, jax.core.Tracer):
+        return False
     with jax.ensure_compile_time_eval():  # though it may be a constant of what is
-        return bool(_all_finite(x))
+        return not bool(_all_finite(x))
 
 
 @jax.jit
@@ -318,16 +317,19 @@ def _check_given(
     scale, zero_point = given["scale"], given["zero_point"]
     if not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(f"`scale` must be floating point. Got dtype {scale.dtype}.")
-    if not isinstance(scale, jax.core.Tracer) and not all_finite(scale):
+    if is_known_not_finite(scale):
         raise ValueError("`scale` must be finite in float32. Got values that are not. Calibrate on data without them.")
     if zero_point is not None and not isinstance(zero_point, jax.core.Tracer):
         codes, top = np.asarray(zero_point), 2**format.bits - 1
         if not ((codes >= 0) & (codes <= top) & (codes == np.round(codes))).all():
             raise ValueError(
                 f"`zero_point` must hold whole numbers from 0 to {top}, the codes of {format!r}. Got others. Calibrate "
-                f"with `bits={format.bits}`."
+                "for this format."
             )
-    return GivenScales(scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8))
+    given = GivenScales(scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8))
+    if not any(isinstance(a, jax.core.Tracer) for a in (x, scale, zero_point)):
+        check_suits(given, memory_order(x, axes), format)
+    return given
 
 
 def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:

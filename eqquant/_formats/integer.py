@@ -6,7 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .._numerics.blocks import absmax, BlockSize, divide, minmax, signed_absmax
+from .._numerics.blocks import absmax, BlockSize, minmax, signed_absmax
+from .._numerics.integers import affine_scale, affine_zero_point, decode_integer, encode_integer, symmetric_scale
 from .base import AbstractAffineFormat
 
 
@@ -30,28 +31,20 @@ class AbstractInteger(AbstractAffineFormat):
         if self.symmetric and self.uses_lowest_code:
             return signed_absmax(blocks) / -(2 ** (self.bits - 1))
         if self.symmetric:
-            return absmax(blocks) / (2 ** (self.bits - 1) - 1)
-        low, high = minmax(blocks)
-        levels = 2**self.bits - 1
-        return high / levels - low / levels  # each divided alone: `high - low` may overflow
+            return symmetric_scale(absmax(blocks), self.bits)
+        return affine_scale(*minmax(blocks), self.bits)
 
     def choose_zero_point(
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
     ) -> UInt8[Array, "*batch blocks"]:
-        low, _ = minmax(blocks)
-        return jnp.clip(jnp.round(divide(-low, scale)), 0, 2**self.bits - 1).astype(jnp.uint8)
+        return affine_zero_point(minmax(blocks)[0], scale, self.bits)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-        offset = self._offset
-        # Rounding comes before the offset, which is even, so that ties fall as they do on the values themselves.
-        return (jnp.clip(jnp.round(values), -offset, 2**self.bits - 1 - offset) + offset).astype(jnp.uint8)
+        # Rounding comes before the offset, so that ties fall as they do on the values themselves.
+        return encode_integer(jnp.round(values), self.bits, self.symmetric)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return codes.astype(jnp.float32) - self._offset
-
-    @property
-    def _offset(self) -> int:
-        return 2 ** (self.bits - 1) if self.symmetric else 0
+        return decode_integer(codes, self.bits, self.symmetric)
 
 
 class Int8(AbstractInteger):

@@ -1,43 +1,18 @@
-"""What quantization costs: the error of arrays and of models, sensitivities, mixed plans, a benchmark suite.
+"""What quantization costs: the error of arrays and of models, sensitivities, mixed plans.
 
-See `docs/analysis.md`. Sums are taken on the host, in float64.
+See `docs/analysis.md`. Sums are taken on the host, in float64. What repeats the figures of reference systems stands in
+`reference/`.
 """
 
 from ._benchmark import Benchmark as Benchmark, Comparison as Comparison, run_benchmark as run_benchmark
-from ._comparison import (
-    compare_bit_widths as compare_bit_widths,
-    compare_formats as compare_formats,
-    compare_granularities as compare_granularities,
-)
+from ._comparison import compare_formats as compare_formats
 from ._divergence import DivergenceReport as DivergenceReport, output_divergence as output_divergence
 from ._error import analyze_error as analyze_error, ErrorReport as ErrorReport, quantization_mse as quantization_mse
-from ._generators import (
-    channel_weights as channel_weights,
-    gaussian_weights as gaussian_weights,
-    lcg_channels as lcg_channels,
-    lcg_gaussian as lcg_gaussian,
-    lcg_outliers as lcg_outliers,
-    lcg_student as lcg_student,
-    lcg_uniform as lcg_uniform,
-    outlier_weights as outlier_weights,
-    student_weights as student_weights,
-    uniform_weights as uniform_weights,
-)
-from ._integers import integer_format as integer_format
 from ._layers import (
     analyze_tree as analyze_tree,
     compare_trees as compare_trees,
     LeafError as LeafError,
     TreeErrorReport as TreeErrorReport,
-)
-from ._perturb import (
-    bit_width_degradation as bit_width_degradation,
-    BitWidthDegradation as BitWidthDegradation,
-    outlier_impact as outlier_impact,
-    OutlierImpact as OutlierImpact,
-    scale_sensitivity as scale_sensitivity,
-    ScaleSensitivity as ScaleSensitivity,
-    WidthRow as WidthRow,
 )
 from ._plan import BitPlan as BitPlan, plan_bits as plan_bits, PlannedLeaf as PlannedLeaf
 from ._report import Report as Report
@@ -46,10 +21,30 @@ from ._sensitivity import (
     sensitivity as sensitivity,
     SensitivityReport as SensitivityReport,
 )
-from ._suite import run_suite as run_suite
-from ._theory import (
+from .reference import (
     accuracy_retention as accuracy_retention,
+    bit_width_degradation as bit_width_degradation,
+    BitWidthDegradation as BitWidthDegradation,
+    channel_weights as channel_weights,
+    compare_bit_widths as compare_bit_widths,
+    compare_granularities as compare_granularities,
     error_within_bounds as error_within_bounds,
+    gaussian_weights as gaussian_weights,
+    integer_format as integer_format,
+    lcg_channels as lcg_channels,
+    lcg_gaussian as lcg_gaussian,
+    lcg_outliers as lcg_outliers,
+    lcg_student as lcg_student,
+    lcg_uniform as lcg_uniform,
+    outlier_impact as outlier_impact,
+    outlier_weights as outlier_weights,
+    OutlierImpact as OutlierImpact,
+    run_suite as run_suite,
+    scale_sensitivity as scale_sensitivity,
+    ScaleSensitivity as ScaleSensitivity,
+    student_weights as student_weights,
     theoretical_max_error as theoretical_max_error,
     theoretical_sqnr as theoretical_sqnr,
+    uniform_weights as uniform_weights,
+    WidthRow as WidthRow,
 )

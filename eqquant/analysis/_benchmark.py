@@ -9,11 +9,11 @@ from rich.table import Table
 
 from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
-from .._tree.use import as_use, Use
-from ._error import ErrorReport, measure, Real, to_numpy, Values
-from ._integers import stored_bits
+from .._methods import AbstractMethod
+from .._tree.use import Use
+from ._error import ErrorReport, measure, Real, stored_bits, to_numpy, Values
 from ._plots import draw_front
-from ._report import numbers_table, Report
+from ._report import as_uses, numbers_table, Report
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -86,7 +86,8 @@ class Comparison(Report):
         """The relative error of each row against its bits, and the Pareto front. Returns Matplotlib's axes."""
         errors = [row.error.relative_l2 for row in self.rows]
         bits = [row.bits for row in self.rows]
-        return draw_front(ax, [row.name for row in self.rows], bits, errors, "relative error (L2)")
+        labels = ("Error against size: the line joins what nothing as small beats", "relative error (L2)")
+        return draw_front(ax, [row.name for row in self.rows], bits, errors, labels)
 
 
 def run_benchmark(
@@ -95,6 +96,7 @@ def run_benchmark(
     *,
     name: str | None = None,
     axis: int | Sequence[int] = -1,
+    method: AbstractMethod | None = None,
     threshold: Real | None = None,
 ) -> Benchmark:
     """Quantizes one array to one format and measures the error and the size.
@@ -112,6 +114,7 @@ def run_benchmark(
     - `format`: a format, its lower-case name, or a [`eqquant.Use`][] that names a method too.
     - `name`: what the row is called. What the format prints unless given.
     - `axis`: the axis along which blocks run.
+    - `method`: how codes are found, where `format` does not say so.
     - `threshold`: as in [`eqquant.analysis.analyze_error`][].
 
     **Returns:**
@@ -122,7 +125,7 @@ def run_benchmark(
 
     As [`eqquant.quantize`][] and [`eqquant.analysis.analyze_error`][].
     """
-    use = as_use(format)
+    (use,) = as_uses(format, method)
     values = to_numpy(x, "`x`")
     q = quantize(values, use.format, axis=axis, method=use.method)
     error = measure(values, to_numpy(q, "`q`"), ("`x`", "its quantized version"), threshold)

@@ -47,10 +47,9 @@ class DivergenceReport(Report):
 
     def plot(self, ax: Any = None) -> Any:
         """The histogram of the cosines of outputs; a line marks the mean. Returns Matplotlib's axes."""
-        labels = ("outputs", "mean", "cosine with the output of the float model")
-        ax = draw_histogram(ax, self.cosines, np.array([self.cosine]), labels)
-        ax.set_ylabel("outputs")
-        return ax
+        title = f"How alike the outputs are: {self.outputs:,} of them"
+        labels = (title, "outputs", "mean", "cosine with the output of the float model")
+        return draw_histogram(ax, self.cosines, np.array([self.cosine]), labels)
 
 
 def output_divergence(

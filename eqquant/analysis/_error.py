@@ -12,6 +12,8 @@ from rich.table import Table
 from .._array.array import QuantizedArray
 from .._array.axes import memory_order
 from .._array.value import AbstractArrayValue
+from .._formats.any_width import code_width
+from .._formats.base import AbstractFormat, levels_of
 from .._numerics.blocks import divide, expand
 from ._plots import draw_histogram
 from ._report import numbers_table, Report
@@ -20,6 +22,18 @@ from ._report import numbers_table, Report
 Real = float | int
 Values = AbstractArrayValue | Shaped[ArrayLike, "..."]
 _CHUNK = 1 << 17  # values at a time: float64 copies that stay in cache
+
+
+_LABELS = {
+    "sqnr_db": "signal-to-noise ratio (SQNR), dB",
+    "relative_l2": "relative error (L2)",
+    "cosine": "cosine",
+    "mse": "mean squared error",
+    "rmse": "root mean squared error",
+    "mae": "mean absolute error",
+    "max_error": "largest error",
+    "outlier_rate": "share of errors above {0.threshold:.4g}",
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -46,10 +60,11 @@ class ErrorReport(Report):
 
     def __rich__(self) -> Table:
         table = numbers_table("error", "value")
-        for field in dataclasses.fields(self):
-            if field.repr:
-                value = getattr(self, field.name)
-                table.add_row(field.name, f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
+        for name, label in _LABELS.items():
+            table.add_row(label.format(self), f"{getattr(self, name):,.6g}")
+        table.add_section()
+        table.add_row("values", f"{self.size:,}")
+        table.add_row("root mean square of the values", f"{self.rms:.6g}")
         return table
 
     def plot(self, ax: Any = None) -> Any:
@@ -61,9 +76,11 @@ class ErrorReport(Report):
         x, q = self.arrays
         if not isinstance(q, QuantizedArray):
             values, levels = to_numpy(x, "`x`").ravel(), np.unique(to_numpy(q, "`q`"))
-            return draw_histogram(ax, values, levels[:256], ("values", "what they become", "value"))
+            labels = ("Values and what they become", "values", "what they become", "value")
+            return draw_histogram(ax, values, levels[:256], labels)
         in_codes, levels = _in_codes(x, q)
-        return draw_histogram(ax, in_codes, levels, ("values", "codes", f"value over its scale: {q.format!r}"))
+        labels = (f"Values on the grid of {q.format!r}", "values", "codes", "value over its scale")
+        return draw_histogram(ax, in_codes, levels, labels)
 
 
 def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> ErrorReport:
@@ -195,10 +212,17 @@ def _dot(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.einsum("i,i->", a, b))
 
 
-def levels_of(q: QuantizedArray) -> np.ndarray:
-    """The values that codes stand for, before scale and zero point, sorted."""
-    decoded = np.asarray(q.format.decode(jnp.arange(2**q.format.bits, dtype=jnp.uint8)), np.float64)
-    return np.unique(decoded[np.isfinite(decoded)])
+def sorted_levels(format: AbstractFormat) -> np.ndarray:
+    """The values that codes stand for, before scale and zero point."""
+    levels, used = levels_of(format)
+    return np.unique(levels[used].astype(np.float64))
+
+
+def stored_bits(q: QuantizedArray) -> float:
+    """Bits per value, scales included; those of an analysed integer as if it were packed."""
+    rows, length = math.prod(q.codes.shape[:-1]), math.prod(q.lengths)
+    spared = math.ceil(length * q.format.bits / 8) - math.ceil(length * code_width(q.format) / 8)
+    return 8 * (q.nbytes - rows * spared) / max(q.size, 1)
 
 
 def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
@@ -213,6 +237,6 @@ def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
 def _in_codes(x: Values, q: QuantizedArray) -> tuple[np.ndarray, np.ndarray]:
     """The values over their scale and plus their zero point, as codes see them, and the levels in that range."""
     rows, scale, zero = rows_of(x, q)
-    values, levels = np.asarray(divide(rows, scale) + zero).ravel(), levels_of(q)
+    values, levels = np.asarray(divide(rows, scale) + zero).ravel(), sorted_levels(q.format)
     step = np.diff(levels).max(initial=0)
     return values, levels[(levels >= values.min() - step) & (levels <= values.max() + step)]

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from .._array.array import QuantizedArray
 from .._formats.base import AbstractFormat
+from .._methods import AbstractMethod
 from .._tree.leaves import named_leaves, some
 from .._tree.quantize import quantize_tree, Rules
 from .._tree.select import Where
-from ._error import decibel, ErrorReport, measure, Real, to_numpy
-from ._integers import stored_bits
+from ._error import decibel, ErrorReport, measure, Real, stored_bits, to_numpy
 from ._plots import draw_bars
 from ._report import numbers_table, Report
 
@@ -77,7 +77,8 @@ class TreeErrorReport(Report):
     def plot(self, ax: Any = None) -> Any:
         """A bar for each leaf: its SQNR, coloured by format. Returns Matplotlib's axes."""
         names, formats = [leaf.path for leaf in self.leaves], [repr(leaf.format) for leaf in self.leaves]
-        return draw_bars(ax, names, [leaf.error.sqnr_db for leaf in self.leaves], "SQNR, dB", formats)
+        labels = ("Signal-to-noise ratio of each weight", "SQNR, dB")
+        return draw_bars(ax, names, [leaf.error.sqnr_db for leaf in self.leaves], labels, formats)
 
 
 def analyze_tree(
@@ -86,6 +87,7 @@ def analyze_tree(
     *,
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
+    method: AbstractMethod | None = None,
     threshold: Real | None = None,
 ) -> TreeErrorReport:
     """The error that [`eqquant.quantize_tree`][] with the same arguments makes in each leaf.
@@ -104,6 +106,7 @@ def analyze_tree(
     - `format`: a format or its name, a mapping from patterns, or a function, as for [`eqquant.quantize_tree`][].
     - `where`: selects leaves or nodes.
     - `axis`: the axis along which blocks run.
+    - `method`: how codes are found, where `format` does not say so.
     - `threshold`: as in [`eqquant.analysis.analyze_error`][].
 
     **Returns:**
@@ -115,7 +118,9 @@ def analyze_tree(
 
     As [`eqquant.quantize_tree`][].
     """
-    return compare_trees(model, quantize_tree(model, format, where=where, axis=axis), threshold=threshold)
+    return compare_trees(
+        model, quantize_tree(model, format, where=where, axis=axis, method=method), threshold=threshold
+    )
 
 
 def compare_trees(model: PyTree, quantized: PyTree, *, threshold: Real | None = None) -> TreeErrorReport:

@@ -88,7 +88,8 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
         """A bar for each leaf, as long as its bits, coloured by format. Returns Matplotlib's axes."""
         names = [leaf.paths[0] for leaf in self.leaves]
         formats = [show_format(leaf.format) for leaf in self.leaves]
-        return draw_bars(ax, names, [leaf.bits for leaf in self.leaves], "bits per weight", formats)
+        labels = (f"A format for each weight, at most {self.target_bits:g} bits on average", "bits per weight")
+        return draw_bars(ax, names, [leaf.bits for leaf in self.leaves], labels, formats)
 
 
 def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: float | int = 4.5) -> BitPlan:

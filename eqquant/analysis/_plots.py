@@ -1,5 +1,6 @@
 """Pictures of results. Matplotlib is imported when one is drawn, and never needed otherwise."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,12 +8,16 @@ import numpy as np
 
 
 # Okabe and Ito's colours, which the colour-blind tell apart.
-BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666"
-COLOURS = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#808080"
+COLOURS = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#F0E442", GREY)
+MARKERS = "osD^vPX*"
 
 
 def axes_or_new(ax: Any, size: tuple[float, float]) -> Any:
-    """The axes that were given, or those of a new figure, which pyplot does not know: no window, nothing to close."""
+    """The axes that were given, or those of a new figure, which pyplot does not know: no window, nothing to close.
+
+    A new figure has no background, and its ink is a grey that can be read on light and on dark pages.
+    """
     if ax is not None:
         return ax
     try:
@@ -22,45 +27,85 @@ def axes_or_new(ax: Any, size: tuple[float, float]) -> Any:
             "`plot` needs Matplotlib, which is not installed. Got no module named 'matplotlib'. Run "
             "`pip install eqquant[plot]`."
         ) from e
-    return Figure(figsize=size, layout="constrained").subplots()
-
-
-def draw_bars(
-    ax: Any, names: Sequence[str], values: Sequence[float], label: str, groups: Sequence[str] | None = None
-) -> Any:
-    """One bar for each name, from the top down; coloured by group, with a legend where there are several groups."""
-    ax = axes_or_new(ax, (7.0, 0.8 + 0.2 * len(names)))
-    groups = [""] * len(names) if groups is None else groups
-    kinds = list(dict.fromkeys(groups))
-    for n, kind in enumerate(kinds):
-        rows = [row for row, group in enumerate(groups) if group == kind]
-        # A value that is not finite has no bar.
-        widths = [values[row] if np.isfinite(values[row]) else 0.0 for row in rows]
-        ax.barh(rows, widths, color=COLOURS[n % len(COLOURS)], label=kind)
-    ax.set_yticks(range(len(names)), names, fontsize=8)
-    ax.invert_yaxis()
-    ax.margins(y=0.01)
-    ax.set_xlabel(label)
-    ax.grid(axis="x", alpha=0.3)
-    ax.set_axisbelow(True)
-    if len(kinds) > 1:
-        ax.legend(fontsize=8)
+    ax = Figure(figsize=size, layout="constrained", facecolor="none").subplots()
+    ax.set_facecolor("none")
+    ax.tick_params(which="both", color=GREY, labelcolor=GREY)
+    for text in (ax.title, ax.xaxis.label, ax.yaxis.label):
+        text.set_color(GREY)
+    for side, spine in ax.spines.items():
+        spine.set_color(GREY)
+        spine.set_visible(side in ("left", "bottom"))
     return ax
 
 
-def draw_front(ax: Any, names: Sequence[str], bits: Sequence[float], errors: Sequence[float], label: str) -> Any:
+def _finish(ax: Any, title: str, grid: str = "both") -> Any:
+    """What every picture has: a title, a light grid, a legend where something is named. Returns the axes."""
+    ax.set_title(title, fontsize=10)
+    ax.grid(axis=grid, alpha=0.3)
+    ax.set_axisbelow(True)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(fontsize=8, framealpha=0, labelcolor=GREY)
+    return ax
+
+
+def _name_rows(ax: Any, names: Sequence[str]) -> None:
+    """A name for each row, from the top down; every few where there is no room for all."""
+    room = ax.get_window_extent().height * 72 / ax.figure.dpi
+    every = max(math.ceil(len(names) * 9 / max(room, 9)), 1)
+    shown = range(0, len(names), every)
+    ax.set_yticks(shown, [names[n] for n in shown], fontsize=8)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+
+
+def draw_bars(
+    ax: Any,
+    names: Sequence[str],
+    values: Sequence[float],
+    labels: tuple[str, str],
+    groups: Sequence[str] | None = None,
+) -> Any:
+    """One bar for each name, coloured by group. `labels` are those of the picture and of the axis."""
+    ax = axes_or_new(ax, (7.0, 1.2 + 0.2 * len(names)))
+    groups = [""] * len(names) if groups is None else groups
+    for n, kind in enumerate(dict.fromkeys(groups)):
+        rows = [row for row, group in enumerate(groups) if group == kind]
+        # A value that is not finite has no bar.
+        widths = [values[row] if np.isfinite(values[row]) else 0.0 for row in rows]
+        ax.barh(rows, widths, color=COLOURS[n % len(COLOURS)], label=kind or None)
+    _name_rows(ax, names)
+    ax.set_xlabel(labels[1])
+    return _finish(ax, labels[0], "x")
+
+
+def draw_dots(ax: Any, names: Sequence[str], groups: dict[str, Sequence[float]], labels: tuple[str, str]) -> Any:
+    """A dot for each name and group, on a logarithmic axis, which has no place for what is not above zero."""
+    ax = axes_or_new(ax, (7.0, 1.2 + 0.2 * len(names)))
+    for n, (group, values) in enumerate(groups.items()):
+        places = [(value, row) for row, value in enumerate(values) if np.isfinite(value) and value > 0]
+        x, y = zip(*places, strict=True) if places else ((), ())
+        ax.scatter(x, y, s=24, color=COLOURS[n % len(COLOURS)], marker=MARKERS[n % len(MARKERS)], label=group)
+    if any(value > 0 for values in groups.values() for value in values):
+        ax.set_xscale("log")
+    _name_rows(ax, names)
+    ax.set_xlabel(labels[1])
+    return _finish(ax, labels[0])
+
+
+def draw_front(
+    ax: Any, names: Sequence[str], bits: Sequence[float], errors: Sequence[float], labels: tuple[str, str]
+) -> Any:
     """Error against bits. The line joins those that nothing with as few bits beats: the Pareto front."""
     ax = axes_or_new(ax, (7.5, 5.0))
     best = on_front(bits, errors)
     colours = [BLUE if n in best else GREY for n in range(len(bits))]
     ax.plot([bits[n] for n in best], [errors[n] for n in best], color=BLUE, zorder=1, label="Pareto front")
     ax.scatter(bits, errors, s=22, color=colours, zorder=3)
-    ax.set_yscale("log")
+    if min(errors) > 0:
+        ax.set_yscale("log")
     ax.margins(x=0.08)
     ax.set_xlabel("bits per weight, scales included")
-    ax.set_ylabel(label)
-    ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
+    ax.set_ylabel(labels[1])
+    _finish(ax, labels[0])
     _label_points(ax, names, np.array([bits, errors]).T, colours)
     return ax
 
@@ -90,7 +135,6 @@ def _label_points(ax: Any, names: Sequence[str], points: np.ndarray, colours: Se
                 va="center",
                 fontsize=7,
                 color=colours[n],
-                bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.7},
                 arrowprops={
                     "arrowstyle": "-",
                     "color": colours[n],
@@ -124,13 +168,16 @@ def on_front(bits: Sequence[float], errors: Sequence[float]) -> list[int]:
     return front
 
 
-def draw_histogram(ax: Any, values: np.ndarray, lines: np.ndarray, labels: tuple[str, str, str]) -> Any:
-    """A histogram of values, and vertical lines; `labels` are those of the values, the lines and the axis."""
+def draw_histogram(ax: Any, values: np.ndarray, lines: np.ndarray, labels: tuple[str, str, str, str]) -> Any:
+    """A histogram of values, and vertical lines; `labels` are those of the picture, the values, the lines, the axis."""
     ax = axes_or_new(ax, (7.0, 3.5))
     for n, line in enumerate(lines):
-        ax.axvline(line, color=ORANGE, linewidth=1.0, label=labels[1] if n == 0 else None)
-    ax.hist(values, bins=200, color=BLUE, alpha=0.85, label=labels[0])
-    ax.set_xlabel(labels[2])
-    ax.set_ylabel("values")
-    ax.legend(fontsize=8)
-    return ax
+        ax.axvline(line, color=ORANGE, linewidth=1.0, label=labels[2] if n == 0 else None)
+    # As many bins as values can fill: many narrow ones of a few values would look like a fence.
+    bins = int(np.clip(math.isqrt(values.size), 8, 200))
+    ax.hist(values, bins=bins, color=BLUE, alpha=0.85, label=labels[1])
+    ax.ticklabel_format(axis="x", useOffset=False)
+    ax.locator_params(axis="x", nbins=6)
+    ax.set_xlabel(labels[3])
+    ax.set_ylabel(labels[1])
+    return _finish(ax, labels[0], "y")

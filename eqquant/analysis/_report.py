@@ -2,15 +2,15 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from .._formats.base import AbstractFormat
+from .._methods import AbstractMethod
 from .._report import as_json, as_text
-from .._tree.use import Use
+from .._tree.use import as_use, Use
 
 
 class Report(abc.ABC):
@@ -57,9 +57,11 @@ def numbers_table(*headers: str, text: int = 1) -> Table:
     return table
 
 
-def as_formats(formats: Any) -> Sequence[Any]:
-    """Several formats: those given, or the one."""
-    return (formats,) if isinstance(formats, (AbstractFormat, str, type, Use)) else formats
+def as_uses(formats: Any, method: AbstractMethod | None) -> tuple[Use, ...]:
+    """Several formats, or the one, each with the method that it names, or else the given one."""
+    several = (formats,) if isinstance(formats, (AbstractFormat, str, type, Use)) else formats
+    uses = [as_use(format) for format in several]
+    return tuple(Use(use.format, method) if use.method is None else use for use in uses)
 
 
 def show_format(format: AbstractFormat | Use | None) -> str:

@@ -17,12 +17,13 @@ from rich.table import Table
 from .._array.array import is_quantized
 from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
+from .._methods import AbstractMethod
 from .._tree.leaves import named_leaves
 from .._tree.quantize import plan_tree
 from .._tree.select import Where
-from .._tree.use import as_use, Use
-from ._plots import draw_bars
-from ._report import as_formats, numbers_table, Report, show_format
+from .._tree.use import Use
+from ._plots import draw_dots
+from ._report import as_uses, numbers_table, Report, show_format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,21 +59,28 @@ class SensitivityReport(Report):
         return table
 
     def plot(self, ax: Any = None) -> Any:
-        """A bar for each leaf: the increase of the loss in the format that harms most. Returns Matplotlib's axes."""
+        """A dot for each leaf and format: the increase of the loss. Returns Matplotlib's axes.
+
+        The axis is logarithmic, so a leaf that does not increase the loss has no dot.
+        """
         names = [leaf.paths[0] for leaf in self.leaves]
-        worst = [max(zip(leaf.losses, map(repr, leaf.formats), strict=True)) for leaf in self.leaves]
-        increases = [loss - self.loss for loss, _ in worst]
-        return draw_bars(ax, names, increases, "increase of the loss", [format for _, format in worst])
+        kinds = list(dict.fromkeys(f for leaf in self.leaves for f in leaf.formats))
+        found = [dict(zip(leaf.formats, leaf.losses, strict=True)) for leaf in self.leaves]
+        dots = {show_format(f): [losses.get(f, np.nan) - self.loss for losses in found] for f in kinds}
+        return draw_dots(
+            ax, names, dots, ("What quantizing each weight alone does to the loss", "increase of the loss")
+        )
 
 
 def sensitivity(
     model: PyTree,
     loss: Callable[[Any, Any], Scalar],
     batch: PyTree,
-    formats: Sequence[AbstractFormat | str] | AbstractFormat | str = ("int2", "nf4", "int8"),
+    formats: Sequence[AbstractFormat | str | Use] | AbstractFormat | str | Use = ("int2", "nf4", "int8"),
     *,
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
+    method: AbstractMethod | None = None,
 ) -> SensitivityReport:
     """The loss of a model when one leaf at a time is quantized, to each of several formats.
 
@@ -97,9 +105,10 @@ def sensitivity(
     - `model`: any pytree, in float.
     - `loss`: a function `(model, batch) -> scalar`. It runs under `equinox.filter_jit`.
     - `batch`: what the loss takes besides the model: any pytree of arrays, with examples along the first axis.
-    - `formats`: formats, or their lower-case names, or one of these.
+    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s that name methods too, or one of these.
     - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
+    - `method`: how codes are found, where `formats` do not say so.
 
     **Returns:**
 
@@ -111,19 +120,49 @@ def sensitivity(
     `ValueError` for no formats, an empty batch, a loss that is not one finite number or that is the same whatever the
     weights, and as [`eqquant.quantize_tree`][].
     """
-    uses = tuple(as_use(f) for f in as_formats(formats))
-    picked = tuple(use if use.method is not None else use.format for use in uses)
-    if not picked:
+    uses = as_uses(formats, method)
+    if not uses:
         raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
     check_batch(batch)
-    compiled = eqx.filter_jit(loss)
-    leaves, treedef = jtu.tree_flatten(model, is_leaf=is_quantized)
+    picked = tuple(use if use.method is not None else use.format for use in uses)
+    losses_of, weights = _Losses(model, loss, batch), _weights(model, where, axis)
+    base = losses_of({}, "the model as it is")
+    rows, changed = [], False
+    for places, paths, w, axes in weights:
+        losses, nbytes = [], []
+        for use in uses:
+            q = quantize_named(w, use, axes, paths[0])
+            rounded = q.dequantize()
+            losses.append(losses_of(dict.fromkeys(places, rounded), f"{paths[0]} in {use!r}"))
+            nbytes.append(q.nbytes)
+            changed = changed or not np.array_equal(rounded, w)
+        rows.append(LeafSensitivity(paths, tuple(w.shape), w.nbytes, picked, tuple(nbytes), tuple(losses)))
+    if changed and all(loss == base for row in rows for loss in row.losses):
+        # A loss that hardly changes looks like one that ignores the weights. Only the latter is the same without them.
+        without = {place: jnp.full_like(w, jnp.nan) for places, _, w, _ in weights for place in places}
+        with jax.debug_nans(False):
+            if float(np.asarray(losses_of.value(without))) == base:
+                raise ValueError(
+                    f"`loss` must use the model that it is given. Got the same value for every one, {base:.6g}, "
+                    "although their weights differ. Does it close over another?"
+                )
+    return SensitivityReport(base, tuple(rows))
 
-    def loss_with(places: Sequence[int], w: Array | None, what: str) -> float:
-        changed = list(leaves)
-        for place in places:
-            changed[place] = w
-        out = compiled(jtu.tree_unflatten(treedef, changed), batch)
+
+class _Losses:
+    """The loss of a model with some of its leaves replaced. It is compiled once."""
+
+    def __init__(self, model: PyTree, loss: Callable[[Any, Any], Scalar], batch: PyTree) -> None:
+        self._leaves, self._treedef = jtu.tree_flatten(model, is_leaf=is_quantized)
+        self._loss, self._batch = eqx.filter_jit(loss), batch
+
+    def value(self, replaced: dict[int, Array]) -> Any:
+        leaves = [replaced.get(place, leaf) for place, leaf in enumerate(self._leaves)]
+        return self._loss(jtu.tree_unflatten(self._treedef, leaves), self._batch)
+
+    def __call__(self, replaced: dict[int, Array], what: str) -> float:
+        """The loss as a number, or an error that says what was replaced."""
+        out = self.value(replaced)
         if not isinstance(out, (jax.Array, np.ndarray, np.generic, float, int)):
             raise ValueError(f"`loss` must return one finite number. Got a {type(out).__name__}. Return a scalar.")
         value = np.asarray(out)
@@ -133,33 +172,6 @@ def sensitivity(
                 f"{what}. Reduce it to its mean, and look for a division by zero."
             )
         return float(value)
-
-    def uses_weights() -> bool:
-        """Whether the loss is another without weights. One that hardly changes looks like one that ignores them."""
-        changed = list(leaves)
-        for places, _, w, _ in _weights(model, where, axis):
-            for place in places:
-                changed[place] = jnp.full_like(w, jnp.nan)
-        with jax.debug_nans(False):
-            return float(np.asarray(compiled(jtu.tree_unflatten(treedef, changed), batch))) != base
-
-    base = loss_with((), None, "the model as it is")
-    rows, changed = [], False
-    for places, paths, w, axes in _weights(model, where, axis):
-        quantized = [quantize_named(w, f, axes, paths[0]) for f in uses]
-        losses = []
-        for q, f in zip(quantized, picked, strict=True):
-            rounded = q.dequantize()
-            losses.append(loss_with(places, rounded, f"{paths[0]} in {f!r}"))
-            changed = changed or not np.array_equal(rounded, w)
-        nbytes = tuple(q.nbytes for q in quantized)
-        rows.append(LeafSensitivity(paths, tuple(w.shape), w.nbytes, picked, nbytes, tuple(losses)))
-    if changed and all(loss == base for row in rows for loss in row.losses) and not uses_weights():
-        raise ValueError(
-            f"`loss` must use the model that it is given. Got the same value for every one, {base:.6g}, although their "
-            "weights differ. Does it close over another?"
-        )
-    return SensitivityReport(base, tuple(rows))
 
 
 def _weights(model: PyTree, where: Where | None, axis: Any) -> list[tuple[list[int], tuple[str, ...], Any, Any]]:

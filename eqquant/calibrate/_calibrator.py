@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -10,46 +11,65 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Float32, Int32, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int32, PyTree
 
-from .._array.quantize import all_finite
-from ._granularity import Granularity
-from ._result import CalibrationResult, check_bits, check_real, result_of, widen
+from .._array.axes import as_axis
+from .._array.quantize import is_known_not_finite
+from .._formats import Int8
+from .._formats.base import as_format
+from ._blocks import as_blocks, Blocks
+from ._result import CalibrationResult, check_range_format, check_real, parameters
 
 
 _Calibrator = TypeVar("_Calibrator", bound="AbstractCalibrator")
+Range = tuple[Float32[Array, "*scales"], Float32[Array, "*scales"]]
 
 
 class AbstractCalibrator(eqx.Module):
-    """A calibrator: `cal = cal.update(x)` for each batch, then `cal.result()`.
+    """Finds the range of data for a format: `cal = cal.update(x)` for each batch, then `cal.result()`.
 
     Calibrators are immutable pytrees of fixed structure, so they are carries of `scan`, arguments of `jit`, and can be
     stacked and mapped over. Two that saw different data are merged by `cal.merge(other)`.
 
+    !!! Example
+
+        ```python
+        eqq.calibrate.MinMax("int8", w)                         # a weight: one scale per row
+        eqq.calibrate.MinMax(eqq.Int4(block_size=32), w)        # one per row and 32 inputs
+        eqq.calibrate.MinMax("int8", (768,), axis=-2)           # activations (..., 768): one scale per feature
+        eqq.calibrate.MinMax(eqq.Int8(block_size="tensor"))     # one scale for everything
+        ```
+
     **Arguments:**
 
-    - `bits`: of the integers, 2 to 8.
-    - `symmetric`: whether zero is the middle code. Otherwise there is a zero point.
-    - `granularity`: which values share a scale; all of them unless given.
+    - `format`: the format to calibrate for, or its lower-case name. Its `block_size` says how many values along `axis`
+        share a scale. Eight-bit integers with one scale unless given.
+    - `shape`: the shape that every batch ends in, or an array of it. What stands in front is pooled: all examples of a
+        batch, and all batches, share scales. A format with one scale needs none.
+    - `axis`: the axis along which blocks run, or several that are quantized as one, as for [`eqquant.quantize`][]. One
+        in front of `shape` is pooled, and every index of `shape` has a scale.
     - `name`: what errors call the data, for instance the path of a leaf.
     """
 
-    bits: int = eqx.field(static=True, default=8)
-    symmetric: bool = eqx.field(static=True, default=True)
-    granularity: Granularity = eqx.field(static=True, default=Granularity())
-    name: str = eqx.field(static=True, default="the data")
+    format: Any = eqx.field(static=True, default=Int8(block_size="tensor"))
+    shape: Any = eqx.field(static=True, default=())
+    axis: int | Sequence[int] = eqx.field(static=True, default=-1)
+    name: str = eqx.field(static=True, default="the data", kw_only=True)
     # What is kept of the data: nothing yet, unless given.
     seen: Any = eqx.field(default=None, kw_only=True)
+    finite: Bool[Array, "*scales"] = eqx.field(default=None, kw_only=True)
     batches: Int32[Array, ""] = eqx.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_bits(self.bits)
+        self.format = as_format(self.format)
+        check_range_format(self.format)
+        blocks = as_blocks(self.format.block_size, self.shape, self.axis)
+        self.shape, self.axis = blocks.shape, as_axis(blocks.axes)
         if self.seen is not None:
             return
         self.seen = self._start()
+        self.finite = jnp.ones(blocks.scales, bool)
         self.batches = jnp.zeros((), jnp.int32)
-
-    # What a calibrator defines
 
     @abc.abstractmethod
     def _start(self) -> PyTree[Array]:
@@ -64,22 +84,20 @@ class AbstractCalibrator(eqx.Module):
         """What is kept of the data of both."""
 
     @abc.abstractmethod
-    def range(self) -> tuple[Float32[Array, "*blocks"], Float32[Array, "*blocks"]]:
-        """The smallest and the largest value that shall not be clipped, as found so far.
+    def range(self) -> Range:
+        """The smallest and the largest value that are not to be clipped, as found so far.
 
         **Returns:**
 
-        Two float32 arrays of shape `granularity.blocks`.
+        Two float32 arrays of the shape of the scales. They mean nothing where the data was not finite.
         """
-
-    # What follows
 
     def update(self: _Calibrator, x: Float[ArrayLike, "..."]) -> _Calibrator:
         """The calibrator after one more batch.
 
         **Arguments:**
 
-        - `x`: floats of any dtype and any shape that ends as the granularity says, not empty.
+        - `x`: floats of any dtype, not empty, that end in the shape that the calibrator was made for.
 
         **Returns:**
 
@@ -90,7 +108,8 @@ class AbstractCalibrator(eqx.Module):
         `ValueError` for an empty batch, another shape, and, outside of `jit`, for NaN and infinity; `TypeError` for
         complex values.
         """
-        return dataclasses.replace(self, seen=_add(self, self._check(x)), batches=self.batches + 1)
+        seen, finite = _add(self, self._check(x))
+        return dataclasses.replace(self, seen=seen, finite=finite, batches=_more(self.batches, 1))
 
     def merge(self: _Calibrator, other: _Calibrator) -> _Calibrator:
         """The calibrator of the data of both.
@@ -112,7 +131,8 @@ class AbstractCalibrator(eqx.Module):
                 "`merge` takes a calibrator of the same kind and settings. Got "
                 f"{_settings(other)} for {_settings(self)}. Make both with the same arguments."
             )
-        return dataclasses.replace(self, seen=_join(self, other), batches=self.batches + other.batches)
+        seen, batches = _join(self, other), _more(self.batches, other.batches)
+        return dataclasses.replace(self, seen=seen, finite=self.finite & other.finite, batches=batches)
 
     def result(self) -> CalibrationResult:
         """The scale and zero point for the data so far.
@@ -124,14 +144,18 @@ class AbstractCalibrator(eqx.Module):
         **Raises:**
 
         Outside of `jit`, `ValueError` if nothing was observed, or if the data held NaN or infinity. Inside of it the
-        scale is then zero, NaN or infinite.
+        scale is then zero, or NaN for each block that held one.
         """
-        low, high = _range(self)
         if not isinstance(self.batches, jax.core.Tracer) and np.any(np.asarray(self.batches) == 0):
             raise ValueError(f"`result` needs data. Got none for {self.name}. Call `update` with at least one batch.")
-        if not isinstance(low, jax.core.Tracer) and not (all_finite(low) and all_finite(high)):
+        low, high, scale, zero_point = _result(self)
+        if is_known_not_finite(low) or is_known_not_finite(high):
             raise ValueError(_not_finite(self.name))
-        return result_of(low, high, self.bits, self.symmetric, self.granularity)
+        return CalibrationResult(scale, zero_point, low, high, self.format, self.axis)
+
+    @property
+    def _blocks(self) -> Blocks:
+        return as_blocks(self.format.block_size, self.shape, self.axis)
 
     def _check(self, x: Any) -> Float32[Array, "..."]:
         """A batch as float32, or an error."""
@@ -139,26 +163,44 @@ class AbstractCalibrator(eqx.Module):
         check_real(x, self.name)
         if x.size == 0:
             raise ValueError(f"A batch must not be empty. Got shape {x.shape} for {self.name}. Leave it out.")
-        self.granularity.check(x.shape, self.name)
-        if not isinstance(x, jax.core.Tracer) and not all_finite(x):
+        self._blocks.check(x.shape, self.name)
+        if is_known_not_finite(x):
             raise ValueError(_not_finite(self.name))
         return x.astype(jnp.float32)
 
 
 # One program each, where the operations one by one would be dozens.
-_add = jax.jit(lambda calibrator, x: calibrator._add(x))
+@jax.jit
+def _add(calibrator: AbstractCalibrator, x: Float32[Array, "..."]) -> tuple[PyTree[Array], Bool[Array, "*scales"]]:
+    # XLA on CPU drops NaN in a vectorised `max` or `min` (https://github.com/openxla/xla/issues/21461), so what is kept
+    # of the data may look healthy.
+    finite = calibrator._blocks.map(lambda v: jnp.all(jnp.isfinite(v), axis=-1), x)
+    return calibrator._add(x), calibrator.finite & finite
+
+
 _join = jax.jit(lambda calibrator, other: calibrator._join(other))
 
 
 @jax.jit
-def _range(calibrator: AbstractCalibrator) -> tuple[Float32[Array, "*scales"], Float32[Array, "*scales"]]:
+def _result(calibrator: AbstractCalibrator) -> tuple[Array, Array, Array, Array | None]:
+    """The range, widened to include zero, with the scales and zero points of it."""
     low, high = calibrator.range()
-    return widen(low, high, calibrator.granularity)
+    # Nothing seen yet: the extremes of no data are infinite.
+    low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
+    scale, zero_point = parameters(low, high, calibrator.format)
+    known = lambda x: jnp.where(calibrator.finite, x, jnp.nan)
+    return known(low), known(high), known(scale), zero_point
 
 
-def extremes(x: Float[Array, "..."], by: Granularity) -> tuple[Float32[Array, "*blocks"], Float32[Array, "*blocks"]]:
+def _more(batches: Int32[Array, "..."], new: Int32[Array, "..."] | int) -> Int32[Array, "..."]:
+    """A sum that stays at the largest number where it would wrap."""
+    total = batches + new
+    return jnp.where(total < batches, jnp.iinfo(jnp.int32).max, total)
+
+
+def extremes(x: Float[Array, "..."], blocks: Blocks) -> Range:
     """The smallest and the largest value of each block."""
-    return by.reduce(lambda v: jnp.min(v, axis=-1), x), by.reduce(lambda v: jnp.max(v, axis=-1), x)
+    return blocks.map(lambda v: jnp.min(v, axis=-1), x), blocks.map(lambda v: jnp.max(v, axis=-1), x)
 
 
 def _settings(calibrator: Any) -> str:

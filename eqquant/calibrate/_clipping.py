@@ -1,12 +1,15 @@
 """The calibrator that clips where it pays in squared error."""
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, UInt8
 
+from .._formats.base import AbstractFormat, levels_of
 from .._numerics.blocks import divide
-from ._result import code_range, parameters
+from ._result import parameters
 from ._sketch import AbstractSketched
 
 
@@ -27,10 +30,10 @@ class MSE(AbstractSketched):
     !!! Example
 
         ```python
-        cal = eqq.calibrate.MSE(bits=4)
+        cal = eqq.calibrate.MSE(eqq.Int4(block_size="tensor"))
         for x in batches:
             cal = cal.update(x)
-        result = cal.result()
+        q = cal.result().quantize(x)
         ```
 
     ??? cite
@@ -39,19 +42,22 @@ class MSE(AbstractSketched):
 
     **Arguments:**
 
-    - `bits`, `symmetric`, `granularity`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
+    - `format`, `shape`, `axis`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][]; a format of integers.
     """
 
-    def range(self) -> tuple[Float32[Array, "*blocks"], Float32[Array, "*blocks"]]:
-        blocks, sketch = self.granularity.blocks, self.seen
+    def __check_init__(self) -> None:
+        _ends(self.format)
+
+    def range(self) -> tuple[Float32[Array, "*scales"], Float32[Array, "*scales"]]:
+        scales, sketch = self._blocks.scales, self.seen
         low, high = jnp.minimum(sketch.low, 0), jnp.maximum(sketch.high, 0)
         # In units of the largest magnitude, so that no square overflows or vanishes.
         size = jnp.maximum(-low, high)
-        unit = lambda x: divide(x, jnp.broadcast_to(size.reshape(*blocks, *[1] * (x.ndim - len(blocks))), x.shape))
-        flat = lambda x: x.reshape(-1, *x.shape[len(blocks) :])
-        parts = (unit(low), unit(high), sketch.counts.astype(jnp.float32), unit(sketch.edges()))
+        unit = lambda x: divide(x, jnp.broadcast_to(size.reshape(*scales, *[1] * (x.ndim - len(scales))), x.shape))
+        flat = lambda x: x.reshape(-1, *x.shape[len(scales) :])
+        parts = (unit(low), unit(high), sketch.counts.to_float(), unit(sketch.edges()))
         factors = jax.vmap(self._search)(*map(flat, parts))
-        return low * factors[:, 0].reshape(blocks), high * factors[:, 1].reshape(blocks)
+        return low * factors[:, 0].reshape(scales), high * factors[:, 1].reshape(scales)
 
     def _search(
         self,
@@ -61,14 +67,15 @@ class MSE(AbstractSketched):
         edges: Float32[Array, " edges"],
     ) -> Float32[Array, "2"]:
         """The best factors to shrink the extremes of one block by."""
-        loss = lambda f: self._error(counts, edges, *parameters(low * f[0], high * f[1], self.bits, self.symmetric))
+        loss = lambda f: self._error(counts, edges, *parameters(low * f[0], high * f[1], self.format))
+        is_centred = parameters(low, high, self.format)[1] is None
 
         def step(best: tuple[Array, Array], factors: Array) -> tuple[tuple[Array, Array], None]:
             factors = jnp.where(jnp.isnan(factors), best[0], factors)
             new = loss(factors)
             return (jnp.where(new < best[1], factors, best[0]), jnp.minimum(new, best[1])), None
 
-        moves = _BOTH if self.symmetric else np.concatenate([_BOTH, _EACH, _EACH])
+        moves = _BOTH if is_centred else np.concatenate([_BOTH, _EACH, _EACH])
         widest = jnp.ones_like(jnp.stack([low, high]))  # of the data, so that it varies over a mesh as they do
         (factors, _), _ = jax.lax.scan(step, (widest, loss(widest)), jnp.asarray(moves))
         return factors
@@ -78,16 +85,34 @@ class MSE(AbstractSketched):
         counts: Float32[Array, " bins"],
         edges: Float32[Array, " edges"],
         scale: Float32[Array, ""],
-        zero_point: Float32[Array, ""],
+        zero_point: UInt8[Array, ""] | None,
     ) -> Float32[Array, ""]:
         """The sum of squared errors of one block under a scale and zero point."""
-        bottom, top = (code - zero_point for code in code_range(self.bits, self.symmetric))
+        zero = jnp.float32(0) if zero_point is None else zero_point.astype(jnp.float32)
+        bottom, top = (end - zero for end in _ends(self.format))
         steps = divide(edges, jnp.broadcast_to(scale, edges.shape))
         level = lambda x: jnp.clip(jnp.round(x), bottom, top)
         # The integral of (x - level(x))**2: each level adds the same twelfth, and the ends go on as cubes.
         integral = level(steps) / 12 + (steps - level(steps)) ** 3 / 3
         width, middle = jnp.diff(steps), (steps[1:] + steps[:-1]) / 2
-        narrow = width < 1e-3  # where the difference of two integrals would be lost to rounding
+        narrow = jnp.abs(width) < 1e-3  # where the difference of two integrals would be lost to rounding
         mean = jnp.where(narrow, (middle - level(middle)) ** 2, jnp.diff(integral) / jnp.where(narrow, 1, width))
         # A scale of zero makes every value zero, and has no steps to measure in.
         return jnp.where(scale == 0, jnp.inf, scale**2 * jnp.sum(counts * mean))
+
+
+@ft.lru_cache
+def _ends(format: AbstractFormat) -> tuple[float, float]:
+    """The lowest and the highest whole number that codes stand for; or an error for codes that stand for others."""
+    with jax.ensure_compile_time_eval():
+        levels, used = levels_of(format)
+        bottom, top = float(levels[used].min()), float(levels[used].max())
+        values = np.arange(bottom - 2, top + 3, 0.25, np.float32)
+        values = values[values % 1 != 0.5]  # where ties go is of no matter
+        nearest = np.asarray(format.decode(format.encode(jnp.asarray(values))))
+    if not np.array_equal(nearest, np.clip(np.round(values), bottom, top)):
+        raise ValueError(
+            f"`format` must be one of integers. Got {format!r}, whose levels are not evenly spaced. For it take "
+            "another calibrator, such as `Percentile`."
+        )
+    return bottom, top

@@ -9,7 +9,7 @@ from ._sketch import AbstractSketched
 class Percentile(AbstractSketched):
     r"""The range between two percentiles of all data.
 
-    Data is kept as counts in logarithmic bins, 12 KiB per scale however much data there is. A percentile is the
+    Data is kept as counts in logarithmic bins, 24 KiB per scale however much data there is. A percentile is the
     order statistic at rank $p n / 100$, computed in float32, to within 1/64 of its magnitude; 0 and 100 are exact.
     Values below $2^{-24}$ of the largest count as zero. Updates and merges commute: whatever the order, the result is
     the same, bit for bit.
@@ -17,10 +17,10 @@ class Percentile(AbstractSketched):
     !!! Example
 
         ```python
-        cal = eqq.calibrate.Percentile(lower=0.1, upper=99.9)
+        cal = eqq.calibrate.Percentile("int8", (768,), axis=-2, lower=0.1, upper=99.9)
         for x in batches:
             cal = cal.update(x)
-        result = cal.result()
+        q = cal.result().quantize(x)
         ```
 
     ??? cite
@@ -29,14 +29,19 @@ class Percentile(AbstractSketched):
 
     **Arguments:**
 
-    - `bits`, `symmetric`, `granularity`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
-    - `lower`, `upper`: percentiles, from 0 to 100.
+    - `format`, `shape`, `axis`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
+    - `lower`, `upper`: percentiles, from 0 to 100: not fractions.
     """
 
-    lower: float | int = eqx.field(static=True, default=0.01)
-    upper: float | int = eqx.field(static=True, default=99.99)
+    lower: float | int = eqx.field(static=True, default=0.01, kw_only=True)
+    upper: float | int = eqx.field(static=True, default=99.99, kw_only=True)
 
     def __check_init__(self) -> None:
+        if 0 <= self.lower < self.upper <= 1:
+            raise ValueError(
+                f"`lower` and `upper` must be percentiles, from 0 to 100, not fractions. Got upper={self.upper}. Write "
+                f"`upper={100 * self.upper:g}`."
+            )
         if not 0 <= self.lower < self.upper <= 100:
             raise ValueError(
                 f"`lower` and `upper` must be percentiles, 0 <= lower < upper <= 100. Got lower={self.lower} and "

@@ -6,10 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from ._calibrator import AbstractCalibrator, extremes
-
-
-_Extremes = tuple[Float32[Array, "*blocks"], Float32[Array, "*blocks"]]
+from ._calibrator import AbstractCalibrator, extremes, Range
 
 
 class MinMax(AbstractCalibrator):
@@ -20,28 +17,28 @@ class MinMax(AbstractCalibrator):
     !!! Example
 
         ```python
-        cal = eqq.calibrate.MinMax(bits=8, symmetric=False)
+        cal = eqq.calibrate.MinMax("int8", (768,), axis=-2)
         for x in batches:
             cal = cal.update(x)
-        result = cal.result()
+        q = cal.result().quantize(x)
         ```
 
     **Arguments:**
 
-    - `bits`, `symmetric`, `granularity`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
+    - `format`, `shape`, `axis`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
     """
 
-    def _start(self) -> _Extremes:
-        blocks = self.granularity.blocks
-        return jnp.full(blocks, jnp.inf, jnp.float32), jnp.full(blocks, -jnp.inf, jnp.float32)
+    def _start(self) -> Range:
+        scales = self._blocks.scales
+        return jnp.full(scales, jnp.inf, jnp.float32), jnp.full(scales, -jnp.inf, jnp.float32)
 
-    def _add(self, x: Float32[Array, "..."]) -> _Extremes:
-        return _widest(self.seen, extremes(x, self.granularity))
+    def _add(self, x: Float32[Array, "..."]) -> Range:
+        return _widest(self.seen, extremes(x, self._blocks))
 
-    def _join(self, other: Any) -> _Extremes:
+    def _join(self, other: Any) -> Range:
         return _widest(self.seen, other.seen)
 
-    def range(self) -> _Extremes:
+    def range(self) -> Range:
         return self.seen
 
 
@@ -54,17 +51,17 @@ class MovingAverage(AbstractCalibrator):
     !!! Example
 
         ```python
-        cal = eqq.calibrate.MovingAverage(momentum=0.05)
+        cal = eqq.calibrate.MovingAverage(eqq.Int8(block_size="tensor"), momentum=0.05)
         cal, _ = jax.lax.scan(lambda cal, x: (cal.update(x), None), cal, batches)
         ```
 
     **Arguments:**
 
-    - `bits`, `symmetric`, `granularity`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
+    - `format`, `shape`, `axis`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
     - `momentum`: $m$, the weight of a new batch, above 0 and at most 1.
     """
 
-    momentum: float | int = eqx.field(static=True, default=0.01)
+    momentum: float | int = eqx.field(static=True, default=0.01, kw_only=True)
 
     def __check_init__(self) -> None:
         if not 0 < self.momentum <= 1:
@@ -72,26 +69,26 @@ class MovingAverage(AbstractCalibrator):
                 f"`momentum` must be above 0 and at most 1. Got {self.momentum}. It is the weight of a new batch."
             )
 
-    def _start(self) -> _Extremes:
-        zeros = jnp.zeros(self.granularity.blocks, jnp.float32)
+    def _start(self) -> Range:
+        zeros = jnp.zeros(self._blocks.scales, jnp.float32)
         return zeros, zeros
 
-    def _add(self, x: Float32[Array, "..."]) -> _Extremes:
+    def _add(self, x: Float32[Array, "..."]) -> Range:
         weight = jnp.where(self.batches == 0, jnp.float32(1), jnp.float32(self.momentum))
-        return _mean(self.seen, extremes(x, self.granularity), weight)
+        return _mean(self.seen, extremes(x, self._blocks), weight)
 
-    def _join(self, other: Any) -> _Extremes:
+    def _join(self, other: Any) -> Range:
         mine, theirs = self.batches.astype(jnp.float32), other.batches.astype(jnp.float32)
         return _mean(self.seen, other.seen, theirs / jnp.maximum(mine + theirs, 1))
 
-    def range(self) -> _Extremes:
+    def range(self) -> Range:
         return self.seen
 
 
-def _widest(a: _Extremes, b: _Extremes) -> _Extremes:
+def _widest(a: Range, b: Range) -> Range:
     return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
 
 
-def _mean(a: _Extremes, b: _Extremes, weight: Float32[Array, ""]) -> _Extremes:
+def _mean(a: Range, b: Range, weight: Float32[Array, ""]) -> Range:
     low, high = ((1 - weight) * old + weight * new for old, new in zip(a, b, strict=True))
     return low, high

@@ -1,226 +1,124 @@
-"""What calibration gives: a range, the scale and zero point that follow from it, and codes made with them."""
+"""What calibration gives: a range, and the scale and zero point that a format takes for it."""
 
 import functools as ft
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Float32, Int8, UInt8
+from jaxtyping import Array, ArrayLike, Float, Float32, PRNGKeyArray, UInt8
 
-from .._array.quantize import check_finite
-from .._numerics.blocks import divide
-from .._numerics.rounding import round_half_away
-from ._granularity import Granularity
-
-
-Rounding = Literal["half_even", "half_away"]
+from .._array.array import QuantizedArray
+from .._array.quantize import quantize
+from .._formats.base import AbstractFormat
+from .._methods import AbsMax, AbstractMethod, encode_rows, Encoded
+from .._numerics.blocks import num_blocks
 
 
-class CalibrationResult(eqx.Module):
-    r"""A range of values, and the scale and zero point of the integers that cover it.
+class CalibrationResult(AbstractMethod):
+    r"""A range of values, and the scales and zero points that a format takes for it.
 
-    Symmetric: $s = \max(|\min|, |\max|) / (2^{b-1} - 1)$, codes $-2^{b-1} \ldots 2^{b-1} - 1$, no zero point.
-    Otherwise $s = (\max - \min) / (2^b - 1)$, codes $0 \ldots 2^b - 1$, and the code of zero is
-    $z = \mathrm{round}(-\min / s)$. A range always includes zero, so zero has a code. All zeros give a scale of zero.
+    They are those that the format itself would choose for data of this range, which always includes zero. All zeros
+    give a scale of zero. A result is a method too: `eqq.quantize(w, "int4", method=result)` takes its scales, and
+    refuses any other format.
 
     !!! Example
 
         ```python
-        result = eqq.calibrate.calibrate_per_channel(w, symmetric=False)
-        q = eqq.quantize(w, eqq.Int8(symmetric=False), **result.for_quantize())
+        result = eqq.calibrate.MSE("int4", w).update(w).result()
+        q = result.quantize(w)
         ```
 
     **Arguments:**
 
-    - `scale`: float32, of the shape `granularity.shape`: `()` for one scale, `(out, 1)` for one per row of a matrix,
-        `(out, groups)` for groups along its last axis.
-    - `zero_point`: uint8, of the same shape; `None` if symmetric.
+    - `scale`: float32, as [`eqquant.quantize`][] takes it, with the quantized axis last: `()` for one scale, `(out, 1)`
+        for one per row of a matrix, `(out, blocks)` for blocks along its last axis.
+    - `zero_point`: uint8, of the same shape; `None` for a format without.
     - `min`, `max`: the range, widened to include zero: float32, of the same shape.
-    - `bits`: 2 to 8.
-    - `symmetric`: whether zero is the middle code.
-    - `granularity`: which values share a scale.
+    - `format`: the format that this was calibrated for.
+    - `axis`: the axis, or axes, along which blocks run: negative.
     """
 
     scale: Float32[Array, "*scales"]
     zero_point: UInt8[Array, "*scales"] | None
     min: Float32[Array, "*scales"]
     max: Float32[Array, "*scales"]
-    bits: int = eqx.field(static=True)
-    symmetric: bool = eqx.field(static=True)
-    granularity: Granularity = eqx.field(static=True)
+    format: AbstractFormat = eqx.field(static=True)
+    axis: int | tuple[int, ...] = eqx.field(static=True)
 
-    def for_quantize(self, axis: int | Sequence[int] = -1) -> dict[str, Array | None]:
-        """`scale` and `zero_point` as [`eqquant.quantize`][] takes them, which is with the quantized axis last.
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """`axis` as a tuple."""
+        return (self.axis,) if isinstance(self.axis, int) else self.axis
 
-        The format must have as many bits, the same symmetry, and blocks of the same size.
-
-        !!! Example
-
-            ```python
-            result = eqq.calibrate.calibrate_per_channel(w, axis=1, bits=4)     # w is used as x @ w
-            q = eqq.quantize(w, eqq.Int4(block_size=None), axis=-2, **result.for_quantize(axis=-2))
-            ```
+    def quantize(self, x: Float[ArrayLike, "..."], *, key: PRNGKeyArray | None = None) -> QuantizedArray:
+        """Quantizes an array with these scales, to the format and along the axis that they were calibrated for.
 
         **Arguments:**
 
-        - `axis`: the quantized axis, or axes, counted from the end.
+        - `x`: floats of a shape that ends as the calibrated data did.
+        - `key`: rounds stochastically, with this key.
 
         **Returns:**
 
-        A dictionary of the two.
+        A [`eqquant.QuantizedArray`][]. Values beyond the range are clipped.
 
         **Raises:**
 
-        `ValueError` for an axis that is not negative, or if scales differ along several axes that are quantized as one.
+        As [`eqquant.quantize`][].
         """
-        axes = (axis,) if isinstance(axis, int) else tuple(axis)
-        if any(a >= 0 for a in axes):
-            raise ValueError(f"`axis` must be negative, since a result has no axes in front. Got {axis}.")
-        ndim = max(self.scale.ndim, -min(axes))
-        if len(axes) > 1 and any(self.scale.ndim >= -a and self.scale.shape[a] > 1 for a in axes):
+        return quantize(x, self.format, axis=self.axis, key=key, method=self)
+
+    def quantize_rows(
+        self,
+        rows: Float[Array, "*batch length"],
+        format: AbstractFormat,
+        *,
+        key: PRNGKeyArray | None = None,
+        chunk: int | None = None,
+    ) -> Encoded:
+        if format != self.format:
             raise ValueError(
-                f"Scales must not differ along axes that are quantized as one. Got scales of shape {self.scale.shape} "
-                f"for `axis={axis}`. Calibrate along the other axes."
+                f"A calibrated scale must be used with the format it is for, {self.format!r}. Got {format!r}. "
+                "Calibrate for that one, or call `result.quantize(x)`."
             )
+        *batch, length = rows.shape
+        shape = (*batch, num_blocks(length, format.block_size))
+        try:
+            given = (x if x is None else jnp.broadcast_to(x, shape) for x in (self.scale, self.zero_point))
+            scale, zero_point = given
+        except ValueError:
+            raise ValueError(
+                f"An array must end as the calibrated data did, whose scales have shape {self.scale.shape} with blocks "
+                f"along `axis={self.axis}`. Got one with scales of shape {shape}."
+            ) from None
+        return encode_rows(rows, scale, zero_point, format, key=key, chunk=chunk)
 
-        def arrange(x: Array) -> Array:
-            x = x.reshape(*[1] * (ndim - x.ndim), *x.shape)
-            x = jnp.moveaxis(x, axes, range(-len(axes), 0))
-            return x.reshape(*x.shape[: ndim - len(axes)], -1)
 
-        zero_point = None if self.zero_point is None else arrange(self.zero_point)
-        return {"scale": arrange(self.scale), "zero_point": zero_point}
-
-
-def check_bits(bits: Any) -> None:
-    if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)) or not 2 <= bits <= 8:
-        raise ValueError(f"`bits` must be an integer from 2 to 8. Got {bits!r}. Formats store 2, 4 or 8.")
+@ft.lru_cache
+def check_range_format(format: AbstractFormat) -> None:
+    """Refuses a format whose scale depends on more than the extremes of a block."""
+    with jax.ensure_compile_time_eval():
+        extremes, others = jnp.array([[-2.0, 1.0]]), jnp.array([[0.5, -2.0, 0.0, 1.0, -1.0]])
+        same = np.array_equal(format.choose_scale(extremes), format.choose_scale(others))
+    if not same:
+        raise ValueError(
+            f"`format` must take its scale from the extremes of a block. Got {format!r}, which looks at all values. "
+            "Quantize with its own scales: `eqq.quantize(x, format)`."
+        )
 
 
 def check_real(x: Array, name: str) -> None:
+    """Refuses complex data."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"Data must be real. Got dtype {x.dtype} in {name}. Take its real and imaginary parts.")
 
 
-@ft.partial(jax.jit, static_argnums=(2, 3))  # as formats compute them, to the last bit
 def parameters(
-    low: Float32[Array, "*blocks"], high: Float32[Array, "*blocks"], bits: int, symmetric: bool
-) -> tuple[Float32[Array, "*blocks"], Float32[Array, "*blocks"]]:
-    """Scale and zero point (zero if symmetric) of a range that includes zero, by the rules of the integer formats."""
-    if symmetric:
-        scale = jnp.maximum(-low, high) / (2 ** (bits - 1) - 1)
-        return scale, jnp.zeros_like(scale)
-    levels = 2**bits - 1
-    scale = high / levels - low / levels
-    return scale, jnp.clip(jnp.round(divide(-low, scale)), 0, levels)
-
-
-def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
-    return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if symmetric else (0, 2**bits - 1)
-
-
-def widen(
-    low: Float32[Array, "*blocks"], high: Float32[Array, "*blocks"], by: Granularity
-) -> tuple[Float32[Array, "*scales"], Float32[Array, "*scales"]]:
-    """A range that includes zero, in the shape of the scales."""
-    return by.to_shape(jnp.minimum(low, 0)), by.to_shape(jnp.maximum(high, 0))
-
-
-def result_of(
-    low: Float32[Array, "*scales"], high: Float32[Array, "*scales"], bits: int, symmetric: bool, by: Granularity
-) -> CalibrationResult:
-    """The result for a range that includes zero."""
-    scale, zero_point = parameters(low, high, bits, symmetric)
-    return CalibrationResult(scale, None if symmetric else zero_point.astype(jnp.uint8), low, high, bits, symmetric, by)
-
-
-def quantize_with_params(
-    x: Float[ArrayLike, "..."], result: CalibrationResult, *, rounding: Rounding = "half_even"
-) -> Int8[Array, "..."] | UInt8[Array, "..."]:
-    """The integer codes of values under a calibrated scale and zero point: $\\mathrm{round}(x / s + z)$, clipped.
-
-    [`eqquant.quantize`][] with `scale=` gives the same codes in a quantized array, packed.
-
-    !!! Example
-
-        ```python
-        result = eqq.calibrate.calibrate_min_max(x, bits=8)
-        codes = eqq.calibrate.quantize_with_params(x, result)
-        ```
-
-    **Arguments:**
-
-    - `x`: floats, of a shape that ends as the calibrated data did.
-    - `result`: what a calibrator returned.
-    - `rounding`: what becomes of a value halfway between two codes: `"half_even"`, as everywhere in JAX, or
-        `"half_away"` from zero, as C's `roundf` and Rust's `round`.
-
-    **Returns:**
-
-    Codes of the shape of `x`: int8 if symmetric, else uint8.
-
-    **Raises:**
-
-    `ValueError` if the shape does not fit the granularity, for an unknown `rounding`, and, outside of `jit`, for NaN
-    and infinity; `TypeError` for complex values.
-    """
-    if rounding not in ("half_even", "half_away"):
-        raise ValueError(f"`rounding` must be half_even or half_away. Got {rounding!r}.")
-    x = jnp.asarray(x)
-    check_real(x, "`x`")
-    result.granularity.check(x.shape, "`x`")
-    check_finite(x)
-    return _quantize(x, result, rounding)
-
-
-@ft.partial(jax.jit, static_argnums=2)
-def _quantize(x: Array, result: CalibrationResult, rounding: Rounding) -> Array:
-    round = jnp.round if rounding == "half_even" else round_half_away
-    values = divide(x.astype(jnp.float32), result.granularity.expand(result.scale, x.shape))
-    if result.zero_point is not None:
-        values = values + result.granularity.expand(result.zero_point, x.shape).astype(jnp.float32)
-    codes = jnp.clip(round(values), *code_range(result.bits, result.symmetric))
-    return codes.astype(jnp.int8 if result.symmetric else jnp.uint8)
-
-
-def dequantize_with_params(
-    codes: Int8[ArrayLike, "..."] | UInt8[ArrayLike, "..."], result: CalibrationResult
-) -> Float32[Array, "..."]:
-    """The values that codes stand for: $(q - z)\\, s$. The way back from
-    [`eqquant.calibrate.quantize_with_params`][].
-
-    !!! Example
-
-        ```python
-        codes = eqq.calibrate.quantize_with_params(x, result)
-        x_hat = eqq.calibrate.dequantize_with_params(codes, result)
-        ```
-
-    **Arguments:**
-
-    - `codes`: int8 or uint8, of a shape that ends as the calibrated data did.
-    - `result`: what they were quantized with.
-
-    **Returns:**
-
-    float32, of the shape of `codes`.
-
-    **Raises:**
-
-    `ValueError` if the shape does not fit the granularity.
-    """
-    codes = jnp.asarray(codes)
-    result.granularity.check(codes.shape, "`codes`")
-    return _dequantize(codes, result)
-
-
-@jax.jit
-def _dequantize(codes: Array, result: CalibrationResult) -> Float32[Array, "..."]:
-    values = codes.astype(jnp.float32)
-    if result.zero_point is not None:
-        values = values - result.granularity.expand(result.zero_point, codes.shape).astype(jnp.float32)
-    return values * result.granularity.expand(result.scale, codes.shape)
+    low: Float32[Array, "*scales"], high: Float32[Array, "*scales"], format: Any
+) -> tuple[Float32[Array, "*scales"], UInt8[Array, "*scales"] | None]:
+    """The scale and the zero point that a format chooses for a block with these extremes."""
+    scale, zero_point = AbsMax().choose_scales(jnp.stack([low, high], axis=-1)[None], format)
+    return scale[0], None if zero_point is None else zero_point[0]

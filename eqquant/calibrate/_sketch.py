@@ -10,10 +10,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from ._blocks import Blocks
 from ._calibrator import AbstractCalibrator, extremes
-from ._granularity import Granularity
+from ._wide import Wide
 
 
 _MANTISSA = 6
@@ -24,31 +26,29 @@ _SHIFT = 23 - _MANTISSA
 
 
 class Sketch(eqx.Module):
-    """Counts by magnitude, exact up to 4 * 10**9 values per block.
+    """Counts by magnitude, exact up to 2**64 values per block.
 
     - `counts`: the bins from the most negative to the most positive, zero in the middle.
     - `top`: the exponent of the largest magnitude, as its float32 stores it.
     - `low`, `high`: the extremes, exactly.
     """
 
-    counts: UInt32[Array, "*blocks bins"]
-    top: Int32[Array, "*blocks"]
-    low: Float32[Array, "*blocks"]
-    high: Float32[Array, "*blocks"]
+    counts: Wide
+    top: Int32[Array, "*scales"]
+    low: Float32[Array, "*scales"]
+    high: Float32[Array, "*scales"]
 
-    def __init__(self, blocks: tuple[int, ...]) -> None:
-        self.counts = jnp.zeros((*blocks, 2 * _HALF + 1), jnp.uint32)
-        self.top = jnp.zeros(blocks, jnp.int32)
-        self.low = jnp.full(blocks, jnp.inf, jnp.float32)
-        self.high = jnp.full(blocks, -jnp.inf, jnp.float32)
+    def __init__(self, scales: tuple[int, ...]) -> None:
+        self.counts = Wide.of(jnp.zeros((*scales, 2 * _HALF + 1), jnp.uint32))
+        self.top = jnp.zeros(scales, jnp.int32)
+        self.low = jnp.full(scales, jnp.inf, jnp.float32)
+        self.high = jnp.full(scales, -jnp.inf, jnp.float32)
 
-    def add(self, x: Float32[Array, "..."], by: Granularity) -> "Sketch":
+    def add(self, x: Float32[Array, "..."], blocks: Blocks) -> "Sketch":
         """The sketch after more data."""
-        low, high = extremes(x, by)
+        low, high = extremes(x, blocks)
         top = jnp.maximum(self.top, _bits(jnp.maximum(jnp.abs(low), jnp.abs(high))) >> 23)
-        # Values and the bins they fall in are paired by block, so each block's exponent stands before its values.
-        tops = by.expand(by.to_shape(top), x.shape)
-        new = by.reduce(_count, _index(x, tops))
+        new = Wide.of(blocks.map(lambda values, top: _count(_index(values, top[..., None])), x, top))
         return self._with(self._counts_below(top) + new, top, low, high)
 
     def merge(self, other: "Sketch") -> "Sketch":
@@ -56,7 +56,7 @@ class Sketch(eqx.Module):
         top = jnp.maximum(self.top, other.top)
         return self._with(self._counts_below(top) + other._counts_below(top), top, other.low, other.high)
 
-    def edges(self) -> Float32[Array, "*blocks edges"]:
+    def edges(self) -> Float32[Array, "*scales edges"]:
         """The edges of the bins, cut to the range of the data."""
         level = _outer_add((self.top + 1) * _PER_OCTAVE - _HALF, _HALF + 1)
         largest = jnp.maximum(jnp.abs(self.low), jnp.abs(self.high))[..., None]
@@ -66,35 +66,38 @@ class Sketch(eqx.Module):
         edges = jnp.concatenate([-edges[..., ::-1], edges], axis=-1)
         return jnp.clip(edges, self.low[..., None], self.high[..., None])
 
-    def quantile(self, q: float) -> Float32[Array, "*blocks"]:
+    def quantile(self, q: float) -> Float32[Array, "*scales"]:
         """The value of rank `q * n`, that a part `q` of the data lies below, to within 1/64 of its magnitude."""
-        below = jnp.cumsum(self.counts, axis=-1)
-        total = below[..., -1].astype(jnp.float32)
+        below = self.counts.cumsum().to_float()
+        total = below[..., -1]
         rank = jnp.clip(jnp.floor(q * total), 0, jnp.maximum(total - 1, 0))
-        index = jnp.sum(below.astype(jnp.float32) <= rank[..., None], axis=-1, keepdims=True)
+        index = jnp.sum(below <= rank[..., None], axis=-1, keepdims=True)
         at = lambda x: jnp.take_along_axis(x, jnp.minimum(index, x.shape[-1] - 1), axis=-1)[..., 0]
-        count, edges = at(self.counts).astype(jnp.float32), self.edges()
-        inside = rank - (at(below).astype(jnp.float32) - count) + 0.5
+        count, edges = at(self.counts.to_float()), self.edges()
+        inside = rank - (at(below) - count) + 0.5
         left, right = at(edges[..., :-1]), at(edges[..., 1:])
-        value = left + (right - left) * jnp.clip(inside / jnp.maximum(count, 1), 0, 1)
-        return jnp.where(jnp.isfinite(self.low) & jnp.isfinite(self.high), value, jnp.nan)  # every bin would be wrong
+        return left + (right - left) * jnp.clip(inside / jnp.maximum(count, 1), 0, 1)
 
-    def _counts_below(self, top: Int32[Array, "*blocks"]) -> UInt32[Array, "*blocks bins"]:
+    def _counts_below(self, top: Int32[Array, "*scales"]) -> Wide:
         """The counts, with bins moved down to where they stand below a larger exponent."""
-        source = _outer_add((top - self.top) * _PER_OCTAVE, _HALF)
-        negative, positive = self.counts[..., _HALF - 1 :: -1], self.counts[..., _HALF + 1 :]
+        step = (top - self.top) * _PER_OCTAVE
+        source = _outer_add(step, _HALF)
+        # From zero outwards, on either side. What moves below the lowest bin joins zero.
+        negative = jtu.tree_map(lambda c: c[..., _HALF - 1 :: -1], self.counts)
+        positive = jtu.tree_map(lambda c: c[..., _HALF + 1 :], self.counts)
+        zero = jtu.tree_map(lambda c: c[..., _HALF : _HALF + 1], self.counts)
+        lost = _outer_add(jnp.zeros_like(step), _HALF) < step[..., None]
 
-        def move(half: Array) -> Array:
-            moved = jnp.take_along_axis(half, jnp.minimum(source, _HALF - 1), axis=-1)
-            return jnp.where(source < _HALF, moved, jnp.uint32(0))
+        def moved(half: Wide) -> Wide:
+            take = lambda c: jnp.take_along_axis(c, jnp.minimum(source, _HALF - 1), axis=-1)
+            return jtu.tree_map(lambda c: jnp.where(source < _HALF, take(c), jnp.uint32(0)), half)
 
-        down, up = move(negative), move(positive)
-        zero = jnp.sum(self.counts, axis=-1, keepdims=True, dtype=jnp.uint32)
-        zero = zero - jnp.sum(down, axis=-1, keepdims=True, dtype=jnp.uint32)
-        zero = zero - jnp.sum(up, axis=-1, keepdims=True, dtype=jnp.uint32)
-        return jnp.concatenate([down[..., ::-1], zero, up], axis=-1)
+        for half in (negative, positive):
+            zero = zero + jtu.tree_map(lambda c: jnp.where(lost, c, jnp.uint32(0)), half).sum()
+        join = lambda down, zero, up: jnp.concatenate([down[..., ::-1], zero, up], axis=-1)
+        return jtu.tree_map(join, moved(negative), zero, moved(positive))
 
-    def _with(self, counts: Array, top: Array, low: Array, high: Array) -> "Sketch":
+    def _with(self, counts: Wide, top: Array, low: Array, high: Array) -> "Sketch":
         extremes = jnp.minimum(self.low, low), jnp.maximum(self.high, high)
         return eqx.tree_at(lambda s: (s.counts, s.top, s.low, s.high), self, (counts, top, *extremes))
 
@@ -103,10 +106,10 @@ class AbstractSketched(AbstractCalibrator):
     """A calibrator that takes its range from a sketch of all data."""
 
     def _start(self) -> Sketch:
-        return Sketch(self.granularity.blocks)
+        return Sketch(self._blocks.scales)
 
     def _add(self, x: Float32[Array, "..."]) -> Sketch:
-        return self.seen.add(x, self.granularity)
+        return self.seen.add(x, self._blocks)
 
     def _join(self, other: Any) -> Sketch:
         return self.seen.merge(other.seen)
@@ -116,18 +119,18 @@ def _bits(magnitude: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(magnitude, jnp.int32)
 
 
-def _outer_add(start: Int32[Array, "*blocks"], count: int) -> Int32[Array, "*blocks count"]:
+def _outer_add(start: Int32[Array, "*scales"], count: int) -> Int32[Array, "*scales count"]:
     """`start`, `start + 1`, ..., along a new last axis."""
     return start[..., None] + jnp.arange(count, dtype=jnp.int32).reshape(*[1] * start.ndim, count)
 
 
-def _index(x: Float32[Array, "*shape"], top: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+def _index(x: Float32[Array, "*scales values"], top: Int32[Array, "*scales 1"]) -> Int32[Array, "*scales values"]:
     """The bin of each value, counted from the one for zero: negative for negative values."""
     level = (_bits(jnp.abs(x)) >> _SHIFT) - ((top + 1) * _PER_OCTAVE - _HALF)
     return jnp.where(x < 0, -1, 1) * jnp.clip(level + 1, 0, _HALF)
 
 
-def _count(index: Int32[Array, "*blocks values"]) -> UInt32[Array, "*blocks bins"]:
+def _count(index: Int32[Array, "*scales values"]) -> UInt32[Array, "*scales bins"]:
     rows = index.reshape(-1, index.shape[-1]) + _HALF
     counts = jnp.zeros((rows.shape[0], 2 * _HALF + 1), jnp.uint32)
     counts = counts.at[jnp.arange(rows.shape[0])[:, None], rows].add(jnp.uint32(1))

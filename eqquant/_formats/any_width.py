@@ -1,18 +1,17 @@
-"""Evenly spaced integers of any width: the formats of the library where they are the same, else one of our own."""
+"""Integers of any width: the formats of the library where they are the same, else one that analysis alone needs."""
 
-import math
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .._array.array import QuantizedArray
-from .._formats import Int2, Int4, Int8
-from .._formats.base import AbstractAffineFormat, AbstractFormat
-from .._numerics.blocks import absmax, BlockSize, divide, minmax
+from .._numerics.blocks import absmax, BlockSize, minmax
+from .._numerics.integers import affine_scale, affine_zero_point, decode_integer, encode_integer, symmetric_scale
 from .._numerics.rounding import round_half_away
+from .base import AbstractAffineFormat, AbstractFormat
+from .integer import Int2, Int4, Int8
 
 
 Rounding = Literal["half_even", "half_away"]
@@ -47,18 +46,30 @@ def integer_format(
 
     **Raises:**
 
-    `ValueError` for another number of bits, or an unknown `rounding`.
+    `ValueError` for another number of bits, for a `symmetric` that is not a boolean, or an unknown `rounding`.
     """
     if isinstance(bits, bool) or not isinstance(bits, Integral) or not 2 <= bits <= 8:
         raise ValueError(f"`bits` must be an integer from 2 to 8. Got {bits!r}. One bit has no zero: see `eqq.Binary`.")
-    if rounding not in ("half_even", "half_away"):
-        raise ValueError(f'`rounding` must be "half_even" or "half_away". Got {rounding!r}.')
+    if not isinstance(symmetric, bool):
+        raise ValueError(f"`symmetric` must be True or False. Got {symmetric!r}.")
+    check_rounding(rounding)
     ours = {8: Int8, 4: Int4, 2: Int2}.get(bits)
     # Symmetric Int2 uses all of its four levels, which the rule above does not; and blocks of ours fill whole bytes.
     same = rounding == "half_even" and (bits > 2 or not symmetric)
     if ours is not None and same and (not isinstance(block_size, int) or block_size % (8 // bits) == 0):
         return ours(block_size=block_size, symmetric=symmetric)
-    return _Integer(width=bits, block_size=block_size, symmetric=symmetric, rounding=rounding)
+    return _Integer(width=int(bits), block_size=block_size, symmetric=symmetric, rounding=rounding)
+
+
+def code_width(format: AbstractFormat) -> int:
+    """The bits that a code has, which may be fewer than those it takes in memory."""
+    return format.width if isinstance(format, _Integer) else format.bits
+
+
+def check_rounding(rounding: Any) -> None:
+    """Refuses an unknown name of a rounding."""
+    if rounding not in ("half_even", "half_away"):
+        raise ValueError(f'`rounding` must be "half_even" or "half_away". Got {rounding!r}.')
 
 
 class _Integer(AbstractAffineFormat):
@@ -74,43 +85,21 @@ class _Integer(AbstractAffineFormat):
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         if self.symmetric:
-            return absmax(blocks) / (2 ** (self.width - 1) - 1)
-        low, high = minmax(blocks)
-        return high / self._levels - low / self._levels
+            return symmetric_scale(absmax(blocks), self.width)
+        return affine_scale(*minmax(blocks), self.width)
 
     def choose_zero_point(
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
     ) -> UInt8[Array, "*batch blocks"]:
-        low, _ = minmax(blocks)
-        zero = self._round(divide(-low, scale))
-        return jnp.clip(zero, 0, self._levels).astype(jnp.uint8)
+        return affine_zero_point(minmax(blocks)[0], scale, self.width)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-        return (jnp.clip(self._round(values) + self._offset, 0, self._levels)).astype(jnp.uint8)
+        round = round_half_away if self.rounding == "half_away" else jnp.round
+        return encode_integer(round(values), self.width, self.symmetric)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return codes.astype(jnp.float32) - self._offset
-
-    @property
-    def _levels(self) -> int:
-        return 2**self.width - 1
-
-    @property
-    def _offset(self) -> int:
-        return 2 ** (self.width - 1) if self.symmetric else 0
-
-    def _round(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return round_half_away(values) if self.rounding == "half_away" else jnp.round(values)
+        return decode_integer(codes, self.width, self.symmetric)
 
     def __repr__(self) -> str:
         block, rounding = f"block_size={self.block_size!r}", f"rounding={self.rounding!r}"
         return f"integer_format({self.width}, {block}, symmetric={self.symmetric}, {rounding})"
-
-
-def stored_bits(q: QuantizedArray) -> float:
-    """Bits per value, scales included; those of an analysed integer as if it were packed."""
-    nbytes = q.nbytes
-    if isinstance(q.format, _Integer):
-        rows, length = math.prod(q.codes.shape[:-1]), q.codes.shape[-1]
-        nbytes -= rows * (length - math.ceil(length * q.format.width / 8))
-    return 8 * nbytes / max(q.size, 1)

@@ -5,14 +5,14 @@ import math
 import numpy as np
 from jaxtyping import Float
 
-from .._formats import Int2, Int4, Int8, NF4
-from .._methods import AbsMax, HQQ, MSE
-from .._numerics.blocks import BlockSize
-from .._tree.use import Use
-from ._benchmark import Benchmark, Comparison, run_benchmark
-from ._comparison import FORMATS
-from ._generators import lcg_channels, lcg_gaussian, lcg_outliers, lcg_student, lcg_uniform
-from ._integers import integer_format
+from ..._formats import Int2, Int4, Int8, NF4
+from ..._formats.any_width import integer_format
+from ..._methods import AbsMax, HQQ, MSE
+from ..._numerics.blocks import BlockSize
+from ..._tree.use import Use
+from .._benchmark import Benchmark, Comparison, run_benchmark
+from .._comparison import FORMATS
+from .generators import lcg_channels, lcg_gaussian, lcg_outliers, lcg_student, lcg_uniform
 
 
 _GROUP = 32

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from .._array.array import QuantizedArray
-from .._array.quantize import quantize
-from .._formats.base import AbstractFormat, as_format
-from .._numerics.blocks import divide
-from ._comparison import compare_bit_widths
-from ._error import measure, quantization_mse, Real, rows_of, to_numpy, Values
-from ._integers import integer_format, Rounding
-from ._plots import draw_bars
-from ._report import numbers_table, Report
+from ..._array.array import QuantizedArray
+from ..._array.quantize import quantize
+from ..._formats.any_width import integer_format, Rounding
+from ..._formats.base import AbstractFormat, as_format
+from ..._methods import AbstractMethod
+from ..._numerics.blocks import divide
+from .._error import measure, quantization_mse, Real, rows_of, to_numpy, Values
+from .._plots import draw_bars
+from .._report import numbers_table, Report
+from .comparison import compare_bit_widths
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -103,6 +104,7 @@ def outlier_impact(
     format: AbstractFormat | str | None = None,
     *,
     axis: int | Sequence[int] = -1,
+    method: AbstractMethod | None = None,
 ) -> OutlierImpact:
     """What the largest values cost all others, which share their scale.
 
@@ -118,6 +120,7 @@ def outlier_impact(
     - `percentile`: the share of magnitudes, in percent, that stays as it is. Larger ones are clipped.
     - `format`: a format, or its name. Eight-bit integers with one scale unless given.
     - `axis`: the axis along which blocks run.
+    - `method`: how codes are found.
 
     **Returns:**
 
@@ -129,14 +132,19 @@ def outlier_impact(
     """
     if not 0 < percentile < 100:
         raise ValueError(f"`percentile` must be between 0 and 100. Got {percentile}. 99 clips the largest hundredth.")
+    if percentile <= 1:
+        raise ValueError(
+            f"`percentile` must be in percent, not a fraction. Got {percentile}. Write "
+            f"`percentile={100 * percentile:g}`."
+        )
     values = to_numpy(x, "`x`")
     measure(values, values, ("`x`", "`x`"))
     magnitudes = np.sort(np.abs(values), axis=None)
     threshold = magnitudes[min(int(percentile / 100 * magnitudes.size), magnitudes.size - 1)]
     clipped = np.clip(values, -threshold, threshold)
     picked = integer_format(8) if format is None else as_format(format)
-    before = quantization_mse(values, quantize(values, picked, axis=axis))
-    q = quantize(clipped, picked, axis=axis)
+    before = quantization_mse(values, quantize(values, picked, axis=axis, method=method))
+    q = quantize(clipped, picked, axis=axis, method=method)
     after, total = quantization_mse(clipped, q), quantization_mse(values, q)
     ratio = before / after if after > 0 else (math.inf if before > 0 else 1.0)
     return OutlierImpact(float(percentile), float(threshold), before, after, total, ratio)
@@ -169,7 +177,8 @@ class BitWidthDegradation(Report):
     def plot(self, ax: Any = None) -> Any:
         """A bar for each width: its SQNR. Returns Matplotlib's axes."""
         names = [f"{row.bits} bits" for row in self.rows]
-        return draw_bars(ax, names, [row.sqnr_db for row in self.rows], "SQNR, dB")
+        labels = ("What each bit is worth", "SQNR, dB")
+        return draw_bars(ax, names, [row.sqnr_db for row in self.rows], labels)
 
 
 def bit_width_degradation(

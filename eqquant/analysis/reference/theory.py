@@ -5,8 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from .._array.array import QuantizedArray
-from ._error import analyze_error, levels_of, Real, Values
+from ..._array.array import QuantizedArray
+from .._error import analyze_error, Real, sorted_levels, Values
 
 
 def theoretical_sqnr(bits: int, signal: Literal["uniform", "sine"] = "uniform") -> float:
@@ -67,7 +67,7 @@ def theoretical_max_error(q: QuantizedArray) -> float:
 
     An absolute error.
     """
-    steps = np.diff(levels_of(q))
+    steps = np.diff(sorted_levels(q.format))
     return float(steps.max(initial=0) / 2 * np.abs(np.asarray(q.scale)).max(initial=0))
 
 

@@ -1,0 +1,95 @@
+"""Which values of the data share a scale."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Num
+
+from .._array.axes import memory_order
+from .._numerics.blocks import BlockSize, num_blocks, split_blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Blocks of data that ends in `shape`. What stands in front of it is pooled: each block is one of every batch.
+
+    - `block_size`: as a format has it.
+    - `axes`: the axes along which blocks run, negative. They may stand in front of `shape`, which is pooled anyway.
+    - `shape`: what data ends in; nothing where one scale is for all of it.
+    """
+
+    block_size: BlockSize
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """The shape of the scales, which [`eqquant.quantize`][] takes: the quantized axes last, as one."""
+        if self.block_size == "tensor":
+            return ()
+        length = math.prod(self.shape[a] for a in self.axes) if isinstance(self.block_size, int) else 1
+        return (*self._kept.values(), num_blocks(length, self.block_size))
+
+    def check(self, shape: tuple[int, ...], name: str) -> None:
+        """Refuses data of another shape, naming it."""
+        fixed = self._kept
+        if isinstance(self.block_size, int):
+            fixed = fixed | {a: self.shape[a] for a in self.axes}
+        long_enough = len(shape) >= max(len(self.shape), -min(self.axes))
+        if self.block_size != "tensor" and (not long_enough or any(shape[a] != n for a, n in fixed.items())):
+            raise ValueError(
+                f"{name} must end in the shape that was calibrated, {self.shape}, with blocks along "
+                f"`axis={self.axes}`. Got shape {shape}. Batches come in front."
+            )
+
+    def map(self, f: Callable[..., Array], x: Num[Array, "..."], *per_block: Array) -> Array:
+        """`f` of the values of each block, `(*scales, values)`, and of numbers per block.
+
+        Whole blocks and the shorter last ones are taken apart, so `f` never sees padding.
+        """
+        if self.block_size == "tensor":
+            return f(x.reshape(-1), *per_block)
+        rows = memory_order(x, self.axes)
+        pooled = rows.ndim - 1 - len(self._kept)
+        start, results = 0, []
+        for part in split_blocks(rows, self.block_size):
+            part = jnp.moveaxis(part, range(pooled), range(-pooled, 0))
+            part = part.reshape(*part.shape[: len(self.scales)], -1)
+            stop = start + part.shape[-2]
+            of_part = (jnp.take(b, jnp.arange(start, stop), axis=len(self.scales) - 1) for b in per_block)
+            results.append(f(part, *of_part))
+            start = stop
+        return jnp.concatenate(results, axis=len(self.scales) - 1)
+
+    @property
+    def _kept(self) -> dict[int, int]:
+        """The axes along which every index has scales of its own, and their lengths."""
+        return {a: self.shape[a] for a in range(-len(self.shape), 0) if a not in self.axes}
+
+
+def as_blocks(block_size: BlockSize, like: Any, axis: int | Sequence[int]) -> Blocks:
+    """Blocks for data that ends like an array, or in a shape, along any of its axes."""
+    shape = tuple(int(n) for n in np.atleast_1d(np.asarray(getattr(like, "shape", like), int)))
+    axes = tuple(np.atleast_1d(np.asarray(axis)).tolist())
+    whole = np.asarray(axis).dtype.kind == "i" and len(axes) > 0
+    if not whole or any(a >= len(shape) for a in axes):
+        raise ValueError(
+            f"`axis` must name axes of the data, from {-len(shape)} to {len(shape) - 1} for shape {shape}, or negative "
+            f"ones in front of it. Got {axis!r}."
+        )
+    axes = tuple(a - len(shape) if a >= 0 else a for a in axes)
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"`axis` must name different axes. Got {axis!r} for shape {shape}.")
+    if any(n < 1 for n in shape):
+        raise ValueError(f"`shape` must hold positive lengths. Got {shape}. Give the shape that every batch ends in.")
+    if isinstance(block_size, int) and min(axes) < -len(shape):
+        raise ValueError(
+            f"`shape` must say how long `axis` is, for blocks of {block_size}. Got shape {shape} and `axis={axis!r}`. "
+            "Give the array, or the shape that every batch ends in; or a format with one scale, "
+            '`block_size="tensor"`.'
+        )
+    return Blocks(block_size, axes, () if block_size == "tensor" else shape)

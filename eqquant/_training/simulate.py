@@ -44,9 +44,10 @@ def finalize(tree: PyTree) -> PyTree:
         raise ValueError(
             "`finalize` needs a tree with simulated arrays. Got none. `quantize_tree(..., simulate=True)` makes them."
         )
-    for path, x, _ in leaves:
+    for leaf in leaves:
+        x = leaf.value
         if isinstance(x, SimulatedArray) and not isinstance(x.master, jax.core.Tracer) and not all_finite(x.master):
-            raise ValueError(not_finite_message(path))
+            raise ValueError(not_finite_message(leaf.path))
     done: dict[Any, QuantizedArray] = {}  # one array in two places stays one
 
     def final(x: Any) -> Any:

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from .._formats.base import AbstractFormat
 from .._tree.leaves import array_nbytes, named_leaves, some
-from .._tree.select import why_never
 from .._tree.use import Use
+from .._tree.weights import ineligible_reason
 from ._knapsack import choose
 from ._plots import draw_bars
 from ._report import numbers_table, Report, show_format
@@ -126,6 +126,11 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
     `ValueError` if a leaf is not in the model or has another shape there, for a budget that is NaN or infinite, and if
     no mix is within it: the message says what can be reached.
     """
+    if not isinstance(sensitivities, SensitivityReport):
+        raise TypeError(
+            "`sensitivities` must be what `eqq.analysis.sensitivity` returned. Got "
+            f"{sensitivities!r:.60}. Measure first: `sensitivity(model, loss, batch)`."
+        )
     if not math.isfinite(target_bits):
         raise ValueError(f"`target_bits` must be finite. Got {target_bits}. 32 leaves float32 as it is.")
     _check_leaves(model, sensitivities)
@@ -157,7 +162,7 @@ def _options(leaf: LeafSensitivity, base: float) -> list[tuple[AbstractFormat | 
 
 
 def _check_leaves(model: PyTree, sensitivities: SensitivityReport) -> None:
-    found = {leaf.path: leaf.value for leaf in named_leaves(model) if why_never(leaf.value) is None}
+    found = {leaf.path: leaf.value for leaf in named_leaves(model) if ineligible_reason(leaf.value) is None}
     for leaf in sensitivities.leaves:
         for path in leaf.paths:
             if path not in found:

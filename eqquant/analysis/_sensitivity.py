@@ -17,8 +17,7 @@ from rich.table import Table
 from .._array.array import is_quantized
 from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
-from .._tree.leaves import named_leaves
-from .._tree.quantize import plan_tree
+from .._tree.quantize import decide
 from .._tree.select import Where
 from .._tree.use import as_use, Use
 from ._plots import draw_bars
@@ -164,12 +163,10 @@ def sensitivity(
 
 def _weights(model: PyTree, where: Where | None, axis: Any) -> list[tuple[list[int], tuple[str, ...], Any, Any]]:
     """What `quantize_tree` would quantize: the places of each array among the leaves, its paths, itself, its axes."""
-    report = plan_tree(model, "int8", where=where, axis=axis)
-    chosen = {row.path: row.axis for row in report.leaves if row.format is not None}
     found: dict[int, tuple[list[int], list[str], Any, Any]] = {}
-    for n, leaf in enumerate(named_leaves(model)):
-        if leaf.path in chosen and not is_quantized(leaf.value):
-            places, paths, *_ = found.setdefault(id(leaf.value), ([], [], leaf.value, chosen[leaf.path]))
+    for n, (leaf, format, axes, *_) in enumerate(decide(model, "int8", where, axis)):
+        if format is not None:
+            places, paths, *_ = found.setdefault(id(leaf.value), ([], [], leaf.value, axes))
             places.append(n)
             paths.append(leaf.path)
     return [(places, tuple(paths), w, axes) for places, paths, w, axes in found.values()]

@@ -1,6 +1,5 @@
 """Calibration in one call, over data that is at hand."""
 
-import inspect
 import itertools as it
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from .._array.value import AbstractArrayValue
+from .._docs import fill_doc
 from ._calibrator import AbstractCalibrator
 from ._granularity import Granularity
 from ._percentile import Percentile
@@ -18,7 +18,7 @@ from ._ranges import MinMax
 from ._result import CalibrationResult
 
 
-_SHARED = """
+_ARGUMENTS = """
     - `data`: an array of floats of any shape, or an iterable of such, its batches. An array is one batch.
     - `bits`: of the integers, 2 to 8.
     - `symmetric`: whether zero is the middle code. Otherwise there is a zero point.
@@ -35,6 +35,7 @@ _RETURNS = """
 """
 
 
+@fill_doc(arguments=_ARGUMENTS, returns=_RETURNS)
 def calibrate_min_max(
     data: Float[ArrayLike, "..."] | Iterable[Any],
     bits: int = 8,
@@ -52,14 +53,16 @@ def calibrate_min_max(
 
     **Arguments:**
 
-    {shared}
+    {arguments}
     - `granularity`: which values share a scale; all of them unless given.
     - `name`: what errors call the data.
+
     {returns}
     """
     return _run(MinMax(bits, symmetric, granularity, name), _batches(data))
 
 
+@fill_doc(arguments=_ARGUMENTS, returns=_RETURNS)
 def calibrate_percentile(
     data: Float[ArrayLike, "..."] | Iterable[Any],
     bits: int = 8,
@@ -79,15 +82,17 @@ def calibrate_percentile(
 
     **Arguments:**
 
-    {shared}
+    {arguments}
     - `lower`, `upper`: percentiles, from 0 to 100.
     - `granularity`: which values share a scale; all of them unless given.
     - `name`: what errors call the data.
+
     {returns}
     """
     return _run(Percentile(bits, symmetric, granularity, name, lower, upper), _batches(data))
 
 
+@fill_doc(arguments=_ARGUMENTS, returns=_RETURNS)
 def calibrate_per_tensor(
     data: Float[ArrayLike, "..."] | Iterable[Any], bits: int = 8, symmetric: bool = True
 ) -> CalibrationResult:
@@ -101,12 +106,14 @@ def calibrate_per_tensor(
 
     **Arguments:**
 
-    {shared}
+    {arguments}
+
     {returns}
     """
     return calibrate_min_max(data, bits, symmetric)
 
 
+@fill_doc(arguments=_ARGUMENTS, returns=_RETURNS)
 def calibrate_per_channel(
     data: Float[ArrayLike, "..."] | Iterable[Any], axis: int | Sequence[int] = 0, bits: int = 8, symmetric: bool = True
 ) -> CalibrationResult:
@@ -121,13 +128,15 @@ def calibrate_per_channel(
 
     **Arguments:**
 
-    {shared}
+    {arguments}
     - `axis`: the axis, or axes, that scales differ along.
+
     {returns}
     """
     return _run_by(lambda x: Granularity.of(x, axis), data, bits, symmetric)
 
 
+@fill_doc(arguments=_ARGUMENTS, returns=_RETURNS)
 def calibrate_per_group(
     data: Float[ArrayLike, "..."] | Iterable[Any],
     group_size: int,
@@ -149,9 +158,10 @@ def calibrate_per_group(
 
     **Arguments:**
 
-    {shared}
+    {arguments}
     - `group_size`: how many neighbours share a scale. The last group may be shorter.
     - `axis`: the axis along which groups run.
+
     {returns}
     """
 
@@ -162,18 +172,6 @@ def calibrate_per_group(
         return Granularity.of(x, (*others, axis), group_size)
 
     return _run_by(by, data, bits, symmetric)
-
-
-for _function in (
-    calibrate_min_max,
-    calibrate_percentile,
-    calibrate_per_tensor,
-    calibrate_per_channel,
-    calibrate_per_group,
-):
-    # Since Python 3.13 docstrings come without their indentation.
-    _doc = inspect.cleandoc(_function.__doc__ or "").replace("{shared}", inspect.cleandoc(_SHARED))
-    _function.__doc__ = _doc.replace("{returns}", f"\n{inspect.cleandoc(_RETURNS)}")
 
 
 def _run(calibrator: AbstractCalibrator, batches: Iterable[Array]) -> CalibrationResult:

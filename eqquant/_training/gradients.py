@@ -52,6 +52,7 @@ def filter_value_and_grad(
     **Arguments:**
 
     {arguments}
+
     **Returns:**
 
     A function of the same arguments that returns the value and the gradients with respect to its first argument: a tree
@@ -107,6 +108,7 @@ def filter_grad(
     **Arguments:**
 
     {arguments}
+
     **Returns:**
 
     A function of the same arguments that returns the gradients; with `has_aux`, a pair of these and of the rest.

@@ -287,6 +287,7 @@ def plan_tree(
     **Arguments:**
 
     {arguments}
+
     **Returns:**
 
     A report with a row for each array of the tree: format, bytes, bits per value, or the reason why it is left alone.

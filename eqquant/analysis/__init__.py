@@ -3,6 +3,7 @@
 See `docs/analysis.md`. Sums are taken on the host, in float64.
 """
 
+from .._report import Report as Report
 from ._benchmark import Benchmark as Benchmark, Comparison as Comparison, run_benchmark as run_benchmark
 from ._comparison import (
     compare_bit_widths as compare_bit_widths,
@@ -40,7 +41,6 @@ from ._perturb import (
     WidthRow as WidthRow,
 )
 from ._plan import BitPlan as BitPlan, plan_bits as plan_bits, PlannedLeaf as PlannedLeaf
-from ._report import Report as Report
 from ._sensitivity import (
     LeafSensitivity as LeafSensitivity,
     sensitivity as sensitivity,

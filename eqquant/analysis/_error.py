@@ -13,8 +13,8 @@ from .._array.array import QuantizedArray
 from .._array.axes import memory_order
 from .._array.value import AbstractArrayValue
 from .._numerics.blocks import divide, expand
+from .._report import Report, report_table
 from ._plots import draw_histogram
-from ._report import numbers_table, Report
 
 
 Real = float | int
@@ -45,7 +45,7 @@ class ErrorReport(Report):
     arrays: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def __rich__(self) -> Table:
-        table = numbers_table("error", "value")
+        table = report_table("error", "value")
         for field in dataclasses.fields(self):
             if field.repr:
                 value = getattr(self, field.name)

@@ -11,13 +11,13 @@ from rich.table import Table
 
 from .._array.array import QuantizedArray
 from .._formats.base import AbstractFormat
+from .._report import Report, report_table
 from .._tree.leaves import named_leaves, some
 from .._tree.quantize import quantize_tree, Rules
 from .._tree.select import Where
 from ._error import decibel, ErrorReport, measure, Real, to_numpy
 from ._integers import stored_bits
 from ._plots import draw_bars
-from ._report import numbers_table, Report
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -64,7 +64,7 @@ class TreeErrorReport(Report):
 
     def __rich__(self) -> Table:
         headers = ("bits", "SQNR, dB", "rmse", "max error", "cosine")
-        table = numbers_table("leaf", "shape", "format", *headers, text=3)
+        table = report_table("parameter", "shape", "stored as", *headers, text=3)
         for leaf in self.leaves:
             e, shape = leaf.error, " x ".join(map(str, leaf.shape))
             errors = (f"{e.sqnr_db:.2f}", f"{e.rmse:.3e}", f"{e.max_error:.3e}", f"{e.cosine:.6f}")

@@ -17,11 +17,12 @@ from rich.table import Table
 from .._array.array import is_quantized
 from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
+from .._report import Report, report_table
 from .._tree.quantize import decide
 from .._tree.select import Where
 from .._tree.use import as_use, Use
 from ._plots import draw_bars
-from ._report import as_formats, numbers_table, Report, show_format
+from ._report import as_formats, show_format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class SensitivityReport(Report):
 
     def __rich__(self) -> Table:
         formats = list(dict.fromkeys(f for leaf in self.leaves for f in leaf.formats))
-        table = numbers_table("leaf", *(escape(show_format(f)) for f in formats))
+        table = report_table("parameter", *(escape(show_format(f)) for f in formats))
         table.title = f"increase of the loss, from {self.loss:.6g}"
         for leaf in self.leaves:
             increase = {f: loss - self.loss for f, loss in zip(leaf.formats, leaf.losses, strict=True)}

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._array.value import AbstractArrayValue
-from .._report import as_json, as_text
+from .._report import Report, report_table
 from .._tree.leaves import Leaf, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
@@ -64,7 +64,7 @@ class LeafStats:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class ActivationStats:
+class ActivationStats(Report):
     """What [`eqquant.calibrate.collect_stats`][] returns: a [`eqquant.calibrate.LeafStats`][] for each weight.
 
     `stats["layers.0.weight"]` is the one of that path. It prints as a table.
@@ -89,14 +89,10 @@ class ActivationStats:
         leaves = [leaf.to_dict() for leaf in self.leaves]
         return {"leaves": leaves, "batches": self.batches, "threshold": self.threshold}
 
-    def to_json(self, indent: int | None = None) -> str:
-        """`to_dict()` as JSON. An infinity or a NaN, which JSON has no word for, becomes `null`."""
-        return as_json(self.to_dict(), indent)
-
     def __rich__(self) -> Table:
-        table = Table("leaf", "shape", "rows", "min", "max", "rms", f"above {self.threshold:g}", "note")
-        for column in table.columns[2:-1]:
-            column.justify = "right"
+        numbers = ("rows", "min", "max", "rms", f"above {self.threshold:g}")
+        table = report_table("parameter", "shape", *numbers, "note", text=2)
+        table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
         for leaf in self.leaves:
             shape = " x ".join(map(str, leaf.shape))
             if leaf.min is None or leaf.max is None or leaf.second_moment is None:
@@ -107,11 +103,6 @@ class ActivationStats:
             numbers = (f"{leaf.min.min():.4g}", f"{leaf.max.max():.4g}", f"{rms:.4g}", f"{leaf.outlier_rate:.4%}")
             table.add_row(escape(leaf.path), shape, f"{leaf.rows.sum():,}", *numbers, escape(leaf.note))
         return table
-
-    def __str__(self) -> str:
-        return as_text(self, 140)
-
-    __repr__ = __str__
 
 
 def collect_stats(

@@ -11,9 +11,9 @@ F = TypeVar("F", bound=Callable)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question after the nearest known name, to be put behind a message; nothing if none is near."""
+    """Asks after the nearest known name, to end a message with; says nothing if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return f"Did you mean {near[0]!r}?" if near else ""
 
 
 def teach_keywords(**remedies: str) -> Callable[[F], F]:
@@ -30,7 +30,7 @@ def teach_keywords(**remedies: str) -> Callable[[F], F]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs:
                 if name not in known:
-                    remedy = remedies.get(name) or f"It takes {', '.join(known)}.{did_you_mean(name, known)}"
+                    remedy = remedies.get(name) or f"It takes {', '.join(known)}. {did_you_mean(name, known)}".rstrip()
                     raise TypeError(f"`{function.__name__}` has no argument `{name}`. {remedy}")
             return function(*args, **kwargs)
 

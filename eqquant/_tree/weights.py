@@ -132,7 +132,7 @@ def _bias_shape(layer: Any) -> tuple[int, ...] | None:
         bias = jtu.tree_leaves(layer["bias"])
     except (TypeError, KeyError, IndexError):
         return None
-    return tuple(bias[0].shape) if len(bias) == 1 and hasattr(bias[0], "shape") else None
+    return tuple(np.shape(bias[0])) if len(bias) == 1 else None
 
 
 def _several(x: Any) -> tuple[Any, ...]:

@@ -85,7 +85,7 @@ def _finite(x: Any) -> Any:
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def show_bytes(nbytes: float) -> str:
+def show_bytes(nbytes: int) -> str:
     """A size for people: 512 B, 38.4 KB, 2.68 MB. A kilobyte is 1000 bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if nbytes >= size:

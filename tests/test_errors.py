@@ -191,10 +191,6 @@ class TestTree:
             call({"layers": [{"weight": w}]}, {pattern: "int8"})
         assert f"Did you mean {meant}?" in str(e.value)
 
-    def test_keys_that_are_no_patterns(self, call, w):
-        with pytest.raises(TypeError, match="The keys of `format` must be globs .*such as '0'. Got 0. Write it"):
-            call([w], {0: "int8"})
-
     @pytest.mark.parametrize(
         "keyword, remedy",
         [
@@ -257,6 +253,9 @@ SNIPPETS = {
     "number": ("eqq.quantize(w, 4)", "TypeError: `format` must be a format or the name of one. Got 4."),
     "float block": ("eqq.NF4(64.0)", "ValueError: `block_size` of NF4 must be None"),
     "text block": ("eqq.Int8('row')", "ValueError: `block_size` of Int8 must be None"),
+    "no report": ("eqq.analysis.plan_bits([w], None)", "TypeError: `sensitivities` must be what `eqq.analysis.sensit"),
+    "skip": ("eqq.quantize_tree([w], skip=['0'])", "TypeError: `quantize_tree` has no argument `skip`. To leave"),
+    "rule of a number": ("eqq.plan_tree([w], {0: 'int8'})", "TypeError: The keys of `format` must be globs"),
     "fp8": ("eqq.FP8('e3m4')", "ValueError: `kind` must be one of e4m3, e5m2"),
     "mxfp8": ("eqq.MXFP8('e3m4')", "ValueError: `kind` must be e4m3 or e5m2. Got 'e3m4'"),
     "fp8 block": ("eqq.FP8(block_size=0)", "ValueError: `block_size` of FP8 must be None"),

@@ -127,7 +127,7 @@ def test_a_glob_matches_whole_paths_and_a_regular_expression_is_searched_for(mod
     [
         (lambda m: m.layers[0].weight, {"layers.0.weight"}),
         (lambda m: m.layers[0], {"layers.0.weight"}),
-        (lambda m: (m.layers[0], m.layers[0].bias), {"layers.0.weight", "layers.0.bias"}),
+        (lambda m: (m.layers[0].weight, m.layers[0].bias), {"layers.0.weight", "layers.0.bias"}),
         (lambda m: (m.conv.weight, m.layers[1].bias), {"conv.weight", "layers.1.bias"}),
         (lambda m: [m.norm2d.weight], {"norm2d.weight"}),
         (lambda m: m.layers, {"layers.0.weight", "layers.1.weight"}),

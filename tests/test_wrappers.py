@@ -259,11 +259,6 @@ def test_names_of_one_array():
     assert [leaf.paths for leaf in named_leaves(normal(2, 2))] == [("the array",)]
 
 
-def test_a_plan_of_bits_needs_a_report():
-    with pytest.raises(TypeError, match="`sensitivities` must be what `eqq.analysis.sensitivity` returned. Got None"):
-        eqq.analysis.plan_bits({"w": normal(4, 4)}, None)
-
-
 # Flax itself
 
 
@@ -326,7 +321,7 @@ def test_stacked_nnx(nnx, nnx_model):
     def make(key):
         return nnx_model(nnx.Rngs(key))
 
-    model = make(jax.random.split(jax.random.key(0), 3))
+    model = make(jax.random.split(jax.random.key(0), 7))
     assert plan(model) == NNX and plan(nnx.split(model)[1]) == NNX
 
 
@@ -334,14 +329,9 @@ def test_quantized_nnx_runs(nnx, nnx_model):
     model = nnx_model(nnx.Rngs(0))
     graph, state = nnx.split(model)
     q = eqq.quantize_tree(state, "int8")
-    assert eqq.is_quantized(q["linear"]["kernel"].value)
+    assert eqq.is_quantized(q["linear"]["kernel"].get_value())
     x = weights(jax.random.key(1), (4, 8))
-    run = eqq.quaxify(lambda q, x: nnx.merge(graph, q)(x))
-    try:
-        y = run(q, x)
-    except AssertionError:
-        pytest.skip("this Quax cannot wrap a merge")  # see the page on Flax
-    assert np.abs(y - model(x)).max() < 0.1
+    np.testing.assert_allclose(nnx.merge(graph, q)(x), model(x), atol=0.1)
 
 
 def test_scanned_linen(linen):

@@ -64,14 +64,14 @@ class TreeErrorReport(Report):
 
     def __rich__(self) -> Table:
         headers = ("bits", "SQNR, dB", "rmse", "max error", "cosine")
-        table = report_table("parameter", "shape", "stored as", *headers, text=3)
+        table = report_table("parameter", "stored as", *headers, text=2)
         for leaf in self.leaves:
-            e, shape = leaf.error, " x ".join(map(str, leaf.shape))
+            e = leaf.error
             errors = (f"{e.sqnr_db:.2f}", f"{e.rmse:.3e}", f"{e.max_error:.3e}", f"{e.cosine:.6f}")
-            table.add_row(escape(leaf.path), shape, escape(repr(leaf.format)), f"{leaf.bits:.2f}", *errors)
+            table.add_row(escape(leaf.path), escape(repr(leaf.format)), f"{leaf.bits:.2f}", *errors)
         table.add_section()
         total = (f"{self.bits:.2f}", f"{self.sqnr_db:.2f}", f"{math.sqrt(self.mse):.3e}", "", "")
-        table.add_row(f"{len(self.leaves)} leaves", "", "", *total)
+        table.add_row(f"{len(self.leaves)} leaves", "", *total)
         return table
 
     def plot(self, ax: Any = None) -> Any:

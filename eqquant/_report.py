@@ -60,7 +60,7 @@ def _least_width(shown: RenderableType) -> int:
         return 0
     texts = lambda column: (column.header, *column.cells, column.footer)
     width = lambda column: max(Text.from_markup(str(text)).cell_len for text in texts(column))
-    return 1 + sum(3 + (width(c) if c.no_wrap else min(width(c), 20)) for c in shown.columns)
+    return 1 + sum(3 + (width(c) if c.no_wrap else min(width(c), 12)) for c in shown.columns)
 
 
 def as_plain(x: Any) -> Any:

@@ -264,7 +264,7 @@ def _watch(
 def _ineligible_reason(leaf: Leaf) -> str | None:
     reason = None if _is_array(leaf.value) else ineligible_reason(leaf.value)
     if reason is None and leaf.value.ndim < 2:
-        reason = "fewer than two dimensions, as a bias, which has no inputs"
+        reason = "fewer than two dimensions, so it has no inputs"
     return reason
 
 

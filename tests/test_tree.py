@@ -331,6 +331,20 @@ def test_a_report_in_a_notebook(model):
     assert html.startswith("<pre") and html.endswith("</pre>") and "layers.0.weight" in html and "NF4()" in html
 
 
+def test_all_reports_have_one_base(model):
+    w = eqq.quantize(model.conv.weight.reshape(8, -1))
+    stats = eqq.calibrate.collect_stats({"w": jnp.ones((4, 8))}, [jnp.ones((3, 8))], apply=lambda m, x: x @ m["w"].T)
+    for report in (
+        eqq.summary(model),
+        eqq.explain_matmul(jnp.ones((2, 27)), w.T),
+        stats,
+        eqq.analysis.analyze_error(w, w),
+    ):
+        assert isinstance(report, eqq.analysis.Report)
+        assert str(report) == repr(report) and report._repr_html_().startswith("<pre")
+        assert set(json.loads(report.to_json())) == set(report.to_dict())
+
+
 # Names
 
 

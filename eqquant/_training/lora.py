@@ -201,7 +201,7 @@ def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
     some_quantized = any(is_quantized(x) for x in jtu.tree_leaves(model, is_leaf=is_quantized))
 
     def skip(leaf: Leaf) -> str | None:
-        if isinstance(leaf.layer, eqx.nn.Embedding):
+        if type(leaf.layer).__name__ in ("Embedding", "Embed") or leaf.name == "embedding":
             return "an embedding"
         if is_quantized(leaf.value):
             return None

@@ -299,6 +299,7 @@ def test_a_report_has_one_headline_and_says_whether_it_is_a_plan():
     assert str(done).splitlines()[0] == headline
     assert str(plan).splitlines()[0] == f"A plan, nothing is quantized yet: {headline}"
     assert plan.planned and not done.planned
+    assert str(eqq.summary(tree)).startswith("2.58 MB, nothing is quantized")
     # What `plan_bits` counts and what the whole tree takes are both said.
     assert "4.500 bits per weight in the quantized arrays" in str(done) and f"{done.bits:.3f} over all" in str(done)
     assert done.quantized_bits == 4.5 < done.bits

@@ -108,15 +108,15 @@ class TreeReport(Report):
 
     def __rich__(self) -> Group:
         before, after = show_bytes(self.dense_nbytes), show_bytes(self.nbytes)
-        smaller = f"{self.dense_nbytes / max(self.nbytes, 1):.1f} times smaller"
+        if all(leaf.format is None for leaf in self.leaves):
+            return Group(f"{after}, nothing is quantized", self.table())
         plan = "A plan, nothing is quantized yet: " if self.planned else ""
-        lines = [f"{plan}{before} -> {after}, {smaller}", self.table()]
-        if any(leaf.format is not None for leaf in self.leaves):
-            lines.append(
-                f"{self.quantized_bits:.3f} bits per weight in the quantized arrays, {self.bits:.3f} over all "
-                f"{self.params:,} values."
-            )
-        return Group(*lines)
+        return Group(
+            f"{plan}{before} -> {after}, {self.dense_nbytes / max(self.nbytes, 1):.1f} times smaller",
+            self.table(),
+            f"{self.quantized_bits:.3f} bits per weight in the quantized arrays, {self.bits:.3f} over all "
+            f"{self.params:,} values.",
+        )
 
 
 def _numbers(leaves: Sequence[LeafReport]) -> tuple[str, str, str]:

@@ -41,7 +41,11 @@ def default_skip_reason(leaf: Leaf) -> str | None:
 
 _BIAS = re.compile(r"(^|_)bias")
 _HOLDS_BIASES = re.compile(r"(^|_)bias(es)?(_?\d+)?$")
-_NORM = re.compile(r"norms?(_[a-z]+|_?\d+)?$|(^|_)(ln|bn|gn)(_[a-z]+|_?\d+)?$")
+# `LayerNorm_0`, `input_layernorm`, `ln_f`, `norm_out`, `bn1`; but not `norm_proj`.
+_NORM = re.compile(
+    r"(norms?|(^|_)(ln|bn|gn))"
+    r"(_?\d+|_(f|final|in|out|pre|post|before|after|attn|attention|self|cross|mlp|ffn|q|k|v))?$"
+)
 _NORM_PARAMETERS = {"scale", "weight", "bias", "offset", "gain", "gamma", "beta", "g", "b", "mean", "var"}
 # They normalise a weight, or stand around a layer: what they hold are real weights.
 _NO_NORM = re.compile(r"(weight|spectral|pre|post|add)_?norms?(_?\d+)?$")

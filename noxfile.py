@@ -54,7 +54,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(python=NEWEST_PYTHONS)
 def tests(session: nox.Session) -> None:
     """The tests, on the newest versions."""
-    install(session, "tests", "examples", weights=True)
+    install(session, "tests", "ecosystem", "examples", weights=True)
     pytest(session)
 
 

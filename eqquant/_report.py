@@ -1,23 +1,80 @@
-"""What reports have in common: they print as the table that they are for rich, and become JSON."""
+"""What all reports can do: print as a table, show themselves in a notebook, become a dictionary or JSON."""
 
+import abc
+import dataclasses
+import io
 import json
 import math
 from typing import Any
 
-from rich.console import Console
+import equinox as eqx
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 
-def as_text(report: Any, width: int) -> str:
-    """What rich would print of a report."""
-    console = Console(width=width)
-    with console.capture() as capture:
-        console.print(report)
-    return capture.get().rstrip()
+WIDTH = 100
 
 
-def as_json(plain: Any, indent: int | None) -> str:
-    """Plain Python values as JSON. An infinity or a NaN, which JSON has no word for, becomes `null`."""
-    return json.dumps(_finite(plain), indent=indent, allow_nan=False)
+class Report(abc.ABC):
+    """A result that prints as a table. Programs read its fields, or `to_dict()`, or `to_json()`."""
+
+    @abc.abstractmethod
+    def __rich__(self) -> RenderableType:
+        """What is printed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields as plain Python values; a format as what it prints."""
+        return as_plain(self)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict()` as JSON. An infinity or a NaN, which JSON has no word for, becomes `null`."""
+        return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False)
+
+    def __str__(self) -> str:
+        console = _console(self)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines()).rstrip()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        console = _console(self, record=True, file=io.StringIO(), force_jupyter=False)
+        console.print(self)
+        style = "line-height: normal; font-family: monospace; white-space: pre; overflow-x: auto"
+        return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+
+
+def _console(report: Report, **kwargs: Any) -> Console:
+    return Console(width=max(WIDTH, _least_width(report.__rich__())), **kwargs)
+
+
+def _least_width(shown: RenderableType) -> int:
+    """The width at which a table cuts no number, and text has some room to fold into."""
+    if isinstance(shown, Group):
+        return max(map(_least_width, shown.renderables))
+    if not isinstance(shown, Table):
+        return 0
+    texts = lambda column: (column.header, *column.cells, column.footer)
+    width = lambda column: max(Text.from_markup(str(text)).cell_len for text in texts(column))
+    return 1 + sum(3 + (width(c) if c.no_wrap else min(width(c), 12)) for c in shown.columns)
+
+
+def as_plain(x: Any) -> Any:
+    """A value as plain Python: reports and their rows as dictionaries, arrays as lists, formats as what they print."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, eqx.Module):
+        # A field that is not shown holds data for pictures, not results.
+        return {f.name: as_plain(getattr(x, f.name)) for f in dataclasses.fields(x) if f.repr}
+    if isinstance(x, dict):
+        return {key: as_plain(value) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        return [as_plain(item) for item in x]
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.tolist()
+    return x if x is None or isinstance(x, (str, int, float)) else repr(x)
 
 
 def _finite(x: Any) -> Any:
@@ -26,3 +83,21 @@ def _finite(x: Any) -> Any:
     if isinstance(x, list):
         return [_finite(item) for item in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def show_bytes(nbytes: int) -> str:
+    """A size for people: 512 B, 38.4 KB, 2.68 MB. A kilobyte is 1000 bytes."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.{2 if nbytes < 100 * size else 0}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def report_table(*headers: str, text: int = 1) -> Table:
+    """A table whose first `text` columns are text, which folds, and whose others are numbers, which stay whole."""
+    table = Table(*headers)
+    for column in table.columns[:text]:
+        column.overflow = "fold"
+    for column in table.columns[text:]:
+        column.justify, column.no_wrap = "right", True
+    return table

@@ -4,6 +4,7 @@ import ast
 import inspect
 import operator
 import os
+import re
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import eqquant as eqq
+from eqquant._docs import fill_doc
 
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +22,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports modules of lower levels, and of its own room. `docs/design.md` shows this table.
 LEVELS = (
-    ("_compat", "_docs", "_report"),
+    ("_compat", "_docs", "_errors", "_report"),
     ("_numerics", "_mesh"),
     ("_formats",),
     ("_methods",),
@@ -208,3 +210,28 @@ def test_import_starts_no_backend():
     assert run("import eqquant", JAX_PLATFORMS="no_such_platform").returncode == 0
     started = run("import eqquant, jax; jax.devices()", JAX_PLATFORMS="no_such_platform")
     assert started.returncode != 0 and "no_such_platform" in started.stderr
+
+
+TEMPLATED = (
+    *(eqq.quantize_tree, eqq.plan_tree, eqq.filter_grad, eqq.filter_value_and_grad),
+    *(eqq.calibrate.calibrate_min_max, eqq.calibrate.calibrate_percentile, eqq.calibrate.calibrate_per_group),
+)
+
+
+@pytest.mark.parametrize("function", TEMPLATED, ids=operator.attrgetter("__name__"))
+def test_parts_of_a_docstring_nest_alike(function):
+    lines = inspect.getdoc(function).splitlines()
+    section = lines[lines.index("**Arguments:**") + 1 : lines.index("**Returns:**")]
+    bullets = [re.findall(r"`(\w+)`", line.split(":")[0]) for line in section if line.startswith("- `")]
+    assert {name for names in bullets for name in names} == set(inspect.signature(function).parameters)
+    # What is no bullet goes on with one, and blank lines stand around the list: Markdown would join them otherwise.
+    assert all(not line or line.startswith(("- `", "    ")) for line in section)
+    assert section[0] == section[-1] == ""
+
+
+def test_a_docstring_without_a_place_for_its_part():
+    def f():
+        """No place."""
+
+    with pytest.raises(ValueError, match="The docstring of `f` must have a place for `arguments`. Got none."):
+        fill_doc(arguments="- `x`: a number.")(f)

@@ -133,7 +133,7 @@ def test_transpose(w):
 class TestTree:
     def test_pattern_that_matches_nothing(self, call, w):
         with pytest.raises(
-            ValueError, match="Each pattern must match a leaf. Got 'layer.*', which matches none of: a.w"
+            ValueError, match="Each pattern of `format` must match a leaf. Got 'layer.*', which matches none of: a.w"
         ):
             call({"a": {"w": w}}, {"*": "nf4", "layer.*": "int8"})
 
@@ -160,7 +160,6 @@ class TestTree:
     @pytest.mark.parametrize(
         "tree, reason",
         [
-            ({}, "none"),
             ({"ids": jnp.arange(4)}, "ids: not floating point"),
             ({"mask": jnp.ones((2, 2), bool)}, "mask: not floating point"),
             ({"c": jnp.ones((2, 2), jnp.complex64)}, "c: not floating point"),
@@ -172,6 +171,38 @@ class TestTree:
         with pytest.raises(ValueError, match="The tree must hold something to quantize. Got none among") as e:
             call(tree)
         assert reason in str(e.value) and "plan_tree" in str(e.value)
+
+    def test_empty_tree(self, call):
+        with pytest.raises(ValueError, match="The tree must hold something to quantize. Got an empty tree. Pass a"):
+            call({})
+
+    @pytest.mark.parametrize(
+        "pattern, meant",
+        [
+            ("layers[0].weight", "'layers.0.weight'"),
+            ("['layers'][0]['weight']", "'layers.0.weight'"),
+            ("layers[0].*", "'layers.0.*'"),
+            ("layer.0.weight", "'layers.0.weight'"),
+            ("weight", "'*weight*'"),
+        ],
+    )
+    def test_pattern_that_is_nearly_right(self, call, w, pattern, meant):
+        with pytest.raises(ValueError, match="Each pattern of `format` must match") as e:
+            call({"layers": [{"weight": w}]}, {pattern: "int8"})
+        assert f"Did you mean {meant}?" in str(e.value)
+
+    @pytest.mark.parametrize(
+        "keyword, remedy",
+        [
+            ("skip", "To leave leaves in float, write rules"),
+            ("bits", "It belongs to the format"),
+            ("formt", "Did you mean 'format'?"),
+        ],
+    )
+    def test_unknown_keyword(self, call, w, keyword, remedy):
+        with pytest.raises(TypeError, match=f"`{call.__name__}` has no argument `{keyword}`.") as e:
+            call([w], **{keyword: 4})
+        assert remedy in str(e.value)
 
     def test_rules_that_leave_everything(self, call, w):
         with pytest.raises(ValueError, match="Got none among.*rule '\\*'"):
@@ -222,6 +253,9 @@ SNIPPETS = {
     "number": ("eqq.quantize(w, 4)", "TypeError: `format` must be a format or the name of one. Got 4."),
     "float block": ("eqq.NF4(64.0)", "ValueError: `block_size` of NF4 must be None"),
     "text block": ("eqq.Int8('row')", "ValueError: `block_size` of Int8 must be None"),
+    "no report": ("eqq.analysis.plan_bits([w], None)", "TypeError: `sensitivities` must be what `eqq.analysis.sensit"),
+    "skip": ("eqq.quantize_tree([w], skip=['0'])", "TypeError: `quantize_tree` has no argument `skip`. To leave"),
+    "rule of a number": ("eqq.plan_tree([w], {0: 'int8'})", "TypeError: The keys of `format` must be globs"),
     "fp8": ("eqq.FP8('e3m4')", "ValueError: `kind` must be one of e4m3, e5m2"),
     "mxfp8": ("eqq.MXFP8('e3m4')", "ValueError: `kind` must be e4m3 or e5m2. Got 'e3m4'"),
     "fp8 block": ("eqq.FP8(block_size=0)", "ValueError: `block_size` of FP8 must be None"),
@@ -266,3 +300,19 @@ def test_the_original_survives_every_error(w):
 def test_formats_pass_through(w):
     assert as_format(eqq.NF4(32)) == eqq.NF4(32)
     assert as_format("NF4") == eqq.NF4() and as_format("q4_0") == eqq.Q4_0()
+
+
+@pytest.mark.parametrize(
+    "name, remedy",
+    [
+        ("fp4", "'mxfp4' or 'nvfp4'"),
+        ("int3", "1, 2, 4 or 8 bits"),
+        ("gptq", "a `method`, and not a format"),
+        ("q4_k", "'q4_0' and 'q8_0'"),
+        ("itn8", "Did you mean 'int8'?"),
+    ],
+)
+def test_names_of_formats_that_are_none(name, remedy):
+    with pytest.raises(ValueError, match=f"`format` must be one of .*Got '{name}'") as e:
+        as_format(name)
+    assert remedy in str(e.value)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
+from .._errors import did_you_mean
 from .._numerics.blocks import BlockSize
 from .._numerics.scale_bits import ScaleDtype
 
@@ -159,6 +160,23 @@ def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(values), np.asarray((back == codes) & jnp.isfinite(values))
 
 
+_OF_METHODS = (
+    "That is a way to find codes, a `method`, and not a format: choose one such as 'int4' for it to find codes of."
+)
+_REMEDIES = {
+    "fp4": "For 4-bit floats write 'mxfp4' or 'nvfp4'; for normal floats 'nf4'.",
+    "fp16": "float16 is no quantization: cast with `astype`.",
+    "bf16": "bfloat16 is no quantization: cast with `astype`.",
+    **dict.fromkeys(
+        ("int3", "int5", "int6", "int7"),
+        "Codes take 1, 2, 4 or 8 bits: write 'int2', 'int4' or 'int8', or `eqq.Codebook(values)` with fewer values.",
+    ),
+    "int1": "One bit is 'binary'.",
+    **dict.fromkeys(("gptq", "awq", "hqq", "mse", "absmax"), _OF_METHODS),
+    **dict.fromkeys(("q4k", "q5k", "q6k", "q4km", "q4ks"), "Of GGUF's formats there are 'q4_0' and 'q8_0'."),
+}
+
+
 def as_format(format: AbstractFormat | str) -> AbstractFormat:
     """A format from its lower-case name (`"nf4"`, `"int8"`, `"q4_0"`); a format is returned as it is."""
     if isinstance(format, AbstractFormat):
@@ -169,7 +187,10 @@ def as_format(format: AbstractFormat | str) -> AbstractFormat:
         raise TypeError(f"`format` must be a format or the name of one. Got {format!r}. For instance `eqq.NF4()`.")
     cls = _FORMATS.get(format.lower())
     if cls is None:
-        raise ValueError(f"`format` must be one of {', '.join(sorted(_FORMATS))}. Got {format!r}.")
+        remedy = _REMEDIES.get(format.lower().replace("-", "").replace("_", "")) or did_you_mean(
+            format.lower(), _FORMATS
+        )
+        raise ValueError(f"`format` must be one of {', '.join(sorted(_FORMATS))}. Got {format!r}. {remedy}".rstrip())
     try:
         return cls()  # pyright: ignore[reportCallIssue]
     except TypeError:

@@ -1,8 +1,9 @@
 """What a product would take, and why: `explain_matmul`."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend
@@ -11,13 +12,14 @@ from rich.table import Table
 
 from .._array.array import is_quantized
 from .._array.primitive import operands_of, quantized_matmul_p
-from .._report import as_text
+from .._report import Report
 from .api import matmul
 from .dispatch import choose, IMPLEMENTATIONS, refusal_of
 from .problem import MatmulProblem, problem_of, Target
 
 
-class MatmulExplanation(NamedTuple):
+@dataclasses.dataclass(frozen=True, repr=False)
+class MatmulExplanation(Report):
     """Which implementation a product would take, and why. Prints as a table."""
 
     problem: MatmulProblem
@@ -27,7 +29,7 @@ class MatmulExplanation(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         problem = {**self.problem._asdict(), "dtype": str(self.problem.dtype), "format": repr(self.problem.format)}
-        return {**self._asdict(), "problem": problem}
+        return {**super().to_dict(), "problem": problem}
 
     def __rich__(self) -> Table:
         p = self.problem
@@ -36,11 +38,6 @@ class MatmulExplanation(NamedTuple):
         for name, verdict in self.verdicts.items():
             table.add_row(name, verdict, style="bold" if name == self.implementation else None)
         return table
-
-    def __str__(self) -> str:
-        return as_text(self, 120)
-
-    __repr__ = __str__
 
 
 def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExplanation:

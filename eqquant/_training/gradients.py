@@ -12,12 +12,13 @@ from jaxtyping import PyTree
 
 from .._array.array import is_quantized
 from .._array.axes import memory_order
+from .._docs import fill_doc
 from .mask import trainable_mask
 
 
 FilterSpec = PyTree[bool | Callable[[Any], bool]]
 
-_SHARED = """
+_ARGUMENTS = """
     - `fun`: a function of a pytree (the model) and anything else, that returns a float scalar; with `has_aux`, a pair
         of that and of anything. Without it, a decorator with the other arguments is returned.
     - `has_aux`: whether it does.
@@ -27,6 +28,7 @@ _SHARED = """
 """
 
 
+@fill_doc(arguments=_ARGUMENTS)
 def filter_value_and_grad(
     fun: Callable[..., Any] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
 ) -> Callable[..., Any]:
@@ -49,7 +51,8 @@ def filter_value_and_grad(
 
     **Arguments:**
 
-    {shared}
+    {arguments}
+
     **Returns:**
 
     A function of the same arguments that returns the value and the gradients with respect to its first argument: a tree
@@ -90,6 +93,7 @@ def filter_value_and_grad(
     return value_and_grad
 
 
+@fill_doc(arguments=_ARGUMENTS)
 def filter_grad(
     fun: Callable[..., Any] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
 ) -> Callable[..., Any]:
@@ -103,7 +107,8 @@ def filter_grad(
 
     **Arguments:**
 
-    {shared}
+    {arguments}
+
     **Returns:**
 
     A function of the same arguments that returns the gradients; with `has_aux`, a pair of these and of the rest.
@@ -122,10 +127,6 @@ def filter_grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad
-
-
-for _function in (filter_value_and_grad, filter_grad):
-    _function.__doc__ = (_function.__doc__ or "").replace("{shared}", _SHARED.strip())
 
 
 def _chosen(model: PyTree, spec: FilterSpec | None) -> PyTree[bool]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -21,8 +22,9 @@ from .._array.requantize import requantize_like
 from .._array.simulated import SimulatedArray
 from .._array.value import AbstractArrayValue, as_permutation
 from .._mesh import full_spec, place
-from .._tree.leaves import Leaf, named_leaves, some
-from .._tree.select import default_axis, selected_by, Where, why_never, why_not
+from .._tree.leaves import identity, Leaf, named_leaves, some
+from .._tree.select import select_leaves, Where
+from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
 
 
 class LoraArray(AbstractArrayValue):
@@ -158,7 +160,8 @@ def loraify(
 
     **Returns:**
 
-    The model with factors, in float32 whatever the dtype of the weight.
+    The model with factors, in float32 whatever the dtype of the weight. One weight that stands in several places gets
+    one pair of factors.
 
     **Raises:**
 
@@ -169,33 +172,43 @@ def loraify(
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"`rank` must be a whole number, at least 1. Got {rank}.")
     is_leaf = lambda x: is_quantized(x) or isinstance(x, LoraArray)
-    leaves = list(named_leaves(model, is_leaf))
-    refusals = [_refusal(leaf) for leaf in leaves]
-    if where is not None:
-        marks = selected_by(model, where, is_leaf)
-        for leaf, mark, refusal in zip(leaves, marks, refusals, strict=True):
-            if mark == "leaf" and refusal is not None:
-                raise TypeError(f"`where` must select weights of two or more dimensions. Got {leaf.path}: {refusal}.")
-        chosen = [mark is not None and refusal is None for mark, refusal in zip(marks, refusals, strict=True)]
-    else:
-        some_quantized = any(is_quantized(leaf.value) for leaf in leaves)
-        chosen = [
-            refusal is None
-            and not isinstance(leaf.parent, eqx.nn.Embedding)
-            and (is_quantized(leaf.value) if some_quantized else why_not(leaf) is None)
-            for leaf, refusal in zip(leaves, refusals, strict=True)
-        ]
-    if not any(chosen):
-        reasons = [f"{leaf.path}: {r or 'not selected'}" for leaf, r in zip(leaves, refusals, strict=True)]
+    selections = select_leaves(
+        model,
+        where,
+        ineligible=_ineligible_reason,
+        skip=_default_skip(model) if where is None else lambda leaf: None,
+        kind="weights of two or more dimensions",
+        is_leaf=is_leaf,
+    )
+    if all(reason is not None for _, reason in selections):
         raise ValueError(
             "The model must hold weights to put factors beside. Got none among its leaves "
-            f"({some(reasons) or 'none'}). `where=` selects others."
+            f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects others."
         )
-    keys = jr.split(key, len(leaves))
-    values = [
-        _adapt(leaf, rank, alpha, k) if c else leaf.value for leaf, c, k in zip(leaves, chosen, keys, strict=True)
-    ]
+    keys = jr.split(key, len(selections))
+    done: dict[Any, LoraArray] = {}  # one array in two places stays one
+    values = [leaf.value for leaf, _ in selections]
+    for n, (leaf, reason) in enumerate(selections):
+        if reason is None:
+            same = (identity(leaf.value), convolved_axes(leaf))
+            if same not in done:
+                done[same] = _adapt(leaf, rank, alpha, keys[n])
+            values[n] = done[same]
     return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_leaf), values)
+
+
+def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
+    """Why a leaf gets no factors unless it is selected: by default quantized weights do, or where none is, all."""
+    some_quantized = any(is_quantized(x) for x in jtu.tree_leaves(model, is_leaf=is_quantized))
+
+    def skip(leaf: Leaf) -> str | None:
+        if type(leaf.layer).__name__ in ("Embedding", "Embed") or leaf.name == "embedding":
+            return "an embedding"
+        if is_quantized(leaf.value):
+            return None
+        return "not quantized, as others are" if some_quantized else default_skip_reason(leaf)
+
+    return skip
 
 
 def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
@@ -211,7 +224,7 @@ def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
 
     - `model`: any pytree with factors.
     - `dense`: makes quantized weights dense. Otherwise the sum is quantized again, to the same format, which rounds
-        anew.
+        again.
 
     **Returns:**
 
@@ -219,13 +232,20 @@ def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if there are no factors, or if, outside of `jit`, a sum is not finite.
+    `ValueError` if there are no factors, or if, outside `jit`, a sum is not finite.
     """
     is_leaf = lambda x: isinstance(x, LoraArray)
     leaves = list(named_leaves(model, is_leaf))
     if not any(is_leaf(leaf.value) for leaf in leaves):
         raise ValueError("`merge_lora` needs a model with factors. Got none. `loraify` makes them.")
-    values = [_merge(leaf.path, leaf.value, dense) if is_leaf(leaf.value) else leaf.value for leaf in leaves]
+    values = [leaf.value for leaf in leaves]
+    done: dict[Any, Any] = {}  # one array in two places stays one
+    for n, leaf in enumerate(leaves):
+        if is_leaf(leaf.value):
+            same = identity(leaf.value)
+            if same not in done:
+                done[same] = _merge(leaf.path, leaf.value, dense)
+            values[n] = done[same]
     return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_leaf), values)
 
 
@@ -237,7 +257,7 @@ def _merge(path: str, x: LoraArray, dense: bool) -> Array | QuantizedArray:
     return requantize_like(base, merged)
 
 
-def _refusal(leaf: Leaf) -> str | None:
+def _ineligible_reason(leaf: Leaf) -> str | None:
     """Why a leaf cannot have factors, or `None`."""
     if isinstance(leaf.value, LoraArray):
         return "it has factors already: `merge_lora` first"
@@ -245,16 +265,15 @@ def _refusal(leaf: Leaf) -> str | None:
         return "it is simulated: `finalize` first"
     if isinstance(leaf.parent, AbstractArrayValue):
         return f"part of a {type(leaf.parent).__name__}"
-    if not is_quantized(leaf.value) and (never := why_never(leaf.value)) is not None:
-        return never
+    if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
+        return reason
     return "it has one dimension" if leaf.value.ndim < 2 else None
 
 
 def _adapt(leaf: Leaf, rank: int, alpha: float | int, key: PRNGKeyArray) -> LoraArray:
     w = leaf.value
     # One input axis, or for a convolution several, whichever are quantized.
-    axis = default_axis(leaf)
-    in_ndim = len(axis) if isinstance(axis, tuple) else 1
+    in_ndim = len(convolved_axes(leaf) or (-1,))
     *batch, out = w.shape[: w.ndim - in_ndim]
     inputs = w.shape[w.ndim - in_ndim :]
     if rank > min(out, math.prod(inputs)):

@@ -42,9 +42,9 @@ def finalize(tree: PyTree) -> PyTree:
         raise ValueError(
             "`finalize` needs a tree with simulated arrays. Got none. `quantize_tree(..., simulate=True)` makes them."
         )
-    for path, x, _ in leaves:
-        if isinstance(x, SimulatedArray):
-            check_finite(x.master, path)
+    for leaf in leaves:
+        if isinstance(leaf.value, SimulatedArray):
+            check_finite(leaf.value.master, leaf.path)
     done: dict[Any, QuantizedArray] = {}  # one array in two places stays one
 
     def final(x: Any) -> Any:

@@ -1,8 +1,11 @@
 """The leaves of a model, by name."""
 
+import collections
+import dataclasses
+import functools as ft
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +15,114 @@ from jaxtyping import PyTree
 from .._array.array import is_quantized
 
 
-class Leaf(NamedTuple):
-    """A leaf of a tree, in which a quantized array is one leaf."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Leaf:
+    """A leaf of a tree, in which a quantized array is one leaf.
+
+    - `path`: its name, such as `layers.0.weight`; no other leaf of the tree has it.
+    - `keys`: its key path.
+    - `nodes`: the nodes that hold it, from the root to its parent. `keys[n]` is the key in `nodes[n]`.
+    """
 
     path: str
     value: Any
-    parent: Any  # the module, list or dict that holds it; nothing holds the root
+    keys: tuple[Any, ...]
+    nodes: tuple[Any, ...]
+
+    @property
+    def parent(self) -> Any:
+        """The module, list or dict that holds it; nothing holds the root."""
+        return self.nodes[-1] if self.nodes else None
+
+    @ft.cached_property
+    def _depth(self) -> int:
+        """How many keys are left without those of wrappers, such as `value` in Flax's `bias.value`."""
+        depth = len(self.keys)
+        while depth > 1 and _is_wrapper(self.nodes[depth - 1], self.keys[depth - 1]):
+            depth -= 1
+        return depth
+
+    @property
+    def name(self) -> str:
+        """What its layer calls it: `bias` for `layers.0.bias`, and for `layers.0.bias.value`."""
+        return key_name(self.keys[self._depth - 1]) if self.keys else ""
+
+    @property
+    def layer(self) -> Any:
+        """The node that holds it under `name`: the parent, unless that is a wrapper."""
+        return self.nodes[self._depth - 1] if self.nodes else None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The names that patterns match: `path`, and the same without the keys of wrappers."""
+        inner = jtu.keystr(self.keys[: self._depth], simple=True, separator=".")
+        wrapped = self._depth < len(self.keys) and self.path.startswith(inner)
+        return (self.path, inner) if wrapped else (self.path,)
+
+    def ancestors(self) -> Iterator[tuple[str, Any]]:
+        """The layer and what stands around it and around nothing else, each with the name that it has.
+
+        A list is one of them, as `norms` in `norms.0.scale`, because its items have no names of their own.
+        """
+        for n in range(self._depth - 1, 0, -1):
+            key = self.keys[n - 1]
+            yield key_name(key), self.nodes[n]
+            if _is_index(key):
+                yield key_name(self.keys[n - 2]) if n > 1 else "", self.nodes[n - 1]
+                return
+            if len(_children(self.nodes[n - 1])) > 1:
+                return
+        if self.nodes:
+            yield "", self.nodes[0]
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = is_quantized) -> Iterator[Leaf]:
-    """The leaves in their order, with names such as `layers.0.weight`."""
-    flat, _ = jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    for path, value in flat:
-        name = jtu.keystr(path, simple=True, separator=".") or "the array"
-        yield Leaf(name, value, _follow(tree, path[:-1]) if path else None)
+    """The leaves in their order, with names such as `layers.0.weight`.
+
+    Where two leaves would have the same name, as in `{"a.b": x, "a": {"b": y}}`, each has its key path for a name:
+    `['a.b']` and `['a']['b']`.
+    """
+    found = list(_walk(tree, is_leaf, (), ()))
+    names = [jtu.keystr(keys, simple=True, separator=".") or "the array" for keys, *_ in found]
+    count = collections.Counter(names)
+    for name, (keys, nodes, value) in zip(names, found, strict=True):
+        yield Leaf(name if count[name] == 1 else jtu.keystr(keys), value, keys, nodes)
 
 
-def _follow(tree: PyTree, path: Sequence[Any]) -> Any:
-    """The node at `path`, or `None` where a custom node has no such thing as a name for its children."""
-    for key in path:
-        if isinstance(key, jtu.GetAttrKey):
-            tree = getattr(tree, key.name, None)
-        elif isinstance(key, jtu.SequenceKey):
-            tree = tree[key.idx]
-        elif isinstance(key, jtu.DictKey):
-            tree = tree[key.key]
+def _walk(
+    node: Any, is_leaf: Callable[[Any], bool], keys: tuple[Any, ...], nodes: tuple[Any, ...]
+) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...], Any]]:
+    for key, child in [((), node)] if is_leaf(node) else _children(node):
+        if key == ():
+            yield keys, nodes, child
         else:
-            return None
-    return tree
+            yield from _walk(child, is_leaf, (*keys, *key), (*nodes, node))
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    """The children of a node with their keys; a leaf has itself, with no key."""
+    children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return [(key, child) for key, child in children if child is not None]
+
+
+def _is_wrapper(node: Any, key: Any) -> bool:
+    """Whether a node does nothing but hold one array, as a `Variable` of Flax or a `NamedArray` of haliax."""
+    by_name = key_name(key) in ("value", "array") or isinstance(key, jtu.FlattenedIndexKey)
+    return by_name and len(_children(node)) == 1
+
+
+def _is_index(key: Any) -> bool:
+    return isinstance(key, jtu.SequenceKey | jtu.FlattenedIndexKey) or key_name(key).isdigit()
+
+
+def key_name(key: Any) -> str:
+    return jtu.keystr((key,), simple=True)
+
+
+def identity(x: Any) -> Any:
+    """Equal for one array that stands in two places, quantized or not. Valid while the tree lives."""
+    leaves, treedef = jtu.tree_flatten(x)
+    return treedef, tuple(map(id, leaves))
 
 
 def array_nbytes(x: Any) -> int:

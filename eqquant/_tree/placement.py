@@ -1,4 +1,4 @@
-"""Where a whole model is: the shardings of its leaves, by rules, by a tree, or as they are."""
+"""The shardings of the leaves of a model: those that they have, or those that rules or a tree give them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ Shardings = Mapping[str, Spec | None] | Mapping[Pattern, Spec | None] | Callable
 
 
 def tree_shardings(tree: PyTree, shardings: Shardings | None = None) -> PyTree:
-    """The sharding of every leaf of a model: those that its arrays have, or would have by some rules.
+    """Returns the sharding of each leaf, or the one that `shardings` would give it.
 
     It is what `jax.device_put`, the `in_shardings` and `out_shardings` of `jax.jit`, and checkpoint libraries want.
 
@@ -59,7 +59,7 @@ def tree_shardings(tree: PyTree, shardings: Shardings | None = None) -> PyTree:
 
 
 def wanted_shardings(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings | None) -> list[NamedSharding | None]:
-    """For each leaf, where it is to be, or `None` for where it is."""
+    """The sharding that each leaf must get, or `None` for the one that it has."""
     if shardings is None:
         return [None] * len(leaves)
     specs = _specs(tree, leaves, shardings)
@@ -85,7 +85,7 @@ def wanted_shardings(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings 
 
 
 def move(x: Any, sharding: NamedSharding | None) -> Any:
-    """A leaf, where it shall be. Of a shape, what is said of it."""
+    """Places a leaf; for a `ShapeDtypeStruct`, only records the sharding."""
     if sharding is None or not _is_array(x):
         return x
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(x)):
@@ -102,9 +102,9 @@ def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[A
         raise TypeError(f"`shardings` must be rules, a function or a tree. Got {shardings!r}. Write {{'*': ...}}.")
     is_spec = lambda x: x is None or isinstance(x, (NamedSharding, PartitionSpec))
     if isinstance(shardings, Mapping) and all(map(is_spec, shardings.values())):
-        check_patterns(shardings, leaves, " of `shardings`")
-        first = lambda path: next((spec for pattern, spec in shardings.items() if matches(pattern, path)), None)
-        return [first(leaf.path) for leaf in leaves]
+        check_patterns(shardings, leaves, "shardings")
+        first = lambda leaf: next((spec for pattern, spec in shardings.items() if matches(pattern, leaf)), None)
+        return [first(leaf) for leaf in leaves]
     if callable(shardings) and jtu.all_leaves([shardings]):  # a model may be callable too
         return [shardings(leaf.path, leaf.value) for leaf in leaves]
     try:

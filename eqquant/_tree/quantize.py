@@ -19,15 +19,18 @@ from .._array.array import is_quantized, QuantizedArray
 from .._array.quantize import as_method, check_dtype, check_finite, check_quantizable, encode_array
 from .._array.sharding import leaf_shardings
 from .._array.simulated import simulate_array, SimulatedArray
+from .._docs import fill_doc
+from .._errors import teach_keywords
 from .._formats.base import AbstractFormat
 from .._mesh import full_spec
 from .._methods import AbstractMethod
-from .leaves import Leaf, named_leaves, some
+from .leaves import Leaf, some
 from .placement import move, Shardings, wanted_shardings
 from .report import TreeReport
-from .select import check_patterns, default_axis, matches, Pattern, selected_by, show_pattern, Where, why_never, why_not
+from .select import check_patterns, matches, Pattern, select_leaves, show_pattern, Where
 from .summary import quantized_row, row_of
 from .use import as_use, Use
+from .weights import ineligible_reason, input_axis
 
 
 FormatLike = AbstractFormat | str | Use
@@ -41,7 +44,9 @@ Rules = (
 )
 
 
-class _Decision(NamedTuple):
+class Decision(NamedTuple):
+    """What happens to a leaf: the format that it gets and along which axes, or `None` and the reason."""
+
     leaf: Leaf
     format: AbstractFormat | None
     axes: tuple[int, ...]
@@ -49,44 +54,39 @@ class _Decision(NamedTuple):
     method: AbstractMethod | None = None
 
 
-def _decide(tree: PyTree, format: Rules, where: Where | None, axis: Any) -> list[_Decision]:
+def decide(tree: PyTree, format: Rules, where: Where | None, axis: Any) -> list[Decision]:
     """One decision per leaf; or an error, before anything is quantized."""
-    leaves = list(named_leaves(tree))
-    chosen = None if where is None else selected_by(tree, where)
-    choose = _chooser(format, leaves)
+    selections = select_leaves(tree, where, ineligible=_ineligible_reason)
+    choose = _chooser(format, [leaf for leaf, _ in selections])
     decisions = []
-    for n, leaf in enumerate(leaves):
-        selected = chosen is not None and chosen[n] is not None
-        if chosen is not None and not selected:
-            decisions.append(_Decision(leaf, None, (), why_never(leaf.value) or "not selected by `where`"))
-            continue
-        simulated = "simulated: `finalize` first" if isinstance(leaf.parent, SimulatedArray) else None
-        refusal = why_never(leaf.value) or simulated or (None if selected else why_not(leaf))
-        if selected and refusal is not None:
-            raise TypeError(
-                f"`where` must select floating point arrays. Got {leaf.path}: {refusal}. Select its weights alone."
-            )
-        picked, reason = (None, refusal) if refusal is not None else choose(leaf)
+    for leaf, refusal in selections:
+        picked, reason = choose(leaf) if refusal is None else (None, refusal)
         if picked is None:
-            decisions.append(_Decision(leaf, None, (), reason or "no format"))
+            decisions.append(Decision(leaf, None, (), reason))
             continue
-        wanted = default_axis(leaf) if axis is None else axis
+        wanted, known = input_axis(leaf) if axis is None else (axis, True)
         _, axes = check_quantizable(_struct(leaf.value), wanted, leaf.path)
-        decisions.append(_Decision(leaf, picked.format, axes, reason or "", picked.method))
+        unknown = "" if known else "; its input axis is not known, blocks run along the last: see `axis`"
+        decisions.append(Decision(leaf, picked.format, axes, reason + unknown, picked.method))
     if not any(d.format is not None for d in decisions):
         raise ValueError(_nothing_message(decisions))
     return decisions
 
 
+def _ineligible_reason(leaf: Leaf) -> str | None:
+    simulated = "simulated: `finalize` first" if isinstance(leaf.parent, SimulatedArray) else None
+    return ineligible_reason(leaf.value) or simulated
+
+
 def _chooser(format: Rules, leaves: Sequence[Leaf]) -> Callable[[Leaf], tuple[Use | None, str]]:
     """A function from an eligible leaf to its format, or to `None` and the reason."""
     if isinstance(format, Mapping):
+        check_patterns(format, leaves, "format")
         rules = [(pattern, None if f is None else as_use(f)) for pattern, f in format.items()]
-        check_patterns(format, leaves)
 
         def by_pattern(leaf: Leaf) -> tuple[Use | None, str]:
             for pattern, picked in rules:
-                if matches(pattern, leaf.path):
+                if matches(pattern, leaf):
                     return picked, f"rule {show_pattern(pattern)!r}"
             return None, "no rule matches"
 
@@ -111,14 +111,16 @@ def _struct(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
-def _nothing_message(decisions: Sequence[_Decision]) -> str:
+def _nothing_message(decisions: Sequence[Decision]) -> str:
+    if not decisions:
+        return "The tree must hold something to quantize. Got an empty tree. Pass a model, or a tree of its parameters."
     arrays = [d for d in decisions if d.reason != "not an array"]
     quantized = [d for d in arrays if is_quantized(d.leaf.value)]
     reasons = some(f"{d.leaf.path}: {d.reason}" for d in arrays)
     if quantized:
         return (
             "The tree must hold something to quantize. Got one that is already quantized, with no other weights in "
-            f"float ({reasons}). To quantize it anew, call `dequantize_tree` first."
+            f"float ({reasons}). To quantize it again, call `dequantize_tree` first."
         )
     return (
         f"The tree must hold something to quantize. Got none among its {len(arrays)} arrays ({reasons or 'none'}). "
@@ -126,23 +128,38 @@ def _nothing_message(decisions: Sequence[_Decision]) -> str:
     )
 
 
-_SHARED_ARGUMENTS = """
+_ARGUMENTS = """
     - `tree`: any pytree: an Equinox model, a dictionary of parameters, one array.
     - `format`: what to quantize to. One format or its lower-case name for every weight; or a mapping
         `{pattern: format or None}`, where the first pattern that matches the leaf's path wins and `None` leaves the
         leaf in float; or a function `(path, leaf) -> format or None`. A path reads `layers.0.weight`; a pattern is a
-        glob (`"*.attention.*"`) or a compiled regular expression, which is searched for. A leaf that no pattern
-        matches stays in float.
-    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized, and all of them, biases
-        too. Without it, every floating point array with two or more dimensions longer than one is a weight, except
-        biases and the parameters of normalisation layers.
-    - `axis`: the axis (or axes, quantized as one) along which blocks run, for every selected leaf. By default all input
-        axes of a convolution, and the last axis of everything else, which is the input axis of every Equinox layer;
-        `-2` suits weights that are used as `x @ w`.
+        glob (`"*.attention.*"`) or a compiled regular expression, which is searched for. Both match a path with
+        or without the key of a wrapper, as Flax's `bias.value`. A leaf that no pattern matches stays in float.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized. A leaf is taken
+        whatever it is, a bias too. In a node, and in the whole tree without `where`, only weights are: floating point
+        arrays with two or more dimensions longer than one, except biases and the parameters of normalisation layers.
+    - `axis`: the axis (or axes, quantized as one) along which blocks run, for every selected leaf. By default the input
+        axes: all of them in a convolution, those that a layer of haliax names, those of a Flax `kernel`, and the last
+        axis of everything else, as in every layer of Equinox. `-2` suits other weights that are used as `x @ w`. Where
+        the inputs of a kernel cannot be told, the plan says so.
     - `dtype`: the dtype that the leaves dequantize to. Their own unless given.
 """
 
 
+_REMEDIES = {
+    **dict.fromkeys(
+        ("skip", "exclude", "ignore", "modules_to_not_convert"),
+        'To leave leaves in float, write rules: `{"*.head.*": None, "*": "nf4"}`.',
+    ),
+    **dict.fromkeys(
+        ("bits", "num_bits", "nbits", "block_size", "group_size", "symmetric"),
+        "It belongs to the format: `eqq.Int4(block_size=32)`, for instance.",
+    ),
+}
+
+
+@fill_doc(arguments=_ARGUMENTS)
+@teach_keywords(**_REMEDIES)
 def quantize_tree(
     tree: PyTree,
     format: Rules = "nf4",
@@ -170,7 +187,7 @@ def quantize_tree(
 
     **Arguments:**
 
-    {shared}
+    {arguments}
     - `key`: for stochastic rounding.
     - `progress`: shows a progress bar.
     - `simulate`: keeps each weight in float, as the master of a [`eqquant.SimulatedArray`][] that quantizes it whenever
@@ -200,7 +217,7 @@ def quantize_tree(
     if simulate and key is not None:
         raise ValueError("`key` must be None with `simulate=True`, which rounds to nearest at each use. Got a key.")
     default = as_method(method)
-    decisions = _decide(tree, format, where, axis)
+    decisions = decide(tree, format, where, axis)
     wanted = wanted_shardings(tree, [d.leaf for d in decisions], shardings)
     wanted = [_sharding_of(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)]
     work = [n for n, d in enumerate(decisions) if d.format is not None]
@@ -217,7 +234,7 @@ def quantize_tree(
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_quantized), values)
 
 
-def _sharding_of(decision: _Decision, wanted: NamedSharding | None, dtype: DTypeLike | None) -> NamedSharding | None:
+def _sharding_of(decision: Decision, wanted: NamedSharding | None, dtype: DTypeLike | None) -> NamedSharding | None:
     """Where a leaf is to be: as wanted, or where it is. An error if it cannot be there once it is quantized."""
     x = decision.leaf.value
     actual = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
@@ -229,7 +246,7 @@ def _sharding_of(decision: _Decision, wanted: NamedSharding | None, dtype: DType
 
 
 def _quantize_leaf(
-    decision: _Decision,
+    decision: Decision,
     method: AbstractMethod,
     dtype: DTypeLike | None,
     key: Any,
@@ -248,6 +265,8 @@ def _quantize_leaf(
     return jax.block_until_ready(q)
 
 
+@fill_doc(arguments=_ARGUMENTS)
+@teach_keywords(**_REMEDIES)
 def plan_tree(
     tree: PyTree,
     format: Rules = "nf4",
@@ -266,7 +285,8 @@ def plan_tree(
 
     **Arguments:**
 
-    {shared}
+    {arguments}
+
     **Returns:**
 
     A report with a row for each array of the tree: format, bytes, bits per value, or the reason why it is left alone.
@@ -277,15 +297,11 @@ def plan_tree(
     The errors of [`eqquant.quantize_tree`][], except for values that are not finite.
     """
     rows = []
-    for leaf, picked, axes, reason, _ in _decide(tree, format, where, axis):
+    for leaf, picked, axes, reason, _ in decide(tree, format, where, axis):
         if picked is None:
             rows.extend(row_of(leaf, reason))
             continue
         x = _struct(leaf.value)
         q = jax.eval_shape(lambda x, f=picked, a=axes: encode_array(x, f, a, dtype, None), x)
         rows.append(quantized_row(leaf.path, q, reason, math.prod(x.shape) * x.dtype.itemsize))
-    return TreeReport(tuple(rows))
-
-
-for _function in (quantize_tree, plan_tree):
-    _function.__doc__ = (_function.__doc__ or "").replace("{shared}", _SHARED_ARGUMENTS.strip())
+    return TreeReport(tuple(rows), planned=True)

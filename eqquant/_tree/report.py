@@ -1,13 +1,16 @@
 """What is in a tree, or would be: the table that `plan_tree` and `summary` print."""
 
+import dataclasses
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
 from .._formats.base import AbstractFormat
-from .._report import as_text
+from .._report import Report, report_table, show_bytes
 
 
 class LeafReport(NamedTuple):
@@ -35,10 +38,17 @@ class LeafReport(NamedTuple):
         return {**self._asdict(), "format": shown, "bits": self.bits}
 
 
-class TreeReport(NamedTuple):
-    """What [`eqquant.plan_tree`][] would do, or [`eqquant.summary`][] found: a row per array. Prints as a table."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class TreeReport(Report):
+    """What [`eqquant.plan_tree`][] would do, or [`eqquant.summary`][] found: a row for each array. Prints as a table.
+
+    - `leaves`: the rows, each with `path`, `shape`, `dtype`, `format`, `axis`, `reason`, `nbytes`, `dense_nbytes` and
+        `bits`.
+    - `planned`: whether it is a plan, and nothing is quantized yet.
+    """
 
     leaves: tuple[LeafReport, ...]
+    planned: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -55,43 +65,77 @@ class TreeReport(NamedTuple):
     @property
     def bits(self) -> float:
         """Bits per value, over the whole tree."""
-        return 8 * self.nbytes / max(self.params, 1)
+        return _bits(self.leaves)
+
+    @property
+    def quantized_bits(self) -> float:
+        """Bits per value, over the quantized leaves alone, as [`eqquant.analysis.plan_bits`][] counts them."""
+        return _bits([leaf for leaf in self.leaves if leaf.format is not None])
 
     def to_dict(self) -> dict[str, Any]:
+        """All of it as plain Python values, with a row for every array."""
         return {
             "leaves": [leaf.to_dict() for leaf in self.leaves],
+            "planned": self.planned,
             "nbytes": self.nbytes,
             "dense_nbytes": self.dense_nbytes,
             "params": self.params,
             "bits": self.bits,
+            "quantized_bits": self.quantized_bits,
         }
 
-    def __rich__(self) -> Table:
-        table = Table("leaf", "shape", "stored as", "bits", "bytes", "of", show_footer=True)
-        for column in table.columns[3:]:
-            column.justify = "right"
-        for leaf in self.leaves:
-            stored = repr(leaf.format) if leaf.format is not None else f"{leaf.dtype}: {leaf.reason}"
-            shape = " x ".join(map(str, leaf.shape)) or "scalar"
-            share = f"{leaf.nbytes / max(leaf.dense_nbytes, 1):.1%}"
-            style = None if leaf.format is not None else "dim"
-            table.add_row(
-                escape(leaf.path), shape, escape(stored), f"{leaf.bits:.2f}", f"{leaf.nbytes:,}", share, style=style
-            )
+    def table(self, every_leaf: bool = False) -> Table:
+        """The table for rich.
+
+        **Arguments:**
+
+        - `every_leaf`: gives each small array that stays in float a row of its own. Otherwise those of one reason, such
+            as biases, share a row.
+        """
+        table = report_table("parameter", "stored as", "reason", "bits/weight", "size", "vs float", text=3)
+        table.show_footer = True
+        for rows in [[leaf] for leaf in self.leaves] if every_leaf else _grouped(self.leaves):
+            first = rows[0]
+            name = escape(first.path) if len(rows) == 1 else f"{len(rows)} arrays"
+            stored = first.dtype if first.format is None else escape(repr(first.format))
+            style = "dim" if first.format is None else None
+            table.add_row(name, stored, escape(first.reason), *_numbers(rows), style=style)
         quantized = sum(leaf.format is not None for leaf in self.leaves)
-        footers = (
-            f"{quantized} of {len(self.leaves)} quantized",
-            f"{self.params:,} values",
-            "",
-            f"{self.bits:.2f}",
-            f"{self.nbytes:,}",
-            f"{self.nbytes / max(self.dense_nbytes, 1):.1%}",
-        )
+        footers = (f"{quantized} of {len(self.leaves)} quantized", "", "", *_numbers(self.leaves))
         for column, footer in zip(table.columns, footers, strict=True):
             column.footer = footer
         return table
 
-    def __str__(self) -> str:
-        return as_text(self, 140)
+    def __rich__(self) -> Group:
+        before, after = show_bytes(self.dense_nbytes), show_bytes(self.nbytes)
+        if all(leaf.format is None for leaf in self.leaves):
+            return Group(f"{after}, nothing is quantized", self.table())
+        plan = "A plan, nothing is quantized yet: " if self.planned else ""
+        return Group(
+            f"{plan}{before} -> {after}, {self.dense_nbytes / max(self.nbytes, 1):.1f} times smaller",
+            self.table(),
+            f"{self.quantized_bits:.3f} bits per weight in the quantized arrays, {self.bits:.3f} over all "
+            f"{self.params:,} values.",
+        )
 
-    __repr__ = __str__
+
+def _numbers(leaves: Sequence[LeafReport]) -> tuple[str, str, str]:
+    nbytes, dense = (sum(getattr(leaf, name) for leaf in leaves) for name in ("nbytes", "dense_nbytes"))
+    return f"{_bits(leaves):.2f}", show_bytes(nbytes), f"{nbytes / max(dense, 1):.1%}"
+
+
+def _bits(leaves: Iterable[LeafReport]) -> float:
+    leaves = list(leaves)
+    return 8 * sum(leaf.nbytes for leaf in leaves) / max(sum(math.prod(leaf.shape) for leaf in leaves), 1)
+
+
+def _grouped(leaves: Sequence[LeafReport]) -> list[list[LeafReport]]:
+    """The leaves one by one, and behind them groups of small ones that stay as they are for one reason."""
+    total = sum(leaf.dense_nbytes for leaf in leaves)
+    alone, groups = [], {}
+    for leaf in leaves:
+        if leaf.format is None and leaf.nbytes <= total / 100:
+            groups.setdefault((leaf.dtype, leaf.reason), []).append(leaf)
+        else:
+            alone.append([leaf])
+    return [*alone, *groups.values()]

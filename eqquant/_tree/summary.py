@@ -1,5 +1,6 @@
 """What a model holds: the report, its bytes, its parameters, and the way back to float."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,9 +12,9 @@ from jaxtyping import DTypeLike, PyTree
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.simulated import SimulatedArray
-from .leaves import array_nbytes, Leaf, named_leaves
+from .leaves import array_nbytes, identity, Leaf, named_leaves
 from .report import LeafReport, TreeReport
-from .select import why_never, why_not
+from .weights import default_skip_reason, ineligible_reason
 
 
 def summary(tree: PyTree) -> TreeReport:
@@ -36,12 +37,12 @@ def summary(tree: PyTree) -> TreeReport:
     rows = []
     for leaf in named_leaves(tree, _is_whole):
         if isinstance(leaf.value, SimulatedArray):
-            of_master = leaf._replace(value=leaf.value.master)
+            of_master = dataclasses.replace(leaf, value=leaf.value.master)
             rows.extend(row_of(of_master, f"simulates {leaf.value.format!r}"))
         elif is_quantized(leaf.value):
             rows.append(quantized_row(leaf.path, leaf.value, "quantized", leaf.value.size * leaf.value.dtype.itemsize))
         else:
-            rows.extend(row_of(leaf, why_never(leaf.value) or why_not(leaf) or "left in float"))
+            rows.extend(row_of(leaf, ineligible_reason(leaf.value) or default_skip_reason(leaf) or "left in float"))
     return TreeReport(tuple(rows))
 
 
@@ -74,14 +75,17 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
 
     **Returns:**
 
-    The tree, with `jax.Array`s in the place of quantized arrays.
+    The tree, with `jax.Array`s in the place of quantized arrays. One array that stands in several places still does.
     """
+    done: dict[Any, Any] = {}
 
     def dense(x: Any) -> Any:
         if not _is_whole(x):
             return x
-        x = x.dequantize()
-        return x if dtype is None else x.astype(dtype)
+        same = identity(x)
+        if same not in done:
+            done[same] = x.dequantize() if dtype is None else x.dequantize().astype(dtype)
+        return done[same]
 
     return jtu.tree_map(dense, tree, is_leaf=_is_whole)
 
@@ -117,6 +121,6 @@ def count_params(tree: PyTree) -> int:
     for x in jtu.tree_leaves(tree, is_leaf=is_quantized):
         if is_quantized(x):
             seen[id(x.codes)] = x.size
-        elif why_never(x) in (None, "a scalar"):
+        elif ineligible_reason(x) in (None, "a scalar"):
             seen[id(x)] = math.prod(x.shape)
     return sum(seen.values())

@@ -4,6 +4,7 @@ See `docs/analysis.md`. Sums are taken on the host, in float64. What repeats the
 `reference/`.
 """
 
+from .._report import Report as Report
 from ._benchmark import Benchmark as Benchmark, Comparison as Comparison, run_benchmark as run_benchmark
 from ._comparison import compare_formats as compare_formats
 from ._divergence import DivergenceReport as DivergenceReport, output_divergence as output_divergence
@@ -15,7 +16,6 @@ from ._layers import (
     TreeErrorReport as TreeErrorReport,
 )
 from ._plan import BitPlan as BitPlan, plan_bits as plan_bits, PlannedLeaf as PlannedLeaf
-from ._report import Report as Report
 from ._sensitivity import (
     LeafSensitivity as LeafSensitivity,
     sensitivity as sensitivity,

@@ -10,10 +10,11 @@ from rich.table import Table
 from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
+from .._report import Report, report_table
 from .._tree.use import Use
 from ._error import ErrorReport, measure, Real, stored_bits, to_numpy, Values
 from ._plots import draw_front
-from ._report import as_uses, numbers_table, Report
+from ._report import as_uses
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -75,7 +76,7 @@ class Comparison(Report):
         }
 
     def __rich__(self) -> Table:
-        table = numbers_table("", "bits", "compression", "SQNR, dB", "mse", "max error", "cosine", "quality")
+        table = report_table("", "bits", "compression", "SQNR, dB", "mse", "max error", "cosine", "quality")
         for row in self.rows:
             error = (f"{row.error.mse:.3e}", f"{row.error.max_error:.3e}", f"{row.error.cosine:.6f}")
             size = (f"{row.bits:.3f}", f"{row.compression:.2f}x", f"{row.error.sqnr_db:.2f}")

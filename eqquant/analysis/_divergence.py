@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 from rich.table import Table
 
+from .._report import Report, report_table
 from ._plots import draw_histogram
-from ._report import numbers_table, Report
 from ._sensitivity import check_batch
 
 
@@ -36,7 +36,7 @@ class DivergenceReport(Report):
     cosines: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     def __rich__(self) -> Table:
-        table = numbers_table("outputs", "mean", "worst")
+        table = report_table("outputs", "mean", "worst")
         table.add_row("KL divergence, nats", f"{self.kl:.4e}", f"{self.kl_worst:.4e}")
         table.add_row("cosine", f"{self.cosine:.6f}", f"{self.cosine_worst:.6f}")
         table.add_row("same largest entry", f"{self.top1:.2%}", "")

@@ -15,8 +15,8 @@ from .._array.value import AbstractArrayValue
 from .._formats.any_width import code_width
 from .._formats.base import AbstractFormat, levels_of
 from .._numerics.blocks import divide, expand
+from .._report import Report, report_table
 from ._plots import draw_histogram
-from ._report import numbers_table, Report
 
 
 Real = float | int
@@ -59,7 +59,7 @@ class ErrorReport(Report):
     arrays: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def __rich__(self) -> Table:
-        table = numbers_table("error", "value")
+        table = report_table("error", "value")
         for name, label in _LABELS.items():
             table.add_row(label.format(self), f"{getattr(self, name):,.6g}")
         table.add_section()

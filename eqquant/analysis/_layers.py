@@ -12,12 +12,12 @@ from rich.table import Table
 from .._array.array import QuantizedArray
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
+from .._report import Report, report_table
 from .._tree.leaves import named_leaves, some
 from .._tree.quantize import quantize_tree, Rules
 from .._tree.select import Where
 from ._error import decibel, ErrorReport, measure, Real, stored_bits, to_numpy
 from ._plots import draw_bars
-from ._report import numbers_table, Report
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -64,14 +64,14 @@ class TreeErrorReport(Report):
 
     def __rich__(self) -> Table:
         headers = ("bits", "SQNR, dB", "rmse", "max error", "cosine")
-        table = numbers_table("leaf", "shape", "format", *headers, text=3)
+        table = report_table("parameter", "stored as", *headers, text=2)
         for leaf in self.leaves:
-            e, shape = leaf.error, " x ".join(map(str, leaf.shape))
+            e = leaf.error
             errors = (f"{e.sqnr_db:.2f}", f"{e.rmse:.3e}", f"{e.max_error:.3e}", f"{e.cosine:.6f}")
-            table.add_row(escape(leaf.path), shape, escape(repr(leaf.format)), f"{leaf.bits:.2f}", *errors)
+            table.add_row(escape(leaf.path), escape(repr(leaf.format)), f"{leaf.bits:.2f}", *errors)
         table.add_section()
         total = (f"{self.bits:.2f}", f"{self.sqnr_db:.2f}", f"{math.sqrt(self.mse):.3e}", "", "")
-        table.add_row(f"{len(self.leaves)} leaves", "", "", *total)
+        table.add_row(f"{len(self.leaves)} leaves", "", *total)
         return table
 
     def plot(self, ax: Any = None) -> Any:

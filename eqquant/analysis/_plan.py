@@ -12,12 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._formats.base import AbstractFormat
+from .._report import Report, report_table, show_bytes
 from .._tree.leaves import array_nbytes, named_leaves, some
-from .._tree.select import why_never
 from .._tree.use import Use
+from .._tree.weights import ineligible_reason
 from ._knapsack import choose
 from ._plots import draw_bars
-from ._report import numbers_table, Report, show_format
+from ._report import show_format
 from ._sensitivity import LeafSensitivity, SensitivityReport
 
 
@@ -73,15 +74,19 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
         return {**super().to_dict(), "bits": self.bits, "increase": self.increase}
 
     def __rich__(self) -> Table:
-        table = numbers_table("leaf", "shape", "format", "bits", "bytes", "loss +", text=3)
+        table = report_table("parameter", "stored as", "bits/weight", "size", "loss increase", text=2)
         for leaf in self.leaves:
-            shape = " x ".join(map(str, leaf.shape))
-            numbers = (f"{leaf.bits:.2f}", f"{leaf.nbytes:,}", f"{leaf.increase:.3e}")
-            table.add_row(escape(", ".join(leaf.paths)), shape, escape(show_format(leaf.format)), *numbers)
+            numbers = (f"{leaf.bits:.2f}", show_bytes(leaf.nbytes), f"{leaf.increase:.3e}")
+            table.add_row(escape(", ".join(leaf.paths)), escape(show_format(leaf.format)), *numbers)
         table.add_section()
         nbytes = sum(leaf.nbytes for leaf in self.leaves)
-        summary = (f"{self.bits:.3f}", f"{nbytes:,}", f"{self.increase:.3e}")
-        table.add_row(f"{len(self.leaves)} weights", "", f"at most {self.target_bits:g} bits", *summary)
+        totals = (f"{self.bits:.3f}", show_bytes(nbytes), f"{self.increase:.3e}")
+        table.add_row(f"{len(self.leaves)} weights", f"at most {self.target_bits:g} bits", *totals)
+        table.caption = (
+            "A plan, nothing is quantized yet. Bits are per weight of the arrays above; `summary` counts the whole "
+            "model too, with biases and whatever else stays in float."
+        )
+        table.caption_justify = "left"
         return table
 
     def plot(self, ax: Any = None) -> Any:
@@ -127,6 +132,11 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
     `ValueError` if a leaf is not in the model or has another shape there, for a budget that is NaN or infinite, and if
     no mix is within it: the message says what can be reached.
     """
+    if not isinstance(sensitivities, SensitivityReport):
+        raise TypeError(
+            "`sensitivities` must be what `eqq.analysis.sensitivity` returned. Got "
+            f"{sensitivities!r:.60}. Measure first: `sensitivity(model, loss, batch)`."
+        )
     if not math.isfinite(target_bits):
         raise ValueError(f"`target_bits` must be finite. Got {target_bits}. 32 leaves float32 as it is.")
     _check_leaves(model, sensitivities)
@@ -158,7 +168,7 @@ def _options(leaf: LeafSensitivity, base: float) -> list[tuple[AbstractFormat | 
 
 
 def _check_leaves(model: PyTree, sensitivities: SensitivityReport) -> None:
-    found = {leaf.path: leaf.value for leaf in named_leaves(model) if why_never(leaf.value) is None}
+    found = {leaf.path: leaf.value for leaf in named_leaves(model) if ineligible_reason(leaf.value) is None}
     for leaf in sensitivities.leaves:
         for path in leaf.paths:
             if path not in found:

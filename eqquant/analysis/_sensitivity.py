@@ -18,12 +18,12 @@ from .._array.array import is_quantized
 from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
-from .._tree.leaves import named_leaves
-from .._tree.quantize import plan_tree
+from .._report import Report, report_table
+from .._tree.quantize import decide
 from .._tree.select import Where
 from .._tree.use import Use
 from ._plots import draw_dots
-from ._report import as_uses, numbers_table, Report, show_format
+from ._report import as_uses, show_format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SensitivityReport(Report):
 
     def __rich__(self) -> Table:
         formats = list(dict.fromkeys(f for leaf in self.leaves for f in leaf.formats))
-        table = numbers_table("leaf", *(escape(show_format(f)) for f in formats))
+        table = report_table("parameter", *(escape(show_format(f)) for f in formats))
         table.title = f"increase of the loss, from {self.loss:.6g}"
         for leaf in self.leaves:
             increase = {f: loss - self.loss for f, loss in zip(leaf.formats, leaf.losses, strict=True)}
@@ -176,12 +176,10 @@ class _Losses:
 
 def _weights(model: PyTree, where: Where | None, axis: Any) -> list[tuple[list[int], tuple[str, ...], Any, Any]]:
     """What `quantize_tree` would quantize: the places of each array among the leaves, its paths, itself, its axes."""
-    report = plan_tree(model, "int8", where=where, axis=axis)
-    chosen = {row.path: row.axis for row in report.leaves if row.format is not None}
     found: dict[int, tuple[list[int], list[str], Any, Any]] = {}
-    for n, leaf in enumerate(named_leaves(model)):
-        if leaf.path in chosen and not is_quantized(leaf.value):
-            places, paths, *_ = found.setdefault(id(leaf.value), ([], [], leaf.value, chosen[leaf.path]))
+    for n, (leaf, format, axes, *_) in enumerate(decide(model, "int8", where, axis)):
+        if format is not None:
+            places, paths, *_ = found.setdefault(id(leaf.value), ([], [], leaf.value, axes))
             places.append(n)
             paths.append(leaf.path)
     return [(places, tuple(paths), w, axes) for places, paths, w, axes in found.values()]

@@ -15,9 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._array.value import AbstractArrayValue
-from .._report import as_json, as_text
-from .._tree.leaves import Leaf, named_leaves, some
-from .._tree.select import default_axis, selected_by, Where, why_never, why_not
+from .._report import Report, report_table
+from .._tree.leaves import Leaf, some
+from .._tree.select import select_leaves, Where
+from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
 from ._observers import is_convolution, UnevenStackError, Watch, watch_convolution, WatchedArray
 
 
@@ -63,7 +64,7 @@ class LeafStats:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class ActivationStats:
+class ActivationStats(Report):
     """What [`eqquant.calibrate.collect_stats`][] returns: a [`eqquant.calibrate.LeafStats`][] for each weight.
 
     `stats["layers.0.weight"]` is the one of that path. It prints as a table.
@@ -88,14 +89,10 @@ class ActivationStats:
         leaves = [leaf.to_dict() for leaf in self.leaves]
         return {"leaves": leaves, "batches": self.batches, "threshold": self.threshold}
 
-    def to_json(self, indent: int | None = None) -> str:
-        """`to_dict()` as JSON. An infinity or a NaN, which JSON has no word for, becomes `null`."""
-        return as_json(self.to_dict(), indent)
-
     def __rich__(self) -> Table:
-        table = Table("leaf", "shape", "rows", "min", "max", "rms", f"above {self.threshold:g}", "note")
-        for column in table.columns[2:-1]:
-            column.justify = "right"
+        numbers = ("rows", "min", "max", "rms", f"above {self.threshold:g}")
+        table = report_table("parameter", "shape", *numbers, "note", text=2)
+        table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
         for leaf in self.leaves:
             shape = " x ".join(map(str, leaf.shape))
             if leaf.min is None or leaf.max is None or leaf.second_moment is None:
@@ -106,11 +103,6 @@ class ActivationStats:
             numbers = (f"{leaf.min.min():.4g}", f"{leaf.max.max():.4g}", f"{rms:.4g}", f"{leaf.outlier_rate:.4%}")
             table.add_row(escape(leaf.path), shape, f"{leaf.rows.sum():,}", *numbers, escape(leaf.note))
         return table
-
-    def __str__(self) -> str:
-        return as_text(self, 140)
-
-    __repr__ = __str__
 
 
 def collect_stats(
@@ -239,62 +231,50 @@ def _watch(
     model: PyTree, where: Where | None, threshold: float | int, gram: bool
 ) -> tuple[PyTree, list[tuple[Leaf, Watch]]]:
     """The model with its weights watched, and for each of them who does. One array in two places has one watch."""
-    leaves = list(named_leaves(model, _is_array))
-    if where is None:
-        chosen = [leaf for leaf in leaves if _is_weight(leaf)]
-        if not chosen:
-            raise ValueError(
-                "The model must hold weights. Got none among its leaves "
-                f"({some(leaf.path for leaf in leaves) or 'none'}). `where=` selects leaves that are left alone by "
-                "default."
-            )
-    else:
-        marks = selected_by(model, where, _is_array)
-        chosen = [leaf for leaf, mark in zip(leaves, marks, strict=True) if _is_selected(leaf, mark)]
-        if not chosen:
-            raise ValueError("`where` must select a weight. Got none with two or more dimensions.")
+    selections = select_leaves(
+        model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights", is_leaf=_is_array
+    )
+    chosen = [leaf for leaf, reason in selections if reason is None]
+    if not chosen:
+        raise ValueError(
+            "The model must hold weights. Got none among its leaves "
+            f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects leaves "
+            "that are left alone by default."
+        )
     by_array: dict[int, Watch] = {}
-    watches = {}
+    watches = {}  # by key path, which also a convolution has that holds its weight
     for leaf in chosen:
         stack = leaf.value.shape[: leaf.value.ndim - _weight_ndim(leaf)]
         watch = by_array.setdefault(id(leaf.value), Watch(leaf.path, tuple(stack), threshold, gram))
-        watches[leaf.path] = watch
+        watches[leaf.keys] = watch
 
-    def replace(path: Any, node: Any) -> Any:
-        name = jtu.keystr(path, simple=True, separator=".")
+    def replace(keys: Any, node: Any) -> Any:
         if is_convolution(node):
-            watch = watches.get(f"{name}.weight" if name else "weight")
+            watch = watches.get((*keys, jtu.GetAttrKey("weight")))
             return node if watch is None else watch_convolution(node, watch)
-        watch = watches.get(name or "the array")
+        watch = watches.get(keys)
         if watch is None:
             return node
         return WatchedArray(node if _is_array(node) else jnp.asarray(node), watch.index(), watch)
 
     watched = jtu.tree_map_with_path(replace, model, is_leaf=lambda x: _is_array(x) or is_convolution(x))
-    return watched, [(leaf, watches[leaf.path]) for leaf in chosen]
+    return watched, [(leaf, watches[leaf.keys]) for leaf in chosen]
 
 
-def _is_weight(leaf: Leaf) -> bool:
-    if _is_array(leaf.value):
-        return leaf.value.ndim >= 2
-    return why_never(leaf.value) is None and why_not(leaf) is None
-
-
-def _is_selected(leaf: Leaf, mark: str | None) -> bool:
-    if mark != "leaf":
-        return mark == "node" and _is_weight(leaf)
-    reason = None if _is_array(leaf.value) else why_never(leaf.value)
+def _ineligible_reason(leaf: Leaf) -> str | None:
+    reason = None if _is_array(leaf.value) else ineligible_reason(leaf.value)
     if reason is None and leaf.value.ndim < 2:
-        reason = "fewer than two dimensions"
-    if reason is not None:
-        raise TypeError(f"`where` must select weights. Got {leaf.path}: {reason}. Biases and scalars have no inputs.")
-    return True
+        reason = "fewer than two dimensions, so it has no inputs"
+    return reason
+
+
+def _skip_reason(leaf: Leaf) -> str | None:
+    return None if _is_array(leaf.value) else default_skip_reason(leaf)
 
 
 def _weight_ndim(leaf: Leaf) -> int:
     """How many axes one layer's weight has: in front of them is a stack of layers."""
-    axis = default_axis(leaf)
-    return 1 + (len(axis) if isinstance(axis, tuple) else 1)
+    return 1 + len(convolved_axes(leaf) or (-1,))
 
 
 def _check_finite(watches: Sequence[tuple[Leaf, Watch]], batch: int) -> None:
@@ -340,8 +320,7 @@ def _stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
 
 
 def _weight_axis(leaf: Leaf, axis: int) -> int | tuple[int, ...]:
-    default = default_axis(leaf)
-    return default if isinstance(default, tuple) else axis
+    return convolved_axes(leaf) or axis
 
 
 def _why_unseen(watch: Watch) -> str:

@@ -14,9 +14,9 @@ from ..._formats.any_width import integer_format, Rounding
 from ..._formats.base import AbstractFormat, as_format
 from ..._methods import AbstractMethod
 from ..._numerics.blocks import divide
+from ..._report import Report, report_table
 from .._error import measure, quantization_mse, Real, rows_of, to_numpy, Values
 from .._plots import draw_bars
-from .._report import numbers_table, Report
 from .comparison import compare_bit_widths
 
 
@@ -30,7 +30,7 @@ class ScaleSensitivity(Report):
     sensitivity: float
 
     def __rich__(self) -> Table:
-        table = numbers_table("scales", "mse")
+        table = report_table("scales", "mse")
         table.add_row("as chosen", f"{self.mse:.6g}")
         table.add_row(f"{self.change:+.1%}", f"{self.changed_mse:.6g}")
         table.add_row("growth of the mse per change", f"{self.sensitivity:.6g}")
@@ -90,7 +90,7 @@ class OutlierImpact(Report):
     ratio: float
 
     def __rich__(self) -> Table:
-        table = numbers_table("values", "mse")
+        table = report_table("values", "mse")
         table.add_row("all", f"{self.mse:.6g}")
         table.add_row(f"clipped at {self.threshold:.4g}, percentile {self.percentile:g}", f"{self.clipped_mse:.6g}")
         table.add_row("the same, with what clipping costs", f"{self.total_mse:.6g}")
@@ -168,7 +168,7 @@ class BitWidthDegradation(Report):
     rows: tuple[WidthRow, ...]
 
     def __rich__(self) -> Table:
-        table = numbers_table("bits", "mse", "SQNR, dB", "lost, dB", "compression", text=0)
+        table = report_table("bits", "mse", "SQNR, dB", "lost, dB", "compression", text=0)
         for row in self.rows:
             numbers = (f"{row.mse:.3e}", f"{row.sqnr_db:.2f}", f"{row.lost_db:.2f}", f"{row.compression:.2f}x")
             table.add_row(str(row.bits), *numbers)

@@ -636,14 +636,15 @@ struct Kernels {
   // Many rows: lanes run along the results
   //
 
-  // c[i][:] += sum over p of a[i][p] b[p][:], for `kRows` rows of `kVectors` vectors.
+  // c[i][:] += sum over p of a[i][p] b[p][:], for `kRows` rows of `kVectors` vectors. The sum is made first: short sums
+  // are more exact than one long one.
   template <int kVectors, int kRows, int64_t kStride>
   static void tile(const float* a, const float* b, int64_t b_row, int64_t length, float* c, int64_t c_row) {
     F acc[kRows][kVectors];
 #pragma GCC unroll 32
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) acc[i][v] = V::load(c + i * c_row + v * L);
+      for (int v = 0; v < kVectors; ++v) acc[i][v] = V::zero();
     for (int64_t p = 0; p < length; ++p) {
       F bs[kVectors];
 #pragma GCC unroll 4
@@ -658,7 +659,8 @@ struct Kernels {
 #pragma GCC unroll 32
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) V::store(c + i * c_row + v * L, acc[i][v]);
+      for (int v = 0; v < kVectors; ++v)
+        V::store(c + i * c_row + v * L, V::add(V::load(c + i * c_row + v * L), acc[i][v]));
   }
 
   // The same for any number of rows up to `kRows`.

@@ -13,7 +13,7 @@ struct Avx2 {
   };
   using Lanes = __m256i;
   static constexpr int L = 8;
-  static constexpr int kTileRows = 6, kTileRows1 = 12, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewRows = 2;
+  static constexpr int kTileRows = 6, kTileRows1 = 12, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2, kFewRows = 6;
 
   EQQ_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
   EQQ_INLINE F load_bytes(const uint8_t* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
@@ -46,7 +46,8 @@ struct Avx2 {
   EQQ_INLINE Table scale(const Table& t, F s) { return {mul(t.low, s), mul(t.high, s)}; }
   EQQ_INLINE Table offset(const Table& t, F z) { return {sub(t.low, z), sub(t.high, z)}; }
 
-  EQQ_INLINE Lanes lanes16(int h) {
+  EQQ_INLINE Lanes lanes(int h, int n) {
+    if (n == 2) return _mm256_set1_epi32(h);
     return h ? _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3) : _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
   }
   EQQ_INLINE F spread(const float* p, Lanes lanes) {

@@ -12,7 +12,7 @@ struct Avx512 {
   using Table = __m512;
   using Lanes = __m512i;
   static constexpr int L = 16;
-  static constexpr int kTileRows = 12, kTileRows1 = 24, kWideRows = 6, kDotRows = 4, kFewTile = 4, kFewRows = 6;
+  static constexpr int kTileRows = 12, kTileRows1 = 24, kWideRows = 6, kDotRows = 4, kFewTile = 4, kFewGroup = 6, kFewRows = 12;
 
   EQQ_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
   EQQ_INLINE F load_bytes(const uint8_t* p) { return _mm512_loadu_ps(p); }
@@ -36,7 +36,10 @@ struct Avx512 {
   EQQ_INLINE Table scale(const Table& t, F s) { return mul(t, s); }
   EQQ_INLINE Table offset(const Table& t, F z) { return sub(t, z); }
 
-  EQQ_INLINE Lanes lanes16(int) { return _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3); }
+  EQQ_INLINE Lanes lanes(int, int n) {
+    return n == 4 ? _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)
+                  : _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+  }
   EQQ_INLINE F spread(const float* p, Lanes lanes) { return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(p)), lanes); }
   EQQ_INLINE F gather(const float* p, const int32_t* indices) { return _mm512_i32gather_ps(bytes_of(indices), p, 4); }
   EQQ_INLINE F masked(F a, const int32_t* m) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), bytes_of(m))); }

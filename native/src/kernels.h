@@ -8,11 +8,12 @@
 //   L                       lanes of a vector of floats `F`; `I` is one of 32-bit integers
 //   kTileRows, kTileRows1   rows of a tile of results of two vectors, and of one; `kWideRows` of four
 //   kDotRows                rows of the weight that a product with one row of `x` takes at a time
-//   kFewTile, kFewRows      the same with a few rows of `x`, and up to how many rows these are
+//   kFewTile, kFewGroup     with a few rows of `x`: the same, and how many of `x` at a time
+//   kFewRows                up to how many rows these are
 //   load, store, broadcast, zero, add, sub, mul, fma(a, b, c) = a * b + c, sum
 //   bytes(p)                L 32-bit integers from 4 L bytes, and shift<n>(i) to the right
 //   Table, table(p)         sixteen floats; lookup(t, i) reads the low four bits of each lane; scale(t, s), offset(t, z)
-//   lanes16(h)              which of four scales each lane takes, for blocks of 16 bytes; spread(p, lanes) takes them
+//   lanes(h, n)             which of n = 2 or 4 scales of a plane each lane takes; spread(p, lanes) takes them
 //   gather(p, indices)      p[indices[lane]];  masked(f, m): f where the integer m[lane] is not 0, else 0
 //   integers, e4m3, e5m2, ue4m4, e8m0, bytes256(p, table)        L floats from L bytes
 //   bf16, f16               L floats from 2 L bytes;  to_bf16, to_f16 the reverse
@@ -37,18 +38,23 @@ namespace {
 constexpr int64_t kSegment = 64;         // bytes
 constexpr int64_t kChunk = 512;          // codes of a row, decoded at a time by tiles
 constexpr int64_t kChunkStride = 528;    // floats from one decoded row to the next: a power of two would share sets of L1
-constexpr int64_t kRowChunk = 128;       // rows of the weight, decoded at a time by transposed products
-constexpr int64_t kRowChunkStride = 144;
-constexpr int64_t kDotChunkBytes = 2048; // of a row, whose scales are decoded at a time by products with one row
+constexpr int64_t kRowChunk = 64;        // rows of the weight, decoded at a time by transposed products
+constexpr int64_t kRowChunkStride = 80;
+constexpr int64_t kScaleChunk = 4096;    // codes of a row, whose scales are decoded at a time: a multiple of `kChunk`
+constexpr int64_t kMostRows = 48;        // of the weight in a unit of many rows of `x`: what is decoded stays in L2
 constexpr int64_t kRowBlock = 256;       // rows of `x` for which a decoded tile is used
 
 // Which codes of a segment share a scale.
 enum Mode {
   kOneScale,  // all of a row
   kUniform,   // those of a vector: blocks of multiples of 64, or of 16 where codes have 8 bits
-  kByLane,    // those of a few lanes: blocks of 16 and 32
+  kBy32,      // of a plane, runs of 32 and of 16; with 8 bits likewise
+  kBy16,
   kAnyBlock   // found by an index for each code
 };
+
+// How many scales a plane has.
+constexpr int per_plane(Mode mode) { return mode == kBy16 ? 4 : mode == kBy32 ? 2 : 1; }
 
 enum Method { kDot = 0, kFew = 1, kPanels = 2, kTransposed = 3 };
 
@@ -64,7 +70,7 @@ struct Shape {
   int64_t tail_bytes;        // of the last segment if it is cut short
   int64_t padded;            // k, in whole segments
   Mode mode;                 // of whole segments
-  int64_t grain;             // codes for which there is one scale, once they are expanded: 64 or 16
+  int64_t grain;             // codes for which there is one scale, once they are expanded: 64, 32 or 16
 };
 
 EQQ_INLINE Shape shape_of(const Problem& p) {
@@ -80,8 +86,11 @@ EQQ_INLINE Shape shape_of(const Problem& p) {
     s.mode = kOneScale;
   } else if (p.block_size % 64 == 0) {
     s.mode = kUniform;
-  } else if (p.block_size == 16 || p.block_size == 32 || (p.bits == 8 && p.block_size % 16 == 0)) {
-    s.mode = p.bits == 8 ? kUniform : kByLane;
+  } else if (p.block_size == 32 || (p.bits == 8 && p.block_size % 32 == 0)) {
+    s.mode = kBy32;
+    s.grain = 32;
+  } else if (p.block_size == 16 || (p.bits == 8 && p.block_size % 16 == 0)) {
+    s.mode = kBy16;
     s.grain = 16;
   } else {
     s.mode = kAnyBlock;
@@ -223,6 +232,13 @@ struct Kernels {
     return r;
   }
 
+  // The scales of the whole segments among the next few that are decoded at a time.
+  EQQ_INLINE RowScales whole_scales(const Problem& p, const Shape& s, int64_t row, int64_t first, float* scratch) {
+    const int64_t last = min64(first + scale_segments(s), s.whole);
+    if (first >= last) return {scratch, scratch};
+    return row_scales(p, s, row, first, last, scratch);
+  }
+
   template <bool kZeros>
   EQQ_INLINE const float* one_kind(
       const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last, float* scratch) {
@@ -283,12 +299,10 @@ struct Kernels {
         if (kMode == kAnyBlock) {
           if (kZero) w = V::sub(w, V::gather(zero, index + v * L));
           w = V::mul(w, V::gather(scale, index + v * L));
-        } else if (kMode == kByLane) {  // grains of 16
-          if (kZero) w = V::sub(w, V::broadcast(zero[v * L / 16]));
-          w = V::mul(w, V::broadcast(scale[v * L / 16]));
         } else {
-          if (kZero) w = V::sub(w, V::broadcast(zero[0]));
-          w = V::mul(w, V::broadcast(scale[0]));
+          const int at = v * L * per_plane(kMode) / 64;
+          if (kZero) w = V::sub(w, V::broadcast(zero[at]));
+          w = V::mul(w, V::broadcast(scale[at]));
         }
         if (kMask) w = V::masked(w, mask + v * L);
         V::store(out + v * L, w);
@@ -297,7 +311,7 @@ struct Kernels {
       constexpr int kPlanes = 8 / kBits;
       for (int h = 0; h < kHalves; ++h) {
         const I codes = V::bytes(bytes + 4 * L * h);
-        const typename V::Lanes lanes = V::lanes16(h);
+        const typename V::Lanes lanes = V::lanes(h, per_plane(kMode));
         decode_planes<kBits, kMode, kZero, kMask, 0>(codes, lanes, table, scale, zero, index + h * kPlanes * 4 * L,
                                                      mask + h * kPlanes * 4 * L, out + h * kPlanes * 4 * L);
       }
@@ -315,9 +329,9 @@ struct Kernels {
         t = V::scale(t, V::broadcast(scale[kVector]));
       }
       F s = V::zero(), z = V::zero();
-      if constexpr (kMode == kByLane) {
-        s = V::spread(scale + 4 * kVector, lanes);
-        if (kZero) z = V::spread(zero + 4 * kVector, lanes);
+      if constexpr (per_plane(kMode) > 1) {
+        s = V::spread(scale + per_plane(kMode) * kVector, lanes);
+        if (kZero) z = V::spread(zero + per_plane(kMode) * kVector, lanes);
       }
       decode_four<kBits, kMode, kZero, kMask, kVector, 0>(codes, t, s, z, scale, zero, index, mask, out);
       decode_planes<kBits, kMode, kZero, kMask, kVector + 1>(codes, lanes, table, scale, zero, index, mask, out);
@@ -330,7 +344,7 @@ struct Kernels {
     if constexpr (kByte < 4) {
       constexpr int v = kPlaneIndex * 4 + kByte;
       F w = V::lookup(t, V::template shift<8 * kByte + kPlaneIndex * kBits>(codes));
-      if (kMode == kByLane) {
+      if (per_plane(kMode) > 1) {
         if (kZero) w = V::sub(w, z);
         w = V::mul(w, s);
       }
@@ -344,54 +358,46 @@ struct Kernels {
     }
   }
 
-  // Decodes segments `first` to `last` of a row to floats.
+  // Decodes segments `first` to `last` of a row to floats. `r` has the scales of its segments from `origin` on; those
+  // of a last segment that is cut short are decoded to `scratch`.
   template <int kBits, int kValues, bool kZero>
   static void decode_row(const Problem& p, const Shape& s, const void* shared, int64_t row, int64_t first, int64_t last,
-                         float* scratch, float* out) {
+                         RowScales r, int64_t origin, float* scratch, float* out) {
     const Shared common = open_shared(s, shared);
     const float* values = table256(shared);
     const int64_t whole = min64(last, s.whole);
     const uint8_t* bytes = p.codes + row * p.words;
     const Table plain = V::table(values);
-    if (first < whole) {
-      const RowScales r = row_scales(p, s, row, first, whole, scratch);
-      const int64_t step = s.codes / s.grain;
-#define EQQ_DECODE(MODE, TABLE, STEP, INDEX)                                                                       \
-  for (int64_t i = first; i < whole; ++i)                                                                          \
-  decode_segment<kBits, kValues, MODE, kZero, false>(bytes + i * kSegment, values, TABLE, r.scale + (i - first) * STEP, \
-                                                     r.zero + (i - first) * STEP, INDEX, common.mask,               \
-                                                     out + (i - first) * s.codes)
-      switch (s.mode) {
-        case kOneScale:
-          if constexpr (kBits == 8) {
-            EQQ_DECODE(kUniform, plain, 0, common.index);
-          } else {
-            Table t = kZero ? V::offset(plain, V::broadcast(r.zero[0])) : plain;
-            t = V::scale(t, V::broadcast(r.scale[0]));
-            EQQ_DECODE(kOneScale, t, 0, common.index);
-          }
-          break;
-        case kUniform:
-          if (kBits == 8 && s.grain == 16) {
-            EQQ_DECODE(kByLane, plain, step, common.index);
-          } else {
-            EQQ_DECODE(kUniform, plain, step, common.index);
-          }
-          break;
-        case kByLane:
-          EQQ_DECODE(kByLane, plain, step, common.index);
-          break;
-        case kAnyBlock:
-          for (int64_t i = first; i < whole; ++i) {
-            const int64_t skip = i * s.codes / p.block_size - first * s.codes / p.block_size;
-            decode_segment<kBits, kValues, kAnyBlock, kZero, false>(
-                bytes + i * kSegment, values, plain, r.scale + skip, r.zero + skip, common.index + i * s.codes,
-                common.mask, out + (i - first) * s.codes);
-          }
-          break;
-      }
-#undef EQQ_DECODE
+    const int64_t step = s.codes / s.grain;
+#define EQQ_DECODE(MODE, TABLE, SKIP, INDEX)                                                                     \
+  for (int64_t i = first; i < whole; ++i)                                                                        \
+  decode_segment<kBits, kValues, MODE, kZero, false>(bytes + i * kSegment, values, TABLE, r.scale + (SKIP),      \
+                                                     r.zero + (SKIP), INDEX, common.mask, out + (i - first) * s.codes)
+    switch (s.mode) {
+      case kOneScale:
+        if constexpr (kBits == 8) {
+          EQQ_DECODE(kUniform, plain, 0, common.index);
+        } else {
+          Table t = kZero ? V::offset(plain, V::broadcast(r.zero[0])) : plain;
+          t = V::scale(t, V::broadcast(r.scale[0]));
+          EQQ_DECODE(kOneScale, t, 0, common.index);
+        }
+        break;
+      case kUniform:
+        EQQ_DECODE(kUniform, plain, (i - origin) * step, common.index);
+        break;
+      case kBy32:
+        EQQ_DECODE(kBy32, plain, (i - origin) * step, common.index);
+        break;
+      case kBy16:
+        EQQ_DECODE(kBy16, plain, (i - origin) * step, common.index);
+        break;
+      case kAnyBlock:
+        EQQ_DECODE(kAnyBlock, plain, i * s.codes / p.block_size - origin * s.codes / p.block_size,
+                   common.index + i * s.codes);
+        break;
     }
+#undef EQQ_DECODE
     if (last > s.whole) decode_tail<kBits, kValues, kZero>(p, s, shared, row, scratch, out + (s.whole - first) * s.codes);
   }
 
@@ -408,7 +414,8 @@ struct Kernels {
                                                            common.index + at, common.mask + at, out);
   }
 
-  using DecodeRow = void (*)(const Problem&, const Shape&, const void*, int64_t, int64_t, int64_t, float*, float*);
+  using DecodeRow = void (*)(const Problem&, const Shape&, const void*, int64_t, int64_t, int64_t, RowScales, int64_t,
+                             float*, float*);
 
   static DecodeRow row_decoder(const Problem& p) {
     const bool zero = p.zero_point != nullptr;
@@ -444,7 +451,7 @@ struct Kernels {
     for (int64_t i = 0; i < segments; ++i) {
       for (int r = 0; r < kRows; ++r) V::prefetch(bytes[r] + i * kSegment + ahead);
       if constexpr (kBits == 8) {
-        constexpr int kVectors = 64 / L, kGrain = kMode == kByLane ? 16 / L : 64 / L;
+        constexpr int kVectors = 64 / L, kGrain = 64 / per_plane(kMode) / L;
         F part[kRows];
         for (int r = 0; r < kRows; ++r) part[r] = V::zero();
 #pragma GCC unroll 8
@@ -470,7 +477,7 @@ struct Kernels {
       } else {
         constexpr int kPlanes = 8 / kBits;
         for (int h = 0; h < kHalves; ++h) {
-          const typename V::Lanes lanes = V::lanes16(h);
+          const typename V::Lanes lanes = V::lanes(h, per_plane(kMode));
           I codes[kRows];
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) codes[r] = V::bytes(bytes[r] + i * kSegment + 4 * L * h);
@@ -494,12 +501,12 @@ struct Kernels {
         Table t = tables[r];
         F z = V::zero();
         if (kZero && kMode == kUniform) t = V::offset(t, V::broadcast(scales[r].zero[at + kPlaneIndex]));
-        if (kZero && kMode == kByLane) z = V::spread(scales[r].zero + at + 4 * kPlaneIndex, lanes);
+        if (kZero && per_plane(kMode) > 1) z = V::spread(scales[r].zero + at + per_plane(kMode) * kPlaneIndex, lanes);
         F w0 = V::lookup(t, V::template shift<kShift>(codes[r]));
         F w1 = V::lookup(t, V::template shift<kShift + 8>(codes[r]));
         F w2 = V::lookup(t, V::template shift<kShift + 16>(codes[r]));
         F w3 = V::lookup(t, V::template shift<kShift + 24>(codes[r]));
-        if (kZero && kMode == kByLane) {
+        if (kZero && per_plane(kMode) > 1) {
           w0 = V::sub(w0, z);
           w1 = V::sub(w1, z);
           w2 = V::sub(w2, z);
@@ -510,8 +517,8 @@ struct Kernels {
           more[r] = V::fma(w3, x3, V::fma(w1, x1, more[r]));
         } else {
           const F part = V::fma(w3, x3, V::fma(w2, x2, V::fma(w1, x1, V::mul(w0, x0))));
-          const F s = kMode == kByLane ? V::spread(scales[r].scale + at + 4 * kPlaneIndex, lanes)
-                                       : V::broadcast(scales[r].scale[at + kPlaneIndex]);
+          const F s = per_plane(kMode) > 1 ? V::spread(scales[r].scale + at + per_plane(kMode) * kPlaneIndex, lanes)
+                                           : V::broadcast(scales[r].scale[at + kPlaneIndex]);
           F* sum = kPlaneIndex % 2 ? more : acc;
           sum[r] = V::fma(part, s, sum[r]);
         }
@@ -526,8 +533,10 @@ struct Kernels {
     const int64_t step = s.codes / s.grain;
     if (s.mode == kOneScale) {
       dot<kBits, kValues, kOneScale, kZero, kRows>(bytes, ahead, scales, 0, segments, values, x, sums);
-    } else if (s.grain == 16) {
-      dot<kBits, kValues, kByLane, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
+    } else if (s.mode == kBy32) {
+      dot<kBits, kValues, kBy32, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
+    } else if (s.mode == kBy16) {
+      dot<kBits, kValues, kBy16, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
     } else {
       dot<kBits, kValues, kUniform, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
     }
@@ -539,7 +548,7 @@ struct Kernels {
                        float* own, float* results) {
     constexpr int kRows = V::kDotRows;
     const float* values = table256(shared);
-    const int64_t chunk = kDotChunkBytes / kSegment, room = 2 * scale_room(p, s, chunk);
+    const int64_t chunk = scale_segments(s), room = 2 * scale_room(p, s, chunk);
     F sums[kRows];
     for (int r = 0; r < kRows; ++r) sums[r] = V::zero();
     float factor[kRows];
@@ -621,15 +630,14 @@ struct Kernels {
   using FewMicro = void (*)(const float*, const float*, int64_t, int64_t, float*);
 
   EQQ_INLINE FewMicro few_kernel(int64_t m) {
-    constexpr int kRows = V::kFewTile;
-    switch (m) {
-      case 1: return few_micro<kRows, 1>;
-      case 2: return few_micro<kRows, 2>;
-      case 3: return few_micro<kRows, 3>;
-      case 4: return few_micro<kRows, 4>;
-      case 5: return few_micro<kRows, 5>;
-      default: return few_micro<kRows, 6>;
-    }
+    return few_of<V::kFewGroup>(m);
+  }
+
+  template <int kM>
+  EQQ_INLINE FewMicro few_of(int64_t m) {
+    if constexpr (kM > 1)
+      if (m < kM) return few_of<kM - 1>(m);
+    return few_micro<V::kFewTile, kM>;
   }
 
   //
@@ -701,6 +709,8 @@ struct Kernels {
     int64_t x_parts;      // parts of the preparation of one batch
   };
 
+  EQQ_INLINE int64_t scale_segments(const Shape& s) { return kScaleChunk / s.codes; }
+
   EQQ_INLINE int64_t chunk_segments(const Shape& s) { return kChunk / s.codes; }
 
   static void plan(const Problem* problem, int64_t threads, Plan* out) {
@@ -713,7 +723,7 @@ struct Kernels {
     const int64_t outer = p.transpose ? s.segments : p.n;
     int64_t grain = 1, most = 1;
     int64_t own = 0;
-    const int64_t scale_bytes = aligned(4 * 2 * scale_room(p, s, chunk_segments(s)));
+    const int64_t scale_bytes = aligned(4 * 2 * scale_room(p, s, scale_segments(s)));  // of one row
     d.x_parts = 1;
     if (d.method == kDot) {
       grain = V::kDotRows;
@@ -721,23 +731,23 @@ struct Kernels {
       d.m_padded = 1;
       d.x_batch = s.padded;
       d.scales = d.sums = 0;
-      own = aligned(4 * (V::kDotRows * 2 * scale_room(p, s, kDotChunkBytes / kSegment) + s.codes));
+      own = aligned(4 * (V::kDotRows * 2 * scale_room(p, s, scale_segments(s)) + s.codes));
     } else if (d.method == kFew) {
       grain = V::kFewTile;
       most = 16 * grain;
       d.m_padded = p.m;
       d.x_batch = p.m * s.padded;
       d.scales = aligned(4 * V::kFewTile * kChunkStride);
-      d.sums = d.scales + scale_bytes;
+      d.sums = d.scales + (V::kFewTile + 1) * scale_bytes;
       own = d.sums + aligned(4 * V::kFewTile * V::kFewRows * L);
     } else if (d.method == kPanels) {
       grain = V::kTileRows;
-      most = 48;
+      most = kMostRows;
       d.m_padded = div_up(p.m, L) * L;
       d.x_batch = d.m_padded * s.padded;
       d.row_blocks = div_up(d.m_padded, kRowBlock);
     } else {
-      most = max64(1, 256 / s.codes);
+      most = max64(1, (p.m <= V::kWideRows ? 1024 : 512) / s.codes);
       d.m_padded = p.m;
       d.x_batch = div_up(p.n, kRowChunk) * p.m * kRowChunkStride;
       d.row_blocks = div_up(p.m, kRowBlock);
@@ -752,12 +762,12 @@ struct Kernels {
     d.chunks = div_up(outer, rows);
     if (d.method == kPanels) {
       d.scales = aligned(4 * rows * kChunkStride);
-      d.sums = d.scales + scale_bytes;
+      d.sums = d.scales + (rows + 1) * scale_bytes;
       own = d.sums + aligned(4 * rows * min64(d.m_padded, kRowBlock));
     } else if (d.method == kTransposed) {
       const int64_t width = rows * s.codes;
       d.scales = aligned(4 * kRowChunk * width);
-      d.sums = d.scales + aligned(4 * 2 * scale_room(p, s, rows));
+      d.sums = d.scales + 2 * aligned(4 * 2 * scale_room(p, s, rows));
       own = d.sums + aligned(4 * min64(p.m, kRowBlock) * width);
     }
     const int64_t floats = d.x_batch * p.batch;
@@ -892,11 +902,13 @@ struct Kernels {
         kernel(p, s, shared, x, batch * p.n + first + r, rows, own, results);
       } else {
         const DecodeRow decode = row_decoder(p);
-        float* segment = own + V::kDotRows * 2 * scale_room(p, s, kDotChunkBytes / kSegment);
+        float* segment = own + V::kDotRows * 2 * scale_room(p, s, scale_segments(s));
         for (int64_t i = 0; i < rows; ++i) {
           F sum = V::zero();
           for (int64_t at = 0; at < s.segments; ++at) {
-            decode(p, s, shared, batch * p.n + first + r + i, at, at + 1, own, segment);
+            const int64_t row = batch * p.n + first + r + i;
+            const RowScales scales = row_scales(p, s, row, at, at + 1, own);
+            decode(p, s, shared, row, at, at + 1, scales, at, own + scale_room(p, s, scale_segments(s)) * 2, segment);
             for (int64_t j = 0; j < s.codes; j += L)
               sum = V::fma(V::load(segment + j), V::load(x + at * s.codes + j), sum);
           }
@@ -914,24 +926,37 @@ struct Kernels {
     float* scales = reinterpret_cast<float*>(own + d.scales);
     float* sums = reinterpret_cast<float*>(own + d.sums);
     const DecodeRow decode = row_decoder(p);
-    const FewMicro micro = few_kernel(p.m);
-    const int64_t step = chunk_segments(s);
+    // Groups are about equally large.
+    const int64_t group = div_up(p.m, div_up(p.m, V::kFewGroup));
+    const int64_t step = chunk_segments(s), scales_step = scale_segments(s);
+    const int64_t room = 2 * scale_room(p, s, scales_step);
     for (int64_t r = 0; r < count; r += kRows) {
       const int64_t rows = min64(kRows, count - r), row = batch * p.n + first + r;
       memset(sums, 0, 4 * kRows * p.m * L);
+      RowScales scale[kRows];
+      int64_t origin = 0;
       for (int64_t segment = 0; segment < s.segments; segment += step) {
         const int64_t end = min64(segment + step, s.segments);
         for (int64_t i = 0; i < kRows; ++i) {
           const int64_t at = row + min64(i, rows - 1);
+          if (segment % scales_step == 0) {
+            origin = segment;
+            scale[i] = whole_scales(p, s, at, segment, scales + (i + 1) * room);
+          }
           const int64_t next = min64(at + kRows, batch * p.n + p.n - 1);
           for (int64_t j = segment; j < min64(end, s.whole); ++j) V::prefetch(p.codes + next * p.words + j * kSegment);
-          decode(p, s, shared, at, segment, end, scales, decoded + i * kChunkStride);
+          decode(p, s, shared, at, segment, end, scale[i], origin, scales, decoded + i * kChunkStride);
         }
-        micro(decoded, x + segment * s.codes, s.padded, (end - segment) * s.codes, sums);
+        for (int64_t m = 0; m < p.m; m += group)
+          few_kernel(min64(group, p.m - m))(decoded, x + m * s.padded + segment * s.codes, s.padded,
+                                            (end - segment) * s.codes, sums + m * kRows * L);
       }
       for (int64_t i = 0; i < rows; ++i)
-        for (int64_t m = 0; m < p.m; ++m)
-          write(p, batch * p.y_batch + m * p.y_row + (first + r + i) * p.y_column, V::sum(V::load(sums + (i * p.m + m) * L)));
+        for (int64_t m = 0; m < p.m; ++m) {
+          const int64_t start = m / group * group, width = min64(group, p.m - start);
+          const float sum = V::sum(V::load(sums + (start * kRows + i * width + m - start) * L));
+          write(p, batch * p.y_batch + m * p.y_row + (first + r + i) * p.y_column, sum);
+        }
     }
   }
 
@@ -942,12 +967,21 @@ struct Kernels {
     float* sums = reinterpret_cast<float*>(own + d.sums);
     const DecodeRow decode = row_decoder(p);
     const int64_t start = block * kRowBlock, rows = min64(kRowBlock, d.m_padded - start);
-    const int64_t step = chunk_segments(s);
+    const int64_t step = chunk_segments(s), scales_step = scale_segments(s);
+    const int64_t room = 2 * scale_room(p, s, scales_step);
     memset(sums, 0, 4 * count * rows);
+    RowScales scale[kMostRows];
+    int64_t origin = 0;
     for (int64_t segment = 0; segment < s.segments; segment += step) {
       const int64_t end = min64(segment + step, s.segments), length = (end - segment) * s.codes;
-      for (int64_t i = 0; i < count; ++i)
-        decode(p, s, shared, batch * p.n + first + i, segment, end, scales, decoded + i * kChunkStride);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t row = batch * p.n + first + i;
+        if (segment % scales_step == 0) {
+          origin = segment;
+          scale[i] = whole_scales(p, s, row, segment, scales + (i + 1) * room);
+        }
+        decode(p, s, shared, row, segment, end, scale[i], origin, scales, decoded + i * kChunkStride);
+      }
       for (int64_t m = 0; m < rows; m += 2 * L) {
         const int64_t lanes = min64(2 * L, rows - m);
         const float* panel = x + (start + m) * s.padded + segment * s.codes * lanes;
@@ -975,11 +1009,16 @@ struct Kernels {
     float* sums = reinterpret_cast<float*>(own + d.sums);
     const DecodeRow decode = row_decoder(p);
     const int64_t start = block * kRowBlock, rows = min64(kRowBlock, p.m - start), width = count * s.codes;
+    const int64_t room = 2 * scale_room(p, s, d.rows);
     memset(sums, 0, 4 * rows * width);
     for (int64_t n = 0; n < p.n; n += kRowChunk) {
       const int64_t some = min64(kRowChunk, p.n - n);
-      for (int64_t i = 0; i < some; ++i)
-        decode(p, s, shared, batch * p.n + n + i, first, first + count, scales, decoded + i * width);
+      for (int64_t i = 0; i < some; ++i) {
+        const int64_t row = batch * p.n + n + i, end = min64(first + count, s.whole);
+        RowScales r = {scales, scales};
+        if (first < end) r = row_scales(p, s, row, first, end, scales);
+        decode(p, s, shared, row, first, first + count, r, first, scales + room, decoded + i * width);
+      }
       const float* xs = x + (n / kRowChunk * p.m + start) * kRowChunkStride;
       if (rows <= V::kWideRows) {
         for (int64_t c = 0; c < width; c += 4 * L) tiles<4, V::kWideRows, kRowChunkStride>(rows, xs, decoded + c, width, some, sums + c, width);

@@ -51,7 +51,7 @@ int main(int argc, char** argv) {
     const Isa& isa = *isa_at(i);
     if (only != nullptr && strcmp(only, isa.name) != 0) continue;
     printf("%s: weights per ns, and multiply-adds per ns\n%-10s", isa.name, "");
-    const int64_t rows[] = {1, 4, 8, 16, 128, -1, -16, -128};
+    const int64_t rows[] = {1, 4, 8, 12, 16, 128, -1, -16, -128};
     for (int64_t m : rows) printf("   M = %4ld     ", static_cast<long>(m));
     printf("\n");
     for (const Case& c : cases) {

@@ -38,6 +38,14 @@ def isa() -> str | None:
     return None if refusal() is not None else _library().eqquant_cpu_isa().decode()
 
 
+def instruction_sets() -> list[str]:
+    """The instruction sets that this machine has kernels for, worst first."""
+    if refusal() is not None:
+        return []
+    names = (_library().eqquant_cpu_isa_at(i) for i in range(16))
+    return [name.decode() for name in names if name is not None]
+
+
 def _library() -> Any:
     import eqquant_cpu  # pyright: ignore[reportMissingImports]
 
@@ -47,7 +55,7 @@ def _library() -> Any:
 @ft.cache
 def _open(path: pathlib.Path) -> Any:
     library = ctypes.CDLL(str(path))
-    for name in ("version", "isa", "isa_refusal"):
+    for name in ("version", "isa", "isa_refusal", "isa_at"):
         getattr(library, f"eqquant_cpu_{name}").restype = ctypes.c_char_p
     return library
 

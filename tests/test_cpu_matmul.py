@@ -1,7 +1,6 @@
 """`cpu`, the native kernels, against the dense product; and what becomes of products where they are missing."""
 
 import concurrent.futures
-import ctypes
 import os
 import subprocess
 import sys
@@ -22,14 +21,6 @@ from .helpers import FORMATS, KINDS, primitives, relative_error, ROWS, SWEEP, te
 
 native = pytest.mark.skipif(_native.refusal() is not None, reason=str(_native.refusal()))
 TOLERANCES = {"float32": 1e-6, "bfloat16": 4e-3, "float16": 6e-4}
-
-
-def isas():
-    if _native.refusal() is not None:
-        return []
-    name = _native._library().eqquant_cpu_isa_at
-    name.restype = ctypes.c_char_p
-    return [found.decode() for i in range(16) if (found := name(i)) is not None]
 
 
 def check(x, q, transpose=False, tol=None, **options):
@@ -189,7 +180,7 @@ def test_random_operands_are_not_crashes(getkey):
 
 
 @native
-@pytest.mark.parametrize("name", isas())
+@pytest.mark.parametrize("name", _native.instruction_sets())
 def test_each_instruction_set(name):
     """A process of its own for each, since it is chosen when the library is loaded."""
     code = f"""

@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_matmul.py [--smoke] [--isa avx2] [--rows 1 16 128] [--formats nf4 int8] [--peers]
 
-Each figure is the time relative to that of the float32 product of the same shape, in one process, in turns: the median of
-the rounds' ratios. Cold, every call takes the next of so many copies of the weight that they fill half a GB; warm, the
-same one was used just before. Every instruction set of the machine runs in a process of its own.
+Each figure is the time relative to that of the float32 product of the same shape, in one process, in turns: the median
+of the rounds' ratios. Cold, every call takes the next of so many copies of the weight that they fill half a GB; warm,
+the same one was used just before. Every instruction set of the machine runs in a process of its own.
 """
 
 import argparse

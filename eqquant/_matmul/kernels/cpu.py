@@ -31,7 +31,7 @@ def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, pre
 
 
 def matmul(
-    x: Float[Array, "*batch m inner"],
+    x: Float[Array, "*batch rows columns"],
     weight: Packed,
     layout: Layout,
     *,
@@ -40,7 +40,7 @@ def matmul(
     device: str = "",
     x_transposed: bool = False,
     y_transposed: bool = False,
-) -> Float[Array, "*batch m outer"]:
+) -> Float[Array, "*batch results of_results"]:
     """The product, for operands that `supports` finds nothing wrong with.
 
     `x_transposed` says that `x` is `(*batch, inner, m)`, and `y_transposed` asks for `(*batch, outer, m)`: then the

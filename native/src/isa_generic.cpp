@@ -11,6 +11,7 @@ struct Generic {
   };
   using Lanes = int;
   static constexpr int L = 4;
+  static constexpr bool kLooksUpBytes = true;
   static constexpr int kTileRows = 4, kTileRows1 = 6, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2, kFewRows = 3;
 
   EQQ_INLINE F load(const float* p) { return load_bytes(reinterpret_cast<const uint8_t*>(p)); }

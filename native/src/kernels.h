@@ -15,6 +15,7 @@
 //   Table, table(p)         sixteen floats; lookup(t, i) reads the low four bits of each lane; scale(t, s), offset(t, z)
 //   lanes(h, n)             which of n = 2 or 4 scales of a plane each lane takes; spread(p, lanes) takes them
 //   gather(p, indices)      p[indices[lane]];  masked(f, m): f where the integer m[lane] is not 0, else 0
+//   kLooksUpBytes           whether a table of 256 is faster than converting integers and floats of eight bits
 //   integers, e4m3, e5m2, ue4m4, e8m0, bytes256(p, table)        L floats from L bytes
 //   bf16, f16               L floats from 2 L bytes;  to_bf16, to_f16 the reverse
 //   prefetch(p)
@@ -280,6 +281,7 @@ struct Kernels {
   // Codes of eight bits, in their logical order.
   template <int kValues>
   EQQ_INLINE F decode_bytes(const uint8_t* p, const float* table, F offset) {
+    if (V::kLooksUpBytes) return V::bytes256(p, table);
     if (kValues == kValueInteger) return V::add(V::integers(p), offset);
     if (kValues == kValueE4M3) return V::e4m3(p);
     if (kValues == kValueE5M2) return V::e5m2(p);

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import eqquant as eqq
-from eqquant import _native
+from eqquant._matmul import native
 
 
 FORMATS = {
@@ -237,10 +237,10 @@ def main() -> None:
         return
     console = Console(width=140)
     console.print(machine())
-    if _native.refusal() is not None:
-        console.print(f"[red]{_native.refusal()}")
+    if native.refusal() is not None:
+        console.print(f"[red]{native.refusal()}")
         sys.exit(1)
-    for isa in arguments.isa or _native.instruction_sets():
+    for isa in arguments.isa or native.instruction_sets():
         env = {**os.environ, "EQQUANT_CPU_ISA": isa}
         command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
         out = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout

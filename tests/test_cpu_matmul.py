@@ -13,22 +13,23 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant import _dispatch, _native
-from eqquant._kernels import cpu
+from eqquant._matmul import dispatch, native
+from eqquant._matmul.kernels import cpu
+from eqquant._matmul.problem import layout_of
 
 from .helpers import FORMATS, KINDS, primitives, relative_error, ROWS, SWEEP, temp_bytes, weights
 
 
-native = pytest.mark.skipif(_native.refusal() is not None, reason=str(_native.refusal()))
+needs_native = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
 TOLERANCES = {"float32": 1e-6, "bfloat16": 4e-3, "float16": 6e-4}
 
 
 def check(x, q, transpose=False, tol=None, **options):
     """One product against float64."""
-    layout = _dispatch._layout(q.format, q.shape[-1])
+    layout = layout_of(q.format, q.shape[-1])
     dtype = jnp.dtype(x.dtype)
     assert cpu.supports(layout, x.shape[-2], q.shape[-2], dtype, transpose=transpose, precision="default") is None
-    y = cpu.matmul(x, _dispatch._pack(q), layout, transpose=transpose, precision="default", **options)
+    y = cpu.matmul(x, dispatch.pack_arrays(q), layout, transpose=transpose, precision="default", **options)
     y = jnp.swapaxes(y, -1, -2) if options.get("y_transposed") else y
     x = jnp.swapaxes(x, -1, -2) if options.get("x_transposed") else x
     dense = np.asarray(q.dequantize(), np.float64)
@@ -43,7 +44,7 @@ def check_terms(y, x, w):
     assert np.abs(np.asarray(y) - x @ w).max() < 3e-7 * (np.abs(x) @ np.abs(w)).max()
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("name", SWEEP)
 def test_product(getkey, name, m):
@@ -52,7 +53,7 @@ def test_product(getkey, name, m):
     check(weights(getkey(), (m, 72)), q, transpose=True)
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", KINDS)
 def test_dtypes(getkey, name, dtype):
@@ -62,7 +63,7 @@ def test_dtypes(getkey, name, dtype):
         check(weights(getkey(), (m, 40)).astype(dtype), q, transpose=True)
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("k", [1, 9, 63, 64, 65, 127, 130, 784, 1030])
 @pytest.mark.parametrize("name", ["nf4", "int8", "int2_affine", "binary", "mxfp4", "nf4_double", "q8_0"])
 def test_ragged_lengths(getkey, name, k):
@@ -75,7 +76,7 @@ def test_ragged_lengths(getkey, name, k):
             check_terms(eqq.matmul(x, q, implementation="cpu"), x, dense)
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("block_size", [4, 12, 16, 32, 48, 64, 96, 100, 192, 1000])
 @pytest.mark.parametrize("format", [eqq.Int4, eqq.Int8, eqq.Int2], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -86,7 +87,7 @@ def test_every_block_size(getkey, format, block_size, symmetric):
         check(weights(getkey(), (m, 20)), q, transpose=True)
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("name", KINDS)
 def test_a_batch_is_one_call(getkey, name):
     q = eqq.quantize(weights(getkey(), (2, 3, 24, 130)), FORMATS[name].format)
@@ -97,7 +98,7 @@ def test_a_batch_is_one_call(getkey, name):
     assert relative_error(f(x, q), expected) < 1e-6
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("m", [1, 4, 40])
 def test_both_orders_of_x_and_y(getkey, m, transpose):
@@ -108,7 +109,7 @@ def test_both_orders_of_x_and_y(getkey, m, transpose):
     check(weights(getkey(), (2, inner, m)), q, transpose, x_transposed=True, y_transposed=True)
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("name", ["nf4", "int8", "binary", "mxfp4"])
 @pytest.mark.parametrize("m", [1, 4, 64])
 def test_as_exact_as_float32(getkey, name, m):
@@ -121,7 +122,7 @@ def test_as_exact_as_float32(getkey, name, m):
     assert ours < 2 * relative_error(jax.jit(lambda x, w: x @ w.T)(x, dense), expected)
 
 
-@native
+@needs_native
 def test_no_dense_weight(getkey):
     q = eqq.quantize(weights(getkey(), (1024, 1024)), "nf4")
     f = lambda q, x: eqq.matmul(x, q.T, implementation="cpu")
@@ -132,7 +133,7 @@ def test_no_dense_weight(getkey):
     assert "pure_callback" not in primitives(f, q, weights(getkey(), (4, 1024)))
 
 
-@native
+@needs_native
 def test_threads_at_once(getkey):
     """Products that share XLA's threads, called from eight threads, on four devices, small and large."""
     q = eqq.quantize(weights(getkey(), (600, 900)), "nf4")
@@ -152,7 +153,7 @@ def test_threads_at_once(getkey):
         assert all(pool.map(work, range(8)))
 
 
-@native
+@needs_native
 def test_sharded(getkey):
     mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
     q = eqq.quantize(weights(getkey(), (64, 1024)), "nf4")
@@ -163,11 +164,11 @@ def test_sharded(getkey):
     assert relative_error(f(put(x, P()), jax.device_put(q, NamedSharding(mesh, P("model")))), expected) < 1e-6
 
 
-@native
+@needs_native
 def test_random_operands_are_not_crashes(getkey):
     """XLA hands over what Python gave; a call that does not fit is an error with a sentence."""
     q = eqq.quantize(weights(getkey(), (8, 256)), "nf4")
-    layout, packed = _dispatch._layout(q.format, 256), _dispatch._pack(q)
+    layout, packed = layout_of(q.format, 256), dispatch.pack_arrays(q)
     x = weights(getkey(), (2, 256))
     run = lambda x, packed, layout: cpu.matmul(x, packed, layout, transpose=False, precision="default")
     for wrong, why in (
@@ -187,14 +188,14 @@ def test_random_operands_are_not_crashes(getkey):
             jax.block_until_ready(run(*wrong))
 
 
-@native
-@pytest.mark.parametrize("name", _native.instruction_sets())
+@needs_native
+@pytest.mark.parametrize("name", native.instruction_sets())
 def test_each_instruction_set(name):
     """A process of its own for each, since it is chosen when the library is loaded."""
     code = f"""
 import jax, numpy as np, eqquant as eqq
-from eqquant import _native
-assert _native.refusal() is None and _native.isa() == {name!r}, (_native.refusal(), _native.isa())
+from eqquant._matmul import native
+assert native.refusal() is None and native.isa() == {name!r}, (native.refusal(), native.isa())
 for format in ("nf4", "int8", eqq.NVFP4()):
     for m, k in ((1, 640), (40, 1030)):
         w = jax.random.normal(jax.random.key(m), (100, k))
@@ -207,7 +208,7 @@ for format in ("nf4", "int8", eqq.NVFP4()):
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "EQQUANT_CPU_ISA": name})
 
 
-@native
+@needs_native
 def test_an_instruction_set_that_is_not_there():
     code = """
 import jax.numpy as jnp, eqquant as eqq
@@ -226,11 +227,11 @@ print(eqq.explain_matmul(x, q.T).to_dict())
 @pytest.fixture
 def fresh(monkeypatch):
     """As in a new process."""
-    _native.refusal.cache_clear()
-    _native._open.cache_clear()
+    native.refusal.cache_clear()
+    native._open.cache_clear()
     yield monkeypatch
-    _native.refusal.cache_clear()
-    _native._open.cache_clear()
+    native.refusal.cache_clear()
+    native._open.cache_clear()
 
 
 def falls_back(why):
@@ -253,14 +254,14 @@ def test_a_library_that_does_not_load(fresh, tmp_path):
     falls_back("does not load")
 
 
-@native
+@needs_native
 def test_of_another_version(fresh):
-    fresh.setattr(_native, "VERSION", "9.9.9")
+    fresh.setattr(native, "VERSION", "9.9.9")
     falls_back("`eqquant-cpu` is version 0.1.0")
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("version", [None, 2, 1000])
 def test_for_another_jaxlib(fresh, version):
-    fresh.setattr(_native, "_api_version", lambda: version)
+    fresh.setattr(native, "_api_version", lambda: version)
     falls_back("was built for another jaxlib")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .. import _native
+from .. import native
 from .packed import Layout, Packed
 
 
@@ -27,7 +27,7 @@ def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, pre
         return f"it multiplies float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
     if m == 0 or n == 0 or layout.length == 0:
         return "there is nothing to multiply"
-    return _native.refusal()
+    return native.refusal()
 
 
 def matmul(
@@ -52,7 +52,7 @@ def matmul(
     shape = (outer, m) if y_transposed else (m, outer)
     rest = [a for a in (weight.row_scale, weight.zero_point) if a is not None]
     call = jax.ffi.ffi_call(
-        _native.MATMUL,
+        native.MATMUL,
         jax.ShapeDtypeStruct((*x.shape[:-2], *shape), x.dtype),
         vmap_method="broadcast_all",
     )

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 
-VERSION = "0.1.0"  # of `eqquant-cpu`, whose arguments `_kernels/cpu.py` knows
+VERSION = "0.1.0"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
 MATMUL = "eqquant_cpu_matmul"
 
 _INSTALL = f"install `eqquant-cpu=={VERSION}`, or build it with `pip install ./native`"

@@ -143,6 +143,13 @@ def compute_capability(context: Any) -> float:
         return 9.0
 
 
+def no_cpu_kernels(context: Any) -> str | None:
+    """Why native kernels cannot be part of a program that is lowered for CPU, or `None` if they can."""
+    if _for_export(context):
+        return "an exported program may not call a library that the machine it runs on may lack"
+    return None
+
+
 def no_gpu_kernels(context: Any) -> str | None:
     """Why Pallas-Triton kernels cannot be part of a program that is lowered for GPU, or `None` if they can."""
     try:
@@ -151,7 +158,7 @@ def no_gpu_kernels(context: Any) -> str | None:
         get_gpu_info = None  # before JAX 0.11 nothing needs to be known
     if compute_capability(context) < 8:
         return f"the device has compute capability {compute_capability(context)}, and kernels need 8.0"
-    if getattr(getattr(context.module_context, "lowering_parameters", None), "for_export", False):
+    if _for_export(context):
         return "an exported program may not hold kernels for GPUs, which JAX does not promise to keep"
     try:
         if get_gpu_info is not None:
@@ -159,6 +166,10 @@ def no_gpu_kernels(context: Any) -> str | None:
     except Exception:  # which one it is differs between releases
         return "it is not known which GPU the program is for"
     return None
+
+
+def _for_export(context: Any) -> bool:
+    return getattr(getattr(context.module_context, "lowering_parameters", None), "for_export", False)
 
 
 def _device(context: Any) -> Any:

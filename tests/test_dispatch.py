@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant._matmul import dispatch
+from eqquant._matmul import dispatch, native
 from eqquant._matmul.problem import MatmulProblem, Target
 
 from .helpers import assert_close, FORMATS, KINDS, NEWEST, weights
@@ -18,11 +18,14 @@ from .helpers import assert_close, FORMATS, KINDS, NEWEST, weights
 
 N, K = 40, 1030  # two segments of four bits or more for every kernel, and a rest
 KERNELS = {"pallas_gpu": dispatch._pallas_gpu, "pallas_tpu": dispatch._pallas_tpu}
+NATIVE = native.refusal() is None
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=[*KERNELS, *["cpu"] * NATIVE])
 def kernel(request, monkeypatch):
-    """A kernel that runs on the CPU, interpreted."""
+    """A kernel that runs on the CPU, interpreted unless it is made for it."""
+    if request.param == "cpu":
+        return "cpu"
     interpreted = dispatch._kernel("cpu", KERNELS[request.param], interpret=True)
     monkeypatch.setitem(dispatch.IMPLEMENTATIONS, request.param, interpreted)
     return request.param
@@ -211,7 +214,7 @@ def test_empty_batch(kernel, getkey):
     assert product(kernel)(jnp.ones((0, 2, N)), none).shape == (0, 2, K)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize("name", ["nf4", "int8_block", "int4_affine"])
 @pytest.mark.parametrize("x64", [False, True])
 def test_export(getkey, platform, name, x64):
@@ -253,7 +256,8 @@ PROBLEM = MatmulProblem(16, 4096, 4096, jnp.dtype(jnp.bfloat16), eqq.NF4(), Fals
         ("tpu", {}, "pallas_tpu", "few rows"),
         ("tpu", {"m": 2048}, "xla", "many rows"),
         ("tpu", {"format": eqq.Int8()}, "xla", "fuses the one conversion"),
-        ("cpu", {}, "xla", "a few rows at a time"),
+        ("cpu", {}, "cpu", "decoded in registers") if NATIVE else ("cpu", {}, "xla", "kernels are not installed"),
+        ("cpu", {"dtype": jnp.dtype(jnp.float64)}, "xla", "cpu would be better, but: it multiplies float32"),
         ("rocm", {}, "xla", "fuses what it can"),
     ],
 )
@@ -274,7 +278,7 @@ def test_forcing():
     assert dispatch.choose(Target("cuda"), PROBLEM._replace(m=4096), "pallas_gpu")[0] == "pallas_gpu"
     with pytest.raises(ValueError, match="cannot take this product: it is for tpu, and this is cuda"):
         dispatch.choose(Target("cuda"), PROBLEM, "pallas_tpu")
-    with pytest.raises(ValueError, match="one of pallas_gpu, pallas_tpu, xla, or None. Got 'fast'"):
+    with pytest.raises(ValueError, match="one of cpu, pallas_gpu, pallas_tpu, xla, or None. Got 'fast'"):
         dispatch.choose(Target("cuda"), PROBLEM, "fast")
     old = PROBLEM._replace(format=eqq.MXFP8())
     assert dispatch.choose(Target("cuda", capability=8.0), old, None)[0] == "xla"

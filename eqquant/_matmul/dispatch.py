@@ -90,6 +90,12 @@ def _always(problem: MatmulProblem, target: Target) -> None:
 # Importing Pallas takes as long as importing JAX, so these wait until there is a use for them.
 
 
+def _cpu() -> Any:
+    from .kernels import cpu
+
+    return cpu
+
+
 def _pallas_gpu() -> Any:
     from .kernels import pallas_gpu
 
@@ -103,6 +109,7 @@ def _pallas_tpu() -> Any:
 
 
 IMPLEMENTATIONS = {
+    "cpu": _kernel("cpu", _cpu),
     "pallas_gpu": _kernel("cuda", _pallas_gpu),
     "pallas_tpu": _kernel("tpu", _pallas_tpu),
     "xla": _Implementation((), _always, _xla),
@@ -128,6 +135,7 @@ _PREFERENCES = (
     _Preference("tpu", "xla", _of_bytes, _FUSED),
     _Preference("tpu", "pallas_tpu", lambda p: p.m <= (256 if p.layout.one_scale else 64), _FEW_ROWS),
     _Preference("tpu", "xla", lambda p: True, _MANY_ROWS),
+    _Preference("cpu", "cpu", lambda p: True, "the packed weight is decoded in registers and in the cache"),
     _Preference(
         "cpu",
         "xla",

@@ -57,7 +57,8 @@ def _compute(
 
 def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
     devices = _compat.num_devices(context)
-    no_kernels = _compat.no_gpu_kernels(context) if platform == "cuda" else None
+    why_none = {"cpu": _compat.no_cpu_kernels, "cuda": _compat.no_gpu_kernels}.get(platform, lambda _: None)
+    no_kernels = why_none(context)
     if platform == "tpu" and devices > 1:
         # The compiler for TPUs does not call back to ask how an operation is divided, and does not divide kernels. It
         # divides `xla`, which is all operations that it knows.

@@ -1,0 +1,251 @@
+"""Products with quantized weights on this machine's CPU, against JAX's float32 and, where installed, other libraries.
+
+    python benchmarks/cpu_matmul.py [--smoke] [--isa avx2] [--rows 1 16 128] [--formats nf4 int8] [--peers]
+
+Each figure is the time relative to that of the float32 product of the same shape, in one process, in turns: the median
+of the rounds' ratios. Cold, every call takes the next of so many copies of the weight that they fill half a GB; warm,
+the same one was used just before. Every instruction set of the machine runs in a process of its own.
+"""
+
+import argparse
+import datetime
+import itertools as it
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import eqquant as eqq
+from eqquant._matmul import native
+
+
+FORMATS = {
+    "nf4": eqq.NF4(),
+    "int4": eqq.Int4(),
+    "q4_0": eqq.Q4_0(),
+    "mxfp4": eqq.MXFP4(),
+    "nvfp4": eqq.NVFP4(),
+    "int2": eqq.Int2(),
+    "ternary": eqq.Ternary(),
+    "binary": eqq.Binary(),
+    "int8": eqq.Int8(),
+    "fp8": eqq.FP8(),
+    "int8_affine": eqq.Int8(symmetric=False),
+    "dynamic8": eqq.Dynamic8(),
+}
+COLD_BYTES = 2**29
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as f:
+            model = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), model)
+    versions = f"JAX {jax.__version__}, Python {platform.python_version()}"
+    return f"{model}, {os.cpu_count()} cores; {versions}; {datetime.date.today()}"
+
+
+#
+# Timing
+#
+
+
+class Variant:
+    """A product, and the copies of the weight that its calls take in turn."""
+
+    def __init__(self, run: Callable[[Any], Any], copies: Sequence[Any]) -> None:
+        self.run, self.next, self.last = run, it.cycle(copies), copies[0]
+
+    def seconds(self, *, cold: bool) -> float:
+        if cold:
+            self.last = next(self.next)
+        else:
+            jax.block_until_ready(self.run(self.last))
+        start = time.perf_counter()
+        jax.block_until_ready(self.run(self.last))
+        return time.perf_counter() - start
+
+
+def ratios(variants: dict[str, Variant], rounds: int) -> dict[str, dict[str, float]]:
+    """Of each variant to the first one; and the milliseconds of that, under its own name."""
+    found: dict[str, dict[str, float]] = {name: {} for name in variants}
+    first = next(iter(variants))
+    for label, cold in (("cold", True), ("warm", False)):
+        for variant in variants.values():
+            variant.seconds(cold=cold)  # compiles
+        times = [{name: v.seconds(cold=cold) for name, v in variants.items()} for _ in range(rounds)]
+        for name in variants:
+            ratio = np.median([t[name] / t[first] for t in times])
+            found[name][label] = float(1e3 * np.median([t[first] for t in times]) if name == first else ratio)
+    return found
+
+
+def copies(tree: Any, smoke: bool) -> list[Any]:
+    size = sum(a.nbytes for a in jax.tree_util.tree_leaves(tree))
+    count = 2 if smoke else max(2, -(-COLD_BYTES // size))
+    return [jax.tree_util.tree_map(jnp.copy, tree) for _ in range(count)]
+
+
+#
+# Other libraries, if they are here
+#
+
+
+def peers(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
+    found: dict[str, Variant] = {}
+    for make in (_onnxruntime, _bitsandbytes, _torch):
+        try:
+            found |= make(w, x)
+        except ImportError:
+            pass
+    return found
+
+
+def _onnxruntime(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
+    import onnx  # pyright: ignore[reportMissingImports]
+    import onnxruntime as ort  # pyright: ignore[reportMissingImports]
+
+    (n, k), block = w.shape, 64
+    blocks = w.reshape(n, -1, block)
+    scale = np.abs(blocks).max(-1) / 7
+    codes = np.clip(np.round(blocks / scale[..., None]) + 8, 0, 15).astype(np.uint8)
+    packed = codes[..., ::2] | codes[..., 1::2] << 4
+
+    def session(level: int) -> Any:
+        options = {"K": k, "N": n, "bits": 4, "block_size": block, "accuracy_level": level}
+        node = onnx.helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", **options)
+        kind = onnx.TensorProto.FLOAT
+        graph = onnx.helper.make_graph(
+            [node],
+            "product",
+            [onnx.helper.make_tensor_value_info("x", kind, list(x.shape))],
+            [onnx.helper.make_tensor_value_info("y", kind, [x.shape[0], n])],
+            [onnx.numpy_helper.from_array(packed, "w"), onnx.numpy_helper.from_array(scale.reshape(-1), "s")],
+        )
+        opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
+        model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9)
+        return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+    run = lambda s: s.run(None, {"x": x})
+    return {f"onnxruntime int4, level {a}": Variant(run, [session(a) for _ in range(8)]) for a in (0, 4)}
+
+
+def _bitsandbytes(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
+    import bitsandbytes.functional as bnb  # pyright: ignore[reportMissingImports]
+    import torch  # pyright: ignore[reportMissingImports]
+
+    weight, rows = torch.from_numpy(w), torch.from_numpy(x)
+    weights = [bnb.quantize_4bit(weight.clone(), blocksize=64, quant_type="nf4") for _ in range(8)]
+    run = lambda pair: torch.nn.functional.linear(rows, bnb.dequantize_4bit(pair[0], pair[1]))
+    try:
+        import bitsandbytes as root  # pyright: ignore[reportMissingImports]
+
+        root.matmul_4bit(rows, weights[0][0].t(), weights[0][1])
+        run = lambda pair: root.matmul_4bit(rows, pair[0].t(), pair[1])
+    except Exception as error:
+        print(f"bitsandbytes.matmul_4bit does not run here ({error}); it dequantizes, then multiplies")
+    return {"bitsandbytes nf4": Variant(run, weights)}
+
+
+def _torch(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    rows = torch.from_numpy(x).to(torch.bfloat16)
+    scale = torch.from_numpy(np.abs(w).max(1) / 127)
+    codes = (torch.from_numpy(w) / scale[:, None]).round().to(torch.int8)
+    weights = [(codes.clone(), scale.to(torch.bfloat16)) for _ in range(8)]
+    run = lambda pair: torch.ops.aten._weight_int8pack_mm(rows, pair[0], pair[1])
+    try:
+        run(weights[0])
+    except Exception:
+        return {}
+    return {"torch int8, bfloat16 x": Variant(run, weights)}
+
+
+#
+# One process
+#
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    results = []
+    dot, rowwise = jax.jit(lambda w, x: w @ x), jax.jit(lambda q, x: eqq.matmul(x, q.T))
+    for n, k in arguments.sizes:
+        w = jr.normal(jr.key(0), (n, k))
+        dense = copies(w, arguments.smoke)
+        for name in arguments.formats:
+            quantized = copies(eqq.quantize(w, FORMATS[name]), arguments.smoke)
+            for m in arguments.rows:
+                x = jr.normal(jr.key(1), (m, k))
+                column = x[0] if m == 1 else x.T  # XLA is slow at `x @ w.T`
+                variants = {
+                    "float32": Variant(lambda w, x=column: dot(w, x), dense),
+                    name: Variant(lambda q, x=x: rowwise(q, x), quantized),
+                }
+                if arguments.peers and name == arguments.formats[0]:
+                    variants |= peers(np.array(w), np.array(x))
+                for label, found in ratios(variants, arguments.rounds).items():
+                    if label != "float32" or name == arguments.formats[0]:
+                        results.append({"n": n, "k": k, "m": m, "name": label, **found})
+            del quantized
+        del dense
+    return results
+
+
+def show(console: Console, title: str, results: list[dict[str, Any]]) -> None:
+    rows = sorted({r["m"] for r in results})
+    table = Table("W", "weight", *(f"M = {m}, {c}" for m in rows for c in ("cold", "warm")), title=title)
+    keys = dict.fromkeys((r["n"], r["k"], r["name"]) for r in results)
+    for n, k, name in keys:
+        cells = []
+        for m in rows:
+            found = next((r for r in results if (r["n"], r["k"], r["name"], r["m"]) == (n, k, name, m)), None)
+            unit = "{:.2f} ms" if name == "float32" else "{:.2f}"
+            cells += [unit.format(found[c]) if found else "" for c in ("cold", "warm")]
+        table.add_row(f"{n} x {k}", name, *cells)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="small sizes and few rounds")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128])
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--sizes", nargs="+", default=["4096x4096", "4096x14336"])
+    parser.add_argument("--isa", nargs="+", help="instruction sets; all that this machine has unless given")
+    parser.add_argument("--peers", action="store_true", help="other libraries too, where they are installed")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.sizes = [tuple(map(int, s.split("x"))) for s in arguments.sizes]
+    if arguments.smoke:
+        arguments.sizes, arguments.rounds = [(256, 512)], 2
+    if arguments.worker:
+        print(json.dumps(measure(arguments)))
+        return
+    console = Console(width=140)
+    console.print(machine())
+    if native.refusal() is not None:
+        console.print(f"[red]{native.refusal()}")
+        sys.exit(1)
+    for isa in arguments.isa or native.instruction_sets():
+        env = {**os.environ, "EQQUANT_CPU_ISA": isa}
+        command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
+        out = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+        show(console, f"time relative to float32, {isa}", json.loads(out.splitlines()[-1]))
+
+
+if __name__ == "__main__":
+    main()

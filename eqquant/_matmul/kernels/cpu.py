@@ -1,0 +1,83 @@
+"""Computes `x(m, k) . w(n, k)^T` on CPU in C++, for every packed weight; with `transpose`, `x(m, n) . w(n, k)`.
+
+The kernels are in `native/`, whose README says how they work. They read the packed weight as it is: nothing is packed
+anew and no dense weight is ever in memory. Sums are float32. Leading axes of a batch are handled in one call, and `x`
+and the result may each be in either order in memory.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .. import native
+from .packed import Layout, Packed
+
+
+_SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4")
+_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str) -> str | None:
+    """Why this kernel cannot take a product, or `None` if it can."""
+    del transpose, precision
+    if jnp.dtype(dtype) not in _DTYPES:
+        return f"it multiplies float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
+    if m == 0 or n == 0 or layout.length == 0:
+        return "there is nothing to multiply"
+    return native.refusal()
+
+
+def matmul(
+    x: Float[Array, "*batch rows columns"],
+    weight: Packed,
+    layout: Layout,
+    *,
+    transpose: bool,
+    precision: str,
+    device: str = "",
+    x_transposed: bool = False,
+    y_transposed: bool = False,
+) -> Float[Array, "*batch results of_results"]:
+    """The product, for operands that `supports` finds nothing wrong with.
+
+    `x_transposed` says that `x` is `(*batch, inner, m)`, and `y_transposed` asks for `(*batch, outer, m)`: then the
+    transposes around the product of a layer under `vmap` need not be written to memory.
+    """
+    del device
+    outer = layout.length if transpose else weight.codes.shape[-2]
+    m = x.shape[-1] if x_transposed else x.shape[-2]
+    shape = (outer, m) if y_transposed else (m, outer)
+    rest = [a for a in (weight.row_scale, weight.zero_point) if a is not None]
+    call = jax.ffi.ffi_call(
+        native.MATMUL,
+        jax.ShapeDtypeStruct((*x.shape[:-2], *shape), x.dtype),
+        vmap_method="broadcast_all",
+    )
+    return call(
+        x,
+        weight.codes,
+        weight.scale,
+        *rest,
+        table=np.asarray(layout.table, np.float32),
+        bits=np.int32(layout.bits),
+        length=np.int64(layout.length),
+        block_size=np.int64(layout.block_size),
+        scale_kind=np.int32(_SCALES.index(layout.scale)),
+        values=np.int32(_values(layout)),
+        row_scale=weight.row_scale is not None,
+        zero_points=weight.zero_point is not None,
+        transpose=transpose,
+        x_transposed=x_transposed,
+        y_transposed=y_transposed,
+        precision=np.int32(precision != "highest"),
+    )
+
+
+def _values(layout: Layout) -> int:
+    """What there is for codes of eight bits that is faster than looking them up."""
+    if layout.bits < 8:
+        return 0
+    return ("table", "integer", "float8_e4m3fn", "float8_e5m2").index(layout.kind)

@@ -1,0 +1,90 @@
+"""The shared library of `eqquant-cpu`, where it is installed: loaded once, when the first product asks for it.
+
+A mismatch must never take JAX down. XLA asks a foreign function for the version of the interface that it was built
+with. If it cannot serve that, and no backend has started yet, then none ever does. So versions are compared here first,
+and the function is registered only once the backend for CPU has started; what XLA refuses then is an exception.
+"""
+
+import ctypes
+import functools as ft
+import pathlib
+import re
+from typing import Any
+
+import jax
+
+
+VERSION = "0.1.0"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
+MATMUL = "eqquant_cpu_matmul"
+
+_INSTALL = f"install `eqquant-cpu=={VERSION}`, or build it with `pip install ./native`"
+
+
+@ft.cache
+def refusal() -> str | None:
+    """Why there are no native kernels in this process, in one sentence with the remedy, or `None` if there are."""
+    try:
+        import eqquant_cpu  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return f"native kernels are not installed: {_INSTALL}"
+    try:
+        return _register(eqquant_cpu.LIBRARY)
+    except Exception as error:  # whatever is wrong with a library, `xla` takes the product
+        return f"the library of `eqquant-cpu` does not load ({_line(error)}): {_INSTALL}"
+
+
+def isa() -> str | None:
+    """The instruction set that kernels use: `"avx512"`, say. `None` if there are no kernels."""
+    return None if refusal() is not None else _library().eqquant_cpu_isa().decode()
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that this machine has kernels for, worst first."""
+    if refusal() is not None:
+        return []
+    names = (_library().eqquant_cpu_isa_at(i) for i in range(16))
+    return [name.decode() for name in names if name is not None]
+
+
+def _library() -> Any:
+    import eqquant_cpu  # pyright: ignore[reportMissingImports]
+
+    return _open(pathlib.Path(eqquant_cpu.LIBRARY))
+
+
+@ft.cache
+def _open(path: pathlib.Path) -> Any:
+    library = ctypes.CDLL(str(path))
+    for name in ("version", "isa", "isa_refusal", "isa_at"):
+        getattr(library, f"eqquant_cpu_{name}").restype = ctypes.c_char_p
+    return library
+
+
+def _register(path: pathlib.Path) -> str | None:
+    library = _open(pathlib.Path(path))
+    found = library.eqquant_cpu_version().decode()
+    if found != VERSION:
+        return f"`eqquant-cpu` is version {found}: {_INSTALL}"
+    built, runs = library.eqquant_cpu_api_version(), _api_version()
+    if runs is None or built // 1000 != runs // 1000 or built > runs:
+        return f"`eqquant-cpu` was built for another jaxlib than {jax.lib.__version__}: {_INSTALL}"
+    if library.eqquant_cpu_isa() is None:
+        return f"{library.eqquant_cpu_isa_refusal().decode()}: set another one, or none"
+    jax.local_devices(backend="cpu")  # so that the backend has started
+    jax.ffi.register_ffi_target(MATMUL, jax.ffi.pycapsule(library.eqquant_cpu_matmul), platform="cpu")
+    return None
+
+
+def _api_version() -> int | None:
+    """The version of the interface that this jaxlib has, as its headers say: major * 1000 + minor."""
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        text = header.read_text()
+    except OSError:
+        return None
+    numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    return None if None in numbers else sum(int(n[1]) * f for n, f in zip(numbers, (1000, 1), strict=True) if n)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

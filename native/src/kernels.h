@@ -1,0 +1,1044 @@
+// The product, once for all vector instruction sets: templates over `V`, a struct of a few vector operations.
+//
+// Each `isa_*.cpp` includes this file and is compiled with flags of its own. So everything here is in an anonymous
+// namespace, and no template or inline function of `std::` is used: the linker could otherwise take the copy compiled
+// for AVX-512 for what every machine runs.
+//
+// `V` has
+//   L                       lanes of a vector of floats `F`; `I` is one of 32-bit integers
+//   kTileRows, kTileRows1   rows of a tile of results of two vectors, and of one; `kWideRows` of four
+//   kDotRows                rows of the weight that a product with one row of `x` takes at a time
+//   kFewTile, kFewGroup     with a few rows of `x`: the same, and how many of `x` at a time
+//   kFewRows                up to how many rows these are
+//   load, store, broadcast, zero, add, sub, mul, fma(a, b, c) = a * b + c, sum
+//   bytes(p)                L 32-bit integers from 4 L bytes, and shift<n>(i) to the right
+//   Table, table(p)         sixteen floats; lookup(t, i) reads the low four bits of each lane; scale(t, s), offset(t, z)
+//   lanes(h, n)             which of n = 2 or 4 scales of a plane each lane takes; spread(p, lanes) takes them
+//   gather(p, indices)      p[indices[lane]];  masked(f, m): f where the integer m[lane] is not 0, else 0
+//   kLooksUpBytes           whether a table of 256 is faster than converting integers and floats of eight bits
+//   integers, e4m3, e5m2, ue4m4, e8m0, bytes256(p, table)        L floats from L bytes
+//   bf16, f16               L floats from 2 L bytes;  to_bf16, to_f16 the reverse
+//   prefetch(p)
+//
+// A row of the weight is taken a segment (64 bytes) at a time. The codes of a segment are decoded in the order in which
+// shifts yield them, not in the logical one: with fewer than 8 bits vector `(h, plane, c)` holds, in lane `j`, the code
+// of byte `4 L h + 4 j + c` in that plane. `x` is permuted to that order once per call instead. A last, shorter segment
+// is padded with zero bytes; the padding decodes to zero and meets zeros of `x`.
+#ifndef EQQUANT_KERNELS_H_
+#define EQQUANT_KERNELS_H_
+
+#include <stdint.h>
+#include <string.h>
+
+#include "isa.h"
+
+#define EQQ_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int64_t kSegment = 64;         // bytes
+constexpr int64_t kChunk = 512;          // codes of a row, decoded at a time by tiles
+constexpr int64_t kChunkStride = 528;    // floats from one decoded row to the next: a power of two would share sets of L1
+constexpr int64_t kRowChunk = 64;        // rows of the weight, decoded at a time by transposed products
+constexpr int64_t kRowChunkStride = 80;
+constexpr int64_t kScaleChunk = 4096;    // codes of a row, whose scales are decoded at a time: a multiple of `kChunk`
+constexpr int64_t kMostRows = 48;        // of the weight in a unit of many rows of `x`: what is decoded stays in L2
+constexpr int64_t kRowBlock = 256;       // rows of `x` for which a decoded tile is used
+
+// Which codes of a segment share a scale.
+enum Mode {
+  kOneScale,  // all of a row
+  kUniform,   // those of a vector: blocks of multiples of 64, or of 16 where codes have 8 bits
+  kBy32,      // of a plane, runs of 32 and of 16; with 8 bits likewise
+  kBy16,
+  kAnyBlock   // found by an index for each code
+};
+
+// How many scales a plane has.
+constexpr int per_plane(Mode mode) { return mode == kBy16 ? 4 : mode == kBy32 ? 2 : 1; }
+
+enum Method { kDot = 0, kFew = 1, kPanels = 2, kTransposed = 3 };
+
+EQQ_INLINE int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+EQQ_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+EQQ_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+EQQ_INLINE int64_t aligned(int64_t bytes) { return div_up(bytes, 64) * 64; }
+
+// What follows from a problem alone.
+struct Shape {
+  int64_t planes, codes;     // of a segment: codes that share a byte, and all of them
+  int64_t segments, whole;   // of a row, and those that are not cut short
+  int64_t tail_bytes;        // of the last segment if it is cut short
+  int64_t padded;            // k, in whole segments
+  Mode mode;                 // of whole segments
+  int64_t grain;             // codes for which there is one scale, once they are expanded: 64, 32 or 16
+};
+
+EQQ_INLINE Shape shape_of(const Problem& p) {
+  Shape s;
+  s.planes = 8 / p.bits;
+  s.codes = kSegment * s.planes;
+  s.whole = p.k / s.codes;
+  s.tail_bytes = p.words - s.whole * kSegment;
+  s.segments = s.whole + (s.tail_bytes > 0);
+  s.padded = s.segments * s.codes;
+  s.grain = 64;
+  if (p.blocks <= 1) {
+    s.mode = kOneScale;
+  } else if (p.block_size % 64 == 0) {
+    s.mode = kUniform;
+  } else if (p.block_size == 32 || (p.bits == 8 && p.block_size % 32 == 0)) {
+    s.mode = kBy32;
+    s.grain = 32;
+  } else if (p.block_size == 16 || (p.bits == 8 && p.block_size % 16 == 0)) {
+    s.mode = kBy16;
+    s.grain = 16;
+  } else {
+    s.mode = kAnyBlock;
+  }
+  return s;
+}
+
+// The same table in every row, and where each code of a segment is. Packed `x` lies behind it in shared memory.
+struct Shared {
+  float table[256];
+  // Of whole segments in `kAnyBlock`, and then of the last one: the block of each code in the order of decoding, less
+  // the first of the segment; and whether it is a code, not padding.
+  int32_t* index;
+  int32_t* mask;
+  float* x;
+};
+
+template <class V>
+struct Kernels {
+  using F = typename V::F;
+  using I = typename V::I;
+  using Table = typename V::Table;
+  static constexpr int L = V::L;
+  static constexpr int kHalves = 16 / L;  // vectors of bytes in a segment
+
+  //
+  // Order
+  //
+
+  // The byte of a segment, and its plane, that position `i` of the order of decoding holds.
+  EQQ_INLINE void position(int bits, int64_t i, int64_t* byte, int64_t* plane) {
+    if (bits == 8) {
+      *byte = i;
+      *plane = 0;
+      return;
+    }
+    const int64_t planes = 8 / bits, lane = i % L, vector = i / L;
+    const int64_t c = vector % 4, h = vector / (4 * planes);
+    *plane = vector / 4 % planes;
+    *byte = 4 * L * h + 4 * lane + c;
+  }
+
+  // The logical position of a code of segment `segment`, or -1 if it is padding.
+  EQQ_INLINE int64_t logical(const Problem& p, const Shape& s, int64_t segment, int64_t i) {
+    int64_t byte, plane;
+    position(p.bits, i, &byte, &plane);
+    const int64_t base = segment * s.codes;
+    if (segment < s.whole) return base + plane * kSegment + byte;
+    if (byte >= s.tail_bytes) return -1;
+    const int64_t k = base + plane * s.tail_bytes + byte;
+    return k < p.k ? k : -1;
+  }
+
+  //
+  // Memory
+  //
+
+  static int64_t indices(const Shape& s) { return s.mode == kAnyBlock ? s.segments : 1; }
+
+  static int64_t shared_header(const Shape& s) { return aligned(1024 + 2 * 4 * indices(s) * s.codes); }
+
+  static Shared open_shared(const Shape& s, const void* memory) {
+    Shared r;
+    char* bytes = static_cast<char*>(const_cast<void*>(memory));
+    r.index = reinterpret_cast<int32_t*>(bytes + 1024);
+    r.mask = r.index + indices(s) * s.codes;
+    r.x = reinterpret_cast<float*>(bytes + shared_header(s));
+    return r;
+  }
+
+  EQQ_INLINE const float* table256(const void* shared) { return static_cast<const float*>(shared); }
+
+  //
+  // Scales
+  //
+
+  // The scales of blocks `first` to `last` of a row.
+  static void decode_scales(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
+    const int64_t count = last - first, at = row * p.blocks + first;
+    const F factor = V::broadcast(p.row_scale ? p.row_scale[row] : 1.0f);
+    const int size = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
+    const uint8_t* bits = static_cast<const uint8_t*>(p.scale) + at * size;
+    int64_t i = 0;
+    for (; i + L <= count; i += L) V::store(out + i, V::mul(some_scales(p.scale_kind, bits + i * size), factor));
+    if (i < count) {
+      uint8_t rest[4 * L] = {0};
+      float values[L];
+      memcpy(rest, bits + i * size, (count - i) * size);
+      V::store(values, V::mul(some_scales(p.scale_kind, rest), factor));
+      memcpy(out + i, values, (count - i) * 4);
+    }
+  }
+
+  EQQ_INLINE F some_scales(int kind, const uint8_t* bits) {
+    switch (kind) {
+      case kScaleFloat16: return V::f16(bits);
+      case kScaleBFloat16: return V::bf16(bits);
+      case kScaleE8M0: return V::e8m0(bits);
+      case kScaleE4M3: return V::e4m3(bits);
+      case kScaleE5M2: return V::e5m2(bits);
+      case kScaleUE4M4: return V::ue4m4(bits);
+      default: return V::load_bytes(bits);
+    }
+  }
+
+  static void decode_zeros(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
+    const uint8_t* zeros = p.zero_point + row * p.blocks;
+    for (int64_t i = first; i < last; ++i) out[i - first] = zeros[i];
+  }
+
+  // Repeats each of `count` values, of blocks of `ratio` grains, from grain `skip` of the first on, to `grains` values.
+  static void expand(const float* blocks, int64_t ratio, int64_t skip, int64_t grains, float* out) {
+    for (int64_t g = 0; g < grains; ++blocks) {
+      const int64_t end = min64(g + ratio - skip, grains);
+      for (; g < end; ++g) out[g] = *blocks;
+      skip = 0;
+    }
+  }
+
+  // The scales and zero points of segments `first` to `last` of a row, as their mode wants them, in `scratch`.
+  struct RowScales {
+    const float* scale;
+    const float* zero;
+  };
+
+  // How many floats `row_scales` needs for so many segments.
+  static int64_t scale_room(const Problem& p, const Shape& s, int64_t segments) {
+    const int64_t codes = segments * s.codes;
+    const int64_t blocks = div_up(codes, p.block_size) + 2, grains = s.mode == kAnyBlock ? 0 : codes / s.grain;
+    return div_up((s.mode == kOneScale ? 1 : max64(blocks, 1) + grains) + 16, 16) * 16;
+  }
+
+  EQQ_INLINE RowScales row_scales(
+      const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last, float* scratch) {
+    RowScales r;
+    const int64_t room = scale_room(p, s, last - first);
+    r.scale = one_kind<false>(p, s, row, first, last, scratch);
+    r.zero = p.zero_point ? one_kind<true>(p, s, row, first, last, scratch + room) : scratch;
+    return r;
+  }
+
+  // The scales of the whole segments among the next few that are decoded at a time.
+  EQQ_INLINE RowScales whole_scales(const Problem& p, const Shape& s, int64_t row, int64_t first, float* scratch) {
+    const int64_t last = min64(first + scale_segments(s), s.whole);
+    if (first >= last) return {scratch, scratch};
+    return row_scales(p, s, row, first, last, scratch);
+  }
+
+  template <bool kZeros>
+  EQQ_INLINE const float* one_kind(
+      const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last, float* scratch) {
+    if (s.mode == kOneScale) {
+      fetch<kZeros>(p, row, 0, 1, scratch);
+      return scratch;
+    }
+    const int64_t from = first * s.codes, to = min64(last * s.codes, p.k);
+    const int64_t block = from / p.block_size, end = div_up(to, p.block_size);
+    if (s.mode == kAnyBlock || (last - 1 >= s.whole && last - first == 1)) {
+      fetch<kZeros>(p, row, block, end, scratch);  // found by index, those of the tail always
+      return scratch;
+    }
+    const int64_t ratio = p.block_size / s.grain;
+    if (ratio == 1) {
+      fetch<kZeros>(p, row, block, end, scratch);
+      return scratch;
+    }
+    const int64_t grains = (last - first) * s.codes / s.grain;
+    float* blocks = scratch + grains;
+    fetch<kZeros>(p, row, block, end, blocks);
+    expand(blocks, ratio, from / s.grain - block * ratio, grains, scratch);
+    return scratch;
+  }
+
+  template <bool kZeros>
+  EQQ_INLINE void fetch(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
+    if (kZeros) {
+      decode_zeros(p, row, first, last, out);
+    } else {
+      decode_scales(p, row, first, last, out);
+    }
+  }
+
+  //
+  // Decoding
+  //
+
+  // Codes of eight bits, in their logical order.
+  template <int kValues>
+  EQQ_INLINE F decode_bytes(const uint8_t* p, const float* table, F offset) {
+    if (V::kLooksUpBytes) return V::bytes256(p, table);
+    if (kValues == kValueInteger) return V::add(V::integers(p), offset);
+    if (kValues == kValueE4M3) return V::e4m3(p);
+    if (kValues == kValueE5M2) return V::e5m2(p);
+    return V::bytes256(p, table);
+  }
+
+  // The vectors of a segment in the order of decoding, unrolled: `f(constant, vector)`. Without `kScaled` they are as
+  // in the table, less the zero point, and whoever asks scales them.
+  template <int kBits, int kValues, Mode kMode, bool kZero, bool kMask>
+  EQQ_INLINE void decode_segment(const uint8_t* bytes, const float* table256, const Table& table, const float* scale,
+                                 const float* zero, const int32_t* index, const int32_t* mask, float* out) {
+    if constexpr (kBits == 8) {
+      const F offset = V::broadcast(table256[0]);
+      constexpr int kVectors = 64 / L;
+      for (int v = 0; v < kVectors; ++v) {
+        F w = decode_bytes<kValues>(bytes + v * L, table256, offset);
+        if (kMode == kAnyBlock) {
+          if (kZero) w = V::sub(w, V::gather(zero, index + v * L));
+          w = V::mul(w, V::gather(scale, index + v * L));
+        } else {
+          const int at = v * L * per_plane(kMode) / 64;
+          if (kZero) w = V::sub(w, V::broadcast(zero[at]));
+          w = V::mul(w, V::broadcast(scale[at]));
+        }
+        if (kMask) w = V::masked(w, mask + v * L);
+        V::store(out + v * L, w);
+      }
+    } else {
+      constexpr int kPlanes = 8 / kBits;
+      for (int h = 0; h < kHalves; ++h) {
+        const I codes = V::bytes(bytes + 4 * L * h);
+        const typename V::Lanes lanes = V::lanes(h, per_plane(kMode));
+        decode_planes<kBits, kMode, kZero, kMask, 0>(codes, lanes, table, scale, zero, index + h * kPlanes * 4 * L,
+                                                     mask + h * kPlanes * 4 * L, out + h * kPlanes * 4 * L);
+      }
+    }
+  }
+
+  template <int kBits, Mode kMode, bool kZero, bool kMask, int kVector>
+  EQQ_INLINE void decode_planes(I codes, typename V::Lanes lanes, const Table& table, const float* scale,
+                                const float* zero, const int32_t* index, const int32_t* mask, float* out) {
+    constexpr int kPlanes = 8 / kBits;
+    if constexpr (kVector < kPlanes) {
+      Table t = table;
+      if constexpr (kMode == kUniform) {
+        if (kZero) t = V::offset(t, V::broadcast(zero[kVector]));
+        t = V::scale(t, V::broadcast(scale[kVector]));
+      }
+      F s = V::zero(), z = V::zero();
+      if constexpr (per_plane(kMode) > 1) {
+        s = V::spread(scale + per_plane(kMode) * kVector, lanes);
+        if (kZero) z = V::spread(zero + per_plane(kMode) * kVector, lanes);
+      }
+      decode_four<kBits, kMode, kZero, kMask, kVector, 0>(codes, t, s, z, scale, zero, index, mask, out);
+      decode_planes<kBits, kMode, kZero, kMask, kVector + 1>(codes, lanes, table, scale, zero, index, mask, out);
+    }
+  }
+
+  template <int kBits, Mode kMode, bool kZero, bool kMask, int kPlaneIndex, int kByte>
+  EQQ_INLINE void decode_four(I codes, const Table& t, F s, F z, const float* scale, const float* zero,
+                              const int32_t* index, const int32_t* mask, float* out) {
+    if constexpr (kByte < 4) {
+      constexpr int v = kPlaneIndex * 4 + kByte;
+      F w = V::lookup(t, V::template shift<8 * kByte + kPlaneIndex * kBits>(codes));
+      if (per_plane(kMode) > 1) {
+        if (kZero) w = V::sub(w, z);
+        w = V::mul(w, s);
+      }
+      if (kMode == kAnyBlock) {
+        if (kZero) w = V::sub(w, V::gather(zero, index + v * L));
+        w = V::mul(w, V::gather(scale, index + v * L));
+      }
+      if (kMask) w = V::masked(w, mask + v * L);
+      V::store(out + v * L, w);
+      decode_four<kBits, kMode, kZero, kMask, kPlaneIndex, kByte + 1>(codes, t, s, z, scale, zero, index, mask, out);
+    }
+  }
+
+  // Decodes segments `first` to `last` of a row to floats. `r` has the scales of its segments from `origin` on; those
+  // of a last segment that is cut short are decoded to `scratch`.
+  template <int kBits, int kValues, bool kZero>
+  static void decode_row(const Problem& p, const Shape& s, const void* shared, int64_t row, int64_t first, int64_t last,
+                         RowScales r, int64_t origin, float* scratch, float* out) {
+    const Shared common = open_shared(s, shared);
+    const float* values = table256(shared);
+    const int64_t whole = min64(last, s.whole);
+    const uint8_t* bytes = p.codes + row * p.words;
+    const Table plain = V::table(values);
+    const int64_t step = s.codes / s.grain;
+#define EQQ_DECODE(MODE, TABLE, SKIP, INDEX)                                                                     \
+  for (int64_t i = first; i < whole; ++i)                                                                        \
+  decode_segment<kBits, kValues, MODE, kZero, false>(bytes + i * kSegment, values, TABLE, r.scale + (SKIP),      \
+                                                     r.zero + (SKIP), INDEX, common.mask, out + (i - first) * s.codes)
+    switch (s.mode) {
+      case kOneScale:
+        if constexpr (kBits == 8) {
+          EQQ_DECODE(kUniform, plain, 0, common.index);
+        } else {
+          Table t = kZero ? V::offset(plain, V::broadcast(r.zero[0])) : plain;
+          t = V::scale(t, V::broadcast(r.scale[0]));
+          EQQ_DECODE(kOneScale, t, 0, common.index);
+        }
+        break;
+      case kUniform:
+        EQQ_DECODE(kUniform, plain, (i - origin) * step, common.index);
+        break;
+      case kBy32:
+        EQQ_DECODE(kBy32, plain, (i - origin) * step, common.index);
+        break;
+      case kBy16:
+        EQQ_DECODE(kBy16, plain, (i - origin) * step, common.index);
+        break;
+      case kAnyBlock:
+        EQQ_DECODE(kAnyBlock, plain, i * s.codes / p.block_size - origin * s.codes / p.block_size,
+                   common.index + i * s.codes);
+        break;
+    }
+#undef EQQ_DECODE
+    if (last > s.whole) decode_tail<kBits, kValues, kZero>(p, s, shared, row, scratch, out + (s.whole - first) * s.codes);
+  }
+
+  // Decodes the last segment, which is cut short.
+  template <int kBits, int kValues, bool kZero>
+  static void decode_tail(const Problem& p, const Shape& s, const void* shared, int64_t row, float* scratch, float* out) {
+    const Shared common = open_shared(s, shared);
+    const int64_t at = (indices(s) - 1) * s.codes;
+    uint8_t bytes[kSegment] = {0};
+    memcpy(bytes, p.codes + row * p.words + s.whole * kSegment, s.tail_bytes);
+    const float* values = table256(shared);
+    const RowScales r = row_scales(p, s, row, s.whole, s.segments, scratch);
+    decode_segment<kBits, kValues, kAnyBlock, kZero, true>(bytes, values, V::table(values), r.scale, r.zero,
+                                                           common.index + at, common.mask + at, out);
+  }
+
+  using DecodeRow = void (*)(const Problem&, const Shape&, const void*, int64_t, int64_t, int64_t, RowScales, int64_t,
+                             float*, float*);
+
+  static DecodeRow row_decoder(const Problem& p) {
+    const bool zero = p.zero_point != nullptr;
+    switch (p.bits) {
+      case 1: return zero ? decode_row<1, 0, true> : decode_row<1, 0, false>;
+      case 2: return zero ? decode_row<2, 0, true> : decode_row<2, 0, false>;
+      case 4: return zero ? decode_row<4, 0, true> : decode_row<4, 0, false>;
+    }
+    switch (p.values) {
+      case kValueInteger: return zero ? decode_row<8, kValueInteger, true> : decode_row<8, kValueInteger, false>;
+      case kValueE4M3: return zero ? decode_row<8, kValueE4M3, true> : decode_row<8, kValueE4M3, false>;
+      case kValueE5M2: return zero ? decode_row<8, kValueE5M2, true> : decode_row<8, kValueE5M2, false>;
+    }
+    return zero ? decode_row<8, kValueTable, true> : decode_row<8, kValueTable, false>;
+  }
+
+  //
+  // One row of x: decoding and multiplying at once, nothing is written
+  //
+
+  // The products of `kRows` rows of whole segments `first` to `last`, added to `sums`. `scale[r]` are those rows'.
+  template <int kBits, int kValues, Mode kMode, bool kZero, int kRows>
+  static void dot(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t step, int64_t segments,
+                  const float* values, const float* x, F* sums) {
+    const Table plain = V::table(values);
+    const F offset = V::broadcast(values[0]);
+    Table tables[kRows];
+    for (int r = 0; r < kRows; ++r) tables[r] = kZero && kMode == kOneScale && kBits < 8
+                                                    ? V::offset(plain, V::broadcast(scales[r].zero[0]))
+                                                    : plain;
+    F acc[kRows], more[kRows];
+    for (int r = 0; r < kRows; ++r) acc[r] = more[r] = V::zero();
+    for (int64_t i = 0; i < segments; ++i) {
+      for (int r = 0; r < kRows; ++r) V::prefetch(bytes[r] + i * kSegment + ahead);
+      if constexpr (kBits == 8) {
+        constexpr int kVectors = 64 / L, kGrain = 64 / per_plane(kMode) / L;
+        F part[kRows];
+        for (int r = 0; r < kRows; ++r) part[r] = V::zero();
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+          const F xs = V::load(x + i * 64 + v * L);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) {
+            F w = decode_bytes<kValues>(bytes[r] + i * 64 + v * L, values, offset);
+            const int64_t g = kMode == kOneScale ? 0 : i * step + v / kGrain;
+            if (kZero) w = V::sub(w, V::broadcast(scales[r].zero[g]));
+            if (kMode == kOneScale) {
+              if (v % 2) {
+                more[r] = V::fma(w, xs, more[r]);
+              } else {
+                acc[r] = V::fma(w, xs, acc[r]);
+              }
+            } else {
+              part[r] = v % kGrain ? V::fma(w, xs, part[r]) : V::mul(w, xs);
+              if (v % kGrain == kGrain - 1) acc[r] = V::fma(part[r], V::broadcast(scales[r].scale[g]), acc[r]);
+            }
+          }
+        }
+      } else {
+        constexpr int kPlanes = 8 / kBits;
+        for (int h = 0; h < kHalves; ++h) {
+          const typename V::Lanes lanes = V::lanes(h, per_plane(kMode));
+          I codes[kRows];
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) codes[r] = V::bytes(bytes[r] + i * kSegment + 4 * L * h);
+          dot_planes<kBits, kMode, kZero, kRows, 0>(codes, lanes, tables, scales, i * step,
+                                                    x + i * 64 * kPlanes + h * kPlanes * 4 * L, acc, more);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) sums[r] = V::add(sums[r], V::add(acc[r], more[r]));
+  }
+
+  template <int kBits, Mode kMode, bool kZero, int kRows, int kPlaneIndex>
+  EQQ_INLINE void dot_planes(const I* codes, typename V::Lanes lanes, const Table* tables, const RowScales* scales,
+                             int64_t at, const float* x, F* acc, F* more) {
+    if constexpr (kPlaneIndex < 8 / kBits) {
+      const F x0 = V::load(x + (4 * kPlaneIndex + 0) * L), x1 = V::load(x + (4 * kPlaneIndex + 1) * L);
+      const F x2 = V::load(x + (4 * kPlaneIndex + 2) * L), x3 = V::load(x + (4 * kPlaneIndex + 3) * L);
+      constexpr int kShift = kPlaneIndex * kBits;
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        Table t = tables[r];
+        F z = V::zero();
+        if (kZero && kMode == kUniform) t = V::offset(t, V::broadcast(scales[r].zero[at + kPlaneIndex]));
+        if (kZero && per_plane(kMode) > 1) z = V::spread(scales[r].zero + at + per_plane(kMode) * kPlaneIndex, lanes);
+        F w0 = V::lookup(t, V::template shift<kShift>(codes[r]));
+        F w1 = V::lookup(t, V::template shift<kShift + 8>(codes[r]));
+        F w2 = V::lookup(t, V::template shift<kShift + 16>(codes[r]));
+        F w3 = V::lookup(t, V::template shift<kShift + 24>(codes[r]));
+        if (kZero && per_plane(kMode) > 1) {
+          w0 = V::sub(w0, z);
+          w1 = V::sub(w1, z);
+          w2 = V::sub(w2, z);
+          w3 = V::sub(w3, z);
+        }
+        if (kMode == kOneScale) {
+          acc[r] = V::fma(w2, x2, V::fma(w0, x0, acc[r]));
+          more[r] = V::fma(w3, x3, V::fma(w1, x1, more[r]));
+        } else {
+          const F part = V::fma(w3, x3, V::fma(w2, x2, V::fma(w1, x1, V::mul(w0, x0))));
+          const F s = per_plane(kMode) > 1 ? V::spread(scales[r].scale + at + per_plane(kMode) * kPlaneIndex, lanes)
+                                           : V::broadcast(scales[r].scale[at + kPlaneIndex]);
+          F* sum = kPlaneIndex % 2 ? more : acc;
+          sum[r] = V::fma(part, s, sum[r]);
+        }
+      }
+      dot_planes<kBits, kMode, kZero, kRows, kPlaneIndex + 1>(codes, lanes, tables, scales, at, x, acc, more);
+    }
+  }
+
+  template <int kBits, int kValues, bool kZero, int kRows>
+  EQQ_INLINE void dot_of_mode(const Shape& s, const uint8_t* const* bytes, int64_t ahead, const RowScales* scales,
+                              int64_t segments, const float* values, const float* x, F* sums) {
+    const int64_t step = s.codes / s.grain;
+    if (s.mode == kOneScale) {
+      dot<kBits, kValues, kOneScale, kZero, kRows>(bytes, ahead, scales, 0, segments, values, x, sums);
+    } else if (s.mode == kBy32) {
+      dot<kBits, kValues, kBy32, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
+    } else if (s.mode == kBy16) {
+      dot<kBits, kValues, kBy16, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
+    } else {
+      dot<kBits, kValues, kUniform, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
+    }
+  }
+
+  // Rows `row` to `row + count` of the weight (rows of all batches in one count), at most `kDotRows`.
+  template <int kBits, int kValues, bool kZero>
+  static void dot_rows(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t row, int64_t count,
+                       float* own, float* results) {
+    constexpr int kRows = V::kDotRows;
+    const float* values = table256(shared);
+    const int64_t chunk = scale_segments(s), room = 2 * scale_room(p, s, chunk);
+    F sums[kRows];
+    for (int r = 0; r < kRows; ++r) sums[r] = V::zero();
+    float factor[kRows];
+    RowScales scales[kRows];
+    for (int64_t first = 0; first < s.whole; first += chunk) {
+      const int64_t last = min64(first + chunk, s.whole);
+      const uint8_t* bytes[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t at = row + min64(r, count - 1);  // past the end the last row again
+        bytes[r] = p.codes + at * p.words + first * kSegment;
+        scales[r] = row_scales(p, s, at, first, last, own + r * room);
+        factor[r] = s.mode == kOneScale ? scales[r].scale[0] : 1.0f;
+      }
+      const float* xs = x + first * s.codes;
+      const int64_t ahead = kRows * p.words;
+      if (count == 1) {
+        dot_of_mode<kBits, kValues, kZero, 1>(s, bytes, ahead, scales, last - first, values, xs, sums);
+      } else {
+        dot_of_mode<kBits, kValues, kZero, kRows>(s, bytes, ahead, scales, last - first, values, xs, sums);
+      }
+    }
+    for (int64_t r = 0; r < count; ++r) results[r] = V::sum(sums[r]) * (s.whole > 0 ? factor[r] : 0.0f);
+    if (s.segments == s.whole) return;
+    float* tail = own + kRows * room;
+    for (int64_t r = 0; r < count; ++r) {
+      decode_tail<kBits, kValues, kZero>(p, s, shared, row + r, own, tail);
+      F sum = V::zero();
+      for (int64_t i = 0; i < s.codes; i += L) sum = V::fma(V::load(tail + i), V::load(x + s.whole * s.codes + i), sum);
+      results[r] += V::sum(sum);
+    }
+  }
+
+  using DotRows = void (*)(const Problem&, const Shape&, const void*, const float*, int64_t, int64_t, float*, float*);
+
+  static DotRows dot_kernel(const Problem& p) {
+    const bool zero = p.zero_point != nullptr;
+    switch (p.bits) {
+      case 1: return zero ? dot_rows<1, 0, true> : dot_rows<1, 0, false>;
+      case 2: return zero ? dot_rows<2, 0, true> : dot_rows<2, 0, false>;
+      case 4: return zero ? dot_rows<4, 0, true> : dot_rows<4, 0, false>;
+    }
+    switch (p.values) {
+      case kValueInteger: return zero ? dot_rows<8, kValueInteger, true> : dot_rows<8, kValueInteger, false>;
+      case kValueE4M3: return zero ? dot_rows<8, kValueE4M3, true> : dot_rows<8, kValueE4M3, false>;
+      case kValueE5M2: return zero ? dot_rows<8, kValueE5M2, true> : dot_rows<8, kValueE5M2, false>;
+    }
+    return zero ? dot_rows<8, kValueTable, true> : dot_rows<8, kValueTable, false>;
+  }
+
+  //
+  // Few rows of x: lanes run along k
+  //
+
+  // sums[m][r] += w[r][:] . x[m][:], for `kRows` decoded rows and `kM` rows of `x`.
+  template <int kRows, int kM>
+  static void few_micro(const float* w, const float* x, int64_t x_row, int64_t length, float* sums) {
+    F acc[kRows][kM];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) acc[r][m] = V::load(sums + (r * kM + m) * L);
+    for (int64_t i = 0; i < length; i += L) {
+      F ws[kRows];
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) ws[r] = V::load(w + r * kChunkStride + i);
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) {
+        const F xs = V::load(x + m * x_row + i);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) acc[r][m] = V::fma(ws[r], xs, acc[r][m]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) V::store(sums + (r * kM + m) * L, acc[r][m]);
+  }
+
+  using FewMicro = void (*)(const float*, const float*, int64_t, int64_t, float*);
+
+  EQQ_INLINE FewMicro few_kernel(int64_t m) {
+    return few_of<V::kFewGroup>(m);
+  }
+
+  template <int kM>
+  EQQ_INLINE FewMicro few_of(int64_t m) {
+    if constexpr (kM > 1)
+      if (m < kM) return few_of<kM - 1>(m);
+    return few_micro<V::kFewTile, kM>;
+  }
+
+  //
+  // Many rows: lanes run along the results
+  //
+
+  // c[i][:] += sum over p of a[i][p] b[p][:], for `kRows` rows of `kVectors` vectors. The sum is made first: short sums
+  // are more exact than one long one.
+  template <int kVectors, int kRows, int64_t kStride>
+  static void tile(const float* a, const float* b, int64_t b_row, int64_t length, float* c, int64_t c_row) {
+    F acc[kRows][kVectors];
+#pragma GCC unroll 32
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) acc[i][v] = V::zero();
+    for (int64_t p = 0; p < length; ++p) {
+      F bs[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) bs[v] = V::load(b + p * b_row + v * L);
+#pragma GCC unroll 32
+      for (int i = 0; i < kRows; ++i) {
+        const F as = V::broadcast(a[i * kStride + p]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) acc[i][v] = V::fma(as, bs[v], acc[i][v]);
+      }
+    }
+#pragma GCC unroll 32
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v)
+        V::store(c + i * c_row + v * L, V::add(V::load(c + i * c_row + v * L), acc[i][v]));
+  }
+
+  // The same for any number of rows up to `kRows`.
+  template <int kVectors, int kRows, int64_t kStride>
+  EQQ_INLINE void tile_rows(int64_t rows, const float* a, const float* b, int64_t b_row, int64_t length,
+                            float* c, int64_t c_row) {
+    if constexpr (kRows == 1) {
+      tile<kVectors, 1, kStride>(a, b, b_row, length, c, c_row);
+    } else {
+      if (rows >= kRows) {
+        tile<kVectors, kRows, kStride>(a, b, b_row, length, c, c_row);
+      } else {
+        tile_rows<kVectors, kRows - 1, kStride>(rows, a, b, b_row, length, c, c_row);
+      }
+    }
+  }
+
+  template <int kVectors, int kRows, int64_t kStride>
+  static void tiles(int64_t rows, const float* a, const float* b, int64_t b_row, int64_t length, float* c,
+                    int64_t c_row) {
+    for (int64_t i = 0; i < rows; i += kRows)
+      tile_rows<kVectors, kRows, kStride>(rows - i, a + i * kStride, b, b_row, length, c + i * c_row, c_row);
+  }
+
+  //
+  // The plan
+  //
+
+  struct Detail {
+    int64_t method;
+    int64_t rows;         // of the weight in a unit; of `kTransposed` segments
+    int64_t chunks;       // units along the weight
+    int64_t row_blocks;   // units along the rows of `x`
+    int64_t x_batch;      // packed floats of one batch
+    int64_t m_padded;     // rows of packed `x`, or with panels their lanes
+    int64_t scales;       // where in the scratch memory of a thread scales are decoded, and results summed
+    int64_t sums;
+    int64_t x_parts;      // parts of the preparation of one batch
+  };
+
+  EQQ_INLINE int64_t scale_segments(const Shape& s) { return kScaleChunk / s.codes; }
+
+  EQQ_INLINE int64_t chunk_segments(const Shape& s) { return kChunk / s.codes; }
+
+  static void plan(const Problem* problem, int64_t threads, Plan* out) {
+    const Problem& p = *problem;
+    const Shape s = shape_of(p);
+    Detail d;
+    d.method = p.transpose ? kTransposed : p.m == 1 ? kDot : p.m <= V::kFewRows ? kFew : kPanels;
+    d.row_blocks = 1;
+    const int64_t wanted = 4 * threads;  // units, so that threads end at about the same time
+    const int64_t outer = p.transpose ? s.segments : p.n;
+    int64_t grain = 1, most = 1;
+    int64_t own = 0;
+    const int64_t scale_bytes = aligned(4 * 2 * scale_room(p, s, scale_segments(s)));  // of one row
+    d.x_parts = 1;
+    if (d.method == kDot) {
+      grain = V::kDotRows;
+      most = 64;
+      d.m_padded = 1;
+      d.x_batch = s.padded;
+      d.scales = d.sums = 0;
+      own = aligned(4 * (V::kDotRows * 2 * scale_room(p, s, scale_segments(s)) + s.codes));
+    } else if (d.method == kFew) {
+      grain = V::kFewTile;
+      most = 16 * grain;
+      d.m_padded = p.m;
+      d.x_batch = p.m * s.padded;
+      d.scales = aligned(4 * V::kFewTile * kChunkStride);
+      d.sums = d.scales + (V::kFewTile + 1) * scale_bytes;
+      own = d.sums + aligned(4 * V::kFewTile * V::kFewRows * L);
+    } else if (d.method == kPanels) {
+      grain = V::kTileRows;
+      most = kMostRows;
+      d.m_padded = div_up(p.m, L) * L;
+      d.x_batch = d.m_padded * s.padded;
+      d.row_blocks = div_up(d.m_padded, kRowBlock);
+    } else {
+      most = max64(1, (p.m <= V::kWideRows ? 1024 : 512) / s.codes);
+      d.m_padded = p.m;
+      d.x_batch = div_up(p.n, kRowChunk) * p.m * kRowChunkStride;
+      d.row_blocks = div_up(p.m, kRowBlock);
+    }
+    const int64_t others = p.batch * d.row_blocks;
+    int64_t rows = div_up(outer * others, max64(wanted, 1));
+    // A unit is at least so large that handing it to a thread costs little.
+    const int64_t cost = p.m * (p.transpose ? p.n * s.codes : p.k);
+    rows = max64(rows, (int64_t(1) << 17) / max64(cost, 1));
+    rows = max64(min64(div_up(min64(rows, outer), grain) * grain, most), grain);
+    d.rows = rows;
+    d.chunks = div_up(outer, rows);
+    if (d.method == kPanels) {
+      d.scales = aligned(4 * rows * kChunkStride);
+      d.sums = d.scales + (rows + 1) * scale_bytes;
+      own = d.sums + aligned(4 * rows * min64(d.m_padded, kRowBlock));
+    } else if (d.method == kTransposed) {
+      const int64_t width = rows * s.codes;
+      d.scales = aligned(4 * kRowChunk * width);
+      d.sums = d.scales + 2 * aligned(4 * 2 * scale_room(p, s, rows));
+      own = d.sums + aligned(4 * min64(p.m, kRowBlock) * width);
+    }
+    const int64_t floats = d.x_batch * p.batch;
+    d.x_parts = p.transpose ? min64(p.m, max64(1, d.x_batch >> 16)) : min64(s.segments, max64(1, d.x_batch >> 16));
+    d.x_parts = max64(d.x_parts, 1);
+    out->shared_bytes = shared_header(s) + aligned(4 * floats);
+    out->own_bytes = max64(own, 64);
+    out->parts = 1 + p.batch * d.x_parts;
+    out->units = p.batch * d.row_blocks * d.chunks;
+    memcpy(out->detail, &d, sizeof d);
+  }
+
+  //
+  // Preparation: x as floats in the order of decoding
+  //
+
+  static void prepare(const Problem* problem, const Plan* plan, void* shared, int64_t part) {
+    const Problem& p = *problem;
+    const Shape s = shape_of(p);
+    Detail d;
+    memcpy(&d, plan->detail, sizeof d);
+    const Shared common = open_shared(s, shared);
+    if (part == 0) {
+      float* table = static_cast<float*>(shared);
+      const int codes = 1 << p.bits;
+      for (int i = 0; i < 256; ++i) table[i] = p.table[i % codes];
+      if (s.mode != kAnyBlock && s.segments == s.whole) return;
+      for (int64_t segment = s.mode == kAnyBlock ? 0 : s.whole, at = 0; segment < s.segments; ++segment)
+        for (int64_t i = 0; i < s.codes; ++i, ++at) {
+          const int64_t k = logical(p, s, segment, i);
+          const int64_t first = segment * s.codes / p.block_size;
+          common.index[at] = k < 0 || s.mode == kOneScale ? 0 : static_cast<int32_t>(k / p.block_size - first);
+          common.mask[at] = k < 0 ? 0 : -1;
+        }
+      return;
+    }
+    const int64_t batch = (part - 1) / d.x_parts, piece = (part - 1) % d.x_parts;
+    const int64_t outer = p.transpose ? p.m : s.segments;
+    const int64_t first = outer * piece / d.x_parts, last = outer * (piece + 1) / d.x_parts;
+    float* out = common.x + batch * d.x_batch;
+    switch (p.x_type) {
+      case kFloat32: pack<kFloat32>(p, s, d, batch, first, last, out); break;
+      case kBFloat16: pack<kBFloat16>(p, s, d, batch, first, last, out); break;
+      default: pack<kFloat16>(p, s, d, batch, first, last, out); break;
+    }
+  }
+
+  template <int kType>
+  EQQ_INLINE float read(const void* x, int64_t at) {
+    if (kType == kFloat32) return static_cast<const float*>(x)[at];
+    const uint16_t bits = static_cast<const uint16_t*>(x)[at];
+    return kType == kBFloat16 ? V::one_bf16(bits) : V::one_f16(bits);
+  }
+
+  template <int kType>
+  static void pack(const Problem& p, const Shape& s, const Detail& d, int64_t batch, int64_t first, int64_t last,
+                   float* out) {
+    const int64_t base = batch * p.x_batch;
+    if (p.transpose) {
+      for (int64_t m = first; m < last; ++m)
+        for (int64_t n = 0; n < p.n; ++n)
+          out[(n / kRowChunk * p.m + m) * kRowChunkStride + n % kRowChunk] =
+              read<kType>(p.x, base + m * p.x_row + n * p.x_column);
+      return;
+    }
+    for (int64_t segment = first; segment < last; ++segment) {
+      int32_t order[512];
+      for (int64_t i = 0; i < s.codes; ++i) {
+        const int64_t k = logical(p, s, segment, i);
+        order[i] = k < 0 ? -1 : static_cast<int32_t>(k - segment * s.codes);
+      }
+      const int64_t start = base + segment * s.codes * p.x_column;
+      if (d.method != kPanels) {
+        for (int64_t m = 0; m < p.m; ++m) {
+          float* row = out + m * s.padded + segment * s.codes;
+          const int64_t from = start + m * p.x_row;
+          for (int64_t i = 0; i < s.codes; ++i) row[i] = order[i] < 0 ? 0.0f : read<kType>(p.x, from + order[i] * p.x_column);
+        }
+        continue;
+      }
+      // A panel is two vectors of rows; the last may be one.
+      for (int64_t m = 0; m < d.m_padded; m += 2 * L) {
+        const int64_t width = min64(2 * L, d.m_padded - m), rows = min64(width, p.m - m);
+        float* panel = out + m * s.padded + segment * s.codes * width;
+        for (int64_t i = 0; i < s.codes; ++i, panel += width) {
+          const int64_t from = start + order[i] * p.x_column + m * p.x_row;
+          const int64_t some = order[i] < 0 ? 0 : rows;
+          for (int64_t r = 0; r < some; ++r) panel[r] = read<kType>(p.x, from + r * p.x_row);
+          for (int64_t r = some; r < width; ++r) panel[r] = 0.0f;
+        }
+      }
+    }
+  }
+
+  //
+  // Units
+  //
+
+  static void run(const Problem* problem, const Plan* plan, const void* shared, void* own, int64_t unit) {
+    const Problem& p = *problem;
+    const Shape s = shape_of(p);
+    Detail d;
+    memcpy(&d, plan->detail, sizeof d);
+    const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
+    const float* x = open_shared(s, shared).x + batch * d.x_batch;
+    const int64_t first = chunk * d.rows, outer = p.transpose ? s.segments : p.n;
+    const int64_t count = min64(d.rows, outer - first);
+    switch (d.method) {
+      case kDot: return run_dot(p, s, shared, x, batch, first, count, static_cast<float*>(own));
+      case kFew: return run_few(p, s, d, shared, x, batch, first, count, static_cast<char*>(own));
+      case kPanels: return run_panels(p, s, d, shared, x, batch, block, first, count, static_cast<char*>(own));
+      default: return run_transposed(p, s, d, shared, x, batch, block, first, count, static_cast<char*>(own));
+    }
+  }
+
+  EQQ_INLINE void write(const Problem& p, int64_t at, float value) {
+    if (p.x_type == kFloat32) {
+      static_cast<float*>(p.y)[at] = value;
+    } else {
+      static_cast<uint16_t*>(p.y)[at] = p.x_type == kBFloat16 ? V::one_to_bf16(value) : V::one_to_f16(value);
+    }
+  }
+
+  static void run_dot(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t batch, int64_t first,
+                      int64_t count, float* own) {
+    const DotRows kernel = dot_kernel(p);
+    const bool fused = s.mode != kAnyBlock;
+    for (int64_t r = 0; r < count; r += V::kDotRows) {
+      float results[V::kDotRows];
+      const int64_t rows = min64(V::kDotRows, count - r);
+      if (fused) {
+        kernel(p, s, shared, x, batch * p.n + first + r, rows, own, results);
+      } else {
+        const DecodeRow decode = row_decoder(p);
+        float* segment = own + V::kDotRows * 2 * scale_room(p, s, scale_segments(s));
+        for (int64_t i = 0; i < rows; ++i) {
+          F sum = V::zero();
+          for (int64_t at = 0; at < s.segments; ++at) {
+            const int64_t row = batch * p.n + first + r + i;
+            const RowScales scales = row_scales(p, s, row, at, at + 1, own);
+            decode(p, s, shared, row, at, at + 1, scales, at, own + scale_room(p, s, scale_segments(s)) * 2, segment);
+            for (int64_t j = 0; j < s.codes; j += L)
+              sum = V::fma(V::load(segment + j), V::load(x + at * s.codes + j), sum);
+          }
+          results[i] = V::sum(sum);
+        }
+      }
+      for (int64_t i = 0; i < rows; ++i) write(p, batch * p.y_batch + (first + r + i) * p.y_column, results[i]);
+    }
+  }
+
+  static void run_few(const Problem& p, const Shape& s, const Detail& d, const void* shared, const float* x,
+                      int64_t batch, int64_t first, int64_t count, char* own) {
+    constexpr int kRows = V::kFewTile;
+    float* decoded = reinterpret_cast<float*>(own);
+    float* scales = reinterpret_cast<float*>(own + d.scales);
+    float* sums = reinterpret_cast<float*>(own + d.sums);
+    const DecodeRow decode = row_decoder(p);
+    // Groups are about equally large.
+    const int64_t group = div_up(p.m, div_up(p.m, V::kFewGroup));
+    const int64_t step = chunk_segments(s), scales_step = scale_segments(s);
+    const int64_t room = 2 * scale_room(p, s, scales_step);
+    for (int64_t r = 0; r < count; r += kRows) {
+      const int64_t rows = min64(kRows, count - r), row = batch * p.n + first + r;
+      memset(sums, 0, 4 * kRows * p.m * L);
+      RowScales scale[kRows];
+      int64_t origin = 0;
+      for (int64_t segment = 0; segment < s.segments; segment += step) {
+        const int64_t end = min64(segment + step, s.segments);
+        for (int64_t i = 0; i < kRows; ++i) {
+          const int64_t at = row + min64(i, rows - 1);
+          if (segment % scales_step == 0) {
+            origin = segment;
+            scale[i] = whole_scales(p, s, at, segment, scales + (i + 1) * room);
+          }
+          const int64_t next = min64(at + kRows, batch * p.n + p.n - 1);
+          for (int64_t j = segment; j < min64(end, s.whole); ++j) V::prefetch(p.codes + next * p.words + j * kSegment);
+          decode(p, s, shared, at, segment, end, scale[i], origin, scales, decoded + i * kChunkStride);
+        }
+        for (int64_t m = 0; m < p.m; m += group)
+          few_kernel(min64(group, p.m - m))(decoded, x + m * s.padded + segment * s.codes, s.padded,
+                                            (end - segment) * s.codes, sums + m * kRows * L);
+      }
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t m = 0; m < p.m; ++m) {
+          const int64_t start = m / group * group, width = min64(group, p.m - start);
+          const float sum = V::sum(V::load(sums + (start * kRows + i * width + m - start) * L));
+          write(p, batch * p.y_batch + m * p.y_row + (first + r + i) * p.y_column, sum);
+        }
+    }
+  }
+
+  static void run_panels(const Problem& p, const Shape& s, const Detail& d, const void* shared, const float* x,
+                         int64_t batch, int64_t block, int64_t first, int64_t count, char* own) {
+    float* decoded = reinterpret_cast<float*>(own);
+    float* scales = reinterpret_cast<float*>(own + d.scales);
+    float* sums = reinterpret_cast<float*>(own + d.sums);
+    const DecodeRow decode = row_decoder(p);
+    const int64_t start = block * kRowBlock, rows = min64(kRowBlock, d.m_padded - start);
+    const int64_t step = chunk_segments(s), scales_step = scale_segments(s);
+    const int64_t room = 2 * scale_room(p, s, scales_step);
+    memset(sums, 0, 4 * count * rows);
+    RowScales scale[kMostRows];
+    int64_t origin = 0;
+    for (int64_t segment = 0; segment < s.segments; segment += step) {
+      const int64_t end = min64(segment + step, s.segments), length = (end - segment) * s.codes;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t row = batch * p.n + first + i;
+        if (segment % scales_step == 0) {
+          origin = segment;
+          scale[i] = whole_scales(p, s, row, segment, scales + (i + 1) * room);
+        }
+        decode(p, s, shared, row, segment, end, scale[i], origin, scales, decoded + i * kChunkStride);
+      }
+      for (int64_t m = 0; m < rows; m += 2 * L) {
+        const int64_t lanes = min64(2 * L, rows - m);
+        const float* panel = x + (start + m) * s.padded + segment * s.codes * lanes;
+        if (lanes == L) {
+          tiles<1, V::kTileRows1, kChunkStride>(count, decoded, panel, L, length, sums + m, rows);
+        } else {
+          tiles<2, V::kTileRows, kChunkStride>(count, decoded, panel, 2 * L, length, sums + m, rows);
+        }
+      }
+    }
+    const int64_t base = batch * p.y_batch + start * p.y_row + first * p.y_column, real = min64(rows, p.m - start);
+    if (p.y_row == 1) {
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t m = 0; m < real; ++m) write(p, base + m + i * p.y_column, sums[i * rows + m]);
+    } else {
+      for (int64_t m = 0; m < real; ++m)
+        for (int64_t i = 0; i < count; ++i) write(p, base + m * p.y_row + i * p.y_column, sums[i * rows + m]);
+    }
+  }
+
+  static void run_transposed(const Problem& p, const Shape& s, const Detail& d, const void* shared, const float* x,
+                             int64_t batch, int64_t block, int64_t first, int64_t count, char* own) {
+    float* decoded = reinterpret_cast<float*>(own);
+    float* scales = reinterpret_cast<float*>(own + d.scales);
+    float* sums = reinterpret_cast<float*>(own + d.sums);
+    const DecodeRow decode = row_decoder(p);
+    const int64_t start = block * kRowBlock, rows = min64(kRowBlock, p.m - start), width = count * s.codes;
+    const int64_t room = 2 * scale_room(p, s, d.rows);
+    memset(sums, 0, 4 * rows * width);
+    for (int64_t n = 0; n < p.n; n += kRowChunk) {
+      const int64_t some = min64(kRowChunk, p.n - n);
+      for (int64_t i = 0; i < some; ++i) {
+        const int64_t row = batch * p.n + n + i, end = min64(first + count, s.whole);
+        RowScales r = {scales, scales};
+        if (first < end) r = row_scales(p, s, row, first, end, scales);
+        decode(p, s, shared, row, first, first + count, r, first, scales + room, decoded + i * width);
+      }
+      const float* xs = x + (n / kRowChunk * p.m + start) * kRowChunkStride;
+      if (rows <= V::kWideRows) {
+        for (int64_t c = 0; c < width; c += 4 * L) tiles<4, V::kWideRows, kRowChunkStride>(rows, xs, decoded + c, width, some, sums + c, width);
+      } else {
+        for (int64_t c = 0; c < width; c += 2 * L) tiles<2, V::kTileRows, kRowChunkStride>(rows, xs, decoded + c, width, some, sums + c, width);
+      }
+    }
+    for (int64_t segment = first; segment < first + count; ++segment)
+      for (int64_t i = 0; i < s.codes; ++i) {
+        const int64_t k = logical(p, s, segment, i);
+        if (k < 0) continue;
+        const int64_t base = batch * p.y_batch + start * p.y_row + k * p.y_column;
+        const float* from = sums + (segment - first) * s.codes + i;
+        for (int64_t m = 0; m < rows; ++m) write(p, base + m * p.y_row, from[m * width]);
+      }
+  }
+};
+
+}  // namespace
+
+#endif  // EQQUANT_KERNELS_H_

@@ -1,0 +1,79 @@
+// The driver of a product: checks it, asks an instruction set for a plan, and has threads work on it.
+#ifndef EQQUANT_MATMUL_H_
+#define EQQUANT_MATMUL_H_
+
+#include <stddef.h>
+
+#include <atomic>
+#include <memory>
+#include <thread>
+
+#include "isa.h"
+
+// What is wrong with a problem, as a sentence in `text`; or null. Reads no array.
+const char* check_problem(const Problem& problem, char* text, size_t room);
+
+// Zeroed only where it must be; null where there is no memory.
+void* allocate_aligned(int64_t bytes);
+void free_aligned(void* memory);
+
+// Runs `work(unit, worker)` for every unit below `units`, in the calling thread and in tasks of `pool`, and returns
+// when all are done.
+//
+// It cannot deadlock, however many callers share the pool: the caller works as well, and waits only for units that some
+// thread has begun. A task that begins later finds nothing to do; it touches nothing but `state`, which it owns a part
+// of, so it may begin long after the caller is gone.
+template <typename Pool, typename Work>
+void run_units(Pool& pool, int64_t units, int64_t workers, const Work& work) {
+  if (workers > units) workers = units;
+  if (workers <= 1) {
+    for (int64_t unit = 0; unit < units; ++unit) work(unit, int64_t{0});
+    return;
+  }
+  struct State {
+    std::atomic<int64_t> next{0}, done{0}, worker{1};
+  };
+  auto state = std::make_shared<State>();
+  const auto loop = [](State& s, const Work* work, int64_t units, int64_t worker) {
+    for (;;) {
+      const int64_t unit = s.next.fetch_add(1, std::memory_order_relaxed);
+      if (unit >= units) return;
+      (*work)(unit, worker);
+      s.done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  const Work* pointer = &work;
+  for (int64_t i = 1; i < workers; ++i) {
+    pool.Schedule([state, pointer, units, loop] {
+      if (state->next.load(std::memory_order_relaxed) >= units) return;
+      loop(*state, pointer, units, state->worker.fetch_add(1, std::memory_order_relaxed));
+    });
+  }
+  loop(*state, pointer, units, 0);
+  for (int spins = 0; state->done.load(std::memory_order_acquire) < units; ++spins) {
+    if (spins > 64) std::this_thread::yield();
+  }
+}
+
+// Computes a product that `check_problem` found nothing wrong with. Whether there was enough memory.
+template <typename Pool>
+bool run_problem(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
+  const MatmulKernel& kernel = isa.matmul;
+  if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
+  if (threads < 1) threads = 1;
+  Plan plan = {};
+  kernel.plan(&problem, threads, &plan);
+  const int64_t workers = plan.units < threads ? plan.units : threads;
+  char* memory = static_cast<char*>(allocate_aligned(plan.shared_bytes + workers * plan.own_bytes));
+  if (memory == nullptr) return false;
+  const Problem* p = &problem;
+  const Plan* q = &plan;
+  run_units(pool, plan.parts, threads, [=](int64_t part, int64_t) { kernel.prepare(p, q, memory, part); });
+  run_units(pool, plan.units, workers, [=](int64_t unit, int64_t worker) {
+    kernel.run(p, q, memory, memory + q->shared_bytes + worker * q->own_bytes, unit);
+  });
+  free_aligned(memory);
+  return true;
+}
+
+#endif  // EQQUANT_MATMUL_H_

@@ -1,0 +1,63 @@
+// One quantized product, as plain C data. What every instruction set is handed; nothing of XLA is known here.
+//
+//   y(b, m, n) = sum over k of x(b, m, k) w(b, n, k)          or with `transpose`
+//   y(b, m, k) = sum over n of x(b, m, n) w(b, n, k),         where
+//   w(b, n, k) = (table[code] - zero_point) * scale * row_scale.
+#ifndef EQQUANT_PROBLEM_H_
+#define EQQUANT_PROBLEM_H_
+
+#include <stdint.h>
+
+enum FloatType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// What the bits of scales mean.
+enum ScaleKind {
+  kScaleFloat32 = 0,
+  kScaleFloat16 = 1,
+  kScaleBFloat16 = 2,
+  kScaleE8M0 = 3,
+  kScaleE4M3 = 4,
+  kScaleE5M2 = 5,
+  kScaleUE4M4 = 6,
+};
+
+// What codes of eight bits stand for, where there is something faster than looking them up.
+enum ValueKind { kValueTable = 0, kValueInteger = 1, kValueE4M3 = 2, kValueE5M2 = 3 };
+
+// How exact a float32 product must be.
+enum Precision {
+  kExact = 0,      // as exact as XLA's own float32 product
+  kThreeTerms = 1  // three products of bfloat16 are enough
+};
+
+// Codes that share a byte stand a plane apart: byte `j` of a segment of 64 bytes holds code `j` of each of `8 / bits`
+// planes of 64 codes, plane 0 in the low bits. A last, shorter segment is split into equal planes the same way.
+enum { kPlane = 64 };
+
+typedef struct Problem {
+  const void* x;              // (batch, m, inner) by strides
+  void* y;                    // (batch, m, outer) by strides, of the type of x
+  const uint8_t* codes;       // (batch, n, words)
+  const void* scale;          // (batch, n, blocks)
+  const float* row_scale;     // (batch, n), or null
+  const uint8_t* zero_point;  // (batch, n, blocks), or null
+  const float* table;         // 2^bits values
+
+  int64_t batch, m, n, k;
+  int64_t words;       // bytes of a row: k * bits / 8, rounded up
+  int64_t blocks;      // scales of a row: k / block_size, rounded up
+  int64_t block_size;  // at most k
+
+  // In elements. Either stride of a matrix may be the one that is 1.
+  int64_t x_batch, x_row, x_column;
+  int64_t y_batch, y_row, y_column;
+
+  int32_t bits;        // 1, 2, 4 or 8
+  int32_t values;      // ValueKind; kValueTable for fewer than 8 bits
+  int32_t scale_kind;  // ScaleKind
+  int32_t x_type;      // FloatType
+  int32_t transpose;   // 0 or 1
+  int32_t precision;   // Precision
+} Problem;
+
+#endif  // EQQUANT_PROBLEM_H_

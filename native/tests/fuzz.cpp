@@ -1,0 +1,316 @@
+// Random small problems of every layout, on every instruction set of this machine, against float64. Built with the
+// sanitizers it also shows that nothing beyond an array is read or written: each has a block of memory of its own size.
+//
+//   fuzz [problems] [seed]
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "matmul.h"
+
+namespace {
+
+using Random = std::mt19937_64;
+
+// What XLA's pool promises, and no more: tasks run at some time, in some thread.
+class Pool {
+ public:
+  explicit Pool(int threads) {
+    for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { loop(); });
+  }
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      done_ = true;
+    }
+    some_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
+  void Schedule(std::function<void()> task) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    some_.notify_one();
+  }
+
+ private:
+  void loop() {
+    for (;;) {
+      std::function<void()> task;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        some_.wait(lock, [this] { return done_ || !tasks_.empty(); });
+        if (tasks_.empty()) return;
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
+      task();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable some_;
+  std::deque<std::function<void()>> tasks_;
+  bool done_ = false;
+  std::vector<std::thread> threads_;
+};
+
+// An array in a block of memory of exactly its size, so that the sanitizer sees whatever goes beyond.
+template <typename T>
+struct Exact {
+  explicit Exact(int64_t n) : size(n), data(new T[n > 0 ? n : 1]()) {}
+  T& operator[](int64_t i) { return data[i]; }
+  int64_t size;
+  std::unique_ptr<T[]> data;
+};
+
+int64_t below(Random& random, int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); }
+bool coin(Random& random, int percent = 50) { return below(random, 100) < percent; }
+float normal(Random& random) { return std::normal_distribution<float>()(random); }
+
+float bits_to_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+
+// A small float from its definition.
+double small_float(uint32_t code, int exponent_bits, int mantissa_bits, int bias, bool is_signed) {
+  const uint32_t mantissa = code & ((1u << mantissa_bits) - 1), exponent = code >> mantissa_bits & ((1u << exponent_bits) - 1);
+  const double value = exponent == 0 ? ldexp(mantissa, 1 - bias - mantissa_bits)
+                                     : ldexp(1 + ldexp(mantissa, -mantissa_bits), static_cast<int>(exponent) - bias);
+  return is_signed && (code >> (exponent_bits + mantissa_bits) & 1) ? -value : value;
+}
+
+double half(uint16_t bits) { return small_float(bits, 5, 10, 15, true); }
+
+double scale_value(int kind, const uint8_t* at) {
+  uint32_t word;
+  uint16_t two;
+  switch (kind) {
+    case kScaleFloat32: memcpy(&word, at, 4); return bits_to_float(word);
+    case kScaleFloat16: memcpy(&two, at, 2); return half(two);
+    case kScaleBFloat16: memcpy(&two, at, 2); return bits_to_float(static_cast<uint32_t>(two) << 16);
+    case kScaleE8M0: return ldexp(1, *at - 127);
+    case kScaleE4M3: return small_float(*at, 4, 3, 7, true);
+    case kScaleE5M2: return small_float(*at, 5, 2, 15, true);
+    default: return small_float(*at, 4, 4, 8, false);
+  }
+}
+
+uint16_t to_half(float value) {  // of ordinary numbers
+  int exponent;
+  const double fraction = frexp(fabs(value), &exponent);
+  if (fraction == 0 || exponent < -13) return 0;
+  const uint32_t mantissa = static_cast<uint32_t>(nearbyint(ldexp(fraction, 11))) - 1024;
+  return static_cast<uint16_t>((value < 0 ? 0x8000 : 0) + (static_cast<uint32_t>(exponent + 14) << 10) + mantissa);
+}
+
+uint16_t to_bfloat16(float value) { return static_cast<uint16_t>((float_to_bits(value) + 0x8000) >> 16); }
+
+// Code `k` of a row, by the definition of the packing.
+int code_at(const uint8_t* row, int64_t length, int bits, int64_t k) {
+  if (bits == 8) return row[k];
+  const int64_t planes = 8 / bits, segment = 64 * planes, whole = length / segment;
+  const int64_t index = k / segment, rest = k % segment;
+  const int64_t plane = index < whole ? 64 : ((length - whole * segment) * bits + 7) / 8;
+  return row[index * 64 + rest % plane] >> (rest / plane * bits) & ((1 << bits) - 1);
+}
+
+struct Made {
+  Problem problem;
+  std::shared_ptr<void> keep;
+  std::vector<double> expected, magnitude;
+  std::string text;
+};
+
+Made make(Random& random) {
+  Made made;
+  Problem& p = made.problem;
+  p = Problem{};
+  const int bits[] = {1, 2, 4, 4, 8, 8};
+  p.bits = bits[below(random, 6)];
+  p.values = p.bits == 8 ? static_cast<int>(below(random, 4)) : 0;
+  p.batch = coin(random, 80) ? 1 : below(random, 4);
+  p.m = coin(random, 40) ? 1 : coin(random) ? below(random, 12) : coin(random, 90) ? below(random, 70) : below(random, 600);
+  p.n = coin(random, 90) ? below(random, 40) : below(random, 300);
+  p.k = coin(random, 70) ? below(random, 700) : coin(random) ? 128 * below(random, 9) : below(random, 3000);
+  const int64_t sizes[] = {16, 32, 64, 128, 256, 48, 1 + below(random, 100), p.k, p.k};
+  p.block_size = sizes[below(random, 9)];
+  if (p.block_size > p.k) p.block_size = p.k;
+  if (p.block_size < 1) p.block_size = 1;
+  p.words = (p.k * p.bits + 7) / 8;
+  p.blocks = (p.k + p.block_size - 1) / p.block_size;
+  p.scale_kind = static_cast<int>(below(random, 7));
+  p.x_type = static_cast<int>(below(random, 3));
+  p.transpose = coin(random, 30);
+  const bool x_turned = coin(random, 30), y_turned = coin(random, 30), zeros = coin(random, 30), rows = coin(random, 20);
+  const int64_t inner = p.transpose ? p.n : p.k, outer = p.transpose ? p.k : p.n;
+  // Rows may be further apart than they are long.
+  const int64_t x_pad = coin(random, 20) ? below(random, 5) : 0, y_pad = coin(random, 20) ? below(random, 5) : 0;
+  p.x_row = x_turned ? 1 : inner + x_pad;
+  p.x_column = x_turned ? p.m + x_pad : 1;
+  p.x_batch = (x_turned ? inner : p.m) * (x_turned ? p.x_column : p.x_row);
+  p.y_row = y_turned ? 1 : outer + y_pad;
+  p.y_column = y_turned ? p.m + y_pad : 1;
+  p.y_batch = (y_turned ? outer : p.m) * (y_turned ? p.y_column : p.y_row);
+
+  struct Arrays {
+    Exact<uint8_t> codes, scale, zero;
+    Exact<float> row_scale, table;
+    Exact<uint8_t> x, y;
+  };
+  const int64_t item = p.x_type == kFloat32 ? 4 : 2, width = p.scale_kind == 0 ? 4 : p.scale_kind <= 2 ? 2 : 1;
+  auto arrays = std::make_shared<Arrays>(Arrays{
+      Exact<uint8_t>(p.batch * p.n * p.words), Exact<uint8_t>(p.batch * p.n * p.blocks * width),
+      Exact<uint8_t>(p.batch * p.n * p.blocks), Exact<float>(p.batch * p.n), Exact<float>(int64_t{1} << p.bits),
+      Exact<uint8_t>(p.batch * p.x_batch * item), Exact<uint8_t>(p.batch * p.y_batch * item)});
+  Arrays& a = *arrays;
+  made.keep = arrays;
+
+  const int codes = 1 << p.bits;
+  for (int i = 0; i < codes; ++i) {
+    switch (p.values) {
+      case kValueInteger: a.table[i] = static_cast<float>(i - 128); break;
+      case kValueE4M3: a.table[i] = (i & 127) == 127 ? NAN : static_cast<float>(small_float(i, 4, 3, 7, true)); break;
+      case kValueE5M2: a.table[i] = (i & 127) >= 124 ? NAN : static_cast<float>(small_float(i, 5, 2, 15, true)); break;
+      default: a.table[i] = normal(random);
+    }
+  }
+  // What stands in padding must not matter, so a code that no weight has may be anything.
+  const bool hole = p.values == kValueTable && coin(random, 30);
+  if (hole) a.table[0] = coin(random) ? NAN : INFINITY;
+  for (int64_t i = 0; i < a.codes.size; ++i) a.codes[i] = static_cast<uint8_t>(random());
+  if (p.values == kValueE4M3 || p.values == kValueE5M2)
+    for (int64_t i = 0; i < a.codes.size; ++i)
+      if ((a.codes[i] & 127) >= 120) a.codes[i] &= 0x8f;
+  if (hole)  // all codes are ones
+    for (int64_t i = 0; i < a.codes.size; ++i) a.codes[i] |= p.bits == 1 ? 255 : p.bits == 2 ? 0x55 : p.bits == 4 ? 0x11 : 1;
+  for (int64_t i = 0; i < a.scale.size / width; ++i) {
+    const float value = 0.5f + 0.1f * fabsf(normal(random));
+    const uint32_t word = float_to_bits(coin(random, 20) ? -value : value);
+    const uint16_t two = p.scale_kind == kScaleFloat16 ? to_half(bits_to_float(word)) : to_bfloat16(bits_to_float(word));
+    switch (p.scale_kind) {
+      case kScaleFloat32: memcpy(&a.scale[4 * i], &word, 4); break;
+      case kScaleFloat16:
+      case kScaleBFloat16: memcpy(&a.scale[2 * i], &two, 2); break;
+      case kScaleE8M0: a.scale[i] = static_cast<uint8_t>(120 + below(random, 12)); break;
+      // The smallest, which are subnormal, among them.
+      case kScaleE5M2: a.scale[i] = static_cast<uint8_t>(below(random, 80) + (coin(random, 20) ? 128 : 0)); break;
+      case kScaleE4M3: a.scale[i] = static_cast<uint8_t>(below(random, 100) + (coin(random, 20) ? 128 : 0)); break;
+      default: a.scale[i] = static_cast<uint8_t>(below(random, 256));
+    }
+  }
+  for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(below(random, codes));
+  for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
+  std::vector<double> x(p.batch * p.x_batch);
+  for (size_t i = 0; i < x.size(); ++i) {
+    const float value = normal(random);
+    if (p.x_type == kFloat32) {
+      memcpy(&a.x[4 * i], &value, 4);
+      x[i] = value;
+    } else {
+      const uint16_t two = p.x_type == kFloat16 ? to_half(value) : to_bfloat16(value);
+      memcpy(&a.x[2 * i], &two, 2);
+      x[i] = p.x_type == kFloat16 ? half(two) : bits_to_float(static_cast<uint32_t>(two) << 16);
+    }
+  }
+  p.x = a.x.data.get();
+  p.y = a.y.data.get();
+  p.codes = a.codes.data.get();
+  p.scale = a.scale.data.get();
+  p.table = a.table.data.get();
+  p.zero_point = zeros ? a.zero.data.get() : nullptr;
+  p.row_scale = rows ? a.row_scale.data.get() : nullptr;
+
+  made.expected.assign(p.batch * p.m * outer, 0);
+  made.magnitude.assign(p.batch * p.m * outer, 0);
+  for (int64_t b = 0; b < p.batch; ++b)
+    for (int64_t n = 0; n < p.n; ++n)
+      for (int64_t k = 0; k < p.k; ++k) {
+        const int64_t row = b * p.n + n, block = row * p.blocks + k / p.block_size;
+        const double value = a.table[code_at(&a.codes[row * p.words], p.k, p.bits, k)];
+        double w = (value - (zeros ? a.zero[block] : 0)) * scale_value(p.scale_kind, &a.scale[block * width]);
+        if (rows) w *= a.row_scale[row];
+        for (int64_t m = 0; m < p.m; ++m) {
+          const double term = x[b * p.x_batch + m * p.x_row + (p.transpose ? n : k) * p.x_column] * w;
+          made.expected[(b * p.m + m) * outer + (p.transpose ? k : n)] += term;
+          made.magnitude[(b * p.m + m) * outer + (p.transpose ? k : n)] += fabs(term);
+        }
+      }
+  char text[300];
+  snprintf(text, sizeof text,
+           "batch %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d x %d transpose %d zeros %d rows %d turned %d%d",
+           static_cast<long>(p.batch), static_cast<long>(p.m), static_cast<long>(p.n), static_cast<long>(p.k), p.bits,
+           p.values, static_cast<long>(p.block_size), p.scale_kind, p.x_type, p.transpose, zeros, rows, x_turned, y_turned);
+  made.text = text;
+  return made;
+}
+
+// Whether the result of `isa` is right, to a few times what rounding explains.
+bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
+  const Problem& p = made.problem;
+  char why[200];
+  if (check_problem(p, why, sizeof why) != nullptr) {
+    printf("refused: %s (%s)\n", why, made.text.c_str());
+    return false;
+  }
+  const int64_t outer = p.transpose ? p.k : p.n;
+  memset(p.y, 0xff, p.batch * p.y_batch * (p.x_type == kFloat32 ? 4 : 2));  // all NaN
+  if (!run_problem(isa, p, pool, threads)) return false;
+  for (int64_t b = 0; b < p.batch; ++b)
+    for (int64_t m = 0; m < p.m; ++m)
+      for (int64_t i = 0; i < outer; ++i) {
+        const int64_t at = b * p.y_batch + m * p.y_row + i * p.y_column, index = (b * p.m + m) * outer + i;
+        double y;
+        if (p.x_type == kFloat32) {
+          y = static_cast<const float*>(p.y)[at];
+        } else {
+          const uint16_t two = static_cast<const uint16_t*>(p.y)[at];
+          y = p.x_type == kFloat16 ? (two & 0x7c00) == 0x7c00 ? copysign(INFINITY, two & 0x8000 ? -1 : 1) : half(two)
+                                   : bits_to_float(static_cast<uint32_t>(two) << 16);
+        }
+        const double expected = made.expected[index];
+        if (p.x_type == kFloat16 && fabs(expected) > 65000 && fabs(y) > 60000) continue;
+        const double rounding = p.x_type == kFloat32 ? 0 : p.x_type == kFloat16 ? 6e-4 * fabs(expected) + 1e-7 : 4.1e-3 * fabs(expected);
+        if (!(fabs(y - expected) <= 4e-6 * made.magnitude[index] + rounding + 1e-30)) {
+          printf("%s: y[%ld, %ld, %ld] is %.9g, not %.9g (%s)\n", isa.name, static_cast<long>(b), static_cast<long>(m),
+                 static_cast<long>(i), y, expected, made.text.c_str());
+          return false;
+        }
+      }
+  return true;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int64_t problems = argc > 1 ? atoll(argv[1]) : 1000;
+  Random random(argc > 2 ? atoll(argv[2]) : 0);
+  Pool pool(3);
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < problems && wrong < 10; ++i) {
+    const Made made = make(random);
+    for (int j = 0; j < num_isas(); ++j) wrong += !right(*isa_at(j), made, pool, 1 + static_cast<int>(i % 4));
+  }
+  printf("%ld problems on", static_cast<long>(problems));
+  for (int j = 0; j < num_isas(); ++j) printf(" %s", isa_at(j)->name);
+  printf(": %ld wrong\n", static_cast<long>(wrong));
+  return wrong > 0;
+}

@@ -1,0 +1,267 @@
+"""`cpu`, the native kernels, against the dense product; and what becomes of products where they are missing."""
+
+import concurrent.futures
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import eqquant as eqq
+from eqquant._matmul import dispatch, native
+from eqquant._matmul.kernels import cpu
+from eqquant._matmul.problem import layout_of
+
+from .helpers import FORMATS, KINDS, primitives, relative_error, ROWS, SWEEP, temp_bytes, weights
+
+
+needs_native = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
+TOLERANCES = {"float32": 1e-6, "bfloat16": 4e-3, "float16": 6e-4}
+
+
+def check(x, q, transpose=False, tol=None, **options):
+    """One product against float64."""
+    layout = layout_of(q.format, q.shape[-1])
+    dtype = jnp.dtype(x.dtype)
+    assert cpu.supports(layout, x.shape[-2], q.shape[-2], dtype, transpose=transpose, precision="default") is None
+    y = cpu.matmul(x, dispatch.pack_arrays(q), layout, transpose=transpose, precision="default", **options)
+    y = jnp.swapaxes(y, -1, -2) if options.get("y_transposed") else y
+    x = jnp.swapaxes(x, -1, -2) if options.get("x_transposed") else x
+    dense = np.asarray(q.dequantize(), np.float64)
+    expected = np.asarray(x, np.float64) @ (dense if transpose else np.swapaxes(dense, -1, -2))
+    assert y.dtype == dtype and y.shape == expected.shape
+    assert relative_error(y, expected) < (tol or TOLERANCES[dtype.name])
+
+
+def check_terms(y, x, w):
+    """The errors are small relative to the terms of the sums, which may cancel where there are few results."""
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    assert np.abs(np.asarray(y) - x @ w).max() < 3e-7 * (np.abs(x) @ np.abs(w)).max()
+
+
+@needs_native
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("name", SWEEP)
+def test_product(getkey, name, m):
+    q = eqq.quantize(weights(getkey(), (72, 582)), FORMATS[name].format)
+    check(weights(getkey(), (m, 582)), q)
+    check(weights(getkey(), (m, 72)), q, transpose=True)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", KINDS)
+def test_dtypes(getkey, name, dtype):
+    q = eqq.quantize(weights(getkey(), (40, 520)), FORMATS[name].format)
+    for m in (1, 3, 40):
+        check(weights(getkey(), (m, 520)).astype(dtype), q)
+        check(weights(getkey(), (m, 40)).astype(dtype), q, transpose=True)
+
+
+@needs_native
+@pytest.mark.parametrize("k", [1, 9, 63, 64, 65, 127, 130, 784, 1030])
+@pytest.mark.parametrize("name", ["nf4", "int8", "int2_affine", "binary", "mxfp4", "nf4_double", "q8_0"])
+def test_ragged_lengths(getkey, name, k):
+    for n in (1, 7, 50):
+        q = eqq.quantize(weights(getkey(), (n, k)), FORMATS[name].format)
+        for m in (1, 2, 33):
+            x, dense = weights(getkey(), (m, k)), q.dequantize()
+            check_terms(eqq.matmul(x, q.T, implementation="cpu"), x, dense.T)
+            x = weights(getkey(), (m, n))
+            check_terms(eqq.matmul(x, q, implementation="cpu"), x, dense)
+
+
+@needs_native
+@pytest.mark.parametrize("block_size", [4, 12, 16, 32, 48, 64, 96, 100, 192, 1000])
+@pytest.mark.parametrize("format", [eqq.Int4, eqq.Int8, eqq.Int2], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_every_block_size(getkey, format, block_size, symmetric):
+    q = eqq.quantize(weights(getkey(), (20, 700)), format(block_size=block_size, symmetric=symmetric))
+    for m in (1, 4, 20):
+        check(weights(getkey(), (m, 700)), q)
+        check(weights(getkey(), (m, 20)), q, transpose=True)
+
+
+@needs_native
+@pytest.mark.parametrize("name", KINDS)
+def test_a_batch_is_one_call(getkey, name):
+    q = eqq.quantize(weights(getkey(), (2, 3, 24, 130)), FORMATS[name].format)
+    x = weights(getkey(), (2, 3, 5, 130))
+    f = jax.jit(lambda x, q: eqq.matmul(x, q.mT, implementation="cpu"))
+    assert f.lower(x, q).as_text().count("stablehlo.custom_call @eqquant_cpu_matmul") == 1
+    expected = np.asarray(x, np.float64) @ np.swapaxes(np.asarray(q.dequantize(), np.float64), -1, -2)
+    assert relative_error(f(x, q), expected) < 1e-6
+
+
+@needs_native
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("m", [1, 4, 40])
+def test_both_orders_of_x_and_y(getkey, m, transpose):
+    q = eqq.quantize(weights(getkey(), (2, 72, 582)), "nf4")
+    inner = 72 if transpose else 582
+    check(weights(getkey(), (2, inner, m)), q, transpose, x_transposed=True)
+    check(weights(getkey(), (2, m, inner)), q, transpose, y_transposed=True)
+    check(weights(getkey(), (2, inner, m)), q, transpose, x_transposed=True, y_transposed=True)
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["nf4", "int8", "binary", "mxfp4"])
+@pytest.mark.parametrize("m", [1, 4, 64])
+def test_as_exact_as_float32(getkey, name, m):
+    """The errors are at most twice those of XLA's own product."""
+    q = eqq.quantize(weights(getkey(), (256, 4096)), FORMATS[name].format)
+    x = weights(getkey(), (m, 4096)) + 0.25
+    dense = q.dequantize()
+    expected = np.asarray(x, np.float64) @ np.asarray(dense, np.float64).T
+    ours = relative_error(eqq.matmul(x, q.T, implementation="cpu", precision="highest"), expected)
+    assert ours < 2 * relative_error(jax.jit(lambda x, w: x @ w.T)(x, dense), expected)
+
+
+@needs_native
+def test_no_dense_weight(getkey):
+    q = eqq.quantize(weights(getkey(), (1024, 1024)), "nf4")
+    f = lambda q, x: eqq.matmul(x, q.T, implementation="cpu")
+    assert temp_bytes(f, q, weights(getkey(), (4, 1024))) < 2**17
+    layers = eqq.quantize(weights(getkey(), (3, 1024, 1024)) / 32, "nf4")
+    g = lambda w, x: jax.lax.scan(lambda x, w: (f(w, x), None), x, w)[0]
+    assert temp_bytes(g, layers, weights(getkey(), (4, 1024))) < 2**20  # a copy of the codes of one layer: 2^19
+    assert "pure_callback" not in primitives(f, q, weights(getkey(), (4, 1024)))
+
+
+@needs_native
+def test_threads_at_once(getkey):
+    """Products that share XLA's threads, called from eight threads, on four devices, small and large."""
+    q = eqq.quantize(weights(getkey(), (600, 900)), "nf4")
+    f = jax.jit(lambda x, q: eqq.matmul(x, q.T, implementation="cpu"))
+    xs = [weights(getkey(), (m, 900)) for m in (1, 5, 70)]
+    expected = [np.asarray(f(x, q)) for x in xs]
+
+    def work(seed):
+        device = jax.devices()[seed % len(jax.devices())]
+        there, operands = jax.device_put(q, device), [jax.device_put(x, device) for x in xs]
+        for i in range(40):
+            x, e = operands[(seed + i) % 3], expected[(seed + i) % 3]
+            np.testing.assert_array_equal(np.asarray(f(x, there)), e)
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+@needs_native
+def test_sharded(getkey):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    q = eqq.quantize(weights(getkey(), (64, 1024)), "nf4")
+    x = weights(getkey(), (8, 1024))
+    put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+    f = jax.jit(lambda x, q: eqq.matmul(x, q.T, implementation="cpu"))
+    expected = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T
+    assert relative_error(f(put(x, P()), jax.device_put(q, NamedSharding(mesh, P("model")))), expected) < 1e-6
+
+
+@needs_native
+def test_random_operands_are_not_crashes(getkey):
+    """XLA hands over what Python gave; a call that does not fit is an error with a sentence."""
+    q = eqq.quantize(weights(getkey(), (8, 256)), "nf4")
+    layout, packed = layout_of(q.format, 256), dispatch.pack_arrays(q)
+    x = weights(getkey(), (2, 256))
+    run = lambda x, packed, layout: cpu.matmul(x, packed, layout, transpose=False, precision="default")
+    for wrong, why in (
+        ((x[:, :255], packed, layout), "x and the weight do not fit"),
+        ((x, packed._replace(codes=packed.codes[:, :100]), layout), "bytes"),
+        ((x, packed._replace(scale=packed.scale[:, :3]), layout), "blocks"),
+        ((x, packed._replace(scale=packed.scale[:7]), layout), "differ in their rows"),
+        ((x, packed._replace(scale=packed.scale.astype(jnp.uint16)), layout), "unsigned integers of the width"),
+        ((x, packed, layout._replace(block_size=0)), "at least one code"),
+        ((x, packed, layout._replace(bits=3)), "1, 2, 4 or 8 bits"),
+        ((x, packed, layout._replace(table=layout.table[:5])), "a value for each code"),
+        ((x.astype(jnp.float8_e4m3fn), packed, layout), "float32, bfloat16 or float16"),
+        ((x, packed._replace(row_scale=jnp.ones((7, 1))), layout), "scales of rows"),
+        ((x, packed._replace(zero_point=jnp.ones((8, 3), jnp.uint8)), layout), "zero points"),
+    ):
+        with pytest.raises(Exception, match=why):
+            jax.block_until_ready(run(*wrong))
+
+
+@needs_native
+@pytest.mark.parametrize("name", native.instruction_sets())
+def test_each_instruction_set(name):
+    """A process of its own for each, since it is chosen when the library is loaded."""
+    code = f"""
+import jax, numpy as np, eqquant as eqq
+from eqquant._matmul import native
+assert native.refusal() is None and native.isa() == {name!r}, (native.refusal(), native.isa())
+for format in ("nf4", "int8", eqq.NVFP4()):
+    for m, k in ((1, 640), (40, 1030)):
+        w = jax.random.normal(jax.random.key(m), (100, k))
+        x = jax.random.normal(jax.random.key(k), (m, k))
+        q = eqq.quantize(w, format)
+        e = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T
+        y = eqq.matmul(x, q.T, implementation="cpu")
+        assert np.linalg.norm(y - e) < 1e-6 * np.linalg.norm(e), (format, m, k)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "EQQUANT_CPU_ISA": name})
+
+
+@needs_native
+def test_an_instruction_set_that_is_not_there():
+    code = """
+import jax.numpy as jnp, eqquant as eqq
+q, x = eqq.quantize(jnp.ones((8, 256)), "nf4"), jnp.ones((2, 256))
+assert (x @ q.T == 256).all()
+print(eqq.explain_matmul(x, q.T).to_dict())
+"""
+    env = {**os.environ, "EQQUANT_CPU_ISA": "abacus"}
+    told = subprocess.run([sys.executable, "-c", code], check=True, env=env, capture_output=True, text=True).stdout
+    assert "EQQUANT_CPU_ISA is abacus, and this machine has generic" in told and "'implementation': 'xla'" in told
+
+
+# Where they are missing
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """As in a new process."""
+    native.refusal.cache_clear()
+    native._open.cache_clear()
+    yield monkeypatch
+    native.refusal.cache_clear()
+    native._open.cache_clear()
+
+
+def falls_back(why):
+    q, x = eqq.quantize(jnp.ones((8, 256)), "nf4"), jnp.ones((2, 256))
+    told = eqq.explain_matmul(x, q.T, platform="cpu")
+    assert told.implementation == "xla" and why in told.verdicts["cpu"]
+    assert "pip install ./native" in told.verdicts["cpu"]
+    assert (np.asarray(x @ q.T) == 256).all()
+
+
+def test_not_installed(fresh):
+    fresh.setitem(sys.modules, "eqquant_cpu", None)
+    falls_back("native kernels are not installed")
+
+
+def test_a_library_that_does_not_load(fresh, tmp_path):
+    path = tmp_path / "kernels.lib"
+    path.write_bytes(b"\x7fELF and no more")
+    fresh.setitem(sys.modules, "eqquant_cpu", types.SimpleNamespace(LIBRARY=path))
+    falls_back("does not load")
+
+
+@needs_native
+def test_of_another_version(fresh):
+    fresh.setattr(native, "VERSION", "9.9.9")
+    falls_back("`eqquant-cpu` is version 0.1.0")
+
+
+@needs_native
+@pytest.mark.parametrize("version", [None, 2, 1000])
+def test_for_another_jaxlib(fresh, version):
+    fresh.setattr(native, "_api_version", lambda: version)
+    falls_back("was built for another jaxlib")

@@ -108,7 +108,7 @@ def _pallas_tpu() -> Any:
 
 
 IMPLEMENTATIONS = {
-    "cpu": _kernel("cpu", _cpu),
+    "cpu": _kernel("cpu", _cpu, batched=True),
     "pallas_gpu": _kernel("cuda", _pallas_gpu),
     "pallas_tpu": _kernel("tpu", _pallas_tpu),
     "xla": _Implementation((), _always, _xla),

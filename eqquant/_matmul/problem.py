@@ -40,7 +40,7 @@ class MatmulProblem(NamedTuple):
 def problem_of(x: Any, w: Any, transpose: bool, precision: Any) -> MatmulProblem:
     """The problem that the operands of the primitive pose: arrays, or what only has their shapes and dtypes."""
     n, k = w.shape[-2:]
-    plain_scales = w.format.scale_format is not None and not isinstance(w.stored_scale, QuantizedArray)
+    plain_scales = w.format.scale_format is not None and not isinstance(w.scale_bits, QuantizedArray)
     return MatmulProblem(x.shape[-2], n, k, jnp.dtype(x.dtype), w.format, transpose, precision, plain_scales)
 
 

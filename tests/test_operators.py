@@ -69,7 +69,7 @@ METHODS = [
     *(("all", ()), ("any", (0,)), ("argmax", (1,)), ("argmin", ()), ("argsort", (0,)), ("clip", (-0.5, 0.5))),
     *(("cumsum", (0,)), ("cumprod", (1,)), ("diagonal", ()), ("flatten", ()), ("ravel", ()), ("round", (1,))),
     *(("sort", (0,)), ("trace", ()), ("repeat", (2, 0)), ("take", (3,)), ("dot", (2.0,)), ("__round__", (1,))),
-    *(("argpartition", (2,)), ("ptp", (0,)), ("view", (jnp.uint32,)), ("compress", ([True, False, True], 0))),
+    *(("argpartition", (2,)), ("ptp", (0,)), ("view", (jnp.uint32,)), ("compress", (np.array([True, False, True]), 0))),
 ]
 
 

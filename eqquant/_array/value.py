@@ -34,7 +34,7 @@ _METHODS = (
     *("all", "any", "argmax", "argmin", "argpartition", "argsort", "choose", "clip", "compress", "cumprod", "cumsum"),
     *("diagonal", "dot", "flatten", "item", "max", "mean", "min", "nonzero", "prod", "ptp", "ravel", "repeat", "round"),
     *("searchsorted", "sort", "squeeze", "std", "sum", "take", "tobytes", "tolist", "trace", "var", "view"),
-    *("__complex__", "__dlpack__", "__dlpack_device__", "__round__"),
+    *("__dlpack__", "__dlpack_device__", "__round__"),
 )
 # What `dir` leaves out: what Equinox and Quax call, and other names of what it shows.
 _NOT_SHOWN = frozenset(("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"))

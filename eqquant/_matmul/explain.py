@@ -27,10 +27,6 @@ class MatmulExplanation(Report):
     implementation: str
     verdicts: dict[str, str]
 
-    def to_dict(self) -> dict[str, Any]:
-        problem = {**self.problem._asdict(), "dtype": str(self.problem.dtype), "format": repr(self.problem.format)}
-        return {**super().to_dict(), "problem": problem}
-
     def __rich__(self) -> Table:
         p = self.problem
         weight = f"({p.m}, {p.n}) . W({p.n}, {p.k})" if p.transpose else f"({p.m}, {p.k}) . W({p.n}, {p.k})^T"

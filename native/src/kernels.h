@@ -777,7 +777,7 @@ struct Kernels {
     d.x_parts = max64(d.x_parts, 1);
     out->shared_bytes = shared_header(s) + aligned(4 * floats);
     out->own_bytes = max64(own, 64);
-    out->parts = 1 + p.batch * d.x_parts;
+    out->parts = p.batch * d.x_parts;
     out->units = p.batch * d.row_blocks * d.chunks;
     memcpy(out->detail, &d, sizeof d);
   }
@@ -796,17 +796,17 @@ struct Kernels {
       float* table = static_cast<float*>(shared);
       const int codes = 1 << p.bits;
       for (int i = 0; i < 256; ++i) table[i] = p.table[i % codes];
-      if (s.mode != kAnyBlock && s.segments == s.whole) return;
-      for (int64_t segment = s.mode == kAnyBlock ? 0 : s.whole, at = 0; segment < s.segments; ++segment)
+      const bool indexed = s.mode == kAnyBlock || s.segments > s.whole;
+      int64_t segment = !indexed ? s.segments : s.mode == kAnyBlock ? 0 : s.whole;
+      for (int64_t at = 0; segment < s.segments; ++segment)
         for (int64_t i = 0; i < s.codes; ++i, ++at) {
           const int64_t k = logical(p, s, segment, i);
           const int64_t first = segment * s.codes / p.block_size;
           common.index[at] = k < 0 || s.mode == kOneScale ? 0 : static_cast<int32_t>(k / p.block_size - first);
           common.mask[at] = k < 0 ? 0 : -1;
         }
-      return;
     }
-    const int64_t batch = (part - 1) / d.x_parts, piece = (part - 1) % d.x_parts;
+    const int64_t batch = part / d.x_parts, piece = part % d.x_parts;
     const int64_t outer = p.transpose ? p.m : s.segments;
     const int64_t first = outer * piece / d.x_parts, last = outer * (piece + 1) / d.x_parts;
     float* out = common.x + batch * d.x_batch;
@@ -835,11 +835,14 @@ struct Kernels {
               read<kType>(p.x, base + m * p.x_row + n * p.x_column);
       return;
     }
+    int32_t order[512];
     for (int64_t segment = first; segment < last; ++segment) {
-      int32_t order[512];
-      for (int64_t i = 0; i < s.codes; ++i) {
-        const int64_t k = logical(p, s, segment, i);
-        order[i] = k < 0 ? -1 : static_cast<int32_t>(k - segment * s.codes);
+      // The same in all segments but the last.
+      if (segment == first || segment >= s.whole) {
+        for (int64_t i = 0; i < s.codes; ++i) {
+          const int64_t k = logical(p, s, segment, i);
+          order[i] = k < 0 ? -1 : static_cast<int32_t>(k - segment * s.codes);
+        }
       }
       const int64_t start = base + segment * s.codes * p.x_column;
       if (d.method != kPanels) {

@@ -70,8 +70,9 @@ NEWEST = jax.__version_info__ >= (0, 11)
 
 def kernel_cases(without: Sequence[str] = ()) -> list[Any]:
     """Formats and numbers of rows to try a kernel on. Pallas interprets slowly, so most of them run only in a sweep."""
-    quick = {*it.product(KINDS, (7, 300)), ("nf4", 1), ("nf4", 16), ("nf4", 64)}
-    cases = it.product((name for name in FORMATS if name not in without), (1, 7, 16, 64, 300))
+    rows = (1, 7, 16, 64, 300)
+    quick = {*it.product(FORMATS, (16,)), *it.product(KINDS, (1, 300)), *it.product(("nf4",), rows)}
+    cases = it.product((name for name in FORMATS if name not in without), rows)
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 

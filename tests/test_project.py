@@ -18,8 +18,9 @@ COMMANDS = re.findall(r"```sh\n(.*?)\n```", (ROOT / "README.md").read_text(), fl
 
 
 def nox(directory, *args):
-    # nox itself is stricter where the environment says that it runs in continuous integration.
+    # Where CI is set, nox is stricter. And it must install nothing for itself.
     env = {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("NOX")}
+    env["NOX_SCRIPT_MODE"] = "none"
     command = [sys.executable, "-m", "nox", "-f", str(directory / "noxfile.py"), *args]
     return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=120)
 

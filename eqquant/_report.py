@@ -5,7 +5,9 @@ import dataclasses
 import io
 import json
 import math
-from typing import Any
+import operator
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import equinox as eqx
 import numpy as np
@@ -19,6 +21,9 @@ WIDTH = 100
 
 class Report(abc.ABC):
     """A result that prints as a table. Programs read its fields, or `to_dict()`, or `to_json()`."""
+
+    # Properties that `to_dict()` holds beside the fields; `"best.name"` for an attribute of one.
+    derived: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def __rich__(self) -> RenderableType:
@@ -67,7 +72,11 @@ def as_plain(x: Any) -> Any:
     """A value as plain Python: reports and their rows as dictionaries, arrays as lists, formats as what they print."""
     if dataclasses.is_dataclass(x) and not isinstance(x, eqx.Module):
         # A field that is not shown holds data for pictures, not results.
-        return {f.name: as_plain(getattr(x, f.name)) for f in dataclasses.fields(x) if f.repr}
+        return _plain_attributes(x, [f.name for f in dataclasses.fields(x) if f.repr])
+    if isinstance(x, tuple) and "_fields" in dir(x):
+        return _plain_attributes(x, type(x)._fields)
+    if isinstance(x, np.dtype):
+        return x.name
     if isinstance(x, dict):
         return {key: as_plain(value) for key, value in x.items()}
     if isinstance(x, (tuple, list)):
@@ -75,6 +84,11 @@ def as_plain(x: Any) -> Any:
     if isinstance(x, (np.ndarray, np.generic)):
         return x.tolist()
     return x if x is None or isinstance(x, (str, int, float)) else repr(x)
+
+
+def _plain_attributes(x: Any, names: Sequence[str]) -> dict[str, Any]:
+    derived = getattr(type(x), "derived", ())
+    return {name.partition(".")[0]: as_plain(operator.attrgetter(name)(x)) for name in (*names, *derived)}
 
 
 def _finite(x: Any) -> Any:

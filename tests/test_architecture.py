@@ -1,6 +1,7 @@
 """How the package is laid out: levels of modules, what they may import, and that everything public is documented."""
 
 import ast
+import importlib
 import inspect
 import operator
 import os
@@ -238,3 +239,37 @@ def test_a_docstring_without_a_place_for_its_part():
 
     with pytest.raises(ValueError, match="The docstring of `f` must have a place for `arguments`. Got none."):
         fill_doc(arguments="- `x`: a number.")(f)
+
+
+# Classes
+
+
+def classes():
+    """Every class of the package that stands in a module, those with a leading underscore included."""
+    for path in MODULES:
+        module = importlib.import_module("eqquant." + name_of(path) if path.stem != "__init__" else "eqquant")
+        for value in vars(module).values():
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                yield value
+
+
+def concrete_methods(cls):
+    """The methods and properties that a class defines itself, without those that are abstract."""
+    for name, value in vars(cls).items():
+        is_method = isinstance(value, types.FunctionType | property | staticmethod | classmethod)
+        if is_method and not getattr(value, "__isabstractmethod__", False):
+            yield name
+
+
+def test_a_concrete_method_is_never_overridden():
+    """Abstract or final, as https://docs.kidger.site/equinox/pattern/ has it."""
+    ours = set(classes())
+    special = {"__init__", "__init_subclass__", "__check_init__", "__post_init__", "__repr__", "__str__", "__rich__"}
+    overridden = [
+        f"{cls.__name__}.{name} overrides that of {base.__name__}"
+        for cls in ours
+        for base in cls.__mro__[1:]
+        if base in ours
+        for name in set(concrete_methods(cls)) & set(concrete_methods(base)) - special
+    ]
+    assert sorted(overridden) == []

@@ -190,7 +190,7 @@ def test_swapaxes(getkey):
 
 def test_a_product_the_wrong_way_round(getkey):
     q = eqq.quantize(weights(getkey(), (8, 64)))
-    with pytest.raises(ValueError, match=r"Got lengths 8 and 64.*`x @ q.T` fits"):
+    with pytest.raises(ValueError, match=r"Got lengths 64 and 8.*`x @ q.T` fits"):
         jnp.ones((3, 64)) @ q
     with pytest.raises(ValueError, match=r"Got lengths 64 and 8.*`q.T @ x` fits"):
         q @ jnp.ones(8)

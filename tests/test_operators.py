@@ -69,7 +69,7 @@ METHODS = [
     *(("all", ()), ("any", (0,)), ("argmax", (1,)), ("argmin", ()), ("argsort", (0,)), ("clip", (-0.5, 0.5))),
     *(("cumsum", (0,)), ("cumprod", (1,)), ("diagonal", ()), ("flatten", ()), ("ravel", ()), ("round", (1,))),
     *(("sort", (0,)), ("trace", ()), ("repeat", (2, 0)), ("take", (3,)), ("dot", (2.0,)), ("__round__", (1,))),
-    *(("argpartition", (2,)), ("ptp", (0,)), ("view", (jnp.uint32,)), ("compress", ([True, False, True], 0))),
+    *(("argpartition", (2,)), ("ptp", (0,)), ("view", (jnp.uint32,)), ("compress", (np.array([True, False, True]), 0))),
 ]
 
 
@@ -100,8 +100,6 @@ def test_as_a_complex_array(q):
     equal(q.real, q.dequantize(), dense=False)
     equal(q.conj(), q.dequantize(), dense=False)
     equal(q.imag, q.dequantize().imag)
-    one = eqq.quantize(jnp.full((1, 1), 2.5), "int8")
-    assert complex(one) == pytest.approx(2.5)
 
 
 def test_memory(q):

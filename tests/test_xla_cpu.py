@@ -42,7 +42,7 @@ def test_every_format(getkey, monkeypatch, name, steps, transpose):
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("k", [1, 63, 64, 128, 129, 600])
-@pytest.mark.parametrize("format", [eqq.Int4(block_size=48), eqq.Int2(block_size=7), eqq.Int8(block_size=96), "binary"])
+@pytest.mark.parametrize("format", [eqq.Int4(block_size=48), eqq.Int2(block_size=20), eqq.Int8(block_size=96), "int2"])
 def test_blocks_and_lengths(getkey, format, k, transpose):
     q = eqq.quantize(weights(getkey(), (5, k)), format)
     x = weights(getkey(), (2, 5 if transpose else k))

@@ -121,6 +121,10 @@ class SimulatedArray(AbstractArrayValue):
         return tuple(self.master.shape)
 
     @property
+    def ndim(self) -> int:
+        return self.master.ndim
+
+    @property
     def dtype(self) -> np.dtype:
         return self.logical_dtype
 

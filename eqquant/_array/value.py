@@ -34,7 +34,7 @@ _METHODS = (
     *("all", "any", "argmax", "argmin", "argpartition", "argsort", "choose", "clip", "compress", "cumprod", "cumsum"),
     *("diagonal", "dot", "flatten", "item", "max", "mean", "min", "nonzero", "prod", "ptp", "ravel", "repeat", "round"),
     *("searchsorted", "sort", "squeeze", "std", "sum", "take", "tobytes", "tolist", "trace", "var", "view"),
-    *("__complex__", "__dlpack__", "__dlpack_device__", "__round__"),
+    *("__dlpack__", "__dlpack_device__", "__round__"),
 )
 # What `dir` leaves out: what Equinox and Quax call, and other names of what it shows.
 _NOT_SHOWN = frozenset(("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"))
@@ -66,6 +66,11 @@ class AbstractArrayValue(quax.ArrayValue):
     def dtype(self) -> np.dtype:
         """The logical dtype: what it dequantizes to."""
 
+    @property
+    @abc.abstractmethod
+    def ndim(self) -> int:
+        """The number of logical axes."""
+
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "..."]:
         """The dense array of `shape` and `dtype`."""
@@ -75,14 +80,22 @@ class AbstractArrayValue(quax.ArrayValue):
         """Permutes the logical axes."""
 
     @abc.abstractmethod
+    def __getitem__(self, index: Any) -> Array:
+        """The dense values at an index."""
+
+    @abc.abstractmethod
+    def astype(self, dtype: Any) -> Any:
+        """The array with another logical dtype."""
+
+    @abc.abstractmethod
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        """The array in another shape."""
+
+    @abc.abstractmethod
     def _matmul(self, other: Any, *, left: bool) -> Array:
         """`self @ other` if `left`, else `other @ self`."""
 
     # What follows from these
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     @property
     def size(self) -> int:
@@ -134,15 +147,6 @@ class AbstractArrayValue(quax.ArrayValue):
 
     def __rmatmul__(self, other: Any) -> Array:
         return self._matmul(other, left=False)
-
-    def __getitem__(self, index: Any) -> Array:
-        return self.dequantize()[index]
-
-    def astype(self, dtype: Any) -> Any:
-        return self.dequantize().astype(dtype)
-
-    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
-        return self.dequantize().reshape(*shape, **kwargs)
 
     @property
     def real(self) -> Any:

@@ -38,9 +38,8 @@ def _kernel(platform: str, load: Callable[[], Any], *, batched: bool = False, **
         precision = _precision(problem)
         if precision is None:
             return f"the precision is {problem.precision}, and it knows the default and the highest"
-        m, n, _, dtype, _, transpose, _ = problem
-        options = {"transpose": transpose, "precision": precision, "target": target}
-        return load().supports(problem.layout, m, n, dtype, **options)
+        options = {"transpose": problem.transpose, "precision": precision, "target": target}
+        return load().supports(problem.layout, problem.m, problem.n, problem.dtype, **options)
 
     def compute(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
         product = ft.partial(
@@ -109,7 +108,7 @@ def _pallas_tpu() -> Any:
 
 
 IMPLEMENTATIONS = {
-    "cpu": _kernel("cpu", _cpu),
+    "cpu": _kernel("cpu", _cpu, batched=True),
     "pallas_gpu": _kernel("cuda", _pallas_gpu),
     "pallas_tpu": _kernel("tpu", _pallas_tpu),
     "xla": _Implementation((), _always, _xla),

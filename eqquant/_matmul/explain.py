@@ -27,10 +27,6 @@ class MatmulExplanation(Report):
     implementation: str
     verdicts: dict[str, str]
 
-    def to_dict(self) -> dict[str, Any]:
-        problem = {**self.problem._asdict(), "dtype": str(self.problem.dtype), "format": repr(self.problem.format)}
-        return {**super().to_dict(), "problem": problem}
-
     def __rich__(self) -> Table:
         p = self.problem
         weight = f"({p.m}, {p.n}) . W({p.n}, {p.k})" if p.transpose else f"({p.m}, {p.k}) . W({p.n}, {p.k})^T"
@@ -71,7 +67,8 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
     traced = jax.make_jaxpr(matmul)(known(x), known(w))
     product = next(_products(traced.jaxpr), None)
     if product is None:
-        why = "it has one dimension" if q.ndim < 2 else f"the sum runs over a part of the quantized axes {q.axis}"
+        part = f"the sum is over a part of the quantized axes {q.axis}, or copies of the other operand would be larger"
+        why = "it has one dimension" if q.ndim < 2 else part
         shape = math.prod(q.shape[:-1]), q.shape[-1]
         problem = MatmulProblem(1, *shape, traced.out_avals[0].dtype, q.format, False)
         return MatmulExplanation(problem, platform, "dense", {"dense": f"{why}: dequantize, then multiply"})

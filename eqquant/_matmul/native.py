@@ -7,6 +7,7 @@ and the function is registered only once the backend for CPU has started; what X
 
 import ctypes
 import functools as ft
+import importlib.metadata
 import pathlib
 import re
 from typing import Any
@@ -67,7 +68,7 @@ def _register(path: pathlib.Path) -> str | None:
         return f"`eqquant-cpu` is version {found}: {_INSTALL}"
     built, runs = library.eqquant_cpu_api_version(), _api_version()
     if runs is None or built // 1000 != runs // 1000 or built > runs:
-        return f"`eqquant-cpu` was built for another jaxlib than {jax.lib.__version__}: {_INSTALL}"
+        return f"`eqquant-cpu` was built for another jaxlib than {importlib.metadata.version('jaxlib')}: {_INSTALL}"
     if library.eqquant_cpu_isa() is None:
         return f"{library.eqquant_cpu_isa_refusal().decode()}: set another one, or none"
     jax.local_devices(backend="cpu")  # so that the backend has started

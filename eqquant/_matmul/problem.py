@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._array.array import QuantizedArray
 from .._formats import FP8
 from .._formats.base import AbstractFormat, has_zero_points
 from .._numerics.blocks import num_blocks
@@ -28,25 +29,27 @@ class MatmulProblem(NamedTuple):
     format: AbstractFormat
     transpose: bool
     precision: Any = None
+    plain_scales: bool = False  # where the format quantizes scales, but those of a shard have been decoded
 
     @property
     def layout(self) -> Layout:
         """What the bits of the weight mean, without the arrays."""
-        return layout_of(self.format, self.k)
+        return layout_of(self.format, self.k, self.plain_scales)
 
 
 def problem_of(x: Any, w: Any, transpose: bool, precision: Any) -> MatmulProblem:
     """The problem that the operands of the primitive pose: arrays, or what only has their shapes and dtypes."""
     n, k = w.shape[-2:]
-    return MatmulProblem(x.shape[-2], n, k, jnp.dtype(x.dtype), w.format, transpose, precision)
+    plain_scales = w.format.scale_format is not None and not isinstance(w.scale_bits, QuantizedArray)
+    return MatmulProblem(x.shape[-2], n, k, jnp.dtype(x.dtype), w.format, transpose, precision, plain_scales)
 
 
 @ft.lru_cache(256)
-def layout_of(format: AbstractFormat, length: int) -> Layout:
+def layout_of(format: AbstractFormat, length: int, plain_scales: bool = False) -> Layout:
     with jax.ensure_compile_time_eval():
         table = np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)), np.float32)
     size = length if format.block_size in (None, "tensor") else format.block_size
-    nested = nested_scale_kind(format, length)
+    nested = None if plain_scales else nested_scale_kind(format, length)
     return Layout(
         length,
         format.bits,

@@ -59,6 +59,10 @@ class LoraArray(AbstractArrayValue):
         return tuple(self.base.shape)
 
     @property
+    def ndim(self) -> int:
+        return self.base.ndim
+
+    @property
     def dtype(self) -> np.dtype:
         return np.dtype(self.base.dtype)
 
@@ -88,6 +92,14 @@ class LoraArray(AbstractArrayValue):
         if self.in_ndim != 1 or order != swap:
             return self.dequantize().transpose(order)
         return dataclasses.replace(self, base=self.base.mT, a=self.b.mT, b=self.a.mT)
+
+    def astype(self, dtype: Any) -> Array:
+        """Dense."""
+        return self.dequantize().astype(dtype)
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> Array:
+        """Dense."""
+        return self.dequantize().reshape(*shape, **kwargs)
 
     def __getitem__(self, index: Any) -> Array:
         """Dense. An embedding lookup, which takes rows, forms only these."""

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._formats.base import AbstractFormat
-from .._report import Report, report_table, show_bytes
+from .._report import as_plain, Report, report_table, show_bytes
 
 
 class LeafReport(NamedTuple):
@@ -19,6 +19,8 @@ class LeafReport(NamedTuple):
     `format` is `None` for a leaf that stays as it is, and `reason` says why. `nbytes` are the bytes that are stored,
     `dense_nbytes` what the same leaf takes in its logical dtype. `bits` are per value, scales included.
     """
+
+    derived = ("bits",)
 
     path: str
     shape: tuple[int, ...]
@@ -34,8 +36,7 @@ class LeafReport(NamedTuple):
         return 8 * self.nbytes / max(math.prod(self.shape), 1)
 
     def to_dict(self) -> dict[str, Any]:
-        shown = None if self.format is None else repr(self.format)
-        return {**self._asdict(), "format": shown, "bits": self.bits}
+        return as_plain(self)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -46,6 +47,8 @@ class TreeReport(Report):
         `bits`.
     - `planned`: whether it is a plan, and nothing is quantized yet.
     """
+
+    derived = ("nbytes", "dense_nbytes", "params", "bits", "quantized_bits")
 
     leaves: tuple[LeafReport, ...]
     planned: bool = False
@@ -71,18 +74,6 @@ class TreeReport(Report):
     def quantized_bits(self) -> float:
         """Bits per value, over the quantized leaves alone, as [`eqquant.analysis.plan_bits`][] counts them."""
         return _bits([leaf for leaf in self.leaves if leaf.format is not None])
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain Python values, with a row for every array."""
-        return {
-            "leaves": [leaf.to_dict() for leaf in self.leaves],
-            "planned": self.planned,
-            "nbytes": self.nbytes,
-            "dense_nbytes": self.dense_nbytes,
-            "params": self.params,
-            "bits": self.bits,
-            "quantized_bits": self.quantized_bits,
-        }
 
     def table(self, every_leaf: bool = False) -> Table:
         """The table for rich.

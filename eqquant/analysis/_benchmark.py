@@ -21,6 +21,8 @@ from ._report import as_uses
 class Benchmark(Report):
     """The error of one format on one array. `bits` are per value, scales included."""
 
+    derived = ("compression", "quality")
+
     name: str
     format: AbstractFormat
     bits: float
@@ -36,9 +38,6 @@ class Benchmark(Report):
         """Decibels over compression, where that is above one. It favours exact formats over small ones."""
         return self.error.sqnr_db / max(self.compression, 1.0)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "compression": self.compression, "quality": self.quality}
-
     def __rich__(self) -> Table:
         return Comparison((self,)).__rich__()
 
@@ -46,6 +45,8 @@ class Benchmark(Report):
 @dataclasses.dataclass(frozen=True, repr=False)
 class Comparison(Report):
     """Formats side by side. Prints as a table; `report["name"]` is one of its rows."""
+
+    derived = ("best_by_sqnr.name", "best_by_mse.name", "best_by_quality.name")
 
     rows: tuple[Benchmark, ...]
 
@@ -66,14 +67,6 @@ class Comparison(Report):
     @property
     def best_by_quality(self) -> Benchmark:
         return max(self.rows, key=lambda row: row.quality)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "best_by_sqnr": self.best_by_sqnr.name,
-            "best_by_mse": self.best_by_mse.name,
-            "best_by_quality": self.best_by_quality.name,
-        }
 
     def __rich__(self) -> Table:
         table = report_table("", "bits", "compression", "SQNR, dB", "mse", "max error", "cosine", "quality")

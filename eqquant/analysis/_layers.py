@@ -38,6 +38,8 @@ class LeafError(Report):
 class TreeErrorReport(Report):
     """The error of each leaf of a model that is quantized. Prints as a table."""
 
+    derived = ("bits", "mse", "sqnr_db")
+
     leaves: tuple[LeafError, ...]
 
     @property
@@ -58,9 +60,6 @@ class TreeErrorReport(Report):
     @property
     def _noise(self) -> float:
         return sum(leaf.error.mse * leaf.error.size for leaf in self.leaves)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "bits": self.bits, "mse": self.mse, "sqnr_db": self.sqnr_db}
 
     def __rich__(self) -> Table:
         headers = ("bits", "SQNR, dB", "rmse", "max error", "cosine")

@@ -44,6 +44,8 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
     A path with `*`, `?` or `[` in it is escaped, as `glob.escape` does, because the keys of such a mapping are globs.
     """
 
+    derived = ("bits", "increase")
+
     leaves: tuple[PlannedLeaf, ...]
     target_bits: float
 
@@ -69,9 +71,6 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
     def increase(self) -> float:
         """The sum of what the leaves are expected to add to the loss."""
         return sum(leaf.increase for leaf in self.leaves)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "bits": self.bits, "increase": self.increase}
 
     def __rich__(self) -> Table:
         table = report_table("parameter", "stored as", "bits/weight", "size", "loss increase", text=2)

@@ -1,7 +1,7 @@
 """Pictures of results. Matplotlib is imported when one is drawn, and never needed otherwise."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ def draw_bars(
     return _finish(ax, labels[0], "x")
 
 
-def draw_dots(ax: Any, names: Sequence[str], groups: dict[str, Sequence[float]], labels: tuple[str, str]) -> Any:
+def draw_dots(ax: Any, names: Sequence[str], groups: Mapping[str, Sequence[float]], labels: tuple[str, str]) -> Any:
     """A dot for each name and group, on a logarithmic axis, which has no place for what is not above zero."""
     ax = axes_or_new(ax, (7.0, 1.2 + 0.2 * len(names)))
     for n, (group, values) in enumerate(groups.items()):

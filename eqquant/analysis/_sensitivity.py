@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -156,11 +156,11 @@ class _Losses:
         self._leaves, self._treedef = jtu.tree_flatten(model, is_leaf=is_quantized)
         self._loss, self._batch = eqx.filter_jit(loss), batch
 
-    def value(self, replaced: dict[int, Array]) -> Any:
+    def value(self, replaced: Mapping[int, Array | None]) -> Any:
         leaves = [replaced.get(place, leaf) for place, leaf in enumerate(self._leaves)]
         return self._loss(jtu.tree_unflatten(self._treedef, leaves), self._batch)
 
-    def __call__(self, replaced: dict[int, Array], what: str) -> float:
+    def __call__(self, replaced: Mapping[int, Array | None], what: str) -> float:
         """The loss as a number, or an error that says what was replaced."""
         out = self.value(replaced)
         if not isinstance(out, (jax.Array, np.ndarray, np.generic, float, int)):

@@ -151,7 +151,8 @@ class AbstractCalibrator(eqx.Module):
         low, high, scale, zero_point = _result(self)
         if is_known_not_finite(low) or is_known_not_finite(high):
             raise ValueError(_not_finite(self.name))
-        return CalibrationResult(scale, zero_point, low, high, self.format, self.axis)
+        axis = self.axis if isinstance(self.axis, int) else tuple(self.axis)
+        return CalibrationResult(scale, zero_point, low, high, self.format, axis)
 
     @property
     def _blocks(self) -> Blocks:

@@ -88,6 +88,10 @@ class WatchedArray(AbstractArrayValue):
         return tuple(self.weight.shape)
 
     @property
+    def ndim(self) -> int:
+        return self.weight.ndim
+
+    @property
     def dtype(self) -> np.dtype:
         return np.dtype(self.weight.dtype)
 

@@ -87,8 +87,8 @@ class CalibrationResult(AbstractMethod):
         *batch, length = rows.shape
         shape = (*batch, num_blocks(length, format.block_size))
         try:
-            given = (x if x is None else jnp.broadcast_to(x, shape) for x in (self.scale, self.zero_point))
-            scale, zero_point = given
+            scale = jnp.broadcast_to(self.scale, shape)
+            zero_point = None if self.zero_point is None else jnp.broadcast_to(self.zero_point, shape)
         except ValueError:
             raise ValueError(
                 f"An array must end as the calibrated data did, whose scales have shape {self.scale.shape} with blocks "

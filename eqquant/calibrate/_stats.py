@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._array.value import AbstractArrayValue
-from .._report import Report, report_table
+from .._report import as_plain, Report, report_table
 from .._tree.leaves import Leaf, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
@@ -54,13 +54,11 @@ class LeafStats:
     mean_abs: np.ndarray | None = None
     second_moment: np.ndarray | None = None
     outlier_rate: float | None = None
-    gram: np.ndarray | None = None
+    gram: np.ndarray | None = dataclasses.field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Its fields as plain Python values, without the Gram matrix."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "gram"}
-        plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else list(x) if isinstance(x, tuple) else x
-        return {name: plain(x) for name, x in fields.items()}
+        return as_plain(self)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -83,11 +81,6 @@ class ActivationStats(Report):
             if leaf.path == path:
                 return leaf
         raise KeyError(f"No weight {path!r} was watched. There are {some(leaf.path for leaf in self.leaves)}.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Its fields as plain Python values, without Gram matrices."""
-        leaves = [leaf.to_dict() for leaf in self.leaves]
-        return {"leaves": leaves, "batches": self.batches, "threshold": self.threshold}
 
     def __rich__(self) -> Table:
         numbers = ("rows", "min", "max", "rms", f"above {self.threshold:g}")

@@ -14,15 +14,25 @@ from jaxtyping import Array, Float
 
 from .. import native
 from .packed import Layout, Packed
+from .target import Target
 
 
 _SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4")
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
-def supports(layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str) -> str | None:
+def supports(
+    layout: Layout,
+    m: int,
+    n: int,
+    dtype: Any,
+    *,
+    transpose: bool,
+    precision: str,
+    target: Target = Target("cpu"),
+) -> str | None:
     """Why this kernel cannot take a product, or `None` if it can."""
-    del transpose, precision
+    del transpose, precision, target
     if jnp.dtype(dtype) not in _DTYPES:
         return f"it multiplies float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
     if m == 0 or n == 0 or layout.length == 0:
@@ -37,7 +47,7 @@ def matmul(
     *,
     transpose: bool,
     precision: str,
-    device: str = "",
+    target: Target = Target("cpu"),
     x_transposed: bool = False,
     y_transposed: bool = False,
 ) -> Float[Array, "*batch results of_results"]:
@@ -46,7 +56,7 @@ def matmul(
     `x_transposed` says that `x` is `(*batch, inner, m)`, and `y_transposed` asks for `(*batch, outer, m)`: then the
     transposes around the product of a layer under `vmap` need not be written to memory.
     """
-    del device
+    del target
     outer = layout.length if transpose else weight.codes.shape[-2]
     m = x.shape[-1] if x_transposed else x.shape[-2]
     shape = (outer, m) if y_transposed else (m, outer)

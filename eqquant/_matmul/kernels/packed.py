@@ -125,7 +125,7 @@ def look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*s
         return codes.astype(jnp.float32) + layout.offset
     if layout.kind != "table":
         return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(jnp.float32)
-    values = [np.float32(value) for value in layout.table]
+    values: list[Any] = [np.float32(value) for value in layout.table]
     if layout.bits == 8:
         return jnp.asarray(np.stack(values)).at[codes].get(mode="promise_in_bounds")
     # Each bit of a code halves the table: as many selections as entries, but few comparisons.

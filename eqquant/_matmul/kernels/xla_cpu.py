@@ -101,7 +101,7 @@ class _Decoder(NamedTuple):
     def join(self, parts: list[Float[Array, "m _"]]) -> Float[Array, "m k"]:
         """The inverse of `split`."""
         planes = self.layout.planes if self.body else 0
-        runs = [part.reshape(part.shape[0], -1, 1, self.run) for part in parts[:planes]]
+        runs = [part.reshape(part.shape[0], part.shape[1] // self.run, 1, self.run) for part in parts[:planes]]
         body = [jnp.concatenate(runs, axis=2).reshape(parts[0].shape[0], self.body)] if runs else []
         whole = [*body, *parts[planes:]]
         return jnp.concatenate(whole, axis=1) if len(whole) > 1 else whole[0]
@@ -119,7 +119,7 @@ class _Decoder(NamedTuple):
         if layout.one_scale:
             return [of_blocks[:, :, None, None]] * layout.planes
         repeated = jnp.broadcast_to(of_blocks[:, :, None], (rows, blocks, layout.block_size // unit))
-        units = repeated.reshape(rows, -1)[:, : self.body // unit]
+        units = repeated.reshape(rows, blocks * repeated.shape[2])[:, : self.body // unit]
         units = units.reshape(rows, self.body // layout.planes // self.run, layout.planes, self.run // unit, 1)
         return [units[:, :, plane] for plane in range(layout.planes)]
 
@@ -146,7 +146,7 @@ def _product(
     y = []
     if looped is not None:
         _, of_steps = jax.lax.scan(lambda _, weight: (None, of_rows(weight)), None, looped)
-        y.append(of_steps.reshape(-1, x.shape[0]))
+        y.append(of_steps.reshape(looped.codes.shape[0] * rows, x.shape[0]))
     if rest is not None:
         y.append(of_rows(rest))
     y = jnp.concatenate(y) if len(y) > 1 else y[0]
@@ -168,7 +168,7 @@ def _transposed_product(
     if looped is None:
         return decoder.join(of_rows(x, weight))
     taken = looped.codes.shape[0] * rows
-    steps = jnp.moveaxis(x[:, :taken].reshape(x.shape[0], -1, rows), 1, 0)
+    steps = jnp.moveaxis(x[:, :taken].reshape(x.shape[0], taken // rows, rows), 1, 0)
     total = [jnp.zeros_like(part) for part in decoder.split(jnp.zeros((x.shape[0], decoder.layout.length), x.dtype))]
     add = lambda total, step: ([t + y for t, y in zip(total, of_rows(*step), strict=True)], None)
     total = of_rows(x[:, taken:], rest) if rest is not None else total

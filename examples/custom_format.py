@@ -1,7 +1,7 @@
 """A format of your own: four bits that hold a sign and a power of two.
 
-A format is one class. It gets everything else from the library: packing, blocks, whole models, the quantized matmul,
-`jit` and `vmap`. This one is compared with `Int4` and `NF4` on weights with thin and with heavy tails.
+A format is one class. The library adds the rest: packing, blocks, whole models, the quantized matmul, `jit` and `vmap`.
+The end compares this format with `Int4` and `NF4` on weights with thin and with heavy tails.
 """
 
 # %% Imports
@@ -50,7 +50,7 @@ quantized = eqq.quantize_tree(model, "log4")
 print(eqq.summary(quantized))
 
 
-# %% Under jit and vmap, on the quantized matmul; and quantizing inside of jit
+# %% Under jit and vmap, on the quantized matmul; and quantizing inside jit
 @eqx.filter_jit
 def predict(model: eqx.nn.MLP, x: Float[Array, "batch 64"]) -> Float[Array, "batch 8"]:
     return jax.vmap(model)(x)
@@ -64,9 +64,9 @@ print(eqq.explain_matmul(x, quantized.layers[0].weight.T))
 stacked = jax.jit(jax.vmap(lambda w: eqq.quantize(w, "log4")))(w.reshape(4, 64, 1024))
 assert jnp.array_equal(stacked.dequantize().reshape(w.shape), q.dequantize())
 
-# %% Compared with others of four bits
-# Its fine levels near zero are wasted on a normal distribution. With heavy tails, where the largest value of a block
-# sets a coarse scale for all others, they pay: it then beats evenly spaced levels.
+# %% Compare it with other formats of four bits
+# A normal distribution wastes its fine levels near zero. With heavy tails the largest value of a block sets a coarse
+# scale for all others: then the fine levels beat evenly spaced ones.
 tails = {"normal": w, "heavy tails": jr.t(jr.key(3), 3.0, w.shape)}
 table = Table("format", *tails, title="Signal to quantization noise, in dB")
 for format in (Log4(), eqq.Int4(), eqq.NF4()):

@@ -1,7 +1,7 @@
 """A convolutional network on scikit-learn's digits: trained in float, then quantized without further training.
 
-One call per format; the table shows what each costs in accuracy and in bytes. The weight of a convolution is quantized
-along all of its input axes, stays packed in memory, and is decoded when the convolution runs.
+One call per format; the table shows the accuracy and the bytes of each. The weight of a convolution is quantized along
+all its input axes, stays packed in memory, and is decoded when the convolution runs.
 """
 
 # %% Imports

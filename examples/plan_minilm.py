@@ -1,6 +1,6 @@
 """A format for each weight of a sentence embedder, at several budgets of bits, against one format for all of them.
 
-The sensitivities are measured on some sentences, the embeddings are compared on others. `--smoke` takes fewer of both.
+Measures sensitivities on some sentences, and compares embeddings on others. `--smoke` takes fewer of both.
 Needs the weights, see `minilm.py`.
 """
 
@@ -40,7 +40,7 @@ uniform: Mapping[float, Sequence[eqq.AbstractFormat | eqq.Use]] = {
     6: (eqq.Use(eqq.NF4(block_size=16), eqq.MSE()), eqq.NF4(block_size=16)),
     8: (eqq.Int8(), eqq.FP8()),
 }
-# What each weight may become. To stay in float is always one more choice.
+# The formats offered to each weight. Float is always one more choice.
 offered = [
     *(eqq.Use(eqq.Int2(block_size=size), eqq.MSE()) for size in (64, 32, 16)),
     eqq.NF4(block_size=None),
@@ -50,7 +50,7 @@ offered = [
     eqq.Q8_0(),
 ]
 if args.smoke:
-    # Scales of the largest magnitude: a search for better ones takes longer to compile than all else.
+    # Without a search for scales, which takes longer to compile than everything else.
     uniform = {3: [eqq.Int2(block_size=32)], 4.5: [eqq.NF4()]}
     offered = [eqq.Int2(), eqq.NF4(block_size=None), eqq.NF4(double_quant=True), eqq.Int8()]
 
@@ -64,7 +64,7 @@ reference = sentences_and_scores.embed_all(model, held_out_ids, held_out_mask)
 nearest = sentences_and_scores.neighbours(reference)
 
 
-# %% What each weight does to the similarities of all pairs of sentences
+# %% The effect of each weight on the similarities of all pairs of sentences
 def loss(
     model: minilm.Encoder,
     batch: tuple[Int[Array, "batch length"], Bool[Array, "batch length"], Float[Array, "batch batch"]],
@@ -115,7 +115,7 @@ for header in ("bits", "mean\ncosine", "same 10\nnearest"):
 table.add_column("codes of the mix, by weights")
 for budget, formats in uniform.items():
     bits = {format: bits_of(format) for format in formats}
-    # Where no uniform format fits into the budget, the mix gets as many bits as the smallest takes.
+    # If no uniform format fits the budget, the mix gets as many bits as the smallest.
     plan = analysis.plan_bits(model, sensitivities, max(budget, min(bits.values())))
     if args.plan:
         console.print(plan)

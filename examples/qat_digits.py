@@ -1,8 +1,8 @@
 """Quantization-aware training on scikit-learn's digits: a dense and a convolutional network, from eight bits to one.
 
-Each network is trained in float, quantized without further training, and then trained on while it is quantized. The
-table shows what the first costs in accuracy, what the second wins back, and the bytes. More training helps in float as
-well: the rows without quantization show how much. At the end: what a step costs, and the other way to do the same.
+Trains each network in float, quantizes it without further training, and then trains it further while quantized. The
+table shows the accuracy that the first loses and the second wins back, and the bytes. More training helps in float as
+well: the rows without quantization show how much. The end shows the time of a step, and the other way to do the same.
 """
 
 # %% Imports
@@ -153,7 +153,7 @@ for name, make in {"dense": dense, "convolutional": convolutional}.items():
         models.append(model)
         before.append(test(model))
 
-    # The control, in the row of float32 and the column of QAT: the same training again, without quantization.
+    # The control, in the row of float32 and the column of QAT: the same training, without quantization.
     nbytes, after = eqq.tree_nbytes(models[0]), []
     for seed, model in enumerate(models):
         init = optim.init(eqx.filter(model, eqx.is_inexact_array))
@@ -169,8 +169,8 @@ for name, make in {"dense": dense, "convolutional": convolutional}.items():
         for seed, model in enumerate(models):
             qmodel = eqq.quantize_tree(model, format)
             post.append(test(qmodel))
-            # The masters start from the float model, not from what quantization left of it. Only `init` looks at them,
-            # so `qat_optim`, which has none, makes the steps, and is compiled once for all seeds.
+            # The masters start from the float model, not from its rounded values. Only `init` reads them, so
+            # `qat_optim`, which has none, makes the steps, and is compiled once for all seeds.
             init = eqq.float_masters(optim, masters=model).init(qmodel)
             qmodel, state = fit(qat_step, qmodel, init, jr.key(200 + seed))
             after.append(test(qmodel))
@@ -180,7 +180,7 @@ for name, make in {"dense": dense, "convolutional": convolutional}.items():
         results[name, format], trained[name, format] = (before, post, after), (qat_step, qmodel, state)
         compiles[format] = traces["qat_step"] - traced
 
-    # In turns, so that whatever else the machine does slows all of them alike.
+    # In turns, so that other work on the machine slows all of them alike.
     clock = {format: [] for format in ("float32", *formats)}
     for _ in range(rounds):
         for format in clock:
@@ -193,7 +193,7 @@ for name, make in {"dense": dense, "convolutional": convolutional}.items():
     assert not any(drift.values())
 Console(width=120).print(table, costs)
 
-# %% The other way: simulate, train with what trains a float model, and finalize. Here, the last of the float models.
+# %% The other way: simulate, train like a float model, and finalize. Here, the last of the float models.
 simulated = eqq.quantize_tree(models[-1], "ternary", simulate=True)
 simulated, _ = fit(step, simulated, optim.init(eqx.filter(simulated, eqx.is_inexact_array)), jr.key(200 + seeds - 1))
 final = eqq.finalize(simulated)
@@ -201,7 +201,7 @@ _, qmodel, _ = trained["convolutional", "ternary"]
 print(f"convolutional, ternary, the last seed: {test(final):.2%} simulated, {test(qmodel):.2%} with float masters")
 print(f"the two are the same, bit for bit: {eqx.tree_equal(final, qmodel)}")
 
-# %% What must hold
+# %% Checks
 means = {run: tuple(np.mean(accuracies) for accuracies in columns) for run, columns in results.items()}
 for (name, format), (before, post, after) in means.items():
     assert before > (0.9 if args.smoke else 0.96)

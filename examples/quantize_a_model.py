@@ -23,7 +23,7 @@ parser.add_argument("--smoke", action="store_true", help="a smaller model")
 args = parser.parse_args()
 console = Console(width=120)
 
-# %% An ordinary model, and what would happen to it
+# %% An ordinary model, and the plan
 width = 128 if args.smoke else 1024
 model_key, data_key = jr.split(jr.key(0))
 model = eqx.nn.MLP(in_size=784, out_size=10, width_size=width, depth=2, key=model_key)
@@ -39,8 +39,8 @@ print(eqq.summary(quantized))
 
 
 # %% Run
-# The model is an argument of the compiled function. If it were closed over, its codes would be constants, and XLA may
-# decode constants when it compiles: the program would then hold the dense weights.
+# Pass the model as an argument of the compiled function. In a closure its codes would be constants, and XLA may decode
+# constants when it compiles: the program would then hold the dense weights.
 @eqx.filter_jit
 def predict(model: eqx.nn.MLP, x: Float[Array, "batch 784"]) -> Float[Array, "batch 10"]:
     return jax.vmap(model)(x)

@@ -1,4 +1,4 @@
-"""Layers stacked into one module, quantized in one go, and run with `jax.lax.scan`.
+"""Layers stacked into one module, quantized in one call, and run with `jax.lax.scan`.
 
 A quantized array has no static full shape, so a stack of layers is quantized, sliced and scanned like a stack of float
 layers. The weights stay packed in memory: at any time only one layer is decoded.
@@ -76,7 +76,7 @@ print(f"relative error against float32: {jnp.linalg.norm(y - exact) / jnp.linalg
 assert jnp.allclose(y, expected, atol=1e-4)
 
 # %% Memory stays packed
-# What the compiled program takes as its arguments, and what it needs besides: the two weights of one layer.
+# The bytes of the compiled program's arguments, and of its temporaries: the two weights of one layer.
 one_weight = 4 * layers.up.weight[0].size
 for name, model in {"float32": layers, "nf4": quantized}.items():
     memory = scanned.lower(model, x).compile().compiled.memory_analysis()

@@ -1,6 +1,6 @@
-"""A transformer on a mesh of eight devices: quantized where it is, tensor-parallel and fully sharded.
+"""A transformer on a mesh of eight devices: quantized in place, tensor-parallel and fully sharded.
 
-The devices are virtual ones of the CPU. On real ones, leave out the line that makes them, and the rest is the same.
+The devices are virtual ones of the CPU. For real devices, delete the line that makes them; the rest stays the same.
 """
 
 # %% Imports, and eight devices before JAX looks for any
@@ -89,7 +89,7 @@ jax.debug.visualize_array_sharding(weight.codes)
 jax.debug.visualize_array_sharding(weight.scale_bits)
 
 
-# %% The same function runs all of them. What moves between devices stands in the compiled program.
+# %% The same function runs all of them. The compiled program shows what moves between devices.
 def run(model: Transformer, x: Float[Array, "batch length width"]) -> Float[Array, "batch length width"]:
     return jax.lax.with_sharding_constraint(jax.vmap(model)(x), on("data"))
 
@@ -137,7 +137,7 @@ for name, model in models.items():
         assert jnp.allclose(eqx.filter_jit(run)(model, x), expected, atol=1e-3)
 console.print(table)
 
-# %% A step of training: masters and moments are where the model is
+# %% Training: masters and moments have the sharding of the model
 optim = eqq.float_masters(optax.adamw(1e-3), masters=float_model)
 state = optim.init(parallel)
 
@@ -160,7 +160,7 @@ print(f"losses: {', '.join(f'{value:.4f}' for value in losses)}")
 codes, master = parallel.blocks[0].up.weight, state.masters.blocks[0].up.weight
 print(f"codes of `up`: {codes.sharding.spec}, their master: {master.sharding.spec}")
 
-# %% What must hold
+# %% Checks
 assert losses[-1] < losses[0]
 assert codes.sharding == weight.sharding
 assert "all-gather" not in moved["NF4, tensor parallel"]

@@ -1,7 +1,7 @@
 """A byte-level transformer on real text: quantized after training, trained quantized, and finetuned through QLoRA.
 
-The text is Python's own: the help pages of `pydoc` to train on, the source of its standard library to finetune on, and
-of both the last tenth held out. Everything is measured in bits per byte, which is what compressing the text would take.
+The text is Python's own: the help pages of `pydoc` to train on, the source of its standard library to finetune on. The
+last tenth of both is held out. The measure is bits per byte, the size of the text if the model compressed it.
 """
 
 # %% Imports
@@ -36,7 +36,7 @@ console = Console(width=120)
 
 # %% Data: a few hundred thousand bytes, and every byte is a token
 def split(text: str) -> tuple[UInt8[Array, " train"], UInt8[Array, " held_out"]]:
-    # Help pages repeat each other, and what is held out must not stand in the other part.
+    # Help pages repeat each other, and no paragraph may be in both parts.
     paragraphs = dict.fromkeys(text.split("\n\n"))
     tokens = jnp.asarray(np.frombuffer("\n\n".join(paragraphs).encode(), np.uint8))
     return tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
@@ -49,7 +49,7 @@ print(f"English: {len(english):,} bytes to train on, and {len(english_held_out):
 print(f"Code: {len(code):,} bytes to finetune on, and {len(code_held_out):,} held out.")
 
 
-# %% The transformer: Equinox, and nothing that knows of quantization
+# %% The transformer: plain Equinox
 class Block(eqx.Module):
     """Causal attention, then a dense network on each byte; both normalised first, both residual."""
 
@@ -187,7 +187,7 @@ for name, candidate in trained.items():
     table.add_row(name, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{nbytes:,}", share)
 console.print(table)
 
-# %% QLoRA: a base in four bits that stays as it is, and small factors that learn to read code
+# %% QLoRA: a frozen base in four bits, and small factors that learn to read code
 base = eqq.quantize_tree(model, eqq.NF4(double_quant=True))
 adapted = eqq.loraify(base, rank=8, key=jr.key(2))
 mask = eqq.trainable_mask(adapted)
@@ -208,7 +208,7 @@ for name, candidate in models.items():
     table.add_row(name, f"{of_code[name]:.3f}", f"{eqq.tree_nbytes(candidate):,}")
 console.print(table)
 
-# %% Memory: what each way to train holds between steps, and its gradients
+# %% Memory: the bytes that each way to train holds between steps, and its gradients
 gradients = eqx.filter_jit(eqq.filter_grad(loss))
 ways = {
     "float": (model, optim),
@@ -225,12 +225,12 @@ for name, trees in held.items():
     table.add_row(name, *(f"{n:,}" for n in (*nbytes, sum(nbytes))))
 console.print(table)
 
-# %% What must hold
+# %% Checks
 assert abs(in_float_8bit - in_float) < 0.02
 assert all(after[name] < before[name] for name in formats)
 assert of_code["quantized, QLoRA"] < of_code["quantized"] - (0.02 if args.smoke else 0.5)
 assert abs(of_code["the same, merged, dense"] - of_code["quantized, QLoRA"]) < 0.001  # the same sum, in another order
-# Only factors have gradients and optimizer state, and all else is, to the bit, what it was.
+# Only factors have gradients and optimizer state; everything else keeps its bits.
 _, grads, state = held["QLoRA"]
 factors = eqx.filter(adapted, mask)
 assert {jtu.keystr(path[-1:], simple=True) for path, _ in jtu.tree_leaves_with_path(grads)} == {"a", "b"}

@@ -1,6 +1,7 @@
 """The table of formats that the contract is tested over, and what the tests share."""
 
-from collections.abc import Callable
+import itertools as it
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+import pytest
 from rich.console import Console
 
 import eqquant as eqq
@@ -63,10 +65,15 @@ KINDS = (
     *("fp8_e4m3", "mxfp4", "nvfp4", "q4_0", "dynamic8"),
 )
 
-# For sweeps of kernels, which take long: everything on the newest JAX, one format of each kind on the oldest.
 NEWEST = jax.__version_info__ >= (0, 11)
-SWEEP = tuple(FORMATS) if NEWEST else KINDS
-ROWS = (1, 7, 16, 64, 300) if NEWEST else (7, 300)
+
+
+def kernel_cases(without: Sequence[str] = ()) -> list[Any]:
+    """Formats and numbers of rows to try a kernel on. Pallas interprets slowly, so most of them run only in a sweep."""
+    rows = (1, 7, 16, 64, 300)
+    quick = {*it.product(FORMATS, (16,)), *it.product(KINDS, (1, 300)), *it.product(("nf4",), rows)}
+    cases = it.product((name for name in FORMATS if name not in without), rows)
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
 def sqnr(x: Any, y: Any) -> float:

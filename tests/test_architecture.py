@@ -21,19 +21,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "eqquant"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# A module imports modules of lower levels, and of its own room. `docs/design.md` shows this table.
-LEVELS = (
-    ("_compat", "_docs", "_errors", "_report"),
-    ("_numerics", "_mesh"),
-    ("_formats",),
-    ("_methods",),
-    ("_array",),
-    ("_matmul",),
-    ("_tree",),
-    ("_training",),
-    ("calibrate", "analysis", "io"),
-    ("__init__",),
-)
+
+def levels_shown(page):
+    """The rooms of each level, from the table of a page: rows `| L0 | `_room`, ... | what they know |`."""
+    rows = re.findall(r"^\| L(\d+) \| ([^|]*) \|", page, flags=re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(len(rows))), "levels must be numbered from 0"
+    return tuple(tuple(re.findall(r"`(\w+)`", rooms)) for _, rooms in rows)
+
+
+# A module imports modules of lower levels, and of its own room.
+LEVELS = levels_shown((ROOT / "docs" / "design.md").read_text())
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 
@@ -43,7 +40,7 @@ def name_of(path):
 
 
 def level_of(name):
-    assert name.split(".")[0] in LEVEL_OF, f"{name} has no level: add it to LEVELS"
+    assert name.split(".")[0] in LEVEL_OF, f"{name} has no level: add it to the table of docs/design.md"
     return LEVEL_OF[name.split(".")[0]]
 
 
@@ -86,6 +83,12 @@ def tree_of(path):
 
 
 # Modules
+
+
+def test_levels():
+    assert LEVELS[0][0] == "_compat" and LEVELS[-1] == ("__init__",)
+    assert len(LEVEL_OF) == sum(map(len, LEVELS)), "a room has one level"
+    assert {name_of(path).split(".")[0] for path in MODULES} <= LEVEL_OF.keys()
 
 
 def test_imports_point_down(path):
@@ -174,7 +177,7 @@ def test_documented(name):
         assert "**Arguments:**" in doc and "**Returns:**" in doc
         for argument in inspect.signature(value).parameters:
             assert f"`{argument}`" in doc.partition("**Arguments:**")[2], argument
-    elif issubclass(value, eqq.AbstractFormat) and value is not eqq.AbstractFormat:
+    elif issubclass(value, eqq.AbstractFormat) and not inspect.isabstract(value):
         assert "**Arguments:**" in value.__init__.__doc__
 
 

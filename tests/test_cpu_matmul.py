@@ -17,7 +17,7 @@ from eqquant._matmul import dispatch, native
 from eqquant._matmul.kernels import cpu
 from eqquant._matmul.problem import layout_of
 
-from .helpers import FORMATS, KINDS, primitives, relative_error, ROWS, SWEEP, temp_bytes, weights
+from .helpers import FORMATS, KINDS, primitives, relative_error, temp_bytes, weights
 
 
 needs_native = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
@@ -45,8 +45,8 @@ def check_terms(y, x, w):
 
 
 @needs_native
-@pytest.mark.parametrize("m", ROWS)
-@pytest.mark.parametrize("name", SWEEP)
+@pytest.mark.parametrize("m", [1, 7, 16, 64, 300])
+@pytest.mark.parametrize("name", FORMATS)
 def test_product(getkey, name, m):
     q = eqq.quantize(weights(getkey(), (72, 582)), FORMATS[name].format)
     check(weights(getkey(), (m, 582)), q)

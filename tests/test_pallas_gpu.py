@@ -13,7 +13,7 @@ from eqquant._matmul import dispatch, problem
 from eqquant._matmul.kernels import pallas_gpu, ptx
 from eqquant._matmul.kernels.target import Target
 
-from .helpers import FORMATS, KINDS, relative_error, ROWS, SWEEP, weights
+from .helpers import FORMATS, kernel_cases, KINDS, relative_error, weights
 
 
 N, K = 72, 582  # a tile and a part of one; for every number of bits some segments and a rest
@@ -34,8 +34,7 @@ def interpreted(x, q, transpose, **options):
     return pallas_gpu.matmul(x, dispatch.pack_arrays(q), layout, interpret=True, **options)
 
 
-@pytest.mark.parametrize("m", ROWS)
-@pytest.mark.parametrize("name", SWEEP)
+@pytest.mark.parametrize("name, m", kernel_cases())
 def test_product(getkey, name, m):
     x, q, expected = operands(getkey, FORMATS[name].format, m, jnp.bfloat16, False)
     y = interpreted(x, q, False)

@@ -11,12 +11,11 @@ from eqquant._matmul import dispatch, problem
 from eqquant._matmul.kernels import pallas_tpu
 from eqquant._matmul.kernels.target import Target
 
-from .helpers import FORMATS, KINDS, relative_error, ROWS, SWEEP, weights
+from .helpers import FORMATS, kernel_cases, KINDS, relative_error, weights
 
 
 N, K = 140, 1094  # a tile and a part of one; for every number of bits whole pairs of segments, and a rest
 REFUSED = ("dynamic8", "codebook_256")  # 256 values are too many to look up
-LOOKED_UP = [name for name in SWEEP if name not in REFUSED]
 
 
 def product(getkey, name, m, dtype, transpose, precision):
@@ -33,8 +32,7 @@ def product(getkey, name, m, dtype, transpose, precision):
     return y, relative_error(y, expected)
 
 
-@pytest.mark.parametrize("m", ROWS)
-@pytest.mark.parametrize("name", LOOKED_UP)
+@pytest.mark.parametrize("name, m", kernel_cases(without=REFUSED))
 def test_product(getkey, name, m):
     y, error = product(getkey, name, m, jnp.bfloat16, False, "default")
     assert y.dtype == jnp.bfloat16 and error < 4e-3

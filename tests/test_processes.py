@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from . import two_processes
+from tools import two_processes
 
 
 LIMIT = 240  # seconds

@@ -36,7 +36,7 @@ def main() -> None:
     passed_on = ["--formats", *arguments.formats] if arguments.formats else []
     codes = [
         subprocess.run(
-            [sys.executable, "-m", "tests.aot_tpu", "--generation", generation, *passed_on],
+            [sys.executable, "-m", "tools.aot_tpu", "--generation", generation, *passed_on],
             env=environment,
             timeout=1800,
         ).returncode

@@ -1,4 +1,4 @@
-"""What `test_processes.py` runs in one process and in two: a transformer, quantized, run and trained on a mesh."""
+"""What `tests/test_processes.py` runs in one process and in two: a transformer, quantized and trained on a mesh."""
 
 import json
 import sys

@@ -1,0 +1,45 @@
+"""What stands around the package: the sessions of nox, and the commands that the README gives."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+pytest.importorskip("nox")
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = re.findall(r"```sh\n(.*?)\n```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def nox(directory, *args):
+    # Where CI is set, nox is stricter. And it must install nothing for itself.
+    env = {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("NOX")}
+    env["NOX_SCRIPT_MODE"] = "none"
+    command = [sys.executable, "-m", "nox", "-f", str(directory / "noxfile.py"), *args]
+    return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_missing_python_fails(tmp_path):
+    noxfile = (ROOT / "noxfile.py").read_text()
+    old = 'OLDEST_PYTHON = "3.11"'
+    assert old in noxfile
+    (tmp_path / "noxfile.py").write_text(noxfile.replace(old, 'OLDEST_PYTHON = "3.99"'))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    done = nox(tmp_path, "-s", "tests_oldest")
+    assert done.returncode != 0 and "3.99 not found" in done.stderr
+
+
+def test_commands_of_the_readme():
+    """They take any supported Python, and are those that nox and continuous integration know."""
+    sessions = json.loads(nox(ROOT, "-s", "demo", "tests", "-l", "--json").stdout)
+    assert [session["name"] for session in sessions] == ["demo", "tests"]
+    for command, session in zip(COMMANDS, sessions, strict=True):
+        assert command == f"python3 -m venv .venv && .venv/bin/pip install nox uv && .venv/bin/nox -s {session['name']}"
+        assert session["python"] is None
+    assert re.search(r"^nox .*-s tests( |$)", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)

@@ -264,7 +264,16 @@ def concrete_methods(cls):
 def test_a_concrete_method_is_never_overridden():
     """Abstract or final, as https://docs.kidger.site/equinox/pattern/ has it."""
     ours = set(classes())
-    special = {"__init__", "__init_subclass__", "__check_init__", "__post_init__", "__repr__", "__str__", "__rich__"}
+    special = {
+        "__init__",
+        "__replace__",
+        "__init_subclass__",
+        "__check_init__",
+        "__post_init__",
+        "__repr__",
+        "__str__",
+        "__rich__",
+    }
     overridden = [
         f"{cls.__name__}.{name} overrides that of {base.__name__}"
         for cls in ours

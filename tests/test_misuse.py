@@ -178,7 +178,7 @@ def test_unpack_of_a_dense_array():
 
 @pytest.mark.parametrize("name", ["bits", "group_size", "block_size", "symmetric", "dim"])
 def test_arguments_that_have_another_name(getkey, name):
-    with pytest.raises(TypeError, match=f"`quantize` has no argument `{name}`: "):
+    with pytest.raises(TypeError, match=f"`quantize` has no argument `{name}`. "):
         eqq.quantize(weights(getkey(), (8, 64)), **{name: 4})
 
 

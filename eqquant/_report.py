@@ -73,8 +73,8 @@ def as_plain(x: Any) -> Any:
     if dataclasses.is_dataclass(x) and not isinstance(x, eqx.Module):
         # A field that is not shown holds data for pictures, not results.
         return _plain_attributes(x, [f.name for f in dataclasses.fields(x) if f.repr])
-    if isinstance(x, tuple) and "_fields" in dir(x):
-        return _plain_attributes(x, type(x)._fields)
+    if isinstance(x, tuple) and (names := getattr(type(x), "_fields", None)) is not None:  # a named tuple
+        return _plain_attributes(x, names)
     if isinstance(x, np.dtype):
         return x.name
     if isinstance(x, dict):

@@ -104,7 +104,7 @@ def quantize(
         raise ValueError(
             f"`method` chooses scales, and `scale` gives them. Got both, {method!r} too. Pass one of them."
         )
-    return encode_array(checked, format, axes, dtype, key, given or as_method(method))
+    return quantize_array(checked, format, axes, dtype, key, given or as_method(method))
 
 
 def dequantize(q: QuantizedArray | ArrayLike) -> Array:
@@ -224,7 +224,7 @@ def _all_finite(x: Array) -> Array:
     return jnp.isfinite(x.astype(jnp.float32)).all()
 
 
-def encode_array(
+def quantize_array(
     x: Array,
     format: AbstractFormat,
     axes: tuple[int, ...],
@@ -242,12 +242,12 @@ def encode_array(
     on_mesh = full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
     # A loop over chunks of an array that several devices hold would gather it.
     alone = isinstance(x, jax.Array) and actual is not None and len(actual.device_set) == 1 and on_mesh is None
-    q = _encode_array(x, format, method, key, axes, on_mesh, alone)
+    q = _quantize(x, format, method, key, axes, on_mesh, alone)
     return q if dtype is None else q.astype(dtype)  # pyright: ignore[reportReturnType]
 
 
 @ft.partial(jax.jit, static_argnames=("axes", "sharding", "chunked"))
-def _encode_array(
+def _quantize(
     x: Array,
     format: AbstractFormat,
     method: AbstractMethod,
@@ -256,7 +256,7 @@ def _encode_array(
     sharding: NamedSharding | None,
     chunked: bool,
 ) -> QuantizedArray:
-    encode = ft.partial(_encode_here, axes=axes, chunked=chunked)
+    encode = ft.partial(_quantize_here, axes=axes, chunked=chunked)
     mesh = explicit_mesh(x)
     if mesh is not None:
         typed = NamedSharding(mesh, jax.typeof(x).sharding.spec)
@@ -268,7 +268,7 @@ def _encode_array(
     return q if sharding is None else q.with_sharding(sharding)
 
 
-def _encode_here(
+def _quantize_here(
     x: Array,
     format: AbstractFormat,
     method: AbstractMethod,

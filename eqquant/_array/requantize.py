@@ -6,7 +6,7 @@ from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
 
 from .._methods import AbsMax, AbstractMethod
 from .array import QuantizedArray
-from .quantize import as_method, check_finite, check_quantizable, encode_array
+from .quantize import as_method, check_finite, check_quantizable, quantize_array
 
 
 def requantize(
@@ -51,5 +51,5 @@ def requantize_like(
     q: QuantizedArray, x: Float[Array, "..."], key: PRNGKeyArray | None = None, method: AbstractMethod = AbsMax()
 ) -> QuantizedArray:
     """`requantize` without its checks."""
-    new = encode_array(x, q.format, q._axes, q.logical_dtype, key, method, sharding=q.sharding)
+    new = quantize_array(x, q.format, q._axes, q.logical_dtype, key, method, sharding=q.sharding)
     return dataclasses.replace(new, logical_sharding=q.logical_sharding)

@@ -17,7 +17,7 @@ from .._methods import AbsMax, AbstractMethod
 from .._numerics.blocks import expand
 from .array import QuantizedArray
 from .axes import as_axis, logical_order, memory_order
-from .quantize import as_method, check_quantizable, encode_array
+from .quantize import as_method, check_quantizable, quantize_array
 from .straight_through import value_of
 from .value import AbstractArrayValue
 
@@ -70,7 +70,7 @@ def fake_quantize(
     """
     format = as_format(format)
     source, axes = check_quantizable(x, axis)
-    q = encode_array(jax.lax.stop_gradient(source), format, axes, None, key, as_method(method))
+    q = quantize_array(jax.lax.stop_gradient(source), format, axes, None, key, as_method(method))
     if clip:
         source = jnp.where(_representable(source, q), source, jax.lax.stop_gradient(source))
     return value_of(q.dequantize(), gradient_of=source)
@@ -131,7 +131,7 @@ class SimulatedArray(AbstractArrayValue):
     def quantized(self) -> QuantizedArray:
         """The quantized array as it is now. Gradients with respect to it go to the master."""
         axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
-        q = encode_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, self.method)
+        q = quantize_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, self.method)
         return dataclasses.replace(q, gradient_of=memory_order(self.master, axes))
 
     def dequantize(self) -> Float[Array, "..."]:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._array.array import is_quantized
-from .._array.quantize import encode_array
+from .._array.quantize import quantize_array
 from .._array.requantize import requantize_like
 from .._array.sharding import leaf_shardings
 from .._formats import Dynamic8
@@ -163,7 +163,7 @@ def _quantize_moment(x: Any, format: AbstractFormat, min_size: int) -> Any:
     if jnp.size(x) < max(min_size, 1) or jnp.ndim(x) == 0:
         return x
     axes = _blocked_axes(x.shape, format)
-    return encode_array(x, format, axes, None, None, sharding=_sharding_of(x, format, axes))
+    return quantize_array(x, format, axes, None, None, sharding=_sharding_of(x, format, axes))
 
 
 def _sharding_of(x: Any, format: AbstractFormat, axes: tuple[int, ...]) -> NamedSharding | None:
@@ -173,7 +173,7 @@ def _sharding_of(x: Any, format: AbstractFormat, axes: tuple[int, ...]) -> Named
         return None
     entries = full_spec(sharding, x.ndim).spec
     try:
-        leaf_shardings(jax.eval_shape(lambda x: encode_array(x, format, axes, None, None), x), sharding)
+        leaf_shardings(jax.eval_shape(lambda x: quantize_array(x, format, axes, None, None), x), sharding)
         return sharding
     except ValueError:
         return NamedSharding(sharding.mesh, PartitionSpec(*entries[: x.ndim - len(axes)], *[None] * len(axes)))

@@ -16,7 +16,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 from rich.progress import track
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.quantize import as_method, check_dtype, check_finite, check_quantizable, encode_array
+from .._array.quantize import as_method, check_dtype, check_finite, check_quantizable, quantize_array
 from .._array.sharding import leaf_shardings
 from .._array.simulated import simulate_array, SimulatedArray
 from .._docs import fill_doc
@@ -240,7 +240,7 @@ def _sharding_of(decision: Decision, wanted: NamedSharding | None, dtype: DTypeL
     actual = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     sharding = wanted or (full_spec(actual, x.ndim) if isinstance(actual, NamedSharding) else None)
     if decision.format is not None and sharding is not None:
-        q = jax.eval_shape(lambda x: encode_array(x, decision.format, decision.axes, dtype, None), _struct(x))  # pyright: ignore
+        q = jax.eval_shape(lambda x: quantize_array(x, decision.format, decision.axes, dtype, None), _struct(x))  # pyright: ignore
         leaf_shardings(q, sharding, decision.leaf.path)
     return sharding
 
@@ -254,7 +254,7 @@ def _quantize_leaf(
     simulate: bool,
 ) -> QuantizedArray | SimulatedArray:
     leaf, format, axes, _, _ = decision
-    encode = ft.partial(simulate_array if simulate else ft.partial(encode_array, key=key), method=method)
+    encode = ft.partial(simulate_array if simulate else ft.partial(quantize_array, key=key), method=method)
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
         q = jax.eval_shape(lambda x: encode(x, format, axes, dtype), leaf.value)  # pyright: ignore
         return q if sharding is None or simulate else move(q, sharding)
@@ -302,6 +302,6 @@ def plan_tree(
             rows.extend(row_of(leaf, reason))
             continue
         x = _struct(leaf.value)
-        q = jax.eval_shape(lambda x, f=picked, a=axes: encode_array(x, f, a, dtype, None), x)
+        q = jax.eval_shape(lambda x, f=picked, a=axes: quantize_array(x, f, a, dtype, None), x)
         rows.append(quantized_row(leaf.path, q, reason, math.prod(x.shape) * x.dtype.itemsize))
     return TreeReport(tuple(rows), planned=True)

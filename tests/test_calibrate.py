@@ -514,16 +514,15 @@ def test_formats_take_the_scale_of_another_array():
         np.testing.assert_array_equal(eqq.unpack(eqq.quantize(w, format, scale=q.scale)), eqq.unpack(q))
 
 
-def test_a_result_is_refused_by_other_formats():
+def test_a_result_knows_its_format_and_axis():
     w = data((12, 64))
+    for axis in (-1, 0):
+        assert_same(MinMax("int8", w, axis=axis).update(w).result().quantize(w), eqq.quantize(w, "int8", axis=axis))
     result = MinMax("int8", w).update(w).result()
-    assert_same(eqq.quantize(w, "int8", method=result), eqq.quantize(w, "int8"))
-    assert_same(result.quantize(w), eqq.quantize(w, "int8"))
-    for format in (eqq.Int4(block_size=None), eqq.Int8(block_size=None, symmetric=False), eqq.Int8(block_size=32)):
-        with pytest.raises(ValueError, match=r"format it is for, Int8\(\)\. Got Int"):
-            eqq.quantize(w, format, method=result)
-    with pytest.raises(ValueError, match=r"scales have shape \(12, 1\) with blocks along `axis=-1`"):
+    with pytest.raises(ValueError, match=r"`scale` must broadcast to \(5, 1\)"):
         result.quantize(w[:5])
+    with pytest.raises(ValueError, match="`scale` must suit the values"):
+        result.quantize(1000 * w)
     # By hand, where a result is not seen: the values tell.
     for w in (jr.normal(jr.key(0), (64, 64)), jr.uniform(jr.key(0), (64, 64), minval=-1.0)):
         scale = calibrate_per_tensor(w, 8).scale

@@ -13,7 +13,7 @@ import pytest
 import eqquant as eqq
 from eqquant._matmul.kernels import xla_cpu
 
-from .helpers import assert_close, primitives, temp_bytes, weights
+from .helpers import assert_close, FORMATS, primitives, temp_bytes, weights
 
 
 N, K = 6, 70
@@ -363,3 +363,12 @@ def test_lowers_for_other_platforms(q, platform):
     lower = lambda f, *args: jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
     assert "dot_general" in lower(lambda q, x: q @ x, q, jnp.ones((K, 8)))
     assert "dot_general" in lower(jax.grad(lambda x, q: jnp.sum(x @ q)), jnp.ones((8, N)), q)
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "mxfp4", "int4_affine", "nvfp4"])
+def test_sums_of_nothing_are_zero(name):
+    """A quantized axis of length zero."""
+    q = eqq.quantize(jnp.ones((5, 0)), FORMATS[name].format)
+    np.testing.assert_array_equal(q @ jnp.ones(0), np.zeros(5))
+    np.testing.assert_array_equal(jax.jit(lambda x, q: x @ q.T)(jnp.ones((3, 0)), q), np.zeros((3, 5)))
+    assert (jnp.ones((3, 5)) @ q).shape == (3, 0)

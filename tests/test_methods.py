@@ -257,6 +257,81 @@ def test_errors():
         eqq.quantize(w, "int4", method=OneScale())
 
 
+class Zeros(eqq.AbstractScaleMethod):
+    """A method with the zero points that it is told."""
+
+    zero_point: object = eqx.field(static=True)
+
+    def choose_scales(self, blocks, format):
+        scale = format.choose_scale(blocks)
+        return scale, None if self.zero_point is None else jnp.full(scale.shape, *self.zero_point)
+
+
+@pytest.mark.parametrize(
+    "format, zero_point",
+    [(eqq.Int4(symmetric=False), None), (eqq.NF4(), (8, jnp.uint8)), (eqq.Int4(symmetric=False), (8.0, jnp.float32))],
+    ids=["missing", "superfluous", "float"],
+)
+def test_zero_points_must_suit_the_format(format, zero_point):
+    with pytest.raises((TypeError, TypeCheckError), match="(?i)zero.points"):
+        eqq.quantize(heavy((2, 64)), format, method=Zeros(zero_point))
+    scale = jnp.ones((2, 1))
+    wrong = jnp.zeros((2, 1), jnp.uint8) if zero_point is not None else None
+    if format == eqq.NF4() or wrong is None:
+        with pytest.raises(TypeError, match="zero points"):
+            eqq.encode_rows(heavy((2, 64)), scale, wrong, format)
+
+
+def test_fields_of_methods():
+    class Called(eqq.AbstractScaleMethod):
+        function: object
+
+        def choose_scales(self, blocks, format):
+            return self.function(format.choose_scale(blocks)), None
+
+    with pytest.raises(TypeError, match=r"Write `function: ... = eqx.field\(static=True\)`"):
+        eqq.quantize(heavy((2, 64)), "int4", method=Called(lambda scale: scale))
+    with pytest.raises(ValueError, match="method without arrays"):
+        eqq.quantize_tree({"w": heavy((2, 64))}, "int4", method=Called(jnp.ones(())), simulate=True)
+
+
+class ByInputs(eqq.AbstractScaleMethod):
+    """Clips more where inputs are large: a method that reads what `collect_stats` returns."""
+
+    inputs: object
+
+    def choose_scales(self, blocks, format):
+        return format.choose_scale(blocks) / (1 + self.inputs.second_moment.mean()), None
+
+
+def test_collected_statistics_are_inputs():
+    model = eqx.nn.MLP(64, 64, 64, 1, key=jr.key(0))
+    stats = eqq.calibrate.collect_stats(model, [heavy((4, 64))])
+    quantized = eqq.quantize_tree(model, "int4", method=ByInputs(stats))
+    for n, layer in enumerate(model.layers):
+        leaf = stats[f"layers.{n}.weight"]
+        factor = 1 + np.float32(leaf.second_moment.mean())
+        plain = eqq.quantize(layer.weight, "int4").scale
+        np.testing.assert_allclose(quantized.layers[n].weight.scale * factor, plain, rtol=1e-5)
+        assert_same(eqq.quantize(layer.weight, "int4", method=ByInputs(leaf)), quantized.layers[n].weight)
+    with pytest.raises(ValueError, match="those of many leaves"):
+        eqq.quantize(model.layers[0].weight, "int4", method=ByInputs(stats))
+
+
+def test_tied_masters_with_two_methods():
+    w = heavy((8, 64))
+    simulated = eqq.quantize_tree({"a": w, "b": w}, {"a": eqq.Use("int2", eqq.MSE()), "b": "int2"}, simulate=True)
+    final = eqq.finalize(simulated)
+    for name in "ab":
+        np.testing.assert_array_equal(final[name].dequantize(), simulated[name].dequantize())
+
+
+def test_randomness_does_not_depend_on_chunks():
+    rows = jr.normal(jr.key(0), (37, 130))
+    whole, parts = (eqq.AbsMax().quantize_rows(rows, eqq.Int4(), key=jr.key(1), chunk=n) for n in (None, 4))
+    assert_same(whole.codes, parts.codes)
+
+
 # NaN and infinity
 
 

@@ -3,9 +3,10 @@
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -104,6 +105,11 @@ def quantize(
         raise ValueError(
             f"`method` chooses scales, and `scale` gives them. Got both, {method!r} too. Pass one of them."
         )
+    if method is not None and isinstance(method.inputs, Mapping):
+        raise ValueError(
+            f"`inputs` of {type(method).__name__} must be the statistics of this array. Got those of many leaves. Pass "
+            "`inputs[path]`, or call `quantize_tree`."
+        )
     return quantize_array(checked, format, axes, dtype, key, given or as_method(method))
 
 
@@ -150,7 +156,15 @@ def as_method(method: Any) -> AbstractMethod:
     if isinstance(method, type) and issubclass(method, AbstractMethod):
         raise TypeError(f"`method` must be an instance. Got the class {method.__name__}. Write `{method.__name__}()`.")
     if not isinstance(method, AbstractMethod):
-        raise TypeError(f"`method` must be a method, such as `eqq.MSE()`. Got {method!r}.")
+        raise TypeError(f"`method` must be a method, such as `eqq.MSE()`. Got a {type(method).__name__}.")
+    for field in dataclasses.fields(method):
+        value = getattr(method, field.name)
+        arrays = field.metadata.get("static", False) or isinstance(value, Mapping) or jtu.all_leaves([value]) is False
+        if not arrays and not eqx.is_array_like(value):
+            raise TypeError(
+                f"A field of a method must hold arrays, or be static. Got `{field.name}` of {type(method).__name__}, "
+                f"a {type(value).__name__}. Write `{field.name}: ... = eqx.field(static=True)`."
+            )
     return method
 
 

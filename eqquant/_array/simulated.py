@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
 from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
@@ -161,9 +162,9 @@ def simulate_array(
     x: Array, format: AbstractFormat, axes: tuple[int, ...], dtype: Any, method: AbstractMethod = AbsMax()
 ) -> SimulatedArray:
     """What `quantize_tree` puts in the place of `x` to simulate its quantization."""
-    if method.inputs is not None:
+    if jtu.tree_leaves(method) or method.inputs is not None:
         raise ValueError(
-            "`simulate=True` needs a method that looks at weights alone, since it quantizes at each use. Got one with "
-            f"`inputs`, {type(method).__name__}. Quantize with it after training."
+            "`simulate=True` needs a method without arrays, which would be trained. Got "
+            f"{type(method).__name__}. Make its fields static, or quantize with it after training."
         )
     return SimulatedArray(x, format, as_axis(axes), np.dtype(x.dtype if dtype is None else dtype), method)

@@ -90,11 +90,13 @@ class AbstractFormat(eqx.Module):
                 )
         if self.bits not in (1, 2, 4, 8):
             raise ValueError(f"`bits` of {name} must be 1, 2, 4 or 8. Got {self.bits}.")
+        if isinstance(self.block_size, np.integer):  # so that it prints, compares and is saved as the number that it is
+            object.__setattr__(self, "block_size", int(self.block_size))
         size = self.block_size
         if size is None or (isinstance(size, str) and size == "tensor"):
             return
         unit = 8 // self.bits
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1 or size % unit != 0:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % unit != 0:
             raise ValueError(
                 f'`block_size` of {name} must be None, "tensor" or a positive multiple of {unit}, the number of '
                 f"{self.bits}-bit codes in a byte. Got `block_size={size!r}`. Common sizes are 32, 64 and 128; None is "

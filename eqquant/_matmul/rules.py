@@ -52,6 +52,8 @@ def _compute(
     x, w = operands_of(args, x_tree, w_tree)
     # Where gradients go has no part in the value.
     w = dataclasses.replace(w, gradient_of=None)
+    if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
+        return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # a sum of nothing
     return compute(x, w) if devices == 1 else partitioned(compute, x, w, transpose=transpose)
 
 

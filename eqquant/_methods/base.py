@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt8
 
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, has_zero_points
 from .._numerics.blocks import divide, expand, not_finite, num_blocks, split_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
-from .stochastic import encode_stochastically
+from .stochastic import move_stochastically
 
 
 Scales = Float32[Array, "*batch blocks"]
@@ -94,7 +94,8 @@ class AbstractScaleMethod(AbstractMethod):
             "Clips the largest tenth of the range."
 
             def choose_scales(self, blocks, format):
-                return 0.9 * format.choose_scale(blocks), None
+                scale, zero_point = eqq.AbsMax().choose_scales(blocks, format)
+                return 0.9 * scale, zero_point
 
         q = eqq.quantize(w, "int4", method=Clip())
         ```
@@ -142,21 +143,28 @@ def choose_by_blocks(
 
     **Raises:**
 
-    `TypeError` if `choose` returns other shapes.
+    `TypeError` if `choose` returns other shapes, or zero points that do not suit the format.
     """
+
+    def checked(blocks: Array, format: AbstractFormat) -> tuple[Array, Array | None]:
+        scale, zero_point = choose(blocks, format)
+        _check_scales(scale, zero_point, blocks.shape[:-1], format)
+        return _marked(scale, not_finite(blocks)), zero_point
+
+    return _choose(checked, rows, format, chunk)
+
+
+def _choose(
+    choose: Callable[[Array, AbstractFormat], tuple[Array, Array | None]],
+    rows: Float[Array, "*batch length"],
+    format: AbstractFormat,
+    chunk: int | None,
+) -> tuple[Scales, ZeroPoints]:
     *batch, length = rows.shape
 
     def of_rows(_: Any, rows: Array) -> tuple[Array, Array | None]:
         parts = split_blocks(rows.astype(jnp.float32), format.block_size)
-        chosen = [choose(part, format) for part in parts]
-        for (scale, *_), part in zip(chosen, parts, strict=True):
-            if scale.shape != part.shape[:-1]:
-                raise TypeError(
-                    f"There must be one scale per block, {part.shape[:-1]} for blocks of shape {part.shape}. Got shape "
-                    f"{scale.shape} for {format!r}."
-                )
-        scales, zeros = zip(*chosen, strict=True)
-        scales = [scale + not_finite(part) for scale, part in zip(scales, parts, strict=True)]
+        scales, zeros = zip(*(choose(part, format) for part in parts), strict=True)
         return jnp.concatenate(scales, axis=-1), None if zeros[0] is None else jnp.concatenate(zeros, axis=-1)
 
     scale, zero_point = _by_chunks(of_rows, None if format.block_size == "tensor" else chunk, rows)
@@ -189,8 +197,26 @@ def encode_rows(
 
     An `Encoded`.
     """
-    none, _ = choose_by_blocks(lambda blocks, _: (jnp.zeros(blocks.shape[:-1]), None), rows, format, chunk=chunk)
-    return _encode(rows, scale + none, zero_point, format, key, chunk)
+    _check_scales(scale, zero_point, (*rows.shape[:-1], num_blocks(rows.shape[-1], format.block_size)), format)
+    marks, _ = _choose(lambda blocks, _: (not_finite(blocks), None), rows, format, chunk)
+    return _encode(rows, _marked(scale, marks), zero_point, format, key, chunk)
+
+
+def _marked(scale: Array, marks: Array) -> Array:
+    return jnp.where(jnp.isnan(marks), jnp.nan, scale)  # not a sum, which would lose the sign of a zero
+
+
+def _check_scales(scale: Array, zero_point: Array | None, shape: tuple[int, ...], format: AbstractFormat) -> None:
+    if scale.shape != shape:
+        raise TypeError(f"There must be one scale per block, {shape} for {format!r}. Got shape {scale.shape}.")
+    if has_zero_points(format) != (zero_point is not None):
+        has, got = ("has", "none") if has_zero_points(format) else ("has no", "some")
+        raise TypeError(f"{format!r} {has} zero points, and scales must come with as many. Got {got}.")
+    if zero_point is not None and (zero_point.shape != shape or zero_point.dtype != jnp.uint8):
+        raise TypeError(
+            f"Zero points must be uint8 of the shape of the scales, {shape}. Got {zero_point.dtype} of shape "
+            f"{zero_point.shape}."
+        )
 
 
 def _encode(
@@ -205,22 +231,28 @@ def _encode(
     stored = store_scale(scale, format)
     kept = kept_scale(stored, format)
 
-    def of_rows(n: Any, rows: Array, scale: Array, kept: Array, zero_point: Array | None) -> Array:
-        per_value = lambda x: expand(x, format.block_size, rows.shape[-1])
+    def of_rows(first: Any, rows: Array, scale: Array, kept: Array, zero_point: Array | None) -> Array:
         values = _in_units(rows.astype(jnp.float32), scale, kept, format)
         if zero_point is not None:
-            values = values + per_value(zero_point.astype(jnp.float32))
-        if key is not None:
-            return encode_stochastically(values, format, jax.random.fold_in(key, n))
+            values = values + expand(zero_point.astype(jnp.float32), format.block_size, rows.shape[-1])
         codes = format.encode(values)
         if codes.dtype != jnp.uint8 or codes.shape != values.shape:
             raise TypeError(
                 f"`{type(format).__name__}.encode` must return uint8 of the shape of its values, {values.shape}. Got "
                 f"{codes.dtype} of shape {codes.shape}. End it with `.astype(jnp.uint8)`."
             )
-        return codes
+        if key is None:
+            return codes
+        return move_stochastically(codes, values, format, _uniform_by_row(key, first, values.shape))
 
     return Encoded(_by_chunks(of_rows, chunk, rows, scale, kept, zero_point), stored, zero_point)
+
+
+def _uniform_by_row(key: PRNGKeyArray, first: Any, shape: tuple[int, ...]) -> Float32[Array, "*batch length"]:
+    """Numbers between zero and one that depend on a row and its number alone, not on the chunk that it is in."""
+    *batch, length = shape
+    of_row = lambda row: jax.random.uniform(jax.random.fold_in(key, row), (length,))
+    return jax.vmap(of_row)(first + jnp.arange(math.prod(batch))).reshape(shape)
 
 
 def _in_units(
@@ -255,7 +287,7 @@ def kept_scale(stored: Any, format: AbstractFormat) -> Scales:
 
 
 def _by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: Array | None) -> Any:
-    """Returns `function(0, *arrays)`, computed a chunk of rows at a time: `function(n, *rows_of_arrays)` for chunk `n`.
+    """Returns `function(0, *arrays)`, computed a chunk of rows at a time: `function(first_row, *rows_of_arrays)`.
 
     A row is what follows the batch axes, which all arrays share. The last chunk overlaps the one before it.
     """
@@ -267,7 +299,7 @@ def _by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: Array |
 
     def of_chunk(n: Any) -> tuple[Any, Any]:
         start = jnp.minimum(n * chunk, rows - chunk)
-        return start, function(n, *jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), flat))
+        return start, function(start, *jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), flat))
 
     def write(n: Any, done: Any) -> Any:
         start, part = of_chunk(n)

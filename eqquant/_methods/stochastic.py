@@ -5,25 +5,38 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, PRNGKeyArray, UInt8
+from jaxtyping import Array, Float32, UInt8
 
 from .._formats.base import AbstractFormat, levels_of
 
 
-def encode_stochastically(
-    values: Float32[Array, "*shape"], format: AbstractFormat, key: PRNGKeyArray
+def move_stochastically(
+    nearest: UInt8[Array, "*shape"],
+    values: Float32[Array, "*shape"],
+    format: AbstractFormat,
+    uniform: Float32[Array, "*shape"],
 ) -> UInt8[Array, "*shape"]:
     """Returns for each value the code below or above it, at random, so that on average it decodes to the value.
 
-    Values beyond the range take the end that `format.encode` gives them. A format author writes nothing for this.
+    A format author writes nothing for this.
+
+    **Arguments:**
+
+    - `nearest`: the codes that `format.encode` gives the values. Those beyond the range keep it.
+    - `values`: divided by their scale already.
+    - `format`: the format of the codes.
+    - `uniform`: random numbers from zero to one.
+
+    **Returns:**
+
+    Codes: `uint8`, of the shape of the values.
     """
     levels, below, above = (jnp.asarray(table) for table in _neighbours(format))
-    nearest = format.encode(values)
     near = levels[nearest]
     other = jnp.where(values > near, above[nearest], below[nearest])
     gap = levels[other] - near
     chance = jnp.where(gap != 0, (values - near) / jnp.where(gap != 0, gap, 1), 0)
-    return jnp.where(jax.random.uniform(key, values.shape) < chance, other, nearest)
+    return jnp.where(uniform < chance, other, nearest)
 
 
 @ft.lru_cache
@@ -39,9 +52,9 @@ def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndar
     codes = codes[np.append(True, np.diff(levels[codes]) > 0)]  # one zero, where there are two
     low, high = levels[codes[:-1]], levels[codes[1:]]
     with jax.ensure_compile_time_eval():
-        encode = lambda values: np.asarray(format.encode(jnp.asarray(values, jnp.float32)))
+        nearest = lambda values: levels[np.asarray(format.encode(jnp.asarray(values, jnp.float32)))]
         near = (high - low) / 2**6
-        both = (encode(low + near) == codes[:-1]) & (encode(high - near) == codes[1:])
+        both = (nearest(low + near) == low) & (nearest(high - near) == high)
     below = np.arange(len(levels), dtype=np.uint8)
     above = below.copy()
     above[codes[:-1]] = np.where(both, codes[1:], codes[:-1])

@@ -50,7 +50,7 @@ def finalize(tree: PyTree) -> PyTree:
     def final(x: Any) -> Any:
         if not isinstance(x, SimulatedArray):
             return x
-        same = (id(x.master), x.format, x.axis, x.logical_dtype)
+        same = (id(x.master), x.format, x.axis, x.logical_dtype, x.method)
         if same not in done:
             done[same] = dataclasses.replace(x.quantized(), gradient_of=None)
         return done[same]

@@ -13,16 +13,14 @@ from jaxtyping import Array, ArrayLike, Float, Float32, PRNGKeyArray, UInt8
 from .._array.array import QuantizedArray
 from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
-from .._methods import AbsMax, AbstractMethod, encode_rows, Encoded
-from .._numerics.blocks import num_blocks
+from .._methods import AbsMax
 
 
-class CalibrationResult(AbstractMethod):
+class CalibrationResult(eqx.Module):
     r"""A range of values, and the scales and zero points that a format takes for it.
 
     They are those that the format itself would choose for data of this range, which always includes zero. All zeros
-    give a scale of zero. A result is a method too: `eqq.quantize(w, "int4", method=result)` takes its scales, and
-    refuses any other format.
+    give a scale of zero.
 
     !!! Example
 
@@ -69,32 +67,7 @@ class CalibrationResult(AbstractMethod):
 
         As [`eqquant.quantize`][].
         """
-        return quantize(x, self.format, axis=self.axis, key=key, method=self)
-
-    def quantize_rows(
-        self,
-        rows: Float[Array, "*batch length"],
-        format: AbstractFormat,
-        *,
-        key: PRNGKeyArray | None = None,
-        chunk: int | None = None,
-    ) -> Encoded:
-        if format != self.format:
-            raise ValueError(
-                f"A calibrated scale must be used with the format it is for, {self.format!r}. Got {format!r}. "
-                "Calibrate for that one, or call `result.quantize(x)`."
-            )
-        *batch, length = rows.shape
-        shape = (*batch, num_blocks(length, format.block_size))
-        try:
-            scale = jnp.broadcast_to(self.scale, shape)
-            zero_point = None if self.zero_point is None else jnp.broadcast_to(self.zero_point, shape)
-        except ValueError:
-            raise ValueError(
-                f"An array must end as the calibrated data did, whose scales have shape {self.scale.shape} with blocks "
-                f"along `axis={self.axis}`. Got one with scales of shape {shape}."
-            ) from None
-        return encode_rows(rows, scale, zero_point, format, key=key, chunk=chunk)
+        return quantize(x, self.format, axis=self.axis, key=key, scale=self.scale, zero_point=self.zero_point)
 
 
 @ft.lru_cache

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -61,11 +61,38 @@ class LeafStats:
         return as_plain(self)
 
 
+_STATISTICS = ("rows", "min", "max", "mean", "mean_abs", "second_moment", "outlier_rate", "gram")
+
+
+def _flatten_stats(stats: LeafStats) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return tuple(getattr(stats, name) for name in _STATISTICS), (stats.shape, stats.axis)
+
+
+def _unflatten_stats(static: tuple[Any, ...], arrays: Any) -> LeafStats:
+    stats = object.__new__(LeafStats)  # JAX also puts what is no array in the place of arrays
+    fields = {
+        "path": "",
+        "shape": static[0],
+        "axis": static[1],
+        "note": "",
+        **dict(zip(_STATISTICS, arrays, strict=True)),
+    }
+    for name, value in fields.items():
+        object.__setattr__(stats, name, value)
+    return stats
+
+
+# A method may hold statistics, and methods are arguments of compiled functions. Path and note are left out there, so
+# that weights of one shape share a program.
+jtu.register_pytree_node(LeafStats, _flatten_stats, _unflatten_stats)
+
+
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class ActivationStats(Report):
+class ActivationStats(Report, Mapping[str, LeafStats]):
     """What [`eqquant.calibrate.collect_stats`][] returns: a [`eqquant.calibrate.LeafStats`][] for each weight.
 
-    `stats["layers.0.weight"]` is the one of that path. It prints as a table.
+    A mapping from paths: `stats["layers.0.weight"]` is the one of that weight. So a method that needs statistics takes
+    all of it as its `inputs`. It prints as a table.
 
     - `leaves`: in the order of the model.
     - `batches`: how many were observed.
@@ -81,6 +108,12 @@ class ActivationStats(Report):
             if leaf.path == path:
                 return leaf
         raise KeyError(f"No weight {path!r} was watched. There are {some(leaf.path for leaf in self.leaves)}.")
+
+    def __iter__(self) -> Iterator[str]:
+        return (leaf.path for leaf in self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
 
     def __rich__(self) -> Table:
         numbers = ("rows", "min", "max", "rms", f"above {self.threshold:g}")

@@ -1,4 +1,4 @@
-"""Docstrings that share parts."""
+"""Shares text between docstrings."""
 
 import inspect
 from collections.abc import Callable
@@ -9,9 +9,9 @@ F = TypeVar("F", bound=Callable)
 
 
 def fill_doc(**parts: str) -> Callable[[F], F]:
-    """Puts shared parts into a docstring: `{name}` stands for the part of that name, on a line of its own.
+    """Fills the placeholders of a docstring: each `{name}`, on its own line, becomes the part of that name.
 
-    Since Python 3.13 a docstring comes without its indentation, and a string does not. So both lose theirs first.
+    Python 3.13 strips the indentation of docstrings, but not of other strings, so this strips it from both first.
     """
 
     def fill(function: F) -> F:

@@ -1,4 +1,4 @@
-"""Errors that teach: names that were meant, and arguments that other libraries have."""
+"""Error messages that suggest a fix: the nearest known name, or the equivalent of another library's argument."""
 
 import difflib
 import functools as ft
@@ -11,16 +11,16 @@ F = TypeVar("F", bound=Callable)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Asks after the nearest known name, to end a message with; says nothing if none is near."""
+    """Returns "Did you mean ...?" with the nearest known name, or an empty string if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"Did you mean {near[0]!r}?" if near else ""
 
 
 def teach_keywords(**remedies: str) -> Callable[[F], F]:
-    """Makes a call with a keyword that a function lacks say what to write instead.
+    """Decorates a function: an unknown keyword raises a `TypeError` that says what to write instead.
 
-    `remedies` has an answer for each keyword that users of other libraries try. For any other, the error names the
-    nearest argument, and all of them.
+    `remedies` maps keywords of other libraries to the advice that the error gives. For any other keyword, the error
+    lists all arguments and suggests the nearest.
     """
 
     def decorate(function: F) -> F:

@@ -1,4 +1,4 @@
-"""What all reports can do: print as a table, show themselves in a notebook, become a dictionary or JSON."""
+"""The base class of all reports: prints as a table, displays in a notebook, converts to a dictionary or JSON."""
 
 import abc
 import dataclasses
@@ -20,21 +20,21 @@ WIDTH = 100
 
 
 class Report(abc.ABC):
-    """A result that prints as a table. Programs read its fields, or `to_dict()`, or `to_json()`."""
+    """A result that prints as a table. Programs read its fields, `to_dict()` or `to_json()`."""
 
-    # Properties that `to_dict()` holds beside the fields; `"best.name"` for an attribute of one.
+    # Properties that `to_dict()` includes besides the fields; `"best.name"` reads an attribute of a property.
     derived: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def __rich__(self) -> RenderableType:
-        """What is printed."""
+        """Returns the table (or other rich renderable) that the report prints."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields as plain Python values; a format as what it prints."""
+        """Returns the fields as plain Python values; a format becomes its `repr`."""
         return as_plain(self)
 
     def to_json(self, indent: int | None = None) -> str:
-        """`to_dict()` as JSON. An infinity or a NaN, which JSON has no word for, becomes `null`."""
+        """Returns `to_dict()` as JSON. Infinity and NaN, which JSON cannot represent, become `null`."""
         return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False)
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Report(abc.ABC):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Returns the HTML that a notebook displays."""
         console = _console(self, record=True, file=io.StringIO(), force_jupyter=False)
         console.print(self)
         style = "line-height: normal; font-family: monospace; white-space: pre; overflow-x: auto"
@@ -58,7 +58,7 @@ def _console(report: Report, **kwargs: Any) -> Console:
 
 
 def _least_width(shown: RenderableType) -> int:
-    """The width at which a table cuts no number, and text has some room to fold into."""
+    """Returns the smallest width that truncates no number and leaves text at least 12 columns to wrap into."""
     if isinstance(shown, Group):
         return max(map(_least_width, shown.renderables))
     if not isinstance(shown, Table):
@@ -69,9 +69,9 @@ def _least_width(shown: RenderableType) -> int:
 
 
 def as_plain(x: Any) -> Any:
-    """A value as plain Python: reports and their rows as dictionaries, arrays as lists, formats as what they print."""
+    """Converts a value to plain Python: reports and rows to dictionaries, arrays to lists, formats to their `repr`."""
     if dataclasses.is_dataclass(x) and not isinstance(x, eqx.Module):
-        # A field that is not shown holds data for pictures, not results.
+        # Fields with `repr=False` hold the data of plots, not results.
         return _plain_attributes(x, [f.name for f in dataclasses.fields(x) if f.repr])
     if isinstance(x, tuple) and (names := getattr(type(x), "_fields", None)) is not None:  # a named tuple
         return _plain_attributes(x, names)
@@ -100,7 +100,7 @@ def _finite(x: Any) -> Any:
 
 
 def show_bytes(nbytes: int) -> str:
-    """A size for people: 512 B, 38.4 KB, 2.68 MB. A kilobyte is 1000 bytes."""
+    """Formats a size for people: 512 B, 38.40 KB, 2.68 MB. A kilobyte is 1000 bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:,.{2 if nbytes < 100 * size else 0}f} {unit}"
@@ -108,7 +108,7 @@ def show_bytes(nbytes: int) -> str:
 
 
 def report_table(*headers: str, text: int = 1) -> Table:
-    """A table whose first `text` columns are text, which folds, and whose others are numbers, which stay whole."""
+    """Makes a table whose first `text` columns hold text, which wraps; the others hold numbers, which never wrap."""
     table = Table(*headers)
     for column in table.columns[:text]:
         column.overflow = "fold"

@@ -1,4 +1,4 @@
-"""Gradients of models that hold quantized arrays."""
+"""Gradients of models with quantized arrays."""
 
 import dataclasses
 import functools as ft
@@ -19,12 +19,13 @@ from .mask import trainable_mask
 FilterSpec = PyTree[bool | Callable[[Any], bool]]
 
 _ARGUMENTS = """
-    - `fun`: a function of a pytree (the model) and anything else, that returns a float scalar; with `has_aux`, a pair
-        of that and of anything. Without it, a decorator with the other arguments is returned.
-    - `has_aux`: whether it does.
-    - `filter_spec`: which leaves are differentiated: a tree of booleans, or of functions from a leaf to a boolean, that
-        is a prefix of the model. A [`eqquant.QuantizedArray`][] counts as one leaf: `True` selects it, and so does a
-        function that is true of it, which `equinox.is_inexact_array` is not. [`eqquant.trainable_mask`][] unless given.
+    - `fun`: a function whose first argument is a pytree (the model), and which returns a float scalar; with `has_aux`,
+        a pair of a float scalar and any auxiliary data. If `fun` is left out, returns a decorator.
+    - `has_aux`: whether `fun` returns such a pair.
+    - `filter_spec`: selects the leaves to differentiate: a tree of booleans, or of functions from a leaf to a boolean,
+        that is a prefix of the model. A [`eqquant.QuantizedArray`][] counts as one leaf. To select it, write `True` or
+        a function that returns `True` for it; `equinox.is_inexact_array` returns `False`. Defaults to
+        [`eqquant.trainable_mask`][].
 """
 
 
@@ -32,11 +33,11 @@ _ARGUMENTS = """
 def filter_value_and_grad(
     fun: Callable[..., Any] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
 ) -> Callable[..., Any]:
-    """As `equinox.filter_value_and_grad`, and quantized arrays have gradients too.
+    """Computes the value and the gradients, like `equinox.filter_value_and_grad`, for quantized arrays too.
 
     The gradient of a [`eqquant.QuantizedArray`][] is a dense float array of its logical shape and dtype: the gradient
-    with respect to the weight that it dequantizes to (straight-through). The forward pass computes what it would
-    without differentiation, quantized matmul included, and makes no dense copy of a weight.
+    with respect to the dequantized weight (straight-through). Differentiation does not change the forward pass: it
+    still uses the quantized matmul and makes no dense copy of a weight.
 
     !!! Example
 
@@ -55,12 +56,13 @@ def filter_value_and_grad(
 
     **Returns:**
 
-    A function of the same arguments that returns the value and the gradients with respect to its first argument: a tree
-    of its structure, in which a dense array stands for each quantized one, and `None` for what is not differentiated.
+    A function of the same arguments that returns the value and the gradients with respect to its first argument. The
+    gradients have the structure of that argument, with a dense array in the place of each quantized one, and `None` for
+    leaves that are not differentiated.
 
     **Raises:**
 
-    Called with a tree in which nothing is to be differentiated: `ValueError`.
+    The returned function raises `ValueError` if `filter_spec` selects no leaf of its first argument.
     """
 
     if fun is None:
@@ -75,8 +77,8 @@ def filter_value_and_grad(
                 f"The first argument of `{getattr(fun, '__name__', 'fun')}` must hold something to differentiate: "
                 f"floating point or quantized arrays that `filter_spec` selects. Got none among {len(leaves)} leaves."
             )
-        # A quantized array has no float leaf to differentiate, so one is put there, of zeros, since its value
-        # has no part in anything and its gradient is that of the weight.
+        # A quantized array has no float leaf to differentiate, so an extra float leaf receives the gradient of the
+        # weight. Nothing reads its value, so zeros do.
         diff = [_variable(x) if c else None for x, c in zip(leaves, chosen, strict=True)]
 
         @ft.partial(eqx.filter_value_and_grad, has_aux=has_aux)
@@ -85,7 +87,7 @@ def filter_value_and_grad(
             return fun(jtu.tree_unflatten(treedef, merged), *args, **kwargs)
 
         value, grads = of_diff(diff)
-        # Under a gradient of a gradient, such leaves are somebody else's too, and must go on.
+        # In a gradient of a gradient, the outer one put such leaves there too, and needs them in `aux`.
         if has_aux and not any(is_quantized(x) and x.gradient_of is not None for x in leaves):
             value = (value[0], jtu.tree_map(_without_variable, value[1], is_leaf=is_quantized))
         return value, jtu.tree_unflatten(treedef, grads)
@@ -97,7 +99,8 @@ def filter_value_and_grad(
 def filter_grad(
     fun: Callable[..., Any] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
 ) -> Callable[..., Any]:
-    """As `equinox.filter_grad`, and quantized arrays have gradients too. See [`eqquant.filter_value_and_grad`][].
+    """Computes gradients, like `equinox.filter_grad`, for quantized arrays too. See
+    [`eqquant.filter_value_and_grad`][].
 
     !!! Example
 
@@ -111,7 +114,8 @@ def filter_grad(
 
     **Returns:**
 
-    A function of the same arguments that returns the gradients; with `has_aux`, a pair of these and of the rest.
+    A function of the same arguments that returns the gradients; with `has_aux`, the pair of gradients and auxiliary
+    data.
 
     **Raises:**
 
@@ -130,11 +134,11 @@ def filter_grad(
 
 
 def _chosen(model: PyTree, spec: FilterSpec | None) -> PyTree[bool]:
-    """A boolean for each leaf of the model: whether it is differentiated."""
+    """Returns a boolean for each leaf of the model: whether to differentiate it."""
     spec = trainable_mask(model) if spec is None else spec
 
     def under(wanted: Any, node: PyTree) -> PyTree[bool]:
-        if is_quantized(wanted):  # made by a `tree_map` over the model that went inside
+        if is_quantized(wanted):  # a spec from a `tree_map` that mapped the parts of the array
             wanted = _one_boolean(wanted)
         wants = wanted if callable(wanted) else lambda _: wanted
         return jtu.tree_map(
@@ -148,8 +152,8 @@ def _one_boolean(spec: Any) -> bool:
     wanted = {bool(w) for w in jtu.tree_leaves(spec)}
     if len(wanted) != 1:
         raise ValueError(
-            "`filter_spec` must select a quantized array as a whole. Got one of which some parts are selected and some "
-            "are not. Make it with `jax.tree_util.tree_map(..., is_leaf=eqq.is_quantized)`."
+            "`filter_spec` must select a quantized array as a whole. Got one with some parts selected and some not. "
+            "Make it with `jax.tree_util.tree_map(..., is_leaf=eqq.is_quantized)`."
         )
     return wanted.pop()
 
@@ -162,7 +166,7 @@ def _with_variable(x: Any, variable: Any) -> Any:
     if not is_quantized(x):
         return variable
     source = memory_order(variable, x._axes)
-    # Under a gradient of a gradient there is such a leaf already, which wants its share.
+    # In a gradient of a gradient the array already has such a leaf, which must receive its gradient too.
     return dataclasses.replace(x, gradient_of=source if x.gradient_of is None else x.gradient_of + source)
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adaptation: small trainable factors beside frozen weights, quantized or not."""
+"""Low-rank adaptation (LoRA): small trainable factors for frozen weights, quantized or not."""
 
 import dataclasses
 import math
@@ -30,8 +30,8 @@ from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reas
 class LoraArray(AbstractArrayValue):
     r"""A frozen weight plus a trainable product of two thin matrices: $W + \frac{\alpha}{r} B A$.
 
-    Made by [`eqquant.loraify`][]. A product with it multiplies by the base, quantized matmul included, and by the two
-    factors; the sum is never formed. Everything else forms it.
+    [`eqquant.loraify`][] makes these. A matmul multiplies by the base (with the quantized matmul, if it is quantized)
+    and by the two factors, and never computes the dense sum. Every other operation does.
 
     ??? cite
 
@@ -43,7 +43,7 @@ class LoraArray(AbstractArrayValue):
     - `a`: the factor on the input side, `(*batch, rank, *in)`.
     - `b`: the factor on the output side, `(*batch, out, rank)`.
     - `alpha`: the numerator of the scale.
-    - `in_ndim`: how many axes `in` has: one, or for a convolution all but the first.
+    - `in_ndim`: the number of axes of `in`: one, or for a convolution all but the first.
     """
 
     base: Float[Array, "..."] | QuantizedArray
@@ -75,18 +75,18 @@ class LoraArray(AbstractArrayValue):
         return self.alpha / self.rank
 
     def dequantize(self) -> Float[Array, "..."]:
-        """The dense array of `shape` and `dtype`: the sum."""
+        """Returns the sum of the base and the product of the factors: a dense array of `shape` and `dtype`."""
         base, delta = self._frozen_base(), self.delta()
         dense = base.dequantize() if is_quantized(base) else base
         return dense + delta.astype(dense.dtype)
 
     def delta(self) -> Float[Array, "..."]:
-        """What the factors add to the base: its shape, in the dtype of the factors."""
+        """Returns the array that the factors add to the base, in its shape and in the dtype of the factors."""
         a = self.a.reshape(*self.b.shape[:-2], self.rank, -1)
         return self.scaling * jnp.matmul(self.b, a).reshape(*self.b.shape[:-1], *self.a.shape[-self.in_ndim :])
 
     def transpose(self, *axes: Any) -> "LoraArray | Array":
-        """Swapping the last two axes swaps the factors; any other permutation gives a dense array."""
+        """Transposes. Swapping the last two axes swaps the factors; any other permutation returns a dense array."""
         order = as_permutation(axes, self.ndim)
         swap = [*range(self.ndim - 2), self.ndim - 1, self.ndim - 2]
         if self.in_ndim != 1 or order != swap:
@@ -94,15 +94,15 @@ class LoraArray(AbstractArrayValue):
         return dataclasses.replace(self, base=self.base.mT, a=self.b.mT, b=self.a.mT)
 
     def astype(self, dtype: Any) -> Array:
-        """Dense."""
+        """Returns a dense array of another dtype."""
         return self.dequantize().astype(dtype)
 
     def reshape(self, *shape: Any, **kwargs: Any) -> Array:
-        """Dense."""
+        """Returns a dense array of another shape."""
         return self.dequantize().reshape(*shape, **kwargs)
 
     def __getitem__(self, index: Any) -> Array:
-        """Dense. An embedding lookup, which takes rows, forms only these."""
+        """Returns a dense array. An embedding lookup computes only the rows that it takes."""
         if self.in_ndim != 1 or self.ndim != 2 or isinstance(index, tuple) or index is None or index is Ellipsis:
             return self.dequantize()[index]
         rows = self._frozen_base()[index]
@@ -137,12 +137,12 @@ def loraify(
     where: Where | None = None,
     key: PRNGKeyArray,
 ) -> PyTree:
-    r"""Puts trainable low-rank factors beside the weights of a model, which are frozen. The model keeps its class.
+    r"""Adds trainable low-rank factors to the weights of a model, and freezes the weights. The model keeps its class.
 
-    Each weight $W$ becomes a [`eqquant.LoraArray`][] that stands for $W + \frac{\alpha}{r} B A$. $A$ starts with
-    uniform values of variance $1 / 3n$ for $n$ inputs, and $B$ with zeros, so at first the model computes what it did
-    before. Of a model that is quantized with `NF4(double_quant=True)`, this is QLoRA. Everything else is frozen too,
-    biases and norms included, unless you set them in the mask ([`eqquant.trainable_mask`][]).
+    Each weight $W$ becomes a [`eqquant.LoraArray`][], with the value $W + \frac{\alpha}{r} B A$. $A$ starts with
+    uniform values of variance $1 / 3n$ for $n$ inputs, and $B$ with zeros, so the outputs of the model do not change at
+    first. For a model quantized with `NF4(double_quant=True)`, this is QLoRA. All other leaves are frozen too,
+    including biases and norms, unless you set them in the mask ([`eqquant.trainable_mask`][]).
 
     !!! Example
 
@@ -151,7 +151,7 @@ def loraify(
         model = eqq.loraify(model, rank=8, key=key)
         optim = optax.masked(optax.adamw(1e-3), eqq.trainable_mask(model))
         state = optim.init(model)
-        loss, grads = eqq.filter_value_and_grad(loss_fn)(model, x, y)  # gradients of the factors, and of nothing else
+        loss, grads = eqq.filter_value_and_grad(loss_fn)(model, x, y)  # gradients of the factors only
         updates, state = optim.update(grads, state, model)
         model = eqq.apply_updates(model, updates)
         ```
@@ -163,23 +163,23 @@ def loraify(
     **Arguments:**
 
     - `model`: any pytree.
-    - `rank`: $r$.
-    - `alpha`: $\alpha$.
-    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; in a node, every weight. Unless given, every
-        quantized array; or where nothing is quantized, every weight that [`eqquant.quantize_tree`][] would quantize.
-        Embeddings are left out, unless selected.
+    - `rank`: $r$, the number of columns of $B$ and of rows of $A$.
+    - `alpha`: $\alpha$, the numerator of the scale.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By
+        default, every quantized array; or, if the model has none, every weight that [`eqquant.quantize_tree`][] would
+        quantize. Skips embeddings, unless `where` selects the leaf.
     - `key`: initialises $A$.
 
     **Returns:**
 
-    The model with factors, in float32 whatever the dtype of the weight. One weight that stands in several places gets
+    The model with factors, in float32 whatever the dtype of the weight. A weight that appears in several places gets
     one pair of factors.
 
     **Raises:**
 
-    `ValueError` if nothing is selected, or for a rank that is no whole number from one to the lesser of a weight's
-    inputs and outputs; `TypeError` if `where` selects an array that is not floating point, has fewer than two
-    dimensions, is simulated, or has factors already. The message names the leaf.
+    `ValueError` if nothing is selected, or if `rank` is not a whole number from 1 to the number of a weight's inputs or
+    outputs, whichever is smaller; `TypeError` if `where` selects an array that is not floating point, has fewer than
+    two dimensions, is simulated, or already has factors. The message names the leaf.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"`rank` must be a whole number, at least 1. Got {rank}.")
@@ -198,7 +198,7 @@ def loraify(
             f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects others."
         )
     keys = jr.split(key, len(selections))
-    done: dict[Any, LoraArray] = {}  # one array in two places stays one
+    done: dict[Any, LoraArray] = {}  # an array that appears twice is adapted once
     values = [leaf.value for leaf, _ in selections]
     for n, (leaf, reason) in enumerate(selections):
         if reason is None:
@@ -210,7 +210,10 @@ def loraify(
 
 
 def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
-    """Why a leaf gets no factors unless it is selected: by default quantized weights do, or where none is, all."""
+    """Returns a function that says why a leaf gets no factors by default, or `None` for a leaf that does.
+
+    By default quantized weights get factors, or every weight if none is quantized.
+    """
     some_quantized = any(is_quantized(x) for x in jtu.tree_leaves(model, is_leaf=is_quantized))
 
     def skip(leaf: Leaf) -> str | None:
@@ -224,7 +227,7 @@ def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
 
 
 def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
-    """Adds low-rank factors to the weights they stand beside. The inverse of [`eqquant.loraify`][].
+    """Merges low-rank factors into their weights. The inverse of [`eqquant.loraify`][].
 
     !!! Example
 
@@ -235,8 +238,8 @@ def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
     **Arguments:**
 
     - `model`: any pytree with factors.
-    - `dense`: makes quantized weights dense. Otherwise the sum is quantized again, to the same format, which rounds
-        again.
+    - `dense`: whether to return dense arrays for quantized weights. Otherwise quantizes the sum to the same format,
+        which rounds again.
 
     **Returns:**
 
@@ -244,14 +247,14 @@ def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if there are no factors, or if, outside `jit`, a sum is not finite.
+    `ValueError` if the model has no factors, or, outside `jit`, if a sum is not finite.
     """
     is_leaf = lambda x: isinstance(x, LoraArray)
     leaves = list(named_leaves(model, is_leaf))
     if not any(is_leaf(leaf.value) for leaf in leaves):
         raise ValueError("`merge_lora` needs a model with factors. Got none. `loraify` makes them.")
     values = [leaf.value for leaf in leaves]
-    done: dict[Any, Any] = {}  # one array in two places stays one
+    done: dict[Any, Any] = {}  # an array that appears twice is merged once
     for n, leaf in enumerate(leaves):
         if is_leaf(leaf.value):
             same = identity(leaf.value)
@@ -270,7 +273,7 @@ def _merge(path: str, x: LoraArray, dense: bool) -> Array | QuantizedArray:
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:
-    """Why a leaf cannot have factors, or `None`."""
+    """Returns why a leaf cannot have factors, or `None`."""
     if isinstance(leaf.value, LoraArray):
         return "it has factors already: `merge_lora` first"
     if isinstance(leaf.parent, SimulatedArray):
@@ -284,7 +287,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
 
 def _adapt(leaf: Leaf, rank: int, alpha: float | int, key: PRNGKeyArray) -> LoraArray:
     w = leaf.value
-    # One input axis, or for a convolution several, whichever are quantized.
+    # The input axes are those of the layer, one or for a convolution several, whichever axes blocks run along.
     in_ndim = len(convolved_axes(leaf) or (-1,))
     *batch, out = w.shape[: w.ndim - in_ndim]
     inputs = w.shape[w.ndim - in_ndim :]
@@ -298,7 +301,7 @@ def _adapt(leaf: Leaf, rank: int, alpha: float | int, key: PRNGKeyArray) -> Lora
     b = jnp.zeros((*batch, out, rank), jnp.float32)
     sharding = None if isinstance(w, jax.core.Tracer) else getattr(w, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        # Factors are divided as their side of the weight is.
+        # Each factor is sharded like its side of the weight.
         entries = full_spec(sharding, w.ndim).spec
         of_batch, of_out, of_inputs = entries[: len(batch)], entries[len(batch)], entries[len(batch) + 1 :]
         on_mesh = lambda *entries: NamedSharding(sharding.mesh, PartitionSpec(*entries))

@@ -1,4 +1,4 @@
-"""Which leaves of a model training changes."""
+"""The mask of the leaves that training changes."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from .._array.value import AbstractArrayValue
 
 
 def trainable_mask(tree: PyTree) -> PyTree[bool]:
-    """Which leaves of a model training changes.
+    """Returns the mask of the leaves that training changes.
 
-    In a model with low-rank factors ([`eqquant.loraify`][]), the factors and nothing else. In any other, every floating
-    point array and every quantized array.
+    In a model with low-rank factors ([`eqquant.loraify`][]), it selects only the factors. In any other model, it
+    selects every floating point array and every quantized array.
 
     !!! Example
 
@@ -29,8 +29,8 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
 
     **Returns:**
 
-    The tree with a boolean for each leaf. A [`eqquant.QuantizedArray`][] is one leaf, so this is a prefix of the tree,
-    as `equinox.partition`, `equinox.filter`, `optax.masked` and [`eqquant.filter_grad`][] take it.
+    The tree with a boolean for each leaf. A [`eqquant.QuantizedArray`][] is one leaf, so the mask is a prefix of the
+    tree. Pass it to `equinox.partition`, `equinox.filter`, `optax.masked` or [`eqquant.filter_grad`][].
     """
     nodes, treedef = jtu.tree_flatten(tree, is_leaf=lambda x: isinstance(x, AbstractArrayValue))
     adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)

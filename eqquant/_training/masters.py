@@ -1,4 +1,4 @@
-"""Training quantized weights: an optax wrapper that steps float masters, and requantizes them."""
+"""Training quantized weights: an optax wrapper that updates float masters and quantizes them again."""
 
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -22,17 +22,17 @@ from .mask import trainable_mask
 
 
 if TYPE_CHECKING:
-    import optax  # imported when it is needed: it takes as long as all of this package
+    import optax  # imported on first use: it takes as long to import as this package
 
 
 class FloatMastersState(NamedTuple):
     """The state of [`eqquant.float_masters`][].
 
-    - `masters`: the tree of parameters, with a float array for each quantized one that is trained and `None` elsewhere.
-    - `inner_state`: the state of the wrapped optimizer, over the masters and the parameters that are float anyway.
-    - `key_data`: what the next step rounds stochastically with, or `None`.
+    - `masters`: the tree of parameters, with a float array for each trained quantized array and `None` elsewhere.
+    - `inner_state`: the state of the wrapped optimizer, for the masters and the float parameters.
+    - `key_data`: the data of the key for stochastic rounding at the next step, or `None`.
 
-    **Arguments:** the three above. Made by `init`, and not by hand.
+    **Arguments:** the three above. `init` makes the state; do not make it by hand.
     """
 
     masters: PyTree
@@ -50,9 +50,9 @@ def float_masters(
 ) -> "optax.GradientTransformationExtraArgs":
     """Trains quantized weights with any optax optimizer: quantization-aware training.
 
-    Each quantized weight has a float master in the optimizer's state. A step moves the masters with the wrapped
-    optimizer (weight decay too sees masters), quantizes them, and returns the difference from the codes and scales that
-    the model has. As every leaf of a quantized array is an unsigned integer, that difference is exact: after
+    Each quantized weight has a float master in the optimizer's state. A step updates the masters with the wrapped
+    optimizer (weight decay applies to the masters too), quantizes them, and returns the difference from the codes and
+    scales of the model. Every leaf of a quantized array is an unsigned integer, so the difference is exact: after
     `eqq.apply_updates`, `eqx.apply_updates` or `optax.apply_updates` the model *is* `quantize(masters)`. Float
     parameters train as usual.
 
@@ -69,36 +69,37 @@ def float_masters(
             return eqq.apply_updates(model, updates), state, loss
         ```
 
-    It composes. Everything goes inside: chains, schedules, clipping, momentum, `optax.MultiSteps`,
-    `optax.apply_if_finite`, `optax.inject_hyperparams`. Outside go `optax.masked`, with the same mask as the
-    `filter_spec` of the gradients, `optax.multi_transform`, and, in an `optax.chain`, what comes before it, if it has
-    no state and looks at gradients alone. Nothing that scales updates may come after it: its updates are differences of
-    codes. `init` and `update` take the model itself; some of optax's own functions want it without what is no array,
-    `eqx.filter(model, eqx.is_array)`, and these take that too.
+    It composes with optax. Pass it any optimizer: chains, schedules, clipping, momentum, `optax.MultiSteps`,
+    `optax.apply_if_finite`, `optax.inject_hyperparams`. You can put `optax.masked` around it, with the same mask as the
+    `filter_spec` of the gradients, or `optax.multi_transform`. In an `optax.chain`, only stateless gradient
+    transformations, such as clipping, may come before it. Nothing that scales updates may come after it, because its
+    updates are differences of codes. `init` and `update` take the model itself, or its arrays,
+    `eqx.filter(model, eqx.is_array)`, which some functions of optax need.
 
     **Arguments:**
 
-    - `optimizer`: the optimizer of the masters.
-    - `masters`: what the masters start from: the float model that the model was quantized from, or a tree like it, or
-        the same model simulated. Unless given, what the model dequantizes to in float32, which loses what quantization
-        rounded off. ([`eqquant.Ternary`][] and [`eqquant.Binary`][] choose other scales for values that they have
-        rounded already, so with them the model would change at the first step.)
+    - `optimizer`: an optax optimizer, which updates the masters.
+    - `masters`: the initial masters: the float model that the model was quantized from, a tree of the same structure,
+        or the same model simulated. By default the dequantized model in float32, which keeps the rounding error of
+        quantization. ([`eqquant.Ternary`][] and [`eqquant.Binary`][] choose other scales for dequantized values, so
+        with them the default changes the model at the first step.)
     - `dtype`: the dtype of the masters.
     - `key`: for stochastic rounding, with new randomness at every step, so that small steps are not lost on average.
         Without it, values round to the nearest code.
-    - `method`: how the codes of masters are found at each step: [`eqquant.AbsMax`][] unless given. A search takes long.
+    - `method`: the method that quantizes the masters at each step; [`eqquant.AbsMax`][] by default. A method that
+        searches makes each step slow.
 
     **Returns:**
 
     An `optax.GradientTransformationExtraArgs`, whose state is a [`eqquant.FloatMastersState`][]: a pytree of constant
-    structure, that `equinox.tree_serialise_leaves` and orbax save.
+    structure, which you can save with `equinox.tree_serialise_leaves` or orbax.
 
     **Raises:**
 
-    `TypeError` for an optimizer that is none. Its `init`: `ValueError` if nothing quantized is trained, or if the
-    masters lack a leaf, or have one of another shape or, outside of `jit`, one of another weight; its `update`:
-    `ValueError` if it gets no parameters, or a state or gradients that are not of these parameters. The message names
-    the leaf.
+    `TypeError` if `optimizer` is not an optax optimizer. `init` raises `ValueError` if no quantized array is trained,
+    or if `masters` lacks a leaf or has one of another shape or, outside `jit`, the values of another weight. `update`
+    raises `ValueError` without parameters, or if the state or the gradients belong to other parameters. The message
+    names the leaf.
     """
     import optax
 
@@ -108,7 +109,7 @@ def float_masters(
 
     def init(params: PyTree) -> FloatMastersState:
         leaves = _trained(params)
-        if not leaves:  # what `optax.tree_map_params` passes, to see where in the state the parameters are
+        if not leaves:  # `optax.tree_map_params` passes a placeholder to find the parameters in the state
             return FloatMastersState(params, inner.init(params), None if key is None else jr.key_data(key))
         given = None if masters is None else _given(masters)
         start = [_master(path, q, given, dtype) if is_quantized(q) else None for path, q in leaves]
@@ -129,7 +130,7 @@ def float_masters(
         key_data = None if key is None else jr.key_data(key)
         inner_state = inner.init(jtu.tree_unflatten(treedef, logical))
         on_mesh = next((s for _, q in leaves if is_quantized(q) and isinstance(s := q.sharding, NamedSharding)), None)
-        if on_mesh is not None:  # counts too, or the second step would be another program than the first
+        if on_mesh is not None:  # counters too, or the second step would compile again
             inner_state, key_data = follow((inner_state, key_data), NamedSharding(on_mesh.mesh, PartitionSpec()))
         return FloatMastersState(jtu.tree_unflatten(treedef, start), inner_state, key_data)
 
@@ -150,7 +151,7 @@ def float_masters(
         steps, inner_state = inner.update(jtu.tree_unflatten(treedef, grads), state.inner_state, logical, **extra_args)
         steps = treedef.flatten_up_to(steps)
         new = [None if m is None else m + s.astype(m.dtype) for m, s in zip(old, steps, strict=True)]
-        # Without the barrier a compiler may compute a master twice, once to keep and once to quantize, and round the
+        # Without the barrier XLA may compute a master twice, once for the state and once to quantize it, and round the
         # two differently.
         new = jax.lax.optimization_barrier(new)
 
@@ -170,7 +171,7 @@ def float_masters(
 
 
 def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
-    """Adds updates to a model, as `equinox.apply_updates` does, and refuses those that would break a quantized array.
+    """Adds updates to a model, like `equinox.apply_updates`, and rejects those that would break a quantized array.
 
     !!! Example
 
@@ -182,7 +183,7 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
     **Arguments:**
 
     - `model`: any pytree.
-    - `updates`: a tree of its structure. `None` leaves a leaf as it is.
+    - `updates`: a tree of the same structure. `None` keeps a leaf unchanged.
 
     **Returns:**
 
@@ -190,8 +191,8 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
 
     **Raises:**
 
-    `ValueError` for an update of a quantized array that is dense or scaled, for one of another shape, or for a tree of
-    another structure. The message names the leaf.
+    `ValueError` if the update of a quantized array is dense or scaled, if an update has another shape, or if the tree
+    has another structure. The message names the leaf.
     """
     leaves, treedef = list(named_leaves(model)), _treedef(model)
     try:
@@ -217,7 +218,7 @@ _TO_FREEZE = "put `optax.masked` around `eqq.float_masters`, and give its mask t
 
 
 def as_optimizer(optimizer: Any) -> "optax.GradientTransformationExtraArgs":
-    """Any of optax's optimizers, as one that takes extra arguments; or an error."""
+    """Converts an optax optimizer to one that takes extra arguments. Raises if it is not an optax optimizer."""
     import optax
 
     if isinstance(optimizer, optax.MultiSteps):
@@ -236,7 +237,7 @@ def _treedef(tree: PyTree) -> Any:
 
 
 def _trained(params: PyTree) -> list[tuple[str, Any]]:
-    """Path and value of every leaf, in which `None` stands for what is not trained."""
+    """Returns the path and the value of every leaf, with the value `None` if the leaf is not trained."""
     mask = jtu.tree_map(
         lambda m, node: jtu.tree_map(lambda _: m, node, is_leaf=is_quantized), trainable_mask(params), params
     )
@@ -261,7 +262,7 @@ def _given(masters: PyTree) -> dict[str, Any]:
 
 def _master(path: str, q: QuantizedArray, given: dict[str, Any] | None, dtype: DTypeLike) -> Float[Array, "..."]:
     if given is None:
-        # In float32, whatever the model computes in: rounded to less, the masters would be other codes.
+        # In float32, whatever the logical dtype: masters rounded to less precision would quantize to other codes.
         dense: Any = q.astype(jnp.float32)
         return dense.dequantize().astype(dtype)
     master = given.get(path)
@@ -272,10 +273,10 @@ def _master(path: str, q: QuantizedArray, given: dict[str, Any] | None, dtype: D
         )
     if tuple(master.shape) != q.shape:
         raise ValueError(f"`masters` must have the shapes of the model. Got {master.shape} for {path}, of {q.shape}.")
-    # A copy: the model and the state may be donated together.
+    # A copy, so that both the model and the state can be donated to `jit`.
     master = follow(jnp.array(master, dtype), q.sharding)
     if not any(isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in (q.codes, master)):
-        with jax.ensure_compile_time_eval():  # though they may be constants of what is
+        with jax.ensure_compile_time_eval():  # the arrays are concrete, though `init` may run under `jit`
             distance, length = _distance(q, master)
             if distance > length:
                 raise ValueError(
@@ -287,8 +288,10 @@ def _master(path: str, q: QuantizedArray, given: dict[str, Any] | None, dtype: D
 
 @jax.jit
 def _distance(q: QuantizedArray, master: Float[Array, "..."]) -> tuple[Array, Array]:
-    """How far masters are from what they are quantized to, and from zero: unlike codes, a measure that takes other
-    scales and another rounding for what they are."""
+    """Returns the squared distances of a master from the dequantized array and from zero.
+
+    Unlike a comparison of codes, it tolerates other scales and stochastic rounding.
+    """
     dense, master = q.dequantize().astype(jnp.float32), master.astype(jnp.float32)
     return jnp.sum(jnp.square(dense - master)), jnp.sum(jnp.square(master))
 
@@ -325,7 +328,7 @@ def _flatten_gradients(treedef: Any, grads: PyTree) -> list[Any]:
 
 
 def _gradient(path: str, x: Any, grad: Any, master: Any) -> Any:
-    """The gradient as the wrapped optimizer wants it; or an error that names the leaf."""
+    """Returns the gradient in the dtype of the master. Raises if it is missing or has another shape."""
     if x is None:
         return None
     if grad is None or is_quantized(grad):
@@ -341,12 +344,13 @@ def _gradient(path: str, x: Any, grad: Any, master: Any) -> Any:
 
 
 def _difference(q: QuantizedArray, master: Float[Array, "..."], key: Any, method: AbstractMethod) -> QuantizedArray:
-    """What to add to the codes and scales of `q`, modulo the range of each integer, to get those of the master."""
+    """Returns the difference that, added to the codes and scales of `q` (modulo the range of each integer), gives those
+    of the master."""
     return jtu.tree_map(lambda new, old: new - old, requantize_like(q, master, key, method), q)
 
 
 def _add(path: str, x: Any, by: Any, codes: bool) -> Any:
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic)):  # a number of Python's
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic)):  # a Python number
         return x + by
     if codes and by.dtype != x.dtype:
         raise ValueError(
@@ -362,7 +366,7 @@ def _add(path: str, x: Any, by: Any, codes: bool) -> Any:
 
 
 def _unchanged(x: Any) -> Any:
-    """An update that changes nothing, which every `apply_updates` takes."""
+    """Returns an update that changes nothing and that every `apply_updates` accepts."""
     plain = isinstance(x, (jax.Array, np.ndarray)) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return jtu.tree_map(jnp.zeros_like, x) if plain or is_quantized(x) else None
 

@@ -1,4 +1,4 @@
-"""Optimizer state in eight bits."""
+"""Quantized optimizer state."""
 
 import dataclasses
 import functools as ft
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import optax
 
 
-# The moments in the states of optax's optimizers, and whether they have a sign. By name, as not every version of optax
-# has all of these. What is not here stays in float: other fields, whatever they are called, may hold anything.
-# (`ScaleByRStdDevState` is not, as it subtracts the square of one moment from another, which rounding makes negative.)
+# The moments in the states of optax's optimizers, and whether they are signed. By name, because not every version of
+# optax has all of these. All other fields stay in float, because they may hold anything. (`ScaleByRStdDevState` is left
+# out because it subtracts the square of one moment from another, and rounding can make the difference negative.)
 _MOMENTS = {
     "EmaState": {"ema": True},
     "FactoredState": {"v": False},
@@ -56,18 +56,18 @@ def quantize_state(
 ) -> "optax.GradientTransformationExtraArgs":
     """Keeps the first and second moments of an optimizer quantized between steps.
 
-    A step dequantizes them, runs the optimizer, and quantizes what it returns. With the default,
-    [`eqquant.Dynamic8`][], a moment takes 8.125 bits and not 32. Moments are those of Adam and its relatives (AdamW,
-    Nadam, AMSGrad, AdaBelief, Adan, AdEMAMix, ADOPT, Sophia's first), of SGD, Lion, Muon, RMSProp that is not centred,
-    Adagrad, Adafactor where it does not factor, SM3 and NovoGrad, in whatever of optax's wrappers. All other state,
-    that of optimizers of your own included, stays in float.
+    A step dequantizes the moments, runs the optimizer, and quantizes the new moments. With the default,
+    [`eqquant.Dynamic8`][], a moment takes 8.125 bits per value instead of 32. It supports Adam and its relatives
+    (AdamW, Nadam, AMSGrad, AdaBelief, Adan, AdEMAMix, ADOPT, the first moment of Sophia), SGD, Lion, Muon, RMSProp
+    without centring, Adagrad, the unfactored moments of Adafactor, SM3 and NovoGrad, inside any of optax's wrappers.
+    All other state, including the state of custom optimizers, stays in float.
 
     !!! Example
 
         ```python
         optim = eqq.quantize_state(optax.adamw(1e-3))
-        state = optim.init(eqx.filter(model, eqx.is_inexact_array))  # of a float model, as for any optax optimizer
-        optim = eqq.float_masters(eqq.quantize_state(optax.adamw(1e-4)))  # together with QAT, in this order
+        state = optim.init(eqx.filter(model, eqx.is_inexact_array))  # the parameters of a float model
+        optim = eqq.float_masters(eqq.quantize_state(optax.adamw(1e-4)))  # with float masters, in this order
         ```
 
     ??? cite
@@ -77,20 +77,21 @@ def quantize_state(
     **Arguments:**
 
     - `optimizer`: any optax optimizer that keeps moments.
-    - `format`: what they are quantized to. Second moments, which are divided by, need one without a sign in which small
-        values do not become zero: `signed=False` of a format that has it, `Dynamic8(signed=False)` with any other.
-        Blocks run along the last axis, and along more of the last ones where it is shorter than a block.
-    - `min_size`: moments of fewer values stay in float, as they weigh little.
+    - `format`: the format of the moments, or its lower-case name. Optimizers divide by second moments, so these need an
+        unsigned format that does not round small values to zero: the same format with `signed=False` if it has that
+        field, otherwise `Dynamic8(signed=False)`. Blocks run along the last axis, and along several of the last axes if
+        it is shorter than a block.
+    - `min_size`: moments with fewer values stay in float, because they take little memory.
 
     **Returns:**
 
-    An `optax.GradientTransformationExtraArgs`, in whose state each moment is a [`eqquant.QuantizedArray`][].
+    An `optax.GradientTransformationExtraArgs`, whose state holds each moment as a [`eqquant.QuantizedArray`][].
 
     **Raises:**
 
-    `TypeError` for an optimizer that is none. Its `init`: `ValueError` if the optimizer has no moments of at least
-    `min_size` values or has quantized ones, if parameters are quantized and have no masters, or if it wraps
-    [`eqquant.float_masters`][], whose masters are no moments.
+    `TypeError` if `optimizer` is not an optax optimizer. `init` raises `ValueError` if the optimizer has no moments of
+    at least `min_size` values, if its moments are already quantized, if the parameters are quantized and have no
+    masters, or if it wraps [`eqquant.float_masters`][].
     """
     import optax
 
@@ -111,13 +112,13 @@ def quantize_state(
 
     def init(params: PyTree) -> PyTree:
         state = inner.init(params)
-        if not jtu.tree_leaves(params):  # what `optax.tree_map_params` passes, to see where in the state they are
+        if not jtu.tree_leaves(params):  # from `optax.tree_map_params`, to find them in the state
             return state
         is_leaf = lambda x: isinstance(x, FloatMastersState) or is_quantized(x)
         flat = jtu.tree_leaves_with_path(state, is_leaf=is_leaf)
         if any(isinstance(x, FloatMastersState) for _, x in flat):
             raise ValueError(
-                "`quantize_state` must be inside of `float_masters`. Got it outside. Write "
+                "`quantize_state` must be inside `float_masters`. Got it outside. Write "
                 "`eqq.float_masters(eqq.quantize_state(optimizer))`."
             )
         already = next((jtu.keystr(path) for path, x in flat if is_quantized(x)), None)
@@ -152,7 +153,7 @@ def quantize_state(
 
 
 def _moments(state: Any) -> dict[str, bool]:
-    """Which fields of a state are moments, and whether they have a sign."""
+    """Returns the fields of a state that are moments, and whether they are signed."""
     of_optax = type(state).__module__.partition(".")[0] == "optax"
     return _MOMENTS.get(type(state).__name__, {}) if of_optax else {}
 
@@ -167,7 +168,7 @@ def _quantize_moment(x: Any, format: AbstractFormat, min_size: int) -> Any:
 
 
 def _sharding_of(x: Any, format: AbstractFormat, axes: tuple[int, ...]) -> NamedSharding | None:
-    """Where a moment was; but whole along axes whose parts would end within a block."""
+    """Returns the sharding of a moment, but replicated along axes whose shards would cut a block."""
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
@@ -180,7 +181,7 @@ def _sharding_of(x: Any, format: AbstractFormat, axes: tuple[int, ...]) -> Named
 
 
 def _blocked_axes(shape: tuple[int, ...], format: AbstractFormat) -> tuple[int, ...]:
-    """The fewest last axes that hold a whole block."""
+    """Returns the smallest number of last axes that hold a whole block."""
     block = format.block_size if isinstance(format.block_size, int) else 1
     n = next((n for n in range(1, len(shape)) if math.prod(shape[-n:]) >= block), len(shape))
     return tuple(range(-n, 0))

@@ -1,4 +1,4 @@
-"""The end of training with simulated quantization."""
+"""Turns simulated arrays into quantized arrays after training."""
 
 import dataclasses
 from typing import Any
@@ -13,20 +13,20 @@ from .._tree.leaves import named_leaves
 
 
 def finalize(tree: PyTree) -> PyTree:
-    """Ends simulated quantization: every [`eqquant.SimulatedArray`][] becomes the [`eqquant.QuantizedArray`][] that it
-    stood for.
+    """Ends simulated quantization: turns every [`eqquant.SimulatedArray`][] into the [`eqquant.QuantizedArray`][] that
+    it simulates.
 
     !!! Example
 
         ```python
         model = eqq.quantize_tree(model, "int4", simulate=True)
-        ...  # train as if it were a float model
+        ...  # train it like a float model
         model = eqq.finalize(model)
         ```
 
     **Arguments:**
 
-    - `tree`: any pytree with simulated arrays.
+    - `tree`: a pytree with simulated arrays.
 
     **Returns:**
 
@@ -34,7 +34,7 @@ def finalize(tree: PyTree) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if nothing is simulated, or, outside of `jit`, if training left values that are not finite.
+    `ValueError` if the tree has no simulated array, or, outside `jit`, if a master holds values that are not finite.
     """
     is_leaf = lambda x: is_quantized(x) or isinstance(x, SimulatedArray)
     leaves = list(named_leaves(tree, is_leaf))
@@ -45,7 +45,7 @@ def finalize(tree: PyTree) -> PyTree:
     for leaf in leaves:
         if isinstance(leaf.value, SimulatedArray):
             check_finite(leaf.value.master, leaf.path)
-    done: dict[Any, QuantizedArray] = {}  # one array in two places stays one
+    done: dict[Any, QuantizedArray] = {}  # an array that appears twice is quantized once
 
     def final(x: Any) -> Any:
         if not isinstance(x, SimulatedArray):

@@ -1,1 +1,1 @@
-"""Whole models: which leaves are quantized, to what, where they are, and reports of that."""
+"""Whole models: selects leaves, quantizes and shards them, and reports on them."""

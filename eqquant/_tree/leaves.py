@@ -1,4 +1,4 @@
-"""The leaves of a model, by name."""
+"""Names the leaves of a model."""
 
 import collections
 import dataclasses
@@ -17,9 +17,9 @@ from .._array.array import is_quantized
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leaf:
-    """A leaf of a tree, in which a quantized array is one leaf.
+    """A leaf of a tree; a quantized array counts as one leaf.
 
-    - `path`: its name, such as `layers.0.weight`; no other leaf of the tree has it.
+    - `path`: its name, such as `layers.0.weight`, unique in the tree.
     - `keys`: its key path.
     - `nodes`: the nodes that hold it, from the root to its parent. `keys[n]` is the key in `nodes[n]`.
     """
@@ -31,12 +31,12 @@ class Leaf:
 
     @property
     def parent(self) -> Any:
-        """The module, list or dict that holds it; nothing holds the root."""
+        """The module, list or dict that holds the leaf; `None` if the leaf is the whole tree."""
         return self.nodes[-1] if self.nodes else None
 
     @ft.cached_property
     def _depth(self) -> int:
-        """How many keys are left without those of wrappers, such as `value` in Flax's `bias.value`."""
+        """The number of keys without those of wrappers, such as `value` in Flax's `bias.value`."""
         depth = len(self.keys)
         while depth > 1 and _is_wrapper(self.nodes[depth - 1], self.keys[depth - 1]):
             depth -= 1
@@ -44,25 +44,26 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """What its layer calls it: `bias` for `layers.0.bias`, and for `layers.0.bias.value`."""
+        """The name of the leaf in its layer: `bias` for both `layers.0.bias` and `layers.0.bias.value`."""
         return key_name(self.keys[self._depth - 1]) if self.keys else ""
 
     @property
     def layer(self) -> Any:
-        """The node that holds it under `name`: the parent, unless that is a wrapper."""
+        """The node that holds the leaf under `name`: the parent, or the node around it if the parent is a wrapper."""
         return self.nodes[self._depth - 1] if self.nodes else None
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The names that patterns match: `path`, and the same without the keys of wrappers."""
+        """The names that patterns match: `path`, and `path` without the keys of wrappers."""
         inner = jtu.keystr(self.keys[: self._depth], simple=True, separator=".")
         wrapped = self._depth < len(self.keys) and self.path.startswith(inner)
         return (self.path, inner) if wrapped else (self.path,)
 
     def ancestors(self) -> Iterator[tuple[str, Any]]:
-        """The layer and what stands around it and around nothing else, each with the name that it has.
+        """Yields the layer and the nodes around it that hold nothing else, each with its name.
 
-        A list is one of them, as `norms` in `norms.0.scale`, because its items have no names of their own.
+        Ends after a list, such as `norms` in `norms.0.scale`, because the list names its items. The root comes last,
+        with an empty name, if nothing ended the walk before.
         """
         for n in range(self._depth - 1, 0, -1):
             key = self.keys[n - 1]
@@ -77,9 +78,9 @@ class Leaf:
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = is_quantized) -> Iterator[Leaf]:
-    """The leaves in their order, with names such as `layers.0.weight`.
+    """Yields the leaves in order, with names such as `layers.0.weight`.
 
-    Where two leaves would have the same name, as in `{"a.b": x, "a": {"b": y}}`, each has its key path for a name:
+    If two leaves would have the same name, as in `{"a.b": x, "a": {"b": y}}`, their names are their key paths:
     `['a.b']` and `['a']['b']`.
     """
     found = list(_walk(tree, is_leaf, (), ()))
@@ -100,13 +101,13 @@ def _walk(
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
-    """The children of a node with their keys; a leaf has itself, with no key."""
+    """Returns the children of a node with their keys; for a leaf, the leaf itself with no key."""
     children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(key, child) for key, child in children if child is not None]
 
 
 def _is_wrapper(node: Any, key: Any) -> bool:
-    """Whether a node does nothing but hold one array, as a `Variable` of Flax or a `NamedArray` of haliax."""
+    """Whether a node only wraps one array, like a `Variable` of Flax or a `NamedArray` of haliax."""
     by_name = key_name(key) in ("value", "array") or isinstance(key, jtu.FlattenedIndexKey)
     return by_name and len(_children(node)) == 1
 
@@ -120,13 +121,13 @@ def key_name(key: Any) -> str:
 
 
 def identity(x: Any) -> Any:
-    """Equal for one array that stands in two places, quantized or not. Valid while the tree lives."""
+    """Returns a key that is equal for the same array in two places, quantized or not. Valid while the tree is alive."""
     leaves, treedef = jtu.tree_flatten(x)
     return treedef, tuple(map(id, leaves))
 
 
 def array_nbytes(x: Any) -> int:
-    """The bytes of an array of any dtype, keys and sub-byte integers included."""
+    """Returns the bytes of an array of any dtype, including PRNG keys and sub-byte integers."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # PRNG keys
         return x.nbytes if isinstance(x, jax.Array) else 0
     bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8 * x.dtype.itemsize
@@ -134,6 +135,6 @@ def array_nbytes(x: Any) -> int:
 
 
 def some(items: Iterable[str]) -> str:
-    """The first few of a list, for an error message."""
+    """Joins the first ten items of a list, for an error message."""
     items = list(items)
     return ", ".join(items[:10]) + (f", and {len(items) - 10} more" if len(items) > 10 else "")

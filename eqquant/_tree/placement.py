@@ -1,4 +1,4 @@
-"""The shardings of the leaves of a model: those that they have, or those that rules or a tree give them."""
+"""The shardings of the leaves of a model: their own, or those that rules, a function or a tree give them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from .select import check_patterns, matches, Pattern
 
 
 Spec = NamedSharding | PartitionSpec
-# A tree is a prefix of the model.
+# The `PyTree` is a prefix of the model.
 Shardings = Mapping[str, Spec | None] | Mapping[Pattern, Spec | None] | Callable[[str, Any], Spec | None] | PyTree
 
 
 def tree_shardings(tree: PyTree, shardings: Shardings | None = None) -> PyTree:
     """Returns the sharding of each leaf, or the one that `shardings` would give it.
 
-    It is what `jax.device_put`, the `in_shardings` and `out_shardings` of `jax.jit`, and checkpoint libraries want.
+    Pass the result to `jax.device_put`, the `in_shardings` and `out_shardings` of `jax.jit`, or a checkpoint library.
 
     !!! Example
 
@@ -37,18 +37,18 @@ def tree_shardings(tree: PyTree, shardings: Shardings | None = None) -> PyTree:
     **Arguments:**
 
     - `tree`: any pytree. The leaves may be `jax.ShapeDtypeStruct`s.
-    - `shardings`: those of the logical arrays, as for [`eqquant.quantize_tree`][]. Without it, those that the arrays
-        have now.
+    - `shardings`: the shardings of the logical arrays, as for [`eqquant.quantize_tree`][]. By default, the current
+        shardings.
 
     **Returns:**
 
-    The tree with a sharding in the place of each array, also of those that a quantized array consists of, and `None` in
-    the place of everything else. With `shardings`, also in the place of what no rule matches.
+    The tree with a sharding in the place of each array, including the arrays inside a quantized array, and `None` in
+    the place of everything else. With `shardings`, also `None` in the place of leaves that no rule matches.
 
     **Raises:**
 
-    `ValueError` if a spec does not fit its leaf, if a rule matches nothing, if there is no mesh or more than one. The
-    message names the leaf.
+    `ValueError` if a spec does not fit its leaf, if a rule matches nothing, or if the shardings have no mesh or more
+    than one. The message names the leaf.
     """
     leaves = list(named_leaves(tree))
     wanted = wanted_shardings(tree, leaves, shardings)
@@ -59,7 +59,7 @@ def tree_shardings(tree: PyTree, shardings: Shardings | None = None) -> PyTree:
 
 
 def wanted_shardings(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings | None) -> list[NamedSharding | None]:
-    """The sharding that each leaf must get, or `None` for the one that it has."""
+    """Returns the sharding that each leaf must get, or `None` for a leaf that keeps its own."""
     if shardings is None:
         return [None] * len(leaves)
     specs = _specs(tree, leaves, shardings)
@@ -120,7 +120,7 @@ def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[A
 
 
 class _Box:
-    """Holds a spec as one leaf: `None` is none, and a spec is a tuple."""
+    """Holds a spec as one leaf. To JAX, `None` is no leaf, and a `PartitionSpec` may be a tuple."""
 
     def __init__(self, spec: Any) -> None:
         self.spec = spec
@@ -144,7 +144,7 @@ def _would_be(leaf: Leaf, sharding: NamedSharding | None) -> Any:
 
 def _as_is(x: Any) -> Any:
     if is_quantized(x):
-        # Of shapes, only what was said of the whole is known.
+        # The leaves of a `ShapeDtypeStruct` may have no shardings, only the sharding of the logical array.
         said = x.logical_sharding if isinstance(x.logical_sharding, NamedSharding) else None
         known = [getattr(leaf, "sharding", None) for leaf in jtu.tree_leaves(x)]
         if None in known and said is not None:

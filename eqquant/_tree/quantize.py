@@ -1,4 +1,4 @@
-"""Whole models: which leaves are quantized, to what, and what that costs."""
+"""Quantizes whole models: decides about each leaf, then quantizes, or plans what it would do."""
 
 import functools as ft
 import math
@@ -34,7 +34,7 @@ from .weights import ineligible_reason, input_axis
 
 
 FormatLike = AbstractFormat | str | Use
-# The key of a mapping is invariant to a type checker, so each kind is named.
+# The key type of `Mapping` is invariant, so the union needs each kind of key.
 Rules = (
     FormatLike
     | Mapping[str, FormatLike | None]
@@ -45,7 +45,7 @@ Rules = (
 
 
 class Decision(NamedTuple):
-    """What happens to a leaf: the format that it gets and along which axes, or `None` and the reason."""
+    """The decision about a leaf: its format and the axes along which blocks run, or `None` and the reason."""
 
     leaf: Leaf
     format: AbstractFormat | None
@@ -55,7 +55,7 @@ class Decision(NamedTuple):
 
 
 def decide(tree: PyTree, format: Rules, where: Where | None, axis: Any) -> list[Decision]:
-    """One decision per leaf; or an error, before anything is quantized."""
+    """Returns one decision per leaf. Raises before anything is quantized."""
     selections = select_leaves(tree, where, ineligible=_ineligible_reason)
     choose = _chooser(format, [leaf for leaf, _ in selections])
     decisions = []
@@ -79,7 +79,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
 
 
 def _chooser(format: Rules, leaves: Sequence[Leaf]) -> Callable[[Leaf], tuple[Use | None, str]]:
-    """A function from an eligible leaf to its format, or to `None` and the reason."""
+    """Returns a function from an eligible leaf to its format, or to `None`, and the reason."""
     if isinstance(format, Mapping):
         check_patterns(format, leaves, "format")
         rules = [(pattern, None if f is None else as_use(f)) for pattern, f in format.items()]
@@ -130,19 +130,21 @@ def _nothing_message(decisions: Sequence[Decision]) -> str:
 
 _ARGUMENTS = """
     - `tree`: any pytree: an Equinox model, a dictionary of parameters, one array.
-    - `format`: what to quantize to. One format or its lower-case name for every weight; or a mapping
+    - `format`: the format to quantize to. One format or its lower-case name for every weight; or a mapping
         `{pattern: format or None}`, where the first pattern that matches the leaf's path wins and `None` leaves the
         leaf in float; or a function `(path, leaf) -> format or None`. A path reads `layers.0.weight`; a pattern is a
-        glob (`"*.attention.*"`) or a compiled regular expression, which is searched for. Both match a path with
-        or without the key of a wrapper, as Flax's `bias.value`. A leaf that no pattern matches stays in float.
-    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized. A leaf is taken
-        whatever it is, a bias too. In a node, and in the whole tree without `where`, only weights are: floating point
-        arrays with two or more dimensions longer than one, except biases and the parameters of normalisation layers.
+        glob (`"*.attention.*"`), which matches the whole path, or a compiled regular expression, which may match any
+        part of it. Both match a path with or without the key of a wrapper, such as `value` in Flax's `bias.value`. A
+        leaf that no pattern matches stays in float.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized. A selected leaf is
+        always quantized, even a bias. In a selected node, and in the whole tree without `where`, only weights are:
+        floating point arrays with two or more dimensions longer than one, except biases and the parameters of
+        normalisation layers.
     - `axis`: the axis (or axes, quantized as one) along which blocks run, for every selected leaf. By default the input
-        axes: all of them in a convolution, those that a layer of haliax names, those of a Flax `kernel`, and the last
-        axis of everything else, as in every layer of Equinox. `-2` suits other weights that are used as `x @ w`. Where
-        the inputs of a kernel cannot be told, the plan says so.
-    - `dtype`: the dtype that the leaves dequantize to. Their own unless given.
+        axes: all input axes of a convolution, the axes that a haliax layer names as inputs, the input axes of a Flax
+        `kernel`, and the last axis of everything else, as in every layer of Equinox. Use `-2` for other weights that
+        are used as `x @ w`. If the input axes of a kernel are unknown, the plan says so.
+    - `dtype`: the dtype that the leaves dequantize to; by default, their own.
 """
 
 
@@ -173,7 +175,7 @@ def quantize_tree(
     shardings: Shardings | None = None,
     method: AbstractMethod | None = None,
 ) -> PyTree:
-    """Quantizes the weights of a model, which stays the same model otherwise.
+    """Quantizes the weights of a model, and leaves everything else unchanged.
 
     !!! Example
 
@@ -189,29 +191,30 @@ def quantize_tree(
 
     {arguments}
     - `key`: for stochastic rounding.
-    - `progress`: shows a progress bar.
-    - `simulate`: keeps each weight in float, as the master of a [`eqquant.SimulatedArray`][] that quantizes it whenever
-        it is used. Train it as any model, then call [`eqquant.finalize`][].
-    - `shardings`: where leaves shall be, quantized or not: a mapping from patterns, as in `format`, or a function
+    - `progress`: whether to show a progress bar.
+    - `simulate`: keeps each weight in float, as the master of a [`eqquant.SimulatedArray`][] that quantizes it at every
+        use. Train the model as usual, then call [`eqquant.finalize`][].
+    - `shardings`: the shardings of leaves, quantized or not: a mapping from patterns, as in `format`, or a function
         `(path, leaf)`, or a tree that is a prefix of the model; each gives the `NamedSharding` of the logical array, or
-        a `PartitionSpec` on the mesh of `jax.set_mesh`, or `None`. Other leaves stay where they are: a weight that is
-        sharded already is quantized by each device for its part, and nothing is gathered.
-    - `method`: how codes are found: [`eqquant.AbsMax`][] unless given. A [`eqquant.Use`][] names another for its rule.
+        a `PartitionSpec` on the mesh of `jax.set_mesh`, or `None`. All other leaves keep their sharding: each device
+        quantizes its shard of a sharded weight, and nothing is gathered.
+    - `method`: the method that chooses scales and codes; [`eqquant.AbsMax`][] by default. A [`eqquant.Use`][] sets the
+        method of one rule.
 
     **Returns:**
 
     A tree of the same classes, in which each weight is a [`eqquant.QuantizedArray`][] (or, with `simulate`, a
-    [`eqquant.SimulatedArray`][]). One array that stands in several places of the tree still does. Weights are quantized
-    one at a time, and a large one a chunk of rows at a time. So the memory needed at the peak is that of the result and
-    of one more leaf in its own dtype, whatever the format and method; more, up to three leaves in float32, for leaves
-    that are on several devices or have one scale for the whole array.
-    If anything is wrong with any leaf, an error names it and nothing is quantized.
+    [`eqquant.SimulatedArray`][]). An array that appears in several places of the tree is quantized once and stays
+    shared. Weights are quantized one at a time, and a large weight a chunk of rows at a time. So the peak memory is the
+    result plus one leaf in its own dtype, whatever the format and method; up to three leaves in float32 for leaves that
+    are on several devices or have one scale for the whole array.
+    If any leaf cannot be quantized, an error names it and nothing is quantized.
 
     **Raises:**
 
     `ValueError` if nothing is selected, if a pattern matches nothing, for an unknown format name, an axis out of range,
-    values that are not finite, or a sharding that cannot be kept; `TypeError` if `where` selects something that is not
-    a floating point array.
+    values that are not finite, or a sharding that does not fit the quantized leaf; `TypeError` if `where` selects a leaf
+    that is not a floating point array.
     """
     check_dtype(dtype)
     if simulate and key is not None:
@@ -223,7 +226,7 @@ def quantize_tree(
     work = [n for n, d in enumerate(decisions) if d.format is not None]
     values = [move(d.leaf.value, None if d.format else s) for d, s in zip(decisions, wanted, strict=True)]
     keys = dict(zip(work, [None] * len(work) if key is None else jr.split(key, max(len(work), 1)), strict=True))
-    done: dict[Any, Any] = {}  # one array in two places stays one
+    done: dict[Any, Any] = {}  # an array that appears twice is quantized once
     for n in track(work, "Quantizing") if progress else work:
         leaf, _, axes, _, _ = decisions[n]
         found_by = (decisions[n].method or default).for_leaf(leaf.path)
@@ -235,7 +238,7 @@ def quantize_tree(
 
 
 def _sharding_of(decision: Decision, wanted: NamedSharding | None, dtype: DTypeLike | None) -> NamedSharding | None:
-    """Where a leaf is to be: as wanted, or where it is. An error if it cannot be there once it is quantized."""
+    """Returns the wanted sharding of a leaf, or its current one. Raises if the quantized leaf cannot have it."""
     x = decision.leaf.value
     actual = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     sharding = wanted or (full_spec(actual, x.ndim) if isinstance(actual, NamedSharding) else None)
@@ -261,7 +264,7 @@ def _quantize_leaf(
     x = move(jnp.asarray(leaf.value), sharding)
     check_finite(x, leaf.path)
     q = encode(x, format, axes, dtype)  # pyright: ignore
-    # Leaf by leaf: waiting keeps the temporaries of one leaf from overlapping those of the next.
+    # Waits, so that the temporaries of one leaf are freed before the next leaf needs memory.
     return jax.block_until_ready(q)
 
 
@@ -275,7 +278,7 @@ def plan_tree(
     axis: int | Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
 ) -> TreeReport:
-    """What [`eqquant.quantize_tree`][] would do with the same arguments: a dry run, which computes nothing.
+    """Plans what [`eqquant.quantize_tree`][] would do with the same arguments: a dry run that computes nothing.
 
     !!! Example
 
@@ -289,12 +292,13 @@ def plan_tree(
 
     **Returns:**
 
-    A report with a row for each array of the tree: format, bytes, bits per value, or the reason why it is left alone.
-    It prints as a table and has `.to_dict()`. The leaves may be `jax.ShapeDtypeStruct`s.
+    A report with a row for each array of the tree: its format, bytes and bits per value, and the reason for the format
+    or for leaving the array in float. It prints as a table and has `.to_dict()`. The leaves of `tree` may be
+    `jax.ShapeDtypeStruct`s.
 
     **Raises:**
 
-    The errors of [`eqquant.quantize_tree`][], except for values that are not finite.
+    As [`eqquant.quantize_tree`][], except that it does not check whether values are finite.
     """
     rows = []
     for leaf, picked, axes, reason, _ in decide(tree, format, where, axis):

@@ -1,4 +1,4 @@
-"""What is in a tree, or would be: the table that `plan_tree` and `summary` print."""
+"""The report that `plan_tree` and `summary` return: a row for each array of a tree."""
 
 import dataclasses
 import math
@@ -14,10 +14,10 @@ from .._report import as_plain, Report, report_table, show_bytes
 
 
 class LeafReport(NamedTuple):
-    """What happens, or happened, to one leaf of a tree.
+    """A row of a `TreeReport`: one leaf of a tree.
 
-    `format` is `None` for a leaf that stays as it is, and `reason` says why. `nbytes` are the bytes that are stored,
-    `dense_nbytes` what the same leaf takes in its logical dtype. `bits` are per value, scales included.
+    `format` is `None` for a leaf that is not quantized, and `reason` says why. `nbytes` are the stored bytes, and
+    `dense_nbytes` the bytes of the same leaf in its logical dtype. `bits` are per value, including scales.
     """
 
     derived = ("bits",)
@@ -41,11 +41,11 @@ class LeafReport(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TreeReport(Report):
-    """What [`eqquant.plan_tree`][] would do, or [`eqquant.summary`][] found: a row for each array. Prints as a table.
+    """The result of [`eqquant.plan_tree`][] or [`eqquant.summary`][]: a row for each array. Prints as a table.
 
     - `leaves`: the rows, each with `path`, `shape`, `dtype`, `format`, `axis`, `reason`, `nbytes`, `dense_nbytes` and
         `bits`.
-    - `planned`: whether it is a plan, and nothing is quantized yet.
+    - `planned`: whether this is a plan, with nothing quantized yet.
     """
 
     derived = ("nbytes", "dense_nbytes", "params", "bits", "quantized_bits")
@@ -67,21 +67,21 @@ class TreeReport(Report):
 
     @property
     def bits(self) -> float:
-        """Bits per value, over the whole tree."""
+        """Bits per value over the whole tree."""
         return _bits(self.leaves)
 
     @property
     def quantized_bits(self) -> float:
-        """Bits per value, over the quantized leaves alone, as [`eqquant.analysis.plan_bits`][] counts them."""
+        """Bits per value over the quantized leaves only, as [`eqquant.analysis.plan_bits`][] counts them."""
         return _bits([leaf for leaf in self.leaves if leaf.format is not None])
 
     def table(self, every_leaf: bool = False) -> Table:
-        """The table for rich.
+        """Returns the table, for rich.
 
         **Arguments:**
 
-        - `every_leaf`: gives each small array that stays in float a row of its own. Otherwise those of one reason, such
-            as biases, share a row.
+        - `every_leaf`: whether each small array that stays in float gets its own row. Otherwise small arrays with the
+            same reason, such as biases, share a row.
         """
         table = report_table("parameter", "stored as", "reason", "bits/weight", "size", "vs float", text=3)
         table.show_footer = True
@@ -121,7 +121,7 @@ def _bits(leaves: Iterable[LeafReport]) -> float:
 
 
 def _grouped(leaves: Sequence[LeafReport]) -> list[list[LeafReport]]:
-    """The leaves one by one, and behind them groups of small ones that stay as they are for one reason."""
+    """Returns each leaf alone, then groups of the small leaves that stay in float for the same reason."""
     total = sum(leaf.dense_nbytes for leaf in leaves)
     alone, groups = [], {}
     for leaf in leaves:

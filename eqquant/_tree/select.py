@@ -1,4 +1,4 @@
-"""Selecting leaves of a model: by patterns, by a function as for `eqx.tree_at`, by default."""
+"""Selects leaves of a model: by patterns, by a function as for `eqx.tree_at`, or by default."""
 
 import dataclasses
 import difflib
@@ -21,7 +21,7 @@ Pattern = str | re.Pattern[str]
 
 
 class Selection(NamedTuple):
-    """A leaf, and why it is not selected, or `None` for one that is."""
+    """A leaf, and the reason why it is not selected, or `None` if it is selected."""
 
     leaf: Leaf
     reason: str | None
@@ -38,9 +38,9 @@ def select_leaves(
 ) -> list[Selection]:
     """Decides about every leaf of a tree, in order.
 
-    A leaf that `where` selects is taken, and a `TypeError` says that it is none of this `kind` if it is `ineligible`.
-    In a node that `where` selects, and in the whole tree without `where`, what is ineligible is passed by, and so is
-    what should be left alone by default, for which `skip` gives the reason.
+    Selects each leaf that `where` returns; if the leaf is `ineligible`, raises a `TypeError` that asks for leaves of
+    this `kind`. In a node that `where` returns, and in the whole tree without `where`, it selects each leaf unless
+    `ineligible` or `skip` gives a reason not to.
     """
     leaves = list(named_leaves(tree, is_leaf))
     marks = ["node"] * len(leaves) if where is None else _marks(tree, where, is_leaf)
@@ -58,7 +58,7 @@ def select_leaves(
 
 
 def _marks(tree: PyTree, where: Where, is_leaf: Callable[[Any], bool]) -> list[Literal["leaf", "node"] | None]:
-    """For each leaf, whether `where` selects it, or a node above it, or neither."""
+    """Returns, for each leaf, whether `where` selects the leaf itself, a node above it, or neither."""
     unmarked = jtu.tree_map(lambda _: _Mark(None), tree, is_leaf=is_leaf)
     mark = lambda node: jtu.tree_map(lambda _: _Mark("leaf" if isinstance(node, _Mark) else "node"), node)
     try:
@@ -77,7 +77,7 @@ class _Mark:
 
 
 def matches(pattern: Pattern, leaf: Leaf) -> bool:
-    """Whether a glob matches the name of a leaf, or a regular expression anything in it."""
+    """Whether a glob matches the whole name of a leaf, or a regular expression any part of it."""
     if isinstance(pattern, re.Pattern):
         return any(pattern.search(path) is not None for path in leaf.paths)
     return any(fnmatch.fnmatchcase(path, pattern) for path in leaf.paths)
@@ -88,7 +88,7 @@ def show_pattern(pattern: Pattern) -> str:
 
 
 def check_patterns(patterns: Iterable[Any], leaves: Sequence[Leaf], argument: str) -> None:
-    """Refuses keys that are no patterns, and patterns that match nothing: they are mistakes."""
+    """Raises for a key that is not a pattern, and for a pattern that matches nothing, because both are mistakes."""
     for pattern in patterns:
         if not isinstance(pattern, (str, re.Pattern)):
             raise TypeError(
@@ -104,7 +104,7 @@ def check_patterns(patterns: Iterable[Any], leaves: Sequence[Leaf], argument: st
 
 
 def _near(pattern: str, leaves: Sequence[Leaf]) -> str:
-    """A question after the path that was meant, if any is near."""
+    """Returns "Did you mean ...?" with the nearest path or pattern, or an empty string if none is near."""
     dotted = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", pattern).removeprefix(".")
     paths = {path: None for leaf in leaves for path in leaf.paths}
     if any(fnmatch.fnmatchcase(path, dotted) for path in paths):

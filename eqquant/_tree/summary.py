@@ -1,4 +1,4 @@
-"""What a model holds: the report, its bytes, its parameters, and the way back to float."""
+"""Summarizes and dequantizes models, and counts their bytes and parameters."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from .weights import default_skip_reason, ineligible_reason
 
 
 def summary(tree: PyTree) -> TreeReport:
-    """What a tree holds: what is quantized, and to what; what is not, and why; bytes, and bits per value.
+    """Summarizes a tree: the format of each quantized array, why the others are in float, bytes and bits per value.
 
     !!! Example
 
@@ -65,17 +65,17 @@ def quantized_row(path: str, q: QuantizedArray, reason: str, dense_nbytes: int) 
 
 
 def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
-    """Turns every quantized array of a tree back into a dense one, and every simulated one into what it stands for. The
-    inverse of [`eqquant.quantize_tree`][], up to rounding.
+    """Dequantizes every quantized and simulated array of a tree to a dense array. The inverse of
+    [`eqquant.quantize_tree`][], up to rounding.
 
     **Arguments:**
 
     - `tree`: any pytree.
-    - `dtype`: the dtype of the dense arrays; their logical dtype unless given.
+    - `dtype`: the dtype of the dense arrays; by default, their logical dtype.
 
     **Returns:**
 
-    The tree, with `jax.Array`s in the place of quantized arrays. One array that stands in several places still does.
+    The tree, with `jax.Array`s in the place of quantized arrays. An array that appears in several places stays shared.
     """
     done: dict[Any, Any] = {}
 
@@ -91,8 +91,8 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
 
 
 def tree_nbytes(tree: PyTree) -> int:
-    """The bytes that the arrays of a tree take. Packed codes count as what they are; an array that stands in several
-    places counts once.
+    """Counts the bytes of the arrays of a tree. Packed codes count with their packed size; an array that appears in
+    several places counts once.
 
     **Arguments:**
 
@@ -100,14 +100,14 @@ def tree_nbytes(tree: PyTree) -> int:
 
     **Returns:**
 
-    A number of bytes.
+    The number of bytes.
     """
     leaves = {id(x): x for x in jtu.tree_leaves(tree) if isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))}
     return sum(array_nbytes(x) for x in leaves.values())
 
 
 def count_params(tree: PyTree) -> int:
-    """How many floating point parameters a tree has. A quantized array counts its logical size.
+    """Counts the floating point parameters of a tree. A quantized array counts with its logical size.
 
     **Arguments:**
 
@@ -115,7 +115,8 @@ def count_params(tree: PyTree) -> int:
 
     **Returns:**
 
-    The number of values in its floating point and quantized arrays. An array that stands in several places counts once.
+    The number of values in its floating point and quantized arrays. An array that appears in several places counts
+    once.
     """
     seen: dict[int, int] = {}
     for x in jtu.tree_leaves(tree, is_leaf=is_quantized):

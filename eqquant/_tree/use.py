@@ -1,4 +1,4 @@
-"""What to do with a leaf: a format, with the method that finds its codes."""
+"""Pairs a format with a method, for one leaf or one rule."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from .._methods import AbstractMethod
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A format together with a method, for a rule of [`eqquant.quantize_tree`][] or a choice of `plan_bits`.
+    """A format with a method, for a rule of [`eqquant.quantize_tree`][] or an option of `plan_bits`.
 
     !!! Example
 
@@ -21,7 +21,7 @@ class Use:
     **Arguments:**
 
     - `format`: a format, or its lower-case name.
-    - `method`: how codes are found; `None` takes the one that the whole tree is quantized with.
+    - `method`: the method that chooses scales and codes; `None` uses the method of the whole call.
     """
 
     format: AbstractFormat

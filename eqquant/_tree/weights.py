@@ -1,4 +1,4 @@
-"""Which leaves of a model are weights, and which of their axes are inputs."""
+"""Finds which leaves of a model are weights, and which of their axes are inputs."""
 
 import re
 from typing import Any
@@ -15,7 +15,7 @@ from .leaves import Leaf
 
 
 def ineligible_reason(x: Any) -> str | None:
-    """Why a leaf cannot be quantized, whatever the rules say, or `None`."""
+    """Returns why a leaf can never be quantized, or `None` if it can."""
     if is_quantized(x):
         return f"already quantized, to {x.format!r}"
     dtype = getattr(x, "dtype", None)
@@ -27,13 +27,13 @@ def ineligible_reason(x: Any) -> str | None:
 
 
 def default_skip_reason(leaf: Leaf) -> str | None:
-    """Why an eligible leaf is left alone by default, or `None` for a weight."""
+    """Returns why an eligible leaf stays in float by default, or `None` for a weight."""
     if isinstance(leaf.parent, AbstractArrayValue):
         return f"part of a {type(leaf.parent).__name__}"
     if _is_norm_parameter(leaf):
         return "a parameter of a normalisation layer"
     if _is_bias(leaf):
-        return "a bias"  # whatever its shape: those of stacked layers have two dimensions
+        return "a bias"  # whatever its shape: the biases of stacked layers have two dimensions
     if sum(length > 1 for length in leaf.value.shape) < 2:
         return "fewer than two dimensions longer than one"
     return None
@@ -47,7 +47,7 @@ _NORM = re.compile(
     r"(_?\d+|_(f|final|in|out|pre|post|before|after|attn|attention|self|cross|mlp|ffn|q|k|v))?$"
 )
 _NORM_PARAMETERS = {"scale", "weight", "bias", "offset", "gain", "gamma", "beta", "g", "b", "mean", "var"}
-# They normalise a weight, or stand around a layer: what they hold are real weights.
+# These names mean a layer that normalises a weight, or wraps another layer, so it holds real weights.
 _NO_NORM = re.compile(r"(weight|spectral|pre|post|add)_?norms?(_?\d+)?$")
 
 
@@ -57,7 +57,7 @@ def _is_bias(leaf: Leaf) -> bool:
 
 
 def _is_norm_parameter(leaf: Leaf) -> bool:
-    # By its class, or where a tree of parameters is a dictionary, by what both are called. Flax calls weights `kernel`.
+    # By the class of the layer, or in a dictionary of parameters by the names of both. Flax calls its weights `kernel`.
     if leaf.name == "kernel":
         return False
     named = leaf.name in _NORM_PARAMETERS
@@ -74,14 +74,14 @@ def _is_norm_name(name: str) -> bool:
 
 
 def convolved_axes(leaf: Leaf) -> tuple[int, ...] | None:
-    """The input axes of a convolution of Equinox, all but the first; `None` for any other weight."""
+    """Returns the input axes of an Equinox convolution (all but the first), or `None` for any other weight."""
     layer = leaf.parent
     is_convolution = isinstance(layer, (eqx.nn.Conv, eqx.nn.ConvTranspose))
     return tuple(range(-layer.num_spatial_dims - 1, 0)) if is_convolution else None
 
 
 def input_axis(leaf: Leaf) -> tuple[int | tuple[int, ...], bool]:
-    """The input axes of a weight, and whether they are known. Where they are not, the last one."""
+    """Returns the input axes of a weight, and whether they are known; if they are not, the last axis."""
     if (axes := convolved_axes(leaf)) is not None:
         return axes, True
     names = None if leaf.parent is leaf.layer else getattr(leaf.parent, "axes", None)
@@ -90,14 +90,14 @@ def input_axis(leaf: Leaf) -> tuple[int | tuple[int, ...], bool]:
     elif leaf.name == "kernel":
         axes = _kernel_axes(leaf)
     else:
-        return -1, True  # the convention of Equinox
+        return -1, True  # Equinox convention: the inputs are last
     if axes is None:
         return -1, False
     return (axes[0] if len(axes) == 1 else axes), True
 
 
 def _named_axes(leaf: Leaf, axes: Any) -> tuple[int, ...] | None:
-    """Of an array of haliax, the axes that its layer names as its inputs; a lookup takes whole embeddings."""
+    """Returns the axes of a haliax array that its layer names as inputs; for an embedding table, the embedding axes."""
     inputs = [getattr(leaf.layer, field, None) for field in ("In", "Spatial")]
     if inputs[0] is None:
         inputs = [getattr(leaf.layer, "Embed", None)]
@@ -110,10 +110,10 @@ def _named_axes(leaf: Leaf, axes: Any) -> tuple[int, ...] | None:
 
 
 def _kernel_axes(leaf: Leaf) -> tuple[int, ...] | None:
-    """Of a kernel of Flax, which is `(*stack, *inputs, *outputs)`, the axes of the inputs.
+    """Returns the input axes of a Flax kernel, whose shape is `(*stack, *inputs, *outputs)`.
 
-    The layer says how many there are. Without a layer, in a tree of parameters, the bias does: it is
-    `(*stack, *outputs)`.
+    The layer tells the number of inputs. In a tree of parameters, without a layer, the bias tells it, because its shape
+    is `(*stack, *outputs)`.
     """
     layer, shape = leaf.layer, tuple(leaf.value.shape)
     features = getattr(layer, "in_features", None), getattr(layer, "out_features", None)

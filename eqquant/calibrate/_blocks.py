@@ -1,4 +1,4 @@
-"""Which values of the data share a scale."""
+"""The blocks of calibration data: the values that share a scale."""
 
 import dataclasses
 import math
@@ -15,11 +15,11 @@ from .._numerics.blocks import BlockSize, num_blocks, split_blocks
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks of data that ends in `shape`. What stands in front of it is pooled: each block is one of every batch.
+    """Blocks of data whose shape ends in `shape`. Axes before it are pooled: their values share the same blocks.
 
-    - `block_size`: as a format has it.
-    - `axes`: the axes along which blocks run, negative. They may stand in front of `shape`, which is pooled anyway.
-    - `shape`: what data ends in; nothing where one scale is for all of it.
+    - `block_size`: the block size of a format.
+    - `axes`: the axes along which blocks run, negative. They may lie before `shape`, among the pooled axes.
+    - `shape`: the trailing shape of the data; empty for a single scale.
     """
 
     block_size: BlockSize
@@ -28,14 +28,14 @@ class Blocks:
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """The shape of the scales, which [`eqquant.quantize`][] takes: the quantized axes last, as one."""
+        """The shape of the scales, as in [`eqquant.quantize`][]: the quantized axes last, merged into one."""
         if self.block_size == "tensor":
             return ()
         length = math.prod(self.shape[a] for a in self.axes) if isinstance(self.block_size, int) else 1
         return (*self._kept.values(), num_blocks(length, self.block_size))
 
     def check(self, shape: tuple[int, ...], name: str) -> None:
-        """Refuses data of another shape, naming it."""
+        """Raises if data has another shape. The message names the data."""
         fixed = self._kept
         if isinstance(self.block_size, int):
             fixed = fixed | {a: self.shape[a] for a in self.axes}
@@ -47,9 +47,9 @@ class Blocks:
             )
 
     def map(self, f: Callable[..., Array], x: Num[Array, "..."], *per_block: Array) -> Array:
-        """`f` of the values of each block, `(*scales, values)`, and of numbers per block.
+        """Applies `f` to the values of each block, of shape `(*scales, values)`, and to arrays with a number per block.
 
-        Whole blocks and the shorter last ones are taken apart, so `f` never sees padding.
+        Handles whole blocks and the shorter last blocks separately, so `f` never sees padding.
         """
         if self.block_size == "tensor":
             return f(x.reshape(-1), *per_block)
@@ -67,12 +67,12 @@ class Blocks:
 
     @property
     def _kept(self) -> dict[int, int]:
-        """The axes along which every index has scales of its own, and their lengths."""
+        """The axes along which every index has its own scales, and their lengths."""
         return {a: self.shape[a] for a in range(-len(self.shape), 0) if a not in self.axes}
 
 
 def as_blocks(block_size: BlockSize, like: Any, axis: int | Sequence[int]) -> Blocks:
-    """Blocks for data that ends like an array, or in a shape, along any of its axes."""
+    """Makes the blocks along `axis` for data whose shape ends like `like`, an array or a shape."""
     shape = tuple(int(n) for n in np.atleast_1d(np.asarray(getattr(like, "shape", like), int)))
     axes = tuple(np.atleast_1d(np.asarray(axis)).tolist())
     whole = np.asarray(axis).dtype.kind == "i" and len(axes) > 0

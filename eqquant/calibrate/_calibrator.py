@@ -1,4 +1,4 @@
-"""What every calibrator is: a pytree that is updated with data, merged with others, and asked for a range."""
+"""The base class of calibrators: pytrees that observe data, merge with each other, and return a range."""
 
 import abc
 import dataclasses
@@ -28,8 +28,8 @@ Range = tuple[Float32[Array, "*scales"], Float32[Array, "*scales"]]
 class AbstractCalibrator(eqx.Module):
     """Finds the range of data for a format: `cal = cal.update(x)` for each batch, then `cal.result()`.
 
-    Calibrators are immutable pytrees of fixed structure, so they are carries of `scan`, arguments of `jit`, and can be
-    stacked and mapped over. Two that saw different data are merged by `cal.merge(other)`.
+    Calibrators are immutable pytrees of fixed structure, so you can carry them through `scan`, pass them to `jit`, and
+    stack them for `vmap`. `cal.merge(other)` merges two that observed different data.
 
     !!! Example
 
@@ -42,20 +42,20 @@ class AbstractCalibrator(eqx.Module):
 
     **Arguments:**
 
-    - `format`: the format to calibrate for, or its lower-case name. Its `block_size` says how many values along `axis`
-        share a scale. Eight-bit integers with one scale unless given.
-    - `shape`: the shape that every batch ends in, or an array of it. What stands in front is pooled: all examples of a
-        batch, and all batches, share scales. A format with one scale needs none.
-    - `axis`: the axis along which blocks run, or several that are quantized as one, as for [`eqquant.quantize`][]. One
-        in front of `shape` is pooled, and every index of `shape` has a scale.
-    - `name`: what errors call the data, for instance the path of a leaf.
+    - `format`: the format to calibrate for, or its lower-case name. Its `block_size` sets how many values along `axis`
+        share a scale. Eight-bit integers with one scale by default.
+    - `shape`: the shape that every batch ends in, or an array of that shape. All axes before it are pooled: all
+        examples of a batch, and all batches, share scales. Not needed for a format with one scale.
+    - `axis`: the axis along which blocks run, or several that are quantized as one, as for [`eqquant.quantize`][]. An
+        axis before `shape` is pooled, and every index of `shape` has its own scale.
+    - `name`: the name of the data in error messages, for instance the path of a leaf.
     """
 
     format: Any = eqx.field(static=True, default=Int8(block_size="tensor"))
     shape: Any = eqx.field(static=True, default=())
     axis: int | Sequence[int] = eqx.field(static=True, default=-1)
     name: str = eqx.field(static=True, default="the data", kw_only=True)
-    # What is kept of the data: nothing yet, unless given.
+    # The state, empty at first: `dataclasses.replace` passes it on.
     seen: Any = eqx.field(default=None, kw_only=True)
     finite: Bool[Array, "*scales"] = eqx.field(default=None, kw_only=True)
     batches: Int32[Array, ""] = eqx.field(default=None, kw_only=True)
@@ -73,31 +73,31 @@ class AbstractCalibrator(eqx.Module):
 
     @abc.abstractmethod
     def _start(self) -> PyTree[Array]:
-        """What is kept of no data."""
+        """Returns the state before any data."""
 
     @abc.abstractmethod
     def _add(self, x: Float32[Array, "..."]) -> PyTree[Array]:
-        """What is kept of the data so far and of one more batch."""
+        """Returns the state after one more batch."""
 
     @abc.abstractmethod
     def _join(self, other: Any) -> PyTree[Array]:
-        """What is kept of the data of both."""
+        """Returns the state for the data of both."""
 
     @abc.abstractmethod
     def range(self) -> Range:
-        """The smallest and the largest value that are not to be clipped, as found so far.
+        """Returns the smallest and the largest value that must not be clipped, for the data so far.
 
         **Returns:**
 
-        Two float32 arrays of the shape of the scales. They mean nothing where the data was not finite.
+        Two float32 arrays of the shape of the scales. They are undefined if the data was not finite.
         """
 
     def update(self: _Calibrator, x: Float[ArrayLike, "..."]) -> _Calibrator:
-        """The calibrator after one more batch.
+        """Updates the calibrator with one more batch.
 
         **Arguments:**
 
-        - `x`: floats of any dtype, not empty, that end in the shape that the calibrator was made for.
+        - `x`: floats of any dtype, not empty, whose shape ends in the `shape` of the calibrator.
 
         **Returns:**
 
@@ -105,14 +105,14 @@ class AbstractCalibrator(eqx.Module):
 
         **Raises:**
 
-        `ValueError` for an empty batch, another shape, and, outside of `jit`, for NaN and infinity; `TypeError` for
+        `ValueError` for an empty batch, another shape, and, outside `jit`, for NaN and infinity; `TypeError` for
         complex values.
         """
         seen, finite = _add(self, self._check(x))
         return dataclasses.replace(self, seen=seen, finite=finite, batches=_more(self.batches, 1))
 
     def merge(self: _Calibrator, other: _Calibrator) -> _Calibrator:
-        """The calibrator of the data of both.
+        """Merges two calibrators into one for the data of both.
 
         **Arguments:**
 
@@ -124,7 +124,7 @@ class AbstractCalibrator(eqx.Module):
 
         **Raises:**
 
-        `ValueError` if they differ in kind or settings.
+        `ValueError` if the two differ in kind or settings.
         """
         if jtu.tree_structure(self) != jtu.tree_structure(other):
             raise ValueError(
@@ -135,7 +135,7 @@ class AbstractCalibrator(eqx.Module):
         return dataclasses.replace(self, seen=seen, finite=self.finite & other.finite, batches=batches)
 
     def result(self) -> CalibrationResult:
-        """The scale and zero point for the data so far.
+        """Computes the scale and zero point for the data so far.
 
         **Returns:**
 
@@ -143,8 +143,8 @@ class AbstractCalibrator(eqx.Module):
 
         **Raises:**
 
-        Outside of `jit`, `ValueError` if nothing was observed, or if the data held NaN or infinity. Inside of it the
-        scale is then zero, or NaN for each block that held one.
+        Outside `jit`, `ValueError` if there was no data, or if it held NaN or infinity. Inside `jit`, the scale is zero
+        without data, and NaN for each block that held NaN or infinity.
         """
         if not isinstance(self.batches, jax.core.Tracer) and np.any(np.asarray(self.batches) == 0):
             raise ValueError(f"`result` needs data. Got none for {self.name}. Call `update` with at least one batch.")
@@ -159,7 +159,7 @@ class AbstractCalibrator(eqx.Module):
         return as_blocks(self.format.block_size, self.shape, self.axis)
 
     def _check(self, x: Any) -> Float32[Array, "..."]:
-        """A batch as float32, or an error."""
+        """Returns a batch in float32. Raises if it is not valid."""
         x = jnp.asarray(x)
         check_real(x, self.name)
         if x.size == 0:
@@ -170,11 +170,11 @@ class AbstractCalibrator(eqx.Module):
         return x.astype(jnp.float32)
 
 
-# One program each, where the operations one by one would be dozens.
+# Each step is compiled as one program, because eagerly it would run dozens of small ones.
 @jax.jit
 def _add(calibrator: AbstractCalibrator, x: Float32[Array, "..."]) -> tuple[PyTree[Array], Bool[Array, "*scales"]]:
-    # XLA on CPU drops NaN in a vectorised `max` or `min` (https://github.com/openxla/xla/issues/21461), so what is kept
-    # of the data may look healthy.
+    # XLA on CPU drops NaN in a vectorised `max` or `min` (https://github.com/openxla/xla/issues/21461), so the state of
+    # the calibrator may look finite although the data was not.
     finite = calibrator._blocks.map(lambda v: jnp.all(jnp.isfinite(v), axis=-1), x)
     return calibrator._add(x), calibrator.finite & finite
 
@@ -184,9 +184,9 @@ _join = jax.jit(lambda calibrator, other: calibrator._join(other))
 
 @jax.jit
 def _result(calibrator: AbstractCalibrator) -> tuple[Array, Array, Array, Array | None]:
-    """The range, widened to include zero, with the scales and zero points of it."""
+    """Returns the range, widened to include zero, and its scales and zero points."""
     low, high = calibrator.range()
-    # Nothing seen yet: the extremes of no data are infinite.
+    # Before any data the extremes are infinite.
     low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
     scale, zero_point = parameters(low, high, calibrator.format)
     known = lambda x: jnp.where(calibrator.finite, x, jnp.nan)
@@ -194,13 +194,13 @@ def _result(calibrator: AbstractCalibrator) -> tuple[Array, Array, Array, Array 
 
 
 def _more(batches: Int32[Array, "..."], new: Int32[Array, "..."] | int) -> Int32[Array, "..."]:
-    """A sum that stays at the largest number where it would wrap."""
+    """Adds, and saturates at the largest int32 instead of wrapping."""
     total = batches + new
     return jnp.where(total < batches, jnp.iinfo(jnp.int32).max, total)
 
 
 def extremes(x: Float[Array, "..."], blocks: Blocks) -> Range:
-    """The smallest and the largest value of each block."""
+    """Returns the smallest and the largest value of each block."""
     return blocks.map(lambda v: jnp.min(v, axis=-1), x), blocks.map(lambda v: jnp.max(v, axis=-1), x)
 
 

@@ -1,4 +1,4 @@
-"""The calibrator that clips where it pays in squared error."""
+"""The calibrator that clips to minimise the squared error."""
 
 import functools as ft
 
@@ -13,7 +13,7 @@ from ._result import parameters
 from ._sketch import AbstractSketched
 
 
-# Factors that the extremes are shrunk by. First both at once; then, since zero need not be in the middle, each alone.
+# Factors to shrink the extremes by: first both at once, then each alone, because the range need not be symmetric.
 _FACTORS = np.geomspace(1, 1 / 64, 97, dtype=np.float32)[1:]
 _KEEP = np.full_like(_FACTORS, np.nan)
 _BOTH = np.stack([_FACTORS, _FACTORS], axis=-1)
@@ -21,11 +21,12 @@ _EACH = np.concatenate([np.stack([_FACTORS, _KEEP], axis=-1), np.stack([_KEEP, _
 
 
 class MSE(AbstractSketched):
-    r"""The range of least squared error $\mathbb{E}[(x - \hat x)^2]$: what clipping costs against what fine steps gain.
+    r"""Finds the range with the least squared error $\mathbb{E}[(x - \hat x)^2]$: clipping large values adds error, but
+    the finer steps reduce it.
 
-    Data is kept as counts in logarithmic bins, as by [`eqquant.calibrate.Percentile`][], and taken to be uniform inside
-    of each. The error of rounding a uniform density has a closed form, so bins wider than a step are right too. Updates
-    and merges commute: whatever the order, the result is the same, bit for bit.
+    Keeps counts of the data in logarithmic bins, like [`eqquant.calibrate.Percentile`][], and assumes that values are
+    uniform inside each bin. The rounding error of a uniform density has a closed form, so it holds even for bins
+    wider than a step. Updates and merges commute: whatever the order, the result is the same, bit for bit.
 
     !!! Example
 
@@ -42,7 +43,8 @@ class MSE(AbstractSketched):
 
     **Arguments:**
 
-    - `format`, `shape`, `axis`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][]; a format of integers.
+    - `format`, `shape`, `axis`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][]. `format` must be an integer
+        format.
     """
 
     def __check_init__(self) -> None:
@@ -51,7 +53,7 @@ class MSE(AbstractSketched):
     def range(self) -> tuple[Float32[Array, "*scales"], Float32[Array, "*scales"]]:
         scales, sketch = self._blocks.scales, self.seen
         low, high = jnp.minimum(sketch.low, 0), jnp.maximum(sketch.high, 0)
-        # In units of the largest magnitude, so that no square overflows or vanishes.
+        # In units of the largest magnitude, so that no square overflows or underflows.
         size = jnp.maximum(-low, high)
         unit = lambda x: divide(x, jnp.broadcast_to(size.reshape(*scales, *[1] * (x.ndim - len(scales))), x.shape))
         flat = lambda x: x.reshape(-1, *x.shape[len(scales) :])
@@ -66,7 +68,7 @@ class MSE(AbstractSketched):
         counts: Float32[Array, " bins"],
         edges: Float32[Array, " edges"],
     ) -> Float32[Array, "2"]:
-        """The best factors to shrink the extremes of one block by."""
+        """Returns the best factors to shrink the extremes of one block by."""
         loss = lambda f: self._error(counts, edges, *parameters(low * f[0], high * f[1], self.format))
         is_centred = parameters(low, high, self.format)[1] is None
 
@@ -76,7 +78,7 @@ class MSE(AbstractSketched):
             return (jnp.where(new < best[1], factors, best[0]), jnp.minimum(new, best[1])), None
 
         moves = _BOTH if is_centred else np.concatenate([_BOTH, _EACH, _EACH])
-        widest = jnp.ones_like(jnp.stack([low, high]))  # of the data, so that it varies over a mesh as they do
+        widest = jnp.ones_like(jnp.stack([low, high]))  # from the data, to vary as the data does in `shard_map`
         (factors, _), _ = jax.lax.scan(step, (widest, loss(widest)), jnp.asarray(moves))
         return factors
 
@@ -87,28 +89,28 @@ class MSE(AbstractSketched):
         scale: Float32[Array, ""],
         zero_point: UInt8[Array, ""] | None,
     ) -> Float32[Array, ""]:
-        """The sum of squared errors of one block under a scale and zero point."""
+        """Returns the sum of squared errors of one block for a scale and zero point."""
         zero = jnp.float32(0) if zero_point is None else zero_point.astype(jnp.float32)
         bottom, top = (end - zero for end in _ends(self.format))
         steps = divide(edges, jnp.broadcast_to(scale, edges.shape))
         level = lambda x: jnp.clip(jnp.round(x), bottom, top)
-        # The integral of (x - level(x))**2: each level adds the same twelfth, and the ends go on as cubes.
+        # The integral of (x - level(x))**2: each level adds 1/12, and beyond the outermost levels it grows as a cube.
         integral = level(steps) / 12 + (steps - level(steps)) ** 3 / 3
         width, middle = jnp.diff(steps), (steps[1:] + steps[:-1]) / 2
-        narrow = jnp.abs(width) < 1e-3  # where the difference of two integrals would be lost to rounding
+        narrow = jnp.abs(width) < 1e-3  # here the difference of two integrals would cancel
         mean = jnp.where(narrow, (middle - level(middle)) ** 2, jnp.diff(integral) / jnp.where(narrow, 1, width))
-        # A scale of zero makes every value zero, and has no steps to measure in.
+        # With a scale of zero every value becomes zero, and there are no steps to measure in.
         return jnp.where(scale == 0, jnp.inf, scale**2 * jnp.sum(counts * mean))
 
 
 @ft.lru_cache
 def _ends(format: AbstractFormat) -> tuple[float, float]:
-    """The lowest and the highest whole number that codes stand for; or an error for codes that stand for others."""
+    """Returns the lowest and the highest level of an integer format. Raises if the levels are not whole numbers."""
     with jax.ensure_compile_time_eval():
         levels, used = levels_of(format)
         bottom, top = float(levels[used].min()), float(levels[used].max())
         values = np.arange(bottom - 2, top + 3, 0.25, np.float32)
-        values = values[values % 1 != 0.5]  # where ties go is of no matter
+        values = values[values % 1 != 0.5]  # ties may round either way
         nearest = np.asarray(format.decode(format.encode(jnp.asarray(values))))
     if not np.array_equal(nearest, np.clip(np.round(values), bottom, top)):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""A primitive that tells the host about an array in passing, in whole batches.
+"""A primitive that reports statistics of an input to the host, for whole batches at once.
 
-Models are written for one example and mapped over a batch. Under `vmap` the primitive folds the batch into rows, as the
-quantized matmul does, so that statistics are taken of the batch at once and on the device. In `scan`, `while_loop` and
-`cond` it runs as often as the product it stands before.
+Models are written for one example and mapped over a batch. Under `vmap` the primitive folds the batch into rows, like
+the quantized matmul, so the device computes the statistics of the whole batch. In `scan`, `while_loop` and `cond` it
+runs as often as the product whose input it observes.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 
 Moments = dict[str, Any]
-# Called on the host with the numbers of the layers and the moments of their rows. Returns the former.
+# Called on the host with the indices of the layers and the moments of their rows. Returns the indices.
 Record = Callable[[Any, Moments], np.ndarray]
 
 _observe_p = jax.extend.core.Primitive("observe")
@@ -30,15 +30,15 @@ def observe(
     index: Float32[Array, "*stack"],
     **params: Any,
 ) -> Shaped[Array, "*inputs"]:
-    """`x`, which is ready only after `record` has been told about `rows`.
+    """Returns `x`, but only after `record` has received the moments of `rows`.
 
     **Arguments:**
 
-    - `x`: what a weight is multiplied with.
-    - `rows`: the same, arranged as rows.
-    - `index`: which of a stack of layers that weight is.
-    - `params`: `record`, compared by identity; the `threshold` above which magnitudes are counted; and `gram`, whether
-        to take the products of features with each other, too.
+    - `x`: the input of a weight.
+    - `rows`: the same input, arranged as rows.
+    - `index`: the index of the weight in a stack of layers.
+    - `params`: `record`, compared by identity; `threshold`, the magnitude above which a value counts as an outlier; and
+        `gram`, whether to compute the Gram matrix of the features, too.
     """
     told = _observe_p.bind(rows, index, **params)
     return jax.lax.optimization_barrier((x, told))[0]
@@ -67,7 +67,7 @@ def _run(x: Array, index: Array, *, record: Record, threshold: float | int, gram
 
 def _batch(operands: Sequence[Array], axes: Sequence[Any], **params: Any) -> tuple[Array, Any]:
     (x, index), (of_x, of_index) = operands, axes
-    if of_index is None:  # one layer for the whole batch: its examples become rows
+    if of_index is None:  # one layer for the whole batch: the examples become rows
         x = jnp.moveaxis(x, of_x, -3)
         x = x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
         return _observe_p.bind(x, index, **params), None

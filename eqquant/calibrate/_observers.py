@@ -1,4 +1,4 @@
-"""What stands in the place of a weight while statistics are collected: the same weight, that watches its inputs."""
+"""Stand-ins for weights that observe their inputs while statistics are collected."""
 
 import dataclasses
 import functools as ft
@@ -17,7 +17,7 @@ from ._observe import Moments, observe
 
 
 class Sums:
-    """Sums over rows, for each layer of a stack, in float64. Called from the device's side, so it never raises."""
+    """Sums over rows, for each layer of a stack, in float64. It runs in a host callback, so it never raises."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
@@ -42,10 +42,10 @@ _COMBINE = {"min": (np.minimum, np.inf), "max": (np.maximum, -np.inf)}
 
 
 class Watch:
-    """What is known of the inputs of one weight. Static in what it is part of, and compared by identity.
+    """Collects the statistics of the inputs of one weight. A static field of pytrees, compared by identity.
 
-    - `along`: the sums, by the axis of the weight that the products contract.
-    - `looked_up`, `used`: whether it was indexed, and whether it was used in any other way that is not a product.
+    - `along`: the sums for each contracted axis of the weight.
+    - `looked_up`, `used`: whether the weight was indexed, and whether it was used in another way without `@`.
     """
 
     def __init__(self, path: str, stack: tuple[int, ...], threshold: float | int, gram: bool) -> None:
@@ -54,28 +54,28 @@ class Watch:
         self.looked_up = self.used = False
 
     def index(self) -> Float32[Array, "*stack"]:
-        """The number of each layer of the stack. It is a leaf, so that it is sliced and mapped with the weight.
+        """Returns the index of each layer of the stack: a leaf, so that it is sliced and mapped with the weight.
 
-        And a float, so that whoever divides a model into weights and the rest takes it for a weight.
+        It is a float, so that filters for float arrays keep it with the weights.
         """
         return jnp.arange(math.prod(self.stack), dtype=jnp.float32).reshape(self.stack)
 
     def see(self, x: Array, rows: Float[Array, "*stack rows features"], index: Array, axis: int) -> Array:
-        """`x`, after the sums have been told about `rows`."""
+        """Returns `x`, after the sums have received the moments of `rows`."""
         index = jnp.broadcast_to(index, rows.shape[:-2]).astype(jnp.float32)
         return observe(x, rows, index, record=self.along[axis], threshold=self.threshold, gram=self.gram)
 
 
 class UnevenStackError(ValueError):
-    """A weight was sliced or mapped without the numbers of its layers."""
+    """Raised if a weight was sliced or mapped without the indices of its layers."""
 
 
 class WatchedArray(AbstractArrayValue):
-    """A weight whose products with `@` are watched. Everything else is done by the weight itself, unseen.
+    """A weight whose products with `@` are observed. All other operations run on the weight itself, unobserved.
 
-    - `weight`: the weight, an array or one of ours.
-    - `index`: the number of the layer, of the shape of the axes in front of the last two.
-    - `swapped`: whether the last two axes were swapped since.
+    - `weight`: the weight: a JAX array, a quantized array or another array of this library.
+    - `index`: the index of the layer, with the shape of the axes before the last two.
+    - `swapped`: whether the last two axes are swapped.
     """
 
     weight: Any
@@ -133,7 +133,7 @@ class WatchedArray(AbstractArrayValue):
                 f"shape {self.index.shape}. Slice or map every array of a stacked model, as `eqx.is_array` selects."
             )
         rows = x[None, :] if x.ndim == 1 else jnp.swapaxes(x, -1, -2) if left else x
-        if not jnp.issubdtype(rows.dtype, jnp.floating):  # integers and booleans
+        if not jnp.issubdtype(rows.dtype, jnp.floating):  # the moments of integers and booleans need floats
             rows = rows.astype(jnp.float32)
         if self.index.ndim == 0:
             rows = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
@@ -144,7 +144,7 @@ class WatchedArray(AbstractArrayValue):
 
 
 def is_convolution(x: Any) -> bool:
-    """Whether `x` is a convolution of Equinox. One that a user derived, with a `__call__` of its own, is not."""
+    """Whether `x` is an Equinox convolution. A user's subclass is not, because it may have its own `__call__`."""
     return type(x) in _CONVOLUTIONS
 
 
@@ -155,10 +155,10 @@ _CONVOLUTIONS = (
 
 
 def watch_convolution(layer: Any, watch: Watch) -> Any:
-    """The same convolution, of a class derived from its own, that watches what its kernel is laid over.
+    """Returns the same convolution, as an instance of a subclass that observes the patches under its kernel.
 
-    A convolution hands its kernel to `jax.lax` as it is, and that asks for the array without saying what for. So here
-    the layer has to watch.
+    A convolution passes its kernel to `jax.lax`, which converts it to an array before the product, so a `WatchedArray`
+    would not see the inputs. So the layer observes them.
     """
     return _copy(_watched_class(type(layer)), layer, watch=watch, index=watch.index())
 
@@ -179,7 +179,7 @@ def _watched_class(cls: type) -> type:
 
 
 def _copy(cls: type, layer: Any, **changes: Any) -> Any:
-    """A layer of another class with the same fields. Its `__init__`, which would draw new weights, is not called."""
+    """Copies the fields of a layer into another class, without `__init__`, which would initialise new weights."""
     copy = object.__new__(cls)
     for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
         value = changes[field.name] if field.name in changes else getattr(layer, field.name)
@@ -188,10 +188,10 @@ def _copy(cls: type, layer: Any, **changes: Any) -> Any:
 
 
 def _patches(layer: Any, x: Float[Array, "..."]) -> Float[Array, "rows features"]:
-    """What each position of the kernel is laid over, one row per position and group; features as in the kernel."""
+    """Returns the patch under each position of the kernel: a row per position and group, with the kernel's features."""
     inputs = layer.weight.shape[1:]
     features = math.prod(inputs)
-    # The layer itself knows its strides, paddings and dilations. A kernel for each input of the kernel picks it out.
+    # A one-hot kernel for each input extracts the patches, so the layer applies its own strides, padding and dilation.
     one_hot = jnp.eye(features, dtype=x.dtype).reshape(features, *inputs)
     kernel = jnp.tile(one_hot, (layer.groups, *[1] * len(inputs)))
     with jax.default_matmul_precision("highest"):

@@ -1,4 +1,4 @@
-"""The calibrator that clips a given part of the data."""
+"""The calibrator that clips values outside two percentiles."""
 
 import equinox as eqx
 from jaxtyping import Array, Float32
@@ -7,12 +7,12 @@ from ._sketch import AbstractSketched
 
 
 class Percentile(AbstractSketched):
-    r"""The range between two percentiles of all data.
+    r"""Finds the range between two percentiles of all data.
 
-    Data is kept as counts in logarithmic bins, 24 KiB per scale however much data there is. A percentile is the
+    Keeps counts of the data in logarithmic bins: 24 KiB per scale, however much data it observes. A percentile is the
     order statistic at rank $p n / 100$, computed in float32, to within 1/64 of its magnitude; 0 and 100 are exact.
-    Values below $2^{-24}$ of the largest count as zero. Updates and merges commute: whatever the order, the result is
-    the same, bit for bit.
+    Magnitudes below $2^{-24}$ of the largest count as zero. Updates and merges commute: whatever the order, the result
+    is the same, bit for bit.
 
     !!! Example
 
@@ -30,7 +30,7 @@ class Percentile(AbstractSketched):
     **Arguments:**
 
     - `format`, `shape`, `axis`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
-    - `lower`, `upper`: percentiles, from 0 to 100: not fractions.
+    - `lower`, `upper`: the percentiles, from 0 to 100 (not fractions).
     """
 
     lower: float | int = eqx.field(static=True, default=0.01, kw_only=True)

@@ -1,4 +1,4 @@
-"""Calibrators that keep the extremes: over all data, or averaged over batches."""
+"""Calibrators that keep the smallest and the largest value: of all data, or averaged over batches."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ._calibrator import AbstractCalibrator, extremes, Range
 
 
 class MinMax(AbstractCalibrator):
-    """The smallest and the largest value of all data. Nothing is clipped.
+    """Finds the range from the smallest to the largest value of all data. Clips nothing.
 
     Updates and merges commute: whatever the order, the result is the same, bit for bit.
 
@@ -43,10 +43,11 @@ class MinMax(AbstractCalibrator):
 
 
 class MovingAverage(AbstractCalibrator):
-    """The extremes of each batch, averaged over batches with weights that decay. Rare outliers count for little.
+    """Averages the smallest and the largest value of each batch, with exponential decay. Rare outliers weigh little.
 
-    The averages start at the extremes of the first batch; then each becomes $1 - m$ times itself plus $m$ times that of
-    the batch. So the order of batches matters. A merge averages the averages, weighted by their numbers of batches.
+    The averages start at the extremes of the first batch. Each later batch multiplies them by $1 - m$ and adds $m$
+    times its own extremes, so the order of batches matters. A merge averages both, weighted by their numbers of
+    batches.
 
     !!! Example
 

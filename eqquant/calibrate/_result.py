@@ -1,4 +1,4 @@
-"""What calibration gives: a range, and the scale and zero point that a format takes for it."""
+"""The result of calibration: a range, and the scale and zero point that a format chooses for it."""
 
 import functools as ft
 from typing import Any
@@ -17,10 +17,10 @@ from .._methods import AbsMax
 
 
 class CalibrationResult(eqx.Module):
-    r"""A range of values, and the scales and zero points that a format takes for it.
+    r"""A range of values, and the scales and zero points that a format chooses for it.
 
-    They are those that the format itself would choose for data of this range, which always includes zero. All zeros
-    give a scale of zero.
+    The format would choose the same scales for data with this range. The range always includes zero; if it is only
+    zero, the scale is zero.
 
     !!! Example
 
@@ -31,12 +31,12 @@ class CalibrationResult(eqx.Module):
 
     **Arguments:**
 
-    - `scale`: float32, as [`eqquant.quantize`][] takes it, with the quantized axis last: `()` for one scale, `(out, 1)`
-        for one per row of a matrix, `(out, blocks)` for blocks along its last axis.
-    - `zero_point`: uint8, of the same shape; `None` for a format without.
+    - `scale`: the scales in float32, with the quantized axis last: shape `()` for one scale, `(out, 1)` for one per row
+        of a matrix, `(out, blocks)` for blocks along its last axis.
+    - `zero_point`: the zero points in uint8, of the same shape; `None` for a format without zero points.
     - `min`, `max`: the range, widened to include zero: float32, of the same shape.
-    - `format`: the format that this was calibrated for.
-    - `axis`: the axis, or axes, along which blocks run: negative.
+    - `format`: the format that was calibrated.
+    - `axis`: the axis, or axes, along which blocks run, negative.
     """
 
     scale: Float32[Array, "*scales"]
@@ -52,16 +52,16 @@ class CalibrationResult(eqx.Module):
         return (self.axis,) if isinstance(self.axis, int) else self.axis
 
     def quantize(self, x: Float[ArrayLike, "..."], *, key: PRNGKeyArray | None = None) -> QuantizedArray:
-        """Quantizes an array with these scales, to the format and along the axis that they were calibrated for.
+        """Quantizes an array with these scales, to the calibrated format and along the calibrated axis.
 
         **Arguments:**
 
-        - `x`: floats of a shape that ends as the calibrated data did.
-        - `key`: rounds stochastically, with this key.
+        - `x`: floats whose shape ends like that of the calibrated data.
+        - `key`: for stochastic rounding.
 
         **Returns:**
 
-        A [`eqquant.QuantizedArray`][]. Values beyond the range are clipped.
+        A [`eqquant.QuantizedArray`][]. Values outside the range are clipped.
 
         **Raises:**
 
@@ -72,7 +72,7 @@ class CalibrationResult(eqx.Module):
 
 @ft.lru_cache
 def check_range_format(format: AbstractFormat) -> None:
-    """Refuses a format whose scale depends on more than the extremes of a block."""
+    """Raises for a format whose scale depends on more than the extremes of a block."""
     with jax.ensure_compile_time_eval():
         extremes, others = jnp.array([[-2.0, 1.0]]), jnp.array([[0.5, -2.0, 0.0, 1.0, -1.0]])
         same = np.array_equal(format.choose_scale(extremes), format.choose_scale(others))
@@ -84,7 +84,7 @@ def check_range_format(format: AbstractFormat) -> None:
 
 
 def check_real(x: Array, name: str) -> None:
-    """Refuses complex data."""
+    """Raises for complex data."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"Data must be real. Got dtype {x.dtype} in {name}. Take its real and imaginary parts.")
 
@@ -92,6 +92,6 @@ def check_real(x: Array, name: str) -> None:
 def parameters(
     low: Float32[Array, "*scales"], high: Float32[Array, "*scales"], format: Any
 ) -> tuple[Float32[Array, "*scales"], UInt8[Array, "*scales"] | None]:
-    """The scale and the zero point that a format chooses for a block with these extremes."""
+    """Returns the scale and the zero point that a format chooses for a block with these extremes."""
     scale, zero_point = AbsMax().choose_scales(jnp.stack([low, high], axis=-1)[None], format)
     return scale[0], None if zero_point is None else zero_point[0]

@@ -1,8 +1,8 @@
-"""A histogram with logarithmic bins: all that percentiles and clipping need to know of the data, in bounded memory.
+"""A histogram with logarithmic bins, in bounded memory, from which percentiles and clipping ranges are computed.
 
-A float is already a logarithm: its exponent, with the first bits of its mantissa behind, numbers 64 bins per octave.
-The sketch covers the 24 octaves below the largest magnitude, on both sides of zero, and counts what is smaller as zero.
-It is a function of the data alone: whatever the order of updates and merges, the counts are the same.
+The leading bits of a float32 (the exponent and the first six bits of the mantissa) are the bin index: 64 bins per
+octave. The sketch covers the 24 octaves below the largest magnitude, on both sides of zero, and counts smaller values
+as zero. The counts depend only on the data, not on the order of updates and merges.
 """
 
 from typing import Any
@@ -28,9 +28,9 @@ _SHIFT = 23 - _MANTISSA
 class Sketch(eqx.Module):
     """Counts by magnitude, exact up to 2**64 values per block.
 
-    - `counts`: the bins from the most negative to the most positive, zero in the middle.
-    - `top`: the exponent of the largest magnitude, as its float32 stores it.
-    - `low`, `high`: the extremes, exactly.
+    - `counts`: the count of each bin, from the most negative to the most positive, with zero in the middle.
+    - `top`: the biased float32 exponent of the largest magnitude.
+    - `low`, `high`: the exact extremes.
     """
 
     counts: Wide
@@ -45,29 +45,29 @@ class Sketch(eqx.Module):
         self.high = jnp.full(scales, -jnp.inf, jnp.float32)
 
     def add(self, x: Float32[Array, "..."], blocks: Blocks) -> "Sketch":
-        """The sketch after more data."""
+        """Adds data to the sketch."""
         low, high = extremes(x, blocks)
         top = jnp.maximum(self.top, _bits(jnp.maximum(jnp.abs(low), jnp.abs(high))) >> 23)
         new = Wide.of(blocks.map(lambda values, top: _count(_index(values, top[..., None])), x, top))
         return self._with(self._counts_below(top) + new, top, low, high)
 
     def merge(self, other: "Sketch") -> "Sketch":
-        """The sketch of the data of both."""
+        """Merges two sketches into one of the data of both."""
         top = jnp.maximum(self.top, other.top)
         return self._with(self._counts_below(top) + other._counts_below(top), top, other.low, other.high)
 
     def edges(self) -> Float32[Array, "*scales edges"]:
-        """The edges of the bins, cut to the range of the data."""
+        """Returns the edges of the bins, clipped to the range of the data."""
         level = _outer_add((self.top + 1) * _PER_OCTAVE - _HALF, _HALF + 1)
         largest = jnp.maximum(jnp.abs(self.low), jnp.abs(self.high))[..., None]
-        # The edge above the largest floats would be infinite, and its bits no number.
+        # The edge above the largest floats would be infinite, or have the bits of a NaN.
         edges = jax.lax.bitcast_convert_type(jnp.clip(level, 0, 255 * _PER_OCTAVE - 1) << _SHIFT, jnp.float32)
         edges = jnp.where(level < 255 * _PER_OCTAVE, edges, largest)
         edges = jnp.concatenate([-edges[..., ::-1], edges], axis=-1)
         return jnp.clip(edges, self.low[..., None], self.high[..., None])
 
     def quantile(self, q: float) -> Float32[Array, "*scales"]:
-        """The value of rank `q * n`, that a part `q` of the data lies below, to within 1/64 of its magnitude."""
+        """Returns the value of rank `q * n`, to within 1/64 of its magnitude: a share `q` of the data is smaller."""
         below = self.counts.cumsum().to_float()
         total = below[..., -1]
         rank = jnp.clip(jnp.floor(q * total), 0, jnp.maximum(total - 1, 0))
@@ -79,10 +79,10 @@ class Sketch(eqx.Module):
         return left + (right - left) * jnp.clip(inside / jnp.maximum(count, 1), 0, 1)
 
     def _counts_below(self, top: Int32[Array, "*scales"]) -> Wide:
-        """The counts, with bins moved down to where they stand below a larger exponent."""
+        """Returns the counts with bins shifted to be relative to `top`, an exponent at least as large as `self.top`."""
         step = (top - self.top) * _PER_OCTAVE
         source = _outer_add(step, _HALF)
-        # From zero outwards, on either side. What moves below the lowest bin joins zero.
+        # From zero outwards, on either side. Counts that shift below the lowest bin are added to zero.
         negative = jtu.tree_map(lambda c: c[..., _HALF - 1 :: -1], self.counts)
         positive = jtu.tree_map(lambda c: c[..., _HALF + 1 :], self.counts)
         zero = jtu.tree_map(lambda c: c[..., _HALF : _HALF + 1], self.counts)
@@ -103,7 +103,7 @@ class Sketch(eqx.Module):
 
 
 class AbstractSketched(AbstractCalibrator):
-    """A calibrator that takes its range from a sketch of all data."""
+    """A calibrator that computes its range from a sketch of all data."""
 
     def _start(self) -> Sketch:
         return Sketch(self._blocks.scales)
@@ -120,12 +120,12 @@ def _bits(magnitude: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 
 def _outer_add(start: Int32[Array, "*scales"], count: int) -> Int32[Array, "*scales count"]:
-    """`start`, `start + 1`, ..., along a new last axis."""
+    """Returns `start`, `start + 1`, ..., along a new last axis."""
     return start[..., None] + jnp.arange(count, dtype=jnp.int32).reshape(*[1] * start.ndim, count)
 
 
 def _index(x: Float32[Array, "*scales values"], top: Int32[Array, "*scales 1"]) -> Int32[Array, "*scales values"]:
-    """The bin of each value, counted from the one for zero: negative for negative values."""
+    """Returns the bin of each value, relative to the bin of zero: negative for negative values."""
     level = (_bits(jnp.abs(x)) >> _SHIFT) - ((top + 1) * _PER_OCTAVE - _HALF)
     return jnp.where(x < 0, -1, 1) * jnp.clip(level + 1, 0, _HALF)
 

@@ -24,23 +24,23 @@ from ._observers import is_convolution, UnevenStackError, Watch, watch_convoluti
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class LeafStats:
-    """What one weight was multiplied with.
+    """Statistics of the inputs of one weight.
 
-    - `path`, `shape`: of the weight.
-    - `axis`: the axis of the weight that the products contract, which is the one to quantize along: `-1` for `w @ x`,
-        `-2` for `x @ w`, all input axes for a convolution. `None` for a weight that was never seen in a product.
-    - `note`: what should be known, or why there is nothing to know.
-    - `rows`: how many inputs were seen: int64, of the shape of the axes in front of the last two, those of a stack of
-        layers (for a convolution, in front of its kernel).
-    - `min`, `max`, `mean`, `mean_abs`, `second_moment`: of each input feature: float64, `(*stack, features)`. The
-        second moment is the mean square. Of a convolution, features are the values that a kernel is laid over, in the
-        order of its axes; the groups of a grouped one are pooled.
+    - `path`, `shape`: the path and the shape of the weight.
+    - `axis`: the contracted axis of the weight, which is the axis to quantize along: `-1` for `w @ x`, `-2` for
+        `x @ w`, all input axes for a convolution. `None` for a weight that no product used.
+    - `note`: remarks, or why the weight has no statistics.
+    - `rows`: the number of observed inputs: int64, with the shape of the axes before the last two, a stack of layers
+        (for a convolution, the axes before its kernel).
+    - `min`, `max`, `mean`, `mean_abs`, `second_moment`: statistics of each input feature: float64,
+        `(*stack, features)`. The second moment is the mean square. The features of a convolution are the values of the
+        patch under the kernel, in the order of its axes; the groups of a grouped convolution are pooled.
     - `outlier_rate`: the share of values whose magnitude exceeds the threshold.
-    - `gram`: with `gram=True`, the mean of $x x^T$: float64, `(*stack, features, features)`. GPTQ's Hessian is twice
-        that.
+    - `gram`: with `gram=True`, the mean of $x x^T$: float64, `(*stack, features, features)`. The Hessian of GPTQ is
+        twice this matrix.
 
-    The statistics are `None` for a weight that was never seen. In a stack they are zero for a layer that was not, as
-    its `rows` are.
+    The statistics are `None` for a weight without observed inputs. In a stack, they are zero (like `rows`) for each
+    layer without observed inputs.
     """
 
     path: str
@@ -57,7 +57,7 @@ class LeafStats:
     gram: np.ndarray | None = dataclasses.field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields as plain Python values, without the Gram matrix."""
+        """Returns the fields as plain Python values, without the Gram matrix."""
         return as_plain(self)
 
 
@@ -69,7 +69,7 @@ def _flatten_stats(stats: LeafStats) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _unflatten_stats(static: tuple[Any, ...], arrays: Any) -> LeafStats:
-    stats = object.__new__(LeafStats)  # JAX also puts what is no array in the place of arrays
+    stats = object.__new__(LeafStats)  # JAX also unflattens with leaves that are not arrays
     fields = {
         "path": "",
         "shape": static[0],
@@ -82,21 +82,21 @@ def _unflatten_stats(static: tuple[Any, ...], arrays: Any) -> LeafStats:
     return stats
 
 
-# A method may hold statistics, and methods are arguments of compiled functions. Path and note are left out there, so
-# that weights of one shape share a program.
+# A method may hold statistics, and methods are arguments of compiled functions. The pytree leaves out the path and the
+# note, so that weights of one shape share a program.
 jtu.register_pytree_node(LeafStats, _flatten_stats, _unflatten_stats)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class ActivationStats(Report, Mapping[str, LeafStats]):
-    """What [`eqquant.calibrate.collect_stats`][] returns: a [`eqquant.calibrate.LeafStats`][] for each weight.
+    """The result of [`eqquant.calibrate.collect_stats`][]: a [`eqquant.calibrate.LeafStats`][] for each weight.
 
-    A mapping from paths: `stats["layers.0.weight"]` is the one of that weight. So a method that needs statistics takes
-    all of it as its `inputs`. It prints as a table.
+    A mapping from paths: `stats["layers.0.weight"]` returns the statistics of that weight. So you can pass it as the
+    `inputs` of a method that needs statistics. Prints as a table.
 
-    - `leaves`: in the order of the model.
-    - `batches`: how many were observed.
-    - `threshold`: the magnitude above which a value was counted as an outlier.
+    - `leaves`: the statistics of each weight, in the order of the model.
+    - `batches`: the number of observed batches.
+    - `threshold`: the magnitude above which a value counts as an outlier.
     """
 
     leaves: tuple[LeafStats, ...]
@@ -124,7 +124,7 @@ class ActivationStats(Report, Mapping[str, LeafStats]):
             if leaf.min is None or leaf.max is None or leaf.second_moment is None:
                 table.add_row(escape(leaf.path), shape, "0", "", "", "", "", escape(leaf.note), style="dim")
                 continue
-            # Of a stack, each layer counts by its rows.
+            # In a stack, each layer is weighted by its rows.
             rms = math.sqrt(np.average(leaf.second_moment.mean(axis=-1), weights=leaf.rows))
             numbers = (f"{leaf.min.min():.4g}", f"{leaf.max.max():.4g}", f"{rms:.4g}", f"{leaf.outlier_rate:.4%}")
             table.add_row(escape(leaf.path), shape, f"{leaf.rows.sum():,}", *numbers, escape(leaf.note))
@@ -140,14 +140,14 @@ def collect_stats(
     threshold: float | int = 6.0,
     gram: bool = False,
 ) -> ActivationStats:
-    """Runs a model on data and observes what each of its weights is multiplied with.
+    """Runs a model on data and collects statistics of the inputs of each weight.
 
-    The model is not changed. Each weight is replaced by an array that behaves the same and watches what stands on the
-    other side of `@`: under `jit`, `vmap` and `scan`, for quantized and stacked weights, wherever in the model it is
-    used. Convolutions of `equinox.nn` are watched too. A lookup, as of an embedding, is no product. A weight that goes
-    to `jnp.einsum`, `jnp.dot` or `jax.lax` is not seen, and the report says so.
+    Leaves the model unchanged. It runs a copy, in which each weight is an array that behaves the same and observes the
+    other operand of `@`: under `jit`, `vmap` and `scan`, for quantized and stacked weights, anywhere in the model. It
+    observes the convolutions of `equinox.nn` too. It does not observe an embedding lookup, which is not a product, or a
+    weight that the model passes to `jnp.einsum`, `jnp.dot` or `jax.lax`; the report says so.
 
-    What the model computes is what is counted: padding is, and under `vmap` both branches of a `cond` are.
+    It counts everything that the model computes, including padding and, under `vmap`, both branches of a `cond`.
 
     !!! Example
 
@@ -159,17 +159,17 @@ def collect_stats(
 
     ??? cite
 
-        The threshold is that of
+        The default threshold is from
         [LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale](https://arxiv.org/abs/2208.07339).
 
     **Arguments:**
 
     - `model`: an Equinox model, or any pytree of weights.
-    - `batches`: an iterable of batches, each any pytree of arrays. One array is one batch.
+    - `batches`: an iterable of batches, each any pytree of arrays. A single array counts as one batch.
     - `apply`: a function `(model, batch) -> outputs`, which runs under `equinox.filter_jit` and returns at least one
-        array. `jax.vmap(model)(batch)` unless given.
-    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are watched. Without it, every weight
-        that [`eqquant.quantize_tree`][] would take, and every quantized one.
+        array. By default, `jax.vmap(model)(batch)`.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are observed. By default, every weight
+        that [`eqquant.quantize_tree`][] would quantize, and every quantized weight.
     - `threshold`: the magnitude above which a value counts as an outlier.
     - `gram`: whether to keep the Gram matrix of the inputs of each weight: `features**2` numbers of float64.
 
@@ -179,10 +179,10 @@ def collect_stats(
 
     **Raises:**
 
-    `ValueError` without batches, for an empty one, for inputs of a weight that are NaN or infinite or whose squares
-    overflow float32 (it names the weight and the batch), for a weight that the model maps over by rows, for a threshold
-    that is not positive, if no weight was seen in a product, or if there is none; `TypeError` if `where` selects
-    something that is no weight, or for a dictionary of batches.
+    `ValueError` without batches, for an empty batch, if the inputs of a weight are NaN or infinite or their squares
+    overflow float32 (the message names the weight and the batch), if the model maps over the rows of a weight, if
+    `threshold` is not positive, if the model has no weights, or if no product uses them; `TypeError` if `where` selects
+    a leaf that is not a weight, or if `batches` is a dictionary.
     """
     threshold = float(threshold)
     if not threshold > 0:
@@ -201,11 +201,11 @@ def collect_stats(
         out = [x for x in jtu.tree_leaves(_run(run, model, watched, batch, watches)) if eqx.is_array(x)]
         if not out:
             raise ValueError("`apply` must return the outputs of the model. Got no array.")
-        jax.block_until_ready(out)  # which is after all that was seen on the way to them
+        jax.block_until_ready(out)  # the outputs depend on every callback, so all statistics are in then
         _check_finite(watches, count)
         count += 1
     if count == 0:
-        raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make it anew.")
+        raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
     leaves = tuple(_stats_of(leaf, watch) for leaf, watch in watches)
     if all(leaf.axis is None for leaf in leaves):
         notes = some(f"{leaf.path}: {leaf.note}" for leaf in leaves)
@@ -214,7 +214,7 @@ def collect_stats(
 
 
 def _run(run: Callable[[Any, Any], Any], model: Any, watched: Any, batch: Any, watches: Any) -> Any:
-    """The outputs, or an error that says which weight must not be watched."""
+    """Returns the outputs. If the model runs only without the stand-ins, raises an error that names their weights."""
     try:
         return run(watched, batch)
     except UnevenStackError:
@@ -239,7 +239,7 @@ def _traces(run: Callable[[Any, Any], Any], model: Any, batch: Any) -> bool:
 
 
 def _only(watched: PyTree, watch: Watch) -> PyTree:
-    """The model with one weight watched, and the other ones as they are."""
+    """Returns the model with only one weight observed."""
     is_watched = lambda x: isinstance(x, WatchedArray)
     plain = lambda x: x.weight if is_watched(x) and x.watch is not watch else x
     return jtu.tree_map(plain, watched, is_leaf=is_watched)
@@ -256,7 +256,7 @@ def _is_array(x: Any) -> bool:
 def _watch(
     model: PyTree, where: Where | None, threshold: float | int, gram: bool
 ) -> tuple[PyTree, list[tuple[Leaf, Watch]]]:
-    """The model with its weights watched, and for each of them who does. One array in two places has one watch."""
+    """Returns the model with its weights observed, and the `Watch` of each; an array that appears twice has one `Watch`."""
     selections = select_leaves(
         model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights", is_leaf=_is_array
     )
@@ -268,7 +268,7 @@ def _watch(
             "that are left alone by default."
         )
     by_array: dict[int, Watch] = {}
-    watches = {}  # by key path, which also a convolution has that holds its weight
+    watches = {}  # by key path, so that a convolution finds the watch of its weight
     for leaf in chosen:
         stack = leaf.value.shape[: leaf.value.ndim - _weight_ndim(leaf)]
         watch = by_array.setdefault(id(leaf.value), Watch(leaf.path, tuple(stack), threshold, gram))
@@ -299,7 +299,7 @@ def _skip_reason(leaf: Leaf) -> str | None:
 
 
 def _weight_ndim(leaf: Leaf) -> int:
-    """How many axes one layer's weight has: in front of them is a stack of layers."""
+    """Returns the number of axes of one layer's weight; any axes before them are a stack of layers."""
     return 1 + len(convolved_axes(leaf) or (-1,))
 
 
@@ -331,7 +331,7 @@ def _stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
     missed = int(np.sum(rows == 0))
     if missed:
         notes.append(f"{missed} of {rows.size} layers were not reached")
-    # Per row; and zero where there were none.
+    # Means over rows; zero for layers without rows.
     by_rows = {
         name: value / np.maximum(rows, 1).reshape(-1, *[1] * (value.ndim - 1))
         for name, value in total.items()

@@ -1,4 +1,4 @@
-"""Counts of 64 bits: JAX has such integers only where a flag is set, and 32 bits wrap at four billion values."""
+"""64-bit counts as pairs of uint32: JAX has 64-bit integers only with `jax_enable_x64`, and 32 bits wrap at 2**32."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ _HALF, _MASK = 16, 2**16 - 1
 
 
 class Wide(eqx.Module):
-    """Whole numbers below 2**64, as their low and high 32 bits. Axes are counted from the end."""
+    """Whole numbers below 2**64, as their low and high 32 bits. All operations work on the last axis."""
 
     low: UInt32[Array, "*shape"]
     high: UInt32[Array, "*shape"]
@@ -24,18 +24,18 @@ class Wide(eqx.Module):
         return Wide(low, self.high + other.high + carry)
 
     def cumsum(self) -> "Wide":
-        """The sums of all entries up to each, along the last axis of at most 2**16 entries."""
-        # Halves of the low word, so that no sum of them wraps.
+        """Returns the cumulative sum along the last axis, which has at most 2**16 entries."""
+        # Sums the halves of the low word separately, so that no sum wraps.
         first = jnp.cumsum(self.low & _MASK, axis=-1, dtype=jnp.uint32)
         second = jnp.cumsum(self.low >> _HALF, axis=-1, dtype=jnp.uint32) + (first >> _HALF)
         high = jnp.cumsum(self.high, axis=-1, dtype=jnp.uint32) + (second >> _HALF)
         return Wide((second << _HALF) | (first & _MASK), high)
 
     def sum(self) -> "Wide":
-        """The sum along the last axis of at most 2**16 entries, which stays with length one."""
+        """Returns the sum along the last axis, which has at most 2**16 entries and keeps length one."""
         sums = self.cumsum()
         return Wide(sums.low[..., -1:], sums.high[..., -1:])
 
     def to_float(self) -> Float32[Array, "*shape"]:
-        """The nearest float32, or one beside it."""
+        """Converts to float32, to within one unit in the last place."""
         return self.high.astype(jnp.float32) * 2.0**32 + self.low.astype(jnp.float32)

@@ -1,6 +1,6 @@
-"""Calibration of integers in one call, and their codes unpacked: the interface that reference values were taken with.
+"""Integer calibration in one call, with unpacked codes: the interface of the systems that reference values come from.
 
-It is a thin layer over calibrators and [`eqquant.quantize`][], which new code calls instead.
+A thin layer over the calibrators and [`eqquant.quantize`][]; new code should call those.
 """
 
 import functools as ft
@@ -29,9 +29,9 @@ from ._result import CalibrationResult, check_real
 
 
 _SHARED = """
-    - `data`: an array of floats of any shape, or an iterable of such, its batches. An array is one batch.
-    - `bits`: of the integers, 2 to 8.
-    - `symmetric`: whether zero is the middle code. Otherwise there is a zero point.
+    - `data`: an array of floats of any shape, which is one batch, or an iterable of batches.
+    - `bits`: the integer width, from 2 to 8.
+    - `symmetric`: whether zero is the middle code. Otherwise the result has zero points.
 """
 _RETURNS = """
     **Returns:**
@@ -40,15 +40,15 @@ _RETURNS = """
 
     **Raises:**
 
-    `ValueError` without data, for an empty batch, for NaN or infinity (outside of `jit`), for an axis out of range or a
-    group size larger than its axis.
+    `ValueError` without data, for an empty batch, for NaN or infinity (outside `jit`), for an axis out of range, or for
+    a group size larger than the axis.
 """
 
 
 def calibrate_min_max(
     data: Float[ArrayLike, "..."] | Iterable[Any], bits: int = 8, symmetric: bool = True, *, name: str = "the data"
 ) -> CalibrationResult:
-    """The range from the smallest to the largest value, with one scale for all.
+    """Finds the range from the smallest to the largest value, with one scale for all values.
 
     !!! Example
 
@@ -74,7 +74,7 @@ def calibrate_percentile(
     *,
     name: str = "the data",
 ) -> CalibrationResult:
-    """The range between two percentiles, to within 1/64 of their magnitude. See [`eqquant.calibrate.Percentile`][].
+    """Finds the range between two percentiles, to within 1/64 of their magnitude. See [`eqquant.calibrate.Percentile`][].
 
     !!! Example
 
@@ -85,7 +85,7 @@ def calibrate_percentile(
     **Arguments:**
 
     {shared}
-    - `lower`, `upper`: percentiles, from 0 to 100.
+    - `lower`, `upper`: the percentiles, from 0 to 100.
     - `name`: what errors call the data.
     {returns}
     """
@@ -96,7 +96,7 @@ def calibrate_percentile(
 def calibrate_per_tensor(
     data: Float[ArrayLike, "..."] | Iterable[Any], bits: int = 8, symmetric: bool = True
 ) -> CalibrationResult:
-    """One scale for all values, from the smallest to the largest.
+    """Finds one scale for all values, from the smallest to the largest.
 
     !!! Example
 
@@ -115,7 +115,7 @@ def calibrate_per_tensor(
 def calibrate_per_channel(
     data: Float[ArrayLike, "..."] | Iterable[Any], axis: int | Sequence[int] = 0, bits: int = 8, symmetric: bool = True
 ) -> CalibrationResult:
-    """One scale for each index along an axis, from the smallest to the largest value that it has.
+    """Finds one scale for each index along an axis, from its smallest to its largest value.
 
     !!! Example
 
@@ -126,14 +126,14 @@ def calibrate_per_channel(
     **Arguments:**
 
     {shared}
-    - `axis`: the axis, or axes, of channels, which scales differ along. Blocks run along all others.
+    - `axis`: the axis, or axes, of the channels; each channel has its own scale. Blocks run along all other axes.
     {returns}
     """
 
     def calibrator(x: Array) -> MinMax:
         channels = _negative(x, axis)
         others = tuple(a for a in range(-x.ndim, 0) if a not in channels)
-        # Where every axis is one of channels, each value has a scale.
+        # If all axes are channel axes, each value has its own scale.
         format = integer_format(bits, block_size=None if others else 1, symmetric=symmetric)
         return MinMax(format, x, others or -1)
 
@@ -147,7 +147,7 @@ def calibrate_per_group(
     bits: int = 8,
     symmetric: bool = True,
 ) -> CalibrationResult:
-    """One scale for each group of neighbours along an axis, and for each index along every other axis.
+    """Finds one scale for each group of neighbours along an axis, at each index of all other axes.
 
     !!! Example
 
@@ -158,7 +158,7 @@ def calibrate_per_group(
     **Arguments:**
 
     {shared}
-    - `group_size`: how many neighbours share a scale: the block size. The last group may be shorter.
+    - `group_size`: the number of neighbours that share a scale: the block size. The last group may be shorter.
     - `axis`: the axis along which groups run.
     {returns}
     """
@@ -182,7 +182,7 @@ for _function in (
     calibrate_per_channel,
     calibrate_per_group,
 ):
-    # Since Python 3.13 docstrings come without their indentation.
+    # Python 3.13 strips the indentation of docstrings, but not of other strings.
     _doc = inspect.cleandoc(_function.__doc__ or "").replace("{shared}", inspect.cleandoc(_SHARED))
     _function.__doc__ = _doc.replace("{returns}", f"\n{inspect.cleandoc(_RETURNS)}")
 
@@ -190,10 +190,10 @@ for _function in (
 def quantize_with_params(
     x: Float[ArrayLike, "..."], result: CalibrationResult, *, rounding: Rounding = "half_even"
 ) -> Int8[Array, "..."] | UInt8[Array, "..."]:
-    """The integer codes of values under a calibrated scale and zero point: $\\mathrm{round}(x / s + z)$, clipped.
+    """Quantizes values to integer codes with a calibrated scale and zero point: $\\mathrm{round}(x / s + z)$, clipped.
 
-    [`CalibrationResult.quantize`][eqquant.calibrate.CalibrationResult.quantize] gives the same codes in a quantized
-    array, packed.
+    [`CalibrationResult.quantize`][eqquant.calibrate.CalibrationResult.quantize] returns the same codes, packed in a
+    quantized array.
 
     !!! Example
 
@@ -204,18 +204,18 @@ def quantize_with_params(
 
     **Arguments:**
 
-    - `x`: floats, of a shape that ends as the calibrated data did.
-    - `result`: what a calibrator returned, for a format of integers.
-    - `rounding`: what becomes of a value halfway between two codes: `"half_even"`, as everywhere in JAX, or
-        `"half_away"` from zero, as C's `roundf` and Rust's `round`.
+    - `x`: floats, whose shape ends like that of the calibrated data.
+    - `result`: the result of a calibrator, for an integer format.
+    - `rounding`: how to round a value halfway between two codes: `"half_even"`, as everywhere in JAX, or `"half_away"`
+        from zero, as in C's `roundf` and Rust's `round`.
 
     **Returns:**
 
-    Codes of the shape of `x`: int8 if symmetric, else uint8.
+    Codes with the shape of `x`: int8 if symmetric, otherwise uint8.
 
     **Raises:**
 
-    `ValueError` if the shape does not fit, for an unknown `rounding`, and, outside of `jit`, for NaN and infinity;
+    `ValueError` if the shape does not fit, for an unknown `rounding`, and, outside `jit`, for NaN and infinity;
     `TypeError` for complex values.
     """
     check_rounding(rounding)
@@ -242,8 +242,8 @@ def _quantize(x: Array, result: CalibrationResult, rounding: Rounding) -> Array:
 def dequantize_with_params(
     codes: Int8[ArrayLike, "..."] | UInt8[ArrayLike, "..."], result: CalibrationResult
 ) -> Float32[Array, "..."]:
-    """The values that codes stand for: $(q - z)\\, s$. The way back from
-    [`eqquant.calibrate.quantize_with_params`][].
+    """Dequantizes codes to the values $(q - z)\\, s$. The inverse of [`eqquant.calibrate.quantize_with_params`][], up to
+    rounding.
 
     !!! Example
 
@@ -254,12 +254,12 @@ def dequantize_with_params(
 
     **Arguments:**
 
-    - `codes`: int8 or uint8, of a shape that ends as the calibrated data did.
-    - `result`: what they were quantized with.
+    - `codes`: int8 or uint8 codes, whose shape ends like that of the calibrated data.
+    - `result`: the result that they were quantized with.
 
     **Returns:**
 
-    float32, of the shape of `codes`.
+    The values in float32, with the shape of `codes`.
 
     **Raises:**
 
@@ -279,7 +279,7 @@ def _dequantize(codes: Array, result: CalibrationResult) -> Float32[Array, "..."
 
 
 def _per_value(per_block: Array, x: Array, result: CalibrationResult) -> Array:
-    """One value per scale as one per element of `x`."""
+    """Expands one number per scale to one per element of `x`."""
     axes, size = result.axes, result.format.block_size
     batch = [n for a, n in zip(range(-x.ndim, 0), x.shape, strict=True) if a not in axes]
     lengths = tuple(x.shape[a] for a in axes)
@@ -311,7 +311,7 @@ def _run(calibrator: AbstractCalibrator, batches: Iterable[Array]) -> Calibratio
 
 
 def _run_by(make: Callable[[Array], AbstractCalibrator], data: Any) -> CalibrationResult:
-    """With the calibrator that suits the first batch."""
+    """Runs the calibrator that `make` returns for the first batch."""
     batches = _batches(data)
     first = list(it.islice(batches, 1))
     return _run(make(first[0]) if first else MinMax(), it.chain(first, batches))

@@ -1,7 +1,7 @@
-"""What quantization costs: the error of arrays and of models, sensitivities, mixed plans.
+"""Measures quantization: the error of arrays and models, sensitivities, and plans that mix formats.
 
-See `docs/analysis.md`. Sums are taken on the host, in float64. What repeats the figures of reference systems stands in
-`reference/`.
+See `docs/analysis.md`. Sums run on the host, in float64. `reference/` holds the functions that reproduce the figures of
+reference systems.
 """
 
 from .._report import Report as Report

@@ -1,4 +1,4 @@
-"""The error and the size of one format on one array, and many of these side by side."""
+"""Measures the error and the size of one format on one array, and compares several."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from ._report import as_uses
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Benchmark(Report):
-    """The error of one format on one array. `bits` are per value, scales included."""
+    """The error and the size of one format on one array. `bits` are per value, including scales."""
 
     derived = ("compression", "quality")
 
@@ -30,12 +30,12 @@ class Benchmark(Report):
 
     @property
     def compression(self) -> float:
-        """How many times smaller than float32."""
+        """The ratio of the size in float32 to the quantized size."""
         return 32 / self.bits
 
     @property
     def quality(self) -> float:
-        """Decibels over compression, where that is above one. It favours exact formats over small ones."""
+        """The SQNR in dB divided by the compression, at least 1. It favours accurate formats over small ones."""
         return self.error.sqnr_db / max(self.compression, 1.0)
 
     def __rich__(self) -> Table:
@@ -44,7 +44,7 @@ class Benchmark(Report):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Comparison(Report):
-    """Formats side by side. Prints as a table; `report["name"]` is one of its rows."""
+    """A comparison of formats. Prints as a table; `report["name"]` returns one row."""
 
     derived = ("best_by_sqnr.name", "best_by_mse.name", "best_by_quality.name")
 
@@ -77,7 +77,7 @@ class Comparison(Report):
         return table
 
     def plot(self, ax: Any = None) -> Any:
-        """The relative error of each row against its bits, and the Pareto front. Returns Matplotlib's axes."""
+        """Plots the relative error of each row against its bits, and the Pareto front. Returns Matplotlib's axes."""
         errors = [row.error.relative_l2 for row in self.rows]
         bits = [row.bits for row in self.rows]
         labels = ("Error against size: the line joins what nothing as small beats", "relative error (L2)")
@@ -105,10 +105,10 @@ def run_benchmark(
     **Arguments:**
 
     - `x`: the values.
-    - `format`: a format, its lower-case name, or a [`eqquant.Use`][] that names a method too.
-    - `name`: what the row is called. What the format prints unless given.
+    - `format`: a format, its lower-case name, or a [`eqquant.Use`][] with a method.
+    - `name`: the name of the row; by default, the `repr` of the format.
     - `axis`: the axis along which blocks run.
-    - `method`: how codes are found, where `format` does not say so.
+    - `method`: the method that chooses scales and codes, unless `format` sets one.
     - `threshold`: as in [`eqquant.analysis.analyze_error`][].
 
     **Returns:**

@@ -1,4 +1,4 @@
-"""Formats side by side on the same values."""
+"""Compares formats on the same values."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from ._error import Values
 from ._report import as_uses
 
 
-# What is compared where nothing else is asked for.
+# The default of `compare_formats`.
 FORMATS: tuple[AbstractFormat, ...] = (
     Int8(),
     Int8(symmetric=False),
@@ -42,7 +42,7 @@ def compare_formats(
     axis: int | Sequence[int] = -1,
     method: AbstractMethod | None = None,
 ) -> Comparison:
-    """The error and the size of several formats on the same values.
+    """Measures the error and the size of several formats on the same values.
 
     !!! Example
 
@@ -54,10 +54,10 @@ def compare_formats(
     **Arguments:**
 
     - `x`: the values.
-    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s that name methods too, or one of these. All of the
-        library unless given.
+    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s with a method, or one of these. All formats of the
+        library by default.
     - `axis`: the axis along which blocks run.
-    - `method`: how codes are found, where `formats` do not say so.
+    - `method`: the method that chooses scales and codes, for each of `formats` that sets none.
 
     **Returns:**
 
@@ -65,7 +65,7 @@ def compare_formats(
 
     **Raises:**
 
-    `ValueError` for no formats, and as [`eqquant.quantize`][].
+    `ValueError` if `formats` is empty, and as [`eqquant.quantize`][].
     """
     if not formats:
         raise ValueError("`formats` must name at least one format. Got none. Leave it out for all of the library.")

@@ -1,4 +1,4 @@
-"""How far apart the outputs of two models are on the same batch."""
+"""Compares the outputs of two models on the same batch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from ._sensitivity import check_batch
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DivergenceReport(Report):
-    """How far the outputs of a quantized model are from those of the model in float.
+    """The difference between the outputs of a quantized model and of the float model.
 
-    `kl` is the mean Kullback-Leibler divergence, in nats, of the softmax of the outputs; `top1` the share of outputs
-    whose largest entry stands at the same place; `cosine` the mean cosine. `cosines` and `kls` are those of each output
-    vector.
+    `kl` is the mean Kullback-Leibler divergence of the softmax of the outputs, in nats; `top1` the share of outputs
+    with the largest entry at the same index; `cosine` the mean cosine similarity. `kls` and `cosines` hold the values
+    of each output vector.
     """
 
     outputs: int
@@ -46,7 +46,7 @@ class DivergenceReport(Report):
         return table
 
     def plot(self, ax: Any = None) -> Any:
-        """The histogram of the cosines of outputs; a line marks the mean. Returns Matplotlib's axes."""
+        """Plots the histogram of the cosines, with a line at the mean. Returns Matplotlib's axes."""
         title = f"How alike the outputs are: {self.outputs:,} of them"
         labels = (title, "outputs", "mean", "cosine with the output of the float model")
         return draw_histogram(ax, self.cosines, np.array([self.cosine]), labels)
@@ -55,7 +55,7 @@ class DivergenceReport(Report):
 def output_divergence(
     model: PyTree, quantized: PyTree, batch: PyTree, *, apply: Callable[[Any, Any], Array] | None = None
 ) -> DivergenceReport:
-    """Runs two models on one batch and compares what comes out.
+    """Runs two models on one batch and compares their outputs.
 
     !!! Example
 
@@ -66,20 +66,20 @@ def output_divergence(
 
     **Arguments:**
 
-    - `model`: the model in float.
+    - `model`: the float model.
     - `quantized`: the model to compare with it.
     - `batch`: the inputs: any pytree of arrays, with examples along the first axis.
-    - `apply`: a function `(model, batch) -> array` whose last axis is that of logits or features. It runs under
-        `equinox.filter_jit`. `jax.vmap(model)(batch)` unless given.
+    - `apply`: a function `(model, batch) -> array`, whose last axis holds logits or features. It runs under
+        `equinox.filter_jit`. By default, `jax.vmap(model)(batch)`.
 
     **Returns:**
 
-    A report with `kl`, `top1`, `cosine` and `relative_l2`, the worst of them, and those of each output vector. It
-    prints as a table.
+    A report with `kl`, `top1`, `cosine` and `relative_l2`, the worst `kl` and `cosine`, and the values of each output
+    vector. It prints as a table.
 
     **Raises:**
 
-    `ValueError` for an empty batch, outputs without an axis or of different shapes, or outputs that are not finite.
+    `ValueError` if the batch is empty, or if the outputs are scalars, differ in shape or are not finite.
     """
     check_batch(batch)
     run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
@@ -117,9 +117,9 @@ def _compare_outputs(
 ) -> tuple[Float[Array, " outputs"], Float[Array, " outputs"], Array]:
     a, b = (y.reshape(-1, y.shape[-1]).astype(jnp.float32) for y in (expected, actual))
     log_p, log_q = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
-    # Not negative; rounding may make it so.
+    # The divergence is never negative, but rounding may make it so.
     kl = jnp.maximum(jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1), 0)
-    # Scaled first, so that no square over- or underflows. Two vectors of zeros point the same way.
+    # Scaled first, so that no square overflows or underflows. The cosine of two zero vectors is defined as 1.
     a, b = (y / jnp.where((m := jnp.abs(y).max(axis=-1, keepdims=True)) > 0, m, 1) for y in (a, b))
     norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
     both_zero = (~(a.any(axis=-1) | b.any(axis=-1))).astype(jnp.float32)

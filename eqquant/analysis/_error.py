@@ -1,4 +1,4 @@
-"""The error of one array."""
+"""Measures the error of one array."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from ._plots import draw_histogram
 
 Real = float | int
 Values = AbstractArrayValue | Shaped[ArrayLike, "..."]
-_CHUNK = 1 << 17  # values at a time: float64 copies that stay in cache
+_CHUNK = 1 << 17  # values at a time, so that the float64 copies stay in cache
 
 
 _LABELS = {
@@ -38,11 +38,11 @@ _LABELS = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ErrorReport(Report):
-    r"""How far an array is from the one it stands for.
+    r"""The error of a quantized array compared with the original.
 
-    `sqnr_db` is $10 \log_{10}$ of the mean square of the values over that of the error, `relative_l2` the norm of the
-    error over that of the values, and `outlier_rate` the share of errors above `threshold`. `rms` is the root mean
-    square of the values themselves.
+    `sqnr_db` is $10 \log_{10}$ of the mean square of the values over the mean square of the error, `relative_l2` the
+    norm of the error over the norm of the values, and `outlier_rate` the share of errors above `threshold`. `rms` is
+    the root mean square of the values themselves.
     """
 
     size: int
@@ -68,7 +68,7 @@ class ErrorReport(Report):
         return table
 
     def plot(self, ax: Any = None) -> Any:
-        """The histogram of the values, and the grid of the codes they are rounded to. Returns Matplotlib's axes."""
+        """Plots the histogram of the values, and the grid of levels they round to. Returns Matplotlib's axes."""
         if self.arrays is None:
             raise ValueError(
                 "`plot` needs the values. Got a report of a whole model. Call `analyze_error` for one leaf."
@@ -84,10 +84,9 @@ class ErrorReport(Report):
 
 
 def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> ErrorReport:
-    """Measures how far a quantized array is from what it was made of.
+    """Measures the error of a quantized array compared with the original.
 
-    Sums are in float64, so tensors of any magnitude are measured alike; a group or channel that is cut short is no
-    special case.
+    Sums run in float64, so they do not overflow or underflow for any float32 magnitudes.
 
     !!! Example
 
@@ -99,8 +98,8 @@ def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> Err
 
     - `x`: the original values: any floating point array, a quantized one too.
     - `q`: a quantized array, or any floating point array of the same shape.
-    - `threshold`: the absolute error from which on a value counts as an outlier. A tenth of the root mean square of `x`
-        unless given.
+    - `threshold`: the absolute error above which a value counts as an outlier. By default, a tenth of the root mean
+        square of `x`.
 
     **Returns:**
 
@@ -109,15 +108,15 @@ def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> Err
 
     **Raises:**
 
-    `TypeError` for what is not floating point; `ValueError` if the shapes differ, for an empty array, or for values
-    that are not finite.
+    `TypeError` if an array is not floating point; `ValueError` if the arrays differ in shape, are empty, or hold
+    values that are not finite.
     """
     report = measure(to_numpy(x, "`x`"), to_numpy(q, "`q`"), ("`x`", "`q`"), threshold)
     return dataclasses.replace(report, arrays=(x, q))
 
 
 def quantization_mse(x: Values, q: Values) -> float:
-    """The mean squared difference of two arrays.
+    """Computes the mean squared difference of two arrays.
 
     !!! Example
 
@@ -132,7 +131,7 @@ def quantization_mse(x: Values, q: Values) -> float:
 
     **Returns:**
 
-    A number.
+    The mean squared error.
 
     **Raises:**
 
@@ -142,7 +141,7 @@ def quantization_mse(x: Values, q: Values) -> float:
 
 
 def to_numpy(x: Any, name: str) -> np.ndarray:
-    """A dense array on the host, in its own dtype."""
+    """Returns a dense array on the host, in its own dtype."""
     values = np.asarray(x.dequantize() if isinstance(x, AbstractArrayValue) else x)
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise TypeError(f"{name} must be a floating point array. Got dtype {values.dtype}. Convert it first.")
@@ -196,7 +195,7 @@ def measure(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Rea
 
 
 def decibel(signal: float, noise: float) -> float:
-    """The ratio of two powers. Without noise it is infinite, whatever the signal; there is no floor."""
+    """Returns the ratio of two powers in dB. Without noise it is infinite, even for a zero signal."""
     if noise == 0:
         return math.inf
     return -math.inf if signal == 0 else 10 * (math.log10(signal) - math.log10(noise))
@@ -208,25 +207,25 @@ def _sum_of_squares(x: np.ndarray) -> float:
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> float:
-    # Not `a @ b`: on a busy machine the threads of BLAS wait for each other longer than they save.
+    # Not `a @ b`: on a busy machine the threads of BLAS lose more time waiting than they save.
     return float(np.einsum("i,i->", a, b))
 
 
 def sorted_levels(format: AbstractFormat) -> np.ndarray:
-    """The values that codes stand for, before scale and zero point."""
+    """Returns the sorted levels of a format, before scale and zero point."""
     levels, used = levels_of(format)
     return np.unique(levels[used].astype(np.float64))
 
 
 def stored_bits(q: QuantizedArray) -> float:
-    """Bits per value, scales included; those of an analysed integer as if it were packed."""
+    """Returns the bits per value, including scales; an integer of any width counts as if its codes were packed."""
     rows, length = math.prod(q.codes.shape[:-1]), math.prod(q.lengths)
     spared = math.ceil(length * q.format.bits / 8) - math.ceil(length * code_width(q.format) / 8)
     return 8 * (q.nbytes - rows * spared) / max(q.size, 1)
 
 
 def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
-    """The values in the order of `q` in memory, and the scale and the zero point of each."""
+    """Returns the values in the memory order of `q`, with the scale and the zero point of each."""
     axes = q.axis if isinstance(q.axis, tuple) else (q.axis,)
     rows = memory_order(jnp.asarray(to_numpy(x, "`x`"), jnp.float32), axes)
     spread = lambda per_block: expand(per_block, q.format.block_size, rows.shape[-1])
@@ -235,7 +234,7 @@ def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
 
 
 def _in_codes(x: Values, q: QuantizedArray) -> tuple[np.ndarray, np.ndarray]:
-    """The values over their scale and plus their zero point, as codes see them, and the levels in that range."""
+    """Returns the values in units of codes (over the scale, plus the zero point), and the levels in their range."""
     rows, scale, zero = rows_of(x, q)
     values, levels = np.asarray(divide(rows, scale) + zero).ravel(), sorted_levels(q.format)
     step = np.diff(levels).max(initial=0)

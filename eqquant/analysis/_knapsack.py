@@ -1,4 +1,4 @@
-"""One option for each item, of least total loss within a budget: the multiple-choice knapsack problem."""
+"""Solves the multiple-choice knapsack problem: one option per item, with the least total loss within a budget."""
 
 import math
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ _CELLS = 1 << 15
 def choose(
     costs: Sequence[Int[np.ndarray, " options"]], losses: Sequence[Float[np.ndarray, " options"]], budget: int
 ) -> list[int]:
-    """The option of each item, by dynamic programming over the budget.
+    """Returns the chosen option of each item, by dynamic programming over the budget.
 
-    The budget is cut into at most 32768 cells. Where that many suffice to count exactly (costs have a common divisor)
-    the answer is the optimum. Otherwise costs are rounded up to whole cells, so the budget is kept, and what rounding
-    leaves over is spent greedily. There must be room for the cheapest option of each item.
+    Divides the budget into at most 32768 cells. If all costs are whole numbers of cells (multiples of their common
+    divisor), the result is optimal. Otherwise it rounds costs up to whole cells, which keeps to the budget, and spends
+    the rest greedily. The budget must cover the cheapest option of each item.
     """
     cheapest = [int(cost.min()) for cost in costs]
     extras = [cost - least for cost, least in zip(costs, cheapest, strict=True)]
-    # No more can be spent than the dearest options take.
+    # The most expensive options bound the spending.
     room = min(budget - sum(cheapest), sum(int(extra.max()) for extra in extras))
     unit = max(math.gcd(*(int(e) for extra in extras for e in extra)), 1)
     unit *= max(math.ceil(room / unit / _CELLS), 1)
     cells = room // unit
 
-    best = np.zeros(cells + 1)  # the least loss of the items so far, for each budget
+    best = np.zeros(cells + 1)  # the least loss of the items so far, for each number of cells
     picks = []
     for extra, loss in zip(extras, losses, strict=True):
         options = np.full((len(loss), cells + 1), np.inf)
@@ -52,7 +52,7 @@ def _spend(
     chosen: list[int],
     budget: int,
 ) -> list[int]:
-    """Better options, the largest gain first, for as long as one fits into what is left of the budget."""
+    """Switches to better options, the largest gain first, while one fits into the rest of the budget."""
     while True:
         left = budget - sum(int(cost[pick]) for cost, pick in zip(costs, chosen, strict=True))
         gains = [

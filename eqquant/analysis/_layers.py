@@ -1,4 +1,4 @@
-"""The error of every leaf of a model."""
+"""Measures the error of every leaf of a model."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from ._plots import draw_bars
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LeafError(Report):
-    """The error of one leaf. `bits` are per value, scales included."""
+    """The error of one leaf. `bits` are per value, including scales."""
 
     path: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class LeafError(Report):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TreeErrorReport(Report):
-    """The error of each leaf of a model that is quantized. Prints as a table."""
+    """The error of each quantized leaf of a model. Prints as a table."""
 
     derived = ("bits", "mse", "sqnr_db")
 
@@ -44,17 +44,17 @@ class TreeErrorReport(Report):
 
     @property
     def bits(self) -> float:
-        """Bits per value over these leaves."""
+        """Bits per value over all leaves of the report."""
         return sum(leaf.bits * leaf.error.size for leaf in self.leaves) / sum(leaf.error.size for leaf in self.leaves)
 
     @property
     def mse(self) -> float:
-        """The mean squared error over the values of all of these leaves."""
+        """The mean squared error over the values of all leaves of the report."""
         return self._noise / sum(leaf.error.size for leaf in self.leaves)
 
     @property
     def sqnr_db(self) -> float:
-        """The signal-to-noise ratio of all of these leaves together."""
+        """The signal-to-noise ratio of all leaves of the report together."""
         return decibel(sum(leaf.error.rms**2 * leaf.error.size for leaf in self.leaves), self._noise)
 
     @property
@@ -74,7 +74,7 @@ class TreeErrorReport(Report):
         return table
 
     def plot(self, ax: Any = None) -> Any:
-        """A bar for each leaf: its SQNR, coloured by format. Returns Matplotlib's axes."""
+        """Plots the SQNR of each leaf as a bar, coloured by format. Returns Matplotlib's axes."""
         names, formats = [leaf.path for leaf in self.leaves], [repr(leaf.format) for leaf in self.leaves]
         labels = ("Signal-to-noise ratio of each weight", "SQNR, dB")
         return draw_bars(ax, names, [leaf.error.sqnr_db for leaf in self.leaves], labels, formats)
@@ -89,7 +89,7 @@ def analyze_tree(
     method: AbstractMethod | None = None,
     threshold: Real | None = None,
 ) -> TreeErrorReport:
-    """The error that [`eqquant.quantize_tree`][] with the same arguments makes in each leaf.
+    """Measures the error that [`eqquant.quantize_tree`][], with the same arguments, causes in each leaf.
 
     !!! Example
 
@@ -105,13 +105,13 @@ def analyze_tree(
     - `format`: a format or its name, a mapping from patterns, or a function, as for [`eqquant.quantize_tree`][].
     - `where`: selects leaves or nodes.
     - `axis`: the axis along which blocks run.
-    - `method`: how codes are found, where `format` does not say so.
+    - `method`: the method that chooses scales and codes, for each rule of `format` that sets none.
     - `threshold`: as in [`eqquant.analysis.analyze_error`][].
 
     **Returns:**
 
-    A report with a row for each leaf that is quantized, and the `bits`, `mse` and `sqnr_db` of all of them. It prints
-    as a table.
+    A report with a row for each quantized leaf, and the `bits`, `mse` and `sqnr_db` over all of them. It prints as a
+    table.
 
     **Raises:**
 
@@ -123,7 +123,7 @@ def analyze_tree(
 
 
 def compare_trees(model: PyTree, quantized: PyTree, *, threshold: Real | None = None) -> TreeErrorReport:
-    """The error of each quantized leaf of a model, whatever quantized it.
+    """Measures the error of each quantized leaf of a model, however it was quantized.
 
     !!! Example
 
@@ -133,8 +133,8 @@ def compare_trees(model: PyTree, quantized: PyTree, *, threshold: Real | None = 
 
     **Arguments:**
 
-    - `model`: the model in float.
-    - `quantized`: the same model, with [`eqquant.QuantizedArray`][]s in the place of some of its leaves.
+    - `model`: the float model.
+    - `quantized`: the same model, with [`eqquant.QuantizedArray`][]s in the place of some leaves.
     - `threshold`: as in [`eqquant.analysis.analyze_error`][].
 
     **Returns:**
@@ -143,7 +143,7 @@ def compare_trees(model: PyTree, quantized: PyTree, *, threshold: Real | None = 
 
     **Raises:**
 
-    `ValueError` if the leaves of the two do not correspond, nothing is quantized, or values are not finite.
+    `ValueError` if the two models have different leaves, if no leaf is quantized, or if values are not finite.
     """
     before, after = list(named_leaves(model)), list(named_leaves(quantized))
     if [leaf.path for leaf in before] != [leaf.path for leaf in after]:
@@ -154,7 +154,7 @@ def compare_trees(model: PyTree, quantized: PyTree, *, threshold: Real | None = 
         )
     rows = []
     for old, new in zip(before, after, strict=True):
-        # What was quantized before has no original to compare with.
+        # A leaf that is quantized in both has no float original to compare with.
         if isinstance(new.value, QuantizedArray) and not isinstance(old.value, QuantizedArray):
             x, y = to_numpy(old.value, old.path), to_numpy(new.value, new.path)
             error = measure(x, y, (old.path, f"quantized {old.path}"), threshold)

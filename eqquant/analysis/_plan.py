@@ -1,4 +1,4 @@
-"""A mix of formats, one for each leaf, of least loss at a budget of bits."""
+"""Plans a format for each leaf, with the least loss within a budget of bits."""
 
 import dataclasses
 import glob
@@ -24,7 +24,7 @@ from ._sensitivity import LeafSensitivity, SensitivityReport
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLeaf:
-    """The format of one leaf, what it takes, and what it is expected to add to the loss."""
+    """The format of one leaf, its bytes, and the expected increase of the loss."""
 
     paths: tuple[str, ...]
     shape: tuple[int, ...]
@@ -39,9 +39,9 @@ class PlannedLeaf:
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
-    """A format for each leaf: a mapping `{path: format or None}` that [`eqquant.quantize_tree`][] takes as it is.
+    """A format for each leaf: a mapping `{path: format or None}` that you can pass to [`eqquant.quantize_tree`][].
 
-    A path with `*`, `?` or `[` in it is escaped, as `glob.escape` does, because the keys of such a mapping are globs.
+    The keys of such a mapping are globs, so `glob.escape` escapes each path with `*`, `?` or `[`.
     """
 
     derived = ("bits", "increase")
@@ -64,12 +64,12 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
 
     @property
     def bits(self) -> float:
-        """Bits per weight, scales included, over the leaves of the plan."""
+        """Bits per weight, including scales, over the leaves of the plan."""
         return 8 * sum(leaf.nbytes for leaf in self.leaves) / max(sum(math.prod(x.shape) for x in self.leaves), 1)
 
     @property
     def increase(self) -> float:
-        """The sum of what the leaves are expected to add to the loss."""
+        """The expected increase of the loss: the sum over the leaves."""
         return sum(leaf.increase for leaf in self.leaves)
 
     def __rich__(self) -> Table:
@@ -89,7 +89,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
         return table
 
     def plot(self, ax: Any = None) -> Any:
-        """A bar for each leaf, as long as its bits, coloured by format. Returns Matplotlib's axes."""
+        """Plots the bits per weight of each leaf as a bar, coloured by format. Returns Matplotlib's axes."""
         names = [leaf.paths[0] for leaf in self.leaves]
         formats = [show_format(leaf.format) for leaf in self.leaves]
         labels = (f"A format for each weight, at most {self.target_bits:g} bits on average", "bits per weight")
@@ -97,13 +97,12 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
 
 
 def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: float | int = 4.5) -> BitPlan:
-    """The format of each leaf, such that the total increase of the loss is least and the average bits are in a budget.
+    """Chooses a format for each leaf that minimises the increase of the loss within a budget of average bits.
 
-    The increases of single leaves are taken to add up. Of all mixes within the budget the one of least sum is found by
-    dynamic programming (the multiple-choice knapsack problem). It is the exact optimum where the budget can be counted
-    in 32768 steps; otherwise bytes are rounded up to steps of 1/32768 of the budget, and what is left is spent
-    greedily. Bytes are those that the arrays really take, scales and padding included. To leave a leaf in float, at no
-    loss, is always one of the choices.
+    Assumes that the increases of single leaves add up, and finds the mix with the least sum within the budget by
+    dynamic programming (the multiple-choice knapsack problem). The result is optimal if 32768 steps can count the
+    budget exactly; otherwise it rounds bytes up to steps of 1/32768 of the budget, and spends the rest greedily. Counts
+    the stored bytes, including scales and padding. A leaf may also stay in float, without loss.
 
     !!! Example
 
@@ -117,19 +116,19 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
     **Arguments:**
 
     - `model`: the model that the sensitivities were measured on.
-    - `sensitivities`: what [`eqquant.analysis.sensitivity`][] returned.
-    - `target_bits`: the largest average of bits per weight, scales included, over the leaves that were measured.
+    - `sensitivities`: the report that [`eqquant.analysis.sensitivity`][] returned.
+    - `target_bits`: the largest allowed average of bits per weight, including scales, over the measured leaves.
 
     **Returns:**
 
-    A plan: a mapping from paths to formats, `None` for float, that [`eqquant.quantize_tree`][] takes as it is (with the
-    same `where` and `axis` if some were given). It prints as a table. A budget that all of the model fits into in float
-    leaves nothing to quantize, and `quantize_tree` then says so.
+    A plan: a mapping from paths to formats, or `None` for float. Pass it to [`eqquant.quantize_tree`][], with the same
+    `where` and `axis` as to `sensitivity`. It prints as a table. If the whole model fits the budget in float, the plan
+    quantizes nothing, and `quantize_tree` raises.
 
     **Raises:**
 
-    `ValueError` if a leaf is not in the model or has another shape there, for a budget that is NaN or infinite, and if
-    no mix is within it: the message says what can be reached.
+    `TypeError` if `sensitivities` is not such a report; `ValueError` if a leaf is not in the model or has another shape
+    or dtype there, if `target_bits` is NaN or infinite, or if no mix fits the budget: the message gives the range.
     """
     if not isinstance(sensitivities, SensitivityReport):
         raise TypeError(
@@ -160,7 +159,7 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
 
 
 def _options(leaf: LeafSensitivity, base: float) -> list[tuple[AbstractFormat | Use | None, int, float]]:
-    """What a leaf may become, the smallest first: where two do as well, that one is taken."""
+    """Returns the options of a leaf, the smallest first, so that ties go to the smaller option."""
     increases = [loss - base for loss in leaf.losses]
     options = [*zip(leaf.formats, leaf.nbytes, increases, strict=True), (None, leaf.dense_nbytes, 0.0)]
     return sorted(options, key=lambda option: option[1])
@@ -173,11 +172,11 @@ def _check_leaves(model: PyTree, sensitivities: SensitivityReport) -> None:
             if path not in found:
                 raise ValueError(
                     f"`sensitivities` must be those of `model`. Got {path}, which is none of its float arrays: "
-                    f"{some(found)}. Measure anew."
+                    f"{some(found)}. Measure again."
                 )
             shape, nbytes = tuple(found[path].shape), array_nbytes(found[path])
             if shape != leaf.shape or nbytes != leaf.dense_nbytes:
                 raise ValueError(
                     f"`sensitivities` must be those of `model`. Got {path} of shape {leaf.shape} and "
-                    f"{leaf.dense_nbytes} bytes; in the model it has shape {shape} and {nbytes} bytes. Measure anew."
+                    f"{leaf.dense_nbytes} bytes; in the model it has shape {shape} and {nbytes} bytes. Measure again."
                 )

@@ -1,4 +1,4 @@
-"""Pictures of results. Matplotlib is imported when one is drawn, and never needed otherwise."""
+"""Plots of results. Imports Matplotlib, an optional dependency, only to draw one."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 
-# Okabe and Ito's colours, which the colour-blind tell apart.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#808080"
 COLOURS = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#F0E442", GREY)
 MARKERS = "osD^vPX*"
 
 
 def axes_or_new(ax: Any, size: tuple[float, float]) -> Any:
-    """The axes that were given, or those of a new figure, which pyplot does not know: no window, nothing to close.
+    """Returns the given axes, or the axes of a new figure outside pyplot, which opens no window and needs no closing.
 
-    A new figure has no background, and its ink is a grey that can be read on light and on dark pages.
+    A new figure has a transparent background and grey text, which is readable on light and on dark pages.
     """
     if ax is not None:
         return ax
@@ -39,7 +39,7 @@ def axes_or_new(ax: Any, size: tuple[float, float]) -> Any:
 
 
 def _finish(ax: Any, title: str, grid: str = "both") -> Any:
-    """What every picture has: a title, a light grid, a legend where something is named. Returns the axes."""
+    """Adds a title, a light grid and, if any artist has a label, a legend. Returns the axes."""
     ax.set_title(title, fontsize=10)
     ax.grid(axis=grid, alpha=0.3)
     ax.set_axisbelow(True)
@@ -49,7 +49,7 @@ def _finish(ax: Any, title: str, grid: str = "both") -> Any:
 
 
 def _name_rows(ax: Any, names: Sequence[str]) -> None:
-    """A name for each row, from the top down; every few where there is no room for all."""
+    """Labels each row, from the top down; only every n-th row if not all labels fit."""
     room = ax.get_window_extent().height * 72 / ax.figure.dpi
     every = max(math.ceil(len(names) * 9 / max(room, 9)), 1)
     shown = range(0, len(names), every)
@@ -64,12 +64,12 @@ def draw_bars(
     labels: tuple[str, str],
     groups: Sequence[str] | None = None,
 ) -> Any:
-    """One bar for each name, coloured by group. `labels` are those of the picture and of the axis."""
+    """Draws one bar for each name, coloured by group. `labels` are the title and the label of the x-axis."""
     ax = axes_or_new(ax, (7.0, 1.2 + 0.2 * len(names)))
     groups = [""] * len(names) if groups is None else groups
     for n, kind in enumerate(dict.fromkeys(groups)):
         rows = [row for row, group in enumerate(groups) if group == kind]
-        # A value that is not finite has no bar.
+        # Matplotlib cannot draw a bar of infinite or NaN width.
         widths = [values[row] if np.isfinite(values[row]) else 0.0 for row in rows]
         ax.barh(rows, widths, color=COLOURS[n % len(COLOURS)], label=kind or None)
     _name_rows(ax, names)
@@ -78,7 +78,7 @@ def draw_bars(
 
 
 def draw_dots(ax: Any, names: Sequence[str], groups: Mapping[str, Sequence[float]], labels: tuple[str, str]) -> Any:
-    """A dot for each name and group, on a logarithmic axis, which has no place for what is not above zero."""
+    """Draws a dot for each name and group on a logarithmic axis, and skips values that are not positive."""
     ax = axes_or_new(ax, (7.0, 1.2 + 0.2 * len(names)))
     for n, (group, values) in enumerate(groups.items()):
         places = [(value, row) for row, value in enumerate(values) if np.isfinite(value) and value > 0]
@@ -94,7 +94,7 @@ def draw_dots(ax: Any, names: Sequence[str], groups: Mapping[str, Sequence[float
 def draw_front(
     ax: Any, names: Sequence[str], bits: Sequence[float], errors: Sequence[float], labels: tuple[str, str]
 ) -> Any:
-    """Error against bits. The line joins those that nothing with as few bits beats: the Pareto front."""
+    """Draws the error against the bits. The line is the Pareto front."""
     ax = axes_or_new(ax, (7.5, 5.0))
     best = on_front(bits, errors)
     colours = [BLUE if n in best else GREY for n in range(len(bits))]
@@ -111,8 +111,8 @@ def draw_front(
 
 
 def _label_points(ax: Any, names: Sequence[str], points: np.ndarray, colours: Sequence[str]) -> None:
-    """Names beside points, towards the middle of the axes. Those of points side by side are below one another."""
-    ax.figure.canvas.draw()  # the layout decides where points are
+    """Writes names beside points, towards the middle of the axes. The names of neighbouring points are stacked."""
+    ax.figure.canvas.draw()  # the positions of points are known only after the layout
     to_points = 72 / ax.figure.dpi
     places = ax.transData.transform(points) * to_points
     middle = ax.transAxes.transform((0.5, 0.5))[0] * to_points
@@ -147,7 +147,7 @@ def _label_points(ax: Any, names: Sequence[str], points: np.ndarray, colours: Se
 
 
 def _spread(items: Sequence[int], wanted: np.ndarray, height: float) -> list[tuple[int, float]]:
-    """Lines of text at about the wanted heights, from the top down, without overlap."""
+    """Places lines of text near the wanted heights, from the top down, without overlap."""
     groups: list[list[int]] = []
     centre = lambda group: float(wanted[group].mean())
     for n in sorted(items, key=lambda n: -wanted[n]):
@@ -159,7 +159,7 @@ def _spread(items: Sequence[int], wanted: np.ndarray, height: float) -> list[tup
 
 
 def on_front(bits: Sequence[float], errors: Sequence[float]) -> list[int]:
-    """The places of those with a smaller error than all that take as few bits, in the order of their bits."""
+    """Returns the indices of the Pareto front, in the order of bits: the points that no other point beats."""
     front, least = [], np.inf
     for n in sorted(range(len(bits)), key=lambda n: (bits[n], errors[n])):
         if errors[n] < least:
@@ -169,11 +169,11 @@ def on_front(bits: Sequence[float], errors: Sequence[float]) -> list[int]:
 
 
 def draw_histogram(ax: Any, values: np.ndarray, lines: np.ndarray, labels: tuple[str, str, str, str]) -> Any:
-    """A histogram of values, and vertical lines; `labels` are those of the picture, the values, the lines, the axis."""
+    """Draws a histogram and vertical lines. `labels` name the figure, the values, the lines and the x-axis."""
     ax = axes_or_new(ax, (7.0, 3.5))
     for n, line in enumerate(lines):
         ax.axvline(line, color=ORANGE, linewidth=1.0, label=labels[2] if n == 0 else None)
-    # As many bins as values can fill: many narrow ones of a few values would look like a fence.
+    # The square root of the number of values, so that few values do not scatter over many empty bins.
     bins = int(np.clip(math.isqrt(values.size), 8, 200))
     ax.hist(values, bins=bins, color=BLUE, alpha=0.85, label=labels[1])
     ax.ticklabel_format(axis="x", useOffset=False)

@@ -1,4 +1,4 @@
-"""What the results of an analysis share beside `eqquant/_report.py`."""
+"""Helpers that the analyses share."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .._tree.use import as_use, Use
 
 
 def as_uses(formats: Any, method: AbstractMethod | None) -> tuple[Use, ...]:
-    """Several formats, or the one, each with the method that it names, or else the given one."""
+    """Converts one or several formats to `Use`s, each with its own method or else the given one."""
     several = (formats,) if isinstance(formats, (AbstractFormat, str, type, Use)) else formats
     uses = [as_use(format) for format in several]
     return tuple(Use(use.format, method) if use.method is None else use for use in uses)

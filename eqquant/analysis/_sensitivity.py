@@ -1,4 +1,4 @@
-"""What each leaf does to the loss when it alone is quantized."""
+"""Measures the loss of a model with one leaf at a time quantized."""
 
 import dataclasses
 import math
@@ -28,9 +28,9 @@ from ._report import as_uses, show_format
 
 @dataclasses.dataclass(frozen=True)
 class LeafSensitivity:
-    """The loss with one leaf quantized to each of the formats, and the bytes it takes in each.
+    """The loss with one leaf quantized to each of the formats, and its bytes in each format.
 
-    `paths` has one entry, or several for one array that stands in several places.
+    `paths` has one entry, or several for an array that appears in several places.
     """
 
     paths: tuple[str, ...]
@@ -43,7 +43,7 @@ class LeafSensitivity:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SensitivityReport(Report):
-    """The loss of the model in float, and with each leaf quantized to each format. Prints as a table of increases."""
+    """The loss of the float model, and with each leaf quantized to each format. Prints as a table of increases."""
 
     loss: float
     leaves: tuple[LeafSensitivity, ...]
@@ -59,7 +59,7 @@ class SensitivityReport(Report):
         return table
 
     def plot(self, ax: Any = None) -> Any:
-        """A dot for each leaf and format: the increase of the loss. Returns Matplotlib's axes.
+        """Plots the increase of the loss as a dot for each leaf and format. Returns Matplotlib's axes.
 
         The axis is logarithmic, so a leaf that does not increase the loss has no dot.
         """
@@ -82,17 +82,18 @@ def sensitivity(
     axis: int | Sequence[int] | None = None,
     method: AbstractMethod | None = None,
 ) -> SensitivityReport:
-    """The loss of a model when one leaf at a time is quantized, to each of several formats.
+    """Measures the loss of a model with one leaf at a time quantized, to each of several formats.
 
-    The loss is compiled once in all: the model that it is given always holds dense weights, one of them rounded. That
-    is `1 + leaves x formats` evaluations. A good loss measures the distance to what the float model computes: it is
-    zero there, so it cannot fall by accident, and its increases add up better than those of a loss that labels decide.
+    Evaluates the loss `1 + leaves x formats` times, and compiles it once, because the model that it gets always holds
+    dense weights, one of them rounded. A good loss measures the distance to the outputs of the float model: it is zero
+    for the float model, so it cannot decrease by accident, and its increases add up better than those of a loss on
+    labels.
 
     !!! Example
 
         ```python
         def loss(model, batch):
-            x, y = batch                                     # y: what the float model computes
+            x, y = batch                                     # y: the outputs of the float model
             return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
         report = eqq.analysis.sensitivity(model, loss, (x, y), ("int2", "nf4", "int8"))
@@ -104,20 +105,20 @@ def sensitivity(
 
     - `model`: any pytree, in float.
     - `loss`: a function `(model, batch) -> scalar`. It runs under `equinox.filter_jit`.
-    - `batch`: what the loss takes besides the model: any pytree of arrays, with examples along the first axis.
-    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s that name methods too, or one of these.
+    - `batch`: the second argument of the loss: any pytree of arrays, with examples along the first axis.
+    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s with a method, or one of these.
     - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
-    - `method`: how codes are found, where `formats` do not say so.
+    - `method`: the method that chooses scales and codes, for each of `formats` that sets none.
 
     **Returns:**
 
-    A report with the loss for each leaf and format, and the bytes that the leaf takes. It prints as a table.
-    [`eqquant.analysis.plan_bits`][] makes a plan of it.
+    A report with the loss and the bytes for each leaf and format. It prints as a table.
+    [`eqquant.analysis.plan_bits`][] makes a plan from it.
 
     **Raises:**
 
-    `ValueError` for no formats, an empty batch, a loss that is not one finite number or that is the same whatever the
+    `ValueError` if `formats` or `batch` is empty, if the loss is not one finite number, if it does not depend on the
     weights, and as [`eqquant.quantize_tree`][].
     """
     uses = as_uses(formats, method)
@@ -138,7 +139,8 @@ def sensitivity(
             changed = changed or not np.array_equal(rounded, w)
         rows.append(LeafSensitivity(paths, tuple(w.shape), w.nbytes, picked, tuple(nbytes), tuple(losses)))
     if changed and all(loss == base for row in rows for loss in row.losses):
-        # A loss that hardly changes looks like one that ignores the weights. Only the latter is the same without them.
+        # All losses are equal, either because rounding hardly changes them or because `loss` ignores the weights. Only
+        # the latter returns the same for weights of NaN.
         without = {place: jnp.full_like(w, jnp.nan) for places, _, w, _ in weights for place in places}
         with jax.debug_nans(False):
             if float(np.asarray(losses_of.value(without))) == base:
@@ -150,7 +152,7 @@ def sensitivity(
 
 
 class _Losses:
-    """The loss of a model with some of its leaves replaced. It is compiled once."""
+    """Computes the loss of a model with some leaves replaced, and compiles it once."""
 
     def __init__(self, model: PyTree, loss: Callable[[Any, Any], Scalar], batch: PyTree) -> None:
         self._leaves, self._treedef = jtu.tree_flatten(model, is_leaf=is_quantized)
@@ -161,7 +163,7 @@ class _Losses:
         return self._loss(jtu.tree_unflatten(self._treedef, leaves), self._batch)
 
     def __call__(self, replaced: Mapping[int, Array | None], what: str) -> float:
-        """The loss as a number, or an error that says what was replaced."""
+        """Returns the loss as a number. Raises if it is not one finite number; the message says what was replaced."""
         out = self.value(replaced)
         if not isinstance(out, (jax.Array, np.ndarray, np.generic, float, int)):
             raise ValueError(f"`loss` must return one finite number. Got a {type(out).__name__}. Return a scalar.")
@@ -175,7 +177,7 @@ class _Losses:
 
 
 def _weights(model: PyTree, where: Where | None, axis: Any) -> list[tuple[list[int], tuple[str, ...], Any, Any]]:
-    """What `quantize_tree` would quantize: the places of each array among the leaves, its paths, itself, its axes."""
+    """Returns the arrays that `quantize_tree` would quantize: their leaf indices, paths, values and axes."""
     found: dict[int, tuple[list[int], list[str], Any, Any]] = {}
     for n, (leaf, format, axes, *_) in enumerate(decide(model, "int8", where, axis)):
         if format is not None:
@@ -186,7 +188,7 @@ def _weights(model: PyTree, where: Where | None, axis: Any) -> list[tuple[list[i
 
 
 def quantize_named(w: Any, use: Use, axes: Any, path: str) -> Any:
-    """`quantize`, with the leaf named in its errors."""
+    """Calls `quantize`, and names the leaf in its errors."""
     try:
         return quantize(w, use.format, axis=axes, method=use.method)
     except ValueError as e:
@@ -194,7 +196,7 @@ def quantize_named(w: Any, use: Use, axes: Any, path: str) -> Any:
 
 
 def check_batch(batch: PyTree) -> None:
-    """Refuses a batch without examples."""
+    """Raises for a batch without examples."""
     arrays = [x for x in jtu.tree_leaves(batch) if isinstance(x, (jax.Array, np.ndarray))]
     if not arrays or any(x.size == 0 for x in arrays):
         shapes = [tuple(x.shape) for x in arrays] or "no arrays"

@@ -256,7 +256,7 @@ def _is_array(x: Any) -> bool:
 def _watch(
     model: PyTree, where: Where | None, threshold: float | int, gram: bool
 ) -> tuple[PyTree, list[tuple[Leaf, Watch]]]:
-    """Returns the model with its weights observed, and the `Watch` of each; an array that appears twice has one `Watch`."""
+    """Returns the model with its weights observed, and the `Watch` of each. A shared array has one `Watch`."""
     selections = select_leaves(
         model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights", is_leaf=_is_array
     )

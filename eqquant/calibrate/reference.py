@@ -74,7 +74,8 @@ def calibrate_percentile(
     *,
     name: str = "the data",
 ) -> CalibrationResult:
-    """Finds the range between two percentiles, to within 1/64 of their magnitude. See [`eqquant.calibrate.Percentile`][].
+    """Finds the range between two percentiles, to within 1/64 of their magnitude. See
+    [`eqquant.calibrate.Percentile`][].
 
     !!! Example
 
@@ -242,8 +243,8 @@ def _quantize(x: Array, result: CalibrationResult, rounding: Rounding) -> Array:
 def dequantize_with_params(
     codes: Int8[ArrayLike, "..."] | UInt8[ArrayLike, "..."], result: CalibrationResult
 ) -> Float32[Array, "..."]:
-    """Dequantizes codes to the values $(q - z)\\, s$. The inverse of [`eqquant.calibrate.quantize_with_params`][], up to
-    rounding.
+    """Dequantizes codes to the values $(q - z)\\, s$. The inverse of
+    [`eqquant.calibrate.quantize_with_params`][], up to rounding.
 
     !!! Example
 

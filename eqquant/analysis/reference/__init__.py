@@ -1,6 +1,6 @@
-"""What repeats the figures of reference systems: weights that any language can repeat, integers of any width, theory.
+"""Reproduces the figures of reference systems: weights that any language can generate, integers of any width, theory.
 
-Nothing in the rest of the library uses it. `eqquant.analysis` has its names too.
+The rest of the library does not use it. `eqquant.analysis` exports its names too.
 """
 
 from ..._formats.any_width import integer_format as integer_format

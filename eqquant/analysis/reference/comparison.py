@@ -1,4 +1,4 @@
-"""Integers of several widths, and with scales shared by more or fewer values, side by side."""
+"""Compares integers of several widths, and scales for whole tensors, channels and blocks."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def compare_bit_widths(
     axis: int | Sequence[int] = -1,
     rounding: Rounding = "half_even",
 ) -> Comparison:
-    """Integers of several widths on the same values, with one scale for all of them.
+    """Compares integers of several widths on the same values, with one scale for all values.
 
     !!! Example
 
@@ -31,7 +31,7 @@ def compare_bit_widths(
     - `bits`: the widths, from 2 to 8.
     - `symmetric`: whether zero is always the middle code.
     - `axis`: the axis along which blocks run.
-    - `rounding`: where ties go, `"half_even"` or `"half_away"` from zero.
+    - `rounding`: how to round ties: `"half_even"`, or `"half_away"` from zero.
 
     **Returns:**
 
@@ -39,7 +39,7 @@ def compare_bit_widths(
 
     **Raises:**
 
-    `ValueError` for no widths, one that is not from 2 to 8, or an unknown `rounding`.
+    `ValueError` if `bits` is empty, for a width that is not from 2 to 8, or for an unknown `rounding`.
     """
     if not bits:
         raise ValueError("`bits` must name at least one width. Got none. For instance `(4, 8)`.")
@@ -56,7 +56,7 @@ def compare_granularities(
     axis: int = -1,
     rounding: Rounding = "half_even",
 ) -> Comparison:
-    """Integers with one scale for the whole array, one for each channel, and one for each block of values.
+    """Compares integers with one scale for the whole array, one for each channel, and one for each block of values.
 
     !!! Example
 
@@ -69,10 +69,10 @@ def compare_granularities(
 
     - `x`: the values.
     - `bits`: the width of a code, from 2 to 8.
-    - `block_size`: how many values along `axis` share a scale. A last block that is shorter has one of its own.
+    - `block_size`: the number of values along `axis` that share a scale. A shorter last block has its own scale.
     - `symmetric`: whether zero is always the middle code.
-    - `axis`: the axis that channels and blocks run along.
-    - `rounding`: where ties go, `"half_even"` or `"half_away"` from zero.
+    - `axis`: the axis along which channels and blocks run.
+    - `rounding`: how to round ties: `"half_even"`, or `"half_away"` from zero.
 
     **Returns:**
 
@@ -80,7 +80,7 @@ def compare_granularities(
 
     **Raises:**
 
-    `ValueError` for a block larger than the axis, bits that are not from 2 to 8, or an unknown `rounding`.
+    `ValueError` for a block larger than the axis, a width that is not from 2 to 8, or an unknown `rounding`.
     """
     values = to_numpy(x, "`x`")
     _, (axis,) = check_quantizable(values, axis)

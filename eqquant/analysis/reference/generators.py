@@ -1,4 +1,4 @@
-"""Weights to test formats on: random ones, with keys, and sequences that other implementations can repeat."""
+"""Generates weights to test formats on: random ones from keys, and sequences that other languages can reproduce."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ Real = float | int
 def gaussian_weights(
     key: PRNGKeyArray, shape: tuple[int, ...], mean: Real = 0.0, std: Real = 1.0
 ) -> Float32[Array, "..."]:
-    """Normally distributed values.
+    """Draws normally distributed values.
 
     !!! Example
 
@@ -39,7 +39,7 @@ def gaussian_weights(
 def uniform_weights(
     key: PRNGKeyArray, shape: tuple[int, ...], low: Real = -1.0, high: Real = 1.0
 ) -> Float32[Array, "..."]:
-    """Uniformly distributed values.
+    """Draws uniformly distributed values.
 
     !!! Example
 
@@ -64,7 +64,7 @@ def uniform_weights(
 def outlier_weights(
     key: PRNGKeyArray, shape: tuple[int, ...], rate: Real = 0.01, magnitude: Real = 10.0
 ) -> Float32[Array, "..."]:
-    """Normally distributed values, of which a share is replaced by outliers of one magnitude and either sign.
+    """Draws normally distributed values, and replaces a share of them by outliers of one magnitude and either sign.
 
     !!! Example
 
@@ -89,7 +89,7 @@ def outlier_weights(
 
 
 def student_weights(key: PRNGKeyArray, shape: tuple[int, ...], degrees: Real = 3.0) -> Float32[Array, "..."]:
-    """Values of Student's t distribution: heavy tails, as the weights of trained models have.
+    """Draws values of Student's t distribution, with heavy tails like the weights of trained models.
 
     !!! Example
 
@@ -101,7 +101,7 @@ def student_weights(key: PRNGKeyArray, shape: tuple[int, ...], degrees: Real = 3
 
     - `key`: a key.
     - `shape`: the shape.
-    - `degrees`: the degrees of freedom. The fewer, the heavier the tails; above 2, so that the variance is finite.
+    - `degrees`: the degrees of freedom. Fewer give heavier tails; must be above 2, so that the variance is finite.
 
     **Returns:**
 
@@ -109,7 +109,7 @@ def student_weights(key: PRNGKeyArray, shape: tuple[int, ...], degrees: Real = 3
 
     **Raises:**
 
-    `ValueError` for two degrees of freedom or fewer.
+    `ValueError` if `degrees` is not above 2.
     """
     if not degrees > 2:
         raise ValueError(f"`degrees` must be above 2. Got {degrees}. With fewer the variance is infinite.")
@@ -117,7 +117,7 @@ def student_weights(key: PRNGKeyArray, shape: tuple[int, ...], degrees: Real = 3
 
 
 def channel_weights(key: PRNGKeyArray, shape: tuple[int, int], spread: Real = 5.0) -> Float32[Array, "channels size"]:
-    """Normally distributed channels, whose standard deviations grow evenly from 1 to almost `1 + spread`.
+    """Draws normally distributed channels, whose standard deviations grow evenly from 1 to almost `1 + spread`.
 
     !!! Example
 
@@ -128,8 +128,8 @@ def channel_weights(key: PRNGKeyArray, shape: tuple[int, int], spread: Real = 5.
     **Arguments:**
 
     - `key`: a key.
-    - `shape`: how many channels, and their length.
-    - `spread`: how far standard deviations spread.
+    - `shape`: the number of channels, and their length.
+    - `spread`: the range of the standard deviations.
 
     **Returns:**
 
@@ -140,10 +140,11 @@ def channel_weights(key: PRNGKeyArray, shape: tuple[int, int], spread: Real = 5.
 
 
 def lcg_gaussian(size: int, mean: Real = 0.0, std: Real = 1.0, *, seed: int) -> Float[np.ndarray, " size"]:
-    r"""Normally distributed values that a few lines in any language repeat, up to the rounding of its `log` and `cos`.
+    r"""Generates normally distributed values that a few lines in any language reproduce, up to the rounding of `log`
+    and `cos`.
 
-    The state follows $s \leftarrow (1103515245\, s + 12345) \bmod 2^{31}$, from `seed` on, and $u = s / 2^{31}$. Two
-    draws make a value: $\sqrt{-2 \ln u_1} \cos 2 \pi u_2$, in float32.
+    The state starts at `seed` and follows $s \leftarrow (1103515245\, s + 12345) \bmod 2^{31}$, with
+    $u = s / 2^{31}$. Two draws give a value: $\sqrt{-2 \ln u_1} \cos 2 \pi u_2$, in float32.
 
     !!! Example
 
@@ -153,7 +154,7 @@ def lcg_gaussian(size: int, mean: Real = 0.0, std: Real = 1.0, *, seed: int) -> 
 
     **Arguments:**
 
-    - `size`: how many values.
+    - `size`: the number of values.
     - `mean`: their mean.
     - `std`: their standard deviation.
     - `seed`: the first state.
@@ -172,7 +173,7 @@ def lcg_gaussian(size: int, mean: Real = 0.0, std: Real = 1.0, *, seed: int) -> 
 
 
 def lcg_uniform(size: int, low: Real = -1.0, high: Real = 1.0, *, seed: int) -> Float[np.ndarray, " size"]:
-    """Uniformly distributed values from the generator of [`eqquant.analysis.lcg_gaussian`][].
+    """Generates uniformly distributed values with the generator of [`eqquant.analysis.lcg_gaussian`][].
 
     !!! Example
 
@@ -182,7 +183,7 @@ def lcg_uniform(size: int, low: Real = -1.0, high: Real = 1.0, *, seed: int) -> 
 
     **Arguments:**
 
-    - `size`: how many values.
+    - `size`: the number of values.
     - `low`: the smallest value.
     - `high`: the largest value.
     - `seed`: the first state.
@@ -195,9 +196,9 @@ def lcg_uniform(size: int, low: Real = -1.0, high: Real = 1.0, *, seed: int) -> 
 
 
 def lcg_outliers(size: int, rate: Real = 0.01, magnitude: Real = 10.0, *, seed: int) -> Float[np.ndarray, " size"]:
-    """Normally distributed values with outliers, from the generator of [`eqquant.analysis.lcg_gaussian`][].
+    """Generates normal values with outliers, with the generator of [`eqquant.analysis.lcg_gaussian`][].
 
-    A second sequence, from `seed + 12345` on, gives each outlier its place and its sign: plus if the state is even.
+    A second sequence, from `seed + 12345` on, gives the index and the sign of each outlier: plus if the state is even.
 
     !!! Example
 
@@ -207,7 +208,7 @@ def lcg_outliers(size: int, rate: Real = 0.01, magnitude: Real = 10.0, *, seed: 
 
     **Arguments:**
 
-    - `size`: how many values.
+    - `size`: the number of values.
     - `rate`: the share of outliers.
     - `magnitude`: the magnitude of an outlier.
     - `seed`: the first state.
@@ -224,8 +225,8 @@ def lcg_outliers(size: int, rate: Real = 0.01, magnitude: Real = 10.0, *, seed: 
 
 
 def lcg_channels(channels: int, size: int, spread: Real = 5.0, *, seed: int) -> Float[np.ndarray, "channels size"]:
-    """Channels of growing spread, from the generator of [`eqquant.analysis.lcg_gaussian`][], which the state after each
-    step of a first sequence seeds.
+    """Generates channels of growing spread with the generator of [`eqquant.analysis.lcg_gaussian`][]. The states of
+    a first sequence, from `seed` on, seed the channels.
 
     !!! Example
 
@@ -235,9 +236,9 @@ def lcg_channels(channels: int, size: int, spread: Real = 5.0, *, seed: int) -> 
 
     **Arguments:**
 
-    - `channels`: how many channels.
+    - `channels`: the number of channels.
     - `size`: their length.
-    - `spread`: standard deviations grow evenly from 1 to almost `1 + spread`.
+    - `spread`: the range of the standard deviations, which grow evenly from 1 to almost `1 + spread`.
     - `seed`: the first state.
 
     **Returns:**
@@ -249,9 +250,9 @@ def lcg_channels(channels: int, size: int, spread: Real = 5.0, *, seed: int) -> 
 
 
 def lcg_student(size: int, degrees: int = 3, *, seed: int) -> Float[np.ndarray, " size"]:
-    r"""Values of Student's t distribution from the generator of [`eqquant.analysis.lcg_gaussian`][].
+    r"""Generates values of Student's t distribution with the generator of [`eqquant.analysis.lcg_gaussian`][].
 
-    A first run of `size` normally distributed values $z$, then one for each degree of freedom:
+    Generates `size` normal values $z$, then `size` more for each degree of freedom, $z_1$ to $z_d$, and returns
     $z / \sqrt{(z_1^2 + \ldots + z_d^2) / d}$.
 
     !!! Example
@@ -262,7 +263,7 @@ def lcg_student(size: int, degrees: int = 3, *, seed: int) -> Float[np.ndarray, 
 
     **Arguments:**
 
-    - `size`: how many values.
+    - `size`: the number of values.
     - `degrees`: the degrees of freedom.
     - `seed`: the first state.
 

@@ -1,4 +1,4 @@
-"""What an error depends on: the scale, the outliers, the number of bits."""
+"""Measures how the error depends on the scale, the outliers and the number of bits."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from .comparison import compare_bit_widths
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ScaleSensitivity(Report):
-    """The error before and after all scales change by the share `change`, and its relative growth per change."""
+    """The error before and after all scales change by the share `change`, and its relative change per `change`."""
 
     change: float
     mse: float
@@ -38,7 +38,7 @@ class ScaleSensitivity(Report):
 
 
 def scale_sensitivity(x: Values, q: QuantizedArray, change: Real = 0.1) -> ScaleSensitivity:
-    r"""How much worse an array is quantized with scales that are all a little too large, or too small.
+    r"""Measures how the error changes if all scales are a little too large or too small.
 
     With mean squared errors $e_0$ before and $e_1$ after, the sensitivity is $|e_1 - e_0| / (|\delta| e_0)$.
 
@@ -51,8 +51,8 @@ def scale_sensitivity(x: Values, q: QuantizedArray, change: Real = 0.1) -> Scale
     **Arguments:**
 
     - `x`: the original values.
-    - `q`: what they were quantized to: its format and scales are used.
-    - `change`: the share $\delta$ by which scales change: above -1, and not zero.
+    - `q`: their quantized array, whose format and scales are used.
+    - `change`: the share $\delta$ by which all scales change: above -1, and not zero.
 
     **Returns:**
 
@@ -60,7 +60,7 @@ def scale_sensitivity(x: Values, q: QuantizedArray, change: Real = 0.1) -> Scale
 
     **Raises:**
 
-    `ValueError` for another `change`, and as [`eqquant.analysis.analyze_error`][].
+    `ValueError` if `change` is zero or not above -1, and as [`eqquant.analysis.analyze_error`][].
     """
     if not (-1 < change < math.inf) or change == 0:
         raise ValueError(f"`change` must be above -1 and not zero. Got {change}. It is a share: 0.1 for 10 % more.")
@@ -76,10 +76,10 @@ def scale_sensitivity(x: Values, q: QuantizedArray, change: Real = 0.1) -> Scale
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OutlierImpact(Report):
-    """The error with all values, and with magnitudes clipped at `threshold`, a percentile of them.
+    """The error with all values, and with magnitudes clipped at `threshold`, a percentile of the magnitudes.
 
-    `clipped_mse` compares with the clipped values, `total_mse` with the original ones, so that it includes what
-    clipping itself costs. `ratio` is `mse / clipped_mse`.
+    `clipped_mse` compares with the clipped values, `total_mse` with the original ones, so it includes the error of
+    clipping itself. `ratio` is `mse / clipped_mse`.
     """
 
     percentile: float
@@ -106,7 +106,7 @@ def outlier_impact(
     axis: int | Sequence[int] = -1,
     method: AbstractMethod | None = None,
 ) -> OutlierImpact:
-    """What the largest values cost all others, which share their scale.
+    """Measures how much the largest values increase the error of all values that share their scale.
 
     !!! Example
 
@@ -117,10 +117,10 @@ def outlier_impact(
     **Arguments:**
 
     - `x`: the values.
-    - `percentile`: the share of magnitudes, in percent, that stays as it is. Larger ones are clipped.
-    - `format`: a format, or its name. Eight-bit integers with one scale unless given.
+    - `percentile`: the share of magnitudes, in percent, that stays unchanged. Larger magnitudes are clipped.
+    - `format`: a format, or its lower-case name. Eight-bit integers with one scale by default.
     - `axis`: the axis along which blocks run.
-    - `method`: how codes are found.
+    - `method`: the method that chooses scales and codes; [`eqquant.AbsMax`][] by default.
 
     **Returns:**
 
@@ -152,7 +152,7 @@ def outlier_impact(
 
 @dataclasses.dataclass(frozen=True)
 class WidthRow:
-    """Integers of one width. `lost_db` is how much less exact they are than the widest."""
+    """The error of integers of one width. `lost_db` is the loss of SQNR compared with the widest integers."""
 
     bits: int
     mse: float
@@ -163,7 +163,7 @@ class WidthRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BitWidthDegradation(Report):
-    """What is lost with each bit. Prints as a table."""
+    """The error of integers of several widths. Prints as a table."""
 
     rows: tuple[WidthRow, ...]
 
@@ -175,7 +175,7 @@ class BitWidthDegradation(Report):
         return table
 
     def plot(self, ax: Any = None) -> Any:
-        """A bar for each width: its SQNR. Returns Matplotlib's axes."""
+        """Plots the SQNR of each width as a bar. Returns Matplotlib's axes."""
         names = [f"{row.bits} bits" for row in self.rows]
         labels = ("What each bit is worth", "SQNR, dB")
         return draw_bars(ax, names, [row.sqnr_db for row in self.rows], labels)
@@ -188,7 +188,7 @@ def bit_width_degradation(
     axis: int | Sequence[int] = -1,
     rounding: Rounding = "half_even",
 ) -> BitWidthDegradation:
-    """What symmetric integers with one scale lose with each bit. Theory says 6.02 dB.
+    """Measures how much SQNR symmetric integers with one scale lose with each bit. Theory predicts 6.02 dB.
 
     !!! Example
 
@@ -201,7 +201,7 @@ def bit_width_degradation(
     - `x`: the values.
     - `bits`: the widths, from 2 to 8.
     - `axis`: the axis along which blocks run.
-    - `rounding`: where ties go, `"half_even"` or `"half_away"` from zero.
+    - `rounding`: how to round ties: `"half_even"`, or `"half_away"` from zero.
 
     **Returns:**
 
@@ -215,7 +215,7 @@ def bit_width_degradation(
     report = compare_bit_widths(x, bits, axis=axis, rounding=rounding)
     errors = [row.error for row in report.rows]
     widest = errors[int(np.argmax(bits))].sqnr_db
-    # Where nothing is lost, both are infinite.
+    # Without any error both ratios are infinite, and their difference would be NaN.
     lost = [0.0 if error.sqnr_db == widest else widest - error.sqnr_db for error in errors]
     rows = zip(bits, errors, lost, strict=True)
     return BitWidthDegradation(tuple(WidthRow(b, e.mse, e.sqnr_db, 32 / b, d) for b, e, d in rows))

@@ -1,4 +1,4 @@
-"""The benchmark suite: integers on four kinds of weights, every format on one of them, scale rules on heavy tails."""
+"""The benchmark suite: integers on four kinds of weights, every format on one of them, methods on heavy tails."""
 
 import math
 
@@ -20,15 +20,15 @@ _CHANNELS = 16
 
 
 def run_suite(size: int = 4096) -> Comparison:
-    """A fixed set of benchmarks, the same on every machine.
+    """Runs a fixed set of benchmarks, the same on every machine.
 
-    - Eleven of symmetric integers: of four and eight bits on normally distributed values, of eight bits on uniform
-        ones, on ones with outliers and on sixteen channels of growing spread; with one scale, one for each channel, and
-        one for each group of 32. Here an array of `n` values has channels of about the length of its square root, and
-        the last may be shorter. Ties are rounded away from zero.
-    - One of each format, on the normally distributed values.
-    - The scale rules of `Int8`, `Int4`, `Int2` and `NF4` in blocks of 64, on Student's t distribution of three degrees
-        of freedom, whose tails are heavy.
+    - Eleven benchmarks of symmetric integers: four and eight bits on normally distributed values; eight bits on uniform
+        values, on values with outliers and on sixteen channels of growing spread; with one scale, one for each channel,
+        and one for each group of 32. An array of `n` values has channels of about the length of its square root, and
+        the last may be shorter. Ties round away from zero.
+    - One benchmark of each format, on the normally distributed values.
+    - One benchmark of each method for `Int8`, `Int4`, `Int2` and `NF4` in blocks of 64, on Student's t distribution
+        with three degrees of freedom, which has heavy tails.
 
     !!! Example
 
@@ -39,7 +39,7 @@ def run_suite(size: int = 4096) -> Comparison:
 
     **Arguments:**
 
-    - `size`: how many values each array holds.
+    - `size`: the number of values of each array.
 
     **Returns:**
 

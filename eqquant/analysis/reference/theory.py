@@ -1,4 +1,4 @@
-"""What theory says of an error: how small it can be, how large it may get."""
+"""Theoretical bounds of the quantization error."""
 
 from numbers import Integral
 from typing import Literal
@@ -10,10 +10,10 @@ from .._error import analyze_error, Real, sorted_levels, Values
 
 
 def theoretical_sqnr(bits: int, signal: Literal["uniform", "sine"] = "uniform") -> float:
-    r"""The signal-to-noise ratio, in dB, of integers whose steps fill the range of the signal exactly.
+    r"""Computes the theoretical signal-to-noise ratio, in dB, of integers whose range is exactly that of the signal.
 
-    Two formulas go by this name. $6.02\,b$ is that of uniformly distributed values; $6.02\,b + 1.76$ is that of a sine,
-    which spends more time near its peaks. Real weights have tails, and do worse than both.
+    Two formulas are common: $6.02\,b$ for uniformly distributed values, and $6.02\,b + 1.76$ for a sine, which spends
+    more time near its peaks. Real weights have tails, and a lower ratio than both.
 
     !!! Example
 
@@ -29,11 +29,11 @@ def theoretical_sqnr(bits: int, signal: Literal["uniform", "sine"] = "uniform") 
 
     **Returns:**
 
-    Decibels.
+    The ratio in decibels.
 
     **Raises:**
 
-    `ValueError` for fewer bits than one, or another signal.
+    `ValueError` if `bits` is below 1, or for an unknown `signal`.
 
     ??? cite
 
@@ -48,10 +48,10 @@ def theoretical_sqnr(bits: int, signal: Literal["uniform", "sine"] = "uniform") 
 
 
 def theoretical_max_error(q: QuantizedArray) -> float:
-    """The largest error that rounding can make: half of the widest step between two codes, times the largest scale.
+    """Computes the largest possible rounding error: half the widest step between two levels, times the largest scale.
 
-    For integers that is half the largest scale. It holds for formats whose codes span the range of their block: Int8,
-    Int4, NF4 and every affine format. Those that clip, as Int2, Ternary and Binary do, may exceed it.
+    For integers, it is half the largest scale. The bound holds for formats whose levels span the range of their block:
+    Int8, Int4, NF4 and every affine format. Formats that clip, such as Int2, Ternary and Binary, may exceed it.
 
     !!! Example
 
@@ -65,14 +65,14 @@ def theoretical_max_error(q: QuantizedArray) -> float:
 
     **Returns:**
 
-    An absolute error.
+    The bound, as an absolute error.
     """
     steps = np.diff(sorted_levels(q.format))
     return float(steps.max(initial=0) / 2 * np.abs(np.asarray(q.scale)).max(initial=0))
 
 
 def error_within_bounds(x: Values, q: QuantizedArray, tolerance: Real = 0.01) -> bool:
-    """Whether no error exceeds [`eqquant.analysis.theoretical_max_error`][].
+    """Returns whether no error exceeds [`eqquant.analysis.theoretical_max_error`][].
 
     !!! Example
 
@@ -83,12 +83,12 @@ def error_within_bounds(x: Values, q: QuantizedArray, tolerance: Real = 0.01) ->
     **Arguments:**
 
     - `x`: the original values.
-    - `q`: what they were quantized to.
-    - `tolerance`: by what share an error may exceed the bound. It covers the rounding of float32.
+    - `q`: their quantized array.
+    - `tolerance`: the share by which an error may exceed the bound, to allow for the rounding of float32.
 
     **Returns:**
 
-    A boolean.
+    `True` if every error is within the bound.
 
     **Raises:**
 
@@ -98,9 +98,9 @@ def error_within_bounds(x: Values, q: QuantizedArray, tolerance: Real = 0.01) ->
 
 
 def accuracy_retention(before: Real, after: Real) -> float:
-    """How alike two errors or two losses are, in percent: the smaller over the larger. 100 is no change.
+    """Computes the ratio of two errors or losses in percent: the smaller over the larger. 100 means no change.
 
-    It does not say which of the two is better.
+    It does not tell which of the two is better.
 
     !!! Example
 
@@ -115,11 +115,11 @@ def accuracy_retention(before: Real, after: Real) -> float:
 
     **Returns:**
 
-    From 0 to 100.
+    A percentage from 0 to 100.
 
     **Raises:**
 
-    `ValueError` if one is negative.
+    `ValueError` if either is negative.
     """
     if not (before >= 0 and after >= 0):
         raise ValueError(f"`before` and `after` must not be negative. Got {before} and {after}. Give errors or losses.")

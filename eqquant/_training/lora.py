@@ -194,7 +194,7 @@ def loraify(
     )
     if all(reason is not None for _, reason in selections):
         raise ValueError(
-            "The model must hold weights to put factors beside. Got none among its leaves "
+            "The model must hold weights that can have factors. Got none among its leaves "
             f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects others."
         )
     keys = jr.split(key, len(selections))

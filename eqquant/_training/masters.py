@@ -117,7 +117,7 @@ def float_masters(
         if all(m is None for m in start):
             frozen = any(is_quantized(x) for x in jtu.tree_leaves(params, is_leaf=is_quantized))
             remedy = (
-                "What low-rank factors stand beside is frozen: train them with `optax.masked(optimizer, "
+                "Weights with low-rank factors are frozen: train the factors with `optax.masked(optimizer, "
                 "eqq.trainable_mask(model))`, without the wrapper."
                 if frozen
                 else "Quantize the model first, or use the optimizer without the wrapper."
@@ -304,14 +304,14 @@ def _flatten_masters(leaves: list[tuple[str, Any]], treedef: Any, state: Any) ->
         masters = treedef.flatten_up_to(state.masters)
     except ValueError as e:
         raise ValueError(
-            f"The state must be that of these parameters. Got masters of another structure. {remedy} {e}"
+            f"The state must belong to these parameters. Got masters of another structure. {remedy} {e}"
         ) from None
     for (path, x), master in zip(leaves, masters, strict=True):
         expected = tuple(x.shape) if is_quantized(x) else None
         got = None if master is None else jnp.shape(master)
         if got != expected:
             raise ValueError(
-                f"The state must be that of these parameters. Got {got} for {path}, whose master is of shape "
+                f"The state must belong to these parameters. Got {got} for {path}, whose master is of shape "
                 f"{expected}. {remedy}"
             )
     return masters
@@ -359,7 +359,7 @@ def _add(path: str, x: Any, by: Any, codes: bool) -> Any:
         )
     if jnp.shape(by) != x.shape or (jnp.iscomplexobj(by) and not jnp.iscomplexobj(x)):
         raise ValueError(
-            f"An update must have the shape of its parameter, and be real where that is. Got {jnp.shape(by)}, "
+            f"An update must have the shape of its parameter, and be real if the parameter is. Got {jnp.shape(by)}, "
             f"{jnp.result_type(by)}, for {path}, {x.shape}, {x.dtype}. Apply updates of this model."
         )
     return (x + by).astype(x.dtype)

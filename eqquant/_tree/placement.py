@@ -133,7 +133,7 @@ def _check(leaf: Leaf, sharding: NamedSharding) -> None:
     try:
         sharding.shard_shape(shape)
     except ValueError as e:
-        raise ValueError(f"{leaf.path}, of shape {shape}, cannot be divided so. {e}") from None
+        raise ValueError(f"{leaf.path}, of shape {shape}, cannot be sharded like this. {e}") from None
 
 
 def _would_be(leaf: Leaf, sharding: NamedSharding | None) -> Any:

@@ -213,8 +213,8 @@ def quantize_tree(
     **Raises:**
 
     `ValueError` if nothing is selected, if a pattern matches nothing, for an unknown format name, an axis out of range,
-    values that are not finite, or a sharding that does not fit the quantized leaf; `TypeError` if `where` selects a leaf
-    that is not a floating point array.
+    values that are not finite, or a sharding that does not fit the quantized leaf; `TypeError` if `where` selects a
+    leaf that is not a floating point array.
     """
     check_dtype(dtype)
     if simulate and key is not None:

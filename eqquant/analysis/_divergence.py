@@ -86,7 +86,7 @@ def output_divergence(
     expected, actual = run(model, batch), run(quantized, batch)
     if expected.ndim == 0 or expected.shape != actual.shape or expected.size == 0:
         raise ValueError(
-            "`apply` must return arrays of one shape with at least one axis, that of logits or features. Got shapes "
+            "`apply` must return arrays of one shape, whose last axis holds logits or features. Got shapes "
             f"{expected.shape} and {actual.shape}."
         )
     for name, y in (("model", expected), ("quantized", actual)):

@@ -136,7 +136,7 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
             f"{sensitivities!r:.60}. Measure first: `sensitivity(model, loss, batch)`."
         )
     if not math.isfinite(target_bits):
-        raise ValueError(f"`target_bits` must be finite. Got {target_bits}. 32 leaves float32 as it is.")
+        raise ValueError(f"`target_bits` must be finite. Got {target_bits}. With 32, float32 weights stay in float.")
     _check_leaves(model, sensitivities)
     leaves = sensitivities.leaves
     options = [_options(leaf, sensitivities.loss) for leaf in leaves]
@@ -171,12 +171,12 @@ def _check_leaves(model: PyTree, sensitivities: SensitivityReport) -> None:
         for path in leaf.paths:
             if path not in found:
                 raise ValueError(
-                    f"`sensitivities` must be those of `model`. Got {path}, which is none of its float arrays: "
+                    f"`sensitivities` must belong to `model`. Got {path}, which is none of its float arrays: "
                     f"{some(found)}. Measure again."
                 )
             shape, nbytes = tuple(found[path].shape), array_nbytes(found[path])
             if shape != leaf.shape or nbytes != leaf.dense_nbytes:
                 raise ValueError(
-                    f"`sensitivities` must be those of `model`. Got {path} of shape {leaf.shape} and "
+                    f"`sensitivities` must belong to `model`. Got {path} of shape {leaf.shape} and "
                     f"{leaf.dense_nbytes} bytes; in the model it has shape {shape} and {nbytes} bytes. Measure again."
                 )

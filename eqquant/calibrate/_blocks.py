@@ -79,7 +79,7 @@ def as_blocks(block_size: BlockSize, like: Any, axis: int | Sequence[int]) -> Bl
     if not whole or any(a >= len(shape) for a in axes):
         raise ValueError(
             f"`axis` must name axes of the data, from {-len(shape)} to {len(shape) - 1} for shape {shape}, or negative "
-            f"ones in front of it. Got {axis!r}."
+            f"ones before it. Got {axis!r}."
         )
     axes = tuple(a - len(shape) if a >= 0 else a for a in axes)
     if len(set(axes)) != len(axes):

@@ -107,7 +107,7 @@ class ActivationStats(Report, Mapping[str, LeafStats]):
         for leaf in self.leaves:
             if leaf.path == path:
                 return leaf
-        raise KeyError(f"No weight {path!r} was watched. There are {some(leaf.path for leaf in self.leaves)}.")
+        raise KeyError(f"No weight {path!r} was watched. The weights are {some(leaf.path for leaf in self.leaves)}.")
 
     def __iter__(self) -> Iterator[str]:
         return (leaf.path for leaf in self.leaves)

@@ -53,7 +53,7 @@ class Comparison(Report):
     def __getitem__(self, name: str) -> Benchmark:
         found = {row.name: row for row in self.rows}
         if name not in found:
-            raise KeyError(f"`name` must be the name of a row. Got {name!r}. The rows are {', '.join(found)}.")
+            raise KeyError(f"`name` must be the name of a row. Got {name!r}. There are {', '.join(found)}.")
         return found[name]
 
     @property

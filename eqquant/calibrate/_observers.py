@@ -157,8 +157,8 @@ _CONVOLUTIONS = (
 def watch_convolution(layer: Any, watch: Watch) -> Any:
     """Returns the same convolution, as an instance of a subclass that observes the patches under its kernel.
 
-    A convolution passes its kernel to `jax.lax`, which converts it to an array before the product, so a `WatchedArray`
-    would not see the inputs. So the layer observes them.
+    `equinox.nn.Conv.__call__` passes its kernel to `jax.lax.conv_general_dilated`, which converts it to an array, so a
+    `WatchedArray` would not see the inputs. The layer observes them instead.
     """
     return _copy(_watched_class(type(layer)), layer, watch=watch, index=watch.index())
 

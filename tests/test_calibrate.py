@@ -415,7 +415,9 @@ def squared_error(x, result):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize(
+    "bits", [2, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow), 8]
+)
 def test_mse_beats_every_other_range(bits, symmetric):
     x = data((50_000,)) if symmetric else jnp.abs(data((50_000,)))
     wide = calibrate_min_max(x, bits, symmetric)
@@ -599,8 +601,8 @@ def test_errors_of_calibrators():
             MovingAverage(momentum=momentum)
 
 
-@pytest.mark.parametrize("columns", [64, 4096])
-@pytest.mark.parametrize("bad", [jnp.nan, -jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("columns", [pytest.param(64, marks=pytest.mark.slow), 4096])
+@pytest.mark.parametrize("bad", [jnp.nan, pytest.param(-jnp.nan, marks=pytest.mark.slow), jnp.inf, -jnp.inf])
 def test_what_is_not_finite_inside_jit(calibrator, bad, columns):
     """It makes the scale of its block NaN, and no other; outside it is refused."""
     x = jr.normal(jr.key(0), (8, columns)).at[3, columns // 2].set(bad)

@@ -334,10 +334,20 @@ def test_randomness_does_not_depend_on_chunks():
 
 # NaN and infinity
 
+NOT_FINITE = [
+    pytest.param(
+        columns,
+        bad,
+        jit,
+        marks=() if (columns, bad, jit) in ((4096, np.nan, True), (64, np.inf, True)) else pytest.mark.slow,
+    )
+    for columns in (64, 4096)
+    for bad in (np.nan, np.inf, -np.inf)
+    for jit in (False, True)
+]
 
-@pytest.mark.parametrize("columns", [64, 4096])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+
+@pytest.mark.parametrize("columns, bad, jit", NOT_FINITE)
 def test_not_finite_never_becomes_a_number(contract_row, columns, bad, jit):
     """Whatever shares the outermost scale of a NaN or an infinity is NaN; everything else is as without it."""
     format = contract_row.format

@@ -80,7 +80,7 @@ class Comparison(Report):
         """Plots the relative error of each row against its bits, and the Pareto front. Returns Matplotlib's axes."""
         errors = [row.error.relative_l2 for row in self.rows]
         bits = [row.bits for row in self.rows]
-        labels = ("Error against size: the line joins what nothing as small beats", "relative error (L2)")
+        labels = ("Error against size, with the Pareto front", "relative error (L2)")
         return draw_front(ax, [row.name for row in self.rows], bits, errors, labels)
 
 

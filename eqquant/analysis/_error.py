@@ -76,7 +76,7 @@ class ErrorReport(Report):
         x, q = self.arrays
         if not isinstance(q, QuantizedArray):
             values, levels = to_numpy(x, "`x`").ravel(), np.unique(to_numpy(q, "`q`"))
-            labels = ("Values and what they become", "values", "what they become", "value")
+            labels = ("Values before and after quantization", "values", "quantized values", "value")
             return draw_histogram(ax, values, levels[:256], labels)
         in_codes, levels = _in_codes(x, q)
         labels = (f"Values on the grid of {q.format!r}", "values", "codes", "value over its scale")

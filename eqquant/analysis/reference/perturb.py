@@ -93,7 +93,7 @@ class OutlierImpact(Report):
         table = report_table("values", "mse")
         table.add_row("all", f"{self.mse:.6g}")
         table.add_row(f"clipped at {self.threshold:.4g}, percentile {self.percentile:g}", f"{self.clipped_mse:.6g}")
-        table.add_row("the same, with what clipping costs", f"{self.total_mse:.6g}")
+        table.add_row("mse, clipping included", f"{self.total_mse:.6g}")
         table.add_row("all over clipped", f"{self.ratio:.6g}")
         return table
 

@@ -13,9 +13,9 @@ from .._formats.base import AbstractFormat, levels_of
 def encode_stochastically(
     values: Float32[Array, "*shape"], format: AbstractFormat, key: PRNGKeyArray
 ) -> UInt8[Array, "*shape"]:
-    """Returns for each value the code below or above it, at random, so that on average it decodes to the value.
+    """Rounds each value at random to the code below or above it, so that on average it decodes to the value.
 
-    Values beyond the range take the end that `format.encode` gives them. A format author writes nothing for this.
+    Values beyond the range take the end that `format.encode` gives them. Works with every format.
     """
     levels, below, above = (jnp.asarray(table) for table in _neighbours(format))
     nearest = format.encode(values)
@@ -28,15 +28,15 @@ def encode_stochastically(
 
 @ft.lru_cache
 def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each code: its level, and the codes of the next levels below and above; the code itself where there is none.
+    """Returns the level of each code, and the codes of the next levels below and above; the code itself at either end.
 
-    Two levels are neighbours only if values between them are encoded to both: some formats never round to zero.
+    Two levels are neighbours only if values between them encode to both: some formats never round to zero.
     """
     levels, reached = levels_of(format)
     levels = np.where(reached, levels, 0)
     codes = np.flatnonzero(reached)
     codes = codes[np.argsort(levels[codes], kind="stable")]
-    codes = codes[np.append(True, np.diff(levels[codes]) > 0)]  # one zero, where there are two
+    codes = codes[np.append(True, np.diff(levels[codes]) > 0)]  # keep one of two zeros
     low, high = levels[codes[:-1]], levels[codes[1:]]
     with jax.ensure_compile_time_eval():
         encode = lambda values: np.asarray(format.encode(jnp.asarray(values, jnp.float32)))
@@ -46,7 +46,7 @@ def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndar
     above = below.copy()
     above[codes[:-1]] = np.where(both, codes[1:], codes[:-1])
     below[codes[1:]] = np.where(both, codes[:-1], codes[1:])
-    # A level that two codes share, such as zero and minus zero, has the same neighbours by either.
+    # Two codes of one level, such as zero and minus zero, have the same neighbours.
     for code in np.flatnonzero(reached):
         twin = codes[np.searchsorted(levels[codes], levels[code])]
         if twin != code:

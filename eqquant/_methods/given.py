@@ -7,7 +7,7 @@ from .base import AbstractMethod, encode_rows, Encoded
 
 
 class GivenScales(AbstractMethod):
-    """Takes the scales and zero points that the caller gives as `scale=` and `zero_point=` of [`eqquant.quantize`][]."""
+    """Takes the scales and zero points that a caller of [`eqquant.quantize`][] gives."""
 
     scale: Float32[Array, "*batch blocks"]
     zero_point: UInt8[Array, "*batch blocks"] | None

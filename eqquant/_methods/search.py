@@ -56,7 +56,7 @@ class Search(NamedTuple):
         return self.units - self.levels(factor) * factor[..., None]
 
     def storable(self, factor: Array) -> Array:
-        """Returns the factor whose scale can be stored: rounds the scale to its dtype, for instance to a power of two."""
+        """Rounds the factor so that its scale can be stored: to a power of two, for instance."""
         if self.format.scale_dtype == "float32" or self.format.scale_format is not None:
             return factor
         dtype = self.format.scale_dtype

@@ -28,7 +28,7 @@ def encode_stochastically(
 
 @ft.lru_cache
 def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the level of each code, and the codes of the next levels below and above; the code itself at either end.
+    """Returns the level of each code, and the codes of the next levels below and above, or the code itself.
 
     Two levels are neighbours only if values between them encode to both: some formats never round to zero.
     """

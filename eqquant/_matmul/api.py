@@ -40,8 +40,8 @@ def matmul(
 
     **Raises:**
 
-    `ValueError` if the contracted lengths differ, or if the implementation is unknown, for another platform or cannot take
-    the product.
+    `ValueError` if the contracted lengths differ, or if the implementation is unknown, is for another platform, or
+    cannot take the product.
     """
     if is_quantized(w):
         x = x.dequantize() if is_quantized(x) else x  # pyright: ignore

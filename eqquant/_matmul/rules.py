@@ -60,8 +60,8 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
     why_none = {"cpu": _compat.no_cpu_kernels, "cuda": _compat.no_gpu_kernels}.get(platform, lambda _: None)
     no_kernels = why_none(context)
     if platform == "tpu" and devices > 1:
-        # The TPU compiler ignores `custom_partitioning` (https://github.com/jax-ml/jax/issues/38196) and does not divide
-        # kernels. It can divide `xla`, whose operations it knows.
+        # The TPU compiler supports no `custom_partitioning` (https://github.com/jax-ml/jax/issues/38196), and does not
+        # divide kernels. It can divide `xla`, whose operations it knows.
         devices, no_kernels = 1, "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
     target = Target(platform, _compat.device_kind(context), _compat.compute_capability(context), no_kernels)
     compute = ft.partial(_compute, target, devices=devices)

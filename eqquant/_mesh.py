@@ -74,8 +74,8 @@ def as_named(sharding: Any, current: Any, name: str = "the array") -> NamedShard
     mesh = current.mesh if isinstance(current, NamedSharding) else _mesh_that_is_set()
     if mesh.empty:
         raise ValueError(
-            f"The spec {sharding} of {name} needs a mesh, and it is on none. Pass a `NamedSharding(mesh, spec)`, or "
-            "call this within `jax.set_mesh(mesh)`."
+            f"The spec {sharding} of {name} needs a mesh. Got an array on none. Pass a `NamedSharding(mesh, spec)`, or "
+            "call this inside `jax.set_mesh(mesh)`."
         )
     unknown = sorted({n for entry in sharding for n in as_names(entry)} - set(mesh.axis_names))
     if unknown:
@@ -102,7 +102,7 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
         if isinstance(x, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(x, sharding)
         if isinstance(sharding.mesh, _AbstractMesh):
-            raise ValueError("Arrays go to a mesh of devices. Got an abstract one. Pass what it was made from.")
+            raise ValueError("The mesh must have devices. Got an abstract mesh. Pass the mesh that it was made from.")
         return jax.device_put(x, sharding)
 
     return jtu.tree_map(one, tree, shardings)

@@ -33,10 +33,10 @@ _CHUNK = 2**19
 
 
 @teach_keywords(
-    bits="The format says it, as in `eqq.quantize(w, eqq.Int4())`.",
-    block_size="The format has it, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
-    group_size="The format has it as `block_size`, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
-    symmetric="The format has it, as in `eqq.quantize(w, eqq.Int4(symmetric=False))`.",
+    bits="The format sets it, as in `eqq.quantize(w, eqq.Int4())`.",
+    block_size="The format sets it, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
+    group_size="The format sets it as `block_size`, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
+    symmetric="The format sets it, as in `eqq.quantize(w, eqq.Int4(symmetric=False))`.",
     dim="It is called `axis`.",
 )
 def quantize(

@@ -64,8 +64,8 @@ def leaf_shardings(q: Any, sharding: NamedSharding, name: str = "The array") -> 
     spec, sizes, shape = tuple(sharding.spec), sharding.mesh.shape, q.shape
     if len(spec) > len(shape):
         raise ValueError(
-            f"{name} has {len(shape)} dimensions, {shape}, and its spec must not have more. Got {sharding.spec}. Leave "
-            "out what stands for axes that it has not."
+            f"{name} has {len(shape)} dimensions, {shape}, and its spec must not have more. Got {sharding.spec}. "
+            "Remove the additional entries."
         )
     names = names_in(spec, len(shape))
     quantized = [a % len(shape) for a in q._axes]
@@ -91,7 +91,7 @@ def _cannot(name: str, q: Any, axis: int, names: Names, sizes: Mapping[str, int]
         why = f"{q.shape[axis]} is not a multiple of {parts}"
     else:
         unit = smallest_part(q._length, q.format)
-        why = f"of {q._length} values in {q.format!r}, {unit} are packed together and must stay so"
+        why = f"of {q._length} values in {q.format!r}, {unit} are packed together or share a scale"
     return (
         f"{name}, of shape {q.shape}, cannot be divided along axis {axis}, of length {q.shape[axis]}, by the mesh axes "
         f"{by}: {why}. Divide another axis, or into fewer parts; or quantize along another one."

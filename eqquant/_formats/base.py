@@ -161,20 +161,18 @@ def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(values), np.asarray((back == codes) & jnp.isfinite(values))
 
 
-_OF_METHODS = (
-    "That is a way to find codes, a `method`, and not a format: choose one such as 'int4' for it to find codes of."
-)
+_OF_METHODS = "That names a method, not a format: write a format such as 'int4', and pass a method as `method`."
 _REMEDIES = {
     "fp4": "For 4-bit floats write 'mxfp4' or 'nvfp4'; for normal floats 'nf4'.",
-    "fp16": "float16 is no quantization: cast with `astype`.",
-    "bf16": "bfloat16 is no quantization: cast with `astype`.",
+    "fp16": "float16 needs no quantization: cast with `astype`.",
+    "bf16": "bfloat16 needs no quantization: cast with `astype`.",
     **dict.fromkeys(
         ("int3", "int5", "int6", "int7"),
         "Codes take 1, 2, 4 or 8 bits: write 'int2', 'int4' or 'int8', or `eqq.Codebook(values)` with fewer values.",
     ),
-    "int1": "One bit is 'binary'.",
+    "int1": "For one bit write 'binary'.",
     **dict.fromkeys(("gptq", "awq", "hqq", "mse", "absmax"), _OF_METHODS),
-    **dict.fromkeys(("q4k", "q5k", "q6k", "q4km", "q4ks"), "Of GGUF's formats there are 'q4_0' and 'q8_0'."),
+    **dict.fromkeys(("q4k", "q5k", "q6k", "q4km", "q4ks"), "Of GGUF's formats write 'q4_0' or 'q8_0'."),
 }
 
 

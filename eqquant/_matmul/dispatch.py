@@ -37,7 +37,7 @@ def _kernel(platform: str, load: Callable[[], Any], *, batched: bool = False, **
     def supports(problem: MatmulProblem, target: Target) -> str | None:
         precision = _precision(problem)
         if precision is None:
-            return f"the precision is {problem.precision}, and it knows the default and the highest"
+            return f"the precision is {problem.precision}, and it supports only the default and the highest"
         options = {"transpose": problem.transpose, "precision": precision, "target": target}
         return load().supports(problem.layout, problem.m, problem.n, problem.dtype, **options)
 

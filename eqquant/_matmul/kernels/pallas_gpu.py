@@ -114,7 +114,7 @@ def supports(
     if target.capability < 8.9 and layout.kind.startswith("float8"):
         return f"GPUs of compute capability {target.capability} have no floats of 8 bits"
     if layout.zero_points and layout.kind != "integer":
-        return "there are zero points, and codes are no integers"
+        return "the format has zero points, but its codes are not integers"
     if m * n == 0:
         return "there is nothing to compute"
     if _body(layout) == 0:

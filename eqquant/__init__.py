@@ -1,7 +1,7 @@
 """Quantization for Equinox, and for every JAX pytree.
 
-One call, `eqq.quantize_tree(model, "nf4")`, turns the weights of a float model into quantized arrays. It still is the
-same model: it runs under every JAX transformation, trains, saves and shards, and it is smaller and faster.
+One call, `eqq.quantize_tree(model, "nf4")`, turns the weights of a float model into quantized arrays. It stays the
+same model: it runs under every JAX transformation, trains, saves and shards, and is smaller and faster.
 
 - Arrays: `quantize`, `dequantize`, `QuantizedArray`, and formats such as `NF4`, `Int8` and `MXFP4`.
 - Models: `quantize_tree`, `plan_tree`, `summary`, `dequantize_tree`.

@@ -1,6 +1,6 @@
 """The one place that touches JAX's internals or asks which version of JAX is running.
 
-Everything here degrades: where a JAX release moves a piece, results stay right and only become dense.
+If a JAX release moves an internal, results stay right: they only become dense.
 """
 
 import sys
@@ -19,14 +19,15 @@ _ARRAY_METHODS = "jax._src.numpy.array_methods"
 
 
 def jax_array_is_hidden() -> bool:
-    """Whether the running `__jax_array__` lookup was made by `jax.Array.__matmul__`, or by Quax.
+    """Returns whether `jax.Array.__matmul__` or Quax is looking up `__jax_array__` now.
 
-    `x @ q` reaches `jax.Array.__matmul__` first. That asks its right operand for `__jax_array__` before anything
-    else, and would multiply by the dense weight; `QuantizedArray.__rmatmul__` would never run. Where the attribute
-    is missing it returns `NotImplemented`, and Python goes on to `__rmatmul__`. So the attribute hides from that one
-    caller. Frames outside JAX (Equinox, type checkers) are passed over to find it.
+    `x @ q` calls `jax.Array.__matmul__` first (`_operator_matmul` in
+    https://github.com/jax-ml/jax/blob/main/jax/_src/numpy/array_methods.py). It looks up `__jax_array__` of its right
+    operand, and would multiply by the dense weight without ever calling `QuantizedArray.__rmatmul__`. If the attribute
+    is missing, it returns `NotImplemented` and Python calls `__rmatmul__`. So the attribute hides from that one
+    caller, which is found by skipping the frames of Equinox and type checkers.
 
-    Quax takes whatever has `__jax_array__` for a dense array, and would lose the quantized result of a rule.
+    Quax treats any object with `__jax_array__` as a dense array, and would lose the quantized result of a rule.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -42,7 +43,7 @@ def jax_array_is_hidden() -> bool:
 
 
 def is_constant_of_trace(weight: Any, x: Any) -> bool:
-    """Whether a function that is being staged, the body of a `scan` say, closes over `weight`, but not over `x`."""
+    """Returns whether a function under tracing, such as the body of a `scan`, closes over `weight` but not over `x`."""
     innermost = jax.numpy.zeros(())
     if not isinstance(innermost, jax.core.Tracer) or not isinstance(x, jax.core.Tracer):
         return False
@@ -54,15 +55,15 @@ def is_constant_of_trace(weight: Any, x: Any) -> bool:
 
 
 def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Any]) -> bool:
-    """Lets every `jax.lax` function take a `cls` operand, which it sees as `to_dense(operand)`.
+    """Lets every `jax.lax` function take a `cls` operand, by converting it with `to_dense`.
 
-    Primitives canonicalise each operand through a table keyed by type; this adds one entry to it. It is what makes
-    `eqx.nn.Conv`, which hands its weight straight to `jax.lax.conv_general_dilated`, run unchanged.
+    Primitives canonicalise each operand by a table keyed by type (`register_canonicalize_value_handler` in
+    https://github.com/jax-ml/jax/blob/main/jax/_src/dtypes.py); this adds an entry. So `eqx.nn.Conv`, which passes its
+    weight straight to `jax.lax.conv_general_dilated`, runs unchanged.
 
     **Returns:**
 
-    Whether this JAX has that table. Where it has not, `jax.lax` refuses a `cls` operand as it did before, and
-    [`eqquant.quaxify`][] is the way.
+    Whether this JAX has that table. Without it, `jax.lax` refuses a `cls` operand: use [`eqquant.quaxify`][].
     """
     try:
         from jax._src.dtypes import register_canonicalize_value_handler
@@ -73,7 +74,7 @@ def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Any]) -> bool:
 
 
 def vary_alike(tree: _T) -> _T:
-    """Inside `shard_map`, gives all arrays of a tree the type of an array that varies along the axes that any does."""
+    """Inside `shard_map`, makes every array of a tree vary along all mesh axes that any of them varies along."""
     leaves, treedef = jax.tree_util.tree_flatten(tree)
     varying = [getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset()) for x in leaves]
     all_axes = frozenset().union(*varying)
@@ -85,7 +86,7 @@ def vary_alike(tree: _T) -> _T:
 
 
 def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """The type of a result of a kernel: inside `shard_map` it varies along the axes that `x` varies along."""
+    """Returns the type of a kernel's result: inside `shard_map` it varies along the mesh axes of `x`."""
     varying = getattr(jax.typeof(x), "manual_axis_type", None)
     if varying is None:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -93,7 +94,7 @@ def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStr
 
 
 def lower_with_devices(primitive: Any) -> None:
-    """Has JAX tell the lowering of a primitive which devices a program is for. See `num_devices`."""
+    """Makes JAX pass the devices of a program to the lowering of `primitive`. See `num_devices`."""
     try:
         from jax._src.dispatch import prim_requires_devices_during_lowering
     except ImportError:  # pragma: no cover
@@ -102,23 +103,22 @@ def lower_with_devices(primitive: Any) -> None:
 
 
 def num_devices(context: Any) -> int:
-    """How many devices a program that is being lowered will be divided among by the compiler.
+    """Returns the number of devices that the compiler will divide the program among.
 
     **Returns:**
 
-    One if it is not known, as when a program is exported, or if it is already written for each device, as in
-    `shard_map`.
+    One if the number is unknown, as in export, or if the program is already written per device, as in `shard_map`.
     """
     manual = getattr(getattr(context.module_context, "axis_context", None), "manual_axes", None)
     return 1 if manual else max(len(_devices(context)), 1)
 
 
 def spec_on_mesh(sharding: Any, mesh: Any) -> Any:
-    """The `PartitionSpec` of a sharding that the compiler chose.
+    """Returns the `PartitionSpec` of a sharding that the compiler chose.
 
     **Returns:**
 
-    An empty one, for undivided, if the mesh cannot express it: the compiler also divides by parts of a mesh axis.
+    An empty spec (not divided) if the mesh cannot express the sharding: the compiler may divide by part of a mesh axis.
     """
     try:
         from jax._src.sharding_impls import parse_flatten_op_sharding
@@ -129,33 +129,36 @@ def spec_on_mesh(sharding: Any, mesh: Any) -> Any:
 
 
 def device_kind(context: Any) -> str:
-    """The name of the device that a program is lowered for, `"NVIDIA H100 80GB HBM3"` say, or "" if it is not known."""
+    """Returns the name of the device that a program is for, such as `"NVIDIA H100 80GB HBM3"`; "" if unknown."""
     device = _device(context)
     return getattr(device, "device_kind", "")
 
 
 def compute_capability(context: Any) -> float:
-    """That of the NVIDIA GPU that a program is lowered for; 9.0 if it is not known."""
+    """Returns the compute capability of the NVIDIA GPU that a program is for; 9.0 if unknown."""
     capability = getattr(_device(context), "compute_capability", None)
     try:
         return float(capability or 9.0)
-    except ValueError:  # a GPU of another maker
+    except ValueError:  # not an NVIDIA GPU
         return 9.0
 
 
 def no_cpu_kernels(context: Any) -> str | None:
-    """Why native kernels cannot be part of a program that is lowered for CPU, or `None` if they can."""
+    """Returns why a program for CPU cannot contain native kernels, or `None` if it can."""
     if _for_export(context):
         return "an exported program may not call a library that the machine it runs on may lack"
     return None
 
 
 def no_gpu_kernels(context: Any) -> str | None:
-    """Why Pallas-Triton kernels cannot be part of a program that is lowered for GPU, or `None` if they can."""
+    """Returns why a program for GPU cannot contain Pallas-Triton kernels, or `None` if it can.
+
+    JAX does not promise that exported ones keep running: https://github.com/jax-ml/jax/issues/25196.
+    """
     try:
         from jax._src.pallas.triton.gpu_info import get_gpu_info  # pyright: ignore[reportMissingImports]
     except ImportError:
-        get_gpu_info = None  # before JAX 0.11 nothing needs to be known
+        get_gpu_info = None  # before JAX 0.11, kernels need no such information
     if compute_capability(context) < 8:
         return f"the device has compute capability {compute_capability(context)}, and kernels need 8.0"
     if _for_export(context):
@@ -163,7 +166,7 @@ def no_gpu_kernels(context: Any) -> str | None:
     try:
         if get_gpu_info is not None:
             get_gpu_info()
-    except Exception:  # which one it is differs between releases
+    except Exception:  # its type differs between releases
         return "it is not known which GPU the program is for"
     return None
 
@@ -181,16 +184,16 @@ def _devices(context: Any) -> Any:
 
 
 def expect_triton_warning() -> None:
-    """Has Python ignore that Pallas-Triton is deprecated: nothing that a user of ours could act on.
+    """Makes Python ignore the deprecation warning of Pallas-Triton, which users of this library cannot act on.
 
-    JAX warns when it lowers a kernel, which may be in a callback of the compiler. So this is called when one is traced,
-    just before, and no context manager.
+    JAX warns when it lowers a kernel, perhaps in a callback of the compiler, where a context manager no longer holds.
+    So call this when a kernel is traced.
     """
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 def __getattr__(name: str) -> Any:
-    """`pallas_triton`, when it is asked for: importing it takes as long as importing JAX. `None` once JAX drops it."""
+    """Imports `pallas_triton` at first use, since that takes as long as importing JAX. `None` once JAX drops it."""
     if name != "pallas_triton":
         raise AttributeError(name)
     try:

@@ -1,7 +1,7 @@
-"""Shardings of logical arrays, and what follows for the leaves that they are stored as.
+"""Specs, shardings and meshes: reads, aligns and applies them.
 
-A logical array has a sharding as any array has: for each axis, the mesh axes that it is divided by. In memory the
-quantized axis is last, and so it is in the sharding of every leaf. It can be divided where blocks and packing end.
+A quantized array has a logical sharding, like any array: for each axis, the mesh axes that divide it. In memory, and so
+in the sharding of every leaf, the quantized axis is last. It can be divided only between blocks and packed segments.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 
-# The mesh axes that one dimension is divided by, the major one first.
+# The mesh axes that divide one dimension, the major one first.
 Names = tuple[str, ...]
 
 
 def as_names(entry: Any) -> Names:
-    """One entry of a `PartitionSpec`: nothing, a name, or several."""
+    """Returns an entry of a `PartitionSpec` (`None`, a name or several) as a tuple of names."""
     if entry is None:
         return ()
     names = entry if isinstance(entry, tuple) else (entry,)
@@ -29,17 +29,17 @@ def as_names(entry: Any) -> Names:
 
 
 def names_in(spec: PartitionSpec | Sequence[Any], ndim: int) -> tuple[Names, ...]:
-    """For each dimension, the mesh axes that it is divided by. A spec may name fewer dimensions than there are."""
+    """Returns the mesh axes that divide each dimension. A spec may leave out trailing dimensions."""
     return tuple(as_names(entry) for entry in (*spec, *[None] * (ndim - len(spec))))
 
 
 def as_spec(names: Sequence[Names]) -> PartitionSpec:
-    """The inverse of `names_in`."""
+    """Returns names as a `PartitionSpec`. The inverse of `names_in`."""
     return PartitionSpec(*(entry or None for entry in names))
 
 
 def fit_spec(sharding: Any, ndim: int) -> Any:
-    """The sharding of an array whose leading axes have come or gone since: specs are aligned at the last axis."""
+    """Fits a sharding to an array that has gained or lost leading axes: aligns the spec with the last axes."""
     if sharding is None:
         return None
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
@@ -47,7 +47,7 @@ def fit_spec(sharding: Any, ndim: int) -> Any:
 
 
 def permute_spec(sharding: Any, ndim: int, order: Sequence[int]) -> Any:
-    """The sharding of a transposed array."""
+    """Permutes a sharding as `transpose` permutes its array."""
     sharding = fit_spec(sharding, ndim)
     if sharding is None:
         return None
@@ -56,7 +56,7 @@ def permute_spec(sharding: Any, ndim: int, order: Sequence[int]) -> Any:
 
 
 def full_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """A spec may name fewer axes than there are: the first ones. Here it names all."""
+    """Extends a spec, which may leave out trailing axes, to all axes."""
     return _like(sharding, [*sharding.spec, *[None] * (ndim - len(sharding.spec))])
 
 
@@ -66,7 +66,7 @@ def _like(sharding: Any, entries: Sequence[Any]) -> Any:
 
 
 def as_named(sharding: Any, current: Any, name: str = "the array") -> NamedSharding:
-    """A spec on the mesh that it is meant for: that of the array, or the one that `jax.set_mesh` set."""
+    """Puts a spec on the mesh of the array, or else on the mesh of `jax.set_mesh`."""
     if isinstance(sharding, NamedSharding):
         return sharding
     if not isinstance(sharding, PartitionSpec):
@@ -74,8 +74,8 @@ def as_named(sharding: Any, current: Any, name: str = "the array") -> NamedShard
     mesh = current.mesh if isinstance(current, NamedSharding) else _mesh_that_is_set()
     if mesh.empty:
         raise ValueError(
-            f"The spec {sharding} of {name} needs a mesh, and it is on none. Pass a `NamedSharding(mesh, spec)`, or "
-            "call this within `jax.set_mesh(mesh)`."
+            f"The spec {sharding} of {name} needs a mesh. Got an array on none. Pass a `NamedSharding(mesh, spec)`, or "
+            "call this inside `jax.set_mesh(mesh)`."
         )
     unknown = sorted({n for entry in sharding for n in as_names(entry)} - set(mesh.axis_names))
     if unknown:
@@ -89,12 +89,12 @@ def as_named(sharding: Any, current: Any, name: str = "the array") -> NamedShard
 def _mesh_that_is_set() -> Any:
     try:
         return jax.sharding.get_mesh()
-    except ValueError:  # within `jit`, where a mesh has no devices yet
+    except ValueError:  # inside `jit`, where a mesh has no devices yet
         return jax.sharding.get_abstract_mesh()
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Places leaves; while they are traced, tells the compiler to."""
+    """Places leaves on devices; for traced leaves, constrains the sharding instead."""
 
     def one(x: Any, sharding: NamedSharding) -> Any:
         if is_explicit(sharding.mesh) and isinstance(x, jax.core.Tracer):
@@ -102,7 +102,7 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
         if isinstance(x, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(x, sharding)
         if isinstance(sharding.mesh, _AbstractMesh):
-            raise ValueError("Arrays go to a mesh of devices. Got an abstract one. Pass what it was made from.")
+            raise ValueError("The mesh must have devices. Got an abstract mesh. Pass the mesh that it was made from.")
         return jax.device_put(x, sharding)
 
     return jtu.tree_map(one, tree, shardings)
@@ -112,7 +112,7 @@ _AbstractMesh = jax.sharding.AbstractMesh
 
 
 def follow(tree: PyTree, sharding: Any) -> PyTree:
-    """Puts arrays that are on one device where `sharding` says, if it does: on a mesh, state has to be there too."""
+    """Moves arrays on one device to `sharding`, if it is a `NamedSharding`: state must be on the mesh of its model."""
 
     def one(x: Any) -> Any:
         alone = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and len(x.devices()) == 1
@@ -122,12 +122,12 @@ def follow(tree: PyTree, sharding: Any) -> PyTree:
 
 
 def is_explicit(mesh: Any) -> bool:
-    """Whether shardings are part of types on this mesh."""
+    """Returns whether the mesh has explicit axes, so that types of arrays include shardings."""
     return AxisType.Explicit in mesh.axis_types
 
 
 def explicit_mesh(*trees: PyTree) -> Any:
-    """The mesh of arrays whose types have a sharding, or `None`."""
+    """Returns the explicit mesh of the arrays, or `None`."""
     for leaf in jtu.tree_leaves(trees):
         mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
         if mesh is not None and not mesh.empty and is_explicit(mesh):
@@ -136,16 +136,16 @@ def explicit_mesh(*trees: PyTree) -> Any:
 
 
 def in_auto_mode(function: Callable[..., Any], out_shardings: PyTree) -> Callable[..., Any]:
-    """A function whose inside the compiler divides as it sees fit, and whose results are as `out_shardings` says."""
+    """Lets the compiler choose shardings inside `function`; its results have `out_shardings`."""
 
     def typed(sharding: NamedSharding) -> NamedSharding:
-        # Of a mesh with axes of both types, only the explicit ones are part of a type.
+        # On a mesh with axes of both kinds, types of arrays include only the explicit ones.
         types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
         kept = [tuple(n for n in as_names(entry) if types[n] == AxisType.Explicit) for entry in sharding.spec]
         return NamedSharding(sharding.mesh, as_spec(kept))
 
     context = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
-    partly = AxisType.Manual in context.axis_types  # inside a `shard_map` over some axes, the others are still ours
+    partly = AxisType.Manual in context.axis_types  # a `shard_map` over some axes leaves us the others
     axes = tuple(n for n, kind in kinds.items() if kind == AxisType.Explicit) if partly else None
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=jtu.tree_map(typed, out_shardings))

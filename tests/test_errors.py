@@ -307,8 +307,8 @@ def test_formats_pass_through(w):
     [
         ("fp4", "'mxfp4' or 'nvfp4'"),
         ("int3", "1, 2, 4 or 8 bits"),
-        ("gptq", "a `method`, and not a format"),
-        ("q4_k", "'q4_0' and 'q8_0'"),
+        ("gptq", "names a method, not a format"),
+        ("q4_k", "'q4_0' or 'q8_0'"),
         ("itn8", "Did you mean 'int8'?"),
     ],
 )

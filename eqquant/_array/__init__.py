@@ -1,1 +1,1 @@
-"""The quantized array: its axes, its operators, quantizing, and the primitive that it multiplies by."""
+"""The quantized array: its axes, operators and products, and how to make one."""

@@ -1,7 +1,7 @@
-"""What a quantized array is, and what a format is. The file to read first.
+"""`QuantizedArray`. The file to read first.
 
-A logical float array is `decode(codes) * scale`, or `(codes - zero_point) * scale` with a zero point, in blocks that
-run along its *quantized axis*. In memory the quantized axis is always last; `axis` says where it stands logically.
+A quantized array stands for the float array `decode(codes) * scale`, or `(codes - zero_point) * scale` with a zero
+point, in blocks along its *quantized axis*. In memory the quantized axis is always last; `axis` is its logical place.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ _Format = TypeVar("_Format", bound="AbstractFormat")
 
 
 class QuantizedArray(AbstractArrayValue, Generic[_Format]):
-    """An array whose values are stored as a few bits each. It behaves as a `jax.Array` of floats.
+    """An array that stores each value in a few bits, and behaves like a `jax.Array` of floats.
 
-    Make one with [`eqquant.quantize`][], or for a whole model with [`eqquant.quantize_tree`][].
+    Make one with [`eqquant.quantize`][]; for a whole model, call [`eqquant.quantize_tree`][].
 
     !!! Example
 
@@ -48,24 +48,24 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         q = eqq.quantize(w, eqq.NF4())          # w: Float[Array, "out in"]
         y = q @ x                               # the quantized matmul; no dense copy of the weight
         row = q[3]                              # dequantizes one row
-        z = jnp.sin(q)                          # any jax.numpy function, and most of jax.lax: dense
+        z = jnp.sin(q)                          # any jax.numpy function, most of jax.lax; the result is dense
         def f(w: Float[eqq.QuantizedArray[eqq.NF4], "out in"]): ...
         ```
 
     A few functions of `jax.lax` do not take it. `expand_dims`, `broadcast`, `broadcast_in_dim`, `reduce`, `split` and
-    `associative_scan` raise an error; use `jax.numpy`, or [`eqquant.quaxify`][]. Collectives do not see an array, but
-    its leaves: `jax.lax.psum(q, name)` and `pmax` add and compare *codes*, without an error. Write
+    `associative_scan` raise an error: use `jax.numpy`, or [`eqquant.quaxify`][]. Collectives work on the leaves, not on
+    the array: `jax.lax.psum(q, name)` and `pmax` add and compare *codes*, without an error. Write
     `jax.lax.psum(q.dequantize(), name)`.
 
-    What holds for every format:
+    For every format:
 
-    - There is no static full shape. `shape` follows from the arrays, so `vmap`, `scan` over stacked layers,
-        `tree_map(lambda a: a[i])` and stacking by `tree_map` need no code of ours.
+    - `shape` is derived from the stored arrays, so `vmap`, `scan` over stacked layers, `tree_map(lambda a: a[i])` and
+        stacking by `tree_map` just work.
     - All leaves share their leading axes. A scale for the whole tensor is stored once per row.
-    - Every leaf is an unsigned integer, a scale as the bits of its float. So gradient filters, optimizers, weight decay
-        and mixed-precision casts pass by, and additive updates are exact. (Inside a function that
-        [`eqquant.filter_grad`][] differentiates, an extra float leaf receives the gradient.)
-    - `nbytes` counts what is stored.
+    - Every leaf is an unsigned integer; scales are stored as the bits of their floats. So gradient filters, optimizers,
+        weight decay and mixed-precision casts leave it untouched, and additive updates are exact. (Inside a function
+        that [`eqquant.filter_grad`][] differentiates, an extra float leaf receives the gradient.)
+    - `nbytes` counts the stored bytes.
     """
 
     codes: UInt8[Array, "*batch bytes"]
@@ -76,20 +76,18 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
     lengths: tuple[int, ...] = eqx.field(static=True)
     logical_dtype: np.dtype = eqx.field(static=True)
     logical_sharding: NamedSharding | PartitionSpec | None = eqx.field(static=True, default=None)
-    # Only in training: floats in memory order. The array has the value of its codes, and the gradient of these.
+    # Only in training: floats in memory order. Values come from the codes; gradients go to these floats.
     gradient_of: Float[Array, "*batch length"] | None = None
 
-    # `QuantizedArray[NF4]` is a type that `isinstance`, beartype and jaxtyping check; a plain `Generic` subscript is
-    # ignored at run time.
+    # Makes `isinstance`, beartype and jaxtyping check `QuantizedArray[NF4]`; at run time they ignore a plain `Generic`
+    # subscript.
     def __class_getitem__(cls, format: Any) -> Any:
         narrow = isinstance(format, type) and format is not Any  # `Any` is a class since Python 3.11
         return _narrowed(format) if narrow else super().__class_getitem__(format)  # pyright: ignore[reportAttributeAccessIssue]
 
-    # What it is
-
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape. Derived from the arrays, so it is right under every transformation."""
+        """The logical shape, derived from the stored arrays, so it is right under every transformation."""
         self._check_leaves()
         if self.ndim < -min(self._axes):
             raise ValueError(
@@ -109,7 +107,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
     @property
     def dtype(self) -> np.dtype:
-        """The logical dtype: what it dequantizes to."""
+        """The logical dtype: the dtype of `dequantize()`."""
         return self.logical_dtype
 
     @property
@@ -130,28 +128,28 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
     @property
     def sharding(self) -> NamedSharding | PartitionSpec | None:
-        """The sharding of the logical array, or `None`: where the codes are, or while they are traced, where they were
-        put last. That is kept aligned with the last axes as leading ones come and go."""
+        """The sharding of the logical array, or `None` if it has none.
+
+        Read from the codes; for traced codes, the last one given, aligned with the last axes.
+        """
         return logical_sharding(self) or fit_spec(self.logical_sharding, self.ndim)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it is divided among devices."""
+        """Whether the array is divided among devices."""
         sharding = self.sharding
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or ()
         return any(as_names(entry) for entry in spec)
 
     def dequantize(self) -> Float[Array, "..."]:
-        """The dense array of `shape` and `dtype`."""
+        """Returns the dense array, of `shape` and `dtype`."""
         self._check_leaves()
         if explicit_mesh(self.codes) is not None:
             return in_auto_mode(_dequantize, logical_sharding(self))(self)
         return _dequantize(self)
 
-    # Structure: what can stay quantized exactly, does
-
     def transpose(self, *axes: int | Sequence[int] | None) -> "QuantizedArray":
-        """Permutes the logical axes. Quantized axes only change their label; others are permuted in memory."""
+        """Permutes the logical axes. Only relabels the quantized axes; permutes the others in memory."""
         order = as_permutation(axes, self.ndim)
         quantized = [a + self.ndim for a in self._axes]
         batch = [a for a in range(self.ndim) if a not in quantized]
@@ -166,18 +164,18 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         )
 
     def astype(self, dtype: DTypeLike) -> "QuantizedArray | Array":
-        """Changes what it dequantizes to. A dtype that is not floating point gives a dense array."""
+        """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""
         dtype = jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             return self.dequantize().astype(dtype)
         return dataclasses.replace(self, logical_dtype=jax.dtypes.canonicalize_dtype(dtype))
 
     def reshape(self, *shape: int | Sequence[int], order: str = "C", **kwargs: Any) -> "QuantizedArray | Array":
-        """Stays quantized where no quantized axis is mixed with another axis; otherwise the result is dense."""
+        """Reshapes. Stays quantized unless that mixes a quantized axis with another axis; then the result is dense."""
         new = tuple(int(d) for d in flatten_arguments(shape))
         if new.count(-1) == 1 and math.prod(d for d in new if d != -1) > 0:
             new = tuple(self.size // math.prod(d for d in new if d != -1) if d == -1 else d for d in new)
-        # `jnp.reshape` calls this method, with keywords that only a dense array can follow.
+        # `jnp.reshape` calls this method with keywords that only a dense array supports.
         plain = order == "C" and all(v is None for v in kwargs.values())
         split = self._split_of(new) if plain else None
         if split is None:
@@ -189,7 +187,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         )
 
     def __getitem__(self, index: Any) -> Array:
-        """Dense. Where the index leaves the quantized axes whole, only the selected rows are dequantized."""
+        """Returns dense values. Dequantizes only the selected rows if the index keeps the quantized axes whole."""
         index = index if isinstance(index, tuple) else (index,)
         split = self._split_index(index)
         if split is None:
@@ -198,14 +196,12 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         selected = jtu.tree_map(lambda leaf: leaf[rows], self)
         return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
 
-    # Where it is
-
     def with_sharding(self, sharding: Any) -> "QuantizedArray":
-        """Puts the array where `sharding`, that of the logical array, says; under `jit`, tells the compiler to.
+        """Moves the array to `sharding`, a sharding of the logical array; under `jit`, constrains it.
 
-        Codes, scales and zero points get theirs from it. The quantized axis can be divided where blocks and packing
-        end: codes of 4, 2 and 1 bits are packed by 128, 256 and 512. A scale that covers more than one part is held
-        whole.
+        The shardings of codes, scales and zero points follow from it. The quantized axis can be divided only between
+        blocks and packed segments: of 128 codes of 4 bits, 256 of 2 bits, 512 of 1 bit. A scale that covers more than
+        one part is replicated.
 
         !!! Example
 
@@ -215,12 +211,12 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
         **Arguments:**
 
-        - `sharding`: a `NamedSharding`; or a `PartitionSpec`, on the mesh that the array is on, or else that of
-            `jax.set_mesh`. `None` forgets what was said, and moves nothing.
+        - `sharding`: a `NamedSharding`; or a `PartitionSpec`, on the mesh of the array, or else that of `jax.set_mesh`.
+            `None` forgets the sharding, and moves nothing.
 
         **Returns:**
 
-        The same values.
+        The same array, with that sharding.
 
         **Raises:**
 
@@ -233,24 +229,24 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         return dataclasses.replace(placed, logical_sharding=named)
 
     def reshard(self, sharding: NamedSharding | PartitionSpec | None) -> "QuantizedArray":
-        """Another name of `with_sharding`."""
+        """The same as `with_sharding`."""
         return self.with_sharding(sharding)
 
     def with_mesh_and_axis(self, mesh_and_axis: Any) -> "QuantizedArray":
-        """As `with_sharding`, from a pair.
+        """As `with_sharding`, but takes a mesh and a spec.
 
         **Arguments:**
 
-        - `mesh_and_axis`: a mesh, and a spec: a `PartitionSpec`; a tuple of its entries; the name of the mesh axis that
-            the first dimension is divided by; or `None`, which puts the whole array on every device.
+        - `mesh_and_axis`: a pair of a mesh and a spec. The spec is a `PartitionSpec`; a tuple of its entries; the name
+            of the mesh axis that divides the first dimension; or `None`, to replicate the array on every device.
 
         **Returns:**
 
-        The same values.
+        The same array, with that sharding.
 
         **Raises:**
 
-        As `with_sharding`.
+        The errors of `with_sharding`, and `TypeError` if `mesh_and_axis` is not a pair.
         """
         if not isinstance(mesh_and_axis, tuple) or len(mesh_and_axis) != 2:
             raise TypeError(f"`mesh_and_axis` must be a pair of a mesh and a spec. Got {mesh_and_axis!r}.")
@@ -259,11 +255,9 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         return self.with_sharding(as_named(PartitionSpec(*entries), NamedSharding(mesh, PartitionSpec())))
 
     def delete(self) -> None:
-        """Frees the memory of the array at once. Neither it nor any other array that shares the memory can be used."""
+        """Frees the memory of the array now. Neither it nor any array that shares the memory can be used afterwards."""
         for leaf in jtu.tree_leaves(self):
             leaf.delete()
-
-    # Products
 
     def _matmul(
         self,
@@ -273,7 +267,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         implementation: str | None = None,
         precision: Any = None,
     ) -> Array:
-        """`self @ other` if `left`, else `other @ self`: `jnp.matmul`'s shapes, on the quantized matmul."""
+        """Returns `self @ other` if `left`, else `other @ self`, with the shapes of `jnp.matmul`."""
         x, product = jnp.asarray(other), None
         options = {"implementation": implementation, "precision": precision}
         if jnp.isrealobj(x):
@@ -289,10 +283,8 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         dense = (self.dequantize(), x) if left else (x, self.dequantize())
         return jnp.matmul(*dense, precision=precision)
 
-    # Inside
-
     def _check_closure(self, x: Array) -> None:
-        """Warns of a stack of weights that was left out of the `scan` which its biases take part in."""
+        """Warns if a `scan` goes over the biases of stacked layers, but not over their weights."""
         if x.ndim == 1 and self.ndim > 2 and _compat.is_constant_of_trace(self.codes, x):
             warnings.warn(
                 f"A stack of quantized weights, of shape {self.shape}, is multiplied by one vector inside a function "
@@ -303,7 +295,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
             )
 
     def _check_leaves(self) -> None:
-        """Refuses codes and scales that are no longer unsigned integers. Dtypes are static, so it is free in `jit`."""
+        """Raises if a leaf is no longer an unsigned integer. Dtypes are static, so this costs nothing in `jit`."""
         for name, leaf in (("codes", self.codes), ("scale", self.scale_bits), ("zero point", self.zero_point)):
             dtype = getattr(leaf, "dtype", None)
             if isinstance(leaf, QuantizedArray):
@@ -327,16 +319,16 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
     @property
     def _length(self) -> int:
-        """How many values a row of codes holds."""
+        """The number of values in a row of codes."""
         return math.prod(self.lengths)
 
     @property
     def _trailing(self) -> bool:
-        """Whether the quantized axes are the last ones, in order: memory and logical order agree."""
+        """Whether the quantized axes are the last ones, in order, so that memory and logical order agree."""
         return self._axes == tuple(range(-len(self.lengths), 0))
 
     def _split_of(self, new: tuple[int, ...]) -> int | None:
-        """Where `new` divides into batch and quantized axes that this memory can be read as, or `None`."""
+        """Returns where the shape `new` divides into batch and quantized axes without moving memory, or `None`."""
         batch = self.codes.shape[:-1]
         if not self._trailing or math.prod(new) != self.size:
             return None
@@ -346,7 +338,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         return None
 
     def _split_index(self, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-        """Divides an index into a part for the batch axes and slices for the quantized ones, or `None`."""
+        """Splits an index into a part for the batch axes and slices for the quantized ones, or returns `None`."""
         if not self._trailing:
             return None
         consumed = [0 if i is None or i is Ellipsis else _index_rank(i) for i in index]
@@ -379,7 +371,7 @@ def _dequantize(q: QuantizedArray) -> Array:
         values = values - expand(q.zero_point.astype(jnp.float32), format.block_size, length)
     dense = values * expand(q.scale, format.block_size, length)
     if q.zero_point is not None or format.scale_format is not None or q.dtype == jnp.float16:
-        # The outermost code of a range may lie half a step beyond it, and a rounded scale may be larger than it was.
+        # The outermost level may lie half a step beyond the range, and rounding may enlarge a scale; both may overflow.
         dense = clip_finite(dense, q.dtype)
     dense = dense.astype(q.dtype)
     if q.gradient_of is not None:
@@ -400,13 +392,13 @@ def _narrowed(format_type: type[AbstractFormat]) -> type:
 
 
 def _index_rank(index: Any) -> int:
-    """How many axes one element of an index consumes."""
+    """Returns how many axes one element of an index consumes."""
     dtype = getattr(index, "dtype", None)
     return np.ndim(index) if dtype is not None and dtype == bool else 1
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether `x` is a [`eqquant.QuantizedArray`][]. Made to be used as `is_leaf`.
+    """Returns whether `x` is a [`eqquant.QuantizedArray`][]. Pass it as `is_leaf`.
 
     **Arguments:**
 
@@ -414,10 +406,10 @@ def is_quantized(x: Any) -> bool:
 
     **Returns:**
 
-    A boolean. A tree that holds quantized arrays is not one itself.
+    A boolean; `False` for a tree that holds quantized arrays.
     """
     return isinstance(x, QuantizedArray)
 
 
-# For annotations of what takes either: `Float[ArrayOrQuantized, "out in"]`.
+# Annotates arguments that may be either: `Float[ArrayOrQuantized, "out in"]`.
 ArrayOrQuantized = jax.Array | QuantizedArray

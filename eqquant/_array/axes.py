@@ -1,4 +1,4 @@
-"""Logical axes <-> memory order, in which the quantized axes come last, as one."""
+"""Converts between logical order and memory order, where the quantized axes are last, merged into one."""
 
 import math
 
@@ -7,17 +7,17 @@ from jaxtyping import Array, Float
 
 
 def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
-    """One axis as a number, several as a tuple."""
+    """Returns a single axis as a number, several as a tuple."""
     return axes[0] if len(axes) == 1 else axes
 
 
 def memory_order(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "*batch length"]:
-    """A logical array as a quantized one lies in memory: the quantized axes last, as one."""
+    """Moves the quantized axes of a logical array to the end, and merges them into one."""
     rows = jnp.moveaxis(x, axes, range(-len(axes), 0))
     return rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(x.shape[a] for a in axes))
 
 
 def logical_order(rows: Array, axes: tuple[int, ...], lengths: tuple[int, ...]) -> Array:
-    """The inverse of `memory_order`, for an array of any dtype: `lengths` are those of the quantized axes."""
+    """The inverse of `memory_order`, for an array of any dtype. `lengths` are the lengths of the quantized axes."""
     x = rows.reshape(*rows.shape[:-1], *lengths)
     return jnp.moveaxis(x, range(-len(axes), 0), axes)

@@ -1,4 +1,4 @@
-"""Whether scales that a caller gives suit a format and an array."""
+"""Checks that the scales of a caller suit the format and the array."""
 
 import functools as ft
 
@@ -12,14 +12,14 @@ from .._numerics.blocks import divide, expand
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 
 
-# A scale dtype rounds by less: bfloat16 by 1/256. A power of two for another scale is off by up to a half.
+# Every float dtype rounds by less: bfloat16 by 1/256. Rounding to a power of two is off by up to a half.
 _STORED = 1 / 64
-# Who clips on purpose loses less. An eight-bit scale in a four-bit format clips at a twentieth of the range: more.
+# Clipping on purpose loses less. An eight-bit scale in a four-bit format clips at a twentieth of the range: more.
 _CLIPPED = 0.75
 
 
 def check_suits(given: GivenScales, rows: Float[Array, "*batch length"], format: AbstractFormat) -> None:
-    """Refuses scales that a format cannot store, and those that were surely meant for another one."""
+    """Raises for scales that the format cannot store, or that were surely meant for another format."""
     with jax.ensure_compile_time_eval():
         unstored, clipped = float(_store_error(given.scale, format)), float(_clip_error(given, rows, format))
     if unstored > _STORED:
@@ -37,7 +37,7 @@ def check_suits(given: GivenScales, rows: Float[Array, "*batch length"], format:
 
 @ft.partial(jax.jit, static_argnums=1)
 def _store_error(scale: Float32[Array, "*batch blocks"], format: AbstractFormat) -> Float32[Array, ""]:
-    """The largest relative error of scales as they are stored; of tiny ones it is of no matter."""
+    """Returns the largest relative error of storing the scales; ignores scales below 1e-30."""
     if format.scale_format is not None:
         return jnp.float32(0)
     stored = bits_to_scale(scale_to_bits(scale, format.scale_dtype), format.scale_dtype)
@@ -46,9 +46,9 @@ def _store_error(scale: Float32[Array, "*batch blocks"], format: AbstractFormat)
 
 @ft.partial(jax.jit, static_argnums=2)
 def _clip_error(given: GivenScales, rows: Float[Array, "*batch length"], format: AbstractFormat) -> Float32[Array, ""]:
-    """The relative error (L2) that clipping makes."""
+    """Returns the relative error (L2) of clipping."""
     rows = rows.astype(jnp.float32)
-    size = jnp.max(jnp.abs(rows), initial=0)  # in units of it no square overflows
+    size = jnp.max(jnp.abs(rows), initial=0)  # as a unit, it keeps squares from overflowing
     units = lambda x: divide(x, jnp.broadcast_to(size, x.shape))
     levels, used = levels_of(format)
     zero = jnp.float32(0) if given.zero_point is None else given.zero_point.astype(jnp.float32)

@@ -1,8 +1,7 @@
-"""The quantized matmul as JAX knows it: the name of the primitive, and its call.
+"""The quantized matmul as a JAX primitive.
 
-The primitive stands below the array class, so that the class can call it. Its rules stand above the class, in
-`_matmul/rules.py`, because they need it. A primitive is an open table, which is what lets the two be apart without a
-cycle.
+The array class imports the primitive, to call it. The rules of the primitive are in `_matmul/rules.py`, because they
+import the array class. Rules register themselves, so the imports have no cycle.
 """
 
 from collections.abc import Sequence
@@ -22,14 +21,14 @@ def bind_matmul(
 ) -> Float[Array, "*batch rows outer"]:
     """`x(*batch, m, k) . w(*batch, n, k)^T`, or with `transpose` `x(*batch, m, n) . w(*batch, n, k)`.
 
-    Both operands are trees: the primitive takes the leaves of `x`, then those of `w`. An array of floats is a tree of
-    one leaf.
+    Both operands are trees: the primitive takes the leaves of `x`, then the leaves of `w`. An array of floats is a
+    tree of one leaf.
 
     **Arguments:**
 
-    - `x`: floats, whose dtype is also the result's.
+    - `x`: floats; the result has their dtype.
     - `w`: a `QuantizedArray` in memory order, `(*batch, n, k)`, with the same batch axes as `x`.
-    - `transpose`: which of the two axes of `w` is contracted. Each product is the other's gradient.
+    - `transpose`: contracts `n` instead of `k`. Each of the two products is the gradient of the other.
     - `precision`: as in `jax.lax.dot_general`; `None` takes `jax.default_matmul_precision`.
     - `implementation`: as in [`eqquant.matmul`][].
     """
@@ -49,6 +48,6 @@ def bind_matmul(
 
 
 def operands_of(args: Sequence[Any], x_tree: Any, w_tree: Any) -> tuple[Any, Any]:
-    """The two operands, from the arguments of the primitive or from what there is one of for each."""
+    """Returns the two operands, from the arguments of the primitive or from a sequence with one entry for each."""
     count = x_tree.num_leaves
     return jtu.tree_unflatten(x_tree, args[:count]), jtu.tree_unflatten(w_tree, args[count:])

@@ -1,7 +1,7 @@
-"""Products with a quantized array, brought to the one form that is computed: `x(*batch, m, k) . w(*batch, n, k)^T`.
+"""Rewrites every product with a quantized array as the primitive: `x(*batch, m, k) . w(*batch, n, k)^T`.
 
-`jnp.matmul`'s shapes and `jax.lax.dot_general`'s dimension numbers both become names of axes, as in an einsum. What an
-axis does in the product then follows from where its name occurs. Shapes are brought into order here and nowhere else.
+The shapes of `jnp.matmul` and the dimension numbers of `jax.lax.dot_general` both become names of axes, as in an
+einsum. The role of an axis in the product then follows from where its name occurs. Only this file rearranges shapes.
 """
 
 import dataclasses
@@ -26,17 +26,18 @@ Axes = Sequence[Hashable]  # the names of the axes of an array
 
 
 def matmul(x: Float[Array, "..."], q: Any, *, left: bool, **options: Any) -> Array | None:
-    """`q @ x` if `left`, else `x @ q`, in `jnp.matmul`'s shapes.
+    """Returns `q @ x` if `left`, else `x @ q`, with the shapes of `jnp.matmul`.
 
     **Arguments:**
 
-    - `x`: floats, whose dtype is also the result's.
+    - `x`: floats; the result has their dtype.
     - `q`: a `QuantizedArray`.
+    - `left`: whether `q` is the left operand.
     - `options`: `precision` and `implementation`, as in `bind_matmul`.
 
     **Returns:**
 
-    The product, or `None` if it has to be dense.
+    The product, or `None` if the caller must compute it dense.
 
     **Raises:**
 
@@ -55,7 +56,7 @@ def matmul(x: Float[Array, "..."], q: Any, *, left: bool, **options: Any) -> Arr
             f"{remedy}"
         )
     batch = jnp.broadcast_shapes(first[:-2], second[:-2])
-    # Batch axes are named by their places from the end, since that is how they are broadcast.
+    # Batch axes broadcast from the end, so their names are their places from the end.
     named = lambda shape, last: (*range(-len(shape), -2), *last) if len(shape) > 1 else ("k",)
     of_first, of_second = named(first, "mk"), named(second, "kn")
     of_y = (*range(-len(batch) - 2, -2), *(name for name in "mn" if name in (*of_first, *of_second)))
@@ -64,24 +65,24 @@ def matmul(x: Float[Array, "..."], q: Any, *, left: bool, **options: Any) -> Arr
 
 
 def dot_general(x: Float[Array, "..."], q: Any, numbers: Any, *, left: bool, **options: Any) -> Array | None:
-    """`jax.lax.dot_general(q, x, numbers)` if `left`, else `jax.lax.dot_general(x, q, numbers)`; as `matmul`."""
+    """As `matmul`, for `jax.lax.dot_general(q, x, numbers)` if `left`, else `jax.lax.dot_general(x, q, numbers)`."""
     (contract, batch) = numbers
     contract, batch = numbers
     pairs = [*zip(*batch, strict=True), *zip(*contract, strict=True)]
-    # The axes of a pair share a name; a free axis is named by its side and place.
+    # The two axes of a pair share a name; the name of a free axis is its side and place.
     named = lambda side, ndim: [
         next((pair for pair in pairs if pair[side] == axis), (side, axis, "free")) for axis in range(ndim)
     ]
     of_q, of_x = named(1 - left, q.ndim), named(int(left), x.ndim)
     free = sorted(name for name in (*of_q, *of_x) if len(name) == 3)
-    of_y = [*pairs[: len(batch[0])], *free]  # those of the left operand come first
+    of_y = [*pairs[: len(batch[0])], *free]  # free axes of the left operand come first
     return einsum(x, q, of_x, of_q, of_y, **options)
 
 
 def einsum(
     x: Float[Array, "..."], q: Any, of_x: Axes, of_q: Axes, of_y: Axes, **options: Any
 ) -> Float[Array, "..."] | None:
-    """The sum of products over the axes that `of_y` leaves out, by the quantized matmul.
+    """Returns the sum of products over the axes that `of_y` leaves out, computed by the quantized matmul.
 
     **Arguments:**
 
@@ -90,13 +91,14 @@ def einsum(
 
     **Returns:**
 
-    An array; or `None` if the sum runs over a part of the quantized axes, or over none.
+    An array; or `None` if the quantized matmul cannot compute it: the sum runs over only part of the quantized axes, or
+    over no axis.
     """
     form = _form_of(x, q, of_x, of_q, of_y)
     if form is None:
         return None
-    # Inside `shard_map` the types of arrays also say along which axes they vary. The product varies along those of
-    # both operands, and saying so before it gives the gradient its sum.
+    # Inside `shard_map`, types also hold the axes that arrays vary along. The product varies along the axes of both
+    # operands. Casting the operands to these first makes the gradient sum over the right axes.
     x, q = _compat.vary_alike((x, q))
     product = ft.partial(_product, form, **options)
     mesh = explicit_mesh(x, q)
@@ -106,7 +108,7 @@ def einsum(
 
 
 class _Form(NamedTuple):
-    """The names of the axes of `x(*batch, *alone, rows, inner) . w(*batch, *alone, ...)`, by what they do."""
+    """The names of the axes of `x(*batch, *alone, rows, inner) . w(*batch, *alone, ...)`, by their role."""
 
     of_x: Axes
     of_q: Axes
@@ -116,8 +118,8 @@ class _Form(NamedTuple):
     batch: Axes  # of both operands
     alone: Axes  # of the weight: one `x` for many weights
     rows: Axes  # of `x`
-    inner: Axes  # what is contracted
-    outer: Axes  # of the weight, and not in front of it
+    inner: Axes  # contracted
+    outer: Axes  # of the weight, neither batch nor alone
 
 
 def _form_of(x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes) -> _Form | None:
@@ -126,7 +128,7 @@ def _form_of(x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes) -> _Form | None
     for name, length in (*zip(of_q, q.shape, strict=True), *zip(of_x, x.shape, strict=True)):
         size[name] = length if size.get(name, 1) == 1 else size[name]
     contracts = any(name in of_x and name not in of_y for name in of_q)
-    # An axis of length one matters only if it is quantized. Without it, what else `x` has there becomes rows.
+    # Drop axes of length one that are not quantized: the matching axis of `x`, if any, becomes rows.
     long_q = [name for name, n in zip(of_q, q.shape, strict=True) if name in inside or n != 1]
     long_x = [name for name, n in zip(of_x, x.shape, strict=True) if n == size[name]]
     shared = [name for name in long_q if name in of_x]
@@ -139,7 +141,7 @@ def _form_of(x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes) -> _Form | None
         return _Form(of_x, of_q, of_y, size, False, batch, [], rows, inside, free)
     if not contracts or any(name not in free for name in inside):
         return None
-    # It runs across them: x . W. Contracted axes are rows of the weight, and `x` is copied along its other axes.
+    # The sum runs across the blocks: x . W. Contracted axes are rows of the weight; `x` is copied along its other axes.
     alone = [name for name in free if name not in inside]
     copies, length = math.prod(size[name] for name in rows), math.prod(size[name] for name in inside)
     if alone and isinstance(copies, int) and copies > length:
@@ -170,14 +172,14 @@ _LAST = object()
 
 
 def _ordered(x: Array, names: Axes, wanted: Iterable[Hashable]) -> Array:
-    """Permutes axes. Those that are not wanted, of length one, come first; those that `x` has not are passed over."""
+    """Permutes axes to the order `wanted`. Unwanted axes, of length one, come first; ignores names that `x` lacks."""
     names, wanted = list(names), list(wanted)
     order = [axis for axis, name in enumerate(names) if name not in wanted]
     return jnp.transpose(x, (*order, *(names.index(name) for name in wanted if name in names)))
 
 
 def _result_spec(form: _Form, x: Array, q: Any) -> jax.sharding.PartitionSpec:
-    """What the product is divided by where types say so: by what divides `x`, and by what else divides the weight."""
+    """Returns the spec of the product on an explicit mesh: the axes that divide `x`, then the remaining ones of `q`."""
     of_x = names_in(jax.typeof(x).sharding.spec, x.ndim)
     known = logical_sharding(q)
     of_q = names_in(known.spec if known is not None else (), q.ndim)

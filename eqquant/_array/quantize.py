@@ -1,4 +1,4 @@
-"""Quantizing one array, and the way back."""
+"""`quantize`, `dequantize` and `unpack`: for a single array."""
 
 import dataclasses
 import functools as ft
@@ -29,15 +29,15 @@ from .sharding import leaf_shardings
 from .value import AbstractArrayValue
 
 
-# The values in flight at a time, where an array is quantized a chunk of rows after the other.
+# The number of values to process at a time, when quantizing in chunks of rows.
 _CHUNK = 2**19
 
 
 @teach_keywords(
-    bits="The format says it, as in `eqq.quantize(w, eqq.Int4())`.",
-    block_size="The format has it, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
-    group_size="The format has it as `block_size`, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
-    symmetric="The format has it, as in `eqq.quantize(w, eqq.Int4(symmetric=False))`.",
+    bits="The format sets it, as in `eqq.quantize(w, eqq.Int4())`.",
+    block_size="The format sets it, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
+    group_size="The format sets it as `block_size`, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
+    symmetric="The format sets it, as in `eqq.quantize(w, eqq.Int4(symmetric=False))`.",
     dim="It is called `axis`.",
 )
 def quantize(
@@ -51,7 +51,7 @@ def quantize(
     scale: Float[ArrayLike, "..."] | None = None,
     zero_point: Num[ArrayLike, "..."] | None = None,
 ) -> QuantizedArray:
-    """Quantizes one array. For a model, see [`eqquant.quantize_tree`][].
+    """Quantizes one array. For a model, call [`eqquant.quantize_tree`][].
 
     !!! Example
 
@@ -64,20 +64,19 @@ def quantize(
 
     **Arguments:**
 
-    - `x`: a floating point array of at least one dimension. float32, float16, bfloat16 or float64; the arithmetic is
-        float32.
+    - `x`: a floating point array of at least one dimension, in float32, float16, bfloat16 or float64. The arithmetic
+        is float32.
     - `format`: a format, or its lower-case name.
-    - `axis`: the axis along which blocks run and scales are shared: for a weight, the input axis. Several axes are
-        quantized as one, in the order given (as for a convolution).
-    - `dtype`: what it dequantizes to. The dtype of `x` unless given.
-    - `key`: for stochastic rounding. Without it, values round to the nearest code.
-    - `method`: how codes are found: [`eqquant.AbsMax`][] (the default), [`eqquant.MSE`][], [`eqquant.HQQ`][] or one of
-        your own.
-    - `scale`: the scales, instead of those that a method would choose: floats that broadcast to the shape of the
-        result's `scale`, which is `(*batch, blocks)` with the quantized axis last. Values beyond their range are
-        clipped.
-    - `zero_point`: the code of zero, one per scale, integers from 0 to `2**bits - 1`. Given with `scale`, for a format
-        that has zero points, and only then.
+    - `axis`: the axis along which values share scales: the input axis of a weight. Several axes, as for a convolution,
+        are merged into one in the given order.
+    - `dtype`: the dtype of the dequantized array; by default, the dtype of `x`.
+    - `key`: for stochastic rounding. By default, values round to the nearest code.
+    - `method`: the method that chooses scales and codes: [`eqquant.AbsMax`][] (the default), [`eqquant.MSE`][],
+        [`eqquant.HQQ`][] or your own.
+    - `scale`: scales to use instead of the method's: floats that broadcast to the shape of the result's `scale`,
+        `(*batch, blocks)`, with the quantized axis last. Values beyond their range are clipped.
+    - `zero_point`: the code of zero for each scale, an integer from 0 to `2**bits - 1`. Required with `scale` if the
+        format has zero points; otherwise not allowed.
 
     **Returns:**
 
@@ -85,11 +84,10 @@ def quantize(
 
     **Raises:**
 
-    `TypeError` for an array that is not floating point; `ValueError` for a scalar, an axis out of range, for scales and
-    zero points that do not fit, and, outside `jit`, for values that are not finite in float32. Inside `jit` values
-    cannot be checked. There a NaN or an infinity makes every value that shares its scale NaN: its block; and,
-    where scales are quantized too, all blocks that share a scale of scales, which for [`eqquant.NVFP4`][] is the whole
-    array.
+    `TypeError` if `x` is not floating point. `ValueError` if `x` is a scalar, if `axis` is out of range, if `scale` or
+    `zero_point` does not fit, or, outside `jit`, if a value is not finite in float32. Inside `jit`, values cannot be
+    checked: a NaN or an infinity turns its block into NaN. If the format quantizes its scales, it turns all blocks that
+    share a scale of scales into NaN: for [`eqquant.NVFP4`][], the whole array.
     """
     format = as_format(format)
     check_dtype(dtype)
@@ -114,7 +112,7 @@ def quantize(
 
 
 def dequantize(q: QuantizedArray | ArrayLike) -> Array:
-    """The dense array that a [`eqquant.QuantizedArray`][] stands for; any other array is returned as a JAX array.
+    """Returns the dense array of a [`eqquant.QuantizedArray`][]; returns any other array as a JAX array.
 
     **Arguments:**
 
@@ -128,7 +126,7 @@ def dequantize(q: QuantizedArray | ArrayLike) -> Array:
 
 
 def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
-    """The codes of a quantized array, one per element, in its logical order and shape.
+    """Returns the codes of a quantized array, one per element, in its logical order and shape.
 
     **Arguments:**
 
@@ -136,7 +134,7 @@ def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
 
     **Returns:**
 
-    `uint8`, of `q.shape`. What each code stands for, before scale and zero point, is `q.format.decode(codes)`.
+    `uint8` codes of shape `q.shape`. `q.format.decode(codes)` returns their values, before scale and zero point.
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"`q` must be a quantized array. Got {_described(q)}. `eqq.quantize` makes one.")
@@ -145,7 +143,7 @@ def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
 
 
 def as_method(method: Any) -> AbstractMethod:
-    """Returns a method as it is, and the default for `None`.
+    """Returns a method unchanged, or the default for `None`.
 
     **Raises:**
 
@@ -169,7 +167,7 @@ def as_method(method: Any) -> AbstractMethod:
 
 
 def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Any, tuple[int, ...]]:
-    """`x` as a JAX array (or the struct it was), and `axis` as negative numbers; or an error that names `name`."""
+    """Returns `x` as a JAX array (or struct) and `axis` as negative numbers. Errors call the array `name`."""
     if isinstance(x, QuantizedArray):
         raise TypeError(f"{name} is already quantized, to {x.format}. Call `dequantize` first to quantize it again.")
     x = _as_one_array(x, name, "eqq.quantize_tree")
@@ -193,7 +191,7 @@ def _as_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
 
 
 def _as_one_array(x: Any, name: str, of_trees: str) -> Any:
-    """`x` as a JAX array, or the struct it was; or an error that names the function for models, if it is one."""
+    """Returns `x` as a JAX array (or struct). For anything else, raises and suggests `of_trees`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     try:
@@ -203,7 +201,7 @@ def _as_one_array(x: Any, name: str, of_trees: str) -> Any:
 
 
 def _described(x: Any) -> str:
-    """What `x` is, in a few words: a model prints as a page."""
+    """Describes `x` in a few words, since a model prints as a page."""
     arrays = [leaf for leaf in jtu.tree_leaves(x) if isinstance(leaf, (jax.Array, np.ndarray))]
     if isinstance(x, (jax.Array, np.ndarray)):
         return f"a dense array, {x.dtype}{list(x.shape)}"
@@ -211,13 +209,13 @@ def _described(x: Any) -> str:
 
 
 def check_dtype(dtype: DTypeLike | None) -> None:
-    """Refuses a logical dtype that is not floating point."""
+    """Raises if a logical dtype is not floating point."""
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise TypeError(f"`dtype` must be floating point. Got {jnp.dtype(dtype)}. It is what the codes dequantize to.")
 
 
 def check_finite(x: Array, name: str = "`x`") -> None:
-    """Refuses an array that holds a NaN or an infinity, unless it is traced."""
+    """Raises if an array holds a NaN or an infinity, unless it is traced."""
     if is_known_not_finite(x):
         raise ValueError(
             f"{name} must be finite in float32: one NaN or infinity would spoil its whole block. Got values that are "
@@ -226,10 +224,10 @@ def check_finite(x: Array, name: str = "`x`") -> None:
 
 
 def is_known_not_finite(x: Array) -> bool:
-    """Returns whether an array holds a NaN or an infinity in float32. Of a traced one that is not known."""
+    """Returns whether an array holds a NaN or an infinity in float32; `False` for a traced array."""
     if isinstance(x, jax.core.Tracer):
         return False
-    with jax.ensure_compile_time_eval():  # though it may be a constant of what is
+    with jax.ensure_compile_time_eval():  # `x` may be a constant inside a traced function
         return not bool(_all_finite(x))
 
 
@@ -247,14 +245,14 @@ def quantize_array(
     method: AbstractMethod = AbsMax(),
     sharding: NamedSharding | PartitionSpec | None = None,
 ) -> QuantizedArray:
-    """`quantize` after its checks, and without the one for finite values.
+    """As `quantize`, without checks.
 
-    The result is divided among devices as `sharding` says, or as `x` is: each device quantizes its part.
+    The result has the sharding `sharding`, or the sharding of `x`: each device quantizes its part.
     """
     actual = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     sharding = actual if sharding is None else sharding
     on_mesh = full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
-    # A loop over chunks of an array that several devices hold would gather it.
+    # A loop over chunks would gather an array that several devices hold.
     alone = isinstance(x, jax.Array) and actual is not None and len(actual.device_set) == 1 and on_mesh is None
     q = _quantize(x, format, method, key, axes, on_mesh, alone)
     return q if dtype is None else q.astype(dtype)  # pyright: ignore[reportReturnType]
@@ -311,7 +309,7 @@ def _as_array(
 def _check_given(
     x: Any, format: AbstractFormat, axes: tuple[int, ...], scale: Any, zero_point: Any
 ) -> GivenScales | None:
-    """The scales and zero points of a caller, broadcast to `(*batch, blocks)`, or an error."""
+    """Checks the scales and zero points of a caller, and broadcasts them to `(*batch, blocks)`."""
     if scale is None:
         if zero_point is not None:
             raise ValueError("`zero_point` must come with `scale`. Got it alone. Pass both, or neither.")

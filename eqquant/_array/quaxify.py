@@ -1,4 +1,4 @@
-"""Quax's transform, of any function."""
+"""`quaxify`: runs any function on quantized operands with Quax."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,11 +12,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def quaxify(fn: _Function, /, filter_spec: Any = True) -> _Function:
-    """Runs any function with quantized operands, with [Quax](https://docs.kidger.site/quax/).
+    """Transforms a function so that it takes quantized arrays, with [Quax](https://docs.kidger.site/quax/).
 
-    Inside it, every `jax.lax.dot_general`, and so `jnp.matmul` and `jnp.einsum`, uses the quantized matmul where the
-    dimensions allow it. Transposes, reshapes, slices and concatenations that are exact stay quantized. Everything else
-    is dense.
+    Inside the function, every `jax.lax.dot_general`, and so `jnp.matmul` and `jnp.einsum`, uses the quantized matmul
+    where the dimensions allow it. Transposes, reshapes, slices and concatenations stay quantized where that is exact.
+    Everything else dequantizes.
 
     !!! Example
 
@@ -25,13 +25,13 @@ def quaxify(fn: _Function, /, filter_spec: Any = True) -> _Function:
         y = f(q, x)
         ```
 
-    It is `quax.quaxify`, with one difference: it takes pytrees whose nodes may only be made while JAX knows its trace,
-    such as the state of a Flax NNX module.
+    The same as `quax.quaxify`, except that it also takes pytrees whose nodes can only be made under a JAX trace, like
+    the state of a Flax NNX module.
 
     **Arguments:**
 
     - `fn`: the function to transform.
-    - `filter_spec`: which arguments Quax sees; all of them unless given.
+    - `filter_spec`: selects the arguments that Quax sees; by default, all of them.
 
     **Returns:**
 
@@ -50,8 +50,8 @@ class _Quaxified(eqx.Module):
         return self.fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Quax maps over its arguments while JAX has no current trace, which making a node may ask for (`_Quaxify` in
-        # https://github.com/nstarman/quax/blob/main/src/quax/_quaxify.py). So it gets leaves; nodes are made inside.
+        # Quax maps over its arguments while JAX has no current trace, which making some nodes needs (`_Quaxify` in
+        # https://github.com/nstarman/quax/blob/main/src/quax/_quaxify.py). So pass it leaves, and make nodes inside.
         leaves, treedef = jtu.tree_flatten((self.fn, args, kwargs), is_leaf=_is_value)
         out_treedef = None
 

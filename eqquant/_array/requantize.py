@@ -1,4 +1,4 @@
-"""Quantizing again, as an array was quantized before."""
+"""`requantize`: quantizes new values like an existing quantized array."""
 
 import dataclasses
 
@@ -16,27 +16,27 @@ def requantize(
     key: PRNGKeyArray | None = None,
     method: AbstractMethod | None = None,
 ) -> QuantizedArray:
-    """Quantizes new values as an array was: with its format, quantized axis, dtype and sharding.
+    """Quantizes new values like `q`: with its format, quantized axis, dtype and sharding.
 
     !!! Example
 
         ```python
-        cache = eqq.requantize(cache, cache.at[3].set(row))  # an update in place gives a dense array
+        cache = eqq.requantize(cache, cache.at[3].set(row))  # `.at[].set` returns a dense array
         ```
 
     **Arguments:**
 
-    - `q`: the quantized array to follow.
+    - `q`: the quantized array to imitate.
     - `x`: floats, of the shape of `q`.
     - `key`, `method`: as for [`eqquant.quantize`][].
 
     **Returns:**
 
-    A [`eqquant.QuantizedArray`][] of the structure of `q`: it can be the next carry of a `scan`.
+    A [`eqquant.QuantizedArray`][] with the tree structure of `q`, so it can be the next carry of a `scan`.
 
     **Raises:**
 
-    `TypeError` if `q` is not quantized; `ValueError` if the shapes differ, or, outside `jit`, if values are not finite.
+    `TypeError` if `q` is not quantized. `ValueError` if the shapes differ, or, outside `jit`, if values are not finite.
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"`q` must be a quantized array. Got a {type(q).__name__}. `eqq.quantize` makes one.")
@@ -50,6 +50,6 @@ def requantize(
 def requantize_like(
     q: QuantizedArray, x: Float[Array, "..."], key: PRNGKeyArray | None = None, method: AbstractMethod = AbsMax()
 ) -> QuantizedArray:
-    """`requantize` without its checks."""
+    """As `requantize`, without checks."""
     new = quantize_array(x, q.format, q._axes, q.logical_dtype, key, method, sharding=q.sharding)
     return dataclasses.replace(new, logical_sharding=q.logical_sharding)

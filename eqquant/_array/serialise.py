@@ -1,7 +1,7 @@
-"""Saving and loading with Equinox, so that a file cannot be read into arrays of another format.
+"""Saves and loads with Equinox, and checks that the file and the skeleton have the same formats.
 
-Formats of equal widths store arrays of equal shapes and dtypes, and these are all that Equinox compares. So what the
-bytes mean is written in front of them.
+Equinox compares only shapes and dtypes, which formats of equal width share. So a description of the format is saved
+before the bytes.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from .array import QuantizedArray
 
 
 def serialise_filter_spec(f: Any, x: Any) -> None:
-    """Saves one leaf for `equinox.tree_serialise_leaves`: a quantized array together with what its bytes mean.
+    """Saves one leaf for `equinox.tree_serialise_leaves`: a quantized array together with its format.
 
     !!! Example
 
@@ -24,8 +24,8 @@ def serialise_filter_spec(f: Any, x: Any) -> None:
         model = eqx.tree_deserialise_leaves(path, like, eqq.deserialise_filter_spec, is_leaf=eqq.is_quantized)
         ```
 
-    Equinox's default saves and loads quantized arrays too, but only compares shapes and dtypes. Loading NF4 codes into
-    a skeleton of `Int4` then gives wrong values without an error.
+    Equinox's default also saves and loads quantized arrays, but compares only shapes and dtypes: it loads NF4 codes
+    into a skeleton of `Int4`, with wrong values and without an error.
 
     **Arguments:**
 
@@ -50,7 +50,7 @@ def deserialise_filter_spec(f: Any, x: Any) -> Any:
     **Arguments:**
 
     - `f`: the file, opened for reading bytes.
-    - `x`: the leaf of the skeleton that is loaded into: a [`eqquant.QuantizedArray`][], of arrays or of
+    - `x`: the leaf of the skeleton to load into: a [`eqquant.QuantizedArray`][], of arrays or of
         `jax.ShapeDtypeStruct`s, or any other leaf.
 
     **Returns:**
@@ -59,8 +59,8 @@ def deserialise_filter_spec(f: Any, x: Any) -> Any:
 
     **Raises:**
 
-    `ValueError` if the file holds an array of another format, quantized axis or shape, or none of ours. (Equinox adds
-    the path of the leaf.)
+    `ValueError` if the saved array has another format, quantized axis or shape, or is not quantized. (Equinox adds the
+    path of the leaf.)
     """
     if not isinstance(x, QuantizedArray):
         return eqx.default_deserialise_filter_spec(f, x)
@@ -80,7 +80,7 @@ def deserialise_filter_spec(f: Any, x: Any) -> Any:
 
 
 def _meaning(q: QuantizedArray) -> str:
-    """What must agree for bytes to mean the same values."""
-    # With defaults, which a later version may change.
+    """Describes everything that must agree for the bytes to mean the same values."""
+    # Includes defaults, which a later version may change.
     fields = ", ".join(f"{field.name}={getattr(q.format, field.name)!r}" for field in dataclasses.fields(q.format))
     return f"{type(q.format).__name__}({fields}), axis={q.axis}, lengths={q.lengths}, shape={q.shape}"

@@ -1,7 +1,7 @@
-"""From the sharding of a quantized array to those of the leaves that store it, and back.
+"""Converts between the sharding of a quantized array and the shardings of its leaves.
 
-The quantized axis is last in memory, and so it is in the sharding of every leaf. It can be divided where blocks and
-packing end.
+The quantized axis is last in memory, and so in the sharding of every leaf. It can be divided only between blocks and
+packed segments.
 """
 
 import math
@@ -20,7 +20,7 @@ from .value import AbstractArrayValue
 
 
 def can_divide(length: int, format: Any, names: Names, sizes: Mapping[str, int]) -> bool:
-    """Whether an axis can be divided by mesh axes: evenly, and if `format` is that of its values, in whole parts."""
+    """Returns whether mesh axes divide an axis evenly, and with a `format`, only between blocks and packed segments."""
     parts = math.prod(sizes[name] for name in names)
     if parts == 1 or length % parts != 0:
         return parts == 1
@@ -28,9 +28,9 @@ def can_divide(length: int, format: Any, names: Names, sizes: Mapping[str, int])
 
 
 def smallest_part(length: int, format: Any) -> int:
-    """How many values of a quantized axis stay together: what is packed together, and what shares a scale.
+    """Returns how many values of a quantized axis must stay together: those packed together, or sharing a scale.
 
-    A scale for the whole axis is no reason: every device has it.
+    A scale for the whole axis keeps nothing together: it is replicated.
     """
     unit, size, nested = segment_length(format.bits), format.block_size, format.scale_format
     if num_blocks(length, size) > 1:
@@ -39,9 +39,9 @@ def smallest_part(length: int, format: Any) -> int:
 
 
 def leaf_specs(q: Any, names: Sequence[Names], sizes: Mapping[str, int]) -> list[PartitionSpec]:
-    """The specs of the leaves of a quantized array whose memory, `(*batch, length)`, is divided by `names`.
+    """Returns the specs of the leaves of a quantized array whose memory, `(*batch, length)`, is divided by `names`.
 
-    A scale that covers more than one part, such as that of a whole channel, is not divided along the quantized axis.
+    A scale that covers more than one part, such as a scale per channel, is not divided along the quantized axis.
     """
     *batch, quantized = names
     parts = math.prod(sizes[name] for name in quantized)
@@ -49,7 +49,7 @@ def leaf_specs(q: Any, names: Sequence[Names], sizes: Mapping[str, int]) -> list
 
 
 def _divided(q: Any, parts: int) -> list[bool]:
-    """Of each leaf, whether it is divided along the quantized axis if the codes are."""
+    """Returns for each leaf whether it is divided along the quantized axis when the codes are."""
     blocks, size = num_blocks(q._length, q.block_size), q.block_size
     scales = blocks > 1 and q._length % parts == 0 and (q._length // parts) % size == 0
     nested = q.scale_bits
@@ -60,12 +60,12 @@ def _divided(q: Any, parts: int) -> list[bool]:
 
 
 def leaf_shardings(q: Any, sharding: NamedSharding, name: str = "The array") -> Any:
-    """The tree of shardings that a quantized array with the logical sharding `sharding` has; or an error."""
+    """Returns the shardings of the leaves, given the logical one; raises if they cannot be divided so."""
     spec, sizes, shape = tuple(sharding.spec), sharding.mesh.shape, q.shape
     if len(spec) > len(shape):
         raise ValueError(
-            f"{name} has {len(shape)} dimensions, {shape}, and its spec must not have more. Got {sharding.spec}. Leave "
-            "out what stands for axes that it has not."
+            f"{name} has {len(shape)} dimensions, {shape}, and its spec must not have more. Got {sharding.spec}. "
+            "Remove the additional entries."
         )
     names = names_in(spec, len(shape))
     quantized = [a % len(shape) for a in q._axes]
@@ -91,7 +91,7 @@ def _cannot(name: str, q: Any, axis: int, names: Names, sizes: Mapping[str, int]
         why = f"{q.shape[axis]} is not a multiple of {parts}"
     else:
         unit = smallest_part(q._length, q.format)
-        why = f"of {q._length} values in {q.format!r}, {unit} are packed together and must stay so"
+        why = f"of {q._length} values in {q.format!r}, {unit} are packed together or share a scale"
     return (
         f"{name}, of shape {q.shape}, cannot be divided along axis {axis}, of length {q.shape[axis]}, by the mesh axes "
         f"{by}: {why}. Divide another axis, or into fewer parts; or quantize along another one."
@@ -99,7 +99,7 @@ def _cannot(name: str, q: Any, axis: int, names: Names, sizes: Mapping[str, int]
 
 
 def logical_sharding(q: Any) -> NamedSharding | None:
-    """The sharding of the logical array, from where its codes are; `None` if that is not known, as while traced."""
+    """Returns the logical sharding, from the sharding of the codes; `None` if that is unknown, as under tracing."""
     codes = q.codes
     traced = isinstance(codes, jax.core.Tracer)
     sharding = None if traced else getattr(codes, "sharding", None)

@@ -1,4 +1,4 @@
-"""Training with simulated quantization: float masters that are quantized each time they are used."""
+"""Simulated quantization: float masters that are quantized at each use."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,11 +32,10 @@ def fake_quantize(
     key: PRNGKeyArray | None = None,
     method: AbstractMethod | None = None,
 ) -> Float[Array, "..."]:
-    r"""The value of `x` after quantization, with the gradient of `x`: the straight-through estimator.
+    r"""Quantizes and dequantizes `x`, and passes gradients straight through: the straight-through estimator.
 
-    The value is `dequantize(quantize(x, format))`, bit for bit, and the derivative is taken to be the identity,
-    although that of rounding is zero almost everywhere. Forward and reverse mode both work. `straight_through` is the
-    same function.
+    Returns `dequantize(quantize(x, format))`, bit for bit. Its derivative is the identity, since the derivative of
+    rounding is zero almost everywhere. Forward and reverse mode both work. `straight_through` is the same function.
 
     !!! Example
 
@@ -55,11 +54,11 @@ def fake_quantize(
 
     - `x`: a floating point array of at least one dimension.
     - `format`, `axis`, `key`, `method`: as for [`eqquant.quantize`][].
-    - `clip`: makes the gradient zero where `x` lies outside the range that its block can represent, which is from
-        half a step below the lowest level to half a step above the highest, zero point included. Most formats choose
-        scales such that no value does. [`eqquant.Ternary`][] and [`eqquant.Binary`][] do not, nor
-        [`eqquant.MXFP4`][], whose scales are powers of two. [`eqquant.Q4_0`][] and [`eqquant.Int2`][] have one level
-        more on one side of zero, so the largest values on the other side may lie outside.
+    - `clip`: makes the gradient zero where `x` lies outside the range of its block: from half a step below the lowest
+        level to half a step above the highest, shifted by the zero point. It matters only for formats whose scale
+        clips: [`eqquant.Ternary`][], [`eqquant.Binary`][], and [`eqquant.MXFP4`][], whose scales are powers of two;
+        and for [`eqquant.Q4_0`][] and [`eqquant.Int2`][], which have one more level on one side of zero, so that the
+        largest values on the other side may lie outside.
 
     **Returns:**
 
@@ -67,7 +66,7 @@ def fake_quantize(
 
     **Raises:**
 
-    As [`eqquant.quantize`][], except that values are not checked to be finite.
+    The errors of [`eqquant.quantize`][], except that it does not check that values are finite.
     """
     format = as_format(format)
     source, axes = check_quantizable(x, axis)
@@ -81,10 +80,10 @@ straight_through = fake_quantize
 
 
 def _representable(x: Array, q: QuantizedArray) -> Bool[Array, "..."]:
-    """Where values lie in the range of the levels of their block, to which half a step is added on either side."""
+    """Returns where values lie in the range of their block's levels, extended by half a step on either side."""
     levels, reached = levels_of(q.format)
     levels = np.unique(levels[reached])
-    # A little more, since Dynamic8 scales its largest magnitude to exactly half a step below its lowest level.
+    # Slightly more than half: Dynamic8 scales its largest magnitude to exactly half a step below its lowest level.
     half = 0.5 + 1e-4
     low, high = levels[0] - half * (levels[1] - levels[0]), levels[-1] + half * (levels[-1] - levels[-2])
     zero = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32)
@@ -96,19 +95,19 @@ def _representable(x: Array, q: QuantizedArray) -> Bool[Array, "..."]:
 
 
 class SimulatedArray(AbstractArrayValue):
-    """A float master that is quantized each time it is used, and trained as the float array that it is.
+    """A float master that is quantized at each use, and trains like any float array.
 
-    Made by [`eqquant.quantize_tree`][] with `simulate=True`. Its one leaf is `master`, so any training loop works
-    unchanged; products, lookups and everything else see [`quantized`][eqquant.SimulatedArray.quantized], and gradients
-    go to the master.
+    [`eqquant.quantize_tree`][] makes it with `simulate=True`. Its one leaf is `master`, so any training loop works
+    unchanged. Products, lookups and everything else use [`quantized`][eqquant.SimulatedArray.quantized]; gradients go
+    to the master.
 
     **Arguments:**
 
     - `master`: floats, of the logical shape.
-    - `format`: what it is quantized to.
-    - `axis`: the quantized axis, or axes; negative.
-    - `logical_dtype`: what it dequantizes to, which need not be the dtype of the master.
-    - `method`: how codes are found.
+    - `format`: the format to quantize to.
+    - `axis`: the quantized axis or axes, as negative numbers.
+    - `logical_dtype`: the dtype of the dequantized array, which may differ from the dtype of the master.
+    - `method`: the method that chooses scales and codes.
     """
 
     master: Float[Array, "..."]
@@ -130,13 +129,13 @@ class SimulatedArray(AbstractArrayValue):
         return self.logical_dtype
 
     def quantized(self) -> QuantizedArray:
-        """The quantized array as it is now. Gradients with respect to it go to the master."""
+        """Quantizes the master. Gradients with respect to the result go to the master."""
         axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
         q = quantize_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, self.method)
         return dataclasses.replace(q, gradient_of=memory_order(self.master, axes))
 
     def dequantize(self) -> Float[Array, "..."]:
-        """The dense array of `shape` and `dtype`, after quantization."""
+        """Returns the quantized master as a dense array, of `shape` and `dtype`."""
         return self.quantized().dequantize()
 
     def transpose(self, *axes: Any) -> QuantizedArray:
@@ -161,7 +160,7 @@ class SimulatedArray(AbstractArrayValue):
 def simulate_array(
     x: Array, format: AbstractFormat, axes: tuple[int, ...], dtype: Any, method: AbstractMethod = AbsMax()
 ) -> SimulatedArray:
-    """What `quantize_tree` puts in the place of `x` to simulate its quantization."""
+    """Returns the array that `quantize_tree(..., simulate=True)` puts in place of `x`."""
     if jtu.tree_leaves(method) or method.inputs is not None:
         raise ValueError(
             "`simulate=True` needs a method without arrays, which would be trained. Got "

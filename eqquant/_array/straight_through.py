@@ -1,4 +1,4 @@
-"""A value with another's gradient: the straight-through estimator."""
+"""The straight-through estimator: the value of one array, with the gradient of another."""
 
 import jax
 import jax.extend
@@ -17,8 +17,8 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
 
 
 def value_of(value: Float[Array, "*shape"], *, gradient_of: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`value`, bit for bit, through which gradients pass to `gradient_of` instead: the straight-through estimator.
+    """Returns `value`, bit for bit, but sends gradients to `gradient_of`: the straight-through estimator.
 
-    The usual `x + stop_gradient(value - x)` rounds twice. Both arguments have the same shape and dtype.
+    The usual `x + stop_gradient(value - x)` rounds twice. Both arguments must have the same shape and dtype.
     """
     return _value_of(jax.lax.stop_gradient(value), gradient_of)

@@ -1,4 +1,4 @@
-"""What every array of ours has in common with `jax.Array`: the operators, and how JAX asks for it dense."""
+"""The base class of arrays that stand in for `jax.Array`: its operators, and its conversion to dense."""
 
 import abc
 import dataclasses
@@ -36,20 +36,20 @@ _METHODS = (
     *("searchsorted", "sort", "squeeze", "std", "sum", "take", "tobytes", "tolist", "trace", "var", "view"),
     *("__dlpack__", "__dlpack_device__", "__round__"),
 )
-# What `dir` leaves out: what Equinox and Quax call, and other names of what it shows.
+# `dir` leaves out methods for Equinox and Quax, and aliases.
 _NOT_SHOWN = frozenset(("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"))
 
 
 class AbstractArrayValue(quax.ArrayValue):
-    """A pytree that behaves as an array of floats which is stored in another way.
+    """A pytree that behaves like an array of floats, but stores it differently.
 
-    A subclass gives `shape`, `dtype`, `dequantize`, `transpose` and `_matmul`; from these follows the rest. Whatever is
-    not a product or a change of structure dequantizes and asks JAX, so the answer is dense.
+    A subclass defines the abstract members below; the rest follows from them. Products and changes of structure are its
+    own; everything else dequantizes and calls JAX, so the result is dense.
     """
 
-    __array_priority__ = 100  # as `jax.Array`: NumPy arrays hand binary operators over to ours
-    # Fields that training leaves alone even where they hold floats. An array with such fields is an adapter: in a model
-    # that has some, nothing else is trained by default.
+    __array_priority__ = 100  # as `jax.Array`: makes NumPy arrays defer to our binary operators
+    # Fields that training leaves untouched, even floats. An array with such fields is an adapter: in a model with
+    # adapters, only adapters are trained by default.
     frozen: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ class AbstractArrayValue(quax.ArrayValue):
     @property
     @abc.abstractmethod
     def dtype(self) -> np.dtype:
-        """The logical dtype: what it dequantizes to."""
+        """The logical dtype: the dtype of `dequantize()`."""
 
     @property
     @abc.abstractmethod
@@ -73,7 +73,7 @@ class AbstractArrayValue(quax.ArrayValue):
 
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "..."]:
-        """The dense array of `shape` and `dtype`."""
+        """Returns the dense array, of `shape` and `dtype`."""
 
     @abc.abstractmethod
     def transpose(self, *axes: Any) -> Any:
@@ -81,21 +81,19 @@ class AbstractArrayValue(quax.ArrayValue):
 
     @abc.abstractmethod
     def __getitem__(self, index: Any) -> Array:
-        """The dense values at an index."""
+        """Returns the dense values at an index."""
 
     @abc.abstractmethod
     def astype(self, dtype: Any) -> Any:
-        """The array with another logical dtype."""
+        """Changes the logical dtype."""
 
     @abc.abstractmethod
     def reshape(self, *shape: Any, **kwargs: Any) -> Any:
-        """The array in another shape."""
+        """Changes the shape."""
 
     @abc.abstractmethod
     def _matmul(self, other: Any, *, left: bool) -> Array:
-        """`self @ other` if `left`, else `other @ self`."""
-
-    # What follows from these
+        """Returns `self @ other` if `left`, else `other @ self`."""
 
     @property
     def size(self) -> int:
@@ -103,12 +101,12 @@ class AbstractArrayValue(quax.ArrayValue):
 
     @property
     def itemsize(self) -> int:
-        """The bytes of one element of `dtype`. What is stored is `nbytes`."""
+        """The bytes of one element of `dtype`. For the stored bytes, see `nbytes`."""
         return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are stored."""
+        """The stored bytes."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(self))
 
     def aval(self) -> jax.core.ShapedArray:
@@ -164,20 +162,20 @@ class AbstractArrayValue(quax.ArrayValue):
     conjugate = conj
 
     def copy(self) -> Any:
-        """The same array in memory of its own. Stays quantized."""
+        """Copies the array to new memory. Stays quantized."""
         return jax.tree_util.tree_map(jnp.copy, self)
 
     @property
     def device(self) -> Any:
-        """The device, or the sharding of the codes if there are several, as `jax.Array.device`."""
+        """The device; with several devices, the sharding of the codes, as `jax.Array.device`."""
         return jax.tree_util.tree_leaves(self)[0].device
 
     def devices(self) -> set[Any]:
-        """The devices that hold it."""
+        """Returns the devices that hold the array."""
         return set().union(*(leaf.devices() for leaf in jax.tree_util.tree_leaves(self)))
 
     def is_deleted(self) -> bool:
-        """Whether memory of it was freed or donated."""
+        """Returns whether any of its memory was freed or donated."""
         return any(leaf.is_deleted() for leaf in jax.tree_util.tree_leaves(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -205,9 +203,9 @@ class AbstractArrayValue(quax.ArrayValue):
 
     @property
     def at(self) -> Any:
-        """Functional updates, as `jax.Array.at`; the result is dense: codes cannot be updated exactly.
+        """Functional updates, as `jax.Array.at`. The result is dense, since codes cannot be updated exactly.
 
-        To go on with a quantized array, as in a cache, quantize the result again with [`eqquant.requantize`][].
+        To keep the array quantized, as in a cache, pass the result to [`eqquant.requantize`][].
         """
         return self.dequantize().at
 
@@ -217,7 +215,7 @@ class AbstractArrayValue(quax.ArrayValue):
         return sorted(names | fields)
 
     def _repr_html_(self) -> str:
-        """For notebooks: what it is, and its first rows."""
+        """For notebooks: a title, and the first rows."""
         title = f"<code>{html.escape(repr(self))}</code>"
         try:
             rows = np.asarray(self[(slice(3),) * (self.ndim - 1)].astype(jnp.float32))
@@ -228,17 +226,17 @@ class AbstractArrayValue(quax.ArrayValue):
         size = f"{8 * self.nbytes / max(self.size, 1):.2f} bits per value"
         return f"{title} <small>{size}</small><pre>{html.escape(values)}{more}</pre>"
 
-    # Element by element, so there is no hash, as for `jax.Array`.
+    # `==` compares element by element, so there is no hash, as for `jax.Array`.
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 def flatten_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`f(1, 2)` and `f((1, 2))` are the same call."""
+    """Makes `f(1, 2)` and `f((1, 2))` the same call."""
     return tuple(arguments[0]) if len(arguments) == 1 and np.ndim(arguments[0]) > 0 else arguments
 
 
 def as_permutation(axes: tuple[Any, ...], ndim: int) -> list[int]:
-    """The arguments of `transpose` as a list of non-negative axes; none, or `None`, reverses them."""
+    """Returns the arguments of `transpose` as a list of non-negative axes; no argument or `None` reverses the axes."""
     given = () if axes and axes[0] is None else flatten_arguments(axes)
     order = [int(a) for a in given] or list(range(ndim))[::-1]
     if sorted(a % ndim if -ndim <= a < ndim else -1 for a in order) != list(range(ndim)):

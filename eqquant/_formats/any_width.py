@@ -1,4 +1,4 @@
-"""Integers of any width: the formats of the library where they are the same, else one that analysis alone needs."""
+"""Integers of any width: `Int8`, `Int4` or `Int2` where they agree, otherwise a format for analysis only."""
 
 from numbers import Integral
 from typing import Any, Literal
@@ -20,12 +20,11 @@ Rounding = Literal["half_even", "half_away"]
 def integer_format(
     bits: int, *, block_size: BlockSize = "tensor", symmetric: bool = True, rounding: Rounding = "half_even"
 ) -> AbstractFormat:
-    r"""Integers of two to eight bits, to see what each bit is worth.
+    r"""Returns an integer format of two to eight bits, to measure how much accuracy each bit buys.
 
     Symmetric: $s = \max|x| / (2^{b-1} - 1)$. Affine: $s = (\max x - \min x) / (2^b - 1)$ over a range that includes
-    zero. Where [`eqquant.Int8`][], [`eqquant.Int4`][] or [`eqquant.Int2`][] means the same, that is what is returned.
-    Other widths are for analysis: in memory each of their codes takes a byte, and reports count the bits it would take
-    packed.
+    zero. Returns [`eqquant.Int8`][], [`eqquant.Int4`][] or [`eqquant.Int2`][] where one of them has these levels.
+    Other widths are for analysis: each code takes a byte in memory, but reports count the bits of a packed code.
 
     !!! Example
 
@@ -36,9 +35,10 @@ def integer_format(
     **Arguments:**
 
     - `bits`: the width of a code, from 2 to 8.
-    - `block_size`: how many values share a scale; `None` for one scale per channel, `"tensor"` for one in all.
-    - `symmetric`: whether zero is always the middle code. Otherwise there is a zero point.
-    - `rounding`: where ties go: `"half_even"`, as everywhere in JAX, or `"half_away"` from zero, as in C.
+    - `block_size`: how many values share a scale; `None` for one scale per channel, `"tensor"` for one scale for the
+        whole array.
+    - `symmetric`: whether zero is always the middle code. Otherwise each block has a zero point.
+    - `rounding`: how to round ties: `"half_even"`, as everywhere in JAX, or `"half_away"` from zero, as in C.
 
     **Returns:**
 
@@ -46,7 +46,7 @@ def integer_format(
 
     **Raises:**
 
-    `ValueError` for another number of bits, for a `symmetric` that is not a boolean, or an unknown `rounding`.
+    `ValueError` if `bits` is not an integer from 2 to 8, if `symmetric` is not a boolean, or if `rounding` is unknown.
     """
     if isinstance(bits, bool) or not isinstance(bits, Integral) or not 2 <= bits <= 8:
         raise ValueError(f"`bits` must be an integer from 2 to 8. Got {bits!r}. One bit has no zero: see `eqq.Binary`.")
@@ -54,7 +54,7 @@ def integer_format(
         raise ValueError(f"`symmetric` must be True or False. Got {symmetric!r}.")
     check_rounding(rounding)
     ours = {8: Int8, 4: Int4, 2: Int2}.get(bits)
-    # Symmetric Int2 uses all of its four levels, which the rule above does not; and blocks of ours fill whole bytes.
+    # Symmetric Int2 uses all four levels, unlike the rule above; and blocks of our formats must fill whole bytes.
     same = rounding == "half_even" and (bits > 2 or not symmetric)
     if ours is not None and same and (not isinstance(block_size, int) or block_size % (8 // bits) == 0):
         return ours(block_size=block_size, symmetric=symmetric)
@@ -62,12 +62,12 @@ def integer_format(
 
 
 def code_width(format: AbstractFormat) -> int:
-    """The bits that a code has, which may be fewer than those it takes in memory."""
+    """Returns the width of a code in bits, which may be less than it takes in memory."""
     return format.width if isinstance(format, _Integer) else format.bits
 
 
 def check_rounding(rounding: Any) -> None:
-    """Refuses an unknown name of a rounding."""
+    """Raises if `rounding` is not a known name."""
     if rounding not in ("half_even", "half_away"):
         raise ValueError(f'`rounding` must be "half_even" or "half_away". Got {rounding!r}.')
 

@@ -1,4 +1,4 @@
-"""What a format is: what codes mean."""
+"""The interface of formats: how codes and values convert into each other."""
 
 import abc
 import dataclasses
@@ -16,7 +16,7 @@ from .._numerics.blocks import BlockSize
 from .._numerics.scale_bits import ScaleDtype
 
 
-if TYPE_CHECKING:  # to a type checker Equinox's own looks like a field of the dataclass
+if TYPE_CHECKING:  # a type checker takes Equinox's own for a field of the dataclass
     from typing import ClassVar as AbstractClassVar
 else:
     from equinox import AbstractClassVar
@@ -26,7 +26,7 @@ _FORMATS: dict[str, type["AbstractFormat"]] = {}
 
 
 class AbstractFormat(eqx.Module):
-    """What codes mean. Subclass it to make a format of your own.
+    """Defines what codes mean. Subclass it to make your own format.
 
     !!! Example
 
@@ -52,7 +52,7 @@ class AbstractFormat(eqx.Module):
         q = eqq.quantize(x, Log4())
         ```
 
-    A subclass gives `block_size`, `bits`, `choose_scale`, `encode` and `decode`. That is enough for every method
+    A subclass defines `block_size`, `bits`, `choose_scale`, `encode` and `decode`. That is enough for every method
     ([`eqquant.MSE`][] and the others), for stochastic rounding, for products and for training. All fields must be
     static, so that formats compare by value. Its lower-case class name becomes a name that
     [`eqquant.quantize`][] takes.
@@ -60,10 +60,10 @@ class AbstractFormat(eqx.Module):
     - `block_size`: how many values along the quantized axis share a scale; `None` for all of them (one scale per
         channel), `"tensor"` for one scale for the whole array.
     - `bits`: 1, 2, 4 or 8, the width of a code in memory.
-    - `scale_dtype`: what scales are rounded to and stored as.
-    - `scale_format`: the format that the scales are quantized to as well, or `None`.
-    - `multiplies_by_reciprocal`: whether values are multiplied by the reciprocal of the scale before it is rounded to
-        `scale_dtype`, as ggml does, and not divided by the scale that is stored.
+    - `scale_dtype`: the dtype that scales are rounded to and stored as.
+    - `scale_format`: the format that scales are quantized to, or `None` if they are not quantized.
+    - `multiplies_by_reciprocal`: whether encoding multiplies values by the reciprocal of the scale before the scale is
+        rounded to `scale_dtype`, as ggml does. Otherwise it divides them by the stored scale.
     """
 
     block_size: eqx.AbstractVar[BlockSize]
@@ -76,7 +76,7 @@ class AbstractFormat(eqx.Module):
         super().__init_subclass__(**kwargs)
         if not cls.__name__.startswith(("Abstract", "_")):
             name, known = cls.__name__.lower(), _FORMATS.get(cls.__name__.lower())
-            # A class of yours may be defined again, in a notebook say; ours cannot be replaced.
+            # A notebook may define a user's class again; the library's own formats cannot be replaced.
             if known is None or not known.__module__.startswith("eqquant."):
                 _FORMATS[name] = cls
 
@@ -105,17 +105,18 @@ class AbstractFormat(eqx.Module):
 
     @abc.abstractmethod
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        """Returns the scale of each block, which its values are divided by before [`encode`][].
+        """Returns the scale of each block. Its values are divided by the scale before [`encode`][].
 
-        This is the format's own rule, which the method [`eqquant.AbsMax`][] takes and others start from. NaN and
-        infinity need no care: a block that holds one gets a scale of NaN, whatever this returns.
+        [`eqquant.AbsMax`][] uses this rule as it is; the other methods start from it. You need not handle NaN and
+        infinity: a block that holds one gets a scale of NaN, whatever this returns.
         """
 
     @abc.abstractmethod
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-        """Returns the nearest code of each value, already divided by its scale (and shifted by its zero point).
+        """Returns the nearest code of each value.
 
-        Values beyond the range take the nearest end.
+        Values are already divided by the scale and shifted by the zero point. Values beyond the range take the nearest
+        end.
         """
 
     @abc.abstractmethod
@@ -124,18 +125,18 @@ class AbstractFormat(eqx.Module):
 
 
 class AbstractAffineFormat(AbstractFormat):
-    """A format whose blocks may have a zero point each: the code that stands for zero."""
+    """A format whose blocks may each have a zero point: the code that stands for zero."""
 
     @property
     @abc.abstractmethod
     def has_zero_points(self) -> bool:
-        """Whether they do."""
+        """Whether blocks have zero points."""
 
     @abc.abstractmethod
     def choose_zero_point(
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
     ) -> UInt8[Array, "*batch blocks"]:
-        """Returns the code that stands for zero in each block, under scales that [`choose_scale`][] chose."""
+        """Returns the code that stands for zero in each block, given the scales of [`choose_scale`][]."""
 
 
 def has_zero_points(format: AbstractFormat) -> bool:
@@ -145,7 +146,7 @@ def has_zero_points(format: AbstractFormat) -> bool:
 
 @ft.lru_cache
 def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what each code decodes to, and whether a value is ever encoded to it: of ternary codes, three are.
+    """Returns the level of each code, and whether any value encodes to it: ternary uses only three of its four codes.
 
     **Arguments:**
 
@@ -162,25 +163,23 @@ def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(values), np.asarray((back == codes) & jnp.isfinite(values))
 
 
-_OF_METHODS = (
-    "That is a way to find codes, a `method`, and not a format: choose one such as 'int4' for it to find codes of."
-)
+_OF_METHODS = "That names a method, not a format: write a format such as 'int4', and pass a method as `method`."
 _REMEDIES = {
     "fp4": "For 4-bit floats write 'mxfp4' or 'nvfp4'; for normal floats 'nf4'.",
-    "fp16": "float16 is no quantization: cast with `astype`.",
-    "bf16": "bfloat16 is no quantization: cast with `astype`.",
+    "fp16": "float16 needs no quantization: cast with `astype`.",
+    "bf16": "bfloat16 needs no quantization: cast with `astype`.",
     **dict.fromkeys(
         ("int3", "int5", "int6", "int7"),
         "Codes take 1, 2, 4 or 8 bits: write 'int2', 'int4' or 'int8', or `eqq.Codebook(values)` with fewer values.",
     ),
-    "int1": "One bit is 'binary'.",
+    "int1": "For one bit write 'binary'.",
     **dict.fromkeys(("gptq", "awq", "hqq", "mse", "absmax"), _OF_METHODS),
-    **dict.fromkeys(("q4k", "q5k", "q6k", "q4km", "q4ks"), "Of GGUF's formats there are 'q4_0' and 'q8_0'."),
+    **dict.fromkeys(("q4k", "q5k", "q6k", "q4km", "q4ks"), "Of GGUF's formats write 'q4_0' or 'q8_0'."),
 }
 
 
 def as_format(format: AbstractFormat | str) -> AbstractFormat:
-    """A format from its lower-case name (`"nf4"`, `"int8"`, `"q4_0"`); a format is returned as it is."""
+    """Returns the format of a lower-case name (`"nf4"`, `"int8"`, `"q4_0"`); returns a format unchanged."""
     if isinstance(format, AbstractFormat):
         return format
     if isinstance(format, type) and issubclass(format, AbstractFormat):

@@ -9,7 +9,7 @@ from .base import AbstractFormat
 
 
 class Ternary(AbstractFormat):
-    r"""Values $-s, 0, s$ in two bits, with $s$ the mean of $|x|$: $s$ times $x / s$, rounded and clipped to one.
+    r"""Values $-s, 0, s$ in two bits, where $s$ is the mean of $|x|$. Rounds $x / s$ and clips it to $\pm 1$.
 
     ??? cite
 
@@ -30,7 +30,7 @@ class Ternary(AbstractFormat):
 
 
 class Binary(AbstractFormat):
-    r"""Values $-s$ and $s$ in one bit, with $s$ the mean of $|x|$, the scale of least squared error. Zero is $+s$.
+    r"""Values $-s$ and $s$ in one bit, where $s$, the mean of $|x|$, has the least squared error. Zero becomes $s$.
 
     ??? cite
 

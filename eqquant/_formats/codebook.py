@@ -1,4 +1,4 @@
-"""Codes that index a table of real values: NF4, and any table of your own."""
+"""Formats whose codes index a table of real values: NF4, Dynamic8 and your own tables."""
 
 import abc
 import functools as ft
@@ -17,7 +17,10 @@ from .floating import FP8
 
 
 class AbstractCodebook(AbstractFormat):
-    """Codes index `codebook`, a sorted table of values. The scale maps the largest magnitude onto the table's."""
+    """Codes index `codebook`, a sorted table of values.
+
+    The scale maps the largest magnitude of a block onto the largest of the table.
+    """
 
     # Whether a value above zero takes at least the lowest level above zero.
     keeps_nonzero: ClassVar[bool] = False
@@ -25,7 +28,7 @@ class AbstractCodebook(AbstractFormat):
     @property
     @abc.abstractmethod
     def codebook(self) -> tuple[float, ...]:
-        """The sorted table."""
+        """The levels, sorted."""
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return absmax(blocks) / max(abs(self.codebook[0]), abs(self.codebook[-1]))
@@ -44,10 +47,10 @@ class AbstractCodebook(AbstractFormat):
 
 
 def _count_below(thresholds: np.ndarray, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """How many of the sorted thresholds each value exceeds."""
+    """Returns how many of the sorted thresholds each value exceeds."""
     if len(thresholds) > 15:
         first, crowd = _bins(tuple(map(float, thresholds)))
-        # The first bits of a float say between which thresholds it lies, but for the few that begin with the same bits.
+        # The first bits of a float tell which thresholds it lies between, except for the few that share those bits.
         bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
         count = jnp.asarray(first)[bits >> _BIN_SHIFT]
         padded = jnp.append(jnp.asarray(thresholds), jnp.float32(jnp.inf))
@@ -65,11 +68,11 @@ _BIN_SHIFT = 15  # bins of 8 bits of mantissa, an exponent and a sign
 
 @ft.lru_cache
 def _bins(thresholds: tuple[float, ...]) -> tuple[np.ndarray, int]:
-    """For each bin of floats that begin with the same bits, how many thresholds lie below; and the most within one."""
+    """Returns how many thresholds lie below each bin of floats with the same first bits, and the most within a bin."""
     prefixes = np.arange(2 ** (32 - _BIN_SHIFT), dtype=np.uint32) << _BIN_SHIFT
     one_end, other_end = prefixes.view(np.float32), (prefixes | (2**_BIN_SHIFT - 1)).view(np.float32)
     below = lambda x: np.searchsorted(np.asarray(thresholds, np.float32), np.nan_to_num(x, nan=0.0), side="left")
-    # Where one end is a NaN and the other infinite, the infinite one counts.
+    # `fmin` and `fmax` pick the infinite end of a bin whose other end is a NaN.
     first, last = below(np.fmin(one_end, other_end)), below(np.fmax(one_end, other_end))
     return first.astype(np.uint8), int((last - first).max())
 
@@ -81,8 +84,8 @@ def _lookup(table: np.ndarray, codes: UInt8[Array, "*shape"]) -> Float32[Array, 
 class NF4(AbstractCodebook):
     r"""4-bit NormalFloat: sixteen levels of equal probability under a normal distribution, one of them zero.
 
-    $s = \max|x|$ per block, and each value takes the nearest $s \cdot c_i$. Codes, scales and values equal those of
-    bitsandbytes bit for bit. With `double_quant` the scales are quantized too, to eight bits in blocks of 256.
+    $s = \max|x|$ per block, and each value takes the nearest $s \cdot c_i$. Codes, scales and values match
+    bitsandbytes bit for bit. `double_quant` also quantizes the scales, to eight bits in blocks of 256.
 
     ??? cite
 
@@ -108,19 +111,20 @@ NF4.__init__.__doc__ = r"""**Arguments:**
 
 - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
     one for the whole array.
-- `double_quant`: whether the scales are quantized too, which saves about 0.37 bits per weight at block size 64.
+- `double_quant`: whether to quantize the scales too, which saves about 0.37 bits per weight at block size 64.
 """
 
 
 class Dynamic8(AbstractCodebook):
-    r"""Eight-bit dynamic numbers: seven decades, each with twice as many levels as the one below. For optimizer state.
+    r"""Eight-bit dynamic numbers, for optimizer state: seven decades, each with twice the levels of the one below.
 
-    The decade up to $10^{-k}$, for $k = 0 \ldots 6$, is cut into $2^{6-k}$ intervals, whose means are the levels, with
-    either sign; zero and one are added. $s = \max|x|$ per block. Without a sign it is for second moments: the decades
-    are cut into $2^{7-k}$ intervals, and the levels are squares. What an optimizer divides by is the square root, so
-    that must be told from zero wherever the first moment is: a value above zero never becomes zero, but at least the
-    lowest level. (The paper's levels are the same without squares: there
-    gradients that differ by more than a factor of about 2000 within a block are divided by zero.)
+    The decade up to $10^{-k}$, for $k = 0 \ldots 6$, is cut into $2^{6-k}$ intervals. Their means, with either sign,
+    are the levels, together with zero and one. $s = \max|x|$ per block.
+
+    The unsigned form is for second moments: it cuts each decade into $2^{7-k}$ intervals, and its levels are squares.
+    An optimizer divides by the square root, which must not be zero where the first moment is not. So a value above
+    zero never becomes zero: it takes at least the lowest level. (The paper's levels are not squared. They divide by
+    zero if gradients within a block differ by more than a factor of about 2000.)
 
     ??? cite
 
@@ -142,7 +146,7 @@ class Dynamic8(AbstractCodebook):
 
 Dynamic8.__init__.__doc__ = """**Arguments:**
 
-- `signed`: whether half of the levels are negative. Without it, levels are squares, and negative values become zero.
+- `signed`: whether half of the levels are negative. If `False`, levels are squares, and negative values become zero.
 - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
     one for the whole array.
 """
@@ -159,7 +163,7 @@ def _dynamic_codebook(signed: bool) -> tuple[float, ...]:
 
 
 class Codebook(AbstractCodebook):
-    """A table of your own: 2, 4, 16 or 256 values, or fewer than that, which are then coded with the bits of the next.
+    """Your own table of 2 to 256 values. Codes take the fewest of 1, 2, 4 or 8 bits that can index it.
 
     !!! Example
 
@@ -178,7 +182,7 @@ class Codebook(AbstractCodebook):
     ) -> None:
         r"""**Arguments:**
 
-        - `values`: the levels, two to 256 different finite numbers in any order. They are rounded to float32.
+        - `values`: the levels: two to 256 different finite numbers, in any order. Rounds them to float32.
         - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel,
             `"tensor"` for one for the whole array.
         """

@@ -14,10 +14,10 @@ _KINDS = {"e4m3": E4M3, "e5m2": E5M2, "ue4m4": UE4M4}
 
 
 class FP8(AbstractFormat):
-    r"""Eight-bit floats, per channel unless `block_size` is given: $s = \max|x| / \mathrm{max}$.
+    r"""Eight-bit floats, by default with one scale per channel: $s = \max|x| / \mathrm{max}$.
 
-    The scale maps the largest magnitude onto the largest finite number, 448 for e4m3 and 57344 for e5m2, and values
-    saturate before they are cast, so no NaN and no infinity can arise.
+    The scale maps the largest magnitude onto the largest finite number: 448 for e4m3, 57344 for e5m2. Values saturate
+    before the cast, so quantizing never makes a NaN or an infinity.
 
     ??? cite
 

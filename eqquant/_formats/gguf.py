@@ -1,4 +1,4 @@
-"""Formats of the GGUF file, whose values equal those of ggml's reference quantizers bit for bit."""
+"""Formats of GGUF files. Values match ggml's reference quantizers bit for bit."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from .base import AbstractFormat
 class Q4_0(AbstractFormat):
     r"""GGUF's Q4_0: $s = x_m / {-8}$, where $x_m$ is the value of largest magnitude with its sign; codes $-8 \ldots 7$.
 
-    Codes are stored plus 8, and are $\lfloor x / s + 8.5 \rfloor$. Blocks of 32, 4.5 bits per weight.
+    Stores codes plus 8, as $\lfloor x / s + 8.5 \rfloor$. Blocks of 32; 4.5 bits per weight.
 
     ??? cite
 
@@ -41,7 +41,7 @@ class Q4_0(AbstractFormat):
 class Q8_0(AbstractFormat):
     r"""GGUF's Q8_0: $s = \max|x| / 127$, codes $-127 \ldots 127$, rounded to nearest with ties away from zero.
 
-    Codes are stored plus 128. Blocks of 32, 8.5 bits per weight.
+    Stores codes plus 128. Blocks of 32; 8.5 bits per weight.
 
     ??? cite
 

@@ -12,11 +12,11 @@ from .base import AbstractAffineFormat
 
 
 class AbstractInteger(AbstractAffineFormat):
-    """Codes are integers. A symmetric code is stored with an offset of `2**(bits - 1)`, so that it is unsigned."""
+    """A format whose codes are integers. Symmetric codes are stored plus `2**(bits - 1)`, so that they are unsigned."""
 
     symmetric: eqx.AbstractVar[bool]
-    # Whether symmetric codes use all `2**bits` levels. The sign of the scale then turns the longer side towards the
-    # value of largest magnitude.
+    # Whether symmetric codes use all `2**bits` levels. The sign of the scale then points the longer side at the value
+    # of largest magnitude.
     uses_lowest_code: ClassVar[bool] = False
 
     def __check_init__(self) -> None:
@@ -48,10 +48,10 @@ class AbstractInteger(AbstractAffineFormat):
 
 
 class Int8(AbstractInteger):
-    r"""Eight-bit integers, per channel unless `block_size` is given.
+    r"""Eight-bit integers, by default with one scale per channel.
 
     Symmetric: $s = \max|x| / 127$, codes $-127 \ldots 127$. Affine: $s = (\max x - \min x) / 255$ over a range that
-    includes zero, codes $0 \ldots 255$, and the code of zero, $z = -\min x / s$ rounded, is kept as a zero point.
+    includes zero, codes $0 \ldots 255$; the zero point is $z = -\min x / s$, rounded.
     """
 
     block_size: BlockSize = eqx.field(static=True, default=None)
@@ -75,7 +75,7 @@ class Int2(AbstractInteger):
     r"""Two-bit integers in blocks.
 
     Symmetric: levels $-2 \ldots 1$, with $s = x_m / {-2}$ where $x_m$ is the value of largest magnitude with its sign.
-    At two bits a level more counts: levels $-1 \ldots 1$ alone would cost 5 dB on normally distributed weights.
+    At two bits, one more level matters: levels $-1 \ldots 1$ alone lose 5 dB on normally distributed weights.
     Affine: $s = (\max x - \min x) / 3$ over a range that includes zero, codes $0 \ldots 3$ and a zero point per block.
     """
 
@@ -90,6 +90,6 @@ for _cls in (Int8, Int4, Int2):
 
 - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
     one for the whole array.
-- `symmetric`: whether zero is always the middle code. Otherwise each block stores a zero point as well, which suits
-    values that lie mostly to one side of zero.
+- `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
+    values that lie mostly on one side of zero.
 """

@@ -14,18 +14,18 @@ from .floating import FP8
 
 
 class _AbstractMX(AbstractFormat):
-    """OCP microscaling: elements are minifloats, and the scale of each 32 is a power of two, stored in one byte."""
+    """OCP microscaling: minifloats in blocks of 32, whose scales are powers of two and take one byte."""
 
     scale_dtype = "e8m0"
 
     @property
     @abc.abstractmethod
     def element(self) -> Minifloat:
-        """What a code is."""
+        """The minifloat that a code holds."""
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         exponent = floor_log2(absmax(blocks)) - self.element.max_exponent
-        # Not below -126: 2**-127, which E8M0 has, is subnormal in float32.
+        # E8M0 goes down to 2**-127, but that is subnormal in float32, which many backends flush to zero.
         return exp2(jnp.clip(exponent, -126, 127))
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
@@ -52,7 +52,7 @@ class MXFP8(_AbstractMX):
     def __init__(self, kind: Literal["e4m3", "e5m2"] = "e4m3") -> None:
         """**Arguments:**
 
-        - `kind`: the element, `"e4m3"` (the default) or `"e5m2"`.
+        - `kind`: the type of an element, `"e4m3"` (the default) or `"e5m2"`.
         """
         self.kind = kind
         self.block_size = 32
@@ -89,9 +89,9 @@ class MXFP4(_AbstractMX):
 
 
 class NVFP4(AbstractFormat):
-    r"""NVIDIA's four-bit float: e2m1 elements in blocks of 16, with e4m3 scales under one float32 scale for the tensor.
+    r"""NVIDIA's four-bit float: e2m1 elements in blocks of 16, with e4m3 scales and one float32 scale per tensor.
 
-    $s = \max|x| / 6$ per block, itself quantized to e4m3 by the scale of the whole tensor, $\max s / 448$.
+    $s = \max|x| / 6$ per block. It is quantized to e4m3 with one scale for the whole tensor, $\max s / 448$.
 
     ??? cite
 

@@ -1,4 +1,4 @@
-"""How a product is computed: its rules, its implementations, and the choice among them."""
+"""Computes the quantized matmul: its rules, its implementations, and the choice among them."""
 
-# Importing these registers the rules of the primitive, and those of Quax.
+# Importing these registers the rules of the primitive and of Quax.
 from . import quax_rules as quax_rules, rules as rules

@@ -1,4 +1,4 @@
-"""The function that users call for a quantized matmul."""
+"""`matmul`, the public function of the quantized matmul."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ def matmul(
     implementation: str | None = None,
     precision: Any = None,
 ) -> Array:
-    """`x @ w`, where either operand may be quantized, with a choice of implementation.
+    """Computes `x @ w`, where either operand may be quantized.
 
-    `q @ x` and `x @ q` are this function with the defaults.
+    `q @ x` and `x @ q` call this function with the defaults.
 
     !!! Example
 
@@ -27,11 +27,10 @@ def matmul(
 
     **Arguments:**
 
-    - `x`, `w`: arrays or quantized arrays, of the shapes that `jnp.matmul` takes. If both are quantized, `x` is
-        dequantized. The product is quantized where the sum runs along the whole quantized axis, or along none of
-        it; otherwise the operand is dequantized.
-    - `implementation`: the name of one, or `None` for the best that this platform has for the shapes and the format.
-        See [`eqquant.explain_matmul`][].
+    - `x`, `w`: arrays or quantized arrays, of the shapes that `jnp.matmul` takes. If both are quantized, dequantizes
+        `x`. Also dequantizes an operand if the sum runs along only part of its quantized axis.
+    - `implementation`: the name of an implementation, or `None` to choose the best for the platform, the shapes and
+        the format. [`eqquant.explain_matmul`][] lists them.
     - `precision`: as in `jnp.matmul`; `None` takes `jax.default_matmul_precision`. Sums are float32 (float64 for
         float64 operands).
 
@@ -41,8 +40,8 @@ def matmul(
 
     **Raises:**
 
-    `ValueError` if the contracted lengths differ, or if the implementation is unknown on this platform or cannot take
-    the product.
+    `ValueError` if the contracted lengths differ, or if the implementation is unknown, is for another platform, or
+    cannot take the product.
     """
     if is_quantized(w):
         x = x.dequantize() if is_quantized(x) else x  # pyright: ignore

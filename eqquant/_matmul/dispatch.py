@@ -1,7 +1,7 @@
-"""Which implementation computes a quantized matmul, and why. The only place where formats and kernels meet.
+"""Chooses the implementation of a quantized matmul. The only place where formats and kernels meet.
 
-`IMPLEMENTATIONS` says what there is, and `_PREFERENCES` what is taken where. A kernel is handed a `Packed` weight: a
-table of what codes stand for, which it gets by asking the format to decode every code there is. So it takes any format.
+`IMPLEMENTATIONS` lists all of them, and `_PREFERENCES` the order of choice. Kernels know no formats: they take a
+`Packed` weight and a table of values, made by decoding every code of the format. So they take any format.
 """
 
 import functools as ft
@@ -28,16 +28,16 @@ class _Implementation(NamedTuple):
 
 
 def _kernel(platform: str, load: Callable[[], Any], *, batched: bool = False, **options: Any) -> _Implementation:
-    """An implementation that is a kernel, of raw arrays. Its module is imported when it is needed.
+    """Returns the implementation of a kernel, which takes raw arrays. Imports its module at first use.
 
-    The module has a function `supports`, and a function `matmul` for operands of two dimensions; or if it is `batched`,
-    for any number of batch axes in front of them.
+    The module has the functions `supports` and `matmul`. `matmul` takes operands of two dimensions; if `batched`, with
+    any number of leading batch axes.
     """
 
     def supports(problem: MatmulProblem, target: Target) -> str | None:
         precision = _precision(problem)
         if precision is None:
-            return f"the precision is {problem.precision}, and it knows the default and the highest"
+            return f"the precision is {problem.precision}, and it supports only the default and the highest"
         options = {"transpose": problem.transpose, "precision": precision, "target": target}
         return load().supports(problem.layout, problem.m, problem.n, problem.dtype, **options)
 
@@ -67,17 +67,17 @@ def _xla(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) ->
     if target.platform == "cpu":
         return xla_cpu.matmul(x, pack_arrays(w), layout, w.dtype, transpose=transpose, precision=precision)
     if _of_bytes(problem):
-        # A scale of a row is one of results, or of what the row is multiplied by. Without it one conversion is left of
-        # the weight, which XLA fuses with the product.
+        # The scale of a row can scale the results, or with `transpose` the operand. The weight is then a single
+        # conversion, which XLA fuses with the product.
         decode = ft.partial(decode_bytes, layout=layout, dtype=x.dtype)
         return xla.dense_scaled(x, pack_arrays(w), decode, w.scale[..., 0], transpose=transpose, precision=precision)
     return xla.dense(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
 
 
 def _of_bytes(p: MatmulProblem) -> bool:
-    """Whether a weight is one conversion of bytes, to integers or small floats, and one scale per row."""
+    """Returns whether a weight decodes by one conversion of bytes (to integers or small floats) and a scale per row."""
     layout = p.layout
-    # What a transposed product is multiplied by is scaled before it, and in float16 that might underflow.
+    # The transposed product scales `x` first, which might underflow in float16.
     scalable = not (p.transpose and p.dtype == jnp.float16)
     return scalable and layout.one_scale and layout.bits == 8 and layout.kind != "table" and not layout.zero_points
 
@@ -86,7 +86,7 @@ def _always(problem: MatmulProblem, target: Target) -> None:
     del problem, target
 
 
-# Importing Pallas takes as long as importing JAX, so these wait until there is a use for them.
+# Importing Pallas takes as long as importing JAX, so import these at first use.
 
 
 def _cpu() -> Any:
@@ -126,7 +126,7 @@ _FUSED = "XLA fuses the one conversion of the weight with the product; scales of
 _FEW_ROWS = "few rows: the packed weight is decoded on the chip, where XLA would write a dense one to memory"
 _MANY_ROWS = "many rows: decoding to a dense weight in memory, once, costs less than decoding for every tile of rows"
 
-# The first that holds is taken, unless the implementation cannot take the product.
+# The first row that applies wins, unless its implementation cannot take the product.
 _PREFERENCES = (
     _Preference("cuda", "xla", _of_bytes, _FUSED),
     _Preference("cuda", "pallas_gpu", lambda p: p.m <= 256, _FEW_ROWS),
@@ -146,11 +146,11 @@ _PREFERENCES = (
 
 
 def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[str, str]:
-    """The name of the implementation that is taken, and the reason.
+    """Returns the name of the chosen implementation, and the reason.
 
     **Raises:**
 
-    `ValueError` if there is no implementation `forced`, or if it cannot take the product.
+    `ValueError` if the implementation `forced` is unknown or cannot take the product.
     """
     if forced is not None:
         refusal = refusal_of(target, problem, forced)
@@ -158,7 +158,7 @@ def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[
             raise ValueError(f'`implementation={forced!r}` cannot take this product: {refusal}. Use "xla", or None.')
         return forced, "forced"
     rules = [r for r in _PREFERENCES if r.platform in ("", target.platform)]
-    if not isinstance(problem.m, int):  # in a program that is exported for any number of rows
+    if not isinstance(problem.m, int):  # the program is exported for any number of rows
         rules = [r for r in rules if r.implementation == "xla"]
     preferred = [r for r in rules if r.when(problem)]
     refusals = [refusal_of(target, problem, rule.implementation) for rule in preferred]
@@ -176,11 +176,11 @@ def compute(
 
 
 def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
-    """Why the implementation of that name cannot take the product, or `None`.
+    """Returns why the implementation `name` cannot take the product, or `None` if it can.
 
     **Raises:**
 
-    `ValueError` if there is none of that name.
+    `ValueError` if `name` is unknown.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"`implementation` must be one of {', '.join(IMPLEMENTATIONS)}, or None. Got {name!r}.")
@@ -205,7 +205,7 @@ def pack_arrays(w: QuantizedArray) -> Packed:
 
 
 def _precision(problem: MatmulProblem) -> str | None:
-    """Of the precisions that there are, the one that a kernel understands: "default", "highest", or `None`."""
+    """Returns the precision in the terms of a kernel: "default", "highest", or `None` if kernels lack it."""
     name = problem.precision
     if isinstance(name, tuple) and len(set(name)) == 1:
         name = name[0]

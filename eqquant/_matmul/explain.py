@@ -1,4 +1,4 @@
-"""What a product would take, and why: `explain_matmul`."""
+"""`explain_matmul`: shows which implementation a product takes, and why."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from .problem import MatmulProblem, problem_of, Target
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MatmulExplanation(Report):
-    """Which implementation a product would take, and why. Prints as a table."""
+    """The implementation that a product takes, with the reasons. Prints as a table."""
 
     problem: MatmulProblem
     platform: str
@@ -37,7 +37,7 @@ class MatmulExplanation(Report):
 
 
 def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExplanation:
-    """Says which implementation `x @ w` would take, and why not the others.
+    """Reports which implementation `x @ w` takes, and why it does not take the others.
 
     !!! Example
 
@@ -48,16 +48,16 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
     **Arguments:**
 
     - `x`, `w`: as for [`eqquant.matmul`][], one of them quantized. Arrays of any kind, or `jax.ShapeDtypeStruct`s.
-    - `platform`: `"cpu"`, `"cuda"`, `"tpu"` or `"rocm"`; the default backend's unless given. One device of it is meant:
-        on several TPUs, outside of `shard_map`, products are for `"xla"`.
+    - `platform`: `"cpu"`, `"cuda"`, `"tpu"` or `"rocm"`; by default, the platform of the default backend. The report
+        is for a single device: on several TPUs, products outside `shard_map` take `"xla"`.
 
     **Returns:**
 
-    An object with `.implementation`, `.verdicts` (one per implementation) and `.to_dict()`, that prints as a table.
+    An object with `.implementation`, `.verdicts` (one per implementation) and `.to_dict()`. Prints as a table.
 
     **Raises:**
 
-    `TypeError` if nothing is quantized, `ValueError` if there is no such platform, and what `x @ w` raises.
+    `TypeError` if neither operand is quantized. `ValueError` if the platform is unknown. The errors of `x @ w`.
     """
     q = w if is_quantized(w) else x
     if not is_quantized(q):
@@ -80,7 +80,7 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
 
 
 def _products(jaxpr: Any) -> Iterator[tuple[Any, Any, bool, Any]]:
-    """The operands, `transpose` and `precision` of each quantized matmul in a program, those of inner ones included."""
+    """Yields the operands, `transpose` and `precision` of each quantized matmul in a jaxpr and its inner jaxprs."""
     for equation in jaxpr.eqns:
         params = equation.params
         if equation.primitive is quantized_matmul_p:

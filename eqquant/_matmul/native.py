@@ -1,8 +1,8 @@
-"""The shared library of `eqquant-cpu`, where it is installed: loaded once, when the first product asks for it.
+"""Loads the shared library of `eqquant-cpu`, if it is installed, when the first product needs it.
 
-A mismatch must never take JAX down. XLA asks a foreign function for the version of the interface that it was built
-with. If it cannot serve that, and no backend has started yet, then none ever does. So versions are compared here first,
-and the function is registered only once the backend for CPU has started; what XLA refuses then is an exception.
+A mismatch must never break JAX. XLA asks a foreign function which version of the interface it was built with. If XLA
+cannot serve that version, and no backend has started yet, then no backend ever starts. So compare versions first, and
+register the function only once the CPU backend has started: then a refusal by XLA is only an exception.
 """
 
 import ctypes
@@ -23,24 +23,24 @@ _INSTALL = f"install `eqquant-cpu=={VERSION}`, or build it with `pip install ./n
 
 @ft.cache
 def refusal() -> str | None:
-    """Why there are no native kernels in this process, in one sentence with the remedy, or `None` if there are."""
+    """Returns why this process has no native kernels, with the remedy, or `None` if it has them."""
     try:
         import eqquant_cpu  # pyright: ignore[reportMissingImports]
     except ImportError:
         return f"native kernels are not installed: {_INSTALL}"
     try:
         return _register(eqquant_cpu.LIBRARY)
-    except Exception as error:  # whatever is wrong with a library, `xla` takes the product
+    except Exception as error:  # if the library fails for any reason, `xla` takes the product
         return f"the library of `eqquant-cpu` does not load ({_line(error)}): {_INSTALL}"
 
 
 def isa() -> str | None:
-    """The instruction set that kernels use: `"avx512"`, say. `None` if there are no kernels."""
+    """Returns the instruction set that the kernels use, such as `"avx512"`; `None` without kernels."""
     return None if refusal() is not None else _library().eqquant_cpu_isa().decode()
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets that this machine has kernels for, worst first."""
+    """Returns the instruction sets of this machine that have kernels, worst first."""
     if refusal() is not None:
         return []
     names = (_library().eqquant_cpu_isa_at(i) for i in range(16))
@@ -71,13 +71,13 @@ def _register(path: pathlib.Path) -> str | None:
         return f"`eqquant-cpu` was built for another jaxlib than {importlib.metadata.version('jaxlib')}: {_INSTALL}"
     if library.eqquant_cpu_isa() is None:
         return f"{library.eqquant_cpu_isa_refusal().decode()}: set another one, or none"
-    jax.local_devices(backend="cpu")  # so that the backend has started
+    jax.local_devices(backend="cpu")  # starts the backend
     jax.ffi.register_ffi_target(MATMUL, jax.ffi.pycapsule(library.eqquant_cpu_matmul), platform="cpu")
     return None
 
 
 def _api_version() -> int | None:
-    """The version of the interface that this jaxlib has, as its headers say: major * 1000 + minor."""
+    """Returns the interface version of this jaxlib, from its headers: major * 1000 + minor."""
     header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
         text = header.read_text()

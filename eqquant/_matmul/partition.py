@@ -1,18 +1,18 @@
-"""How the quantized matmul is divided among the devices of a mesh.
+"""Divides the quantized matmul among the devices of a mesh.
 
-XLA cannot look inside a kernel, nor into a loop over rows, and would gather every operand. So the product is announced
-as one operation with a rule of its own: how shardings pass through it, and what each device computes of its shards.
+XLA cannot look inside a kernel or a loop over rows, and would gather every operand. So the product is one operation
+with its own rule, which says how shardings pass through it, and what each device computes of its shards.
 
-With `x(m, k) . w(n, k)^T`, by which mesh axes which of these is divided:
+For `x(m, k) . w(n, k)^T`, with these dimensions divided:
 
-| | `x` | `w` | what it takes |
+| | `x` | `w` | communication |
 | --- | --- | --- | --- |
-| data parallel | `m` | | nothing |
-| column parallel | | `n` | nothing |
-| row parallel | `k` | `k` | the sum of partial products: all-reduce, or reduce-scatter where the result is divided |
-| fully sharded | `m` | `n` or `k`, by the axes of `m` | the packed weight is gathered; never the dense one |
+| data parallel | `m` | | none |
+| column parallel | | `n` | none |
+| row parallel | `k` | `k` | sums partial products: all-reduce, or reduce-scatter where the result is divided |
+| fully sharded | `m` | `n` or `k`, by the axes of `m` | gathers the packed weight, never the dense one |
 
-Scales go with their codes. One that covers more than the shard of a device is held whole.
+Scales go with their codes. A scale that covers more than the shard of a device is replicated.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ Compute = Callable[[Array, QuantizedArray], Array]
 def partitioned(
     compute: Compute, x: Float[Array, "*batch rows inner"], w: QuantizedArray, *, transpose: bool
 ) -> Float[Array, "*batch rows outer"]:
-    """`compute(x, w)`, on whichever shards of the operands a device has.
+    """Returns `compute(x, w)`; each device computes its shards.
 
     **Arguments:**
 
@@ -53,7 +53,7 @@ def partitioned(
 
     @custom_partitioning
     def product(x: Array, *leaves: Array) -> Array:
-        # Only the shape is looked at. `partition` says what is computed.
+        # JAX uses only the shape. `partition` returns the computation.
         del leaves
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)
 
@@ -82,13 +82,13 @@ def partitioned(
 
 
 class _Division(NamedTuple):
-    """The mesh axes that each dimension is divided by."""
+    """The mesh axes that divide each dimension."""
 
     batch: tuple[Names, ...]
     rows: Names
     kept: Names  # the other dimension of the result
     contracted: Names
-    scattered: tuple[Names, Names]  # of those, what divides the rows and the columns of the sum
+    scattered: tuple[Names, Names]  # those of `contracted` that divide the rows and the columns of the sum
 
     def weight(self, transpose: bool) -> tuple[Names, Names]:
         return (self.contracted, self.kept) if transpose else (self.kept, self.contracted)
@@ -106,12 +106,12 @@ def _divide(
     result: tuple[Names, ...],
     transpose: bool,
 ) -> _Division:
-    """What is divided by what, from how operands lie and where the result is wanted."""
+    """Chooses the division, from the shardings of the operands and the wanted sharding of the result."""
     n, k = w.shape[-2:]
     *batch, rows, kept = result
     of_weight = codes[-2] if transpose else codes[-1]
-    # A part of the sum stays where the part of the weight is; unless its mesh axes divide the examples, as they do if
-    # the weight is only stored in parts.
+    # Each device sums over its part of the weight; except along mesh axes that also divide the examples, as in fully
+    # sharded training, where the weight is divided only to store it.
     taken = {name for names in (*batch, *result[-2:]) for name in names}
     contracted = tuple(name for name in of_weight if name in x[-1] or name not in taken)
     if not can_divide(n if transpose else k, None if transpose else w.format, contracted, sizes):
@@ -123,14 +123,14 @@ def _divide(
 
 
 def _deal(names: Names, contracted: Names) -> tuple[Names, Names]:
-    """Of what divides a dimension of the result: what divides the partial sums, and what they are dealt out to."""
+    """Splits the mesh axes of a dimension of the result: those that divide partial sums, and those to scatter over."""
     plain = tuple(name for name in names if name not in contracted)
-    # Parts of a sum are dealt out in order, so their mesh axes must be the minor ones.
+    # `psum_scatter` deals out parts in order, so their mesh axes must be the minor ones.
     return plain, names[len(plain) :] if names[: len(plain)] == plain else ()
 
 
 def _sum(y: Array, division: _Division) -> Array:
-    """The sum of partial products, of which each device keeps its part."""
+    """Sums partial products; each device keeps its part."""
     dealt = division.scattered[0] + division.scattered[1]
     whole = tuple(name for name in division.contracted if name not in dealt)
     y = jax.lax.psum(y, whole) if whole else y
@@ -140,13 +140,13 @@ def _sum(y: Array, division: _Division) -> Array:
 
 
 def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int) -> QuantizedArray:
-    """The array that the leaves of a device are. Its rows are divided into `parts`, by the mesh axes `names`."""
+    """Returns the array of one device's leaves. The mesh axes `names` divide its rows into `parts`."""
     mine = jtu.tree_unflatten(jtu.tree_structure(w), leaves)
     if parts == 1:
         return mine
     nested = mine.scale_bits
     if isinstance(nested, QuantizedArray):
-        # Scales of scales may cover more than one part. So they are looked up here, for the blocks that are.
+        # A scale of scales may cover more than one part, so decode the scales of this device's blocks here.
         blocks = num_blocks(w._length // parts, w.block_size)
         values = nested.format.decode(packing.unpack(nested.codes, nested.format.bits, blocks))
         whole = nested.scale.shape[-1] == num_blocks(nested._length, nested.block_size)
@@ -158,12 +158,12 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
 
 
 def _names(struct: Any, mesh: Mesh) -> tuple[Names, ...]:
-    """For each dimension, the mesh axes that it is divided by."""
+    """Returns the mesh axes that divide each dimension."""
     return names_in(_compat.spec_on_mesh(struct.sharding, mesh), len(struct.shape))
 
 
 def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[str, dict[str, Any]]:
-    """How shardings pass through the product, as an einsum. The quantized axis is divided between whole parts."""
+    """Returns the sharding rule of the product, as an einsum. It divides the quantized axis only into whole parts."""
     batch = [f"batch{i}" for i in range(len(shape) - 2)]
     length, blocks = w._length, num_blocks(w._length, w.block_size)
     unit = smallest_part(length, w.format)
@@ -171,7 +171,7 @@ def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[s
     sizes: dict[str, Any] = {}
 
     def along(count: int, name: str) -> str:
-        """A dimension of `count` entries that stands for the quantized axis: parts, of some entries each."""
+        """Names a dimension of `count` entries along the quantized axis: parts, of some entries each."""
         if parts == 1 or count % parts != 0:
             return name
         if count == parts:
@@ -184,7 +184,7 @@ def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[s
         follows = number == 0 or leaf.shape[-1] == blocks > 1
         lasts.append(along(leaf.shape[-1], f"of_leaf{number}") if follows else f"shared{number}")
     if parts > 1 and "parts" not in (k, *lasts):
-        sizes["parts"] = parts  # a factor that is never a whole dimension needs its size said
+        sizes["parts"] = parts  # a factor that is never a whole dimension must have its size
     leaves = [" ".join([*batch, "n", last]) for last in lasts]
     inner, outer = ("n", k) if transpose else (k, "n")
     x, y = (" ".join([*batch, "m", last]) for last in (inner, outer))

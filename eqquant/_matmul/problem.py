@@ -1,4 +1,4 @@
-"""One quantized matmul, as far as choosing an implementation needs to know it: shapes, dtype, layout."""
+"""Describes a quantized matmul for the choice of an implementation: shapes, dtype, layout."""
 
 import functools as ft
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ from .kernels.target import Target as Target
 
 
 class MatmulProblem(NamedTuple):
-    """One quantized matmul, as far as choosing an implementation needs to know it.
+    """A quantized matmul: everything that the choice of an implementation depends on.
 
-    `m` rows of activations of type `dtype`, times a weight of `n` rows of `k` values in `format`; `transpose` if `n`
-    is contracted and not `k`.
+    Multiplies `m` rows of activations of type `dtype` by a weight of `n` rows of `k` values in `format`. `transpose`
+    contracts `n` instead of `k`.
     """
 
     m: int
@@ -29,16 +29,16 @@ class MatmulProblem(NamedTuple):
     format: AbstractFormat
     transpose: bool
     precision: Any = None
-    plain_scales: bool = False  # where the format quantizes scales, but those of a shard have been decoded
+    plain_scales: bool = False  # the format quantizes its scales, but a shard holds them decoded
 
     @property
     def layout(self) -> Layout:
-        """What the bits of the weight mean, without the arrays."""
+        """The layout of the packed weight."""
         return layout_of(self.format, self.k, self.plain_scales)
 
 
 def problem_of(x: Any, w: Any, transpose: bool, precision: Any) -> MatmulProblem:
-    """The problem that the operands of the primitive pose: arrays, or what only has their shapes and dtypes."""
+    """Returns the problem for the operands of the primitive: arrays, or only their shapes and dtypes."""
     n, k = w.shape[-2:]
     plain_scales = w.format.scale_format is not None and not isinstance(w.scale_bits, QuantizedArray)
     return MatmulProblem(x.shape[-2], n, k, jnp.dtype(x.dtype), w.format, transpose, precision, plain_scales)
@@ -61,9 +61,9 @@ def layout_of(format: AbstractFormat, length: int, plain_scales: bool = False) -
 
 
 def nested_scale_kind(format: AbstractFormat, length: int) -> ScaleKind | None:
-    """What quantized scales are, if they are small floats under one scale for each row: then kernels read them so."""
+    """Returns the kind of quantized scales that kernels can read: small floats with one scale per row; else `None`."""
     scales = format.scale_format
-    if type(scales) is not FP8:  # a class derived from it may decode in another way
+    if type(scales) is not FP8:  # a subclass may decode differently
         return None
     blocks = num_blocks(length, format.block_size)
     return scales.kind if num_blocks(blocks, scales.block_size) == 1 else None

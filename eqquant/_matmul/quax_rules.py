@@ -1,7 +1,7 @@
-"""Quax rules: what `eqq.quaxify(f)` does with quantized operands of `jax.lax` primitives.
+"""Quax rules: how `eqq.quaxify(f)` handles quantized operands of `jax.lax` primitives.
 
-A primitive that only moves axes or rows keeps its operand quantized, where that is exact. A product goes to the
-quantized matmul. Everything without a rule is materialised, and so is right: arithmetic, reductions, convolutions.
+A primitive that only moves axes or rows keeps its operand quantized where that is exact. A product takes the quantized
+matmul. A primitive without a rule dequantizes its operands: arithmetic, reductions, convolutions.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def _dynamic_slice(q: QuantizedArray, *starts: ArrayLike, slice_sizes: Sequence[
     batch = q.ndim - len(q.lengths)
     if not q._trailing or len(starts) != q.ndim or tuple(slice_sizes[batch:]) != q.lengths:
         return _dense(lax.dynamic_slice_p, q, *starts, slice_sizes=slice_sizes)
-    # A whole axis can only start at zero: out-of-range starts are clamped.
+    # The slice of a whole axis starts at zero, since `dynamic_slice` clamps starts.
     zero = jnp.zeros((), jnp.result_type(starts[0]))
     at = (*starts[:batch], zero)
     return _on_rows(q, lambda leaf: lax.dynamic_slice(leaf, at, (*slice_sizes[:batch], leaf.shape[-1])))
@@ -95,7 +95,7 @@ def _dynamic_slice(q: QuantizedArray, *starts: ArrayLike, slice_sizes: Sequence[
 
 @quax.register(lax.gather_p)
 def _gather(q: QuantizedArray, indices: ArrayLike, **params: Any) -> Array:
-    """An embedding lookup: only the rows that are looked up are dequantized."""
+    """Dequantizes only the rows that an embedding lookup takes."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     axis, batch_dims = q.ndim - 1, numbers.operand_batching_dims
     touched = (*numbers.start_index_map, *numbers.collapsed_slice_dims, *batch_dims)
@@ -103,7 +103,7 @@ def _gather(q: QuantizedArray, indices: ArrayLike, **params: Any) -> Array:
     whole_rows = q.axis == -1 and axis not in touched and sizes[-1] == q.shape[-1]
     if not whole_rows or q.ndim < 2 or numbers.offset_dims[-1] != out_ndim - 1 or params.get("fill_value") is not None:
         return _dense(lax.gather_p, q, indices, **params)
-    # Rows out of bounds, where they are filled, get scales of all ones: NaN, as for a float operand.
+    # The fill mode gives rows out of bounds scales whose bits are all ones: NaN, as for a float operand.
     gather = lambda leaf: lax.gather_p.bind(leaf, indices, **{**params, "slice_sizes": (*sizes[:-1], leaf.shape[-1])})
     return _on_rows(q, gather).dequantize()
 
@@ -140,10 +140,10 @@ def _dot_general_both(p: QuantizedArray, q: QuantizedArray, **params: Any) -> Ar
 
 
 def _dot_general(q: QuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
-    """Any dimension numbers that the quantized matmul can take, whichever operand is quantized; else dense."""
+    """Computes `dot_general` by the quantized matmul where its dimension numbers allow it, otherwise dense."""
     x = jnp.asarray(x)
     dtype = jnp.dtype(params.get("preferred_element_type") or jnp.result_type(x, q.dtype))
-    with jax.numpy_dtype_promotion("standard"):  # a dtype that is asked for is no implicit promotion
+    with jax.numpy_dtype_promotion("standard"):  # the caller asked for this dtype, so promotion is not implicit
         wide = jnp.promote_types(jnp.result_type(x, q.dtype), dtype)
     precision = params.get("precision")
     y = None

@@ -1,8 +1,8 @@
-"""The rules of the quantized matmul, which is a primitive.
+"""The rules of the quantized matmul primitive.
 
-One primitive, `x(*batch, m, k) . w(*batch, n, k)^T`, where `x` is float and `w` quantized; with `transpose`,
-`x(*batch, m, n) . w(*batch, n, k)`. It is linear in `x`, so its tangent is itself and its transpose is itself with the
-flag flipped; a `custom_vjp` would give up forward mode. `dispatch.py` says what computes it.
+The primitive computes `x(*batch, m, k) . w(*batch, n, k)^T`, where `x` is float and `w` quantized; with `transpose`,
+`x(*batch, m, n) . w(*batch, n, k)`. It is linear in `x`, so its JVP and its transpose are the primitive again (the
+transpose flips the flag). A `custom_vjp` would lose forward mode. `dispatch.py` chooses the implementation.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def _compute(
         return dispatch.compute(x, w, problem, target, name)
 
     x, w = operands_of(args, x_tree, w_tree)
-    # Where gradients go has no part in the value.
+    # `gradient_of` does not affect the value.
     w = dataclasses.replace(w, gradient_of=None)
     if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # a sum of nothing
@@ -62,15 +62,15 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
     why_none = {"cpu": _compat.no_cpu_kernels, "cuda": _compat.no_gpu_kernels}.get(platform, lambda _: None)
     no_kernels = why_none(context)
     if platform == "tpu" and devices > 1:
-        # The compiler for TPUs does not call back to ask how an operation is divided, and does not divide kernels. It
-        # divides `xla`, which is all operations that it knows.
+        # The TPU compiler supports no `custom_partitioning` (https://github.com/jax-ml/jax/issues/38196), and does not
+        # divide kernels. It can divide `xla`, whose operations it knows.
         devices, no_kernels = 1, "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
     target = Target(platform, _compat.device_kind(context), _compat.compute_capability(context), no_kernels)
     compute = ft.partial(_compute, target, devices=devices)
     return mlir.lower_fun(compute, multiple_results=False)(context, *args, **params)
 
 
-# JAX bounds the number of programs that it keeps.
+# `jit` caches the compiled program, and JAX bounds that cache.
 @ft.partial(jax.jit, static_argnames=("x_tree", "w_tree", "transpose", "precision", "implementation"))
 def _jitted(*args: Array, **params: Any) -> Array:
     return quantized_matmul_p.bind(*args, **params)
@@ -89,7 +89,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     dx, dw = operands_of(tangents, params["x_tree"], params["w_tree"])
     y = bind(*primals)
     dys = [] if type(dx) is ad.Zero else [bind(dx, *jtu.tree_leaves(w))]
-    # Of the weight only `gradient_of` has a tangent; every other leaf is an unsigned integer.
+    # Only the leaf `gradient_of` of the weight has a tangent; every other leaf is an unsigned integer.
     if dw.gradient_of is not None and type(dw.gradient_of) is not ad.Zero:
         d_weight = dw.gradient_of.astype(x.dtype)
         d_weight = d_weight if params["transpose"] else jnp.swapaxes(d_weight, -1, -2)
@@ -112,7 +112,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, transpose: 
     count = x_tree.num_leaves
     of_x, of_w = list(zip(args, dims, strict=True))[:count], list(zip(args, dims, strict=True))[count:]
     if all(d is None for _, d in of_w):
-        # One weight for the whole batch: its examples become rows. A `vmap` of a matvec is one matmul.
+        # All examples share the weight: they become rows, so a `vmap` of matvecs is one matmul.
         stacked = [_moved(a, d, size, to=-3) for a, d in of_x]
         m = stacked[0].shape[-2]
         rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in stacked]
@@ -120,7 +120,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, transpose: 
         return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
     weights = [_moved(a, d, size) for a, d in of_w]
     if all(d is None for _, d in of_x) and args[0].ndim == 2 and not transpose:
-        # One input for many weights: their rows become the rows of one weight.
+        # All weights share the input: their rows become the rows of one weight.
         n = weights[0].shape[1]
         y = bind(*(a for a, _ in of_x), *(a.reshape(size * n, a.shape[-1]) for a in weights))
         return y.reshape(y.shape[0], size, n), 1
@@ -128,7 +128,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, transpose: 
 
 
 def _moved(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
-    """An array with the axis that is mapped over at place `to`."""
+    """Moves the mapped axis to place `to`, or broadcasts along a new one."""
     if dim is not None:
         return jnp.moveaxis(a, dim, to)
     return jnp.moveaxis(jnp.broadcast_to(a, (size, *a.shape)), 0, to)

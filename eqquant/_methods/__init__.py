@@ -1,4 +1,4 @@
-"""How codes are found: one method per file."""
+"""Methods, which choose scales and codes: one per file."""
 
 from .absmax import AbsMax as AbsMax
 from .base import (

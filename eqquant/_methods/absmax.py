@@ -1,4 +1,4 @@
-"""What the format says."""
+"""The default method: the scales that the format chooses."""
 
 from jaxtyping import Array, Float32
 
@@ -7,10 +7,10 @@ from .base import AbstractScaleMethod, Scales, ZeroPoints
 
 
 class AbsMax(AbstractScaleMethod):
-    r"""Takes the scales that the format chooses itself: mostly, the largest magnitude of a block takes the last level.
+    r"""Takes the scales of the format's own rule, which usually maps the largest magnitude onto the outermost level.
 
-    It is the default, and looks at nothing but the extremes of a block. [`eqquant.Ternary`][] and [`eqquant.Binary`][]
-    take the mean magnitude, GGUF's formats and those of OCP the rule of their specification.
+    This is the default. [`eqquant.Ternary`][] and [`eqquant.Binary`][] take the mean magnitude; the GGUF and OCP
+    formats follow their specifications.
     """
 
     def choose_scales(

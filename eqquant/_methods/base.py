@@ -1,6 +1,6 @@
-"""What a method is: how codes are found. And what every method shares: scales as they are stored, rounding, chunks.
+"""The interface of methods, and what they share: storing scales, rounding and working in chunks.
 
-Below the array: rows of values in, plain arrays of codes and scales out.
+Methods know nothing of `QuantizedArray`: they take rows of values, and return plain arrays of codes and scales.
 """
 
 import abc
@@ -25,9 +25,9 @@ ZeroPoints = UInt8[Array, "*batch blocks"] | None
 
 
 class Encoded(NamedTuple):
-    """What a method returns: the codes of `(*batch, length)` values, one per element, and what scales them.
+    """What a method returns: one code for each of `(*batch, length)` values, with the scales and zero points.
 
-    `scale` holds the bits of scales, or `Encoded` scales where the format quantizes them too.
+    `scale` holds the bits of the scales, or an `Encoded` if the format quantizes its scales.
     """
 
     codes: UInt8[Array, "*batch length"]
@@ -36,13 +36,13 @@ class Encoded(NamedTuple):
 
 
 class AbstractMethod(eqx.Module):
-    """How codes are found: a small object that turns rows of values into the codes and scales of a format.
+    """Turns rows of values into codes and scales of a format.
 
-    A stored array does not remember its method. To choose only scales and zero points, and round to the nearest code,
-    subclass [`eqquant.AbstractScaleMethod`][], which is shorter.
+    A quantized array does not remember its method. If your method only chooses scales and zero points, subclass the
+    simpler [`eqquant.AbstractScaleMethod`][], which rounds to the nearest code for you.
 
-    - `inputs`: for a method that needs them, statistics of what the weight is multiplied by. Declare it as a field.
-        Given a mapping by the paths of leaves, such as [`eqquant.calibrate.collect_stats`][] returns,
+    - `inputs`: statistics of the inputs that the weight is multiplied by. Declare it as a field if the method needs
+        them. It may map paths of leaves to statistics, as [`eqquant.calibrate.collect_stats`][] returns them; then
         [`eqquant.quantize_tree`][] passes each leaf its own.
     """
 
@@ -63,17 +63,17 @@ class AbstractMethod(eqx.Module):
 
         - `rows`: floats, with the quantized axis last. Each row is quantized alone, unless `format` has one scale for
             the whole array.
-        - `format`: what to quantize to.
-        - `key`: for stochastic rounding; `None` rounds to nearest.
-        - `chunk`: how many rows to work on at a time, to save memory. `None` for all. It never changes the result.
+        - `format`: the format to quantize to.
+        - `key`: for stochastic rounding; `None` rounds to the nearest code.
+        - `chunk`: how many rows to process at a time, to save memory; `None` for all. It never changes the result.
 
         **Returns:**
 
-        An `Encoded`. [`eqquant.encode_rows`][] makes one from scales.
+        An `Encoded`. Call [`eqquant.encode_rows`][] to make one from scales.
         """
 
     def for_leaf(self, path: str) -> "AbstractMethod":
-        """Returns the method for one leaf of a tree: of all the statistics that `inputs` holds, those of this leaf."""
+        """Returns the method for one leaf of a tree, with the statistics of that leaf as `inputs`."""
         if not isinstance(self.inputs, Mapping):
             return self
         if path not in self.inputs:
@@ -85,7 +85,7 @@ class AbstractMethod(eqx.Module):
 
 
 class AbstractScaleMethod(AbstractMethod):
-    """A method that chooses scales and zero points; each value takes the nearest code. Subclass it for your own.
+    """A method that chooses scales and zero points, and rounds values to the nearest code. Subclass it for your own.
 
     !!! Example
 
@@ -109,13 +109,13 @@ class AbstractScaleMethod(AbstractMethod):
 
         **Arguments:**
 
-        - `blocks`: float32 values, cut into blocks. They may be a part of the rows of an array.
-        - `format`: what to quantize to. `format.choose_scale(blocks)` is its own choice.
+        - `blocks`: float32 values, cut into blocks. They may come from only some rows of the array.
+        - `format`: the format to quantize to. `format.choose_scale(blocks)` returns its own choice.
 
         **Returns:**
 
-        Float32 scales of shape `(*batch, blocks)`, and `uint8` zero points of that shape, or `None` for a format
-        without.
+        Float32 scales of shape `(*batch, blocks)`, and `uint8` zero points of the same shape, or `None` if the
+        format has no zero points.
         """
 
     def quantize_rows(
@@ -137,7 +137,7 @@ def choose_by_blocks(
     *,
     chunk: int | None = None,
 ) -> tuple[Scales, ZeroPoints]:
-    """Returns what `choose` returns for the blocks of rows: scales and zero points of shape `(*batch, blocks)`.
+    """Cuts rows into blocks and calls `choose`; returns scales and zero points of shape `(*batch, blocks)`.
 
     The scale of a block that holds a NaN or an infinity is NaN.
 
@@ -181,16 +181,16 @@ def encode_rows(
     key: PRNGKeyArray | None = None,
     chunk: int | None = None,
 ) -> Encoded:
-    """Returns the codes of values under given scales: the nearest ones, or with a key neighbours at random.
+    """Encodes values with given scales: to the nearest codes, or with `key` by stochastic rounding.
 
-    A NaN or an infinity never becomes a number: the block that holds it gets a scale of NaN.
+    A block that holds a NaN or an infinity gets a scale of NaN, so it decodes to NaN.
 
     **Arguments:**
 
     - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
-    - `scale`: float32, `(*batch, blocks)`. It is rounded as `format` stores it.
-    - `zero_point`: `uint8` of the same shape, or `None` for a format without.
-    - `format`: what to quantize to.
+    - `scale`: float32, of shape `(*batch, blocks)`. Rounded to what `format` can store.
+    - `zero_point`: `uint8` of the same shape, or `None` if the format has no zero points.
+    - `format`: the format to quantize to.
     - `key`, `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
 
     **Returns:**
@@ -227,7 +227,7 @@ def _encode(
     key: PRNGKeyArray | None,
     chunk: int | None,
 ) -> Encoded:
-    """`encode_rows` for scales that already are NaN where the rows are not finite."""
+    """As `encode_rows`, for scales that already are NaN for every block that is not finite."""
     stored = store_scale(scale, format)
     kept = kept_scale(stored, format)
 
@@ -258,19 +258,19 @@ def _uniform_by_row(key: PRNGKeyArray, first: Any, shape: tuple[int, ...]) -> Fl
 def _in_units(
     values: Float32[Array, "*batch length"], scale: Scales, kept: Scales, format: AbstractFormat
 ) -> Float32[Array, "*batch length"]:
-    """Values divided by their scales: by those that are kept, since decoding multiplies by these."""
+    """Divides values by their scales: by the stored ones, since decoding multiplies by those."""
     per_value = lambda x: expand(x, format.block_size, values.shape[-1])
     divided = divide(values, per_value(kept))
     if not format.multiplies_by_reciprocal:
         return divided
     multiplied = values * per_value(divide(jnp.ones_like(scale), scale))
-    # Beyond the range of its dtype a scale is infinite or zero. Divided, the block saturates or is zero.
+    # A scale beyond the range of its dtype is infinite or zero. Dividing makes the block saturate, or zero.
     usable = (jnp.abs(scale) <= float(jnp.finfo(jnp.dtype(format.scale_dtype)).max)) & (kept != 0)
     return jnp.where(per_value(usable), multiplied, divided)
 
 
 def store_scale(scale: Scales, format: AbstractFormat) -> Any:
-    """Returns scales as a format stores them: their bits, or `Encoded` scales if it quantizes them too."""
+    """Returns scales as the format stores them: their bits, or an `Encoded` if it quantizes its scales."""
     if format.scale_format is None:
         return scale_to_bits(scale, format.scale_dtype)
     nested = format.scale_format
@@ -279,7 +279,7 @@ def store_scale(scale: Scales, format: AbstractFormat) -> Any:
 
 
 def kept_scale(stored: Any, format: AbstractFormat) -> Scales:
-    """Returns the floats that stored scales stand for."""
+    """Returns stored scales as floats."""
     if format.scale_format is None:
         return bits_to_scale(stored, format.scale_dtype)
     nested, length = format.scale_format, stored.codes.shape[-1]
@@ -289,7 +289,7 @@ def kept_scale(stored: Any, format: AbstractFormat) -> Scales:
 def _by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: Array | None) -> Any:
     """Returns `function(0, *arrays)`, computed a chunk of rows at a time: `function(first_row, *rows_of_arrays)`.
 
-    A row is what follows the batch axes, which all arrays share. The last chunk overlaps the one before it.
+    All arrays share their batch axes; a row is the last axis. The last chunk overlaps the one before it.
     """
     batch = arrays[0].shape[:-1]  # pyright: ignore[reportOptionalMemberAccess]
     rows = math.prod(batch)

@@ -1,4 +1,4 @@
-"""Scales that somebody else chose."""
+"""The method for scales that the caller gives."""
 
 from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt8
 
@@ -7,7 +7,7 @@ from .base import AbstractMethod, encode_rows, Encoded
 
 
 class GivenScales(AbstractMethod):
-    """Takes the scales and zero points of a caller: what `scale=` of [`eqquant.quantize`][] becomes."""
+    """Takes the scales and zero points that a caller of [`eqquant.quantize`][] gives."""
 
     scale: Float32[Array, "*batch blocks"]
     zero_point: UInt8[Array, "*batch blocks"] | None

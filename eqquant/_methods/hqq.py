@@ -11,16 +11,16 @@ from .base import AbstractScaleMethod, Scales, ZeroPoints
 from .search import Best, better, fit, least_squared, Search
 
 
-# The exponent of the norm, the first weight of the penalty, that weight's growth.
+# The exponent of the norm, the first weight of the penalty, its growth, and the number of steps.
 _P, _BETA, _KAPPA, _ITERATIONS = 0.7, 10.0, 1.01, 20
 
 
 class HQQ(AbstractScaleMethod):
-    r"""Takes a scale with a small $\sum |x - \hat x|^{0.7}$ in each block, which weighs outliers less than squares do.
+    r"""Chooses a scale with a small $\sum |x - \hat x|^{0.7}$ in each block, where outliers weigh less than in squares.
 
-    Half-quadratic splitting: what shrinkage leaves of the errors is taken for outliers, and the scale fits the rest by
-    least squares. It starts at the scale of [`eqquant.MSE`][] and stays near. The least sum of all would be of no use:
-    it gives up every outlier, for ten times the squared error. Works with every format.
+    Half-quadratic splitting: shrinks the errors, treats the remainder as outliers, and fits the scale to the rest by
+    least squares. Starts at the scale of [`eqquant.MSE`][] and stays near it. (The global minimum gives up every
+    outlier, at ten times the squared error.) Works with every format.
 
     ??? cite
 
@@ -42,7 +42,7 @@ HQQ.__init__.__doc__ = "**Arguments:** none."
 
 
 def _half_quadratic(search: Search, factor: Array, error: Any, best: Best) -> Array:
-    # The penalty's weight is meant for weights of about one.
+    # The penalty's weight assumes values of about one.
     size = jnp.mean(jnp.abs(search.units), axis=-1, keepdims=True)
     size = jnp.where(size > 0, size, 1)
 
@@ -59,7 +59,7 @@ def _half_quadratic(search: Search, factor: Array, error: Any, best: Best) -> Ar
 
 
 def _shrink(x: Array, beta: Array) -> Array:
-    """The proximal step of $|x|^p$: what of each error is worth keeping as an outlier."""
+    """Returns the proximal step of $|x|^p$: the part of each error to treat as an outlier."""
     magnitude = jnp.abs(x)
     usable = jnp.where(magnitude > 0, magnitude, 1)
     return jnp.sign(x) * jnp.where(magnitude > 0, jnp.maximum(usable - usable ** (_P - 1) / beta, 0), 0)

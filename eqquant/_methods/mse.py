@@ -1,4 +1,4 @@
-"""Scales of least squared error."""
+"""The method of least squared error."""
 
 from jaxtyping import Array, Float32
 
@@ -8,7 +8,7 @@ from .search import least_squared, Search
 
 
 class MSE(AbstractScaleMethod):
-    r"""Takes the scale of least squared error $\sum (x - \hat x)^2$ in each block, clipping where that pays.
+    r"""Chooses the scale of least squared error $\sum (x - \hat x)^2$ in each block, and clips where that helps.
 
     Searches a grid of factors of the format's own scale, then fits the scale to the codes by least squares. The error
     is never larger than with [`eqquant.AbsMax`][]. Works with every format.

@@ -1,7 +1,7 @@
-"""A search for the scale of each block: candidates, their errors, and the better of two.
+"""Searches for the best scale of each block.
 
-Everything is in units of the scale that the format chooses itself. So neither huge nor tiny weights overflow, and a
-candidate is a factor.
+Everything is in units of the scale that the format chooses, so huge and tiny weights do not overflow. A candidate is a
+factor of that scale.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,20 @@ from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 Best = tuple[Array, Array]
 Error = Callable[[Array], Array]
 
-# With many codes the error changes fast with the scale, and is least near one; with few it changes slowly, and is least
-# far below. Clipping to less than a sixteenth of the range pays in no block of a practical size. Above one are the best
-# scales of formats whose own clips: powers of two, mean magnitudes.
+# With many codes the error changes fast with the scale, and its minimum is near one; with few codes it changes slowly,
+# and its minimum is far below one. Clipping to less than a sixteenth of the range never helps in blocks of a practical
+# size. Factors above one suit formats whose own scale clips: powers of two, mean magnitudes.
 _FACTORS = np.concatenate(
     [np.linspace(2.0, 1.2, 5), np.linspace(1.1, 0.7, 48, endpoint=False), np.geomspace(0.7, 1 / 16, 24)]
 ).astype(np.float32)
 _REFITS = 2
 _LARGEST = float(jnp.finfo(jnp.float32).max) / 2**9
-# Of what a range is too long by, the part that is cut off below; the rest is cut off above.
+# The shares of a range's excess length to cut off below; the rest is cut off above.
 _CUT_BELOW = np.linspace(0, 1, 5, dtype=np.float32)
 
 
 class Search(NamedTuple):
-    """Blocks in units of their scale, and what becomes of them under a factor of it."""
+    """Blocks in units of their scale; computes their levels and errors for any factor of it."""
 
     units: Float32[Array, "*batch blocks block"]
     scale: Float32[Array, "*batch blocks"]
@@ -46,7 +46,7 @@ class Search(NamedTuple):
         return Search(divide(blocks, jnp.broadcast_to(scale[..., None], blocks.shape)), scale, format)
 
     def levels(self, factor: Array) -> Array:
-        """What the values are quantized to, in units of the scale times `factor`."""
+        """Returns the quantized values, in units of the scale times `factor`."""
         values = self.units / factor[..., None]
         if not has_zero_points(self.format):
             return self.format.decode(self.format.encode(values))
@@ -56,7 +56,7 @@ class Search(NamedTuple):
         return self.units - self.levels(factor) * factor[..., None]
 
     def storable(self, factor: Array) -> Array:
-        """The factor after its scale is rounded as it is stored: to a power of two, say."""
+        """Rounds the factor so that its scale can be stored: to a power of two, for instance."""
         if self.format.scale_dtype == "float32" or self.format.scale_format is not None:
             return factor
         dtype = self.format.scale_dtype
@@ -65,8 +65,8 @@ class Search(NamedTuple):
         return jnp.where(usable, kept / jnp.where(usable, self.scale, 1), factor)
 
     def result(self, factor: Array) -> tuple[Array, Array | None]:
-        """The scales, and the zero points that suit them."""
-        # A scale so large that a longer one might decode to infinity stays as it is.
+        """Returns the scales, and their best zero points."""
+        # A very large scale stays as it is: a larger one might decode to infinity.
         scale = jnp.where(jnp.abs(self.scale) < _LARGEST, self.scale * factor, self.scale)
         if not has_zero_points(self.format):
             return scale, None
@@ -78,9 +78,9 @@ class Search(NamedTuple):
         return self.format.decode(self.format.encode(values + zero)) - zero
 
     def _zero_point(self, values: Array) -> Array:
-        """The zero point of least squared error, where the levels do not reach from the least value to the largest.
+        """Returns the zero point of least squared error, for values that may span more than the levels do.
 
-        The levels are `0 ... top`, less the zero point.
+        The levels are `0 ... top`, minus the zero point.
         """
         top = 2**self.format.bits - 1
         low, high = minmax(values)
@@ -91,7 +91,7 @@ class Search(NamedTuple):
 
 
 def least_squared(search: Search) -> Array:
-    """Returns the factor of least squared error, by block: the best of a grid, then fitted to the codes it gives."""
+    """Returns the factor of least squared error of each block: the best of a grid, then fitted to its codes."""
     squared = lambda factor: jnp.sum(jnp.square(search.errors(factor)), axis=-1)
     one = jnp.ones_like(search.scale)
     best = _least(squared, one, lambda step: search.storable(jnp.full_like(one, step)), _FACTORS)
@@ -100,21 +100,21 @@ def least_squared(search: Search) -> Array:
 
 
 def better(best: Best, candidate: Array, error: Error) -> Best:
-    """Returns the one of less error, by block."""
+    """Returns the candidate with the lower error, for each block."""
     new = error(candidate)
     improved = new < best[1]  # never for a NaN
     return jnp.where(improved, candidate, best[0]), jnp.where(improved, new, best[1])
 
 
 def fit(units: Array, levels: Array, factor: Array) -> Array:
-    """Returns the factor of least squared error for given levels; the old one where there is no positive one."""
+    """Returns the factor of least squared error for given levels; keeps the old one if the new one is not positive."""
     power = jnp.sum(jnp.square(levels), axis=-1)
     fitted = jnp.sum(levels * units, axis=-1) / jnp.where(power > 0, power, 1)
     return jnp.where(fitted > 0, fitted, factor)
 
 
 def _least(error: Error, start: Array, candidate: Callable[[Any], Array], steps: np.ndarray) -> Best:
-    """The candidate of least error, by block. One after the other, so that memory is that of one."""
+    """Returns the candidate of least error for each block. Tries one at a time, to hold only one in memory."""
     step = lambda best, step: (better(best, candidate(step), error), None)
     best, _ = jax.lax.scan(step, (start, error(start)), jnp.asarray(steps))
     return best

@@ -16,9 +16,9 @@ def move_stochastically(
     format: AbstractFormat,
     uniform: Float32[Array, "*shape"],
 ) -> UInt8[Array, "*shape"]:
-    """Returns for each value the code below or above it, at random, so that on average it decodes to the value.
+    """Rounds each value at random to the code below or above it, so that on average it decodes to the value.
 
-    A format author writes nothing for this.
+    Works with every format.
 
     **Arguments:**
 
@@ -41,15 +41,15 @@ def move_stochastically(
 
 @ft.lru_cache
 def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each code: its level, and the codes of the next levels below and above; the code itself where there is none.
+    """Returns the level of each code, and the codes of the next levels below and above, or the code itself.
 
-    Two levels are neighbours only if values between them are encoded to both: some formats never round to zero.
+    Two levels are neighbours only if values between them encode to both: some formats never round to zero.
     """
     levels, reached = levels_of(format)
     levels = np.where(reached, levels, 0)
     codes = np.flatnonzero(reached)
     codes = codes[np.argsort(levels[codes], kind="stable")]
-    codes = codes[np.append(True, np.diff(levels[codes]) > 0)]  # one zero, where there are two
+    codes = codes[np.append(True, np.diff(levels[codes]) > 0)]  # keep one of two zeros
     low, high = levels[codes[:-1]], levels[codes[1:]]
     with jax.ensure_compile_time_eval():
         nearest = lambda values: levels[np.asarray(format.encode(jnp.asarray(values, jnp.float32)))]
@@ -59,7 +59,7 @@ def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndar
     above = below.copy()
     above[codes[:-1]] = np.where(both, codes[1:], codes[:-1])
     below[codes[1:]] = np.where(both, codes[:-1], codes[1:])
-    # A level that two codes share, such as zero and minus zero, has the same neighbours by either.
+    # Two codes of one level, such as zero and minus zero, have the same neighbours.
     for code in np.flatnonzero(reached):
         twin = codes[np.searchsorted(levels[codes], levels[code])]
         if twin != code:

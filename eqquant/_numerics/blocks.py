@@ -10,7 +10,7 @@ BlockSize = int | Literal["tensor"] | None
 
 
 def num_blocks(length: int, block_size: BlockSize) -> int:
-    """How many scales a row of `length` values has."""
+    """Returns how many scales a row of `length` values has."""
     if block_size is None or block_size == "tensor":
         return 1
     return -(-length // block_size)
@@ -19,7 +19,7 @@ def num_blocks(length: int, block_size: BlockSize) -> int:
 def split_blocks(x: Float[Array, "*batch length"], block_size: BlockSize) -> list[Float[Array, "... blocks block"]]:
     """Cuts the last axis into blocks: the whole ones, and the shorter last one if the length leaves a remainder.
 
-    A scale rule therefore only ever sees real values, never padding. For `"tensor"` there is one block in all.
+    So a scale rule only sees real values, never padding. `"tensor"` makes the whole array one block.
     """
     *batch, length = x.shape
     if block_size == "tensor":
@@ -52,14 +52,14 @@ def absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch 
 def not_finite(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
     """Returns NaN for each block that holds a NaN or an infinity, and zero for the others.
 
-    XLA on CPU drops NaN in a vectorised `max` (https://github.com/openxla/xla/issues/21461), but not in a sum. Of five
-    ways to tell it, this is the fastest: 4 ms for 16 million values where the `max` takes 5 and one that keeps NaN 60.
+    XLA on CPU drops NaN in a vectorised `max` (https://github.com/openxla/xla/issues/21461), but not in a sum. This is
+    the fastest of five checks: 4 ms for 16 million values, where the `max` takes 5 ms and one that keeps NaN 60 ms.
     """
     return jnp.sum(blocks * 0, axis=-1)
 
 
 def signed_absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
-    """The value of largest magnitude of each block, with its sign; the first of equals."""
+    """Returns the value of largest magnitude of each block, with its sign; on ties, the first."""
     if blocks.shape[-1] == 0:
         return absmax(blocks)
     index = jnp.argmax(jnp.abs(blocks), axis=-1, keepdims=True)
@@ -67,18 +67,18 @@ def signed_absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "
 
 
 def absmean(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
-    """The mean magnitude of each block."""
+    """Returns the mean magnitude of each block."""
     count = max(blocks.shape[-1], 1)
     # Dividing first keeps a block of huge values from overflowing.
     return jnp.sum(jnp.abs(blocks) / count, axis=-1)
 
 
 def minmax(blocks: Float[Array, "*batch blocks block"]) -> tuple[Array, Array]:
-    """The smallest and the largest value of each block, widened to include zero, so that zero has a code."""
+    """Returns the smallest and the largest value of each block, widened to include zero, so that zero has a code."""
     return jnp.min(blocks, axis=-1, initial=0), jnp.max(blocks, axis=-1, initial=0)
 
 
 def divide(x: Float[Array, "*shape"], scale: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`x / scale`, and 0 where the scale is 0 (a block of zeros, or of values too small for any scale)."""
+    """Returns `x / scale`, and 0 where the scale is 0 (a block of zeros, or of values too small for any scale)."""
     usable = scale != 0
     return jnp.where(usable, x / jnp.where(usable, scale, 1), 0)

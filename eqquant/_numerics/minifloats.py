@@ -1,7 +1,7 @@
-"""Real values <-> the bits of floats of eight bits or fewer, kept in `uint8`.
+"""Encodes real values to floats of eight bits or fewer, stored as `uint8`, and decodes them.
 
-Everything is integer arithmetic on the bits of a float32, so it is the same on every backend, whether or not the
-hardware has the type; only decoding uses JAX's own fp8 types, which every backend has.
+Encoding is integer arithmetic on the bits of a float32, so results are the same on every backend, with or without
+hardware support. Only decoding uses JAX's fp8 types, which every backend has.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class Minifloat:
     bias: int
     max: float
     signed: bool = True
-    native: str | None = None  # the JAX dtype of the same layout, if there is one
+    native: str | None = None  # the JAX dtype of the same layout, if any
 
     @property
     def max_exponent(self) -> int:
@@ -31,7 +31,7 @@ class Minifloat:
         """Returns the code of the nearest value, ties to even. Values beyond `max` saturate."""
         values = values.astype(jnp.float32)
         magnitude = jnp.minimum(jnp.abs(values), jnp.float32(self.max))
-        # Below the smallest normal number the spacing stays that of the smallest exponent.
+        # Subnormal numbers keep the spacing of the smallest exponent.
         exponent = jnp.maximum(floor_log2(magnitude), 1 - self.bias)
         steps = jnp.round(magnitude * exp2(self.mantissa_bits - exponent)).astype(jnp.int32)
         # `steps` runs from 2**m to 2**(m + 1), so its top bit adds one to the exponent field; a carry does too.
@@ -42,7 +42,7 @@ class Minifloat:
         return code.astype(jnp.uint8)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        """The value of each code."""
+        """Returns the value of each code."""
         if self.native is not None:
             return jax.lax.bitcast_convert_type(codes, jnp.dtype(self.native)).astype(jnp.float32)
         code = codes.astype(jnp.int32)
@@ -58,28 +58,28 @@ class Minifloat:
 E4M3 = Minifloat(4, 3, bias=7, max=448.0, native="float8_e4m3fn")
 E5M2 = Minifloat(5, 2, bias=15, max=57344.0, native="float8_e5m2")
 E2M1 = Minifloat(2, 1, bias=1, max=6.0)
-# No sign, one more bit of mantissa: for scales, which have none. Bias 8 puts 1.0 in the middle of the range.
+# For scales, which have no sign: one more bit of mantissa instead. Bias 8 puts 1.0 in the middle of the range.
 UE4M4 = Minifloat(4, 4, bias=8, max=248.0, signed=False)
 
 
 def floor_log2(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """`floor(log2(x))` of a positive float32, exact; -127 for zero and subnormal numbers."""
+    """Returns `floor(log2(x))` of a positive float32, exactly; -127 for zero and subnormal numbers."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return ((bits >> 23) & 255) - 127
 
 
 def exp2(exponent: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """`2**exponent`, exact, for exponents from -126 to 127."""
+    """Returns `2**exponent`, exactly, for exponents from -126 to 127."""
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def encode_e8m0(scale: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """The E8M0 code of a power of two (OCP MX 1.0, section 5.4.1): its exponent plus 127. Zero gives code 0."""
+    """Returns the E8M0 code of a power of two (OCP MX 1.0, section 5.4.1): its exponent plus 127. Zero gives code 0."""
     return (floor_log2(scale) + 127).astype(jnp.uint8)
 
 
 def decode_e8m0(codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """`2**(code - 127)`, and NaN for code 255. Code 0 is the subnormal `2**-127`, which many backends flush to zero."""
+    """Returns `2**(code - 127)`; NaN for code 255. Many backends flush code 0, the subnormal `2**-127`, to zero."""
     bits = jnp.where(codes == 0, jnp.int32(1 << 22), codes.astype(jnp.int32) << 23)
     value = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(codes == 255, jnp.float32(jnp.nan), value)

@@ -1,13 +1,13 @@
-"""Codes of 1, 2, 4 or 8 bits <-> bytes, along the last axis.
+"""Packs codes of 1, 2, 4 or 8 bits into bytes, along the last axis, and unpacks them.
 
 Codes that share a byte stand a *plane* apart, not side by side. Along the last axis a segment is `8 // bits` planes
 of 64 codes, and byte `j` of a segment holds code `j` of every plane, plane 0 in the low bits:
 
     4 bits, one segment of 128 codes:   byte j = code[j] | code[j + 64] << 4          (j < 64)
 
-A last, shorter segment is split into equally long planes the same way, so no more than `8 // bits - 1` codes of
-padding are ever stored. Unpacking is then a shift and a mask of contiguous runs, with no interleaving; and each plane
-is one block of 64 with one scale, so a kernel multiplies a plane by a contiguous tile of activations.
+A last, shorter segment is split into equally long planes the same way, so padding takes at most `8 // bits - 1` codes.
+Unpacking is a shift and a mask of contiguous runs, without interleaving. And a plane is one block of 64 with one scale,
+so a kernel multiplies it by a contiguous tile of activations.
 """
 
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ PLANE = 64
 
 
 def packed_length(length: int, bits: int) -> int:
-    """The number of bytes that `length` codes of `bits` bits take: `length * bits / 8`, rounded up."""
+    """Returns the number of bytes of `length` codes of `bits` bits: `length * bits / 8`, rounded up."""
     return -(-length * bits // 8)
 
 
 def segment_length(bits: int) -> int:
-    """How many codes are packed together: a row can be cut into parts of whole segments, and no others."""
+    """Returns how many codes are packed together. A row can be cut only between segments."""
     return 1 if bits == 8 else PLANE * (8 // bits)
 
 
@@ -56,13 +56,13 @@ def unpack(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) -> UInt
 
 
 def unpack_plane(packed: UInt8[Array, "*shape"], plane: int, bits: int) -> UInt8[Array, "*shape"]:
-    """One plane: the code that each byte holds there."""
+    """Unpacks one plane: returns one code of each byte."""
     shifted = packed >> jnp.uint8(bits * plane) if plane > 0 else packed
     return shifted & jnp.uint8(2**bits - 1) if bits * (plane + 1) < 8 else shifted
 
 
 def _segments(length: int, bits: int) -> tuple[int, int]:
-    """The number of whole segments, and the plane length of the shorter last one (0 if there is none)."""
+    """Returns the number of whole segments, and the plane length of the shorter last one (0 without one)."""
     body, rest = divmod(length, PLANE * (8 // bits))
     return body, packed_length(rest, bits)
 
@@ -78,7 +78,7 @@ def _pack_planes(codes: UInt8[Array, "*batch codes"], plane: int, bits: int) -> 
         return codes[..., :0]
     padding = -length % (plane * planes)
     codes = jnp.pad(codes, [(0, 0)] * len(batch) + [(0, padding)])
-    segments = codes.shape[-1] // (planes * plane)  # by name, since -1 is unknown where another axis is empty
+    segments = codes.shape[-1] // (planes * plane)  # not -1, which is ambiguous if another axis is empty
     codes = codes.reshape(*batch, segments, planes, plane)
     shifted = codes << jnp.broadcast_to(_shifts(bits), codes.shape)
     return shifted.sum(axis=-2, dtype=jnp.uint8).reshape(*batch, segments * plane)

@@ -1,4 +1,4 @@
-"""Scales <-> the bits that are stored."""
+"""Converts scales to the bits that are stored, and back."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0"]
 def scale_to_bits(scale: Float32[Array, "*batch blocks"], dtype: ScaleDtype) -> UInt[Array, "*batch blocks"]:
     """Rounds scales to `dtype` and returns their bits as unsigned integers of the same width.
 
-    What is too large saturates, infinity included; NaN stays NaN.
+    Scales that are too large saturate, even infinity; NaN stays NaN.
     """
     if dtype == "e8m0":
         return encode_e8m0(scale)
@@ -24,7 +24,7 @@ def scale_to_bits(scale: Float32[Array, "*batch blocks"], dtype: ScaleDtype) -> 
 
 
 def bits_to_scale(bits: UInt[Array, "*batch blocks"], dtype: ScaleDtype) -> Float32[Array, "*batch blocks"]:
-    """The scales whose bits `scale_to_bits` returned."""
+    """Returns the scales of given bits. The inverse of `scale_to_bits`."""
     if dtype == "e8m0":
         return decode_e8m0(bits)
     return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype)).astype(jnp.float32)

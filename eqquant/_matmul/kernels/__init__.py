@@ -1,1 +1,1 @@
-"""Ways of computing the quantized matmul. They know no formats: a weight is its arrays, and a table of its codes."""
+"""Implementations of the quantized matmul. They know no formats: only arrays, and the value of each code."""

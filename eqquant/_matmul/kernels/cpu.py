@@ -1,8 +1,8 @@
 """Computes `x(m, k) . w(n, k)^T` on CPU in C++, for every packed weight; with `transpose`, `x(m, n) . w(n, k)`.
 
-The kernels are in `native/`, whose README says how they work. They read the packed weight as it is: nothing is packed
-again and no dense weight is ever in memory. Sums are float32. Leading axes of a batch are handled in one call, and `x`
-and the result may each be in either order in memory.
+The kernels are in `native/`; its README explains them. They read the packed weight as it is: they pack nothing again
+and never write a dense weight to memory. Sums are float32. One call handles all leading batch axes, and takes `x` and
+the result in either memory order.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def supports(
     precision: str,
     target: Target = Target("cpu"),
 ) -> str | None:
-    """Why this kernel cannot take a product, or `None` if it can."""
+    """Returns why the kernel cannot take the product, or `None` if it can."""
     del transpose, precision, target
     if jnp.dtype(dtype) not in _DTYPES:
         return f"it multiplies float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
@@ -51,10 +51,10 @@ def matmul(
     x_transposed: bool = False,
     y_transposed: bool = False,
 ) -> Float[Array, "*batch results of_results"]:
-    """The product, for operands that `supports` finds nothing wrong with.
+    """Computes the product, for operands that `supports` accepts.
 
-    `x_transposed` says that `x` is `(*batch, inner, m)`, and `y_transposed` asks for `(*batch, outer, m)`: then the
-    transposes around the product of a layer under `vmap` need not be written to memory.
+    With `x_transposed`, `x` is `(*batch, inner, m)`; with `y_transposed`, the result is `(*batch, outer, m)`. So a
+    layer under `vmap` need not write its transposes to memory.
     """
     del target
     outer = layout.length if transpose else weight.codes.shape[-2]
@@ -87,7 +87,7 @@ def matmul(
 
 
 def _values(layout: Layout) -> int:
-    """What there is for codes of eight bits that is faster than looking them up."""
+    """Returns the fastest way to decode codes of eight bits, as a number of the C++ interface."""
     if layout.bits < 8:
         return 0
     return ("table", "integer", "float8_e4m3fn", "float8_e5m2").index(layout.kind)

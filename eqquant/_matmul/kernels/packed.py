@@ -1,7 +1,7 @@
-"""A quantized weight as kernels see it: its arrays, and what their bits mean. No format is known here.
+"""A quantized weight as kernels see it: its arrays, and the meaning of their bits. Formats are unknown here.
 
-Whatever has at most 256 codes is a table, so a kernel needs no format's name: 4-bit codes are a table of 16 values,
-whether they are NF4, integers or small floats. `kind` says where there is something faster than looking them up.
+Any format of at most 256 codes is a table of values, so kernels need no formats: NF4, integers and small floats of four
+bits are all tables of 16 values. `kind` marks tables that can be decoded faster than by a lookup.
 """
 
 import functools as ft
@@ -25,24 +25,24 @@ class Packed(NamedTuple):
     """The arrays of a weight of `n` rows, `(table[codes] - zero_point) * scale * row_scale`."""
 
     codes: UInt8[Array, "*batch n bytes"]
-    scale: UInt[Array, "*batch n blocks"]  # the bits of scales, which `Layout.scale` names
-    row_scale: Float32[Array, "*batch n 1"] | None = None  # under which scales are scaled in their turn
+    scale: UInt[Array, "*batch n blocks"]  # the bits of scales, of the type `Layout.scale`
+    row_scale: Float32[Array, "*batch n 1"] | None = None  # multiplies the scales of a row
     zero_point: UInt8[Array, "*batch n blocks"] | None = None
 
 
 class Layout(NamedTuple):
-    """What the bits of a `Packed` mean. Static."""
+    """The meaning of the bits of a `Packed`. Static."""
 
     length: int  # of a row, in codes
     bits: int  # of a code: 1, 2, 4 or 8
-    block_size: int  # codes that share a scale; `length` where a row has one
-    table: tuple[float, ...]  # what each code stands for, `2**bits` values
+    block_size: int  # codes that share a scale; `length` if a row has one scale
+    table: tuple[float, ...]  # the value of each of the `2**bits` codes
     scale: ScaleKind = "float32"
     zero_points: bool = False
 
     @property
     def planes(self) -> int:
-        """How many codes share a byte."""
+        """The number of codes in a byte."""
         return 8 // self.bits
 
     @property
@@ -55,16 +55,16 @@ class Layout(NamedTuple):
         return _kind(self.table)
 
     def stretch(self, dtype: Any) -> float:
-        """A factor for the table, by which scales are divided, so that less is lost when it is rounded to `dtype`.
+        """Returns a factor for the table that makes rounding it to `dtype` lose less. Divide scales by the factor.
 
-        The rounding error of a table is the same in every block. If its mean is not zero, it adds up over a row where
-        the mean of `x` is not zero either.
+        The rounding error of the table is the same in every block. If its mean is not zero, it adds up along a row
+        whenever the mean of `x` is not zero.
         """
         return _stretch(self.table, jnp.dtype(dtype).name) if self.kind == "table" else 1.0
 
     @property
     def offset(self) -> int:
-        """Of integers: what code 0 stands for."""
+        """The value of code 0, for integers."""
         return int(self.table[0])
 
 
@@ -88,23 +88,23 @@ def _stretch(table: tuple[float, ...], dtype: str) -> float:
     largest = np.abs(values).max(initial=0)
     if jnp.dtype(dtype).itemsize > 2 or largest == 0 or len(values) < 2:
         return 1.0
-    # Where a 16-bit float might not hold them, or hold them as subnormal numbers, values are brought to about one.
+    # Scale values to about one if they might overflow a 16-bit float, or be subnormal.
     unit = 1.0 if 2.0**-8 <= largest <= 2.0**8 else 2.0 ** -np.floor(np.log2(largest))
-    # How often each is used, of normally distributed weights in blocks whose largest is 2.5 standard deviations.
+    # How often each value occurs, for normally distributed weights in blocks whose maximum is 2.5 standard deviations.
     share = np.exp(-0.5 * (2.5 * values / largest) ** 2) * np.abs(np.gradient(values))
     share /= share.sum()
     factors = unit * (1 + np.arange(4096) / 4096)
     exact = factors[:, None] * values
     error = (exact.astype(jnp.dtype(dtype)).astype(np.float64) - exact) / unit
-    # The error of a row of 4096 codes: its mean grows with their number, its spread with the root of that.
+    # The squared error of a row of 4096 codes: the bias grows with their number, the spread with its square root.
     return float(factors[np.argmin(error**2 @ share + 4096 * (error @ share) ** 2)])
 
 
 def alignment(layout: Layout) -> str | None:
-    """Why blocks do not line up with the bytes that a kernel takes at a time, or `None` if they do.
+    """Returns why blocks do not line up with the bytes that a kernel reads at a time, or `None` if they do.
 
-    A run of 64 bytes holds a run of 64 codes for every plane (`packing.py`). If a block is whole runs, or a run whole
-    blocks of 16 or 32, then bytes can be taken so that those of a plane share a scale.
+    A run of 64 bytes holds a run of 64 codes for every plane (`packing.py`). If a block consists of whole runs, or a
+    run of whole blocks of 16 or 32, a kernel can read bytes whose codes in one plane share a scale.
     """
     size = layout.block_size
     if layout.one_scale or size % packing.PLANE == 0 or size in (16, 32):
@@ -113,14 +113,14 @@ def alignment(layout: Layout) -> str | None:
 
 
 def decode_scale(bits: UInt[Array, "*shape"], kind: ScaleKind) -> Float32[Array, "*shape"]:
-    """Scales from their bits. Also runs inside of kernels."""
+    """Decodes scales from their bits. Also runs inside kernels."""
     if kind in ("e4m3", "e5m2", "ue4m4"):
         return getattr(minifloats, kind.upper()).decode(bits)
     return bits_to_scale(bits, kind)
 
 
 def look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*shape"]:
-    """What codes stand for. In operations that XLA fuses, where there are any: a gather is slow on TPUs."""
+    """Decodes codes, by operations that XLA fuses where possible: a gather is slow on TPUs."""
     if layout.kind == "integer":
         return codes.astype(jnp.float32) + layout.offset
     if layout.kind != "table":
@@ -128,7 +128,7 @@ def look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*s
     values: list[Any] = [np.float32(value) for value in layout.table]
     if layout.bits == 8:
         return jnp.asarray(np.stack(values)).at[codes].get(mode="promise_in_bounds")
-    # Each bit of a code halves the table: as many selections as entries, but few comparisons.
+    # Each bit of a code halves the table: about as many selections as entries, but only one comparison per bit.
     for bit in range(layout.bits):
         upper = (codes & jnp.uint8(1 << bit)) != 0
         values = [jnp.where(upper, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
@@ -136,10 +136,10 @@ def look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*s
 
 
 def decode_bytes(weight: Packed, layout: Layout, dtype: Any) -> Float[Array, "*batch n k"]:
-    """The values of 8-bit integers and floats without zero points, in `dtype` at once.
+    """Decodes 8-bit integers and floats without zero points, directly to `dtype`.
 
-    Of our formats that is exact. By way of float32 it would be the same, but XLA fuses only one conversion with a
-    product. Not for kernels.
+    This is exact for the library's formats. Going by way of float32 gives the same values, but XLA fuses only one
+    conversion into a product. Not for kernels.
     """
     if layout.kind != "integer":
         return jax.lax.bitcast_convert_type(weight.codes, jnp.dtype(layout.kind)).astype(dtype)
@@ -149,7 +149,7 @@ def decode_bytes(weight: Packed, layout: Layout, dtype: Any) -> Float[Array, "*b
 def decode_columns(
     weight: Packed, layout: Layout, start: int, dtype: Any, *, scaled: bool = True
 ) -> Float[Array, "*batch n columns"]:
-    """The dense columns from `start` on, where a segment of the packing begins. Not for kernels."""
+    """Decodes the columns from `start` on, where a packed segment must begin. Not for kernels."""
     columns = np.arange(start, layout.length)
     packed = weight.codes[..., packing.packed_length(start, layout.bits) :]
     codes = packing.unpack(packed, layout.bits, len(columns))

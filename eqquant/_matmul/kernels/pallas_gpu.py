@@ -3,16 +3,15 @@
     y(m, n) = sum_blocks scale(n, block) * (x(m, block) . table[codes(n, block)]^T)
 
 Codes are decoded in registers (`ptx.py`) to the dtype of `x`, and multiplied by the tensor cores. With few rows of `x`,
-partial sums are scaled, in float32, which costs one multiplication for each result and block; with more rows it is
-cheaper to scale weights.
+the kernel scales partial sums, in float32, at one multiplication per result and block; with more rows it is cheaper to
+scale weights.
 
-Bytes are taken in runs, as they are packed (`packing.py`): of 64, of 128 for codes of eight bits, or of a block if
-that is shorter. Plane `p` of a run is as many consecutive codes, so it is multiplied by a contiguous tile of `x`, and
-shares one scale per row. A row that does not end with a segment of the packing has a rest of less than 512 codes. XLA
-multiplies that, and it is added.
+The kernel reads bytes in runs, as they are packed (`packing.py`): 64 bytes, 128 for codes of eight bits, or a block if
+that is shorter. Plane `p` of a run holds as many consecutive codes, so it meets a contiguous tile of `x`, and has one
+scale per row. If a row does not end with a packed segment, XLA multiplies the rest (less than 512 codes) and adds it.
 
-The transposed product, `y(m, k) = sum_n x(m, n) * scale(n, block) * table[codes(n, block)]`, sums over what scales
-differ along, so there weights are scaled before they are multiplied.
+The transposed product, `y(m, k) = sum_n x(m, n) * scale(n, block) * table[codes(n, block)]`, sums over rows of
+different scales, so it scales weights before it multiplies.
 """
 
 import functools as ft
@@ -34,11 +33,11 @@ from .xla import add_rest
 
 
 class Config(NamedTuple):
-    """How a product is cut up: `tile_m * tile_n` results are one program's, and `split` programs share each sum.
+    """How to cut up a product: a program computes `tile_m * tile_n` results, and `split` programs share each sum.
 
-    The weight is the left operand where `x` has few rows: `wgmma` takes that from registers, and few columns with it.
-    Scales are applied to partial sums, or with many rows to weights. Without `split`, a sum is divided so that each
-    core has `programs` to do.
+    `weight_left` makes the weight the left operand, for few rows of `x`: `wgmma` takes the left operand from registers,
+    and allows few columns. `scale_weights` scales weights instead of partial sums, for many rows. If `split` is `None`,
+    sums are split so that each core has `programs` to run.
     """
 
     tile_m: int
@@ -60,24 +59,24 @@ class _Row(NamedTuple):
     config: Config
 
 
-# The first row that fits holds. Chosen by the instructions, registers and spills of what the compiler makes for an H100
-# (`nox -s aot_gpu`), not yet by time: `benchmarks/gpu_matmul.py --tune` prints rows that are.
+# The first row that applies wins. Chosen by the instructions, registers and spills of the compiled code for an H100
+# (`nox -s aot_gpu`), not yet by time: `benchmarks/gpu_matmul.py --tune` prints rows chosen by time.
 _ANY = (1, 2, 4, 8)
 _CONFIGS = (
-    # Tables of float32 are looked up in memory, and a byte of many codes has many loads in flight.
+    # Float32 tables are in memory, and a byte of many codes has many loads in flight.
     _Row("", False, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
     _Row("", False, (1, 2, 4), 2, 16, Config(16, 64)),
     _Row("", False, (1, 2, 4), 2, 32, Config(32, 64, programs=2)),
     _Row("", False, (8,), 2, 16, Config(16, 64, weight_left=False)),
-    # With some dozens of rows, scaling sums takes more than scaling weights, and more registers.
+    # From some dozens of rows on, scaling sums takes more time and registers than scaling weights.
     _Row("", False, (4, 8), 2, 64, Config(64, 128, weight_left=False, scale_weights=True, programs=1)),
     _Row("", False, (4, 8), 2, 2**31, Config(128, 128, 8, weight_left=False, scale_weights=True, programs=1)),
-    # A byte of many codes meets as many tiles of `x`, and shared memory holds them all.
+    # A byte of many codes meets as many tiles of `x`, which must all fit into shared memory.
     _Row("", False, (2,), 2, 2**31, Config(64, 128, 8, 2, weight_left=False, scale_weights=True, programs=1)),
     _Row("", False, (1,), 2, 2**31, Config(64, 64, 4, 2, weight_left=False, scale_weights=True, programs=1)),
     _Row("", True, (2, 4, 8), 2, 16, Config(16, 64, weight_left=False)),
     _Row("", True, (2, 4, 8), 2, 2**31, Config(32, 64, weight_left=False, programs=2)),
-    # A byte of eight codes has sums for eight tiles of results.
+    # A byte of eight codes adds to eight tiles of results.
     _Row("", True, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
     _Row("", True, (1,), 2, 2**31, Config(16, 64, weight_left=False)),
 )
@@ -86,12 +85,12 @@ _CORES = {"H100": 132, "H200": 132, "A100": 108, "": 108}
 
 
 def tuned(device: str, bits: int, itemsize: int, m: int, *, transpose: bool) -> Config:
-    """The configuration for a device, given its name or "", and `m` rows of `x`."""
+    """Returns the configuration for a device, given its name or "", and `m` rows of `x`."""
     for row in _CONFIGS:
         of_kind = row.device in device and row.transpose == transpose and row.itemsize == itemsize
         if of_kind and bits in row.bits and m <= row.max_m:
             return row.config
-    raise LookupError(f"no configuration for {bits} bits")  # the rows for any device take everything
+    raise LookupError(f"no configuration for {bits} bits")  # unreachable: the rows for any device take everything
 
 
 def _split(config: Config, device: str, tiles: int, steps: int) -> int:
@@ -99,14 +98,14 @@ def _split(config: Config, device: str, tiles: int, steps: int) -> int:
         return max(1, min(config.split, steps))
     cores = next(count for name, count in _CORES.items() if name in device)
     wanted = max(1, config.programs * cores / tiles)
-    # A power of two, so that few kernels are compiled; each part of four steps or more, so that loads are in flight.
+    # A power of two, to compile few kernels; at least four steps per part, to keep loads in flight.
     return max(1, min(1 << math.floor(math.log2(wanted)), steps // 4, 16))
 
 
 def supports(
     layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str, target: Target
 ) -> str | None:
-    """The reason why the kernel cannot take a product, or `None`."""
+    """Returns why the kernel cannot take the product, or `None` if it can."""
     del transpose, precision
     if plgpu is None:
         return "this release of JAX has no Pallas-Triton"
@@ -115,7 +114,7 @@ def supports(
     if target.capability < 8.9 and layout.kind.startswith("float8"):
         return f"GPUs of compute capability {target.capability} have no floats of 8 bits"
     if layout.zero_points and layout.kind != "integer":
-        return "there are zero points, and codes are no integers"
+        return "the format has zero points, but its codes are not integers"
     if m * n == 0:
         return "there is nothing to compute"
     if _body(layout) == 0:
@@ -125,24 +124,24 @@ def supports(
 
 
 def _step_bytes(layout: Layout) -> int:
-    """The bytes of a row that a step takes: a segment of the packing, or of codes of one byte, two runs."""
+    """Returns the bytes of a row per step: a packed segment; for codes of one byte, two runs."""
     wide = layout.bits == 8 and (layout.one_scale or layout.block_size % (2 * packing.PLANE) == 0)
     return packing.PLANE * (2 if wide and layout.length >= 2 * packing.PLANE else 1)
 
 
 def _run_bytes(layout: Layout) -> int:
-    """The bytes of a row that are decoded at a time: no more than have one scale in each plane."""
+    """Returns the bytes of a row to decode at a time: each plane of them has one scale."""
     return _step_bytes(layout) if layout.one_scale else min(_step_bytes(layout), layout.block_size)
 
 
 def _body(layout: Layout) -> int:
-    """How many codes of a row the kernel takes: all but a rest."""
+    """Returns how many codes of a row the kernel takes: all but the rest."""
     step = _step_bytes(layout) * layout.planes
     return layout.length // step * step
 
 
 class _Weight(NamedTuple):
-    """References to a weight in memory, and how to take tiles of it."""
+    """References to a weight in memory, which load and decode its tiles."""
 
     codes: Any
     scale: Any
@@ -151,7 +150,7 @@ class _Weight(NamedTuple):
     table: Any
 
     def of_rows(self, layout: Layout, n: Any, dtype: Any) -> Float32[Array, " rows"] | None:
-        """What all of a row is scaled by, if anything."""
+        """Returns the factor of each whole row, or `None`."""
         stretch = layout.stretch(dtype)
         factors = [decode_scale(self.scale[n, 0], layout.scale)] if layout.one_scale else []
         factors += [self.row_scale[n, 0]] if self.row_scale is not None else []
@@ -159,7 +158,7 @@ class _Weight(NamedTuple):
         return ft.reduce(jnp.multiply, factors) if factors else None
 
     def tile(self, layout: Layout, n: Any, byte: Any, dtype: Any, interpret: bool) -> list[tuple[Array, Array | None]]:
-        """A run of bytes from `byte` on, of rows `n`: for each plane its values and its scales."""
+        """Decodes a run of bytes from `byte` on, of rows `n`: returns the values and the scales of each plane."""
         run = _run_bytes(layout)
         codes = self.codes[n[:, None], (byte + jnp.arange(run, dtype=jnp.int32))[None, :]]
         planes = []
@@ -172,7 +171,7 @@ class _Weight(NamedTuple):
 
 
 def _column(byte: Any, plane: int, layout: Layout) -> Any:
-    """Which code plane `plane` of a run that begins at `byte` begins with."""
+    """Returns the first column of plane `plane`, for the run at `byte`."""
     segment = packing.PLANE if layout.bits < 8 else _step_bytes(layout)
     return byte // segment * (segment * layout.planes) + plane * segment + byte % segment
 
@@ -180,13 +179,13 @@ def _column(byte: Any, plane: int, layout: Layout) -> Any:
 def _product(
     x_ref: Any, weight: _Weight, y_ref: Any, *, layout: Layout, config: Config, precision: Any, interpret: bool
 ) -> None:
-    """A tile of `y(part, m, n)`: a part of the sum over `k`."""
+    """Computes a tile of `y(part, m, n)`: a part of the sum over `k`."""
     (m_size, _), n_size, dtype = x_ref.shape, weight.codes.shape[0], x_ref.dtype
     m_tiles = pl.cdiv(m_size, config.tile_m)
     tile, part = pl.program_id(0), pl.program_id(1)
     m = tile % m_tiles * config.tile_m + jnp.arange(config.tile_m, dtype=jnp.int32)
     n = tile // m_tiles * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
-    rows = jnp.minimum(n, n_size - 1)  # what lies beyond is computed, and not stored
+    rows = jnp.minimum(n, n_size - 1)  # rows beyond the last are computed, but not stored
     step_bytes, run = _step_bytes(layout), _run_bytes(layout)
     first, last = _steps(_body(layout) // layout.planes // step_bytes, part, y_ref.shape[0])
 
@@ -217,7 +216,7 @@ def _product(
 def _transposed_product(
     x_ref: Any, weight: _Weight, y_ref: Any, *, layout: Layout, config: Config, precision: Any, interpret: bool
 ) -> None:
-    """A tile of `y(part, m, k)`, of one run of bytes: a part of the sum over `n`."""
+    """Computes a tile of `y(part, m, k)`, of one run of bytes: a part of the sum over `n`."""
     (m_size, n_size), dtype = x_ref.shape, x_ref.dtype
     m_tiles = pl.cdiv(m_size, config.tile_m)
     tile, part = pl.program_id(0), pl.program_id(1)
@@ -250,13 +249,13 @@ def _scaled(values: Float[Array, "rows run"], scale: Float32[Array, " rows"]) ->
 
 
 def _steps(steps: Any, part: Array, parts: int) -> tuple[Array, Array]:
-    """The steps of one of the parts that a sum is divided into."""
+    """Returns the first and the last step of one part of a sum."""
     each = pl.cdiv(steps, parts)
     return part * each, jnp.minimum((part + 1) * each, steps)
 
 
 def _load(ref: Any, rows: Array, columns: Array, *masks: Array) -> Array:
-    """A tile of a matrix, zero where a row or a column does not exist."""
+    """Loads a tile of a matrix, with zeros where the masks are false."""
     shape = (rows.size, columns.size)
     mask = jnp.broadcast_to(masks[0][:, None], shape)
     if len(masks) == 2:
@@ -279,15 +278,15 @@ def matmul(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m outer"]:
-    """`x(m, k) . w(n, k)^T`, or with `transpose` `x(m, n) . w(n, k)`, for what `supports` takes.
+    """Computes `x(m, k) . w(n, k)^T`, or with `transpose` `x(m, n) . w(n, k)`, for operands that `supports` accepts.
 
     **Arguments:**
 
     - `x`: bfloat16, float16 or float32.
     - `weight`, `layout`: the weight, of `n` rows.
     - `precision`: `"highest"` multiplies float32 as float32, `"default"` as tfloat32.
-    - `target`: the device, for the tuned configuration; `config` overrides that.
-    - `interpret`: run on any device, slowly.
+    - `target`: the device, which selects the tuned configuration; `config` overrides it.
+    - `interpret`: runs on any device, slowly.
     """
     _compat.expect_triton_warning()
     exactly = jax.lax.Precision.HIGHEST if precision == "highest" else None
@@ -301,7 +300,7 @@ def matmul(
         kernel, outer, steps = _product, n, body // layout.planes // _step_bytes(layout)
         tiles = m_tiles * pl.cdiv(n, config.tile_n)
     parts = _split(config, target.device, tiles, steps)
-    whole = parts == 1 and body == layout.length  # then the kernel writes the result itself
+    whole = parts == 1 and body == layout.length  # the kernel writes the final result
     y = pl.pallas_call(
         ft.partial(kernel, layout=layout, config=config, interpret=interpret, precision=exactly),
         out_shape=_compat.result_like(x, (parts, m, outer), x.dtype if whole else jnp.float32),

@@ -1,17 +1,17 @@
 """Computes `x(m, k) . w(n, k)^T`, or `x(m, n) . w(n, k)` if transposed, on TPU: a Pallas kernel that decodes in VMEM.
 
-A tile is some whole rows of the weight, as packed bytes. It is decoded 128 bytes of a row at a time, which are two
-segments of the packing and the lanes of a vector register. Plane `p` of these bytes is two runs of 64 codes, and XLA
-has put `x` in the same order beforehand; so a plane is decoded where it lies (`vpu.py`), and multiplied by a plane of
-`x`. No code ever moves across lanes.
+A tile is several whole rows of the weight, as packed bytes. The kernel decodes 128 bytes of a row at a time: two packed
+segments, which fill the lanes of a vector register. Plane `p` of these bytes is two runs of 64 codes. XLA has put `x`
+in the same order before, so the kernel decodes a plane in place (`vpu.py`) and multiplies it by a plane of `x`. No code
+ever moves across lanes.
 
-- **Scales** are not multiplied into the weight: they would have to be broadcast along lanes, which is slow. Instead `x`
-  is stacked in several copies, each zero outside of its block. One product gives the partial sums of all blocks, and
-  these are scaled. The transposed product scales the copies of `x`, and takes from each result the lanes of its block.
-- **Zero points.** `sum(x * (code - zero) * scale)` is the product with codes, less the sum of `x` over each block times
-  `zero * scale`. The latter is small, and a product in float32.
+- **Scales** are not multiplied into the weight, since broadcasting them along lanes is slow. Instead the kernel stacks
+  several copies of `x`, each zero outside its block. One product gives the partial sums of all blocks, and the kernel
+  scales these. The transposed product scales the copies of `x`, and takes the lanes of its block from each result.
+- **Zero points.** `sum(x * (code - zero) * scale)` is the product with codes, minus the sum of `x` over each block
+  times `zero * scale`. The second term is a small product, in float32.
 
-A row is whole pairs of segments and a rest. The rest is a small product, which XLA decodes and adds.
+A row is whole pairs of segments and a rest. XLA decodes and multiplies the rest, and adds the product.
 """
 
 import functools as ft
@@ -34,20 +34,20 @@ from .xla import add_rest
 
 VMEM_BYTES = 48 * 2**20  # v7x has 64 MiB, others have more
 
-Refs = dict[str, Any]  # the operands of a kernel by name; not every layout has all of them
+Refs = dict[str, Any]  # the operands of a kernel by name; some layouts lack some
 
 
 class Config(NamedTuple):
-    """The size of tiles. Smaller ones are taken for rows so long that these do not fit into VMEM."""
+    """The size of tiles. If rows are too long for VMEM, tiles are smaller."""
 
-    tile_m: int  # at most; beyond it the weight is decoded more than once
+    tile_m: int  # at most; with more rows of `x`, the weight is decoded several times
     tile_n: int
-    unroll: int  # how often 128 bytes of every row are decoded in a step of the loop over them
+    unroll: int  # how many times 128 bytes of every row a step of the loop decodes
 
 
-# By device (a part of its name, "any" for others), bits and shape class. Chosen by how many instructions tiles compile
-# to, not by time. 512 rows take 3 to 7 % fewer of them per weight than 256; but nothing can be computed while the first
-# tile is loaded, so it should be a small part of a weight. Half of `unroll` takes 5 to 15 % more.
+# By device (a part of its name, "any" for others), bits and shape class. Chosen by the number of compiled instructions,
+# not by time. 512 rows take 3 to 7 % fewer instructions per weight than 256. But the kernel computes nothing while it
+# loads the first tile, so a tile should be a small part of a weight. Half of `unroll` takes 5 to 15 % more of them.
 CONFIGS: dict[tuple[str, int, Literal["blocks", "one_scale"]], Config] = {
     **{("any", bits, "blocks"): Config(tile_m=64, tile_n=256, unroll=2 * bits) for bits in (1, 2, 4, 8)},
     **{("any", bits, "one_scale"): Config(tile_m=256, tile_n=256, unroll=2 * bits) for bits in (1, 2, 4, 8)},
@@ -55,14 +55,14 @@ CONFIGS: dict[tuple[str, int, Literal["blocks", "one_scale"]], Config] = {
 
 
 def tuned(device: str, layout: Layout) -> Config:
-    """The configuration for a device, given its name."""
+    """Returns the configuration for a device, given its name."""
     shape = "one_scale" if layout.one_scale else "blocks"
     known = (name for name, *rest in CONFIGS if name in device and rest == [layout.bits, shape])
     return CONFIGS[next(known, "any"), layout.bits, shape]
 
 
 class Tiling(NamedTuple):
-    """What a kernel is specialized to."""
+    """The static parameters of a kernel."""
 
     layout: Layout
     n: int
@@ -83,7 +83,7 @@ class Tiling(NamedTuple):
 
     @property
     def shifted(self) -> bool:
-        """Whether anything is added to the product with decoded codes."""
+        """Whether the product with decoded codes needs a correction."""
         return self.layout.zero_points or self.decoder.offset != 0
 
     @property
@@ -93,27 +93,27 @@ class Tiling(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """How many blocks there are in the lanes of a plane."""
+        """The number of blocks in the lanes of a plane."""
         if self.layout.one_scale or self.layout.block_size % (2 * packing.PLANE * self.layout.planes) == 0:
             return 1
         return LANES // min(packing.PLANE, self.layout.block_size)
 
     @property
     def vmem_bytes(self) -> int:
-        """About what tiles take, twice because the next ones are loaded meanwhile."""
+        """The approximate bytes of the tiles, twice, since the next tiles load meanwhile."""
         blocks = 0 if self.layout.one_scale else pl.cdiv(self.layout.length, self.layout.block_size)
         weight = self.tile_n * (self.row_bytes + 8 * (pl.cdiv(blocks, LANES) * LANES))
         rows = self.tile_m * self.columns  # of the result if transposed, else of copies of `x`
         x = rows * 4 if self.transpose else rows * self.copies * jnp.dtype(self.dtype).itemsize
-        return 2 * (weight + x) + 8 * 2**20  # and what is computed meanwhile
+        return 2 * (weight + x) + 8 * 2**20  # and intermediate results
 
     @property
     def scales_are_transposed(self) -> bool:
-        """Whether scales come as (blocks, n), as XLA keeps them where rows of blocks would be padded to 128 lanes."""
+        """Whether scales are (blocks, n), as XLA stores them if it would have to pad rows of blocks to 128 lanes."""
         return pl.cdiv(self.layout.length, self.layout.block_size) % LANES != 0
 
     def block(self, chunk: Any, plane: int, copy: int) -> Any:
-        """The block of the lanes of one copy, of a plane of the `chunk`-th 128 bytes of a row."""
+        """Returns the block of the lanes of one copy, of a plane of the `chunk`-th 128 bytes of a row."""
         first = copy * (LANES // self.copies)  # of these lanes
         run = (2 * chunk + first // packing.PLANE) * self.layout.planes + plane
         if self.layout.block_size < packing.PLANE:
@@ -124,7 +124,7 @@ class Tiling(NamedTuple):
 def supports(
     layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str, target: Target
 ) -> str | None:
-    """Why the kernel cannot take the product, or `None` if it can."""
+    """Returns why the kernel cannot take the product, or `None` if it can."""
     del target
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"{jnp.dtype(dtype).name} is not native to TPUs"
@@ -151,7 +151,7 @@ def matmul(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m outer"]:
-    """`x . w^T`, or `x . w` if transposed, where `supports` returns `None`. Sums are float32."""
+    """Computes `x . w^T`, or `x . w` if transposed, for operands that `supports` accepts. Sums are float32."""
     tiling = _tiling(
         layout, x.shape[0], weight.codes.shape[0], x.dtype, transpose, precision, config or tuned(target.device, layout)
     )
@@ -177,7 +177,7 @@ def _tiling(layout: Layout, m: int, n: int, dtype: Any, transpose: bool, precisi
 
 
 def _whole_bytes(layout: Layout) -> int:
-    """How many bytes of a row the kernel takes: whole pairs of segments."""
+    """Returns how many bytes of a row the kernel takes: whole pairs of segments."""
     return layout.length // (layout.planes * LANES) * LANES
 
 
@@ -187,7 +187,7 @@ def _forward(x: Float[Array, "m k"], weight: Packed, tiling: Tiling, interpret: 
     x = jnp.pad(x[:, : tiling.columns].astype(tiling.dtype), [(0, tiles * tiling.tile_m - m), (0, 0)])
     planes = x.reshape(-1, tiling.row_bytes // packing.PLANE, layout.planes, packing.PLANE)
     planes = planes.transpose(2, 0, 1, 3).reshape(layout.planes, 1, tiles, tiling.tile_m, tiling.row_bytes)
-    # A copy for each block of a plane, zero outside of it.
+    # A copy for each block of a plane, zero outside it.
     own = np.arange(LANES) // (LANES // tiling.copies) == np.arange(tiling.copies)[:, None]
     own = np.tile(own, tiling.row_bytes // LANES)[:, None, None, :]
     shape = (layout.planes, tiling.copies, *planes.shape[2:])
@@ -232,7 +232,7 @@ def _transposed(x: Float[Array, "m n"], weight: Packed, tiling: Tiling, interpre
     row, shift = _row_factors(weight, tiling)
     scaled = x if row is None else x * jnp.broadcast_to(row, x.shape)
     operands, specs = _weight_operands(weight, tiling)
-    # Rows past the last of the weight hold anything, so what they are multiplied by is zero.
+    # Rows past the last of the weight are undefined, so multiply them by zero.
     operands["x"] = jnp.pad(scaled, [(0, tiles * tiling.tile_m - m), (0, steps * tiling.tile_n - tiling.n)])
     specs["x"] = pl.BlockSpec((tiling.tile_m, tiling.tile_n), lambda i, j: (i, j))
 
@@ -252,14 +252,14 @@ def _transposed(x: Float[Array, "m n"], weight: Packed, tiling: Tiling, interpre
     y = y.reshape(tiles, layout.planes, tiling.tile_m, -1, packing.PLANE)
     y = y.transpose(0, 2, 3, 1, 4).reshape(-1, tiling.columns)[:m]
     if shift is not None:
-        # Of what the codes are multiplied by, rounded as it is: else the two would not cancel.
+        # Round as the operand of the codes is rounded: otherwise the two terms would not cancel.
         rounded = scaled.astype(tiling.dtype).astype(jnp.float32)
         y = y + jnp.broadcast_to((rounded * jnp.broadcast_to(shift, x.shape)).sum(axis=1, keepdims=True), y.shape)
     return y
 
 
 def _weight_operands(weight: Packed, tiling: Tiling) -> tuple[dict[str, Array], dict[str, pl.BlockSpec]]:
-    """What both kernels take of a weight, and their blocks on a grid of (tiles of m, tiles of n)."""
+    """Returns the operands of a weight for either kernel, and their blocks on a grid of (tiles of m, tiles of n)."""
     layout, tile_n = tiling.layout, tiling.tile_n
     operands: dict[str, Array] = {"codes": weight.codes}
     specs = {"codes": pl.BlockSpec((tile_n, tiling.row_bytes), lambda i, j: (j, 0))}
@@ -280,7 +280,7 @@ def _weight_operands(weight: Packed, tiling: Tiling) -> tuple[dict[str, Array], 
 
 
 def _row_factors(weight: Packed, tiling: Tiling) -> tuple[Float32[Array, "1 n"] | None, Float32[Array, "1 n"] | None]:
-    """What decoded codes of a row are scaled by, and what is added to them before, where that is so for a whole row."""
+    """Returns the scale of decoded codes, and the shift before it, if a whole row shares them."""
     row_scale = None if weight.row_scale is None else weight.row_scale.T
     if not tiling.layout.one_scale:
         return row_scale, None
@@ -314,7 +314,7 @@ def _forward_kernel(tiling: Tiling, refs: Refs, y_ref: Any, scale_ref: Any = Non
             y_ref[...] = _dot(refs["sums"][...], scale_ref[...] * shift)
 
     def take(start: Any, count: int) -> None:
-        """Takes `count` times 128 bytes of every row."""
+        """Adds the products of `count` times 128 bytes of every row."""
         total = jnp.zeros(y_ref.shape, jnp.float32)
         for chunk in range(count):
             lanes = _lanes(start + chunk)
@@ -345,7 +345,7 @@ def _transposed_kernel(tiling: Tiling, refs: Refs, y_ref: Any, scale_ref: Any = 
     def _() -> None:
         y_ref[...] = jnp.zeros_like(y_ref)
 
-    refs = {**refs, "first_row": pl.program_id(1) * tiling.tile_n}  # which is not to be asked for inside of a loop
+    refs = {**refs, "first_row": pl.program_id(1) * tiling.tile_n}  # `program_id` must not be called inside a loop
     x = refs["x"][...]
     if not layout.one_scale:
         scale_ref[...], shift = _scales(tiling, refs)
@@ -354,7 +354,7 @@ def _transposed_kernel(tiling: Tiling, refs: Refs, y_ref: Any, scale_ref: Any = 
     copy_of_lane = jax.lax.broadcasted_iota(jnp.int32, (tile_m, LANES), 1) >> (LANES // tiling.copies).bit_length() - 1
 
     def scaled(chunk: Any, plane: int) -> Array:
-        """Copies of `x`, scaled."""
+        """Returns scaled copies of `x`."""
         if layout.one_scale:
             return x.astype(tiling.dtype)
         rows = [scale_ref[pl.ds(tiling.block(chunk, plane, copy), 1), :] for copy in range(tiling.copies)]
@@ -396,7 +396,7 @@ def _lanes(chunk: Any) -> Any:
 
 
 def _scales(tiling: Tiling, refs: Refs) -> tuple[Float32[Array, "blocks tile_n"], Float32[Array, "blocks tile_n"]]:
-    """The scales of a tile, of what codes are decoded to; and what is added to those."""
+    """Returns the scales of decoded codes of a tile, and the shifts to add before scaling."""
     bits = refs["scale"][...]
     # TPUs have no float16.
     scale = decode_float16(bits) if tiling.layout.scale == "float16" else decode_scale(bits, tiling.layout.scale)
@@ -410,7 +410,7 @@ def _scales(tiling: Tiling, refs: Refs) -> tuple[Float32[Array, "blocks tile_n"]
 
 
 def _zero_past_rows(tiling: Tiling, refs: Refs, values: Float[Array, "_ _"], axis: int) -> Float[Array, "_ _"]:
-    """Zero past the last row of the weight, where a sum over rows must not see NaNs. Rows are along `axis`."""
+    """Sets values past the last row of the weight to zero: a sum over rows must not see NaNs. Rows are along `axis`."""
     if not tiling.transpose or tiling.n % tiling.tile_n == 0:
         return values
     row = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis) + refs["first_row"]
@@ -418,7 +418,7 @@ def _zero_past_rows(tiling: Tiling, refs: Refs, values: Float[Array, "_ _"], axi
 
 
 def _dot(a: Float[Array, "m inner"], b: Float[Array, "_ _"], transpose_b: bool = False) -> Float32[Array, "m outer"]:
-    """A product with float32 sums, of float32 operands as they are."""
+    """Computes a product with float32 sums, at full precision for float32 operands."""
     return jax.lax.dot_general(
         a,
         b,

@@ -1,14 +1,14 @@
-"""Codes -> values in the registers of NVIDIA GPUs, for Pallas-Triton kernels.
+"""Decodes codes in the registers of NVIDIA GPUs, for Pallas-Triton kernels.
 
-Codes of at most four bits become 16-bit values by `prmt`, the byte permutation of NVIDIA GPUs: four nibbles of packed
-codes *are* its selectors, and it looks them up in eight bytes at once. Two such lookups and a choice make a table of
-sixteen; the low and the high bytes of the values have a table each. That is two instructions per weight, whatever the
-table. Integers of eight bits become the low bits of a float32 whose exponent makes them units: two and a half
-instructions, where a conversion takes a slow one. What is left, values of float32 and tables of 256, is loaded from a
-table in memory.
+- Codes of at most four bits become 16-bit values by `prmt`, the byte permutation of NVIDIA GPUs. Four nibbles of packed
+  codes *are* its selectors: it looks all four up in eight bytes at once. Two lookups and a choice make a table of
+  sixteen. The low and the high bytes of the values have a table each. This takes two instructions per weight.
+- Integers of eight bits become the low bits of a float32 whose exponent makes these bits count units: two and a half
+  fast instructions, instead of a slow conversion.
+- Float32 values and tables of 256 are loaded from a table in memory.
 
-Triton has neither instruction, so they are inline assembly. Pallas cannot interpret that: `interpret` looks values up
-in the table instead, and the tests run the assembly in an emulator.
+Triton cannot express the first two, so they are inline assembly. Pallas cannot interpret that: `interpret` looks values
+up in the table instead, and the tests run the assembly in an emulator.
 """
 
 from typing import Any
@@ -23,10 +23,10 @@ from .packed import Layout
 
 
 def lookup_asm(bits: int, plane: int) -> str:
-    """PTX that decodes one plane of four bytes, `$2`, to four 16-bit values, in `$0` and `$1`.
+    """Returns PTX that decodes one plane of four bytes, `$2`, to four 16-bit values, in `$0` and `$1`.
 
-    The table is in the operands from `$3` on, every fourth one, since operands of inline assembly are per byte: first
-    the low bytes of the values, four to a word, then the high bytes.
+    The table is in every fourth operand from `$3` on, since inline assembly has an operand per byte: first the low
+    bytes of the values, four to a word, then the high bytes.
     """
     shift, high = bits * plane % 4, bits * plane // 4
     table = [f"${3 + 4 * i}" for i in range(2 * _table_words(bits))]
@@ -43,19 +43,19 @@ def lookup_asm(bits: int, plane: int) -> str:
             mask = "0x33333333" if bits == 2 else "0x11111111"
             lines += [f"shr.u32 index, $2, {half + shift};", f"and.b32 index, index, {mask};"]
             lines += [f"prmt.b32 low, {table[0]}, {table[0]}, index;", f"prmt.b32 high, {table[1]}, {table[1]}, index;"]
-        # Two 16-bit values, from the nibbles that belong to this plane: of both bytes the low or the high one.
+        # Two 16-bit values, from the nibbles of this plane: the low or the high nibble of both bytes.
         lines += [f"prmt.b32 {out}, low, high, {'0x7351' if high else '0x6240'};"]
     return "{ " + " ".join(lines) + " }"
 
 
 def integer_asm(dtype: Any) -> str:
-    """PTX that makes four values of `dtype`, from `$0` on, of four bytes, less what the operands after them say."""
+    """Returns PTX that converts four bytes to `dtype`, from `$0` on, and subtracts the operands that follow them."""
     name = {"bfloat16": "bf16", "float16": "f16", "float32": ""}[jnp.dtype(dtype).name]
     first = 2 if name else 4
     out = ["a", "b", "c", "d"] if name else ["$0", "$1", "$2", "$3"]
     lines = [".reg .f32 a, b, c, d;", ".reg .b32 bits;"]
     for i, value in enumerate(out):
-        # The bytes of a float of exponent 23, whose last bits count units, are `code 0 0 0x4b`.
+        # `code 0 0 0x4b` are the bytes of a float of exponent 23, whose last bits count units.
         lines += [f"prmt.b32 bits, ${first}, 0x4b000000, 0x744{i};", f"mov.b32 {value}, bits;"]
         lines += [f"sub.f32 {value}, {value}, ${first + 1 + i};"]
     if name:
@@ -68,12 +68,12 @@ def _table_words(bits: int) -> int:
 
 
 def _permuted(layout: Layout, dtype: Any) -> bool:
-    """Whether codes are looked up by `prmt`."""
+    """Returns whether to look codes up by `prmt`."""
     return layout.bits <= 4 and jnp.dtype(dtype).itemsize == 2
 
 
 def table_of(layout: Layout, dtype: Any, interpret: bool) -> Array:
-    """The table as `decode` wants it, stretched: the values, or for `prmt` their bytes."""
+    """Returns the stretched table for `decode`: the values, or for `prmt` their bytes."""
     values = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
     if interpret or not _permuted(layout, dtype):
         return jnp.asarray(values)
@@ -83,7 +83,7 @@ def table_of(layout: Layout, dtype: Any, interpret: bool) -> Array:
 
 
 def _asm(asm: str, args: list[Array], dtype: Any) -> Array:
-    """Runs PTX on four elements at a time. Elements of 32 bits have a register each, others as many as fill it."""
+    """Runs PTX on four elements at a time. Elements of 32 bits take a register each; smaller ones share registers."""
     constraint = lambda kind, itemsize: ",".join([kind] * itemsize)
     outputs = constraint("=r" if jnp.dtype(dtype).itemsize == 2 else "=f", jnp.dtype(dtype).itemsize)
     inputs = [constraint("f" if a.dtype == jnp.float32 else "r", a.dtype.itemsize) for a in args]
@@ -106,7 +106,7 @@ def decode(
     dtype: Any,
     interpret: bool,
 ) -> Float[Array, "rows run"]:
-    """The values of one plane, less the zero point of each row."""
+    """Returns the values of one plane, minus the zero point of each row."""
     if layout.bits == 8 and layout.kind == "integer":
         offset = jnp.int32(layout.offset) if zero is None else (layout.offset - zero)[:, None]
         offset = jnp.broadcast_to(offset, codes.shape)

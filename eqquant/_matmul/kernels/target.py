@@ -1,12 +1,12 @@
-"""What a product is compiled for."""
+"""The device that a product is compiled for."""
 
 from typing import NamedTuple
 
 
 class Target(NamedTuple):
-    """A kind of device. What is not known is assumed to be new enough."""
+    """A kind of device. An unknown device is assumed to be new enough."""
 
     platform: str  # "cpu", "cuda", "rocm", "tpu"
     device: str = ""  # its name
     capability: float = 9.0  # of an NVIDIA GPU
-    no_kernels: str | None = None  # why it takes none
+    no_kernels: str | None = None  # why it cannot run kernels

@@ -1,9 +1,9 @@
-"""Codes -> values in the vector registers of TPUs, for Pallas-Mosaic kernels.
+"""Decodes codes in the vector registers of TPUs, for Pallas-Mosaic kernels.
 
-A register is 8 sublanes of 128 lanes of 32 bits. Four bytes share a lane, and are decoded together: there are no shifts
-of bytes. What grows evenly with its code (integers, signs) becomes int8: flip the top bit of each code, shift it to the
-top of its byte, mask the others. Tables of up to sixteen values are looked up by a gather along sublanes, which are
-eight: half a table.
+A register is 8 sublanes of 128 lanes of 32 bits. Four bytes share a lane and are decoded together, since TPUs cannot
+shift bytes. Values that grow evenly with the code (integers, signs) become int8: flip the top bit of each code, shift
+it to the top of its byte, mask the others. Other tables, of up to sixteen values, are looked up by a gather along
+sublanes, whose eight entries are half a table.
 """
 
 from typing import Any, NamedTuple
@@ -21,13 +21,13 @@ SUBLANES, LANES = 8, 128  # of a vector register
 
 
 def is_looked_up(layout: Layout) -> bool:
-    """Whether values are looked up: a table in which they do not grow evenly."""
+    """Returns whether values must be looked up: they do not grow evenly with the code."""
     even = np.ptp(np.diff(np.asarray(layout.table, np.float32))) == 0
     return layout.kind == "table" and not even
 
 
 class Decoder(NamedTuple):
-    """How codes become values of `dtype`: a value is `step * decoded + offset`."""
+    """Decodes codes to `dtype`. A value is `step * decoded + offset`."""
 
     layout: Layout
     dtype: Any
@@ -38,9 +38,9 @@ class Decoder(NamedTuple):
 
     @property
     def step(self) -> float:
-        """What decoded codes are multiplied by. They are int8, with the code at the top, where values grow evenly.
+        """The factor of decoded codes.
 
-        Tables are stretched.
+        Codes whose values grow evenly decode to int8, with the code in the top bits. Tables are stretched.
         """
         if self.looked_up or self.layout.kind.startswith("float8"):
             return 1 / self.layout.stretch(self.dtype) if self.looked_up else 1.0
@@ -48,30 +48,30 @@ class Decoder(NamedTuple):
 
     @property
     def offset(self) -> float:
-        """What is added to them: the value of the code that is decoded as zero."""
+        """The value of the code that decodes to zero."""
         if self.looked_up or self.layout.kind.startswith("float8") or self.between:
             return 0.0
         return self.layout.table[2 ** (self.layout.bits - 1)]
 
     @property
     def between(self) -> bool:
-        """Whether zero is between two codes, as that of signs is. Then half a step is added to every int8."""
+        """Whether zero lies between two codes, as for signs. Then every int8 gets half a step more."""
         return not self.looked_up and self.layout.bits < 8 and self.layout.table[0] == -self.layout.table[-1]
 
     def table(self) -> np.ndarray:
-        """What `_look_up` takes, as bits: pairs of bfloat16, one of each half of the table; then the float32 table."""
+        """Returns the bits of the tables for `_look_up`: bfloat16 pairs, one of each half; then the float32 table."""
         table = np.zeros(2 * SUBLANES)
         table[: len(self.layout.table)] = np.asarray(self.layout.table) / self.step + 0.0  # without -0
         half = table.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32)
         lower, upper = half[:SUBLANES], half[SUBLANES:]
-        # A pair is a float32 for the lower half, of which the upper half is the last 16 bits. Where these begin with
-        # a one, rounding the float32 to bfloat16 would go up; so its own bits are one less. Only a zero stays: there
-        # the float32 is below all normal numbers.
+        # A pair is a float32: its first 16 bits hold the lower half of the table, its last 16 bits the upper half. If
+        # the last bits begin with a one, rounding the pair to bfloat16 goes up; so subtract one from the first bits.
+        # Zero stays as it is: that pair is below all normal numbers.
         pairs = ((lower - ((upper >= 2**15) & (lower != 0))) << 16) | upper
         return np.concatenate([pairs.astype(np.uint32), table.astype(np.float32).view(np.uint32)]).view(np.int32)
 
     def decode(self, codes: UInt8[Array, "rows lanes"], table_ref: Any) -> list[Float[Array, "rows lanes"]]:
-        """The values of every plane; where they grow evenly with codes, what `step` and `offset` make values of."""
+        """Decodes every plane. Multiply by `step` and add `offset` to get values."""
         bits, kind, dtype, layout = self.layout.bits, self.layout.kind, self.dtype, self.layout
         if kind in ("float8_e4m3fn", "float8_e5m2"):
             return [jax.lax.bitcast_convert_type(codes, jnp.dtype(kind)).astype(dtype)]
@@ -91,9 +91,9 @@ class Decoder(NamedTuple):
 def _look_up(
     index: Int32[Array, "rows lanes"], upper: Int32[Array, "rows lanes"], table_ref: Any, dtype: Any
 ) -> Float[Array, "rows lanes"]:
-    """Entry `index` of one half of a table of 16, the upper one where `upper` is 16, the other one where it is 0.
+    """Looks up `index` in one half of a table of 16: the upper half where `upper` is 16, the lower half where it is 0.
 
-    A column of a register is 8 sublanes. It is rotated until the entry is where it is wanted.
+    A column of a register has 8 sublanes. The gather rotates it until the entry is in place.
     """
     index = index.reshape(-1, SUBLANES, LANES)
 
@@ -113,7 +113,7 @@ def _look_up(
 def _bits(
     packed: Int32[Array, "quarter lanes"], start: int, count: int, to: int, plus: int = 0
 ) -> Int8[Array, "rows lanes"]:
-    """`count` bits of every byte from bit `start` on, moved to bit `to`, and `plus` below them."""
+    """Moves `count` bits of every byte from bit `start` to bit `to`, and sets the bits `plus` below them."""
     moved = packed << (to - start) if to >= start else packed >> (start - to)
     moved &= _in_every_byte((2**count - 1) << to)
     return pltpu.bitcast(moved | _in_every_byte(plus) if plus else moved, jnp.int8)
@@ -124,11 +124,11 @@ def _in_every_byte(byte: int) -> np.int32:
 
 
 def decode_float16(bits: UInt[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Values of float16, from their bits."""
+    """Decodes float16 from its bits."""
     bits = bits.astype(jnp.int32)
     exponent, mantissa = (bits >> 10) & 31, bits & 1023
     # A float32 has a bias of 127 instead of 15. Subnormal numbers have no leading bit.
-    exponent32 = jnp.where(exponent == 31, 255, exponent + 112)  # the greatest is that of infinities and NaNs
+    exponent32 = jnp.where(exponent == 31, 255, exponent + 112)  # infinities and NaNs keep the greatest exponent
     normal = jax.lax.bitcast_convert_type((exponent32 << 23) | (mantissa << 13), jnp.float32)
     magnitude = jnp.where(exponent > 0, normal, mantissa.astype(jnp.float32) * 2**-24)
     return jnp.where(bits >= 32768, -magnitude, magnitude)

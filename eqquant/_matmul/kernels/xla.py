@@ -1,6 +1,6 @@
-"""Computes `x(m, k) . w(n, k)^T` in plain `jax.numpy`, for any `w` that a function can decode. Right everywhere.
+"""Computes `x(m, k) . w(n, k)^T` in plain `jax.numpy`, for any `w` that a function can decode. Works everywhere.
 
-It is left to XLA whether the decoded weight is ever written to memory: on GPU and TPU it may fuse. For CPU, see
+XLA decides whether to write the decoded weight to memory: on GPU and TPU it may fuse the decode. For CPU, see
 `xla_cpu.py`.
 """
 
@@ -20,14 +20,14 @@ Decode = Callable[[Any], Array]
 def dense(
     x: Float[Array, "*batch rows inner"], w: PyTree, decode: Decode, *, transpose: bool, precision: Any
 ) -> Float[Array, "*batch rows outer"]:
-    """One `dot_general` on the whole decoded weight, `decode(w): (*batch, n, k)`."""
+    """Computes one `dot_general` with the whole decoded weight, `decode(w): (*batch, n, k)`."""
     return _dot(x, decode(w).astype(x.dtype), transpose=transpose, precision=precision).astype(x.dtype)
 
 
 def _dot(
     x: Float[Array, "*batch rows inner"], weight: Float[Array, "*batch n k"], *, transpose: bool, precision: Any
 ) -> Float[Array, "*batch rows outer"]:
-    """The product, in the precision that sums have."""
+    """Returns the product in the dtype of sums."""
     batch = tuple(range(x.ndim - 2))
     contract = ((x.ndim - 1,), (x.ndim - 2 if transpose else x.ndim - 1,))
     return jax.lax.dot_general(
@@ -44,7 +44,7 @@ def dense_scaled(
     transpose: bool,
     precision: Any,
 ) -> Float[Array, "*batch rows outer"]:
-    """As `dense`, for `scale[:, None] * decode(w)`, but the results are scaled, or with `transpose` the operand."""
+    """As `dense`, for `scale[:, None] * decode(w)`, but scales the results, or with `transpose` the operand."""
     wide = accumulator(x.dtype)
     scale = scale[..., None, :].astype(wide)
     if transpose:
@@ -64,10 +64,10 @@ def add_rest(
     transpose: bool,
     precision: Any,
 ) -> Float[Array, "m outer"]:
-    """Completes `y`, the product of a kernel that took the columns of a weight before `start`.
+    """Completes `y`, the product of a kernel with the columns of a weight before `start`.
 
-    The product with the other columns is added; or with `transpose` these are the results that are missing. Both `y`
-    and the result have the precision of sums.
+    Adds the product with the other columns; with `transpose`, appends the results of the other columns. Both `y` and
+    the result have the dtype of sums.
     """
     if start == layout.length:
         return y
@@ -78,5 +78,5 @@ def add_rest(
 
 
 def accumulator(dtype: Any) -> jnp.dtype:
-    """The dtype that sums have."""
+    """Returns the dtype of sums."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)  # `promote_types` may be strict

@@ -1,8 +1,8 @@
 """`xla` on CPU: `x(m, k) . w(n, k)^T` in plain `jax.numpy`, in the form that XLA for CPU runs fastest.
 
-XLA for CPU never fuses a decode into a product, so a loop decodes and multiplies a few rows at a time; what is decoded
-stays in the cache. Each plane of the packing is decoded and multiplied by itself, with the columns of `x` that belong
-to it: to put codes in order again takes longer than to multiply them.
+XLA for CPU never fuses a decode into a product, so a loop decodes and multiplies a few rows at a time, and decoded rows
+stay in the cache. It decodes each plane of the packing on its own, and multiplies it by the matching columns of `x`:
+reordering codes takes longer than multiplying them.
 """
 
 import functools as ft
@@ -19,8 +19,8 @@ from .packed import decode_columns, decode_scale, Layout, look_up, Packed
 from .xla import accumulator
 
 
-# The decoded rows of a plane that are in flight at a time. What is not taken in rows may be decoded long before its
-# turn: of eight layers of 4 MiB, XLA decodes all at once, and takes twice as long.
+# The bytes of a plane to decode at a time. Without a loop over rows, XLA may decode long before it multiplies: of eight
+# layers of 4 MiB, it decodes all at once, and takes twice as long.
 ROWS_BYTES = 2**21
 
 
@@ -31,14 +31,14 @@ def matmul(
 
     **Arguments:**
 
-    - `dtype`: that of the weight, to which its values are rounded if that of `x` is wider.
+    - `dtype`: the dtype of the weight. Its values are rounded to this dtype if `x` has a wider one.
     """
     *batch, n, _ = weight.codes.shape
     count, wide = math.prod(batch), accumulator(x.dtype)
     row_bytes = max(layout.length * wide.itemsize, 1)
     whole = count * n * row_bytes <= ROWS_BYTES
     rows = n if whole else min(max(ROWS_BYTES * layout.planes // row_bytes, 1), n)
-    # Where all are to be rounded to 16 bits, that comes after scaling. Else it takes less to scale results or `x`.
+    # Values to round to 16 bits must be scaled first. Otherwise it is cheaper to scale the results or `x`.
     rounded = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else None
     decoder = _Decoder(layout, wide, rounded, scaled=not layout.one_scale or rounded is not None or wide.itemsize > 4)
     product = ft.partial(_transposed_product if transpose else _product, decoder, rows, precision)
@@ -55,22 +55,22 @@ def matmul(
 
 
 class _Decoder(NamedTuple):
-    """How rows of a weight are decoded: in parts, the planes of whole segments of the packing, and what is left."""
+    """Decodes rows of a weight in parts: the planes of whole packed segments, then the rest."""
 
     layout: Layout
     wide: Any  # the dtype of values, and of sums
-    rounded: Any  # what they are rounded to before, or None
-    scaled: bool  # or else `scale_of_rows` is for others to multiply by
+    rounded: Any  # the dtype to round values to first, or None
+    scaled: bool  # if not, the caller multiplies by `scale_of_rows`
 
     @property
     def run(self) -> int:
-        """How many consecutive bytes are consecutive codes."""
+        """The number of consecutive bytes that hold consecutive codes."""
         layout = self.layout
         return packing.PLANE if layout.bits < 8 else max(layout.block_size, 1)
 
     @property
     def body(self) -> int:
-        """How many codes of a row are in whole segments."""
+        """The number of codes of a row in whole segments."""
         segment = self.run * self.layout.planes
         return self.layout.length // segment * segment
 
@@ -92,14 +92,14 @@ class _Decoder(NamedTuple):
         return [*parts, self._finish(decode_columns(weight, layout, body, jnp.float32, scaled=self.scaled))]
 
     def split(self, x: Float[Array, "m k"]) -> list[Float[Array, "m _"]]:
-        """The columns of each part."""
+        """Splits the columns of `x` like the parts of a row."""
         m, planes = x.shape[0], self.layout.planes
         runs = x[:, : self.body].reshape(m, self.body // planes // self.run, planes, self.run)
         parts = [runs[:, :, p].reshape(m, self.body // planes) for p in range(planes if self.body else 0)]
         return parts if self.body == self.layout.length and self.body else [*parts, x[:, self.body :]]
 
     def join(self, parts: list[Float[Array, "m _"]]) -> Float[Array, "m k"]:
-        """The inverse of `split`."""
+        """Joins parts to columns. The inverse of `split`."""
         planes = self.layout.planes if self.body else 0
         runs = [part.reshape(part.shape[0], part.shape[1] // self.run, 1, self.run) for part in parts[:planes]]
         body = [jnp.concatenate(runs, axis=2).reshape(parts[0].shape[0], self.body)] if runs else []
@@ -114,7 +114,7 @@ class _Decoder(NamedTuple):
         return scale if weight.row_scale is None else scale * jnp.broadcast_to(weight.row_scale, scale.shape)
 
     def _per_unit(self, of_blocks: Float32[Array, "rows blocks"], unit: int) -> list[Float32[Array, "rows _ units 1"]]:
-        """For each plane, one number for each unit."""
+        """Returns one number per unit, for each plane."""
         layout, (rows, blocks) = self.layout, of_blocks.shape
         if layout.one_scale:
             return [of_blocks[:, :, None, None]] * layout.planes
@@ -125,7 +125,7 @@ class _Decoder(NamedTuple):
 
     def _finish(self, values: Float32[Array, "*shape"]) -> Float[Array, "*shape"]:
         if self.rounded is not None or self.layout.zero_points:
-            # As when it is dequantized: the outermost code of a range may lie beyond the largest finite number.
+            # As `dequantize` does: the outermost level may lie beyond the largest finite number.
             limit = float(min(jnp.finfo(self.rounded or self.wide).max, jnp.finfo(jnp.float32).max))
             values = jnp.clip(values, -limit, limit)
         return (values if self.rounded is None else values.astype(self.rounded)).astype(self.wide)
@@ -138,7 +138,7 @@ def _product(
     columns = decoder.split(x)
 
     def of_rows(weight: Packed) -> Float[Array, "rows m"]:
-        # The weight is the left operand: where `x` has few rows, that is faster.
+        # With the weight on the left, products with few rows of `x` are faster.
         numbers = (((1,), (1,)), ((), ()))
         return ft.reduce(jnp.add, [dot(w, x, numbers) for w, x in zip(decoder.decode(weight), columns, strict=True)])
 
@@ -177,7 +177,7 @@ def _transposed_product(
 
 
 def _cut(weight: Packed, rows: int) -> tuple[Packed | None, Packed | None]:
-    """A weight as steps of `rows` rows, if there is more than one, and the rows that are left, if any."""
+    """Cuts a weight into steps of `rows` rows, if there are several, and the remaining rows, if any."""
     n = weight.codes.shape[0]
     steps = n // max(rows, 1)
     if steps <= 1:

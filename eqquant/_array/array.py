@@ -311,6 +311,14 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
                     "averaged or cast as if they were numbers. Average the float model, or the masters, and quantize "
                     "the result. To change what it dequantizes to, call `q.astype(dtype)` on the array as a whole."
                 )
+        ranks = {jnp.ndim(leaf) for leaf in (self.codes, self.gradient_of) if isinstance(leaf, jax.Array)}
+        if len(ranks) > 1:
+            raise ValueError(
+                f"The leaves of a quantized array must be mapped over together. Got codes of shape {self.codes.shape} "
+                f"and a `gradient_of` of shape {jnp.shape(self.gradient_of)}: a `scan` or `vmap` took only one of them "
+                "apart. Split the model with `eqx.partition(model, eqx.is_array)`, not with `eqx.is_inexact_array`, "
+                "which leaves codes behind."
+            )
 
     @property
     def _axes(self) -> tuple[int, ...]:

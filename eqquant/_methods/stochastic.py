@@ -22,14 +22,14 @@ def move_stochastically(
 
     **Arguments:**
 
-    - `nearest`: the codes that `format.encode` gives the values. Those beyond the range keep it.
-    - `values`: divided by their scale already.
+    - `nearest`: the codes that `format.encode` returns for the values. Values beyond the range keep them.
+    - `values`: the values, divided by their scales.
     - `format`: the format of the codes.
     - `uniform`: random numbers from zero to one.
 
     **Returns:**
 
-    Codes: `uint8`, of the shape of the values.
+    `uint8` codes, of the shape of the values.
     """
     levels, below, above = (jnp.asarray(table) for table in _neighbours(format))
     near = levels[nearest]

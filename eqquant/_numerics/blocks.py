@@ -52,10 +52,16 @@ def absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch 
 def not_finite(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
     """Returns NaN for each block that holds a NaN or an infinity, and zero for the others.
 
-    XLA on CPU drops NaN in a vectorised `max` (https://github.com/openxla/xla/issues/21461), but not in a sum. This is
-    the fastest of five checks: 4 ms for 16 million values, where the `max` takes 5 ms and one that keeps NaN 60 ms.
+    XLA on CPU drops NaN in a vectorised `max` (https://github.com/openxla/xla/issues/21461), but not in a product,
+    where infinity times zero is NaN too. Of six ways that keep NaN this costs least: beside encoding nothing that can
+    be measured, where a sum doubles the time.
     """
-    return jnp.sum(blocks * 0, axis=-1)
+    length = blocks.shape[-1]
+    if length <= 2**16:
+        # In the highest precision: the largest floats are infinite in bfloat16.
+        return jnp.matmul(blocks, jnp.zeros(length, blocks.dtype), precision="highest")
+    # One block for a whole tensor: as many zeros would take as much memory.
+    return jnp.where(jnp.isfinite(blocks).all(axis=-1), 0, jnp.nan).astype(blocks.dtype)
 
 
 def signed_absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:

@@ -150,11 +150,11 @@ def test_a_batch_of_vectors_is_one_product(getkey, mesh):
 
 
 def test_memory_of_a_part(getkey, mesh):
-    # 32 MiB of float32, of which a device decodes its quarter a few rows at a time.
-    q, x = eqq.quantize(weights(getkey(), (4096, 2048)), "nf4"), weights(getkey(), (M, 2048))
+    # 64 MiB of float32, of which a device decodes its quarter a few rows at a time: 2 MiB for each of two planes.
+    q, x = eqq.quantize(weights(getkey(), (4096, 4096)), "nf4"), weights(getkey(), (M, 4096))
     for on_q in (P("model"), P(None, "model")):
         sharded = put(x, mesh, P()), put(q, mesh, on_q)
-        assert jax.jit(product).lower(*sharded).compile().memory_analysis().temp_size_in_bytes < 2**22
+        assert jax.jit(product).lower(*sharded).compile().memory_analysis().temp_size_in_bytes < 3 * 2**21
 
 
 @each_format

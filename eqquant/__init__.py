@@ -53,6 +53,8 @@ from ._methods import (
     AbsMax as AbsMax,
     AbstractMethod as AbstractMethod,
     AbstractScaleMethod as AbstractScaleMethod,
+    choose_by_blocks as choose_by_blocks,
+    decode_rows as decode_rows,
     encode_rows as encode_rows,
     Encoded as Encoded,
     HQQ as HQQ,

@@ -332,6 +332,24 @@ def test_randomness_does_not_depend_on_chunks():
     assert_same(whole.codes, parts.codes)
 
 
+def test_rows_by_hand(contract_row):
+    rows, format = heavy((6, 130)), contract_row.format
+    scale, zero_point = eqq.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
+    encoded = eqq.encode_rows(rows, scale, zero_point, format)
+    q = eqq.quantize(rows, format)
+    np.testing.assert_array_equal(eqq.unpack(q), encoded.codes)
+    np.testing.assert_array_equal(eqq.decode_rows(encoded, format), q.dequantize())
+
+
+def test_merging_and_planning_take_a_method():
+    model = eqq.loraify(eqq.quantize_tree({"w": heavy((64, 64))}, "int4", method=eqq.MSE()), rank=2, key=jr.key(0))
+    merged, base = eqq.merge_lora(model, method=eqq.MSE())["w"], model["w"].base
+    assert_same(merged, eqq.requantize(base, base.dequantize(), method=eqq.MSE()))
+    rules = {"a": eqq.Use("int4", eqq.HQQ()), "b": "int8"}
+    plan = eqq.plan_tree({"a": heavy((4, 64)), "b": heavy((4, 64))}, rules, method=eqq.MSE())
+    assert [leaf.reason for leaf in plan.leaves] == ["rule 'a', by HQQ", "rule 'b', by MSE"]
+
+
 # NaN and infinity
 
 NOT_FINITE = [

@@ -315,9 +315,9 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         if len(ranks) > 1:
             raise ValueError(
                 f"The leaves of a quantized array must be mapped over together. Got codes of shape {self.codes.shape} "
-                f"and a `gradient_of` of shape {jnp.shape(self.gradient_of)}: a `scan` or `vmap` took only one of them "
-                "apart. Split the model with `eqx.partition(model, eqx.is_array)`, not with `eqx.is_inexact_array`, "
-                "which leaves codes behind."
+                f"and a `gradient_of` of shape {getattr(self.gradient_of, 'shape', None)}: a `scan` or `vmap` took "
+                "only one of them apart. Split the model with `eqx.partition(model, eqx.is_array)`, not with "
+                "`eqx.is_inexact_array`, which leaves codes behind."
             )
 
     @property

@@ -4,6 +4,8 @@ from .absmax import AbsMax as AbsMax
 from .base import (
     AbstractMethod as AbstractMethod,
     AbstractScaleMethod as AbstractScaleMethod,
+    choose_by_blocks as choose_by_blocks,
+    decode_rows as decode_rows,
     encode_rows as encode_rows,
     Encoded as Encoded,
 )

@@ -109,7 +109,9 @@ class AbstractScaleMethod(AbstractMethod):
 
         **Arguments:**
 
-        - `blocks`: float32 values, cut into blocks. They may come from only some rows of the array.
+        - `blocks`: float32 values, cut into blocks. They may come from only some rows of the array, and from only some
+            columns: a shorter last block comes alone. A block does not say which columns it holds, so for statistics of
+            each input feature subclass [`eqquant.AbstractMethod`][].
         - `format`: the format to quantize to. `format.choose_scale(blocks)` returns its own choice.
 
         **Returns:**
@@ -137,9 +139,26 @@ def choose_by_blocks(
     *,
     chunk: int | None = None,
 ) -> tuple[Scales, ZeroPoints]:
-    """Cuts rows into blocks and calls `choose`; returns scales and zero points of shape `(*batch, blocks)`.
+    """Cuts rows into blocks and chooses the scale and zero point of each. For your own [`eqquant.AbstractMethod`][].
 
-    The scale of a block that holds a NaN or an infinity is NaN.
+    !!! Example
+
+        ```python
+        scale, zero_point = eqq.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
+        ```
+
+    **Arguments:**
+
+    - `choose`: a function of blocks and a format, as [`eqquant.AbstractScaleMethod.choose_scales`][]. It is called for
+        whole blocks, and again for a shorter last block.
+    - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
+    - `format`: what to quantize to.
+    - `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
+
+    **Returns:**
+
+    Float32 scales of shape `(*batch, blocks)`, and `uint8` zero points of that shape or `None`. The scale of a block
+    that holds a NaN or an infinity is NaN.
 
     **Raises:**
 
@@ -200,6 +219,24 @@ def encode_rows(
     _check_scales(scale, zero_point, (*rows.shape[:-1], num_blocks(rows.shape[-1], format.block_size)), format)
     marks, _ = _choose(lambda blocks, _: (not_finite(blocks), None), rows, format, chunk)
     return _encode(rows, _marked(scale, marks), zero_point, format, key, chunk)
+
+
+def decode_rows(encoded: Encoded, format: AbstractFormat) -> Float32[Array, "*batch length"]:
+    """Returns the values that codes stand for. For a method that compares candidates.
+
+    **Arguments:**
+
+    - `encoded`: what [`eqquant.encode_rows`][] returned.
+    - `format`: the format of the codes.
+
+    **Returns:**
+
+    Float32 values of shape `(*batch, length)`.
+    """
+    values, length = format.decode(encoded.codes), encoded.codes.shape[-1]
+    if encoded.zero_point is not None:
+        values = values - expand(encoded.zero_point.astype(jnp.float32), format.block_size, length)
+    return values * expand(kept_scale(encoded.scale, format), format.block_size, length)
 
 
 def _marked(scale: Array, marks: Array) -> Array:
@@ -282,8 +319,7 @@ def kept_scale(stored: Any, format: AbstractFormat) -> Scales:
     """Returns stored scales as floats."""
     if format.scale_format is None:
         return bits_to_scale(stored, format.scale_dtype)
-    nested, length = format.scale_format, stored.codes.shape[-1]
-    return nested.decode(stored.codes) * expand(kept_scale(stored.scale, nested), nested.block_size, length)
+    return decode_rows(stored, format.scale_format)
 
 
 def _by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: Array | None) -> Any:

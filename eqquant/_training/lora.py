@@ -17,11 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.quantize import check_finite
+from .._array.quantize import as_method, check_finite
 from .._array.requantize import requantize_like
 from .._array.simulated import SimulatedArray
 from .._array.value import AbstractArrayValue, as_permutation
 from .._mesh import full_spec, place
+from .._methods import AbstractMethod
 from .._tree.leaves import identity, Leaf, named_leaves, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
@@ -226,7 +227,7 @@ def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
     return skip
 
 
-def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
+def merge_lora(model: PyTree, *, dense: bool = False, method: AbstractMethod | None = None) -> PyTree:
     """Merges low-rank factors into their weights. The inverse of [`eqquant.loraify`][].
 
     !!! Example
@@ -240,6 +241,8 @@ def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
     - `model`: any pytree with factors.
     - `dense`: whether to return dense arrays for quantized weights. Otherwise quantizes the sum to the same format,
         which rounds again.
+    - `method`: how the codes of the sum are found: [`eqquant.AbsMax`][] unless given. Pass the one that the base was
+        quantized with.
 
     **Returns:**
 
@@ -259,17 +262,17 @@ def merge_lora(model: PyTree, *, dense: bool = False) -> PyTree:
         if is_leaf(leaf.value):
             same = identity(leaf.value)
             if same not in done:
-                done[same] = _merge(leaf.path, leaf.value, dense)
+                done[same] = _merge(leaf.path, leaf.value, dense, as_method(method).for_leaf(leaf.path))
             values[n] = done[same]
     return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_leaf), values)
 
 
-def _merge(path: str, x: LoraArray, dense: bool) -> Array | QuantizedArray:
+def _merge(path: str, x: LoraArray, dense: bool, method: AbstractMethod) -> Array | QuantizedArray:
     merged, base = x.dequantize(), x.base
     check_finite(merged, path)
     if dense or not isinstance(base, QuantizedArray):
         return merged
-    return requantize_like(base, merged)
+    return requantize_like(base, merged, method=method)
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:

@@ -23,7 +23,7 @@ from .._docs import fill_doc
 from .._errors import teach_keywords
 from .._formats.base import AbstractFormat
 from .._mesh import full_spec
-from .._methods import AbstractMethod
+from .._methods import AbsMax, AbstractMethod
 from .leaves import Leaf, some
 from .placement import move, Shardings, wanted_shardings
 from .report import TreeReport
@@ -277,8 +277,9 @@ def plan_tree(
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
+    method: AbstractMethod | None = None,
 ) -> TreeReport:
-    """Plans what [`eqquant.quantize_tree`][] would do with the same arguments: a dry run that computes nothing.
+    """Plans what [`eqquant.quantize_tree`][] would do with these arguments: a dry run that computes nothing.
 
     !!! Example
 
@@ -289,6 +290,7 @@ def plan_tree(
     **Arguments:**
 
     {arguments}
+    - `method`: how codes would be found. The reason of each leaf names a method that is not the default.
 
     **Returns:**
 
@@ -300,12 +302,14 @@ def plan_tree(
 
     As [`eqquant.quantize_tree`][], except that it does not check whether values are finite.
     """
-    rows = []
-    for leaf, picked, axes, reason, _ in decide(tree, format, where, axis):
+    rows, default = [], as_method(method)
+    for leaf, picked, axes, reason, found_by in decide(tree, format, where, axis):
         if picked is None:
             rows.extend(row_of(leaf, reason))
             continue
         x = _struct(leaf.value)
         q = jax.eval_shape(lambda x, f=picked, a=axes: quantize_array(x, f, a, dtype, None), x)
+        found_by = default if found_by is None else found_by
+        reason = reason if found_by == AbsMax() else f"{reason}, by {type(found_by).__name__}"
         rows.append(quantized_row(leaf.path, q, reason, math.prod(x.shape) * x.dtype.itemsize))
     return TreeReport(tuple(rows), planned=True)

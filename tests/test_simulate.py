@@ -262,8 +262,11 @@ def test_is_not_quantized_twice(getkey):
     simulated = eqq.quantize_tree(mlp(getkey()), "int8", simulate=True)
     with pytest.raises(ValueError, match=r"layers\.0\.weight\.master: simulated: `finalize` first"):
         eqq.quantize_tree(simulated, "int4")
-    with pytest.raises(TypeError, match=r"layers\.0\.weight\.master: simulated: `finalize` first"):
+    # A simulated array is a node, of which `where` selects the weights; its master alone is a leaf.
+    with pytest.raises(ValueError, match=r"layers\.0\.weight\.master: simulated: `finalize` first"):
         eqq.quantize_tree(simulated, "int4", where=lambda m: m.layers[0].weight)
+    with pytest.raises(TypeError, match=r"layers\.0\.weight\.master: simulated: `finalize` first"):
+        eqq.quantize_tree(simulated, "int4", where=lambda m: m.layers[0].weight.master)
 
 
 def test_trees_of_simulated_arrays(getkey):

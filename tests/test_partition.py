@@ -183,7 +183,8 @@ def test_inside_shard_map(getkey, mesh, format, check_vma):
     shard = ft.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
     for on_q, out in ((P(), P("data")), (P("model"), P("data", "model"))):
         mapped = shard(f, in_specs=(P("data"), on_q), out_specs=out)
-        assert_close(jax.jit(mapped)(x, q), f(x, q))
+        # Products of up to a hundred, of which XLA may add the parts in another order: their sine differs by 4e-5.
+        assert_close(jax.jit(mapped)(x, q), f(x, q), tol=1e-4)
         loss = lambda x, q, mapped=mapped: jnp.sum(mapped(x, q) ** 2)
         assert_close(jax.jit(jax.grad(loss))(x, q), jax.grad(whole)(x, q), tol=1e-4)
         assert_close(eqq.filter_grad(lambda q: loss(x, q))(q), eqq.filter_grad(lambda q: whole(x, q))(q), tol=1e-4)

@@ -155,14 +155,17 @@ def as_method(method: Any) -> AbstractMethod:
         raise TypeError(f"`method` must be an instance. Got the class {method.__name__}. Write `{method.__name__}()`.")
     if not isinstance(method, AbstractMethod):
         raise TypeError(f"`method` must be a method, such as `eqq.MSE()`. Got a {type(method).__name__}.")
+    name, is_mapping = type(method).__name__, lambda x: isinstance(x, Mapping)
     for field in dataclasses.fields(method):
-        value = getattr(method, field.name)
-        arrays = field.metadata.get("static", False) or isinstance(value, Mapping) or jtu.all_leaves([value]) is False
-        if not arrays and not eqx.is_array_like(value):
-            raise TypeError(
-                f"A field of a method must hold arrays, or be static. Got `{field.name}` of {type(method).__name__}, "
-                f"a {type(value).__name__}. Write `{field.name}: ... = eqx.field(static=True)`."
-            )
+        if field.metadata.get("static", False):
+            continue
+        # A mapping holds statistics by path, of which `for_leaf` picks those of a leaf.
+        for leaf in jtu.tree_leaves(getattr(method, field.name), is_leaf=is_mapping):
+            if not is_mapping(leaf) and not eqx.is_array_like(leaf):
+                raise TypeError(
+                    f"A field of a method must hold arrays, or be static. Got `{field.name}` of {name}, a "
+                    f"{type(leaf).__name__}. Write `{field.name}: ... = eqx.field(static=True)`."
+                )
     return method
 
 

@@ -136,7 +136,7 @@ class AbstractAffineFormat(AbstractFormat):
     def choose_zero_point(
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
     ) -> UInt8[Array, "*batch blocks"]:
-        """Returns the code that stands for zero in each block, given the scales of [`choose_scale`][]."""
+        """Returns the code that stands for zero in each block, given the blocks' scales."""
 
 
 def has_zero_points(format: AbstractFormat) -> bool:

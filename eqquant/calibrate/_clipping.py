@@ -109,7 +109,7 @@ def _ends(format: AbstractFormat) -> tuple[float, float]:
     with jax.ensure_compile_time_eval():
         levels, used = levels_of(format)
         bottom, top = float(levels[used].min()), float(levels[used].max())
-        values = np.arange(bottom - 2, top + 3, 0.25, np.float32)
+        values = np.arange(bottom - 2, top + 3, 0.25, dtype=np.float32)
         values = values[values % 1 != 0.5]  # ties may round either way
         nearest = np.asarray(format.decode(format.encode(jnp.asarray(values))))
     if not np.array_equal(nearest, np.clip(np.round(values), bottom, top)):

@@ -55,9 +55,15 @@ def install_native(session: nox.Session, *, required: bool = False) -> None:
     session.install(os.environ.get("EQQUANT_CPU_WHEEL", "./native"))
 
 
-def pytest(session: nox.Session, *args: str) -> None:
+def pytest(session: nox.Session, *args: str, env: dict[str, str] | None = None) -> None:
+    """Runs pytest on all cores. Most of its time is compilation, so workers and later runs share compiled programs."""
     workers = str(min(os.cpu_count() or 1, 8))
-    session.run("pytest", "-n", workers, *args, *session.posargs, env={"JAX_PLATFORMS": "cpu"})
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(Path(session.virtualenv.location).parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    session.run("pytest", "-n", workers, *args, *session.posargs, env={"JAX_PLATFORMS": "cpu", **cache, **(env or {})})
 
 
 @nox.session
@@ -95,9 +101,8 @@ def test_native(session: nox.Session, *, whole: bool) -> None:
         session.error("The native kernels do not load. `eqq.explain_matmul` says why.")
     for isa in available if whole else available[-1:]:
         session.log(f"Instruction set {isa}")
-        workers = str(min(os.cpu_count() or 1, 8))
         chosen = () if whole and isa == available[-1] else products
-        session.run("pytest", "-n", workers, "tests/test_cpu_matmul.py", *chosen, env={**env, "EQQUANT_CPU_ISA": isa})
+        pytest(session, "tests/test_cpu_matmul.py", *chosen, env={"EQQUANT_CPU_ISA": isa})
     pytest(session, "tests/test_dispatch.py", "-k", "cpu")
 
 

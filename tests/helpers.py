@@ -1,7 +1,7 @@
 """The table of formats that the contract is tested over, and what the tests share."""
 
 import itertools as it
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -71,9 +71,19 @@ NEWEST = jax.__version_info__ >= (0, 11)
 def kernel_cases(without: Sequence[str] = ()) -> list[Any]:
     """Formats and numbers of rows to try a kernel on. Pallas interprets slowly, so most of them run only in a sweep."""
     rows = (1, 7, 16, 64, 300)
-    quick = {*it.product(FORMATS, (16,)), *it.product(KINDS, (1, 300)), *it.product(("nf4",), rows)}
+    quick = {*it.product(KINDS, (16,)), *it.product(("nf4",), rows)}
     cases = it.product((name for name in FORMATS if name not in without), rows)
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+
+
+def one_in(n: int, cases: Iterable[Any]) -> list[Any]:
+    """One case in `n`, the others only in a sweep. A case that is a tuple has a value for each argument."""
+    as_tuple = lambda case: case if isinstance(case, tuple) else (case,)
+    return [pytest.param(*as_tuple(c), marks=pytest.mark.slow if i % n else ()) for i, c in enumerate(cases)]
+
+
+# Every format, most of them only in a sweep: for what takes long, and what the contract covers in part.
+SWEPT_FORMATS = [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in FORMATS]
 
 
 def sqnr(x: Any, y: Any) -> float:

@@ -13,12 +13,12 @@ from jaxtyping import Float
 
 import eqquant as eqq
 
-from .helpers import assert_close, assert_same, FORMATS, primitives, sqnr, weights
+from .helpers import assert_close, assert_same, FORMATS, one_in, primitives, sqnr, weights
 
 
 pytestmark = pytest.mark.parametrize("name", FORMATS)
 
-SHAPES = [((6, 128), -1), ((128, 6), 0), ((5, 100), -1), ((2, 3, 70), 1), ((4, 3, 3, 3), (-3, -2, -1)), ((77,), 0)]
+SHAPES = [((2, 3, 70), 1), ((6, 128), -1), ((128, 6), 0), ((4, 3, 3, 3), (-3, -2, -1)), ((77,), 0), ((5, 100), -1)]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_error_on_normal_weights(row, getkey):
     assert sqnr(x, eqq.quantize(x, row.format)) > row.sqnr
 
 
-@pytest.mark.parametrize("shape, axis", SHAPES)
+@pytest.mark.parametrize("shape, axis", one_in(3, SHAPES))
 def test_shape_and_axis(row, getkey, shape, axis):
     x = weights(getkey(), shape)
     q = eqq.quantize(x, row.format, axis=axis)

@@ -14,7 +14,7 @@ from jaxtyping import TypeCheckError
 
 import eqquant as eqq
 
-from .helpers import assert_same, FORMATS as CONTRACT
+from .helpers import assert_same, FORMATS as CONTRACT, one_in
 
 
 FORMATS = {
@@ -429,7 +429,7 @@ def test_the_largest_float32_stays_finite(contract_row):
 # Chunks of rows
 
 
-@pytest.mark.parametrize("shape", [(37, 130), (5, 3, 130), (7, 1)])
+@pytest.mark.parametrize("shape", one_in(3, [((5, 3, 130),), ((37, 130),), ((7, 1),)]))
 def test_chunks_never_change_the_result(contract_row, shape):
     rows, format = jr.normal(jr.key(0), shape), contract_row.format
     whole = eqq.AbsMax().quantize_rows(rows, format)

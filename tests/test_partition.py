@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 
-from .helpers import assert_close, weights
+from .helpers import assert_close, one_in, weights
 
 
 M, N, K = 16, 256, 1024
@@ -42,7 +42,7 @@ def product(x, q):
 
 
 FORMATS = ["nf4", "int8", eqq.Int4(symmetric=False), eqq.NF4(double_quant=True), "ternary", "mxfp8", "nvfp4"]
-each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
+each_format = pytest.mark.parametrize("format", one_in(2, FORMATS), ids=str)
 
 
 @each_format

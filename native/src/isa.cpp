@@ -38,6 +38,8 @@ void find(Found& found) {
   const bool avx512 = bit(b7, 16) && bit(b7, 17) && bit(b7, 30) && bit(b7, 31);  // F, DQ, BW, VL
   if (!avx512 || (saved & 0xe6) != 0xe6) return;
   found.all[found.count++] = &kIsaAvx512;
+  if (!bit(c7, 11)) return;
+  found.all[found.count++] = &kIsaAvx512Vnni;
 }
 
 #else

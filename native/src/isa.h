@@ -25,13 +25,25 @@ typedef struct MatmulKernel {
 typedef struct Isa {
   const char* name;
   MatmulKernel matmul;
+  const struct Int8Kernel* int8;  // in `int8.h`
 } Isa;
 
 extern const Isa kIsaGeneric;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const Isa kIsaAvx2;
 extern const Isa kIsaAvx512;
+extern const Isa kIsaAvx512Vnni;
+extern const Isa kIsaAmx;
 #endif
+
+// The scales of blocks `first` to `last` of a row, as float32, times that of the row.
+void decode_scales_generic(const Problem* p, int64_t row, int64_t first, int64_t last, float* out);
+void decode_scales_avx2(const Problem* p, int64_t row, int64_t first, int64_t last, float* out);
+void decode_scales_avx512(const Problem* p, int64_t row, int64_t first, int64_t last, float* out);
+
+// Conversions for every machine.
+float half_to_float(uint16_t bits);
+uint16_t float_to_half(float value);
 
 // The best that this machine and its operating system allow, or the one that EQQUANT_CPU_ISA names. Null, with
 // `*why` set, if that one is unknown or cannot run here.

@@ -1,6 +1,7 @@
 // AVX2, FMA and F16C. A table of sixteen is two of eight, and bit 3 of a code says which.
 #include <immintrin.h>
 
+#include "int8.h"
 #include "kernels.h"
 
 namespace {
@@ -106,4 +107,9 @@ struct Avx2 {
 
 }  // namespace
 
-extern const Isa kIsaAvx2 = {"avx2", {Kernels<Avx2>::plan, Kernels<Avx2>::prepare, Kernels<Avx2>::run}};
+extern const Isa kIsaAvx2 = {
+    "avx2", {Kernels<Avx2>::plan, Kernels<Avx2>::prepare, Kernels<Avx2>::run}, &kInt8Avx2};
+
+void decode_scales_avx2(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {
+  Kernels<Avx2>::decode_scales(*p, row, first, last, out);
+}

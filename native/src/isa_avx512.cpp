@@ -2,6 +2,7 @@
 // each lane and no others, so codes need neither a mask nor widening.
 #include <immintrin.h>
 
+#include "int8.h"
 #include "kernels.h"
 
 namespace {
@@ -94,4 +95,9 @@ struct Avx512 {
 
 }  // namespace
 
-extern const Isa kIsaAvx512 = {"avx512", {Kernels<Avx512>::plan, Kernels<Avx512>::prepare, Kernels<Avx512>::run}};
+extern const Isa kIsaAvx512 = {
+    "avx512", {Kernels<Avx512>::plan, Kernels<Avx512>::prepare, Kernels<Avx512>::run}, &kInt8Avx512};
+
+void decode_scales_avx512(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {
+  Kernels<Avx512>::decode_scales(*p, row, first, last, out);
+}

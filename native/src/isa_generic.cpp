@@ -1,4 +1,5 @@
 // Plain C++ for every machine. Vectors are GCC's and Clang's own, which become whatever the compiler may use.
+#include "int8.h"
 #include "kernels.h"
 
 namespace {
@@ -139,4 +140,12 @@ struct Generic {
 
 }  // namespace
 
-extern const Isa kIsaGeneric = {"generic", {Kernels<Generic>::plan, Kernels<Generic>::prepare, Kernels<Generic>::run}};
+extern const Isa kIsaGeneric = {
+    "generic", {Kernels<Generic>::plan, Kernels<Generic>::prepare, Kernels<Generic>::run}, &kInt8Generic};
+
+void decode_scales_generic(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {
+  Kernels<Generic>::decode_scales(*p, row, first, last, out);
+}
+
+float half_to_float(uint16_t bits) { return Generic::one_f16(bits); }
+uint16_t float_to_half(float value) { return Generic::one_to_f16(value); }

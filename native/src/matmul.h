@@ -8,6 +8,7 @@
 #include <memory>
 #include <thread>
 
+#include "int8.h"
 #include "isa.h"
 
 // What is wrong with a problem, as a sentence in `text`; or null. Reads no array.
@@ -55,25 +56,38 @@ void run_units(Pool& pool, int64_t units, int64_t workers, const Work& work) {
   }
 }
 
-// Computes a product that `check_problem` found nothing wrong with. Whether there was enough memory.
-template <typename Pool>
-bool run_problem(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
-  const MatmulKernel& kernel = isa.matmul;
-  if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
+// Has a kernel compute a problem of its own type. Whether there was enough memory.
+template <typename Kernel, typename Task, typename Pool>
+bool run_kernel(const Kernel& kernel, const Task& problem, Pool& pool, int64_t threads) {
   if (threads < 1) threads = 1;
   Plan plan = {};
   kernel.plan(&problem, threads, &plan);
   const int64_t workers = plan.units < threads ? plan.units : threads;
   char* memory = static_cast<char*>(allocate_aligned(plan.shared_bytes + workers * plan.own_bytes));
   if (memory == nullptr) return false;
-  const Problem* p = &problem;
+  const Task* p = &problem;
   const Plan* q = &plan;
-  run_units(pool, plan.parts, threads, [=](int64_t part, int64_t) { kernel.prepare(p, q, memory, part); });
+  const Kernel* k = &kernel;
+  run_units(pool, plan.parts, threads, [=](int64_t part, int64_t) { k->prepare(p, q, memory, part); });
   run_units(pool, plan.units, workers, [=](int64_t unit, int64_t worker) {
-    kernel.run(p, q, memory, memory + q->shared_bytes + worker * q->own_bytes, unit);
+    k->run(p, q, memory, memory + q->shared_bytes + worker * q->own_bytes, unit);
   });
   free_aligned(memory);
   return true;
+}
+
+// Computes a product that `check_problem` found nothing wrong with. Whether there was enough memory.
+template <typename Pool>
+bool run_problem(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
+  if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
+  return run_kernel(isa.matmul, problem, pool, threads);
+}
+
+// The same for integers, which `check_int8` checks.
+template <typename Pool>
+bool run_int8(const Isa& isa, const Int8Problem& problem, Pool& pool, int64_t threads) {
+  if (problem.p.batch == 0 || problem.p.m == 0 || problem.p.n == 0) return true;
+  return run_kernel(isa.int8 != nullptr ? *isa.int8 : kInt8Generic, problem, pool, threads);
 }
 
 #endif  // EQQUANT_MATMUL_H_

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -263,6 +264,14 @@ Made make(Random& random) {
   return made;
 }
 
+double result_at(const Problem& p, int64_t at) {
+  if (p.x_type == kFloat32) return static_cast<const float*>(p.y)[at];
+  const uint16_t two = static_cast<const uint16_t*>(p.y)[at];
+  if (p.x_type == kBFloat16) return bits_to_float(static_cast<uint32_t>(two) << 16);
+  if ((two & 0x7c00) != 0x7c00) return half(two);
+  return two & 0x3ff ? NAN : copysign(INFINITY, two & 0x8000 ? -1 : 1);
+}
+
 // Whether the result of `isa` is right, to a few times what rounding explains.
 bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
   const Problem& p = made.problem;
@@ -278,14 +287,7 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
     for (int64_t m = 0; m < p.m; ++m)
       for (int64_t i = 0; i < outer; ++i) {
         const int64_t at = b * p.y_batch + m * p.y_row + i * p.y_column, index = (b * p.m + m) * outer + i;
-        double y;
-        if (p.x_type == kFloat32) {
-          y = static_cast<const float*>(p.y)[at];
-        } else {
-          const uint16_t two = static_cast<const uint16_t*>(p.y)[at];
-          y = p.x_type == kFloat16 ? (two & 0x7c00) == 0x7c00 ? copysign(INFINITY, two & 0x8000 ? -1 : 1) : half(two)
-                                   : bits_to_float(static_cast<uint32_t>(two) << 16);
-        }
+        const double y = result_at(p, at);
         const double expected = made.expected[index];
         if (p.x_type == kFloat16 && fabs(expected) > 65000 && fabs(y) > 60000) continue;
         const double rounding = p.x_type == kFloat32 ? 0 : p.x_type == kFloat16 ? 6e-4 * fabs(expected) + 1e-7 : 4.1e-3 * fabs(expected);
@@ -298,6 +300,8 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
   return true;
 }
 
+#include "fuzz_int8.h"
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -306,8 +310,14 @@ int main(int argc, char** argv) {
   Pool pool(3);
   int64_t wrong = 0;
   for (int64_t i = 0; i < problems && wrong < 10; ++i) {
-    const Made made = make(random);
-    for (int j = 0; j < num_isas(); ++j) wrong += !right(*isa_at(j), made, pool, 1 + static_cast<int>(i % 4));
+    const int threads = 1 + static_cast<int>(i % 4);
+    if (i % 2 == 0) {
+      const Made made = make(random);
+      for (int j = 0; j < num_isas(); ++j) wrong += !right(*isa_at(j), made, pool, threads);
+    } else {
+      const MadeInt8 made = make_int8(random);
+      for (int j = 0; j < num_isas(); ++j) wrong += !right_int8(*isa_at(j), made, pool, threads);
+    }
   }
   printf("%ld problems on", static_cast<long>(problems));
   for (int j = 0; j < num_isas(); ++j) printf(" %s", isa_at(j)->name);

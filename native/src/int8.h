@@ -1,0 +1,41 @@
+// The product of integers: x as int8 codes and a scale per row, or floats that are quantized to that inside the call,
+// times a weight of integers. Sums of a block are exact in 32 bits, and scaled in float32.
+//
+//   y(b, m, n) = x_scale(b, m) * sum over blocks of scale * row_scale * sum over k of code(b, m, k) (table[code] - zero_point)
+#ifndef EQQUANT_INT8_H_
+#define EQQUANT_INT8_H_
+
+#include <stddef.h>
+
+#include "isa.h"
+
+enum Int8Form {
+  kFloats = 0,    // of the type of y; the scale of a row is its absolute maximum / 127
+  kSigned = 1,    // int8
+  kUnsigned = 2,  // uint8, 128 more than what they mean
+};
+
+typedef struct Int8Problem {
+  Problem p;             // `x_type` is the type of y; no `transpose`; `x_batch` and so on count elements of `form`
+  const float* x_scale;  // (batch, m), of codes
+  int32_t form;          // Int8Form
+} Int8Problem;
+
+typedef struct Int8Kernel {
+  void (*plan)(const Int8Problem*, int64_t threads, Plan*);
+  void (*prepare)(const Int8Problem*, const Plan*, void* shared, int64_t part);
+  void (*run)(const Int8Problem*, const Plan*, const void* shared, void* own, int64_t unit);
+} Int8Kernel;
+
+extern const Int8Kernel kInt8Generic;
+#if defined(__x86_64__) || defined(_M_X64)
+extern const Int8Kernel kInt8Avx2;
+extern const Int8Kernel kInt8Avx512;
+extern const Int8Kernel kInt8Avx512Vnni;
+extern const Int8Kernel kInt8Amx;
+#endif
+
+// What is wrong with a problem, as a sentence in `text`; or null.
+const char* check_int8(const Int8Problem& problem, char* text, size_t room);
+
+#endif  // EQQUANT_INT8_H_

@@ -1,0 +1,646 @@
+// The product of integers, once for all instruction sets: templates over `V`, a struct of vector operations.
+//
+// `V` has
+//   L                      lanes of a vector of 32-bit integers `I`, and of one of floats `F`
+//   kGroup                 codes that one lane multiplies: four as bytes, or two as 16-bit integers
+//   kTileRows              rows of the weight in a tile of results of two vectors
+//   kDotRows, kFewRows     rows that few rows of `x` meet at a time; up to how many these are
+//   dot(acc, w, x)         acc + the products of the groups of each lane, exactly
+//   load, store, zero, spread, add, mul, sum            of integers
+//   load_f, store_f, zero_f, spread_f, add_f, fma, sum_f, to_f   of floats
+//   lanes(p, n), lanes_f   n = 2 or 4 values, each in its share of the lanes; where a vector has more than 16 codes
+//   word(p)                four bytes in every lane
+//   scales                 `decode_scales_*` of `isa.h`
+//   from_half, to_half
+//   kTiles, tiles(panel)   whether it multiplies panels by instructions of its own, and that
+//
+// With groups of four, bytes of the weight are without a sign, and those of `x` have one: the weight's codes are
+// multiplied as they are in memory. What each code is off, `lowest - zero_point`, is corrected by sums of `x`: where
+// sums of a run begin. So results are those of integers, to the bit. With groups of two the weight's values are exact.
+#ifndef EQQUANT_INT8_KERNELS_H_
+#define EQQUANT_INT8_KERNELS_H_
+
+#include "int8.h"
+#include "runs.h"
+
+namespace {
+
+constexpr int64_t kUnitRows = 48;      // of the weight in a unit, at most
+constexpr int64_t kInt8RowBlock = 256; // rows of `x` for which decoded rows are used
+constexpr int64_t kLargeRun = 512;     // codes of a run, from which on its lanes are added up as integers
+
+// A panel of rows of `x`, some rows of the weight, and one step.
+struct Panel {
+  const uint8_t* w;       // decoded rows, `kStepRoom` bytes apart
+  const uint8_t* x;       // groups of each row of `x`, one after the other
+  int64_t rows, lanes;    // of the weight; and of `x`, one or two vectors
+  Step step;
+  const int32_t* sums_x;  // of the lanes for each run, runs `sums_stride` apart
+  int64_t sums_stride;
+  const int32_t* offset;  // what codes are off, for rows and runs: null if it is in `sums_x`
+  const float* scale;     // for rows and runs, `kRunRoom` apart
+  float* sums;            // results so far, rows `stride` apart
+  int32_t* partial;       // those of runs that have not ended, likewise
+  int64_t stride;
+};
+
+constexpr int64_t kRunRoom = kStep / 16 + 16;
+
+template <class V>
+struct Int8Kernels {
+  using I = typename V::I;
+  using F = typename V::F;
+  static constexpr int L = V::L;
+  static constexpr int64_t kBytes = 4 / V::kGroup;    // of a code
+  static constexpr int64_t kCodes = L * V::kGroup;    // of a vector
+  static constexpr bool kCorrects = V::kGroup == 4;
+
+  enum { kFewMethod = 0, kPanelMethod = 1 };
+
+  struct Detail {
+    int64_t method;
+    int64_t rows, chunks, row_blocks;
+    int64_t m_padded;
+    int64_t panels;             // parts of the preparation of one batch
+    int64_t sums, lanes, x;     // where they are in shared memory: sums of runs, of lanes, and codes
+    int64_t scale_at, partial_at, sum_at;  // likewise in the memory of a thread
+  };
+
+  // Codes of a row of packed `x`.
+  EQQ_INLINE int64_t row_codes(const Runs& r) { return round_up(max64(r.padded, 1), 64); }
+  EQQ_INLINE bool by_lanes(const Runs& r) { return r.size < kLargeRun && r.count > 1; }
+  // Vectors of sums by lanes in a row of `x`.
+  EQQ_INLINE int64_t lane_vectors(const Runs& r) { return row_codes(r) / max64(min64(r.size, row_codes(r)), kCodes); }
+
+  static void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
+    const Problem& p = problem->p;
+    const Runs r = runs_of(p);
+    Detail d;
+    d.method = p.m <= V::kFewRows ? kFewMethod : kPanelMethod;
+    d.m_padded = d.method == kFewMethod ? p.m : round_up(p.m, L);
+    d.row_blocks = d.method == kFewMethod ? 1 : div_up(d.m_padded, kInt8RowBlock);
+    const int64_t grain = d.method == kFewMethod ? V::kDotRows : V::kTileRows;
+    const int64_t most = d.method == kFewMethod ? 64 : round_up(kUnitRows, grain);
+    int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
+    rows = max64(rows, (int64_t{1} << 18) / max64(p.m * p.k, 1));
+    rows = max64(min64(round_up(min64(rows, p.n), grain), most), grain);
+    d.rows = rows;
+    d.chunks = div_up(p.n, rows);
+    d.panels = d.method == kFewMethod ? 1 : div_up(d.m_padded, 2 * L);
+    d.sums = round_up(4 * p.batch * d.m_padded, 64);
+    d.lanes = d.sums + round_up(4 * p.batch * (r.count + 1) * d.m_padded, 64);
+    const bool lanes = kCorrects && d.method == kFewMethod && by_lanes(r);
+    d.x = d.lanes + (lanes ? 4 * L * p.batch * p.m * lane_vectors(r) : 0);
+    out->shared_bytes = round_up(d.x + p.batch * d.m_padded * row_codes(r) * kBytes, 64);
+    out->parts = p.batch * d.panels;
+    out->units = p.batch * d.row_blocks * d.chunks;
+    // Decoded rows, and one more to decode in; scales and offsets; sums.
+    const int64_t held = d.method == kFewMethod ? V::kDotRows : rows;
+    const int64_t width = d.method == kFewMethod ? p.m * L : min64(d.m_padded, kInt8RowBlock);
+    d.scale_at = round_up((held + 1) * kStepRoom, 64);
+    d.partial_at = d.scale_at + 2 * round_up(4 * (held + 1) * kRunRoom, 64);
+    d.sum_at = d.partial_at + round_up(4 * held * width, 64);
+    out->own_bytes = d.sum_at + round_up(4 * held * (width + (d.method == kFewMethod ? p.m : 0)), 64);
+    static_assert(sizeof d <= sizeof out->detail, "a detail too much");
+    memcpy(out->detail, &d, sizeof d);
+  }
+
+  //
+  // x
+  //
+
+  EQQ_INLINE float bits_to_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+  }
+  EQQ_INLINE uint32_t float_to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+  }
+
+  // `count` floats of `x`, of whatever type.
+  static void read_floats(const Problem& p, int64_t at, int64_t count, float* out) {
+    if (p.x_type == kFloat32) {
+      const float* x = static_cast<const float*>(p.x) + at;
+      if (p.x_column == 1) {
+        memcpy(out, x, 4 * count);
+      } else {
+        for (int64_t i = 0; i < count; ++i) out[i] = x[i * p.x_column];
+      }
+      return;
+    }
+    const uint16_t* x = static_cast<const uint16_t*>(p.x) + at;
+    if (p.x_type == kBFloat16) {
+      for (int64_t i = 0; i < count; ++i) out[i] = bits_to_float(static_cast<uint32_t>(x[i * p.x_column]) << 16);
+    } else {
+      for (int64_t i = 0; i < count; ++i) out[i] = V::from_half(x[i * p.x_column]);
+    }
+  }
+
+  // The scale of a row of floats: NaN if one of them is not finite.
+  static float row_scale(const Problem& p, int64_t at) {
+    float values[256];
+    uint32_t most = 0;  // magnitudes compare as integers
+    for (int64_t k = 0; k < p.k; k += 256) {
+      const int64_t count = min64(256, p.k - k);
+      read_floats(p, at + k * p.x_column, count, values);
+      for (int64_t i = 0; i < count; ++i) {
+        const uint32_t magnitude = float_to_bits(values[i]) & 0x7fffffff;
+        most = magnitude > most ? magnitude : most;
+      }
+    }
+    return most >= 0x7f800000 ? bits_to_float(0x7fc00000) : bits_to_float(most) / 127;
+  }
+
+  // `count` codes of a row, at most 256.
+  static void read_codes(const Int8Problem& q, int64_t at, int64_t count, float scale, int8_t* out) {
+    const Problem& p = q.p;
+    if (q.form != kFloats) {
+      const uint8_t* x = static_cast<const uint8_t*>(p.x) + at;
+      const uint8_t flip = q.form == kUnsigned ? 128 : 0;
+      for (int64_t i = 0; i < count; ++i) out[i] = static_cast<int8_t>(x[i * p.x_column] ^ flip);
+      return;
+    }
+    if (!(scale > 0)) {
+      memset(out, 0, count);
+      return;
+    }
+    float values[256];
+    read_floats(p, at, count, values);
+    // Adding 1.5 * 2^23 rounds to an integer, half to even, and leaves it in the low bits.
+    for (int64_t i = 0; i < count; ++i) {
+      float v = values[i] / scale;
+      v = v > 127.0f ? 127.0f : v;
+      v = v < -128.0f ? -128.0f : v;
+      out[i] = static_cast<int8_t>(float_to_bits(v + 12582912.0f));
+    }
+  }
+
+  static void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t part) {
+    const Problem& p = problem->p;
+    const Runs r = runs_of(p);
+    const Integers v = integers_of(p);
+    Detail d;
+    memcpy(&d, plan->detail, sizeof d);
+    char* shared = static_cast<char*>(memory);
+    const int64_t batch = part / d.panels, first = part % d.panels * 2 * L;
+    const int64_t width = d.method == kFewMethod ? 1 : min64(2 * L, d.m_padded - first);  // of a panel
+    const int64_t rows = d.method == kFewMethod ? p.m : width;
+    float* scales = reinterpret_cast<float*>(shared) + batch * d.m_padded;
+    int32_t* sums = reinterpret_cast<int32_t*>(shared + d.sums) + batch * (r.count + 1) * d.m_padded;
+    uint8_t* x = reinterpret_cast<uint8_t*>(shared + d.x) + (batch * d.m_padded + first) * row_codes(r) * kBytes;
+    const int32_t factor = p.zero_point != nullptr ? 1 : v.lowest;
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t m = first + i;
+      float scale = 0;
+      if (m < p.m)
+        scale = problem->form == kFloats ? row_scale(p, batch * p.x_batch + m * p.x_row)
+                                         : problem->x_scale[batch * p.m + m];
+      scales[m] = scale;
+    }
+    // Some codes of all rows, and then the next: so what is written stays in L1.
+    for (int64_t run = 0; run < r.count; ++run) {
+      const int64_t length = run_length(r, p.k, run), start = run_start(r, run);
+      for (int64_t i = 0; i < rows; ++i) sums[run * d.m_padded + first + i] = 0;
+      for (int64_t at = 0; at < r.size; at += 256) {
+        const int64_t room = min64(256, r.size - at), count = max64(min64(room, length - at), 0);
+        for (int64_t i = 0; i < rows; ++i) {
+          const int64_t m = first + i;
+          int8_t codes[256];
+          memset(codes, 0, sizeof codes);
+          if (m < p.m && count > 0)
+            read_codes(*problem, batch * p.x_batch + m * p.x_row + (start + at) * p.x_column, count, scales[m], codes);
+          int32_t sum = 0;
+          for (int64_t j = 0; j < 256; ++j) sum += codes[j];
+          sums[run * d.m_padded + m] += factor * sum;
+          const int64_t position = run * r.size + at;
+          // Groups of a row are `width` groups apart, and rows of `x` one after the other if that is one.
+          uint8_t* out = d.method == kFewMethod ? x + (i * row_codes(r) + position) * kBytes
+                                                : x + position * width * kBytes + 4 * i;
+          if (kBytes == 1) {
+            for (int64_t j = 0; j < room; j += 4) memcpy(out + j * width, codes + j, 4);
+          } else {
+            for (int64_t j = 0; j < room; j += 2) {
+              const int16_t two[2] = {codes[j], codes[j + 1]};
+              memcpy(out + j * 2 * width, two, 4);
+            }
+          }
+        }
+      }
+    }
+    // The row ends in whole vectors.
+    const int64_t rest = row_codes(r) - r.padded;
+    if (d.method == kFewMethod) {
+      for (int64_t i = 0; i < rows; ++i) memset(x + (i * row_codes(r) + r.padded) * kBytes, 0, rest * kBytes);
+      if (kCorrects && by_lanes(r)) {
+        int32_t* lanes = reinterpret_cast<int32_t*>(shared + d.lanes) + batch * p.m * lane_vectors(r) * L;
+        for (int64_t i = 0; i < rows; ++i) lane_sums(r, factor, x + i * row_codes(r), lanes + i * lane_vectors(r) * L);
+      }
+    } else {
+      memset(x + r.padded * width * kBytes, 0, rest * width * kBytes);
+    }
+  }
+
+  // The sums of each lane over the vectors of a run; or of each vector, if it has several runs.
+  static void lane_sums(const Runs& r, int32_t factor, const uint8_t* x, int32_t* out) {
+    const int64_t vectors = max64(min64(r.size, row_codes(r)) / kCodes, 1);
+    for (int64_t i = 0; i < lane_vectors(r); ++i) {
+      for (int64_t l = 0; l < L; ++l) {
+        int32_t sum = 0;
+        for (int64_t j = 0; j < vectors; ++j)
+          for (int64_t g = 0; g < V::kGroup; ++g)
+            sum += static_cast<int8_t>(x[(i * vectors + j) * kCodes + l * V::kGroup + g]);
+        out[i * L + l] = factor * sum;
+      }
+    }
+  }
+
+  //
+  // The weight
+  //
+
+  // Where a row is from the code on that a step begins with, and until which code it is real.
+  EQQ_INLINE int64_t step_start(const Runs& r, const Step& s) { return run_start(r, s.run) + s.offset; }
+
+  // A step of a row as the kernels multiply it. What is beyond the end of a run may be anything, since `x` is zero
+  // there. `direct`: it may be the weight itself. `out` and `room` have `kStepRoom` bytes.
+  static const uint8_t* decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, int64_t row,
+                               const int32_t* offset, bool direct, uint8_t* room, uint8_t* out) {
+    const int64_t from = step_start(r, s), last = s.run + s.runs - 1;
+    const int64_t end = min64(run_start(r, last) + run_length(r, p.k, last), from + (s.runs == 1 ? s.length : p.k));
+    if (end <= from) return out;  // a last run that is short may end in an earlier step
+    if (kBytes == 1 && in_a_row(r, s)) {
+      const uint8_t* codes = some_codes(p, v, row, from, end, out);
+      if (p.bits < 8 || (direct && from + round_up(step_codes(s), 64) <= p.k)) return codes;
+      memcpy(out, codes, end - from);
+      return out;
+    }
+    const uint8_t* codes = some_codes(p, v, row, from, end, room);
+    for (int64_t i = 0; i < s.runs; ++i) {
+      const int64_t start = run_start(r, s.run + i) + s.offset - from;
+      const int64_t count = min64(s.length, run_length(r, p.k, s.run + i) - s.offset);
+      if (kBytes == 1) {
+        memcpy(out + i * s.length, codes + start, count);
+      } else {
+        widen(codes + start, count, static_cast<int16_t>(offset[i]), reinterpret_cast<int16_t*>(out) + i * s.length);
+      }
+    }
+    return out;
+  }
+
+  static void widen(const uint8_t* codes, int64_t count, int16_t offset, int16_t* out) {
+    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<int16_t>(codes[i] + offset);
+  }
+
+  // Scales of the runs of a step, and what codes are off.
+  static void step_scales(const Problem& p, const Runs& r, const Integers& v, const Step& s, int64_t row, float* scale,
+                          int32_t* offset) {
+    const int64_t first = s.run / r.per_block, last = (s.run + s.runs - 1) / r.per_block + 1;
+    if (s.ends) {
+      V::scales(&p, row, first, last, scale);
+      for (int64_t i = s.runs; i < s.runs + 4; ++i) scale[i] = 0;  // multiplies zero
+    }
+    if (p.zero_point != nullptr) {
+      const uint8_t* zeros = p.zero_point + row * p.blocks + first;
+      for (int64_t i = 0; i < s.runs; ++i) offset[i] = v.lowest - zeros[i];
+      for (int64_t i = s.runs; i < s.runs + 4; ++i) offset[i] = 0;
+    } else {
+      for (int64_t i = 0; i < s.runs; ++i) offset[i] = v.lowest;
+    }
+  }
+
+  //
+  // Few rows of x: lanes run along k
+  //
+
+  struct Dot {
+    const uint8_t* w[8];
+    const uint8_t* x;
+    int64_t x_row;           // bytes
+    const int32_t* lanes;    // sums of lanes, if they correct
+    int64_t lane_row;
+    const float* scale;      // `kRunRoom` apart
+    const int32_t* offset;
+    int64_t runs, size;      // of the step
+    void* sums;              // vectors of rows and rows of `x`: floats if summed by lanes, else integers
+    int64_t ahead;           // of the weight, what to fetch
+  };
+
+  template <int kRows, int kM, bool kZero>
+  static void dot_lanes(const Dot& a) {
+    F sums[kRows][kM];
+    float* memory = static_cast<float*>(a.sums);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) sums[i][m] = V::load_f(memory + (i * kM + m) * L);
+    const int64_t vectors = a.size < kCodes ? 1 : a.size / kCodes, together = a.size < kCodes ? kCodes / a.size : 1;
+    int64_t at = 0;
+    for (int64_t run = 0, v = 0; run < a.runs; run += together, ++v) {
+      I acc[kRows][kM];
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        I offset = V::zero();
+        if (kCorrects && kZero) offset = several(a.offset + i * kRunRoom + run, together);
+#pragma GCC unroll 8
+        for (int m = 0; m < kM; ++m) {
+          acc[i][m] = V::zero();
+          if (kCorrects) acc[i][m] = V::load(a.lanes + m * a.lane_row + v * L);
+          if (kCorrects && kZero) acc[i][m] = V::mul(acc[i][m], offset);
+        }
+      }
+      for (int64_t j = 0; j < vectors; ++j, at += 4 * L) {
+        I w[kRows];
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i) w[i] = V::load(a.w[i] + at);
+#pragma GCC unroll 8
+        for (int m = 0; m < kM; ++m) {
+          const I x = V::load(a.x + m * a.x_row + at);
+#pragma GCC unroll 8
+          for (int i = 0; i < kRows; ++i) acc[i][m] = V::dot(acc[i][m], w[i], x);
+        }
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        const F scale = several_f(a.scale + i * kRunRoom + run, together);
+#pragma GCC unroll 8
+        for (int m = 0; m < kM; ++m) sums[i][m] = V::fma(V::to_f(acc[i][m]), scale, sums[i][m]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) V::store_f(memory + (i * kM + m) * L, sums[i][m]);
+  }
+
+  EQQ_INLINE I several(const int32_t* p, int64_t n) {
+    if constexpr (kCodes > 16)
+      if (n > 1) return V::lanes(p, static_cast<int>(n));
+    return V::spread(*p);
+  }
+  EQQ_INLINE F several_f(const float* p, int64_t n) {
+    if constexpr (kCodes > 16)
+      if (n > 1) return V::lanes_f(p, static_cast<int>(n));
+    return V::spread_f(*p);
+  }
+
+  template <int kRows, int kM, bool kZero>
+  static void dot_whole(const Dot& a) {
+    I acc[kRows][kM];
+    int32_t* memory = static_cast<int32_t*>(a.sums);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) acc[i][m] = V::load(memory + (i * kM + m) * L);
+    for (int64_t at = 0; at < a.size * kBytes; at += 4 * L) {
+      I w[kRows];
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        __builtin_prefetch(a.w[i] + at + a.ahead);
+        w[i] = V::load(a.w[i] + at);
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) {
+        const I x = V::load(a.x + m * a.x_row + at);
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i) acc[i][m] = V::dot(acc[i][m], w[i], x);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) V::store(memory + (i * kM + m) * L, acc[i][m]);
+  }
+
+  using DotStep = void (*)(const Dot&);
+  template <bool kLanes, bool kZero>
+  EQQ_INLINE DotStep dot_of(int64_t m) {
+    constexpr int kRows = V::kDotRows;
+    switch (m) {
+      case 1: return kLanes ? dot_lanes<kRows, 1, kZero> : dot_whole<kRows, 1, kZero>;
+      case 2: return kLanes ? dot_lanes<kRows, 2, kZero> : dot_whole<kRows, 2, kZero>;
+      case 3: return kLanes ? dot_lanes<kRows, 3, kZero> : dot_whole<kRows, 3, kZero>;
+      default: return kLanes ? dot_lanes<kRows, 4, kZero> : dot_whole<kRows, 4, kZero>;
+    }
+  }
+
+  static void run_few(const Int8Problem& problem, const Detail& d, const char* shared, char* own, int64_t batch,
+                      int64_t first, int64_t count) {
+    constexpr int kRows = V::kDotRows;
+    static_assert(V::kFewRows <= 4 && kRows <= 8, "");
+    const Problem& p = problem.p;
+    const Runs r = runs_of(p);
+    const Integers v = integers_of(p);
+    const bool lanes = by_lanes(r), zero = p.zero_point != nullptr;
+    const DotStep step = lanes ? (zero ? dot_of<true, true>(p.m) : dot_of<true, false>(p.m)) : dot_of<false, false>(p.m);
+    float* scale = reinterpret_cast<float*>(own + d.scale_at);
+    int32_t* offset = reinterpret_cast<int32_t*>(scale + (kRows + 1) * kRunRoom + 16);
+    int32_t* partial = reinterpret_cast<int32_t*>(own + d.partial_at);
+    float* sums = reinterpret_cast<float*>(own + d.sum_at);
+    float* totals = sums + kRows * p.m * L;
+    const float* x_scale = reinterpret_cast<const float*>(shared) + batch * d.m_padded;
+    const int32_t* x_sums = reinterpret_cast<const int32_t*>(shared + d.sums) + batch * (r.count + 1) * d.m_padded;
+    uint8_t* rooms = reinterpret_cast<uint8_t*>(own);
+    Dot a;
+    a.x_row = row_codes(r) * kBytes;
+    a.lane_row = lane_vectors(r) * L;
+    a.scale = scale;
+    a.offset = offset;
+    a.ahead = kRows * p.words;
+    for (int64_t i = 0; i < count; i += kRows) {
+      const int64_t rows = min64(kRows, count - i), row = batch * p.n + first + i;
+      memset(partial, 0, 4 * kRows * p.m * L);
+      memset(sums, 0, 4 * kRows * p.m * (L + 1));
+      Step s = first_step(r);
+      if (r.count > 0) do {
+        const int64_t position = s.run * r.size + s.offset;
+        for (int64_t j = 0; j < kRows; ++j) {
+          const int64_t at = row + min64(j, rows - 1);
+          step_scales(p, r, v, s, at, scale + j * kRunRoom, offset + j * kRunRoom);
+          a.w[j] = decode(p, r, v, s, at, offset + j * kRunRoom, true, rooms + kRows * kStepRoom, rooms + j * kStepRoom);
+        }
+        a.x = reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * p.m * row_codes(r) + position) * kBytes;
+        a.runs = s.runs;
+        a.size = s.length;
+        a.sums = lanes ? static_cast<void*>(sums) : partial;
+        a.lanes = nullptr;
+        if (kCorrects && lanes)
+          a.lanes = reinterpret_cast<const int32_t*>(shared + d.lanes) + batch * p.m * a.lane_row +
+                    position / max64(r.size, kCodes) * L;
+        if (lanes) {
+          step(a);
+          continue;
+        }
+        for (int64_t run = 0; run < s.runs; ++run) {
+          step(a);
+          for (int64_t j = 0; j < kRows; ++j) a.w[j] += s.length * kBytes;
+          a.x += s.length * kBytes;
+          if (!s.ends) continue;
+          for (int64_t j = 0; j < rows; ++j)
+            for (int64_t m = 0; m < p.m; ++m) {
+              int32_t sum = V::sum(V::load(partial + (j * p.m + m) * L));
+              const int32_t x_sum = x_sums[(s.run + run) * d.m_padded + m];
+              if (kCorrects) sum += zero ? offset[j * kRunRoom + run] * x_sum : x_sum;
+              totals[j * p.m + m] += static_cast<float>(sum) * scale[j * kRunRoom + run];
+            }
+          memset(partial, 0, 4 * kRows * p.m * L);
+        }
+      } while (next_step(r, s));
+      for (int64_t j = 0; j < rows; ++j)
+        for (int64_t m = 0; m < p.m; ++m) {
+          const float sum = lanes ? V::sum_f(V::load_f(sums + (j * p.m + m) * L)) : totals[j * p.m + m];
+          write(p, batch * p.y_batch + m * p.y_row + (first + i + j) * p.y_column, sum * x_scale[m]);
+        }
+    }
+  }
+
+  EQQ_INLINE void write(const Problem& p, int64_t at, float value) {
+    if (p.x_type == kFloat32) {
+      static_cast<float*>(p.y)[at] = value;
+    } else if (p.x_type == kFloat16) {
+      static_cast<uint16_t*>(p.y)[at] = V::to_half(value);
+    } else {
+      const uint32_t bits = float_to_bits(value);
+      static_cast<uint16_t*>(p.y)[at] = static_cast<uint16_t>(
+          value != value ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+  }
+
+  //
+  // Many rows: lanes run along the rows of x
+  //
+
+  template <int kVectors, bool kZero>
+  static void tile(const Panel& a, int64_t row) {
+    constexpr int kRows = V::kTileRows;
+    const uint8_t* w = a.w + row * kStepRoom;
+    const uint8_t* x = a.x;
+    for (int64_t run = 0; run < a.step.runs; ++run) {
+      I acc[kRows][kVectors];
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          if (!a.step.begins) {
+            acc[i][v] = V::load(a.partial + (row + i) * a.stride + v * L);
+          } else if (!kCorrects) {
+            acc[i][v] = V::zero();
+          } else {
+            acc[i][v] = V::load(a.sums_x + run * a.sums_stride + v * L);
+            if (kZero) acc[i][v] = V::mul(acc[i][v], V::spread(a.offset[(row + i) * kRunRoom + run]));
+          }
+        }
+      for (int64_t at = 0; at < a.step.length * kBytes; at += 4, w += 4, x += 4 * L * kVectors) {
+        I xs[kVectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) xs[v] = V::load(x + 4 * v * L);
+#pragma GCC unroll 16
+        for (int i = 0; i < kRows; ++i) {
+          const I ws = V::word(w + i * kStepRoom);
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectors; ++v) acc[i][v] = V::dot(acc[i][v], ws, xs[v]);
+        }
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          const int64_t at = (row + i) * a.stride + v * L;
+          if (a.step.ends) {
+            const F scale = V::spread_f(a.scale[(row + i) * kRunRoom + run]);
+            V::store_f(a.sums + at, V::fma(V::to_f(acc[i][v]), scale, V::load_f(a.sums + at)));
+          } else {
+            V::store(a.partial + at, acc[i][v]);
+          }
+        }
+    }
+  }
+
+  template <int kVectors>
+  EQQ_INLINE void panel_of(const Panel& a) {
+    for (int64_t row = 0; row < a.rows; row += V::kTileRows) {
+      if (a.offset != nullptr) {
+        tile<kVectors, true>(a, row);
+      } else {
+        tile<kVectors, false>(a, row);
+      }
+    }
+  }
+
+  static void run_panels(const Int8Problem& problem, const Detail& d, const char* shared, char* own, int64_t batch,
+                         int64_t block, int64_t first, int64_t count) {
+    const Problem& p = problem.p;
+    const Runs r = runs_of(p);
+    const Integers v = integers_of(p);
+    float* scale = reinterpret_cast<float*>(own + d.scale_at);
+    int32_t* offset = reinterpret_cast<int32_t*>(scale + (d.rows + 1) * kRunRoom + 16);
+    float* sums = reinterpret_cast<float*>(own + d.sum_at);
+    uint8_t* rooms = reinterpret_cast<uint8_t*>(own);
+    const float* x_scale = reinterpret_cast<const float*>(shared) + batch * d.m_padded;
+    const int32_t* x_sums = reinterpret_cast<const int32_t*>(shared + d.sums) + batch * (r.count + 1) * d.m_padded;
+    const int64_t start = block * kInt8RowBlock, width = min64(kInt8RowBlock, d.m_padded - start);
+    const uint8_t* x = reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * d.m_padded + start) * row_codes(r) * kBytes;
+    memset(sums, 0, 4 * d.rows * width);
+    Panel a;
+    a.rows = count;
+    a.sums_stride = d.m_padded;
+    a.stride = width;
+    a.scale = scale;
+    a.offset = p.zero_point != nullptr ? offset : nullptr;
+    Step s = first_step(r);
+    if (r.count > 0) do {
+      const int64_t position = s.run * r.size + s.offset;
+      a.step = s;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t row = batch * p.n + first + i;
+        step_scales(p, r, v, s, row, scale + i * kRunRoom, offset + i * kRunRoom);
+        const uint8_t* w = decode(p, r, v, s, row, offset + i * kRunRoom, false, rooms + d.rows * kStepRoom,
+                                  rooms + i * kStepRoom);
+        if (i == 0) a.w = w;  // all rows begin at the same place of their memory
+      }
+      for (int64_t m = 0; m < width; m += 2 * L) {
+        a.lanes = min64(2 * L, width - m);
+        a.x = x + (m * row_codes(r) + position * a.lanes) * kBytes;
+        a.sums_x = x_sums + s.run * d.m_padded + start + m;
+        a.sums = sums + m;
+        a.partial = reinterpret_cast<int32_t*>(own + d.partial_at) + m;
+        if constexpr (V::kTiles) {
+          V::tiles(a);
+        } else if (a.lanes == L) {
+          panel_of<1>(a);
+        } else {
+          panel_of<2>(a);
+        }
+      }
+    } while (next_step(r, s));
+    const int64_t real = min64(width, p.m - start), base = batch * p.y_batch + start * p.y_row + first * p.y_column;
+    if (p.y_row == 1) {
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t m = 0; m < real; ++m)
+          write(p, base + m + i * p.y_column, sums[i * width + m] * x_scale[start + m]);
+    } else {
+      for (int64_t m = 0; m < real; ++m)
+        for (int64_t i = 0; i < count; ++i)
+          write(p, base + m * p.y_row + i * p.y_column, sums[i * width + m] * x_scale[start + m]);
+    }
+  }
+
+  static void run(const Int8Problem* problem, const Plan* plan, const void* shared, void* own, int64_t unit) {
+    Detail d;
+    memcpy(&d, plan->detail, sizeof d);
+    const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
+    const int64_t first = chunk * d.rows, count = min64(d.rows, problem->p.n - first);
+    const char* memory = static_cast<const char*>(shared);
+    if (d.method == kFewMethod) {
+      run_few(*problem, d, memory, static_cast<char*>(own), batch, first, count);
+    } else {
+      run_panels(*problem, d, memory, static_cast<char*>(own), batch, block, first, count);
+    }
+  }
+};
+
+}  // namespace
+
+#endif  // EQQUANT_INT8_KERNELS_H_

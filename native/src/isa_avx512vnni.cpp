@@ -1,0 +1,25 @@
+// AVX-512 with VNNI: integer products by `vpdpbusd`, which multiplies four bytes without a sign by four with one, and
+// does not saturate. All else is AVX-512.
+#include "int8_avx512.h"
+
+namespace {
+
+struct Vnni : Avx512Lanes {
+  static constexpr int kGroup = 4;
+  EQQ_INLINE I dot(I acc, I w, I x) { return _mm512_dpbusd_epi32(acc, w, x); }
+};
+
+using Kernels8 = Int8Kernels<Vnni>;
+
+void plan(const Problem* p, int64_t threads, Plan* out) { kIsaAvx512.matmul.plan(p, threads, out); }
+void prepare(const Problem* p, const Plan* plan, void* shared, int64_t part) {
+  kIsaAvx512.matmul.prepare(p, plan, shared, part);
+}
+void run(const Problem* p, const Plan* plan, const void* shared, void* own, int64_t unit) {
+  kIsaAvx512.matmul.run(p, plan, shared, own, unit);
+}
+
+}  // namespace
+
+extern const Int8Kernel kInt8Avx512Vnni = {Kernels8::plan, Kernels8::prepare, Kernels8::run};
+extern const Isa kIsaAvx512Vnni = {"avx512vnni", {plan, prepare, run}, &kInt8Avx512Vnni};

@@ -34,6 +34,10 @@ bool as_matrix(ffi::AnyBuffer buffer, Matrix* out) {
 
 ffi::Error bad(const char* why) { return ffi::Error::InvalidArgument(std::string("eqquant_cpu_matmul: ") + why); }
 
+ffi::Error no_memory() {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eqquant_cpu_matmul: there is not enough memory");
+}
+
 // Arguments: x, codes, scale, and then row_scale and zero_point if there are any.
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table, int32_t bits,
@@ -110,9 +114,96 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
 
   char text[200];
   if (const char* wrong = check_problem(p, text, sizeof text)) return bad(wrong);
-  if (!run_problem(*isa, p, pool, pool.num_threads()))
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eqquant_cpu_matmul: there is not enough memory");
-  return ffi::Error::Success();
+  return run_problem(*isa, p, pool, pool.num_threads()) ? ffi::Error::Success() : no_memory();
+}
+
+// Arguments: x, codes, scale, and then the scales of x, `row_scale` and `zero_point` if there are any. x is floats of the
+// type of the result, int8, or uint8 that are 128 more than what they mean.
+ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                       ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table,
+                       int32_t bits, int64_t length, int64_t block_size, int32_t scale_kind, bool row_scale,
+                       bool zero_points, bool x_transposed, bool y_transposed) {
+  const char* why = nullptr;
+  const Isa* isa = choose_isa(&why);
+  if (isa == nullptr) return bad(why);
+
+  Int8Problem q = {};
+  Problem& p = q.p;
+  Matrix xs, cs, ss, ys;
+  if (!as_matrix(x, &xs) || !as_matrix(codes, &cs) || !as_matrix(scale, &ss) || !as_matrix(*y, &ys))
+    return bad("arrays must have at least two dimensions");
+  if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");
+  switch (x.element_type()) {
+    case ffi::DataType::S8: q.form = kSigned; break;
+    case ffi::DataType::U8: q.form = kUnsigned; break;
+    default:
+      if (x.element_type() != y->element_type()) return bad("x must be int8, uint8 or of the type of the result");
+      q.form = kFloats;
+  }
+  if (codes.element_type() != ffi::DataType::U8) return bad("codes must be uint8");
+  if (scale_kind < kScaleFloat32 || scale_kind > kScaleUE4M4) return bad("the kind of scales is not known");
+  const ffi::DataType scale_type = scale_kind == kScaleFloat32    ? ffi::DataType::U32
+                                   : scale_kind <= kScaleBFloat16 ? ffi::DataType::U16
+                                                                  : ffi::DataType::U8;
+  if (scale.element_type() != scale_type) return bad("scales must be unsigned integers of the width of their kind");
+  if (bits != 1 && bits != 2 && bits != 4 && bits != 8) return bad("codes must have 1, 2, 4 or 8 bits");
+  if (table.size() != size_t{1} << bits) return bad("the table must have a value for each code");
+  if (rest.size() != size_t{q.form != kFloats} + size_t{row_scale} + size_t{zero_points})
+    return bad("the number of arguments is not that of the flags");
+
+  p.m = x_transposed ? xs.columns : xs.rows;
+  p.batch = cs.batch;
+  p.n = cs.rows;
+  p.words = cs.columns;
+  p.k = length;
+  p.blocks = ss.columns;
+  p.block_size = block_size;
+  p.bits = bits;
+  p.values = bits == 8 ? kValueInteger : kValueTable;
+  p.scale_kind = scale_kind;
+  if (xs.batch != p.batch || ss.batch != p.batch || ys.batch != p.batch) return bad("batches differ");
+  if (ss.rows != p.n) return bad("codes and scales differ in their rows");
+  if ((x_transposed ? xs.rows : xs.columns) != p.k) return bad("x and the weight do not fit");
+  if ((y_transposed ? ys.columns : ys.rows) != p.m || (y_transposed ? ys.rows : ys.columns) != p.n)
+    return bad("the result has a wrong shape");
+
+  size_t at = 0;
+  const auto next = [&](ffi::DataType type, int64_t rows, int64_t columns) -> const void* {
+    auto found = rest.get<ffi::AnyBuffer>(at++);
+    Matrix matrix;
+    const bool fits = found.has_value() && found->element_type() == type && as_matrix(*found, &matrix) &&
+                      matrix.batch == p.batch && matrix.rows == rows && matrix.columns == columns;
+    return fits ? found->untyped_data() : nullptr;
+  };
+  const bool some = p.batch > 0 && p.m > 0 && p.n > 0 && p.blocks > 0;
+  if (q.form != kFloats) {
+    q.x_scale = static_cast<const float*>(next(ffi::DataType::F32, p.m, 1));
+    if (some && q.x_scale == nullptr) return bad("the scales of x must be float32, one for each row");
+  }
+  if (row_scale) {
+    p.row_scale = static_cast<const float*>(next(ffi::DataType::F32, p.n, 1));
+    if (some && p.row_scale == nullptr) return bad("the scales of rows must be float32, one for each");
+  }
+  if (zero_points) {
+    p.zero_point = static_cast<const uint8_t*>(next(ffi::DataType::U8, p.n, p.blocks));
+    if (some && p.zero_point == nullptr) return bad("zero points must be uint8, one for each scale");
+  }
+
+  p.x = x.untyped_data();
+  p.y = y->untyped_data();
+  p.codes = static_cast<const uint8_t*>(codes.untyped_data());
+  p.scale = scale.untyped_data();
+  p.table = table.begin();
+  p.x_batch = p.m * p.k;
+  p.x_row = x_transposed ? 1 : p.k;
+  p.x_column = x_transposed ? p.m : 1;
+  p.y_batch = p.m * p.n;
+  p.y_row = y_transposed ? 1 : p.n;
+  p.y_column = y_transposed ? p.m : 1;
+
+  char text[200];
+  if (const char* wrong = check_int8(q, text, sizeof text)) return bad(wrong);
+  return run_int8(*isa, q, pool, pool.num_threads()) ? ffi::Error::Success() : no_memory();
 }
 
 }  // namespace
@@ -144,6 +235,28 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul(XLA_FFI_CallFrame* call_frame) {
                              .Attr<bool>("y_transposed")
                              .Attr<int32_t>("precision")
                              .To(matmul)
+                             .release();
+  return handler->Call(call_frame);
+}
+
+EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul_int8(XLA_FFI_CallFrame* call_frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::ThreadPool>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::AnyBuffer>()
+                             .RemainingArgs()
+                             .Ret<ffi::AnyBuffer>()
+                             .Attr<ffi::Span<const float>>("table")
+                             .Attr<int32_t>("bits")
+                             .Attr<int64_t>("length")
+                             .Attr<int64_t>("block_size")
+                             .Attr<int32_t>("scale_kind")
+                             .Attr<bool>("row_scale")
+                             .Attr<bool>("zero_points")
+                             .Attr<bool>("x_transposed")
+                             .Attr<bool>("y_transposed")
+                             .To(matmul_int8)
                              .release();
   return handler->Call(call_frame);
 }

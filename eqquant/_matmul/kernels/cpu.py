@@ -17,8 +17,8 @@ from .packed import Layout, Packed
 from .target import Target
 
 
-_SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4")
-_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4")
+DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def supports(
@@ -33,7 +33,7 @@ def supports(
 ) -> str | None:
     """Returns why the kernel cannot take the product, or `None` if it can."""
     del transpose, precision, target
-    if jnp.dtype(dtype) not in _DTYPES:
+    if jnp.dtype(dtype) not in DTYPES:
         return f"it multiplies float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
     if m == 0 or n == 0 or layout.length == 0:
         return "there is nothing to multiply"
@@ -75,7 +75,7 @@ def matmul(
         bits=np.int32(layout.bits),
         length=np.int64(layout.length),
         block_size=np.int64(layout.block_size),
-        scale_kind=np.int32(_SCALES.index(layout.scale)),
+        scale_kind=np.int32(SCALES.index(layout.scale)),
         values=np.int32(_values(layout)),
         row_scale=weight.row_scale is not None,
         zero_points=weight.zero_point is not None,

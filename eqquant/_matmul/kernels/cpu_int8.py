@@ -1,0 +1,77 @@
+"""Computes `x(m, k) . w(n, k)^T` on CPU where both are integers: int8 codes of `x`, and a weight of integers.
+
+Sums of products are exact integers, and scaled in float32, by the block. `x` is codes with a scale for each row, or floats
+that the kernel quantizes itself: the scale of a row is its absolute maximum divided by 127, and a row with a value that is
+not finite gives NaN. The kernels are those of `native/`, as in `cpu.py`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int8, UInt8
+
+from .. import native
+from .cpu import DTYPES, SCALES
+from .packed import Layout, Packed
+from .target import Target
+
+
+def supports(layout: Layout, m: int, n: int, dtype: Any, *, target: Target = Target("cpu")) -> str | None:
+    """Returns why the kernel cannot take the product with a result of `dtype`, or `None` if it can."""
+    del target
+    if jnp.dtype(dtype) not in DTYPES:
+        return f"its results are float32, bfloat16 or float16, not {jnp.dtype(dtype)}"
+    table = np.asarray(layout.table)
+    if layout.bits == 8 and layout.kind != "integer":
+        return "it multiplies integers, and these codes of eight bits are not consecutive ones"
+    if not (table == np.trunc(table)).all() or np.abs(table).max() > 255 or np.ptp(table) > 255:
+        return "it multiplies integers of at most eight bits, which the codes of this weight are not"
+    if m == 0 or n == 0 or layout.length == 0:
+        return "there is nothing to multiply"
+    return native.refusal()
+
+
+def matmul(
+    x: Int8[Array, "*batch rows columns"] | UInt8[Array, "*batch rows columns"] | Float[Array, "*batch rows columns"],
+    weight: Packed,
+    layout: Layout,
+    *,
+    x_scale: Float32[Array, "*batch m 1"] | None = None,
+    dtype: Any = None,
+    target: Target = Target("cpu"),
+    x_transposed: bool = False,
+    y_transposed: bool = False,
+) -> Float[Array, "*batch results of_results"]:
+    """Computes the product, for operands that `supports` accepts.
+
+    Codes of `x` are `int8`, or `uint8` that are 128 more than what they mean, as an array stores them; `x_scale` has their
+    scales, and `dtype` is that of the result. Without `x_scale`, `x` is floats and the result has their dtype.
+    `x_transposed` and `y_transposed` are those of `cpu.matmul`.
+    """
+    del target
+    m = x.shape[-1] if x_transposed else x.shape[-2]
+    n = weight.codes.shape[-2]
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    rest = [a for a in (x_scale, weight.row_scale, weight.zero_point) if a is not None]
+    call = jax.ffi.ffi_call(
+        native.MATMUL_INT8,
+        jax.ShapeDtypeStruct((*x.shape[:-2], *((n, m) if y_transposed else (m, n))), dtype),
+        vmap_method="broadcast_all",
+    )
+    return call(
+        x,
+        weight.codes,
+        weight.scale,
+        *rest,
+        table=np.asarray(layout.table, np.float32),
+        bits=np.int32(layout.bits),
+        length=np.int64(layout.length),
+        block_size=np.int64(layout.block_size),
+        scale_kind=np.int32(SCALES.index(layout.scale)),
+        row_scale=weight.row_scale is not None,
+        zero_points=weight.zero_point is not None,
+        x_transposed=x_transposed,
+        y_transposed=y_transposed,
+    )

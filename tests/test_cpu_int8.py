@@ -1,0 +1,178 @@
+"""`cpu_int8`, integers times integers, against NumPy's integers."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant._matmul import dispatch, native
+from eqquant._matmul.kernels import cpu_int8
+from eqquant._matmul.problem import layout_of
+
+from .helpers import weights
+
+
+pytestmark = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
+FORMATS = {
+    "int8": eqq.Int8(),
+    "int8_blocks": eqq.Int8(block_size=64),
+    "int8_affine": eqq.Int8(symmetric=False),
+    "int4": eqq.Int4(),
+    "int4_32": eqq.Int4(block_size=32),
+    "int4_odd": eqq.Int4(block_size=50, symmetric=False),
+    "int2": eqq.Int2(symmetric=False),
+    "ternary": eqq.Ternary(),
+    "binary": eqq.Binary(),
+    "q4_0": eqq.Q4_0(),
+    "q8_0": eqq.Q8_0(),
+}
+
+
+def codes_of(key, shape):
+    return jr.randint(key, shape, -127, 128, jnp.int8)
+
+
+def product(x, q, **options):
+    layout = layout_of(q.format, q.shape[-1])
+    dtype = options.get("dtype", x.dtype)
+    assert cpu_int8.supports(layout, x.shape[-2], q.shape[-2], dtype) is None
+    return cpu_int8.matmul(x, dispatch.pack_arrays(q), layout, **options)
+
+
+def expected(x, x_scale, q):
+    """Integer sums of blocks, scaled in float64; and the sums of their magnitudes."""
+    layout, packed = layout_of(q.format, q.shape[-1]), dispatch.pack_arrays(q)
+    whole = np.asarray(layout.table, np.int64)[np.asarray(eqq.unpack(q))]
+    block = np.arange(q.shape[-1]) // layout.block_size
+    if packed.zero_point is not None:
+        whole = whole - np.asarray(packed.zero_point, np.int64)[..., block]
+    sums = np.stack(
+        [np.asarray(x, np.int64)[..., block == b] @ np.swapaxes(whole[..., block == b], -1, -2) for b in set(block)]
+    )
+    scale = np.moveaxis(np.asarray(q.scale, np.float64), -1, 0)[:, ..., None, :] * np.asarray(x_scale, np.float64)
+    return (sums * scale).sum(0), np.abs(sums * scale).sum(0)
+
+
+def check(y, x, x_scale, q):
+    e, magnitude = expected(x, x_scale, q)
+    assert y.shape == e.shape
+    rounding = {"float32": 0, "bfloat16": 2.0**-8, "float16": 2.0**-10}[jnp.dtype(y.dtype).name]
+    assert (np.abs(np.asarray(y, np.float64) - e) <= 2e-6 * magnitude + rounding * np.abs(e)).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_product(getkey, name):
+    q = eqq.quantize(weights(getkey(), (50, 582)), FORMATS[name])
+    for m in (1, 3, 20, 70):
+        x, x_scale = codes_of(getkey(), (m, 582)), jnp.abs(weights(getkey(), (m, 1)))
+        check(product(x, q, x_scale=x_scale, dtype=jnp.float32), x, x_scale, q)
+
+
+@pytest.mark.parametrize("m", [1, 5, 40])
+def test_equals_integers_to_the_bit(getkey, m):
+    """With scales of powers of two nothing is rounded while sums stay below 2^24."""
+    for k in (200, 1024):
+        w = codes_of(getkey(), (40, k)).at[:, 0].set(127)
+        q = eqq.quantize(w.astype(jnp.float32), "int8")
+        x = codes_of(getkey(), (m, k))
+        y = product(x, q, x_scale=jnp.full((m, 1), 0.5), dtype=jnp.float32)
+        whole = np.asarray(x, np.int64) @ np.asarray(w, np.int64).T
+        assert np.abs(whole).max() < 2**24
+        np.testing.assert_array_equal(np.asarray(y), whole / 2)
+        unsigned = (x.astype(jnp.int16) + 128).astype(jnp.uint8)
+        np.testing.assert_array_equal(product(unsigned, q, x_scale=jnp.full((m, 1), 0.5), dtype=jnp.float32), y)
+
+
+@pytest.mark.parametrize("m", [1, 20])
+def test_sums_that_fill_32_bits(m):
+    """Every product has its largest magnitude, along a row that is longer than one sum may be."""
+    k = 100_000
+    q = eqq.quantize(jnp.full((3, k), -1.0), "int8")
+    y = product(jnp.full((m, k), -128, jnp.int8), q, x_scale=jnp.ones((m, 1)), dtype=jnp.float32)
+    np.testing.assert_allclose(y, np.full((m, 3), 128.0 * k), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("m", [1, 33])
+def test_quantizes_rows_inside(getkey, m, dtype):
+    x = weights(getkey(), (m, 300)).astype(dtype).at[0, 3].set(0)
+    q = eqq.quantize(weights(getkey(), (24, 300)), "int4")
+    floats = np.asarray(x.astype(jnp.float32))
+    x_scale = np.abs(floats).max(-1, keepdims=True) / np.float32(127)
+    y = product(x, q)
+    assert y.dtype == x.dtype
+    check(y, np.rint(floats / x_scale), x_scale, q)
+
+
+def test_rows_that_are_zero_or_not_finite(getkey):
+    q = eqq.quantize(weights(getkey(), (24, 300)), "int8")
+    for m in (4, 30):
+        x = weights(getkey(), (m, 300)).at[0].set(0).at[1, 7].set(jnp.nan).at[2, 9].set(jnp.inf)
+        y = np.asarray(product(x, q))
+        assert (y[0] == 0).all() and np.isnan(y[1:3]).all() and np.isfinite(y[3:]).all()
+    assert np.isnan(np.asarray(product(jnp.full((1, 300), -jnp.inf), q))).all()
+
+
+@pytest.mark.parametrize("m", [1, 40])
+def test_batches_and_orders(getkey, m):
+    q = eqq.quantize(weights(getkey(), (2, 3, 24, 130)), "int4")
+    x, x_scale = codes_of(getkey(), (2, 3, m, 130)), jnp.abs(weights(getkey(), (2, 3, m, 1)))
+    turn = lambda a: jnp.swapaxes(a, -1, -2)
+    y = product(x, q, x_scale=x_scale, dtype=jnp.float32)
+    check(y, x, x_scale, q)
+    options = dict(x_scale=x_scale, dtype=jnp.float32)
+    packed, layout = dispatch.pack_arrays(q), layout_of(q.format, 130)
+    np.testing.assert_array_equal(cpu_int8.matmul(turn(x), packed, layout, x_transposed=True, **options), y)
+    np.testing.assert_array_equal(turn(cpu_int8.matmul(x, packed, layout, y_transposed=True, **options)), y)
+
+
+def test_refuses_what_is_no_integer(getkey):
+    for format, why in (("nf4", "integers of at most eight bits"), ("fp8", "consecutive"), ("dynamic8", "consecutive")):
+        layout = layout_of(eqq.quantize(weights(getkey(), (8, 256)), format).format, 256)
+        assert why in cpu_int8.supports(layout, 2, 8, jnp.float32)
+    layout = layout_of(eqq.Int8(), 256)
+    assert "not float64" in cpu_int8.supports(layout, 2, 8, jnp.dtype("float64"))
+    assert "nothing" in cpu_int8.supports(layout, 0, 8, jnp.float32)
+
+
+def test_wrong_operands_are_not_crashes(getkey):
+    q = eqq.quantize(weights(getkey(), (8, 256)), "int8")
+    layout, packed = layout_of(q.format, 256), dispatch.pack_arrays(q)
+    x, ones = codes_of(getkey(), (2, 256)), jnp.ones((2, 1))
+    for args, options, why in (
+        ((x[:, :255], packed, layout), {"x_scale": ones}, "x and the weight do not fit"),
+        ((x, packed, layout), {}, "number of arguments"),
+        ((x, packed, layout), {"x_scale": ones[:1]}, "scales of x"),
+        ((x, packed, layout._replace(table=tuple(np.arange(256.0) / 2))), {"x_scale": ones}, "not integers"),
+        ((x, packed._replace(codes=packed.codes[:, :100]), layout), {"x_scale": ones}, "bytes"),
+        ((x.astype(jnp.float16), packed, layout), {"x_scale": ones}, "int8, uint8 or of the type of the result"),
+    ):
+        with pytest.raises(Exception, match=why):
+            jax.block_until_ready(cpu_int8.matmul(*args, dtype=jnp.float32, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", native.instruction_sets())
+def test_each_instruction_set(name):
+    code = """
+import jax, jax.numpy as jnp, numpy as np, eqquant as eqq
+from eqquant._matmul import dispatch
+from eqquant._matmul import native
+from eqquant._matmul.kernels import cpu_int8
+from eqquant._matmul.problem import layout_of
+assert native.isa() == %r
+for m in (1, 4, 40):
+    w = jax.random.randint(jax.random.key(m), (50, 700), -127, 128, jnp.int8).at[:, 0].set(127)
+    x = jax.random.randint(jax.random.key(9), (m, 700), -127, 128, jnp.int8)
+    q = eqq.quantize(w.astype(jnp.float32), "int8")
+    options = dict(x_scale=jnp.ones((m, 1)), dtype=jnp.float32)
+    y = cpu_int8.matmul(x, dispatch.pack_arrays(q), layout_of(q.format, 700), **options)
+    np.testing.assert_array_equal(y, np.asarray(x, np.int64) @ np.asarray(w, np.int64).T)
+""" % name
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "EQQUANT_CPU_ISA": name})

@@ -7,6 +7,10 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace {
@@ -27,6 +31,18 @@ uint64_t saved_registers() {
 
 bool bit(uint32_t word, int index) { return word >> index & 1; }
 
+#ifndef EQQUANT_EMULATE
+// Linux allows a program the registers of tiles if it asks; other systems are not known to.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, and the state that it is for
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 void find(Found& found) {
   uint32_t a, b, c, d, b7, c7, d7;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !bit(c, 27)) return;  // OSXSAVE
@@ -40,6 +56,14 @@ void find(Found& found) {
   found.all[found.count++] = &kIsaAvx512;
   if (!bit(c7, 11)) return;
   found.all[found.count++] = &kIsaAvx512Vnni;
+#ifdef EQQUANT_EMULATE
+  for (int i = found.count++; i > 0; --i) found.all[i] = found.all[i - 1];
+  found.all[0] = &kIsaAmx;  // the slowest
+#else
+  // Bfloat16, tiles, and integers; tiles are saved only for programs that ask.
+  if (bit(d7, 22) && bit(d7, 24) && bit(d7, 25) && (saved & 0x60000) == 0x60000 && may_use_tiles())
+    found.all[found.count++] = &kIsaAmx;
+#endif
 }
 
 #else

@@ -124,10 +124,10 @@ def native_oldest(session: nox.Session) -> None:
 
 @nox.session
 def native_sanitized(session: nox.Session) -> None:
-    """Fuzzes the native kernels under the address and undefined-behaviour sanitizers: `-- 100000` problems."""
+    """Fuzzes the native kernels, AMX emulated, under the address and undefined-behaviour sanitizers: `-- 100000`."""
     session.install("cmake", "ninja")
     build = session.create_tmp()
-    options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DEQQUANT_SANITIZE=ON"]
+    options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DEQQUANT_SANITIZE=ON", "-DEQQUANT_EMULATE=ON"]
     session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *options)
     session.run("cmake", "--build", build)
     session.run(str(Path(build) / "fuzz"), *(session.posargs or ["2000"]), external=True)

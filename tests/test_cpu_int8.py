@@ -166,7 +166,8 @@ from eqquant._matmul import dispatch
 from eqquant._matmul import native
 from eqquant._matmul.kernels import cpu_int8
 from eqquant._matmul.problem import layout_of
-assert native.isa() == %r
+import os
+assert native.isa() == os.environ["EQQUANT_CPU_ISA"]
 for m in (1, 4, 40):
     w = jax.random.randint(jax.random.key(m), (50, 700), -127, 128, jnp.int8).at[:, 0].set(127)
     x = jax.random.randint(jax.random.key(9), (m, 700), -127, 128, jnp.int8)
@@ -174,5 +175,5 @@ for m in (1, 4, 40):
     options = dict(x_scale=jnp.ones((m, 1)), dtype=jnp.float32)
     y = cpu_int8.matmul(x, dispatch.pack_arrays(q), layout_of(q.format, 700), **options)
     np.testing.assert_array_equal(y, np.asarray(x, np.int64) @ np.asarray(w, np.int64).T)
-""" % name
+"""
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "EQQUANT_CPU_ISA": name})

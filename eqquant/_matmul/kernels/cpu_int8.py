@@ -1,8 +1,8 @@
 """Computes `x(m, k) . w(n, k)^T` on CPU where both are integers: int8 codes of `x`, and a weight of integers.
 
-Sums of products are exact integers, and scaled in float32, by the block. `x` is codes with a scale for each row, or floats
-that the kernel quantizes itself: the scale of a row is its absolute maximum divided by 127, and a row with a value that is
-not finite gives NaN. The kernels are those of `native/`, as in `cpu.py`.
+Sums of products are exact integers, and scaled in float32, by the block. `x` is codes with a scale for each row, or
+floats that the kernel quantizes itself: the scale of a row is its absolute maximum divided by 127, and a row with a
+value that is not finite gives NaN. The kernels are those of `native/`, as in `cpu.py`.
 """
 
 from typing import Any
@@ -46,8 +46,8 @@ def matmul(
 ) -> Float[Array, "*batch results of_results"]:
     """Computes the product, for operands that `supports` accepts.
 
-    Codes of `x` are `int8`, or `uint8` that are 128 more than what they mean, as an array stores them; `x_scale` has their
-    scales, and `dtype` is that of the result. Without `x_scale`, `x` is floats and the result has their dtype.
+    Codes of `x` are `int8`, or `uint8` that are 128 more than what they mean, as an array stores them; `x_scale` has
+    their scales, and `dtype` is that of the result. Without `x_scale`, `x` is floats and the result has their dtype.
     `x_transposed` and `y_transposed` are those of `cpu.matmul`.
     """
     del target

@@ -135,10 +135,10 @@ def test_batches_and_orders(getkey, m):
 def test_refuses_what_is_no_integer(getkey):
     for format, why in (("nf4", "integers of at most eight bits"), ("fp8", "consecutive"), ("dynamic8", "consecutive")):
         layout = layout_of(eqq.quantize(weights(getkey(), (8, 256)), format).format, 256)
-        assert why in cpu_int8.supports(layout, 2, 8, jnp.float32)
+        assert why in (cpu_int8.supports(layout, 2, 8, jnp.float32) or "")
     layout = layout_of(eqq.Int8(), 256)
-    assert "not float64" in cpu_int8.supports(layout, 2, 8, jnp.dtype("float64"))
-    assert "nothing" in cpu_int8.supports(layout, 0, 8, jnp.float32)
+    assert "not float64" in (cpu_int8.supports(layout, 2, 8, jnp.dtype("float64")) or "")
+    assert "nothing" in (cpu_int8.supports(layout, 0, 8, jnp.float32) or "")
 
 
 def test_wrong_operands_are_not_crashes(getkey):

@@ -18,6 +18,9 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
+// What was written before is in memory after. GCC does not know that loads of tiles and of their configuration read it.
+EQQ_INLINE void settle(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
+
 // Tiles 0 to 3 are results, 4 and 5 rows of the weight, 6 and 7 of x; `depth` bytes are multiplied at a time.
 EQQ_INLINE void configure(int64_t depth) {
   TileConfig config = {};
@@ -26,6 +29,7 @@ EQQ_INLINE void configure(int64_t depth) {
     config.columns[i] = static_cast<uint16_t>(i == 4 || i == 5 ? depth : 64);
     config.rows[i] = static_cast<uint8_t>(i < 6 ? 16 : depth / 4);
   }
+  settle(&config);
   _tile_loadconfig(&config);
 }
 
@@ -42,6 +46,7 @@ struct Amx : Avx512Lanes {
   static void block(const Panel& a, int64_t row) {
     alignas(64) int32_t results[2][2][16][16];
     const int64_t length = a.step.length, depth = min64(length, 64), x_row = 4 * a.lanes;
+    settle(a.w);
     for (int64_t run = 0; run < a.step.runs; ++run) {
       const uint8_t* w = a.w + row * kStepRoom + run * length;
       const uint8_t* x = a.x + run * length * a.lanes;
@@ -260,6 +265,7 @@ template <bool kTwoRows, bool kTwoLanes>
 void multiply(const Detail& d, const uint8_t* w, const uint8_t* x, int64_t lanes, int64_t length, float (*results)[2][16][16]) {
   const int64_t depth = min64(length, 32), most = max64(d.w_terms, d.x_terms) - 1;
   const int64_t w_row = d.w_terms * kFloatStride, x_row = 4 * lanes;
+  settle(w);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);

@@ -40,6 +40,10 @@ void find(Found& found) {
   found.all[found.count++] = &kIsaAvx512;
 }
 
+#elif defined(__aarch64__) || defined(_M_ARM64)
+
+void find(Found& found) { found.all[found.count++] = &kIsaNeon; }
+
 #else
 
 void find(Found&) {}

@@ -31,6 +31,8 @@ extern const Isa kIsaGeneric;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const Isa kIsaAvx2;
 extern const Isa kIsaAvx512;
+#elif defined(__aarch64__) || defined(_M_ARM64)
+extern const Isa kIsaNeon;
 #endif
 
 // The best that this machine and its operating system allow, or the one that EQQUANT_CPU_ISA names. Null, with

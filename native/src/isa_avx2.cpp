@@ -13,7 +13,7 @@ struct Avx2 {
   };
   using Lanes = __m256i;
   static constexpr int L = 8;
-  static constexpr bool kLooksUpBytes = false;
+  static constexpr bool kLooksUpBytes = false, kScalesTables = true;
   static constexpr int kTileRows = 6, kTileRows1 = 12, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2, kFewRows = 6;
 
   EQQ_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }

@@ -12,7 +12,7 @@ struct Avx512 {
   using Table = __m512;
   using Lanes = __m512i;
   static constexpr int L = 16;
-  static constexpr bool kLooksUpBytes = false;
+  static constexpr bool kLooksUpBytes = false, kScalesTables = true;
   static constexpr int kTileRows = 12, kTileRows1 = 24, kWideRows = 6, kDotRows = 4, kFewTile = 4, kFewGroup = 6, kFewRows = 12;
 
   EQQ_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }

@@ -15,6 +15,7 @@
 //   Table, table(p)         sixteen floats; lookup(t, i) reads the low four bits of each lane; scale(t, s), offset(t, z)
 //   lanes(h, n)             which of n = 2 or 4 scales of a plane each lane takes; spread(p, lanes) takes them
 //   gather(p, indices)      p[indices[lane]];  masked(f, m): f where the integer m[lane] is not 0, else 0
+//   kScalesTables           whether scaling a table of sixteen is faster than scaling what sixteen codes stand for
 //   kLooksUpBytes           whether a table of 256 is faster than converting integers and floats of eight bits
 //   integers, e4m3, e5m2, ue4m4, e8m0, bytes256(p, table)        L floats from L bytes
 //   bf16, f16               L floats from 2 L bytes;  to_bf16, to_f16 the reverse
@@ -116,6 +117,11 @@ struct Kernels {
   using Table = typename V::Table;
   static constexpr int L = V::L;
   static constexpr int kHalves = 16 / L;  // vectors of bytes in a segment
+
+  // Whether scales and zero points of a plane are applied to what was looked up, not to the table.
+  static constexpr bool after_lookup(Mode mode) {
+    return per_plane(mode) > 1 || (mode == kUniform && !V::kScalesTables);
+  }
 
   //
   // Order
@@ -326,12 +332,11 @@ struct Kernels {
     constexpr int kPlanes = 8 / kBits;
     if constexpr (kVector < kPlanes) {
       Table t = table;
-      if constexpr (kMode == kUniform) {
+      F s = V::zero(), z = V::zero();
+      if constexpr (kMode == kUniform && V::kScalesTables) {
         if (kZero) t = V::offset(t, V::broadcast(zero[kVector]));
         t = V::scale(t, V::broadcast(scale[kVector]));
-      }
-      F s = V::zero(), z = V::zero();
-      if constexpr (per_plane(kMode) > 1) {
+      } else if constexpr (after_lookup(kMode)) {
         s = V::spread(scale + per_plane(kMode) * kVector, lanes);
         if (kZero) z = V::spread(zero + per_plane(kMode) * kVector, lanes);
       }
@@ -346,7 +351,7 @@ struct Kernels {
     if constexpr (kByte < 4) {
       constexpr int v = kPlaneIndex * 4 + kByte;
       F w = V::lookup(t, V::template shift<8 * kByte + kPlaneIndex * kBits>(codes));
-      if (per_plane(kMode) > 1) {
+      if (after_lookup(kMode)) {
         if (kZero) w = V::sub(w, z);
         w = V::mul(w, s);
       }
@@ -502,13 +507,14 @@ struct Kernels {
       for (int r = 0; r < kRows; ++r) {
         Table t = tables[r];
         F z = V::zero();
-        if (kZero && kMode == kUniform) t = V::offset(t, V::broadcast(scales[r].zero[at + kPlaneIndex]));
-        if (kZero && per_plane(kMode) > 1) z = V::spread(scales[r].zero + at + per_plane(kMode) * kPlaneIndex, lanes);
+        if (kZero && kMode == kUniform && V::kScalesTables)
+          t = V::offset(t, V::broadcast(scales[r].zero[at + kPlaneIndex]));
+        if (kZero && after_lookup(kMode)) z = V::spread(scales[r].zero + at + per_plane(kMode) * kPlaneIndex, lanes);
         F w0 = V::lookup(t, V::template shift<kShift>(codes[r]));
         F w1 = V::lookup(t, V::template shift<kShift + 8>(codes[r]));
         F w2 = V::lookup(t, V::template shift<kShift + 16>(codes[r]));
         F w3 = V::lookup(t, V::template shift<kShift + 24>(codes[r]));
-        if (kZero && per_plane(kMode) > 1) {
+        if (kZero && after_lookup(kMode)) {
           w0 = V::sub(w0, z);
           w1 = V::sub(w1, z);
           w2 = V::sub(w2, z);

@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 
-import eqquant as eqq
 import jax
 import numpy as np
+
+import eqquant as eqq
 from eqquant._matmul import native
 
 

@@ -16,7 +16,7 @@ import jax
 
 
 VERSION = "0.1.0"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
-MATMUL = "eqquant_cpu_matmul"
+MATMUL, DECODE = "eqquant_cpu_matmul", "eqquant_cpu_decode"
 
 _INSTALL = f"install `eqquant-cpu=={VERSION}`, or build it with `pip install ./native`"
 
@@ -72,7 +72,8 @@ def _register(path: pathlib.Path) -> str | None:
     if library.eqquant_cpu_isa() is None:
         return f"{library.eqquant_cpu_isa_refusal().decode()}: set another one, or none"
     jax.local_devices(backend="cpu")  # starts the backend
-    jax.ffi.register_ffi_target(MATMUL, jax.ffi.pycapsule(library.eqquant_cpu_matmul), platform="cpu")
+    for name in (MATMUL, DECODE):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return None
 
 

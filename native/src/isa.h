@@ -13,7 +13,8 @@ typedef struct Plan {
   int64_t detail[12];    // of the implementation's own
 } Plan;
 
-// The product. Functions keep no state: whatever they need is in the problem, the plan and the two kinds of memory.
+// A product, or decoding. Functions keep no state: whatever they need is in the problem, the plan and the two kinds of
+// memory.
 typedef struct MatmulKernel {
   void (*plan)(const Problem*, int64_t threads, Plan*);
   void (*prepare)(const Problem*, const Plan*, void* shared, int64_t part);
@@ -25,6 +26,7 @@ typedef struct MatmulKernel {
 typedef struct Isa {
   const char* name;
   MatmulKernel matmul;
+  MatmulKernel decode;  // to a dense weight
 } Isa;
 
 extern const Isa kIsaGeneric;

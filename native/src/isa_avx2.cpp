@@ -106,4 +106,8 @@ struct Avx2 {
 
 }  // namespace
 
-extern const Isa kIsaAvx2 = {"avx2", {Kernels<Avx2>::plan, Kernels<Avx2>::prepare, Kernels<Avx2>::run}};
+extern const Isa kIsaAvx2 = {
+    "avx2",
+    {Kernels<Avx2>::plan, Kernels<Avx2>::prepare, Kernels<Avx2>::run},
+    {Kernels<Avx2>::plan_decode, Kernels<Avx2>::prepare_decode, Kernels<Avx2>::run_decode},
+};

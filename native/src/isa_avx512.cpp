@@ -94,4 +94,8 @@ struct Avx512 {
 
 }  // namespace
 
-extern const Isa kIsaAvx512 = {"avx512", {Kernels<Avx512>::plan, Kernels<Avx512>::prepare, Kernels<Avx512>::run}};
+extern const Isa kIsaAvx512 = {
+    "avx512",
+    {Kernels<Avx512>::plan, Kernels<Avx512>::prepare, Kernels<Avx512>::run},
+    {Kernels<Avx512>::plan_decode, Kernels<Avx512>::prepare_decode, Kernels<Avx512>::run_decode},
+};

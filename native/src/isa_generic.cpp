@@ -139,4 +139,8 @@ struct Generic {
 
 }  // namespace
 
-extern const Isa kIsaGeneric = {"generic", {Kernels<Generic>::plan, Kernels<Generic>::prepare, Kernels<Generic>::run}};
+extern const Isa kIsaGeneric = {
+    "generic",
+    {Kernels<Generic>::plan, Kernels<Generic>::prepare, Kernels<Generic>::run},
+    {Kernels<Generic>::plan_decode, Kernels<Generic>::prepare_decode, Kernels<Generic>::run_decode},
+};

@@ -134,4 +134,8 @@ struct Neon {
 
 }  // namespace
 
-extern const Isa kIsaNeon = {"neon", {Kernels<Neon>::plan, Kernels<Neon>::prepare, Kernels<Neon>::run}};
+extern const Isa kIsaNeon = {
+    "neon",
+    {Kernels<Neon>::plan, Kernels<Neon>::prepare, Kernels<Neon>::run},
+    {Kernels<Neon>::plan_decode, Kernels<Neon>::prepare_decode, Kernels<Neon>::run_decode},
+};

@@ -55,11 +55,8 @@ void run_units(Pool& pool, int64_t units, int64_t workers, const Work& work) {
   }
 }
 
-// Computes a product that `check_problem` found nothing wrong with. Whether there was enough memory.
 template <typename Pool>
-bool run_problem(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
-  const MatmulKernel& kernel = isa.matmul;
-  if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
+bool run_kernel(const MatmulKernel& kernel, const Problem& problem, Pool& pool, int64_t threads) {
   if (threads < 1) threads = 1;
   Plan plan = {};
   kernel.plan(&problem, threads, &plan);
@@ -74,6 +71,20 @@ bool run_problem(const Isa& isa, const Problem& problem, Pool& pool, int64_t thr
   });
   free_aligned(memory);
   return true;
+}
+
+// Computes a product that `check_problem` found nothing wrong with. Whether there was enough memory.
+template <typename Pool>
+bool run_problem(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
+  if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
+  return run_kernel(isa.matmul, problem, pool, threads);
+}
+
+// Decodes a weight, likewise.
+template <typename Pool>
+bool run_decode(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
+  if (problem.batch == 0 || problem.n == 0 || problem.k == 0) return true;
+  return run_kernel(isa.decode, problem, pool, threads);
 }
 
 #endif  // EQQUANT_MATMUL_H_

@@ -1,7 +1,7 @@
 """The quantized matmul and dequantizing as JAX primitives.
 
-The array class imports the primitives, to call them. Their rules are in `_matmul/rules.py` and `_matmul/decode_rules.py`,
-because they import the array class. Rules register themselves, so the imports have no cycle.
+The array class imports the primitives, to call them. Their rules are in `_matmul/rules.py` and in
+`_matmul/decode_rules.py`, because they import the array class. Rules register themselves, so the imports have no cycle.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The rules of the primitive that dequantizes.
 
-On CPU the native kernels decode codes of fewer than eight bits several times faster than XLA, whose loop handles one code
-at a time. Everywhere else it is operations of XLA: on other platforms, in exported programs, and where the compiler
+On CPU the native kernels decode codes of fewer than eight bits several times faster than XLA, whose loop handles one
+code at a time. Everywhere else it is operations of XLA: on other platforms, in exported programs, and where the compiler
 divides the array among devices.
 """
 

@@ -1,8 +1,8 @@
 """The rules of the primitive that dequantizes.
 
 On CPU the native kernels decode codes of fewer than eight bits several times faster than XLA, whose loop handles one
-code at a time. Everywhere else it is operations of XLA: on other platforms, in exported programs, and where the compiler
-divides the array among devices.
+code at a time. Everywhere else it is operations of XLA: on other platforms, in exported programs, and where the
+compiler divides the array among devices.
 """
 
 import functools as ft

@@ -134,6 +134,23 @@ def native_sanitized(session: nox.Session) -> None:
 
 
 @nox.session
+def native_arm(session: nox.Session) -> None:
+    """Builds the native kernels for aarch64 and fuzzes them under an emulator: `-- 10000` problems."""
+    compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
+    if missing := [program for program in (compiler, emulator) if shutil.which(program) is None]:
+        remedy = "`apt-get install g++-aarch64-linux-gnu qemu-user-static` installs both on Debian and Ubuntu"
+        session.error(f"Not found: {', '.join(missing)}. {remedy}.")
+    session.install("cmake", "ninja")
+    build = session.create_tmp()
+    machine = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={compiler}"]
+    # Linked statically, so that the emulator needs no libraries of the other machine.
+    options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DCMAKE_EXE_LINKER_FLAGS=-static"]
+    session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *machine, *options)
+    session.run("cmake", "--build", build, "--target", "fuzz")
+    session.run(emulator, str(Path(build) / "fuzz"), *(session.posargs or ["1000"]), external=True)
+
+
+@nox.session
 def sweep(session: nox.Session) -> None:
     """Runs the tests marked `slow`: every kernel over every format and number of rows."""
     install(session, "tests")

@@ -28,6 +28,7 @@ from .._numerics import packing
 from .._numerics.blocks import BlockSize, expand
 from .._numerics.scale_bits import bits_to_scale, clip_finite
 from .axes import as_axis, logical_order
+from .primitive import bind_dequantize
 from .product import matmul
 from .sharding import leaf_shardings, logical_sharding
 from .straight_through import value_of
@@ -373,18 +374,33 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Array:
+    # XLA on CPU fuses the decoding of bytes with what follows, so there kernels gain nothing.
+    dense = dense_rows(q) if q.format.bits == 8 else bind_dequantize(_in_memory_order(q))
+    if q.gradient_of is not None:
+        dense = value_of(dense, gradient_of=q.gradient_of.astype(q.dtype))
+    return logical_order(dense, q._axes, q.lengths)
+
+
+def _in_memory_order(q: QuantizedArray) -> QuantizedArray:
+    return dataclasses.replace(q, axis=-1, lengths=(q._length,), logical_sharding=None, gradient_of=None)
+
+
+def clips(q: QuantizedArray) -> bool:
+    """Returns whether dequantizing clips to the finite range of the dtype."""
+    return q.zero_point is not None or q.format.scale_format is not None or q.dtype == jnp.float16
+
+
+def dense_rows(q: QuantizedArray) -> Float[Array, "*batch length"]:
+    """Dequantizes by operations of XLA, and leaves the quantized axis last."""
     format, length = q.format, q._length
     values = format.decode(packing.unpack(q.codes, format.bits, length))
     if q.zero_point is not None:
         values = values - expand(q.zero_point.astype(jnp.float32), format.block_size, length)
     dense = values * expand(q.scale, format.block_size, length)
-    if q.zero_point is not None or format.scale_format is not None or q.dtype == jnp.float16:
+    if clips(q):
         # The outermost level may lie half a step beyond the range, and rounding may enlarge a scale; both may overflow.
         dense = clip_finite(dense, q.dtype)
-    dense = dense.astype(q.dtype)
-    if q.gradient_of is not None:
-        dense = value_of(dense, gradient_of=q.gradient_of.astype(q.dtype))
-    return logical_order(dense, q._axes, q.lengths)
+    return dense.astype(q.dtype)
 
 
 @ft.cache

@@ -16,8 +16,7 @@ import jax
 
 
 VERSION = "0.1.0"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
-MATMUL = "eqquant_cpu_matmul"
-MATMUL_INT8 = "eqquant_cpu_matmul_int8"
+MATMUL, MATMUL_INT8, DECODE = "eqquant_cpu_matmul", "eqquant_cpu_matmul_int8", "eqquant_cpu_decode"
 
 _INSTALL = f"install `eqquant-cpu=={VERSION}`, or build it with `pip install ./native`"
 
@@ -73,7 +72,7 @@ def _register(path: pathlib.Path) -> str | None:
     if library.eqquant_cpu_isa() is None:
         return f"{library.eqquant_cpu_isa_refusal().decode()}: set another one, or none"
     jax.local_devices(backend="cpu")  # starts the backend
-    for name in (MATMUL, MATMUL_INT8):
+    for name in (MATMUL, MATMUL_INT8, DECODE):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return None
 

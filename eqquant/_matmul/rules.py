@@ -113,21 +113,21 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, transpose: 
     of_x, of_w = list(zip(args, dims, strict=True))[:count], list(zip(args, dims, strict=True))[count:]
     if all(d is None for _, d in of_w):
         # All examples share the weight: they become rows, so a `vmap` of matvecs is one matmul.
-        stacked = [_moved(a, d, size, to=-3) for a, d in of_x]
+        stacked = [moved(a, d, size, to=-3) for a, d in of_x]
         m = stacked[0].shape[-2]
         rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in stacked]
         y = bind(*rows, *(a for a, _ in of_w))
         return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
-    weights = [_moved(a, d, size) for a, d in of_w]
+    weights = [moved(a, d, size) for a, d in of_w]
     if all(d is None for _, d in of_x) and args[0].ndim == 2 and not transpose:
         # All weights share the input: their rows become the rows of one weight.
         n = weights[0].shape[1]
         y = bind(*(a for a, _ in of_x), *(a.reshape(size * n, a.shape[-1]) for a in weights))
         return y.reshape(y.shape[0], size, n), 1
-    return bind(*(_moved(a, d, size) for a, d in of_x), *weights), 0
+    return bind(*(moved(a, d, size) for a, d in of_x), *weights), 0
 
 
-def _moved(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
+def moved(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
     """Moves the mapped axis to place `to`, or broadcasts along a new one."""
     if dim is not None:
         return jnp.moveaxis(a, dim, to)

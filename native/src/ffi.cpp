@@ -32,10 +32,60 @@ bool as_matrix(ffi::AnyBuffer buffer, Matrix* out) {
   return true;
 }
 
-ffi::Error bad(const char* why) { return ffi::Error::InvalidArgument(std::string("eqquant_cpu_matmul: ") + why); }
+ffi::Error bad(const char* why) { return ffi::Error::InvalidArgument(std::string("eqquant_cpu: ") + why); }
+ffi::Error done(bool enough) {
+  if (enough) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eqquant_cpu: there is not enough memory");
+}
 
-ffi::Error no_memory() {
-  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eqquant_cpu_matmul: there is not enough memory");
+// Fills in what describes the weight. Null, or what is wrong. With `one_more`, `rest` has an argument more at its end.
+const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest, bool one_more,
+                       ffi::Span<const float> table, int32_t bits, int64_t length, int64_t block_size, int32_t scale_kind, int32_t values,
+                       bool row_scale, bool zero_points, Problem* out) {
+  Problem& p = *out;
+  Matrix cs, ss;
+  if (!as_matrix(codes, &cs) || !as_matrix(scale, &ss)) return "arrays must have at least two dimensions";
+  if (codes.element_type() != ffi::DataType::U8) return "codes must be uint8";
+  if (scale_kind < kScaleFloat32 || scale_kind > kScaleUE4M4) return "the kind of scales is not known";
+  const ffi::DataType scale_type = scale_kind == kScaleFloat32    ? ffi::DataType::U32
+                                   : scale_kind <= kScaleBFloat16 ? ffi::DataType::U16
+                                                                  : ffi::DataType::U8;
+  if (scale.element_type() != scale_type) return "scales must be unsigned integers of the width of their kind";
+  if (bits != 1 && bits != 2 && bits != 4 && bits != 8) return "codes must have 1, 2, 4 or 8 bits";
+  if (table.size() != size_t{1} << bits) return "the table must have a value for each code";
+  if (rest.size() != size_t{row_scale} + size_t{zero_points} + size_t{one_more}) return "the number of arguments is not that of the flags";
+  if (ss.batch != cs.batch) return "batches differ";
+  if (ss.rows != cs.rows) return "codes and scales differ in their rows";
+  p.batch = cs.batch;
+  p.n = cs.rows;
+  p.words = cs.columns;
+  p.k = length;
+  p.blocks = ss.columns;
+  p.block_size = block_size;
+  p.bits = bits;
+  p.values = values;
+  p.scale_kind = scale_kind;
+  size_t at = 0;
+  if (row_scale) {
+    auto found = rest.get<ffi::AnyBuffer>(at++);
+    Matrix rs;
+    if (!found.has_value() || found->element_type() != ffi::DataType::F32 || !as_matrix(*found, &rs) ||
+        rs.batch != p.batch || rs.rows != p.n || rs.columns != 1)
+      return "the scales of rows must be float32, one for each";
+    p.row_scale = static_cast<const float*>(found->untyped_data());
+  }
+  if (zero_points) {
+    auto found = rest.get<ffi::AnyBuffer>(at);
+    Matrix zs;
+    if (!found.has_value() || found->element_type() != ffi::DataType::U8 || !as_matrix(*found, &zs) ||
+        zs.batch != p.batch || zs.rows != p.n || zs.columns != p.blocks)
+      return "zero points must be uint8, one for each scale";
+    p.zero_point = static_cast<const uint8_t*>(found->untyped_data());
+  }
+  p.codes = static_cast<const uint8_t*>(codes.untyped_data());
+  p.scale = scale.untyped_data();
+  p.table = table.begin();
+  return nullptr;
 }
 
 // Arguments: x, codes, scale, and then row_scale and zero_point if there are any.
@@ -48,63 +98,24 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   if (isa == nullptr) return bad(why);
 
   Problem p = {};
-  Matrix xs, cs, ss, ys;
-  if (!as_matrix(x, &xs) || !as_matrix(codes, &cs) || !as_matrix(scale, &ss) || !as_matrix(*y, &ys))
-    return bad("arrays must have at least two dimensions");
+  Matrix xs, ys;
+  if (const char* wrong =
+          set_weight(codes, scale, rest, false, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, &p))
+    return bad(wrong);
+  if (!as_matrix(x, &xs) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
   if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
   if (y->element_type() != x.element_type()) return bad("the result must have the type of x");
-  if (codes.element_type() != ffi::DataType::U8) return bad("codes must be uint8");
-  if (scale_kind < kScaleFloat32 || scale_kind > kScaleUE4M4) return bad("the kind of scales is not known");
-  const ffi::DataType scale_type = scale_kind == kScaleFloat32    ? ffi::DataType::U32
-                                   : scale_kind <= kScaleBFloat16 ? ffi::DataType::U16
-                                                                  : ffi::DataType::U8;
-  if (scale.element_type() != scale_type) return bad("scales must be unsigned integers of the width of their kind");
-  if (bits != 1 && bits != 2 && bits != 4 && bits != 8) return bad("codes must have 1, 2, 4 or 8 bits");
-  if (table.size() != size_t{1} << bits) return bad("the table must have a value for each code");
-  if (rest.size() != size_t{row_scale} + size_t{zero_points}) return bad("the number of arguments is not that of the flags");
-
   p.transpose = transpose;
   p.m = x_transposed ? xs.columns : xs.rows;
-  p.batch = cs.batch;
-  p.n = cs.rows;
-  p.words = cs.columns;
-  p.k = length;
-  p.blocks = ss.columns;
-  p.block_size = block_size;
-  p.bits = bits;
-  p.values = values;
-  p.scale_kind = scale_kind;
   p.precision = precision;
   const int64_t inner = transpose ? p.n : p.k, outer = transpose ? p.k : p.n;
-  if (xs.batch != p.batch || ss.batch != p.batch || ys.batch != p.batch) return bad("batches differ");
-  if (ss.rows != p.n) return bad("codes and scales differ in their rows");
+  if (xs.batch != p.batch || ys.batch != p.batch) return bad("batches differ");
   if ((x_transposed ? xs.rows : xs.columns) != inner) return bad("x and the weight do not fit");
   if ((y_transposed ? ys.columns : ys.rows) != p.m || (y_transposed ? ys.rows : ys.columns) != outer)
     return bad("the result has a wrong shape");
 
-  size_t at = 0;
-  if (row_scale) {
-    auto found = rest.get<ffi::AnyBuffer>(at++);
-    Matrix rs;
-    if (!found.has_value() || found->element_type() != ffi::DataType::F32 || !as_matrix(*found, &rs) ||
-        rs.batch != p.batch || rs.rows != p.n || rs.columns != 1)
-      return bad("the scales of rows must be float32, one for each");
-    p.row_scale = static_cast<const float*>(found->untyped_data());
-  }
-  if (zero_points) {
-    auto found = rest.get<ffi::AnyBuffer>(at);
-    Matrix zs;
-    if (!found.has_value() || found->element_type() != ffi::DataType::U8 || !as_matrix(*found, &zs) ||
-        zs.batch != p.batch || zs.rows != p.n || zs.columns != p.blocks)
-      return bad("zero points must be uint8, one for each scale");
-    p.zero_point = static_cast<const uint8_t*>(found->untyped_data());
-  }
-
   p.x = x.untyped_data();
   p.y = y->untyped_data();
-  p.codes = static_cast<const uint8_t*>(codes.untyped_data());
-  p.scale = scale.untyped_data();
-  p.table = table.begin();
   p.x_batch = p.m * inner;
   p.x_row = x_transposed ? 1 : inner;
   p.x_column = x_transposed ? p.m : 1;
@@ -114,86 +125,46 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
 
   char text[200];
   if (const char* wrong = check_problem(p, text, sizeof text)) return bad(wrong);
-  return run_problem(*isa, p, pool, pool.num_threads()) ? ffi::Error::Success() : no_memory();
+  return done(run_problem(*isa, p, pool, pool.num_threads()));
 }
 
-// Arguments: x, codes, scale, and then the scales of x, `row_scale` and `zero_point` if there are any. x is floats of the
-// type of the result, int8, or uint8 that are 128 more than what they mean.
+// The same for integers. x is floats of the type of the result, or int8, or uint8 that are 128 more than what they mean;
+// then the last argument has the scales of its rows.
 ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                        ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table,
-                       int32_t bits, int64_t length, int64_t block_size, int32_t scale_kind, bool row_scale,
-                       bool zero_points, bool x_transposed, bool y_transposed) {
+                       int32_t bits, int64_t length, int64_t block_size, int32_t scale_kind, int32_t values,
+                       bool row_scale, bool zero_points, bool x_transposed, bool y_transposed) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
 
   Int8Problem q = {};
   Problem& p = q.p;
-  Matrix xs, cs, ss, ys;
-  if (!as_matrix(x, &xs) || !as_matrix(codes, &cs) || !as_matrix(scale, &ss) || !as_matrix(*y, &ys))
-    return bad("arrays must have at least two dimensions");
+  Matrix xs, ys;
+  q.form = x.element_type() == ffi::DataType::S8 ? kSigned : x.element_type() == ffi::DataType::U8 ? kUnsigned : kFloats;
+  if (const char* wrong = set_weight(codes, scale, rest, q.form != kFloats, table, bits, length, block_size, scale_kind,
+                                     values, row_scale, zero_points, &p))
+    return bad(wrong);
+  if (!as_matrix(x, &xs) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
   if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");
-  switch (x.element_type()) {
-    case ffi::DataType::S8: q.form = kSigned; break;
-    case ffi::DataType::U8: q.form = kUnsigned; break;
-    default:
-      if (x.element_type() != y->element_type()) return bad("x must be int8, uint8 or of the type of the result");
-      q.form = kFloats;
-  }
-  if (codes.element_type() != ffi::DataType::U8) return bad("codes must be uint8");
-  if (scale_kind < kScaleFloat32 || scale_kind > kScaleUE4M4) return bad("the kind of scales is not known");
-  const ffi::DataType scale_type = scale_kind == kScaleFloat32    ? ffi::DataType::U32
-                                   : scale_kind <= kScaleBFloat16 ? ffi::DataType::U16
-                                                                  : ffi::DataType::U8;
-  if (scale.element_type() != scale_type) return bad("scales must be unsigned integers of the width of their kind");
-  if (bits != 1 && bits != 2 && bits != 4 && bits != 8) return bad("codes must have 1, 2, 4 or 8 bits");
-  if (table.size() != size_t{1} << bits) return bad("the table must have a value for each code");
-  if (rest.size() != size_t{q.form != kFloats} + size_t{row_scale} + size_t{zero_points})
-    return bad("the number of arguments is not that of the flags");
-
+  if (q.form == kFloats && x.element_type() != y->element_type())
+    return bad("x must be int8, uint8 or of the type of the result");
   p.m = x_transposed ? xs.columns : xs.rows;
-  p.batch = cs.batch;
-  p.n = cs.rows;
-  p.words = cs.columns;
-  p.k = length;
-  p.blocks = ss.columns;
-  p.block_size = block_size;
-  p.bits = bits;
-  p.values = bits == 8 ? kValueInteger : kValueTable;
-  p.scale_kind = scale_kind;
-  if (xs.batch != p.batch || ss.batch != p.batch || ys.batch != p.batch) return bad("batches differ");
-  if (ss.rows != p.n) return bad("codes and scales differ in their rows");
+  if (xs.batch != p.batch || ys.batch != p.batch) return bad("batches differ");
   if ((x_transposed ? xs.rows : xs.columns) != p.k) return bad("x and the weight do not fit");
   if ((y_transposed ? ys.columns : ys.rows) != p.m || (y_transposed ? ys.rows : ys.columns) != p.n)
     return bad("the result has a wrong shape");
-
-  size_t at = 0;
-  const auto next = [&](ffi::DataType type, int64_t rows, int64_t columns) -> const void* {
-    auto found = rest.get<ffi::AnyBuffer>(at++);
-    Matrix matrix;
-    const bool fits = found.has_value() && found->element_type() == type && as_matrix(*found, &matrix) &&
-                      matrix.batch == p.batch && matrix.rows == rows && matrix.columns == columns;
-    return fits ? found->untyped_data() : nullptr;
-  };
-  const bool some = p.batch > 0 && p.m > 0 && p.n > 0 && p.blocks > 0;
   if (q.form != kFloats) {
-    q.x_scale = static_cast<const float*>(next(ffi::DataType::F32, p.m, 1));
-    if (some && q.x_scale == nullptr) return bad("the scales of x must be float32, one for each row");
-  }
-  if (row_scale) {
-    p.row_scale = static_cast<const float*>(next(ffi::DataType::F32, p.n, 1));
-    if (some && p.row_scale == nullptr) return bad("the scales of rows must be float32, one for each");
-  }
-  if (zero_points) {
-    p.zero_point = static_cast<const uint8_t*>(next(ffi::DataType::U8, p.n, p.blocks));
-    if (some && p.zero_point == nullptr) return bad("zero points must be uint8, one for each scale");
+    auto found = rest.get<ffi::AnyBuffer>(rest.size() - 1);
+    Matrix scales;
+    if (!found.has_value() || found->element_type() != ffi::DataType::F32 || !as_matrix(*found, &scales) ||
+        scales.batch != p.batch || scales.rows != p.m || scales.columns != 1)
+      return bad("the scales of x must be float32, one for each row");
+    q.x_scale = static_cast<const float*>(found->untyped_data());
   }
 
   p.x = x.untyped_data();
   p.y = y->untyped_data();
-  p.codes = static_cast<const uint8_t*>(codes.untyped_data());
-  p.scale = scale.untyped_data();
-  p.table = table.begin();
   p.x_batch = p.m * p.k;
   p.x_row = x_transposed ? 1 : p.k;
   p.x_column = x_transposed ? p.m : 1;
@@ -203,7 +174,28 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
 
   char text[200];
   if (const char* wrong = check_int8(q, text, sizeof text)) return bad(wrong);
-  return run_int8(*isa, q, pool, pool.num_threads()) ? ffi::Error::Success() : no_memory();
+  return done(run_int8(*isa, q, pool, pool.num_threads()));
+}
+
+// Arguments: codes, scale, and then row_scale and zero_point if there are any.
+ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
+                  ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table, int32_t bits, int64_t length,
+                  int64_t block_size, int32_t scale_kind, int32_t values, bool row_scale, bool zero_points, bool clip) {
+  const char* why = nullptr;
+  const Isa* isa = choose_isa(&why);
+  if (isa == nullptr) return bad(why);
+  Problem p = {};
+  Matrix ys;
+  if (const char* wrong = set_weight(codes, scale, rest, false, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, &p))
+    return bad(wrong);
+  if (!as_matrix(*y, &ys) || ys.batch != p.batch || ys.rows != p.n || ys.columns != p.k)
+    return bad("the result has a wrong shape");
+  if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");
+  p.clip = clip;
+  p.y = y->untyped_data();
+  char text[200];
+  if (const char* wrong = check_problem(p, text, sizeof text)) return bad(wrong);
+  return done(run_decode(*isa, p, pool, pool.num_threads()));
 }
 
 }  // namespace
@@ -252,11 +244,33 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul_int8(XLA_FFI_CallFrame* call_frame)
                              .Attr<int64_t>("length")
                              .Attr<int64_t>("block_size")
                              .Attr<int32_t>("scale_kind")
+                             .Attr<int32_t>("values")
                              .Attr<bool>("row_scale")
                              .Attr<bool>("zero_points")
                              .Attr<bool>("x_transposed")
                              .Attr<bool>("y_transposed")
                              .To(matmul_int8)
+                             .release();
+  return handler->Call(call_frame);
+}
+
+EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_decode(XLA_FFI_CallFrame* call_frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::ThreadPool>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::AnyBuffer>()
+                             .RemainingArgs()
+                             .Ret<ffi::AnyBuffer>()
+                             .Attr<ffi::Span<const float>>("table")
+                             .Attr<int32_t>("bits")
+                             .Attr<int64_t>("length")
+                             .Attr<int64_t>("block_size")
+                             .Attr<int32_t>("scale_kind")
+                             .Attr<int32_t>("values")
+                             .Attr<bool>("row_scale")
+                             .Attr<bool>("zero_points")
+                             .Attr<bool>("clip")
+                             .To(decode)
                              .release();
   return handler->Call(call_frame);
 }

@@ -66,6 +66,10 @@ void find(Found& found) {
 #endif
 }
 
+#elif defined(__aarch64__) || defined(_M_ARM64)
+
+void find(Found& found) { found.all[found.count++] = &kIsaNeon; }
+
 #else
 
 void find(Found&) {}

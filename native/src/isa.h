@@ -13,7 +13,8 @@ typedef struct Plan {
   int64_t detail[12];    // of the implementation's own
 } Plan;
 
-// The product. Functions keep no state: whatever they need is in the problem, the plan and the two kinds of memory.
+// A product, or decoding. Functions keep no state: whatever they need is in the problem, the plan and the two kinds of
+// memory.
 typedef struct MatmulKernel {
   void (*plan)(const Problem*, int64_t threads, Plan*);
   void (*prepare)(const Problem*, const Plan*, void* shared, int64_t part);
@@ -24,16 +25,20 @@ typedef struct MatmulKernel {
 // which is null where an instruction set has none; whoever calls it takes the generic one then.
 typedef struct Isa {
   const char* name;
-  MatmulKernel matmul;
-  const struct Int8Kernel* int8;  // in `int8.h`
+  const MatmulKernel* matmul;
+  const MatmulKernel* decode;     // to a dense weight
+  const struct Int8Kernel* int8;  // in `int8.h`; null for the generic one
 } Isa;
 
 extern const Isa kIsaGeneric;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const Isa kIsaAvx2;
 extern const Isa kIsaAvx512;
+extern const MatmulKernel kMatmulAvx512, kDecodeAvx512;  // of those that add to it
 extern const Isa kIsaAvx512Vnni;
 extern const Isa kIsaAmx;
+#elif defined(__aarch64__) || defined(_M_ARM64)
+extern const Isa kIsaNeon;
 #endif
 
 // The scales of blocks `first` to `last` of a row, as float32, times that of the row.

@@ -14,7 +14,7 @@ struct Avx2 {
   };
   using Lanes = __m256i;
   static constexpr int L = 8;
-  static constexpr bool kLooksUpBytes = false;
+  static constexpr bool kLooksUpBytes = false, kScalesTables = true;
   static constexpr int kTileRows = 6, kTileRows1 = 12, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2, kFewRows = 6;
 
   EQQ_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -107,8 +107,10 @@ struct Avx2 {
 
 }  // namespace
 
-extern const Isa kIsaAvx2 = {
-    "avx2", {Kernels<Avx2>::plan, Kernels<Avx2>::prepare, Kernels<Avx2>::run}, &kInt8Avx2};
+extern const MatmulKernel kMatmulAvx2 = {Kernels<Avx2>::plan, Kernels<Avx2>::prepare, Kernels<Avx2>::run};
+extern const MatmulKernel kDecodeAvx2 = {Kernels<Avx2>::plan_decode, Kernels<Avx2>::prepare_decode,
+                                      Kernels<Avx2>::run_decode};
+extern const Isa kIsaAvx2 = {"avx2", &kMatmulAvx2, &kDecodeAvx2, &kInt8Avx2};
 
 void decode_scales_avx2(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {
   Kernels<Avx2>::decode_scales(*p, row, first, last, out);

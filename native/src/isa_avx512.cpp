@@ -13,7 +13,7 @@ struct Avx512 {
   using Table = __m512;
   using Lanes = __m512i;
   static constexpr int L = 16;
-  static constexpr bool kLooksUpBytes = false;
+  static constexpr bool kLooksUpBytes = false, kScalesTables = true;
   static constexpr int kTileRows = 12, kTileRows1 = 24, kWideRows = 6, kDotRows = 4, kFewTile = 4, kFewGroup = 6, kFewRows = 12;
 
   EQQ_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -95,8 +95,10 @@ struct Avx512 {
 
 }  // namespace
 
-extern const Isa kIsaAvx512 = {
-    "avx512", {Kernels<Avx512>::plan, Kernels<Avx512>::prepare, Kernels<Avx512>::run}, &kInt8Avx512};
+extern const MatmulKernel kMatmulAvx512 = {Kernels<Avx512>::plan, Kernels<Avx512>::prepare, Kernels<Avx512>::run};
+extern const MatmulKernel kDecodeAvx512 = {Kernels<Avx512>::plan_decode, Kernels<Avx512>::prepare_decode,
+                                      Kernels<Avx512>::run_decode};
+extern const Isa kIsaAvx512 = {"avx512", &kMatmulAvx512, &kDecodeAvx512, &kInt8Avx512};
 
 void decode_scales_avx512(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {
   Kernels<Avx512>::decode_scales(*p, row, first, last, out);

@@ -11,15 +11,7 @@ struct Vnni : Avx512Lanes {
 
 using Kernels8 = Int8Kernels<Vnni>;
 
-void plan(const Problem* p, int64_t threads, Plan* out) { kIsaAvx512.matmul.plan(p, threads, out); }
-void prepare(const Problem* p, const Plan* plan, void* shared, int64_t part) {
-  kIsaAvx512.matmul.prepare(p, plan, shared, part);
-}
-void run(const Problem* p, const Plan* plan, const void* shared, void* own, int64_t unit) {
-  kIsaAvx512.matmul.run(p, plan, shared, own, unit);
-}
-
 }  // namespace
 
 extern const Int8Kernel kInt8Avx512Vnni = {Kernels8::plan, Kernels8::prepare, Kernels8::run};
-extern const Isa kIsaAvx512Vnni = {"avx512vnni", {plan, prepare, run}, &kInt8Avx512Vnni};
+extern const Isa kIsaAvx512Vnni = {"avx512vnni", &kMatmulAvx512, &kDecodeAvx512, &kInt8Avx512Vnni};

@@ -12,7 +12,7 @@ struct Generic {
   };
   using Lanes = int;
   static constexpr int L = 4;
-  static constexpr bool kLooksUpBytes = true;
+  static constexpr bool kLooksUpBytes = true, kScalesTables = false;
   static constexpr int kTileRows = 4, kTileRows1 = 6, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2, kFewRows = 3;
 
   EQQ_INLINE F load(const float* p) { return load_bytes(reinterpret_cast<const uint8_t*>(p)); }
@@ -62,7 +62,7 @@ struct Generic {
     return r;
   }
 
-  EQQ_INLINE Lanes lanes(int h, int n) { return n == 2 ? h / 2 : h; }
+  EQQ_INLINE Lanes lanes(int h, int n) { return h * n / 4; }
   EQQ_INLINE F spread(const float* p, Lanes h) { return broadcast(p[h]); }
   EQQ_INLINE F gather(const float* p, const int32_t* indices) {
     return F{p[indices[0]], p[indices[1]], p[indices[2]], p[indices[3]]};
@@ -140,8 +140,10 @@ struct Generic {
 
 }  // namespace
 
-extern const Isa kIsaGeneric = {
-    "generic", {Kernels<Generic>::plan, Kernels<Generic>::prepare, Kernels<Generic>::run}, &kInt8Generic};
+extern const MatmulKernel kMatmulGeneric = {Kernels<Generic>::plan, Kernels<Generic>::prepare, Kernels<Generic>::run};
+extern const MatmulKernel kDecodeGeneric = {Kernels<Generic>::plan_decode, Kernels<Generic>::prepare_decode,
+                                      Kernels<Generic>::run_decode};
+extern const Isa kIsaGeneric = {"generic", &kMatmulGeneric, &kDecodeGeneric, &kInt8Generic};
 
 void decode_scales_generic(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {
   Kernels<Generic>::decode_scales(*p, row, first, last, out);

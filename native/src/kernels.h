@@ -15,6 +15,7 @@
 //   Table, table(p)         sixteen floats; lookup(t, i) reads the low four bits of each lane; scale(t, s), offset(t, z)
 //   lanes(h, n)             which of n = 2 or 4 scales of a plane each lane takes; spread(p, lanes) takes them
 //   gather(p, indices)      p[indices[lane]];  masked(f, m): f where the integer m[lane] is not 0, else 0
+//   kScalesTables           whether scaling a table of sixteen is faster than scaling what sixteen codes stand for
 //   kLooksUpBytes           whether a table of 256 is faster than converting integers and floats of eight bits
 //   integers, e4m3, e5m2, ue4m4, e8m0, bytes256(p, table)        L floats from L bytes
 //   bf16, f16               L floats from 2 L bytes;  to_bf16, to_f16 the reverse
@@ -116,6 +117,11 @@ struct Kernels {
   using Table = typename V::Table;
   static constexpr int L = V::L;
   static constexpr int kHalves = 16 / L;  // vectors of bytes in a segment
+
+  // Whether scales and zero points of a plane are applied to what was looked up, not to the table.
+  static constexpr bool after_lookup(Mode mode) {
+    return per_plane(mode) > 1 || (mode == kUniform && !V::kScalesTables);
+  }
 
   //
   // Order
@@ -326,12 +332,11 @@ struct Kernels {
     constexpr int kPlanes = 8 / kBits;
     if constexpr (kVector < kPlanes) {
       Table t = table;
-      if constexpr (kMode == kUniform) {
+      F s = V::zero(), z = V::zero();
+      if constexpr (kMode == kUniform && V::kScalesTables) {
         if (kZero) t = V::offset(t, V::broadcast(zero[kVector]));
         t = V::scale(t, V::broadcast(scale[kVector]));
-      }
-      F s = V::zero(), z = V::zero();
-      if constexpr (per_plane(kMode) > 1) {
+      } else if constexpr (after_lookup(kMode)) {
         s = V::spread(scale + per_plane(kMode) * kVector, lanes);
         if (kZero) z = V::spread(zero + per_plane(kMode) * kVector, lanes);
       }
@@ -346,7 +351,7 @@ struct Kernels {
     if constexpr (kByte < 4) {
       constexpr int v = kPlaneIndex * 4 + kByte;
       F w = V::lookup(t, V::template shift<8 * kByte + kPlaneIndex * kBits>(codes));
-      if (per_plane(kMode) > 1) {
+      if (after_lookup(kMode)) {
         if (kZero) w = V::sub(w, z);
         w = V::mul(w, s);
       }
@@ -502,13 +507,14 @@ struct Kernels {
       for (int r = 0; r < kRows; ++r) {
         Table t = tables[r];
         F z = V::zero();
-        if (kZero && kMode == kUniform) t = V::offset(t, V::broadcast(scales[r].zero[at + kPlaneIndex]));
-        if (kZero && per_plane(kMode) > 1) z = V::spread(scales[r].zero + at + per_plane(kMode) * kPlaneIndex, lanes);
+        if (kZero && kMode == kUniform && V::kScalesTables)
+          t = V::offset(t, V::broadcast(scales[r].zero[at + kPlaneIndex]));
+        if (kZero && after_lookup(kMode)) z = V::spread(scales[r].zero + at + per_plane(kMode) * kPlaneIndex, lanes);
         F w0 = V::lookup(t, V::template shift<kShift>(codes[r]));
         F w1 = V::lookup(t, V::template shift<kShift + 8>(codes[r]));
         F w2 = V::lookup(t, V::template shift<kShift + 16>(codes[r]));
         F w3 = V::lookup(t, V::template shift<kShift + 24>(codes[r]));
-        if (kZero && per_plane(kMode) > 1) {
+        if (kZero && after_lookup(kMode)) {
           w0 = V::sub(w0, z);
           w1 = V::sub(w1, z);
           w2 = V::sub(w2, z);
@@ -786,26 +792,29 @@ struct Kernels {
   // Preparation: x as floats in the order of decoding
   //
 
+  static void prepare_tables(const Problem& p, const Shape& s, void* shared) {
+    const Shared common = open_shared(s, shared);
+    float* table = static_cast<float*>(shared);
+    const int codes = 1 << p.bits;
+    for (int i = 0; i < 256; ++i) table[i] = p.table[i % codes];
+    const bool indexed = s.mode == kAnyBlock || s.segments > s.whole;
+    int64_t segment = !indexed ? s.segments : s.mode == kAnyBlock ? 0 : s.whole;
+    for (int64_t at = 0; segment < s.segments; ++segment)
+      for (int64_t i = 0; i < s.codes; ++i, ++at) {
+        const int64_t k = logical(p, s, segment, i);
+        const int64_t first = segment * s.codes / p.block_size;
+        common.index[at] = k < 0 || s.mode == kOneScale ? 0 : static_cast<int32_t>(k / p.block_size - first);
+        common.mask[at] = k < 0 ? 0 : -1;
+      }
+  }
+
   static void prepare(const Problem* problem, const Plan* plan, void* shared, int64_t part) {
     const Problem& p = *problem;
     const Shape s = shape_of(p);
     Detail d;
     memcpy(&d, plan->detail, sizeof d);
     const Shared common = open_shared(s, shared);
-    if (part == 0) {
-      float* table = static_cast<float*>(shared);
-      const int codes = 1 << p.bits;
-      for (int i = 0; i < 256; ++i) table[i] = p.table[i % codes];
-      const bool indexed = s.mode == kAnyBlock || s.segments > s.whole;
-      int64_t segment = !indexed ? s.segments : s.mode == kAnyBlock ? 0 : s.whole;
-      for (int64_t at = 0; segment < s.segments; ++segment)
-        for (int64_t i = 0; i < s.codes; ++i, ++at) {
-          const int64_t k = logical(p, s, segment, i);
-          const int64_t first = segment * s.codes / p.block_size;
-          common.index[at] = k < 0 || s.mode == kOneScale ? 0 : static_cast<int32_t>(k / p.block_size - first);
-          common.mask[at] = k < 0 ? 0 : -1;
-        }
-    }
+    if (part == 0) prepare_tables(p, s, shared);
     const int64_t batch = part / d.x_parts, piece = part % d.x_parts;
     const int64_t outer = p.transpose ? p.m : s.segments;
     const int64_t first = outer * piece / d.x_parts, last = outer * (piece + 1) / d.x_parts;
@@ -1039,6 +1048,91 @@ struct Kernels {
         const float* from = sums + (segment - first) * s.codes + i;
         for (int64_t m = 0; m < rows; ++m) write(p, base + m * p.y_row, from[m * width]);
       }
+  }
+
+  //
+  // Decoding to a dense weight
+  //
+
+  static void plan_decode(const Problem* problem, int64_t threads, Plan* out) {
+    const Problem& p = *problem;
+    const Shape s = shape_of(p);
+    const int64_t rows = p.batch * p.n, most = max64(1, (int64_t(1) << 17) / p.k);
+    out->detail[0] = min64(most, div_up(rows, 4 * threads));  // rows of a unit
+    out->shared_bytes = shared_header(s);
+    out->own_bytes = aligned(4 * (2 * 2 * scale_room(p, s, scale_segments(s)) + 2 * kChunk + s.codes));
+    out->parts = 1;
+    out->units = div_up(rows, out->detail[0]);
+  }
+
+  static void prepare_decode(const Problem* problem, const Plan*, void* shared, int64_t) {
+    prepare_tables(*problem, shape_of(*problem), shared);
+  }
+
+  static void run_decode(const Problem* problem, const Plan* plan, const void* shared, void* own, int64_t unit) {
+    const Problem& p = *problem;
+    const Shape s = shape_of(p);
+    const int64_t first = unit * plan->detail[0], last = min64(first + plan->detail[0], p.batch * p.n);
+    const int64_t step = chunk_segments(s), scales_step = scale_segments(s), room = 2 * scale_room(p, s, scales_step);
+    float* scales = static_cast<float*>(own);
+    float* decoded = scales + 2 * room;
+    float* ordered = decoded + kChunk;
+    int32_t* order = reinterpret_cast<int32_t*>(ordered + kChunk);  // of the last segment, if it is cut short
+    if (s.whole < s.segments)
+      for (int64_t i = 0; i < s.codes; ++i) order[i] = static_cast<int32_t>(logical(p, s, s.whole, i));
+    const DecodeRow decode = row_decoder(p);
+    for (int64_t row = first; row < last; ++row) {
+      RowScales scale = {scales, scales};
+      int64_t origin = 0;
+      for (int64_t segment = 0; segment < s.segments; segment += step) {
+        const int64_t end = min64(segment + step, s.segments);
+        if (segment % scales_step == 0) {
+          origin = segment;
+          scale = whole_scales(p, s, row, segment, scales + room);
+        }
+        decode(p, s, shared, row, segment, end, scale, origin, scales, decoded);
+        const int64_t start = segment * s.codes;
+        for (int64_t i = segment; i < end; ++i) {
+          const float* from = decoded + (i - segment) * s.codes;
+          float* to = ordered + (i - segment) * s.codes;
+          if (i >= s.whole) {
+            for (int64_t j = 0; j < s.codes; ++j)
+              if (order[j] >= 0) ordered[order[j] - start] = from[j];
+          } else if (p.bits == 8) {
+            memcpy(to, from, 4 * kSegment);
+          } else {
+            for (int64_t h = 0; h < kHalves; ++h)
+              for (int64_t plane = 0; plane < s.planes; ++plane, from += 4 * L) interleave(from, to + plane * kSegment + h * 4 * L);
+          }
+        }
+        write_row(p, row * p.k + start, ordered, min64(end * s.codes, p.k) - start);
+      }
+    }
+  }
+
+  // Bytes of a segment in the order in which `bytes` has them in its lanes, back to the order in memory.
+  EQQ_INLINE void interleave(const float* from, float* to) {
+    for (int j = 0; j < L; ++j)
+      for (int c = 0; c < 4; ++c) to[4 * j + c] = from[c * L + j];
+  }
+
+  static void write_row(const Problem& p, int64_t at, float* values, int64_t count) {
+    if (p.clip) {
+      const float limit = p.x_type == kFloat16 ? 65504.0f : p.x_type == kBFloat16 ? 3.3895313892515355e38f : 3.4028234663852886e38f;
+      for (int64_t i = 0; i < count; ++i) {  // NaN stays
+        const float v = values[i], below = v > limit ? limit : v;
+        values[i] = below < -limit ? -limit : below;
+      }
+    }
+    if (p.x_type == kFloat32) {
+      memcpy(static_cast<float*>(p.y) + at, values, 4 * count);
+    } else if (p.x_type == kBFloat16) {
+      uint16_t* y = static_cast<uint16_t*>(p.y) + at;
+      for (int64_t i = 0; i < count; ++i) y[i] = V::one_to_bf16(values[i]);
+    } else {
+      uint16_t* y = static_cast<uint16_t*>(p.y) + at;
+      for (int64_t i = 0; i < count; ++i) y[i] = V::one_to_f16(values[i]);
+    }
   }
 };
 

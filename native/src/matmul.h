@@ -80,7 +80,7 @@ bool run_kernel(const Kernel& kernel, const Task& problem, Pool& pool, int64_t t
 template <typename Pool>
 bool run_problem(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
   if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
-  return run_kernel(isa.matmul, problem, pool, threads);
+  return run_kernel(*isa.matmul, problem, pool, threads);
 }
 
 // The same for integers, which `check_int8` checks.
@@ -88,6 +88,13 @@ template <typename Pool>
 bool run_int8(const Isa& isa, const Int8Problem& problem, Pool& pool, int64_t threads) {
   if (problem.p.batch == 0 || problem.p.m == 0 || problem.p.n == 0) return true;
   return run_kernel(isa.int8 != nullptr ? *isa.int8 : kInt8Generic, problem, pool, threads);
+}
+
+// Decodes a weight, likewise.
+template <typename Pool>
+bool run_decode(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
+  if (problem.batch == 0 || problem.n == 0 || problem.k == 0) return true;
+  return run_kernel(*isa.decode, problem, pool, threads);
 }
 
 #endif  // EQQUANT_MATMUL_H_

@@ -2,7 +2,9 @@
 //
 //   y(b, m, n) = sum over k of x(b, m, k) w(b, n, k)          or with `transpose`
 //   y(b, m, k) = sum over n of x(b, m, n) w(b, n, k),         where
-//   w(b, n, k) = (table[code] - zero_point) * scale * row_scale.
+//   w(b, n, k) = (table[code] - zero_point) * (scale * row_scale).
+//
+// Decoding is a problem without `x`: `m` is 0, `y` is (batch, n, k) without gaps, and `x_type` is the type of `y`.
 #ifndef EQQUANT_PROBLEM_H_
 #define EQQUANT_PROBLEM_H_
 
@@ -58,6 +60,7 @@ typedef struct Problem {
   int32_t x_type;      // FloatType
   int32_t transpose;   // 0 or 1
   int32_t precision;   // Precision
+  int32_t clip;        // when decoding, whether results are clipped to the finite range of their type
 } Problem;
 
 #endif  // EQQUANT_PROBLEM_H_

@@ -300,6 +300,51 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
   return true;
 }
 
+// Whether decoding has exactly the values of the formula in float32, rounded to the type of the result.
+bool decodes(const Isa& isa, const Made& made, Pool& pool, int threads) {
+  Problem p = made.problem;
+  const int64_t item = p.x_type == kFloat32 ? 4 : 2, width = p.scale_kind == 0 ? 4 : p.scale_kind <= 2 ? 2 : 1;
+  Exact<uint8_t> dense(p.batch * p.n * p.k * item);
+  memset(dense.data.get(), 0xff, dense.size);
+  p.x = nullptr;
+  p.y = dense.data.get();
+  p.m = p.transpose = 0;
+  p.clip = threads % 2;
+  char why[200];
+  if (check_problem(p, why, sizeof why) != nullptr || !run_decode(isa, p, pool, threads)) {
+    printf("%s: decoding is refused: %s (%s)\n", isa.name, why, made.text.c_str());
+    return false;
+  }
+  for (int64_t row = 0; row < p.batch * p.n; ++row)
+    for (int64_t k = 0; k < p.k; ++k) {
+      const int64_t block = row * p.blocks + k / p.block_size, at = row * p.k + k;
+      const float value = p.table[code_at(p.codes + row * p.words, p.k, p.bits, k)] -
+                          static_cast<float>(p.zero_point ? p.zero_point[block] : 0);
+      const float scale = static_cast<float>(scale_value(p.scale_kind, static_cast<const uint8_t*>(p.scale) + block * width)) *
+                          (p.row_scale ? p.row_scale[row] : 1.0f);
+      const double expected = value * scale;
+      double y;
+      uint16_t two;
+      if (p.x_type == kFloat32) {
+        float four;
+        memcpy(&four, &dense[4 * at], 4);
+        y = four;
+      } else {
+        memcpy(&two, &dense[2 * at], 2);
+        y = p.x_type == kFloat16 ? (two & 0x7c00) == 0x7c00 ? copysign(INFINITY, two & 0x8000 ? -1 : 1) : half(two)
+                                 : bits_to_float(static_cast<uint32_t>(two) << 16);
+      }
+      if (p.x_type == kFloat16 && fabs(expected) > 65500 && (p.clip ? fabs(y) == 65504 : fabs(y) > 65500)) continue;
+      const double rounding = p.x_type == kFloat32 ? 0 : p.x_type == kFloat16 ? 5e-4 * fabs(expected) + 3e-8 : 3.95e-3 * fabs(expected);
+      if (!(fabs(y - expected) <= rounding)) {
+        printf("%s: w[%ld, %ld] is decoded to %.9g, not %.9g (%s)\n", isa.name, static_cast<long>(row),
+               static_cast<long>(k), y, expected, made.text.c_str());
+        return false;
+      }
+    }
+  return true;
+}
+
 #include "fuzz_int8.h"
 
 }  // namespace
@@ -313,7 +358,10 @@ int main(int argc, char** argv) {
     const int threads = 1 + static_cast<int>(i % 4);
     if (i % 2 == 0) {
       const Made made = make(random);
-      for (int j = 0; j < num_isas(); ++j) wrong += !right(*isa_at(j), made, pool, threads);
+      for (int j = 0; j < num_isas(); ++j) {
+        wrong += !right(*isa_at(j), made, pool, threads);
+        wrong += !decodes(*isa_at(j), made, pool, threads);
+      }
     } else {
       const MadeInt8 made = make_int8(random);
       for (int j = 0; j < num_isas(); ++j) wrong += !right_int8(*isa_at(j), made, pool, threads);

@@ -17,7 +17,7 @@ from .packed import Layout, Packed
 from .target import Target
 
 
-SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4")
+_SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4")
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -60,7 +60,6 @@ def matmul(
     outer = layout.length if transpose else weight.codes.shape[-2]
     m = x.shape[-1] if x_transposed else x.shape[-2]
     shape = (outer, m) if y_transposed else (m, outer)
-    rest = [a for a in (weight.row_scale, weight.zero_point) if a is not None]
     call = jax.ffi.ffi_call(
         native.MATMUL,
         jax.ShapeDtypeStruct((*x.shape[:-2], *shape), x.dtype),
@@ -68,22 +67,54 @@ def matmul(
     )
     return call(
         x,
-        weight.codes,
-        weight.scale,
-        *rest,
-        table=np.asarray(layout.table, np.float32),
-        bits=np.int32(layout.bits),
-        length=np.int64(layout.length),
-        block_size=np.int64(layout.block_size),
-        scale_kind=np.int32(SCALES.index(layout.scale)),
-        values=np.int32(_values(layout)),
-        row_scale=weight.row_scale is not None,
-        zero_points=weight.zero_point is not None,
+        *arrays_of(weight),
+        **attributes_of(weight, layout),
         transpose=transpose,
         x_transposed=x_transposed,
         y_transposed=y_transposed,
         precision=np.int32(precision != "highest"),
     )
+
+
+def decodes(layout: Layout, dtype: Any) -> str | None:
+    """Returns why `decode` cannot return values of this dtype, or `None` if it can."""
+    if jnp.dtype(dtype) not in DTYPES:
+        return f"it decodes to float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
+    return "there is nothing to decode" if layout.length == 0 else native.refusal()
+
+
+def decode(weight: Packed, layout: Layout, dtype: Any, *, clip: bool) -> Float[Array, "*batch k"]:
+    """Decodes to a dense weight, for arguments that `decodes` accepts. The bits are those of XLA's operations.
+
+    The weight may have a single row without an axis for it. With `clip`, clips to the finite range of `dtype`.
+    """
+    shape = (*weight.codes.shape[:-1], layout.length)
+    rows = [a.reshape(-1, a.shape[-1]) if a.ndim < 2 else a for a in arrays_of(weight)]
+    call = jax.ffi.ffi_call(
+        native.DECODE,
+        jax.ShapeDtypeStruct((*rows[0].shape[:-1], layout.length), dtype),
+        vmap_method="broadcast_all",
+    )
+    return call(*rows, **attributes_of(weight, layout), clip=clip).reshape(shape)
+
+
+def arrays_of(weight: Packed) -> list[Array]:
+    """Returns the arguments of the C++ interface that hold a weight."""
+    return [a for a in (weight.codes, weight.scale, weight.row_scale, weight.zero_point) if a is not None]
+
+
+def attributes_of(weight: Packed, layout: Layout) -> dict[str, Any]:
+    """Returns the attributes of the C++ interface that describe a weight."""
+    return {
+        "table": np.asarray(layout.table, np.float32),
+        "bits": np.int32(layout.bits),
+        "length": np.int64(layout.length),
+        "block_size": np.int64(layout.block_size),
+        "scale_kind": np.int32(_SCALES.index(layout.scale)),
+        "values": np.int32(_values(layout)),
+        "row_scale": weight.row_scale is not None,
+        "zero_points": weight.zero_point is not None,
+    }
 
 
 def _values(layout: Layout) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int8, UInt8
 
 from .. import native
-from .cpu import DTYPES, SCALES
+from .cpu import arrays_of, attributes_of, DTYPES
 from .packed import Layout, Packed
 from .target import Target
 
@@ -54,7 +54,7 @@ def matmul(
     m = x.shape[-1] if x_transposed else x.shape[-2]
     n = weight.codes.shape[-2]
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    rest = [a for a in (x_scale, weight.row_scale, weight.zero_point) if a is not None]
+    scales = [] if x_scale is None else [x_scale]
     call = jax.ffi.ffi_call(
         native.MATMUL_INT8,
         jax.ShapeDtypeStruct((*x.shape[:-2], *((n, m) if y_transposed else (m, n))), dtype),
@@ -62,16 +62,9 @@ def matmul(
     )
     return call(
         x,
-        weight.codes,
-        weight.scale,
-        *rest,
-        table=np.asarray(layout.table, np.float32),
-        bits=np.int32(layout.bits),
-        length=np.int64(layout.length),
-        block_size=np.int64(layout.block_size),
-        scale_kind=np.int32(SCALES.index(layout.scale)),
-        row_scale=weight.row_scale is not None,
-        zero_points=weight.zero_point is not None,
+        *arrays_of(weight),
+        *scales,
+        **attributes_of(weight, layout),
         x_transposed=x_transposed,
         y_transposed=y_transposed,
     )

@@ -1,0 +1,78 @@
+"""The rules of the primitive that dequantizes.
+
+On CPU the native kernels decode codes of fewer than eight bits several times faster than XLA, whose loop handles one
+code at a time. Everywhere else it is operations of XLA: on other platforms, in exported programs, and where the
+compiler divides the array among devices.
+"""
+
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.tree_util as jtu
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from .. import _compat
+from .._array.array import clips, dense_rows, QuantizedArray
+from .._array.primitive import dequantize_p
+from . import dispatch
+from .problem import layout_of
+from .rules import moved
+
+
+def _abstract(*args: Any, tree: Any) -> jax.core.ShapedArray:
+    q = jtu.tree_unflatten(tree, args)
+    return args[0].update(shape=q.shape, dtype=q.dtype)
+
+
+def _by_xla(*args: Array, tree: Any) -> Array:
+    return dense_rows(jtu.tree_unflatten(tree, args))
+
+
+def _on_cpu(*args: Array, tree: Any) -> Array:
+    from .kernels import cpu
+
+    q: QuantizedArray = jtu.tree_unflatten(tree, args)
+    plain_scales = q.format.scale_format is not None and not isinstance(q.scale_bits, QuantizedArray)
+    layout = layout_of(q.format, q._length, plain_scales)
+    if cpu.decodes(layout, q.dtype) is not None or q.size == 0:
+        return dense_rows(q)
+    return cpu.decode(dispatch.pack_arrays(q), layout, q.dtype, clip=clips(q))
+
+
+def _lower_on_cpu(context: Any, *args: Any, **params: Any) -> Any:
+    alone = _compat.num_devices(context) == 1 and _compat.no_cpu_kernels(context) is None
+    return mlir.lower_fun(_on_cpu if alone else _by_xla, multiple_results=False)(context, *args, **params)
+
+
+@ft.partial(jax.jit, static_argnames="tree")
+def _jitted(*args: Array, tree: Any) -> Array:
+    return dequantize_p.bind(*args, tree=tree)
+
+
+def _impl(*args: Array, tree: Any) -> Array:
+    disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    return (_by_xla if disabled else _jitted)(*args, tree=tree)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    del tangents  # every leaf is an unsigned integer
+    y = dequantize_p.bind(*primals, **params)
+    return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    return dequantize_p.bind(*(moved(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
+
+
+dequantize_p.def_abstract_eval(_abstract)
+dequantize_p.def_impl(_impl)
+ad.primitive_jvps[dequantize_p] = _jvp
+batching.primitive_batchers[dequantize_p] = _batch
+_compat.lower_with_devices(dequantize_p)
+mlir.register_lowering(dequantize_p, mlir.lower_fun(_by_xla, multiple_results=False))
+mlir.register_lowering(dequantize_p, _lower_on_cpu, platform="cpu")

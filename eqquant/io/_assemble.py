@@ -1,5 +1,6 @@
 """Quantized arrays from their parts: which arrays one consists of, and whether given ones are those."""
 
+import dataclasses
 import functools as ft
 import math
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import NamedSharding
 
 from .._array.array import QuantizedArray
 from .._array.axes import as_axis
@@ -26,6 +28,7 @@ def structure(
     shape: tuple[int, ...],
     dtype: np.dtype,
     gradient_of: np.dtype | None = None,
+    sharding: NamedSharding | None = None,
 ) -> QuantizedArray:
     """Returns a quantized array of `shape` whose leaves are `jax.ShapeDtypeStruct`s."""
     batch = tuple(n for i, n in enumerate(shape) if i - len(shape) not in axes)
@@ -44,15 +47,10 @@ def structure(
 
     def whole() -> QuantizedArray:
         q = make(format, as_axis(axes), lengths, dtype)
-        if gradient_of is None:
-            return q
-        floats = jnp.zeros((*batch, math.prod(lengths)), gradient_of)
-        return QuantizedArray(*[getattr(q, name) for name in _FIELDS], gradient_of=floats)
+        floats = None if gradient_of is None else jnp.zeros((*batch, math.prod(lengths)), gradient_of)
+        return dataclasses.replace(q, gradient_of=floats, logical_sharding=sharding)
 
     return jax.eval_shape(whole)
-
-
-_FIELDS = ("codes", "scale_bits", "zero_point", "format", "axis", "lengths", "logical_dtype")
 
 
 def parts_of(q: QuantizedArray) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from .._array.array import is_quantized, QuantizedArray
 from .._formats.base import AbstractFormat
@@ -53,12 +54,12 @@ class Entry:
         gradients = ", with `gradient_of`" if self.gradient_of else ""
         return f"{array} in {type(self.format).__name__}({fields}), axis={axis}{gradients}"
 
-    def structure(self) -> QuantizedArray:
+    def structure(self, sharding: NamedSharding | None = None) -> QuantizedArray:
         """Returns the quantized array that this describes, of `jax.ShapeDtypeStruct`s."""
-        assumed = None if self.gradient_of is None else jnp.dtype(self.gradient_of)
+        gradient_of = None if self.gradient_of is None else jnp.dtype(self.gradient_of)
         if self.format is None:
             raise TypeError(f"Only a quantized array has a structure. Got {self}.")
-        return structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype), assumed)
+        return structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype), gradient_of, sharding)
 
     def goes_into(self, place: "Entry") -> bool:
         """Returns whether a saved leaf may stand where a template has `place`.
@@ -105,4 +106,3 @@ def _entry_of_quantized(q: QuantizedArray, path: str) -> Entry:
     except (TypeError, ValueError) as e:
         raise ValueError(f"{path} must be a whole quantized array. {e}") from None
     return entry
-

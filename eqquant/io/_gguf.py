@@ -1,3 +1,7 @@
 """x"""
+
 MAGIC = b"GGUF"
-def read(path): raise NotImplementedError
+
+
+def read(path):
+    raise NotImplementedError

@@ -71,7 +71,9 @@ def load(
     """
     files = find_files(path)
     if not isinstance(text := files.metadata.get(KEY), str):
-        files.file.fail("must be written by `eqq.save`. Got another file. `eqq.io.open` reads those of other libraries.")
+        files.file.fail(
+            "must be written by `eqq.save`. Got another file. `eqq.io.open` reads those of other libraries."
+        )
     saved = {leaf.path: leaf for leaf in read_manifest(text, files.tensors, files.file, formats)}
     if like is None:
         keys = [leaf.keys for leaf in saved.values()]
@@ -155,7 +157,9 @@ def check_fits(
         elif not saved.goes_into(place):
             wrong.append(f"{leaf.path}: {saved} {saved_side}, {place} {template_side}")
     known = {leaf.path for leaf in leaves}
-    wrong += [f"{path}: {entry} {saved_side}, nothing {template_side}" for path, entry in entries.items() if path not in known]
+    wrong += [
+        f"{path}: {entry} {saved_side}, nothing {template_side}" for path, entry in entries.items() if path not in known
+    ]
     if wrong:
         more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         raise ValueError(f"{rule}. Got {'; '.join(wrong[:10])}{more}.")
@@ -178,12 +182,10 @@ def _struct(entry: Entry, leaf: Leaf | None) -> Any:
     """Returns a stand-in for a leaf, for the rules of shardings to look at."""
     if entry.kind in ("scalar", "key"):
         return 0
-    if entry.kind == "quantized":
-        q = entry.structure()
-        known = getattr(leaf.value, "sharding", None) if leaf is not None else None
-        return dataclasses.replace(q, logical_sharding=known) if isinstance(known, NamedSharding) else q
     known = getattr(leaf.value, "sharding", None) if leaf is not None else None
     known = known if isinstance(known, NamedSharding) else None
+    if entry.kind == "quantized":
+        return entry.structure(known)
     return jax.ShapeDtypeStruct(entry.shape, jnp.dtype(entry.dtype), sharding=known)
 
 
@@ -193,7 +195,11 @@ def _own_sharding(x: Any) -> NamedSharding | None:
 
 
 def _read(
-    saved: SavedLeaf, sharding: NamedSharding | None, leaf: Leaf | None, done: dict[Any, Any], place: Entry | None = None
+    saved: SavedLeaf,
+    sharding: NamedSharding | None,
+    leaf: Leaf | None,
+    done: dict[Any, Any],
+    place: Entry | None = None,
 ) -> Any:
     """Reads one leaf. A leaf that is tied to another is the same array, if it has the same sharding."""
     entry = saved.entry

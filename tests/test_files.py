@@ -120,7 +120,8 @@ def test_training_resumes(getkey, path):
     @eqx.filter_jit
     def step(model, state):
         grads = eqq.filter_grad(loss)(model, x)
-        updates, state = optim.update(grads, state, model)
+        with jax.numpy_dtype_promotion("standard"):  # which optax needs
+            updates, state = optim.update(grads, state, model)
         return eqq.apply_updates(model, updates), state
 
     now = step(model, optim.init(model))

@@ -85,7 +85,7 @@ def load(
         targets = wanted_shardings(skeleton, shown, shardings)
         by_keys = {tuple(key.key for key in leaf.keys): to for leaf, to in zip(shown, targets, strict=True)}
         done: dict[Any, Any] = {}
-        return _nest({leaf.keys: _read(leaf, by_keys.get(leaf.keys), None, done) for leaf in saved.values()})
+        return _nest({leaf.keys: read_leaf(leaf, by_keys.get(leaf.keys), None, done) for leaf in saved.values()})
     leaves = list(named_leaves(like))
     entries = {path: leaf.entry for path, leaf in saved.items()}
     places = check_fits(leaves, entries, f"`like` must fit the file {Path(path)}", ("in the file", "in `like`"))
@@ -98,7 +98,9 @@ def load(
         targets = wanted_shardings(shown, list(named_leaves(shown)), shardings)
     done = {}
     values = [
-        leaf.value if place is None else _read(saved[leaf.path], to, leaf if shardings is None else None, done, place)
+        leaf.value
+        if place is None
+        else read_leaf(saved[leaf.path], to, leaf if shardings is None else None, done, place)
         for (leaf, place), to in zip(places, targets, strict=True)
     ]
     return jtu.tree_unflatten(treedef, values)
@@ -194,15 +196,15 @@ def _own_sharding(x: Any) -> NamedSharding | None:
     return full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
 
 
-def _read(
+def read_leaf(
     saved: SavedLeaf,
-    sharding: NamedSharding | None,
-    leaf: Leaf | None,
-    done: dict[Any, Any],
+    sharding: NamedSharding | None = None,
+    leaf: Leaf | None = None,
+    done: dict[Any, Any] | None = None,
     place: Entry | None = None,
 ) -> Any:
-    """Reads one leaf. A leaf that is tied to another is the same array, if it has the same sharding."""
-    entry = saved.entry
+    """Reads one leaf. If it is tied to one that is `done`, with the same sharding, the two are the same array."""
+    entry, done = saved.entry, {} if done is None else done
     if entry.kind == "scalar":
         return saved.value
     kind = entry.kind if place is None or entry.kind in ("quantized", "key") else place.kind

@@ -1,0 +1,226 @@
+"""Files of other libraries: every array equals, bit for bit, what that library dequantizes."""
+
+import json
+import re
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import eqquant as eqq
+
+
+GOLDEN = Path(__file__).parent / "golden"
+VECTORS = json.loads((GOLDEN / "oracle_vectors.json").read_text())
+floats = lambda text: np.frombuffer(bytes.fromhex(text), "<f4")
+
+
+def assert_bits(actual, expected):
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+
+
+# Plain and our own
+
+
+def test_plain_files(tmp_path):
+    path = tmp_path / "model.safetensors"
+    tensors = {"a": np.arange(6, dtype=np.float16).reshape(2, 3), "b": np.array([1, 2], np.int8), "c": np.float32(3)}
+    save_file({**tensors, "c": np.asarray(tensors["c"])}, path, {"format": "np"})
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    for where in (path, tmp_path):
+        checkpoint = eqq.io.open(where)
+        assert checkpoint.dialect == "safetensors" and set(checkpoint) == set(tensors) and len(checkpoint) == 3
+        assert checkpoint.metadata == {"format": "np"} and checkpoint.config == {"model_type": "bert"}
+        for name, x in tensors.items():
+            assert isinstance(checkpoint[name], jax.Array)
+            assert_bits(checkpoint[name], np.asarray(x))
+    with pytest.raises(KeyError, match="has no 'aa'. Did you mean 'a'"):
+        checkpoint["aa"]
+
+
+def test_our_writer_for_the_reference_reader(tmp_path):
+    path = tmp_path / "model.safetensors"
+    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": np.arange(3, dtype=np.int64), "q": eqq.quantize(jnp.ones((2, 64)))}
+    eqq.save(path, tree)
+    loaded = load_file(path)
+    assert loaded.keys() == {"a", "b", "q.codes", "q.scale_bits"}
+    assert_bits(loaded["a"], np.asarray(tree["a"]))
+    assert_bits(loaded["q.codes"], np.asarray(tree["q"].codes))
+    checkpoint = eqq.io.open(path)
+    assert checkpoint.dialect == "eqquant" and set(checkpoint) == {"a", "b", "q"}
+    assert checkpoint["q"].format == eqq.NF4() and checkpoint.rows[2].bits == 4.5
+    assert isinstance(checkpoint["b"], np.ndarray)
+
+
+def test_a_checkpoint_prints_as_a_table(tmp_path):
+    checkpoint = eqq.io.open(GOLDEN / "model.gguf")
+    text = str(checkpoint)
+    assert re.search(r"model.gguf: gguf, 8 arrays, 3 of them quantized", text)
+    assert re.search(r"blk.Q4_0.weight\W+2 x 3 x 128\W+Q4_0\W+Q4_0\(\)\W+4.50\W+432 B", text)
+    assert re.search(r"blk.Q5_1.weight\W+2 x 3 x 128\W+Q5_1\W+cannot be read\W+6.00", text)
+    assert checkpoint.to_dict()["rows"][3]["format"] == "Q4_0()"
+    eqq.save(tmp_path / "x.safetensors", {})
+    assert "0 arrays" in str(eqq.io.open(tmp_path / "x.safetensors"))
+
+
+def test_pickles_are_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(FileNotFoundError, match="pytorch_model.bin: pickles can run code, and are never opened"):
+        eqq.io.open(tmp_path)
+    with pytest.raises(ValueError, match="pickles can run code"):
+        eqq.io.open(tmp_path / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError):
+        eqq.io.open(tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match="must be written by `eqq.save`"):
+        eqq.load(GOLDEN / "model.gguf")
+
+
+# GGUF
+
+
+def test_gguf():
+    checkpoint = eqq.io.open(GOLDEN / "model.gguf")
+    expected = np.load(GOLDEN / "model_gguf.npz")
+    for name in ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4"):
+        x = checkpoint[f"blk.{name}.weight"]
+        assert_bits(np.asarray(eqq.dequantize(x)).astype(np.float32), expected[name])
+        assert eqq.is_quantized(x) == (name[0] not in "FB")
+    assert checkpoint["blk.Q4_0.weight"].format == eqq.Q4_0()
+    assert_bits(checkpoint["norm.weight"], jnp.arange(5.0))
+    assert checkpoint.metadata["llama.block_count"] == 2 and checkpoint.metadata["tokenizer.ggml.tokens"].length == 3
+    with pytest.raises(
+        ValueError, match=r"model.gguf must hold a valid 'blk.Q5_1.weight': .* no format for GGUF's Q5_1"
+    ):
+        checkpoint["blk.Q5_1.weight"]
+
+
+# bitsandbytes
+
+
+def bnb_file(path, case, nested, name="layer.weight", kind="nf4"):
+    """A file as bitsandbytes lays it out, of the codes and scales that bitsandbytes itself found."""
+    of = case["bnb_nf4_b64_double" if nested else "bnb_nf4_b64"]
+    codes = np.array([int(c, 16) for c in "".join(case["bnb_nf4_b64"]["codes"])], np.uint8)
+    state = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": case["shape"]}
+    tensors = {name: (codes[::2] << 4 | codes[1::2])[:, None]}
+    tensors[f"{name}.quant_map"] = np.array(VECTORS["nf4_codebook_f32"], np.float32)
+    if nested:
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(of["offset"])}
+        tensors[f"{name}.absmax"] = np.array(of["absmax_u8"], np.uint8)
+        tensors[f"{name}.nested_absmax"] = np.array(of["nested_absmax"], np.float32)
+        tensors[f"{name}.nested_quant_map"] = DYNAMIC
+    else:
+        tensors[f"{name}.absmax"] = floats(of["absmax_f32_le_hex"]).copy()
+    tensors[f"{name}.quant_state.bitsandbytes__{kind}"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    save_file({**tensors, "layer.bias": np.ones(2, np.float32)}, path)
+    return floats(of["dequant_f32_le_hex"]).reshape(case["shape"])
+
+
+# The signed 8-bit table of nested scales: the levels of `Dynamic8`, sorted.
+DYNAMIC = np.asarray(eqq.Dynamic8().codebook, np.float32)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: case["kind"])
+def test_bitsandbytes(tmp_path, case, nested):
+    path = tmp_path / "model.safetensors"
+    expected = bnb_file(path, case, nested)
+    checkpoint = eqq.io.open(path)
+    assert checkpoint.dialect == "bitsandbytes" and list(checkpoint) == ["layer.weight", "layer.bias"]
+    q = checkpoint["layer.weight"]
+    assert q.format == eqq.NF4() and q.axis == -1
+    assert_bits(q.dequantize(), expected)
+
+
+def small_bnb(path, shape, block, table, dtype="float32"):
+    rng = np.random.default_rng(1)
+    size = int(np.prod(shape))
+    codes, scales = rng.integers(0, 16, size), rng.random(-(-size // block)).astype(np.float32)
+    padded = np.append(codes, [7] * (size % 2)).astype(np.uint8)
+    state = {"quant_type": "fp4", "blocksize": block, "dtype": dtype, "shape": list(shape)}
+    save_file(
+        {
+            "w": (padded[::2] << 4 | padded[1::2])[:, None],
+            "w.absmax": scales,
+            "w.quant_map": table,
+            "w.quant_state.bitsandbytes__fp4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+        },
+        path,
+    )
+    return (table[codes] * np.repeat(scales, block)[:size]).reshape(shape)
+
+
+FP4 = np.array([0, 0.0052083, 0.6667, 1, 0.3333, 0.5, 0.1667, 0.25], np.float32)
+FP4 = np.concatenate([FP4, -FP4])
+
+
+@pytest.mark.parametrize("shape", [(3, 96), (5, 7), (1, 63), (4, 128), (2, 2, 64)])
+def test_bitsandbytes_blocks_over_the_ends_of_rows_and_fp4(tmp_path, shape):
+    path = tmp_path / "model.safetensors"
+    expected = small_bnb(path, shape, 64, FP4)
+    q = eqq.io.open(path)["w"]
+    assert isinstance(q.format, eqq.Codebook) and q.format.bits == 4
+    assert_bits(q.dequantize(), expected)
+    assert eqx.tree_equal(eqq.io.open(path)["w"], q)
+
+
+def test_bitsandbytes_int8_rows(tmp_path):
+    path = tmp_path / "model.safetensors"
+    rng = np.random.default_rng(0)
+    w, scb = rng.integers(-127, 128, (4, 48)).astype(np.int8), rng.random(4).astype(np.float32)
+    save_file({"l.weight": w, "l.SCB": scb, "l.weight_format": np.array(0, np.uint8)}, path)
+    checkpoint = eqq.io.open(path)
+    assert list(checkpoint) == ["l.weight"]
+    np.testing.assert_allclose(
+        checkpoint["l.weight"].astype(jnp.float32).dequantize(), w * scb[:, None] / 127, rtol=3e-7
+    )
+
+
+def absent(part):
+    return lambda tensors: tensors.pop(f"w.{part}")
+
+
+def other(part, value):
+    return lambda tensors: tensors.update({f"w.{part}" if part else "w": value})
+
+
+def state(**changes):
+    def change(tensors):
+        name = "w.quant_state.bitsandbytes__fp4"
+        fields = json.loads(tensors[name].tobytes()) | changes
+        tensors[name] = np.frombuffer(json.dumps(fields).encode(), np.uint8)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (absent("absmax"), "must have a companion 'absmax'"),
+        (absent("quant_map"), "must have a companion 'quant_map'"),
+        (other("absmax", np.full(8, np.nan, np.float32)), "'w': Got a scale that is not finite"),
+        (other("absmax", np.ones(7, np.float32)), r"'w.absmax': It must be F32 of \[8\]"),
+        (other("absmax", np.ones(8, np.float16)), "'w.absmax': It must be F32"),
+        (other("quant_map", np.zeros(16, np.float32)), "at least 9 different values"),
+        (other("", np.zeros((255, 1), np.uint8)), r"It must be U8 of \[256, 1\]"),
+        (state(blocksize=0), "an even block size. Got 0"),
+        (state(blocksize=True), "an even block size"),
+        (state(shape=[2**40, 2**40]), "It must be U8 of"),
+        (state(shape="x"), "It must have a shape"),
+        (state(shape=[-4, -128]), "It must have a shape"),
+        (state(dtype="object"), "It must have a dtype"),
+    ],
+)
+def test_bitsandbytes_hostile(tmp_path, change, message):
+    path = tmp_path / "model.safetensors"
+    small_bnb(path, (4, 128), 64, FP4)
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=rf"model.safetensors must hold a valid .*{message}"):
+        eqq.io.open(path)["w"]

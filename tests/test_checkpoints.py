@@ -121,8 +121,20 @@ def bnb_file(path, case, nested, name="layer.weight", kind="nf4"):
     return floats(of["dequant_f32_le_hex"]).reshape(case["shape"])
 
 
-# The signed 8-bit table of nested scales: the levels of `Dynamic8`, sorted.
-DYNAMIC = np.asarray(eqq.Dynamic8().codebook, np.float32)
+def dynamic_table():
+    """bitsandbytes' signed 8-bit table of nested scales, in float32 arithmetic as in `torch.linspace`."""
+    levels = [0.0, 1.0]
+    for decade in range(7):
+        count, step = 2**decade + 1, np.float32(np.float32(1 - np.float32(0.1)) / np.float32(2**decade))
+        up = np.float32(0.1) + step * np.arange(count, dtype=np.float32)
+        down = np.float32(1) - step * np.arange(count, dtype=np.float32)[::-1]
+        edges = np.where(np.arange(count) < count // 2, up, down)
+        means = np.float32(10.0 ** (decade - 6)) * ((edges[1:] + edges[:-1]) / np.float32(2))
+        levels += [*means, *-means]
+    return np.sort(np.array(levels, np.float32))
+
+
+DYNAMIC = dynamic_table()
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -236,3 +236,119 @@ def test_bitsandbytes_hostile(tmp_path, change, message):
     save_file(tensors, path)
     with pytest.raises(ValueError, match=rf"model.safetensors must hold a valid .*{message}"):
         eqq.io.open(path)["w"]
+
+
+# GPTQ, AWQ, compressed-tensors, Hugging Face: the layouts written here word by word, in NumPy's integers
+
+
+def pack_words(codes, bits):
+    """Along the last axis, densely, the first code in the low bits of a 32-bit word."""
+    bit = (codes[..., None] >> np.arange(bits)) & 1
+    stream = bit.reshape(*codes.shape[:-1], -1).astype(np.uint64)
+    stream = np.pad(stream, [(0, 0)] * (codes.ndim - 1) + [(0, -stream.shape[-1] % 32)])
+    words = (stream.reshape(*stream.shape[:-1], -1, 32) << np.arange(32, dtype=np.uint64)).sum(-1)
+    return words.astype(np.uint32).view(np.int32)
+
+
+def write(folder, tensors, **settings):
+    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return eqq.io.open(folder)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("version, sym", [("gptq", False), ("gptq_v2", False), ("gptq", True)])
+def test_gptq(tmp_path, bits, version, sym):
+    rng = np.random.default_rng(0)
+    q, s = rng.integers(0, 2**bits, (128, 16)), rng.random((4, 16)).astype(np.float16)
+    z = np.full((4, 16), 2 ** (bits - 1)) if sym else rng.integers(1, 2**bits, (4, 16))
+    tensors = {
+        "l.qweight": pack_words(q.T, bits).T,
+        "l.qzeros": pack_words(z - (version == "gptq"), bits),
+        "l.scales": s,
+        "l.g_idx": np.arange(128, dtype=np.int32) // 32,
+        "l.bias": np.zeros(16, np.float16),
+    }
+    checkpoint = write(tmp_path, tensors, quant_method="gptq", bits=bits, sym=sym, checkpoint_format=version)
+    w = checkpoint["l.weight"]
+    assert checkpoint.dialect == "gptq" and set(checkpoint) == {"l.weight", "l.bias"}
+    assert w.format.symmetric == sym and w.format.block_size == 32 and w.dtype == np.float16
+    group = np.arange(128) // 32
+    assert_bits(w.dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
+    tensors["l.g_idx"] = tensors["l.g_idx"][::-1]
+    with pytest.raises(ValueError, match="'l.g_idx': Got inputs out of order"):
+        write(tmp_path, tensors)["l.weight"]
+    with pytest.raises(ValueError, match="must have a companion 'qzeros'"):
+        write(tmp_path, {k: v for k, v in tensors.items() if k != "l.qzeros"})
+
+
+def test_awq(tmp_path):
+    rng = np.random.default_rng(0)
+    q, z = rng.integers(0, 16, (64, 24)), rng.integers(0, 16, (2, 24))
+    s = rng.random((2, 24)).astype(np.float16)
+    columns = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+    pack = lambda x: pack_words(x.reshape(len(x), -1, 8)[..., columns].reshape(x.shape), 4)
+    checkpoint = write(tmp_path, {"l.qweight": pack(q), "l.qzeros": pack(z), "l.scales": s}, quant_method="awq")
+    group = np.arange(64) // 32
+    assert_bits(checkpoint["l.weight"].dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("groups, zeros", [(1, False), (3, False), (3, True)])
+def test_compressed_tensors_packed(tmp_path, bits, groups, zeros):
+    rng = np.random.default_rng(0)
+    q, z = rng.integers(0, 2**bits, (10, 48)), rng.integers(0, 2**bits, (10, groups))
+    s = rng.random((10, groups)).astype(np.float32)
+    tensors = {
+        "l.weight_packed": pack_words(q, bits),
+        "l.weight_scale": s,
+        "l.weight_shape": np.array([10, 48]),
+        **({"l.weight_zero_point": pack_words(z.T, bits).T} if zeros else {}),
+    }
+    w = write(tmp_path, tensors)["l.weight"]
+    zero = np.repeat(z, 48 // groups, axis=1) if zeros else 2 ** (bits - 1)
+    assert w.format.symmetric != zeros
+    assert_bits(w.dequantize(), ((q - zero) * np.repeat(s, 48 // groups, axis=1)).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("shape", [(200, 1), (2, 3), (1, 1), (1,), (200, 3)])
+def test_eight_bit_floats_and_integers(tmp_path, name, shape):
+    rng = np.random.default_rng(0)
+    s = rng.random(shape).astype(np.float32)
+    fp8 = jnp.asarray(rng.standard_normal((200, 384))).astype(jnp.float8_e4m3fn)
+    int8 = rng.integers(-127, 128, (200, 384)).astype(np.int8)
+    rows, columns = (*shape, 1)[:2]
+    spread = np.repeat(
+        np.repeat(s.reshape(rows, columns), -(-200 // rows) if rows > 2 or rows == 1 else 128, 0)[:200],
+        384 // columns,
+        1,
+    )
+    for x in (np.asarray(fp8), int8):
+        eqq.save(tmp_path / "x.safetensors", {"l.weight": x, f"l.{name}": s})
+        # Without our manifest, as another library writes it.
+        raw = (tmp_path / "x.safetensors").read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        del header["__metadata__"]
+        text = json.dumps(header).encode()
+        (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+        w = eqq.io.open(tmp_path / "x.safetensors")["l.weight"]
+        assert w.format.bits == 8
+        assert_bits(w.dequantize(), x.astype(np.float32) * spread)
+
+
+def test_mxfp4_of_compressed_tensors_and_gpt_oss(tmp_path):
+    rng = np.random.default_rng(0)
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    q, e = rng.integers(0, 16, (2, 6, 64)), rng.integers(120, 130, (2, 6, 2)).astype(np.uint8)
+    packed = (q[..., ::2] | q[..., 1::2] << 4).astype(np.uint8)
+    expected = levels[q] * np.repeat(2.0 ** (e.astype(np.float32) - 127), 32, axis=-1)
+    w = write(tmp_path, {"w_blocks": packed.reshape(2, 6, 2, 16), "w_scales": e})["w"]
+    assert w.format == eqq.MXFP4() and w.shape == (2, 64, 6) and w.axis == -2
+    np.testing.assert_array_equal(np.asarray(w.dequantize(), np.float32), expected.swapaxes(1, 2))
+    w = write(tmp_path, {"l.weight_packed": packed[0], "l.weight_scale": e[0]})["l.weight"]
+    np.testing.assert_array_equal(np.asarray(w.dequantize(), np.float32), expected[0])
+    e[0, 0, 0] = 255
+    with pytest.raises(ValueError, match="Got a scale that is not a number"):
+        write(tmp_path, {"w_blocks": packed.reshape(2, 6, 2, 16), "w_scales": e})["w"]

@@ -54,6 +54,18 @@ def from_codes(
     return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
 
 
+def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Unpacks bytes along the last axis, where the first code of a byte is in its low bits.
+
+    Little-endian words are read so too, viewed as bytes, if codes do not straddle bytes.
+    """
+    if bits == 8:
+        return packed
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
+    return codes.reshape(*packed.shape[:-1], -1)
+
+
 def _pack(codes: np.ndarray, bits: int) -> Any:
     return codes if bits == 8 else _pack_jitted(codes, bits)
 

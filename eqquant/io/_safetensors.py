@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def read(path: Path) -> Contents:
 
 
 def _stored(file: MappedFile, name: str, entry: Any, data: int) -> Stored:
-    def fail(why: str) -> None:
+    def fail(why: str) -> NoReturn:
         file.fail(f"must describe the tensor {name!r} by dtype, shape and data_offsets. Got {why}.")
 
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -111,7 +111,8 @@ def write(path: Path, tensors: Iterable[ToWrite], metadata: Mapping[str, str]) -
     """Writes a file, one tensor at a time, and puts it in the place of `path` when it is whole."""
     # Wide types first, so that every tensor is aligned to its items.
     ordered = sorted(tensors, key=lambda t: -DTYPES[t.dtype][0])
-    header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for t in ordered:
         header[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": (end, end + t.nbytes)}
         end += t.nbytes

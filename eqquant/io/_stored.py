@@ -109,4 +109,4 @@ def to_bytes(x: np.ndarray) -> Iterator[memoryview]:
     if x.dtype == jnp.dtype("float4_e2m1fn"):
         codes = flat.view(np.uint8) & 15
         flat = codes[::2] | codes[1::2] << 4
-    yield memoryview(flat.view(np.uint8))
+    yield flat.view(np.uint8).data

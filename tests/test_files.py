@@ -1,6 +1,8 @@
 """Our own files: what is saved is what is loaded, to the bit, or an error that says what differs."""
 
 import json
+import re
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -281,6 +283,19 @@ def test_shardings(getkey, path):
     assert_equal_trees(arrays(eqq.load(path, sharded)), arrays(sharded))
     with pytest.raises(ValueError, match="layers.1.weight, of shape .*cannot be divided along axis 1"):
         eqq.load(path, model, shardings={"layers.1.weight": on(None, "x"), "*": on()})
+
+
+# The page
+
+
+def test_the_code_of_the_page_runs():
+    page = (Path(__file__).parents[1] / "docs" / "files.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    names = {}
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        for block in blocks:
+            exec(compile(block.replace("512", "64"), "files.md", "exec"), names)
+    assert names["step"] == 100 and names["w"].format == eqq.NF4() and len(blocks) == 6
 
 
 # Shards

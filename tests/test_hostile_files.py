@@ -13,6 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import eqquant as eqq
 from eqquant.io import _atomic, _gguf, _safetensors
@@ -258,7 +259,30 @@ def golden_gguf(path):
     path.write_bytes((GOLDEN / "model.gguf").read_bytes())
 
 
-SEEDS = {"eqquant": ours, "gguf": golden_gguf, "bitsandbytes": lambda path: small_bnb(path, (4, 64), 64, FP4)}
+def gptq(path):
+    words = lambda *shape: np.arange(np.prod(shape), dtype=np.int32).reshape(shape) * 1_234_567
+    scales, order = np.ones((2, 8), np.float16), np.repeat(np.arange(2, dtype=np.int32), 32)
+    save_file({"l.qweight": words(8, 8), "l.qzeros": words(2, 1), "l.scales": scales, "l.g_idx": order}, path)
+
+
+def compressed(path):
+    words = lambda *shape: np.arange(np.prod(shape), dtype=np.int32).reshape(shape) * 1_234_567
+    tensors = {
+        **{"a.weight_packed": words(4, 8), "a.weight_scale": np.ones((4, 2), np.float32)},
+        **{"a.weight_shape": np.array([4, 64]), "a.weight_zero_point": words(1, 2)},
+        **{"b.weight": np.ones((4, 32), np.int8), "b.weight_scale_inv": np.ones((4, 1), np.float32)},
+        **{"c_blocks": np.ones((2, 2, 1, 16), np.uint8), "c_scales": np.full((2, 2, 1), 127, np.uint8)},
+    }
+    save_file(tensors, path)
+
+
+SEEDS = {
+    "eqquant": ours,
+    "gguf": golden_gguf,
+    "bitsandbytes": lambda path: small_bnb(path, (4, 64), 64, FP4),
+    "gptq": gptq,
+    "compressed-tensors": compressed,
+}
 
 
 @pytest.mark.parametrize("count", [pytest.param(60), pytest.param(10_000, marks=pytest.mark.slow)])

@@ -221,9 +221,9 @@ def _read_array(saved: SavedLeaf, kind: str, sharding: NamedSharding | None) -> 
     entry = saved.entry
     if kind == "quantized":
         parts = entry.structure()
-        to = None if sharding is None else parts_of(leaf_shardings(parts, sharding, saved.path))
+        to = {} if sharding is None else parts_of(leaf_shardings(parts, sharding, saved.path))
         leaves = [
-            to_jax(from_stored(saved.tensors[part].array(), struct.dtype, struct.shape), to and to[part])
+            to_jax(from_stored(saved.tensors[part].array(), struct.dtype, struct.shape), to.get(part))
             for part, struct in parts_of(parts).items()
         ]
         q = jtu.tree_unflatten(jtu.tree_structure(parts), leaves)

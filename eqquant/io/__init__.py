@@ -1,0 +1,4 @@
+"""Files: our own, and the checkpoints of other libraries. See `docs/files.md`."""
+
+from ._checkpoint import Checkpoint as Checkpoint, CheckpointRow as CheckpointRow, open as open
+from ._load import assign as assign

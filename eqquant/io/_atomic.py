@@ -1,0 +1,39 @@
+"""Files that are replaced as a whole: whoever looks, whenever the process dies, finds the old one or the new one."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Opens a temporary file beside `path`, and puts it in the place of `path` if the body raises nothing.
+
+    A process that is killed may leave the temporary file, `.name.<random>.tmp`, which nothing reads.
+    """
+    path = Path(os.path.realpath(path))  # a link stays a link
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes new names in a folder survive a loss of power, where the system can do that."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,140 @@
+"""`eqq.io.open`: a checkpoint of any library as a mapping from names to arrays."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Group
+from rich.markup import escape
+
+from .._errors import did_you_mean
+from .._formats.base import AbstractFormat
+from .._report import Report, report_table, show_bytes
+from ._dialects import bitsandbytes, compressed_tensors, eqquant, gguf, gpt_oss, gptq, safetensors
+from ._dialects.item import Item
+from ._files import find_files
+
+
+# The first that recognizes a checkpoint reads it.
+DIALECTS = (gguf, eqquant, bitsandbytes, gptq, gpt_oss, compressed_tensors, safetensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointRow:
+    """A row of a `Checkpoint`: one array. `bits` are those of the file, per value."""
+
+    derived = ("bits",)
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stored_as: str
+    format: AbstractFormat | None
+    nbytes: int
+    problem: str | None
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.nbytes / max(math.prod(self.shape), 1)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Checkpoint(Report, Mapping[str, Any]):
+    """The result of [`eqquant.io.open`][]: a mapping from names to arrays, each read when it is asked for.
+
+    Quantized weights are [`eqquant.QuantizedArray`][]s, under one name with all their companions. Other arrays are JAX
+    arrays, or NumPy arrays if JAX is not set to hold their dtype. It prints as a table, and has `.to_dict()`.
+
+    - `path`: the file or folder.
+    - `dialect`: whose layout it is, such as `"gguf"`.
+    - `metadata`: the key-value pairs of the file.
+    - `config`: `config.json` of the folder, or an empty dictionary.
+    - `rows`: what is known of each array without reading it.
+    """
+
+    derived = ("nbytes", "bits")
+
+    path: str
+    dialect: str
+    rows: tuple[CheckpointRow, ...]
+    metadata: Mapping[str, Any] = dataclasses.field(repr=False)
+    config: Mapping[str, Any] = dataclasses.field(repr=False)
+    items_by_name: Mapping[str, Item] = dataclasses.field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def bits(self) -> float:
+        """Bits per value over all arrays."""
+        return 8 * self.nbytes / max(sum(math.prod(row.shape) for row in self.rows), 1)
+
+    def __getitem__(self, name: str) -> Any:
+        """Reads an array.
+
+        Raises `KeyError` for a name that it does not have, and `ValueError` if the array is damaged, or if this
+        package has no format for it.
+        """
+        item = self.items_by_name.get(name)
+        if item is None:
+            raise KeyError(f"{self.path} has no {name!r}. {did_you_mean(name, self.items_by_name)}".rstrip())
+        if item.problem is not None:
+            item.tensors[0].fail(f"{item.problem[0].upper()}{item.problem[1:]}.")
+        return item.read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_by_name)
+
+    def __len__(self) -> int:
+        return len(self.items_by_name)
+
+    def __rich__(self) -> Group:
+        table = report_table("array", "shape", "stored as", "read as", "bits/weight", "size", text=4)
+        for row in self.rows:
+            reads = row.problem and "cannot be read" or (row.dtype if row.format is None else repr(row.format))
+            shape = " x ".join(map(str, row.shape)) or "scalar"
+            numbers = (f"{row.bits:.2f}", show_bytes(row.nbytes))
+            style = "red" if row.problem else "dim" if row.format is None else None
+            table.add_row(escape(row.name), shape, escape(row.stored_as), escape(reads), *numbers, style=style)
+        quantized = sum(row.format is not None for row in self.rows)
+        head = f"{len(self.rows)} arrays, {quantized} of them quantized, {show_bytes(self.nbytes)}"
+        return Group(f"{escape(self.path)}: {self.dialect}, {head}, {self.bits:.3f} bits per value.", table)
+
+
+def open(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens a checkpoint of any library that this package knows, without reading its arrays.
+
+    !!! Example
+
+        ```python
+        checkpoint = eqq.io.open("model.gguf")
+        print(checkpoint)                           # a table: names, shapes, formats, bits per weight, bytes
+        w = checkpoint["blk.0.attn_q.weight"]       # a QuantizedArray, in our own packing
+        ```
+
+    [Files](files.md) lists what is read. No pickle is ever opened.
+
+    **Arguments:**
+
+    - `path`: a `.safetensors` or `.gguf` file, a folder that holds one, or an index of several with the index.
+
+    **Returns:**
+
+    A [`eqquant.io.Checkpoint`][].
+
+    **Raises:**
+
+    `FileNotFoundError` if there is no such file. `ValueError` if a file is damaged, or of another kind; the message
+    names the file, and the tensor.
+    """
+    files = find_files(path)
+    dialect = next(d for d in DIALECTS if d.recognizes(files))
+    items = dialect.items(files)
+    rows = tuple(
+        CheckpointRow(name, item.shape, item.dtype, item.stored_as, item.format, item.nbytes, item.problem)
+        for name, item in items.items()
+    )
+    return Checkpoint(str(path), dialect.NAME, rows, files.metadata, files.config, items)

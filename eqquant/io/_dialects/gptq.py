@@ -1,0 +1,107 @@
+"""Weights of GPTQ (AutoGPTQ, GPTQModel) and of AWQ (AutoAWQ, the GEMM version).
+
+    P.qweight   GPTQ: int32 (in * bits / 32, out), consecutive inputs in a word, the first in the low bits
+                AWQ:  int32 (in, out / 8), outputs 0, 2, 4, 6, 1, 3, 5, 7 in a word
+    P.qzeros    int32 (groups, out * bits / 32), packed along the outputs in the same order. GPTQ's checkpoint format
+                `gptq` stores them minus one, `gptq_v2` as they are
+    P.scales    (groups, out)
+    P.g_idx     int32 (in,): the group of each input; with act-order they are not in order
+
+`P.weight` is (out, in), as the layer's weight would be: value = (code - zero) * scale.
+https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ
+"""
+
+import numpy as np
+
+from ..._formats import Int2, Int4, Int8
+from .._files import Files
+from .._stored import DTYPES, Stored
+from .._transcode import from_codes, unpack_low_first
+from .item import companions, expect, Item, plain
+
+
+NAME = "gptq"
+
+_INTEGERS = {8: Int8, 4: Int4, 2: Int2}
+_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place in a word of each of eight outputs
+
+
+def recognizes(files: Files) -> bool:
+    return bool(companions(files.tensors, ".qweight"))
+
+
+def items(files: Files) -> dict[str, Item]:
+    settings = files.config.get("quantization_config")
+    settings = settings if isinstance(settings, dict) else {}
+    found, used = {}, set()
+    for base in companions(files.tensors, ".qweight"):
+        of = {n: files.tensors[f"{base}.{n}"] for n in _NAMES if f"{base}.{n}" in files.tensors}
+        found[f"{base}.weight"] = _item(of, settings)
+        used |= {f"{base}.{n}" for n in of}
+    return found | {name: plain(t) for name, t in files.tensors.items() if name not in used}
+
+
+_NAMES = ("qweight", "qzeros", "scales", "g_idx")
+
+
+def _item(of: dict[str, Stored], settings: dict) -> Item:
+    t = of["qweight"]
+    for name in ("qzeros", "scales"):
+        if name not in of or len(of[name].shape) != 2:
+            t.fail(f"It must have a companion {name!r} of two dimensions. Got none.")
+    zeros, scale = of["qzeros"], of["scales"]
+    groups, out = scale.shape
+    if scale.dtype not in ("F16", "BF16", "F32") or len(t.shape) != 2 or t.dtype != "I32":
+        t.fail("It must be I32 of two dimensions, with floating point scales. Got others.")
+    tensors = tuple(of.values())
+    bits = zeros.shape[1] * 32 // out if out else 0
+    awq = t.shape[1] != out
+    if bits not in _INTEGERS or (awq and bits != 4):
+        problem = "eqquant reads 2, 4 and 8 bits of GPTQ, and 4 bits of AWQ"
+        return Item(t.shape, t.dtype, None, f"{bits} bits", tensors, lambda: None, problem)
+    length = t.shape[0] if awq else t.shape[0] * 32 // bits
+    expect(zeros, ("I32",), (groups, out * bits // 32))
+    expect(t, ("I32",), (length, out // 8) if awq else (length * bits // 32, out))
+    if groups < 1 or length % groups:
+        scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
+    symmetric = settings.get("sym") is True and not awq
+    format = _INTEGERS[bits](None if groups == 1 else length // groups, symmetric)
+    stored_as = "awq" if awq else str(settings.get("checkpoint_format", "gptq"))[:20]
+    dtype = DTYPES[scale.dtype][1]
+
+    def read():
+        if "g_idx" in of:
+            expect(of["g_idx"], ("I32",), (length,))
+            if not np.array_equal(of["g_idx"].array(), np.arange(length) // (length // groups)):
+                of["g_idx"].fail("Got inputs out of order (act-order), for which eqquant has no format.")
+        zero = _outputs(_plus_one(zeros, bits) if stored_as == "gptq" else zeros.array(), bits, awq)
+        if symmetric and (zero != 2 ** (bits - 1)).any():
+            zeros.fail("Got zero points other than the middle, and a configuration that says `sym`.")
+        codes = lambda start, stop: _inputs(t, bits, awq, start, stop)
+        scales = np.ascontiguousarray(scale.array().T.astype(np.float32))
+        zero = None if symmetric else np.ascontiguousarray(zero.T)
+        return from_codes(codes, scales, zero, format, (out, length), dtype, t)
+
+    return Item((out, length), str(dtype), format, stored_as, tensors, read)
+
+
+def _plus_one(zeros: Stored, bits: int) -> np.ndarray:
+    """Adds one to each zero point. Word by word, with carries, as GPTQModel does."""
+    ones = np.uint32(sum(1 << at for at in range(0, 32, bits)))
+    return (zeros.array().view(np.uint32) + ones).view(np.int32)
+
+
+def _outputs(words: np.ndarray, bits: int, awq: bool) -> np.ndarray:
+    """Unpacks words along the last axis."""
+    codes = unpack_low_first(np.ascontiguousarray(words).view(np.uint8), bits)
+    return codes.reshape(*codes.shape[:-1], -1, 8)[..., _AWQ_ORDER].reshape(codes.shape) if awq else codes
+
+
+def _inputs(t: Stored, bits: int, awq: bool, start: int, stop: int) -> np.ndarray:
+    """Returns the codes of some outputs: `(stop - start, in)`."""
+    if awq:
+        first, last = start // 8, -(-stop // 8)
+        return np.ascontiguousarray(
+            _outputs(t.array()[:, first:last], 4, True)[:, start - 8 * first : stop - 8 * first].T
+        )
+    return unpack_low_first(np.ascontiguousarray(t.array()[:, start:stop].T).view(np.uint8), bits)

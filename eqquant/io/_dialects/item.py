@@ -1,0 +1,57 @@
+"""One array of a checkpoint, which may be stored in several tensors."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..._formats.base import AbstractFormat
+from .._load import to_jax
+from .._stored import DTYPES, Stored
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Item:
+    """An array of a checkpoint.
+
+    - `shape`, `dtype`: the logical ones.
+    - `format`: the format that it is read in, or `None` for an array that is not quantized.
+    - `stored_as`: what the file calls it: a dtype, or the name of a layout.
+    - `tensors`: those that hold it.
+    - `problem`: why it cannot be read, if that is known.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    format: AbstractFormat | None
+    stored_as: str
+    tensors: tuple[Stored, ...]
+    read: Callable[[], Any]
+    problem: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+def plain(t: Stored) -> Item:
+    """An array that is stored as it is."""
+    dtype = DTYPES[t.dtype][1]
+    problem = None if dtype is not None else f"no library agrees about the order of packed {t.dtype}"
+    return Item(t.shape, dtype or t.dtype, None, t.dtype, (t,), lambda: to_jax(t.array()), problem)
+
+
+def companions(tensors: Iterable[str], *suffixes: str) -> dict[str, list[str]]:
+    """Returns the names that end with any of the suffixes, by what stands before."""
+    found: dict[str, list[str]] = {}
+    for name in tensors:
+        for suffix in suffixes:
+            if name.endswith(suffix):
+                found.setdefault(name.removesuffix(suffix), []).append(name)
+                break
+    return found
+
+
+def expect(t: Stored, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    """Raises unless a tensor is of one of the dtypes, and of the shape."""
+    if t.dtype not in dtypes or t.shape != shape:
+        t.fail(f"It must be {' or '.join(dtypes)} of {list(shape)}. Got {t.dtype} of {list(t.shape)}.")

@@ -1,0 +1,15 @@
+"""Tensors that mean what they are: any safetensors file without quantized weights."""
+
+from .._files import Files
+from .item import Item, plain
+
+
+NAME = "safetensors"
+
+
+def recognizes(files: Files) -> bool:
+    return files.container == "safetensors"
+
+
+def items(files: Files) -> dict[str, Item]:
+    return {name: plain(t) for name, t in files.tensors.items()}

@@ -1,0 +1,108 @@
+"""What a leaf of a tree is, apart from its values: enough to say whether a saved one fits into a place."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from .._array.array import is_quantized, QuantizedArray
+from .._formats.base import AbstractFormat
+from ._assemble import parts_of, structure
+from ._stored import NAME_OF
+
+
+Kind = Literal["array", "numpy", "generic", "key", "quantized", "scalar"]
+SCALARS: tuple[type, ...] = (bool, int, float, complex, str)
+# Dtypes that safetensors lacks. They are stored as bytes.
+_OTHER_DTYPES = (
+    *("complex128", "int4", "uint4", "int2", "uint2", "float8_e4m3b11fnuz", "float8_e3m4", "float8_e4m3"),
+    *("float6_e2m3fn", "float6_e3m2fn"),
+)
+DTYPE_NAMES = frozenset((*NAME_OF, *_OTHER_DTYPES))
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Describes a leaf.
+
+    - `kind`: a JAX array, a NumPy array, a NumPy scalar, a PRNG key, a quantized array, or a Python scalar or string.
+    - `dtype`: the (logical) dtype; for a Python scalar its type.
+    - `gradient_of`: the dtype of that field of a quantized array, if it is not `None`.
+    """
+
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...] = ()
+    format: AbstractFormat | None = None
+    axes: tuple[int, ...] = ()
+    gradient_of: str | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "scalar":
+            return f"a Python {self.dtype}"
+        array = f"{self.dtype}{list(self.shape)}"
+        if self.kind == "key":
+            return f"PRNG keys {array}"
+        if self.format is None:
+            return array
+        fields = ", ".join(f"{f.name}={getattr(self.format, f.name)!r}" for f in dataclasses.fields(self.format))
+        axis = self.axes[0] if len(self.axes) == 1 else self.axes
+        gradients = ", with `gradient_of`" if self.gradient_of else ""
+        return f"{array} in {type(self.format).__name__}({fields}), axis={axis}{gradients}"
+
+    def structure(self, sharding: NamedSharding | None = None) -> QuantizedArray:
+        """Returns the quantized array that this describes, of `jax.ShapeDtypeStruct`s."""
+        gradient_of = None if self.gradient_of is None else jnp.dtype(self.gradient_of)
+        if self.format is None:
+            raise TypeError(f"Only a quantized array has a structure. Got {self}.")
+        return structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype), gradient_of, sharding)
+
+    def goes_into(self, place: "Entry") -> bool:
+        """Returns whether a saved leaf may stand where a template has `place`.
+
+        A quantized array may stand in the place of a float one, and then keeps its format.
+        """
+        if place.kind == "quantized" or self.kind == "scalar" or place.kind == "scalar":
+            return self == place
+        if (self.kind == "key") != (place.kind == "key"):
+            return False
+        return (self.shape, self.dtype) == (place.shape, place.dtype)
+
+
+def entry_of(x: Any, path: str) -> Entry | None:
+    """Describes a leaf: an array, a `jax.ShapeDtypeStruct` or a Python value. `None` for a leaf that is not saved.
+
+    **Raises:**
+
+    `TypeError` for an array of a dtype that no file can hold, `ValueError` for a damaged quantized array.
+    """
+    if is_quantized(x):
+        return _entry_of_quantized(x, path)
+    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return Entry("key", str(x.dtype), tuple(x.shape))
+    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+        name = np.dtype(x.dtype).name
+        if name not in DTYPE_NAMES:
+            raise TypeError(f"{path} must hold numbers, booleans or PRNG keys. Got an array of {x.dtype}.")
+        kind = "numpy" if isinstance(x, np.ndarray) else "generic" if isinstance(x, np.generic) else "array"
+        return Entry(kind, name, tuple(x.shape))
+    if type(x) in SCALARS:
+        return Entry("scalar", type(x).__name__)
+    return None
+
+
+def _entry_of_quantized(q: QuantizedArray, path: str) -> Entry:
+    gradient_of = None if q.gradient_of is None else np.dtype(q.gradient_of.dtype).name
+    try:
+        entry = Entry("quantized", q.dtype.name, q.shape, q.format, q._axes, gradient_of)
+        expected, got = parts_of(entry.structure()), parts_of(q)
+        for name, part in expected.items():
+            if name not in got or (got[name].shape, got[name].dtype) != (part.shape, part.dtype):
+                raise ValueError(f"`{name}` must be {part.dtype}{list(part.shape)}. Got {got.get(name)}.")
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{path} must be a whole quantized array. {e}") from None
+    return entry

@@ -1,0 +1,107 @@
+"""Where the tensors of a checkpoint are: in a file, in several with an index, or in all files of a folder."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import _gguf, _safetensors
+from ._json import parse_json
+from ._stored import MappedFile, Stored
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_MAX_CONFIG = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Files:
+    """The tensors of a checkpoint by name, before anything is known about what they mean.
+
+    - `file`: the file whose name errors give if no other is concerned.
+    - `metadata`: that of safetensors, of an index, or the key-value pairs of GGUF.
+    - `config`: `config.json` of the folder, or an empty dictionary.
+    - `container`: `"safetensors"` or `"gguf"`.
+    """
+
+    file: MappedFile
+    tensors: Mapping[str, Stored]
+    metadata: Mapping[str, Any]
+    config: Mapping[str, Any]
+    container: str
+
+
+def find_files(path: str | os.PathLike[str]) -> Files:
+    """Finds the tensors of a file, a folder or an `index.json`.
+
+    **Raises:**
+
+    `FileNotFoundError` if there is none. `ValueError` if a file is damaged, or not of a kind that this package opens.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return _of_index(path) if path.name.endswith("index.json") else _of_file(path, _config(path.parent))
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise ValueError(f"{path} must have one index. Got {', '.join(p.name for p in indices)}. Open one of them.")
+    if indices:
+        return _of_index(indices[0])
+    found = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".gguf") and not p.name.startswith("."))
+    if len(found) == 1:
+        return _of_file(found[0], _config(path))
+    if not found:
+        pickles = [p.name for p in path.iterdir() if p.suffix in _PICKLES]
+        raise FileNotFoundError(
+            f"{path} must hold a .safetensors or .gguf file. Got {_pickles(pickles) if pickles else 'none'}."
+        )
+    names = ", ".join(p.name for p in found[:10])
+    raise ValueError(f"{path} must hold one file, or an index of several. Got {names}. Open one of them.")
+
+
+def _pickles(names: list[str]) -> str:
+    return f"{', '.join(names[:10])}: pickles can run code, and are never opened; convert them to safetensors"
+
+
+def _of_file(path: Path, config: Mapping[str, Any]) -> Files:
+    if path.suffix in _PICKLES:
+        raise ValueError(f"{path} must be a .safetensors or .gguf file. Got {_pickles([path.name])}.")
+    with path.open("rb") as f:
+        is_gguf = f.read(4) == _gguf.MAGIC
+    if is_gguf:
+        contents = _gguf.read(path)
+        return Files(MappedFile(path), contents.tensors, contents.metadata, config, "gguf")
+    tensors, metadata = _safetensors.read(path)
+    return Files(MappedFile(path), tensors, metadata, config, "safetensors")
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    return _json(path) if path.is_file() else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    file = MappedFile(path)
+    if file.size > _MAX_CONFIG:
+        file.fail(f"must have at most {_MAX_CONFIG} bytes. Got {file.size}.")
+    return parse_json(bytes(file.buffer), file, "it")
+
+
+def _of_index(path: Path) -> Files:
+    file, index = MappedFile(path), _json(path)
+    where, metadata = index.get("weight_map"), index.get("metadata") or {}
+    if not isinstance(where, dict) or not isinstance(metadata, dict):
+        file.fail("must have a `weight_map` from tensors to files. Got none.")
+    shards: dict[str, Mapping[str, Stored]] = {}
+    tensors = {}
+    for name, shard in where.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", "..") or "\\" in shard:
+            file.fail(f"must name files of its own folder. Got {str(shard)[:80]!r} for {name!r}.")
+        if shard not in shards:
+            if not (path.parent / shard).is_file():
+                file.fail(f"lists the file {shard!r}, for {name!r}, which the folder must have. Got none.")
+            shards[shard] = _safetensors.read(path.parent / shard).tensors
+        if name not in shards[shard]:
+            file.fail(f"lists {name!r} in the file {shard!r}, which must have it. Got another content.")
+        tensors[name] = shards[shard][name]
+    return Files(file, tensors, metadata, _config(path.parent), "safetensors")

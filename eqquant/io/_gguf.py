@@ -1,0 +1,185 @@
+"""The container of GGUF files: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+
+    "GGUF", version: u32 (2 or 3), number of tensors: u64, number of pairs: u64
+    pairs      key: text, type: u32, value; text is its length: u64, and UTF-8
+    tensors    name: text, number of dimensions: u32, dimensions: u64 each, the fastest first, type: u32, offset: u64
+    data       from the next multiple of `general.alignment` (32 by default); offsets count from there
+
+Blocks run along the fastest dimension, which is the last one here.
+"""
+
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from ._stored import DTYPES, MappedFile, num_bytes, Stored
+
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_DIMENSIONS = 4
+
+# The number of each type of tensor: its name, the values of a block and its bytes. Names of plain types are those of
+# safetensors.
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 36),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+}
+# The numbers of the types of values: formats of `struct`. Text is 8, arrays are 9.
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_TEXT, _ARRAY = 8, 9
+
+
+class Contents(NamedTuple):
+    """What a file holds: its tensors by name, and its key-value pairs."""
+
+    tensors: dict[str, Stored]
+    metadata: dict[str, Any]
+
+
+class ArrayValue(NamedTuple):
+    """An array among the pairs, such as a vocabulary, of which only the number of items is read."""
+
+    length: int
+
+
+def read(path: Path) -> Contents:
+    """Reads the header of a file. Tensors may lie in any order, but not beyond the end, and not over each other.
+
+    **Raises:**
+
+    `ValueError` if the file is no GGUF file, or damaged. The message names the file, and the tensor.
+    """
+    cursor = _Cursor(MappedFile(path))
+    file = cursor.file
+    if cursor.take(4, "the magic bytes") != MAGIC:
+        file.fail("must start with GGUF. Got other bytes.")
+    version = cursor.number("<I", "the version")
+    if version not in _VERSIONS:
+        file.fail(f"must be of version 2 or 3, little-endian. Got {version}.")
+    num_tensors, num_pairs = cursor.number("<Q", "the number of tensors"), cursor.number("<Q", "the number of pairs")
+    # The least that one takes, so that a number alone cannot make this run or allocate for long.
+    for what, number, least in (("tensors", num_tensors, 24), ("pairs", num_pairs, 13)):
+        if number > (file.size - cursor.at) // least:
+            file.fail(f"must hold the {number} {what} that it claims. Got {file.size} bytes.")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_pairs):
+        key = cursor.text("a key")
+        if key in metadata:
+            file.fail(f"must name each key once. Got {key!r} twice.")
+        metadata[key] = cursor.value(cursor.number("<I", f"the type of {key!r}"), repr(key))
+    infos = [cursor.tensor() for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
+        file.fail(f"must align tensors to a power of two. Got {alignment!r}.")
+    data = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, Stored] = {}
+    for name, dtype, shape, nbytes, offset in infos:
+        if name in tensors:
+            file.fail(f"must name each tensor once. Got {name!r} twice.")
+        if offset % alignment or data + offset + nbytes > file.size:
+            file.fail(
+                f"must hold {name!r}, {nbytes} bytes, {offset} bytes after the header, aligned to {alignment}. Got "
+                f"{max(file.size - data, 0)} bytes there: the file is truncated or damaged."
+            )
+        tensors[name] = Stored(file, name, dtype, shape, data + offset, nbytes)
+    ordered = sorted(tensors.values(), key=lambda t: (t.start, t.start + t.nbytes))
+    for first, second in zip(ordered, ordered[1:], strict=False):
+        if second.start < first.start + first.nbytes:
+            file.fail(
+                f"must hold its tensors one after another. Got {first.name!r} and {second.name!r}, which overlap."
+            )
+    return Contents(tensors, metadata)
+
+
+class _Cursor:
+    """Reads forwards, and raises where the file ends."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self.file, self.at = file, 0
+
+    def fail(self, what: str) -> NoReturn:
+        self.file.fail(f"must hold {what}. Got {self.file.size} bytes: the file is truncated or damaged.")
+
+    def skip(self, count: int, what: str) -> None:
+        if count > self.file.size - self.at:
+            self.fail(what)
+        self.at += count
+
+    def take(self, count: int, what: str) -> bytes:
+        self.skip(count, what)
+        return bytes(self.file.buffer[self.at - count : self.at])
+
+    def number(self, kind: str, what: str) -> Any:
+        return struct.unpack(kind, self.take(struct.calcsize(kind), what))[0]
+
+    def text(self, what: str) -> str:
+        raw = self.take(self.number("<Q", f"the length of {what}"), what)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            self.file.fail(f"must hold UTF-8 as {what}. Got {raw[:40]!r}.")
+
+    def value(self, kind: int, what: str) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind], what)
+        if kind == _TEXT:
+            return self.text(what)
+        if kind != _ARRAY:
+            self.file.fail(f"must hold a value of a known type for {what}. Got the type {kind}.")
+        of, length = self.number("<I", what), self.number("<Q", what)
+        if of in _SCALARS:
+            self.skip(length * struct.calcsize(_SCALARS[of]), what)
+        elif of == _TEXT and length <= (self.file.size - self.at) // 8:
+            for _ in range(length):
+                self.skip(self.number("<Q", what), what)
+        else:  # no writer nests arrays
+            self.file.fail(f"must hold an array of numbers or text for {what}. Got {length} items of the type {of}.")
+        return ArrayValue(length)
+
+    def tensor(self) -> tuple[str, str, tuple[int, ...], int, int]:
+        name = self.text("the name of a tensor")
+        what = f"the description of {name!r}"
+        rank = self.number("<I", what)
+        if rank > _MAX_DIMENSIONS:
+            self.file.fail(f"must give {name!r} at most {_MAX_DIMENSIONS} dimensions. Got {rank}.")
+        shape = tuple(self.number("<Q", what) for _ in range(rank))[::-1]
+        kind, offset = self.number("<I", what), self.number("<Q", what)
+        if kind not in TYPES:
+            self.file.fail(f"must give {name!r} a known type. Got the number {kind}.")
+        dtype, block, nbytes = TYPES[kind]
+        size = num_bytes(shape, 8 if block > 1 else DTYPES[dtype][0])
+        if size is None or (block > 1 and (not shape or shape[-1] % block)):
+            self.file.fail(f"must give {name!r} a shape of whole blocks, {block} of {dtype}. Got {shape}.")
+        return name, dtype, shape, size if block == 1 else size // block * nbytes, offset

@@ -1,0 +1,256 @@
+"""`eqq.load` and `eqq.io.assign`: from a file, or a dictionary, into a model."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import PyTree
+
+from .._array.array import is_quantized
+from .._array.sharding import leaf_shardings
+from .._formats.base import AbstractFormat
+from .._mesh import full_spec
+from .._tree.leaves import Leaf, named_leaves
+from .._tree.placement import Shardings, wanted_shardings
+from ._assemble import parts_of
+from ._entry import Entry, entry_of
+from ._files import find_files
+from ._manifest import from_stored, KEY, read_manifest, SavedLeaf
+from ._stored import MappedFile
+
+
+def load(
+    path: str | os.PathLike[str],
+    like: PyTree | None = None,
+    *,
+    formats: Iterable[type[AbstractFormat]] = (),
+    shardings: Shardings | None = None,
+) -> PyTree:
+    """Loads what [`eqquant.save`][] saved.
+
+    !!! Example
+
+        ```python
+        model = eqq.load("model.safetensors", make_model())                 # quantized as it was saved
+        model = eqq.load("model.safetensors", eqx.filter_eval_shape(make_model))
+        arrays = eqq.load("model.safetensors")                              # {"layers": {"0": {"weight": ...
+        ```
+
+    Leaves load one after another, from a memory map: at its peak this takes the result and one more leaf. A file never
+    causes an import.
+
+    **Arguments:**
+
+    - `path`: the file, the folder that `save(..., shard_nbytes=)` wrote, or its `index.json`.
+    - `like`: a template, of arrays or of `jax.ShapeDtypeStruct`s, which gives the structure and every leaf that is not
+        saved. Where it has a float array, the file may have a quantized one of the same shape and dtype. Where it has
+        a quantized array, the file must have the same format. Arrays take the shardings of the template. By default,
+        returns a nested dictionary, whose keys are those of the tree, as strings.
+    - `formats`: classes of formats to know besides those that are defined: all of eqquant's, and every one whose module
+        was imported.
+    - `shardings`: the shardings of the logical arrays, as for [`eqquant.quantize_tree`][]. Each device reads its own
+        part of the file.
+
+    **Returns:**
+
+    The tree. A leaf that was a NumPy array is one again, and so is an array of a dtype that JAX is not set to hold,
+    such as float64 without `jax_enable_x64`.
+
+    **Raises:**
+
+    `ValueError` if the file is damaged, or was not written by [`eqquant.save`][], or does not fit the template: another
+    format, shape or dtype, a missing or an additional leaf. The message names the file and the leaf, with both sides.
+    Nothing is read before this is known.
+    """
+    files = find_files(path)
+    if not isinstance(text := files.metadata.get(KEY), str):
+        files.file.fail(
+            "must be written by `eqq.save`. Got another file. `eqq.io.open` reads those of other libraries."
+        )
+    saved = {leaf.path: leaf for leaf in read_manifest(text, files.tensors, files.file, formats)}
+    if like is None:
+        return _load_nested(saved, files.file, shardings)
+    return _load_into(like, saved, f"`like` must fit the file {Path(path)}", shardings)
+
+
+def _load_nested(saved: Mapping[str, SavedLeaf], file: MappedFile, shardings: Shardings | None) -> Any:
+    keys = [leaf.keys for leaf in saved.values()]
+    inner = {k[:n] for k in keys for n in range(len(k))}
+    if len({*keys}) != len(keys) or inner.intersection(keys):
+        file.fail("must have keys that nest. Got a leaf under the same keys as another.")
+    skeleton = _nest({leaf.keys: _struct(leaf.entry, None) for leaf in saved.values()})
+    shown = list(named_leaves(skeleton))
+    targets = wanted_shardings(skeleton, shown, shardings)
+    to = {tuple(key.key for key in leaf.keys): sharding for leaf, sharding in zip(shown, targets, strict=True)}
+    done: dict[Any, Any] = {}
+    return _nest({leaf.keys: read_leaf(leaf, to.get(leaf.keys), None, done) for leaf in saved.values()})
+
+
+def _load_into(like: PyTree, saved: Mapping[str, SavedLeaf], rule: str, shardings: Shardings | None) -> PyTree:
+    entries = {path: leaf.entry for path, leaf in saved.items()}
+    places = check_fits(list(named_leaves(like)), entries, rule, ("in the file", "in `like`"))
+    treedef = jtu.tree_structure(like, is_leaf=is_quantized)
+    if shardings is None:
+        targets = [_own_sharding(leaf.value) if place is not None else None for leaf, place in places]
+    else:
+        structs = [leaf.value if place is None else _struct(entries[leaf.path], leaf) for leaf, place in places]
+        skeleton = jtu.tree_unflatten(treedef, structs)
+        targets = wanted_shardings(skeleton, list(named_leaves(skeleton)), shardings)
+    done: dict[Any, Any] = {}
+    values = []
+    for (leaf, place), sharding in zip(places, targets, strict=True):
+        template = leaf if shardings is None else None
+        values.append(leaf.value if place is None else read_leaf(saved[leaf.path], sharding, template, done, place))
+    return jtu.tree_unflatten(treedef, values)
+
+
+def assign(model: PyTree, arrays: Mapping[str, Any]) -> PyTree:
+    """Puts arrays, by name, into the places of a model.
+
+    !!! Example
+
+        ```python
+        model = eqq.io.assign(model, eqq.load("model.safetensors"))
+        ```
+
+    **Arguments:**
+
+    - `model`: a template: any pytree of arrays, quantized arrays or `jax.ShapeDtypeStruct`s.
+    - `arrays`: a dictionary, nested like the model or with paths such as `layers.0.weight` as keys. It must have every
+        array of the model and no others.
+
+    **Returns:**
+
+    The model with these arrays. A quantized array may take the place of a float one.
+
+    **Raises:**
+
+    `ValueError` if an array is missing, left over, or of another format, shape or dtype. The message names the leaf,
+    with both sides.
+    """
+    given = {leaf.path: leaf.value for leaf in named_leaves(arrays)}
+    entries = {path: entry for path, x in given.items() if (entry := entry_of(x, path)) is not None}
+    leaves = list(named_leaves(model))
+    places = check_fits(leaves, entries, "`arrays` must fit the model", ("in `arrays`", "in the model"))
+    values = [leaf.value if place is None else given[leaf.path] for leaf, place in places]
+    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_quantized), values)
+
+
+def check_fits(
+    leaves: Sequence[Leaf], entries: Mapping[str, Entry], rule: str, sides: tuple[str, str]
+) -> list[tuple[Leaf, Entry | None]]:
+    """Returns the leaves of a template with what each of them is, or `None` for a leaf that is not saved.
+
+    Raises a `ValueError` unless `entries` has exactly one that fits for each of the others.
+    """
+    saved_side, template_side = sides
+    places = [(leaf, entry_of(leaf.value, leaf.path)) for leaf in leaves]
+    wrong = []
+    for leaf, place in places:
+        saved = entries.get(leaf.path)
+        if place is None and saved is None:
+            continue
+        if saved is None:
+            wrong.append(f"{leaf.path}: nothing {saved_side}, {place} {template_side}")
+        elif place is None:
+            wrong.append(f"{leaf.path}: {saved} {saved_side}, a {type(leaf.value).__name__} {template_side}")
+        elif not saved.goes_into(place):
+            wrong.append(f"{leaf.path}: {saved} {saved_side}, {place} {template_side}")
+    known = {leaf.path for leaf in leaves}
+    wrong += [
+        f"{path}: {entry} {saved_side}, nothing {template_side}" for path, entry in entries.items() if path not in known
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        raise ValueError(f"{rule}. Got {'; '.join(wrong[:10])}{more}.")
+    return places
+
+
+def _nest(by_keys: Mapping[tuple[str, ...], Any]) -> Any:
+    root: dict[str, Any] = {}
+    for keys, value in by_keys.items():
+        if not keys:
+            return value
+        node = root
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+        node[keys[-1]] = value
+    return root
+
+
+def _struct(entry: Entry, leaf: Leaf | None) -> Any:
+    """Returns a stand-in for a leaf, for the rules of shardings to look at."""
+    if entry.kind in ("scalar", "key"):
+        return 0
+    known = getattr(leaf.value, "sharding", None) if leaf is not None else None
+    known = known if isinstance(known, NamedSharding) else None
+    if entry.kind == "quantized":
+        return entry.structure(known)
+    return jax.ShapeDtypeStruct(entry.shape, jnp.dtype(entry.dtype), sharding=known)
+
+
+def _own_sharding(x: Any) -> NamedSharding | None:
+    sharding = getattr(x, "sharding", None)
+    return full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
+
+
+def read_leaf(
+    saved: SavedLeaf,
+    sharding: NamedSharding | None = None,
+    leaf: Leaf | None = None,
+    done: dict[Any, Any] | None = None,
+    place: Entry | None = None,
+) -> Any:
+    """Reads one leaf. If it is tied to one that is `done`, with the same sharding, the two are the same array."""
+    entry, done = saved.entry, {} if done is None else done
+    if entry.kind == "scalar":
+        return saved.value
+    kind = entry.kind if place is None or entry.kind in ("quantized", "key") else place.kind
+    same = (saved.tied_to or saved.path, sharding, kind)
+    if same not in done:
+        done[same] = _read_array(saved, kind, sharding)
+    out = done[same]
+    if entry.kind == "quantized" and leaf is not None and is_quantized(leaf.value):
+        out = dataclasses.replace(out, logical_sharding=leaf.value.logical_sharding)
+    return out
+
+
+def _read_array(saved: SavedLeaf, kind: str, sharding: NamedSharding | None) -> Any:
+    entry = saved.entry
+    if kind == "quantized":
+        parts = entry.structure()
+        to = {} if sharding is None else parts_of(leaf_shardings(parts, sharding, saved.path))
+        leaves = [
+            to_jax(from_stored(saved.tensors[part].array(), struct.dtype, struct.shape), to.get(part))
+            for part, struct in parts_of(parts).items()
+        ]
+        q = jtu.tree_unflatten(jtu.tree_structure(parts), leaves)
+        return q if sharding is None else dataclasses.replace(q, logical_sharding=sharding)
+    stored = saved.tensors[""].array()
+    if kind == "key":
+        keys = jr.wrap_key_data(jnp.array(stored), impl=saved.impl)
+        return keys if sharding is None else jax.device_put(keys, sharding)
+    view = from_stored(stored, jnp.dtype(entry.dtype), entry.shape)
+    if kind == "generic":
+        return view[()]
+    return np.array(view) if kind == "numpy" else to_jax(view, sharding)
+
+
+def to_jax(view: np.ndarray, sharding: NamedSharding | None = None) -> Any:
+    """Copies a view of a file to a device, or each part of it to its device.
+
+    Stays in NumPy if JAX is not set to hold the dtype, such as float64.
+    """
+    if jax.dtypes.canonicalize_dtype(view.dtype) != view.dtype:
+        return np.array(view)
+    if sharding is not None:
+        return jax.make_array_from_callback(view.shape, sharding, lambda index: np.array(view[index]))
+    return jnp.array(view)  # never the file's own memory, which another program may change

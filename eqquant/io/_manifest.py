@@ -1,0 +1,281 @@
+"""The manifest of our own files: what each leaf is and which tensors hold it, as JSON in the metadata of safetensors.
+
+    {"version": 1, "leaves": [
+        {"path": "layers.0.weight", "keys": ["layers", "0", "weight"], "kind": "quantized", "dtype": "float32",
+         "shape": [512, 784], "axis": [-1], "format": {"name": "NF4", "fields": {"block_size": 64, ...}},
+         "tensors": {"codes": "layers.0.weight.codes", "scale_bits": "layers.0.weight.scale_bits"}},
+        {"path": "step", "keys": ["step"], "kind": "scalar", "dtype": "int", "value": 100},
+        {"path": "head", "keys": ["head"], "tied_to": "embedding"},
+        ...]}
+
+A file never causes an import: it names a format by its class, which must be known already.
+"""
+
+import dataclasses
+import inspect
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+
+from .._errors import did_you_mean
+from .._formats.base import AbstractFormat, known_formats
+from ._assemble import parts_of
+from ._entry import DTYPE_NAMES, Entry, SCALARS
+from ._json import parse_json
+from ._stored import MappedFile, NAME_OF, Stored
+
+
+VERSION = 1
+KEY = "eqquant"  # of the metadata
+Formats = Mapping[str, type[AbstractFormat]]
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SavedLeaf:
+    """A leaf in a file: its name, what it is, and the tensors that hold it, or the value of a scalar."""
+
+    path: str
+    keys: tuple[str, ...]
+    entry: Entry
+    tensors: Mapping[str, Stored]
+    value: Any = None
+    impl: str | None = None
+    tied_to: str | None = None
+
+
+def stored_as(x: Any, entry: Entry) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the dtype and the shape in the file of each tensor of a leaf, by its name within the leaf."""
+    if entry.kind == "scalar":
+        return {}
+    if entry.kind == "quantized":
+        parts = parts_of(x if x is not None else entry.structure())
+        return {name: _as_stored(np.dtype(part.dtype), tuple(part.shape)) for name, part in parts.items()}
+    if entry.kind == "key":
+        data = jax.eval_shape(jr.key_data, x)
+        return {"": ("U32", tuple(data.shape))}
+    return {"": _as_stored(jnp.dtype(entry.dtype), entry.shape)}
+
+
+def _as_stored(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    name = NAME_OF.get(dtype.name)
+    if name is None or (name == "F4" and math.prod(shape) % 2 == 1):
+        return "U8", (*shape, dtype.itemsize)  # bytes; see `from_stored`
+    return name, shape
+
+
+def to_stored(x: np.ndarray) -> np.ndarray:
+    """Returns an array as it is written: of a dtype that safetensors lacks, its bytes along one more axis."""
+    name, shape = _as_stored(x.dtype, x.shape)
+    return np.ascontiguousarray(x).reshape(*x.shape, 1).view(np.uint8) if shape != x.shape else x
+
+
+def from_stored(x: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """The inverse of `to_stored`."""
+    return np.ascontiguousarray(x).view(dtype).reshape(shape) if x.dtype != dtype else x
+
+
+# Writing
+
+
+def leaf_to_json(path: str, keys: Sequence[str], x: Any, entry: Entry, tensors: Mapping[str, str]) -> dict[str, Any]:
+    out: dict[str, Any] = {"path": path, "keys": list(keys), "kind": entry.kind, "dtype": entry.dtype}
+    if entry.kind == "scalar":
+        return {**out, "value": _scalar_to_json(x)}
+    out |= {"shape": list(entry.shape), "tensors": dict(tensors)}
+    if entry.kind == "key":
+        out["impl"] = str(jr.key_impl(x))
+    if entry.format is not None:
+        out |= {"axis": list(entry.axes), "format": _format_to_json(entry.format, path)}
+    if entry.gradient_of is not None:
+        out["gradient_of"] = entry.gradient_of
+    return out
+
+
+def _format_to_json(format: AbstractFormat, path: str) -> dict[str, Any]:
+    fields = {field.name: getattr(format, field.name) for field in dataclasses.fields(format)}
+    try:
+        text = json.dumps(fields, allow_nan=False)
+    except (TypeError, ValueError) as e:
+        raise TypeError(
+            f"The fields of a format must be numbers, text, booleans, None or tuples of them, to be saved. Got "
+            f"{format!r} of {path}: {e}."
+        ) from None
+    return {"name": type(format).__name__, "fields": json.loads(text)}
+
+
+def _scalar_to_json(x: Any) -> Any:
+    if isinstance(x, complex):
+        return [x.real.hex(), x.imag.hex()]
+    if isinstance(x, float):
+        return x.hex()
+    return hex(x) if type(x) is int else x
+
+
+# Reading
+
+
+def read_manifest(
+    text: str, tensors: Mapping[str, Stored], file: MappedFile, formats: Iterable[type[AbstractFormat]]
+) -> list[SavedLeaf]:
+    """Reads a manifest, and checks that it accounts for every tensor of the file.
+
+    **Raises:**
+
+    `ValueError` for anything else. The message names the file, and the leaf.
+    """
+    manifest = parse_json(text.encode(errors="replace"), file, "the manifest")
+    version = manifest.get("version")
+    if version != VERSION:
+        file.fail(f"must be of version {VERSION}. Got {version!r}: a newer eqquant wrote it. Update eqquant.")
+    if not isinstance(leaves := manifest.get("leaves"), list):
+        file.fail("must list its leaves in the manifest. Got none.")
+    known = known_formats() | {cls.__name__: cls for cls in formats}
+    used: set[str] = set()
+    saved: dict[str, SavedLeaf] = {}
+    for fields in leaves:
+        leaf = _Fields(fields, file).leaf(tensors, known, saved)
+        if leaf.path in saved:
+            file.fail(f"must name each leaf once. Got {leaf.path!r} twice.")
+        names = [] if leaf.tied_to is not None else [t.name for t in leaf.tensors.values()]
+        if twice := used.intersection(names):
+            file.fail(f"must use each tensor once. Got {min(twice)!r} for {leaf.path!r} and for another leaf.")
+        used.update(names)
+        saved[leaf.path] = leaf
+    if unused := tensors.keys() - used:
+        file.fail(f"must describe all its tensors in the manifest. Got {min(unused)!r}, which it does not mention.")
+    return list(saved.values())
+
+
+class _Fields:
+    """The JSON object of a leaf."""
+
+    def __init__(self, fields: Any, file: MappedFile) -> None:
+        self.fields, self.file, self.path = fields, file, "a leaf"
+        if not isinstance(fields, dict):
+            self.fail("Got no object.")
+        self.path = repr(self.get("path", str))
+
+    def fail(self, why: str) -> NoReturn:
+        self.file.fail(f"must have a manifest that describes {self.path}. {why}")
+
+    def get(self, name: str, kind: type[_T]) -> _T:
+        value = self.fields.get(name)
+        if type(value) is not kind:
+            self.fail(f"Got {str(value)[:80]!r} for `{name}`, which must be a {kind.__name__}.")
+        return value
+
+    def items(self, name: str, kind: type[_T]) -> tuple[_T, ...]:
+        value = self.get(name, list)
+        if not all(type(item) is kind for item in value):
+            self.fail(f"Got {str(value)[:80]!r} for `{name}`, which must be a list of {kind.__name__}.")
+        return tuple(value)
+
+    def leaf(self, tensors: Mapping[str, Stored], known: Formats, saved: Mapping[str, SavedLeaf]) -> SavedLeaf:
+        path, keys = self.get("path", str), self.items("keys", str)
+        if "tied_to" in self.fields:
+            first = saved.get(self.get("tied_to", str))
+            if first is None:
+                self.fail(f"Got `tied_to` {self.fields['tied_to']!r}, which no leaf before it is.")
+            return dataclasses.replace(first, path=path, keys=keys, tied_to=first.path)
+        entry = self.entry(known)
+        if entry.kind == "scalar":
+            return SavedLeaf(path, keys, entry, {}, value=self.scalar(entry.dtype))
+        impl = self.get("impl", str) if entry.kind == "key" else None
+        names = self.get("tensors", dict)
+        found: dict[str, Stored] = {}
+        for part, name in names.items():
+            tensor = tensors.get(name) if isinstance(name, str) else None
+            if tensor is None:
+                self.fail(f"Got {str(name)[:80]!r} for `{part}`, a tensor that the file does not have.")
+            found[part] = tensor
+        keys_of = None if impl is None else self.key_struct(entry, impl)
+        expected = stored_as(keys_of, entry)
+        got = {part: (tensor.dtype, tensor.shape) for part, tensor in found.items()}
+        if got != expected:
+            self.fail(f"It is {entry}, and its tensors must be {expected}. Got {got}.")
+        return SavedLeaf(path, keys, entry, found, impl=impl)
+
+    def entry(self, known: Formats) -> Entry:
+        kind, dtype = self.get("kind", str), self.get("dtype", str)
+        if kind == "scalar":
+            if dtype not in {cls.__name__ for cls in SCALARS}:
+                self.fail(f"Got the type {dtype!r}, which is not one of those that are saved.")
+            return Entry("scalar", dtype)
+        shape = self.items("shape", int)
+        if any(n < 0 for n in shape) or math.prod(n for n in shape if n) >= 2**59 or len(shape) > 32:
+            self.fail(f"Got the shape {shape}, which no array can have.")
+        if kind == "key":
+            return Entry("key", dtype, shape)
+        if dtype not in DTYPE_NAMES:
+            self.fail(f"Got the dtype {dtype!r}, which is none of NumPy's or JAX's.")
+        if kind == "array" or kind == "numpy" or (kind == "generic" and shape == ()):
+            return Entry(kind, dtype, shape)  # pyright: ignore[reportArgumentType]
+        if kind != "quantized":
+            self.fail(f"Got the kind {kind!r}, which is not one of those that are saved.")
+        axes = self.items("axis", int)
+        if not axes or len({*axes}) != len(axes) or any(not -len(shape) <= a < 0 for a in axes):
+            self.fail(f"Got the axes {axes} of shape {shape}, which it does not have.")
+        gradient_of = self.get("gradient_of", str) if "gradient_of" in self.fields else None
+        if any(
+            d not in DTYPE_NAMES or not jnp.issubdtype(jnp.dtype(d), jnp.floating)
+            for d in (dtype, gradient_of or dtype)
+        ):
+            self.fail(f"Got {dtype!r} and {gradient_of!r}, and quantized arrays are floating point.")
+        entry = Entry("quantized", dtype, shape, self.format(known), axes, gradient_of)
+        try:
+            entry.structure()
+        except (TypeError, ValueError, OverflowError) as e:
+            self.fail(f"{entry} is no array. {e}")
+        return entry
+
+    def format(self, known: Formats) -> AbstractFormat:
+        inner = _Fields({"path": self.get("path", str), **self.get("format", dict)}, self.file)
+        name, fields = inner.get("name", str), _tuples(inner.get("fields", dict))
+        cls = known.get(name)
+        if cls is None:
+            self.fail(
+                f"Got the format {name!r}, which is not defined. {did_you_mean(name, known)} Import the module that "
+                "defines it, or pass its class as `formats=[...]`."
+            )
+        try:
+            parameters = inspect.signature(cls).parameters
+            format = cls(**{field: value for field, value in fields.items() if field in parameters})
+        except Exception as e:  # whatever the class raises for fields that it does not take
+            self.fail(f"Got {name} with fields {fields}, which it does not take. {e}")
+        actual = {field.name: getattr(format, field.name) for field in dataclasses.fields(format)}
+        if actual != fields:
+            self.fail(f"Got {name} with fields {fields}, which made {actual}. Another version of the class saved it.")
+        return format
+
+    def scalar(self, kind: str) -> Any:
+        if kind in ("bool", "str"):
+            return self.get("value", {"bool": bool, "str": str}[kind])
+        try:
+            if kind == "complex":
+                return complex(*(float.fromhex(x) for x in self.items("value", str)))
+            return {"int": lambda x: int(x, 16), "float": float.fromhex}[kind](self.get("value", str))
+        except (TypeError, ValueError, OverflowError) as e:
+            self.fail(f"Got a value that is no {kind}. {e}")
+
+    def key_struct(self, entry: Entry, impl: str) -> jax.ShapeDtypeStruct:
+        try:
+            one = jax.eval_shape(lambda: jr.key(0, impl=impl))
+        except Exception as e:  # what JAX raises differs between releases
+            self.fail(f"Got keys of {impl!r}, which JAX does not know. {e}")
+        if str(one.dtype) != entry.dtype:
+            self.fail(f"Got keys of {impl!r} and {entry.dtype!r}, which differ.")
+        return jax.ShapeDtypeStruct(entry.shape, one.dtype)
+
+
+def _tuples(x: Any) -> Any:
+    """Returns JSON with tuples for lists, as the static fields of formats are."""
+    if isinstance(x, dict):
+        return {key: _tuples(value) for key, value in x.items()}
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x

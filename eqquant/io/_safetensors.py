@@ -1,0 +1,141 @@
+"""Safetensors files: https://github.com/huggingface/safetensors#format.
+
+    8 bytes    the length N of the header, little-endian
+    N bytes    the header: JSON, {name: {"dtype": ..., "shape": [...], "data_offsets": [begin, end]}, ...}, and
+               optionally "__metadata__": {name: text}
+    the rest   the bytes of the tensors, little-endian and row-major, without holes
+
+The reader is our own because that of the `safetensors` package gives NumPy no 8-bit and 4-bit floats.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from ._atomic import replacing
+from ._json import parse_json
+from ._stored import DTYPES, MappedFile, num_bytes, Stored, to_bytes
+
+
+MAX_HEADER = 100_000_000  # as the reference implementation
+
+
+class Contents(NamedTuple):
+    """What a file holds: its tensors by name, in the order of their bytes, and its metadata."""
+
+    tensors: dict[str, Stored]
+    metadata: dict[str, str]
+
+
+def read(path: Path) -> Contents:
+    """Reads the header of a file, and checks that it describes every byte of the rest exactly once.
+
+    **Raises:**
+
+    `ValueError` for anything else. The message names the file, and the tensor.
+    """
+    file = MappedFile(path)
+    if file.size < 8:
+        file.fail(f"must start with the length of a header, in 8 bytes. Got {file.size} bytes: the file is truncated.")
+    length = int.from_bytes(file.buffer[:8], "little")
+    if length > MAX_HEADER:
+        file.fail(f"must have a header of at most {MAX_HEADER} bytes. Got {length}: this is no safetensors file.")
+    if length > file.size - 8:
+        file.fail(f"must hold its header of {length} bytes. Got {file.size - 8} bytes: the file is truncated.")
+    text = file.buffer[8 : 8 + length]
+    if not text.startswith(b"{"):
+        file.fail(f"must have a header that starts with a brace. Got {text[:1]!r}: this is no safetensors file.")
+    header = parse_json(text, file, "the header")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        file.fail("must have metadata that maps names to text. Got something else under `__metadata__`.")
+    tensors = [_stored(file, name, entry, 8 + length) for name, entry in header.items()]
+    tensors.sort(key=lambda t: (t.start, t.start + t.nbytes))
+    end, before = 8 + length, "the header"
+    for t in tensors:
+        if t.start != end:
+            problem = "overlap" if t.start < end else "leave a hole between them"
+            file.fail(f"must hold its tensors one after another. Got {before} and {t.name!r}, which {problem}.")
+        end, before = t.start + t.nbytes, repr(t.name)
+    if end != file.size:
+        file.fail(f"must end with its last tensor. Got {file.size - end} bytes after {before}.")
+    return Contents({t.name: t for t in tensors}, metadata)
+
+
+def _stored(file: MappedFile, name: str, entry: Any, data: int) -> Stored:
+    def fail(why: str) -> NoReturn:
+        file.fail(f"must describe the tensor {name!r} by dtype, shape and data_offsets. Got {why}.")
+
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        fail("other fields")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        fail(f"the dtype {str(dtype)[:40]!r}, which is not one of {', '.join(DTYPES)}")
+    if not _whole_numbers(shape):
+        fail("a shape that is no list of numbers from zero on")
+    if not _whole_numbers(offsets) or len(offsets) != 2:
+        fail("offsets that are not two numbers from zero on")
+    begin, end = offsets
+    nbytes = num_bytes(tuple(shape), DTYPES[dtype][0])
+    if nbytes is None:
+        fail(f"{dtype} of a shape that no array can have")
+    if end < begin or nbytes != end - begin:
+        fail(f"offsets for {end - begin} bytes, where {dtype}{shape} takes {nbytes}")
+    if end > file.size - data:
+        fail(f"offsets up to {end}, where the file has {file.size - data} bytes of tensors: it is truncated")
+    return Stored(file, name, dtype, tuple(shape), data + begin, end - begin)
+
+
+def _whole_numbers(x: Any) -> bool:
+    return isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
+
+
+class ToWrite(NamedTuple):
+    """A tensor to write. `read` returns its values, when their turn has come."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype][0] // 8
+
+
+def write(path: Path, tensors: Iterable[ToWrite], metadata: Mapping[str, str]) -> None:
+    """Writes a file, one tensor at a time, and puts it in the place of `path` when it is whole."""
+    # Wide types first, so that every tensor is aligned to its items.
+    ordered = sorted(tensors, key=lambda t: -DTYPES[t.dtype][0])
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for t in ordered:
+        header[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": (end, end + t.nbytes)}
+        end += t.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise ValueError(f"The header of {path} must take at most {MAX_HEADER} bytes. Got {len(text)}. Save in parts.")
+    with replacing(path) as f:
+        f.write(len(text).to_bytes(8, "little"))
+        f.write(text)
+        for t in ordered:
+            for part in to_bytes(t.read()):
+                f.write(part)
+
+
+def split(tensors: Sequence[ToWrite], nbytes: int) -> list[list[ToWrite]]:
+    """Divides tensors, in order, into groups of at most `nbytes`; one that is larger has a group to itself."""
+    groups: list[list[ToWrite]] = [[]]
+    size = 0
+    for t in tensors:
+        if groups[-1] and size + t.nbytes > nbytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(t)
+        size += t.nbytes
+    return groups

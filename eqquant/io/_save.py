@@ -1,0 +1,150 @@
+"""`eqq.save`: a model, or any tree, as a file that says what it holds."""
+
+import collections
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.core
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import PyTree
+
+from .._tree.leaves import identity, key_name, Leaf, named_leaves
+from ._assemble import parts_of
+from ._atomic import replacing, sync_folder
+from ._entry import Entry, entry_of
+from ._manifest import KEY, leaf_to_json, stored_as, to_stored, VERSION
+from ._safetensors import split, ToWrite, write
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None = None) -> None:
+    """Saves a model, quantized or not, or any other pytree. [`eqquant.load`][] loads it, with or without a template.
+
+    The file is a safetensors file, which other programs can read too. Its metadata describes every leaf: the format of
+    a quantized array, its axis, its logical shape and dtype.
+
+    !!! Example
+
+        ```python
+        eqq.save("model.safetensors", model)
+        eqq.save("checkpoint.safetensors", (model, optimizer_state, step))
+        ```
+
+    Saved are arrays, quantized arrays, PRNG keys, and Python numbers, booleans and strings. Other leaves, such as
+    activation functions, are part of the template, as they are for `equinox.tree_serialise_leaves`. An array that
+    stands in several places is saved once. A method, as in `eqq.MSE()`, is not part of an array.
+
+    A process that dies while saving leaves the old file as it was, if there was one.
+
+    **Arguments:**
+
+    - `path`: the file to write; with `shard_nbytes`, a folder.
+    - `tree`: any pytree.
+    - `shard_nbytes`: divides the tensors among files of at most this size, as far as single tensors allow, with a
+        `model.safetensors.index.json` that lists them.
+
+    **Returns:**
+
+    Nothing.
+
+    **Raises:**
+
+    `TypeError` for a leaf without values (a `jax.ShapeDtypeStruct`, or a traced array), for an array of objects, or for
+    a format whose fields JSON cannot hold. `ValueError` for a quantized array that is not whole, or an array of which
+    this process holds only a part. The message names the leaf.
+    """
+    if shard_nbytes is not None and (isinstance(shard_nbytes, bool) or shard_nbytes < 1):
+        raise ValueError(f"`shard_nbytes` must be at least 1. Got {shard_nbytes}. `None` writes one file.")
+    saved, tensors = _plan(tree)
+    manifest = json.dumps({"version": VERSION, "leaves": saved}, separators=(",", ":"))
+    path = Path(path)
+    if shard_nbytes is None:
+        write(path, tensors, {KEY: manifest})
+    else:
+        _write_shards(path, split(tensors, shard_nbytes), manifest)
+
+
+def _plan(tree: PyTree) -> tuple[list[dict[str, Any]], list[ToWrite]]:
+    """Returns what the manifest says of each leaf, and the tensors to write. Raises before anything is written."""
+    leaves = [(leaf, entry) for leaf in named_leaves(tree) if (entry := _checked(leaf)) is not None]
+    # Names of tensors are those of leaves, or start with them; "codes" of one might be another leaf.
+    taken = {"__metadata__", *(leaf.path for leaf, _ in leaves)}
+    saved, tensors, seen = [], [], {}
+    for (leaf, entry), keys in zip(leaves, _nested_keys([leaf for leaf, _ in leaves]), strict=True):
+        same = identity(leaf.value)
+        if entry.kind != "scalar" and same in seen:
+            saved.append({"path": leaf.path, "keys": list(keys), "tied_to": seen[same]})
+            continue
+        seen[same] = leaf.path
+        names = {}
+        parts = parts_of(leaf.value) if entry.kind == "quantized" else {"": leaf.value}
+        for part, (dtype, shape) in stored_as(leaf.value, entry).items():
+            name = names[part] = _free(f"{leaf.path}.{part}" if part else leaf.path, taken, own=not part)
+            tensors.append(ToWrite(name, dtype, shape, _reader(parts[part])))
+        saved.append(leaf_to_json(leaf.path, keys, leaf.value, entry, names))
+    return saved, tensors
+
+
+def _checked(leaf: Leaf) -> Entry | None:
+    for x in jtu.tree_leaves(leaf.value):
+        if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+            kind = "a traced array: save outside of `jit`" if isinstance(x, jax.core.Tracer) else "a ShapeDtypeStruct"
+            raise TypeError(f"{leaf.path} must have values. Got {kind}.")
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            raise ValueError(
+                f"{leaf.path} must be on devices of this process. Got an array that others hold too. Gather it, or "
+                "save with a library for many processes, such as orbax."
+            )
+    return entry_of(leaf.value, leaf.path)
+
+
+def _nested_keys(leaves: Sequence[Leaf]) -> list[tuple[str, ...]]:
+    """Returns the keys of each leaf in a nested dictionary; its path alone if another leaf stands in the way."""
+    keys = [tuple(key_name(key) for key in leaf.keys) for leaf in leaves]
+    inner, count = {k[:n] for k in keys for n in range(len(k))}, collections.Counter(keys)
+    return [(leaf.path,) if k in inner or count[k] > 1 else k for leaf, k in zip(leaves, keys, strict=True)]
+
+
+def _free(name: str, taken: set[str], own: bool) -> str:
+    while name in taken and not (own and name != "__metadata__"):
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def _reader(x: Any) -> Callable[[], np.ndarray]:
+    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    little = lambda a: a.astype(a.dtype.newbyteorder("="), copy=False) if a.dtype.byteorder == ">" else a
+    return lambda: to_stored(little(np.asarray(jr.key_data(x) if is_key else x)))
+
+
+def _write_shards(folder: Path, shards: list[list[ToWrite]], manifest: str) -> None:
+    """Writes shards under new names, then the index, then removes the shards that an older index listed."""
+    folder.mkdir(exist_ok=True)
+    token, where = secrets.token_hex(4), {}
+    names = [f"model-{n:05}-of-{len(shards):05}-{token}.safetensors" for n in range(1, len(shards) + 1)]
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            write(folder / name, shard, {})
+            where |= {t.name: name for t in shard}
+        total = sum(t.nbytes for shard in shards for t in shard)
+        index = {"metadata": {"total_size": total, KEY: manifest}, "weight_map": where}
+        with replacing(folder / INDEX) as f:
+            f.write(json.dumps(index).encode())
+    except BaseException:
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        raise
+    for old in folder.glob("model-?????-of-?????-????????.safetensors"):
+        if old.name not in names:
+            old.unlink()
+    sync_folder(folder)

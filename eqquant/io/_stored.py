@@ -1,0 +1,112 @@
+"""Tensors in files: where their bytes are, and what they mean. Nothing is read until it is asked for."""
+
+import dataclasses
+import math
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+
+
+# The names of dtypes in safetensors files, which GGUF shares: bits, and the NumPy dtype. `None`: no library agrees
+# about the order of packed six-bit floats.
+DTYPES: dict[str, tuple[int, str | None]] = {
+    "F64": (64, "float64"),
+    "I64": (64, "int64"),
+    "U64": (64, "uint64"),
+    "C64": (64, "complex64"),
+    "F32": (32, "float32"),
+    "I32": (32, "int32"),
+    "U32": (32, "uint32"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "I16": (16, "int16"),
+    "U16": (16, "uint16"),
+    "BOOL": (8, "bool"),
+    "I8": (8, "int8"),
+    "U8": (8, "uint8"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "F4": (4, "float4_e2m1fn"),
+}
+NAME_OF = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None}
+
+# NumPy's limit, so that every shape that passes can be the shape of an array.
+_MAX_RANK = 32
+
+
+class MappedFile:
+    """A file that is read through a memory map, which ends when the last array that shows it is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as f:
+            self.size = f.seek(0, 2)
+            # An empty file cannot be mapped.
+            self.buffer: mmap.mmap | bytes = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+
+    def fail(self, rule: str) -> NoReturn:
+        """Raises a `ValueError` that names the file."""
+        raise ValueError(f"{self.path} {rule}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor in a file.
+
+    - `dtype`: its name in the file, a key of `DTYPES` or a type of GGUF.
+    - `start`: where its bytes start, from the beginning of the file.
+    """
+
+    file: MappedFile
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    def fail(self, rule: str) -> NoReturn:
+        """Raises a `ValueError` that names the file and the tensor."""
+        self.file.fail(f"must hold a valid {self.name!r}: {rule}")
+
+    def bytes(self) -> np.ndarray:
+        """Returns the bytes: a view of the file, one-dimensional."""
+        return np.frombuffer(self.file.buffer, np.uint8, self.nbytes, self.start)
+
+    def array(self) -> np.ndarray:
+        """Returns the values: a view of the file, except for four-bit floats, which take a byte each."""
+        dtype = DTYPES.get(self.dtype, (0, None))[1]
+        if dtype is None:
+            self.fail(f"Got {self.dtype}, which has no NumPy dtype. Of such a tensor only the bytes can be read.")
+        raw = self.bytes()
+        if self.dtype == "F4":
+            # The first value of a byte is in its low bits.
+            raw = np.stack([raw & 15, raw >> 4], axis=-1).reshape(-1)
+        elif self.dtype == "BOOL" and raw.max(initial=0) > 1:
+            self.fail(f"Got a boolean stored as {raw.max()}. It must be 0 or 1.")
+        return raw.view(jnp.dtype(dtype)).reshape(self.shape)
+
+
+def num_bytes(shape: tuple[int, ...], bits: int) -> int | None:
+    """Returns the bytes of an array, or `None` if they are not whole or no array can have this shape."""
+    if len(shape) > _MAX_RANK or any(n < 0 for n in shape) or math.prod(n for n in shape if n) >= 2**59:
+        return None
+    total = math.prod(shape) * bits
+    return total // 8 if total % 8 == 0 else None
+
+
+def to_bytes(x: np.ndarray) -> Iterator[memoryview]:
+    """Yields the bytes of an array in its dtype's own layout, a part at a time."""
+    flat = np.ascontiguousarray(x).reshape(-1)
+    if x.dtype == jnp.dtype("float4_e2m1fn"):
+        codes = flat.view(np.uint8) & 15
+        flat = codes[::2] | codes[1::2] << 4
+    yield flat.view(np.uint8).data

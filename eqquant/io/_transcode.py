@@ -1,0 +1,75 @@
+"""From the codes of other libraries to our own packing, a few rows at a time, so that only packed codes are whole."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._array.array import QuantizedArray
+from .._formats.base import AbstractFormat
+from .._numerics.packing import pack
+from ._assemble import parts_of, structure
+from ._stored import Stored
+
+
+# The number of codes to take at a time.
+_CHUNK = 2**20
+
+
+def from_codes(
+    codes: Callable[[int, int], np.ndarray],
+    scale: np.ndarray,
+    zero_point: np.ndarray | None,
+    format: AbstractFormat,
+    shape: tuple[int, ...],
+    dtype: Any,
+    source: Stored,
+    axes: tuple[int, ...] = (-1,),
+) -> QuantizedArray:
+    """Makes a quantized array from unpacked codes.
+
+    **Arguments:**
+
+    - `codes`: a function that returns the codes of some rows, from one to another, as `uint8` of `(rows, length)`.
+        Rows are all batch axes, merged.
+    - `scale`, `zero_point`: one for each block, of `(*batch, blocks)`; the scale has the dtype of the format's.
+    - `shape`, `dtype`, `axes`: those of the result; the axes are the last ones.
+    - `source`: the tensor that an error names.
+    """
+    like = structure(format, axes, shape, jnp.dtype(dtype))
+    parts = parts_of(like)
+    packed = np.empty(parts["codes"].shape, np.uint8).reshape(-1, parts["codes"].shape[-1])
+    step = max(_CHUNK // max(like._length, 1), 1)
+    for start in range(0, len(packed), step):
+        stop = min(start + step, len(packed))
+        packed[start:stop] = np.asarray(_pack(codes(start, stop), format.bits))
+    if not np.isfinite(scale.astype(np.float32)).all():
+        source.fail("Got a scale that is not finite.")
+    given = {"codes": packed, "scale_bits": scale.view(f"u{scale.dtype.itemsize}"), "zero_point": zero_point}
+    leaves = [jnp.array(given[name]).reshape(part.shape) for name, part in parts.items()]
+    return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
+
+
+def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Unpacks bytes along the last axis, where the first code of a byte is in its low bits.
+
+    Little-endian words are read so too, viewed as bytes, if codes do not straddle bytes.
+    """
+    if bits == 8:
+        return packed
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
+    return codes.reshape(*packed.shape[:-1], -1)
+
+
+def _pack(codes: np.ndarray, bits: int) -> Any:
+    return codes if bits == 8 else _pack_jitted(codes, bits)
+
+
+@ft.partial(jax.jit, static_argnums=1)
+def _pack_jitted(codes: Any, bits: int) -> Any:
+    return pack(codes, bits)

@@ -1,0 +1,354 @@
+"""Files of other libraries: every array equals, bit for bit, what that library dequantizes."""
+
+import json
+import re
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import eqquant as eqq
+
+
+GOLDEN = Path(__file__).parent / "golden"
+VECTORS = json.loads((GOLDEN / "oracle_vectors.json").read_text())
+floats = lambda text: np.frombuffer(bytes.fromhex(text), "<f4")
+
+
+def assert_bits(actual, expected):
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+
+
+# Plain and our own
+
+
+def test_plain_files(tmp_path):
+    path = tmp_path / "model.safetensors"
+    tensors = {"a": np.arange(6, dtype=np.float16).reshape(2, 3), "b": np.array([1, 2], np.int8), "c": np.float32(3)}
+    save_file({**tensors, "c": np.asarray(tensors["c"])}, path, {"format": "np"})
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    for where in (path, tmp_path):
+        checkpoint = eqq.io.open(where)
+        assert checkpoint.dialect == "safetensors" and set(checkpoint) == set(tensors) and len(checkpoint) == 3
+        assert checkpoint.metadata == {"format": "np"} and checkpoint.config == {"model_type": "bert"}
+        for name, x in tensors.items():
+            assert isinstance(checkpoint[name], jax.Array)
+            assert_bits(checkpoint[name], np.asarray(x))
+    with pytest.raises(KeyError, match="has no 'aa'. Did you mean 'a'"):
+        checkpoint["aa"]
+
+
+def test_our_writer_for_the_reference_reader(tmp_path):
+    path = tmp_path / "model.safetensors"
+    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": np.arange(3, dtype=np.int64), "q": eqq.quantize(jnp.ones((2, 64)))}
+    eqq.save(path, tree)
+    loaded = load_file(path)
+    assert loaded.keys() == {"a", "b", "q.codes", "q.scale_bits"}
+    assert_bits(loaded["a"], np.asarray(tree["a"]))
+    assert_bits(loaded["q.codes"], np.asarray(tree["q"].codes))
+    checkpoint = eqq.io.open(path)
+    assert checkpoint.dialect == "eqquant" and set(checkpoint) == {"a", "b", "q"}
+    assert checkpoint["q"].format == eqq.NF4() and checkpoint.rows[2].bits == 4.5
+    assert isinstance(checkpoint["b"], np.ndarray)
+
+
+def test_a_checkpoint_prints_as_a_table(tmp_path):
+    checkpoint = eqq.io.open(GOLDEN / "model.gguf")
+    text = str(checkpoint)
+    assert re.search(r"model.gguf: gguf, 8 arrays, 3 of them quantized", text)
+    assert re.search(r"blk.Q4_0.weight\W+2 x 3 x 128\W+Q4_0\W+Q4_0\(\)\W+4.50\W+432 B", text)
+    assert re.search(r"blk.Q5_1.weight\W+2 x 3 x 128\W+Q5_1\W+cannot be read\W+6.00", text)
+    assert checkpoint.to_dict()["rows"][3]["format"] == "Q4_0()"
+    eqq.save(tmp_path / "x.safetensors", {})
+    assert "0 arrays" in str(eqq.io.open(tmp_path / "x.safetensors"))
+
+
+def test_pickles_are_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(FileNotFoundError, match="pytorch_model.bin: pickles can run code, and are never opened"):
+        eqq.io.open(tmp_path)
+    with pytest.raises(ValueError, match="pickles can run code"):
+        eqq.io.open(tmp_path / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError):
+        eqq.io.open(tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match="must be written by `eqq.save`"):
+        eqq.load(GOLDEN / "model.gguf")
+
+
+# GGUF
+
+
+def test_gguf():
+    checkpoint = eqq.io.open(GOLDEN / "model.gguf")
+    expected = np.load(GOLDEN / "model_gguf.npz")
+    for name in ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4"):
+        x = checkpoint[f"blk.{name}.weight"]
+        assert_bits(np.asarray(eqq.dequantize(x)).astype(np.float32), expected[name])
+        assert eqq.is_quantized(x) == (name[0] not in "FB")
+    assert checkpoint["blk.Q4_0.weight"].format == eqq.Q4_0()
+    assert_bits(checkpoint["norm.weight"], jnp.arange(5.0))
+    assert checkpoint.metadata["llama.block_count"] == 2 and checkpoint.metadata["tokenizer.ggml.tokens"].length == 3
+    with pytest.raises(
+        ValueError, match=r"model.gguf must hold a valid 'blk.Q5_1.weight': .* no format for GGUF's Q5_1"
+    ):
+        checkpoint["blk.Q5_1.weight"]
+
+
+# bitsandbytes
+
+
+def bnb_file(path, case, nested, name="layer.weight", kind="nf4"):
+    """A file as bitsandbytes lays it out, of the codes and scales that bitsandbytes itself found."""
+    of = case["bnb_nf4_b64_double" if nested else "bnb_nf4_b64"]
+    codes = np.array([int(c, 16) for c in "".join(case["bnb_nf4_b64"]["codes"])], np.uint8)
+    state = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": case["shape"]}
+    tensors = {name: (codes[::2] << 4 | codes[1::2])[:, None]}
+    tensors[f"{name}.quant_map"] = np.array(VECTORS["nf4_codebook_f32"], np.float32)
+    if nested:
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(of["offset"])}
+        tensors[f"{name}.absmax"] = np.array(of["absmax_u8"], np.uint8)
+        tensors[f"{name}.nested_absmax"] = np.array(of["nested_absmax"], np.float32)
+        tensors[f"{name}.nested_quant_map"] = DYNAMIC
+    else:
+        tensors[f"{name}.absmax"] = floats(of["absmax_f32_le_hex"]).copy()
+    tensors[f"{name}.quant_state.bitsandbytes__{kind}"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    save_file({**tensors, "layer.bias": np.ones(2, np.float32)}, path)
+    return floats(of["dequant_f32_le_hex"]).reshape(case["shape"])
+
+
+def dynamic_table():
+    """bitsandbytes' signed 8-bit table of nested scales, in float32 arithmetic as in `torch.linspace`."""
+    levels = [0.0, 1.0]
+    for decade in range(7):
+        count, step = 2**decade + 1, np.float32(np.float32(1 - np.float32(0.1)) / np.float32(2**decade))
+        up = np.float32(0.1) + step * np.arange(count, dtype=np.float32)
+        down = np.float32(1) - step * np.arange(count, dtype=np.float32)[::-1]
+        edges = np.where(np.arange(count) < count // 2, up, down)
+        means = np.float32(10.0 ** (decade - 6)) * ((edges[1:] + edges[:-1]) / np.float32(2))
+        levels += [*means, *-means]
+    return np.sort(np.array(levels, np.float32))
+
+
+DYNAMIC = dynamic_table()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: case["kind"])
+def test_bitsandbytes(tmp_path, case, nested):
+    path = tmp_path / "model.safetensors"
+    expected = bnb_file(path, case, nested)
+    checkpoint = eqq.io.open(path)
+    assert checkpoint.dialect == "bitsandbytes" and list(checkpoint) == ["layer.weight", "layer.bias"]
+    q = checkpoint["layer.weight"]
+    assert q.format == eqq.NF4() and q.axis == -1
+    assert_bits(q.dequantize(), expected)
+
+
+def small_bnb(path, shape, block, table, dtype="float32"):
+    rng = np.random.default_rng(1)
+    size = int(np.prod(shape))
+    codes, scales = rng.integers(0, 16, size), rng.random(-(-size // block)).astype(np.float32)
+    padded = np.append(codes, [7] * (size % 2)).astype(np.uint8)
+    state = {"quant_type": "fp4", "blocksize": block, "dtype": dtype, "shape": list(shape)}
+    save_file(
+        {
+            "w": (padded[::2] << 4 | padded[1::2])[:, None],
+            "w.absmax": scales,
+            "w.quant_map": table,
+            "w.quant_state.bitsandbytes__fp4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+        },
+        path,
+    )
+    return (table[codes] * np.repeat(scales, block)[:size]).reshape(shape)
+
+
+FP4 = np.array([0, 0.0052083, 0.6667, 1, 0.3333, 0.5, 0.1667, 0.25], np.float32)
+FP4 = np.concatenate([FP4, -FP4])
+
+
+@pytest.mark.parametrize("shape", [(3, 96), (5, 7), (1, 63), (4, 128), (2, 2, 64)])
+def test_bitsandbytes_blocks_over_the_ends_of_rows_and_fp4(tmp_path, shape):
+    path = tmp_path / "model.safetensors"
+    expected = small_bnb(path, shape, 64, FP4)
+    q = eqq.io.open(path)["w"]
+    assert isinstance(q.format, eqq.Codebook) and q.format.bits == 4
+    assert_bits(q.dequantize(), expected)
+    assert eqx.tree_equal(eqq.io.open(path)["w"], q)
+
+
+def test_bitsandbytes_int8_rows(tmp_path):
+    path = tmp_path / "model.safetensors"
+    rng = np.random.default_rng(0)
+    w, scb = rng.integers(-127, 128, (4, 48)).astype(np.int8), rng.random(4).astype(np.float32)
+    save_file({"l.weight": w, "l.SCB": scb, "l.weight_format": np.array(0, np.uint8)}, path)
+    checkpoint = eqq.io.open(path)
+    assert list(checkpoint) == ["l.weight"]
+    np.testing.assert_allclose(
+        checkpoint["l.weight"].astype(jnp.float32).dequantize(), w * scb[:, None] / 127, rtol=3e-7
+    )
+
+
+def absent(part):
+    return lambda tensors: tensors.pop(f"w.{part}")
+
+
+def other(part, value):
+    return lambda tensors: tensors.update({f"w.{part}" if part else "w": value})
+
+
+def state(**changes):
+    def change(tensors):
+        name = "w.quant_state.bitsandbytes__fp4"
+        fields = json.loads(tensors[name].tobytes()) | changes
+        tensors[name] = np.frombuffer(json.dumps(fields).encode(), np.uint8)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (absent("absmax"), "must have a companion 'absmax'"),
+        (absent("quant_map"), "must have a companion 'quant_map'"),
+        (other("absmax", np.full(8, np.nan, np.float32)), "'w': Got a scale that is not finite"),
+        (other("absmax", np.ones(7, np.float32)), r"'w.absmax': It must be F32 of \[8\]"),
+        (other("absmax", np.ones(8, np.float16)), "'w.absmax': It must be F32"),
+        (other("quant_map", np.zeros(16, np.float32)), "at least 9 different values"),
+        (other("", np.zeros((255, 1), np.uint8)), r"It must be U8 of \[256, 1\]"),
+        (state(blocksize=0), "an even block size. Got 0"),
+        (state(blocksize=True), "an even block size"),
+        (state(shape=[2**40, 2**40]), "It must be U8 of"),
+        (state(shape="x"), "It must have a shape"),
+        (state(shape=[-4, -128]), "It must have a shape"),
+        (state(dtype="object"), "It must have a dtype"),
+    ],
+)
+def test_bitsandbytes_hostile(tmp_path, change, message):
+    path = tmp_path / "model.safetensors"
+    small_bnb(path, (4, 128), 64, FP4)
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=rf"model.safetensors must hold a valid .*{message}"):
+        eqq.io.open(path)["w"]
+
+
+# GPTQ, AWQ, compressed-tensors, Hugging Face: the layouts written here word by word, in NumPy's integers
+
+
+def pack_words(codes, bits):
+    """Along the last axis, densely, the first code in the low bits of a 32-bit word."""
+    bit = (codes[..., None] >> np.arange(bits)) & 1
+    stream = bit.reshape(*codes.shape[:-1], -1).astype(np.uint64)
+    stream = np.pad(stream, [(0, 0)] * (codes.ndim - 1) + [(0, -stream.shape[-1] % 32)])
+    words = (stream.reshape(*stream.shape[:-1], -1, 32) << np.arange(32, dtype=np.uint64)).sum(-1)
+    return words.astype(np.uint32).view(np.int32)
+
+
+def write(folder, tensors, **settings):
+    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return eqq.io.open(folder)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("version, sym", [("gptq", False), ("gptq_v2", False), ("gptq", True)])
+def test_gptq(tmp_path, bits, version, sym):
+    rng = np.random.default_rng(0)
+    q, s = rng.integers(0, 2**bits, (128, 16)), rng.random((4, 16)).astype(np.float16)
+    z = np.full((4, 16), 2 ** (bits - 1)) if sym else rng.integers(1, 2**bits, (4, 16))
+    tensors = {
+        "l.qweight": pack_words(q.T, bits).T,
+        "l.qzeros": pack_words(z - (version == "gptq"), bits),
+        "l.scales": s,
+        "l.g_idx": np.arange(128, dtype=np.int32) // 32,
+        "l.bias": np.zeros(16, np.float16),
+    }
+    checkpoint = write(tmp_path, tensors, quant_method="gptq", bits=bits, sym=sym, checkpoint_format=version)
+    w = checkpoint["l.weight"]
+    assert checkpoint.dialect == "gptq" and set(checkpoint) == {"l.weight", "l.bias"}
+    assert w.format.symmetric == sym and w.format.block_size == 32 and w.dtype == np.float16
+    group = np.arange(128) // 32
+    assert_bits(w.dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
+    tensors["l.g_idx"] = tensors["l.g_idx"][::-1]
+    with pytest.raises(ValueError, match="'l.g_idx': Got inputs out of order"):
+        write(tmp_path, tensors)["l.weight"]
+    with pytest.raises(ValueError, match="must have a companion 'qzeros'"):
+        write(tmp_path, {k: v for k, v in tensors.items() if k != "l.qzeros"})
+
+
+def test_awq(tmp_path):
+    rng = np.random.default_rng(0)
+    q, z = rng.integers(0, 16, (64, 24)), rng.integers(0, 16, (2, 24))
+    s = rng.random((2, 24)).astype(np.float16)
+    columns = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+    pack = lambda x: pack_words(x.reshape(len(x), -1, 8)[..., columns].reshape(x.shape), 4)
+    checkpoint = write(tmp_path, {"l.qweight": pack(q), "l.qzeros": pack(z), "l.scales": s}, quant_method="awq")
+    group = np.arange(64) // 32
+    assert_bits(checkpoint["l.weight"].dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("groups, zeros", [(1, False), (3, False), (3, True)])
+def test_compressed_tensors_packed(tmp_path, bits, groups, zeros):
+    rng = np.random.default_rng(0)
+    q, z = rng.integers(0, 2**bits, (10, 48)), rng.integers(0, 2**bits, (10, groups))
+    s = rng.random((10, groups)).astype(np.float32)
+    tensors = {
+        "l.weight_packed": pack_words(q, bits),
+        "l.weight_scale": s,
+        "l.weight_shape": np.array([10, 48]),
+        **({"l.weight_zero_point": pack_words(z.T, bits).T} if zeros else {}),
+    }
+    w = write(tmp_path, tensors)["l.weight"]
+    zero = np.repeat(z, 48 // groups, axis=1) if zeros else 2 ** (bits - 1)
+    assert w.format.symmetric != zeros
+    assert_bits(w.dequantize(), ((q - zero) * np.repeat(s, 48 // groups, axis=1)).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("shape", [(200, 1), (2, 3), (1, 1), (1,), (200, 3)])
+def test_eight_bit_floats_and_integers(tmp_path, name, shape):
+    rng = np.random.default_rng(0)
+    s = rng.random(shape).astype(np.float32)
+    fp8 = jnp.asarray(rng.standard_normal((200, 384))).astype(jnp.float8_e4m3fn)
+    int8 = rng.integers(-127, 128, (200, 384)).astype(np.int8)
+    rows, columns = (*shape, 1)[:2]
+    spread = np.repeat(
+        np.repeat(s.reshape(rows, columns), -(-200 // rows) if rows > 2 or rows == 1 else 128, 0)[:200],
+        384 // columns,
+        1,
+    )
+    for x in (np.asarray(fp8), int8):
+        eqq.save(tmp_path / "x.safetensors", {"l.weight": x, f"l.{name}": s})
+        # Without our manifest, as another library writes it.
+        raw = (tmp_path / "x.safetensors").read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        del header["__metadata__"]
+        text = json.dumps(header).encode()
+        (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+        w = eqq.io.open(tmp_path / "x.safetensors")["l.weight"]
+        assert w.format.bits == 8
+        assert_bits(w.dequantize(), x.astype(np.float32) * spread)
+
+
+def test_mxfp4_of_compressed_tensors_and_gpt_oss(tmp_path):
+    rng = np.random.default_rng(0)
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    q, e = rng.integers(0, 16, (2, 6, 64)), rng.integers(120, 130, (2, 6, 2)).astype(np.uint8)
+    packed = (q[..., ::2] | q[..., 1::2] << 4).astype(np.uint8)
+    expected = levels[q] * np.repeat(2.0 ** (e.astype(np.float32) - 127), 32, axis=-1)
+    w = write(tmp_path, {"w_blocks": packed.reshape(2, 6, 2, 16), "w_scales": e})["w"]
+    assert w.format == eqq.MXFP4() and w.shape == (2, 64, 6) and w.axis == -2
+    np.testing.assert_array_equal(np.asarray(w.dequantize(), np.float32), expected.swapaxes(1, 2))
+    w = write(tmp_path, {"l.weight_packed": packed[0], "l.weight_scale": e[0]})["l.weight"]
+    np.testing.assert_array_equal(np.asarray(w.dequantize(), np.float32), expected[0])
+    e[0, 0, 0] = 255
+    with pytest.raises(ValueError, match="Got a scale that is not a number"):
+        write(tmp_path, {"w_blocks": packed.reshape(2, 6, 2, 16), "w_scales": e})["w"]

@@ -1,0 +1,329 @@
+"""Our own files: what is saved is what is loaded, to the bit, or an error that says what differs."""
+
+import json
+import re
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import eqquant as eqq
+
+from .helpers import arrays, FORMATS, KINDS, loss, mlp, weights
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.safetensors"
+
+
+def assert_equal_trees(actual, expected):
+    """The same structure, types, dtypes and bits."""
+    assert jtu.tree_structure(actual) == jtu.tree_structure(expected)
+    for a, e in zip(jtu.tree_leaves(actual), jtu.tree_leaves(expected), strict=True):
+        if not eqx.is_array(e) and not isinstance(e, (np.ndarray, np.generic)):
+            assert (type(a), repr(a)) == (type(e), repr(e))
+            continue
+        assert isinstance(a, jax.Array) == isinstance(e, jax.Array) and a.dtype == e.dtype and a.shape == e.shape
+        if jnp.issubdtype(e.dtype, jax.dtypes.prng_key):
+            a, e = jr.key_data(a), jr.key_data(e)
+        assert np.asarray(a).tobytes() == np.asarray(e).tobytes()
+
+
+def skeleton(tree):
+    """The template without values."""
+    return jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, tree)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in (*KINDS, "codebook") else pytest.mark.slow) for n in FORMATS]
+)
+def test_every_format(getkey, path, name):
+    tree = {"w": eqq.quantize(weights(getkey(), (6, 130)), FORMATS[name].format), "b": jnp.ones(6)}
+    eqq.save(path, tree)
+    for like in (None, tree, skeleton(tree), {"w": jnp.zeros((6, 130)), "b": jnp.zeros(6)}):
+        assert_equal_trees(eqq.load(path, like), tree)
+
+
+def test_every_kind_of_leaf(path):
+    tree = {
+        "f16": jnp.arange(5, dtype=jnp.float16),
+        "empty": jnp.zeros((0, 3), jnp.bfloat16),
+        "bool": jnp.array([True, False]),
+        "i4": jnp.arange(-3, 4).astype(jnp.int4),
+        "u2": jnp.arange(4).astype(jnp.uint2),
+        "f4": jnp.arange(6.0).astype(jnp.float4_e2m1fn),
+        "f4_odd": jnp.arange(3.0).astype(jnp.float4_e2m1fn),
+        "e8m0": jnp.array([1.0, 2.0]).astype(jnp.float8_e8m0fnu),
+        "fp8": jnp.arange(6.0).astype(jnp.float8_e4m3fn).reshape(2, 3),
+        "fp8_other": jnp.arange(6.0).astype(jnp.float8_e4m3b11fnuz),
+        "c64": jnp.array([1 + 2j]),
+        "nan": jnp.array([jnp.nan, -jnp.inf, -0.0]),
+        "numpy": np.arange(3, dtype=np.float64),
+        "c128": np.array([1 - 2j]),
+        "big_endian": np.arange(3, dtype=">f4"),
+        "transposed": np.arange(6.0).reshape(2, 3).T,
+        "generic": np.float32(3),
+        "scalar": jnp.float32(2.5),
+        "key": jr.key(1),
+        "keys": jr.split(jr.key(2, impl="rbg"), 3),
+        "raw_key": jr.PRNGKey(3),
+        "none": None,
+        "int": 2**70,
+        "negative": -3,
+        "float": 0.1,
+        "inf": float("-inf"),
+        "bool_": True,
+        "complex": 1 - 0.5j,
+        "text": 'a "name" \u00fc',
+        "list": [jnp.ones(2), (1, jnp.zeros(1))],
+    }
+    eqq.save(path, tree)
+    expected = {**tree, "big_endian": np.arange(3, dtype=np.float32)}
+    assert_equal_trees(eqq.load(path, tree), expected)
+    loaded = eqq.load(path)
+    assert loaded.keys() == tree.keys() - {"none"} and loaded["list"].keys() == {"0", "1"}
+    assert type(loaded["text"]) is str and type(loaded["generic"]) is np.float32
+    assert_equal_trees(eqq.io.assign(tree, loaded), expected)
+
+
+# Models and training
+
+
+def layers(key):
+    return eqx.filter_vmap(lambda k: eqx.nn.Linear(64, 64, key=k))(jr.split(key, 3))
+
+
+def test_models(getkey, path):
+    conv = eqx.nn.Conv2d(3, 8, 3, key=getkey())
+    model = {"conv": conv, "stack": layers(getkey()), "norm": eqx.nn.LayerNorm(4), "act": jax.nn.relu}
+    quantized = eqq.quantize_tree(model, {"conv.*": "int4", "*": eqq.NF4(double_quant=True)})
+    assert isinstance(quantized["conv"].weight.axis, tuple)
+    eqq.save(path, quantized)
+    for like in (model, quantized, eqx.filter_eval_shape(lambda: model)):
+        assert_equal_trees(eqq.load(path, like), quantized)
+    assert_equal_trees(eqq.io.assign(model, eqq.load(path)), quantized)
+    assert_equal_trees(eqq.io.assign(model, dict(eqq.io.open(path))), quantized)  # names are paths
+    transposed = quantized["stack"].weight.swapaxes(-1, -2)
+    eqq.save(path, transposed)
+    assert_equal_trees(eqq.load(path), transposed)
+
+
+def test_training_resumes(getkey, path):
+    model, x = eqq.quantize_tree(mlp(getkey()), "int4"), weights(getkey(), (8, 20))
+    optim = eqq.float_masters(eqq.quantize_state(optax.adamw(1e-2), min_size=16), key=getkey())
+
+    @eqx.filter_jit
+    def step(model, state):
+        grads = eqq.filter_grad(loss)(model, x)
+        with jax.numpy_dtype_promotion("standard"):  # which optax needs
+            updates, state = optim.update(grads, state, model)
+        return eqq.apply_updates(model, updates), state
+
+    now = step(model, optim.init(model))
+    eqq.save(path, now)
+    resumed = eqq.load(path, (model, optim.init(model)))
+    assert_equal_trees(resumed, now)
+    assert_equal_trees(step(*resumed), step(*now))
+
+
+def test_adapters_simulation_and_gradients(getkey, path):
+    model = mlp(getkey())
+    lora = eqq.loraify(eqq.quantize_tree(model, "nf4"), rank=2, key=getkey())
+    simulated = eqq.quantize_tree(model, "int4", simulate=True)
+    q = eqq.quantize(weights(getkey(), (2, 64)), "int8")
+    given = eqx.tree_at(lambda q: q.gradient_of, q, jnp.ones((2, 64)), is_leaf=lambda x: x is None)
+    for tree in (lora, simulated, given, arrays(lora)):
+        eqq.save(path, tree)
+        assert_equal_trees(eqq.load(path, tree), tree)
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(getkey, path):
+    w = eqq.quantize(weights(getkey(), (64, 64)), "int8")
+    tree = {"embed": w, "head": w, "b": jnp.ones(3), "c": jnp.ones(3)}
+    eqq.save(path, tree)
+    for loaded in (eqq.load(path), eqq.load(path, tree)):
+        assert_equal_trees(loaded, tree)
+        assert loaded["embed"].codes is loaded["head"].codes and loaded["b"] is not loaded["c"]
+    assert path.stat().st_size < 1.5 * w.nbytes + 3000
+
+
+def test_names_that_read_alike(path):
+    trees = [
+        {"a.b": jnp.zeros(1), "a": {"b": jnp.ones(1)}},
+        {"w": eqq.quantize(jnp.ones((2, 64)), "int8"), "w.codes": jnp.ones(2), "__metadata__": jnp.zeros(2)},
+        {0: jnp.zeros(1), 1: {0: jnp.ones(1), 1: jnp.ones(2)}},
+        jnp.arange(3),
+        3,
+        {},
+        {"": {"": jnp.ones(1)}, "x": {}},
+    ]
+    for tree in trees:
+        eqq.save(path, tree)
+        assert_equal_trees(eqq.load(path, tree), tree)
+    eqq.save(path, trees[0])
+    assert_equal_trees(eqq.load(path), trees[0])
+
+
+# What does not fit
+
+
+FOUR = "float32\\[4\\] in the file"
+NF4 = r"float32\[4, 64\] in NF4\(block_size=64, double_quant=False\), axis=-1 in the file"
+
+
+@pytest.mark.parametrize(
+    "like, message",
+    [
+        (lambda q: {"w": eqq.quantize(jnp.ones((4, 64)), "int4"), "b": jnp.ones(4)}, f"w: {NF4}, .* in Int4\\("),
+        (lambda q: {"w": q.T, "b": jnp.ones(4)}, rf"{NF4}, float32\[64, 4\] in NF4.*axis=-2 in `like`"),
+        (lambda q: {"w": q.astype(jnp.bfloat16), "b": jnp.ones(4)}, f"{NF4}, bfloat16"),
+        (lambda q: {"w": jnp.ones((4, 65)), "b": jnp.ones(4)}, rf"w: {NF4}, float32\[4, 65\] in `like`"),
+        (lambda q: {"w": q, "b": eqq.quantize(jnp.ones(4), "int8")}, rf"b: {FOUR}, .*Int8\("),
+        (lambda q: {"w": q, "b": jnp.ones(4, jnp.int32)}, rf"b: {FOUR}, int32\[4\] in `like`"),
+        (lambda q: {"w": q, "b": 1.0}, f"b: {FOUR}, a Python float in `like`"),
+        (lambda q: {"w": q, "b": jax.nn.relu}, rf"b: {FOUR}, a \w+ in `like`"),
+        (lambda q: {"w": q}, f"b: {FOUR}, nothing in `like`"),
+        (lambda q: {"w": q, "b": jnp.ones(4), "c": jr.key(0)}, r"c: nothing in the file, PRNG keys key<fry>\[\]"),
+    ],
+)
+def test_mismatches(getkey, path, like, message):
+    q = eqq.quantize(weights(getkey(), (4, 64)), "nf4")
+    eqq.save(path, {"w": q, "b": jnp.ones(4)})
+    with pytest.raises(ValueError, match=rf"`like` must fit the file .*model.safetensors\. Got .*{message}"):
+        eqq.load(path, like(q))
+    with pytest.raises(ValueError, match="`arrays` must fit the model. Got "):
+        eqq.io.assign(like(q), eqq.load(path))
+
+
+def test_what_cannot_be_saved(path):
+    for bad, message in [
+        (jax.ShapeDtypeStruct((2,), jnp.float32), "w must have values. Got a ShapeDtypeStruct"),
+        (np.array([None]), "w must hold numbers, booleans or PRNG keys. Got an array of object"),
+        (np.array(["x"]), "w must hold numbers"),
+        (np.zeros(2, np.longdouble), "w must hold numbers"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            eqq.save(path, {"w": bad})
+        assert not path.exists()
+    q = eqq.quantize(jnp.ones((2, 64)), "int8")
+    with pytest.raises(ValueError, match="w must be a whole quantized array. .*scale_bits"):
+        eqq.save(path, {"w": eqx.tree_at(lambda q: q.scale_bits, q, jnp.ones((3, 1), jnp.uint32))})
+    with pytest.raises(TypeError, match="a traced array: save outside of `jit`"):
+        jax.jit(lambda x: eqq.save(path, x))(jnp.ones(2))
+
+
+class Halves(eqq.AbstractFormat):
+    """Multiples of a half."""
+
+    block_size: int | None = eqx.field(static=True, default=32)
+    step: float = eqx.field(static=True, default=0.5)
+    bits = 8
+
+    def choose_scale(self, blocks):
+        return jnp.max(jnp.abs(blocks), axis=-1, initial=0) / 60
+
+    def encode(self, values):
+        return (jnp.clip(jnp.round(values / self.step), -128, 127) + 128).astype(jnp.uint8)
+
+    def decode(self, codes):
+        return (codes.astype(jnp.float32) - 128) * self.step
+
+
+def test_formats_of_others(getkey, path, monkeypatch):
+    q = eqq.quantize(weights(getkey(), (2, 64)), Halves(step=0.25))
+    eqq.save(path, q)
+    assert_equal_trees(eqq.load(path), q)
+    monkeypatch.delitem(eqq._formats.base._FORMATS, "halves")
+    with pytest.raises(ValueError, match=r"format 'Halves', which is not defined.*pass its class as `formats="):
+        eqq.load(path)
+    assert_equal_trees(eqq.load(path, formats=[Halves]), q)
+
+    class Halves2(Halves):
+        other: int = eqx.field(static=True, default=1)
+
+    Halves2.__name__ = "Halves"
+    with pytest.raises(ValueError, match="which made .*'other': 1.* Another version of the class"):
+        eqq.load(path, formats=[Halves2])
+    three_bits = eqq.quantize(jnp.ones((2, 64)), eqq.analysis.integer_format(3))
+    eqq.save(path, three_bits)
+    with pytest.raises(ValueError, match="'_Integer', which is not defined"):
+        eqq.load(path)
+    assert_equal_trees(eqq.load(path, formats=[type(three_bits.format)]), three_bits)
+
+
+# Meshes
+
+
+def test_shardings(getkey, path):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    on = lambda *spec: NamedSharding(mesh, P(*spec))
+    model = eqq.quantize_tree(mlp(getkey()), {"layers.1.*": eqq.NF4(double_quant=True)})
+    eqq.save(path, model)
+    rules = {"layers.1.weight": on("x", None), "*": on()}
+    sharded = eqq.quantize_tree(mlp(getkey()), {"layers.1.*": eqq.NF4(double_quant=True)}, shardings=rules)
+    placed = jtu.tree_map(lambda x: x.sharding, arrays(sharded))
+    by_rules = eqq.load(path, eqx.filter_eval_shape(lambda: model), shardings=rules)
+    by_template = eqq.load(path, sharded)
+    for loaded in (by_rules, by_template):
+        assert jtu.tree_structure(loaded) == jtu.tree_structure(sharded)
+        assert jtu.tree_map(lambda x: x.sharding, arrays(loaded)) == placed
+        assert loaded.layers[1].weight.sharding == on("x", None)
+        for a, e in zip(jtu.tree_leaves(arrays(loaded)), jtu.tree_leaves(arrays(model)), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(e))
+    named = eqq.load(path, shardings={"layers.1.weight": on("x"), "*": on()})
+    assert named["layers"]["1"]["weight"].sharding == on("x", None)
+    eqq.save(path, sharded)
+    assert_equal_trees(arrays(eqq.load(path, sharded)), arrays(sharded))
+    with pytest.raises(ValueError, match="layers.1.weight, of shape .*cannot be divided along axis 1"):
+        eqq.load(path, model, shardings={"layers.1.weight": on(None, "x"), "*": on()})
+
+
+# The page
+
+
+def test_the_code_of_the_page_runs():
+    page = (Path(__file__).parents[1] / "docs" / "files.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    names = {}
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        for block in blocks:
+            exec(compile(block.replace("512", "64"), "files.md", "exec"), names)
+    assert names["step"] == 100 and names["w"].format == eqq.NF4() and len(blocks) == 6
+
+
+# Shards
+
+
+def test_shards(getkey, tmp_path):
+    model = eqq.quantize_tree(mlp(getkey()), "int8")
+    folder = tmp_path / "model"
+    for nbytes in (1, 1500, 10**9):
+        eqq.save(folder, model, shard_nbytes=nbytes)
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        names = {p.name for p in folder.iterdir() if p.suffix == ".safetensors"}
+        assert set(index["weight_map"].values()) == names
+        assert len(names) == {1: len(index["weight_map"]), 1500: 3, 10**9: 1}[nbytes]
+        for where in (folder, folder / "model.safetensors.index.json"):
+            assert_equal_trees(eqq.load(where, model), model)
+    for shard in (0, -1, True):
+        with pytest.raises(ValueError, match="`shard_nbytes` must be at least 1"):
+            eqq.save(folder, model, shard_nbytes=shard)
+
+
+@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "", "..", "a/b", 3, "gone.safetensors", "..\\x"])
+def test_an_index_stays_in_its_folder(tmp_path, shard):
+    eqq.save(tmp_path / "x.safetensors", {"w": jnp.ones(2)})
+    folder = tmp_path / "model"
+    eqq.save(folder, {"w": jnp.ones(2)}, shard_nbytes=100)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "weight_map": {"w": shard}}))
+    with pytest.raises(ValueError, match=r"index.json (must name files of its own folder|lists the file)"):
+        eqq.load(folder)

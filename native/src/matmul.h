@@ -55,11 +55,9 @@ void run_units(Pool& pool, int64_t units, int64_t workers, const Work& work) {
   }
 }
 
-// Computes a product that `check_problem` found nothing wrong with. Whether there was enough memory.
 template <typename Pool>
-bool run_problem(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
+bool run_rows(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
   const MatmulKernel& kernel = isa.matmul;
-  if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
   if (threads < 1) threads = 1;
   Plan plan = {};
   kernel.plan(&problem, threads, &plan);
@@ -73,6 +71,22 @@ bool run_problem(const Isa& isa, const Problem& problem, Pool& pool, int64_t thr
     kernel.run(p, q, memory, memory + q->shared_bytes + worker * q->own_bytes, unit);
   });
   free_aligned(memory);
+  return true;
+}
+
+// Computes a product that `check_problem` found nothing wrong with. Whether there was enough memory.
+template <typename Pool>
+bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
+  if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
+  Plan plan = {};
+  isa.matmul.plan(&problem, threads, &plan);
+  const int64_t total = problem.m, step = plan.rows > 0 ? plan.rows : total, item = problem.x_type == kFloat32 ? 4 : 2;
+  for (int64_t first = 0; first < total; first += step) {
+    problem.m = total - first < step ? total - first : step;
+    if (!run_rows(isa, problem, pool, threads)) return false;
+    problem.x = static_cast<const char*>(problem.x) + step * problem.x_row * item;
+    problem.y = static_cast<char*>(problem.y) + step * problem.y_row * item;
+  }
   return true;
 }
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import re
 import subprocess
 import sys
 import types
@@ -30,8 +31,6 @@ def check(x, q, transpose=False, tol=None, **options):
     dtype = jnp.dtype(x.dtype)
     assert cpu.supports(layout, x.shape[-2], q.shape[-2], dtype, transpose=transpose, precision="default") is None
     y = cpu.matmul(x, dispatch.pack_arrays(q), layout, transpose=transpose, precision="default", **options)
-    y = jnp.swapaxes(y, -1, -2) if options.get("y_transposed") else y
-    x = jnp.swapaxes(x, -1, -2) if options.get("x_transposed") else x
     dense = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (dense if transpose else np.swapaxes(dense, -1, -2))
     assert y.dtype == dtype and y.shape == expected.shape
@@ -104,9 +103,48 @@ def test_a_batch_is_one_call(getkey, name):
 def test_both_orders_of_x_and_y(getkey, m, transpose):
     q = eqq.quantize(weights(getkey(), (2, 72, 582)), "nf4")
     inner = 72 if transpose else 582
-    check(weights(getkey(), (2, inner, m)), q, transpose, x_transposed=True)
-    check(weights(getkey(), (2, m, inner)), q, transpose, y_transposed=True)
-    check(weights(getkey(), (2, inner, m)), q, transpose, x_transposed=True, y_transposed=True)
+    x = weights(getkey(), (2, m, inner))
+    for by_columns in ((True, False), (False, True), (True, True)):
+        check(x, q, transpose, by_columns=by_columns)
+
+
+def operations(f, *args):
+    """What a compiled program does beside calling kernels and looking at memory in another way."""
+    text = jax.jit(f).lower(*args).compile().as_text()
+    assert "eqquant_cpu_matmul" in text
+    found = re.findall(r"= \S+ ([\w-]+)\(", text[text.index("ENTRY") :])
+    return set(found) - {"parameter", "constant", "custom-call", "bitcast"}
+
+
+LAYOUTS = {
+    "x @ q.T": (lambda x, q: x @ q.T, (48, 256)),
+    "q @ x": (lambda x, q: q @ x, (256, 48)),
+    "x @ q": (lambda x, q: x @ q, (48, 72)),
+    "q.T @ x": (lambda x, q: q.T @ x, (72, 48)),
+    "nk, km -> mn": (lambda x, q: eqq.quaxify(lambda x, q: jnp.einsum("nk,km->mn", q, x))(x, q), (256, 48)),
+    "nk, mk -> nm": (lambda x, q: eqq.quaxify(lambda x, q: jnp.einsum("nk,mk->nm", q, x))(x, q), (48, 256)),
+    "nk, kab -> nab": (lambda x, q: eqq.quaxify(lambda x, q: jnp.tensordot(q, x, 1))(x, q), (256, 4, 12)),
+    "vmap": (lambda x, q: jax.vmap(lambda x: q @ x)(x), (48, 256)),
+    "vmap of vmap": (lambda x, q: jax.vmap(jax.vmap(lambda x: q @ x))(x), (4, 12, 256)),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_transpose_is_written(getkey, name):
+    """Of the activations, the result and their gradients: the kernel takes and gives them as they lie."""
+    f, shape = LAYOUTS[name]
+    q, x = eqq.quantize(weights(getkey(), (72, 256)), "nf4"), weights(getkey(), shape)
+    assert operations(f, x, q) == set()
+    y, expected = f(x, q), f(x, q.dequantize())
+    assert relative_error(y, expected) < 1e-6 and relative_error(jax.jit(f)(x, q), expected) < 1e-6
+    pull = lambda dy, q: jax.linear_transpose(lambda x: f(x, q), x)(dy)[0]
+    dx = jax.vjp(lambda x: f(x, q.dequantize()), x)[1](y)[0]
+    assert operations(pull, y, q) == set() and relative_error(pull(y, q), dx) < 1e-6
+    along = jax.jvp(lambda x: f(x, q), (x,), (x,))[1]
+    assert relative_error(along, expected) < 1e-6
+    batch = jax.vmap(f, (0, None))(jnp.stack([x, 2 * x]), q)
+    assert relative_error(batch, jnp.stack([y, 2 * y])) < 1e-6
 
 
 @needs_native

@@ -27,11 +27,11 @@ class _Implementation(NamedTuple):
     compute: Callable[[Array, QuantizedArray, MatmulProblem, Target], Array]
 
 
-def _kernel(platform: str, load: Callable[[], Any], *, batched: bool = False, **options: Any) -> _Implementation:
+def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False, **options: Any) -> _Implementation:
     """Returns the implementation of a kernel, which takes raw arrays. Imports its module at first use.
 
-    The module has the functions `supports` and `matmul`. `matmul` takes operands of two dimensions; if `batched`, with
-    any number of leading batch axes.
+    The module has the functions `supports` and `matmul`. `matmul` takes operands of two dimensions; if `any_layout`,
+    with any number of leading batch axes, and matrices by rows or by columns.
     """
 
     def supports(problem: MatmulProblem, target: Target) -> str | None:
@@ -49,11 +49,12 @@ def _kernel(platform: str, load: Callable[[], Any], *, batched: bool = False, **
             precision=_precision(problem),
             target=target,
             **options,
+            **({"by_columns": problem.by_columns} if any_layout else {}),
         )
         weight, batch = pack_arrays(w), x.shape[:-2]
         if math.prod(batch) == 0:
             return _xla(x, w, problem, target)
-        if not batch or batched:
+        if not batch or any_layout:
             return product(x, weight)
         one_batch = jtu.tree_map(lambda a: a.reshape(math.prod(batch), *a.shape[-2:]), (x, weight))
         y = jax.vmap(product)(*one_batch)
@@ -108,7 +109,7 @@ def _pallas_tpu() -> Any:
 
 
 IMPLEMENTATIONS = {
-    "cpu": _kernel("cpu", _cpu, batched=True),
+    "cpu": _kernel("cpu", _cpu, any_layout=True),
     "pallas_gpu": _kernel("cuda", _pallas_gpu),
     "pallas_tpu": _kernel("tpu", _pallas_tpu),
     "xla": _Implementation((), _always, _xla),

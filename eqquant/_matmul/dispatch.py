@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from .._array.array import QuantizedArray
 from .._numerics.scale_bits import scale_to_bits
+from . import native
 from .kernels import xla, xla_cpu
 from .kernels.packed import decode_bytes, Packed
 from .problem import MatmulProblem, nested_scale_kind, Target
@@ -125,6 +126,7 @@ class _Preference(NamedTuple):
 
 _FUSED = "XLA fuses the one conversion of the weight with the product; scales of rows stay outside"
 _FEW_ROWS = "few rows: the packed weight is decoded on the chip, where XLA would write a dense one to memory"
+_PLAIN = "of the native kernels only those in plain C++ run here, and XLA's vectors are faster"
 _MANY_ROWS = "many rows: decoding to a dense weight in memory, once, costs less than decoding for every tile of rows"
 
 # The first row that applies wins, unless its implementation cannot take the product.
@@ -135,6 +137,7 @@ _PREFERENCES = (
     _Preference("tpu", "xla", _of_bytes, _FUSED),
     _Preference("tpu", "pallas_tpu", lambda p: p.m <= (256 if p.layout.one_scale else 64), _FEW_ROWS),
     _Preference("tpu", "xla", lambda p: True, _MANY_ROWS),
+    _Preference("cpu", "xla", lambda p: native.isa() == "generic", _PLAIN),
     _Preference("cpu", "cpu", lambda p: True, "the packed weight is decoded in registers and in the cache"),
     _Preference(
         "cpu",

@@ -867,9 +867,13 @@ struct Kernels {
     const int64_t base = batch * p.x_batch;
     if (p.transpose) {
       for (int64_t m = first; m < last; ++m)
-        for (int64_t n = 0; n < p.n; ++n)
-          out[(n / kRowChunk * p.m + m) * kRowChunkStride + n % kRowChunk] =
-              read<kType>(p.x, base + m * p.x_row + n * p.x_column);
+        for (int64_t n = 0; n < p.n; n += kRowChunk) {
+          float* to = out + (n / kRowChunk * p.m + m) * kRowChunkStride;
+          const int64_t from = base + m * p.x_row + n * p.x_column, some = min64(kRowChunk, p.n - n);
+          const int64_t vectors = p.x_column == 1 ? some / L * L : 0;
+          for (int64_t i = 0; i < vectors; i += L) V::store(to + i, load_x<kType>(p.x, from + i));
+          for (int64_t i = vectors; i < some; ++i) to[i] = read<kType>(p.x, from + i * p.x_column);
+        }
       return;
     }
     int32_t order[512], inverse[512];
@@ -1092,14 +1096,15 @@ struct Kernels {
         for (int64_t c = 0; c < width; c += 2 * L) tiles<2, V::kTileRows, kRowChunkStride>(rows, xs, decoded + c, width, some, sums + c, width);
       }
     }
-    for (int64_t segment = first; segment < first + count; ++segment)
-      for (int64_t i = 0; i < s.codes; ++i) {
-        const int64_t k = logical(p, s, segment, i);
-        if (k < 0) continue;
-        const int64_t base = batch * p.y_batch + start * p.y_row + k * p.y_column;
-        const float* from = sums + (segment - first) * s.codes + i;
-        for (int64_t m = 0; m < rows; ++m) write(p, base + m * p.y_row, from[m * width]);
-      }
+    const int64_t base = batch * p.y_batch + start * p.y_row;
+    for (int64_t segment = first; segment < first + count; ++segment) {
+      const float* from = sums + (segment - first) * s.codes;
+      int64_t at[512];
+      for (int64_t i = 0; i < s.codes; ++i) at[i] = logical(p, s, segment, i);
+      for (int64_t m = 0; m < rows; ++m)
+        for (int64_t i = 0; i < s.codes; ++i)
+          if (at[i] >= 0) write(p, base + m * p.y_row + at[i] * p.y_column, from[m * width + i]);
+    }
   }
 };
 

@@ -131,6 +131,7 @@ LAYOUTS = {
 
 
 @needs_native
+@pytest.mark.skipif(native.isa() == "generic", reason="these products take xla")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_transpose_is_written(getkey, name):
     """Of the activations, the result and their gradients: the kernel takes and gives them as they lie."""

@@ -4,7 +4,8 @@
 
 Each figure is the time relative to that of the float32 product of the same shape, in one process, in turns: the median
 of the rounds' ratios. Cold, every call takes the next of so many copies of the weight that they fill half a GB; warm,
-the same one was used just before. Every instruction set of the machine runs in a process of its own.
+the same one was used just before. The last column is the bytes of the packed weight per second, cold, beside those that
+a copy reads and writes. Every instruction set of the machine runs in a process of its own.
 """
 
 import argparse
@@ -107,8 +108,8 @@ def peers(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
     for make in (_onnxruntime, _bitsandbytes, _torch):
         try:
             found |= make(w, x)
-        except ImportError:
-            pass
+        except ImportError as error:
+            print(f"left out: {error}", file=sys.stderr)
     return found
 
 
@@ -135,7 +136,9 @@ def _onnxruntime(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
         )
         opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
         model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9)
-        return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        settings = ort.SessionOptions()
+        settings.intra_op_num_threads = os.cpu_count() or 1
+        return ort.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
 
     run = lambda s: s.run(None, {"x": x})
     return {f"onnxruntime int4, level {a}": Variant(run, [session(a) for _ in range(8)]) for a in (0, 4)}
@@ -145,6 +148,7 @@ def _bitsandbytes(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
     import bitsandbytes.functional as bnb  # pyright: ignore[reportMissingImports]
     import torch  # pyright: ignore[reportMissingImports]
 
+    torch.set_num_threads(os.cpu_count() or 1)
     weight, rows = torch.from_numpy(w), torch.from_numpy(x)
     weights = [bnb.quantize_4bit(weight.clone(), blocksize=64, quant_type="nf4") for _ in range(8)]
     run = lambda pair: torch.nn.functional.linear(rows, bnb.dequantize_4bit(pair[0], pair[1]))
@@ -166,12 +170,26 @@ def _torch(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
     scale = torch.from_numpy(np.abs(w).max(1) / 127)
     codes = (torch.from_numpy(w) / scale[:, None]).round().to(torch.int8)
     weights = [(codes.clone(), scale.to(torch.bfloat16)) for _ in range(8)]
-    run = lambda pair: torch.ops.aten._weight_int8pack_mm(rows, pair[0], pair[1])
+    int8 = lambda pair: torch.ops.aten._weight_int8pack_mm(rows, pair[0], pair[1])
+
+    # Four bits: the product of each group is `(code - 8) * scale + zero`.
+    group = torch.from_numpy(w).reshape(w.shape[0], -1, 64)
+    of_group = group.abs().amax(-1, keepdim=True) / 7
+    four = ((group / of_group).round() + 8).clamp(0, 15).to(torch.int32).reshape(w.shape)
+    scale_zero = torch.stack([of_group[..., 0], torch.zeros_like(of_group[..., 0])], -1).transpose(0, 1)
+    scale_zero = scale_zero.contiguous().to(torch.bfloat16)
+    found = {}
     try:
-        run(weights[0])
-    except Exception:
-        return {}
-    return {"torch int8, bfloat16 x": Variant(run, weights)}
+        int8(weights[0])
+        found["torch int8, bfloat16 x"] = Variant(int8, weights)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(four, 1)
+        of_four = [(packed.clone(), scale_zero.clone()) for _ in range(8)]
+        int4 = lambda pair: torch.ops.aten._weight_int4pack_mm_for_cpu(rows, pair[0], 64, pair[1])
+        int4(of_four[0])
+        found["torch int4, bfloat16 x"] = Variant(int4, of_four)
+    except Exception as error:
+        print(f"left out: torch's product does not run here ({error})", file=sys.stderr)
+    return found
 
 
 #
@@ -181,7 +199,7 @@ def _torch(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
-    dot, rowwise = jax.jit(lambda w, x: w @ x), jax.jit(lambda q, x: eqq.matmul(x, q.T))
+    dot, rowwise = jax.jit(lambda w, x: w @ x), jax.jit(lambda q, x: eqq.matmul(x, q.T, implementation="cpu"))
     for n, k in arguments.sizes:
         w = jr.normal(jr.key(0), (n, k))
         dense = copies(w, arguments.smoke)
@@ -196,7 +214,10 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 }
                 if arguments.peers and name == arguments.formats[0]:
                     variants |= peers(np.array(w), np.array(x))
-                for label, found in ratios(variants, arguments.rounds).items():
+                timed = ratios(variants, arguments.rounds)
+                seconds = timed["float32"]["cold"] * timed[name]["cold"] / 1e3
+                timed[name]["bytes per s"] = eqq.tree_nbytes(quantized[0]) / seconds
+                for label, found in timed.items():
                     if label != "float32" or name == arguments.formats[0]:
                         results.append({"n": n, "k": k, "m": m, "name": label, **found})
             del quantized
@@ -204,9 +225,23 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def show(console: Console, title: str, results: list[dict[str, Any]]) -> None:
+def copy_bandwidth(smoke: bool) -> float:
+    """Bytes per second that all cores read and write in a copy."""
+    x = jnp.zeros(2**20 if smoke else 2**26)
+    copy = jax.jit(lambda x: x + 1)
+    jax.block_until_ready(copy(x))
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        jax.block_until_ready(copy(x))
+        times.append(time.perf_counter() - start)
+    return 2 * x.nbytes / float(np.median(times))
+
+
+def show(console: Console, title: str, results: list[dict[str, Any]], bandwidth: float) -> None:
     rows = sorted({r["m"] for r in results})
-    table = Table("W", "weight", *(f"M = {m}, {c}" for m in rows for c in ("cold", "warm")), title=title)
+    columns = [f"M = {m}, {c}" for m in rows for c in ("cold", "warm")]
+    table = Table("W", "weight", *columns, "of the bandwidth, M = 1", title=title)
     keys = dict.fromkeys((r["n"], r["k"], r["name"]) for r in results)
     for n, k, name in keys:
         cells = []
@@ -214,6 +249,8 @@ def show(console: Console, title: str, results: list[dict[str, Any]]) -> None:
             found = next((r for r in results if (r["n"], r["k"], r["name"], r["m"]) == (n, k, name, m)), None)
             unit = "{:.2f} ms" if name == "float32" else "{:.2f}"
             cells += [unit.format(found[c]) if found else "" for c in ("cold", "warm")]
+        one = next((r for r in results if (r["n"], r["k"], r["name"], r["m"]) == (n, k, name, 1)), {})
+        cells.append(f"{one['bytes per s'] / bandwidth:.0%}" if "bytes per s" in one else "")
         table.add_row(f"{n} x {k}", name, *cells)
     console.print(table)
 
@@ -240,11 +277,13 @@ def main() -> None:
     if native.refusal() is not None:
         console.print(f"[red]{native.refusal()}")
         sys.exit(1)
+    bandwidth = copy_bandwidth(arguments.smoke)
+    console.print(f"copying reads and writes {bandwidth / 1e9:.1f} GB/s")
     for isa in arguments.isa or native.instruction_sets():
         env = {**os.environ, "EQQUANT_CPU_ISA": isa}
         command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
         out = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
-        show(console, f"time relative to float32, {isa}", json.loads(out.splitlines()[-1]))
+        show(console, f"time relative to float32, {isa}", json.loads(out.splitlines()[-1]), bandwidth)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import os
+import re
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -30,8 +32,6 @@ def check(x, q, transpose=False, tol=None, **options):
     dtype = jnp.dtype(x.dtype)
     assert cpu.supports(layout, x.shape[-2], q.shape[-2], dtype, transpose=transpose, precision="default") is None
     y = cpu.matmul(x, dispatch.pack_arrays(q), layout, transpose=transpose, precision="default", **options)
-    y = jnp.swapaxes(y, -1, -2) if options.get("y_transposed") else y
-    x = jnp.swapaxes(x, -1, -2) if options.get("x_transposed") else x
     dense = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (dense if transpose else np.swapaxes(dense, -1, -2))
     assert y.dtype == dtype and y.shape == expected.shape
@@ -104,9 +104,49 @@ def test_a_batch_is_one_call(getkey, name):
 def test_both_orders_of_x_and_y(getkey, m, transpose):
     q = eqq.quantize(weights(getkey(), (2, 72, 582)), "nf4")
     inner = 72 if transpose else 582
-    check(weights(getkey(), (2, inner, m)), q, transpose, x_transposed=True)
-    check(weights(getkey(), (2, m, inner)), q, transpose, y_transposed=True)
-    check(weights(getkey(), (2, inner, m)), q, transpose, x_transposed=True, y_transposed=True)
+    x = weights(getkey(), (2, m, inner))
+    for by_columns in ((True, False), (False, True), (True, True)):
+        check(x, q, transpose, by_columns=by_columns)
+
+
+def operations(f, *args):
+    """What a compiled program does beside calling kernels and looking at memory in another way."""
+    text = jax.jit(f).lower(*args).compile().as_text()
+    assert "eqquant_cpu_matmul" in text
+    found = re.findall(r"= \S+ ([\w-]+)\(", text[text.index("ENTRY") :])
+    return set(found) - {"parameter", "constant", "custom-call", "bitcast"}
+
+
+LAYOUTS = {
+    "x @ q.T": (lambda x, q: x @ q.T, (48, 256)),
+    "q @ x": (lambda x, q: q @ x, (256, 48)),
+    "x @ q": (lambda x, q: x @ q, (48, 72)),
+    "q.T @ x": (lambda x, q: q.T @ x, (72, 48)),
+    "nk, km -> mn": (lambda x, q: eqq.quaxify(lambda x, q: jnp.einsum("nk,km->mn", q, x))(x, q), (256, 48)),
+    "nk, mk -> nm": (lambda x, q: eqq.quaxify(lambda x, q: jnp.einsum("nk,mk->nm", q, x))(x, q), (48, 256)),
+    "nk, kab -> nab": (lambda x, q: eqq.quaxify(lambda x, q: jnp.tensordot(q, x, 1))(x, q), (256, 4, 12)),
+    "vmap": (lambda x, q: jax.vmap(lambda x: q @ x)(x), (48, 256)),
+    "vmap of vmap": (lambda x, q: jax.vmap(jax.vmap(lambda x: q @ x))(x), (4, 12, 256)),
+}
+
+
+@needs_native
+@pytest.mark.skipif(native.isa() == "generic", reason="these products take xla")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_transpose_is_written(getkey, name):
+    """Of the activations, the result and their gradients: the kernel takes and gives them as they lie."""
+    f, shape = LAYOUTS[name]
+    q, x = eqq.quantize(weights(getkey(), (72, 256)), "nf4"), weights(getkey(), shape)
+    assert operations(f, x, q) == set()
+    y, expected = f(x, q), f(x, q.dequantize())
+    assert relative_error(y, expected) < 1e-6 and relative_error(jax.jit(f)(x, q), expected) < 1e-6
+    pull = lambda dy, q: jax.linear_transpose(lambda x: f(x, q), x)(dy)[0]
+    dx = jax.vjp(lambda x: f(x, q.dequantize()), x)[1](y)[0]
+    assert operations(pull, y, q) == set() and relative_error(pull(y, q), dx) < 1e-6
+    along = jax.jvp(lambda x: f(x, q), (x,), (x,))[1]
+    assert relative_error(along, expected) < 1e-6
+    batch = jax.vmap(f, (0, None))(jnp.stack([x, 2 * x]), q)
+    assert relative_error(batch, jnp.stack([y, 2 * y])) < 1e-6
 
 
 @needs_native
@@ -134,23 +174,48 @@ def test_no_dense_weight(getkey):
 
 
 @needs_native
-def test_threads_at_once(getkey):
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_threads_at_once(getkey, seconds):
     """Products that share XLA's threads, called from eight threads, on four devices, small and large."""
     q = eqq.quantize(weights(getkey(), (600, 900)), "nf4")
     f = jax.jit(lambda x, q: eqq.matmul(x, q.T, implementation="cpu"))
-    xs = [weights(getkey(), (m, 900)) for m in (1, 5, 70)]
+    xs = [weights(getkey(), (m, 900)) for m in (1, 5, 70, 600)]
     expected = [np.asarray(f(x, q)) for x in xs]
+    until = time.monotonic() + seconds
 
     def work(seed):
         device = jax.devices()[seed % len(jax.devices())]
         there, operands = jax.device_put(q, device), [jax.device_put(x, device) for x in xs]
-        for i in range(40):
-            x, e = operands[(seed + i) % 3], expected[(seed + i) % 3]
-            np.testing.assert_array_equal(np.asarray(f(x, there)), e)
-        return True
+        calls = 0
+        while time.monotonic() < until:
+            i = (seed + calls) % len(xs)
+            np.testing.assert_array_equal(np.asarray(f(operands[i], there)), expected[i])
+            calls += 1
+        return calls
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(8)))
+        assert min(pool.map(work, range(8))) > 0
+
+
+@needs_native
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_fork_after_use():
+    """The kernels own no threads and no locks, so a fork leaves nothing behind. (JAX does not run in a child.)"""
+    code = """
+import os, warnings
+import jax, jax.numpy as jnp, numpy as np, eqquant as eqq
+
+q, x = eqq.quantize(jax.random.normal(jax.random.key(0), (300, 512)), "nf4"), jnp.ones((40, 512))
+expected = np.asarray(eqq.matmul(x, q.T, implementation="cpu"))
+warnings.simplefilter("ignore")
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    assert (np.asarray(eqq.matmul(x, q.T, implementation="cpu")) == expected).all()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @needs_native
@@ -204,6 +269,11 @@ for format in ("nf4", "int8", eqq.NVFP4()):
         e = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T
         y = eqq.matmul(x, q.T, implementation="cpu")
         assert np.linalg.norm(y - e) < 1e-6 * np.linalg.norm(e), (format, m, k)
+told = eqq.explain_matmul(x, q.T)
+if native.isa() == "generic":
+    assert told.implementation == "xla" and "plain C++" in told.verdicts["xla"] and told.verdicts["cpu"] == "possible"
+else:
+    assert told.implementation == "cpu"
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "EQQUANT_CPU_ISA": name})
 

@@ -20,7 +20,13 @@ dequantize_p = jax.extend.core.Primitive("dequantize")
 
 
 def bind_matmul(
-    x: PyTree, w: PyTree, *, transpose: bool, precision: Any = None, implementation: str | None = None
+    x: PyTree,
+    w: PyTree,
+    *,
+    transpose: bool,
+    precision: Any = None,
+    implementation: str | None = None,
+    by_columns: tuple[bool, bool] = (False, False),
 ) -> Float[Array, "*batch rows outer"]:
     """`x(*batch, m, k) . w(*batch, n, k)^T`, or with `transpose` `x(*batch, m, n) . w(*batch, n, k)`.
 
@@ -34,6 +40,9 @@ def bind_matmul(
     - `transpose`: contracts `n` instead of `k`. Each of the two products is the gradient of the other.
     - `precision`: as in `jax.lax.dot_general`; `None` takes `jax.default_matmul_precision`.
     - `implementation`: as in [`eqquant.matmul`][].
+    - `by_columns`: whether `x`, and the result, are matrices that memory holds by columns, as after `swapaxes(-1, -2)`.
+        Changes no value: a kernel that takes either order then reads and writes matrices as they lie, and XLA
+        removes the transposes.
     """
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
@@ -47,6 +56,7 @@ def bind_matmul(
         transpose=transpose,
         precision=precision,
         implementation=implementation,
+        by_columns=by_columns,
     )
 
 

@@ -153,8 +153,15 @@ def _product(form: _Form, x: Float[Array, "..."], q: Any, **options: Any) -> Flo
     size = lambda names: [form.size[name] for name in names]
     front = size((*form.batch, *form.alone))
     m, inner = math.prod(size(form.rows)), math.prod(size(form.inner))
-    x = _ordered(x, form.of_x, (*form.batch, *form.rows, *form.inner))
-    x = x.reshape(*size(form.batch), *[1] * len(form.alone), m, inner)
+    # A matrix whose rows lie last in memory is transposed by one `swapaxes`, which XLA can cancel against another.
+    of_matrix = lambda names: [name for name in names if name in (*form.rows, *form.inner, *form.outer)]
+    by_columns = tuple(bool(names) and names[-1] in form.rows for names in map(of_matrix, (form.of_x, form.of_y)))
+    turn = lambda a, by_columns: jnp.swapaxes(a, -1, -2) if by_columns else a
+
+    x_axes = (*form.inner, *form.rows) if by_columns[0] else (*form.rows, *form.inner)
+    x = _ordered(x, form.of_x, (*form.batch, *x_axes))
+    x = x.reshape(*size(form.batch), *[1] * len(form.alone), *((inner, m) if by_columns[0] else (m, inner)))
+    x = turn(x, by_columns[0])
     x = jnp.broadcast_to(x, (*front, m, inner)) if form.alone else x
 
     memory = [name for axis, name in enumerate(form.of_q) if axis - q.ndim not in q._axes]
@@ -163,8 +170,8 @@ def _product(form: _Form, x: Float[Array, "..."], q: Any, **options: Any) -> Flo
         *front, math.prod(size(of_rows)), leaf.shape[-1]
     )
     w = dataclasses.replace(jtu.tree_map(arrange, q), axis=-1, lengths=(q._length,), logical_sharding=None)
-    y = bind_matmul(x, w, transpose=form.transpose, **options)
-    of_y = (*form.batch, *form.alone, *form.rows, *form.outer)
+    y = turn(bind_matmul(x, w, transpose=form.transpose, by_columns=by_columns, **options), by_columns[1])
+    of_y = (*form.batch, *form.alone, *((*form.outer, *form.rows) if by_columns[1] else (*form.rows, *form.outer)))
     return _ordered(y.reshape(size(of_y)), of_y, form.of_y).reshape(size(form.of_y))
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from .._array.array import QuantizedArray
 from .._numerics.scale_bits import scale_to_bits
+from . import native
 from .kernels import xla, xla_cpu
 from .kernels.packed import decode_bytes, Packed
 from .problem import MatmulProblem, nested_scale_kind, Target
@@ -27,11 +28,11 @@ class _Implementation(NamedTuple):
     compute: Callable[[Array, QuantizedArray, MatmulProblem, Target], Array]
 
 
-def _kernel(platform: str, load: Callable[[], Any], *, batched: bool = False, **options: Any) -> _Implementation:
+def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False, **options: Any) -> _Implementation:
     """Returns the implementation of a kernel, which takes raw arrays. Imports its module at first use.
 
-    The module has the functions `supports` and `matmul`. `matmul` takes operands of two dimensions; if `batched`, with
-    any number of leading batch axes.
+    The module has the functions `supports` and `matmul`. `matmul` takes operands of two dimensions; if `any_layout`,
+    with any number of leading batch axes, and matrices by rows or by columns.
     """
 
     def supports(problem: MatmulProblem, target: Target) -> str | None:
@@ -49,11 +50,12 @@ def _kernel(platform: str, load: Callable[[], Any], *, batched: bool = False, **
             precision=_precision(problem),
             target=target,
             **options,
+            **({"by_columns": problem.by_columns} if any_layout else {}),
         )
         weight, batch = pack_arrays(w), x.shape[:-2]
         if math.prod(batch) == 0:
             return _xla(x, w, problem, target)
-        if not batch or batched:
+        if not batch or any_layout:
             return product(x, weight)
         one_batch = jtu.tree_map(lambda a: a.reshape(math.prod(batch), *a.shape[-2:]), (x, weight))
         y = jax.vmap(product)(*one_batch)
@@ -108,7 +110,7 @@ def _pallas_tpu() -> Any:
 
 
 IMPLEMENTATIONS = {
-    "cpu": _kernel("cpu", _cpu, batched=True),
+    "cpu": _kernel("cpu", _cpu, any_layout=True),
     "pallas_gpu": _kernel("cuda", _pallas_gpu),
     "pallas_tpu": _kernel("tpu", _pallas_tpu),
     "xla": _Implementation((), _always, _xla),
@@ -124,6 +126,7 @@ class _Preference(NamedTuple):
 
 _FUSED = "XLA fuses the one conversion of the weight with the product; scales of rows stay outside"
 _FEW_ROWS = "few rows: the packed weight is decoded on the chip, where XLA would write a dense one to memory"
+_PLAIN = "of the native kernels only those in plain C++ run here, and XLA's vectors are faster"
 _MANY_ROWS = "many rows: decoding to a dense weight in memory, once, costs less than decoding for every tile of rows"
 
 # The first row that applies wins, unless its implementation cannot take the product.
@@ -134,6 +137,7 @@ _PREFERENCES = (
     _Preference("tpu", "xla", _of_bytes, _FUSED),
     _Preference("tpu", "pallas_tpu", lambda p: p.m <= (256 if p.layout.one_scale else 64), _FEW_ROWS),
     _Preference("tpu", "xla", lambda p: True, _MANY_ROWS),
+    _Preference("cpu", "xla", lambda p: native.isa() == "generic", _PLAIN),
     _Preference("cpu", "cpu", lambda p: True, "the packed weight is decoded in registers and in the cache"),
     _Preference(
         "cpu",

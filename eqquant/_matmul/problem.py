@@ -30,6 +30,7 @@ class MatmulProblem(NamedTuple):
     transpose: bool
     precision: Any = None
     plain_scales: bool = False  # the format quantizes its scales, but a shard holds them decoded
+    by_columns: tuple[bool, bool] = (False, False)  # as in `bind_matmul`
 
     @property
     def layout(self) -> Layout:
@@ -37,11 +38,14 @@ class MatmulProblem(NamedTuple):
         return layout_of(self.format, self.k, self.plain_scales)
 
 
-def problem_of(x: Any, w: Any, transpose: bool, precision: Any) -> MatmulProblem:
+def problem_of(
+    x: Any, w: Any, transpose: bool, precision: Any, by_columns: tuple[bool, bool] = (False, False)
+) -> MatmulProblem:
     """Returns the problem for the operands of the primitive: arrays, or only their shapes and dtypes."""
     n, k = w.shape[-2:]
     plain_scales = w.format.scale_format is not None and not isinstance(w.scale_bits, QuantizedArray)
-    return MatmulProblem(x.shape[-2], n, k, jnp.dtype(x.dtype), w.format, transpose, precision, plain_scales)
+    dtype = jnp.dtype(x.dtype)
+    return MatmulProblem(x.shape[-2], n, k, dtype, w.format, transpose, precision, plain_scales, by_columns)
 
 
 @ft.lru_cache(256)

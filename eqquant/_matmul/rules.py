@@ -42,10 +42,11 @@ def _compute(
     transpose: bool,
     precision: Any,
     implementation: str | None,
+    by_columns: tuple[bool, bool],
     devices: int = 1,
 ) -> Array:
     def compute(x: Array, w: QuantizedArray) -> Array:
-        problem = problem_of(x, w, transpose, precision)
+        problem = problem_of(x, w, transpose, precision, by_columns)
         name, _ = dispatch.choose(target, problem, implementation)
         return dispatch.compute(x, w, problem, target, name)
 
@@ -71,7 +72,7 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
 
 
 # `jit` caches the compiled program, and JAX bounds that cache.
-@ft.partial(jax.jit, static_argnames=("x_tree", "w_tree", "transpose", "precision", "implementation"))
+@ft.partial(jax.jit, static_argnames=("x_tree", "w_tree", "transpose", "precision", "implementation", "by_columns"))
 def _jitted(*args: Array, **params: Any) -> Array:
     return quantized_matmul_p.bind(*args, **params)
 
@@ -80,7 +81,8 @@ def _impl(*args: Array, **params: Any) -> Array:
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         platform = next(iter(args[0].devices())).platform
         return _compute(Target("cuda" if platform == "gpu" else str(platform)), *args, **params)
-    return _jitted(*args, **params)
+    # `x` is in memory already, by rows.
+    return _jitted(*args, **{**params, "by_columns": (False, False)})
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -99,11 +101,12 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return y, ft.reduce(ad.add_jaxvals, dys)
 
 
-def _transpose(dy: Any, *args: Any, transpose: bool, **params: Any) -> list[Any]:
+def _transpose(dy: Any, *args: Any, transpose: bool, by_columns: tuple[bool, bool], **params: Any) -> list[Any]:
     nothing = [None] * (len(args) - 1)
     if type(dy) is ad.Zero:
         return [None, *nothing]
-    return [quantized_matmul_p.bind(dy, *args[1:], transpose=not transpose, **params), *nothing]
+    dx = quantized_matmul_p.bind(dy, *args[1:], transpose=not transpose, by_columns=by_columns[::-1], **params)
+    return [dx, *nothing]
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, transpose: bool, **params: Any) -> Any:
@@ -116,7 +119,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, transpose: 
         stacked = [moved(a, d, size, to=-3) for a, d in of_x]
         m = stacked[0].shape[-2]
         rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in stacked]
-        y = bind(*rows, *(a for a, _ in of_w))
+        y = bind(*rows, *(a for a, _ in of_w), by_columns=(False, False))  # examples come before columns
         return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
     weights = [moved(a, d, size) for a, d in of_w]
     if all(d is None for _, d in of_x) and args[0].ndim == 2 and not transpose:

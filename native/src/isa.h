@@ -11,6 +11,7 @@ typedef struct Plan {
   int64_t parts;         // of the preparation, which run in any order
   int64_t units;         // of the product, which run in any order once all parts are done
   int64_t detail[12];    // of the implementation's own
+  int64_t rows;          // of x that it wants at a time, or 0 for all: each part of so many has a plan of its own
 } Plan;
 
 // A product, or decoding. Functions keep no state: whatever they need is in the problem, the plan and the two kinds of

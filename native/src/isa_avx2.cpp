@@ -31,6 +31,28 @@ struct Avx2 {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
   }
+  EQQ_INLINE void transpose(F* a) {
+    F b[8], c[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 2) {
+      b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+      b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    // Half `l` of `c[4 g + q]` holds column `4 l + q` of rows `4 g` to `4 g + 3`.
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const __m256d low = _mm256_castps_pd(b[i + h]), high = _mm256_castps_pd(b[i + h + 2]);
+        c[i + 2 * h] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
+        c[i + 2 * h + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
+      }
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      a[q] = _mm256_permute2f128_ps(c[q], c[4 + q], 0x20);
+      a[4 + q] = _mm256_permute2f128_ps(c[q], c[4 + q], 0x31);
+    }
+  }
   EQQ_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
   EQQ_INLINE I load_integers(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }

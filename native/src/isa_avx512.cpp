@@ -26,6 +26,32 @@ struct Avx512 {
   EQQ_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   EQQ_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   EQQ_INLINE float sum(F a) { return _mm512_reduce_add_ps(a); }
+  EQQ_INLINE void transpose(F* a) {
+    F b[16], c[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+      b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+    // Quarter `l` of `c[4 g + q]` holds column `4 l + q` of rows `4 g` to `4 g + 3`.
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const __m512d low = _mm512_castps_pd(b[i + h]), high = _mm512_castps_pd(b[i + h + 2]);
+        c[i + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+        c[i + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+      }
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      const F even0 = _mm512_shuffle_f32x4(c[q], c[4 + q], 0x88), odd0 = _mm512_shuffle_f32x4(c[q], c[4 + q], 0xdd);
+      const F even1 = _mm512_shuffle_f32x4(c[8 + q], c[12 + q], 0x88), odd1 = _mm512_shuffle_f32x4(c[8 + q], c[12 + q], 0xdd);
+      a[q] = _mm512_shuffle_f32x4(even0, even1, 0x88);
+      a[4 + q] = _mm512_shuffle_f32x4(odd0, odd1, 0x88);
+      a[8 + q] = _mm512_shuffle_f32x4(even0, even1, 0xdd);
+      a[12 + q] = _mm512_shuffle_f32x4(odd0, odd1, 0xdd);
+    }
+  }
   EQQ_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
   EQQ_INLINE I bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }

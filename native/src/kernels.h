@@ -20,6 +20,7 @@
 //   integers, e4m3, e5m2, ue4m4, e8m0, bytes256(p, table)        L floats from L bytes
 //   bf16, f16               L floats from 2 L bytes;  to_bf16, to_f16 the reverse
 //   prefetch(p)
+//   transpose(a)            a[0] to a[L - 1], L x L floats; where L is more than 4
 //
 // A row of the weight is taken a segment (64 bytes) at a time. The codes of a segment are decoded in the order in which
 // shifts yield them, not in the logical one: with fewer than 8 bits vector `(h, plane, c)` holds, in lane `j`, the code
@@ -785,6 +786,8 @@ struct Kernels {
     out->own_bytes = max64(own, 64);
     out->parts = p.batch * d.x_parts;
     out->units = p.batch * d.row_blocks * d.chunks;
+    // So few rows at a time that packed `x` stays in the cache, yet units for all threads.
+    if (d.method == kPanels) out->rows = kRowBlock * div_up(wanted, p.batch * div_up(p.n, most));
     memcpy(out->detail, &d, sizeof d);
   }
 
@@ -806,6 +809,40 @@ struct Kernels {
         common.index[at] = k < 0 || s.mode == kOneScale ? 0 : static_cast<int32_t>(k / p.block_size - first);
         common.mask[at] = k < 0 ? 0 : -1;
       }
+  }
+
+  EQQ_INLINE void transpose(F* a) {
+    if constexpr (L == 4) {
+      const F b[4] = {a[0], a[1], a[2], a[3]};
+      for (int i = 0; i < 4; ++i) a[i] = F{b[0][i], b[1][i], b[2][i], b[3][i]};
+    } else {
+      V::transpose(a);
+    }
+  }
+
+  template <int kType>
+  EQQ_INLINE F load_x(const void* x, int64_t at) {
+    if (kType == kFloat32) return V::load(static_cast<const float*>(x) + at);
+    const uint8_t* bits = static_cast<const uint8_t*>(x) + 2 * at;
+    return kType == kBFloat16 ? V::bf16(bits) : V::f16(bits);
+  }
+
+  // `L` rows of a segment of `x` from `from` on, as one vector for each code, at its place `order` of decoding.
+  template <int kType>
+  EQQ_INLINE void pack_rows(const Problem& p, int64_t from, int64_t codes, const int32_t* order, float* out,
+                            int64_t out_row) {
+    if (p.x_row == 1) {
+      for (int64_t i = 0; i < codes; ++i) V::store(out + order[i] * out_row, load_x<kType>(p.x, from + i * p.x_column));
+      return;
+    }
+    for (int64_t i = 0; i < codes; i += L) {
+      F a[L];
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r) a[r] = load_x<kType>(p.x, from + r * p.x_row + i);
+      transpose(a);
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r) V::store(out + order[i + r] * out_row, a[r]);
+    }
   }
 
   static void prepare(const Problem* problem, const Plan* plan, void* shared, int64_t part) {
@@ -839,18 +876,23 @@ struct Kernels {
     const int64_t base = batch * p.x_batch;
     if (p.transpose) {
       for (int64_t m = first; m < last; ++m)
-        for (int64_t n = 0; n < p.n; ++n)
-          out[(n / kRowChunk * p.m + m) * kRowChunkStride + n % kRowChunk] =
-              read<kType>(p.x, base + m * p.x_row + n * p.x_column);
+        for (int64_t n = 0; n < p.n; n += kRowChunk) {
+          float* to = out + (n / kRowChunk * p.m + m) * kRowChunkStride;
+          const int64_t from = base + m * p.x_row + n * p.x_column, some = min64(kRowChunk, p.n - n);
+          const int64_t vectors = p.x_column == 1 ? some / L * L : 0;
+          for (int64_t i = 0; i < vectors; i += L) V::store(to + i, load_x<kType>(p.x, from + i));
+          for (int64_t i = vectors; i < some; ++i) to[i] = read<kType>(p.x, from + i * p.x_column);
+        }
       return;
     }
-    int32_t order[512];
+    int32_t order[512], inverse[512];
     for (int64_t segment = first; segment < last; ++segment) {
       // The same in all segments but the last.
       if (segment == first || segment >= s.whole) {
         for (int64_t i = 0; i < s.codes; ++i) {
           const int64_t k = logical(p, s, segment, i);
           order[i] = k < 0 ? -1 : static_cast<int32_t>(k - segment * s.codes);
+          if (k >= 0) inverse[order[i]] = static_cast<int32_t>(i);
         }
       }
       const int64_t start = base + segment * s.codes * p.x_column;
@@ -863,14 +905,22 @@ struct Kernels {
         continue;
       }
       // A panel is two vectors of rows; the last may be one.
+      const bool whole = segment < s.whole && (p.x_row == 1 || p.x_column == 1);
       for (int64_t m = 0; m < d.m_padded; m += 2 * L) {
-        const int64_t width = min64(2 * L, d.m_padded - m), rows = min64(width, p.m - m);
+        const int64_t width = min64(2 * L, d.m_padded - m);
         float* panel = out + m * s.padded + segment * s.codes * width;
-        for (int64_t i = 0; i < s.codes; ++i, panel += width) {
-          const int64_t from = start + order[i] * p.x_column + m * p.x_row;
-          const int64_t some = order[i] < 0 ? 0 : rows;
-          for (int64_t r = 0; r < some; ++r) panel[r] = read<kType>(p.x, from + r * p.x_row);
-          for (int64_t r = some; r < width; ++r) panel[r] = 0.0f;
+        for (int64_t v = 0; v < width; v += L) {
+          const int64_t from = start + (m + v) * p.x_row, rows = min64(L, p.m - m - v);
+          if (whole && rows == L) {
+            pack_rows<kType>(p, from, s.codes, inverse, panel + v, width);
+            continue;
+          }
+          for (int64_t i = 0; i < s.codes; ++i) {
+            float* to = panel + i * width + v;
+            const int64_t some = order[i] < 0 ? 0 : rows;
+            for (int64_t r = 0; r < some; ++r) to[r] = read<kType>(p.x, from + r * p.x_row + order[i] * p.x_column);
+            for (int64_t r = max64(some, 0); r < L; ++r) to[r] = 0.0f;
+          }
         }
       }
     }
@@ -1007,12 +1057,27 @@ struct Kernels {
       }
     }
     const int64_t base = batch * p.y_batch + start * p.y_row + first * p.y_column, real = min64(rows, p.m - start);
+    const int64_t whole = p.x_type == kFloat32 ? real / L * L : 0;
     if (p.y_row == 1) {
-      for (int64_t i = 0; i < count; ++i)
-        for (int64_t m = 0; m < real; ++m) write(p, base + m + i * p.y_column, sums[i * rows + m]);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t at = base + i * p.y_column;
+        for (int64_t m = 0; m < whole; m += L) V::store(static_cast<float*>(p.y) + at + m, V::load(sums + i * rows + m));
+        for (int64_t m = whole; m < real; ++m) write(p, at + m, sums[i * rows + m]);
+      }
     } else {
+      const int64_t squares = p.y_column == 1 ? count / L * L : 0;
+      for (int64_t m = 0; m < whole; m += L)
+        for (int64_t i = 0; i < squares; i += L) {
+          F a[L];
+#pragma GCC unroll 16
+          for (int r = 0; r < L; ++r) a[r] = V::load(sums + (i + r) * rows + m);
+          transpose(a);
+#pragma GCC unroll 16
+          for (int r = 0; r < L; ++r) V::store(static_cast<float*>(p.y) + base + (m + r) * p.y_row + i, a[r]);
+        }
       for (int64_t m = 0; m < real; ++m)
-        for (int64_t i = 0; i < count; ++i) write(p, base + m * p.y_row + i * p.y_column, sums[i * rows + m]);
+        for (int64_t i = m < whole ? squares : 0; i < count; ++i)
+          write(p, base + m * p.y_row + i * p.y_column, sums[i * rows + m]);
     }
   }
 
@@ -1040,14 +1105,15 @@ struct Kernels {
         for (int64_t c = 0; c < width; c += 2 * L) tiles<2, V::kTileRows, kRowChunkStride>(rows, xs, decoded + c, width, some, sums + c, width);
       }
     }
-    for (int64_t segment = first; segment < first + count; ++segment)
-      for (int64_t i = 0; i < s.codes; ++i) {
-        const int64_t k = logical(p, s, segment, i);
-        if (k < 0) continue;
-        const int64_t base = batch * p.y_batch + start * p.y_row + k * p.y_column;
-        const float* from = sums + (segment - first) * s.codes + i;
-        for (int64_t m = 0; m < rows; ++m) write(p, base + m * p.y_row, from[m * width]);
-      }
+    const int64_t base = batch * p.y_batch + start * p.y_row;
+    for (int64_t segment = first; segment < first + count; ++segment) {
+      const float* from = sums + (segment - first) * s.codes;
+      int64_t at[512];
+      for (int64_t i = 0; i < s.codes; ++i) at[i] = logical(p, s, segment, i);
+      for (int64_t m = 0; m < rows; ++m)
+        for (int64_t i = 0; i < s.codes; ++i)
+          if (at[i] >= 0) write(p, base + m * p.y_row + at[i] * p.y_column, from[m * width + i]);
+    }
   }
 
   //

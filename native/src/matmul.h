@@ -78,9 +78,18 @@ bool run_kernel(const Kernel& kernel, const Task& problem, Pool& pool, int64_t t
 
 // Computes a product that `check_problem` found nothing wrong with. Whether there was enough memory.
 template <typename Pool>
-bool run_problem(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
+bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
-  return run_kernel(*isa.matmul, problem, pool, threads);
+  Plan plan = {};
+  isa.matmul->plan(&problem, threads, &plan);
+  const int64_t total = problem.m, step = plan.rows > 0 ? plan.rows : total, item = problem.x_type == kFloat32 ? 4 : 2;
+  for (int64_t first = 0; first < total; first += step) {
+    problem.m = total - first < step ? total - first : step;
+    if (!run_kernel(*isa.matmul, problem, pool, threads)) return false;
+    problem.x = static_cast<const char*>(problem.x) + step * problem.x_row * item;
+    problem.y = static_cast<char*>(problem.y) + step * problem.y_row * item;
+  }
+  return true;
 }
 
 // The same for integers, which `check_int8` checks.

@@ -48,24 +48,25 @@ def matmul(
     transpose: bool,
     precision: str,
     target: Target = Target("cpu"),
-    x_transposed: bool = False,
-    y_transposed: bool = False,
+    by_columns: tuple[bool, bool] = (False, False),
 ) -> Float[Array, "*batch results of_results"]:
     """Computes the product, for operands that `supports` accepts.
 
-    With `x_transposed`, `x` is `(*batch, inner, m)`; with `y_transposed`, the result is `(*batch, outer, m)`. So a
-    layer under `vmap` need not write its transposes to memory.
+    `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
+    so that the transposes of its caller cancel.
     """
     del target
     outer = layout.length if transpose else weight.codes.shape[-2]
-    m = x.shape[-1] if x_transposed else x.shape[-2]
+    m = x.shape[-2]
+    x_transposed, y_transposed = by_columns
+    x = jnp.swapaxes(x, -1, -2) if x_transposed else x
     shape = (outer, m) if y_transposed else (m, outer)
     call = jax.ffi.ffi_call(
         native.MATMUL,
         jax.ShapeDtypeStruct((*x.shape[:-2], *shape), x.dtype),
         vmap_method="broadcast_all",
     )
-    return call(
+    y = call(
         x,
         *arrays_of(weight),
         **attributes_of(weight, layout),
@@ -74,6 +75,7 @@ def matmul(
         y_transposed=y_transposed,
         precision=np.int32(precision != "highest"),
     )
+    return jnp.swapaxes(y, -1, -2) if y_transposed else y
 
 
 def decodes(layout: Layout, dtype: Any) -> str | None:

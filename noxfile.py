@@ -56,15 +56,20 @@ def install_native(session: nox.Session, *, required: bool = False) -> None:
     session.install(os.environ.get("EQQUANT_CPU_WHEEL", "./native"))
 
 
-def pytest(session: nox.Session, *args: str, env: dict[str, str] | None = None) -> None:
-    """Runs pytest on all cores. Most of its time is compilation, so workers and later runs share compiled programs."""
-    workers = str(min(os.cpu_count() or 1, 8))
-    cache = {
+def shared_programs(session: nox.Session) -> dict[str, str]:
+    """Environment variables that make processes, and later runs, share the programs that they compile."""
+    return {
         "JAX_COMPILATION_CACHE_DIR": str(Path(session.virtualenv.location).parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    session.run("pytest", "-n", workers, *args, *session.posargs, env={"JAX_PLATFORMS": "cpu", **cache, **(env or {})})
+
+
+def pytest(session: nox.Session, *args: str, env: dict[str, str] | None = None) -> None:
+    """Runs pytest on all cores."""
+    workers = str(min(os.cpu_count() or 1, 8))
+    env = {"JAX_PLATFORMS": "cpu", **shared_programs(session), **(env or {})}
+    session.run("pytest", "-n", workers, *args, *session.posargs, env=env)
 
 
 @nox.session
@@ -187,7 +192,7 @@ def examples(session: nox.Session) -> None:
     """Runs every example in its small size."""
     install(session, "examples", weights=True)
     for name in EXAMPLES:
-        session.run("python", str(Path("examples") / name), "--smoke")
+        session.run("python", str(Path("examples") / name), "--smoke", env=shared_programs(session))
     session.run("python", "benchmarks/gpu_matmul.py", "--smoke", "--formats", "NF4")
 
 

@@ -13,10 +13,10 @@ from jaxtyping import Float
 
 import eqquant as eqq
 
-from .helpers import assert_close, assert_same, FORMATS, one_in, primitives, sqnr, weights
+from .helpers import assert_close, assert_same, FORMATS, one_in, primitives, sqnr, SWEPT_FORMATS, weights
 
 
-pytestmark = pytest.mark.parametrize("name", FORMATS)
+pytestmark = pytest.mark.parametrize("name", SWEPT_FORMATS)
 
 SHAPES = [((2, 3, 70), 1), ((6, 128), -1), ((128, 6), 0), ((4, 3, 3, 3), (-3, -2, -1)), ((77,), 0), ((5, 100), -1)]
 

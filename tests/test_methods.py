@@ -14,7 +14,7 @@ from jaxtyping import TypeCheckError
 
 import eqquant as eqq
 
-from .helpers import assert_same, FORMATS as CONTRACT, one_in
+from .helpers import assert_same, FORMATS as CONTRACT, one_in, SWEPT_FORMATS
 
 
 FORMATS = {
@@ -52,7 +52,7 @@ GAINS = {
 }
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=one_in(2, FORMATS))
 def name(request):
     return request.param
 
@@ -395,7 +395,7 @@ def _reach(format, columns):
     return size if format.scale_format is None else size * min(format.scale_format.block_size, -(-columns // size))
 
 
-@pytest.fixture(params=CONTRACT)
+@pytest.fixture(params=SWEPT_FORMATS)
 def contract_row(request):
     return CONTRACT[request.param]
 

@@ -155,7 +155,8 @@ def _product(form: _Form, x: Float[Array, "..."], q: Any, **options: Any) -> Flo
     m, inner = math.prod(size(form.rows)), math.prod(size(form.inner))
     # A matrix whose rows lie last in memory is transposed by one `swapaxes`, which XLA can cancel against another.
     of_matrix = lambda names: [name for name in names if name in (*form.rows, *form.inner, *form.outer)]
-    by_columns = tuple(bool(names) and names[-1] in form.rows for names in map(of_matrix, (form.of_x, form.of_y)))
+    last_is_row = lambda names: bool(names) and names[-1] in form.rows
+    by_columns = (last_is_row(of_matrix(form.of_x)), last_is_row(of_matrix(form.of_y)))
     turn = lambda a, by_columns: jnp.swapaxes(a, -1, -2) if by_columns else a
 
     x_axes = (*form.inner, *form.rows) if by_columns[0] else (*form.rows, *form.inner)

@@ -204,6 +204,10 @@ def test_odd_paths(tmp_path, path):
     ]:
         with pytest.raises(OSError, match=message):
             eqq.save(odd, tree)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    with pytest.raises(ValueError, match="index.json must name files of its own folder"):
+        eqq.io.open(index)
     os.mkfifo(tmp_path / "pipe")
     for read in (eqq.load, eqq.io.open):
         with pytest.raises(ValueError, match="pipe must be a file. Got a folder, a device or a pipe"):

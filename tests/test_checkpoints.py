@@ -222,7 +222,10 @@ def state(**changes):
         (other("", np.zeros((255, 1), np.uint8)), r"It must be U8 of \[256, 1\]"),
         (state(blocksize=0), "an even block size. Got 0"),
         (state(blocksize=True), "an even block size"),
-        (state(shape=[2**40, 2**40]), "It must be U8 of"),
+        (state(shape=[2**40, 2**40]), "a shape that an array can have"),
+        (state(shape=[9] * 20_000), "a shape that an array can have"),
+        (state(shape=[4, 0]), "It must have a shape"),
+        (state(blocksize=2**31), "an even block size"),
         (state(shape="x"), "It must have a shape"),
         (state(shape=[-4, -128]), "It must have a shape"),
         (state(dtype="object"), "It must have a dtype"),
@@ -236,6 +239,54 @@ def test_bitsandbytes_hostile(tmp_path, change, message):
     save_file(tensors, path)
     with pytest.raises(ValueError, match=rf"model.safetensors must hold a valid .*{message}"):
         eqq.io.open(path)["w"]
+
+
+@pytest.mark.parametrize("blocksize", [2**40, 10**30])
+def test_a_block_of_nested_scales_costs_no_memory(tmp_path, blocksize):
+    path = tmp_path / "model.safetensors"
+    expected = small_bnb(path, (4, 128), 64, FP4)
+    tensors = load_file(path)
+    scales = tensors["w.absmax"]
+    nested = {"absmax": np.arange(8, dtype=np.uint8), "nested_absmax": np.ones(1, np.float32)}
+    for part, value in {**nested, "nested_quant_map": np.resize(scales, 256)}.items():
+        other(part, value)(tensors)
+    state(nested_blocksize=blocksize, nested_offset=0)(tensors)
+    save_file(tensors, path)
+    np.testing.assert_array_equal(eqq.io.open(path)["w"].dequantize(), expected)
+    for offset in (10**400, True, "0"):
+        state(nested_offset=offset)(tensors)
+        save_file(tensors, path)
+        with pytest.raises(ValueError, match="model.safetensors must hold a valid 'w.quant_state.*an offset"):
+            eqq.io.open(path)
+
+
+def words(*shape):
+    return np.zeros(shape, np.int32)
+
+
+def halves(*shape):
+    return np.ones(shape, np.float16)
+
+
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        ({"qweight": words(0, 32), "qzeros": words(2, 4), "scales": halves(2, 32)}, "divide 0 inputs"),
+        ({"qweight": words(1, 32), "qzeros": words(8, 4), "scales": halves(8, 32)}, "no format. `block_size` of Int4"),
+        (
+            {"weight_packed": words(4, 1), "weight_scale": halves(4, 2), "weight_shape": np.array([4, 6])},
+            "no format. `block_size` of Int4",
+        ),
+        ({"weight": np.zeros((4, 0), np.int8), "weight_scale": halves(4, 1)}, r"values along .* shape \[4, 0\]"),
+        ({"weight": np.zeros((4, 0), np.int8), "weight_scale": halves(4, 2)}, "divide 0 values"),
+        ({"weight": np.zeros((4, 0), np.int8), "SCB": np.ones(4, np.float32)}, r"values along .* shape \[4, 0\]"),
+    ],
+)
+def test_nothing_to_quantize_and_odd_blocks(tmp_path, tensors, message):
+    path = tmp_path / "model.safetensors"
+    save_file({f"l.{name}": x for name, x in tensors.items()}, path)
+    with pytest.raises(ValueError, match=rf"model.safetensors must hold a valid 'l\..*{message}"):
+        eqq.io.open(path)["l.weight"]
 
 
 # GPTQ, AWQ, compressed-tensors, Hugging Face: the layouts written here word by word, in NumPy's integers

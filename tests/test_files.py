@@ -1,6 +1,8 @@
 """Our own files: what is saved is what is loaded, to the bit, or an error that says what differs."""
 
+import functools as ft
 import json
+import os
 import re
 from pathlib import Path
 
@@ -143,6 +145,83 @@ def test_adapters_simulation_and_gradients(getkey, path):
     for tree in (lora, simulated, given, arrays(lora)):
         eqq.save(path, tree)
         assert_equal_trees(eqq.load(path, tree), tree)
+
+
+def test_what_surrounds_an_array_must_be_equal(getkey, path):
+    model = mlp(getkey())
+    base = eqq.quantize_tree(model, "nf4")
+    simulate = lambda format, **kw: eqq.quantize_tree(model, format, simulate=True, **kw)
+    adapt = lambda alpha: eqq.loraify(base, rank=2, alpha=alpha, key=jr.key(0))
+    for tree, other, message in [
+        (simulate("int4"), simulate("int8"), r"format=Int4\(block_size=64.* in the file, .*format=Int8\("),
+        (simulate("int4"), simulate("int4", method=eqq.MSE()), r"AbsMax\(\)\) in the file, .*method=MSE\("),
+        (adapt(16.0), adapt(3.0), r"alpha=16.0, in_ndim=1\) in the file, .*alpha=3.0"),
+    ]:
+        eqq.save(path, tree)
+        assert_equal_trees(eqq.load(path, eqx.filter_eval_shape(lambda tree=tree: tree)), tree)
+        assert_equal_trees(eqq.io.assign(tree, eqq.load(path)), tree)
+        with pytest.raises(ValueError, match=message):
+            eqq.load(path, other)
+        with pytest.raises(ValueError, match="must fit the model"):
+            eqq.io.assign({"model": other}, {"model": tree})
+
+
+def test_only_the_adapters(getkey, path):
+    lora = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), rank=2, key=getkey())
+    adapters, rest = eqx.partition(lora, eqq.trainable_mask(lora))
+    eqq.save(path, (adapters, optax.adam(1e-3).init(adapters)))
+    loaded, _ = eqq.load(path, (adapters, optax.adam(1e-3).init(adapters)))
+    assert_equal_trees(eqx.combine(loaded, rest), lora)
+    q = eqx.tree_at(lambda q: q.codes, eqq.quantize(jnp.ones((2, 64)), "nf4"), None)
+    with pytest.raises(ValueError, match="w must be a whole quantized array"):
+        eqq.save(path, {"w": q})
+
+
+def test_values_that_no_file_can_hold(path):
+    gone = jnp.ones(3)
+    gone.delete()
+    deep = ft.reduce(lambda inner, _: {"k": inner}, range(501), jnp.ones(1))
+    for x, error, message in [
+        (gone, ValueError, "a.x must have values. Got an array that was deleted"),
+        (np.ma.array([1, 2], mask=[0, 1]), TypeError, "a.x must be an array without a mask"),
+        (deep, ValueError, "at most 500 nodes"),
+    ]:
+        with pytest.raises(error, match=message):
+            eqq.save(path, {"a": {"x": x}})
+    assert not path.exists()
+    eqq.save(path, deep["k"])
+    assert_equal_trees(eqq.load(path), deep["k"])
+    assert_equal_trees(eqq.load(path, deep["k"]), deep["k"])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions and pipes")
+def test_odd_paths(tmp_path, path):
+    tree = {"a": jnp.ones(1)}
+    for odd, message in [
+        (tmp_path, "must be a file. Got a folder, which only `shard_nbytes`"),
+        (tmp_path / "no" / "file", "must be in a folder that exists. Got .*no, which does not"),
+        ("/dev/null", "must be a file. Got a device"),
+    ]:
+        with pytest.raises(OSError, match=message):
+            eqq.save(odd, tree)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    with pytest.raises(ValueError, match="index.json must name files of its own folder"):
+        eqq.io.open(index)
+    os.mkfifo(tmp_path / "pipe")
+    for read in (eqq.load, eqq.io.open):
+        with pytest.raises(ValueError, match="pipe must be a file. Got a folder, a device or a pipe"):
+            read(tmp_path / "pipe")
+    for wrong in (0, -1, True):
+        with pytest.raises(ValueError, match="at least 1"):
+            eqq.save(path, tree, shard_nbytes=wrong)
+    eqq.save(path, tree)
+    path.chmod(0o600)
+    eqq.save(path, tree)
+    assert path.stat().st_mode & 0o777 == 0o600
+    long = tmp_path / ("x" * 255)
+    eqq.save(long, tree)
+    assert_equal_trees(eqq.load(long), tree)
 
 
 def test_tied_weights_are_saved_once_and_stay_tied(getkey, path):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -15,9 +16,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     A process that is killed may leave the temporary file, `.name.<random>.tmp`, which nothing reads.
     """
     path = Path(os.path.realpath(path))  # a link stays a link
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} must be a file. Got a folder, which only `shard_nbytes` writes into.")
+    if path.exists() and not path.is_file():  # such as /dev/null, which must not be replaced
+        raise OSError(f"{path} must be a file. Got a device, a pipe or a socket.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as f:
+            if path.exists():
+                shutil.copymode(path, temporary)  # whoever could not read the old file cannot read the new one
             yield f
             f.flush()
             os.fsync(f.fileno())

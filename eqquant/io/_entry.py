@@ -6,11 +6,15 @@ from typing import Any, Literal
 import jax
 import jax.core
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding
 
 from .._array.array import is_quantized, QuantizedArray
+from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
+from .._methods import AbstractMethod
+from .._tree.leaves import Leaf
 from ._assemble import parts_of, structure
 from ._stored import NAME_OF
 
@@ -32,6 +36,8 @@ class Entry:
     - `kind`: a JAX array, a NumPy array, a NumPy scalar, a PRNG key, a quantized array, or a Python scalar or string.
     - `dtype`: the (logical) dtype; for a Python scalar its type.
     - `gradient_of`: the dtype of that field of a quantized array, if it is not `None`.
+    - `within`: what the arrays around it, such as an `eqquant.SimulatedArray`, make of it: their fields that are no
+        leaves, as text. `None` if there is none, or if that is not known.
     """
 
     kind: Kind
@@ -40,8 +46,12 @@ class Entry:
     format: AbstractFormat | None = None
     axes: tuple[int, ...] = ()
     gradient_of: str | None = None
+    within: str | None = None
 
     def __str__(self) -> str:
+        return self._values() if self.within is None else f"{self._values()} within {self.within}"
+
+    def _values(self) -> str:
         if self.kind == "scalar":
             return f"a Python {self.dtype}"
         array = f"{self.dtype}{list(self.shape)}"
@@ -49,10 +59,9 @@ class Entry:
             return f"PRNG keys {array}"
         if self.format is None:
             return array
-        fields = ", ".join(f"{f.name}={getattr(self.format, f.name)!r}" for f in dataclasses.fields(self.format))
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         gradients = ", with `gradient_of`" if self.gradient_of else ""
-        return f"{array} in {type(self.format).__name__}({fields}), axis={axis}{gradients}"
+        return f"{array} in {_with_all_fields(self.format)}, axis={axis}{gradients}"
 
     def structure(self, sharding: NamedSharding | None = None) -> QuantizedArray:
         """Returns the quantized array that this describes, of `jax.ShapeDtypeStruct`s."""
@@ -66,8 +75,10 @@ class Entry:
 
         A quantized array may stand in the place of a float one, and then keeps its format.
         """
+        if None not in (self.within, place.within) and self.within != place.within:
+            return False
         if place.kind == "quantized" or self.kind == "scalar" or place.kind == "scalar":
-            return self == place
+            return dataclasses.replace(self, within=place.within) == place
         if (self.kind == "key") != (place.kind == "key"):
             return False
         return (self.shape, self.dtype) == (place.shape, place.dtype)
@@ -80,6 +91,8 @@ def entry_of(x: Any, path: str) -> Entry | None:
 
     `TypeError` for an array of a dtype that no file can hold, `ValueError` for a damaged quantized array.
     """
+    if is_quantized(x) and not jtu.tree_leaves(x):
+        return None  # what `eqx.filter` leaves of one, as `None` of an array
     if is_quantized(x):
         return _entry_of_quantized(x, path)
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -95,6 +108,36 @@ def entry_of(x: Any, path: str) -> Entry | None:
     return None
 
 
+def entry_of_leaf(leaf: Leaf) -> Entry | None:
+    """Describes a leaf of a tree, with the arrays of ours that it is a part of."""
+    entry = entry_of(leaf.value, leaf.path)
+    around = [_with_all_fields(node) for node in leaf.nodes if isinstance(node, AbstractArrayValue)]
+    if entry is None or entry.kind == "scalar" or not around:
+        return entry
+    return dataclasses.replace(entry, within=", within ".join(reversed(around)))
+
+
+def _with_all_fields(x: Any) -> str:
+    """Returns `x` with its fields, but for those that hold leaves of the tree. A default may change: it is shown."""
+    if isinstance(x, np.dtype):
+        return x.name
+    if not isinstance(x, (AbstractFormat, AbstractMethod, AbstractArrayValue)):
+        return repr(x)
+    fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+    if isinstance(x, AbstractArrayValue):
+        fields = {
+            f.name: fields[f.name]
+            for f in dataclasses.fields(x)
+            if f.metadata.get("static") or isinstance(fields[f.name], (AbstractFormat, AbstractMethod))
+        }
+    shown = ", ".join(f"{name}={_with_all_fields(value)}" for name, value in fields.items() if not _has_arrays(value))
+    return f"{type(x).__name__}({shown})"
+
+
+def _has_arrays(x: Any) -> bool:
+    return any(isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) for leaf in jtu.tree_leaves(x))
+
+
 def _entry_of_quantized(q: QuantizedArray, path: str) -> Entry:
     gradient_of = None if q.gradient_of is None else np.dtype(q.gradient_of.dtype).name
     try:
@@ -103,6 +146,6 @@ def _entry_of_quantized(q: QuantizedArray, path: str) -> Entry:
         for name, part in expected.items():
             if name not in got or (got[name].shape, got[name].dtype) != (part.shape, part.dtype):
                 raise ValueError(f"`{name}` must be {part.dtype}{list(part.shape)}. Got {got.get(name)}.")
-    except (TypeError, ValueError) as e:
+    except (AttributeError, TypeError, ValueError) as e:
         raise ValueError(f"{path} must be a whole quantized array. {e}") from None
     return entry

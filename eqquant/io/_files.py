@@ -13,6 +13,7 @@ from ._stored import MappedFile, Stored
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _MAX_CONFIG = 100_000_000
+_MAX_NAME = 255  # of a file, in bytes; longer ones are errors of the system, which name no file here
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,9 +67,7 @@ def _pickles(names: list[str]) -> str:
 def _of_file(path: Path, config: Mapping[str, Any]) -> Files:
     if path.suffix in _PICKLES:
         raise ValueError(f"{path} must be a .safetensors or .gguf file. Got {_pickles([path.name])}.")
-    with path.open("rb") as f:
-        is_gguf = f.read(4) == _gguf.MAGIC
-    if is_gguf:
+    if MappedFile(path).buffer[:4] == _gguf.MAGIC:
         contents = _gguf.read(path)
         return Files(MappedFile(path), contents.tensors, contents.metadata, config, "gguf")
     tensors, metadata = _safetensors.read(path)
@@ -95,7 +94,13 @@ def _of_index(path: Path) -> Files:
     shards: dict[str, Mapping[str, Stored]] = {}
     tensors = {}
     for name, shard in where.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", "..") or "\\" in shard:
+        if (
+            not isinstance(shard, str)
+            or Path(shard).name != shard
+            or shard in ("", ".", "..")
+            or "\\" in shard
+            or len(os.fsencode(shard)) > _MAX_NAME
+        ):
             file.fail(f"must name files of its own folder. Got {str(shard)[:80]!r} for {name!r}.")
         if shard not in shards:
             if not (path.parent / shard).is_file():

@@ -21,7 +21,7 @@ from .._mesh import full_spec
 from .._tree.leaves import Leaf, named_leaves
 from .._tree.placement import Shardings, wanted_shardings
 from ._assemble import parts_of
-from ._entry import Entry, entry_of
+from ._entry import Entry, entry_of_leaf
 from ._files import find_files
 from ._manifest import from_stored, KEY, read_manifest, SavedLeaf
 from ._stored import MappedFile
@@ -82,9 +82,7 @@ def load(
 
 
 def _load_nested(saved: Mapping[str, SavedLeaf], file: MappedFile, shardings: Shardings | None) -> Any:
-    keys = [leaf.keys for leaf in saved.values()]
-    inner = {k[:n] for k in keys for n in range(len(k))}
-    if len({*keys}) != len(keys) or inner.intersection(keys):
+    if not _nests(leaf.keys for leaf in saved.values()):
         file.fail("must have keys that nest. Got a leaf under the same keys as another.")
     skeleton = _nest({leaf.keys: _struct(leaf.entry, None) for leaf in saved.values()})
     shown = list(named_leaves(skeleton))
@@ -136,8 +134,9 @@ def assign(model: PyTree, arrays: Mapping[str, Any]) -> PyTree:
     `ValueError` if an array is missing, left over, or of another format, shape or dtype. The message names the leaf,
     with both sides.
     """
-    given = {leaf.path: leaf.value for leaf in named_leaves(arrays)}
-    entries = {path: entry for path, x in given.items() if (entry := entry_of(x, path)) is not None}
+    shown = list(named_leaves(arrays))
+    given = {leaf.path: leaf.value for leaf in shown}
+    entries = {leaf.path: entry for leaf in shown if (entry := entry_of_leaf(leaf)) is not None}
     leaves = list(named_leaves(model))
     places = check_fits(leaves, entries, "`arrays` must fit the model", ("in `arrays`", "in the model"))
     values = [leaf.value if place is None else given[leaf.path] for leaf, place in places]
@@ -152,7 +151,7 @@ def check_fits(
     Raises a `ValueError` unless `entries` has exactly one that fits for each of the others.
     """
     saved_side, template_side = sides
-    places = [(leaf, entry_of(leaf.value, leaf.path)) for leaf in leaves]
+    places = [(leaf, entry_of_leaf(leaf)) for leaf in leaves]
     wrong = []
     for leaf, place in places:
         saved = entries.get(leaf.path)
@@ -172,6 +171,21 @@ def check_fits(
         more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         raise ValueError(f"{rule}. Got {'; '.join(wrong[:10])}{more}.")
     return places
+
+
+def _nests(keys: Iterable[tuple[str, ...]]) -> bool:
+    """Returns whether no leaf stands under the same keys as another, or within it. Takes time linear in the keys."""
+    root: dict[str | None, Any] = {}
+    for path in keys:
+        node = root
+        for key in path:
+            if None in node:
+                return False
+            node = node.setdefault(key, {})
+        if node:
+            return False
+        node[None] = None  # a leaf
+    return True
 
 
 def _nest(by_keys: Mapping[tuple[str, ...], Any]) -> Any:

@@ -28,11 +28,13 @@ from .._formats.base import AbstractFormat, known_formats
 from ._assemble import parts_of
 from ._entry import DTYPE_NAMES, Entry, SCALARS
 from ._json import parse_json
-from ._stored import MappedFile, NAME_OF, Stored
+from ._stored import MappedFile, NAME_OF, num_bytes, Stored
 
 
 VERSION = 1
 KEY = "eqquant"  # of the metadata
+# Python cannot walk trees that are much deeper.
+MAX_KEYS = 500
 Formats = Mapping[str, type[AbstractFormat]]
 _T = TypeVar("_T")
 
@@ -93,6 +95,8 @@ def leaf_to_json(path: str, keys: Sequence[str], x: Any, entry: Entry, tensors: 
         out["impl"] = str(jr.key_impl(x))
     if entry.format is not None:
         out |= {"axis": list(entry.axes), "format": _format_to_json(entry.format, path)}
+    if entry.within is not None:
+        out["within"] = entry.within
     if entry.gradient_of is not None:
         out["gradient_of"] = entry.gradient_of
     return out
@@ -179,12 +183,16 @@ class _Fields:
 
     def leaf(self, tensors: Mapping[str, Stored], known: Formats, saved: Mapping[str, SavedLeaf]) -> SavedLeaf:
         path, keys = self.get("path", str), self.items("keys", str)
+        if len(keys) > MAX_KEYS:
+            self.fail(f"Got {len(keys)} keys. It must have at most {MAX_KEYS}.")
         if "tied_to" in self.fields:
             first = saved.get(self.get("tied_to", str))
             if first is None:
                 self.fail(f"Got `tied_to` {self.fields['tied_to']!r}, which no leaf before it is.")
             return dataclasses.replace(first, path=path, keys=keys, tied_to=first.path)
         entry = self.entry(known)
+        if "within" in self.fields:
+            entry = dataclasses.replace(entry, within=self.get("within", str))
         if entry.kind == "scalar":
             return SavedLeaf(path, keys, entry, {}, value=self.scalar(entry.dtype))
         impl = self.get("impl", str) if entry.kind == "key" else None
@@ -209,8 +217,8 @@ class _Fields:
                 self.fail(f"Got the type {dtype!r}, which is not one of those that are saved.")
             return Entry("scalar", dtype)
         shape = self.items("shape", int)
-        if any(n < 0 for n in shape) or math.prod(n for n in shape if n) >= 2**59 or len(shape) > 32:
-            self.fail(f"Got the shape {shape}, which no array can have.")
+        if num_bytes(shape, 8) is None:
+            self.fail(f"Got the shape {str(shape[:40])[:80]}, which no array can have.")
         if kind == "key":
             return Entry("key", dtype, shape)
         if dtype not in DTYPE_NAMES:
@@ -221,7 +229,7 @@ class _Fields:
             self.fail(f"Got the kind {kind!r}, which is not one of those that are saved.")
         axes = self.items("axis", int)
         if not axes or len({*axes}) != len(axes) or any(not -len(shape) <= a < 0 for a in axes):
-            self.fail(f"Got the axes {axes} of shape {shape}, which it does not have.")
+            self.fail(f"Got the axes {str(axes[:40])[:80]} of shape {shape}, which it does not have.")
         gradient_of = self.get("gradient_of", str) if "gradient_of" in self.fields else None
         if any(
             d not in DTYPE_NAMES or not jnp.issubdtype(jnp.dtype(d), jnp.floating)
@@ -248,10 +256,13 @@ class _Fields:
             parameters = inspect.signature(cls).parameters
             format = cls(**{field: value for field, value in fields.items() if field in parameters})
         except Exception as e:  # whatever the class raises for fields that it does not take
-            self.fail(f"Got {name} with fields {fields}, which it does not take. {e}")
+            self.fail(f"Got {name} with fields {_short(fields)}, which it does not take. {_short(e)}")
         actual = {field.name: getattr(format, field.name) for field in dataclasses.fields(format)}
         if actual != fields:
-            self.fail(f"Got {name} with fields {fields}, which made {actual}. Another version of the class saved it.")
+            self.fail(
+                f"Got {name} with fields {_short(fields)}, which made {_short(actual)}. Another "
+                "version of the class saved it."
+            )
         return format
 
     def scalar(self, kind: str) -> Any:
@@ -268,10 +279,16 @@ class _Fields:
         try:
             one = jax.eval_shape(lambda: jr.key(0, impl=impl))
         except Exception as e:  # what JAX raises differs between releases
-            self.fail(f"Got keys of {impl!r}, which JAX does not know. {e}")
+            self.fail(f"Got keys of {impl!r}, which JAX does not know. {_short(e)}")
         if str(one.dtype) != entry.dtype:
             self.fail(f"Got keys of {impl!r} and {entry.dtype!r}, which differ.")
         return jax.ShapeDtypeStruct(entry.shape, one.dtype)
+
+
+def _short(x: Any) -> str:
+    """Returns text from a file at a length that an error can show."""
+    text = str(x)
+    return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 def _tuples(x: Any) -> Any:

@@ -83,6 +83,8 @@ def _stored(file: MappedFile, name: str, entry: Any, data: int) -> Stored:
     nbytes = num_bytes(tuple(shape), DTYPES[dtype][0])
     if nbytes is None:
         fail(f"{dtype} of a shape that no array can have")
+    if max(offsets) >= 2**63:  # it may have thousands of digits
+        fail("offsets that no file can have")
     if end < begin or nbytes != end - begin:
         fail(f"offsets for {end - begin} bytes, where {dtype}{shape} takes {nbytes}")
     if end > file.size - data:

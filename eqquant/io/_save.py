@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 from .._tree.leaves import identity, key_name, Leaf, named_leaves
 from ._assemble import parts_of
 from ._atomic import replacing, sync_folder
-from ._entry import Entry, entry_of
-from ._manifest import KEY, leaf_to_json, stored_as, to_stored, VERSION
+from ._entry import Entry, entry_of_leaf
+from ._manifest import KEY, leaf_to_json, MAX_KEYS, stored_as, to_stored, VERSION
 from ._safetensors import split, ToWrite, write
 
 
@@ -58,12 +58,15 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None
 
     **Raises:**
 
-    `TypeError` for a leaf without values (a `jax.ShapeDtypeStruct`, or a traced array), for an array of objects, or for
-    a format whose fields JSON cannot hold. `ValueError` for a quantized array that is not whole, or an array of which
-    this process holds only a part. The message names the leaf.
+    `TypeError` for a leaf without values (a `jax.ShapeDtypeStruct`, or a traced array), for an array of objects or with
+    a mask, or for a format whose fields JSON cannot hold. `ValueError` for a quantized array that is not whole, a
+    deleted array, or one of which this process holds only a part. The message names the leaf. `OSError` if `path` is
+    not a file, or its folder does not exist. In all these cases nothing is written.
     """
-    if shard_nbytes is not None and (isinstance(shard_nbytes, bool) or shard_nbytes < 1):
-        raise ValueError(f"`shard_nbytes` must be at least 1. Got {shard_nbytes}. `None` writes one file.")
+    if shard_nbytes is not None and (isinstance(shard_nbytes, bool | str) or not shard_nbytes >= 1):
+        raise ValueError(
+            f"`shard_nbytes` must be a number of at least 1. Got {shard_nbytes!r}. `None` writes one file."
+        )
     saved, tensors = _plan(tree)
     manifest = json.dumps({"version": VERSION, "leaves": saved}, separators=(",", ":"))
     path = Path(path)
@@ -104,7 +107,13 @@ def _checked(leaf: Leaf) -> Entry | None:
                 f"{leaf.path} must be on devices of this process. Got an array that others hold too. Gather it, or "
                 "save with a library for many processes, such as orbax."
             )
-    return entry_of(leaf.value, leaf.path)
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise ValueError(f"{leaf.path} must have values. Got an array that was deleted, or donated to a `jit`.")
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(f"{leaf.path} must be an array without a mask, which a file cannot hold. Got {type(x)}.")
+    if len(leaf.keys) > MAX_KEYS:
+        raise ValueError(f"{leaf.path[:80]}... must be within at most {MAX_KEYS} nodes. Got {len(leaf.keys)}.")
+    return entry_of_leaf(leaf)
 
 
 def _nested_keys(leaves: Sequence[Leaf]) -> list[tuple[str, ...]]:

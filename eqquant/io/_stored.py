@@ -48,6 +48,9 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # A pipe would make opening it wait.
+        if path.exists() and not path.is_file():
+            self.fail("must be a file. Got a folder, a device or a pipe.")
         with path.open("rb") as f:
             self.size = f.seek(0, 2)
             # An empty file cannot be mapped.

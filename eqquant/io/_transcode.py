@@ -40,6 +40,8 @@ def from_codes(
     - `shape`, `dtype`, `axes`: those of the result; the axes are the last ones.
     - `source`: the tensor that an error names.
     """
+    if any(shape[a] == 0 for a in axes):
+        source.fail(f"It must have values along the quantized axis. Got the shape {list(shape)}.")
     like = structure(format, axes, shape, jnp.dtype(dtype))
     parts = parts_of(like)
     packed = np.empty(parts["codes"].shape, np.uint8).reshape(-1, parts["codes"].shape[-1])

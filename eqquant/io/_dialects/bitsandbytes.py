@@ -22,7 +22,7 @@ from ..._formats import Codebook, Int8, NF4
 from ..._formats.base import AbstractFormat
 from .._files import Files
 from .._json import parse_json
-from .._stored import Stored
+from .._stored import num_bytes, Stored
 from .._transcode import from_codes
 from .item import companions, expect, Item, plain
 
@@ -85,9 +85,11 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
         state_tensor.fail(f"It must take at most {_MAX_STATE} bytes. Got {state_tensor.nbytes}.")
     state = parse_json(state_tensor.bytes().tobytes(), t.file, f"the quantization state of {name!r}")
     shape, block, dtype = state.get("shape"), state.get("blocksize"), state.get("dtype")
-    if not isinstance(shape, list) or not shape or not all(type(n) is int and n >= 0 for n in shape):
+    if not isinstance(shape, list) or not shape or not all(type(n) is int and n >= 1 for n in shape):
         state_tensor.fail(f"It must have a shape. Got {str(shape)[:80]}.")
-    if type(block) is not int or block < 2 or block % 2:
+    if num_bytes(tuple(shape), 8) is None:
+        state_tensor.fail("It must have a shape that an array can have. Got more values or dimensions.")
+    if type(block) is not int or not 2 <= block < 2**31 or block % 2:
         state_tensor.fail(f"It must have an even block size. Got {str(block)[:80]}.")
     if dtype not in _DTYPES:
         state_tensor.fail(f"It must have a dtype, one of {', '.join(_DTYPES)}. Got {str(dtype)[:80]!r}.")
@@ -103,8 +105,10 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
     expect(of["absmax"], ("U8",) if nested else ("F32",), (scales,))
     if nested:
         inner, offset = state.get("nested_blocksize"), state.get("nested_offset")
-        if type(inner) is not int or inner < 1 or not isinstance(offset, (int, float)) or "nested_quant_map" not in of:
+        known = type(inner) is int and inner >= 1 and type(offset) in (int, float) and abs(offset) < 2**127
+        if not known or "nested_quant_map" not in of:
             state_tensor.fail("It must have a block size, an offset and a `nested_quant_map` for nested scales.")
+        inner = min(inner, max(scales, 1))  # a number alone must not allocate
         expect(of["nested_absmax"], ("F32",), (-(-scales // inner),))
         expect(of["nested_quant_map"], ("F32",), (256,))
     shape = tuple(shape)
@@ -115,7 +119,7 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
     def read():
         scale = of["absmax"].array()
         if nested:
-            outer = np.repeat(of["nested_absmax"].array(), state["nested_blocksize"])[:scales]
+            outer = np.repeat(of["nested_absmax"].array(), inner)[:scales]
             scale = of["nested_quant_map"].array()[scale] * outer + np.float32(state["nested_offset"])
         raw = t.bytes()
 
@@ -126,7 +130,9 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
             return (found if order is None else order[found]).reshape(stop - start, length)
 
         batch = shape[:-1] if rows else ()
-        return from_codes(codes, scale.reshape(*batch, -1), None, format, shape, jnp.dtype(dtype), t, axes)
+        return from_codes(
+            codes, scale.reshape(*batch, -(-length // block)), None, format, shape, jnp.dtype(dtype), t, axes
+        )
 
     layout = state_name.rpartition("__")[2]
     layout = f"{layout}, nested" if nested else layout

@@ -24,7 +24,7 @@ from ..._numerics.blocks import BlockSize
 from .._files import Files
 from .._stored import DTYPES, Stored
 from .._transcode import from_codes, unpack_low_first
-from .item import Item, plain
+from .item import format_of, Item, plain
 
 
 NAME = "compressed-tensors"
@@ -77,7 +77,7 @@ def _packed(of: dict[str, Stored]) -> Item:
     zero = of.get("_zero_point")
     if zero is not None and (zero.dtype != "I32" or zero.shape != (-(-out * bits // 32), scale.shape[1])):
         zero.fail(f"It must be packed along the rows, I32. Got {zero.dtype} of {list(zero.shape)}.")
-    format = _INTEGERS[bits](_block(scale, scale.shape[1], length), zero is None)
+    format = format_of(scale, _INTEGERS[bits], _block(scale, scale.shape[1], length), zero is None)
 
     def codes(start: int, stop: int) -> np.ndarray:
         return unpack_low_first(np.ascontiguousarray(t.array()[start:stop]).view(np.uint8), bits)[:, :length]
@@ -113,7 +113,8 @@ def _whole(t: Stored | None, of: dict[str, Stored]) -> Item:
         zero.fail(f"It must have the shape of the scale, in I8. Got {zero.dtype} of {list(zero.shape)}.")
     spread = lambda x: np.repeat(x.reshape(rows, blocks), repeats, axis=0)[:out]
     signed = t.dtype == "I8"
-    format = Int8(block, zero is None) if signed else FP8("e4m3" if t.dtype == "F8_E4M3" else "e5m2", block)
+    kind = "e4m3" if t.dtype == "F8_E4M3" else "e5m2"
+    format = format_of(scale, Int8, block, zero is None) if signed else format_of(scale, FP8, kind, block)
 
     def codes(start: int, stop: int) -> np.ndarray:
         raw = t.array()[start:stop].view(np.uint8)
@@ -130,7 +131,7 @@ def _scales(t: Stored) -> np.ndarray:
 def _block(scale: Stored, blocks: int, length: int) -> BlockSize:
     if blocks == 1:
         return None
-    if blocks < 1 or length % blocks:
+    if blocks < 1 or length < 1 or length % blocks:
         scale.fail(f"It must divide {length} values into equal groups. Got {blocks} scales.")
     return length // blocks
 

@@ -17,7 +17,7 @@ from ..._formats import Int2, Int4, Int8
 from .._files import Files
 from .._stored import DTYPES, Stored
 from .._transcode import from_codes, unpack_low_first
-from .item import companions, expect, Item, plain
+from .item import companions, expect, format_of, Item, plain
 
 
 NAME = "gptq"
@@ -62,10 +62,10 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
     length = t.shape[0] if awq else t.shape[0] * 32 // bits
     expect(zeros, ("I32",), (groups, out * bits // 32))
     expect(t, ("I32",), (length, out // 8) if awq else (length * bits // 32, out))
-    if groups < 1 or length % groups:
+    if groups < 1 or length < 1 or length % groups:
         scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
     symmetric = settings.get("sym") is True and not awq
-    format = _INTEGERS[bits](None if groups == 1 else length // groups, symmetric)
+    format = format_of(scale, _INTEGERS[bits], None if groups == 1 else length // groups, symmetric)
     stored_as = "awq" if awq else str(settings.get("checkpoint_format", "gptq"))[:20]
     dtype = DTYPES[scale.dtype][1]
 

@@ -51,6 +51,14 @@ def companions(tensors: Iterable[str], *suffixes: str) -> dict[str, list[str]]:
     return found
 
 
+def format_of(t: Stored, cls: Callable[..., AbstractFormat], *args: Any) -> AbstractFormat:
+    """Makes the format of a weight. Raises an error that names `t` if no format has these fields."""
+    try:
+        return cls(*args)
+    except ValueError as e:
+        t.fail(f"Got a layout for which eqquant has no format. {e}")
+
+
 def expect(t: Stored, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
     """Raises unless a tensor is of one of the dtypes, and of the shape."""
     if t.dtype not in dtypes or t.shape != shape:

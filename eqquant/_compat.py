@@ -113,6 +113,14 @@ def num_devices(context: Any) -> int:
     return 1 if manual else max(len(_devices(context)), 1)
 
 
+def is_partly_manual(context: Any) -> bool:
+    """Returns whether a program is in a `shard_map` over some axes of a mesh, whose others the compiler divides."""
+    axis_context = getattr(context.module_context, "axis_context", None)
+    manual = getattr(axis_context, "manual_axes", None)
+    sizes = axis_context.mesh.shape if axis_context is not None and manual else {}
+    return any(size > 1 for name, size in sizes.items() if name not in manual)
+
+
 def spec_on_mesh(sharding: Any, mesh: Any) -> Any:
     """Returns the `PartitionSpec` of a sharding that the compiler chose.
 

@@ -239,6 +239,16 @@ def test_shard_map_over_some_axes_of_an_explicit_mesh(getkey):
     assert_close(jax.jit(f)(put(x, mesh, P("data")), put(q, mesh, P("model"))), product(x, q))
 
 
+@pytest.mark.parametrize("f", [lambda x, q: x @ q.T, lambda x, q: q.dequantize()], ids=["product", "dequantize"])
+def test_shard_map_over_some_axes_divides_along_the_others(getkey, mesh, f):
+    q, x = eqq.quantize(weights(getkey(), (64, K)), "nf4"), weights(getkey(), (8, K))
+    rows = P("data") if f(x, q).shape[0] == 8 else P()
+    local = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=rows, axis_names={"data"}))
+    xs, qs = put(x, mesh, P("data")), put(q, mesh, P("model"))
+    assert_close(local(xs, qs), f(x, q))
+    assert "all-gather" not in local.lower(xs, qs).compile().as_text()
+
+
 def test_the_quantized_axis_is_whole_inside_shard_map(getkey, mesh):
     q = put(eqq.quantize(weights(getkey(), (64, K)), "nf4"), mesh, P(None, "model"))
     f = jax.shard_map(product, mesh=mesh, in_specs=(P(None, "model"), P(None, "model")), out_specs=P())

@@ -44,7 +44,8 @@ def _on_cpu(*args: Array, tree: Any) -> Array:
 
 
 def _lower_on_cpu(context: Any, *args: Any, **params: Any) -> Any:
-    alone = _compat.num_devices(context) == 1 and _compat.no_cpu_kernels(context) is None
+    alone = _compat.num_devices(context) == 1 and not _compat.is_partly_manual(context)
+    alone = alone and _compat.no_cpu_kernels(context) is None
     return mlir.lower_fun(_on_cpu if alone else _by_xla, multiple_results=False)(context, *args, **params)
 
 

@@ -66,6 +66,9 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
         # The TPU compiler supports no `custom_partitioning` (https://github.com/jax-ml/jax/issues/38196), and does not
         # divide kernels. It can divide `xla`, whose operations it knows.
         devices, no_kernels = 1, "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
+    if _compat.is_partly_manual(context):
+        # It would gather the operands of a kernel, and every device would compute the whole product.
+        no_kernels = "in a `shard_map` over some axes of a mesh the compiler divides the product along the others"
     target = Target(platform, _compat.device_kind(context), _compat.compute_capability(context), no_kernels)
     compute = ft.partial(_compute, target, devices=devices)
     return mlir.lower_fun(compute, multiple_results=False)(context, *args, **params)

@@ -142,13 +142,14 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   Problem& p = q.p;
   Matrix xs, ys;
   q.form = x.element_type() == ffi::DataType::S8 ? kSigned : x.element_type() == ffi::DataType::U8 ? kUnsigned : kFloats;
+  // Before counting arguments, which depends on the type of x.
+  if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");
+  if (q.form == kFloats && x.element_type() != y->element_type())
+    return bad("x must be int8, uint8 or of the type of the result");
   if (const char* wrong = set_weight(codes, scale, rest, q.form != kFloats, table, bits, length, block_size, scale_kind,
                                      values, row_scale, zero_points, &p))
     return bad(wrong);
   if (!as_matrix(x, &xs) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
-  if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");
-  if (q.form == kFloats && x.element_type() != y->element_type())
-    return bad("x must be int8, uint8 or of the type of the result");
   p.m = x_transposed ? xs.columns : xs.rows;
   if (xs.batch != p.batch || ys.batch != p.batch) return bad("batches differ");
   if ((x_transposed ? xs.rows : xs.columns) != p.k) return bad("x and the weight do not fit");

@@ -109,7 +109,7 @@ def test_native(session: nox.Session, *, whole: bool) -> None:
         session.log(f"Instruction set {isa}")
         chosen = () if whole and isa == available[-1] else products
         pytest(session, "tests/test_cpu_matmul.py", *chosen, env={"EQQUANT_CPU_ISA": isa})
-    pytest(session, "tests/test_dispatch.py", "-k", "cpu")
+    pytest(session, "tests/test_dispatch.py", "tests/test_matmul.py", "-k", "cpu or explain")
 
 
 @nox.session

@@ -14,6 +14,7 @@ rows, all axes are quantized as one.
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -103,14 +104,7 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
     format, order = _format(of["quant_map"], block)
     nested = "nested_absmax" in of
     expect(of["absmax"], ("U8",) if nested else ("F32",), (scales,))
-    if nested:
-        inner, offset = state.get("nested_blocksize"), state.get("nested_offset")
-        known = type(inner) is int and inner >= 1 and type(offset) in (int, float) and abs(offset) < 2**127
-        if not known or "nested_quant_map" not in of:
-            state_tensor.fail("It must have a block size, an offset and a `nested_quant_map` for nested scales.")
-        inner = min(inner, max(scales, 1))  # a number alone must not allocate
-        expect(of["nested_absmax"], ("F32",), (-(-scales // inner),))
-        expect(of["nested_quant_map"], ("F32",), (256,))
+    inner, offset = _nested(of, state, state_tensor, scales) if nested else (1, 0.0)
     shape = tuple(shape)
     rows = shape[-1] % block == 0
     axes = (-1,) if rows else tuple(range(-len(shape), 0))
@@ -120,7 +114,7 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
         scale = of["absmax"].array()
         if nested:
             outer = np.repeat(of["nested_absmax"].array(), inner)[:scales]
-            scale = of["nested_quant_map"].array()[scale] * outer + np.float32(state["nested_offset"])
+            scale = of["nested_quant_map"].array()[scale] * outer + np.float32(offset)
         raw = t.bytes()
 
         def codes(start: int, stop: int) -> np.ndarray:
@@ -137,6 +131,20 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
     layout = state_name.rpartition("__")[2]
     layout = f"{layout}, nested" if nested else layout
     return Item(shape, dtype, format, layout, (t, *(of[p] for p in of)), read)
+
+
+def _nested(of: dict[str, Stored], state: dict[str, Any], state_tensor: Stored, scales: int) -> tuple[int, float]:
+    """Returns how many scales share an outer one, and what is added to all of them."""
+    inner: Any = state.get("nested_blocksize")
+    offset: Any = state.get("nested_offset")
+    if type(inner) is not int or inner < 1 or type(offset) not in (int, float) or not abs(offset) < 2**127:
+        state_tensor.fail("It must have a block size and an offset for nested scales.")
+    if "nested_quant_map" not in of:
+        state_tensor.fail("It must have a companion 'nested_quant_map'. Got none.")
+    inner = min(inner, max(scales, 1))  # a number alone must not allocate
+    expect(of["nested_absmax"], ("F32",), (-(-scales // inner),))
+    expect(of["nested_quant_map"], ("F32",), (256,))
+    return inner, float(offset)
 
 
 def _format(quant_map: Stored, block: int) -> tuple[AbstractFormat, np.ndarray | None]:

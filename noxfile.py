@@ -89,9 +89,9 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=OLDEST_PYTHON)
 def tests_oldest(session: nox.Session) -> None:
-    """Runs the tests on the oldest supported Python, JAX and dependencies."""
+    """Runs the tests on the oldest supported Python, JAX and dependencies: every second case of each."""
     install(session, "tests", "examples", oldest=True, weights=True)
-    pytest(session)
+    pytest(session, "--every", "2")
 
 
 def test_native(session: nox.Session, *, whole: bool) -> None:

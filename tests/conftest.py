@@ -1,3 +1,4 @@
+import collections
 import gc
 import itertools as it
 import random
@@ -10,6 +11,23 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for meshes
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--every", type=int, default=1, metavar="N", help="run one in N cases of each test")
+
+
+@pytest.hookimpl(trylast=True)  # after those marked `slow` have left
+def pytest_collection_modifyitems(config, items):
+    every, seen = config.getoption("--every"), collections.Counter()
+    kept, left_out = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        (left_out if seen[test] % every else kept).append(item)
+        seen[test] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 @pytest.fixture

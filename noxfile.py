@@ -82,16 +82,16 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Runs the tests on the newest versions that this Python has."""
+    """Runs every second case of each test, on the newest versions that this Python has. `-- --every 1` runs all."""
     install(session, "tests", "ecosystem", "examples", weights=True)
-    pytest(session)
+    pytest(session, "--every", "2")
 
 
 @nox.session(python=OLDEST_PYTHON)
 def tests_oldest(session: nox.Session) -> None:
-    """Runs the tests on the oldest supported Python, JAX and dependencies: every second case of each."""
+    """Runs the tests on the oldest supported Python, JAX and dependencies: every third case of each."""
     install(session, "tests", "examples", oldest=True, weights=True)
-    pytest(session, "--every", "2")
+    pytest(session, "--every", "3")
 
 
 def test_native(session: nox.Session, *, whole: bool) -> None:
@@ -158,9 +158,9 @@ def native_arm(session: nox.Session) -> None:
 
 @nox.session
 def sweep(session: nox.Session) -> None:
-    """Runs the tests marked `slow`: every kernel over every format and number of rows."""
-    install(session, "tests")
-    pytest(session, "-m", "slow")
+    """Runs every case of every test, those marked `slow` too: every kernel over every format and number of rows."""
+    install(session, "tests", "ecosystem", "examples", weights=True)
+    pytest(session, "-m", "slow or not slow")
 
 
 @nox.session

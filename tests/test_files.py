@@ -393,7 +393,7 @@ def test_shards(getkey, tmp_path):
         for where in (folder, folder / "model.safetensors.index.json"):
             assert_equal_trees(eqq.load(where, model), model)
     for shard in (0, -1, True):
-        with pytest.raises(ValueError, match="`shard_nbytes` must be at least 1"):
+        with pytest.raises(ValueError, match="`shard_nbytes` must be a number of at least 1"):
             eqq.save(folder, model, shard_nbytes=shard)
 
 

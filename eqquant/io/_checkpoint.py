@@ -101,7 +101,8 @@ class Checkpoint(Report, Mapping[str, Any]):
             table.add_row(escape(row.name), shape, escape(row.stored_as), escape(reads), *numbers, style=style)
         quantized = sum(row.format is not None for row in self.rows)
         head = f"{len(self.rows)} arrays, {quantized} of them quantized, {show_bytes(self.nbytes)}"
-        return Group(f"{escape(self.path)}: {self.dialect}, {head}, {self.bits:.3f} bits per value.", table)
+        # A line for the path, which may be long.
+        return Group(escape(self.path), f"{self.dialect}, {head}, {self.bits:.3f} bits per value", table)
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:

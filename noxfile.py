@@ -110,6 +110,8 @@ def test_native(session: nox.Session, *, whole: bool) -> None:
         chosen = () if whole and isa == available[-1] else products
         pytest(session, "tests/test_cpu_matmul.py", *chosen, env={"EQQUANT_CPU_ISA": isa})
     pytest(session, "tests/test_dispatch.py", "tests/test_matmul.py", "-k", "cpu or explain")
+    if whole:
+        pytest(session, "tests/test_cpu_int8.py", "tests/test_cpu_decode.py")
 
 
 @nox.session

@@ -123,13 +123,12 @@ def test_rows_that_are_zero_or_not_finite(getkey):
 def test_batches_and_orders(getkey, m):
     q = eqq.quantize(weights(getkey(), (2, 3, 24, 130)), "int4")
     x, x_scale = codes_of(getkey(), (2, 3, m, 130)), jnp.abs(weights(getkey(), (2, 3, m, 1)))
-    turn = lambda a: jnp.swapaxes(a, -1, -2)
     y = product(x, q, x_scale=x_scale, dtype=jnp.float32)
     check(y, x, x_scale, q)
     options = dict(x_scale=x_scale, dtype=jnp.float32)
     packed, layout = dispatch.pack_arrays(q), layout_of(q.format, 130)
-    np.testing.assert_array_equal(cpu_int8.matmul(turn(x), packed, layout, x_transposed=True, **options), y)
-    np.testing.assert_array_equal(turn(cpu_int8.matmul(x, packed, layout, y_transposed=True, **options)), y)
+    np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, by_columns=(True, False), **options), y)
+    np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, by_columns=(False, True), **options), y)
 
 
 def test_refuses_what_is_no_integer(getkey):

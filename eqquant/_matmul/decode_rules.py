@@ -19,7 +19,7 @@ from .. import _compat
 from .._array.array import clips, dense_rows, QuantizedArray
 from .._array.primitive import dequantize_p
 from . import dispatch
-from .problem import layout_of
+from .problem import has_plain_scales, layout_of
 from .rules import moved
 
 
@@ -36,8 +36,7 @@ def _on_cpu(*args: Array, tree: Any) -> Array:
     from .kernels import cpu
 
     q: QuantizedArray = jtu.tree_unflatten(tree, args)
-    plain_scales = q.format.scale_format is not None and not isinstance(q.scale_bits, QuantizedArray)
-    layout = layout_of(q.format, q._length, plain_scales)
+    layout = layout_of(q.format, q._length, has_plain_scales(q))
     if cpu.decodes(layout, q.dtype) is not None or q.size == 0:
         return dense_rows(q)
     return cpu.decode(dispatch.pack_arrays(q), layout, q.dtype, clip=clips(q))

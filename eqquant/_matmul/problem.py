@@ -43,9 +43,13 @@ def problem_of(
 ) -> MatmulProblem:
     """Returns the problem for the operands of the primitive: arrays, or only their shapes and dtypes."""
     n, k = w.shape[-2:]
-    plain_scales = w.format.scale_format is not None and not isinstance(w.scale_bits, QuantizedArray)
     dtype = jnp.dtype(x.dtype)
-    return MatmulProblem(x.shape[-2], n, k, dtype, w.format, transpose, precision, plain_scales, by_columns)
+    return MatmulProblem(x.shape[-2], n, k, dtype, w.format, transpose, precision, has_plain_scales(w), by_columns)
+
+
+def has_plain_scales(w: Any) -> bool:
+    """Returns whether a weight, or a shard of one, holds decoded scales that its format would quantize."""
+    return w.format.scale_format is not None and not isinstance(w.scale_bits, QuantizedArray)
 
 
 @ft.lru_cache(256)

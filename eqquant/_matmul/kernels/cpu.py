@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from .. import native
 from .packed import Layout, Packed
@@ -57,25 +57,8 @@ def matmul(
     """
     del target
     outer = layout.length if transpose else weight.codes.shape[-2]
-    m = x.shape[-2]
-    x_transposed, y_transposed = by_columns
-    x = jnp.swapaxes(x, -1, -2) if x_transposed else x
-    shape = (outer, m) if y_transposed else (m, outer)
-    call = jax.ffi.ffi_call(
-        native.MATMUL,
-        jax.ShapeDtypeStruct((*x.shape[:-2], *shape), x.dtype),
-        vmap_method="broadcast_all",
-    )
-    y = call(
-        x,
-        *arrays_of(weight),
-        **attributes_of(weight, layout),
-        transpose=transpose,
-        x_transposed=x_transposed,
-        y_transposed=y_transposed,
-        precision=np.int32(precision != "highest"),
-    )
-    return jnp.swapaxes(y, -1, -2) if y_transposed else y
+    attributes = {"transpose": transpose, "precision": np.int32(precision != "highest")}
+    return call_product(native.MATMUL, x, weight, layout, outer, x.dtype, by_columns, **attributes)
 
 
 def decodes(layout: Layout, dtype: Any) -> str | None:
@@ -91,21 +74,49 @@ def decode(weight: Packed, layout: Layout, dtype: Any, *, clip: bool) -> Float[A
     The weight may have a single row without an axis for it. With `clip`, clips to the finite range of `dtype`.
     """
     shape = (*weight.codes.shape[:-1], layout.length)
-    rows = [a.reshape(-1, a.shape[-1]) if a.ndim < 2 else a for a in arrays_of(weight)]
+    rows = [a.reshape(-1, a.shape[-1]) if a.ndim < 2 else a for a in _arrays(weight)]
     call = jax.ffi.ffi_call(
         native.DECODE,
         jax.ShapeDtypeStruct((*rows[0].shape[:-1], layout.length), dtype),
         vmap_method="broadcast_all",
     )
-    return call(*rows, **attributes_of(weight, layout), clip=clip).reshape(shape)
+    return call(*rows, **_attributes(weight, layout), clip=clip).reshape(shape)
 
 
-def arrays_of(weight: Packed) -> list[Array]:
+def call_product(
+    name: str,
+    x: Shaped[Array, "*batch rows columns"],
+    weight: Packed,
+    layout: Layout,
+    outer: int,
+    dtype: Any,
+    by_columns: tuple[bool, bool],
+    *more: Array,
+    **attributes: Any,
+) -> Float[Array, "*batch results of_results"]:
+    """Calls a product of the C++ interface, with `more` arguments and attributes than all of them have."""
+    turn = lambda a, by_columns: jnp.swapaxes(a, -1, -2) if by_columns else a
+    m, (x_by_columns, y_by_columns) = x.shape[-2], by_columns
+    shape = (outer, m) if y_by_columns else (m, outer)
+    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((*x.shape[:-2], *shape), dtype), vmap_method="broadcast_all")
+    y = call(
+        turn(x, x_by_columns),
+        *_arrays(weight),
+        *more,
+        **_attributes(weight, layout),
+        x_transposed=x_by_columns,
+        y_transposed=y_by_columns,
+        **attributes,
+    )
+    return turn(y, y_by_columns)
+
+
+def _arrays(weight: Packed) -> list[Array]:
     """Returns the arguments of the C++ interface that hold a weight."""
     return [a for a in (weight.codes, weight.scale, weight.row_scale, weight.zero_point) if a is not None]
 
 
-def attributes_of(weight: Packed, layout: Layout) -> dict[str, Any]:
+def _attributes(weight: Packed, layout: Layout) -> dict[str, Any]:
     """Returns the attributes of the C++ interface that describe a weight."""
     return {
         "table": np.asarray(layout.table, np.float32),

@@ -7,13 +7,12 @@ value that is not finite gives NaN. The kernels are those of `native/`, as in `c
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int8, UInt8
 
 from .. import native
-from .cpu import arrays_of, attributes_of, DTYPES
+from .cpu import call_product, DTYPES
 from .packed import Layout, Packed
 from .target import Target
 
@@ -41,30 +40,15 @@ def matmul(
     x_scale: Float32[Array, "*batch m 1"] | None = None,
     dtype: Any = None,
     target: Target = Target("cpu"),
-    x_transposed: bool = False,
-    y_transposed: bool = False,
+    by_columns: tuple[bool, bool] = (False, False),
 ) -> Float[Array, "*batch results of_results"]:
     """Computes the product, for operands that `supports` accepts.
 
     Codes of `x` are `int8`, or `uint8` that are 128 more than what they mean, as an array stores them; `x_scale` has
     their scales, and `dtype` is that of the result. Without `x_scale`, `x` is floats and the result has their dtype.
-    `x_transposed` and `y_transposed` are those of `cpu.matmul`.
+    `by_columns` is that of `cpu.matmul`.
     """
     del target
-    m = x.shape[-1] if x_transposed else x.shape[-2]
-    n = weight.codes.shape[-2]
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     scales = [] if x_scale is None else [x_scale]
-    call = jax.ffi.ffi_call(
-        native.MATMUL_INT8,
-        jax.ShapeDtypeStruct((*x.shape[:-2], *((n, m) if y_transposed else (m, n))), dtype),
-        vmap_method="broadcast_all",
-    )
-    return call(
-        x,
-        *arrays_of(weight),
-        *scales,
-        **attributes_of(weight, layout),
-        x_transposed=x_transposed,
-        y_transposed=y_transposed,
-    )
+    return call_product(native.MATMUL_INT8, x, weight, layout, weight.codes.shape[-2], dtype, by_columns, *scales)

@@ -20,6 +20,7 @@ from ._sensitivity import (
     LeafSensitivity as LeafSensitivity,
     sensitivity as sensitivity,
     SensitivityReport as SensitivityReport,
+    weight_sensitivity as weight_sensitivity,
 )
 from .reference import (
     accuracy_retention as accuracy_retention,

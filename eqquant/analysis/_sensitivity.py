@@ -22,6 +22,7 @@ from .._report import Report, report_table
 from .._tree.quantize import decide
 from .._tree.select import Where
 from .._tree.use import Use
+from ._error import measure, to_numpy
 from ._plots import draw_dots
 from ._report import as_uses, show_format
 
@@ -149,6 +150,57 @@ def sensitivity(
                     "although their weights differ. Does it close over another?"
                 )
     return SensitivityReport(base, tuple(rows))
+
+
+def weight_sensitivity(
+    model: PyTree,
+    formats: Sequence[AbstractFormat | str | Use] | AbstractFormat | str | Use = ("int2", "nf4", "int8"),
+    *,
+    where: Where | None = None,
+    axis: int | Sequence[int] | None = None,
+    method: AbstractMethod | None = None,
+) -> SensitivityReport:
+    """Estimates sensitivities from the weights alone, where there are no data to measure a loss on.
+
+    The loss of a leaf is its relative squared error, times its share of the values: as if a relative error were as bad
+    in every leaf. [`eqquant.analysis.sensitivity`][] measures what it does instead.
+
+    !!! Example
+
+        ```python
+        report = eqq.analysis.weight_sensitivity(model, ("int2", "nf4", "int8"))
+        model = eqq.quantize_tree(model, eqq.analysis.plan_bits(model, report, target_bits=4.2))
+        ```
+
+    **Arguments:**
+
+    - `model`: any pytree, in float.
+    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s with a method, or one of these.
+    - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
+    - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
+    - `method`: the method that chooses scales and codes, for each of `formats` that sets none.
+
+    **Returns:**
+
+    A report as that of [`eqquant.analysis.sensitivity`][], whose loss is the sum of squared relative errors, each times
+    the number of values.
+
+    **Raises:**
+
+    `ValueError` if `formats` is empty, and as [`eqquant.quantize_tree`][].
+    """
+    uses = as_uses(formats, method)
+    if not uses:
+        raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
+    picked, rows = tuple(use if use.method is not None else use.format for use in uses), []
+    for _, paths, w, axes in _weights(model, where, axis):
+        quantized = [quantize_named(w, use, axes, paths[0]) for use in uses]
+        values = to_numpy(w, paths[0])
+        errors = [measure(values, to_numpy(q, paths[0]), (paths[0], paths[0])).relative_l2 for q in quantized]
+        losses = tuple(min(error, 1.0) ** 2 * w.size for error in errors)
+        nbytes = tuple(q.nbytes for q in quantized)
+        rows.append(LeafSensitivity(paths, tuple(w.shape), w.nbytes, picked, nbytes, losses))
+    return SensitivityReport(0.0, tuple(rows))
 
 
 class _Losses:

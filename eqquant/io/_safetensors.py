@@ -8,6 +8,7 @@
 The reader is our own because that of the `safetensors` package gives NumPy no 8-bit and 4-bit floats.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -108,11 +109,15 @@ class ToWrite(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype][0] // 8
 
+    @property
+    def width(self) -> int:
+        """The bits of an item."""
+        return DTYPES[self.dtype][0]
+
 
 def write(path: Path, tensors: Iterable[ToWrite], metadata: Mapping[str, str]) -> None:
     """Writes a file, one tensor at a time, and puts it in the place of `path` when it is whole."""
-    # Wide types first, so that every tensor is aligned to its items.
-    ordered = sorted(tensors, key=lambda t: -DTYPES[t.dtype][0])
+    ordered = _aligned(list(tensors))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for t in ordered:
@@ -128,6 +133,14 @@ def write(path: Path, tensors: Iterable[ToWrite], metadata: Mapping[str, str]) -
         for t in ordered:
             for part in to_bytes(t.read()):
                 f.write(part)
+
+
+def _aligned(tensors: list[ToWrite]) -> list[ToWrite]:
+    """Returns tensors in an order that aligns each to its items: their own, or else wide types first."""
+    starts = itertools.accumulate((t.nbytes for t in tensors), initial=0)
+    if all(8 * start % t.width == 0 for start, t in zip(starts, tensors, strict=False)):
+        return tensors
+    return sorted(tensors, key=lambda t: -t.width)
 
 
 def split(tensors: Sequence[ToWrite], nbytes: int) -> list[list[ToWrite]]:

@@ -1,6 +1,7 @@
 """`eqq.save`: a model, or any tree, as a file that says what it holds."""
 
 import collections
+import dataclasses
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ from jaxtyping import PyTree
 from .._tree.leaves import identity, key_name, Leaf, named_leaves
 from ._assemble import parts_of
 from ._atomic import replacing, sync_folder
+from ._deferred import Deferred, Latest
 from ._entry import Entry, entry_of_leaf
 from ._manifest import KEY, leaf_to_json, MAX_KEYS, stored_as, to_stored, VERSION
 from ._safetensors import split, ToWrite, write
@@ -81,7 +83,7 @@ def _plan(tree: PyTree) -> tuple[list[dict[str, Any]], list[ToWrite]]:
     leaves = [(leaf, entry) for leaf in named_leaves(tree) if (entry := _checked(leaf)) is not None]
     # Names of tensors are those of leaves, or start with them; "codes" of one might be another leaf.
     taken = {"__metadata__", *(leaf.path for leaf, _ in leaves)}
-    saved, tensors, seen = [], [], {}
+    saved, tensors, seen, latest = [], [], {}, Latest()
     for (leaf, entry), keys in zip(leaves, _nested_keys([leaf for leaf, _ in leaves]), strict=True):
         same = identity(leaf.value)
         if entry.kind != "scalar" and same in seen:
@@ -89,15 +91,23 @@ def _plan(tree: PyTree) -> tuple[list[dict[str, Any]], list[ToWrite]]:
             continue
         seen[same] = leaf.path
         names = {}
-        parts = parts_of(leaf.value) if entry.kind == "quantized" else {"": leaf.value}
-        for part, (dtype, shape) in stored_as(leaf.value, entry).items():
+        parts = (lambda x: parts_of(x)) if entry.kind == "quantized" else (lambda x: {"": x})
+        of_leaf = []
+        for part, (dtype, shape) in stored_as(_struct(leaf.value), entry).items():
             name = names[part] = _free(f"{leaf.path}.{part}" if part else leaf.path, taken, own=not part)
-            tensors.append(ToWrite(name, dtype, shape, _reader(parts[part])))
-        saved.append(leaf_to_json(leaf.path, keys, leaf.value, entry, names))
+            of_leaf.append(ToWrite(name, dtype, shape, _reader(leaf.value, part, parts, latest)))
+        tensors += sorted(of_leaf, key=lambda t: -t.width)
+        saved.append(leaf_to_json(leaf.path, keys, _struct(leaf.value), entry, names))
     return saved, tensors
 
 
+def _struct(x: Any) -> Any:
+    return x.struct if isinstance(x, Deferred) else x
+
+
 def _checked(leaf: Leaf) -> Entry | None:
+    if isinstance(leaf.value, Deferred):
+        return entry_of_leaf(dataclasses.replace(leaf, value=leaf.value.struct))
     for x in jtu.tree_leaves(leaf.value):
         if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)):
             kind = "a traced array: save outside of `jit`" if isinstance(x, jax.core.Tracer) else "a ShapeDtypeStruct"
@@ -130,10 +140,15 @@ def _free(name: str, taken: set[str], own: bool) -> str:
     return name
 
 
-def _reader(x: Any) -> Callable[[], np.ndarray]:
-    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    little = lambda a: a.astype(a.dtype.newbyteorder("="), copy=False) if a.dtype.byteorder == ">" else a
-    return lambda: to_stored(little(np.asarray(jr.key_data(x) if is_key else x)))
+def _reader(x: Any, part: str, parts: Callable[[Any], dict[str, Any]], latest: Latest) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        found = latest.part(x, part, parts) if isinstance(x, Deferred) else parts(x)[part]
+        is_key = isinstance(found, jax.Array) and jax.numpy.issubdtype(found.dtype, jax.dtypes.prng_key)
+        values = np.asarray(jr.key_data(found) if is_key else found)
+        swapped = values.dtype.byteorder == ">"
+        return to_stored(values.astype(values.dtype.newbyteorder("="), copy=False) if swapped else values)
+
+    return read
 
 
 def _write_shards(folder: Path, shards: list[list[ToWrite]], manifest: str) -> None:

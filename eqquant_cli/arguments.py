@@ -1,0 +1,92 @@
+"""What several commands take: formats as text, rules, paths to write."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TYPE_CHECKING
+
+import typer
+
+
+if TYPE_CHECKING:
+    import eqquant as eqq
+
+
+Source = Annotated[Path, typer.Argument(help="A .safetensors or .gguf file, a folder, or an index of several files.")]
+Json = Annotated[bool, typer.Option("--json", help="Prints JSON.")]
+Axis = Annotated[int | None, typer.Option(help="The input axis of weights: -2 for those stored as (in, out).")]
+
+
+def formats_by_name() -> dict[str, type[eqq.AbstractFormat]]:
+    """Returns the classes of formats by their lower-case names."""
+    import eqquant as eqq
+
+    return {
+        name.lower(): cls
+        for name, cls in vars(eqq).items()
+        if isinstance(cls, type) and issubclass(cls, eqq.AbstractFormat) and not name.startswith("Abstract")
+    }
+
+
+def parse_format(text: str) -> eqq.AbstractFormat:
+    """Returns the format that a text names: `nf4`, `int4(32)`, `int4(block_size=32, symmetric=False)`."""
+    import eqquant as eqq
+
+    known, (name, bracket, rest) = formats_by_name(), text.strip().partition("(")
+    if not bracket or name.lower() not in known:
+        return eqq.Use(name).format  # raises for an unknown name, with the nearest one
+    try:
+        call: Any = ast.parse(f"f({rest}", mode="eval").body
+        args = [ast.literal_eval(a) for a in call.args]
+        kwargs = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError, AttributeError):
+        raise ValueError(
+            f"A format must read like 'nf4' or 'int4(block_size=32, symmetric=False)'. Got {text!r}. Quote it, since "
+            "the shell reads brackets itself."
+        ) from None
+    return known[name.lower()](*args, **kwargs)
+
+
+def format_of(format: str | None, bits: int | None, group_size: int | None) -> eqq.AbstractFormat:
+    """Returns the format of `--format`, or of `--bits` and `--group-size`."""
+    import eqquant as eqq
+
+    if format is not None and (bits is not None or group_size is not None):
+        spelled = f"--format '{format}(block_size={group_size or 64})'"
+        raise typer.BadParameter(f"--format says both already. Write {spelled}, or --bits without --format.")
+    if format is not None:
+        return parse_format(format)
+    if bits is None and group_size is None:
+        return eqq.NF4()
+    return parse_format(f"int{bits or 4}({group_size if group_size is not None else 64})")
+
+
+def rules_of(
+    format: eqq.AbstractFormat, rule: Sequence[str], skip: Sequence[str]
+) -> dict[str, eqq.AbstractFormat | None]:
+    """Returns the rules of `--skip` and `--rule`, in this order, and then `format` for everything else."""
+    rules: dict[str, Any] = dict.fromkeys(skip)
+    for text in rule:
+        pattern, equals, spelled = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"Write it as 'PATTERN=FORMAT', such as 'layers.0.*=int8'. Got {text!r}.")
+        rules[pattern] = None if spelled.lower() in ("none", "float") else parse_format(spelled)
+    return {**rules, "*": format} if "*" not in rules else rules
+
+
+def method_of(name: str | None) -> Any:
+    """Returns the method of a name: absmax, mse or hqq."""
+    import eqquant as eqq
+
+    methods = {"absmax": eqq.AbsMax, "mse": eqq.MSE, "hqq": eqq.HQQ}
+    if name is not None and name.lower() not in methods:
+        raise typer.BadParameter(f"It must be one of {', '.join(methods)}. Got {name!r}.")
+    return None if name is None else methods[name.lower()]()
+
+
+def check_free(path: Path, force: bool) -> None:
+    """Raises if a path exists and may not be replaced."""
+    if path.exists() and not force:
+        raise ValueError(f"{path} must not exist. Got one that does. `--force` replaces it.")

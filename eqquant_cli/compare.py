@@ -1,0 +1,76 @@
+"""`eqquant compare`."""
+
+import json as json_
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .arguments import Json, Source
+from .output import print_table
+
+
+def compare(
+    a: Source,
+    b: Annotated[Path, typer.Argument(help="The checkpoint to compare with it.")],
+    json: Json = False,
+    plot: Annotated[Path | None, typer.Option(help="Draws the errors into an .svg, .png or .pdf file.")] = None,
+) -> None:
+    """Compares two checkpoints.
+
+    Prints how far the arrays of one are from those of the same names in the other.
+
+    Example: eqquant compare model.safetensors model.nf4.safetensors
+    """
+    import eqquant as eqq
+
+    one, other = eqq.io.open(a), eqq.io.open(b)
+    shared = [name for name in one if name in set(other)]
+    if not shared:
+        raise ValueError(f"{b} must have arrays of the names of {a}. Got none, such as {next(iter(other), 'none')!r}.")
+    rows: list[dict[str, Any]] = []
+    equal = 0
+    for name in shared:
+        x, y = one[name], other[name]
+        if not _is_floating(x) or x.size == 0:
+            continue
+        if x.shape != y.shape:
+            raise ValueError(f"{name} must have one shape. Got {x.shape} in {a}, {y.shape} in {b}.")
+        error = eqq.analysis.analyze_error(x, y)
+        if error.max_error == 0:
+            equal += 1
+            continue
+        stored = repr(y.format) if eqq.is_quantized(y) else str(y.dtype)
+        rows.append({"name": name, "stored_as": stored, **{k: v for k, v in error.to_dict().items() if k in _SHOWN}})
+    missing = sorted({*one, *other} - set(shared))
+    if plot is not None:
+        _plot([row["name"] for row in rows], [row["relative_l2"] for row in rows], plot)
+    if json:
+        typer.echo(json_.dumps({"arrays": rows, "equal": equal, "only_in_one": missing}, indent=1))
+        return
+    shown = [(row["name"], row["stored_as"], *(f"{row[key]:.4g}" for key in _SHOWN)) for row in rows]
+    print_table(("array", f"in {b.name}", *_SHOWN.values()), shown, numbers=range(2, 6))
+    if equal:
+        typer.echo(f"{equal} other arrays are equal.")
+    if missing:
+        typer.echo(f"{len(missing)} arrays are in one of them only: {', '.join(missing[:10])}")
+
+
+_SHOWN = {"relative_l2": "relative error", "cosine": "cosine", "sqnr_db": "SQNR, dB", "max_error": "largest error"}
+
+
+def _is_floating(x: Any) -> bool:
+    import jax.numpy as jnp
+
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _plot(names: list[str], errors: list[float], path: Path) -> None:
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
+    figure = Figure(figsize=(8, 1 + 0.2 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(names, errors)
+    axes.invert_yaxis()
+    axes.set_xlabel("relative error (L2)")
+    figure.savefig(path)

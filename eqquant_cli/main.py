@@ -1,0 +1,57 @@
+"""`eqquant`: the program. One file for each command; this one handles errors."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command and exits: 0 if it succeeded, 1 for an error, 2 for wrong arguments, 130 for Ctrl-C."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        importlib.import_module("typer")
+    except ImportError:
+        _stop("the command line needs typer. Run `pip install eqquant[cli]`.", 1)
+    from .commands import app
+
+    debug = "--debug" in given
+    try:
+        code = app([a for a in given if a != "--debug"], prog_name="eqquant", standalone_mode=False)
+    except KeyboardInterrupt:
+        _stop("stopped. No file was written.", 130)
+    except BrokenPipeError:  # `eqquant inspect ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as e:
+        _handle(e, debug)
+    if code == 130:  # what typer makes of Ctrl-C
+        _stop("stopped. No file was written.", 130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _handle(e: Exception, debug: bool) -> NoReturn:
+    """Prints an error as a sentence, without a traceback."""
+    if _is_of(e, "Abort"):
+        _stop("stopped. No file was written.", 130)
+    if _is_of(e, "UsageError") or _is_of(e, "Exit"):
+        show: Any = getattr(e, "show", None)
+        if show is not None:
+            show()
+        sys.exit(getattr(e, "exit_code", 2))
+    if debug:
+        raise e
+    text = e.args[0] if isinstance(e, KeyError) and e.args else str(e) or type(e).__name__
+    known = isinstance(e, ValueError | TypeError | KeyError | OSError | ImportError)
+    _stop(str(text) if known else f"{text}\nThis is a mistake of eqquant: `--debug` shows where.", 1)
+
+
+def _is_of(e: Exception, name: str) -> bool:
+    """Whether an error is one of click's, which typer brings in one way or another."""
+    return any(cls.__name__ == name and "click" in cls.__module__ for cls in type(e).__mro__)
+
+
+def _stop(message: str, code: int) -> NoReturn:
+    print(f"eqquant: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,104 @@
+"""`eqquant report`."""
+
+import html
+import io
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import arguments
+from .arguments import Axis, Source
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; }}
+table {{ border-collapse: collapse; font-size: 0.85rem; }}
+td, th {{ border-bottom: 1px solid #8886; padding: 0.2rem 0.8rem; text-align: left; }}
+td:nth-child(n + 4), th:nth-child(n + 4) {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.scroll {{ overflow-x: auto; }}
+svg {{ height: auto; max-width: 100%; }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #111; color: #ddd; }} }}
+</style></head><body>
+<h1>{title}</h1><p>{head}</p>{body}</body></html>
+"""
+
+
+def report(
+    source: Source,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .html file to write.")],
+    format: Annotated[str, typer.Option("--format", "-f", help="The format whose errors are shown.")] = "nf4",
+    axis: Axis = None,
+    force: Annotated[bool, typer.Option("--force", help="Replaces the output if it exists.")] = False,
+) -> None:
+    """Writes a page about a checkpoint.
+
+    One file of HTML: sizes, the error of each weight, the values of the worst one, error against size.
+
+    Example: eqquant report model.safetensors -o report.html
+    """
+    import eqquant as eqq
+
+    arguments.check_free(output, force)
+    checkpoint, picked = eqq.io.open(source), arguments.parse_format(format)
+    plan = eqq.plan_tree(eqq.io.skeleton(checkpoint), picked, axis=axis)
+    rows, worst = [], (0.0, "")
+    for leaf in plan.leaves:
+        if leaf.format is None:
+            rows.append((leaf.path, leaf.shape, leaf.reason, f"{leaf.bits:.2f}", f"{leaf.nbytes:,}", "", ""))
+            continue
+        w = eqq.dequantize(checkpoint[leaf.path])
+        error = eqq.analysis.analyze_error(w, eqq.quantize(w, picked, axis=-1 if axis is None else axis))
+        worst = max(worst, (error.relative_l2, leaf.path))
+        figures = (f"{error.relative_l2:.4f}", f"{error.cosine:.6f}")
+        rows.append((leaf.path, leaf.shape, repr(leaf.format), f"{leaf.bits:.2f}", f"{leaf.nbytes:,}", *figures))
+    errors = {row[0]: float(row[5]) for row in rows if row[5]}
+    w = eqq.dequantize(checkpoint[worst[1]])
+    q = eqq.quantize(w, picked, axis=-1 if axis is None else axis)
+    pictures = [
+        ("The error of each weight", _bars(errors)),
+        (f"The values of {worst[1]}, whose error is largest", _svg(eqq.analysis.analyze_error(w, q).plot())),
+        (f"Error against size, for {worst[1]}", _svg(eqq.analysis.compare_formats(w, axis=q.axis).plot())),
+    ]
+    body = "".join(f"<h2>{html.escape(title)}</h2>{picture}" for title, picture in pictures)
+    headers = ("array", "shape", "stored as", "bits/weight", "bytes", "relative error", "cosine")
+    table = _row("th", headers) + "".join(_row("td", row) for row in rows)
+    head = (
+        f"{checkpoint.nbytes / 1e6:,.1f} MB -> {plan.nbytes / 1e6:,.1f} MB in {picked!r}, {plan.bits:.2f} bits per "
+        f"weight, scales included. The largest relative error is {worst[0]:.4f}, in {worst[1]}."
+    )
+    page = _PAGE.format(
+        title=html.escape(source.name),
+        head=html.escape(head),
+        body=f'{body}<h2>All arrays</h2><div class="scroll"><table>{table}</table></div>',
+    )
+    temporary = output.with_name(f".{output.name}.tmp")
+    temporary.write_text(page)
+    temporary.replace(output)
+    typer.echo(f"{output}: {head}")
+
+
+def _row(tag: str, cells: Any) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _bars(errors: dict[str, float]) -> str:
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
+    figure = Figure(figsize=(8, 1 + 0.2 * len(errors)), layout="constrained", facecolor="none")
+    axes = figure.subplots()
+    axes.set_facecolor("none")
+    axes.barh(list(errors), list(errors.values()))
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=7, color="#808080", labelcolor="#808080")
+    axes.set_xlabel("relative error (L2)", color="#808080")
+    return _svg(axes)
+
+
+def _svg(axes: Any) -> str:
+    """Returns a picture as text for a page, without the header of a file."""
+    out = io.StringIO()
+    axes.figure.savefig(out, format="svg")
+    text = out.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,213 @@
+"""The command line, run within this process; `--help` in one of its own."""
+
+import json
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import eqquant as eqq
+from eqquant_cli.main import main
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    rng = np.random.default_rng(0)
+    weights = {
+        "embed.weight": rng.normal(size=(20, 64)),
+        "layers.0.proj.weight": rng.normal(size=(32, 64)),
+        "layers.0.proj.bias": rng.normal(size=32),
+        "layers.1.proj.weight": rng.standard_t(2, size=(32, 64)),
+        "layers.1.norm.weight": np.ones(64),
+    }
+    save_file({name: w.astype(np.float32) for name, w in weights.items()}, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments, code=0):
+        with pytest.raises(SystemExit) as stopped:
+            main([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        assert stopped.value.code == code, (out, err)
+        assert "Traceback" not in err
+        return out if code == 0 else err
+
+    return run
+
+
+def test_inspect(run, checkpoint):
+    assert "layers.0.proj.weight" in run("inspect", checkpoint)
+    rows = json.loads(run("inspect", checkpoint, "--json"))["rows"]
+    assert [row["shape"] for row in rows if row["name"] == "embed.weight"] == [[20, 64]]
+
+
+def test_quantize(run, checkpoint, tmp_path):
+    out = tmp_path / "out.safetensors"
+    options = ("--bits", 4, "--group-size", 32, "--skip", "layers.0.*", "--rule", "embed.*=int8")
+    line = run("quantize", checkpoint, out, *options)
+    assert line.count("\n") == 1 and "times smaller" in line and "in layers.1.proj.weight" in line
+    loaded, floats = eqq.load(out), load_file(checkpoint)
+    assert loaded["embed"]["weight"].format == eqq.Int8()
+    assert loaded["layers"]["1"]["proj"]["weight"].format == eqq.Int4(32)
+    np.testing.assert_array_equal(loaded["layers"]["0"]["proj"]["weight"], floats["layers.0.proj.weight"])
+    # What `quantize` makes, to the bit.
+    wanted = eqq.quantize(floats["layers.1.proj.weight"], eqq.Int4(32))
+    assert eqx.tree_equal(loaded["layers"]["1"]["proj"]["weight"], wanted)
+
+
+def test_into_a_model(run, tmp_path):
+    model = eqx.nn.MLP(64, 4, 32, 1, key=jr.key(0))
+    eqq.save(tmp_path / "float.safetensors", model)
+    run("quantize", tmp_path / "float.safetensors", tmp_path / "nf4.safetensors", "--format", "nf4")
+    loaded = eqq.load(tmp_path / "nf4.safetensors", model)
+    assert eqx.tree_equal(loaded, eqq.quantize_tree(model, "nf4"))
+
+
+def test_convert_keeps_bits(run, checkpoint, tmp_path):
+    run("quantize", checkpoint, tmp_path / "a.safetensors", "--format", "nf4(double_quant=True)")
+    run("convert", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_one_array_at_a_time(checkpoint, tmp_path):
+    made, alive = [], []
+
+    def each(name, before, after):
+        import gc
+
+        gc.collect()
+        made.append(name)
+        alive.append(sum(x.nbytes for x in jax.live_arrays()))
+
+    before = sum(x.nbytes for x in jax.live_arrays())
+    report = eqq.io.convert(checkpoint, tmp_path / "out.safetensors", "int8", each=each)
+    assert sorted(made) == sorted(load_file(checkpoint))  # each of them once
+    assert max(alive) - before <= 3 * 32 * 64 * 4
+    assert report.nbytes == eqq.summary(eqq.load(tmp_path / "out.safetensors")).nbytes
+
+
+def test_a_quantized_checkpoint_is_quantized_again(run, checkpoint, tmp_path):
+    run("quantize", checkpoint, tmp_path / "a.safetensors", "--format", "int8")
+    run(
+        *("quantize", tmp_path / "a.safetensors", tmp_path / "c.safetensors", "--skip", "embed.*"),
+        *("--rule", "layers.*.proj.*=nf4"),
+    )
+    loaded = eqq.load(tmp_path / "c.safetensors")
+    assert loaded["embed"]["weight"].format == eqq.Int8()
+    once = eqq.load(tmp_path / "a.safetensors")["layers"]["0"]["proj"]["weight"].dequantize()
+    assert eqx.tree_equal(loaded["layers"]["0"]["proj"]["weight"], eqq.quantize(once, "nf4"))
+
+
+def test_budget(run, checkpoint, tmp_path):
+    plan = json.loads(run("plan", checkpoint, "--budget", 4.0, "--json"))
+    assert 2.5 < plan["bits"] <= 4.0
+    run("quantize", checkpoint, tmp_path / "out.safetensors", "--budget", 4.0)
+    report = eqq.summary(eqq.load(tmp_path / "out.safetensors"))
+    assert report.quantized_bits == pytest.approx(plan["bits"])
+    err = run("plan", checkpoint, "--budget", 1.0, code=1)
+    assert "`target_bits` must be within reach" in err
+
+
+def test_dry_run_writes_nothing(run, checkpoint, tmp_path):
+    assert "A plan" in run("quantize", checkpoint, tmp_path / "out.safetensors", "--dry-run")
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_compare(run, checkpoint, tmp_path):
+    run("quantize", checkpoint, tmp_path / "out.safetensors", "--format", "int8")
+    found = json.loads(run("compare", checkpoint, tmp_path / "out.safetensors", "--json"))
+    floats = load_file(checkpoint)
+    for row in found["arrays"]:
+        w = floats[row["name"]]
+        error = np.linalg.norm(w - eqq.quantize(w, "int8").dequantize()) / np.linalg.norm(w)
+        assert row["relative_l2"] == pytest.approx(error, rel=1e-4)
+    assert (len(found["arrays"]), found["equal"], found["only_in_one"]) == (3, 2, [])
+    assert "2 other arrays are equal" in run("compare", checkpoint, tmp_path / "out.safetensors")
+
+
+def test_formats(run):
+    rows = {row["name"]: row for row in json.loads(run("formats", "--json"))}
+    assert rows["nf4"]["bits"] == 4.5 and rows["codebook"]["bits"] is None
+    assert "nf4(block_size=64" in run("formats")
+
+
+def test_bench(run):
+    out = run("bench", "--size", 64, "--rows", 1, "--rounds", 1, "--format", "int8")
+    assert "float32" in out and "Int8()" in out
+
+
+def test_report(run, checkpoint, tmp_path):
+    run("report", checkpoint, "-o", tmp_path / "out.html", "--format", "int4(32)")
+    page = (tmp_path / "out.html").read_text()
+    assert page.count("<svg") == 3 and "layers.1.proj.weight" in page and "http" not in page.split("<svg")[0]
+
+
+WRONG = {
+    "no file": (("inspect", "nowhere"), 1, "nowhere"),
+    "a format": (("quantize", "model.safetensors", "out", "--format", "nf5"), 1, "Did you mean 'nf4'?"),
+    "fields": (("quantize", "model.safetensors", "out", "--format", "int4(block=3)"), 1, "block"),
+    "all skipped": (("quantize", "model.safetensors", "out", "--skip", "*"), 1, "something to quantize"),
+    "no fields": (("quantize", "model.safetensors", "out", "--format", "int4(x.y)"), 1, "A format must read like"),
+    "a pattern": (("quantize", "model.safetensors", "out", "--skip", "head.*"), 1, "matches none of"),
+    "a rule": (("quantize", "model.safetensors", "out", "--rule", "head.*"), 2, "PATTERN=FORMAT"),
+    "both": (("quantize", "model.safetensors", "out", "--format", "nf4", "--bits", "4"), 2, "--format says both"),
+    "a method": (("quantize", "model.safetensors", "out", "--method", "gtpq"), 2, "absmax"),
+    "it exists": (("quantize", "model.safetensors", "model.safetensors"), 1, "`--force` replaces it"),
+    "no folder": (("quantize", "model.safetensors", "no/such/folder"), 1, "which does not"),
+    "no output": (("quantize", "model.safetensors"), 2, "Missing argument"),
+    "no such command": (("quantise",), 2, "No such command"),
+    "nothing shared": (("compare", "model.safetensors", "other.safetensors"), 1, "must have arrays of the names"),
+}
+
+
+@pytest.mark.parametrize("arguments, code, says", WRONG.values(), ids=WRONG)
+def test_errors(run, checkpoint, monkeypatch, arguments, code, says):
+    monkeypatch.chdir(checkpoint.parent)
+    save_file({"x": np.zeros(2, np.float32)}, "other.safetensors")
+    before = checkpoint.read_bytes()
+    assert says in run(*arguments, code=code)
+    assert sorted(p.name for p in checkpoint.parent.iterdir()) == ["model.safetensors", "other.safetensors"]
+    assert checkpoint.read_bytes() == before
+
+
+def test_values_that_are_not_finite(run, tmp_path):
+    save_file({"a": np.full((4, 4), np.nan, np.float32)}, tmp_path / "nan.safetensors")
+    (tmp_path / "out.safetensors").write_bytes(b"old")
+    err = run("quantize", tmp_path / "nan.safetensors", tmp_path / "out.safetensors", "--force", code=1)
+    assert "a" in err and "finite" in err and (tmp_path / "out.safetensors").read_bytes() == b"old"
+
+
+def test_ctrl_c(run, checkpoint, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(eqq.io.Checkpoint, "__getitem__", interrupted)
+    assert "stopped" in run("quantize", checkpoint, tmp_path / "out.safetensors", code=130)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_help_does_not_wait_for_jax():
+    program = "import sys; sys.argv = ['eqquant', '--help']\nfrom eqquant_cli.main import main\n"
+    program += "try:\n    main()\nfinally:\n    print(sorted({'jax', 'eqquant'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]" and "quantize" in done.stdout
+
+
+def test_weight_sensitivity():
+    model = {"a": jr.normal(jr.key(0), (8, 64)), "b": jr.normal(jr.key(1), (8, 64)) * 100}
+    report = eqq.analysis.weight_sensitivity(model, ("int2", "int8"))
+    for leaf in report.leaves:
+        w = model[leaf.paths[0]]
+        error = jnp.linalg.norm(w - eqq.quantize(w, "int2").dequantize()) / jnp.linalg.norm(w)
+        assert leaf.losses[0] == pytest.approx(float(error) ** 2 * w.size, rel=1e-5)
+        assert leaf.losses[1] < leaf.losses[0] / 100
+    with pytest.raises(ValueError, match="at least one format"):
+        eqq.analysis.weight_sensitivity(model, ())

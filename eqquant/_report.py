@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 
-WIDTH = 100
+WIDTH = 80
 
 
 class Report(abc.ABC):
@@ -65,7 +66,7 @@ def _least_width(shown: RenderableType) -> int:
         return 0
     texts = lambda column: (column.header, *column.cells, column.footer)
     width = lambda column: max(Text.from_markup(str(text)).cell_len for text in texts(column))
-    return 1 + sum(3 + (width(c) if c.no_wrap else min(width(c), 12)) for c in shown.columns)
+    return sum(3 + (width(c) if c.no_wrap else min(width(c), 12)) for c in shown.columns)
 
 
 def as_plain(x: Any) -> Any:
@@ -109,7 +110,7 @@ def show_bytes(nbytes: int) -> str:
 
 def report_table(*headers: str, text: int = 1) -> Table:
     """Makes a table whose first `text` columns hold text, which wraps; the others hold numbers, which never wrap."""
-    table = Table(*headers)
+    table = Table(*headers, box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in table.columns[:text]:
         column.overflow = "fold"
     for column in table.columns[text:]:

@@ -247,7 +247,7 @@ def test_shown(model, reports):
     ]
     for report in reports + others:
         assert isinstance(report, analysis.Report)
-        assert str(report).startswith(("┏", " ")) and repr(report) == str(report)
+        assert "───" in str(report) and repr(report) == str(report)
         assert "…" not in str(report)
         assert json.loads(report.to_json()) == report.to_dict()
     exact = analysis.analyze_error(w, w)

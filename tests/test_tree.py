@@ -295,9 +295,9 @@ def test_a_report_has_one_headline_and_says_whether_it_is_a_plan():
     tree = {"w": np.ones((1000, 640), np.float32), "v": np.ones((64, 60), np.float32)}
     plan = eqq.plan_tree(tree, {"w": "int4"})
     done = eqq.summary(eqq.quantize_tree(tree, {"w": "int4"}))
-    headline = "2.58 MB -> 375 KB, 6.9 times smaller"
+    headline = "2.58 MB -> 375 KB, 6.9 times smaller, 4.66 bits per weight"
     assert str(done).splitlines()[0] == headline
-    assert str(plan).splitlines()[0] == f"A plan, nothing is quantized yet: {headline}"
+    assert str(plan).splitlines()[:2] == ["A plan, nothing is quantized yet:", headline]
     assert plan.planned and not done.planned
     assert str(eqq.summary(tree)).startswith("2.58 MB, nothing is quantized")
     # What `plan_bits` counts and what the whole tree takes are both said.
@@ -316,15 +316,24 @@ def test_a_report_sums_up_small_arrays_that_stay_in_float(model):
     assert all(leaf.path in console.file.getvalue() for leaf in report.leaves)
 
 
+def test_a_report_groups_repeated_layers():
+    layer = lambda n: {"a2": {"weight": jnp.ones((64, 64))}, "bias": jnp.ones(64), "up": jnp.ones((64, 32 + n // 2))}
+    tree = {"embed": jnp.ones((64, 64)), "layers": [layer(n) for n in range(3)]}
+    lines = str(eqq.summary(eqq.quantize_tree(tree, {"layers.*": "int8"}))).splitlines()
+    names = [" ".join(line.split()[:2]) for line in lines[3:-3]]
+    # What is quantized comes first; only layers of one shape and format share a row.
+    assert names == ["layers.*.a2.weight (3)", "layers.*.up (2)", "layers.2.up Int8()", "embed float32", "3 arrays"]
+
+
 @pytest.mark.parametrize("depth", [1, 12])
-def test_reports_take_at_most_100_columns(depth):
+def test_reports_take_at_most_80_columns(depth):
     tree = {"a_long_name_of_a_block_of_layers": jnp.ones((64, 64))}
     for _ in range(depth):
         tree = {"transformer": tree, "attention": [jnp.ones((64, 64))]}
     rules = {"*attention*": eqq.NF4(32, double_quant=True), "*": eqq.Int4(128, symmetric=False)}
     for report in (eqq.plan_tree(tree, rules), eqq.summary(eqq.quantize_tree(tree, rules))):
         lines = str(report).splitlines()
-        assert max(map(len, lines)) <= 100 and not any("…" in line for line in lines)
+        assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
 
 
 def test_a_report_in_a_notebook(model):

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from .._array.array import is_quantized
 from .._array.primitive import operands_of, quantized_matmul_p
-from .._report import Report
+from .._report import Report, report_table
 from .api import matmul
 from .dispatch import choose, IMPLEMENTATIONS, refusal_of
 from .problem import MatmulProblem, problem_of, Target
@@ -30,7 +30,8 @@ class MatmulExplanation(Report):
     def __rich__(self) -> Table:
         p = self.problem
         weight = f"({p.m}, {p.n}) . W({p.n}, {p.k})" if p.transpose else f"({p.m}, {p.k}) . W({p.n}, {p.k})^T"
-        table = Table("implementation", "verdict", title=f"{p.dtype}{weight}, {p.format!r}, on {self.platform}")
+        table = report_table("implementation", "verdict", text=2)
+        table.title = f"{p.dtype}{weight}, {p.format!r}, on {self.platform}"
         for name, verdict in self.verdicts.items():
             table.add_row(name, verdict, style="bold" if name == self.implementation else None)
         return table

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,17 +81,20 @@ class TreeReport(Report):
 
         **Arguments:**
 
-        - `every_leaf`: whether each small array that stays in float gets its own row. Otherwise small arrays with the
-            same reason, such as biases, share a row.
+        - `every_leaf`: whether each array gets its own row. Otherwise repeated layers share rows, such as
+            `layers.*.weight (12)`, and so do small arrays that stay in float for the same reason, such as biases.
         """
-        table = report_table("parameter", "stored as", "reason", "bits/weight", "size", "vs float", text=3)
+        table = report_table("parameter", "stored as", "reason", "bits", "size", text=3)
         table.show_footer = True
-        for rows in [[leaf] for leaf in self.leaves] if every_leaf else _grouped(self.leaves):
+        # Names matter most: what stands beside them wraps first.
+        for column, width in zip(table.columns[1:3], (22, 20), strict=True):
+            column.max_width = width
+        ordered = sorted(self.leaves, key=lambda leaf: leaf.format is None)  # what is quantized comes first
+        for name, rows in [(leaf.path, [leaf]) for leaf in ordered] if every_leaf else _grouped(ordered):
             first = rows[0]
-            name = escape(first.path) if len(rows) == 1 else f"{len(rows)} arrays"
             stored = first.dtype if first.format is None else escape(repr(first.format))
             style = "dim" if first.format is None else None
-            table.add_row(name, stored, escape(first.reason), *_numbers(rows), style=style)
+            table.add_row(escape(name), stored, escape(first.reason), *_numbers(rows), style=style)
         quantized = sum(leaf.format is not None for leaf in self.leaves)
         footers = (f"{quantized} of {len(self.leaves)} quantized", "", "", *_numbers(self.leaves))
         for column, footer in zip(table.columns, footers, strict=True):
@@ -101,18 +105,18 @@ class TreeReport(Report):
         before, after = show_bytes(self.dense_nbytes), show_bytes(self.nbytes)
         if all(leaf.format is None for leaf in self.leaves):
             return Group(f"{after}, nothing is quantized", self.table())
-        plan = "A plan, nothing is quantized yet: " if self.planned else ""
+        plan = "A plan, nothing is quantized yet:\n" if self.planned else ""
+        smaller = f"{self.dense_nbytes / max(self.nbytes, 1):.1f} times smaller"
         return Group(
-            f"{plan}{before} -> {after}, {self.dense_nbytes / max(self.nbytes, 1):.1f} times smaller",
+            f"{plan}{before} -> {after}, {smaller}, {self.bits:.2f} bits per weight",
             self.table(),
             f"{self.quantized_bits:.3f} bits per weight in the quantized arrays, {self.bits:.3f} over all "
             f"{self.params:,} values.",
         )
 
 
-def _numbers(leaves: Sequence[LeafReport]) -> tuple[str, str, str]:
-    nbytes, dense = (sum(getattr(leaf, name) for leaf in leaves) for name in ("nbytes", "dense_nbytes"))
-    return f"{_bits(leaves):.2f}", show_bytes(nbytes), f"{nbytes / max(dense, 1):.1%}"
+def _numbers(leaves: Sequence[LeafReport]) -> tuple[str, str]:
+    return f"{_bits(leaves):.2f}", show_bytes(sum(leaf.nbytes for leaf in leaves))
 
 
 def _bits(leaves: Iterable[LeafReport]) -> float:
@@ -120,13 +124,23 @@ def _bits(leaves: Iterable[LeafReport]) -> float:
     return 8 * sum(leaf.nbytes for leaf in leaves) / max(sum(math.prod(leaf.shape) for leaf in leaves), 1)
 
 
-def _grouped(leaves: Sequence[LeafReport]) -> list[list[LeafReport]]:
-    """Returns each leaf alone, then groups of the small leaves that stay in float for the same reason."""
+def _grouped(leaves: Sequence[LeafReport]) -> list[tuple[str, list[LeafReport]]]:
+    """Returns groups of leaves with their names: repeated layers together, then what is small and stays in float."""
     total = sum(leaf.dense_nbytes for leaf in leaves)
-    alone, groups = [], {}
+    layers, small = {}, {}
     for leaf in leaves:
         if leaf.format is None and leaf.nbytes <= total / 100:
-            groups.setdefault((leaf.dtype, leaf.reason), []).append(leaf)
+            small.setdefault((leaf.dtype, leaf.reason), []).append(leaf)
         else:
-            alone.append([leaf])
-    return [*alone, *groups.values()]
+            same = (_pattern(leaf.path), leaf.shape, leaf.dtype, leaf.format, leaf.reason)
+            layers.setdefault(same, []).append(leaf)
+    name = lambda group, many: group[0].path if len(group) == 1 else many
+    return [
+        *((name(group, f"{same[0]} ({len(group)})"), group) for same, group in layers.items()),
+        *((name(group, f"{len(group)} arrays"), group) for group in small.values()),
+    ]
+
+
+def _pattern(path: str) -> str:
+    """Returns the path with a star in the place of each number of a layer."""
+    return re.sub(r"(?<![^.\[])\d+(?![^.\]])", "*", path)

@@ -92,7 +92,9 @@ class Checkpoint(Report, Mapping[str, Any]):
         return len(self.items_by_name)
 
     def __rich__(self) -> Group:
-        table = report_table("array", "shape", "stored as", "read as", "bits/weight", "size", text=4)
+        table = report_table("array", "shape", "stored as", "read as", "bits", "size", text=4)
+        for column in table.columns[1:3]:
+            column.no_wrap = True
         for row in self.rows:
             reads = row.problem and "cannot be read" or (row.dtype if row.format is None else repr(row.format))
             shape = " x ".join(map(str, row.shape)) or "scalar"

@@ -13,6 +13,8 @@ import pytest
 from rich.console import Console
 
 import eqquant as eqq
+from eqquant._matmul.kernels.packed import only_xla_reads
+from eqquant._matmul.problem import layout_of
 
 
 class Row(NamedTuple):
@@ -40,6 +42,12 @@ FORMATS = {
     "int4": Row(eqq.Int4(), 4.5, 19.0),
     "int4_affine": Row(eqq.Int4(symmetric=False), 4 + 40 / 64, 20.0),
     "int4_channel": Row(eqq.Int4(block_size=None), 4 + 32 / 4096, 13.0),
+    "int6": Row(eqq.Int6(), 6.5, 31.0),
+    "int5": Row(eqq.Int5(), 5.5, 25.0),
+    "int5_affine": Row(eqq.Int5(symmetric=False), 5 + 40 / 64, 26.5),
+    "int3": Row(eqq.Int3(), 3.5, 13.0),
+    "int3_affine": Row(eqq.Int3(symmetric=False), 3 + 40 / 64, 13.5),
+    "int3_channel": Row(eqq.Int3(block_size=None), 3 + 32 / 4096, 9.0),
     "int2": Row(eqq.Int2(), 2.5, 7.5),
     "int2_affine": Row(eqq.Int2(symmetric=False), 2 + 40 / 64, 6.0),
     "ternary": Row(eqq.Ternary(), 2 + 32 / 4096, 5.5),
@@ -55,15 +63,20 @@ FORMATS = {
     "q4_0": Row(eqq.Q4_0(), 4.5, 20.5),
     "q8_0": Row(eqq.Q8_0(), 8.5, 44.0),
     "dynamic8": Row(eqq.Dynamic8(), 8 + 32 / 256, 36.0),
-    "codebook": Row(eqq.Codebook([-1, -0.5, -0.25, 0, 0.25, 0.5, 1]), 4.5, 12.0),
+    "codebook": Row(eqq.Codebook([-1, -0.5, -0.25, 0, 0.25, 0.5, 1]), 3.5, 12.0),
+    "codebook_16": Row(eqq.Codebook([*range(-8, 8)]), 4.5, 19.0),
     "codebook_256": Row(eqq.Codebook(np.linspace(-1, 1, 255), block_size=None), 8 + 32 / 4096, 38.0),
 }
 
 # One for each kind of scale and of code, for what does not depend on the rest of a format.
 KINDS = (
     *("nf4_double", "int8_tensor", "int4_affine", "ternary_block", "binary"),
-    *("fp8_e4m3", "mxfp4", "nvfp4", "q4_0", "dynamic8"),
+    *("fp8_e4m3", "mxfp4", "nvfp4", "q4_0", "dynamic8", "int3"),
 )
+
+# Those that kernels read, and not only `xla`.
+IN_KERNELS = [name for name, row in FORMATS.items() if only_xla_reads(layout_of(row.format, 4096)) is None]
+KINDS_IN_KERNELS = [name for name in KINDS if name in IN_KERNELS]
 
 NEWEST = jax.__version_info__ >= (0, 11)
 
@@ -72,7 +85,7 @@ def kernel_cases(without: Sequence[str] = ()) -> list[Any]:
     """Formats and numbers of rows to try a kernel on. Pallas interprets slowly, so most of them run only in a sweep."""
     rows = (1, 7, 16, 64, 300)
     quick = {*it.product(KINDS, (16,)), *it.product(("nf4",), rows)}
-    cases = it.product((name for name in FORMATS if name not in without), rows)
+    cases = it.product((name for name in IN_KERNELS if name not in without), rows)
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 

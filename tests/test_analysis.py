@@ -11,6 +11,7 @@ from jaxtyping import TypeCheckError
 
 import eqquant as eqq
 from eqquant import analysis
+from eqquant._numerics.packing import packed_length
 from eqquant.analysis.reference import suite
 
 from .helpers import FORMATS, sqnr, weights
@@ -311,10 +312,10 @@ def test_integer_formats(bits, symmetric, getkey):
     ours = analysis.integer_format(bits, block_size=32, symmetric=symmetric)
     away = analysis.integer_format(bits, block_size=32, symmetric=symmetric, rounding="half_away")
     a, b = eqq.quantize(w, ours), eqq.quantize(w, away)
-    if type(ours) in (eqq.Int8, eqq.Int4, eqq.Int2):
+    if type(ours) in (eqq.Int8, eqq.Int4, eqq.Int3, eqq.Int2):
         np.testing.assert_array_equal(a.dequantize(), b.dequantize())
     assert len(np.unique(eqq.unpack(b))) <= 2**bits
-    packed, blocks = math.ceil(130 * bits / 8) * 8, 5
+    packed, blocks = 8 * packed_length(130, bits), 5
     close(analysis.run_benchmark(w, away).bits, (packed + blocks * (32 if symmetric else 40)) / 130)
     assert eval(repr(away), {"integer_format": analysis.integer_format}) == away
 

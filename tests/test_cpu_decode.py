@@ -11,14 +11,14 @@ import eqquant as eqq
 from eqquant._array.array import dense_rows
 from eqquant._matmul import native
 
-from .helpers import FORMATS, weights
+from .helpers import FORMATS, IN_KERNELS, weights
 
 
 pytestmark = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
 
 CALL = "eqquant_cpu_decode"
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-NARROW = [name for name, f in FORMATS.items() if f.format.bits < 8]
+NARROW = [name for name in IN_KERNELS if FORMATS[name].format.bits < 8]
 KINDS = ["nf4", "nf4_double", "int4_affine", "mxfp4", "nvfp4", "q4_0", "int2", "binary"]
 
 

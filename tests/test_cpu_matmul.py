@@ -19,7 +19,7 @@ from eqquant._matmul import dispatch, native
 from eqquant._matmul.kernels import cpu
 from eqquant._matmul.problem import layout_of
 
-from .helpers import FORMATS, KINDS, primitives, relative_error, temp_bytes, weights
+from .helpers import FORMATS, IN_KERNELS, KINDS_IN_KERNELS, primitives, relative_error, temp_bytes, weights
 
 
 needs_native = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
@@ -46,7 +46,7 @@ def check_terms(y, x, w):
 
 @needs_native
 @pytest.mark.parametrize("m", [1, 7, 16, 64, 300])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", IN_KERNELS)
 def test_product(getkey, name, m):
     q = eqq.quantize(weights(getkey(), (72, 582)), FORMATS[name].format)
     check(weights(getkey(), (m, 582)), q)
@@ -55,7 +55,7 @@ def test_product(getkey, name, m):
 
 @needs_native
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", KINDS_IN_KERNELS)
 def test_dtypes(getkey, name, dtype):
     q = eqq.quantize(weights(getkey(), (40, 520)), FORMATS[name].format)
     for m in (1, 3, 40):
@@ -88,7 +88,7 @@ def test_every_block_size(getkey, format, block_size, symmetric):
 
 
 @needs_native
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", KINDS_IN_KERNELS)
 def test_a_batch_is_one_call(getkey, name):
     q = eqq.quantize(weights(getkey(), (2, 3, 24, 130)), FORMATS[name].format)
     x = weights(getkey(), (2, 3, 5, 130))

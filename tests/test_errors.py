@@ -51,17 +51,17 @@ def test_axis(w, axis):
 
 
 def test_unknown_name(w):
-    with pytest.raises(ValueError, match="`format` must be one of .*nf4.*Got 'int3'") as e:
-        eqq.quantize(w, "int3")
+    with pytest.raises(ValueError, match="`format` must be one of .*nf4.*Got 'int7'") as e:
+        eqq.quantize(w, "int7")
     for row in FORMATS.values():
         assert f"{type(row.format).__name__.lower()}" in str(e.value)
     for call in (eqq.quantize_tree, eqq.plan_tree):
-        with pytest.raises(ValueError, match="Got 'int3'"):
-            call([w], "int3")
-        with pytest.raises(ValueError, match="Got 'int3'"):
-            call([w], {"*": "int3"})
-        with pytest.raises(ValueError, match="^0: .*Got 'int3'"):
-            call([w], lambda path, x: "int3")
+        with pytest.raises(ValueError, match="Got 'int7'"):
+            call([w], "int7")
+        with pytest.raises(ValueError, match="Got 'int7'"):
+            call([w], {"*": "int7"})
+        with pytest.raises(ValueError, match="^0: .*Got 'int7'"):
+            call([w], lambda path, x: "int7")
 
 
 def test_a_name_that_needs_arguments(w):
@@ -96,10 +96,10 @@ def test_block_size(cls, size):
 
 
 @pytest.mark.parametrize(
-    "cls, size, unit", [(eqq.NF4, 63, 2), (eqq.Int4, 1, 2), (eqq.Int2, 6, 4), (eqq.Binary, 4, 8), (eqq.Ternary, 2, 4)]
+    "cls, size, unit", [(eqq.NF4, 63, 2), (eqq.Int4, 1, 2), (eqq.Int2, 6, 4), (eqq.Int6, 6, 4), (eqq.Int3, 4, 8), (eqq.Binary, 4, 8), (eqq.Ternary, 2, 4)]
 )
 def test_block_size_that_splits_a_byte(cls, size, unit):
-    with pytest.raises(ValueError, match=f"multiple of {unit}, the number of .*Got `block_size={size}`"):
+    with pytest.raises(ValueError, match=f"multiple of {unit}, so that blocks .*Got `block_size={size}`"):
         cls(block_size=size)
 
 
@@ -291,7 +291,7 @@ def test_without_a_type_checker(outcomes, name):
 def test_the_original_survives_every_error(w):
     tree = {"a": w, "b": w.at[0, 0].set(jnp.nan)}
     before = jtu.tree_leaves(tree)
-    for bad in ({"format": "int3"}, {"axis": 7}, {"where": lambda t: t["c"]}, {}):
+    for bad in ({"format": "int7"}, {"axis": 7}, {"where": lambda t: t["c"]}, {}):
         with pytest.raises((ValueError, TypeError)):
             eqq.quantize_tree(tree, **bad)
     assert all(a is b for a, b in zip(jtu.tree_leaves(tree), before, strict=True))
@@ -306,7 +306,7 @@ def test_formats_pass_through(w):
     "name, remedy",
     [
         ("fp4", "'mxfp4' or 'nvfp4'"),
-        ("int3", "1, 2, 4 or 8 bits"),
+        ("int7", "'int8', or 'int6'"),
         ("gptq", "names a method, not a format"),
         ("q4_k", "'q4_0' or 'q8_0'"),
         ("itn8", "Did you mean 'int8'?"),

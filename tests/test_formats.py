@@ -220,7 +220,7 @@ def test_int2_prefers_the_levels_on_the_side_of_the_largest(getkey):
     assert float(q.scale[0, 0]) == extreme / -2
 
 
-@pytest.mark.parametrize("cls", [eqq.Int8, eqq.Int4, eqq.Int2])
+@pytest.mark.parametrize("cls", [eqq.Int8, eqq.Int6, eqq.Int5, eqq.Int4, eqq.Int3, eqq.Int2])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_affine_range_includes_zero(cls, sign):
     format = cls(block_size=None, symmetric=False)
@@ -249,7 +249,7 @@ def test_affine_int8_of_256_levels_is_exact():
 # Codebooks
 
 
-@pytest.mark.parametrize("size, width", [(2, 1), (3, 2), (4, 2), (5, 4), (16, 4), (17, 8), (256, 8)])
+@pytest.mark.parametrize("size, width", [(2, 1), (3, 2), (4, 2), (5, 3), (16, 4), (17, 5), (33, 6), (65, 7), (256, 8)])
 def test_codebook_of_any_size(getkey, size, width):
     table = np.sort(np.random.default_rng(size).normal(size=size)).astype(np.float32)
     format = eqq.Codebook(np.random.default_rng(1).permutation(table), block_size=None)

@@ -13,7 +13,7 @@ from eqquant._matmul import dispatch, problem
 from eqquant._matmul.kernels import pallas_gpu, ptx
 from eqquant._matmul.kernels.target import Target
 
-from .helpers import FORMATS, kernel_cases, KINDS, one_in, relative_error, weights
+from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, one_in, relative_error, weights
 
 
 N, K = 72, 582  # a tile and a part of one; for every number of bits some segments and a rest
@@ -42,7 +42,7 @@ def test_product(getkey, name, m):
 
 
 @pytest.mark.parametrize("m", [64])
-@pytest.mark.parametrize("name", one_in(3, KINDS))
+@pytest.mark.parametrize("name", one_in(3, KINDS_IN_KERNELS))
 def test_transposed_product(getkey, name, m):
     x, q, expected = operands(getkey, FORMATS[name].format, m, jnp.bfloat16, True)
     assert relative_error(interpreted(x, q, True), expected) < 4e-3
@@ -61,7 +61,7 @@ def test_rounding_the_table_does_not_add_up(getkey, name, dtype, tol):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("name", one_in(4, KINDS))
+@pytest.mark.parametrize("name", one_in(4, KINDS_IN_KERNELS))
 @pytest.mark.parametrize("dtype, tol", [("float32", 1e-6), ("float16", 6e-4)])
 def test_dtypes(getkey, name, dtype, tol, transpose):
     x, q, expected = operands(getkey, FORMATS[name].format, 5, dtype, transpose)

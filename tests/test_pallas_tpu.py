@@ -11,12 +11,12 @@ from eqquant._matmul import dispatch, problem
 from eqquant._matmul.kernels import pallas_tpu
 from eqquant._matmul.kernels.target import Target
 
-from .helpers import FORMATS, kernel_cases, KINDS, one_in, relative_error, weights
+from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, one_in, relative_error, weights
 
 
 N, K = 140, 1094  # a tile and a part of one; for every number of bits whole pairs of segments, and a rest
 REFUSED = ("dynamic8", "codebook_256")  # 256 values are too many to look up
-TAKEN = [name for name in KINDS if name not in REFUSED]
+TAKEN = [name for name in KINDS_IN_KERNELS if name not in REFUSED]
 
 
 def product(getkey, name, m, dtype, transpose, precision):
@@ -63,6 +63,7 @@ def test_what_cannot_be_taken():
     assert "blocks of 48" in why(layout(eqq.Int4(block_size=48)))
     assert "rows of 255 codes" in why(layout("nf4", 255))
     assert "256 values" in why(layout("dynamic8"))
+    assert "lie in several" in why(layout("int3"))
     for dtype in (jnp.float16, jnp.float64):
         assert "not native" in why(layout("nf4"), dtype=dtype)
     assert "nothing" in why(layout("nf4"), m=0) and "nothing" in why(layout("nf4"), n=0)

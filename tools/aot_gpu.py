@@ -118,11 +118,11 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
     from eqquant._matmul import dispatch
     from eqquant._matmul.kernels import pallas_gpu
     from eqquant._matmul.problem import MatmulProblem, Target
-    from tests.helpers import FORMATS, report
+    from tests.helpers import FORMATS, IN_KERNELS, report
 
     kinds = ("nf4", "nf4_double", "int4", "int4_affine", "int4_channel", "int2_affine", "ternary", "binary_block")
     kinds += ("int8", "int8_affine", "int8_block", "fp8_e4m3", "mxfp8", "mxfp4", "nvfp4", "q4_0", "dynamic8")
-    names = arguments.formats or (FORMATS if arguments.all else kinds)
+    names = arguments.formats or (IN_KERNELS if arguments.all else kinds)
     topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=H100)
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -55,7 +55,7 @@ def check(generation: str, names: list[str] | None) -> int:
     import eqquant as eqq
     from eqquant._matmul import dispatch
     from eqquant._matmul.problem import MatmulProblem, Target
-    from tests.helpers import FORMATS, report
+    from tests.helpers import FORMATS, IN_KERNELS, report
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=generation)
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
@@ -104,7 +104,7 @@ def check(generation: str, names: list[str] | None) -> int:
             failures.append("a product in `shard_map` is not divided as it should be")
 
     divided()
-    for name in names or FORMATS:
+    for name in names or IN_KERNELS:
         bits = FORMATS[name].bits
         table.add_row(name, f"{bits / 8 * N * K / 2**20:.1f}", *(compiled(name, *case) for case in CASES))
     return report(table, failures)

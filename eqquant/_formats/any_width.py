@@ -1,4 +1,4 @@
-"""Integers of any width: `Int8`, `Int4` or `Int2` where they agree, otherwise a format for analysis only."""
+"""Integers of any width: one of `Int8` to `Int2` where they agree, otherwise a format for analysis only."""
 
 from numbers import Integral
 from typing import Any, Literal
@@ -9,9 +9,10 @@ from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import absmax, BlockSize, minmax
 from .._numerics.integers import affine_scale, affine_zero_point, decode_integer, encode_integer, symmetric_scale
+from .._numerics.packing import num_planes
 from .._numerics.rounding import round_half_away
 from .base import AbstractAffineFormat, AbstractFormat
-from .integer import Int2, Int4, Int8
+from .integer import Int2, Int3, Int4, Int5, Int6, Int8
 
 
 Rounding = Literal["half_even", "half_away"]
@@ -23,8 +24,8 @@ def integer_format(
     r"""Returns an integer format of two to eight bits, to measure how much accuracy each bit buys.
 
     Symmetric: $s = \max|x| / (2^{b-1} - 1)$. Affine: $s = (\max x - \min x) / (2^b - 1)$ over a range that includes
-    zero. Returns [`eqquant.Int8`][], [`eqquant.Int4`][] or [`eqquant.Int2`][] where one of them has these levels.
-    Other widths are for analysis: each code takes a byte in memory, but reports count the bits of a packed code.
+    zero. Returns [`eqquant.Int8`][] or one of its kin where it has these levels. Others are for analysis: if their
+    blocks do not fill bytes, each code takes a byte in memory, but reports count the bits of a packed code.
 
     !!! Example
 
@@ -53,10 +54,10 @@ def integer_format(
     if not isinstance(symmetric, bool):
         raise ValueError(f"`symmetric` must be True or False. Got {symmetric!r}.")
     check_rounding(rounding)
-    ours = {8: Int8, 4: Int4, 2: Int2}.get(bits)
-    # Symmetric Int2 uses all four levels, unlike the rule above; and blocks of our formats must fill whole bytes.
-    same = rounding == "half_even" and (bits > 2 or not symmetric)
-    if ours is not None and same and (not isinstance(block_size, int) or block_size % (8 // bits) == 0):
+    ours = {8: Int8, 6: Int6, 5: Int5, 4: Int4, 3: Int3, 2: Int2}.get(int(bits))
+    # Symmetric Int2 and Int3 use all their levels, unlike the rule above.
+    same = rounding == "half_even" and (bits > 3 or not symmetric)
+    if ours is not None and same and _fills_bytes(int(bits), block_size):
         return ours(block_size=block_size, symmetric=symmetric)
     return _Integer(width=int(bits), block_size=block_size, symmetric=symmetric, rounding=rounding)
 
@@ -64,6 +65,10 @@ def integer_format(
 def code_width(format: AbstractFormat) -> int:
     """Returns the width of a code in bits, which may be less than it takes in memory."""
     return format.width if isinstance(format, _Integer) else format.bits
+
+
+def _fills_bytes(bits: int, block_size: BlockSize) -> bool:
+    return not isinstance(block_size, int) or block_size % num_planes(bits) == 0
 
 
 def check_rounding(rounding: Any) -> None:
@@ -77,7 +82,10 @@ class _Integer(AbstractAffineFormat):
     width: int = eqx.field(static=True)
     symmetric: bool = eqx.field(static=True)
     rounding: Rounding = eqx.field(static=True)
-    bits = 8
+
+    @property
+    def bits(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.width if _fills_bytes(self.width, self.block_size) else 8
 
     @property
     def has_zero_points(self) -> bool:

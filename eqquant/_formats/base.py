@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32, UInt8
 
 from .._errors import did_you_mean
 from .._numerics.blocks import BlockSize
+from .._numerics.packing import num_planes
 from .._numerics.scale_bits import ScaleDtype
 
 
@@ -59,7 +60,7 @@ class AbstractFormat(eqx.Module):
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for all of them (one scale per
         channel), `"tensor"` for one scale for the whole array.
-    - `bits`: 1, 2, 4 or 8, the width of a code in memory.
+    - `bits`: 1 to 8, the width of a code. Codes of 1, 2, 4 and 8 bits have kernels.
     - `scale_dtype`: the dtype that scales are rounded to and stored as.
     - `scale_format`: the format that scales are quantized to, or `None` if they are not quantized.
     - `multiplies_by_reciprocal`: whether encoding multiplies values by the reciprocal of the scale before the scale is
@@ -88,18 +89,18 @@ class AbstractFormat(eqx.Module):
                     f"Every field of a format must be static, so that formats compare by value. Got `{field.name}` of "
                     f"{name}, which is not. Write `{field.name}: ... = eqx.field(static=True)`."
                 )
-        if self.bits not in (1, 2, 4, 8):
-            raise ValueError(f"`bits` of {name} must be 1, 2, 4 or 8. Got {self.bits}.")
+        if self.bits not in range(1, 9):
+            raise ValueError(f"`bits` of {name} must be from 1 to 8. Got {self.bits}.")
         if isinstance(self.block_size, np.integer):  # so that it prints, compares and is saved as the number that it is
             object.__setattr__(self, "block_size", int(self.block_size))
         size = self.block_size
         if size is None or (isinstance(size, str) and size == "tensor"):
             return
-        unit = 8 // self.bits
+        unit = num_planes(self.bits)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % unit != 0:
             raise ValueError(
-                f'`block_size` of {name} must be None, "tensor" or a positive multiple of {unit}, the number of '
-                f"{self.bits}-bit codes in a byte. Got `block_size={size!r}`. Common sizes are 32, 64 and 128; None is "
+                f'`block_size` of {name} must be None, "tensor" or a positive multiple of {unit}, so that blocks of '
+                f"{self.bits}-bit codes fill bytes. Got `block_size={size!r}`. Common sizes are 32, 64 and 128; None is "
                 "one scale per channel."
             )
 
@@ -173,10 +174,7 @@ _REMEDIES = {
     "fp4": "For 4-bit floats write 'mxfp4' or 'nvfp4'; for normal floats 'nf4'.",
     "fp16": "float16 needs no quantization: cast with `astype`.",
     "bf16": "bfloat16 needs no quantization: cast with `astype`.",
-    **dict.fromkeys(
-        ("int3", "int5", "int6", "int7"),
-        "Codes take 1, 2, 4 or 8 bits: write 'int2', 'int4' or 'int8', or `eqq.Codebook(values)` with fewer values.",
-    ),
+    "int7": "For seven bits write 'int8', or 'int6'.",
     "int1": "For one bit write 'binary'.",
     **dict.fromkeys(("gptq", "awq", "hqq", "mse", "absmax"), _OF_METHODS),
     **dict.fromkeys(("q4k", "q5k", "q6k", "q4km", "q4ks"), "Of GGUF's formats write 'q4_0' or 'q8_0'."),

@@ -163,7 +163,7 @@ def _dynamic_codebook(signed: bool) -> tuple[float, ...]:
 
 
 class Codebook(AbstractCodebook):
-    """Your own table of 2 to 256 values. Codes take the fewest of 1, 2, 4 or 8 bits that can index it.
+    """Your own table of 2 to 256 values. Codes take the fewest bits that can index it.
 
     !!! Example
 
@@ -201,7 +201,7 @@ class Codebook(AbstractCodebook):
 
     @property
     def bits(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return next(bits for bits in (1, 2, 4, 8) if len(self.codebook) <= 2**bits)
+        return (len(self.codebook) - 1).bit_length()
 
 
 _NF4 = (

@@ -1,4 +1,4 @@
-"""Evenly spaced levels: Int8, Int4 and Int2, symmetric and affine."""
+"""Evenly spaced levels: Int8 to Int2, symmetric and affine."""
 
 from typing import ClassVar
 
@@ -59,6 +59,30 @@ class Int8(AbstractInteger):
     bits = 8
 
 
+class Int6(AbstractInteger):
+    r"""Six-bit integers in blocks.
+
+    Symmetric: $s = \max|x| / 31$, codes $-31 \ldots 31$. Affine: $s = (\max x - \min x) / 63$ over a range that includes
+    zero, codes $0 \ldots 63$ and an eight-bit zero point per block.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=64)
+    symmetric: bool = eqx.field(static=True, default=True)
+    bits = 6
+
+
+class Int5(AbstractInteger):
+    r"""Five-bit integers in blocks.
+
+    Symmetric: $s = \max|x| / 15$, codes $-15 \ldots 15$. Affine: $s = (\max x - \min x) / 31$ over a range that includes
+    zero, codes $0 \ldots 31$ and an eight-bit zero point per block.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=64)
+    symmetric: bool = eqx.field(static=True, default=True)
+    bits = 5
+
+
 class Int4(AbstractInteger):
     r"""Four-bit integers in blocks.
 
@@ -69,6 +93,19 @@ class Int4(AbstractInteger):
     block_size: BlockSize = eqx.field(static=True, default=64)
     symmetric: bool = eqx.field(static=True, default=True)
     bits = 4
+
+
+class Int3(AbstractInteger):
+    r"""Three-bit integers in blocks.
+
+    Symmetric: levels $-4 \ldots 3$, with $s = x_m / {-4}$ where $x_m$ is the value of largest magnitude with its sign.
+    Affine: $s = (\max x - \min x) / 7$ over a range that includes zero, codes $0 \ldots 7$ and a zero point per block.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=64)
+    symmetric: bool = eqx.field(static=True, default=True)
+    bits = 3
+    uses_lowest_code = True
 
 
 class Int2(AbstractInteger):
@@ -85,7 +122,7 @@ class Int2(AbstractInteger):
     uses_lowest_code = True
 
 
-for _cls in (Int8, Int4, Int2):
+for _cls in (Int8, Int6, Int5, Int4, Int3, Int2):
     _cls.__init__.__doc__ = r"""**Arguments:**
 
 - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from .. import native
-from .packed import Layout, Packed
+from .packed import Layout, only_xla_reads, Packed
 from .target import Target
 
 
@@ -37,7 +37,7 @@ def supports(
         return f"it multiplies float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
     if m == 0 or n == 0 or layout.length == 0:
         return "there is nothing to multiply"
-    return native.refusal()
+    return only_xla_reads(layout) or native.refusal()
 
 
 def matmul(
@@ -65,7 +65,7 @@ def decodes(layout: Layout, dtype: Any) -> str | None:
     """Returns why `decode` cannot return values of this dtype, or `None` if it can."""
     if jnp.dtype(dtype) not in DTYPES:
         return f"it decodes to float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
-    return "there is nothing to decode" if layout.length == 0 else native.refusal()
+    return "there is nothing to decode" if layout.length == 0 else only_xla_reads(layout) or native.refusal()
 
 
 def decode(weight: Packed, layout: Layout, dtype: Any, *, clip: bool) -> Float[Array, "*batch k"]:

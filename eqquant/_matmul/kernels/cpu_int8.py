@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int8, UInt8
 
 from .. import native
 from .cpu import call_product, DTYPES
-from .packed import Layout, Packed
+from .packed import Layout, only_xla_reads, Packed
 from .target import Target
 
 
@@ -29,7 +29,7 @@ def supports(layout: Layout, m: int, n: int, dtype: Any, *, target: Target = Tar
         return "it multiplies integers of at most eight bits, which the codes of this weight are not"
     if m == 0 or n == 0 or layout.length == 0:
         return "there is nothing to multiply"
-    return native.refusal()
+    return only_xla_reads(layout) or native.refusal()
 
 
 def matmul(

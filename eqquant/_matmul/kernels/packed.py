@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     """The meaning of the bits of a `Packed`. Static."""
 
     length: int  # of a row, in codes
-    bits: int  # of a code: 1, 2, 4 or 8
+    bits: int  # of a code: 1 to 8
     block_size: int  # codes that share a scale; `length` if a row has one scale
     table: tuple[float, ...]  # the value of each of the `2**bits` codes
     scale: ScaleKind = "float32"
@@ -42,8 +42,8 @@ class Layout(NamedTuple):
 
     @property
     def planes(self) -> int:
-        """The number of codes in a byte."""
-        return 8 // self.bits
+        """The number of planes of a segment: of codes in a byte, if a code lies in one byte."""
+        return packing.num_planes(self.bits)
 
     @property
     def one_scale(self) -> bool:
@@ -98,6 +98,13 @@ def _stretch(table: tuple[float, ...], dtype: str) -> float:
     error = (exact.astype(jnp.dtype(dtype)).astype(np.float64) - exact) / unit
     # The squared error of a row of 4096 codes: the bias grows with their number, the spread with its square root.
     return float(factors[np.argmin(error**2 @ share + 4096 * (error @ share) ** 2)])
+
+
+def only_xla_reads(layout: Layout) -> str | None:
+    """Returns why only `xla` reads a weight, or `None` if kernels do too."""
+    if len(packing.widths(layout.bits)) > 1:
+        return f"it reads codes that lie in one byte, and those of {layout.bits} bits lie in several"
+    return None
 
 
 def alignment(layout: Layout) -> str | None:

@@ -79,7 +79,9 @@ class _Decoder(NamedTuple):
         rows, parts = weight.codes.shape[0], []
         # The values of a unit share a scale.
         unit = run if layout.one_scale else math.gcd(run, layout.block_size)
-        codes = weight.codes[:, : body // layout.planes].reshape(rows, body // layout.planes // run, run // unit, unit)
+        packed = weight.codes[:, : packing.packed_length(body, layout.bits)]
+        count = body // layout.planes // run  # of segments
+        codes = packed.reshape(rows, count, packed.shape[1] // (max(count, 1) * run), run // unit, unit)
         scale = self._per_unit(self._scale(weight), unit) if self.scaled else None
         zero = None if weight.zero_point is None else self._per_unit(weight.zero_point.astype(jnp.float32), unit)
         for plane in range(layout.planes if body else 0):

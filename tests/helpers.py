@@ -42,6 +42,10 @@ FORMATS = {
     "int4": Row(eqq.Int4(), 4.5, 19.0),
     "int4_affine": Row(eqq.Int4(symmetric=False), 4 + 40 / 64, 20.0),
     "int4_channel": Row(eqq.Int4(block_size=None), 4 + 32 / 4096, 13.0),
+    "int8_bfloat16": Row(eqq.Int8(64, scale_dtype="bfloat16"), 8.25, 40.0),
+    "int4_float16": Row(eqq.Int4(scale_dtype="float16"), 4.25, 19.0),
+    "int4_affine_bfloat16": Row(eqq.Int4(symmetric=False, scale_dtype="bfloat16"), 4 + 24 / 64, 20.0),
+    "nf4_float16": Row(eqq.NF4(scale_dtype="float16"), 4.25, 20.5),
     "int6": Row(eqq.Int6(), 6.5, 31.0),
     "int5": Row(eqq.Int5(), 5.5, 25.0),
     "int5_affine": Row(eqq.Int5(symmetric=False), 5 + 40 / 64, 26.5),
@@ -64,7 +68,7 @@ FORMATS = {
     "q8_0": Row(eqq.Q8_0(), 8.5, 44.0),
     "dynamic8": Row(eqq.Dynamic8(), 8 + 32 / 256, 36.0),
     "codebook": Row(eqq.Codebook([-1, -0.5, -0.25, 0, 0.25, 0.5, 1]), 3.5, 12.0),
-    "codebook_16": Row(eqq.Codebook([*range(-8, 8)]), 4.5, 19.0),
+    "codebook_16": Row(eqq.Codebook([*range(-8, 8)], scale_dtype="bfloat16"), 4.25, 19.0),
     "codebook_256": Row(eqq.Codebook(np.linspace(-1, 1, 255), block_size=None), 8 + 32 / 4096, 38.0),
 }
 

@@ -96,7 +96,15 @@ def test_block_size(cls, size):
 
 
 @pytest.mark.parametrize(
-    "cls, size, unit", [(eqq.NF4, 63, 2), (eqq.Int4, 1, 2), (eqq.Int2, 6, 4), (eqq.Int6, 6, 4), (eqq.Int3, 4, 8), (eqq.Binary, 4, 8), (eqq.Ternary, 2, 4)]
+    "cls, size, unit",
+    [
+        (eqq.NF4, 63, 2),
+        (eqq.Int4, 1, 2),
+        (eqq.Int6, 6, 4),
+        (eqq.Int3, 4, 8),
+        (eqq.Binary, 4, 8),
+        (eqq.Ternary, 2, 4),
+    ],
 )
 def test_block_size_that_splits_a_byte(cls, size, unit):
     with pytest.raises(ValueError, match=f"multiple of {unit}, so that blocks .*Got `block_size={size}`"):

@@ -205,6 +205,29 @@ def test_no_block_is_lost_beside_larger_ones(getkey, format):
         assert sqnr(x[:, block], dense[:, block]) > 15
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("method", [eqq.AbsMax(), eqq.MSE()], ids=repr)
+def test_codes_are_those_of_the_stored_scale(getkey, dtype, method):
+    x = weights(getkey(), (4, 256))
+    for cls in (eqq.Int8, eqq.Int3):
+        q = eqq.quantize(x, cls(64, symmetric=False, scale_dtype=dtype), method=method)
+        assert q.scale_bits.dtype == jnp.uint16
+        again = eqq.quantize(x, cls(64, symmetric=False), scale=q.scale, zero_point=q.zero_point)
+        np.testing.assert_array_equal(np.asarray(eqq.unpack(q)), np.asarray(eqq.unpack(again)))
+        np.testing.assert_array_equal(np.asarray(q.dequantize()), np.asarray(again.dequantize()))
+
+
+@pytest.mark.parametrize("make", [lambda: eqq.Int4(scale_dtype="e8m0"), lambda: eqq.NF4(scale_dtype="int8")])
+def test_dtypes_of_scales(make):
+    with pytest.raises(ValueError, match="`scale_dtype` of .* must be one of float32, float16, bfloat16. Got"):
+        make()
+
+
+def test_quantized_scales_have_no_other_dtype():
+    with pytest.raises(ValueError, match="must be float32 with `double_quant`"):
+        eqq.NF4(double_quant=True, scale_dtype="float16")
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_int2_levels(sign):
     x = sign * jnp.array([[-2.0, -1.0, 0.0, 1.0, 2 / 3, -1.4, 0.4, -0.6]])

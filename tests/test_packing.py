@@ -17,7 +17,7 @@ def reference(codes, bits):
         for start in range(0, len(codes), size):
             done = 0
             for width in parts:
-                out += reference([code >> done & (2**width - 1) for code in codes[start : start + size]], width).tolist()
+                out += reference([c >> done & (2**width - 1) for c in codes[start : start + size]], width).tolist()
                 done += width
         return np.array(out, np.uint8)
     planes = 8 // bits

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools as ft
-from typing import Any, ClassVar, TYPE_CHECKING
+from typing import Any, ClassVar, get_args, Literal, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # a type checker takes Equinox's own for a field of the datac
 else:
     from equinox import AbstractClassVar
 
+
+# The dtypes that a user may choose for scales.
+StoredFloat = Literal["float32", "float16", "bfloat16"]
 
 _FORMATS: dict[str, type["AbstractFormat"]] = {}
 
@@ -69,7 +72,10 @@ class AbstractFormat(eqx.Module):
 
     block_size: eqx.AbstractVar[BlockSize]
     bits: AbstractClassVar[int]
-    scale_dtype: ClassVar[ScaleDtype] = "float32"
+    if TYPE_CHECKING:
+        scale_dtype: ClassVar[ScaleDtype] = "float32"
+    else:  # an annotation would put the field of a subclass before its block size
+        scale_dtype = "float32"
     scale_format: ClassVar["AbstractFormat | None"] = None
     multiplies_by_reciprocal: ClassVar[bool] = False
 
@@ -100,8 +106,8 @@ class AbstractFormat(eqx.Module):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % unit != 0:
             raise ValueError(
                 f'`block_size` of {name} must be None, "tensor" or a positive multiple of {unit}, so that blocks of '
-                f"{self.bits}-bit codes fill bytes. Got `block_size={size!r}`. Common sizes are 32, 64 and 128; None is "
-                "one scale per channel."
+                f"{self.bits}-bit codes fill bytes. Got `block_size={size!r}`. Common sizes are 32, 64 and 128; None "
+                "is one scale per channel."
             )
 
     @abc.abstractmethod
@@ -138,6 +144,15 @@ class AbstractAffineFormat(AbstractFormat):
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
     ) -> UInt8[Array, "*batch blocks"]:
         """Returns the code that stands for zero in each block, given the blocks' scales."""
+
+
+def check_stored_float(format: AbstractFormat) -> None:
+    """Raises if `scale_dtype` of a format is none of the choices."""
+    if format.scale_dtype not in get_args(StoredFloat):
+        raise ValueError(
+            f"`scale_dtype` of {type(format).__name__} must be one of {', '.join(get_args(StoredFloat))}. Got "
+            f"{format.scale_dtype!r}."
+        )
 
 
 def known_formats() -> dict[str, type[AbstractFormat]]:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import absmax, BlockSize
-from .base import AbstractFormat
+from .base import AbstractFormat, check_stored_float, StoredFloat
 from .floating import FP8
 
 
@@ -94,7 +94,16 @@ class NF4(AbstractCodebook):
 
     block_size: BlockSize = eqx.field(static=True, default=64)
     double_quant: bool = eqx.field(static=True, default=False)
+    scale_dtype: StoredFloat = eqx.field(static=True, default="float32")  # pyright: ignore
     bits = 4
+
+    def __check_init__(self) -> None:
+        check_stored_float(self)
+        if self.double_quant and self.scale_dtype != "float32":
+            raise ValueError(
+                "`scale_dtype` of NF4 must be float32 with `double_quant`, which stores scales in eight bits. Got "
+                f"{self.scale_dtype!r}."
+            )
 
     @property
     def codebook(self) -> tuple[float, ...]:
@@ -112,6 +121,7 @@ NF4.__init__.__doc__ = r"""**Arguments:**
 - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
     one for the whole array.
 - `double_quant`: whether to quantize the scales too, which saves about 0.37 bits per weight at block size 64.
+- `scale_dtype`: the dtype of scales that are not quantized, `"float32"`, `"float16"` or `"bfloat16"`.
 """
 
 
@@ -174,17 +184,20 @@ class Codebook(AbstractCodebook):
 
     values: tuple[float, ...] = eqx.field(static=True)
     block_size: BlockSize = eqx.field(static=True, default=64)
+    scale_dtype: StoredFloat = eqx.field(static=True, default="float32")  # pyright: ignore
 
     def __init__(
         self,
         values: Sequence[float | int] | np.ndarray,
         block_size: BlockSize = 64,
+        scale_dtype: StoredFloat = "float32",
     ) -> None:
         r"""**Arguments:**
 
         - `values`: the levels: two to 256 different finite numbers, in any order. Rounds them to float32.
         - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel,
             `"tensor"` for one for the whole array.
+        - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`.
         """
         with np.errstate(over="ignore"):
             table = np.unique(np.asarray(values).astype(np.float32))
@@ -194,6 +207,10 @@ class Codebook(AbstractCodebook):
             )
         self.values = tuple(table.tolist())
         self.block_size = block_size
+        self.scale_dtype = scale_dtype
+
+    def __check_init__(self) -> None:
+        check_stored_float(self)
 
     @property
     def codebook(self) -> tuple[float, ...]:

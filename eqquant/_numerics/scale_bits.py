@@ -30,6 +30,11 @@ def bits_to_scale(bits: UInt[Array, "*batch blocks"], dtype: ScaleDtype) -> Floa
     return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype)).astype(jnp.float32)
 
 
+def round_scale(scale: Float32[Array, "*shape"], dtype: ScaleDtype) -> Float32[Array, "*shape"]:
+    """Returns scales as they will be stored."""
+    return scale if dtype == "float32" else bits_to_scale(scale_to_bits(scale, dtype), dtype)
+
+
 def clip_finite(x: Float32[Array, "*shape"], dtype: DTypeLike) -> Float32[Array, "*shape"]:
     """Clips to the finite range of `dtype`, and of float32. NaN stays NaN, which XLA's clip on CPU drops."""
     limit = float(min(jnp.finfo(dtype).max, jnp.finfo(jnp.float32).max))

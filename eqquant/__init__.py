@@ -42,15 +42,31 @@ from ._formats import (
     Int5 as Int5,
     Int6 as Int6,
     Int8 as Int8,
+    IQ4_NL as IQ4_NL,
+    IQ4_XS as IQ4_XS,
+    MLX as MLX,
     MXFP4 as MXFP4,
     MXFP8 as MXFP8,
     NF4 as NF4,
     NVFP4 as NVFP4,
+    Q2_K as Q2_K,
+    Q3_K as Q3_K,
     Q4_0 as Q4_0,
+    Q4_1 as Q4_1,
+    Q4_K as Q4_K,
+    Q5_0 as Q5_0,
+    Q5_1 as Q5_1,
+    Q5_K as Q5_K,
+    Q6_K as Q6_K,
     Q8_0 as Q8_0,
     Ternary as Ternary,
+    TQ2_0 as TQ2_0,
 )
-from ._formats.base import AbstractAffineFormat as AbstractAffineFormat, AbstractFormat as AbstractFormat
+from ._formats.base import (
+    AbstractAffineFormat as AbstractAffineFormat,
+    AbstractFormat as AbstractFormat,
+    AbstractOffsetFormat as AbstractOffsetFormat,
+)
 from ._matmul.api import matmul as matmul
 from ._matmul.explain import explain_matmul as explain_matmul
 from ._methods import (

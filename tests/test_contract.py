@@ -127,6 +127,7 @@ def test_stochastic_rounding_is_unbiased(row, getkey):
     levels = np.asarray(row.format.decode(codes))[:, None]
     levels = levels[(levels[:, 0] >= lowest) & (levels[:, 0] <= highest)]
     levels = (levels - zero) * _per_element(one.scale, row.format, 64)
+    levels = levels if one.offset is None else levels + _per_element(one.offset, row.format, 64)
     value = np.asarray(x[0])
     inside = (levels.min(0) <= value) & (value <= levels.max(0))
     assert inside.mean() > 0.4

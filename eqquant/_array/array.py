@@ -1,7 +1,8 @@
 """`QuantizedArray`. The file to read first.
 
 A quantized array stands for the float array `decode(codes) * scale`, or `(codes - zero_point) * scale` with a zero
-point, in blocks along its *quantized axis*. In memory the quantized axis is always last; `axis` is its logical place.
+point, or `decode(codes) * scale + offset` with an offset, in blocks along its *quantized axis*. In memory the quantized
+axis is always last; `axis` is its logical place.
 """
 
 import dataclasses
@@ -77,6 +78,8 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
     lengths: tuple[int, ...] = eqx.field(static=True)
     logical_dtype: np.dtype = eqx.field(static=True)
     logical_sharding: NamedSharding | PartitionSpec | None = eqx.field(static=True, default=None)
+    # As `scale_bits`, for a format with offsets.
+    offset_bits: "UInt[Array, '*batch blocks'] | QuantizedArray | None" = None
     # Only in training: floats in memory order. Values come from the codes; gradients go to these floats.
     gradient_of: Float[Array, "*batch length"] | None = None
 
@@ -123,9 +126,13 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
     def scale(self) -> Float32[Array, "*batch blocks"]:
         """The scales as floats, one per block, with the quantized axis last."""
         self._check_leaves()
-        if isinstance(self.scale_bits, QuantizedArray):
-            return self.scale_bits.dequantize()
-        return bits_to_scale(self.scale_bits, self.format.scale_dtype)
+        return self._floats(self.scale_bits)
+
+    @property
+    def offset(self) -> Float32[Array, "*batch blocks"] | None:
+        """The offsets as floats, one per block, with the quantized axis last; `None` if the format has none."""
+        self._check_leaves()
+        return None if self.offset_bits is None else self._floats(self.offset_bits)
 
     @property
     def sharding(self) -> NamedSharding | PartitionSpec | None:
@@ -297,7 +304,8 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
     def _check_leaves(self) -> None:
         """Raises if a leaf is no longer an unsigned integer. Dtypes are static, so this costs nothing in `jit`."""
-        for name, leaf in (("codes", self.codes), ("scale", self.scale_bits), ("zero point", self.zero_point)):
+        of_blocks = {"scale": self.scale_bits, "zero point": self.zero_point, "offset": self.offset_bits}
+        for name, leaf in {"codes": self.codes, **of_blocks}.items():
             dtype = getattr(leaf, "dtype", None)
             if isinstance(leaf, QuantizedArray):
                 leaf._check_leaves()
@@ -320,6 +328,12 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
                 "only one of them apart. Split the model with `eqx.partition(model, eqx.is_array)`, not with "
                 "`eqx.is_inexact_array`, which leaves codes behind."
             )
+
+    def _floats(self, stored: "Array | QuantizedArray") -> Array:
+        """Returns scales or offsets as floats."""
+        if isinstance(stored, QuantizedArray):
+            return stored.dequantize()
+        return bits_to_scale(stored, self.format.scale_dtype)
 
     @property
     def _axes(self) -> tuple[int, ...]:
@@ -387,7 +401,8 @@ def _in_memory_order(q: QuantizedArray) -> QuantizedArray:
 
 def clips(q: QuantizedArray) -> bool:
     """Returns whether dequantizing clips to the finite range of the dtype."""
-    return q.zero_point is not None or q.format.scale_format is not None or q.dtype == jnp.float16
+    shifts = q.zero_point is not None or q.offset_bits is not None
+    return shifts or q.format.scale_format is not None or q.dtype == jnp.float16
 
 
 def dense_rows(q: QuantizedArray) -> Float[Array, "*batch length"]:
@@ -397,6 +412,8 @@ def dense_rows(q: QuantizedArray) -> Float[Array, "*batch length"]:
     if q.zero_point is not None:
         values = values - expand(q.zero_point.astype(jnp.float32), format.block_size, length)
     dense = values * expand(q.scale, format.block_size, length)
+    if q.offset is not None:
+        dense = dense + expand(q.offset, format.block_size, length)
     if clips(q):
         # The outermost level may lie half a step beyond the range, and rounding may enlarge a scale; both may overflow.
         dense = clip_finite(dense, q.dtype)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
 from .._errors import teach_keywords
-from .._formats.base import AbstractFormat, as_format, has_zero_points
+from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_points
 from .._mesh import explicit_mesh, full_spec, in_auto_mode
 from .._methods import AbsMax, AbstractMethod, Encoded
 from .._methods.given import GivenScales
@@ -302,11 +302,14 @@ def _quantize_here(
 def _as_array(
     encoded: Encoded, format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: Any
 ) -> QuantizedArray:
-    scale = encoded.scale
-    if format.scale_format is not None:
-        scale = _as_array(scale, format.scale_format, -1, scale.codes.shape[-1:], jnp.dtype(jnp.float32))
-    codes = packing.pack(encoded.codes, format.bits)
-    return QuantizedArray(codes, scale, encoded.zero_point, format, axis, lengths, dtype)
+    def stored(x: Any) -> Any:
+        nested = format.scale_format
+        if nested is None or x is None:
+            return x
+        return _as_array(x, nested, -1, x.codes.shape[-1:], jnp.dtype(jnp.float32))
+
+    codes, scale, offset = packing.pack(encoded.codes, format.bits), stored(encoded.scale), stored(encoded.offset)
+    return QuantizedArray(codes, scale, encoded.zero_point, format, axis, lengths, dtype, offset_bits=offset)
 
 
 def _check_given(
@@ -317,6 +320,11 @@ def _check_given(
         if zero_point is not None:
             raise ValueError("`zero_point` must come with `scale`. Got it alone. Pass both, or neither.")
         return None
+    if has_offsets(format):
+        raise ValueError(
+            f"`scale` must be for a format without offsets. Got {format!r}. Let a method choose both, or take a format "
+            "with zero points."
+        )
     if has_zero_points(format) != (zero_point is not None):
         has, got = ("a", "none") if has_zero_points(format) else ("no", "one")
         raise ValueError(

@@ -45,18 +45,21 @@ def leaf_specs(q: Any, names: Sequence[Names], sizes: Mapping[str, int]) -> list
     """
     *batch, quantized = names
     parts = math.prod(sizes[name] for name in quantized)
-    return [as_spec([*batch, quantized if divided else ()]) for divided in _divided(q, parts)]
+    return [as_spec([*batch, quantized if divided else ()]) for divided in divided_leaves(q, parts)]
 
 
-def _divided(q: Any, parts: int) -> list[bool]:
+def divided_leaves(q: Any, parts: int) -> list[bool]:
     """Returns for each leaf whether it is divided along the quantized axis when the codes are."""
     blocks, size = num_blocks(q._length, q.block_size), q.block_size
     scales = blocks > 1 and q._length % parts == 0 and (q._length // parts) % size == 0
-    nested = q.scale_bits
-    of_scale = [scales]
-    if isinstance(nested, AbstractArrayValue):
-        of_scale = [scales and divided for divided in _divided(nested, parts)]
-    return [True, *of_scale, *[scales] * (q.zero_point is not None), *[True] * (q.gradient_of is not None)]
+
+    def of(stored: Any) -> list[bool]:
+        if isinstance(stored, AbstractArrayValue):
+            return [scales and divided for divided in divided_leaves(stored, parts)]
+        return [scales] * (stored is not None)
+
+    of_blocks = (q.scale_bits, q.zero_point, q.offset_bits)
+    return [True, *(divided for stored in of_blocks for divided in of(stored)), *[True] * (q.gradient_of is not None)]
 
 
 def leaf_shardings(q: Any, sharding: NamedSharding, name: str = "The array") -> Any:

@@ -87,7 +87,9 @@ def _representable(x: Array, q: QuantizedArray) -> Bool[Array, "..."]:
     half = 0.5 + 1e-4
     low, high = levels[0] - half * (levels[1] - levels[0]), levels[-1] + half * (levels[-1] - levels[-2])
     zero = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32)
-    ends = (low - zero) * q.scale, (high - zero) * q.scale  # in either order: a scale may be negative
+    offset = 0 if q.offset is None else q.offset
+    # In either order: a scale may be negative.
+    ends = (low - zero) * q.scale + offset, (high - zero) * q.scale + offset
     of_values = lambda end: expand(end, q.format.block_size, q._length)
     rows = memory_order(x, q._axes).astype(jnp.float32)
     inside = (rows >= of_values(jnp.minimum(*ends))) & (rows <= of_values(jnp.maximum(*ends)))

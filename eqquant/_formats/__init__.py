@@ -1,7 +1,21 @@
 from .bitwise import Binary as Binary, Ternary as Ternary
 from .codebook import AbstractCodebook as AbstractCodebook, Codebook as Codebook, Dynamic8 as Dynamic8, NF4 as NF4
 from .floating import FP8 as FP8
-from .gguf import Q4_0 as Q4_0, Q8_0 as Q8_0
+from .gguf import (
+    IQ4_NL as IQ4_NL,
+    IQ4_XS as IQ4_XS,
+    Q2_K as Q2_K,
+    Q3_K as Q3_K,
+    Q4_0 as Q4_0,
+    Q4_1 as Q4_1,
+    Q4_K as Q4_K,
+    Q5_0 as Q5_0,
+    Q5_1 as Q5_1,
+    Q5_K as Q5_K,
+    Q6_K as Q6_K,
+    Q8_0 as Q8_0,
+    TQ2_0 as TQ2_0,
+)
 from .integer import (
     AbstractInteger as AbstractInteger,
     Int2 as Int2,
@@ -12,3 +26,4 @@ from .integer import (
     Int8 as Int8,
 )
 from .microscaling import MXFP4 as MXFP4, MXFP8 as MXFP8, NVFP4 as NVFP4
+from .mlx import MLX as MLX

@@ -128,7 +128,7 @@ class AbstractFormat(eqx.Module):
 
     @abc.abstractmethod
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        """Returns the values that codes stand for, before scale and zero point. The inverse of `encode`."""
+        """Returns the values that codes stand for, before scale and zero point or offset. The inverse of `encode`."""
 
 
 class AbstractAffineFormat(AbstractFormat):
@@ -144,6 +144,20 @@ class AbstractAffineFormat(AbstractFormat):
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
     ) -> UInt8[Array, "*batch blocks"]:
         """Returns the code that stands for zero in each block, given the blocks' scales."""
+
+
+class AbstractOffsetFormat(AbstractFormat):
+    """A format whose blocks each have an offset, a float that is added last: `decode(code) * scale + offset`.
+
+    Offsets are stored as scales are: in `scale_dtype`, or quantized to `scale_format`. A format has either offsets or
+    zero points.
+    """
+
+    @abc.abstractmethod
+    def choose_offset(
+        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
+    ) -> Float32[Array, "*batch blocks"]:
+        """Returns what to subtract from the values of each block before dividing by the scale."""
 
 
 def check_stored_float(format: AbstractFormat) -> None:
@@ -163,6 +177,11 @@ def known_formats() -> dict[str, type[AbstractFormat]]:
 def has_zero_points(format: AbstractFormat) -> bool:
     """Returns whether blocks in a format have zero points."""
     return isinstance(format, AbstractAffineFormat) and format.has_zero_points
+
+
+def has_offsets(format: AbstractFormat) -> bool:
+    """Returns whether blocks in a format have offsets."""
+    return isinstance(format, AbstractOffsetFormat)
 
 
 @ft.lru_cache

@@ -1,12 +1,18 @@
-"""Formats of GGUF files. Values match ggml's reference quantizers bit for bit."""
+"""Formats of GGUF files, as ggml defines them: https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c.
+
+Those that ggml quantizes without a search equal its reference bit for bit; values of all equal its dequantizer.
+"""
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .._numerics.blocks import absmax, BlockSize, signed_absmax
+from .._numerics.blocks import absmax, BlockSize, minmax, signed_absmax
+from .._numerics.integers import affine_scale
 from .._numerics.rounding import round_half_away
-from .base import AbstractFormat
+from .base import AbstractFormat, AbstractOffsetFormat
+from .codebook import AbstractCodebook
+from .integer import Int6, Int8
 
 
 class Q4_0(AbstractFormat):
@@ -19,14 +25,10 @@ class Q4_0(AbstractFormat):
         [ggml, `quantize_row_q4_0_ref`](https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c)
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32)
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 4
     scale_dtype = "float16"
     multiplies_by_reciprocal = True
-
-    def __init__(self) -> None:
-        """**Arguments:** none; the block size is 32 by definition."""
-        self.block_size = 32
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return signed_absmax(blocks) / -8
@@ -48,14 +50,10 @@ class Q8_0(AbstractFormat):
         [ggml, `quantize_row_q8_0_ref`](https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c)
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32)
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 8
     scale_dtype = "float16"
     multiplies_by_reciprocal = True
-
-    def __init__(self) -> None:
-        """**Arguments:** none; the block size is 32 by definition."""
-        self.block_size = 32
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return absmax(blocks) / 127
@@ -65,3 +63,227 @@ class Q8_0(AbstractFormat):
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return codes.astype(jnp.float32) - 128
+
+
+class _AbstractOffset(AbstractOffsetFormat):
+    """Codes from zero on, at even steps from the least value of a block to the largest."""
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return (jnp.max(blocks, axis=-1) - jnp.min(blocks, axis=-1)) / (2**self.bits - 1)
+
+    def choose_offset(
+        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
+    ) -> Float32[Array, "*batch blocks"]:
+        return jnp.min(blocks, axis=-1)
+
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return jnp.clip(jnp.trunc(values + 0.5), 0, 2**self.bits - 1).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return codes.astype(jnp.float32)
+
+
+class Q4_1(_AbstractOffset):
+    r"""GGUF's Q4_1: $s = (\max x - \min x) / 15$, codes $0 \ldots 15$, to which the offset $\min x$ is added.
+
+    Blocks of 32; scales and offsets in float16; 5 bits per weight.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
+    bits = 4
+    scale_dtype = "float16"
+    multiplies_by_reciprocal = True
+
+
+class Q5_1(_AbstractOffset):
+    r"""GGUF's Q5_1: $s = (\max x - \min x) / 31$, codes $0 \ldots 31$, to which the offset $\min x$ is added.
+
+    Blocks of 32; scales and offsets in float16; 6 bits per weight.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
+    bits = 5
+    scale_dtype = "float16"
+    multiplies_by_reciprocal = True
+
+
+class _AbstractCentred(AbstractFormat):
+    """All `2**bits` levels about zero. The sign of the scale turns the longer side to the largest magnitude."""
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return signed_absmax(blocks) / -(2 ** (self.bits - 1))
+
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        half = 2 ** (self.bits - 1)
+        return jnp.clip(jnp.trunc(values + (half + 0.5)), 0, 2 * half - 1).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return codes.astype(jnp.float32) - 2 ** (self.bits - 1)
+
+
+class Q5_0(_AbstractCentred):
+    r"""GGUF's Q5_0: $s = x_m / {-16}$, where $x_m$ is the value of largest magnitude with its sign; codes
+    $-16 \ldots 15$.
+
+    Stores codes plus 16, as $\lfloor x / s + 16.5 \rfloor$. Blocks of 32; scales in float16; 5.5 bits per weight.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
+    bits = 5
+    scale_dtype = "float16"
+    multiplies_by_reciprocal = True
+
+
+class TQ2_0(AbstractFormat):
+    r"""GGUF's TQ2_0 and TQ1_0, for weights that are ternary already: values $-s, 0, s$ with $s = \max|x|$.
+
+    Blocks of 256; scales in float16; two bits per code, 2.0625 bits per weight. (TQ1_0 packs five codes in a byte.)
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=256, init=False)
+    bits = 2
+    scale_dtype = "float16"
+    multiplies_by_reciprocal = True
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return absmax(blocks)
+
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return (jnp.clip(round_half_away(values), -1, 1) + 1).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return codes.astype(jnp.float32) - 1
+
+
+#
+# Two levels: scales are codes too, with a scale in float16 for 256 weights.
+#
+
+
+class _Unsigned(AbstractFormat):
+    """Scales, or offsets, of one sign: codes from zero to the top, and a scale with their sign."""
+
+    bits: int = eqx.field(static=True)  # pyright: ignore
+    block_size: BlockSize = eqx.field(static=True)
+    scale_dtype = "float16"
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return signed_absmax(blocks) / (2**self.bits - 1)
+
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return jnp.clip(jnp.round(values), 0, 2**self.bits - 1).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return codes.astype(jnp.float32)
+
+
+class _AbstractK(_AbstractOffset):
+    """The offset is at most zero, so that it can be a code with a scale, too."""
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return affine_scale(*minmax(blocks), self.bits)
+
+    def choose_offset(
+        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
+    ) -> Float32[Array, "*batch blocks"]:
+        return minmax(blocks)[0]
+
+
+class Q2_K(_AbstractK):
+    r"""GGUF's Q2_K: codes $0 \ldots 3$ in blocks of 16, with scales and offsets of four bits; 2.625 bits per weight.
+
+    $s = (\max x - \min x) / 3$ over a range that includes zero, and the offset $\min x$, each rounded to a
+    multiple of a float16 for 256 weights.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=16, init=False)
+    bits = 2
+    scale_format = _Unsigned(4, 16)
+
+
+class Q4_K(_AbstractK):
+    r"""GGUF's Q4_K: codes $0 \ldots 15$ in blocks of 32, with scales and offsets of six bits; 4.5 bits per weight.
+
+    $s = (\max x - \min x) / 15$ over a range that includes zero, and the offset $\min x$, each rounded to a
+    multiple of a float16 for 256 weights.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
+    bits = 4
+    scale_format = _Unsigned(6, 8)
+
+
+class Q5_K(_AbstractK):
+    r"""GGUF's Q5_K: codes $0 \ldots 31$ in blocks of 32, with scales and offsets of six bits; 5.5 bits per weight.
+
+    $s = (\max x - \min x) / 31$ over a range that includes zero, and the offset $\min x$, each rounded to a
+    multiple of a float16 for 256 weights.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
+    bits = 5
+    scale_format = _Unsigned(6, 8)
+
+
+class Q3_K(_AbstractCentred):
+    r"""GGUF's Q3_K: codes $-4 \ldots 3$ in blocks of 16, with scales of six bits; 3.4375 bits per weight.
+
+    $s = x_m / {-4}$, where $x_m$ is the value of largest magnitude with its sign, rounded to a multiple of a
+    float16 for 256 weights.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=16, init=False)
+    bits = 3
+    scale_format = Int6(block_size=16, scale_dtype="float16")
+
+
+class Q6_K(_AbstractCentred):
+    r"""GGUF's Q6_K: codes $-32 \ldots 31$ in blocks of 16, with scales of eight bits; 6.5625 bits per weight.
+
+    $s = x_m / {-32}$, where $x_m$ is the value of largest magnitude with its sign, rounded to a multiple of a
+    float16 for 256 weights.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=16, init=False)
+    bits = 6
+    scale_format = Int8(block_size=16, scale_dtype="float16")
+
+
+_IQ4 = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
+
+
+class _AbstractIQ4(AbstractCodebook):
+    """Sixteen integers, dense about zero, of which none is zero."""
+
+    @property
+    def codebook(self) -> tuple[float, ...]:
+        return _IQ4
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        return signed_absmax(blocks) / _IQ4[0]
+
+
+class IQ4_NL(_AbstractIQ4):
+    r"""GGUF's IQ4_NL: sixteen levels from -127 to 113, dense about zero; $s = x_m / {-127}$.
+
+    $x_m$ is the value of largest magnitude with its sign. Blocks of 32; scales in float16; 4.5 bits per weight.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
+    bits = 4
+    scale_dtype = "float16"
+
+
+class IQ4_XS(_AbstractIQ4):
+    r"""GGUF's IQ4_XS: the levels of [`eqquant.IQ4_NL`][], with scales of six bits; 4.25 bits per weight.
+
+    Blocks of 32; scales are multiples of a float16 for 256 weights.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
+    bits = 4
+    scale_format = Int6(block_size=8, scale_dtype="float16")
+
+
+for _cls in (Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, TQ2_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS):
+    _cls.__init__.__doc__ = "**Arguments:** none; the block size is set by definition."

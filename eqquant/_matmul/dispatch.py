@@ -81,7 +81,8 @@ def _of_bytes(p: MatmulProblem) -> bool:
     layout = p.layout
     # The transposed product scales `x` first, which might underflow in float16.
     scalable = not (p.transpose and p.dtype == jnp.float16)
-    return scalable and layout.one_scale and layout.bits == 8 and layout.kind != "table" and not layout.zero_points
+    plain = layout.kind != "table" and not layout.zero_points and not layout.offsets
+    return scalable and layout.one_scale and layout.bits == 8 and plain
 
 
 def _always(problem: MatmulProblem, target: Target) -> None:
@@ -205,7 +206,7 @@ def pack_arrays(w: QuantizedArray) -> Packed:
             scale = scale_to_bits(scale.dequantize(), "float32")
         else:
             scale, row_scale = scale.codes, scale.scale
-    return Packed(w.codes, scale, row_scale, w.zero_point)
+    return Packed(w.codes, scale, row_scale, w.zero_point, w.offset)
 
 
 def _precision(problem: MatmulProblem) -> str | None:

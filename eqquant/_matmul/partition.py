@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from .. import _compat
 from .._array.array import QuantizedArray
-from .._array.sharding import can_divide, leaf_specs, smallest_part
+from .._array.sharding import can_divide, divided_leaves, leaf_specs, smallest_part
 from .._mesh import as_spec, Names, names_in
 from .._numerics import packing
 from .._numerics.blocks import expand, num_blocks
@@ -144,17 +144,21 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
     mine = jtu.tree_unflatten(jtu.tree_structure(w), leaves)
     if parts == 1:
         return mine
-    nested = mine.scale_bits
-    if isinstance(nested, QuantizedArray):
-        # A scale of scales may cover more than one part, so decode the scales of this device's blocks here.
-        blocks = num_blocks(w._length // parts, w.block_size)
-        values = nested.format.decode(packing.unpack(nested.codes, nested.format.bits, blocks))
-        whole = nested.scale.shape[-1] == num_blocks(nested._length, nested.block_size)
-        first = jax.lax.axis_index(names) * blocks if whole and nested._length > blocks else 0
-        of_all = expand(nested.scale, nested.block_size, nested._length if whole else blocks)
+    blocks = num_blocks(w._length // parts, w.block_size)
+
+    def here(stored: Any) -> Any:
+        """Decodes scales or offsets of this device's blocks, since a scale of scales may cover more than one part."""
+        if not isinstance(stored, QuantizedArray):
+            return stored
+        values = stored.format.decode(packing.unpack(stored.codes, stored.format.bits, blocks))
+        whole = stored.scale.shape[-1] == num_blocks(stored._length, stored.block_size)
+        first = jax.lax.axis_index(names) * blocks if whole and stored._length > blocks else 0
+        of_all = expand(stored.scale, stored.block_size, stored._length if whole else blocks)
         scale = values * jax.lax.dynamic_slice_in_dim(of_all, first, blocks, axis=-1)
-        mine = dataclasses.replace(mine, scale_bits=scale_to_bits(scale, mine.format.scale_dtype))
-    return dataclasses.replace(mine, lengths=(w._length // parts,))
+        return scale_to_bits(scale, mine.format.scale_dtype)
+
+    scale, offset = here(mine.scale_bits), here(mine.offset_bits)
+    return dataclasses.replace(mine, scale_bits=scale, offset_bits=offset, lengths=(w._length // parts,))
 
 
 def _names(struct: Any, mesh: Mesh) -> tuple[Names, ...]:
@@ -165,7 +169,7 @@ def _names(struct: Any, mesh: Mesh) -> tuple[Names, ...]:
 def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[str, dict[str, Any]]:
     """Returns the sharding rule of the product, as an einsum. It divides the quantized axis only into whole parts."""
     batch = [f"batch{i}" for i in range(len(shape) - 2)]
-    length, blocks = w._length, num_blocks(w._length, w.block_size)
+    length = w._length
     unit = smallest_part(length, w.format)
     parts = max(length // unit, 1) if length % unit == 0 else 1
     sizes: dict[str, Any] = {}
@@ -180,9 +184,8 @@ def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[s
         return f"(parts {name})"
 
     k, lasts = along(length, "within"), []
-    for number, leaf in enumerate(jtu.tree_leaves(w)):
-        follows = number == 0 or leaf.shape[-1] == blocks > 1
-        lasts.append(along(leaf.shape[-1], f"of_leaf{number}") if follows else f"shared{number}")
+    for number, (leaf, divided) in enumerate(zip(jtu.tree_leaves(w), divided_leaves(w, parts), strict=True)):
+        lasts.append(along(leaf.shape[-1], f"of_leaf{number}") if divided else f"shared{number}")
     if parts > 1 and "parts" not in (k, *lasts):
         sizes["parts"] = parts  # a factor that is never a whole dimension must have its size
     leaves = [" ".join([*batch, "n", last]) for last in lasts]

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._array.array import QuantizedArray
 from .._formats import FP8
-from .._formats.base import AbstractFormat, has_zero_points
+from .._formats.base import AbstractFormat, has_offsets, has_zero_points
 from .._numerics.blocks import num_blocks
 from .kernels.packed import Layout, ScaleKind
 from .kernels.target import Target as Target
@@ -65,6 +65,7 @@ def layout_of(format: AbstractFormat, length: int, plain_scales: bool = False) -
         tuple(table.tolist()),
         nested or ("float32" if format.scale_format is not None else format.scale_dtype),
         has_zero_points(format),
+        has_offsets(format),
     )
 
 

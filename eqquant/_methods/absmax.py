@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float32
 
-from .._formats.base import AbstractAffineFormat, AbstractFormat
+from .._formats.base import AbstractAffineFormat, AbstractFormat, AbstractOffsetFormat
 from .base import AbstractScaleMethod, Scales, ZeroPoints
 
 
@@ -19,6 +19,8 @@ class AbsMax(AbstractScaleMethod):
         scale = format.choose_scale(blocks)
         if isinstance(format, AbstractAffineFormat) and format.has_zero_points:
             return scale, format.choose_zero_point(blocks, scale)
+        if isinstance(format, AbstractOffsetFormat):
+            return scale, format.choose_offset(blocks, scale)
         return scale, None
 
 

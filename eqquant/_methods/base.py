@@ -14,25 +14,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt8
 
-from .._formats.base import AbstractFormat, has_zero_points
+from .._formats.base import AbstractFormat, has_offsets, has_zero_points
 from .._numerics.blocks import divide, expand, not_finite, num_blocks, split_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .stochastic import move_stochastically
 
 
 Scales = Float32[Array, "*batch blocks"]
-ZeroPoints = UInt8[Array, "*batch blocks"] | None
+# Zero points, or for a format with offsets these.
+ZeroPoints = UInt8[Array, "*batch blocks"] | Float32[Array, "*batch blocks"] | None
 
 
 class Encoded(NamedTuple):
     """What a method returns: one code for each of `(*batch, length)` values, with the scales and zero points.
 
-    `scale` holds the bits of the scales, or an `Encoded` if the format quantizes its scales.
+    `scale` holds the bits of the scales, or an `Encoded` if the format quantizes its scales; `offset` is alike.
     """
 
     codes: UInt8[Array, "*batch length"]
     scale: Any  # UInt[Array, "*batch blocks"] | Encoded
-    zero_point: ZeroPoints = None
+    zero_point: UInt8[Array, "*batch blocks"] | None = None
+    offset: Any = None
 
 
 class AbstractMethod(eqx.Module):
@@ -116,8 +118,8 @@ class AbstractScaleMethod(AbstractMethod):
 
         **Returns:**
 
-        Float32 scales of shape `(*batch, blocks)`, and `uint8` zero points of the same shape, or `None` if the
-        format has no zero points.
+        Float32 scales of shape `(*batch, blocks)`. And for a format with zero points these, `uint8` of the same
+        shape; for a format with offsets these, float32 of the same shape; for any other `None`.
         """
 
     def quantize_rows(
@@ -157,8 +159,8 @@ def choose_by_blocks(
 
     **Returns:**
 
-    Float32 scales of shape `(*batch, blocks)`, and `uint8` zero points of that shape or `None`. The scale of a block
-    that holds a NaN or an infinity is NaN.
+    What `choose` returns, for all blocks: float32 scales of shape `(*batch, blocks)`, and zero points, offsets or
+    `None`. The scale of a block that holds a NaN or an infinity is NaN.
 
     **Raises:**
 
@@ -208,7 +210,7 @@ def encode_rows(
 
     - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
     - `scale`: float32, of shape `(*batch, blocks)`. Rounded to what `format` can store.
-    - `zero_point`: `uint8` of the same shape, or `None` if the format has no zero points.
+    - `zero_point`: `uint8` of the same shape; for a format with offsets these, float32; for any other format `None`.
     - `format`: the format to quantize to.
     - `key`, `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
 
@@ -236,7 +238,10 @@ def decode_rows(encoded: Encoded, format: AbstractFormat) -> Float32[Array, "*ba
     values, length = format.decode(encoded.codes), encoded.codes.shape[-1]
     if encoded.zero_point is not None:
         values = values - expand(encoded.zero_point.astype(jnp.float32), format.block_size, length)
-    return values * expand(kept_scale(encoded.scale, format), format.block_size, length)
+    values = values * expand(kept_scale(encoded.scale, format), format.block_size, length)
+    if encoded.offset is None:
+        return values
+    return values + expand(kept_scale(encoded.offset, format), format.block_size, length)
 
 
 def _marked(scale: Array, marks: Array) -> Array:
@@ -246,12 +251,14 @@ def _marked(scale: Array, marks: Array) -> Array:
 def _check_scales(scale: Array, zero_point: Array | None, shape: tuple[int, ...], format: AbstractFormat) -> None:
     if scale.shape != shape:
         raise TypeError(f"There must be one scale per block, {shape} for {format!r}. Got shape {scale.shape}.")
-    if has_zero_points(format) != (zero_point is not None):
-        has, got = ("has", "none") if has_zero_points(format) else ("has no", "some")
-        raise TypeError(f"{format!r} {has} zero points, and scales must come with as many. Got {got}.")
-    if zero_point is not None and (zero_point.shape != shape or zero_point.dtype != jnp.uint8):
+    name, dtype = ("Offsets", jnp.float32) if has_offsets(format) else ("Zero points", jnp.uint8)
+    has_any = has_offsets(format) or has_zero_points(format)
+    if has_any != (zero_point is not None):
+        has, got = ("has", "none") if has_any else ("has no", "some")
+        raise TypeError(f"{format!r} {has} {name.lower()}, and scales must come with as many. Got {got}.")
+    if zero_point is not None and (zero_point.shape != shape or zero_point.dtype != dtype):
         raise TypeError(
-            f"Zero points must be uint8 of the shape of the scales, {shape}. Got {zero_point.dtype} of shape "
+            f"{name} must be {jnp.dtype(dtype)} of the shape of the scales, {shape}. Got {zero_point.dtype} of shape "
             f"{zero_point.shape}."
         )
 
@@ -267,9 +274,18 @@ def _encode(
     """As `encode_rows`, for scales that already are NaN for every block that is not finite."""
     stored = store_scale(scale, format)
     kept = kept_scale(stored, format)
+    stored_offset = offset = None
+    if has_offsets(format):
+        stored_offset = store_scale(zero_point, format)
+        # ggml subtracts the offset as it is before it is rounded, as it multiplies by such a scale.
+        offset = zero_point if format.multiplies_by_reciprocal else kept_scale(stored_offset, format)
+        zero_point = None
 
-    def of_rows(first: Any, rows: Array, scale: Array, kept: Array, zero_point: Array | None) -> Array:
-        values = _in_units(rows.astype(jnp.float32), scale, kept, format)
+    def of_rows(first: Any, rows: Array, scale: Array, kept: Array, zero_point: Any, offset: Any) -> Array:
+        values = rows.astype(jnp.float32)
+        if offset is not None:
+            values = values - expand(offset, format.block_size, rows.shape[-1])
+        values = _in_units(values, scale, kept, format)
         if zero_point is not None:
             values = values + expand(zero_point.astype(jnp.float32), format.block_size, rows.shape[-1])
         codes = format.encode(values)
@@ -282,7 +298,8 @@ def _encode(
             return codes
         return move_stochastically(codes, values, format, _uniform_by_row(key, first, values.shape))
 
-    return Encoded(_by_chunks(of_rows, chunk, rows, scale, kept, zero_point), stored, zero_point)
+    codes = _by_chunks(of_rows, chunk, rows, scale, kept, zero_point, offset)
+    return Encoded(codes, stored, zero_point, stored_offset)
 
 
 def _uniform_by_row(key: PRNGKeyArray, first: Any, shape: tuple[int, ...]) -> Float32[Array, "*batch length"]:
@@ -307,7 +324,7 @@ def _in_units(
 
 
 def store_scale(scale: Scales, format: AbstractFormat) -> Any:
-    """Returns scales as the format stores them: their bits, or an `Encoded` if it quantizes its scales."""
+    """Returns scales or offsets as the format stores them: their bits, or an `Encoded` if it quantizes its scales."""
     if format.scale_format is None:
         return scale_to_bits(scale, format.scale_dtype)
     nested = format.scale_format
@@ -316,7 +333,7 @@ def store_scale(scale: Scales, format: AbstractFormat) -> Any:
 
 
 def kept_scale(stored: Any, format: AbstractFormat) -> Scales:
-    """Returns stored scales as floats."""
+    """Returns stored scales or offsets as floats."""
     if format.scale_format is None:
         return bits_to_scale(stored, format.scale_dtype)
     return decode_rows(stored, format.scale_format)

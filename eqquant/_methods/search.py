@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from .._formats.base import AbstractFormat, has_zero_points
+from .._formats.base import AbstractFormat, AbstractOffsetFormat, has_zero_points
 from .._numerics.blocks import divide, minmax
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 
@@ -39,11 +39,15 @@ class Search(NamedTuple):
     units: Float32[Array, "*batch blocks block"]
     scale: Float32[Array, "*batch blocks"]
     format: AbstractFormat
+    offset: Float32[Array, "*batch blocks"] | None = None  # stays as the format chooses it
 
     @staticmethod
     def of(blocks: Float32[Array, "*batch blocks block"], format: AbstractFormat) -> "Search":
-        scale = format.choose_scale(blocks)
-        return Search(divide(blocks, jnp.broadcast_to(scale[..., None], blocks.shape)), scale, format)
+        scale, offset = format.choose_scale(blocks), None
+        if isinstance(format, AbstractOffsetFormat):
+            offset = format.choose_offset(blocks, scale)
+            blocks = blocks - offset[..., None]
+        return Search(divide(blocks, jnp.broadcast_to(scale[..., None], blocks.shape)), scale, format, offset)
 
     def levels(self, factor: Array) -> Array:
         """Returns the quantized values, in units of the scale times `factor`."""
@@ -65,11 +69,11 @@ class Search(NamedTuple):
         return jnp.where(usable, kept / jnp.where(usable, self.scale, 1), factor)
 
     def result(self, factor: Array) -> tuple[Array, Array | None]:
-        """Returns the scales, and their best zero points."""
+        """Returns the scales, and their best zero points, or the offsets."""
         # A very large scale stays as it is: a larger one might decode to infinity.
         scale = jnp.where(jnp.abs(self.scale) < _LARGEST, self.scale * factor, self.scale)
         if not has_zero_points(self.format):
-            return scale, None
+            return scale, self.offset
         ratio = divide(scale, self.scale)
         return scale, self._zero_point(self.units / jnp.where(ratio > 0, ratio, 1)[..., None]).astype(jnp.uint8)
 

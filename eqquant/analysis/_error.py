@@ -230,6 +230,7 @@ def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
     rows = memory_order(jnp.asarray(to_numpy(x, "`x`"), jnp.float32), axes)
     spread = lambda per_block: expand(per_block, q.format.block_size, rows.shape[-1])
     zero = jnp.zeros_like(q.scale) if q.zero_point is None else q.zero_point.astype(jnp.float32)
+    zero = zero if q.offset is None else -divide(q.offset, q.scale)
     return rows, spread(q.scale), spread(zero)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Float32, PRNGKeyArray, UInt8
 
 from .._array.array import QuantizedArray
 from .._array.quantize import quantize
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, has_offsets
 from .._methods import AbsMax
 
 
@@ -72,7 +72,12 @@ class CalibrationResult(eqx.Module):
 
 @ft.lru_cache
 def check_range_format(format: AbstractFormat) -> None:
-    """Raises for a format whose scale depends on more than the extremes of a block."""
+    """Raises for a format whose scale depends on more than the extremes of a block, or that has offsets."""
+    if has_offsets(format):
+        raise ValueError(
+            f"`format` must have no offsets, which `quantize` does not take. Got {format!r}. Quantize with its own: "
+            "`eqq.quantize(x, format)`."
+        )
     with jax.ensure_compile_time_eval():
         extremes, others = jnp.array([[-2.0, 1.0]]), jnp.array([[0.5, -2.0, 0.0, 1.0, -1.0]])
         same = np.array_equal(format.choose_scale(extremes), format.choose_scale(others))

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from .._array.array import QuantizedArray
 from .._array.axes import as_axis
-from .._formats.base import AbstractFormat, has_zero_points
+from .._formats.base import AbstractFormat, has_offsets, has_zero_points
 from .._numerics.blocks import num_blocks
 from .._numerics.packing import packed_length
 
@@ -37,13 +37,16 @@ def structure(
     def make(format: AbstractFormat, axis: Any, lengths: tuple[int, ...], dtype: np.dtype) -> QuantizedArray:
         length = math.prod(lengths)
         blocks = num_blocks(length, format.block_size)
-        if format.scale_format is None:
-            scale = jnp.zeros((*batch, blocks), _BITS_OF_SCALE[format.scale_dtype])
-        else:
-            scale = make(format.scale_format, -1, (blocks,), np.dtype(np.float32))
+
+        def per_block() -> Any:
+            if format.scale_format is None:
+                return jnp.zeros((*batch, blocks), _BITS_OF_SCALE[format.scale_dtype])
+            return make(format.scale_format, -1, (blocks,), np.dtype(np.float32))
+
         zero_point = jnp.zeros((*batch, blocks), jnp.uint8) if has_zero_points(format) else None
         codes = jnp.zeros((*batch, packed_length(length, format.bits)), jnp.uint8)
-        return QuantizedArray(codes, scale, zero_point, format, axis, lengths, dtype)
+        offset = per_block() if has_offsets(format) else None
+        return QuantizedArray(codes, per_block(), zero_point, format, axis, lengths, dtype, offset_bits=offset)
 
     def whole() -> QuantizedArray:
         q = make(format, as_axis(axes), lengths, dtype)
@@ -54,5 +57,5 @@ def structure(
 
 
 def parts_of(q: QuantizedArray) -> dict[str, Any]:
-    """Returns the leaves by name: `codes`, `scale_bits` (or `scale_bits.codes` and so on), `zero_point`."""
+    """Returns the leaves by name: `codes`, `scale_bits` (or `scale_bits.codes` and so on), and others alike."""
     return {jtu.keystr(keys, simple=True, separator="."): leaf for keys, leaf in jtu.tree_flatten_with_path(q)[0]}

@@ -22,12 +22,13 @@ ScaleKind = Literal["float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "u
 
 
 class Packed(NamedTuple):
-    """The arrays of a weight of `n` rows, `(table[codes] - zero_point) * scale * row_scale`."""
+    """The arrays of a weight of `n` rows, `(table[codes] - zero_point) * scale * row_scale + offset`."""
 
     codes: UInt8[Array, "*batch n bytes"]
     scale: UInt[Array, "*batch n blocks"]  # the bits of scales, of the type `Layout.scale`
     row_scale: Float32[Array, "*batch n 1"] | None = None  # multiplies the scales of a row
     zero_point: UInt8[Array, "*batch n blocks"] | None = None
+    offset: Float32[Array, "*batch n blocks"] | None = None
 
 
 class Layout(NamedTuple):
@@ -39,6 +40,7 @@ class Layout(NamedTuple):
     table: tuple[float, ...]  # the value of each of the `2**bits` codes
     scale: ScaleKind = "float32"
     zero_points: bool = False
+    offsets: bool = False
 
     @property
     def planes(self) -> int:
@@ -104,7 +106,7 @@ def only_xla_reads(layout: Layout) -> str | None:
     """Returns why only `xla` reads a weight, or `None` if kernels do too."""
     if len(packing.widths(layout.bits)) > 1:
         return f"it reads codes that lie in one byte, and those of {layout.bits} bits lie in several"
-    return None
+    return "it adds no offsets of blocks" if layout.offsets else None
 
 
 def alignment(layout: Layout) -> str | None:
@@ -169,4 +171,7 @@ def decode_columns(
     scale = decode_scale(weight.scale, layout.scale)[..., blocks]
     if weight.row_scale is not None:
         scale = scale * jnp.broadcast_to(weight.row_scale, scale.shape)
-    return (values * scale).astype(dtype)
+    values = values * scale
+    if weight.offset is not None:
+        values = values + weight.offset[..., blocks]
+    return values.astype(dtype)

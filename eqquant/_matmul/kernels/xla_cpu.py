@@ -40,7 +40,8 @@ def matmul(
     rows = n if whole else min(max(ROWS_BYTES * layout.planes // row_bytes, 1), n)
     # Values to round to 16 bits must be scaled first. Otherwise it is cheaper to scale the results or `x`.
     rounded = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else None
-    decoder = _Decoder(layout, wide, rounded, scaled=not layout.one_scale or rounded is not None or wide.itemsize > 4)
+    scaled = not layout.one_scale or rounded is not None or wide.itemsize > 4 or layout.offsets
+    decoder = _Decoder(layout, wide, rounded, scaled)
     product = ft.partial(_transposed_product if transpose else _product, decoder, rows, precision)
 
     def one(operands: tuple[Array, Packed]) -> Array:
@@ -84,10 +85,12 @@ class _Decoder(NamedTuple):
         codes = packed.reshape(rows, count, packed.shape[1] // (max(count, 1) * run), run // unit, unit)
         scale = self._per_unit(self._scale(weight), unit) if self.scaled else None
         zero = None if weight.zero_point is None else self._per_unit(weight.zero_point.astype(jnp.float32), unit)
+        offset = None if weight.offset is None else self._per_unit(weight.offset, unit)
         for plane in range(layout.planes if body else 0):
             values = look_up(packing.unpack_plane(codes, plane, layout.bits), layout)
             values = values if zero is None else values - jnp.broadcast_to(zero[plane], values.shape)
             values = values if scale is None else values * jnp.broadcast_to(scale[plane], values.shape)
+            values = values if offset is None else values + jnp.broadcast_to(offset[plane], values.shape)
             parts.append(self._finish(values).reshape(rows, body // layout.planes))
         if body == layout.length and body:
             return parts
@@ -126,7 +129,7 @@ class _Decoder(NamedTuple):
         return [units[:, :, plane] for plane in range(layout.planes)]
 
     def _finish(self, values: Float32[Array, "*shape"]) -> Float[Array, "*shape"]:
-        if self.rounded is not None or self.layout.zero_points:
+        if self.rounded is not None or self.layout.zero_points or self.layout.offsets:
             # As `dequantize` does: the outermost level may lie beyond the largest finite number.
             limit = float(min(jnp.finfo(self.rounded or self.wide).max, jnp.finfo(jnp.float32).max))
             values = jnp.clip(values, -limit, limit)

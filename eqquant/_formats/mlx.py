@@ -1,0 +1,59 @@
+"""The format of MLX's affine mode: integers of any width, with a scale and an offset per block."""
+
+from typing import Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, UInt8
+
+from .._numerics.blocks import BlockSize, divide
+from .base import AbstractOffsetFormat, check_stored_float, StoredFloat
+
+
+class MLX(AbstractOffsetFormat):
+    r"""MLX's affine mode: $q s + o$, with integers $q$ from zero on, and a scale and an offset per block.
+
+    The offset $o$ is the value of a block that is farthest from zero, and $s$ leads from there to the other end. It is
+    rounded so that $o / s$ is whole, and zero has a code if the block has values on both sides of it.
+
+    ??? cite
+
+        [MLX, `quantize`](https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html)
+    """
+
+    bits: Literal[2, 3, 4, 5, 6, 8] = eqx.field(static=True, default=4)  # pyright: ignore
+    block_size: BlockSize = eqx.field(static=True, default=64)
+    scale_dtype: StoredFloat = eqx.field(static=True, default="float16")  # pyright: ignore
+
+    def __check_init__(self) -> None:
+        check_stored_float(self)
+        if self.bits not in (2, 3, 4, 5, 6, 8):
+            raise ValueError(f"`bits` of MLX must be 2, 3, 4, 5, 6 or 8. Got {self.bits!r}.")
+
+    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        low, high = jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
+        top = 2**self.bits - 1
+        size = high / top - low / top  # divided first, since `high - low` may overflow
+        scale = jnp.where(jnp.abs(low) > jnp.abs(high), size, -size)
+        edge = self.choose_offset(blocks, scale)
+        return divide(edge, jnp.round(divide(edge, scale)))
+
+    def choose_offset(
+        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
+    ) -> Float32[Array, "*batch blocks"]:
+        low, high = jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
+        return jnp.where(jnp.abs(low) > jnp.abs(high), low, high)
+
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return jnp.clip(jnp.round(values), 0, 2**self.bits - 1).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return codes.astype(jnp.float32)
+
+
+MLX.__init__.__doc__ = """**Arguments:**
+
+- `bits`: the width of a code: 2, 3, 4, 5, 6 or 8.
+- `block_size`: how many values along the quantized axis share a scale and an offset; MLX takes 32, 64 and 128.
+- `scale_dtype`: the dtype of stored scales and offsets, `"float16"`, `"bfloat16"` or `"float32"`.
+"""

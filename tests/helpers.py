@@ -82,7 +82,7 @@ FORMATS = {
     "mlx_channel": Row(eqq.MLX(8, None, "bfloat16"), 8 + 32 / 4096, 38.0),
     "dynamic8": Row(eqq.Dynamic8(), 8 + 32 / 256, 36.0),
     "codebook": Row(eqq.Codebook([-1, -0.5, -0.25, 0, 0.25, 0.5, 1]), 3.5, 12.0),
-    "codebook_16": Row(eqq.Codebook([*range(-8, 8)], scale_dtype="bfloat16"), 4.25, 19.0),
+    "codebook_16": Row(eqq.Codebook([*range(-7, 8)], scale_dtype="bfloat16"), 4.25, 19.0),
     "codebook_256": Row(eqq.Codebook(np.linspace(-1, 1, 255), block_size=None), 8 + 32 / 4096, 38.0),
 }
 

@@ -13,6 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
 
+from .helpers import assert_same
+
 
 GOLDEN = Path(__file__).parent / "golden"
 VECTORS = json.loads((GOLDEN / "oracle_vectors.json").read_text())
@@ -60,9 +62,9 @@ def test_our_writer_for_the_reference_reader(tmp_path):
 def test_a_checkpoint_prints_as_a_table(tmp_path):
     checkpoint = eqq.io.open(GOLDEN / "model.gguf")
     text = str(checkpoint)
-    assert re.search(r"gguf, 8 arrays, 3 of them quantized", text)
+    assert re.search(r"gguf, 22 arrays, 16 of them quantized", text)
     assert re.search(r"blk.Q4_0.weight\W+2 x 3 x 128\W+Q4_0\W+Q4_0\(\)\W+4.50\W+432 B", text)
-    assert re.search(r"blk.Q5_1.weight\W+2 x 3 x 128\W+Q5_1\W+cannot be read\W+6.00", text)
+    assert re.search(r"blk.IQ2_XXS.weight\W+2 x 256\W+IQ2_XXS\W+cannot be read\W+2.06", text)
     assert checkpoint.to_dict()["rows"][3]["format"] == "Q4_0()"
     eqq.save(tmp_path / "x.safetensors", {})
     assert "0 arrays" in str(eqq.io.open(tmp_path / "x.safetensors"))
@@ -86,17 +88,30 @@ def test_pickles_are_refused(tmp_path):
 def test_gguf():
     checkpoint = eqq.io.open(GOLDEN / "model.gguf")
     expected = np.load(GOLDEN / "model_gguf.npz")
-    for name in ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4"):
+    assert len(expected) == 19
+    for name, values in expected.items():
         x = checkpoint[f"blk.{name}.weight"]
-        assert_bits(np.asarray(eqq.dequantize(x)).astype(np.float32), expected[name])
-        assert eqq.is_quantized(x) == (name[0] not in "FB")
+        np.testing.assert_array_equal(np.asarray(eqq.dequantize(x), np.float32), values)
+        assert eqq.is_quantized(x) == (name not in ("F32", "F16", "BF16"))
+        if eqq.is_quantized(x) and name != "TQ1_0":
+            assert type(x.format).__name__ == name
+            (in_file,) = (row.bits for row in checkpoint.rows if row.name == f"blk.{name}.weight")
+            # The scale of a tensor is stored once per row, and NVFP4's file has none.
+            assert 8 * x.nbytes / x.size == pytest.approx(in_file + (32 / 256 if name == "NVFP4" else 0))
     assert checkpoint["blk.Q4_0.weight"].format == eqq.Q4_0()
     assert_bits(checkpoint["norm.weight"], jnp.arange(5.0))
     assert checkpoint.metadata["llama.block_count"] == 2 and checkpoint.metadata["tokenizer.ggml.tokens"].length == 3
     with pytest.raises(
-        ValueError, match=r"model.gguf must hold a valid 'blk.Q5_1.weight': .* no format for GGUF's Q5_1"
+        ValueError, match=r"model.gguf must hold a valid 'blk.IQ2_XXS.weight': .* no format for GGUF's IQ2_XXS"
     ):
-        checkpoint["blk.Q5_1.weight"]
+        checkpoint["blk.IQ2_XXS.weight"]
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ2_0"])
+def test_quantizing_gives_the_file_of_gguf(name):
+    checkpoint = eqq.io.open(GOLDEN / "model.gguf")
+    dense = checkpoint["blk.ternary.float" if name == "TQ2_0" else "blk.F32.weight"]
+    assert_same(eqq.quantize(dense, name.lower()), checkpoint[f"blk.{name}.weight"])
 
 
 # bitsandbytes

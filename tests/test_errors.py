@@ -252,6 +252,11 @@ SNIPPETS = {
     "bool": ("eqq.quantize(jnp.ones(8, bool))", "TypeError: `x` must be a floating point array. Got dtype bool"),
     "again": ("eqq.quantize(eqq.quantize(w))", "TypeError: `x` is already quantized, to NF4"),
     "class": ("eqq.quantize(w, eqq.NF4)", "TypeError: `format` must be an instance. Got the class NF4. Write `NF4()`"),
+    "dtype of scales": (
+        "eqq.Int4(scale_dtype='e8m0')",
+        "ValueError: `scale_dtype` of Int4 must be one of float32, float",
+    ),
+    "width": ("eqq.MLX(7)", "ValueError: `bits` of MLX must be 2, 3, 4, 5, 6 or 8. Got 7"),
     "class in a tree": ("eqq.quantize_tree([w], eqq.NF4)", "TypeError: `format` must be an instance."),
     "class in rules": ("eqq.quantize_tree([w], {'*': eqq.NF4})", "TypeError: `format` must be an instance."),
     "class of a function": (

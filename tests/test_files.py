@@ -255,7 +255,7 @@ def test_names_that_read_alike(path):
 
 
 FOUR = "float32\\[4\\] in the file"
-NF4 = r"float32\[4, 64\] in NF4\(block_size=64, double_quant=False\), axis=-1 in the file"
+NF4 = r"float32\[4, 64\] in NF4\(block_size=64, double_quant=False, scale_dtype='float32'\), axis=-1 in the file"
 
 
 @pytest.mark.parametrize(

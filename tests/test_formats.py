@@ -217,12 +217,6 @@ def test_codes_are_those_of_the_stored_scale(getkey, dtype, method):
         np.testing.assert_array_equal(np.asarray(q.dequantize()), np.asarray(again.dequantize()))
 
 
-@pytest.mark.parametrize("make", [lambda: eqq.Int4(scale_dtype="e8m0"), lambda: eqq.NF4(scale_dtype="int8")])
-def test_dtypes_of_scales(make):
-    with pytest.raises(ValueError, match="`scale_dtype` of .* must be one of float32, float16, bfloat16. Got"):
-        make()
-
-
 def test_quantized_scales_have_no_other_dtype():
     with pytest.raises(ValueError, match="must be float32 with `double_quant`"):
         eqq.NF4(double_quant=True, scale_dtype="float16")

@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,23 @@ from ._stored import Stored
 _CHUNK = 2**20
 
 
+class Nested(NamedTuple):
+    """Scales or offsets that are quantized: a code for each block, and the scales of these, all with the batch axes."""
+
+    codes: np.ndarray
+    scale: np.ndarray
+
+
 def from_codes(
     codes: Callable[[int, int], np.ndarray],
-    scale: np.ndarray,
+    scale: np.ndarray | Nested,
     zero_point: np.ndarray | None,
     format: AbstractFormat,
     shape: tuple[int, ...],
     dtype: Any,
     source: Stored,
     axes: tuple[int, ...] = (-1,),
+    offset: np.ndarray | Nested | None = None,
 ) -> QuantizedArray:
     """Makes a quantized array from unpacked codes.
 
@@ -36,7 +44,8 @@ def from_codes(
 
     - `codes`: a function that returns the codes of some rows, from one to another, as `uint8` of `(rows, length)`.
         Rows are all batch axes, merged.
-    - `scale`, `zero_point`: one for each block, of `(*batch, blocks)`; the scale has the dtype of the format's.
+    - `scale`, `zero_point`, `offset`: one for each block, of `(*batch, blocks)`; scale and offset have the dtype of the
+        format's scales, or are `Nested`.
     - `shape`, `dtype`, `axes`: those of the result; the axes are the last ones.
     - `source`: the tensor that an error names.
     """
@@ -49,11 +58,25 @@ def from_codes(
     for start in range(0, len(packed), step):
         stop = min(start + step, len(packed))
         packed[start:stop] = np.asarray(_pack(codes(start, stop), format.bits))
-    if not np.isfinite(scale.astype(np.float32)).all():
-        source.fail("Got a scale that is not finite.")
-    given = {"codes": packed, "scale_bits": scale.view(f"u{scale.dtype.itemsize}"), "zero_point": zero_point}
+    given = {"codes": packed, "zero_point": zero_point}
+    for name, stored in (("scale", scale), ("offset", offset)):
+        given |= {} if stored is None else _stored_floats(f"{name}_bits", name, stored, format, source)
     leaves = [jnp.array(given[name]).reshape(part.shape) for name, part in parts.items()]
     return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
+
+
+def _stored_floats(
+    part: str, name: str, stored: np.ndarray | Nested, format: AbstractFormat, source: Stored
+) -> dict[str, Any]:
+    """Returns scales or offsets as the leaves of an array, by name."""
+    if isinstance(stored, Nested):
+        if format.scale_format is None:
+            raise TypeError(f"Only a format that quantizes its scales has nested ones. Got {format!r}.")
+        codes = {f"{part}.codes": _pack(np.ascontiguousarray(stored.codes), format.scale_format.bits)}
+        return codes | _stored_floats(f"{part}.scale_bits", name, stored.scale, format.scale_format, source)
+    if not np.isfinite(stored.astype(np.float32)).all():
+        source.fail(f"Got {'an' if name == 'offset' else 'a'} {name} that is not finite.")
+    return {part: np.ascontiguousarray(stored).view(f"u{stored.dtype.itemsize}")}
 
 
 def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:

@@ -359,6 +359,54 @@ def test_awq(tmp_path):
     assert_bits(checkpoint["l.weight"].dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_mlx_affine(tmp_path, bits):
+    rng = np.random.default_rng(0)
+    q = rng.integers(0, 2**bits, (10, 96))
+    s, b = (rng.standard_normal((10, 3)).astype(np.float16) for _ in "sb")
+    tensors = {"l.weight": pack_words(q, bits).view(np.uint32), "l.scales": s, "l.biases": b, "n.bias": s}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization": {"group_size": 64, "bits": 4, "l": {"group_size": 32, "bits": bits}}})
+    )
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = eqq.io.open(tmp_path)
+    assert checkpoint.dialect == "mlx" and set(checkpoint) == {"l.weight", "n.bias"}
+    w = checkpoint["l.weight"]
+    assert w.format == eqq.MLX(bits, 32) and w.dtype == np.float16
+    spread = lambda x: np.repeat(x.astype(np.float32), 32, axis=-1)
+    assert_bits(w.astype(jnp.float32).dequantize(), q.astype(np.float32) * spread(s) + spread(b))
+    for wrong, message in (
+        ({"bits": 7}, "2, 3, 4, 5, 6, 8 bits. Got 7 and 64"),
+        ({"bits": bits, "group_size": 31}, "whole groups of 31|whole codes"),
+        ({"bits": bits, "group_size": 32, "mode": "mxfp4"}, "in the mode mxfp4|must be U8"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization": wrong}))
+        with pytest.raises(ValueError, match=rf"model.safetensors must hold a valid 'l\..*({message})"):
+            eqq.io.open(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization": {"mode": "magic"}}))
+    assert "modes affine, mxfp4" in eqq.io.open(tmp_path).rows[0].problem
+
+
+def test_mlx_floats(tmp_path):
+    rng = np.random.default_rng(0)
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    q, q8 = rng.integers(0, 16, (4, 64)), rng.integers(0, 120, (4, 64))
+    e, s = rng.integers(120, 130, (4, 2)).astype(np.uint8), rng.integers(1, 120, (4, 4)).astype(np.uint8)
+    power = np.repeat(2.0 ** (e.astype(np.float32) - 127), 32, axis=-1)
+    e4m3 = lambda x: x.astype(np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+    for mode, group, codes, scales, expected in (
+        ("mxfp4", 32, pack_words(q, 4), e, levels[q] * power),
+        ("mxfp8", 32, pack_words(q8, 8), e, e4m3(q8) * power),
+        ("nvfp4", 16, pack_words(q, 4), s, levels[q] * np.repeat(e4m3(s), 16, axis=-1)),
+    ):
+        settings = {"group_size": group, "bits": 8 if mode == "mxfp8" else 4, "mode": mode}
+        (tmp_path / "config.json").write_text(json.dumps({"quantization": settings}))
+        save_file({"l.weight": codes.view(np.uint32), "l.scales": scales}, tmp_path / "model.safetensors")
+        w = eqq.io.open(tmp_path)["l.weight"]
+        assert type(w.format).__name__.lower() == mode
+        np.testing.assert_array_equal(np.asarray(w.astype(jnp.float32).dequantize()), expected)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("groups, zeros", [(1, False), (3, False), (3, True)])
 def test_compressed_tensors_packed(tmp_path, bits, groups, zeros):

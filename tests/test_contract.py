@@ -93,6 +93,8 @@ def test_one_block_of_zeros_among_others(row, getkey):
     x = weights(getkey(), (2, 512)).at[:, 128:256].set(0.0)
     if row.format.block_size in (None, "tensor") and row.format.bits == 1:
         pytest.skip("one scale for the row, and no code for zero")
+    if row.format.block_size is None and isinstance(row.format, eqq.AbstractOffsetFormat):
+        pytest.skip("one offset for the row, to which no multiple of the scale need be opposite")
     dense = np.asarray(eqq.quantize(x, row.format).dequantize())
     if row.format.block_size != "tensor" or row.format.bits > 1:
         assert not dense[:, 128:256].any()
@@ -101,8 +103,8 @@ def test_one_block_of_zeros_among_others(row, getkey):
 def test_requantizing_is_idempotent_on_the_values(row, getkey):
     """What a format can represent, it represents: quantizing again moves no value by more than rounding."""
     x = eqq.quantize(weights(getkey(), (4, 128)), row.format).dequantize()
-    if isinstance(row.format, (eqq.Ternary,)):
-        pytest.skip("its scale is the mean magnitude, which zeros lower")
+    if isinstance(row.format, (eqq.Ternary, eqq.MLX)):
+        pytest.skip("its scale is the mean magnitude, which zeros lower; or rounded for the sake of zero")
     again = eqq.quantize(x, row.format).dequantize()
     # A float16 scale, an affine range or scales that are quantized themselves may each move by one step.
     assert sqnr(x, again) > 25 or np.array_equal(np.asarray(x), np.asarray(again))

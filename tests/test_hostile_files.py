@@ -272,6 +272,13 @@ def gptq(path):
     save_file({"l.qweight": words(8, 8), "l.qzeros": words(2, 1), "l.scales": scales, "l.g_idx": order}, path)
 
 
+def mlx(path):
+    words = lambda *shape: np.arange(np.prod(shape), dtype=np.uint32).reshape(shape) * np.uint32(1_234_567)
+    scales = np.ones((4, 2), np.float16)
+    tensors = {"l.weight": words(4, 16), "l.scales": scales, "l.biases": scales, "n.weight": np.ones(5, np.float32)}
+    save_file(tensors, path)
+
+
 def compressed(path):
     words = lambda *shape: np.arange(np.prod(shape), dtype=np.int32).reshape(shape) * 1_234_567
     tensors = {
@@ -288,6 +295,7 @@ SEEDS = {
     "gguf": golden_gguf,
     "bitsandbytes": lambda path: small_bnb(path, (4, 64), 64, FP4),
     "gptq": gptq,
+    "mlx": mlx,
     "compressed-tensors": compressed,
 }
 

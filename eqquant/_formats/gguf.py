@@ -9,7 +9,7 @@ from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import absmax, BlockSize, minmax, signed_absmax
 from .._numerics.integers import affine_scale
-from .._numerics.rounding import round_half_away
+from .._numerics.rounding import divide_as_c, round_half_away
 from .base import AbstractFormat, AbstractOffsetFormat
 from .codebook import AbstractCodebook
 from .integer import Int6, Int8
@@ -56,7 +56,7 @@ class Q8_0(AbstractFormat):
     multiplies_by_reciprocal = True
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return absmax(blocks) / 127
+        return divide_as_c(absmax(blocks), 127)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
         return (jnp.clip(round_half_away(values), -128, 127) + 128).astype(jnp.uint8)
@@ -69,7 +69,7 @@ class _AbstractOffset(AbstractOffsetFormat):
     """Codes from zero on, at even steps from the least value of a block to the largest."""
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return (jnp.max(blocks, axis=-1) - jnp.min(blocks, axis=-1)) / (2**self.bits - 1)
+        return divide_as_c(jnp.max(blocks, axis=-1) - jnp.min(blocks, axis=-1), 2**self.bits - 1)
 
     def choose_offset(
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]

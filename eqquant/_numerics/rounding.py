@@ -1,7 +1,8 @@
-"""Rounding to integers."""
+"""Rounding to integers, and as C does."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 
 def round_half_away(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -10,3 +11,8 @@ def round_half_away(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     below = jnp.floor(magnitude)
     # Not `floor(magnitude + 0.5)`, which is wrong just below a half.
     return jnp.copysign(below + (magnitude - below >= 0.5).astype(x.dtype), x)
+
+
+def divide_as_c(x: Float32[Array, "*shape"], by: int) -> Float32[Array, "*shape"]:
+    """Returns the quotient, correctly rounded. Of a constant, XLA multiplies by the reciprocal instead."""
+    return x / jax.lax.optimization_barrier(jnp.float32(by))

@@ -80,12 +80,19 @@ def _stored_floats(
 
 
 def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Unpacks bytes along the last axis, where the first code of a byte is in its low bits.
+    """Unpacks bytes along the last axis, where the first code is in the low bits of the first byte.
 
-    Little-endian words are read so too, viewed as bytes, if codes do not straddle bytes.
+    Codes have no gaps: those of 3, 5, 6 and 7 bits lie across bytes, and eight of them fill as many bytes. Little-endian
+    words are read so too, viewed as bytes.
     """
     if bits == 8:
         return packed
+    if 8 % bits:
+        count = packed.shape[-1] // bits
+        words = np.zeros((*packed.shape[:-1], count, 8), np.uint8)
+        words[..., :bits] = packed[..., : count * bits].reshape(*packed.shape[:-1], count, bits)
+        codes = words.view("<u8") >> np.arange(0, 8 * bits, bits, dtype=np.uint64) & np.uint64(2**bits - 1)
+        return codes.astype(np.uint8).reshape(*packed.shape[:-1], count * 8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
     return codes.reshape(*packed.shape[:-1], -1)

@@ -376,7 +376,7 @@ def test_mlx_affine(tmp_path, bits):
     spread = lambda x: np.repeat(x.astype(np.float32), 32, axis=-1)
     assert_bits(w.astype(jnp.float32).dequantize(), q.astype(np.float32) * spread(s) + spread(b))
     for wrong, message in (
-        ({"bits": 7}, "2, 3, 4, 5, 6, 8 bits. Got 7 and 64"),
+        ({"bits": 7}, "2, 3, 4, 5, 6, 8 bits and a group size. Got 7 and 64"),
         ({"bits": bits, "group_size": 31}, "whole groups of 31|whole codes"),
         ({"bits": bits, "group_size": 32, "mode": "mxfp4"}, "in the mode mxfp4|must be U8"),
     ):

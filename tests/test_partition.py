@@ -41,7 +41,7 @@ def product(x, q):
     return x @ q.T
 
 
-FORMATS = ["nf4", "int8", eqq.Int4(symmetric=False), eqq.NF4(double_quant=True), "ternary", "mxfp8", "nvfp4"]
+FORMATS = ["nf4", "int8", eqq.Int4(symmetric=False), eqq.NF4(double_quant=True), "ternary", "mxfp8", "q4_k", "nvfp4"]
 each_format = pytest.mark.parametrize("format", one_in(2, FORMATS), ids=str)
 
 

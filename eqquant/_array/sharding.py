@@ -30,12 +30,10 @@ def can_divide(length: int, format: Any, names: Names, sizes: Mapping[str, int])
 def smallest_part(length: int, format: Any) -> int:
     """Returns how many values of a quantized axis must stay together: those packed together, or sharing a scale.
 
-    A scale for the whole axis keeps nothing together: it is replicated.
+    A scale for the whole axis keeps nothing together: it is replicated. So are the codes of scales that cannot be cut.
     """
-    unit, size, nested = segment_length(format.bits), format.block_size, format.scale_format
-    if num_blocks(length, size) > 1:
-        unit = math.lcm(unit, size * (1 if nested is None else segment_length(nested.bits)))
-    return unit
+    unit, size = segment_length(format.bits), format.block_size
+    return math.lcm(unit, size) if num_blocks(length, size) > 1 else unit
 
 
 def leaf_specs(q: Any, names: Sequence[Names], sizes: Mapping[str, int]) -> list[PartitionSpec]:
@@ -55,7 +53,9 @@ def divided_leaves(q: Any, parts: int) -> list[bool]:
 
     def of(stored: Any) -> list[bool]:
         if isinstance(stored, AbstractArrayValue):
-            return [scales and divided for divided in divided_leaves(stored, parts)]
+            packed = segment_length(stored.format.bits)  # pyright: ignore[reportAttributeAccessIssue]
+            cut = scales and q._length // parts // size % packed == 0
+            return [cut and divided for divided in divided_leaves(stored, parts)]
         return [scales] * (stored is not None)
 
     of_blocks = (q.scale_bits, q.zero_point, q.offset_bits)

@@ -146,10 +146,16 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
         return mine
     blocks = num_blocks(w._length // parts, w.block_size)
 
-    def here(stored: Any) -> Any:
+    def decoded(stored: Any) -> Any:
         """Decodes scales or offsets of this device's blocks, since a scale of scales may cover more than one part."""
         if not isinstance(stored, QuantizedArray):
             return stored
+        # Codes that cannot be cut between the blocks of devices are whole on each.
+        length = stored._length
+        if length > blocks and stored.codes.shape[-1] == packing.packed_length(length, stored.format.bits):
+            first = jax.lax.axis_index(names) * blocks
+            of_all = stored.dequantize()
+            return scale_to_bits(jax.lax.dynamic_slice_in_dim(of_all, first, blocks, axis=-1), mine.format.scale_dtype)
         values = stored.format.decode(packing.unpack(stored.codes, stored.format.bits, blocks))
         whole = stored.scale.shape[-1] == num_blocks(stored._length, stored.block_size)
         first = jax.lax.axis_index(names) * blocks if whole and stored._length > blocks else 0
@@ -157,7 +163,7 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
         scale = values * jax.lax.dynamic_slice_in_dim(of_all, first, blocks, axis=-1)
         return scale_to_bits(scale, mine.format.scale_dtype)
 
-    scale, offset = here(mine.scale_bits), here(mine.offset_bits)
+    scale, offset = decoded(mine.scale_bits), decoded(mine.offset_bits)
     return dataclasses.replace(mine, scale_bits=scale, offset_bits=offset, lengths=(w._length // parts,))
 
 

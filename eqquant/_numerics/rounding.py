@@ -1,6 +1,5 @@
 """Rounding to integers, and as C does."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
@@ -14,5 +13,5 @@ def round_half_away(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def divide_as_c(x: Float32[Array, "*shape"], by: int) -> Float32[Array, "*shape"]:
-    """Returns the quotient, correctly rounded. Of a constant, XLA multiplies by the reciprocal instead."""
-    return x / jax.lax.optimization_barrier(jnp.float32(by))
+    """Returns the quotient, correctly rounded. By a constant, XLA multiplies with the reciprocal instead."""
+    return x / (jnp.float32(by) + 0 * x)  # not simplified, since `x` may be infinite

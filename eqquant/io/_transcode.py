@@ -82,8 +82,8 @@ def _stored_floats(
 def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:
     """Unpacks bytes along the last axis, where the first code is in the low bits of the first byte.
 
-    Codes have no gaps: those of 3, 5, 6 and 7 bits lie across bytes, and eight of them fill as many bytes. Little-endian
-    words are read so too, viewed as bytes.
+    Codes have no gaps: those of 3, 5, 6 and 7 bits lie across bytes, and eight of them fill as many bytes.
+    Little-endian words are read so too, viewed as bytes.
     """
     if bits == 8:
         return packed

@@ -59,9 +59,8 @@ def _item(of: dict[str, Stored], settings: Mapping[str, Any]) -> Item:
         return Item(t.shape, t.dtype, None, str(mode)[:40], tensors, lambda: None, problem)
     bits, group = (settings.get(name, value) for name, value in zip(("bits", "group_size"), _MODES[mode], strict=True))
     if type(bits) is not int or type(group) is not int or bits not in _BITS or group < 1:
-        t.fail(
-            f"It must have a group size, and {', '.join(map(str, _BITS))} bits. Got {str(bits)[:40]!r} and {str(group)[:40]!r}."
-        )
+        got = f"{str(bits)[:40]} and {str(group)[:40]}"
+        t.fail(f"It must have {', '.join(map(str, _BITS))} bits and a group size. Got {got}.")
     if len(t.shape) < 2 or t.shape[-1] * 32 % bits:
         t.fail(f"It must hold rows of whole codes of {bits} bits. Got the shape {list(t.shape)}.")
     length = t.shape[-1] * 32 // bits

@@ -28,6 +28,7 @@ _NVFP4 = (
     "[NVIDIA](https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/)"
 )
 _GGUF = "[ggml](https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c)"
+_MLX = "[MLX](https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html)"
 _TERNARY = "[BitNet b1.58](https://arxiv.org/abs/2402.17764)"
 _DYNAMIC = "[8-bit Optimizers](https://arxiv.org/abs/2110.02861)"
 _BINARY = "[XNOR-Net](https://arxiv.org/abs/1603.05279)"
@@ -44,16 +45,28 @@ FORMATS: Sequence[tuple[eqq.AbstractFormat, str, str]] = (
     (eqq.Q8_0(), r"$s = a / 127$ in float16, codes $-127 \ldots 127$", _GGUF),
     (eqq.Int6(), r"$s = a / 31$, codes $-31 \ldots 31$", "common"),
     (eqq.Int5(), r"$s = a / 15$, codes $-15 \ldots 15$", "common"),
+    (eqq.Q6_K(), r"$s = m / {-32}$ in eight bits, codes $-32 \ldots 31$", _GGUF),
+    (eqq.Q5_0(), r"$s = m / {-16}$ in float16, codes $-16 \ldots 15$", _GGUF),
+    (eqq.Q5_1(), r"$s = (\max x - \min x) / 31$, offset $\min x$, in float16", _GGUF),
+    (eqq.Q5_K(), r"$s = r / 31$, offset $\min x$, in six bits", _GGUF),
     (eqq.NF4(), r"$s = a$, 16 levels of equal probability", _NF4),
     (eqq.NF4(double_quant=True), r"$s = a$ in eight bits, the same levels", _NF4),
     (eqq.Int4(), r"$s = a / 7$, codes $-7 \ldots 7$", "common"),
     (eqq.Int4(symmetric=False), r"$s = r / 15$, codes $0 \ldots 15$", "common"),
     (eqq.Q4_0(), r"$s = m / {-8}$ in float16, codes $-8 \ldots 7$", _GGUF),
+    (eqq.Q4_1(), r"$s = (\max x - \min x) / 15$, offset $\min x$, in float16", _GGUF),
+    (eqq.Q4_K(), r"$s = r / 15$, offset $\min x$, in six bits", _GGUF),
+    (eqq.IQ4_NL(), r"$s = m / {-127}$ in float16, 16 levels", _GGUF),
+    (eqq.IQ4_XS(), r"$s = m / {-127}$ in six bits, 16 levels", _GGUF),
+    (eqq.MLX(), r"$s = (\max x - \min x) / 15$, the extreme as offset", _MLX),
     (eqq.MXFP4(), r"$s = 2^{\lfloor \log_2 a \rfloor - 2}$, e2m1", _MX),
     (eqq.NVFP4(), r"$s = a / 6$ in e4m3, e2m1", _NVFP4),
     (eqq.Int3(), r"$s = m / {-4}$, codes $-4 \ldots 3$", "[design](design.md#two-bits)"),
+    (eqq.Q3_K(), r"$s = m / {-4}$ in six bits, codes $-4 \ldots 3$", _GGUF),
     (eqq.Int2(), r"$s = m / {-2}$, codes $-2 \ldots 1$", "[design](design.md#two-bits)"),
     (eqq.Int2(symmetric=False), r"$s = r / 3$, codes $0 \ldots 3$", "common"),
+    (eqq.Q2_K(), r"$s = r / 3$, offset $\min x$, in four bits", _GGUF),
+    (eqq.TQ2_0(), r"$s = a$ in float16, codes $-1, 0, 1$", _GGUF),
     (eqq.Ternary(), r"$s = \bar a$, codes $-1, 0, 1$", _TERNARY),
     (eqq.Binary(), r"$s = \bar a$, codes $-1, 1$", _BINARY),
 )

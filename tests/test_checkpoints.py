@@ -387,6 +387,18 @@ def test_mlx_affine(tmp_path, bits):
     assert "modes affine, mxfp4" in eqq.io.open(tmp_path).rows[0].problem
 
 
+def test_what_mlx_wrote():
+    checkpoint, expected = eqq.io.open(GOLDEN / "mlx"), np.load(GOLDEN / "mlx" / "expected.npz")
+    assert checkpoint.dialect == "mlx" and len(checkpoint) == len(expected) == 11
+    for name in set(expected) - {"dense"}:
+        w = checkpoint[f"{name}.weight"]
+        # MLX may round the product before it adds the bias; other values have nothing to round.
+        ulp = {"affine.4.float16": 2e-3, "mxfp4": 0, "mxfp8": 0, "nvfp4": 0}.get(name, 3e-7)
+        np.testing.assert_allclose(np.asarray(w.dequantize(), np.float32), expected[name], rtol=0, atol=ulp)
+        if name.startswith("affine"):
+            assert_same(eqq.quantize(jnp.asarray(expected["dense"], w.dtype), w.format), w)
+
+
 def test_mlx_floats(tmp_path):
     rng = np.random.default_rng(0)
     levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

@@ -259,7 +259,7 @@ def mutate(rng, content):
 
 
 def ours(path):
-    eqq.save(path, {"w": eqq.quantize(jnp.ones((4, 64)), eqq.NF4(double_quant=True)), "b": jnp.ones(3), "n": 3.5})
+    eqq.save(path, {"w": eqq.quantize(jnp.ones((16, 64)), eqq.NF4(double_quant=True)), "b": jnp.ones(3), "n": 3.5})
 
 
 def golden_gguf(path):

@@ -275,7 +275,7 @@ def _encode(
     stored = store_scale(scale, format)
     kept = kept_scale(stored, format)
     stored_offset = offset = None
-    if has_offsets(format):
+    if has_offsets(format) and zero_point is not None:
         stored_offset = store_scale(zero_point, format)
         # ggml subtracts the offset as it is before it is rounded, as it multiplies by such a scale.
         offset = zero_point if format.multiplies_by_reciprocal else kept_scale(stored_offset, format)

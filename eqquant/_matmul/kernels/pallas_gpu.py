@@ -310,7 +310,7 @@ def matmul(
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="quantized_matmul_transposed" if transpose else "quantized_matmul",
-    )(x, _Weight(*weight, table=table_of(layout, x.dtype, interpret)))
+    )(x, _Weight(*weight[:4], table=table_of(layout, x.dtype, interpret)))
     if whole:
         return y[0]
     y = add_rest(jnp.sum(y, axis=0), x, weight, layout, body, transpose=transpose, precision=exactly)

@@ -86,7 +86,8 @@ def _read(t: Stored, layout: _Layout) -> Any:
     blocks = t.bytes().reshape(*t.shape[:-1], t.shape[-1] // block, nbytes)
     rows = blocks.reshape(-1, *blocks.shape[-2:])
     codes = lambda start, stop: layout.codes(rows[start:stop]).reshape(stop - start, t.shape[-1])
-    scale, offset = (None if f is None else _of_rows(f(blocks)) for f in (layout.scale, layout.offset))
+    scale = _of_rows(layout.scale(blocks))
+    offset = None if layout.offset is None else _of_rows(layout.offset(blocks))
     if t.dtype == "MXFP4" and (scale == 255).any():
         t.fail("Got a scale that is not a number.")
     return from_codes(codes, scale, None, layout.format, t.shape, np.float32, t, offset=offset)

@@ -198,7 +198,7 @@ class Q2_K(_AbstractK):
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 2
-    scale_format = _Unsigned(4, 16)
+    scale_format = _Unsigned(bits=4, block_size=16)
 
 
 class Q4_K(_AbstractK):
@@ -210,7 +210,7 @@ class Q4_K(_AbstractK):
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 4
-    scale_format = _Unsigned(6, 8)
+    scale_format = _Unsigned(bits=6, block_size=8)
 
 
 class Q5_K(_AbstractK):
@@ -222,7 +222,7 @@ class Q5_K(_AbstractK):
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 5
-    scale_format = _Unsigned(6, 8)
+    scale_format = _Unsigned(bits=6, block_size=8)
 
 
 class Q3_K(_AbstractCentred):

@@ -25,6 +25,19 @@ class MLX(AbstractOffsetFormat):
     block_size: BlockSize = eqx.field(static=True, default=64)
     scale_dtype: StoredFloat = eqx.field(static=True, default="float16")  # pyright: ignore
 
+    def __init__(
+        self, bits: Literal[2, 3, 4, 5, 6, 8] = 4, block_size: BlockSize = 64, scale_dtype: StoredFloat = "float16"
+    ) -> None:
+        """**Arguments:**
+
+        - `bits`: the width of a code: 2, 3, 4, 5, 6 or 8.
+        - `block_size`: how many values along the quantized axis share a scale and an offset; MLX takes 32, 64 and 128.
+        - `scale_dtype`: the dtype of stored scales and offsets, `"float16"`, `"bfloat16"` or `"float32"`.
+        """
+        self.bits = bits  # pyright: ignore
+        self.block_size = block_size
+        self.scale_dtype = scale_dtype  # pyright: ignore
+
     def __check_init__(self) -> None:
         check_stored_float(self)
         if self.bits not in (2, 3, 4, 5, 6, 8):
@@ -49,11 +62,3 @@ class MLX(AbstractOffsetFormat):
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return codes.astype(jnp.float32)
-
-
-MLX.__init__.__doc__ = """**Arguments:**
-
-- `bits`: the width of a code: 2, 3, 4, 5, 6 or 8.
-- `block_size`: how many values along the quantized axis share a scale and an offset; MLX takes 32, 64 and 128.
-- `scale_dtype`: the dtype of stored scales and offsets, `"float16"`, `"bfloat16"` or `"float32"`.
-"""

@@ -321,7 +321,7 @@ def test_formats_pass_through(w):
         ("fp4", "'mxfp4' or 'nvfp4'"),
         ("int7", "'int8', or 'int6'"),
         ("gptq", "names a method, not a format"),
-        ("q4_k", "'q4_0' or 'q8_0'"),
+        ("q4_k_m", "write 'q4_k'"),
         ("itn8", "Did you mean 'int8'?"),
     ],
 )

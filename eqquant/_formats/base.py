@@ -211,7 +211,12 @@ _REMEDIES = {
     "int7": "For seven bits write 'int8', or 'int6'.",
     "int1": "For one bit write 'binary'.",
     **dict.fromkeys(("gptq", "awq", "hqq", "mse", "absmax"), _OF_METHODS),
-    **dict.fromkeys(("q4k", "q5k", "q6k", "q4km", "q4ks"), "Of GGUF's formats write 'q4_0' or 'q8_0'."),
+    **{
+        f"q{bits}k{size}": f"That names a mix of GGUF's formats for the layers of a model: write 'q{bits}_k'."
+        for bits in (2, 3, 4, 5, 6)
+        for size in ("s", "m", "l")
+    },
+    "tq10": "That is a packing of the values of 'tq2_0' in files.",
 }
 
 

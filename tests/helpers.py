@@ -89,8 +89,7 @@ FORMATS = {
 # One for each kind of scale and of code, for what does not depend on the rest of a format.
 KINDS = (
     *("nf4_double", "int8_tensor", "int4_affine", "ternary_block", "binary"),
-    *("fp8_e4m3", "mxfp4", "nvfp4", "q4_0", "dynamic8", "int3"),
-    *("q4_1", "q4_k"),
+    *("fp8_e4m3", "mxfp4", "nvfp4", "q4_0", "dynamic8", "q5_k"),
 )
 
 # Those that kernels read, and not only `xla`.

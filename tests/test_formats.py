@@ -323,3 +323,34 @@ def test_stochastic_rounding_is_to_a_neighbour(name, getkey):
     assert ((rounded == below) | (rounded == above) | (rounded == nearest)).all()
     on_levels = jnp.asarray(levels)
     np.testing.assert_array_equal(format.decode(stochastically(on_levels)), levels)
+
+
+# Offsets
+
+
+def test_an_offset_is_added_last(getkey):
+    x = weights(getkey(), (3, 100)) + 5
+    for format in (eqq.Q4_1(), eqq.Q4_K(), eqq.MLX(3, 32, "float32")):
+        q = eqq.quantize(x, format)
+        spread = lambda of_blocks: np.repeat(np.asarray(of_blocks), format.block_size, axis=-1)[:, :100]
+        values = np.asarray(format.decode(eqq.unpack(q))) * spread(q.scale) + spread(q.offset)
+        np.testing.assert_allclose(np.asarray(q.dequantize()), values, rtol=2e-7)
+        assert q.offset.shape == q.scale.shape and q.zero_point is None
+    # Blocks that lie to one side of zero lose nothing by that, if the format does not insist on zero.
+    assert sqnr(x - 5, eqq.quantize(x, "q4_1").dequantize() - 5) > 15
+    assert eqq.quantize(x, "nf4").offset is None
+
+
+def test_offsets_are_not_given(getkey):
+    x = weights(getkey(), (3, 100))
+    with pytest.raises(ValueError, match="`scale` must be for a format without offsets. Got Q4_1"):
+        eqq.quantize(x, "q4_1", scale=0.1)
+    with pytest.raises(ValueError, match="`format` must have no offsets"):
+        eqq.calibrate.MinMax("q4_1", x)
+
+    class Wrong(eqq.AbstractScaleMethod):
+        def choose_scales(self, blocks, format):
+            return format.choose_scale(blocks), None
+
+    with pytest.raises(TypeError, match="has offsets, and scales must come with as many. Got none"):
+        eqq.quantize(x, "q4_1", method=Wrong())

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 import eqquant as eqq
 from eqquant.io import _atomic, _gguf, _safetensors
+from eqquant.io._stored import MappedFile
 
 from .test_checkpoints import FP4, small_bnb
 
@@ -171,7 +172,7 @@ def test_a_scale_that_is_no_number(path):
 
 def manifest(change):
     def damage(path):
-        tensors, metadata = _safetensors.read(path)
+        tensors, metadata = _safetensors.read(MappedFile(path))
         fields = json.loads(metadata["eqquant"])
         change(fields)
         parts = [_safetensors.ToWrite(t.name, t.dtype, t.shape, t.array) for t in tensors.values()]

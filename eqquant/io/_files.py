@@ -38,7 +38,7 @@ def find_files(path: str | os.PathLike[str]) -> Files:
 
     **Raises:**
 
-    `FileNotFoundError` if there is none. `ValueError` if a file is damaged, or not of a kind that this package opens.
+    `FileNotFoundError` if there is none. `ValueError` if a file is damaged, or neither safetensors nor GGUF.
     """
     path = Path(path)
     if not path.is_dir():
@@ -67,27 +67,26 @@ def _pickles(names: list[str]) -> str:
 def _of_file(path: Path, config: Mapping[str, Any]) -> Files:
     if path.suffix in _PICKLES:
         raise ValueError(f"{path} must be a .safetensors or .gguf file. Got {_pickles([path.name])}.")
-    if MappedFile(path).buffer[:4] == _gguf.MAGIC:
-        contents = _gguf.read(path)
-        return Files(MappedFile(path), contents.tensors, contents.metadata, config, "gguf")
-    tensors, metadata = _safetensors.read(path)
-    return Files(MappedFile(path), tensors, metadata, config, "safetensors")
+    file = MappedFile(path)
+    container, reader = ("gguf", _gguf) if file.buffer[:4] == _gguf.MAGIC else ("safetensors", _safetensors)
+    contents = reader.read(file)
+    return Files(file, contents.tensors, contents.metadata, config, container)
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
-    return _json(path) if path.is_file() else {}
+    return _json(MappedFile(path)) if path.is_file() else {}
 
 
-def _json(path: Path) -> dict[str, Any]:
-    file = MappedFile(path)
+def _json(file: MappedFile) -> dict[str, Any]:
     if file.size > _MAX_CONFIG:
         file.fail(f"must have at most {_MAX_CONFIG} bytes. Got {file.size}.")
     return parse_json(bytes(file.buffer), file, "it")
 
 
 def _of_index(path: Path) -> Files:
-    file, index = MappedFile(path), _json(path)
+    file = MappedFile(path)
+    index = _json(file)
     where, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(where, dict) or not isinstance(metadata, dict):
         file.fail("must have a `weight_map` from tensors to files. Got none.")
@@ -105,7 +104,7 @@ def _of_index(path: Path) -> Files:
         if shard not in shards:
             if not (path.parent / shard).is_file():
                 file.fail(f"lists the file {shard!r}, for {name!r}, which the folder must have. Got none.")
-            shards[shard] = _safetensors.read(path.parent / shard).tensors
+            shards[shard] = _safetensors.read(MappedFile(path.parent / shard)).tensors
         if name not in shards[shard]:
             file.fail(f"lists {name!r} in the file {shard!r}, which must have it. Got another content.")
         tensors[name] = shards[shard][name]

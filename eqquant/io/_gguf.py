@@ -9,7 +9,6 @@ Blocks run along the fastest dimension, which is the last one here.
 """
 
 import struct
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ._stored import DTYPES, MappedFile, num_bytes, Stored
@@ -74,15 +73,14 @@ class ArrayValue(NamedTuple):
     length: int
 
 
-def read(path: Path) -> Contents:
+def read(file: MappedFile) -> Contents:
     """Reads the header of a file. Tensors may lie in any order, but not beyond the end, and not over each other.
 
     **Raises:**
 
     `ValueError` if the file is no GGUF file, or damaged. The message names the file, and the tensor.
     """
-    cursor = _Cursor(MappedFile(path))
-    file = cursor.file
+    cursor = _Cursor(file)
     if cursor.take(4, "the magic bytes") != MAGIC:
         file.fail("must start with GGUF. Got other bytes.")
     version = cursor.number("<I", "the version")

@@ -32,14 +32,13 @@ class Contents(NamedTuple):
     metadata: dict[str, str]
 
 
-def read(path: Path) -> Contents:
+def read(file: MappedFile) -> Contents:
     """Reads the header of a file, and checks that it describes every byte of the rest exactly once.
 
     **Raises:**
 
     `ValueError` for anything else. The message names the file, and the tensor.
     """
-    file = MappedFile(path)
     if file.size < 8:
         file.fail(f"must start with the length of a header, in 8 bytes. Got {file.size} bytes: the file is truncated.")
     length = int.from_bytes(file.buffer[:8], "little")

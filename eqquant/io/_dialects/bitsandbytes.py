@@ -25,7 +25,7 @@ from .._files import Files
 from .._json import parse_json
 from .._stored import num_bytes, Stored
 from .._transcode import from_codes
-from .item import companions, expect, Item, plain
+from .item import companions, expect, Item, with_plain
 
 
 NAME = "bitsandbytes"
@@ -51,7 +51,7 @@ def items(files: Files) -> dict[str, Item]:
     for name, (scb, *rest) in _int8_rows(files).items():
         found[name] = _int8(files.tensors[name], files.tensors[scb])
         used |= {name, scb, *rest}
-    return found | {name: plain(t) for name, t in files.tensors.items() if name not in used}
+    return with_plain(found, used, files)
 
 
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")

@@ -14,22 +14,21 @@ dtype of its scales.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from ..._formats import FP8, Int2, Int4, Int8, MXFP4
+from ..._formats import FP8, Int8
 from ..._formats.base import AbstractFormat
 from ..._numerics.blocks import BlockSize
 from .._files import Files
 from .._stored import DTYPES, Stored
 from .._transcode import from_codes, unpack_low_first
-from .item import format_of, Item, plain
+from .item import format_of, INTEGERS, Item, with_plain
+from .microscaling import mxfp4
 
 
 NAME = "compressed-tensors"
 
-_INTEGERS = {8: Int8, 4: Int4, 2: Int2}
 _COMPANIONS = ("_packed", "_scale", "_scale_inv", "_shape", "_zero_point", "_g_idx", "_global_scale")
 _FLOATS = ("F32", "F16", "BF16")
 
@@ -47,7 +46,7 @@ def items(files: Files) -> dict[str, Item]:
         of = {s: files.tensors[base + s] for s in _COMPANIONS if base + s in files.tensors}
         found[base] = _packed(of) if "_packed" in of else _whole(files.tensors.get(base), of)
         used |= {base, *(base + s for s in of)}
-    return found | {name: plain(t) for name, t in files.tensors.items() if name not in used}
+    return with_plain(found, used, files)
 
 
 def _unreadable(t: Stored, of: dict[str, Stored], problem: str) -> Item:
@@ -69,7 +68,7 @@ def _packed(of: dict[str, Stored]) -> Item:
     if t.dtype != "I32" or "_shape" not in of or of["_shape"].dtype != "I64" or of["_shape"].shape != (2,):
         return _unreadable(t, of, f"it is neither integers nor MXFP4: {t.dtype} with scales of {scale.dtype}")
     rows, length = (int(n) for n in of["_shape"].array())
-    bits = next((b for b in _INTEGERS if length > 0 and -(-length * b // 32) == t.shape[1]), None)
+    bits = next((b for b in INTEGERS if length > 0 and -(-length * b // 32) == t.shape[1]), None)
     if rows != out or length < 1:
         of["_shape"].fail(f"It must have {out} rows. Got {(rows, length)}.")
     if bits is None:
@@ -77,7 +76,7 @@ def _packed(of: dict[str, Stored]) -> Item:
     zero = of.get("_zero_point")
     if zero is not None and (zero.dtype != "I32" or zero.shape != (-(-out * bits // 32), scale.shape[1])):
         zero.fail(f"It must be packed along the rows, I32. Got {zero.dtype} of {list(zero.shape)}.")
-    format = format_of(scale, _INTEGERS[bits], _block(scale, scale.shape[1], length), zero is None)
+    format = format_of(scale, INTEGERS[bits], _block(scale, scale.shape[1], length), zero is None)
 
     def codes(start: int, stop: int) -> np.ndarray:
         return unpack_low_first(np.ascontiguousarray(t.array()[start:stop]).view(np.uint8), bits)[:, :length]
@@ -153,22 +152,3 @@ def _item(
     tensors = tuple(dict.fromkeys((t, *of.values())))
     read = lambda: from_codes(codes, scales(), zeros(), format, shape, dtype, t)
     return Item(shape, str(dtype), format, stored_as, tensors, read)
-
-
-def mxfp4(
-    t: Stored,
-    scale: Stored,
-    shape: tuple[int, ...],
-    tensors: tuple[Stored, ...],
-    codes: Callable[[int, int], np.ndarray],
-    finish: Callable[[Any], Any] = lambda q: q,
-) -> Item:
-    """An array of OCP MXFP4."""
-
-    def read() -> Any:
-        exponents = scale.array()
-        if (exponents == 255).any():
-            scale.fail("Got a scale that is not a number.")
-        return finish(from_codes(codes, exponents, None, MXFP4(), shape, "bfloat16", t))
-
-    return Item(shape, "bfloat16", MXFP4(), "mxfp4", tensors, read)

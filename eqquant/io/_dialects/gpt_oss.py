@@ -10,8 +10,8 @@ import numpy as np
 
 from .._files import Files
 from .._transcode import unpack_low_first
-from .compressed_tensors import mxfp4
-from .item import companions, expect, Item, plain
+from .item import companions, expect, Item, with_plain
+from .microscaling import mxfp4
 
 
 NAME = "gpt-oss"
@@ -39,4 +39,4 @@ def items(files: Files) -> dict[str, Item]:
         read = mxfp4(t, scale, (experts, rows, blocks * 32), (t, scale), codes, lambda q: q.swapaxes(-1, -2))
         found[base] = Item((experts, blocks * 32, rows), read.dtype, read.format, "mxfp4", (t, scale), read.read)
         used |= {f"{base}_blocks", f"{base}_scales"}
-    return found | {name: plain(t) for name, t in files.tensors.items() if name not in used}
+    return with_plain(found, used, files)

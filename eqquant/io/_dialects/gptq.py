@@ -13,16 +13,14 @@ https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAW
 
 import numpy as np
 
-from ..._formats import Int2, Int4, Int8
 from .._files import Files
 from .._stored import DTYPES, Stored
 from .._transcode import from_codes, unpack_low_first
-from .item import companions, expect, format_of, Item, plain
+from .item import companions, expect, format_of, INTEGERS, Item, with_plain
 
 
 NAME = "gptq"
 
-_INTEGERS = {8: Int8, 4: Int4, 2: Int2}
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place in a word of each of eight outputs
 
 
@@ -38,7 +36,7 @@ def items(files: Files) -> dict[str, Item]:
         of = {n: files.tensors[f"{base}.{n}"] for n in _NAMES if f"{base}.{n}" in files.tensors}
         found[f"{base}.weight"] = _item(of, settings)
         used |= {f"{base}.{n}" for n in of}
-    return found | {name: plain(t) for name, t in files.tensors.items() if name not in used}
+    return with_plain(found, used, files)
 
 
 _NAMES = ("qweight", "qzeros", "scales", "g_idx")
@@ -56,7 +54,7 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
     tensors = tuple(of.values())
     bits = zeros.shape[1] * 32 // out if out else 0
     awq = t.shape[1] != out
-    if bits not in _INTEGERS or (awq and bits != 4):
+    if bits not in INTEGERS or (awq and bits != 4):
         problem = "eqquant reads 2, 4 and 8 bits of GPTQ, and 4 bits of AWQ"
         return Item(t.shape, t.dtype, None, f"{bits} bits", tensors, lambda: None, problem)
     length = t.shape[0] if awq else t.shape[0] * 32 // bits
@@ -65,7 +63,7 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
     if groups < 1 or length < 1 or length % groups:
         scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
     symmetric = settings.get("sym") is True and not awq
-    format = format_of(scale, _INTEGERS[bits], None if groups == 1 else length // groups, symmetric)
+    format = format_of(scale, INTEGERS[bits], None if groups == 1 else length // groups, symmetric)
     stored_as = "awq" if awq else str(settings.get("checkpoint_format", "gptq"))[:20]
     dtype = DTYPES[scale.dtype][1]
 

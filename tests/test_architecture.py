@@ -149,7 +149,7 @@ def reexported(package):
     }
 
 
-PACKAGES = {"": eqq, **{f"{n}.": getattr(eqq, n) for n in ("analysis", "calibrate", "io")}}
+PACKAGES = {"": eqq, **{f"{n}.": operator.attrgetter(n)(eqq) for n in ("analysis", "calibrate", "io", "io.names")}}
 PUBLIC = [
     prefix + name
     for prefix, package in PACKAGES.items()

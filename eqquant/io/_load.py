@@ -97,7 +97,7 @@ def _load_into(like: PyTree, saved: Mapping[str, SavedLeaf], rule: str, sharding
     places = check_fits(list(named_leaves(like)), entries, rule, ("in the file", "in `like`"))
     treedef = jtu.tree_structure(like, is_leaf=is_quantized)
     if shardings is None:
-        targets = [_own_sharding(leaf.value) if place is not None else None for leaf, place in places]
+        targets = [own_sharding(leaf.value) if place is not None else None for leaf, place in places]
     else:
         structs = [leaf.value if place is None else _struct(entries[leaf.path], leaf) for leaf, place in places]
         skeleton = jtu.tree_unflatten(treedef, structs)
@@ -211,7 +211,7 @@ def _struct(entry: Entry, leaf: Leaf | None) -> Any:
     return jax.ShapeDtypeStruct(entry.shape, jnp.dtype(entry.dtype), sharding=known)
 
 
-def _own_sharding(x: Any) -> NamedSharding | None:
+def own_sharding(x: Any) -> NamedSharding | None:
     sharding = getattr(x, "sharding", None)
     return full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
 

@@ -130,7 +130,7 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
 
     layout = state_name.rpartition("__")[2]
     layout = f"{layout}, nested" if nested else layout
-    return Item(shape, dtype, format, layout, (t, *(of[p] for p in of)), read)
+    return Item(shape, dtype, format, layout, (t, *(of[p] for p in of)), read, axes=axes)
 
 
 def _nested(of: dict[str, Stored], state: dict[str, Any], state_tensor: Stored, scales: int) -> tuple[int, float]:

@@ -37,6 +37,7 @@ def items(files: Files) -> dict[str, Item]:
             return unpack_low_first(raw[start:stop], 4)
 
         read = mxfp4(t, scale, (experts, rows, blocks * 32), (t, scale), codes, lambda q: q.swapaxes(-1, -2))
-        found[base] = Item((experts, blocks * 32, rows), read.dtype, read.format, "mxfp4", (t, scale), read.read)
+        shape = (experts, blocks * 32, rows)
+        found[base] = Item(shape, read.dtype, read.format, "mxfp4", (t, scale), read.read, axes=(-2,))
         used |= {f"{base}_blocks", f"{base}_scales"}
     return with_plain(found, used, files)

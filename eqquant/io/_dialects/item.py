@@ -4,8 +4,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ..._formats import Int2, Int4, Int8
 from ..._formats.base import AbstractFormat
+from .._assemble import structure
 from .._files import Files
 from .._load import to_jax
 from .._stored import DTYPES, Stored
@@ -24,6 +28,7 @@ class Item:
     - `stored_as`: what the file calls it: a dtype, or the name of a layout.
     - `tensors`: those that hold it.
     - `problem`: why it cannot be read, if that is known.
+    - `axes`: the quantized axes.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +38,15 @@ class Item:
     tensors: tuple[Stored, ...]
     read: Callable[[], Any]
     problem: str | None = None
+    axes: tuple[int, ...] = (-1,)
+
+    @property
+    def struct(self) -> Any:
+        """The array that `read` returns, without values."""
+        if self.format is not None:
+            return structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype))
+        known = self.problem is None and not self.dtype.startswith("key<")  # neither has a dtype of NumPy's
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype if known else "uint8"))
 
     @property
     def nbytes(self) -> int:

@@ -21,5 +21,6 @@ def items(files: Files) -> dict[str, Item]:
             stored = "quantized" if entry.format is not None else next(iter(leaf.tensors.values())).dtype
             tensors = () if leaf.tied_to is not None else tuple(leaf.tensors.values())
             read = lambda leaf=leaf: read_leaf(leaf)
-            found[leaf.path] = Item(entry.shape, entry.dtype, entry.format, stored, tensors, read)
+            axes = entry.axes or (-1,)
+            found[leaf.path] = Item(entry.shape, entry.dtype, entry.format, stored, tensors, read, axes=axes)
     return found

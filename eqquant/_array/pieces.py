@@ -1,0 +1,158 @@
+"""Joins and divides arrays, and keeps quantized ones packed: codes and scales are moved, never computed."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._numerics.packing import segment_length
+from .array import is_quantized, QuantizedArray
+
+
+def join(arrays: Sequence[Any], axis: int = 0) -> Any:
+    """Concatenates arrays, all dense or all quantized, along a logical axis.
+
+    **Raises:**
+
+    `ValueError` if the result cannot stay packed exactly: formats that differ, or parts that end within a block along
+    the quantized axis.
+    """
+    arrays = list(arrays)
+    if len(arrays) == 1:
+        return arrays[0]
+    if not _all_quantized(arrays):
+        return jnp.concatenate(arrays, axis)
+    arrays = [_with_scales_of_rows(q) for q in arrays]
+    first = arrays[0]
+    at = _batch_axis(first, axis)
+    if at is None:
+        return _join_lengths(arrays)
+    _check_alike(arrays)
+    return jtu.tree_map(lambda *leaves: jnp.concatenate(leaves, at), *arrays)
+
+
+def stack(arrays: Sequence[Any]) -> Any:
+    """Stacks arrays, all dense or all quantized, along a new first axis. Raises as `join`."""
+    if _all_quantized(arrays):
+        _check_alike(arrays)
+    return jtu.tree_map(lambda *leaves: jnp.stack(leaves), *arrays)
+
+
+def divide(x: Any, sizes: Sequence[int], axis: int = 0) -> list[Any]:
+    """Divides an array along a logical axis into parts of these sizes. Raises as `join`."""
+    if sum(sizes) != x.shape[axis]:
+        raise ValueError(f"{x.shape[axis]} along axis {axis} cannot be divided into {' + '.join(map(str, sizes))}")
+    bounds = [0, *itertools.accumulate(sizes)]
+    if is_quantized(x):
+        at = _batch_axis(x, axis)
+        if at is None:
+            return [_cut(x, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [
+            jtu.tree_map(lambda leaf: leaf[(*[slice(None)] * at, slice(start, stop))], x)
+            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+    return jnp.split(x, bounds[1:-1], axis)
+
+
+def take(x: Any, indices: np.ndarray, axis: int = 0) -> Any:
+    """Gathers along a logical axis. Raises a `ValueError` for the quantized axis of a quantized array."""
+    if not is_quantized(x):
+        return jnp.take(x, indices, axis)
+    at = _batch_axis(x, axis)
+    if at is None:
+        raise ValueError(f"axis {axis} is the quantized one, along which values share scales")
+    return jtu.tree_map(lambda leaf: jnp.take(leaf, indices, at), x)
+
+
+def _all_quantized(arrays: Sequence[Any]) -> bool:
+    quantized = [is_quantized(x) for x in arrays]
+    if any(quantized) and not all(quantized):
+        raise ValueError("some are quantized and others are not")
+    return all(quantized)
+
+
+def _batch_axis(q: QuantizedArray, axis: int) -> int | None:
+    """Returns where a logical axis stands in memory, or `None` for a quantized axis."""
+    quantized = {a % q.ndim for a in q._axes}
+    return None if axis % q.ndim in quantized else [a for a in range(q.ndim) if a not in quantized].index(axis % q.ndim)
+
+
+def _with_scales_of_rows(q: QuantizedArray) -> QuantizedArray:
+    """A scale for the whole tensor is stored once per row, and after joining rows it is no longer one."""
+    if q.format.block_size != "tensor":
+        return q
+    return dataclasses.replace(q, format=dataclasses.replace(q.format, block_size=None))
+
+
+def _check_alike(arrays: Sequence[QuantizedArray]) -> None:
+    first = arrays[0]
+    for q in arrays[1:]:
+        for what, of in _PARTS.items():
+            if of(q) != of(first):
+                raise ValueError(f"their {what} differ: {of(first)} and {of(q)}")
+
+
+_PARTS: dict[str, Callable[[QuantizedArray], Any]] = {
+    "formats": lambda q: q.format,
+    "quantized axes": lambda q: q.axis,
+    "lengths along the quantized axis": lambda q: q.lengths,
+    "dtypes": lambda q: q.dtype,
+}
+
+
+def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
+    """Joins rows end to end. Every part but the last must be whole blocks and whole segments."""
+    first = arrays[0]
+    for what in ("formats", "quantized axes", "dtypes"):
+        for q in arrays[1:]:
+            if _PARTS[what](q) != _PARTS[what](first):
+                raise ValueError(f"their {what} differ: {_PARTS[what](first)} and {_PARTS[what](q)}")
+    block = first.format.block_size
+    if len(first.lengths) > 1 or not isinstance(block, int):
+        raise ValueError(f"a row of {first.format!r} has one scale, and would have several along axis {first.axis}")
+    for q in arrays[:-1]:
+        _check_whole(q, q._length)
+    nested = is_quantized(first.scale_bits)
+    scales = [q.scale_bits for q in arrays]
+    return dataclasses.replace(
+        first,
+        codes=jnp.concatenate([q.codes for q in arrays], -1),
+        scale_bits=_join_lengths(scales) if nested else jnp.concatenate(scales, -1),  # pyright: ignore[reportArgumentType]
+        zero_point=None if first.zero_point is None else jnp.concatenate([q.zero_point for q in arrays], -1),
+        lengths=(sum(q._length for q in arrays),),
+    )
+
+
+def _cut(q: QuantizedArray, start: int, stop: int) -> QuantizedArray:
+    """Cuts every row from one value to another, which must not lie within a block or a segment."""
+    block = q.format.block_size
+    if len(q.lengths) > 1:
+        raise ValueError(f"the axes {q.axis} are quantized as one")
+    for at in (start, stop):
+        if at != q._length:
+            _check_whole(q, at)
+    one = not isinstance(block, int)  # one scale for the row, which each part keeps
+    first, last = (0, 1) if one else (start // block, -(-stop // block))
+    part = slice(start * q.format.bits // 8, -(-stop * q.format.bits // 8))
+    scale = q.scale_bits
+    if not one:
+        scale = _cut(scale, first, last) if isinstance(scale, QuantizedArray) else scale[..., first:last]
+    return dataclasses.replace(
+        q,
+        codes=q.codes[..., part],
+        scale_bits=scale,
+        zero_point=None if q.zero_point is None else q.zero_point[..., first:last],
+        lengths=(stop - start,),
+    )
+
+
+def _check_whole(q: QuantizedArray, at: int) -> None:
+    block, segment = q.format.block_size, segment_length(q.format.bits)
+    if at % segment:
+        raise ValueError(f"{q.format!r} packs {segment} codes along axis {q.axis} together, and {at} is no multiple")
+    if isinstance(block, int) and at % block:
+        raise ValueError(f"{q.format!r} has blocks of {block} along axis {q.axis}, and {at} is no multiple")

@@ -1,0 +1,414 @@
+"""`eqq.io.load_into`: the arrays of a checkpoint into the leaves of a model that names them in another way."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import PyTree
+from rich.console import Group
+from rich.markup import escape
+
+from .._array import pieces
+from .._array.array import is_quantized
+from .._errors import did_you_mean
+from .._formats.base import AbstractFormat
+from .._report import Report, report_table
+from .._tree.leaves import named_leaves
+from .._tree.placement import move, Shardings, wanted_shardings
+from .._tree.select import check_patterns, matches, Pattern
+from ._checkpoint import Checkpoint, open as open_checkpoint
+from ._entry import Entry, entry_of, entry_of_leaf
+from ._load import own_sharding, to_jax
+from ._names import of as names_of
+from ._rules import match_names, Matched, Names, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRow:
+    """A row of a `LoadPlan`: a leaf of the model, and the arrays that it is made of.
+
+    `how` says what happens to them on the way, and `problem` why the leaf cannot be loaded.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    format: AbstractFormat | None
+    sources: tuple[str, ...]
+    how: str
+    problem: str | None
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class LoadPlan(Report):
+    """The result of [`eqquant.io.plan_load`][]: what each leaf of a model is made of. Prints as a table.
+
+    - `rows`: the leaves, in the order of the model.
+    - `left_out`: arrays of the checkpoint that a rule leaves out, with `None`.
+    - `unused`: arrays that no rule names: a problem.
+    - `kept`: leaves that keep the values of the model.
+    - `problems`: why the checkpoint cannot be loaded; empty if it can.
+    """
+
+    rows: tuple[LoadRow, ...]
+    left_out: tuple[str, ...]
+    unused: tuple[str, ...]
+    kept: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def __rich__(self) -> Group:
+        table = report_table("leaf", "shape", "becomes", "from", "on the way", text=5)
+        for row in self.rows:
+            becomes = row.dtype if row.format is None else repr(row.format)
+            more = f" and {len(row.sources) - 3} more" if len(row.sources) > 3 else ""
+            shape = " x ".join(map(str, row.shape)) or "scalar"
+            style = "red" if row.problem else "dim" if row.format is None else None
+            sources = escape(", ".join(row.sources[:3]) + more)
+            table.add_row(
+                escape(row.path), shape, escape(becomes), sources, escape(row.problem or row.how), style=style
+            )
+        used = sum(len(row.sources) for row in self.rows)
+        lines = [f"{len(self.rows)} leaves from {used} arrays"]
+        for what, paths in (("left out", self.left_out), ("kept from the model", self.kept), ("unused", self.unused)):
+            if paths:
+                lines.append(escape(f"{len(paths)} {what}: {_some(paths)}"))
+        lines += [escape(f"Problem: {problem}") for problem in self.problems]
+        return Group(*lines, table)
+
+
+def load_into(
+    model: PyTree,
+    checkpoint: "Checkpoint | Mapping[str, Any] | str | os.PathLike[str]",
+    names: Names | None = None,
+    *,
+    dequantize: bool = False,
+    keep: Sequence[Pattern] = (),
+    shardings: Shardings | None = None,
+) -> PyTree:
+    """Loads a checkpoint of any library into a model. Quantized weights stay packed.
+
+    !!! Example
+
+        ```python
+        names = {
+            "model.embed_tokens.weight": "embedding.weight",
+            "model.layers.{n}.self_attn.{x:q|k|v}_proj.{p}": "layers.{n}.attention.{x}.{p}",
+            "model.layers.{n}.self_attn.o_proj.{p}": "layers.{n}.attention.output.{p}",
+            "model.layers.{n}.mlp.{x}_proj.{p}": "layers.{n}.mlp.{x}.{p}",
+            "model.layers.{n}.input_layernorm.weight": "layers.{n}.attention_norm.weight",
+            "model.layers.{n}.post_attention_layernorm.weight": "layers.{n}.mlp_norm.weight",
+            "model.norm.weight": "norm.weight",
+            "lm_head.weight": "head.weight",
+            "*.rotary_emb.inv_freq": None,                                  # leave it out
+        }
+        skeleton = eqx.filter_eval_shape(Llama, config, key=key)            # takes no memory
+        print(eqq.io.plan_load(skeleton, "llama-awq", names))               # a table; reads no array
+        model = eqq.io.load_into(skeleton, "llama-awq", names)
+        ```
+
+    Names of arrays are matched as a whole, and the first rule that matches holds. In the name of an array:
+
+    - `{n}` is any text without dots. The path of the leaf takes it up: `{n}`.
+    - `{x:q|k|v}` is one of these.
+    - `*` is any text.
+    - A compiled regular expression does the same with named groups, such as `(?P<n>[0-9]+)`.
+
+    What becomes of the array:
+
+    - The path of a leaf: it takes that place.
+    - A path that lacks a group, such as `"layers.mlp.{x}.{p}"` above: all arrays that differ in it are stacked along a
+        new first axis, by its number. So layers become a stack for `scan`, and experts one array.
+    - A tuple of paths: the array is divided among these leaves, along the first axis. A tuple of *names* as the key
+        does the opposite: it joins these arrays.
+    - An [`eqquant.io.To`][] also transposes, or applies a function.
+    - `None`: the array is left out.
+
+    All this moves packed codes and scales, and computes nothing. Where it cannot be exact, as for parts in different
+    formats, it is an error, and dequantizing is the remedy. Floats take the dtype of the leaf, and so does what a
+    quantized array dequantizes to. Axes of length one are added or removed where leaf and array differ in nothing else.
+
+    Arrays are read one leaf at a time: at its peak this takes the result and one more leaf of the model, with what it
+    is made of.
+
+    **Arguments:**
+
+    - `model`: a template: the model, or a skeleton that takes no memory, as from `eqx.filter_eval_shape`. It gives the
+        structure, the dtypes, and all leaves that are not arrays. A quantized array may take the place of a float one.
+    - `checkpoint`: the result of [`eqquant.io.open`][], or a path to open; or any dictionary of arrays.
+    - `names`: rules as above, or a function from the name of an array to what becomes of it. By default
+        [`eqquant.io.names.of`][], which knows the names of some families of models.
+    - `dequantize`: whether every array becomes dense as it is read.
+    - `keep`: globs or regular expressions for leaves that keep the values of the model.
+    - `shardings`: the shardings of the logical arrays, as for [`eqquant.quantize_tree`][]. By default those of the
+        model.
+
+    **Returns:**
+
+    The model with these arrays.
+
+    **Raises:**
+
+    `ValueError` if a leaf gets no array, or an array no leaf, or if shapes or formats do not fit. The message names
+    the leaf and the array, with both sides. Nothing is read before this is known.
+    """
+    plan = _Plan(model, checkpoint, names, dequantize, keep)
+    if plan.problems:
+        raise ValueError(
+            f"`names` must give every leaf of the model an array of {plan.where}, and every array a leaf that fits. "
+            f"Got {_some(plan.problems, '; ')}. `eqq.io.plan_load` shows all leaves. A rule to `None` leaves an array "
+            "out, and `keep=` leaves a leaf as it is."
+        )
+    return plan.load(shardings)
+
+
+def plan_load(
+    model: PyTree,
+    checkpoint: "Checkpoint | Mapping[str, Any] | str | os.PathLike[str]",
+    names: Names | None = None,
+    *,
+    dequantize: bool = False,
+    keep: Sequence[Pattern] = (),
+) -> LoadPlan:
+    """Says what [`eqquant.io.load_into`][] would do, without reading an array.
+
+    **Arguments:**
+
+    - `model`, `checkpoint`, `names`, `dequantize`, `keep`: as for [`eqquant.io.load_into`][].
+
+    **Returns:**
+
+    An [`eqquant.io.LoadPlan`][], which prints as a table, with everything that does not fit.
+    """
+    return _Plan(model, checkpoint, names, dequantize, keep).report()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """An array of a checkpoint: what it is, how to read it, and why it cannot be read, if that is known."""
+
+    struct: Any
+    read: Callable[[], Any]
+    problem: str | None = None
+
+
+def _sources(checkpoint: Any) -> dict[str, _Source]:
+    if isinstance(checkpoint, Checkpoint):
+        of = lambda name, item: _Source(item.struct, lambda: checkpoint[name], item.problem)
+        return {name: of(name, item) for name, item in checkpoint.items_by_name.items()}
+    struct = lambda x: jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
+    return {leaf.path: _Source(struct(leaf.value), lambda x=leaf.value: x) for leaf in named_leaves(checkpoint)}
+
+
+class _Plan:
+    """What becomes of what, and everything that does not fit."""
+
+    def __init__(
+        self, model: PyTree, checkpoint: Any, names: Names | None, dequantize: bool, keep: Sequence[Pattern]
+    ) -> None:
+        if isinstance(checkpoint, str | os.PathLike):
+            checkpoint = open_checkpoint(checkpoint)
+        self.where = checkpoint.path if isinstance(checkpoint, Checkpoint) else "`checkpoint`"
+        self.model, self.dequantize = model, dequantize
+        self.leaves = list(named_leaves(model))
+        self.sources = _sources(checkpoint)
+        check_patterns(keep, self.leaves, "keep")
+        self.places = {leaf.path: entry for leaf in self.leaves if (entry := _place(leaf)) is not None}
+        self.kept = tuple(
+            leaf.path for leaf in self.leaves if leaf.path in self.places and any(matches(p, leaf) for p in keep)
+        )
+        self.matched: Matched = match_names(names_of(checkpoint) if names is None else names, tuple(self.sources))
+        self.recipes: dict[str, Recipe] = {}
+        self.made: dict[str, Any] = {}  # the arrays of the result, without values
+        self.problem_of: dict[str, str] = {}
+        self.problems = [*self.matched.problems]
+        for recipe in self.matched.recipes:
+            self._check(recipe)
+        for leaf in self.leaves:
+            path, place = leaf.path, self.places.get(leaf.path)
+            if path in self.kept and any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves(leaf.value)):
+                self._wrong(path, "it keeps the value of the model, which has none")
+            elif place is not None and path not in (*self.recipes, *self.kept, *self.problem_of):
+                self._wrong(path, f"{place} in the model, and no array for it")
+        self.problems += [f"{name}: {self._describe(name)}, and no rule for it" for name in self.matched.unknown]
+
+    def _wrong(self, path: str, problem: str) -> None:
+        self.problem_of.setdefault(path, problem)
+        self.problems.append(f"{path}: {problem}")
+
+    def _describe(self, name: str) -> str:
+        return str(entry_of(self.sources[name].struct, name))
+
+    def _check(self, recipe: Recipe) -> None:
+        """Computes what a recipe makes, without values, and notes what does not fit."""
+        names = [name for layer in recipe.sources for name in layer]
+        shown = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+        for path in recipe.paths:
+            if path in self.recipes:
+                self._wrong(path, f"both {self.recipes[path].sources[0][0]} and {names[0]}")
+                return
+            if path not in self.places:
+                near = f". {hint[:-1]}" if (hint := did_you_mean(path, self.places)) else ""
+                self._wrong(path, f"{shown}, {self._describe(names[0])}, and no such array in the model{near}")
+                return
+            if path in self.kept:
+                self._wrong(path, f"{shown}, and `keep`, which leaves it as it is")
+                return
+            self.recipes[path] = recipe
+        for name in names:
+            if (problem := self.sources[name].problem) is not None:
+                self._wrong(recipe.paths[0], f"{name} cannot be read: {problem}")
+                return
+        structs = [[self.sources[name].struct for name in layer] for layer in recipe.sources]
+        try:
+            made = self._made(recipe, structs, abstract=True)
+        except Exception as e:  # also whatever `apply` raises
+            formats = ", ".join(f"{name}: {self._describe(name)}" for name in names[:4])
+            self._wrong(recipe.paths[0], f"{e} ({formats}). `dequantize=True` of `eqq.io.To` makes them dense")
+            return
+        for path, x in made.items():
+            entry = entry_of(x, path)
+            if entry is None or not entry.goes_into(self.places[path]):
+                told = f"{shown}: " if len(names) == 1 else f"{shown}, made into "
+                self._wrong(path, f"{self.places[path]} in the model; {told}{entry}")
+            self.made[path] = x
+
+    def _made(self, recipe: Recipe, layers: Any, abstract: bool = False) -> dict[str, Any]:
+        """Makes the leaves of a recipe from its arrays, given by layer and part."""
+        to, places = recipe.to, [self.places[path] for path in recipe.paths]
+        plain = not (to.transpose or to.apply or recipe.stacked)
+        plain &= len(recipe.paths) == len(layers[0]) == 1 or to.tied
+
+        def make(layers: Any) -> list[Any]:
+            outs = [self._layer(recipe, places, parts) for parts in layers]
+            columns = zip(*outs, strict=True)
+            return [_finished(_stacked(list(c), recipe.stacked), p) for c, p in zip(columns, places, strict=True)]
+
+        if plain and not is_quantized(layers[0][0]):  # also dtypes that JAX is not set to hold
+            x = layers[0][0]
+            return {path: _plain(x, place) for path, place in zip(recipe.paths, places, strict=True)}
+        out = jax.eval_shape(make, layers) if abstract else make(layers)
+        if to.tied:
+            out = [out[0]] * len(out)
+        return dict(zip(recipe.paths, out, strict=True))
+
+    def _layer(self, recipe: Recipe, places: Sequence[Entry], parts: Sequence[Any]) -> list[Any]:
+        to, parts = recipe.to, list(parts)
+        for n, x in enumerate(parts):
+            if (to.dequantize or self.dequantize) and is_quantized(x):
+                x = x.dequantize()
+            if to.transpose and len(x.shape) > 1:
+                x = x.swapaxes(-1, -2) if is_quantized(x) else jnp.swapaxes(x, -1, -2)
+            parts[n] = x if to.apply is None else to.apply(x)
+        whole = pieces.join(parts, to.axis)
+        if to.tied or len(places) == 1:
+            return [whole] * len(places)
+        axis = to.axis % len(whole.shape)
+        sizes = [place.shape[axis + len(recipe.stacked)] for place in places]
+        return pieces.divide(whole, sizes, axis)
+
+    def load(self, shardings: Shardings | None) -> PyTree:
+        treedef = jtu.tree_structure(self.model, is_leaf=is_quantized)
+        if shardings is None:
+            targets = [own_sharding(leaf.value) for leaf in self.leaves]
+        else:
+            skeleton = jtu.tree_unflatten(treedef, [self.made.get(leaf.path, leaf.value) for leaf in self.leaves])
+            targets = wanted_shardings(skeleton, list(named_leaves(skeleton)), shardings)
+        target_of = {leaf.path: target for leaf, target in zip(self.leaves, targets, strict=True)}
+        done: dict[str, Any] = {}
+        for leaf in self.leaves:
+            recipe = self.recipes.get(leaf.path)
+            if recipe is None or leaf.path in done:
+                continue
+            divided = any(target_of[path] is not None for path in recipe.paths)
+            with _on_host() if divided else contextlib.nullcontext():
+                layers = [[self.sources[name].read() for name in layer] for layer in recipe.sources]
+                made = self._made(recipe, layers)
+            del layers
+            placed: dict[Any, Any] = {}  # a tied array is one array in each of its places
+            for path, x in made.items():
+                numpy = self.places[path].kind == "numpy"
+                same = (id(x), numpy, target_of[path])
+                if same not in placed:
+                    x = np.asarray(x) if numpy else to_jax(x) if isinstance(x, np.ndarray) else x
+                    placed[same] = move(x, target_of[path])
+                done[path] = placed[same]
+        return jtu.tree_unflatten(treedef, [done.get(leaf.path, leaf.value) for leaf in self.leaves])
+
+    def report(self) -> LoadPlan:
+        rows = []
+        for path, place in self.places.items():
+            if path in self.kept:
+                continue
+            recipe, made = self.recipes.get(path), self.made.get(path)
+            entry = place if made is None else entry_of(made, path) or place
+            sources = () if recipe is None else tuple(name for layer in recipe.sources for name in layer)
+            how = "" if recipe is None else self._how(recipe, place)
+            rows.append(LoadRow(path, place.shape, entry.dtype, entry.format, sources, how, self.problem_of.get(path)))
+        return LoadPlan(
+            tuple(rows), tuple(self.matched.left_out), tuple(self.matched.unknown), self.kept, tuple(self.problems)
+        )
+
+    def _how(self, recipe: Recipe, place: Entry) -> str:
+        to, first = recipe.to, self.sources[recipe.sources[0][0]].struct
+        said = {
+            "dequantized": (to.dequantize or self.dequantize) and is_quantized(first),
+            "transposed": to.transpose and len(first.shape) > 1,
+            f"by {getattr(to.apply, '__name__', 'a function')}": to.apply is not None,
+            f"{len(recipe.sources[0])} joined": len(recipe.sources[0]) > 1,
+            "tied": to.tied,
+            f"one of {len(recipe.paths)} parts": len(recipe.paths) > 1 and not to.tied,
+            f"{' x '.join(map(str, recipe.stacked))} stacked": bool(recipe.stacked),
+            f"from {np.dtype(first.dtype).name}": np.dtype(first.dtype).name != place.dtype,
+        }
+        return ", ".join(what for what, holds in said.items() if holds)
+
+
+def _place(leaf: Any) -> Entry | None:
+    entry = entry_of_leaf(leaf)
+    return None if entry is None or entry.kind in ("scalar", "key") else entry
+
+
+def _stacked(arrays: list[Any], lengths: tuple[int, ...]) -> Any:
+    if not lengths:
+        return arrays[0]
+    x = pieces.stack(arrays)
+    return x if len(lengths) == 1 else jtu.tree_map(lambda leaf: leaf.reshape(*lengths, *leaf.shape[1:]), x)
+
+
+def _finished(x: Any, place: Entry) -> Any:
+    """Gives an array the dtype of its leaf, and axes of length one where they differ in nothing else."""
+    if is_quantized(x):
+        return x.astype(place.dtype) if jnp.issubdtype(jnp.dtype(place.dtype), jnp.floating) else x
+    return _plain(x, place)
+
+
+def _plain(x: Any, place: Entry) -> Any:
+    dtype = jnp.dtype(place.dtype)
+    both = jnp.issubdtype(x.dtype, jnp.inexact) and jnp.issubdtype(dtype, jnp.inexact)
+    ones = lambda shape: [n for n in shape if n != 1]
+    shape = place.shape if ones(x.shape) == ones(place.shape) else x.shape
+    to = dtype if both else x.dtype
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, to)
+    x = x if x.dtype == to else x.astype(to)
+    x = x if x.shape == shape else x.reshape(shape)
+    return x
+
+
+def _on_host() -> Any:
+    """So that no single device must hold an array that is divided among several."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # `JAX_PLATFORMS` may leave it out
+        return contextlib.nullcontext()
+
+
+def _some(items: Iterable[str], between: str = ", ") -> str:
+    items = list(items)
+    return between.join(items[:10]) + (f"{between}and {len(items) - 10} more" if len(items) > 10 else "")

@@ -1,0 +1,195 @@
+"""The small language of `eqq.io.load_into`: which array of a checkpoint becomes which leaf of a model."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class To:
+    """A place in a model, for [`eqquant.io.load_into`][], and what to do with an array on its way there.
+
+    !!! Example
+
+        ```python
+        names = {
+            "wte.weight": "embedding.weight",                                   # text is `To("embedding.weight")`
+            "h.{n}.mlp.c_fc.{p}": To("layers.{n}.mlp.up.{p}", transpose=True),
+        }
+        ```
+
+    **Arguments:**
+
+    - `path`: the path of a leaf, such as `"layers.{n}.attention.q.weight"`; or a tuple of paths, among which the array
+        is divided, by the sizes of these leaves.
+    - `transpose`: whether to swap the last two axes. A vector stays as it is. A quantized array stays packed.
+    - `axis`: the axis along which several arrays are joined, or one is divided, after transposing.
+    - `tied`: whether each of the paths gets the whole array, instead of a part of it.
+    - `apply`: a function of each array as it is read, after transposing, such as `lambda w: w.reshape(8, 64, -1)`.
+    - `dequantize`: whether the array becomes dense first.
+    """
+
+    path: str | tuple[str, ...]
+    transpose: bool = False
+    axis: int = 0
+    tied: bool = False
+    apply: Callable[[Any], Any] | None = None
+    dequantize: bool = False
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path,) if isinstance(self.path, str) else tuple(self.path)
+
+
+Target = str | tuple[str, ...] | To | None
+Names = Mapping[str, Target] | Mapping[Any, Target] | Callable[[str], Target]
+
+
+class Recipe(NamedTuple):
+    """One or more leaves, and the arrays that they are made of: `sources[i][j]` is part `j` of layer `i` of a stack.
+
+    - `paths`: those of the leaves.
+    - `stacked`: the lengths of the axes that are stacked, if any are.
+    """
+
+    paths: tuple[str, ...]
+    to: To
+    sources: tuple[tuple[str, ...], ...]
+    stacked: tuple[int, ...]
+
+
+class Matched(NamedTuple):
+    """What rules make of the names of a checkpoint."""
+
+    recipes: list[Recipe]
+    left_out: list[str]
+    unknown: list[str]
+    problems: list[str]
+
+
+class _Match(NamedTuple):
+    rule: int
+    part: int
+    groups: Mapping[str, str]
+
+
+class _Rule(NamedTuple):
+    shown: tuple[str, ...]
+    patterns: tuple[re.Pattern[str], ...]
+    to: To | None
+
+
+def match_names(names: Names, found: Sequence[str]) -> Matched:
+    """Applies rules to the names of a checkpoint; the first rule that matches holds."""
+    if callable(names):
+        rules = [_rule(name, names(name), literal=True) for name in found]
+        matches = {name: _Match(number, 0, {}) for number, name in enumerate(found)}
+    else:
+        rules = [_rule(key, target) for key, target in names.items()]
+        matches = {name: match for name in found if (match := _first(rules, name)) is not None}
+    # By rule and paths: the arrays of each layer of a stack, and of each part.
+    grouped: dict[tuple[int, tuple[str, ...]], dict[tuple[int, ...], dict[int, str]]] = {}
+    left_out, problems = [], []
+    for name, (number, part, groups) in matches.items():
+        to = rules[number].to
+        if to is None:
+            left_out.append(name)
+            continue
+        missing = [g for g in groups if not any(f"{{{g}}}" in path for path in to.paths)]
+        if bad := [g for g in missing if not _NUMBER.fullmatch(groups[g])]:
+            problems.append(
+                f"{name}: `{bad[0]}` is {groups[bad[0]]!r}, and {to.path!r} lacks it; along a group that the path "
+                "lacks arrays are stacked, by number"
+            )
+            continue
+        paths = tuple(_filled(path, groups) for path in to.paths)
+        layer = grouped.setdefault((number, paths), {}).setdefault(tuple(int(groups[g]) for g in missing), {})
+        if part in layer:
+            problems.append(f"{', '.join(paths)}: both {layer[part]} and {name}")
+        layer[part] = name
+    recipes = []
+    for (number, paths), layers in grouped.items():
+        rule, lengths = rules[number], tuple(1 + max(at) for at in zip(*layers, strict=True))
+        if wrong := _incomplete(rule, layers, lengths):
+            problems.append(f"{', '.join(paths)}: {wrong}")
+            continue
+        sources = tuple(tuple(layers[at][n] for n in range(len(rule.shown))) for at in sorted(layers))
+        recipes.append(Recipe(paths, rule.to or To(paths), sources, lengths))
+    return Matched(recipes, left_out, [name for name in found if name not in matches], problems)
+
+
+def _incomplete(rule: _Rule, layers: Mapping[tuple[int, ...], Mapping[int, str]], lengths: tuple[int, ...]) -> str:
+    for at, parts in layers.items():
+        for n, shown in enumerate(rule.shown):
+            if n not in parts:
+                return f"{next(iter(parts.values()))} is there, and no array for {shown!r}, which is joined with it"
+    if math.prod(lengths) != len(layers):
+        return f"a stack of {' x '.join(map(str, lengths))} arrays, of which {len(layers)} are there"
+    return ""
+
+
+def _first(rules: Sequence[_Rule], name: str) -> _Match | None:
+    for number, rule in enumerate(rules):
+        for part, pattern in enumerate(rule.patterns):
+            if (match := pattern.fullmatch(name)) is not None:
+                return _Match(number, part, match.groupdict())
+    return None
+
+
+def _rule(key: Any, target: Any, literal: bool = False) -> _Rule:
+    keys = key if isinstance(key, tuple) else (key,)
+    if not keys or not all(isinstance(k, str | re.Pattern) for k in keys):
+        raise TypeError(
+            "The keys of `names` must be names of a checkpoint, such as 'layers.{n}.mlp.{p}', compiled regular "
+            f"expressions, or tuples of them, which are joined. Got {key!r}."
+        )
+    patterns = () if literal else tuple(k if isinstance(k, re.Pattern) else _compiled(k) for k in keys)
+    shown = tuple(k.pattern if isinstance(k, re.Pattern) else k for k in keys)
+    if isinstance(target, str) or (isinstance(target, tuple) and target):
+        target = To(target)
+    if target is not None and not isinstance(target, To):
+        raise TypeError(
+            f"`names` must give {shown[0]!r} the path of a leaf, a tuple of paths, an `eqq.io.To`, or None, which "
+            f"leaves it out. Got {target!r}."
+        )
+    for pattern, text in zip(patterns, shown, strict=False):
+        for path in () if target is None else target.paths:
+            if unknown := sorted(set(_GROUP.findall(path)) - pattern.groupindex.keys()):
+                raise ValueError(
+                    f"`names` must name the groups of {path!r} in {text!r}. Got no `{{{unknown[0]}}}` there."
+                )
+    return _Rule(shown, patterns, target)
+
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_GROUP = re.compile(r"\{(\w+)\}")
+_TOKEN = re.compile(r"\{(\w+)(?::([^{}]*))?\}|(\*)")
+
+
+def _compiled(key: str) -> re.Pattern[str]:
+    """`{n}` is a part of a name without dots, `{x:a|b}` is `a` or `b`, and `*` is anything."""
+    out, at, seen = "", 0, set()
+    for token in _TOKEN.finditer(key):
+        out += re.escape(key[at : token.start()])
+        at = token.end()
+        group, choices, star = token.groups()
+        if star:
+            out += ".*"
+        elif group in seen:
+            out += f"(?P={group})"
+        else:
+            seen.add(group)
+            within = "[^.]+" if choices is None else "|".join(map(re.escape, choices.split("|")))
+            out += f"(?P<{group}>{within})"
+    try:
+        return re.compile(out + re.escape(key[at:]))
+    except re.error as e:
+        raise ValueError(
+            f"The keys of `names` must have groups such as {{n}} or {{x:q|k|v}}. Got {key!r}: {e}."
+        ) from None
+
+
+def _filled(path: str, groups: Mapping[str, str]) -> str:
+    return _GROUP.sub(lambda m: groups.get(m[1], m[0]), path)

@@ -1,0 +1,15 @@
+"""The names that families of models have in checkpoints, for `eqq.io.load_into`. See `docs/files.md`."""
+
+from ._names import (
+    bert as bert,
+    gemma as gemma,
+    gguf as gguf,
+    gpt2 as gpt2,
+    llama as llama,
+    mixtral as mixtral,
+    of as of,
+    phi3 as phi3,
+    rename as rename,
+    rotary_halves as rotary_halves,
+    vit as vit,
+)

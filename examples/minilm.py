@@ -131,7 +131,7 @@ def embed(
 
 
 # From the names in the file to our paths.
-_NAMES = {
+NAMES = {
     "embeddings.{x}_embeddings.weight": "embeddings.{x}.weight",
     "embeddings.LayerNorm.{p}": "embeddings.norm.{p}",
     "encoder.layer.{n}.attention.self.{x}.{p}": "layers.{n}.attention.{x}.{p}",
@@ -148,12 +148,12 @@ _NAMES = {
 def load_model() -> Encoder:
     """The model in float32."""
     skeleton = eqx.filter_eval_shape(Encoder, jr.key(0))
-    return eqq.io.load_into(skeleton, _weights_directory() / "model.safetensors", _NAMES)
+    return eqq.io.load_into(skeleton, weights_directory() / "model.safetensors", NAMES)
 
 
 def tokenize(sentences: Sequence[str], length: int) -> tuple[Int[Array, "batch length"], Bool[Array, "batch length"]]:
     """Token ids and the mask of those that are not padding. Sentences are padded, or cut off, to `length` tokens."""
-    tokenizer = Tokenizer.from_file(str(_weights_directory() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(weights_directory() / "tokenizer.json"))
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length)
     encodings = tokenizer.encode_batch(sentences)
@@ -162,7 +162,7 @@ def tokenize(sentences: Sequence[str], length: int) -> tuple[Int[Array, "batch l
     return ids, mask
 
 
-def _weights_directory() -> Path:
+def weights_directory() -> Path:
     # Found, not imported: importing the package would import torch.
     spec = importlib.util.find_spec(WEIGHTS_PACKAGE)
     if spec is None or spec.origin is None:

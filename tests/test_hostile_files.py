@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -316,7 +317,9 @@ def test_mutated_files(path, dialect, count):
             checkpoint = eqq.io.open(path)
             for name in checkpoint:
                 if checkpoint.items_by_name[name].problem is None:
-                    assert checkpoint[name].shape == checkpoint.items_by_name[name].shape
+                    x, item = checkpoint[name], checkpoint.items_by_name[name]
+                    assert (x.shape, x.dtype) == (item.shape, item.dtype)
+                    assert jax.tree_util.tree_structure(x) == jax.tree_util.tree_structure(item.struct)
             outcomes["read"] += 1
         except ValueError as e:
             assert "model.safetensors" in str(e), repr(e)

@@ -51,10 +51,9 @@ def divide(x: Any, sizes: Sequence[int], axis: int = 0) -> list[Any]:
         at = _batch_axis(x, axis)
         if at is None:
             return [_cut(x, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
-        return [
-            jtu.tree_map(lambda leaf: leaf[(*[slice(None)] * at, slice(start, stop))], x)
-            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        before = (slice(None),) * at
+        rows = lambda start, stop: jtu.tree_map(lambda leaf: leaf[(*before, slice(start, stop))], x)
+        return [rows(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
     return jnp.split(x, bounds[1:-1], axis)
 
 
@@ -117,12 +116,12 @@ def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
     for q in arrays[:-1]:
         _check_whole(q, q._length)
     nested = is_quantized(first.scale_bits)
-    scales = [q.scale_bits for q in arrays]
+    scales, zeros = [q.scale_bits for q in arrays], [q.zero_point for q in arrays if q.zero_point is not None]
     return dataclasses.replace(
         first,
         codes=jnp.concatenate([q.codes for q in arrays], -1),
         scale_bits=_join_lengths(scales) if nested else jnp.concatenate(scales, -1),  # pyright: ignore[reportArgumentType]
-        zero_point=None if first.zero_point is None else jnp.concatenate([q.zero_point for q in arrays], -1),
+        zero_point=jnp.concatenate(zeros, -1) if zeros else None,
         lengths=(sum(q._length for q in arrays),),
     )
 

@@ -19,6 +19,7 @@ from ._array.array import (
     is_quantized as is_quantized,
     QuantizedArray as QuantizedArray,
 )
+from ._array.permuted import PermutedArray as PermutedArray
 from ._array.quantize import dequantize as dequantize, quantize as quantize, unpack as unpack
 from ._array.quaxify import quaxify as quaxify
 from ._array.requantize import requantize as requantize

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
+from eqquant.io import _safetensors
 
 from .helpers import assert_same
 
@@ -322,18 +323,18 @@ def write(folder, tensors, **settings):
     return eqq.io.open(folder)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("version, sym", [("gptq", False), ("gptq_v2", False), ("gptq", True)])
 def test_gptq(tmp_path, bits, version, sym):
     rng = np.random.default_rng(0)
-    q, s = rng.integers(0, 2**bits, (128, 16)), rng.random((4, 16)).astype(np.float16)
-    z = np.full((4, 16), 2 ** (bits - 1)) if sym else rng.integers(1, 2**bits, (4, 16))
+    q, s = rng.integers(0, 2**bits, (128, 32)), rng.random((4, 32)).astype(np.float16)
+    z = np.full((4, 32), 2 ** (bits - 1)) if sym else rng.integers(1, 2**bits, (4, 32))
     tensors = {
         "l.qweight": pack_words(q.T, bits).T,
         "l.qzeros": pack_words(z - (version == "gptq"), bits),
         "l.scales": s,
         "l.g_idx": np.arange(128, dtype=np.int32) // 32,
-        "l.bias": np.zeros(16, np.float16),
+        "l.bias": np.zeros(32, np.float16),
     }
     checkpoint = write(tmp_path, tensors, quant_method="gptq", bits=bits, sym=sym, checkpoint_format=version)
     w = checkpoint["l.weight"]
@@ -341,9 +342,9 @@ def test_gptq(tmp_path, bits, version, sym):
     assert w.format.symmetric == sym and w.format.block_size == 32 and w.dtype == np.float16
     group = np.arange(128) // 32
     assert_bits(w.dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
-    tensors["l.g_idx"] = tensors["l.g_idx"][::-1]
-    with pytest.raises(ValueError, match="'l.g_idx': Got inputs out of order"):
-        write(tmp_path, tensors)["l.weight"]
+    tensors["l.g_idx"] = np.zeros(128, np.int32)
+    with pytest.raises(ValueError, match="'l.g_idx': It must give each of 4 groups 32 inputs"):
+        write(tmp_path, tensors)
     with pytest.raises(ValueError, match="must have a companion 'qzeros'"):
         write(tmp_path, {k: v for k, v in tensors.items() if k != "l.qzeros"})
 
@@ -419,7 +420,7 @@ def test_mlx_floats(tmp_path):
         np.testing.assert_array_equal(np.asarray(w.astype(jnp.float32).dequantize()), expected)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("groups, zeros", [(1, False), (3, False), (3, True)])
 def test_compressed_tensors_packed(tmp_path, bits, groups, zeros):
     rng = np.random.default_rng(0)
@@ -478,3 +479,221 @@ def test_mxfp4_of_compressed_tensors_and_gpt_oss(tmp_path):
     e[0, 0, 0] = 255
     with pytest.raises(ValueError, match="Got a scale that is not a number"):
         write(tmp_path, {"w_blocks": packed.reshape(2, 6, 2, 16), "w_scales": e})["w"]
+
+
+def test_gptq_of_three_bits_by_gptqmodel(tmp_path):
+    """GPTQModel subtracts one from zero points in words of its own, which are those of others in reverse."""
+    codes = pack_words(np.full((2, 32), 4), 3).view(np.uint32)
+    words = [0b00100100100100100100100100100100, 0b10010010010010010010010010010010, 0b01001001001001001001001001001001]
+    tensors = {
+        "l.qweight": pack_words(np.zeros((32, 64), int), 3).T,
+        "l.qzeros": (codes - np.array(words, np.uint32)).view(np.int32),
+        "l.scales": np.ones((2, 32), np.float16),
+    }
+    settings = {"quant_method": "gptq", "sym": True, "checkpoint_format": "gptq"}
+    with pytest.raises(ValueError, match="zero points other than the middle"):
+        write(tmp_path, tensors, **settings)["l.weight"]
+    w = write(tmp_path, tensors, **settings, meta={"quantizer": ["gptqmodel:5.0"]})["l.weight"]
+    np.testing.assert_array_equal(np.asarray(w), -4)
+
+
+# Act-order
+
+
+def act_order_file(path, length=128, out=32, groups=4, seed=0):
+    rng = np.random.default_rng(seed)
+    q, s = rng.integers(0, 16, (length, out)), rng.random((groups, out)).astype(np.float16)
+    z, group = rng.integers(1, 16, (groups, out)), rng.permutation(np.repeat(np.arange(groups), length // groups))
+    tensors = {
+        "l.qweight": pack_words(q.T, 4).T,
+        "l.qzeros": pack_words(z - 1, 4),
+        "l.scales": s,
+        "l.g_idx": group.astype(np.int32),
+    }
+    return write(path, tensors, quant_method="gptq"), (s[group] * (q - z[group]).astype(np.float16)).T
+
+
+def test_act_order(tmp_path):
+    checkpoint, expected = act_order_file(tmp_path)
+    w = checkpoint["l.weight"]
+    assert isinstance(w, eqq.PermutedArray) and w.shape == (32, 128) and w.array.format.block_size == 32
+    assert "act-order" in str(checkpoint) and w.nbytes < 32 * 128
+    assert_bits(w.dequantize(), expected)
+    assert_bits(w.T.dequantize(), expected.T)
+    assert_bits(w[3:5], expected[3:5])
+    assert_bits(w[7], expected[7])
+    assert_bits(w[jnp.array([1, 0])], expected[[1, 0]])
+    assert_bits(w[2, 3], expected[2, 3])
+    assert w.astype(jnp.float32).dtype == jnp.float32 and repr(w).startswith("PermutedArray(")
+    w = w.astype(jnp.float32)
+    dense = np.asarray(w.dequantize())  # `expected` without rounding to float16
+    rng = np.random.default_rng(1)
+    for shape in ((128,), (128, 5), (2, 128, 5)):
+        x = rng.standard_normal(shape).astype(np.float32)
+        np.testing.assert_allclose(w @ x, dense @ x, rtol=1e-4, atol=1e-3)
+        y = np.swapaxes(x, -1, -2) if x.ndim > 1 else x
+        np.testing.assert_allclose(y @ w.T, y @ dense.T, rtol=1e-4, atol=1e-3)
+    for shape in ((32,), (32, 5), (2, 32, 5)):
+        x = rng.standard_normal(shape).astype(np.float32)
+        np.testing.assert_allclose(w.T @ x, dense.T @ x, rtol=1e-4, atol=1e-3)
+        y = np.swapaxes(x, -1, -2) if x.ndim > 1 else x
+        np.testing.assert_allclose(y @ w, y @ dense, rtol=1e-4, atol=1e-3)
+
+
+def test_act_order_under_transformations_and_in_files(tmp_path):
+    first, _ = act_order_file(tmp_path)
+    second, _ = act_order_file(tmp_path, seed=1)
+    # The file of the first is another now, but its map is still open.
+    layers = [first["l.weight"].astype(jnp.float32), second["l.weight"].astype(jnp.float32)]
+    one, two = (np.asarray(w.dequantize()) for w in layers)
+    layer = eqx.nn.Linear(128, 32, key=jax.random.key(0))
+    layer = eqx.tree_at(lambda m: m.weight, layer, layers[0])
+    x = jax.random.normal(jax.random.key(1), (3, 128))
+    y = eqx.filter_jit(lambda layer, x: jax.vmap(layer)(x))(layer, x)
+    np.testing.assert_allclose(y, x @ one.T + layer.bias[None], rtol=1e-4, atol=1e-3)
+    grad = jax.grad(lambda x: jnp.sum(jax.vmap(layer)(x)))(x)
+    np.testing.assert_allclose(grad, jnp.ones((3, 32)) @ one, rtol=1e-4, atol=1e-3)
+    stack = jax.tree_util.tree_map(lambda *leaves: jnp.stack(leaves), *layers)
+    _, ys = jax.lax.scan(lambda _, w: (None, w @ x[0]), None, stack)
+    np.testing.assert_allclose(ys, np.stack([one, two]) @ x[0], rtol=1e-4, atol=1e-3)
+    assert_bits(stack.dequantize(), np.stack([one, two]))
+    assert_bits(stack.swapaxes(-1, -2).dequantize(), np.stack([one.T, two.T]))
+    eqq.save(tmp_path / "ours.safetensors", layer)
+    assert eqx.tree_equal(eqq.load(tmp_path / "ours.safetensors", layer), layer)
+    assert "weight.array" in str(eqq.summary(layer))
+    adapted = eqq.loraify(layer, rank=2, key=jax.random.key(2))
+    np.testing.assert_allclose(jax.vmap(adapted)(x), y, rtol=1e-4, atol=1e-3)
+    assert isinstance(adapted.weight.array, eqq.LoraArray)
+    dense = eqq.merge_lora(adapted, dense=True)
+    np.testing.assert_allclose(jax.vmap(dense)(x), y, rtol=1e-4, atol=1e-3)
+    # Into a model, from the file, and divided by rows.
+    template = eqx.nn.Linear(128, 32, use_bias=False, key=jax.random.key(0))
+    loaded = eqq.io.load_into(template, second, {"l.weight": "weight"})
+    assert eqx.tree_equal(loaded.weight, layers[1])
+    assert "inputs reordered" in str(eqq.io.plan_load(template, second, {"l.weight": "weight"}))
+    halves = {"a": jnp.ones((8, 128)), "b": jnp.ones((24, 128))}
+    parts = eqq.io.load_into(halves, second, {"l.weight": ("a", "b")})
+    assert_bits(parts["b"].dequantize(), two[8:])
+    with pytest.raises(ValueError, match="orders of their own.*`dequantize=True`"):
+        eqq.io.load_into({"w": jnp.ones((64, 128))}, {"a": layers[0], "b": layers[1]}, {("a", "b"): "w"})
+
+
+def test_act_order_of_compressed_tensors(tmp_path):
+    rng = np.random.default_rng(0)
+    q, s = rng.integers(0, 16, (10, 48)), rng.random((10, 3)).astype(np.float32)
+    group = rng.permutation(np.repeat(np.arange(3), 16)).astype(np.int32)
+    tensors = {"l.weight_packed": pack_words(q, 4), "l.weight_scale": s, "l.weight_shape": np.array([10, 48])}
+    w = write(tmp_path, {**tensors, "l.weight_g_idx": group})["l.weight"]
+    assert_bits(w.dequantize(), ((q - 8) * s[:, group]).astype(np.float32))
+    assert eqq.is_quantized(write(tmp_path, {**tensors, "l.weight_g_idx": np.full(48, -1, np.int32)})["l.weight"])
+
+
+# torchao, and NVFP4 and MXFP8 of others
+
+
+LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+bytes_of = lambda x: np.asarray(x).view(np.uint8)
+
+
+def in_tiles(scales):
+    """Scales as tensor cores take them: tiles of 128 x 4, whose row `r` is 4 bytes at `16 (r % 32) + 4 (r // 32)`."""
+    rows, columns = -(-scales.shape[0] // 128), -(-scales.shape[1] // 4)
+    out = np.zeros((rows, columns, 512), np.uint8)
+    for (r, c), value in np.ndenumerate(scales):
+        out[r // 128, c // 4, 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = value
+    return out.reshape(-1)
+
+
+def write_torchao(path, name, kind, parts, **attributes):
+    """As `flatten_tensor_state_dict` of torchao names tensors and describes them."""
+    layer, _, last = name.rpartition(".")
+    about = {"_type": kind, "_data": attributes, "_tensor_data_names": list(parts)}
+    metadata = {name: json.dumps(about), "l.bias": '{"_type": "Tensor"}', "tensor_names": json.dumps([name, "l.bias"])}
+    to_write = [
+        _safetensors.ToWrite(f"{layer}._{last}_{part}", dtype, x.shape, lambda x=x: x)
+        for part, (dtype, x) in parts.items()
+    ]
+    bias = np.ones(2, np.float32)
+    _safetensors.write(path, [*to_write, _safetensors.ToWrite("l.bias", "F32", (2,), lambda: bias)], metadata)
+    checkpoint = eqq.io.open(path)
+    assert checkpoint.dialect == "torchao" and set(checkpoint) == {name, "l.bias"}
+    return checkpoint[name]
+
+
+TORCH_FLOAT = {"_type": "torch.dtype", "_data": "float32"}
+
+
+def test_torchao_integers_and_floats(tmp_path):
+    path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
+    q, s = rng.integers(-127, 128, (6, 64)).astype(np.int8), rng.random((6, 1)).astype(np.float32)
+    w = write_torchao(path, "l.weight", "Int8Tensor", {"qdata": ("I8", q), "scale": ("F32", s)}, dtype=TORCH_FLOAT)
+    assert w.format == eqq.Int8()
+    assert_bits(w.dequantize(), q * s)
+    f = np.asarray(jnp.asarray(rng.standard_normal((6, 64))).astype(jnp.float8_e4m3fn))
+    w = write_torchao(path, "l.weight", "Float8Tensor", {"qdata": ("F8_E4M3", f), "scale": ("F32", s)})
+    assert_bits(w.dequantize(), f.astype(np.float32) * s)
+    q, s = rng.integers(-8, 8, (6, 64)).astype(np.int8), rng.random((6, 2)).astype(np.float32)
+    z = rng.integers(-8, 8, (6, 2)).astype(np.int8)
+    for zero in (z, 0 * z):
+        parts = {"qdata": ("I8", q), "scale": ("F32", s), "zero_point": ("I8", zero)}
+        target = {"_type": "torch.dtype", "_data": "int4"}
+        w = write_torchao(path, "l.weight", "IntxUnpackedToInt8Tensor", parts, target_dtype=target)
+        assert w.format == eqq.Int4(32, symmetric=not zero.any())
+        spread = lambda x: np.repeat(x, 32, 1)
+        assert_bits(w.dequantize(), ((q.astype(np.int32) - spread(zero)) * spread(s)).astype(np.float32))
+    with pytest.raises(ValueError, match="does not read torchao's Int4TilePackedTo4dTensor"):
+        write_torchao(path, "l.weight", "Int4TilePackedTo4dTensor", parts)
+    with pytest.raises(ValueError, match="must belong to a Int8Tensor with `qdata`"):
+        write_torchao(path, "l.weight", "Int8Tensor", {"scale": ("F32", s)})
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_torchao_microscaling(tmp_path, blocked):
+    path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
+    q = rng.integers(0, 16, (130, 192))
+    packed = (q[:, ::2] | q[:, 1::2] << 4).astype(np.uint8)
+    e = rng.integers(120, 130, (130, 6)).astype(np.uint8)
+    stored = lambda scales: in_tiles(scales) if blocked else scales
+    spread = lambda x, n: np.repeat(x, n, axis=1)
+    parts = {"qdata": ("U8", packed), "scale": ("F8_E8M0", stored(e))}
+    w = write_torchao(path, "l.weight", "MXTensor", parts, orig_dtype=TORCH_FLOAT, is_swizzled_scales=blocked)
+    assert w.format == eqq.MXFP4()
+    powers = 2.0 ** (e.astype(np.float32) - 127)
+    assert_bits(w.dequantize(), LEVELS[q] * spread(powers, 32))
+    f = np.asarray(jnp.asarray(rng.standard_normal((130, 192))).astype(jnp.float8_e4m3fn))
+    parts = {"qdata": ("F8_E4M3", f), "scale": ("F8_E8M0", stored(e))}
+    w = write_torchao(path, "l.weight", "MXTensor", parts, orig_dtype=TORCH_FLOAT, is_swizzled_scales=blocked)
+    assert w.format == eqq.MXFP8()
+    assert_bits(w.dequantize(), f.astype(np.float32) * spread(powers, 32))
+    inner = np.asarray(jnp.asarray(rng.uniform(1, 400, (130, 12))).astype(jnp.float8_e4m3fn))
+    outer = np.float32(0.37)
+    parts = {"qdata": ("U8", packed), "_scale_e4m3": ("F8_E4M3", stored(bytes_of(inner)))}
+    parts["_per_tensor_scale"] = ("F32", np.asarray(outer))
+    w = write_torchao(path, "l.weight", "NVFP4Tensor", parts, _orig_dtype=TORCH_FLOAT, _is_swizzled_scales=blocked)
+    assert w.format == eqq.NVFP4()
+    assert_bits(w.dequantize(), LEVELS[q] * spread(inner.astype(np.float32) * outer, 16))
+
+
+def test_nvfp4_and_mxfp8_of_compressed_tensors(tmp_path):
+    rng = np.random.default_rng(0)
+    q = rng.integers(0, 16, (6, 64))
+    inner = np.asarray(jnp.asarray(rng.uniform(1, 400, (6, 4))).astype(jnp.float8_e4m3fn))
+    f = np.asarray(jnp.asarray(rng.standard_normal((6, 64))).astype(jnp.float8_e4m3fn))
+    e = rng.integers(120, 130, (6, 2)).astype(np.uint8)
+    tensors = {
+        "l.weight_packed": ("U8", (q[:, ::2] | q[:, 1::2] << 4).astype(np.uint8)),
+        "l.weight_scale": ("F8_E4M3", inner),
+        "l.weight_global_scale": ("F32", np.array([512.0], np.float32)),
+        "k.weight": ("F8_E4M3", f),
+        "k.weight_scale": ("U8", e),
+    }
+    to_write = [_safetensors.ToWrite(name, dtype, x.shape, lambda x=x: x) for name, (dtype, x) in tensors.items()]
+    _safetensors.write(tmp_path / "model.safetensors", to_write, {})
+    checkpoint = eqq.io.open(tmp_path)
+    assert checkpoint.dialect == "compressed-tensors" and set(checkpoint) == {"l.weight", "k.weight"}
+    w = checkpoint["l.weight"].astype(jnp.float32)
+    assert w.format == eqq.NVFP4()
+    assert_bits(w.dequantize(), LEVELS[q] * np.repeat(inner.astype(np.float32) / 512, 16, axis=1))
+    w = checkpoint["k.weight"].astype(jnp.float32)
+    assert w.format == eqq.MXFP8()
+    assert_bits(w.dequantize(), f.astype(np.float32) * np.repeat(2.0 ** (e.astype(np.float32) - 127), 32, axis=1))

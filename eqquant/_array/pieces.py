@@ -11,6 +11,8 @@ import numpy as np
 
 from .._numerics.packing import segment_length
 from .array import is_quantized, QuantizedArray
+from .permuted import PermutedArray
+from .value import AbstractArrayValue
 
 
 def join(arrays: Sequence[Any], axis: int = 0) -> Any:
@@ -37,7 +39,9 @@ def join(arrays: Sequence[Any], axis: int = 0) -> Any:
 
 def stack(arrays: Sequence[Any]) -> Any:
     """Stacks arrays, all dense or all quantized, along a new first axis. Raises as `join`."""
-    if _all_quantized(arrays):
+    if all(isinstance(x, PermutedArray) for x in arrays):
+        _check_alike([x.array for x in arrays])
+    elif _all_quantized(arrays):
         _check_alike(arrays)
     return jtu.tree_map(lambda *leaves: jnp.stack(leaves), *arrays)
 
@@ -46,6 +50,10 @@ def divide(x: Any, sizes: Sequence[int], axis: int = 0) -> list[Any]:
     """Divides an array along a logical axis into parts of these sizes. Raises as `join`."""
     if sum(sizes) != x.shape[axis]:
         raise ValueError(f"{x.shape[axis]} along axis {axis} cannot be divided into {' + '.join(map(str, sizes))}")
+    if isinstance(x, PermutedArray):
+        if axis % x.ndim == x.axis % x.ndim:
+            raise ValueError(f"axis {axis} is stored in another order")
+        return [dataclasses.replace(x, array=part) for part in divide(x.array, sizes, axis)]
     bounds = [0, *itertools.accumulate(sizes)]
     if is_quantized(x):
         at = _batch_axis(x, axis)
@@ -68,6 +76,8 @@ def take(x: Any, indices: np.ndarray, axis: int = 0) -> Any:
 
 
 def _all_quantized(arrays: Sequence[Any]) -> bool:
+    if any(isinstance(x, AbstractArrayValue) and not is_quantized(x) for x in arrays):
+        raise ValueError("their inputs are stored in orders of their own")
     quantized = [is_quantized(x) for x in arrays]
     if any(quantized) and not all(quantized):
         raise ValueError("some are quantized and others are not")

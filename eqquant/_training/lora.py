@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .._array.array import is_quantized, QuantizedArray
+from .._array.permuted import PermutedArray
 from .._array.quantize import as_method, check_finite
 from .._array.requantize import requantize_like
 from .._array.simulated import SimulatedArray
@@ -281,7 +282,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "it has factors already: `merge_lora` first"
     if isinstance(leaf.parent, SimulatedArray):
         return "it is simulated: `finalize` first"
-    if isinstance(leaf.parent, AbstractArrayValue):
+    if isinstance(leaf.parent, AbstractArrayValue) and not isinstance(leaf.parent, PermutedArray):
         return f"part of a {type(leaf.parent).__name__}"
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason

@@ -12,13 +12,13 @@ from rich.markup import escape
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
 from .._report import Report, report_table, show_bytes
-from ._dialects import bitsandbytes, compressed_tensors, gguf, gpt_oss, gptq, mlx, own, safetensors
+from ._dialects import bitsandbytes, compressed_tensors, gguf, gpt_oss, gptq, mlx, own, safetensors, torchao
 from ._dialects.item import Item
 from ._files import find_files
 
 
 # The first that recognizes a checkpoint reads it.
-DIALECTS = (gguf, own, bitsandbytes, gptq, mlx, gpt_oss, compressed_tensors, safetensors)
+DIALECTS = (gguf, own, torchao, bitsandbytes, gptq, mlx, gpt_oss, compressed_tensors, safetensors)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,8 @@ from rich.markup import escape
 
 from .._array import pieces
 from .._array.array import is_quantized
+from .._array.permuted import PermutedArray
+from .._array.value import AbstractArrayValue
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
 from .._report import Report, report_table
@@ -201,8 +203,9 @@ def _sources(checkpoint: Any) -> dict[str, _Source]:
     if isinstance(checkpoint, Checkpoint):
         of = lambda name, item: _Source(item.struct, lambda: checkpoint[name], item.problem)
         return {name: of(name, item) for name, item in checkpoint.items_by_name.items()}
+    leaves = named_leaves(checkpoint, lambda x: is_quantized(x) or _is_permuted(x))
     struct = lambda x: jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
-    return {leaf.path: _Source(struct(leaf.value), lambda x=leaf.value: x) for leaf in named_leaves(checkpoint)}
+    return {leaf.path: _Source(struct(leaf.value), lambda x=leaf.value: x) for leaf in leaves}
 
 
 class _Plan:
@@ -242,7 +245,7 @@ class _Plan:
         self.problems.append(f"{path}: {problem}")
 
     def _describe(self, name: str) -> str:
-        return str(entry_of(self.sources[name].struct, name))
+        return str(_entry(self.sources[name].struct, name))
 
     def _check(self, recipe: Recipe) -> None:
         """Computes what a recipe makes, without values, and notes what does not fit."""
@@ -272,7 +275,7 @@ class _Plan:
             self._wrong(recipe.paths[0], f"{e} ({formats}). `dequantize=True` of `eqq.io.To` makes them dense")
             return
         for path, x in made.items():
-            entry = entry_of(x, path)
+            entry = _entry(x, path)
             if entry is None or not entry.goes_into(self.places[path]):
                 told = f"{shown}: " if len(names) == 1 else f"{shown}, made into "
                 self._wrong(path, f"{self.places[path]} in the model; {told}{entry}")
@@ -289,7 +292,7 @@ class _Plan:
             columns = zip(*outs, strict=True)
             return [_finished(_stacked(list(c), recipe.stacked), p) for c, p in zip(columns, places, strict=True)]
 
-        if plain and not is_quantized(layers[0][0]):  # also dtypes that JAX is not set to hold
+        if plain and not _is_value(layers[0][0]):  # also dtypes that JAX is not set to hold
             x = layers[0][0]
             return {path: _plain(x, place) for path, place in zip(recipe.paths, places, strict=True)}
         out = jax.eval_shape(make, layers) if abstract else make(layers)
@@ -300,10 +303,10 @@ class _Plan:
     def _layer(self, recipe: Recipe, places: Sequence[Entry], parts: Sequence[Any]) -> list[Any]:
         to, parts = recipe.to, list(parts)
         for n, x in enumerate(parts):
-            if (to.dequantize or self.dequantize) and is_quantized(x):
+            if (to.dequantize or self.dequantize) and _is_value(x):
                 x = x.dequantize()
             if to.transpose and len(x.shape) > 1:
-                x = x.swapaxes(-1, -2) if is_quantized(x) else jnp.swapaxes(x, -1, -2)
+                x = x.swapaxes(-1, -2) if _is_value(x) else jnp.swapaxes(x, -1, -2)
             parts[n] = x if to.apply is None else to.apply(x)
         whole = pieces.join(parts, to.axis)
         if to.tied or len(places) == 1:
@@ -317,7 +320,10 @@ class _Plan:
         if shardings is None:
             targets = [own_sharding(leaf.value) for leaf in self.leaves]
         else:
-            skeleton = jtu.tree_unflatten(treedef, [self.made.get(leaf.path, leaf.value) for leaf in self.leaves])
+            # Rules see one leaf, whatever it is made of.
+            one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_permuted(x) else x
+            shown = {path: one(x) for path, x in self.made.items()}
+            skeleton = jtu.tree_unflatten(treedef, [shown.get(leaf.path, leaf.value) for leaf in self.leaves])
             targets = wanted_shardings(skeleton, list(named_leaves(skeleton)), shardings)
         target_of = {leaf.path: target for leaf, target in zip(self.leaves, targets, strict=True)}
         done: dict[str, Any] = {}
@@ -336,7 +342,7 @@ class _Plan:
                 same = (id(x), numpy, target_of[path])
                 if same not in placed:
                     x = np.asarray(x) if numpy else to_jax(x) if isinstance(x, np.ndarray) else x
-                    placed[same] = move(x, target_of[path])
+                    placed[same] = _moved(x, target_of[path])
                 done[path] = placed[same]
         return jtu.tree_unflatten(treedef, [done.get(leaf.path, leaf.value) for leaf in self.leaves])
 
@@ -346,10 +352,11 @@ class _Plan:
             if path in self.kept:
                 continue
             recipe, made = self.recipes.get(path), self.made.get(path)
-            entry = place if made is None else entry_of(made, path) or place
+            entry = place if made is None else _entry(made, path) or place
             sources = () if recipe is None else tuple(name for layer in recipe.sources for name in layer)
             how = "" if recipe is None else self._how(recipe, place)
-            rows.append(LoadRow(path, place.shape, entry.dtype, entry.format, sources, how, self.problem_of.get(path)))
+            format = made.format if isinstance(made, PermutedArray) else entry.format
+            rows.append(LoadRow(path, place.shape, entry.dtype, format, sources, how, self.problem_of.get(path)))
         return LoadPlan(
             tuple(rows), tuple(self.matched.left_out), tuple(self.matched.unknown), self.kept, tuple(self.problems)
         )
@@ -357,7 +364,8 @@ class _Plan:
     def _how(self, recipe: Recipe, place: Entry) -> str:
         to, first = recipe.to, self.sources[recipe.sources[0][0]].struct
         said = {
-            "dequantized": (to.dequantize or self.dequantize) and is_quantized(first),
+            "dequantized": (to.dequantize or self.dequantize) and _is_value(first),
+            "inputs reordered": _is_permuted(first),
             "transposed": to.transpose and len(first.shape) > 1,
             f"by {getattr(to.apply, '__name__', 'a function')}": to.apply is not None,
             f"{len(recipe.sources[0])} joined": len(recipe.sources[0]) > 1,
@@ -367,6 +375,25 @@ class _Plan:
             f"from {np.dtype(first.dtype).name}": np.dtype(first.dtype).name != place.dtype,
         }
         return ", ".join(what for what, holds in said.items() if holds)
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, AbstractArrayValue)
+
+
+def _is_permuted(x: Any) -> bool:
+    return isinstance(x, PermutedArray)
+
+
+def _entry(x: Any, path: str) -> Entry | None:
+    return Entry("array", x.dtype.name, x.shape) if _is_permuted(x) else entry_of(x, path)
+
+
+def _moved(x: Any, sharding: Any) -> Any:
+    if sharding is None or not _is_permuted(x):
+        return move(x, sharding)
+    everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return dataclasses.replace(x, array=move(x.array, sharding), order=move(x.order, everywhere))
 
 
 def _place(leaf: Any) -> Entry | None:
@@ -383,7 +410,7 @@ def _stacked(arrays: list[Any], lengths: tuple[int, ...]) -> Any:
 
 def _finished(x: Any, place: Entry) -> Any:
     """Gives an array the dtype of its leaf, and axes of length one where they differ in nothing else."""
-    if is_quantized(x):
+    if _is_value(x):
         return x.astype(place.dtype) if jnp.issubdtype(jnp.dtype(place.dtype), jnp.floating) else x
     return _plain(x, place)
 

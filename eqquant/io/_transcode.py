@@ -88,14 +88,24 @@ def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:
     if bits == 8:
         return packed
     if 8 % bits:
-        count = packed.shape[-1] // bits
-        words = np.zeros((*packed.shape[:-1], count, 8), np.uint8)
-        words[..., :bits] = packed[..., : count * bits].reshape(*packed.shape[:-1], count, bits)
-        codes = words.view("<u8") >> np.arange(0, 8 * bits, bits, dtype=np.uint64) & np.uint64(2**bits - 1)
-        return codes.astype(np.uint8).reshape(*packed.shape[:-1], count * 8)
+        return _unpack_straddling(packed, bits)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
     return codes.reshape(*packed.shape[:-1], -1)
+
+
+def _unpack_straddling(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Unpacks codes that straddle bytes: 8 codes in `bits` bytes."""
+    *batch, length = packed.shape
+    whole = np.pad(packed, [(0, 0)] * len(batch) + [(0, -length % bits)]).reshape(*batch, -1, bits)
+    codes = np.empty((*whole.shape[:-1], 8), np.uint8)
+    for n in range(8):
+        byte, shift = divmod(n * bits, 8)
+        code = whole[..., byte] >> shift
+        if shift + bits > 8:
+            code |= whole[..., byte + 1] << (8 - shift)
+        codes[..., n] = code & (2**bits - 1)
+    return codes.reshape(*batch, -1)[..., : length * 8 // bits]
 
 
 def _pack(codes: np.ndarray, bits: int) -> Any:

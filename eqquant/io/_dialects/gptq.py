@@ -5,7 +5,8 @@
     P.qzeros    int32 (groups, out * bits / 32), packed along the outputs in the same order. GPTQ's checkpoint format
                 `gptq` stores them minus one, `gptq_v2` as they are
     P.scales    (groups, out)
-    P.g_idx     int32 (in,): the group of each input; with act-order they are not in order
+    P.g_idx     int32 (in,): the group of each input; with act-order they are not in order, and the weight becomes an
+                `eqquant.PermutedArray`
 
 `P.weight` is (out, in), as the layer's weight would be: value = (code - zero) * scale.
 https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ
@@ -13,10 +14,11 @@ https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAW
 
 import numpy as np
 
+from ..._array.permuted import permuted
 from .._files import Files
 from .._stored import DTYPES, Stored
 from .._transcode import from_codes, unpack_low_first
-from .item import companions, expect, format_of, INTEGERS, Item, with_plain
+from .item import act_order, companions, expect, format_of, INTEGERS, Item, with_plain
 
 
 NAME = "gptq"
@@ -39,6 +41,7 @@ def items(files: Files) -> dict[str, Item]:
     return with_plain(found, used, files)
 
 
+_BITS = (2, 3, 4, 8)
 _NAMES = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -54,8 +57,8 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
     tensors = tuple(of.values())
     bits = zeros.shape[1] * 32 // out if out else 0
     awq = t.shape[1] != out
-    if bits not in INTEGERS or (awq and bits != 4):
-        problem = "eqquant reads 2, 4 and 8 bits of GPTQ, and 4 bits of AWQ"
+    if bits not in _BITS or (awq and bits != 4):
+        problem = "eqquant reads 2, 3, 4 and 8 bits of GPTQ, and 4 bits of AWQ"
         return Item(t.shape, t.dtype, None, f"{bits} bits", tensors, lambda: None, problem)
     length = t.shape[0] if awq else t.shape[0] * 32 // bits
     expect(zeros, ("I32",), (groups, out * bits // 32))
@@ -65,28 +68,41 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
     symmetric = settings.get("sym") is True and not awq
     format = format_of(scale, INTEGERS[bits], None if groups == 1 else length // groups, symmetric)
     stored_as = "awq" if awq else str(settings.get("checkpoint_format", "gptq"))[:20]
-    dtype = DTYPES[scale.dtype][1]
+    minus_one, dtype = stored_as == "gptq", DTYPES[scale.dtype][1]
+
+    order = None if awq else act_order(of.get("g_idx"), length, groups)
+    written_by = _written_by(settings)
 
     def read():
-        if "g_idx" in of:
-            expect(of["g_idx"], ("I32",), (length,))
-            if not np.array_equal(of["g_idx"].array(), np.arange(length) // (length // groups)):
-                of["g_idx"].fail("Got inputs out of order (act-order), for which eqquant has no format.")
-        zero = _outputs(_plus_one(zeros, bits) if stored_as == "gptq" else zeros.array(), bits, awq)
+        zero = _plus_one(zeros, bits, written_by) if minus_one else _outputs(zeros.array(), bits, awq)
         if symmetric and (zero != 2 ** (bits - 1)).any():
             zeros.fail("Got zero points other than the middle, and a configuration that says `sym`.")
-        codes = lambda start, stop: _inputs(t, bits, awq, start, stop)
+
+        def codes(start: int, stop: int) -> np.ndarray:
+            found = _inputs(t, bits, awq, start, stop)
+            return found if order is None else found[:, order]
+
         scales = np.ascontiguousarray(scale.array().T.astype(np.float32))
         zero = None if symmetric else np.ascontiguousarray(zero.T)
-        return from_codes(codes, scales, zero, format, (out, length), dtype, t)
+        return permuted(from_codes(codes, scales, zero, format, (out, length), dtype, t), order)
 
-    return Item((out, length), str(dtype), format, stored_as, tensors, read)
+    stored_as = stored_as if order is None else f"{stored_as}, act-order"
+    return Item((out, length), str(dtype), format, stored_as, tensors, read, permuted=order is not None)
 
 
-def _plus_one(zeros: Stored, bits: int) -> np.ndarray:
-    """Adds one to each zero point. Word by word, with carries, as GPTQModel does."""
-    ones = np.uint32(sum(1 << at for at in range(0, 32, bits)))
-    return (zeros.array().view(np.uint32) + ones).view(np.int32)
+def _written_by(settings: dict) -> str:
+    meta = settings.get("meta")
+    return str(meta.get("quantizer")) if isinstance(meta, dict) else ""
+
+
+def _plus_one(zeros: Stored, bits: int, written_by: str) -> np.ndarray:
+    """Unpacks zero points and adds one to each. Word by word, with carries, as GPTQModel does."""
+    if bits == 3 and "gptqmodel" not in written_by:  # codes straddle words
+        return _outputs(zeros.array(), bits, False) + np.uint8(1)
+    ones = sum(1 << at for at in range(0, 96, bits))
+    # GPTQModel takes the words of a period of 96 bits in reverse, when it writes and when it reads.
+    words = np.array([ones >> 32 * n & 0xFFFFFFFF for n in (2, 1, 0)], np.uint32)
+    return _outputs((zeros.array().view(np.uint32) + np.resize(words, zeros.shape[1])).view(np.int32), bits, False)
 
 
 def _outputs(words: np.ndarray, bits: int, awq: bool) -> np.ndarray:

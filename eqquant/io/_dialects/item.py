@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..._formats import Int2, Int4, Int8
+from ..._array.permuted import PermutedArray
+from ..._formats import Int2, Int3, Int4, Int5, Int6, Int8
 from ..._formats.base import AbstractFormat
 from .._assemble import structure
 from .._files import Files
@@ -16,7 +18,7 @@ from .._stored import DTYPES, Stored
 
 
 # The formats of integers of a number of bits.
-INTEGERS = {8: Int8, 4: Int4, 2: Int2}
+INTEGERS = {8: Int8, 6: Int6, 5: Int5, 4: Int4, 3: Int3, 2: Int2}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,6 +31,7 @@ class Item:
     - `tensors`: those that hold it.
     - `problem`: why it cannot be read, if that is known.
     - `axes`: the quantized axes.
+    - `permuted`: whether the last axis is stored in another order.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +42,15 @@ class Item:
     read: Callable[[], Any]
     problem: str | None = None
     axes: tuple[int, ...] = (-1,)
+    permuted: bool = False
 
     @property
     def struct(self) -> Any:
         """The array that `read` returns, without values."""
         if self.format is not None:
-            return structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype))
+            q = structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype))
+            permuted = lambda q: PermutedArray(q, jnp.zeros(self.shape[-1], jnp.uint32))
+            return jax.eval_shape(permuted, q) if self.permuted else q
         known = self.problem is None and not self.dtype.startswith("key<")  # neither has a dtype of NumPy's
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype if known else "uint8"))
 
@@ -88,3 +94,21 @@ def expect(t: Stored, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
     """Raises unless a tensor is of one of the dtypes, and of the shape."""
     if t.dtype not in dtypes or t.shape != shape:
         t.fail(f"It must be {' or '.join(dtypes)} of {list(shape)}. Got {t.dtype} of {list(t.shape)}.")
+
+
+def act_order(t: Stored | None, length: int, groups: int) -> np.ndarray | None:
+    """Returns the order in which the groups of inputs lie side by side, from the group of each input.
+
+    `None` if they do as they are.
+    """
+    if t is None:
+        return None
+    expect(t, ("I32",), (length,))
+    group_of, size = t.array(), -(-length // groups)
+    expected = np.arange(length) // size
+    if np.array_equal(group_of, expected) or (group_of == -1).all():  # compressed-tensors: not set
+        return None
+    order = np.argsort(group_of, kind="stable")
+    if not np.array_equal(group_of[order], expected):
+        t.fail(f"It must give each of {groups} groups {size} inputs. Got others.")
+    return order

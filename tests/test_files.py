@@ -17,6 +17,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
+from eqquant._numerics.packing import pack, packed_length
+from eqquant.io._transcode import pack_codes, unpack_low_first
 
 from .helpers import arrays, FORMATS, KINDS, loss, mlp, weights
 
@@ -363,6 +365,37 @@ def test_shardings(getkey, path):
     assert_equal_trees(arrays(eqq.load(path, sharded)), arrays(sharded))
     with pytest.raises(ValueError, match="layers.1.weight, of shape .*cannot be divided along axis 1"):
         eqq.load(path, model, shardings={"layers.1.weight": on(None, "x"), "*": on()})
+
+
+def test_shards_need_a_folder(tmp_path):
+    path = tmp_path / "model.safetensors"
+    eqq.save(path, {"w": jnp.ones(2)})
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"must be a folder with `shard_nbytes`.*model.safetensors. Remove it"):
+        eqq.save(path, {"w": jnp.zeros(2)}, shard_nbytes=100)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_packing_in_numpy(bits):
+    rng = np.random.default_rng(0)
+    for length in (1, 7, 64, 127, 130, 512, 513, 640, 1500):
+        codes = rng.integers(0, 2**bits, (2, length)).astype(np.uint8)
+        out = np.empty((2, packed_length(length, bits)), np.uint8)
+        pack_codes(codes, bits, out)
+        np.testing.assert_array_equal(out, pack(jnp.asarray(codes), bits))
+        dense = (codes[..., None] >> np.arange(bits) & 1).reshape(2, -1)  # the first code in the low bits
+        packed = np.packbits(dense, axis=-1, bitorder="little")
+        np.testing.assert_array_equal(unpack_low_first(packed, bits)[:, :length], codes)
+
+
+def test_a_loaded_array_can_be_donated(tmp_path):
+    eqq.save(tmp_path / "model.safetensors", {"w": np.arange(2**21, dtype=np.float32)})
+    w = eqq.io.open(tmp_path / "model.safetensors")["w"]
+    double = jax.jit(lambda x: 2 * x, donate_argnums=0)
+    np.testing.assert_array_equal(double(w), 2 * np.arange(2**21, dtype=np.float32))
+    # The file's memory is not the array's.
+    np.testing.assert_array_equal(eqq.load(tmp_path / "model.safetensors")["w"], np.arange(2**21, dtype=np.float32))
 
 
 # The page

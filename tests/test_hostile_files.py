@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import tracemalloc
 from pathlib import Path
 
@@ -351,9 +352,18 @@ SEEDS = {
 }
 
 
+@pytest.fixture
+def in_memory():
+    """A path on a file system in memory, where there is one: 10,000 files would wear out a disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield Path(folder) / "model.safetensors"
+
+
 @pytest.mark.parametrize("count", [pytest.param(60), pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dialect", SEEDS)
-def test_mutated_files(path, dialect, count):
+def test_mutated_files(in_memory, dialect, count):
+    path = in_memory
     SEEDS[dialect](path)
     content, rng, outcomes = path.read_bytes(), random.Random(count), {"read": 0, "refused": 0}
     tracemalloc.start()

@@ -24,6 +24,7 @@ from ._assemble import parts_of
 from ._entry import Entry, entry_of_leaf
 from ._files import find_files
 from ._manifest import from_stored, KEY, read_manifest, SavedLeaf
+from ._memory import copied, own
 from ._stored import MappedFile
 
 
@@ -267,4 +268,4 @@ def to_jax(view: np.ndarray, sharding: NamedSharding | None = None) -> Any:
         return np.array(view)
     if sharding is not None:
         return jax.make_array_from_callback(view.shape, sharding, lambda index: np.array(view[index]))
-    return jnp.array(view)  # never the file's own memory, which another program may change
+    return own(copied(view))  # never the file's own memory, which another program may change

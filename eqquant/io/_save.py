@@ -62,8 +62,9 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None
 
     `TypeError` for a leaf without values (a `jax.ShapeDtypeStruct`, or a traced array), for an array of objects or with
     a mask, or for a format whose fields JSON cannot hold. `ValueError` for a quantized array that is not whole, a
-    deleted array, or one of which this process holds only a part. The message names the leaf. `OSError` if `path` is
-    not a file, or its folder does not exist. In all these cases nothing is written.
+    deleted array, or one of which this process holds only a part; the message names the leaf. `ValueError` too if
+    `path` is a file and `shard_nbytes` needs a folder. `OSError` if `path` is not a file, or its folder does not exist.
+    In all these cases nothing is written.
     """
     if shard_nbytes is not None and (isinstance(shard_nbytes, bool | str) or not shard_nbytes >= 1):
         raise ValueError(
@@ -153,6 +154,11 @@ def _reader(x: Any, part: str, parts: Callable[[Any], dict[str, Any]], latest: L
 
 def _write_shards(folder: Path, shards: list[list[ToWrite]], manifest: str) -> None:
     """Writes shards under new names, then the index, then removes the shards that an older index listed."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"`path` must be a folder with `shard_nbytes`, which writes several files. Got the file {folder}. Remove "
+            "it, name another folder, or save without `shard_nbytes`."
+        )
     folder.mkdir(exist_ok=True)
     token, where = secrets.token_hex(4), {}
     names = [f"model-{n:05}-of-{len(shards):05}-{token}.safetensors" for n in range(1, len(shards) + 1)]

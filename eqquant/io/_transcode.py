@@ -1,23 +1,22 @@
 """From the codes of other libraries to our own packing, a few rows at a time, so that only packed codes are whole."""
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from .._array.array import QuantizedArray
 from .._formats.base import AbstractFormat
-from .._numerics.packing import pack
+from .._numerics.packing import packed_length, PLANE, segment_length, widths
 from ._assemble import parts_of, structure
+from ._memory import aligned_empty, in_threads, own
 from ._stored import Stored
 
 
-# The number of codes to take at a time.
-_CHUNK = 2**20
+# The number of codes to take at a time: few enough for the cache of a core, many enough for Python not to matter.
+_CHUNK = 2**18
 
 
 class Nested(NamedTuple):
@@ -53,15 +52,19 @@ def from_codes(
         source.fail(f"It must have values along the quantized axis. Got the shape {list(shape)}.")
     like = structure(format, axes, shape, jnp.dtype(dtype))
     parts = parts_of(like)
-    packed = np.empty(parts["codes"].shape, np.uint8).reshape(-1, parts["codes"].shape[-1])
+    packed = aligned_empty(parts["codes"].shape, np.uint8)
+    rows = packed.reshape(-1, packed.shape[-1])
     step = max(_CHUNK // max(like._length, 1), 1)
-    for start in range(0, len(packed), step):
-        stop = min(start + step, len(packed))
-        packed[start:stop] = np.asarray(_pack(codes(start, stop), format.bits))
+
+    def transcode(start: int) -> None:
+        stop = min(start + step, len(rows))
+        pack_codes(codes(start, stop), format.bits, rows[start:stop])
+
+    in_threads(transcode, range(0, len(rows), step))
     given = {"codes": packed, "zero_point": zero_point}
     for name, stored in (("scale", scale), ("offset", offset)):
         given |= {} if stored is None else _stored_floats(f"{name}_bits", name, stored, format, source)
-    leaves = [jnp.array(given[name]).reshape(part.shape) for name, part in parts.items()]
+    leaves = [own(given[name]).reshape(part.shape) for name, part in parts.items()]
     return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
 
 
@@ -72,8 +75,12 @@ def _stored_floats(
     if isinstance(stored, Nested):
         if format.scale_format is None:
             raise TypeError(f"Only a format that quantizes its scales has nested ones. Got {format!r}.")
-        codes = {f"{part}.codes": _pack(np.ascontiguousarray(stored.codes), format.scale_format.bits)}
-        return codes | _stored_floats(f"{part}.scale_bits", name, stored.scale, format.scale_format, source)
+        bits = format.scale_format.bits
+        packed = np.empty((*stored.codes.shape[:-1], packed_length(stored.codes.shape[-1], bits)), np.uint8)
+        pack_codes(stored.codes, bits, packed)
+        return {f"{part}.codes": packed} | _stored_floats(
+            f"{part}.scale_bits", name, stored.scale, format.scale_format, source
+        )
     if not np.isfinite(stored.astype(np.float32)).all():
         source.fail(f"Got {'an' if name == 'offset' else 'a'} {name} that is not finite.")
     return {part: np.ascontiguousarray(stored).view(f"u{stored.dtype.itemsize}")}
@@ -89,9 +96,13 @@ def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:
         return packed
     if 8 % bits:
         return _unpack_straddling(packed, bits)
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    codes = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], -1)
+    # All codes of a byte at once: code n moves from bit `n * bits` to byte n of a wider integer.
+    wide = packed.astype(f"<u{8 // bits}")
+    codes = wide.copy()
+    for n in range(1, 8 // bits):
+        codes |= wide << (n * (8 - bits))
+    codes &= int.from_bytes([2**bits - 1] * (8 // bits), "little")
+    return codes.view(np.uint8)
 
 
 def _unpack_straddling(packed: np.ndarray, bits: int) -> np.ndarray:
@@ -108,10 +119,45 @@ def _unpack_straddling(packed: np.ndarray, bits: int) -> np.ndarray:
     return codes.reshape(*batch, -1)[..., : length * 8 // bits]
 
 
-def _pack(codes: np.ndarray, bits: int) -> Any:
-    return codes if bits == 8 else _pack_jitted(codes, bits)
+def pack_codes(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """Packs codes, `(..., length)`, into bytes, `(..., bytes)`: what `_numerics.packing.pack` does, in NumPy."""
+    if len(widths(bits)) == 1:
+        return _pack_part(codes, bits, out)
+    segment = segment_length(bits)
+    count, rest = divmod(codes.shape[-1], segment)
+    size, split = packed_length(segment, bits), count * segment
+    if count:
+        body = codes[..., :split].reshape(*codes.shape[:-1], count, segment)
+        _pack_parts(body, bits, out[..., : count * size].reshape(*out.shape[:-1], count, size))
+    if rest:
+        _pack_parts(codes[..., split:], bits, out[..., count * size :])
 
 
-@ft.partial(jax.jit, static_argnums=1)
-def _pack_jitted(codes: Any, bits: int) -> Any:
-    return pack(codes, bits)
+def _pack_parts(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
+    at, low = 0, 0
+    for width in widths(bits):
+        size = packed_length(codes.shape[-1], width)
+        _pack_part(codes >> np.uint8(low) & np.uint8(2**width - 1), width, out[..., at : at + size])
+        at, low = at + size, low + width
+
+
+def _pack_part(codes: np.ndarray, width: int, out: np.ndarray) -> None:
+    if width == 8:
+        out[...] = codes
+        return
+    planes = 8 // width
+    body, rest = divmod(codes.shape[-1], PLANE * planes)
+    split = body * PLANE * planes
+    if body:
+        of = codes[..., :split].reshape(*codes.shape[:-1], body, planes, PLANE)
+        into = out[..., : body * PLANE].reshape(*out.shape[:-1], body, PLANE)
+        into[...] = of[..., 0, :]
+        for n in range(1, planes):
+            into |= of[..., n, :] << np.uint8(n * width)
+    if rest:  # a shorter segment, of planes of which the last ones may be incomplete
+        of, into = codes[..., split:], out[..., body * PLANE :]
+        plane = into.shape[-1]
+        into[...] = of[..., :plane]
+        for n in range(1, planes):
+            part = of[..., n * plane : (n + 1) * plane]
+            into[..., : part.shape[-1]] |= part << np.uint8(n * width)

@@ -87,7 +87,7 @@ def _packed(of: dict[str, Stored]) -> Item:
     def codes(start: int, stop: int) -> np.ndarray:
         words = np.ascontiguousarray(t.array()[start:stop])
         found = unpack_low_first(words.view(np.uint8), bits)[:, :length] + np.uint8(shift)
-        return found if order is None else found[:, order]
+        return found if order is None else found.take(order, axis=1)
 
     def zeros() -> np.ndarray | None:
         if zero is None:

@@ -80,7 +80,7 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
 
         def codes(start: int, stop: int) -> np.ndarray:
             found = _inputs(t, bits, awq, start, stop)
-            return found if order is None else found[:, order]
+            return found if order is None else found.take(order, axis=1)
 
         scales = np.ascontiguousarray(scale.array().T.astype(np.float32))
         zero = None if symmetric else np.ascontiguousarray(zero.T)
@@ -115,7 +115,10 @@ def _inputs(t: Stored, bits: int, awq: bool, start: int, stop: int) -> np.ndarra
     """Returns the codes of some outputs: `(stop - start, in)`."""
     if awq:
         first, last = start // 8, -(-stop // 8)
-        return np.ascontiguousarray(
-            _outputs(t.array()[:, first:last], 4, True)[:, start - 8 * first : stop - 8 * first].T
-        )
+        words = np.ascontiguousarray(t.array()[:, first:last].T).view(np.uint8).reshape(last - first, -1, 4)
+        codes = np.empty((last - first, 8, words.shape[1]), np.uint8)
+        for n, place in enumerate(_AWQ_ORDER.tolist()):
+            byte = words[..., place // 2]
+            codes[:, n] = byte >> 4 if place % 2 else byte & 15
+        return codes.reshape(-1, words.shape[1])[start - 8 * first : stop - 8 * first]
     return unpack_low_first(np.ascontiguousarray(t.array()[:, start:stop].T).view(np.uint8), bits)

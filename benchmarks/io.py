@@ -1,0 +1,224 @@
+"""How fast checkpoints of each dialect become arrays, and how much memory that takes, from files in the page cache.
+
+    python benchmarks/io.py              a table
+    python benchmarks/io.py --only gptq  one row
+
+Each row runs in a process of its own. MB/s counts bytes of the file; memory is anonymous, without the page cache.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+
+COUNT, OUT, IN, GROUP = 8, 4096, 4096, 128
+
+
+def words(rng, *shape):
+    return rng.integers(-(2**31), 2**31, shape, np.int64).astype(np.int32)
+
+
+def scales(rng, *shape, dtype=np.float16):
+    return rng.uniform(0.5, 2, shape).astype(dtype)
+
+
+def plain(rng):
+    return {"weight": rng.standard_normal((OUT, IN)).astype(np.float32)}, {}
+
+
+def half(rng):
+    return {"weight": rng.standard_normal((OUT, IN)).astype(np.float16)}, {}
+
+
+def gptq(rng):
+    groups = IN // GROUP
+    tensors = {
+        "qweight": words(rng, IN // 8, OUT),
+        "qzeros": np.full((groups, OUT // 8), 0x77777777, np.int32),
+        "scales": scales(rng, groups, OUT),
+    }
+    return tensors, {"quant_method": "gptq", "sym": True, "checkpoint_format": "gptq"}
+
+
+def gptq_act_order(rng):
+    tensors, config = gptq(rng)
+    return {**tensors, "g_idx": rng.permutation(np.arange(IN) // GROUP).astype(np.int32)}, config
+
+
+def awq(rng):
+    groups = IN // GROUP
+    tensors = {"qweight": words(rng, IN, OUT // 8), "qzeros": words(rng, groups, OUT // 8)}
+    return {**tensors, "scales": scales(rng, groups, OUT)}, {"quant_method": "awq"}
+
+
+def compressed(bits):
+    def make(rng):
+        tensors = {
+            "weight_packed": words(rng, OUT, IN * bits // 32),
+            "weight_scale": scales(rng, OUT, IN // GROUP),
+            "weight_shape": np.array([OUT, IN]),
+        }
+        return tensors, {"quant_method": "compressed-tensors"}
+
+    return make
+
+
+def int8(rng):
+    return {"weight": rng.integers(-127, 128, (OUT, IN), np.int8), "weight_scale": scales(rng, OUT, 1)}, {}
+
+
+def mxfp4(rng):
+    packed = rng.integers(0, 256, (OUT, IN // 2), np.uint8)
+    return {"weight_packed": packed, "weight_scale": rng.integers(100, 140, (OUT, IN // 32), np.uint8)}, {}
+
+
+def bitsandbytes(rng):
+    table = [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [OUT, IN]}
+    tensors = {
+        "weight": rng.integers(0, 256, (OUT * IN // 2, 1), np.uint8),
+        "weight.absmax": scales(rng, OUT * IN // 64, dtype=np.float32),
+        "weight.quant_map": np.array(table, np.float32),
+        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+    }
+    return tensors, {}
+
+
+def gguf(kind):
+    """One file of GGUF, of random codes."""
+    number, nbytes = {"q4_0": (2, 18), "q8_0": (8, 34)}[kind]
+
+    def write(path, rng):
+        import struct
+
+        text = lambda x: struct.pack("<Q", len(x)) + x
+        size = OUT * IN // 32 * nbytes
+        infos = b"".join(
+            text(b"blk.%d.weight" % n) + struct.pack("<IQQIQ", 2, IN, OUT, number, n * size) for n in range(COUNT)
+        )
+        head = b"GGUF" + struct.pack("<IQQ", 3, COUNT, 0) + infos
+        with path.open("wb") as f:
+            f.write(head + b"\0" * (-len(head) % 32))
+            for _ in range(COUNT):
+                blocks = rng.integers(0, 256, (OUT * IN // 32, nbytes), np.uint8)
+                blocks[:, :2] = scales(rng, len(blocks)).view(np.uint8).reshape(-1, 2)
+                f.write(blocks.tobytes())
+
+    return write
+
+
+DIALECTS = {
+    "safetensors, float32": plain,
+    "safetensors, float16": half,
+    "eqquant, NF4": None,
+    "compressed-tensors, int8": int8,
+    "compressed-tensors, 4 bits": compressed(4),
+    "compressed-tensors, 3 bits": compressed(3),
+    "compressed-tensors, MXFP4": mxfp4,
+    "bitsandbytes, NF4": bitsandbytes,
+    "GPTQ, 4 bits": gptq,
+    "GPTQ, 4 bits, act-order": gptq_act_order,
+    "AWQ, 4 bits": awq,
+    "GGUF, Q8_0": gguf("q8_0"),
+    "GGUF, Q4_0": gguf("q4_0"),
+}
+
+
+def make(name, folder):
+    rng = np.random.default_rng(0)
+    if name.startswith("GGUF"):
+        DIALECTS[name](folder / "model.gguf", rng)
+        return folder / "model.gguf"
+    if name.startswith("eqquant"):
+        import eqquant as eqq
+
+        w = eqq.quantize(rng.standard_normal((OUT, IN)).astype(np.float32), "nf4")
+        eqq.save(folder / "model.safetensors", [eqq.quantize(w.dequantize() * n, "nf4") for n in range(1, COUNT + 1)])
+        return folder
+    from safetensors.numpy import save_file
+
+    tensors, config = {}, {}
+    for n in range(COUNT):
+        one, config = DIALECTS[name](rng)
+        tensors |= {f"layers.{n}.{key}": x for key, x in one.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return folder
+
+
+def anonymous():
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def measure(name):
+    """In this process: seconds, and peak memory."""
+    import jax
+
+    import eqquant as eqq
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = make(name, Path(folder))
+        size = sum(f.stat().st_size for f in Path(folder).iterdir())
+        read = lambda: [x for x in (eqq.io.open(path)[key] for key in eqq.io.open(path))]
+        best, done, peak = float("inf"), threading.Event(), 0
+
+        def watch():
+            nonlocal peak
+            while not done.wait(0.001):
+                peak = max(peak, anonymous())
+
+        for n in range(3):
+            before = anonymous()
+            watcher = threading.Thread(target=watch) if n == 1 else None
+            if watcher:
+                watcher.start()
+            start = time.perf_counter()
+            arrays = jax.block_until_ready(read())
+            seconds = time.perf_counter() - start
+            best = min(best, seconds)
+            nbytes = sum(x.nbytes for x in arrays)
+            if watcher:
+                done.set()
+                watcher.join()
+                more = peak - before - nbytes
+            del arrays
+        print(json.dumps({"name": name, "size": size, "seconds": best, "more": more, "largest": nbytes / COUNT}))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="rows whose name has this")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.row:
+        return measure(arguments.row)
+    print(f"| {COUNT} weights of {OUT} x {IN} | Size, MB | MB/s | Memory beyond the result, MB | One array, MB |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for name in DIALECTS:
+        if arguments.only.lower() in name.lower():
+            run = subprocess.run([sys.executable, __file__, "--row", name], capture_output=True, text=True, check=False)
+            if run.returncode:
+                raise SystemExit(run.stderr)
+            row = json.loads(run.stdout.splitlines()[-1])
+            speed = row["size"] / row["seconds"] / 1e6
+            print(
+                f"| {name} | {row['size'] / 1e6:.0f} | {speed:.0f} | {max(row['more'], 0) / 1e6:.0f} | "
+                f"{row['largest'] / 1e6:.0f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

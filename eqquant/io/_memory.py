@@ -1,0 +1,52 @@
+"""Memory for arrays that are read: copied once, by several threads, and taken over by JAX without another copy."""
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+
+# XLA on CPU takes over memory that starts at a multiple of this, and copies other memory.
+_ALIGNMENT = 64
+_PART = 4 * 2**20
+# NumPy computes and copies without the lock of the interpreter.
+_THREADS = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "eqquant.io")
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns memory that JAX on CPU can take over."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def in_threads(function: Callable[[int], None], starts: Iterable[int]) -> None:
+    """Calls a function for each start, in several threads. Raises the first error."""
+    starts = list(starts)
+    for _ in _THREADS.map(function, starts) if len(starts) > 1 else map(function, starts):
+        pass
+
+
+def copied(view: np.ndarray) -> np.ndarray:
+    """Copies a view of a file to memory of our own."""
+    out = aligned_empty(view.shape, view.dtype)
+    if not view.flags.c_contiguous or view.nbytes <= _PART:
+        out[...] = view
+        return out
+    source, target = view.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
+
+    def copy(start: int) -> None:
+        target[start : start + _PART] = source[start : start + _PART]
+
+    in_threads(copy, range(0, source.size, _PART))
+    return out
+
+
+def own(x: Any) -> Any:
+    """Makes a JAX array of memory that nobody else has, without a copy where the device can take it over."""
+    return jax.device_put(x)

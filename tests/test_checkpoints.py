@@ -697,3 +697,21 @@ def test_nvfp4_and_mxfp8_of_compressed_tensors(tmp_path):
     w = checkpoint["k.weight"].astype(jnp.float32)
     assert w.format == eqq.MXFP8()
     assert_bits(w.dequantize(), f.astype(np.float32) * np.repeat(2.0 ** (e.astype(np.float32) - 127), 32, axis=1))
+
+
+def test_arrays_do_not_show_the_file(tmp_path):
+    """Another program may write into the file while it is open here."""
+    tensors = {
+        "a.weight_packed": np.full((64, 512), 0x11, np.uint8),
+        "a.weight_scale": np.full((64, 32), 127, np.uint8),
+        "b": np.ones((64, 64), np.float32),
+    }
+    checkpoint = write(tmp_path, tensors)
+    a, b = checkpoint["a.weight"], checkpoint["b"]
+    path = tmp_path / "model.safetensors"
+    size = path.stat().st_size
+    with path.open("r+b") as f:
+        f.seek(int.from_bytes(f.read(8), "little") + 8)
+        f.write(b"\0" * (size - f.tell()))
+    np.testing.assert_array_equal(np.asarray(a, np.float32), 0.5)
+    np.testing.assert_array_equal(b, 1)

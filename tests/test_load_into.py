@@ -139,9 +139,11 @@ def test_fused_and_divided_rows(format):
         np.testing.assert_array_equal(np.asarray(back[x]["weight"]), np.asarray(q))
 
 
-@pytest.mark.parametrize("format", [eqq.NF4(), eqq.Int4(symmetric=False), eqq.NF4(double_quant=True), eqq.MXFP4()])
+@pytest.mark.parametrize(
+    "format", [eqq.NF4(), eqq.Int4(symmetric=False), eqq.NF4(double_quant=True), eqq.MLX(4, 64), eqq.Int3()]
+)
 def test_joined_and_divided_along_the_quantized_axis(format):
-    unit = 64 * 256 if format.scale_format is not None else 128  # whole blocks of scales
+    unit = 64 * 256 if format.scale_format is not None else 512  # whole blocks of scales
     q = eqq.quantize(jr.normal(jr.key(0), (3, 2 * unit + 96)), format)
     first, second = pieces.divide(q, [unit, unit + 96], -1)
     np.testing.assert_array_equal(np.asarray(first), np.asarray(q)[:, :unit])

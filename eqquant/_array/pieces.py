@@ -125,13 +125,18 @@ def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
         raise ValueError(f"a row of {first.format!r} has one scale, and would have several along axis {first.axis}")
     for q in arrays[:-1]:
         _check_whole(q, q._length)
-    nested = is_quantized(first.scale_bits)
-    scales, zeros = [q.scale_bits for q in arrays], [q.zero_point for q in arrays if q.zero_point is not None]
+
+    def joined(parts: Sequence[Any]) -> Any:
+        if parts[0] is None:
+            return None
+        return _join_lengths(parts) if is_quantized(parts[0]) else jnp.concatenate(parts, -1)
+
     return dataclasses.replace(
         first,
         codes=jnp.concatenate([q.codes for q in arrays], -1),
-        scale_bits=_join_lengths(scales) if nested else jnp.concatenate(scales, -1),  # pyright: ignore[reportArgumentType]
-        zero_point=jnp.concatenate(zeros, -1) if zeros else None,
+        scale_bits=joined([q.scale_bits for q in arrays]),
+        zero_point=joined([q.zero_point for q in arrays]),
+        offset_bits=joined([q.offset_bits for q in arrays]),
         lengths=(sum(q._length for q in arrays),),
     )
 
@@ -147,14 +152,18 @@ def _cut(q: QuantizedArray, start: int, stop: int) -> QuantizedArray:
     one = not isinstance(block, int)  # one scale for the row, which each part keeps
     first, last = (0, 1) if one else (start // block, -(-stop // block))
     part = slice(start * q.format.bits // 8, -(-stop * q.format.bits // 8))
-    scale = q.scale_bits
-    if not one:
-        scale = _cut(scale, first, last) if isinstance(scale, QuantizedArray) else scale[..., first:last]
+
+    def cut(x: Any) -> Any:
+        if x is None or one:
+            return x
+        return _cut(x, first, last) if is_quantized(x) else x[..., first:last]
+
     return dataclasses.replace(
         q,
         codes=q.codes[..., part],
-        scale_bits=scale,
-        zero_point=None if q.zero_point is None else q.zero_point[..., first:last],
+        scale_bits=cut(q.scale_bits),
+        zero_point=cut(q.zero_point),
+        offset_bits=cut(q.offset_bits),
         lengths=(stop - start,),
     )
 

@@ -11,7 +11,7 @@ from .._array.array import QuantizedArray
 from .._formats.base import AbstractFormat
 from .._numerics.packing import packed_length, PLANE, segment_length, widths
 from ._assemble import parts_of, structure
-from ._memory import aligned_empty, in_threads, own
+from ._memory import aligned_empty, copied, in_threads, own
 from ._stored import Stored
 
 
@@ -64,7 +64,9 @@ def from_codes(
     given = {"codes": packed, "zero_point": zero_point}
     for name, stored in (("scale", scale), ("offset", offset)):
         given |= {} if stored is None else _stored_floats(f"{name}_bits", name, stored, format, source)
-    leaves = [own(given[name]).reshape(part.shape) for name, part in parts.items()]
+    # Scales may be views of the file, which another program may change.
+    ours = lambda name: own(given[name] if name == "codes" else copied(given[name]))
+    leaves = [ours(name).reshape(part.shape) for name, part in parts.items()]
     return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
 
 

@@ -383,7 +383,8 @@ def test_mutated_files(in_memory, dialect, count):
         except ValueError as e:
             assert "model.safetensors" in str(e), repr(e)
             outcomes["refused"] += 1
-        assert tracemalloc.get_traced_memory()[1] - before < 50 * len(content) + 2**21
+        # What JAX traces for the first time takes a few megabytes.
+        assert tracemalloc.get_traced_memory()[1] - before < 50 * len(content) + 2**23
     tracemalloc.stop()
     assert min(outcomes.values()) > count / 1000, outcomes
 

@@ -6,6 +6,7 @@
 import json
 import re
 import struct
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -19,6 +20,7 @@ import eqquant as eqq
 from eqquant.io._write import WRITERS
 
 
+GOLDEN = Path(__file__).parent / "golden"
 FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
 FP4 = eqq.Codebook(np.unique([*FP4, *-FP4]))
 
@@ -56,6 +58,11 @@ CASES = [
     ("gguf", eqq.Q4_0(), (5, 96)),
     ("gguf", eqq.Q8_0(), (5, 96)),
     ("gguf", eqq.MXFP4(), (5, 96)),
+    ("gguf", eqq.Q4_K(), (2, 3, 512)),
+    *(
+        sweep("gguf", format(), (3, 512))
+        for format in (eqq.Q4_1, eqq.Q5_0, eqq.Q5_1, eqq.Q2_K, eqq.Q3_K, eqq.Q5_K, eqq.Q6_K, eqq.IQ4_NL, eqq.IQ4_XS)
+    ),
     sweep("gguf", eqq.Q4_0(), (2, 3, 32)),
     sweep("gguf", eqq.Q8_0(), (64,)),
     ("bitsandbytes", eqq.NF4(32), (3, 96)),
@@ -189,6 +196,17 @@ def test_arrays_as_they_come(tmp_path):
 
 
 # GGUF
+
+
+def test_a_file_of_gguf_is_written_again_as_it_was(tmp_path):
+    golden = eqq.io.open(GOLDEN / "model.gguf")
+    names = [row.name for row in golden.rows if row.problem is None and row.stored_as != "TQ1_0"]
+    checkpoint = write(tmp_path, golden, "gguf", names={name: name if name in names else None for name in golden})
+    assert len(names) > 15
+    for name in names:
+        (old,), (new,) = (c.items_by_name[name].tensors for c in (golden, checkpoint))
+        assert (old.dtype, old.shape) == (new.dtype, new.shape)
+        assert old.bytes().tobytes() == new.bytes().tobytes(), name
 
 
 def test_the_pairs_of_gguf(tmp_path):

@@ -106,4 +106,6 @@ def test_quantized(tmp_path, format):
 def test_half_precision(tmp_path):
     arrays = {name: x.astype(np.float16) if "proj" in name else x for name, x in llama.weights().items()}
     model = load(write(tmp_path / "model.gguf", arrays))
-    llama.assert_near(logits_of(model), llama.expected_logits({k: x.astype(np.float32) for k, x in arrays.items()}), 1e-2)
+    llama.assert_near(
+        logits_of(model), llama.expected_logits({k: x.astype(np.float32) for k, x in arrays.items()}), 1e-2
+    )

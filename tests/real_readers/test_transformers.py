@@ -42,9 +42,7 @@ def test_int8_rows_of_bitsandbytes(tmp_path):
     layer = model.model.layers[1].self_attn.q_proj
     assert isinstance(layer, bnb.nn.Linear8bitLt)
     dense = layer.weight.data.float() * layer.weight.SCB[:, None] / 127
-    np.testing.assert_allclose(
-        dense.numpy(), arrays["model.layers.1.self_attn.q_proj.weight"].dequantize(), rtol=3e-7
-    )
+    np.testing.assert_allclose(dense.numpy(), arrays["model.layers.1.self_attn.q_proj.weight"].dequantize(), rtol=3e-7)
     # It quantizes activations to eight bits too.
     llama.assert_near(llama.logits_of(model), llama.expected_logits(arrays), 0.15)
 

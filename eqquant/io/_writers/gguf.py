@@ -1,29 +1,49 @@
 """GGUF files of llama.cpp: the container of `_gguf.py`, with the tensors of `_dialects/gguf.py`.
 
-A quantized row is a row of blocks, each with its scale in front. The fastest dimension comes first in the header.
+The fastest dimension comes first in the header. `_dialects/gguf.py` shows the fields of the blocks of each type.
 """
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from ..._array.array import QuantizedArray
-from ..._formats import MXFP4, Q4_0, Q8_0
+from ..._formats import (
+    IQ4_NL,
+    IQ4_XS,
+    MXFP4,
+    NVFP4,
+    Q2_K,
+    Q3_K,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    TQ2_0,
+)
 from .._atomic import replacing
 from .._gguf import ALIGNMENT, ARRAY, ArrayValue, MAGIC, MAX_DIMENSIONS, SCALARS, TEXT, TYPES
 from .._safetensors import ToWrite
 from .._stored import NAME_OF, to_bytes
-from .layout import dense, each_part, Layout, refuse, scales_of
+from .layout import dense, each_part, Layout, pack_low_first, refuse, rows_of, scales_of
 
 
 NAME = "gguf"
-FITS = "Q4_0, Q8_0 or MXFP4 along the last axis, whose length must be a multiple of 32"
+FITS = (
+    "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 along the last axis, whose length must be a multiple of 32; NVFP4, of "
+    "64, without a scale for the tensor; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS or TQ2_0, of 256"
+)
 
-_FORMATS = {Q4_0(): "Q4_0", Q8_0(): "Q8_0", MXFP4(): "MXFP4"}
+_OF_32 = (Q4_0(), Q4_1(), Q5_0(), Q5_1(), Q8_0(), IQ4_NL(), MXFP4())
+_FORMATS = (*_OF_32, Q2_K(), Q3_K(), Q4_K(), Q5_K(), Q6_K(), IQ4_XS(), TQ2_0(), NVFP4())
 _NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
 _SIZES = {name: (block, nbytes) for name, block, nbytes in TYPES.values()}
 _DENSE = {dtype: name for dtype, name in NAME_OF.items() if name in _NUMBERS}
@@ -40,30 +60,106 @@ def layout(name: str, x: Any) -> Layout:
         )
     if not isinstance(x, QuantizedArray):
         return dense(name, x, _DENSE)
-    kind = _FORMATS.get(x.format)
-    if kind is None or x.axis != -1 or x.shape[-1] % 32:
+    kind = type(x.format).__name__
+    if x.format not in _FORMATS or x.axis != -1 or x.shape[-1] % _SIZES[kind][0]:
         refuse(name, x, FITS)
     scales_of(name, x)
+    if x.offset is not None and not np.isfinite(np.asarray(x.offset)).all():
+        refuse(name, x, "all its offsets must be finite")
+    if kind == "NVFP4" and (np.asarray(x.scale_bits.scale) != 1).any():
+        refuse(name, x, "llama.cpp keeps the scale of a tensor elsewhere, so here it must be one")
     return Layout((ToWrite(name, kind, x.shape, lambda: _blocks(x, kind)),))
+
+
+class _Floats(NamedTuple):
+    """The scales or offsets of blocks, each of the last axis: bytes of the one that is stored whole, and codes."""
+
+    whole: np.ndarray
+    codes: np.ndarray
+
+    @property
+    def negative(self) -> np.ndarray:
+        return (-self.whole.view(np.float16)).view(np.uint8)
 
 
 def _blocks(q: QuantizedArray, kind: str) -> np.ndarray:
     """Returns the blocks of all rows: bytes."""
     block, nbytes = _SIZES[kind]
-    blocks = q.shape[-1] // block
-    out = np.empty((q.size // q.shape[-1], blocks, nbytes), np.uint8)
-    scale = np.asarray(q.scale_bits).reshape(len(out), blocks, 1).view(np.uint8)
-    head = scale.shape[-1]
-    out[..., :head] = scale
+    rows, blocks = q.size // q.shape[-1], q.shape[-1] // block
+    scale, offset = _floats(q.scale_bits, rows, blocks), _floats(q.offset_bits, rows, blocks)
+    out = np.empty((rows, blocks, nbytes), np.uint8)
+    done = 0
 
-    def body(codes: np.ndarray) -> np.ndarray:
+    def fields(codes: np.ndarray) -> np.ndarray:
+        nonlocal done
+        part, done = slice(done, done + len(codes)), done + len(codes)
+        of_rows = lambda floats: floats and _Floats(floats.whole[part], floats.codes[part])
         codes = codes.reshape(len(codes), blocks, block)
-        if kind == "Q8_0":
-            return codes ^ 128  # signed bytes
-        return codes[..., :16] | codes[..., 16:] << 4
+        return np.concatenate(_FIELDS[kind](codes, of_rows(scale), of_rows(offset)), axis=-1)
 
-    each_part(q, body, out[..., head:])
+    each_part(q, fields, out)
     return out
+
+
+def _floats(stored: Any, rows: int, blocks: int) -> _Floats | None:
+    if stored is None:
+        return None
+    if isinstance(stored, QuantizedArray):
+        codes = rows_of(stored)(0, rows).reshape(rows, blocks, -1)
+        whole = np.asarray(stored.scale_bits)
+    else:
+        codes, whole = np.empty((rows, blocks, 0), np.uint8), np.asarray(stored)
+    if whole.size != rows * blocks:  # NVFP4's, which is one
+        return _Floats(np.empty((rows, blocks, 0), np.uint8), codes)
+    return _Floats(np.ascontiguousarray(whole).reshape(rows, blocks, 1).view(np.uint8), codes)
+
+
+def _planes(codes: np.ndarray, bits: int, run: int) -> np.ndarray:
+    """Packs codes, so that code `i` of a byte is the one `i * run` after code 0. There are groups of `run` bytes."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    grouped = codes.reshape(*codes.shape[:-1], -1, 8 // bits, run) << shifts
+    return np.bitwise_or.reduce(grouped, axis=-2).reshape(*codes.shape[:-1], -1)
+
+
+def _nibbles(codes: np.ndarray, run: int = 16) -> np.ndarray:
+    return _planes(codes & 15, 4, run)
+
+
+def _high_bits(codes: np.ndarray) -> np.ndarray:
+    return pack_low_first(codes >> 4, 1)
+
+
+def _scales_and_minima(scale: _Floats, offset: _Floats) -> np.ndarray:
+    """Packs 8 scales and 8 minima of 6 bits: the first four of each whole, with two bits of the others above them."""
+    first = lambda x: x[..., :4] | x[..., 4:] >> 4 << 6
+    low = scale.codes[..., 4:] & 15 | (offset.codes[..., 4:] & 15) << 4
+    return np.concatenate([first(scale.codes), first(offset.codes), low], axis=-1)
+
+
+# From the codes, the scales and the offsets of blocks to the fields of each block, in order.
+_FIELDS: dict[str, Callable[[np.ndarray, Any, Any], tuple[np.ndarray, ...]]] = {
+    "Q4_0": lambda c, s, o: (s.whole, _nibbles(c)),
+    "Q4_1": lambda c, s, o: (s.whole, o.whole, _nibbles(c)),
+    "Q5_0": lambda c, s, o: (s.whole, _high_bits(c), _nibbles(c)),
+    "Q5_1": lambda c, s, o: (s.whole, o.whole, _high_bits(c), _nibbles(c)),
+    "Q8_0": lambda c, s, o: (s.whole, c ^ 128),  # signed bytes
+    "Q2_K": lambda c, s, o: (s.codes | o.codes << 4, _planes(c, 2, 32), s.whole, o.negative),
+    "Q3_K": lambda c, s, o: (
+        _planes(c >> 2, 1, 32),
+        _planes(c & 3, 2, 32),
+        _planes(s.codes & 15, 4, 8),
+        _planes(s.codes >> 4, 2, 4),
+        s.whole,
+    ),
+    "Q4_K": lambda c, s, o: (s.whole, o.negative, _scales_and_minima(s, o), _nibbles(c, 32)),
+    "Q5_K": lambda c, s, o: (s.whole, o.negative, _scales_and_minima(s, o), _planes(c >> 4, 1, 32), _nibbles(c, 32)),
+    "Q6_K": lambda c, s, o: (_planes(c & 15, 4, 64), _planes(c >> 4, 2, 32), s.codes ^ 128, s.whole),
+    "IQ4_NL": lambda c, s, o: (s.whole, _nibbles(c)),
+    "IQ4_XS": lambda c, s, o: (s.whole, pack_low_first(s.codes >> 4, 2), pack_low_first(s.codes & 15, 4), _nibbles(c)),
+    "TQ2_0": lambda c, s, o: (_planes(c, 2, 32), s.whole),
+    "MXFP4": lambda c, s, o: (s.whole, _nibbles(c)),
+    "NVFP4": lambda c, s, o: (s.codes, _nibbles(c, 8)),
+}
 
 
 def write(path: Path, tensors: Iterable[ToWrite], metadata: Mapping[str, Any]) -> None:

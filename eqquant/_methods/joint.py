@@ -125,7 +125,7 @@ def _two_levels(
     pad = lambda x, size: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
     grouped = lambda x, *shape: pad(x, groups * math.prod(shape)).reshape(*x.shape[:-1], groups, *shape)
     values = grouped(rows.astype(jnp.float32), share, block)
-    counts = grouped(jnp.ones(rows.shape[-1:], jnp.float32), share, block)
+    counts = grouped(jnp.ones(rows.shape, jnp.float32), share, block)
     wanted = [grouped(x, share) for x in (scale, offset) if x is not None]
 
     def floats(part: Part) -> Array:

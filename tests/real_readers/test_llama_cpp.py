@@ -1,9 +1,14 @@
 """GGUF files that we write, opened by llama.cpp."""
 
+import ctypes
+
+import gguf
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import llama_cpp
 import numpy as np
 import pytest
+from llama_cpp import _ggml
 
 import eqquant as eqq
 
@@ -28,8 +33,8 @@ NAMES = {
 
 
 def name_of(name):
-    for theirs, gguf in NAMES.items():
-        name = name.replace(theirs, gguf)
+    for theirs, ggml in NAMES.items():
+        name = name.replace(theirs, ggml)
     return name
 
 
@@ -92,20 +97,54 @@ def test_float32(tmp_path):
     assert model.tokenize(b"ab", add_bos=True) == [1, 286, 261] and model.metadata["general.name"] == "tiny"
 
 
-# llama.cpp quantizes activations to eight bits, in blocks of 32.
-@pytest.mark.parametrize("format", ["q8_0", "q4_0", "mxfp4"])
+# llama.cpp quantizes activations to eight bits, in blocks of 32 or 256.
+@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q5_1", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"])
 def test_quantized(tmp_path, format):
-    arrays = llama.quantized(format)
+    arrays = llama.quantized(format, eqq.JointMSE())
     model = load(write(tmp_path / "model.gguf", arrays))
-    expected = llama.expected_logits(arrays)
-    llama.assert_near(logits_of(model), expected, 0.06)
-    # The error of activations is far below that of another quantization, which a mistake in the layout would exceed.
-    assert np.abs(llama.expected_logits(llama.weights()) - expected).max() > 0
+    llama.assert_near(logits_of(model), llama.expected_logits(arrays), 0.3)
 
 
 def test_half_precision(tmp_path):
     arrays = {name: x.astype(np.float16) if "proj" in name else x for name, x in llama.weights().items()}
     model = load(write(tmp_path / "model.gguf", arrays))
-    llama.assert_near(
-        logits_of(model), llama.expected_logits({k: x.astype(np.float32) for k, x in arrays.items()}), 1e-2
-    )
+    expected = llama.expected_logits({name: x.astype(np.float32) for name, x in arrays.items()})
+    llama.assert_near(logits_of(model), expected, 1e-2)
+
+
+def data(kind):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 1024)) if kind == "normal" else rng.standard_t(4, (64, 1024))
+    return x.astype(np.float32)
+
+
+def bytes_of(path, q):
+    eqq.io.write(path, {"w": q}, "gguf")
+    return gguf.GGUFReader(path).tensors[0].data
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ2_0"])
+def test_the_bytes_of_its_own_quantizer(tmp_path, name):
+    x = data("student")
+    q = eqq.quantize(jnp.asarray(x), getattr(eqq, name)())
+    theirs = gguf.quants.quantize(x, gguf.GGMLQuantizationType[name])
+    np.testing.assert_array_equal(bytes_of(tmp_path / "x.gguf", q), theirs)
+
+
+@pytest.mark.parametrize("kind", ["normal", "student"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+def test_our_search_finds_no_larger_errors_than_that_of_ggml(tmp_path, name, kind):
+    x = data(kind)
+    q = eqq.quantize(jnp.asarray(x), getattr(eqq, name)(), method=eqq.JointMSE())
+    number = gguf.GGMLQuantizationType[name]
+    ours = gguf.quants.dequantize(bytes_of(tmp_path / "x.gguf", q), number)
+    np.testing.assert_array_equal(ours, q.dequantize())
+    block, size = gguf.GGML_QUANT_SIZES[number]
+    packed = np.zeros((len(x), x.shape[1] // block * size), np.uint8)
+    quantize = _ggml.libggml.ggml_quantize_chunk
+    quantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    quantize(int(number), x.ctypes.data, packed.ctypes.data, 0, *x.shape, None)
+    theirs = gguf.quants.dequantize(packed, number)
+    sqnr = lambda y: 10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2))
+    print(f"{name}, {kind}: ours {sqnr(ours):.2f} dB, ggml {sqnr(theirs):.2f} dB")
+    assert sqnr(ours) >= sqnr(theirs)

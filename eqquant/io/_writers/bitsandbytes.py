@@ -2,7 +2,8 @@
 
     4 bits   P, P.absmax, P.quant_map, P.quant_state.bitsandbytes__nf4 or __fp4
              scales that are quantized themselves, where blocks of them fit: also P.nested_absmax, P.nested_quant_map
-    8 bits   layer.weight, layer.SCB: LLM.int8 rows
+    8 bits   layer.weight, layer.SCB: LLM.int8 rows. SCB is the scale times 127, rounded to float32: so values are equal
+             up to rounding, as they are for bitsandbytes, which multiplies by a rounded 1 / 127
 
 Blocks follow each other over the ends of rows there, so rows must consist of whole blocks, or be one row. The table of
 nested scales is our own: it stands in the file, and bitsandbytes uses the one that it finds.
@@ -25,7 +26,7 @@ from .layout import dense, each_part, Layout, refuse, rows_of, scales_of
 NAME = "bitsandbytes"
 FITS = (
     "NF4, or a `Codebook` of the values of FP4, with whole blocks in each row, or with all axes quantized as one; or "
-    "Int8() of two dimensions, with scales that are a largest magnitude divided by 127, as `AbsMax()` finds them"
+    "Int8() of two dimensions"
 )
 
 # bitsandbytes divides in float32.
@@ -112,14 +113,10 @@ def _outer(q: QuantizedArray) -> tuple[int, np.ndarray, np.ndarray] | None:
 def _int8(name: str, q: QuantizedArray) -> Layout:
     if not name.endswith(".weight") or q.ndim != 2 or q.axis != -1:
         refuse(name, q, f"{FITS}; the name must end with '.weight'")
-    scale = scales_of(name, q)[:, 0]
     with np.errstate(over="ignore"):
-        near = scale * np.float32(127)
-        tries = np.stack([near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(np.inf))])
-    same = tries / np.float32(127) == scale
-    if not same.any(axis=0).all():
-        refuse(name, q, FITS)
-    absmax = np.take_along_axis(tries, same.argmax(axis=0)[None], axis=0)[0]
+        absmax = scales_of(name, q)[:, 0] * np.float32(127)
+    if not np.isfinite(absmax).all():
+        refuse(name, q, "its largest magnitudes must be finite")
 
     def codes() -> np.ndarray:
         return (rows_of(q)(0, q.shape[0]) ^ np.uint8(128)).view(np.int8)

@@ -38,8 +38,8 @@ from .layout import dense, each_part, Layout, pack_low_first, refuse, rows_of, s
 
 NAME = "gguf"
 FITS = (
-    "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 along the last axis, whose length must be a multiple of 32; NVFP4, of "
-    "64, without a scale for the tensor; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS or TQ2_0, of 256"
+    "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 along the last axis, whose length must be a multiple of 32; NVFP4, "
+    "of 64, without a scale for the tensor; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS or TQ2_0, of 256"
 )
 
 _OF_32 = (Q4_0(), Q4_1(), Q5_0(), Q5_1(), Q8_0(), IQ4_NL(), MXFP4())

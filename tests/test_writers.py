@@ -83,6 +83,10 @@ CASES = [
     sweep("compressed-tensors", eqq.FP8(block_size=64), (200, 256)),
     ("compressed-tensors", eqq.FP8(block_size="tensor"), (200, 256)),
     ("compressed-tensors", eqq.MXFP4(), (5, 96)),
+    ("mlx", eqq.MLX(3, 32), (5, 96)),
+    *(sweep("mlx", eqq.MLX(bits, 64), (2, 3, 128)) for bits in (2, 4, 5, 6, 8)),
+    sweep("mlx", eqq.MXFP4(), (5, 96)),
+    sweep("mlx", eqq.MXFP8(), (5, 96)),
     ("gptq", eqq.Int4(32), (16, 64)),
     sweep("gptq", eqq.Int4(None, symmetric=False), (16, 64)),
     ("gptq", eqq.Int2(), (32, 128)),
@@ -99,7 +103,7 @@ def test_what_is_written_is_read(tmp_path, dialect, format, shape, dtype):
     assert list(checkpoint) == ["l.weight", "norm.weight"]
     assert_same(checkpoint["l.weight"], q)
     assert eqx.tree_equal(checkpoint["norm.weight"], x)
-    if format != eqq.MXFP4() and dtype == "float32":
+    if dialect in ("compressed-tensors", "gptq") and format != eqq.MXFP4() and dtype == "float32":
         assert checkpoint["l.weight"].dtype == dtype
     # What was read is written again as the same file.
     again = tmp_path / "again"
@@ -199,7 +203,7 @@ def test_arrays_as_they_come(tmp_path):
         else:  # without a quantized array it is nobody's
             eqq.io.write(tmp_path / dialect, arrays, dialect)
             checkpoint = eqq.io.open(tmp_path / dialect)
-            assert checkpoint.config == {} and checkpoint.metadata == {"format": "pt"}
+            assert checkpoint.config == {} and checkpoint.metadata["format"] in ("pt", "mlx")
         for name, array in arrays.items():
             np.testing.assert_array_equal(checkpoint[name], array)
 
@@ -216,6 +220,17 @@ def test_a_file_of_gguf_is_written_again_as_it_was(tmp_path):
         (old,), (new,) = (c.items_by_name[name].tensors for c in (golden, checkpoint))
         assert (old.dtype, old.shape) == (new.dtype, new.shape)
         assert old.bytes().tobytes() == new.bytes().tobytes(), name
+
+
+def test_a_checkpoint_of_mlx_is_written_again_as_it_was(tmp_path):
+    golden = eqq.io.open(GOLDEN / "checkpoints" / "mlx")
+    checkpoint = write(tmp_path, golden, "mlx")
+    assert len(golden) == 10
+    for name in golden:
+        tensors = [sorted(c.items_by_name[name].tensors, key=lambda t: t.name) for c in (golden, checkpoint)]
+        for old, new in zip(*tensors, strict=True):
+            assert (old.name, old.dtype, old.shape) == (new.name, new.dtype, new.shape)
+            assert old.bytes().tobytes() == new.bytes().tobytes(), old.name
 
 
 def test_the_pairs_of_gguf(tmp_path):

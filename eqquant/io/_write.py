@@ -15,11 +15,11 @@ from . import _safetensors
 from ._atomic import replacing
 from ._safetensors import ToWrite
 from ._save import checked_entry
-from ._writers import bitsandbytes, compressed_tensors, gguf, gptq
+from ._writers import bitsandbytes, compressed_tensors, gguf, gptq, mlx
 from ._writers.layout import Layout
 
 
-WRITERS = {writer.NAME: writer for writer in (gguf, bitsandbytes, compressed_tensors, gptq)}
+WRITERS = {writer.NAME: writer for writer in (gguf, bitsandbytes, compressed_tensors, gptq, mlx)}
 _FILE, _CONFIG = "model.safetensors", "config.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf")
 
@@ -33,7 +33,7 @@ def write(
     config: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes arrays for another library to open: llama.cpp, or transformers with one of its quantization packages.
+    """Writes arrays for another library to open: llama.cpp, MLX, or transformers with a package for quantization.
 
     !!! Example
 
@@ -55,7 +55,8 @@ def write(
     - `arrays`: arrays by the names that the other library gives them, such as an [`eqquant.io.Checkpoint`][]. Or a
         model, whose arrays have the names of their leaves, such as `layers.0.weight`; leaves that are no arrays are
         left out.
-    - `dialect`: whose layout to write: `"gguf"`, `"bitsandbytes"`, `"compressed-tensors"` or `"gptq"`.
+    - `dialect`: whose layout to write: `"gguf"`, `"bitsandbytes"`, `"compressed-tensors"`,
+        `"gptq"` or `"mlx"`.
     - `names`: the names in the file, by the names in `arrays`: a function, or a mapping that has them all. `None` as a
         name leaves an array out.
     - `config`: what `config.json` holds of the model. The part about quantization is added to it. GGUF has none.
@@ -92,7 +93,7 @@ def write(
         text = json.dumps(kept | writer.settings(schemes), indent=2)
     except TypeError as e:
         raise TypeError(f"`config` must hold what JSON can. {e}") from None
-    _write_folder(path, tensors, text, {"format": "pt"} | metadata)
+    _write_folder(path, tensors, text, {"format": "mlx" if writer is mlx else "pt"} | metadata)
 
 
 def _sources(arrays: Any, names: Any) -> dict[str, Callable[[], Any]]:

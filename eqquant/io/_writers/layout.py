@@ -80,9 +80,12 @@ def each_part(q: QuantizedArray, of: Callable[[np.ndarray], np.ndarray], out: np
 
 
 def pack_low_first(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Packs codes along the last axis, of whole bytes, the first code of a byte in its low bits."""
+    """Packs codes along the last axis, of whole bytes, without gaps, the first code of a byte in its low bits."""
     if bits == 8:
         return codes
+    if 8 % bits:
+        each_bit = np.unpackbits(codes[..., None], axis=-1, count=bits, bitorder="little")
+        return np.packbits(each_bit.reshape(*codes.shape[:-1], -1), axis=-1, bitorder="little")
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     grouped = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
     return np.bitwise_or.reduce(grouped << shifts, axis=-1)

@@ -14,6 +14,7 @@ JOINT = eqq.JointMSE()
 # Signal to noise of ggml's own quantizer on the same values, in dB, as `tests/real_readers` prints it.
 GGML = {"Q2_K": 10.57, "Q3_K": 16.39, "Q4_K": 22.92, "Q5_K": 28.80, "Q6_K": 35.00, "IQ4_NL": 22.33, "IQ4_XS": 22.27}
 FORMATS = [getattr(eqq, name)() for name in (*GGML, "Q4_1")]
+FORMATS = [format if format == eqq.Q3_K() else pytest.param(format, marks=pytest.mark.slow) for format in FORMATS]
 
 
 def values(shape):
@@ -24,7 +25,9 @@ def errors(x, q):
     return np.sum(np.square(np.asarray(x, np.float64) - np.asarray(q.dequantize(), np.float64)), axis=-1)
 
 
-@pytest.mark.parametrize("name", GGML)
+@pytest.mark.parametrize(
+    "name", [name if name == "Q4_K" else pytest.param(name, marks=pytest.mark.slow) for name in GGML]
+)
 def test_at_least_the_signal_to_noise_of_ggml(name):
     x = values((64, 1024))
     q = eqq.quantize(x, getattr(eqq, name)(), method=JOINT)
@@ -48,18 +51,13 @@ def test_no_larger_errors_than_absmax_and_mse(format, length):
     assert found[0] == 0
 
 
-@pytest.mark.parametrize("format", ["q4_k", "q6_k"])
+@pytest.mark.parametrize("format", ["q4_k", pytest.param("q6_k", marks=pytest.mark.slow)])
 def test_under_transformations(format):
     x = jnp.asarray(values((8, 512)))
     whole = eqq.quantize(x, format, method=JOINT)
     assert eqx.tree_equal(eqq.quantize(x[3], format, method=JOINT), jax.tree.map(lambda a: a[3], whole))
     assert eqx.tree_equal(eqx.filter_jit(lambda x: eqq.quantize(x, format, method=JOINT))(x), whole)
-    by_vmap = jax.vmap(lambda x: eqq.quantize(x, format, method=JOINT))(x)
-    assert eqx.tree_equal(by_vmap.codes, whole.codes)
-    again = eqq.requantize(whole, x, method=JOINT)
-    assert eqx.tree_equal(again, whole)
-    half = eqq.quantize(x.astype(jnp.bfloat16), format, method=JOINT)
-    assert half.dtype == jnp.bfloat16 and half.format == whole.format
+    assert eqx.tree_equal(eqq.requantize(whole, x, method=JOINT), whole)
 
 
 def test_a_group_that_is_not_finite():
@@ -78,10 +76,11 @@ def test_stochastic_rounding_keeps_the_scales():
 
 def test_any_other_format_is_as_by_mse():
     x = values((4, 128))
-    for format in ("int4", "nf4", eqq.Int4(symmetric=False)):
+    for format in ("int4", eqq.Int4(symmetric=False)):
         assert eqx.tree_equal(eqq.quantize(x, format, method=JOINT), eqq.quantize(x, format, method=eqq.MSE()))
 
 
+@pytest.mark.slow
 def test_a_prefix_of_whole_groups_does_not_depend_on_the_rest():
     x = values((3, 600))
     whole, part = (eqq.quantize(a, "q3_k", method=JOINT).dequantize() for a in (x, x[:, :512]))

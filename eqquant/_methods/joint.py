@@ -48,16 +48,25 @@ class JointMSE(AbstractMethod):
         key: PRNGKeyArray | None = None,
         chunk: int | None = None,
     ) -> Encoded:
-        choose = _with_offsets if isinstance(format, AbstractOffsetFormat) else MSE().choose_scales
-        scale, offset = choose_by_blocks(choose, rows, format, chunk=chunk)
+        scale, offset = choose_by_blocks(_by_block, rows, format, chunk=chunk)
         nested = format.scale_format
         if nested is None or not isinstance(nested.block_size, int) or nested.scale_format is not None:
             return encode_rows(rows, scale, offset, format, key=key, chunk=chunk)
-        two_levels = lambda _, *arrays: _two_levels(*arrays, format)
-        return encode_stored(rows, *by_chunks(two_levels, chunk, rows, scale, offset), format, key, chunk)
+        two_levels = lambda _, rows, scale, offset: _two_levels(rows, scale, offset, format)
+        stored, stored_offset = by_chunks(two_levels, chunk, rows, scale, offset)
+        return encode_stored(rows, stored, stored_offset, format, key, chunk)
 
 
 JointMSE.__init__.__doc__ = "**Arguments:** none."
+
+
+def _by_block(
+    blocks: Float32[Array, "*batch blocks block"], format: AbstractFormat
+) -> tuple[Float32[Array, "*batch blocks"], Any]:
+    """Chooses the scale of each block, and its offset or its zero point, before scales are quantized."""
+    if isinstance(format, AbstractOffsetFormat):
+        return _with_offsets(blocks, format)
+    return MSE().choose_scales(blocks, format)
 
 
 def _with_offsets(

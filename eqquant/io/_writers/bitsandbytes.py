@@ -51,7 +51,7 @@ def layout(name: str, x: Any) -> Layout:
         refuse(name, x, FITS)
     scale = scales_of(name, x)
     kind = "nf4" if isinstance(x.format, NF4) else "fp4"
-    table = np.asarray(x.format.codebook, np.float32) if kind == "nf4" else _FP4
+    table = np.asarray(x.format.codebook, np.float32) if isinstance(x.format, NF4) else _FP4
     state = {"quant_type": kind, "blocksize": block, "dtype": x.dtype.name, "shape": list(x.shape)}
     tensors = [ToWrite(name, "U8", (-(-x.size // 2), 1), lambda: _codes(x, order))]
     tensors.append(ToWrite(f"{name}.quant_map", "F32", (16,), lambda: table))
@@ -60,7 +60,7 @@ def layout(name: str, x: Any) -> Layout:
     else:
         size, values, levels = outer
         state |= {"nested_blocksize": size, "nested_dtype": "float32", "nested_offset": 0.0}
-        inner = x.scale_bits
+        inner: Any = x.scale_bits
         tensors.append(ToWrite(f"{name}.absmax", "U8", (scale.size,), lambda: np.asarray(inner.codes).reshape(-1)))
         tensors.append(ToWrite(f"{name}.nested_absmax", "F32", values.shape, lambda: values))
         tensors.append(ToWrite(f"{name}.nested_quant_map", "F32", (256,), lambda: levels))

@@ -66,7 +66,7 @@ def layout(name: str, x: Any) -> Layout:
     scales_of(name, x)
     if x.offset is not None and not np.isfinite(np.asarray(x.offset)).all():
         refuse(name, x, "all its offsets must be finite")
-    if kind == "NVFP4" and (np.asarray(x.scale_bits.scale) != 1).any():
+    if isinstance(x.format, NVFP4) and isinstance(x.scale_bits, QuantizedArray) and (x.scale_bits.scale != 1).any():
         refuse(name, x, "llama.cpp keeps the scale of a tensor elsewhere, so here it must be one")
     return Layout((ToWrite(name, kind, x.shape, lambda: _blocks(x, kind)),))
 

@@ -74,4 +74,4 @@ def settings(schemes: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
                 f"{first!r}, {other} for {name!r}."
             )
     common = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "desc_act": False, "lm_head": False}
-    return {"quantization_config": common | scheme}
+    return {"quantization_config": {**common, **scheme}}

@@ -22,7 +22,7 @@ FITS = (
     "or more along the last axis, which must consist of whole blocks, under a name that ends with '.weight'"
 )
 
-_MODES = {MXFP4(): "mxfp4", MXFP8(): "mxfp8", NVFP4(): "nvfp4"}
+_MODES = (("mxfp4", MXFP4()), ("mxfp8", MXFP8()), ("nvfp4", NVFP4()))
 _GROUPS = (32, 64, 128)
 
 
@@ -32,26 +32,25 @@ def layout(name: str, x: Any) -> Layout:
         return dense(name, x)
     format, block = x.format, x.format.block_size
     affine = isinstance(format, MLX) and block in _GROUPS
-    mode = "affine" if affine else _MODES.get(format)
+    mode = "affine" if affine else next((mode for mode, of_mode in _MODES if format == of_mode), None)
     rows = x.ndim >= 2 and x.axis == -1 and name.endswith(".weight")
     if mode is None or not rows or not isinstance(block, int) or x.shape[-1] % block:
         refuse(name, x, FITS)
     scales_of(name, x)
     base, bits = name.removesuffix("weight"), format.bits
     tensors = [ToWrite(name, "U32", (*x.shape[:-1], x.shape[-1] * bits // 32), lambda: _codes(x))]
+    shape, inner = (*x.shape[:-1], x.shape[-1] // block), x.scale_bits
     if isinstance(format, MLX):
-        floats = lambda stored: np.asarray(stored).view(np.dtype(format.scale_dtype))
-        for part, stored in (("scales", x.scale_bits), ("biases", x.offset_bits)):
-            read = lambda stored=stored: floats(stored)
-            tensors.append(ToWrite(f"{base}{part}", NAME_OF[format.scale_dtype], stored.shape, read))
-    elif mode == "nvfp4":
-        if (np.asarray(x.scale_bits.scale) != 1).any():
+        for part, stored in (("scales", inner), ("biases", x.offset_bits)):
+            read = lambda stored=stored: np.asarray(stored).view(np.dtype(format.scale_dtype))
+            tensors.append(ToWrite(f"{base}{part}", NAME_OF[format.scale_dtype], shape, read))
+    elif isinstance(inner, QuantizedArray):
+        if (inner.scale != 1).any():
             refuse(name, x, "MLX has no scale of a tensor, so here it must be one")
-        shape = (*x.shape[:-1], x.shape[-1] // block)
-        codes = lambda: rows_of(x.scale_bits)(0, x.size // x.shape[-1]).reshape(shape)
+        codes = lambda: rows_of(inner)(0, x.size // x.shape[-1]).reshape(shape)
         tensors.append(ToWrite(f"{base}scales", "U8", shape, codes))
     else:
-        tensors.append(ToWrite(f"{base}scales", "U8", x.scale_bits.shape, lambda: np.asarray(x.scale_bits)))
+        tensors.append(ToWrite(f"{base}scales", "U8", shape, lambda: np.asarray(inner)))
     return Layout(tuple(tensors), {"group_size": block, "bits": bits, "mode": mode})
 
 

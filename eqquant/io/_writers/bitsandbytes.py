@@ -41,7 +41,7 @@ def layout(name: str, x: Any) -> Layout:
     """Returns the tensors of an array."""
     if not isinstance(x, QuantizedArray):
         return dense(name, x)
-    if x.format == Int8():
+    if isinstance(x.format, Int8) and x.format.symmetric and x.format.block_size is None:
         return _int8(name, x)
     order = _order(x)
     block = x.format.block_size

@@ -166,6 +166,21 @@ def sweep(session: nox.Session) -> None:
     pytest(session, "-m", "slow or not slow")
 
 
+@nox.session(python=OLDEST_PYTHON)
+def real_readers(session: nox.Session) -> None:
+    """Lets transformers, bitsandbytes, compressed-tensors and llama.cpp open files that we write, and compares logits.
+
+    Builds llama.cpp, which takes minutes, and installs torch: so it is for people, before a release.
+    """
+    install(session, "tests")
+    session.install(
+        "torch", "transformers", "accelerate", "bitsandbytes", "compressed-tensors", "gguf", "llama-cpp-python"
+    )
+    options = ("-o", "addopts=", "-W", "default", "-rP")  # those libraries warn
+    env = {"JAX_PLATFORMS": "cpu"}
+    session.run("pytest", "tests/real_readers", *options, *session.posargs, env=env)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Checks style and formatting."""

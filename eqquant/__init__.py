@@ -79,6 +79,7 @@ from ._methods import (
     encode_rows as encode_rows,
     Encoded as Encoded,
     HQQ as HQQ,
+    JointMSE as JointMSE,
     MSE as MSE,
 )
 from ._training import (

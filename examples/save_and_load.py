@@ -69,6 +69,13 @@ assert step == 4
 assert eqx.tree_equal(train(resumed, resumed_state, x), train(model, state, x))
 print("Resumed after step", step, "with the same bits.")
 
+# %% Write it for other programs: GGUF for llama.cpp, or a folder for transformers and bitsandbytes
+eqq.io.write(folder / "model.gguf", eqq.quantize_tree(make_model(), "q8_0"), "gguf", metadata={"general.name": "mlp"})
+print(eqq.io.open(folder / "model.gguf"))
+names = {f"layers.{n}.{part}": f"mlp.{n}.{part}" for n in range(3) for part in ("weight", "bias")}
+eqq.io.write(folder / "nf4", eqq.quantize_tree(make_model(), "nf4", axis=(-2, -1)), "bitsandbytes", names=names)
+print(eqq.io.open(folder / "nf4"))
+
 # %% A template that does not fit
 try:
     eqq.load(folder / "model.safetensors", eqq.quantize_tree(make_model(), "int4"))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
-from .._numerics.blocks import absmax, BlockSize
+from .._numerics.blocks import absmax, BlockSize, signed_absmax
 from .base import AbstractFormat, check_stored_float, StoredFloat
 from .floating import FP8
 
@@ -24,6 +24,8 @@ class AbstractCodebook(AbstractFormat):
 
     # Whether a value above zero takes at least the lowest level above zero.
     keeps_nonzero: ClassVar[bool] = False
+    # Whether the value of largest magnitude takes the lowest level whatever its sign: the scale has the sign then.
+    signed_scale: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -31,6 +33,8 @@ class AbstractCodebook(AbstractFormat):
         """The levels, sorted."""
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+        if self.signed_scale:
+            return signed_absmax(blocks) / self.codebook[0]
         return absmax(blocks) / max(abs(self.codebook[0]), abs(self.codebook[-1]))
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:

@@ -65,8 +65,18 @@ class Q8_0(AbstractFormat):
         return codes.astype(jnp.float32) - 128
 
 
-class _AbstractOffset(AbstractOffsetFormat):
-    """Codes from zero on, at even steps from the least value of a block to the largest."""
+class _AbstractSteps(AbstractOffsetFormat):
+    """Codes from zero on, at even steps from the offset."""
+
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return jnp.clip(jnp.trunc(values + 0.5), 0, 2**self.bits - 1).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return codes.astype(jnp.float32)
+
+
+class _AbstractOffset(_AbstractSteps):
+    """Steps from the least value of a block to the largest."""
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return divide_as_c(jnp.max(blocks, axis=-1) - jnp.min(blocks, axis=-1), 2**self.bits - 1)
@@ -75,12 +85,6 @@ class _AbstractOffset(AbstractOffsetFormat):
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
     ) -> Float32[Array, "*batch blocks"]:
         return jnp.min(blocks, axis=-1)
-
-    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-        return jnp.clip(jnp.trunc(values + 0.5), 0, 2**self.bits - 1).astype(jnp.uint8)
-
-    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return codes.astype(jnp.float32)
 
 
 class Q4_1(_AbstractOffset):
@@ -177,7 +181,7 @@ class _Unsigned(AbstractFormat):
         return codes.astype(jnp.float32)
 
 
-class _AbstractK(_AbstractOffset):
+class _AbstractK(_AbstractSteps):
     """The offset is at most zero, so that it can be a code with a scale, too."""
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
@@ -255,12 +259,11 @@ _IQ4 = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38
 class _AbstractIQ4(AbstractCodebook):
     """Sixteen integers, dense about zero, of which none is zero."""
 
+    signed_scale = True
+
     @property
     def codebook(self) -> tuple[float, ...]:
         return _IQ4
-
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return signed_absmax(blocks) / _IQ4[0]
 
 
 class IQ4_NL(_AbstractIQ4):

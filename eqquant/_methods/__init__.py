@@ -10,4 +10,5 @@ from .base import (
     Encoded as Encoded,
 )
 from .hqq import HQQ as HQQ
+from .joint import JointMSE as JointMSE
 from .mse import MSE as MSE

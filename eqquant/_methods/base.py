@@ -188,7 +188,7 @@ def _choose(
         scales, zeros = zip(*(choose(part, format) for part in parts), strict=True)
         return jnp.concatenate(scales, axis=-1), None if zeros[0] is None else jnp.concatenate(zeros, axis=-1)
 
-    scale, zero_point = _by_chunks(of_rows, None if format.block_size == "tensor" else chunk, rows)
+    scale, zero_point = by_chunks(of_rows, None if format.block_size == "tensor" else chunk, rows)
     blocks = (*batch, num_blocks(length, format.block_size))
     return jnp.broadcast_to(scale, blocks), None if zero_point is None else jnp.broadcast_to(zero_point, blocks)
 
@@ -221,6 +221,19 @@ def encode_rows(
     _check_scales(scale, zero_point, (*rows.shape[:-1], num_blocks(rows.shape[-1], format.block_size)), format)
     marks, _ = _choose(lambda blocks, _: (not_finite(blocks), None), rows, format, chunk)
     return _encode(rows, _marked(scale, marks), zero_point, format, key, chunk)
+
+
+def encode_stored(
+    rows: Float[Array, "*batch length"],
+    stored: Any,
+    stored_offset: Any,
+    format: AbstractFormat,
+    key: PRNGKeyArray | None,
+    chunk: int | None,
+) -> Encoded:
+    """As `encode_rows`, for scales and offsets as the format stores them, which stay as they are."""
+    offset = None if stored_offset is None else kept_scale(stored_offset, format)
+    return _encode(rows, kept_scale(stored, format), offset, format, key, chunk, stored, stored_offset)
 
 
 def decode_rows(encoded: Encoded, format: AbstractFormat) -> Float32[Array, "*batch length"]:
@@ -270,13 +283,18 @@ def _encode(
     format: AbstractFormat,
     key: PRNGKeyArray | None,
     chunk: int | None,
+    stored: Any = None,
+    stored_offset: Any = None,
 ) -> Encoded:
-    """As `encode_rows`, for scales that already are NaN for every block that is not finite."""
-    stored = store_scale(scale, format)
+    """As `encode_rows`, for scales that already are NaN for every block that is not finite.
+
+    `stored`, `stored_offset`: how scales and offsets are stored, if that is known.
+    """
+    stored = store_scale(scale, format) if stored is None else stored
     kept = kept_scale(stored, format)
-    stored_offset = offset = None
+    offset = None
     if has_offsets(format) and zero_point is not None:
-        stored_offset = store_scale(zero_point, format)
+        stored_offset = store_scale(zero_point, format) if stored_offset is None else stored_offset
         # ggml subtracts the offset as it is before it is rounded, as it multiplies by such a scale.
         offset = zero_point if format.multiplies_by_reciprocal else kept_scale(stored_offset, format)
         zero_point = None
@@ -298,7 +316,7 @@ def _encode(
             return codes
         return move_stochastically(codes, values, format, _uniform_by_row(key, first, values.shape))
 
-    codes = _by_chunks(of_rows, chunk, rows, scale, kept, zero_point, offset)
+    codes = by_chunks(of_rows, chunk, rows, scale, kept, zero_point, offset)
     return Encoded(codes, stored, zero_point, stored_offset)
 
 
@@ -339,7 +357,7 @@ def kept_scale(stored: Any, format: AbstractFormat) -> Scales:
     return decode_rows(stored, format.scale_format)
 
 
-def _by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: Array | None) -> Any:
+def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: Array | None) -> Any:
     """Returns `function(0, *arrays)`, computed a chunk of rows at a time: `function(first_row, *rows_of_arrays)`.
 
     All arrays share their batch axes; a row is the last axis. The last chunk overlaps the one before it.

@@ -16,7 +16,8 @@ from ._stored import DTYPES, MappedFile, num_bytes, Stored
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MAX_DIMENSIONS = 4
+MAX_DIMENSIONS = 4
+ALIGNMENT = 32  # of a file that says nothing else
 
 # The number of each type of tensor: its name, the values of a block and its bytes. Names of plain types are those of
 # safetensors.
@@ -56,8 +57,8 @@ TYPES = {
     40: ("NVFP4", 64, 36),
 }
 # The numbers of the types of values: formats of `struct`. Text is 8, arrays are 9.
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_TEXT, _ARRAY = 8, 9
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+TEXT, ARRAY = 8, 9
 
 
 class Contents(NamedTuple):
@@ -98,7 +99,7 @@ def read(file: MappedFile) -> Contents:
             file.fail(f"must name each key once. Got {key!r} twice.")
         metadata[key] = cursor.value(cursor.number("<I", f"the type of {key!r}"), repr(key))
     infos = [cursor.tensor() for _ in range(num_tensors)]
-    alignment = metadata.get("general.alignment", 32)
+    alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
         file.fail(f"must align tensors to a power of two. Got {alignment!r}.")
     data = -(-cursor.at // alignment) * alignment
@@ -150,16 +151,16 @@ class _Cursor:
             self.file.fail(f"must hold UTF-8 as {what}. Got {raw[:40]!r}.")
 
     def value(self, kind: int, what: str) -> Any:
-        if kind in _SCALARS:
-            return self.number(_SCALARS[kind], what)
-        if kind == _TEXT:
+        if kind in SCALARS:
+            return self.number(SCALARS[kind], what)
+        if kind == TEXT:
             return self.text(what)
-        if kind != _ARRAY:
+        if kind != ARRAY:
             self.file.fail(f"must hold a value of a known type for {what}. Got the type {kind}.")
         of, length = self.number("<I", what), self.number("<Q", what)
-        if of in _SCALARS:
-            self.skip(length * struct.calcsize(_SCALARS[of]), what)
-        elif of == _TEXT and length <= (self.file.size - self.at) // 8:
+        if of in SCALARS:
+            self.skip(length * struct.calcsize(SCALARS[of]), what)
+        elif of == TEXT and length <= (self.file.size - self.at) // 8:
             for _ in range(length):
                 self.skip(self.number("<Q", what), what)
         else:  # no writer nests arrays
@@ -170,8 +171,8 @@ class _Cursor:
         name = self.text("the name of a tensor")
         what = f"the description of {name!r}"
         rank = self.number("<I", what)
-        if rank > _MAX_DIMENSIONS:
-            self.file.fail(f"must give {name!r} at most {_MAX_DIMENSIONS} dimensions. Got {rank}.")
+        if rank > MAX_DIMENSIONS:
+            self.file.fail(f"must give {name!r} at most {MAX_DIMENSIONS} dimensions. Got {rank}.")
         shape = tuple(self.number("<Q", what) for _ in range(rank))[::-1]
         kind, offset = self.number("<I", what), self.number("<Q", what)
         if kind not in TYPES:

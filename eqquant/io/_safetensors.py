@@ -116,12 +116,12 @@ class ToWrite(NamedTuple):
 
 def write(path: Path, tensors: Iterable[ToWrite], metadata: Mapping[str, str]) -> None:
     """Writes a file, one tensor at a time, and puts it in the place of `path` when it is whole."""
-    ordered = _aligned(list(tensors))
+    tensors, start = list(tensors), {}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for t in ordered:
+    for t in _aligned(tensors):
         header[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": (end, end + t.nbytes)}
-        end += t.nbytes
+        start[t.name], end = end, end + t.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
@@ -129,7 +129,9 @@ def write(path: Path, tensors: Iterable[ToWrite], metadata: Mapping[str, str]) -
     with replacing(path) as f:
         f.write(len(text).to_bytes(8, "little"))
         f.write(text)
-        for t in ordered:
+        # In the order given, in which what belongs together is read once.
+        for t in tensors:
+            f.seek(8 + len(text) + start[t.name])
             for part in to_bytes(t.read()):
                 f.write(part)
 

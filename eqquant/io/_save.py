@@ -81,7 +81,7 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None
 
 def _plan(tree: PyTree) -> tuple[list[dict[str, Any]], list[ToWrite]]:
     """Returns what the manifest says of each leaf, and the tensors to write. Raises before anything is written."""
-    leaves = [(leaf, entry) for leaf in named_leaves(tree) if (entry := _checked(leaf)) is not None]
+    leaves = [(leaf, entry) for leaf in named_leaves(tree) if (entry := checked_entry(leaf)) is not None]
     # Names of tensors are those of leaves, or start with them; "codes" of one might be another leaf.
     taken = {"__metadata__", *(leaf.path for leaf, _ in leaves)}
     saved, tensors, seen, latest = [], [], {}, Latest()
@@ -106,7 +106,8 @@ def _struct(x: Any) -> Any:
     return x.struct if isinstance(x, Deferred) else x
 
 
-def _checked(leaf: Leaf) -> Entry | None:
+def checked_entry(leaf: Leaf) -> Entry | None:
+    """Describes a leaf that is to be saved. Raises if its values are not here."""
     if isinstance(leaf.value, Deferred):
         return entry_of_leaf(dataclasses.replace(leaf, value=leaf.value.struct))
     for x in jtu.tree_leaves(leaf.value):

@@ -1,0 +1,180 @@
+"""`eqq.io.write`: arrays as a file that another library opens."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import PyTree
+
+from .._errors import did_you_mean
+from .._tree.leaves import Leaf, named_leaves, some
+from . import _safetensors
+from ._atomic import replacing
+from ._safetensors import ToWrite
+from ._save import checked_entry
+from ._writers import bitsandbytes, compressed_tensors, gguf, gptq, mlx
+from ._writers.layout import Layout
+
+
+WRITERS = {writer.NAME: writer for writer in (gguf, bitsandbytes, compressed_tensors, gptq, mlx)}
+_FILE, _CONFIG = "model.safetensors", "config.json"
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf")
+
+
+def write(
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, Any] | PyTree,
+    dialect: str,
+    *,
+    names: Callable[[str], str | None] | Mapping[str, str | None] | None = None,
+    config: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes arrays for another library to open: llama.cpp, MLX, or transformers with a package for quantization.
+
+    !!! Example
+
+        ```python
+        eqq.io.write("model.gguf", arrays, "gguf", metadata={"general.architecture": "llama", ...})
+        eqq.io.write("folder", arrays, "compressed-tensors", config=json.loads(Path("config.json").read_text()))
+        ```
+
+    The bits are those of the arrays, so that the other library computes the same values. Nothing is quantized again:
+    an array in a format that the library does not have is an error. [Files](files.md#write-for-other-libraries) lists
+    the formats of each.
+
+    One array after another is read and written. What is written takes its place when it is whole; a process that dies
+    leaves the old file as it was.
+
+    **Arguments:**
+
+    - `path`: for GGUF the file to write. For the others a folder, which gets `model.safetensors` and `config.json`.
+    - `arrays`: arrays by the names that the other library gives them, such as an [`eqquant.io.Checkpoint`][]. Or a
+        model, whose arrays have the names of their leaves, such as `layers.0.weight`; leaves that are no arrays are
+        left out.
+    - `dialect`: whose layout to write: `"gguf"`, `"bitsandbytes"`, `"compressed-tensors"`,
+        `"gptq"` or `"mlx"`.
+    - `names`: the names in the file, by the names in `arrays`: a function, or a mapping that has them all. `None` as a
+        name leaves an array out.
+    - `config`: what `config.json` holds of the model. The part about quantization is added to it. GGUF has none.
+    - `metadata`: the key-value pairs of GGUF: text, numbers, booleans, and lists of one of them. Whole numbers become
+        uint32, or the next larger type that holds them, and others float32; NumPy's keep their type. For the others,
+        text by text.
+
+    **Returns:**
+
+    Nothing.
+
+    **Raises:**
+
+    `ValueError` for an array that the file cannot hold exactly; the message names it, its format, and what fits. So for
+    names that repeat, and for a folder with other weights. `TypeError` for values that no such file can hold. In all
+    these cases nothing is written.
+    """
+    writer = WRITERS.get(dialect)
+    if writer is None:
+        near = did_you_mean(dialect.lower(), WRITERS)
+        raise ValueError(f"`dialect` must be one of {', '.join(WRITERS)}. Got {dialect!r}. {near}".rstrip())
+    sources = _sources(arrays, names)
+    tensors, schemes = _plan(writer.layout, sources)
+    path, metadata = Path(path), dict(metadata or {})
+    if writer is gguf:
+        if config is not None:
+            raise ValueError("`config` is for folders. Got one for a GGUF file, whose key-value pairs are `metadata`.")
+        gguf.write(path, tensors, metadata)
+        return
+    if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+        raise TypeError(f"`metadata` of safetensors must map text to text. Got {metadata!r}.")
+    kept = {key: value for key, value in (config or {}).items() if key not in ("quantization_config", "quantization")}
+    try:
+        text = json.dumps(kept | writer.settings(schemes), indent=2)
+    except TypeError as e:
+        raise TypeError(f"`config` must hold what JSON can. {e}") from None
+    _write_folder(path, tensors, text, {"format": "mlx" if writer is mlx else "pt"} | metadata)
+
+
+def _sources(arrays: Any, names: Any) -> dict[str, Callable[[], Any]]:
+    """Returns what reads each array, by the names in the file."""
+    if isinstance(arrays, Mapping):
+        found = {str(name): (lambda name=name: Leaf(name, arrays[name], (), ())) for name in arrays}
+    else:
+        found = {leaf.path: (lambda leaf=leaf: leaf) for leaf in named_leaves(arrays) if _is_array(leaf)}
+    if isinstance(names, Mapping) and (missing := [path for path in found if path not in names]):
+        raise ValueError(f"`names` must have all arrays; `None` leaves one out. Got none for {some(missing)}.")
+    sources: dict[str, Callable[[], Any]] = {}
+    before: dict[str, str] = {}
+    for path, read in found.items():
+        name = path if names is None else names[path] if isinstance(names, Mapping) else names(path)
+        if name is None:
+            continue
+        if not isinstance(name, str) or not name or name == "__metadata__" or "\0" in name:
+            raise ValueError(f"A name in the file must be text, and not '__metadata__'. Got {name!r} for {path!r}.")
+        if name in sources:
+            raise ValueError(f"Names in the file must differ. Got {name!r} for {before[name]!r} and for {path!r}.")
+        sources[name], before[name] = read, path
+    return sources
+
+
+def _is_array(leaf: Leaf) -> bool:
+    entry = checked_entry(leaf)
+    return entry is not None and entry.kind != "scalar"
+
+
+def _array(name: str, leaf: Leaf) -> Any:
+    """Returns the array that a leaf is."""
+    entry = checked_entry(leaf)
+    if entry is None or entry.kind in ("scalar", "key"):
+        raise TypeError(f"{name!r} must be an array of numbers. Got {type(leaf.value).__name__}.")
+    if entry.within is not None:
+        raise ValueError(
+            f"{name!r} must stand alone. Got a part of {entry.within}. Merge or quantize that array first, so that "
+            "one array is left."
+        )
+    if entry.format is not None and leaf.value.size == 0:
+        raise ValueError(f"{name!r} must have values. Got {entry}.")
+    return leaf.value
+
+
+def _plan(
+    layout: Callable[[str, Any], Layout], sources: Mapping[str, Callable[[], Any]]
+) -> tuple[list[ToWrite], dict[str, Mapping[str, Any] | None]]:
+    """Returns the tensors to write, and what the configuration says of each array.
+
+    Every array is read now, for its layout, and again when its tensors are: only one is in memory at a time.
+    """
+    last: dict[str, tuple[ToWrite, ...]] = {}
+
+    def read(name: str, n: int) -> np.ndarray:
+        if name not in last:
+            last.clear()
+            last[name] = layout(name, _array(name, sources[name]())).tensors
+        return last[name][n].read()
+
+    tensors, schemes, owner = [], {}, {}
+    for name in sources:
+        found = layout(name, _array(name, sources[name]()))
+        schemes[name] = found.scheme
+        for n, t in enumerate(found.tensors):
+            if t.name in owner:
+                raise ValueError(
+                    f"Names in the file must differ. Got {t.name!r} as a part of {name!r} and of {owner[t.name]!r}."
+                )
+            owner[t.name] = name
+            tensors.append(t._replace(read=lambda name=name, n=n: read(name, n)))
+    return tensors, schemes
+
+
+def _write_folder(folder: Path, tensors: list[ToWrite], config: str, metadata: Mapping[str, str]) -> None:
+    if folder.suffix in (".safetensors", ".gguf") or (folder.exists() and not folder.is_dir()):
+        raise ValueError(f"`path` must be a folder, which gets {_FILE} and {_CONFIG}. Got {folder}.")
+    if folder.is_dir():
+        others = [p.name for p in folder.iterdir() if p.name != _FILE and p.name.endswith(_WEIGHTS)]
+        if others:
+            raise ValueError(f"{folder} must hold no other weights, which would be read instead. Got {some(others)}.")
+    folder.mkdir(exist_ok=True)
+    _safetensors.write(folder / _FILE, tensors, metadata)
+    with replacing(folder / _CONFIG) as f:
+        f.write(config.encode())

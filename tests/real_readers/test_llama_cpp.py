@@ -1,0 +1,150 @@
+"""GGUF files that we write, opened by llama.cpp."""
+
+import ctypes
+
+import gguf
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import llama_cpp
+import numpy as np
+import pytest
+from llama_cpp import _ggml
+
+import eqquant as eqq
+
+from . import llama
+
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "model.layers": "blk",
+}
+
+
+def name_of(name):
+    for theirs, ggml in NAMES.items():
+        name = name.replace(theirs, ggml)
+    return name
+
+
+def metadata():
+    """What llama.cpp needs of a Llama: its numbers, and a tokenizer of bytes and a few letters."""
+    config = llama.CONFIG
+    letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a", "ab"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), *letters]
+    return {
+        "general.architecture": "llama",
+        "general.name": "tiny",
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.block_count": config.num_hidden_layers,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "llama.rope.freq_base": 10000.0,
+        "llama.vocab_size": config.vocab_size,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(n) for n in range(len(tokens))],
+        "tokenizer.ggml.token_type": np.array([2, 3, 3, *[6] * 256, *[1] * len(letters)], np.int32),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def for_llama_cpp(name, x):
+    """The rows of queries and keys in the order of llama.cpp, whose rotary embedding turns neighbours."""
+    if not any(part in name for part in ("q_proj", "k_proj")):
+        return x
+    order = np.arange(x.shape[0]).reshape(-1, 2, llama.CONFIG.head_dim // 2).swapaxes(1, 2).reshape(-1)
+    return jtu.tree_map(lambda leaf: leaf[order], x)  # a quantized array too: all its leaves have rows
+
+
+def write(path, arrays):
+    arrays = {name: for_llama_cpp(name, x) for name, x in arrays.items()}
+    eqq.io.write(path, arrays, "gguf", names=name_of, metadata=metadata())
+    return path
+
+
+def load(path):
+    exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    return llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, n_threads=2, **exact)
+
+
+def logits_of(model):
+    model.eval(llama.TOKENS)
+    return np.array(model.scores[: len(llama.TOKENS)])
+
+
+def test_float32(tmp_path):
+    arrays = llama.weights()
+    model = load(write(tmp_path / "model.gguf", arrays))
+    llama.assert_near(logits_of(model), llama.expected_logits(arrays), 1e-4)
+    assert model.tokenize(b"ab", add_bos=True) == [1, 286, 261] and model.metadata["general.name"] == "tiny"
+
+
+# llama.cpp quantizes activations to eight bits, in blocks of 32 or 256.
+@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q5_1", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"])
+def test_quantized(tmp_path, format):
+    arrays = llama.quantized(format, eqq.JointMSE())
+    model = load(write(tmp_path / "model.gguf", arrays))
+    llama.assert_near(logits_of(model), llama.expected_logits(arrays), 0.3)
+
+
+def test_half_precision(tmp_path):
+    arrays = {name: x.astype(np.float16) if "proj" in name else x for name, x in llama.weights().items()}
+    model = load(write(tmp_path / "model.gguf", arrays))
+    expected = llama.expected_logits({name: x.astype(np.float32) for name, x in arrays.items()})
+    llama.assert_near(logits_of(model), expected, 1e-2)
+
+
+def data(kind):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 1024)) if kind == "normal" else rng.standard_t(4, (64, 1024))
+    return x.astype(np.float32)
+
+
+def bytes_of(path, q):
+    eqq.io.write(path, {"w": q}, "gguf")
+    return gguf.GGUFReader(path).tensors[0].data
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ2_0"])
+def test_the_bytes_of_its_own_quantizer(tmp_path, name):
+    x = data("student")
+    q = eqq.quantize(jnp.asarray(x), getattr(eqq, name)())
+    theirs = gguf.quants.quantize(x, gguf.GGMLQuantizationType[name])
+    np.testing.assert_array_equal(bytes_of(tmp_path / "x.gguf", q), theirs)
+
+
+@pytest.mark.parametrize("kind", ["normal", "student"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+def test_our_search_finds_no_larger_errors_than_that_of_ggml(tmp_path, name, kind):
+    x = data(kind)
+    q = eqq.quantize(jnp.asarray(x), getattr(eqq, name)(), method=eqq.JointMSE())
+    number = gguf.GGMLQuantizationType[name]
+    ours = gguf.quants.dequantize(bytes_of(tmp_path / "x.gguf", q), number)
+    np.testing.assert_array_equal(ours, q.dequantize())
+    block, size = gguf.GGML_QUANT_SIZES[number]
+    packed = np.zeros((len(x), x.shape[1] // block * size), np.uint8)
+    quantize = _ggml.libggml.ggml_quantize_chunk
+    quantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    quantize(int(number), x.ctypes.data, packed.ctypes.data, 0, *x.shape, None)
+    theirs = gguf.quants.dequantize(packed, number)
+    sqnr = lambda y: 10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2))
+    print(f"{name}, {kind}: ours {sqnr(ours):.2f} dB, ggml {sqnr(theirs):.2f} dB")
+    assert sqnr(ours) >= sqnr(theirs)

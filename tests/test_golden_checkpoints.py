@@ -1,0 +1,38 @@
+"""Checkpoints that other libraries wrote: every array equals, bit for bit, what that library dequantizes.
+
+`tools/golden_checkpoints.py` wrote them.
+"""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant.io._checkpoint import DIALECTS
+
+
+FOLDERS = sorted((Path(__file__).parent / "golden" / "checkpoints").iterdir())
+ARRAYS = [(folder, name) for folder in FOLDERS for name in np.load(folder / "expected.npz")]
+
+
+@pytest.mark.parametrize("folder, name", ARRAYS, ids=[f"{folder.name}-{name}" for folder, name in ARRAYS])
+def test_the_same_bits(folder, name):
+    if folder.name in ("mlx", "torchao") and folder.name not in {dialect.NAME for dialect in DIALECTS}:
+        pytest.skip(f"no dialect reads {folder.name} yet")
+    checkpoint = eqq.io.open(folder)
+    if problem := next(row.problem for row in checkpoint.rows if row.name == name):
+        pytest.skip(problem)
+    assert {row.name for row in checkpoint.rows} == set(np.load(folder / "expected.npz").files)
+    expected, q = np.load(folder / "expected.npz")[name], checkpoint[name]
+    assert eqq.is_quantized(q) and q.shape == expected.shape
+    if folder.name == "llm_int8":  # bitsandbytes multiplies by the float32 reciprocal of 127
+        np.testing.assert_allclose(q.astype(jnp.float32).dequantize(), expected, rtol=3e-7)
+    else:
+        np.testing.assert_array_equal(np.asarray(q.dequantize(), np.float32), expected)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_goldens_are_small(folder):
+    assert sum(p.stat().st_size for p in folder.iterdir()) < 100_000

@@ -1,0 +1,87 @@
+"""`JointMSE`: offsets and both levels of quantized scales. The other promises of methods are in `test_methods.py`."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqquant as eqq
+
+
+JOINT = eqq.JointMSE()
+# Signal to noise of ggml's own quantizer on the same values, in dB, as `tests/real_readers` prints it.
+GGML = {"Q2_K": 10.57, "Q3_K": 16.39, "Q4_K": 22.92, "Q5_K": 28.80, "Q6_K": 35.00, "IQ4_NL": 22.33, "IQ4_XS": 22.27}
+FORMATS = [getattr(eqq, name)() for name in (*GGML, "Q4_1")]
+FORMATS = [format if format == eqq.Q3_K() else pytest.param(format, marks=pytest.mark.slow) for format in FORMATS]
+
+
+def values(shape):
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def errors(x, q):
+    return np.sum(np.square(np.asarray(x, np.float64) - np.asarray(q.dequantize(), np.float64)), axis=-1)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "Q4_K" else pytest.param(name, marks=pytest.mark.slow) for name in GGML]
+)
+def test_at_least_the_signal_to_noise_of_ggml(name):
+    x = values((64, 1024))
+    q = eqq.quantize(x, getattr(eqq, name)(), method=JOINT)
+    assert 10 * np.log10(np.sum(x**2) / errors(x, q).sum()) > GGML[name]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "length", [pytest.param(256, marks=pytest.mark.slow), 300, pytest.param(40, marks=pytest.mark.slow)]
+)
+def test_no_larger_errors_than_absmax_and_mse(format, length):
+    x = values((6, length)) * np.exp(values((6, 1)))
+    x[0] = 0
+    x[1, :32] = 0
+    x[2] = np.abs(x[2])
+    x[3] *= 1e-30
+    x[4, 7] *= 50
+    of = lambda method: errors(x, eqq.quantize(x, format, method=method))
+    found = of(JOINT)
+    assert (found <= of(eqq.AbsMax()) * 1.0001).all() and found.sum() <= of(eqq.MSE()).sum() * 1.0001
+    assert found[0] == 0
+
+
+@pytest.mark.parametrize("format", ["q4_k", pytest.param("q6_k", marks=pytest.mark.slow)])
+def test_under_transformations(format):
+    x = jnp.asarray(values((8, 512)))
+    whole = eqq.quantize(x, format, method=JOINT)
+    assert eqx.tree_equal(eqq.quantize(x[3], format, method=JOINT), jax.tree.map(lambda a: a[3], whole))
+    assert eqx.tree_equal(eqx.filter_jit(lambda x: eqq.quantize(x, format, method=JOINT))(x), whole)
+    assert eqx.tree_equal(eqq.requantize(whole, x, method=JOINT), whole)
+
+
+def test_a_group_that_is_not_finite():
+    x = jnp.asarray(values((2, 768))).at[0, 300].set(jnp.nan)
+    dense = eqx.filter_jit(lambda x: eqq.quantize(x, "q4_k", method=JOINT).dequantize())(x)
+    assert np.isnan(dense[0, 288:320]).all() and np.isfinite(dense[0, :256]).all() and np.isfinite(dense[1]).all()
+
+
+def test_stochastic_rounding_keeps_the_scales():
+    x = jnp.asarray(values((4, 256)))
+    nearest = eqq.quantize(x, "q4_k", method=JOINT)
+    moved = eqq.quantize(x, "q4_k", method=JOINT, key=jr.key(0))
+    assert eqx.tree_equal(moved.scale, nearest.scale) and eqx.tree_equal(moved.offset, nearest.offset)
+    assert not eqx.tree_equal(moved.codes, nearest.codes)
+
+
+def test_any_other_format_is_as_by_mse():
+    x = values((4, 128))
+    for format in ("int4", eqq.Int4(symmetric=False)):
+        assert eqx.tree_equal(eqq.quantize(x, format, method=JOINT), eqq.quantize(x, format, method=eqq.MSE()))
+
+
+@pytest.mark.slow
+def test_a_prefix_of_whole_groups_does_not_depend_on_the_rest():
+    x = values((3, 600))
+    whole, part = (eqq.quantize(a, "q3_k", method=JOINT).dequantize() for a in (x, x[:, :512]))
+    np.testing.assert_array_equal(whole[:, :512], part)

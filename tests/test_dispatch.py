@@ -306,7 +306,8 @@ def test_forcing():
 def test_precision(precision, expected):
     wide = PROBLEM._replace(dtype=jnp.dtype(jnp.float32), precision=precision)
     assert dispatch._precision(wide) == expected
-    assert dispatch._precision(wide._replace(dtype=PROBLEM.dtype)) == ("fastest" if expected == "fastest" else "default")
+    narrow = "fastest" if expected == "fastest" else "default"
+    assert dispatch._precision(wide._replace(dtype=PROBLEM.dtype)) == narrow
     assert dispatch._precision(wide._replace(precision=("high", "default"))) is None
 
 

@@ -39,7 +39,7 @@ EQQ_INLINE void configure(int64_t depth) {
 
 struct Amx : Avx512Lanes {
   static constexpr int kGroup = 4, kTileRows = 16;
-  static constexpr bool kTiles = true;
+  static constexpr bool kTiles = true, kInRegisters = true;
   EQQ_INLINE I dot(I acc, I w, I x) { return _mm512_dpbusd_epi32(acc, w, x); }
 
   template <bool kTwoRows, bool kTwoLanes>

@@ -52,8 +52,9 @@ def matmul(
 ) -> Float[Array, "*batch results of_results"]:
     """Computes the product, for operands that `supports` accepts.
 
-    Products are as exact as XLA's own in float32, unless `precision` is `"fastest"`: then three products of bfloat16 are
-    enough. `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
+    `precision`: products are as exact as XLA's own in float32, unless it is `"fastest"`. Then three products of
+    bfloat16 are enough.
+    `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
     so that the transposes of its caller cancel.
     """
     del target

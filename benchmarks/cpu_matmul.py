@@ -1,14 +1,14 @@
 """Products with quantized weights on this machine's CPU, against JAX's float32 and, where installed, other libraries.
 
     python benchmarks/cpu_matmul.py [--smoke] [--isa avx2] [--rows 1 16 128] [--formats nf4 int8] [--peers]
-    python benchmarks/cpu_matmul.py --isa avx2 --formats nf4 --save results.json    # a slice: minutes of a quiet machine
-    python benchmarks/cpu_matmul.py --show results.json                             # the tables of all slices
+    python benchmarks/cpu_matmul.py --isa avx2 --formats nf4 --save results.json  # a slice of the tables
+    python benchmarks/cpu_matmul.py --show results.json                           # those of all slices
 
 Each figure is the time relative to that of the float32 product of the same shape, in one process, in turns: the median
 of the rounds' ratios. Cold, every call takes the next of so many copies of the weight that they fill half a GB; warm,
 the same one was used just before. The last column is the bytes of the packed weight per second, cold, beside those that
-a copy reads and writes. Every instruction set of the machine runs in a process of its own. In `int8 x int4` and the like,
-`x` is quantized inside the time.
+a copy reads and writes. Every instruction set of the machine runs in a process of its own. `int8 x int4` and the like
+quantize `x` inside the time.
 """
 
 import argparse
@@ -250,12 +250,12 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def copy_bandwidth(smoke: bool) -> float:
     """Bytes per second that all cores read and write in a copy."""
     x = jnp.zeros(2**20 if smoke else 2**26)
-    copy = jax.jit(lambda x: x + 1)
-    jax.block_until_ready(copy(x))
+    copy = jax.jit(lambda x: x + 1, donate_argnums=0)  # in place: a new array would cost its page faults
+    x = jax.block_until_ready(copy(x))
     times = []
     for _ in range(7):
         start = time.perf_counter()
-        jax.block_until_ready(copy(x))
+        x = jax.block_until_ready(copy(x))
         times.append(time.perf_counter() - start)
     return 2 * x.nbytes / float(np.median(times))
 

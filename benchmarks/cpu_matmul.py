@@ -1,11 +1,14 @@
 """Products with quantized weights on this machine's CPU, against JAX's float32 and, where installed, other libraries.
 
     python benchmarks/cpu_matmul.py [--smoke] [--isa avx2] [--rows 1 16 128] [--formats nf4 int8] [--peers]
+    python benchmarks/cpu_matmul.py --isa avx2 --formats nf4 --save results.json  # a slice of the tables
+    python benchmarks/cpu_matmul.py --show results.json                           # those of all slices
 
 Each figure is the time relative to that of the float32 product of the same shape, in one process, in turns: the median
 of the rounds' ratios. Cold, every call takes the next of so many copies of the weight that they fill half a GB; warm,
 the same one was used just before. The last column is the bytes of the packed weight per second, cold, beside those that
-a copy reads and writes. Every instruction set of the machine runs in a process of its own.
+a copy reads and writes. Every instruction set of the machine runs in a process of its own. `int8 x int4` and the like
+quantize `x` inside the time.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import datetime
 import itertools as it
 import json
 import os
+import pathlib
 import platform
 import subprocess
 import sys
@@ -28,7 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 import eqquant as eqq
-from eqquant._matmul import native
+from eqquant._matmul import dispatch, native
+from eqquant._matmul.kernels import cpu_int8
+from eqquant._matmul.problem import layout_of
 
 
 FORMATS = {
@@ -42,8 +48,13 @@ FORMATS = {
     "binary": eqq.Binary(),
     "int8": eqq.Int8(),
     "fp8": eqq.FP8(),
+    "fp8_e5m2": eqq.FP8(kind="e5m2"),
+    "mxfp8": eqq.MXFP8(),
     "int8_affine": eqq.Int8(symmetric=False),
     "dynamic8": eqq.Dynamic8(),
+    "int8 x int8": eqq.Int8(),
+    "int8 x int4": eqq.Int4(),
+    "int8 x ternary": eqq.Ternary(),
 }
 COLD_BYTES = 2**29
 
@@ -197,20 +208,31 @@ def _torch(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
 #
 
 
+@jax.jit
+def floats(q: eqq.QuantizedArray, x: Any) -> Any:
+    return eqq.matmul(x, q.T, implementation="cpu")
+
+
+@jax.jit
+def integers(q: eqq.QuantizedArray, x: Any) -> Any:
+    return cpu_int8.matmul(x, dispatch.pack_arrays(q), layout_of(q.format, q.shape[-1]))
+
+
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
-    dot, rowwise = jax.jit(lambda w, x: w @ x), jax.jit(lambda q, x: eqq.matmul(x, q.T, implementation="cpu"))
+    dot = jax.jit(lambda w, x: w @ x)
     for n, k in arguments.sizes:
         w = jr.normal(jr.key(0), (n, k))
         dense = copies(w, arguments.smoke)
         for name in arguments.formats:
+            rowwise = integers if name.startswith("int8 x") else floats
             quantized = copies(eqq.quantize(w, FORMATS[name]), arguments.smoke)
             for m in arguments.rows:
                 x = jr.normal(jr.key(1), (m, k))
                 column = x[0] if m == 1 else x.T  # XLA is slow at `x @ w.T`
                 variants = {
                     "float32": Variant(lambda w, x=column: dot(w, x), dense),
-                    name: Variant(lambda q, x=x: rowwise(q, x), quantized),
+                    name: Variant(lambda q, x=x, rowwise=rowwise: rowwise(q, x), quantized),
                 }
                 if arguments.peers and name == arguments.formats[0]:
                     variants |= peers(np.array(w), np.array(x))
@@ -228,31 +250,35 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def copy_bandwidth(smoke: bool) -> float:
     """Bytes per second that all cores read and write in a copy."""
     x = jnp.zeros(2**20 if smoke else 2**26)
-    copy = jax.jit(lambda x: x + 1)
-    jax.block_until_ready(copy(x))
+    copy = jax.jit(lambda x: x + 1, donate_argnums=0)  # in place: a new array would cost its page faults
+    x = jax.block_until_ready(copy(x))
     times = []
     for _ in range(7):
         start = time.perf_counter()
-        jax.block_until_ready(copy(x))
+        x = jax.block_until_ready(copy(x))
         times.append(time.perf_counter() - start)
     return 2 * x.nbytes / float(np.median(times))
 
 
-def show(console: Console, title: str, results: list[dict[str, Any]], bandwidth: float) -> None:
-    rows = sorted({r["m"] for r in results})
-    columns = [f"M = {m}, {c}" for m in rows for c in ("cold", "warm")]
-    table = Table("W", "weight", *columns, "of the bandwidth, M = 1", title=title)
-    keys = dict.fromkeys((r["n"], r["k"], r["name"]) for r in results)
-    for n, k, name in keys:
-        cells = []
-        for m in rows:
-            found = next((r for r in results if (r["n"], r["k"], r["name"], r["m"]) == (n, k, name, m)), None)
-            unit = "{:.2f} ms" if name == "float32" else "{:.2f}"
-            cells += [unit.format(found[c]) if found else "" for c in ("cold", "warm")]
-        one = next((r for r in results if (r["n"], r["k"], r["name"], r["m"]) == (n, k, name, 1)), {})
-        cells.append(f"{one['bytes per s'] / bandwidth:.0%}" if "bytes per s" in one else "")
-        table.add_row(f"{n} x {k}", name, *cells)
-    console.print(table)
+def show_all(console: Console, results: list[dict[str, Any]]) -> None:
+    """A table for each instruction set; of results that were measured twice, the last."""
+    for isa in dict.fromkeys(r["isa"] for r in results):
+        of_isa = {(r["n"], r["k"], r["name"], r["m"]): r for r in results if r["isa"] == isa}
+        rows = sorted({m for *_, m in of_isa})
+        columns = [f"M = {m}, {c}" for m in rows for c in ("cold", "warm")]
+        table = Table("W", "weight", *columns, "bandwidth, M = 1", title=f"time relative to float32, {isa}")
+        for n, k, name in dict.fromkeys(
+            key[:3] for key in sorted(of_isa, key=lambda key: (key[:2], key[2] != "float32"))
+        ):
+            cells = []
+            for m in rows:
+                found = of_isa.get((n, k, name, m))
+                unit = "{:.2f} ms" if name == "float32" else "{:.2f}"
+                cells += [unit.format(found[c]) if found else "" for c in ("cold", "warm")]
+            one = of_isa.get((n, k, name, 1), {})
+            cells.append(f"{one['bytes per s'] / one['bandwidth']:.0%}" if "bytes per s" in one else "")
+            table.add_row(f"{n} x {k}", name, *cells)
+        console.print(table)
 
 
 def main() -> None:
@@ -264,6 +290,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["4096x4096", "4096x14336"])
     parser.add_argument("--isa", nargs="+", help="instruction sets; all that this machine has unless given")
     parser.add_argument("--peers", action="store_true", help="other libraries too, where they are installed")
+    parser.add_argument("--save", type=pathlib.Path, help="a file to add the results to")
+    parser.add_argument("--show", type=pathlib.Path, help="print the results of such a file, and measure nothing")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.sizes = [tuple(map(int, s.split("x"))) for s in arguments.sizes]
@@ -272,18 +300,28 @@ def main() -> None:
     if arguments.worker:
         print(json.dumps(measure(arguments)))
         return
-    console = Console(width=140)
+    console = Console(width=150)
+    if arguments.show is not None:
+        saved = json.loads(arguments.show.read_text())
+        console.print(saved["machine"])
+        show_all(console, saved["results"])
+        return
     console.print(machine())
     if native.refusal() is not None:
         console.print(f"[red]{native.refusal()}")
         sys.exit(1)
     bandwidth = copy_bandwidth(arguments.smoke)
     console.print(f"copying reads and writes {bandwidth / 1e9:.1f} GB/s")
+    results = []
     for isa in arguments.isa or native.instruction_sets():
         env = {**os.environ, "EQQUANT_CPU_ISA": isa}
         command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
         out = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
-        show(console, f"time relative to float32, {isa}", json.loads(out.splitlines()[-1]), bandwidth)
+        results += [{"isa": isa, "bandwidth": bandwidth, **r} for r in json.loads(out.splitlines()[-1])]
+    show_all(console, results)
+    if arguments.save is not None:
+        before = json.loads(arguments.save.read_text())["results"] if arguments.save.exists() else []
+        arguments.save.write_text(json.dumps({"machine": machine(), "results": before + results}))
 
 
 if __name__ == "__main__":

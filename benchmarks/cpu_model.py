@@ -74,8 +74,9 @@ def step(blocks: list[Block], x: Array, caches: list[Array]) -> tuple[Array, lis
 
 
 def model(layers: int, width: int, convert: Callable[[Block], Any]) -> list[Any]:
-    """Converted block by block: the float model need not be in memory beside the other."""
-    return [convert(Block(width, k)) for k in jr.split(jr.key(0), layers)]
+    """Copies of one converted block: a billion random numbers would take longer than all that is timed."""
+    block = convert(Block(width, jr.key(0)))
+    return [jtu.tree_map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, block) for _ in range(layers)]
 
 
 def main() -> None:

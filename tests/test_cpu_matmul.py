@@ -150,15 +150,16 @@ def test_no_transpose_is_written(getkey, name):
 
 
 @needs_native
+@pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("name", ["nf4", "int8", "binary", "mxfp4"])
 @pytest.mark.parametrize("m", [1, 4, 64])
-def test_as_exact_as_float32(getkey, name, m):
+def test_as_exact_as_float32(getkey, name, m, precision):
     """The errors are at most twice those of XLA's own product."""
     q = eqq.quantize(weights(getkey(), (256, 4096)), FORMATS[name].format)
     x = weights(getkey(), (m, 4096)) + 0.25
     dense = q.dequantize()
     expected = np.asarray(x, np.float64) @ np.asarray(dense, np.float64).T
-    ours = relative_error(eqq.matmul(x, q.T, implementation="cpu", precision="highest"), expected)
+    ours = relative_error(eqq.matmul(x, q.T, implementation="cpu", precision=precision), expected)
     assert ours < 2 * relative_error(jax.jit(lambda x, w: x @ w.T)(x, dense), expected)
 
 
@@ -267,8 +268,9 @@ for format in ("nf4", "int8", eqq.NVFP4()):
         x = jax.random.normal(jax.random.key(k), (m, k))
         q = eqq.quantize(w, format)
         e = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T
-        y = eqq.matmul(x, q.T, implementation="cpu")
-        assert np.linalg.norm(y - e) < 1e-6 * np.linalg.norm(e), (format, m, k)
+        for precision, error in ((None, 1e-6), ("tensorfloat32", 1e-5)):
+            y = eqq.matmul(x, q.T, implementation="cpu", precision=precision)
+            assert np.linalg.norm(y - e) < error * np.linalg.norm(e), (format, m, k, precision)
 told = eqq.explain_matmul(x, q.T)
 if native.isa() == "generic":
     assert told.implementation == "xla" and "plain C++" in told.verdicts["xla"] and told.verdicts["cpu"] == "possible"

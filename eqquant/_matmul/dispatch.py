@@ -210,14 +210,20 @@ def pack_arrays(w: QuantizedArray) -> Packed:
 
 
 def _precision(problem: MatmulProblem) -> str | None:
-    """Returns the precision in the terms of a kernel: "default", "highest", or `None` if kernels lack it."""
+    """Returns the precision in the terms of a kernel: "fastest", "default", "highest", or `None` if kernels lack it.
+
+    "default" is what the platform takes for float32: tfloat32 or bfloat16 where it has units for them, float32 on CPU.
+    "fastest" allows those everywhere.
+    """
     name = problem.precision
     if isinstance(name, tuple) and len(set(name)) == 1:
         name = name[0]
     name = name.name if isinstance(name, jax.lax.Precision) else name
     name = name.lower() if isinstance(name, str) else name
-    if name in (None, "default", "fastest", "bfloat16", "tensorfloat32"):
+    if name in (None, "default"):
         return "default"
+    if name in ("fastest", "bfloat16", "tensorfloat32"):
+        return "fastest"
     if name in ("high", "highest", "float32", "bfloat16_3x"):
         # Products of 16 bits are exact in float32 already.
         return "default" if jnp.dtype(problem.dtype).itemsize < 4 else "highest"

@@ -1,6 +1,8 @@
 // The product as XLA calls it, and what Python asks the library before it hands it to XLA.
 #include <string.h>
 
+#include <utility>
+
 #include "matmul.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -199,6 +201,24 @@ ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer sca
   return done(run_decode(*isa, p, pool, pool.num_threads()));
 }
 
+// The arguments and attributes that all functions have: those of a weight. More attributes may follow.
+template <typename Binding>
+auto bind_weight(Binding&& binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .RemainingArgs()
+      .template Ret<ffi::AnyBuffer>()
+      .template Attr<ffi::Span<const float>>("table")
+      .template Attr<int32_t>("bits")
+      .template Attr<int64_t>("length")
+      .template Attr<int64_t>("block_size")
+      .template Attr<int32_t>("scale_kind")
+      .template Attr<int32_t>("values")
+      .template Attr<bool>("row_scale")
+      .template Attr<bool>("zero_points");
+}
+
 }  // namespace
 
 #if defined(_WIN32)
@@ -208,21 +228,7 @@ ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer sca
 #endif
 
 EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul(XLA_FFI_CallFrame* call_frame) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::ThreadPool>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Arg<ffi::AnyBuffer>()
-                             .RemainingArgs()
-                             .Ret<ffi::AnyBuffer>()
-                             .Attr<ffi::Span<const float>>("table")
-                             .Attr<int32_t>("bits")
-                             .Attr<int64_t>("length")
-                             .Attr<int64_t>("block_size")
-                             .Attr<int32_t>("scale_kind")
-                             .Attr<int32_t>("values")
-                             .Attr<bool>("row_scale")
-                             .Attr<bool>("zero_points")
+  static auto* handler = bind_weight(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>())
                              .Attr<bool>("transpose")
                              .Attr<bool>("x_transposed")
                              .Attr<bool>("y_transposed")
@@ -233,21 +239,7 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul(XLA_FFI_CallFrame* call_frame) {
 }
 
 EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul_int8(XLA_FFI_CallFrame* call_frame) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::ThreadPool>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Arg<ffi::AnyBuffer>()
-                             .RemainingArgs()
-                             .Ret<ffi::AnyBuffer>()
-                             .Attr<ffi::Span<const float>>("table")
-                             .Attr<int32_t>("bits")
-                             .Attr<int64_t>("length")
-                             .Attr<int64_t>("block_size")
-                             .Attr<int32_t>("scale_kind")
-                             .Attr<int32_t>("values")
-                             .Attr<bool>("row_scale")
-                             .Attr<bool>("zero_points")
+  static auto* handler = bind_weight(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>())
                              .Attr<bool>("x_transposed")
                              .Attr<bool>("y_transposed")
                              .To(matmul_int8)
@@ -256,20 +248,7 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul_int8(XLA_FFI_CallFrame* call_frame)
 }
 
 EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_decode(XLA_FFI_CallFrame* call_frame) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::ThreadPool>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Arg<ffi::AnyBuffer>()
-                             .RemainingArgs()
-                             .Ret<ffi::AnyBuffer>()
-                             .Attr<ffi::Span<const float>>("table")
-                             .Attr<int32_t>("bits")
-                             .Attr<int64_t>("length")
-                             .Attr<int64_t>("block_size")
-                             .Attr<int32_t>("scale_kind")
-                             .Attr<int32_t>("values")
-                             .Attr<bool>("row_scale")
-                             .Attr<bool>("zero_points")
+  static auto* handler = bind_weight(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
                              .Attr<bool>("clip")
                              .To(decode)
                              .release();

@@ -13,6 +13,8 @@
 //   scales                 `decode_scales_*` of `isa.h`
 //   from_half, to_half
 //   kTiles, tiles(panel)   whether it multiplies panels by instructions of its own, and that
+//   kInRegisters           whether one row of `x` meets codes that are decoded in registers; for that
+//   load_some(p, n)        the first n bytes, and zeros;  codes<bits>(bytes, plane), lookup(table, codes)   of bytes
 //
 // With groups of four, bytes of the weight are without a sign, and those of `x` have one: the weight's codes are
 // multiplied as they are in memory. What each code is off, `lowest - zero_point`, is corrected by sums of `x`: where
@@ -27,6 +29,7 @@ namespace {
 
 constexpr int64_t kUnitRows = 48;      // of the weight in a unit, at most
 constexpr int64_t kInt8RowBlock = 256; // rows of `x` for which decoded rows are used
+constexpr int64_t kAhead = 2048;       // bytes of the weight: what is fetched before it is needed
 constexpr int64_t kLargeRun = 512;     // codes of a run, from which on its lanes are added up as integers
 
 // A panel of rows of `x`, some rows of the weight, and one step.
@@ -325,7 +328,6 @@ struct Int8Kernels {
     const int32_t* offset;
     int64_t runs, size;      // of the step
     void* sums;              // vectors of rows and rows of `x`: floats if summed by lanes, else integers
-    int64_t ahead;           // of the weight, what to fetch
   };
 
   template <int kRows, int kM, bool kZero>
@@ -397,10 +399,7 @@ struct Int8Kernels {
     for (int64_t at = 0; at < a.size * kBytes; at += 4 * L) {
       I w[kRows];
 #pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) {
-        __builtin_prefetch(a.w[i] + at + a.ahead);
-        w[i] = V::load(a.w[i] + at);
-      }
+      for (int i = 0; i < kRows; ++i) w[i] = V::load(a.w[i] + at);
 #pragma GCC unroll 8
       for (int m = 0; m < kM; ++m) {
         const I x = V::load(a.x + m * a.x_row + at);
@@ -426,6 +425,139 @@ struct Int8Kernels {
     }
   }
 
+  //
+  // One row of x: codes are decoded in registers, one row of the weight after the other as they lie in memory
+  //
+
+  static constexpr int64_t kScaleCodes = 4096;  // of a row, whose scales are decoded at a time
+
+  // Whether all vectors of codes are of whole blocks, or parts of them, and those have sums by lanes.
+  EQQ_INLINE bool in_registers(const Problem& p, const Runs& r) {
+    if (!V::kInRegisters || p.m != 1 || r.per_block != 1) return false;
+    return r.count == 1 || (by_lanes(r) && r.padded == p.k && p.k % (64 * (8 / p.bits)) == 0);
+  }
+
+  // The sum of products of codes, of a row that has one scale.
+  template <int kBits, bool kLookUp>
+  static int32_t one_scale(const Problem& p, const uint8_t* w, const uint8_t* x, I table) {
+    constexpr int kPlanes = 8 / kBits, kTogether = kPlanes >= 4 ? 1 : 4 / kPlanes, kSums = kTogether * kPlanes;
+    const int64_t segments = p.k / (64 * kPlanes), rest = p.words - 64 * segments;
+    I acc[kSums];
+#pragma GCC unroll 8
+    for (int i = 0; i < kSums; ++i) acc[i] = V::zero();
+    int64_t s = 0;
+    for (; s + kTogether <= segments; s += kTogether) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kTogether; ++j) {
+        __builtin_prefetch(w + 64 * (s + j) + kAhead);
+        const I bytes = V::load(w + 64 * (s + j));
+#pragma GCC unroll 8
+        for (int i = 0; i < kPlanes; ++i) {
+          I c = V::template codes<kBits>(bytes, i);
+          if (kLookUp) c = V::lookup(table, c);
+          acc[j * kPlanes + i] = V::dot(acc[j * kPlanes + i], c, V::load(x + 64 * ((s + j) * kPlanes + i)));
+        }
+      }
+    }
+    for (; 64 * s < p.words; ++s) {
+      // The planes of a last segment that is cut short are short as well.
+      const int64_t plane = s < segments ? 64 : rest;
+      const I bytes = V::load_some(w + 64 * s, plane);
+#pragma GCC unroll 8
+      for (int i = 0; i < kPlanes; ++i) {
+        const int64_t at = 64 * s * kPlanes + i * plane, count = min64(plane, p.k - at);
+        if (count <= 0) continue;
+        I c = V::template codes<kBits>(bytes, i);
+        if (kLookUp) c = V::lookup(table, c);
+        acc[i] = V::dot(acc[i], c, V::load_some(x + at, count));
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 1; i < kSums; ++i) acc[0] = V::add(acc[0], acc[i]);
+    return V::sum(acc[0]);
+  }
+
+  // The sum of scaled products of a row in blocks: of 16 or 32 codes, or of `per` vectors.
+  template <int kBits, bool kLookUp, int kBlocks, bool kZero>
+  static float many_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, const uint8_t* x,
+                           const int32_t* lanes, I table) {
+    constexpr int kPlanes = 8 / kBits;
+    const uint8_t* w = p.codes + row * p.words;
+    const int64_t per = max64(r.size / 64, 1), step = round_up(kScaleCodes, r.size * kPlanes);
+    float scale[kScaleCodes / 16 + 32 * kPlanes];
+    int32_t offset[kZero ? kScaleCodes / 16 + 32 * kPlanes : 1];
+    F sums[2] = {V::zero_f(), V::zero_f()};
+    I acc = V::zero();
+    for (int64_t from = 0; from < p.k; from += step) {
+      const int64_t to = min64(from + step, p.k), first = from / r.size, last = div_up(to, r.size);
+      V::scales(&p, row, first, last, scale);
+      if (kZero)
+        for (int64_t i = first; i < last; ++i) offset[i - first] = v.lowest - p.zero_point[row * p.blocks + i];
+      int64_t block = 0, of_block = 0;  // of this step; vectors of the block so far
+      for (int64_t s = from / (64 * kPlanes); s * 64 * kPlanes < to; ++s) {
+        __builtin_prefetch(w + 64 * s + kAhead);
+        const I bytes = V::load(w + 64 * s);
+#pragma GCC unroll 8
+        for (int i = 0; i < kPlanes; ++i) {
+          if (of_block == 0) {
+            acc = V::load(lanes + (first / kBlocks + block) * L);
+            if (kZero) acc = V::mul(acc, several(offset + block * kBlocks, kBlocks));
+          }
+          I c = V::template codes<kBits>(bytes, i);
+          if (kLookUp) c = V::lookup(table, c);
+          acc = V::dot(acc, c, V::load(x + 64 * (s * kPlanes + i)));
+          if (++of_block == per) {
+            sums[i % 2] = V::fma(V::to_f(acc), several_f(scale + block * kBlocks, kBlocks), sums[i % 2]);
+            of_block = 0;
+            ++block;
+          }
+        }
+      }
+    }
+    return V::sum_f(V::add_f(sums[0], sums[1]));
+  }
+
+  template <int kBits, bool kLookUp>
+  static void rows_in_registers(const Problem& p, const Detail& d, const char* shared, int64_t batch, int64_t first,
+                                int64_t count) {
+    const Runs r = runs_of(p);
+    const Integers v = integers_of(p);
+    const I table = V::table(v.table);
+    const uint8_t* x = reinterpret_cast<const uint8_t*>(shared + d.x) + batch * row_codes(r);
+    const int32_t* lanes = reinterpret_cast<const int32_t*>(shared + d.lanes) + batch * lane_vectors(r) * L;
+    const int32_t x_sum = reinterpret_cast<const int32_t*>(shared + d.sums)[batch * (r.count + 1)];
+    const float x_scale = reinterpret_cast<const float*>(shared)[batch];
+    const bool zero = p.zero_point != nullptr;
+    auto* several_scales = zero ? many_scales<kBits, kLookUp, 1, true> : many_scales<kBits, kLookUp, 1, false>;
+    if (r.size == 32) several_scales = zero ? many_scales<kBits, kLookUp, 2, true> : many_scales<kBits, kLookUp, 2, false>;
+    if (r.size == 16) several_scales = zero ? many_scales<kBits, kLookUp, 4, true> : many_scales<kBits, kLookUp, 4, false>;
+    for (int64_t n = first; n < first + count; ++n) {
+      const int64_t row = batch * p.n + n;
+      float sum;
+      if (r.count == 1) {
+        float scale[4 + 1];
+        V::scales(&p, row, 0, 1, scale);
+        const int32_t factor = zero ? v.lowest - p.zero_point[row] : 1;
+        sum = static_cast<float>(one_scale<kBits, kLookUp>(p, p.codes + row * p.words, x, table) + factor * x_sum) * scale[0];
+      } else {
+        sum = several_scales(p, r, v, row, x, lanes, table);
+      }
+      write(p, batch * p.y_batch + n * p.y_column, sum * x_scale);
+    }
+  }
+
+  static void run_one(const Problem& p, const Detail& d, const char* shared, int64_t batch, int64_t first, int64_t count) {
+    if constexpr (V::kInRegisters) {
+      const Integers v = integers_of(p);
+      const bool look = v.looks_up || v.shift > 0;
+      auto* rows = rows_in_registers<8, false>;
+      if (p.bits == 4) rows = look ? rows_in_registers<4, true> : rows_in_registers<4, false>;
+      if (p.bits == 2) rows = look ? rows_in_registers<2, true> : rows_in_registers<2, false>;
+      if (p.bits == 1) rows = look ? rows_in_registers<1, true> : rows_in_registers<1, false>;
+      rows(p, d, shared, batch, first, count);
+    }
+  }
+
   static void run_few(const Int8Problem& problem, const Detail& d, const char* shared, char* own, int64_t batch,
                       int64_t first, int64_t count) {
     constexpr int kRows = V::kDotRows;
@@ -448,7 +580,6 @@ struct Int8Kernels {
     a.lane_row = lane_vectors(r) * L;
     a.scale = scale;
     a.offset = offset;
-    a.ahead = kRows * p.words;
     for (int64_t i = 0; i < count; i += kRows) {
       const int64_t rows = min64(kRows, count - i), row = batch * p.n + first + i;
       memset(partial, 0, 4 * kRows * p.m * L);
@@ -456,8 +587,10 @@ struct Int8Kernels {
       Step s = first_step(r);
       if (r.count > 0) do {
         const int64_t position = s.run * r.size + s.offset;
+        const int64_t bytes = step_start(r, s) * p.bits / 8, end = bytes + step_codes(s) * p.bits / 8;
         for (int64_t j = 0; j < kRows; ++j) {
           const int64_t at = row + min64(j, rows - 1);
+          for (int64_t b = bytes; b < end; b += 64) __builtin_prefetch(p.codes + (at + kRows) * p.words + b);
           step_scales(p, r, v, s, at, scale + j * kRunRoom, offset + j * kRunRoom);
           a.w[j] = decode(p, r, v, s, at, offset + j * kRunRoom, true, rooms + kRows * kStepRoom, rooms + j * kStepRoom);
         }
@@ -633,7 +766,9 @@ struct Int8Kernels {
     const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
     const int64_t first = chunk * d.rows, count = min64(d.rows, problem->p.n - first);
     const char* memory = static_cast<const char*>(shared);
-    if (d.method == kFewMethod) {
+    if (in_registers(problem->p, runs_of(problem->p))) {
+      run_one(problem->p, d, memory, batch, first, count);
+    } else if (d.method == kFewMethod) {
       run_few(*problem, d, memory, static_cast<char*>(own), batch, first, count);
     } else {
       run_panels(*problem, d, memory, static_cast<char*>(own), batch, block, first, count);

@@ -39,7 +39,7 @@ EQQ_INLINE void configure(int64_t depth) {
 
 struct Amx : Avx512Lanes {
   static constexpr int kGroup = 4, kTileRows = 16;
-  static constexpr bool kTiles = true;
+  static constexpr bool kTiles = true, kInRegisters = true;
   EQQ_INLINE I dot(I acc, I w, I x) { return _mm512_dpbusd_epi32(acc, w, x); }
 
   template <bool kTwoRows, bool kTwoLanes>
@@ -169,8 +169,10 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   Detail d;
   d.mine = 1;
   d.w_terms = table_terms(p);
-  d.x_terms = p.precision == kExact ? 3 : 2;
-  if (p.precision != kExact) d.w_terms = min64(d.w_terms, 2);
+  // Two terms have the 11 bits of a float16, and are far more exact than a result of 16 bits.
+  const bool exact = p.precision == kExact && p.x_type == kFloat32;
+  d.x_terms = p.x_type == kBFloat16 ? 1 : exact ? 3 : 2;
+  if (!exact) d.w_terms = min64(d.w_terms, 2);
   d.m_padded = round_up(p.m, 16);
   d.row_blocks = div_up(d.m_padded, kFloatBlock);
   int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
@@ -333,25 +335,29 @@ void run(const Problem* problem, const Plan* plan, const void* shared, void* mem
     }
     for (int64_t m = 0; m < width; m += 32) {
       const int64_t lanes = min64(32, width - m);
-      for (int64_t run = 0; run < s.runs; ++run)
-        for (int64_t row = 0; row < count; row += 32) {
-          alignas(64) float results[2][2][16][16];
-          const uint8_t* w = decoded + row * d.w_terms * kFloatStride + 2 * run * s.length;
-          const uint8_t* xs = x + 2 * (m * r.padded + ((s.run + run) * r.size + s.offset) * lanes);
-          const bool two = count - row > 16;
-          if (lanes > 16) {
-            two ? multiply<true, true>(d, w, xs, lanes, s.length, results)
-                : multiply<false, true>(d, w, xs, lanes, s.length, results);
-          } else {
-            two ? multiply<true, false>(d, w, xs, lanes, s.length, results)
-                : multiply<false, false>(d, w, xs, lanes, s.length, results);
+      // Short sums are more exact than one long one.
+      alignas(64) float results[2][2][16][16], step_sums[kFloatRows][2][16] = {};
+      for (int64_t run = 0; run < s.runs; ++run) {
+        const uint8_t* w = decoded + 2 * run * s.length;
+        const uint8_t* xs = x + 2 * (m * r.padded + ((s.run + run) * r.size + s.offset) * lanes);
+        if (lanes > 16) {
+          count > 16 ? multiply<true, true>(d, w, xs, lanes, s.length, results)
+                     : multiply<false, true>(d, w, xs, lanes, s.length, results);
+        } else {
+          count > 16 ? multiply<true, false>(d, w, xs, lanes, s.length, results)
+                     : multiply<false, false>(d, w, xs, lanes, s.length, results);
+        }
+        for (int64_t i = 0; i < count; ++i)
+          for (int64_t v = 0; v < lanes / 16; ++v) {
+            float* sum = step_sums[i][v];
+            const __m512 scale = _mm512_set1_ps(scales[i * kRunRoom + (r.per_block == 1 ? run : 0)]);
+            _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(results[i / 16][v][i % 16]), scale, _mm512_load_ps(sum)));
           }
-          for (int64_t i = 0; i < min64(32, count - row); ++i)
-            for (int64_t v = 0; v < lanes / 16; ++v) {
-              float* sum = sums + (row + i) * width + m + 16 * v;
-              const __m512 scale = _mm512_set1_ps(scales[(row + i) * kRunRoom + (r.per_block == 1 ? run : 0)]);
-              _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(results[i / 16][v][i % 16]), scale, _mm512_loadu_ps(sum)));
-            }
+      }
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t v = 0; v < lanes / 16; ++v) {
+          float* sum = sums + i * width + m + 16 * v;
+          _mm512_storeu_ps(sum, _mm512_add_ps(_mm512_load_ps(step_sums[i][v]), _mm512_loadu_ps(sum)));
         }
     }
   } while (next_step(r, s));

@@ -6,7 +6,7 @@
 
 namespace {
 
-struct Avx2 {
+struct Avx2 : Bfloat16 {
   using F = __m256;
   using I = __m256i;
   struct Table {
@@ -111,20 +111,8 @@ struct Avx2 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(wide(p)), 16));
   }
   EQQ_INLINE F f16(const uint8_t* p) { return _mm256_cvtph_ps(wide(p)); }
-  EQQ_INLINE float one_bf16(uint16_t bits) {
-    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
-  }
   EQQ_INLINE float one_f16(uint16_t bits) { return _cvtsh_ss(bits); }
   EQQ_INLINE uint16_t one_to_f16(float value) { return _cvtss_sh(value, 0); }
-  EQQ_INLINE uint16_t one_to_bf16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    if (value != value) return static_cast<uint16_t>(bits >> 16 | 64);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-  }
 };
 
 }  // namespace

@@ -7,7 +7,7 @@
 
 namespace {
 
-struct Avx512 {
+struct Avx512 : Bfloat16 {
   using F = __m512;
   using I = __m512i;
   using Table = __m512;
@@ -103,20 +103,8 @@ struct Avx512 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(wide(p)), 16));
   }
   EQQ_INLINE F f16(const uint8_t* p) { return _mm512_cvtph_ps(wide(p)); }
-  EQQ_INLINE float one_bf16(uint16_t bits) {
-    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
-  }
   EQQ_INLINE float one_f16(uint16_t bits) { return _cvtsh_ss(bits); }
   EQQ_INLINE uint16_t one_to_f16(float value) { return _cvtss_sh(value, 0); }
-  EQQ_INLINE uint16_t one_to_bf16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    if (value != value) return static_cast<uint16_t>(bits >> 16 | 64);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-  }
 };
 
 }  // namespace

@@ -6,6 +6,7 @@ namespace {
 
 struct Vnni : Avx512Lanes {
   static constexpr int kGroup = 4;
+  static constexpr bool kInRegisters = true;
   EQQ_INLINE I dot(I acc, I w, I x) { return _mm512_dpbusd_epi32(acc, w, x); }
 };
 

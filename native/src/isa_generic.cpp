@@ -4,7 +4,7 @@
 
 namespace {
 
-struct Generic {
+struct Generic : Bfloat16 {
   typedef float F __attribute__((vector_size(16), aligned(16)));
   typedef uint32_t I __attribute__((vector_size(16), aligned(16)));
   struct Table {
@@ -119,12 +119,6 @@ struct Generic {
   }
   EQQ_INLINE F f16(const uint8_t* p) {
     return F{one_f16(sixteen(p)), one_f16(sixteen(p + 2)), one_f16(sixteen(p + 4)), one_f16(sixteen(p + 6))};
-  }
-  EQQ_INLINE float one_bf16(uint16_t bits) { return from_bits(static_cast<uint32_t>(bits) << 16); }
-  EQQ_INLINE uint16_t one_to_bf16(float value) {
-    const uint32_t bits = to_bits(value);
-    if (value != value) return static_cast<uint16_t>(bits >> 16 | 64);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
   EQQ_INLINE uint16_t one_to_f16(float value) {
     const uint32_t bits = to_bits(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;

@@ -6,7 +6,7 @@
 
 namespace {
 
-struct Neon {
+struct Neon : Bfloat16 {
   using F = float32x4_t;
   using I = uint8x16_t;
   struct Table {
@@ -107,12 +107,6 @@ struct Neon {
   }
   EQQ_INLINE F bf16(const uint8_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(wide(p), 16)); }
   EQQ_INLINE F f16(const uint8_t* p) { return halves(wide(p)); }
-  EQQ_INLINE float one_bf16(uint16_t bits) {
-    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
-  }
   EQQ_INLINE float one_f16(uint16_t bits) {
     __fp16 value;
     memcpy(&value, &bits, 2);
@@ -123,12 +117,6 @@ struct Neon {
     uint16_t bits;
     memcpy(&bits, &half, 2);
     return bits;
-  }
-  EQQ_INLINE uint16_t one_to_bf16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    if (value != value) return static_cast<uint16_t>(bits >> 16 | 64);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
 };
 

@@ -25,7 +25,8 @@
 // A row of the weight is taken a segment (64 bytes) at a time. The codes of a segment are decoded in the order in which
 // shifts yield them, not in the logical one: with fewer than 8 bits vector `(h, plane, c)` holds, in lane `j`, the code
 // of byte `4 L h + 4 j + c` in that plane. `x` is permuted to that order once per call instead. A last, shorter segment
-// is padded with zero bytes; the padding decodes to zero and meets zeros of `x`.
+// is padded with zero bytes; the padding decodes to zero and meets zeros of `x`. With several rows of `x` its codes are
+// brought to their logical order, without the padding.
 #ifndef EQQUANT_KERNELS_H_
 #define EQQUANT_KERNELS_H_
 
@@ -66,12 +67,29 @@ EQQ_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 EQQ_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 EQQ_INLINE int64_t aligned(int64_t bytes) { return div_up(bytes, 64) * 64; }
 
+// Conversions of single values, a base of every `V`.
+struct Bfloat16 {
+  EQQ_INLINE float one_bf16(uint16_t bits) {
+    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+  }
+  EQQ_INLINE uint16_t one_to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if (value != value) return static_cast<uint16_t>(bits >> 16 | 64);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+};
+
 // What follows from a problem alone.
 struct Shape {
   int64_t planes, codes;     // of a segment: codes that share a byte, and all of them
   int64_t segments, whole;   // of a row, and those that are not cut short
   int64_t tail_bytes;        // of the last segment if it is cut short
-  int64_t padded;            // k, in whole segments
+  int64_t tail;              // floats of the last segment if it is cut short, once it is decoded
+  int64_t padded;            // floats of a row: those of whole segments and of the last
   Mode mode;                 // of whole segments
   int64_t grain;             // codes for which there is one scale, once they are expanded: 64, 32 or 16
 };
@@ -83,7 +101,9 @@ EQQ_INLINE Shape shape_of(const Problem& p) {
   s.whole = p.k / s.codes;
   s.tail_bytes = p.words - s.whole * kSegment;
   s.segments = s.whole + (s.tail_bytes > 0);
-  s.padded = s.segments * s.codes;
+  // With several rows of `x`, multiplying padding would cost more than bringing the codes of the tail to their order.
+  s.tail = !p.transpose && p.m > 1 ? min64(div_up(p.k - s.whole * s.codes, 16) * 16, s.codes) : s.codes;
+  s.padded = s.whole * s.codes + (s.segments - s.whole) * s.tail;
   s.grain = 64;
   if (p.blocks <= 1) {
     s.mode = kOneScale;
@@ -108,6 +128,7 @@ struct Shared {
   // the first of the segment; and whether it is a code, not padding.
   int32_t* index;
   int32_t* mask;
+  int32_t* place;  // of each code of the last segment, in the order of decoding
   float* x;
 };
 
@@ -158,13 +179,14 @@ struct Kernels {
 
   static int64_t indices(const Shape& s) { return s.mode == kAnyBlock ? s.segments : 1; }
 
-  static int64_t shared_header(const Shape& s) { return aligned(1024 + 2 * 4 * indices(s) * s.codes); }
+  static int64_t shared_header(const Shape& s) { return aligned(1024 + 4 * (2 * indices(s) + 1) * s.codes); }
 
   static Shared open_shared(const Shape& s, const void* memory) {
     Shared r;
     char* bytes = static_cast<char*>(const_cast<void*>(memory));
     r.index = reinterpret_cast<int32_t*>(bytes + 1024);
     r.mask = r.index + indices(s) * s.codes;
+    r.place = r.mask + indices(s) * s.codes;
     r.x = reinterpret_cast<float*>(bytes + shared_header(s));
     return r;
   }
@@ -406,7 +428,14 @@ struct Kernels {
         break;
     }
 #undef EQQ_DECODE
-    if (last > s.whole) decode_tail<kBits, kValues, kZero>(p, s, shared, row, scratch, out + (s.whole - first) * s.codes);
+    if (last <= s.whole) return;
+    out += (s.whole - first) * s.codes;
+    if (s.tail == s.codes) return decode_tail<kBits, kValues, kZero>(p, s, shared, row, scratch, out);
+    float tail[512];
+    decode_tail<kBits, kValues, kZero>(p, s, shared, row, scratch, tail);
+    const int64_t real = p.k - s.whole * s.codes;
+    for (int64_t i = 0; i < real; ++i) out[i] = tail[common.place[i]];
+    for (int64_t i = real; i < s.tail; ++i) out[i] = 0.0f;
   }
 
   // Decodes the last segment, which is cut short.
@@ -722,6 +751,11 @@ struct Kernels {
 
   EQQ_INLINE int64_t chunk_segments(const Shape& s) { return kChunk / s.codes; }
 
+  // Floats of decoded segments.
+  EQQ_INLINE int64_t span(const Shape& s, int64_t first, int64_t last) {
+    return min64(last * s.codes, s.padded) - first * s.codes;
+  }
+
   static void plan(const Problem* problem, int64_t threads, Plan* out) {
     const Problem& p = *problem;
     const Shape s = shape_of(p);
@@ -808,6 +842,7 @@ struct Kernels {
         const int64_t first = segment * s.codes / p.block_size;
         common.index[at] = k < 0 || s.mode == kOneScale ? 0 : static_cast<int32_t>(k / p.block_size - first);
         common.mask[at] = k < 0 ? 0 : -1;
+        if (segment == s.whole && k >= 0) common.place[k - s.whole * s.codes] = static_cast<int32_t>(i);
       }
   }
 
@@ -888,9 +923,15 @@ struct Kernels {
     int32_t order[512], inverse[512];
     for (int64_t segment = first; segment < last; ++segment) {
       // The same in all segments but the last.
+      const int64_t codes = segment < s.whole ? s.codes : s.tail;
       if (segment == first || segment >= s.whole) {
-        for (int64_t i = 0; i < s.codes; ++i) {
-          const int64_t k = logical(p, s, segment, i);
+        for (int64_t i = 0; i < codes; ++i) {
+          int64_t k = segment * s.codes + i;
+          if (codes == s.codes) {
+            k = logical(p, s, segment, i);
+          } else if (k >= p.k) {
+            k = -1;
+          }
           order[i] = k < 0 ? -1 : static_cast<int32_t>(k - segment * s.codes);
           if (k >= 0) inverse[order[i]] = static_cast<int32_t>(i);
         }
@@ -900,7 +941,7 @@ struct Kernels {
         for (int64_t m = 0; m < p.m; ++m) {
           float* row = out + m * s.padded + segment * s.codes;
           const int64_t from = start + m * p.x_row;
-          for (int64_t i = 0; i < s.codes; ++i) row[i] = order[i] < 0 ? 0.0f : read<kType>(p.x, from + order[i] * p.x_column);
+          for (int64_t i = 0; i < codes; ++i) row[i] = order[i] < 0 ? 0.0f : read<kType>(p.x, from + order[i] * p.x_column);
         }
         continue;
       }
@@ -915,7 +956,7 @@ struct Kernels {
             pack_rows<kType>(p, from, s.codes, inverse, panel + v, width);
             continue;
           }
-          for (int64_t i = 0; i < s.codes; ++i) {
+          for (int64_t i = 0; i < codes; ++i) {
             float* to = panel + i * width + v;
             const int64_t some = order[i] < 0 ? 0 : rows;
             for (int64_t r = 0; r < some; ++r) to[r] = read<kType>(p.x, from + r * p.x_row + order[i] * p.x_column);
@@ -1013,7 +1054,7 @@ struct Kernels {
         }
         for (int64_t m = 0; m < p.m; m += group)
           few_kernel(min64(group, p.m - m))(decoded, x + m * s.padded + segment * s.codes, s.padded,
-                                            (end - segment) * s.codes, sums + m * kRows * L);
+                                            span(s, segment, end), sums + m * kRows * L);
       }
       for (int64_t i = 0; i < rows; ++i)
         for (int64_t m = 0; m < p.m; ++m) {
@@ -1037,7 +1078,7 @@ struct Kernels {
     RowScales scale[kMostRows];
     int64_t origin = 0;
     for (int64_t segment = 0; segment < s.segments; segment += step) {
-      const int64_t end = min64(segment + step, s.segments), length = (end - segment) * s.codes;
+      const int64_t end = min64(segment + step, s.segments), length = span(s, segment, end);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t row = batch * p.n + first + i;
         if (segment % scales_step == 0) {

@@ -29,6 +29,55 @@ struct Case {
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+// One case: of `m` rows of `x`, or transposed if that is negative.
+struct Data {
+  std::vector<uint8_t> codes, scale;
+  std::vector<float> table, x, y;
+};
+
+Problem problem_of(const Case& c, int64_t n, int64_t k, int64_t m, Data& data) {
+  Problem p = {};
+  p.transpose = m < 0;
+  p.m = m < 0 ? -m : m;
+  p.batch = 1;
+  p.n = n;
+  p.k = k;
+  p.bits = c.bits;
+  p.values = c.values;
+  p.scale_kind = c.scale_kind;
+  p.block_size = c.block ? c.block : k;
+  p.words = k * c.bits / 8;
+  p.blocks = k / p.block_size;
+  p.x_row = p.transpose ? n : k;
+  p.y_row = p.transpose ? k : n;
+  p.x_column = p.y_column = 1;
+  p.x = data.x.data();
+  p.y = data.y.data();
+  p.codes = data.codes.data();
+  p.scale = data.scale.data();
+  p.table = data.table.data();
+  return p;
+}
+
+template <typename Run>
+void print_best(int rounds, const Problem& p, const Run& run) {
+  double best = 1e9;
+  for (int r = 0; r < rounds; ++r) {
+    const double start = seconds();
+    if (!run()) exit(1);
+    const double time = seconds() - start;
+    if (time < best) best = time;
+  }
+  const double weights = static_cast<double>(p.n * p.k);
+  printf("%7.2f %7.1f ", weights / best / 1e9, weights * static_cast<double>(p.m) / best / 1e9);
+}
+
+void print_heading(const Isa& isa, const char* what, const std::vector<int64_t>& rows) {
+  printf("%s%s: weights per ns, and multiply-adds per ns\n%-10s", isa.name, what, "");
+  for (int64_t m : rows) printf("   M = %4ld     ", static_cast<long>(m));
+  printf("\n");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -38,54 +87,43 @@ int main(int argc, char** argv) {
                         {"nvfp4", 4, 0, kScaleE4M3, 16},    {"q4_0", 4, 0, kScaleFloat16, 32},
                         {"int2", 2, 0, kScaleFloat32, 64},  {"ternary", 2, 0, kScaleFloat32, 0},
                         {"binary", 1, 0, kScaleFloat32, 0}, {"int8", 8, 1, kScaleFloat32, 0},
-                        {"fp8", 8, 2, kScaleFloat32, 0},    {"dynamic8", 8, 0, kScaleFloat32, 256}};
+                        {"fp8", 8, 2, kScaleFloat32, 0},    {"mxfp8", 8, 2, kScaleE8M0, 32},
+                        {"dynamic8", 8, 0, kScaleFloat32, 256}};
+  const Case integers[] = {{"int8", 8, 1, kScaleFloat32, 0},   {"q8_0", 8, 1, kScaleFloat16, 32},
+                           {"int4", 4, 0, kScaleFloat32, 64},  {"q4_0", 4, 0, kScaleFloat16, 32},
+                           {"ternary", 2, 0, kScaleFloat32, 0}, {"binary", 1, 0, kScaleFloat32, 0}};
   const int64_t n = 1024, k = 4096;
   std::mt19937 random(0);
-  std::vector<uint8_t> codes(n * k), scale(n * k, 60);
-  std::vector<float> table(256), x(2048 * k), y(2048 * k);
-  for (auto& c : codes) c = static_cast<uint8_t>(random() & 0x77);
-  for (auto& t : table) t = static_cast<float>(random() % 1000) / 500 - 1;
-  for (auto& v : x) v = static_cast<float>(random() % 1000) / 500 - 1;
+  Data data = {std::vector<uint8_t>(n * k), std::vector<uint8_t>(n * k, 60), std::vector<float>(256),
+               std::vector<float>(2048 * k), std::vector<float>(2048 * k)};
+  for (auto& c : data.codes) c = static_cast<uint8_t>(random() & 0x77);
+  for (auto& t : data.table) t = static_cast<float>(random() % 1000) / 500 - 1;
+  for (auto& v : data.x) v = static_cast<float>(random() % 1000) / 500 - 1;
+  std::vector<float> whole(256);
   NoPool pool;
   for (int i = 0; i < num_isas(); ++i) {
     const Isa& isa = *isa_at(i);
     if (only != nullptr && strcmp(only, isa.name) != 0) continue;
-    printf("%s: weights per ns, and multiply-adds per ns\n%-10s", isa.name, "");
-    const int64_t rows[] = {1, 4, 8, 12, 16, 128, -1, -16, -128};
-    for (int64_t m : rows) printf("   M = %4ld     ", static_cast<long>(m));
-    printf("\n");
+    const std::vector<int64_t> rows = {1, 4, 8, 12, 16, 128, -1, -16, -128};
+    print_heading(isa, "", rows);
     for (const Case& c : cases) {
       printf("%-10s", c.name);
       for (int64_t m : rows) {
-        Problem p = {};
-        p.transpose = m < 0;
-        p.m = m < 0 ? -m : m;
-        p.batch = 1;
-        p.n = n;
-        p.k = k;
-        p.bits = c.bits;
-        p.values = c.values;
-        p.scale_kind = c.scale_kind;
-        p.block_size = c.block ? c.block : k;
-        p.words = k * c.bits / 8;
-        p.blocks = k / p.block_size;
-        const int64_t inner = p.transpose ? n : k, outer = p.transpose ? k : n;
-        p.x_row = inner;
-        p.y_row = outer;
-        p.x_column = p.y_column = 1;
-        p.x = x.data();
-        p.y = y.data();
-        p.codes = codes.data();
-        p.scale = scale.data();
-        p.table = table.data();
-        double best = 1e9;
-        for (int r = 0; r < rounds; ++r) {
-          const double start = seconds();
-          if (!run_problem(isa, p, pool, 1)) return 1;
-          const double time = seconds() - start;
-          if (time < best) best = time;
-        }
-        printf("%7.2f %7.1f ", static_cast<double>(n * k) / best / 1e9, static_cast<double>(n * k * p.m) / best / 1e9);
+        const Problem p = problem_of(c, n, k, m, data);
+        print_best(rounds, p, [&] { return run_problem(isa, p, pool, 1); });
+      }
+      printf("\n");
+    }
+    const std::vector<int64_t> few = {1, 4, 16, 128};
+    print_heading(isa, ", x quantized to int8 inside", few);
+    for (const Case& c : integers) {
+      printf("%-10s", c.name);
+      for (int64_t m : few) {
+        Int8Problem q = {};
+        q.p = problem_of(c, n, k, m, data);
+        for (int j = 0; j < 256; ++j) whole[j] = static_cast<float>(j - (1 << (c.bits - 1)));
+        q.p.table = whole.data();
+        print_best(rounds, q.p, [&] { return run_int8(isa, q, pool, 1); });
       }
       printf("\n");
     }

@@ -286,7 +286,7 @@ def matmul(
 
     - `x`: bfloat16, float16 or float32.
     - `weight`, `layout`: the weight, of `n` rows.
-    - `precision`: `"highest"` multiplies float32 as float32, `"default"` as tfloat32.
+    - `precision`: `"highest"` multiplies float32 as float32, any other as tfloat32.
     - `target`: the device, which selects the tuned configuration; `config` overrides it.
     - `interpret`: runs on any device, slowly.
     """

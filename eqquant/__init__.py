@@ -78,12 +78,14 @@ from ._methods import (
     decode_rows as decode_rows,
     encode_rows as encode_rows,
     Encoded as Encoded,
+    GPTQ as GPTQ,
     HQQ as HQQ,
     JointMSE as JointMSE,
     MSE as MSE,
 )
 from ._training import (
     apply_updates as apply_updates,
+    distill as distill,
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
     float_masters as float_masters,
@@ -104,6 +106,7 @@ from ._tree.summary import (
     tree_nbytes as tree_nbytes,
 )
 from ._tree.use import Use as Use
+from .calibrate._sequential import quantize_sequentially as quantize_sequentially
 from .io._load import load as load
 from .io._save import save as save
 

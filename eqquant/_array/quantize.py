@@ -72,7 +72,7 @@ def quantize(
     - `dtype`: the dtype of the dequantized array; by default, the dtype of `x`.
     - `key`: for stochastic rounding. By default, values round to the nearest code.
     - `method`: the method that chooses scales and codes: [`eqquant.AbsMax`][] (the default), [`eqquant.MSE`][],
-        [`eqquant.HQQ`][] or your own.
+        [`eqquant.HQQ`][], [`eqquant.GPTQ`][] or your own.
     - `scale`: scales to use instead of the method's: floats that broadcast to the shape of the result's `scale`,
         `(*batch, blocks)`, with the quantized axis last. Values beyond their range are clipped.
     - `zero_point`: the code of zero for each scale, an integer from 0 to `2**bits - 1`. Required with `scale` if the
@@ -108,7 +108,9 @@ def quantize(
             f"`inputs` of {type(method).__name__} must be the statistics of this array. Got those of many leaves. Pass "
             "`inputs[path]`, or call `quantize_tree`."
         )
-    return quantize_array(checked, format, axes, dtype, key, given or as_method(method))
+    found_by = as_method(method)
+    found_by.check("`x`", checked.shape, axes)
+    return quantize_array(checked, format, axes, dtype, key, given or found_by)
 
 
 def dequantize(q: QuantizedArray | ArrayLike) -> Array:

@@ -9,6 +9,7 @@ from .base import (
     encode_rows as encode_rows,
     Encoded as Encoded,
 )
+from .gptq import GPTQ as GPTQ
 from .hqq import HQQ as HQQ
 from .joint import JointMSE as JointMSE
 from .mse import MSE as MSE

@@ -17,8 +17,12 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt8
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points
 from .._numerics.blocks import divide, expand, not_finite, num_blocks, split_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
+from .inputs import check_statistic, statistic
 from .stochastic import move_stochastically
 
+
+# What is added to the weights of columns, relative to their mean.
+_DAMPING = 0.01
 
 Scales = Float32[Array, "*batch blocks"]
 # Zero points, or for a format with offsets these.
@@ -45,10 +49,15 @@ class AbstractMethod(eqx.Module):
 
     - `inputs`: statistics of the inputs that the weight is multiplied by. Declare it as a field if the method needs
         them. It may map paths of leaves to statistics, as [`eqquant.calibrate.collect_stats`][] returns them; then
-        [`eqquant.quantize_tree`][] passes each leaf its own.
+        [`eqquant.quantize_tree`][] passes each leaf its own. A weight that is looked up, such as an embedding, has no
+        inputs: it is quantized without them, or by `method`.
+    - `method`: another method, which quantizes what has no inputs. Declare it as a field if the method needs `inputs`.
+    - `statistic`: which of the statistics the method takes, `"gram"` or `"second_moment"`, so that they are checked.
     """
 
     inputs: ClassVar[Any] = None
+    method: ClassVar[Any] = None
+    statistic: ClassVar[str | None] = None
 
     @abc.abstractmethod
     def quantize_rows(
@@ -83,7 +92,19 @@ class AbstractMethod(eqx.Module):
                 f"`inputs` of {type(self).__name__} must hold statistics of every leaf that it quantizes. Got none for "
                 f"{path}. Collect them on the same model, or give this leaf another method."
             )
-        return dataclasses.replace(self, inputs=self.inputs[path])  # pyright: ignore[reportCallIssue]
+        inputs = self.inputs[path]
+        if getattr(inputs, "looked_up", False):
+            return self.without_inputs()
+        return dataclasses.replace(self, inputs=inputs)  # pyright: ignore[reportCallIssue]
+
+    def without_inputs(self) -> "AbstractMethod":
+        """Returns the method for a weight that is looked up, not multiplied."""
+        return dataclasses.replace(self, inputs=None) if self.method is None else self.method  # pyright: ignore
+
+    def check(self, name: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+        """Raises if the statistics do not belong to an array, quantized along its axes. Errors call it `name`."""
+        if self.statistic is not None and (self.inputs is not None or self.method is not None):
+            check_statistic(self.inputs, self.statistic, type(self).__name__, name, shape, axes)
 
 
 class AbstractScaleMethod(AbstractMethod):
@@ -101,7 +122,12 @@ class AbstractScaleMethod(AbstractMethod):
 
         q = eqq.quantize(w, "int4", method=Clip())
         ```
+
+    - `choose_weighted`: as `choose_scales`, with the weights of the errors of all values in between. Define it if the
+        method has `inputs`, whose mean squares are the weights.
     """
+
+    choose_weighted: ClassVar[Callable[..., tuple[Array, Array | None]] | None] = None
 
     @abc.abstractmethod
     def choose_scales(
@@ -130,8 +156,20 @@ class AbstractScaleMethod(AbstractMethod):
         key: PRNGKeyArray | None = None,
         chunk: int | None = None,
     ) -> Encoded:
-        scale, zero_point = choose_by_blocks(self.choose_scales, rows, format, chunk=chunk)
-        return _encode(rows, scale, zero_point, format, key, chunk)
+        scale, zero_point = self.choose_for_rows(rows, format, chunk=chunk)
+        return _encode(rows, *store(scale, zero_point, format), format, key, chunk)
+
+    def choose_for_rows(
+        self, rows: Float[Array, "*batch length"], format: AbstractFormat, *, chunk: int | None = None
+    ) -> tuple[Scales, ZeroPoints]:
+        """Returns the scale and the zero point of each block of rows of values, NaN for a block that is not finite."""
+        if self.inputs is None or self.choose_weighted is None:
+            return choose_by_blocks(self.choose_scales, rows, format, chunk=chunk)
+        moments = jnp.asarray(statistic(self.inputs, "second_moment"), jnp.float32)
+        # About one, so that no product of a weight and a square overflows. A column without inputs counts a little.
+        mean = jnp.mean(moments, axis=-1, keepdims=True)
+        weights = jnp.where(mean > 0, moments / jnp.where(mean > 0, mean, 1), 1) + _DAMPING
+        return _weighted_by_blocks(self.choose_weighted, rows, weights, format, chunk)
 
 
 def choose_by_blocks(
@@ -175,17 +213,44 @@ def choose_by_blocks(
     return _choose(checked, rows, format, chunk)
 
 
-def _choose(
-    choose: Callable[[Array, AbstractFormat], tuple[Array, Array | None]],
+def _weighted_by_blocks(
+    choose: Callable[[Array, Array, AbstractFormat], tuple[Array, Array | None]],
     rows: Float[Array, "*batch length"],
+    weights: Float32[Array, "*stack length"],
     format: AbstractFormat,
     chunk: int | None,
 ) -> tuple[Scales, ZeroPoints]:
+    """As `choose_by_blocks`, with the weights of columns. `stack` are the first axes of `batch`."""
+    if weights.ndim > 1 and format.block_size != "tensor":
+        return jax.vmap(lambda rows, weights: _weighted_by_blocks(choose, rows, weights, format, chunk))(rows, weights)
+
+    def of_part(blocks: Array, format: AbstractFormat, part: int) -> tuple[Array, Array | None]:
+        own = weights
+        if format.block_size == "tensor":
+            own = weights.reshape(*weights.shape[:-1], *[1] * (rows.ndim - weights.ndim), rows.shape[-1])
+            own = jnp.broadcast_to(own, rows.shape)
+        own = split_blocks(own, format.block_size)[part]
+        own = own.reshape(*[1] * (blocks.ndim - own.ndim), *own.shape)
+        scale, zero_point = choose(blocks, jnp.broadcast_to(own, blocks.shape), format)
+        return _marked(scale, not_finite(blocks)), zero_point
+
+    return _choose(of_part, rows, format, chunk, numbered=True)
+
+
+def _choose(
+    choose: Callable[..., tuple[Array, Array | None]],
+    rows: Float[Array, "*batch length"],
+    format: AbstractFormat,
+    chunk: int | None,
+    numbered: bool = False,
+) -> tuple[Scales, ZeroPoints]:
+    """Chooses for the whole blocks, and for a shorter last one; `choose` may be told which of the two it is."""
     *batch, length = rows.shape
 
     def of_rows(_: Any, rows: Array) -> tuple[Array, Array | None]:
         parts = split_blocks(rows.astype(jnp.float32), format.block_size)
-        scales, zeros = zip(*(choose(part, format) for part in parts), strict=True)
+        number = lambda n: (n,) if numbered else ()
+        scales, zeros = zip(*(choose(part, format, *number(n)) for n, part in enumerate(parts)), strict=True)
         return jnp.concatenate(scales, axis=-1), None if zeros[0] is None else jnp.concatenate(zeros, axis=-1)
 
     scale, zero_point = by_chunks(of_rows, None if format.block_size == "tensor" else chunk, rows)
@@ -220,7 +285,7 @@ def encode_rows(
     """
     _check_scales(scale, zero_point, (*rows.shape[:-1], num_blocks(rows.shape[-1], format.block_size)), format)
     marks, _ = _choose(lambda blocks, _: (not_finite(blocks), None), rows, format, chunk)
-    return _encode(rows, _marked(scale, marks), zero_point, format, key, chunk)
+    return _encode(rows, *store(_marked(scale, marks), zero_point, format), format, key, chunk)
 
 
 def encode_stored(
@@ -233,7 +298,8 @@ def encode_stored(
 ) -> Encoded:
     """As `encode_rows`, for scales and offsets as the format stores them, which stay as they are."""
     offset = None if stored_offset is None else kept_scale(stored_offset, format)
-    return _encode(rows, kept_scale(stored, format), offset, format, key, chunk, stored, stored_offset)
+    grid = _grid(kept_scale(stored, format), offset, stored, stored_offset, format)
+    return _encode(rows, stored, stored_offset, grid, format, key, chunk)
 
 
 def decode_rows(encoded: Encoded, format: AbstractFormat) -> Float32[Array, "*batch length"]:
@@ -248,13 +314,67 @@ def decode_rows(encoded: Encoded, format: AbstractFormat) -> Float32[Array, "*ba
 
     Float32 values of shape `(*batch, length)`.
     """
-    values, length = format.decode(encoded.codes), encoded.codes.shape[-1]
-    if encoded.zero_point is not None:
-        values = values - expand(encoded.zero_point.astype(jnp.float32), format.block_size, length)
-    values = values * expand(kept_scale(encoded.scale, format), format.block_size, length)
-    if encoded.offset is None:
-        return values
-    return values + expand(kept_scale(encoded.offset, format), format.block_size, length)
+    kept, offset = kept_scale(encoded.scale, format), encoded.offset
+    offset = None if offset is None else kept_scale(offset, format)
+    return decode_by(encoded.codes, Grid(kept, kept, encoded.zero_point, offset, offset), format)
+
+
+class Grid(NamedTuple):
+    """The levels of each block, to which values are rounded.
+
+    - `scale`, `kept`: the scales as they were chosen, and as they are stored.
+    - `offset`, `kept_offset`: what is subtracted before values are divided, and what is added after decoding.
+    """
+
+    scale: Scales
+    kept: Scales
+    zero_point: UInt8[Array, "*batch blocks"] | None = None
+    offset: Scales | None = None
+    kept_offset: Scales | None = None
+
+
+def store(scale: Scales, zero_point: ZeroPoints, format: AbstractFormat) -> tuple[Any, Any, Grid]:
+    """Returns scales and offsets as the format stores them, and the levels that follow."""
+    stored = store_scale(scale, format)
+    stored_offset = store_scale(zero_point, format) if has_offsets(format) else None
+    return stored, stored_offset, _grid(scale, zero_point, stored, stored_offset, format)
+
+
+def _grid(scale: Scales, zero_point: ZeroPoints, stored: Any, stored_offset: Any, format: AbstractFormat) -> Grid:
+    if stored_offset is None:
+        return Grid(scale, kept_scale(stored, format), zero_point)
+    kept_offset = kept_scale(stored_offset, format)
+    # ggml subtracts the offset as it is before it is rounded, as it multiplies by such a scale.
+    offset = zero_point if format.multiplies_by_reciprocal else kept_offset
+    return Grid(scale, kept_scale(stored, format), None, offset, kept_offset)
+
+
+def decode_by(
+    codes: UInt8[Array, "*batch length"], grid: Grid, format: AbstractFormat
+) -> Float32[Array, "*batch length"]:
+    """Returns the levels that codes stand for."""
+    values, length = format.decode(codes), codes.shape[-1]
+    if grid.zero_point is not None:
+        values = values - expand(grid.zero_point.astype(jnp.float32), format.block_size, length)
+    values = values * expand(grid.kept, format.block_size, length)
+    return values if grid.kept_offset is None else values + expand(grid.kept_offset, format.block_size, length)
+
+
+def encode_by(
+    values: Float32[Array, "*batch length"], grid: Grid, format: AbstractFormat
+) -> tuple[UInt8[Array, "*batch length"], Float32[Array, "*batch length"]]:
+    """Returns the nearest codes of values, and the values in units of their scales that were rounded."""
+    per_value = lambda x: expand(x.astype(jnp.float32), format.block_size, values.shape[-1])
+    units = values if grid.offset is None else values - per_value(grid.offset)
+    units = _in_units(units, grid.scale, grid.kept, format)
+    units = units if grid.zero_point is None else units + per_value(grid.zero_point)
+    codes = format.encode(units)
+    if codes.dtype != jnp.uint8 or codes.shape != units.shape:
+        raise TypeError(
+            f"`{type(format).__name__}.encode` must return uint8 of the shape of its values, {units.shape}. Got "
+            f"{codes.dtype} of shape {codes.shape}. End it with `.astype(jnp.uint8)`."
+        )
+    return codes, units
 
 
 def _marked(scale: Array, marks: Array) -> Array:
@@ -278,46 +398,22 @@ def _check_scales(scale: Array, zero_point: Array | None, shape: tuple[int, ...]
 
 def _encode(
     rows: Float[Array, "*batch length"],
-    scale: Scales,
-    zero_point: ZeroPoints,
+    stored: Any,
+    stored_offset: Any,
+    grid: Grid,
     format: AbstractFormat,
     key: PRNGKeyArray | None,
     chunk: int | None,
-    stored: Any = None,
-    stored_offset: Any = None,
 ) -> Encoded:
-    """As `encode_rows`, for scales that already are NaN for every block that is not finite.
+    """Encodes values by what `store` returned, whose scales are NaN for every block that is not finite."""
 
-    `stored`, `stored_offset`: how scales and offsets are stored, if that is known.
-    """
-    stored = store_scale(scale, format) if stored is None else stored
-    kept = kept_scale(stored, format)
-    offset = None
-    if has_offsets(format) and zero_point is not None:
-        stored_offset = store_scale(zero_point, format) if stored_offset is None else stored_offset
-        # ggml subtracts the offset as it is before it is rounded, as it multiplies by such a scale.
-        offset = zero_point if format.multiplies_by_reciprocal else kept_scale(stored_offset, format)
-        zero_point = None
-
-    def of_rows(first: Any, rows: Array, scale: Array, kept: Array, zero_point: Any, offset: Any) -> Array:
-        values = rows.astype(jnp.float32)
-        if offset is not None:
-            values = values - expand(offset, format.block_size, rows.shape[-1])
-        values = _in_units(values, scale, kept, format)
-        if zero_point is not None:
-            values = values + expand(zero_point.astype(jnp.float32), format.block_size, rows.shape[-1])
-        codes = format.encode(values)
-        if codes.dtype != jnp.uint8 or codes.shape != values.shape:
-            raise TypeError(
-                f"`{type(format).__name__}.encode` must return uint8 of the shape of its values, {values.shape}. Got "
-                f"{codes.dtype} of shape {codes.shape}. End it with `.astype(jnp.uint8)`."
-            )
+    def of_rows(first: Any, rows: Array, grid: Grid) -> Array:
+        codes, values = encode_by(rows.astype(jnp.float32), grid, format)
         if key is None:
             return codes
         return move_stochastically(codes, values, format, _uniform_by_row(key, first, values.shape))
 
-    codes = by_chunks(of_rows, chunk, rows, scale, kept, zero_point, offset)
-    return Encoded(codes, stored, zero_point, stored_offset)
+    return Encoded(by_chunks(of_rows, chunk, rows, grid), stored, grid.zero_point, stored_offset)
 
 
 def _uniform_by_row(key: PRNGKeyArray, first: Any, shape: tuple[int, ...]) -> Float32[Array, "*batch length"]:
@@ -347,7 +443,7 @@ def store_scale(scale: Scales, format: AbstractFormat) -> Any:
         return scale_to_bits(scale, format.scale_dtype)
     nested = format.scale_format
     outer, _ = choose_by_blocks(lambda blocks, f: (f.choose_scale(blocks), None), scale, nested)
-    return _encode(scale, outer, None, nested, None, None)
+    return _encode(scale, *store(outer, None, nested), nested, None, None)
 
 
 def kept_scale(stored: Any, format: AbstractFormat) -> Scales:
@@ -357,7 +453,7 @@ def kept_scale(stored: Any, format: AbstractFormat) -> Scales:
     return decode_rows(stored, format.scale_format)
 
 
-def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: Array | None) -> Any:
+def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: Any) -> Any:
     """Returns `function(0, *arrays)`, computed a chunk of rows at a time: `function(first_row, *rows_of_arrays)`.
 
     All arrays share their batch axes; a row is the last axis. The last chunk overlaps the one before it.

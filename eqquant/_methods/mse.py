@@ -1,5 +1,7 @@
 """The method of least squared error."""
 
+from typing import Any
+
 from jaxtyping import Array, Float32
 
 from .._formats.base import AbstractFormat
@@ -13,12 +15,23 @@ class MSE(AbstractScaleMethod):
     Searches a grid of factors of the format's own scale, then fits the scale to the codes by least squares. The error
     is never larger than with [`eqquant.AbsMax`][]. Works with every format.
 
+    With statistics of the inputs, the squared error of a column counts by the mean square of its input.
+
     !!! Example
 
         ```python
         q = eqq.quantize(w, "int4", method=eqq.MSE())
+        model = eqq.quantize_tree(model, "int4", method=eqq.MSE(eqq.calibrate.collect_stats(model, batches)))
         ```
+
+    **Arguments:**
+
+    - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned; for one array, the statistics of its weight, or the
+        mean squares of its inputs, `(*stack, features)`. `None` if all columns count alike.
     """
+
+    inputs: Any = None
+    statistic = "second_moment"
 
     def choose_scales(
         self, blocks: Float32[Array, "*batch blocks block"], format: AbstractFormat
@@ -26,5 +39,14 @@ class MSE(AbstractScaleMethod):
         search = Search.of(blocks, format)
         return search.result(least_squared(search))
 
+    def choose_weighted(
+        self,
+        blocks: Float32[Array, "*batch blocks block"],
+        weights: Float32[Array, "*batch blocks block"],
+        format: AbstractFormat,
+    ) -> tuple[Scales, ZeroPoints]:
+        search = Search.of(blocks, format, weights)
+        return search.result(least_squared(search))
 
-MSE.__init__.__doc__ = "**Arguments:** none."
+
+MSE.__init__.__doc__ = "**Arguments:**\n\n- `inputs`: statistics of inputs, or `None`."

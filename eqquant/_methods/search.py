@@ -34,20 +34,31 @@ _CUT_BELOW = np.linspace(0, 1, 5, dtype=np.float32)
 
 
 class Search(NamedTuple):
-    """Blocks in units of their scale; computes their levels and errors for any factor of it."""
+    """Blocks in units of their scale; computes their levels and errors for any factor of it.
+
+    `weights` say how much the squared error of each value counts; `None` if all count alike.
+    """
 
     units: Float32[Array, "*batch blocks block"]
     scale: Float32[Array, "*batch blocks"]
     format: AbstractFormat
+    weights: Float32[Array, "*batch blocks block"] | None = None
     offset: Float32[Array, "*batch blocks"] | None = None  # stays as the format chooses it
 
     @staticmethod
-    def of(blocks: Float32[Array, "*batch blocks block"], format: AbstractFormat) -> "Search":
+    def of(
+        blocks: Float32[Array, "*batch blocks block"],
+        format: AbstractFormat,
+        weights: Float32[Array, "*batch blocks block"] | None = None,
+    ) -> "Search":
         scale, offset = format.choose_scale(blocks), None
         if isinstance(format, AbstractOffsetFormat):
             offset = format.choose_offset(blocks, scale)
             blocks = blocks - offset[..., None]
-        return Search(divide(blocks, jnp.broadcast_to(scale[..., None], blocks.shape)), scale, format, offset)
+        return Search(divide(blocks, jnp.broadcast_to(scale[..., None], blocks.shape)), scale, format, weights, offset)
+
+    def weighted(self, x: Array) -> Array:
+        return x if self.weights is None else x * self.weights
 
     def levels(self, factor: Array) -> Array:
         """Returns the quantized values, in units of the scale times `factor`."""
@@ -90,17 +101,23 @@ class Search(NamedTuple):
         low, high = minmax(values)
         excess = jnp.maximum(high - low - top, 0)
         candidate = lambda cut: jnp.clip(jnp.round(-low - cut * excess), 0, top)
-        error = lambda zero: jnp.sum(jnp.square(values - self._levels_about(values, zero)), axis=-1)
+        error = lambda zero: jnp.sum(self.weighted(jnp.square(values - self._levels_about(values, zero))), axis=-1)
         return _least(error, candidate(0.0), candidate, _CUT_BELOW[1:])[0]
 
 
 def least_squared(search: Search) -> Array:
     """Returns the factor of least squared error of each block: the best of a grid, then fitted to its codes."""
-    squared = lambda factor: jnp.sum(jnp.square(search.errors(factor)), axis=-1)
+    squared = lambda factor: jnp.sum(search.weighted(jnp.square(search.errors(factor))), axis=-1)
     one = jnp.ones_like(search.scale)
     best = _least(squared, one, lambda step: search.storable(jnp.full_like(one, step)), _FACTORS)
-    refit = lambda _, best: better(best, search.storable(fit(search.units, search.levels(best[0]), best[0])), squared)
+    refit = lambda _, best: better(best, search.storable(_refit(search, best[0])), squared)
     return jax.lax.fori_loop(0, _REFITS, refit, best)[0]
+
+
+def _refit(search: Search, factor: Array) -> Array:
+    """Returns the factor of least squared error for the codes that values have with `factor`."""
+    levels = search.levels(factor)
+    return fit(search.units, levels, factor, search.weighted(levels))
 
 
 def better(best: Best, candidate: Array, error: Error) -> Best:
@@ -110,10 +127,14 @@ def better(best: Best, candidate: Array, error: Error) -> Best:
     return jnp.where(improved, candidate, best[0]), jnp.where(improved, new, best[1])
 
 
-def fit(units: Array, levels: Array, factor: Array) -> Array:
-    """Returns the factor of least squared error for given levels; keeps the old one if the new one is not positive."""
-    power = jnp.sum(jnp.square(levels), axis=-1)
-    fitted = jnp.sum(levels * units, axis=-1) / jnp.where(power > 0, power, 1)
+def fit(units: Array, levels: Array, factor: Array, weighted: Array | None = None) -> Array:
+    """Returns the factor of least squared error for given levels; keeps the old one if the new one is not positive.
+
+    `weighted` are the levels times the weights of their errors, if these have weights.
+    """
+    weighted = levels if weighted is None else weighted
+    power = jnp.sum(levels * weighted, axis=-1)
+    fitted = jnp.sum(weighted * units, axis=-1) / jnp.where(power > 0, power, 1)
     return jnp.where(fitted > 0, fitted, factor)
 
 

@@ -225,16 +225,23 @@ def quantize_tree(
     wanted = [_sharding_of(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)]
     work = [n for n, d in enumerate(decisions) if d.format is not None]
     values = [move(d.leaf.value, None if d.format else s) for d, s in zip(decisions, wanted, strict=True)]
+    methods = {n: _method_of(decisions[n], default) for n in work}
     keys = dict(zip(work, [None] * len(work) if key is None else jr.split(key, max(len(work), 1)), strict=True))
     done: dict[Any, Any] = {}  # an array that appears twice is quantized once
     for n in track(work, "Quantizing") if progress else work:
         leaf, _, axes, _, _ = decisions[n]
-        found_by = (decisions[n].method or default).for_leaf(leaf.path)
         same = (id(leaf.value), decisions[n].format, axes, wanted[n], id(decisions[n].method))
         if same not in done:
-            done[same] = _quantize_leaf(decisions[n], found_by, dtype, keys[n], wanted[n], simulate)
+            done[same] = _quantize_leaf(decisions[n], methods[n], dtype, keys[n], wanted[n], simulate)
         values[n] = done[same]
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_quantized), values)
+
+
+def _method_of(decision: Decision, default: AbstractMethod) -> AbstractMethod:
+    """Returns the method of a leaf, which has its own statistics. Raises if they are those of another array."""
+    method = (decision.method or default).for_leaf(decision.leaf.path)
+    method.check(decision.leaf.path, tuple(decision.leaf.value.shape), decision.axes)
+    return method
 
 
 def _sharding_of(decision: Decision, wanted: NamedSharding | None, dtype: DTypeLike | None) -> NamedSharding | None:
@@ -246,6 +253,12 @@ def _sharding_of(decision: Decision, wanted: NamedSharding | None, dtype: DTypeL
         q = jax.eval_shape(lambda x: quantize_array(x, decision.format, decision.axes, dtype, None), _struct(x))  # pyright: ignore
         leaf_shardings(q, sharding, decision.leaf.path)
     return sharding
+
+
+def quantize_leaf(decision: Decision, method: AbstractMethod, dtype: DTypeLike | None) -> QuantizedArray:
+    """Quantizes one leaf by a method that has its statistics, as `quantize_tree` does. It keeps its sharding."""
+    method.check(decision.leaf.path, tuple(decision.leaf.value.shape), decision.axes)
+    return _quantize_leaf(decision, method, dtype, None, None, False)  # pyright: ignore[reportReturnType]
 
 
 def _quantize_leaf(

@@ -21,7 +21,8 @@ Moments = dict[str, Any]
 # Called on the host with the indices of the layers and the moments of their rows. Returns the indices.
 Record = Callable[[Any, Moments], np.ndarray]
 
-_observe_p = jax.extend.core.Primitive("observe")
+# Public for whoever looks for it in a traced program.
+observe_p = jax.extend.core.Primitive("observe")
 
 
 def observe(
@@ -37,14 +38,15 @@ def observe(
     - `x`: the input of a weight.
     - `rows`: the same input, arranged as rows.
     - `index`: the index of the weight in a stack of layers.
-    - `params`: `record`, compared by identity; `threshold`, the magnitude above which a value counts as an outlier; and
-        `gram`, whether to compute the Gram matrix of the features, too.
+    - `params`: `record`, compared by identity; `threshold`, the magnitude above which a value counts as an outlier;
+        `gram`, whether to compute the Gram matrix of the features, too; and `gated`, whether `record` receives the rows
+        as well, and nothing is computed where all indices are negative.
     """
-    told = _observe_p.bind(rows, index, **params)
+    told = observe_p.bind(rows, index, **params)
     return jax.lax.optimization_barrier((x, told))[0]
 
 
-def _moments(x: Float[Array, "*stack rows features"], threshold: float | int, gram: bool) -> Moments:
+def _moments(x: Float[Array, "*stack rows features"], threshold: float | int, gram: bool, keep: bool) -> Moments:
     x = x.astype(jnp.float32)
     size = jnp.abs(x)
     moments = {
@@ -56,13 +58,20 @@ def _moments(x: Float[Array, "*stack rows features"], threshold: float | int, gr
         "second_moment": jnp.sum(jnp.square(x), axis=-2),
         "outlier_rate": jnp.sum(size > threshold, axis=-2, dtype=jnp.int32),
     }
+    if keep:
+        moments["values"] = x
     if gram:
         moments["gram"] = jnp.matmul(jnp.swapaxes(x, -1, -2), x, precision=jax.lax.Precision.HIGHEST)
     return moments
 
 
-def _run(x: Array, index: Array, *, record: Record, threshold: float | int, gram: bool) -> Array:
-    return io_callback(record, jax.ShapeDtypeStruct(index.shape, index.dtype), index, _moments(x, threshold, gram))
+def _run(x: Array, index: Array, *, record: Record, threshold: float | int, gram: bool, gated: bool = False) -> Array:
+    def tell(x: Array, index: Array) -> Array:
+        return io_callback(
+            record, jax.ShapeDtypeStruct(index.shape, index.dtype), index, _moments(x, threshold, gram, gated)
+        )
+
+    return jax.lax.cond(jnp.any(index >= 0), tell, lambda x, index: index, x, index) if gated else tell(x, index)
 
 
 def _batch(operands: Sequence[Array], axes: Sequence[Any], **params: Any) -> tuple[Array, Any]:
@@ -70,20 +79,20 @@ def _batch(operands: Sequence[Array], axes: Sequence[Any], **params: Any) -> tup
     if of_index is None:  # one layer for the whole batch: the examples become rows
         x = jnp.moveaxis(x, of_x, -3)
         x = x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
-        return _observe_p.bind(x, index, **params), None
+        return observe_p.bind(x, index, **params), None
     index = jnp.moveaxis(index, of_index, 0)
     x = jnp.broadcast_to(x, (index.shape[0], *x.shape)) if of_x is None else jnp.moveaxis(x, of_x, 0)
-    return _observe_p.bind(x, index, **params), 0
+    return observe_p.bind(x, index, **params), 0
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tuple[Array, Any]:
     del tangents
-    told = _observe_p.bind(*primals, **params)
+    told = observe_p.bind(*primals, **params)
     return told, jnp.zeros_like(told)
 
 
-_observe_p.def_impl(jax.jit(_run, static_argnames=("record", "threshold", "gram")))
-_observe_p.def_abstract_eval(lambda x, index, **params: index)
-batching.primitive_batchers[_observe_p] = _batch
-ad.primitive_jvps[_observe_p] = _jvp
-mlir.register_lowering(_observe_p, mlir.lower_fun(_run, multiple_results=False))
+observe_p.def_impl(jax.jit(_run, static_argnames=("record", "threshold", "gram", "gated")))
+observe_p.def_abstract_eval(lambda x, index, **params: index)
+batching.primitive_batchers[observe_p] = _batch
+ad.primitive_jvps[observe_p] = _jvp
+mlir.register_lowering(observe_p, mlir.lower_fun(_run, multiple_results=False))

@@ -4,6 +4,7 @@ import dataclasses
 import functools as ft
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -17,25 +18,49 @@ from ._observe import Moments, observe
 
 
 class Sums:
-    """Sums over rows, for each layer of a stack, in float64. It runs in a host callback, so it never raises."""
+    """Sums over rows, for each layer of a stack, in float64. It runs in a host callback, so it never raises.
+
+    - `wanted`: `None`, or for each layer the rows that other weights would have given; while it is being `filled`,
+        rows go there, and after that their products with the rows that come are summed as `"cross"`.
+    """
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
+        self.wanted: dict[int, list[np.ndarray]] | None = None
+        self.filling = False
         self.total: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
 
     def __call__(self, index: Any, moments: Moments) -> np.ndarray:
         index = np.asarray(index)
         numbers = index.astype(int).ravel()
+        values = moments.pop("values", None)
         with self._lock:
+            if values is not None and self.wanted is not None:
+                values = np.asarray(values)
+                values = values.reshape(numbers.size, *values.shape[index.ndim :])
+                moments = self._compare(numbers, values, moments)
             for name, value in moments.items():
                 value = np.asarray(value, np.float64)
                 value = value.reshape(numbers.size, *value.shape[index.ndim :])
                 combine, start = _COMBINE.get(name, (np.add, 0))
                 total = self.total.setdefault(name, np.full((self.layers, *value.shape[1:]), start, np.float64))
                 for number, part in zip(numbers, value, strict=True):
-                    total[number] = combine(total[number], part)
+                    if number >= 0:
+                        total[number] = combine(total[number], part)
         return index
+
+    def _compare(self, numbers: np.ndarray, values: np.ndarray, moments: Moments) -> Moments:
+        """Keeps rows, or adds their products with the rows that were kept to the moments."""
+        wanted = {} if self.wanted is None else self.wanted
+        if self.filling:
+            for number, rows in zip(numbers, values, strict=True):
+                wanted.setdefault(int(number), []).append(rows.copy())
+            return {}
+        zeros = np.zeros((values.shape[-1], values.shape[-1]), np.float32)
+        given = [wanted[n].pop(0) if n >= 0 and wanted.get(n) else None for n in map(int, numbers)]
+        cross = [zeros if a is None else a.T @ rows for a, rows in zip(given, values, strict=True)]
+        return {**moments, "cross": np.stack(cross).reshape(*np.shape(moments["rows"]), *zeros.shape)}
 
 
 _COMBINE = {"min": (np.minimum, np.inf), "max": (np.maximum, -np.inf)}
@@ -45,25 +70,45 @@ class Watch:
     """Collects the statistics of the inputs of one weight. A static field of pytrees, compared by identity.
 
     - `along`: the sums for each contracted axis of the weight.
+    - `gated`: whether only the layers in `active` are observed, by the index that they carry.
     - `looked_up`, `used`: whether the weight was indexed, and whether it was used in another way without `@`.
     """
 
-    def __init__(self, path: str, stack: tuple[int, ...], threshold: float | int, gram: bool) -> None:
-        self.path, self.stack, self.threshold, self.gram = path, stack, threshold, gram
-        self.along = {axis: Sums(math.prod(stack)) for axis in (-1, -2)}
+    def __init__(
+        self, path: str, stack: tuple[int, ...], threshold: float | int, gram: bool, gated: bool = False
+    ) -> None:
+        self.path, self.stack, self.threshold, self.gram, self.gated = path, stack, threshold, gram, gated
         self.looked_up = self.used = False
+        self.active: Sequence[int] = ()
+        self.along = {axis: Sums(math.prod(stack)) for axis in (-1, -2)}
+
+    def observe_next(self, layers: Sequence[int]) -> None:
+        """Drops what was collected. The next `index()` selects these layers."""
+        self.active = layers
+        for sums in self.along.values():
+            sums.total, sums.wanted = {}, None
+
+    def compare(self, filling: bool) -> None:
+        """Keeps the rows that come next, or compares those with the kept ones."""
+        for sums in self.along.values():
+            sums.filling = filling
+            sums.wanted = {} if filling or sums.wanted is None else sums.wanted
 
     def index(self) -> Float32[Array, "*stack"]:
         """Returns the index of each layer of the stack: a leaf, so that it is sliced and mapped with the weight.
 
-        It is a float, so that filters for float arrays keep it with the weights.
+        It is a float, so that filters for float arrays keep it with the weights. Negative for layers not observed.
         """
-        return jnp.arange(math.prod(self.stack), dtype=jnp.float32).reshape(self.stack)
+        numbers = np.arange(math.prod(self.stack), dtype=np.float32)
+        if self.gated:
+            numbers = np.where(np.isin(numbers, self.active), numbers, -1)
+        return jnp.asarray(numbers.reshape(self.stack), jnp.float32)
 
     def see(self, x: Array, rows: Float[Array, "*stack rows features"], index: Array, axis: int) -> Array:
         """Returns `x`, after the sums have received the moments of `rows`."""
         index = jnp.broadcast_to(index, rows.shape[:-2]).astype(jnp.float32)
-        return observe(x, rows, index, record=self.along[axis], threshold=self.threshold, gram=self.gram)
+        params = {"threshold": self.threshold, "gram": self.gram, "gated": self.gated}
+        return observe(x, rows, index, record=self.along[axis], **params)
 
 
 class UnevenStackError(ValueError):

@@ -38,6 +38,7 @@ class LeafStats:
     - `outlier_rate`: the share of values whose magnitude exceeds the threshold.
     - `gram`: with `gram=True`, the mean of $x x^T$: float64, `(*stack, features, features)`. The Hessian of GPTQ is
         twice this matrix.
+    - `looked_up`: whether the weight was only indexed, as an embedding, so that it has no inputs.
 
     The statistics are `None` for a weight without observed inputs. In a stack, they are zero (like `rows`) for each
     layer without observed inputs.
@@ -55,6 +56,7 @@ class LeafStats:
     second_moment: np.ndarray | None = None
     outlier_rate: float | None = None
     gram: np.ndarray | None = dataclasses.field(default=None, repr=False)
+    looked_up: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain Python values, without the Gram matrix."""
@@ -75,6 +77,7 @@ def _unflatten_stats(static: tuple[Any, ...], arrays: Any) -> LeafStats:
         "shape": static[0],
         "axis": static[1],
         "note": "",
+        "looked_up": False,
         **dict(zip(_STATISTICS, arrays, strict=True)),
     }
     for name, value in fields.items():
@@ -190,8 +193,24 @@ def collect_stats(
     if isinstance(batches, Mapping):
         raise TypeError("`batches` must be an iterable of batches. Got a dict. Pass a list of batches: `[batch]`.")
     watched, watches = _watch(model, where, threshold, gram)
-    run = eqx.filter_jit(_default_apply if apply is None else apply)
-    count = 0
+    run = eqx.filter_jit(default_apply if apply is None else apply)
+    count = observe_batches(run, model, watched, batches, watches)
+    leaves = tuple(stats_of(leaf, watch) for leaf, watch in watches)
+    if all(leaf.axis is None for leaf in leaves):
+        notes = some(f"{leaf.path}: {leaf.note}" for leaf in leaves)
+        raise ValueError(f"A weight must be multiplied with data to be observed. Got none that was ({notes}).")
+    return ActivationStats(leaves, count, threshold)
+
+
+def observe_batches(
+    run: Callable[[Any, Any], Any],
+    model: PyTree,
+    watched: PyTree,
+    batches: Iterable[PyTree],
+    watches: Any,
+    count: int = 0,
+) -> int:
+    """Runs the model with observed weights on each batch, and returns how many there were, `count` before them."""
     for batch in [batches] if isinstance(batches, (jax.Array, np.ndarray)) else batches:
         shapes = [np.shape(x) for x in jtu.tree_leaves(batch)]
         if any(0 in shape for shape in shapes):
@@ -206,11 +225,7 @@ def collect_stats(
         count += 1
     if count == 0:
         raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
-    leaves = tuple(_stats_of(leaf, watch) for leaf, watch in watches)
-    if all(leaf.axis is None for leaf in leaves):
-        notes = some(f"{leaf.path}: {leaf.note}" for leaf in leaves)
-        raise ValueError(f"A weight must be multiplied with data to be observed. Got none that was ({notes}).")
-    return ActivationStats(leaves, count, threshold)
+    return count
 
 
 def _run(run: Callable[[Any, Any], Any], model: Any, watched: Any, batch: Any, watches: Any) -> Any:
@@ -245,7 +260,7 @@ def _only(watched: PyTree, watch: Watch) -> PyTree:
     return jtu.tree_map(plain, watched, is_leaf=is_watched)
 
 
-def _default_apply(model: Any, batch: PyTree) -> Any:
+def default_apply(model: Any, batch: PyTree) -> Any:
     return jax.vmap(model)(batch)
 
 
@@ -267,12 +282,20 @@ def _watch(
             f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects leaves "
             "that are left alone by default."
         )
+    return watch_leaves(model, chosen, lambda leaf, stack: Watch(leaf.path, stack, threshold, gram))
+
+
+def watch_leaves(
+    model: PyTree, chosen: Sequence[Leaf], make: Callable[[Leaf, tuple[int, ...]], Watch]
+) -> tuple[PyTree, list[tuple[Leaf, Watch]]]:
+    """Returns the model with some weights observed, and the `Watch` of each. A shared array has one `Watch`."""
     by_array: dict[int, Watch] = {}
     watches = {}  # by key path, so that a convolution finds the watch of its weight
     for leaf in chosen:
-        stack = leaf.value.shape[: leaf.value.ndim - _weight_ndim(leaf)]
-        watch = by_array.setdefault(id(leaf.value), Watch(leaf.path, tuple(stack), threshold, gram))
-        watches[leaf.keys] = watch
+        stack = leaf.value.shape[: leaf.value.ndim - weight_ndim(leaf)]
+        if id(leaf.value) not in by_array:
+            by_array[id(leaf.value)] = make(leaf, tuple(stack))
+        watches[leaf.keys] = by_array[id(leaf.value)]
 
     def replace(keys: Any, node: Any) -> Any:
         if is_convolution(node):
@@ -298,7 +321,7 @@ def _skip_reason(leaf: Leaf) -> str | None:
     return None if _is_array(leaf.value) else default_skip_reason(leaf)
 
 
-def _weight_ndim(leaf: Leaf) -> int:
+def weight_ndim(leaf: Leaf) -> int:
     """Returns the number of axes of one layer's weight; any axes before them are a stack of layers."""
     return 1 + len(convolved_axes(leaf) or (-1,))
 
@@ -307,7 +330,9 @@ def _check_finite(watches: Sequence[tuple[Leaf, Watch]], batch: int) -> None:
     for leaf, watch in watches:
         for total in (sums.total for sums in watch.along.values() if sums.total):
             reached = total["rows"] > 0
-            if not all(np.isfinite(value[reached]).all() for name, value in total.items() if name != "gram"):
+            if not all(
+                np.isfinite(value[reached]).all() for name, value in total.items() if name not in ("gram", "cross")
+            ):
                 raise ValueError(
                     f"The inputs of {leaf.path} must be finite, and so must their squares in float32. Got NaN, "
                     f"infinity or too large a value in batch {batch}, counted from 0. Find where they arise, for "
@@ -315,13 +340,14 @@ def _check_finite(watches: Sequence[tuple[Leaf, Watch]], batch: int) -> None:
                 )
 
 
-def _stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
+def stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
     path, shape = leaf.path, tuple(leaf.value.shape)
     seen = {axis: sums.total for axis, sums in watch.along.items() if sums.total}
     notes = [] if path == watch.path else [f"the same array as {watch.path}"]
     if not seen:
         notes.append(_why_unseen(watch))
-        return LeafStats(path, shape, None, "; ".join(notes), np.zeros(watch.stack, np.int64))
+        looked_up = watch.looked_up and not watch.used
+        return LeafStats(path, shape, None, "; ".join(notes), np.zeros(watch.stack, np.int64), looked_up=looked_up)
     if watch.used:
         notes.append("also used without `@`, which was not seen")
     if len(seen) > 1:
@@ -335,7 +361,7 @@ def _stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
     by_rows = {
         name: value / np.maximum(rows, 1).reshape(-1, *[1] * (value.ndim - 1))
         for name, value in total.items()
-        if name not in ("rows", "min", "max")
+        if name not in ("rows", "min", "max", "cross")
     }
     extremes = {name: np.where(rows[:, None] > 0, total[name], 0) for name in ("min", "max")}
     rate = float(np.sum(total["outlier_rate"]) / (np.sum(rows) * total["outlier_rate"].shape[-1]))

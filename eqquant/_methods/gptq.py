@@ -1,0 +1,217 @@
+"""GPTQ: rounds one column at a time, and lets the columns that follow make up for its error."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray, UInt8
+
+from .._formats.base import AbstractFormat
+from .absmax import AbsMax
+from .base import (
+    AbstractMethod,
+    AbstractScaleMethod,
+    by_chunks,
+    decode_by,
+    encode_by,
+    Encoded,
+    Grid,
+    Scales,
+    store,
+    ZeroPoints,
+)
+from .inputs import statistic
+
+
+# How many columns are corrected one by one before the rest is corrected at once, by a product.
+_WIDTH = 128
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class GPTQ(AbstractMethod):
+    r"""Chooses codes with a small error of the outputs, $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$, where
+    $G$ is the mean of $x x^T$ over the inputs of the weight.
+
+    Rounds one column after the other, and changes the columns that are still to come so that they make up for its
+    error. Scales are those of `method` for the weight as it was, so columns may come in any order, and an array
+    remembers none. Works with every format.
+
+    Columns whose input is always zero are rounded to the nearest code. If the Gram matrix is singular even with its
+    damping, the damping grows tenfold until it is not.
+
+    !!! Example
+
+        ```python
+        stats = eqq.calibrate.collect_stats(model, batches, gram=True)
+        model = eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats))
+        q = eqq.quantize(w, "int4", method=eqq.GPTQ(gram=x.T @ x / len(x)))
+        ```
+
+    ??? cite
+
+        [GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers](https://arxiv.org/abs/2210.17323)
+    """
+
+    inputs: Any
+    damping: float = eqx.field(static=True)
+    order: str | None = eqx.field(static=True)
+    method: AbstractScaleMethod
+    statistic = "gram"
+
+    def __init__(
+        self,
+        inputs: Any = None,
+        *,
+        gram: Any = None,
+        damping: float | int = 0.01,
+        order: str | None = "activations",
+        method: AbstractMethod | None = None,
+    ) -> None:
+        """**Arguments:**
+
+        - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned with `gram=True`; for one array, the statistics
+            of its weight. A leaf that is looked up, such as an embedding, is quantized by `method` alone.
+        - `gram`: in place of `inputs`, the mean of $x x^T$ for one array: `(*stack, features, features)`. Any multiple
+            of it gives the same codes.
+        - `damping`: what is added to the diagonal, relative to its mean.
+        - `order`: `"activations"` rounds columns with large inputs first, while most others can still make up for their
+            errors; `None` rounds them in the order of the weight.
+        - `method`: the method that chooses scales and zero points; [`eqquant.AbsMax`][] by default. For
+            [`eqquant.MSE`][] the squared error of a column counts by the mean square of its input.
+
+        **Raises:**
+
+        `ValueError` for other values, or with both `inputs` and `gram`. Quantizing raises `ValueError` if statistics
+        are missing, not finite, or of another weight; the message names the leaf.
+        """
+        if inputs is not None and gram is not None:
+            raise ValueError("`gram` must come without `inputs`. Got both. Pass the statistics, or the matrix.")
+        if not 0 <= damping < float("inf"):
+            raise ValueError(f"`damping` must be finite and not negative. Got {damping}. The usual one is 0.01.")
+        if order not in ("activations", None):
+            raise ValueError(f'`order` must be "activations" or None. Got {order!r}.')
+        method = AbsMax() if method is None else method
+        if not isinstance(method, AbstractScaleMethod):
+            raise TypeError(
+                f"`method` of GPTQ must choose scales alone, such as `eqq.MSE()`. Got {method!r}: GPTQ finds the codes."
+            )
+        self.inputs = gram if inputs is None else inputs
+        self.damping, self.order, self.method = float(damping), order, method
+
+    def quantize_rows(
+        self,
+        rows: Float[Array, "*batch length"],
+        format: AbstractFormat,
+        *,
+        key: PRNGKeyArray | None = None,
+        chunk: int | None = None,
+    ) -> Encoded:
+        if key is not None:
+            raise ValueError("`key` must be None with GPTQ, which rounds to the nearest code. Got a key.")
+        gram = jnp.asarray(statistic(self.inputs, "gram"), jnp.float32)
+        scale, zero_point = self._scales(rows, gram, format, chunk)
+        stored, stored_offset, grid = store(scale, zero_point, format)
+
+        def of_layer(rows: Array, gram: Array, grid: Grid) -> UInt8[Array, "*batch length"]:
+            factor, order = _factor(gram, self.damping, self.order)
+            of_rows = lambda _, rows, grid: _codes(factor, order, rows, grid, format)
+            return by_chunks(of_rows, chunk, rows, grid)
+
+        for _ in range(gram.ndim - 2):
+            of_layer = jax.vmap(of_layer)
+        return Encoded(of_layer(rows, gram, grid), stored, grid.zero_point, stored_offset)
+
+    def _scales(
+        self, rows: Float[Array, "*batch length"], gram: Array, format: AbstractFormat, chunk: int | None
+    ) -> tuple[Scales, ZeroPoints]:
+        method = self.method
+        if method.choose_weighted is not None and method.inputs is None:
+            method = dataclasses.replace(method, inputs=jnp.diagonal(gram, axis1=-2, axis2=-1))  # pyright: ignore[reportCallIssue]
+        scale, zero_point = method.choose_for_rows(rows, format, chunk=chunk)
+        # A Gram matrix that is not finite is found here only under `jit`.
+        spoiled = jnp.sum(gram * 0, axis=(-2, -1))
+        return scale + spoiled.reshape(*spoiled.shape, *[1] * (scale.ndim - spoiled.ndim)), zero_point
+
+
+def _factor(
+    gram: Float32[Array, "length length"], damping: float | int, order: str | None
+) -> tuple[Float32[Array, "length length"], Int[Array, " length"]]:
+    """Returns an upper triangular `U` with $U^T U = G^{-1}$ for the damped Gram matrix `G`, and its order of columns.
+
+    Row `i` of `U` says how an error of column `i` is made up for by those that follow it.
+    """
+    length = gram.shape[-1]
+    diagonal = jnp.diagonal(gram)
+    live = diagonal > 0
+    mean = jnp.sum(diagonal) / jnp.maximum(jnp.sum(live.astype(jnp.float32)), 1)
+    gram = gram / jnp.where(mean > 0, mean, 1)
+    gram = jnp.where(live[:, None] & live[None, :], gram, 0) + jnp.diag(jnp.where(live, 0.0, 1.0))
+    columns = jnp.arange(length)
+    if order == "activations":
+        columns = jnp.argsort(-jnp.diagonal(gram), stable=True)
+        gram = gram[columns][:, columns]
+    eye = jnp.eye(length, dtype=jnp.float32)
+
+    def invert(damping: Any) -> Array:
+        # The factor of the reversed matrix, reversed, is upper triangular: its inverse is `U`, without an inverse of G.
+        reverse = jnp.linalg.cholesky((gram + damping * eye)[::-1, ::-1])[::-1, ::-1]
+        return jax.scipy.linalg.solve_triangular(reverse, eye, lower=False)
+
+    def grow(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        tries, damping, _ = state
+        return tries + 1, jnp.maximum(10 * damping, 1e-6), invert(damping)
+
+    singular = lambda state: (state[0] < 10) & ~jnp.isfinite(state[2]).all()
+    start = (jnp.asarray(0, jnp.int32), jnp.asarray(damping, jnp.float32), jnp.full_like(eye, jnp.nan))
+    return jax.lax.while_loop(singular, grow, start)[2], columns
+
+
+def _codes(
+    factor: Float32[Array, "length length"],
+    order: Int[Array, " length"],
+    rows: Float[Array, "*batch length"],
+    grid: Grid,
+    format: AbstractFormat,
+) -> UInt8[Array, "*batch length"]:
+    """Returns the codes of rows, found column by column in the given order."""
+    *batch, length = rows.shape
+    width = min(_WIDTH, length)
+    steps = -(-length // width)
+    padding = steps * width - length
+    size = format.block_size if isinstance(format.block_size, int) else length
+    # Columns come first, so that one is contiguous. Those of the padding are zeros that nothing else depends on.
+    columns_first = lambda x: x.reshape(-1, x.shape[-1]).T
+    grid = jax.tree.map(columns_first, grid)
+    columns = jnp.pad(columns_first(rows.astype(jnp.float32))[order], ((0, padding), (0, 0)))
+    block_of = jnp.pad(order // size, (0, padding))
+    factor = jnp.pad(factor, ((0, padding), (0, padding))) + jnp.diag(
+        (jnp.arange(length + padding) >= length).astype(jnp.float32)
+    )
+
+    def round_columns(errors: Array, first: Array) -> tuple[Array, Array]:
+        above = jax.lax.dynamic_slice_in_dim(factor, first, width, axis=1)
+        corrected = jax.lax.dynamic_slice_in_dim(columns, first, width) - jnp.matmul(
+            above.T, errors, precision=_HIGHEST
+        )
+        within = jax.lax.dynamic_slice_in_dim(above, first, width)
+        blocks = jax.lax.dynamic_slice_in_dim(block_of, first, width)
+
+        def round_one(n: Any, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            corrected, codes, errors = state
+            of_block = jax.tree.map(lambda x: x[blocks[n]][:, None], grid)
+            value = corrected[n][:, None]
+            code, _ = encode_by(value, of_block, format)
+            rounded = decode_by(code, of_block, format)
+            error = (value - rounded)[:, 0] / within[n, n]
+            corrected = corrected - within[n][:, None] * error[None, :]
+            return corrected, codes.at[n].set(code[:, 0]), errors.at[n].set(error)
+
+        state = (corrected, jnp.zeros(corrected.shape, jnp.uint8), jnp.zeros_like(corrected))
+        _, codes, own = jax.lax.fori_loop(0, width, round_one, state)
+        return jax.lax.dynamic_update_slice_in_dim(errors, own, first, axis=0), codes
+
+    _, codes = jax.lax.scan(round_columns, jnp.zeros_like(columns), jnp.arange(steps) * width)
+    codes = codes.reshape(steps * width, -1)[:length]
+    return jnp.zeros_like(codes).at[order].set(codes).T.reshape(*batch, length)

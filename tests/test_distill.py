@@ -1,0 +1,80 @@
+"""`distill`: never worse than its start, and what it trains and what it leaves alone."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+
+import eqquant as eqq
+
+from .helpers import assert_same
+
+
+@pytest.fixture(scope="module")
+def setting():
+    layers = [eqx.nn.Linear(16, 32, key=jr.key(0)), eqx.nn.Lambda(jnp.tanh), eqx.nn.LayerNorm(32)]
+    model = eqx.nn.Sequential([*layers, eqx.nn.Linear(32, 8, key=jr.key(1))])
+    x = list(jr.normal(jr.key(2), (10, 32, 16)))
+    return model, x, jr.normal(jr.key(3), (256, 16))
+
+
+def error(q, model, x):
+    return float(jnp.mean(jnp.square(jax.vmap(q)(x) - jax.vmap(model)(x))))
+
+
+@pytest.mark.parametrize("train, gain", [("scales", 0.8), ("codes", 0.5)])
+@pytest.mark.parametrize("format", [eqq.Int2(16, symmetric=False), eqq.NF4(32)], ids=["int2", "nf4"])
+def test_gains(setting, train, gain, format):
+    model, x, held_out = setting
+    q = eqq.quantize_tree(model, format)
+    found = eqq.distill(q, model, x, train=train, optimizer=optax.adam(3e-3), progress=False)
+    assert jtu.tree_structure(found) == jtu.tree_structure(q)
+    assert error(found, model, held_out) < gain * error(q, model, held_out)
+    same = lambda a, b: bool(jnp.array_equal(a, b))
+    assert same(eqq.unpack(found[0].weight), eqq.unpack(q[0].weight)) == (train == "scales")
+    assert not same(found[0].weight.scale, q[0].weight.scale) and not same(found[2].weight, q[2].weight)
+    assert eqq.tree_nbytes(found) == eqq.tree_nbytes(q)
+
+
+def test_the_loss_is_that_of_the_result(setting, capsys):
+    model, x, _ = setting
+    q = eqq.quantize_tree(model, eqq.Int4(16))
+    found = eqq.distill(q, model, x, held_out=x[:2], train="codes", passes=3)
+    lines = capsys.readouterr().out.splitlines()
+    losses = [float(lines[0].split()[3]), *(float(line.split()[-1]) for line in lines[1:])]
+    relative = lambda q, x: jnp.sum(jnp.square(jax.vmap(q)(x) - jax.vmap(model)(x))) / jnp.sum(jax.vmap(model)(x) ** 2)
+    for m, loss in ((q, losses[0]), (found, min(losses))):
+        np.testing.assert_allclose(np.mean([relative(m, b) for b in x[:2]]), loss, rtol=2e-3)
+
+
+def test_never_worse_than_its_start(setting):
+    model, x, _ = setting
+    q = eqq.quantize_tree(model, "int8")
+    found = eqq.distill(q, model, x, optimizer=optax.sgd(1e4), patience=2, progress=False)
+    jtu.tree_map(lambda a, b: assert_same(a, b) if eqx.is_array(a) else None, found, q)
+
+
+def test_scales_that_are_quantized_stay(setting):
+    model, x, _ = setting
+    q = eqq.quantize_tree(model, eqq.NF4(16, double_quant=True))
+    found = eqq.distill(q, model, x, progress=False)
+    assert_same(found[0].weight, q[0].weight)
+    assert not jnp.array_equal(found[0].bias, q[0].bias)
+
+
+def test_errors(setting):
+    model, x, _ = setting
+    q = eqq.quantize_tree(model, "int4")
+    of = lambda q=q, model=model, x=x, **kwargs: eqq.distill(q, model, x, progress=False, **kwargs)
+    with pytest.raises(ValueError, match="must hold quantized arrays"):
+        of(model)
+    with pytest.raises(ValueError, match="Got 0 and 1"):
+        of(x=x[:1])
+    with pytest.raises(ValueError, match="Got another at layers.0.weight"):
+        of(model=eqx.tree_at(lambda m: m[0].weight, model, jnp.zeros((32, 15))))
+    with pytest.raises(ValueError, match="must be finite at the start"):
+        of(x=[jnp.full((4, 16), jnp.nan)] * 5)

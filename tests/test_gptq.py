@@ -1,0 +1,248 @@
+"""GPTQ, and scales weighted by inputs: against two independent libraries, brute force, and each other."""
+
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant.calibrate import collect_stats
+
+from .helpers import assert_same, FORMATS, SWEPT_FORMATS
+
+
+GOLDEN = Path(__file__).parent / "golden" / "gptq_query_layer0.npz"
+
+
+def inputs(features=96, rows=400, seed=0):
+    """Inputs of very different sizes that depend on each other."""
+    a, b = jr.split(jr.key(seed))
+    mixing = jnp.eye(features) + 0.3 * jr.normal(b, (features, features))
+    return jr.normal(a, (rows, features)) * jnp.geomspace(0.1, 3, features)[None] @ mixing
+
+
+def gram_of(x):
+    return x.T @ x / len(x)
+
+
+def loss(q, w, gram):
+    error = np.asarray(eqq.dequantize(q), np.float64) - np.asarray(w, np.float64)
+    return float(np.sum(error @ np.asarray(gram, np.float64) * error))
+
+
+@pytest.mark.parametrize(
+    "name, format", [("int4_g64_asym", eqq.Int4(64, symmetric=False)), ("int2_g32_asym", eqq.Int2(32, symmetric=False))]
+)
+def test_codes_of_two_libraries(name, format):
+    """The first rows of a layer of a real model, as AutoGPTQ and llm-compressor quantize it."""
+    golden = np.load(GOLDEN)
+    length = golden["weight"].shape[1]
+    lower = np.zeros((length, length), np.float32)
+    lower[np.tril_indices(length)] = golden["hessian_lower"]
+    hessian = np.tril(lower, -1).T + lower
+    q = eqq.quantize(golden["weight"], format, method=eqq.GPTQ(gram=hessian))
+    codes, scale, zero = (golden[f"{name}.{part}"] for part in ("codes", "scale", "zero_point"))
+    np.testing.assert_allclose(q.scale, scale, rtol=1e-6)
+    np.testing.assert_array_equal(q.zero_point, zero)
+    assert np.mean(np.asarray(eqq.unpack(q)) == codes) >= 0.999
+    size = format.block_size
+    theirs = (codes - np.repeat(zero, size, 1).astype(np.float32)) * np.repeat(scale, size, 1)
+    assert loss(q, golden["weight"], hessian) <= loss(theirs, golden["weight"], hessian) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("name", SWEPT_FORMATS)
+def test_every_format(name):
+    format, x = FORMATS[name].format, inputs()
+    w = jr.normal(jr.key(1), (16, 96)) * 0.1
+    q = eqq.quantize(w, format, method=eqq.GPTQ(gram=gram_of(x)))
+    plain = eqq.quantize(w, format)
+    assert jax.tree.structure(q) == jax.tree.structure(plain)
+    np.testing.assert_array_equal(q.scale, plain.scale)
+    if format.bits < 8:  # with more, what is left is the rounding of float32 and of the scales
+        assert loss(q, w, gram_of(x)) < 0.8 * loss(plain, w, gram_of(x))
+
+
+def test_by_hand():
+    """Against the same steps in float64, one column at a time, with an explicit inverse."""
+    x, w = np.asarray(inputs(150), np.float64), np.asarray(jr.normal(jr.key(1), (5, 150)), np.float64)
+    gram = x.T @ x / len(x)
+    # A hundred and fifty columns are more than are corrected at once.
+    q = eqq.quantize(jnp.asarray(w, jnp.float32), eqq.Int4(8), method=eqq.GPTQ(gram=gram, damping=0.02))
+    damped = gram + 0.02 * np.mean(np.diag(gram)) * np.eye(150)
+    scale, left, found = np.repeat(np.asarray(q.scale, np.float64), 8, 1), w.copy(), np.zeros_like(w)
+    order = np.argsort(-np.diag(gram))
+    for n, column in enumerate(order):
+        rest = order[n:]
+        inverse = np.linalg.inv(damped[np.ix_(rest, rest)])
+        found[:, column] = np.clip(np.round(left[:, column] / scale[:, column]), -7, 7) * scale[:, column]
+        left[:, rest] -= np.outer((left[:, column] - found[:, column]) / inverse[0, 0], inverse[0])
+    assert np.mean(np.abs(np.asarray(q.dequantize()) - found) < 1e-5) > 0.95  # one tie in float32 changes what follows
+
+
+def test_order_and_scales_lower_the_error():
+    x, w = inputs(), jr.t(jr.key(1), 5.0, (64, 96))
+    gram = gram_of(x)
+    of = lambda **kwargs: loss(eqq.quantize(w, eqq.Int2(32), method=eqq.GPTQ(gram=gram, **kwargs)), w, gram)
+    assert of() < of(order=None)
+    assert of(method=eqq.MSE()) < of()
+
+
+def test_any_multiple_of_the_gram_matrix():
+    x, w = inputs(), jr.normal(jr.key(1), (8, 96))
+    q, *others = (eqq.quantize(w, "nf4", method=eqq.GPTQ(gram=gram_of(x) * 2.0**n)) for n in (0, 60, -60))
+    for other in others:
+        assert_same(other, q)
+
+
+def test_columns_without_inputs():
+    x, w = inputs().at[:, 5:9].set(0), jr.normal(jr.key(1), (8, 96))
+    q, plain = eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram_of(x))), eqq.quantize(w, "int4")
+    np.testing.assert_array_equal(eqq.unpack(q)[:, 5:9], eqq.unpack(plain)[:, 5:9])
+    assert loss(q, w, gram_of(x)) < 0.8 * loss(plain, w, gram_of(x))
+    # Without any inputs all codes are the nearest.
+    assert_same(eqq.quantize(w, "int4", method=eqq.GPTQ(gram=jnp.zeros((96, 96)))), plain)
+
+
+@pytest.mark.parametrize("damping", [0, 0.01])
+def test_fewer_inputs_than_columns(damping):
+    x, w = inputs(rows=20), jr.normal(jr.key(1), (8, 96))
+    q = eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram_of(x), damping=damping))
+    assert loss(q, w, gram_of(x)) < 0.5 * loss(eqq.quantize(w, "int4"), w, gram_of(x))
+
+
+def test_stacks_and_other_axes():
+    x, w = jnp.stack([inputs(seed=n) for n in range(3)]), jr.normal(jr.key(1), (3, 8, 96))
+    grams = jax.vmap(gram_of)(x)
+    of = lambda w, gram, **kwargs: eqq.quantize(w, eqq.Int4(32), method=eqq.GPTQ(gram=gram), **kwargs)
+    stacked = of(w, grams)
+    for n in (0, 2):
+        assert_same(jax.tree.map(lambda a: a[n], stacked), of(w[n], grams[n]))
+    np.testing.assert_array_equal(of(w.mT, grams, axis=-2).dequantize(), stacked.dequantize().mT)
+    # One Gram matrix for all heads of one input.
+    heads = of(w, grams[0])
+    np.testing.assert_array_equal(heads[1], of(w[1], grams[0]).dequantize())
+
+
+def test_under_jit_a_gram_matrix_that_is_not_finite_spoils_the_array():
+    w, gram = jr.normal(jr.key(1), (8, 64)), gram_of(inputs(64))
+    of = jax.jit(lambda w, gram: eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram)).dequantize())
+    np.testing.assert_array_equal(of(w, gram), eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram)).dequantize())
+    assert jnp.isnan(of(w, gram.at[3, 4].set(jnp.nan))).all()
+
+
+# Models
+
+
+class Tower(eqx.Module):
+    """An embedding, convolutions, and a stack of layers for `scan`."""
+
+    words: eqx.nn.Embedding
+    conv: eqx.nn.Conv1d
+    layers: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __init__(self):
+        a, b, c, d = jr.split(jr.key(0), 4)
+        self.words = eqx.nn.Embedding(50, 32, key=a)
+        self.conv = eqx.nn.Conv1d(32, 32, 3, key=b)
+        self.layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(32, 32, key=key))(jr.split(c, 3))
+        self.head = eqx.nn.Linear(32, 8, key=d)
+
+    def __call__(self, ids):
+        x = self.conv(jax.vmap(self.words)(ids).T).T
+        arrays, static = eqx.partition(self.layers, eqx.is_array)
+
+        def step(x, layer):
+            return x + jax.nn.tanh(jax.vmap(eqx.combine(layer, static))(x)), None
+
+        x, _ = jax.lax.scan(step, x, arrays)
+        return jax.vmap(self.head)(x)
+
+
+@pytest.fixture(scope="module")
+def tower():
+    model, ids = Tower(), jr.randint(jr.key(9), (64, 12), 0, 50)
+    return model, ids, collect_stats(model, ids, gram=True)
+
+
+def test_a_model(tower):
+    model, ids, stats = tower
+    wanted, rules = jax.vmap(model)(ids), {"words.*": None, "*": eqq.Int2(32)}
+    error = lambda q: float(jnp.mean(jnp.square(jax.vmap(q)(ids) - wanted)))
+    plain, found = (eqq.quantize_tree(model, rules, method=method) for method in (None, eqq.GPTQ(stats)))
+    assert error(found) < 0.8 * error(plain)
+    for path, w, q in (
+        ("conv.weight", model.conv.weight, found.conv.weight),
+        ("head.weight", model.head.weight, found.head.weight),
+    ):
+        assert_same(eqq.quantize(w, eqq.Int2(32), axis=stats[path].axis, method=eqq.GPTQ(stats[path])), q)
+    # An embedding has no inputs.
+    method = eqq.GPTQ(stats, method=eqq.MSE())
+    looked_up = eqq.quantize_tree(model, "int4", where=lambda m: m.words, method=method).words.weight
+    assert_same(looked_up, eqq.quantize(model.words.weight, "int4", method=eqq.MSE()))
+    assert "by GPTQ" in str(eqq.plan_tree(model, "int4", method=eqq.GPTQ(stats)))
+
+
+def test_weights_count_by_their_inputs():
+    x, w = inputs(64), jr.t(jr.key(1), 3.0, (32, 64))
+    moments, format = jnp.mean(jnp.square(x), axis=0), eqq.Int4(64)
+    weights = moments / moments.mean() + 0.01
+    squared = lambda q: jnp.sum(jnp.square(q.dequantize() - w) * weights[None], axis=-1)
+    q, plain = eqq.quantize(w, format, method=eqq.MSE(moments)), eqq.quantize(w, format)
+    least = jnp.min(
+        jnp.stack([squared(eqq.quantize(w, format, scale=plain.scale * f)) for f in np.linspace(0.3, 1.2, 181)]), axis=0
+    )
+    assert squared(q).sum() < 1.02 * least.sum() and (squared(q) < 1.5 * least).all()
+    assert squared(q).sum() < squared(eqq.quantize(w, format, method=eqq.MSE())).sum()
+    # If all columns have the same input, nothing changes; nor if none has.
+    for alike in (jnp.full(64, 7.0), jnp.zeros(64)):
+        same = eqq.quantize(w, format, method=eqq.MSE(alike))
+        np.testing.assert_allclose(same.scale, eqq.quantize(w, format, method=eqq.MSE()).scale, rtol=1e-5)
+
+
+def test_errors(tower):
+    model, ids, stats = tower
+    w, gram = jnp.ones((4, 32)), jnp.eye(32)
+    for kwargs, words in (
+        (dict(damping=-1), "`damping` must be finite"),
+        (dict(order="random"), "`order` must be"),
+        (dict(inputs=stats, gram=gram), "without `inputs`"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            eqq.GPTQ(**kwargs)
+    with pytest.raises(TypeError, match="must choose scales alone"):
+        eqq.GPTQ(stats, method=eqq.GPTQ(stats))
+    for method, words in (
+        (eqq.GPTQ(), "needs statistics of the inputs of `x`"),
+        (eqq.GPTQ(gram=jnp.eye(31)), r"of the 32 inputs of `x`.*Got shape \(31, 31\)"),
+        (eqq.GPTQ(gram=jnp.ones((3, 32, 32))), r"Got shape \(3, 32, 32\)"),
+        (eqq.GPTQ(gram=gram.at[1, 2].set(jnp.nan)), "must be finite.*for `x`"),
+        (eqq.GPTQ(stats["conv.weight"]), "same weight"),
+        (eqq.GPTQ(stats), "statistics of this array"),
+        (eqq.MSE(jnp.ones(31)), "second moments of the 32 inputs"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            eqq.quantize(w, "int4", method=method)
+    with pytest.raises(ValueError, match="nearest"):
+        eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram), key=jr.key(0))
+    with pytest.raises(ValueError, match=r"along axis -1 of `x`.*Pass `axis=-1`"):
+        eqq.quantize(model.head.weight, "int4", axis=-2, method=eqq.GPTQ(stats["head.weight"]))
+    for method, words in (
+        (eqq.GPTQ(collect_stats(model, ids)), "conv.weight.*gram=True"),
+        (eqq.GPTQ(collect_stats(model, ids, where=lambda m: m.head, gram=True)), "Got none for words.weight"),
+        (eqq.GPTQ({leaf: gram for leaf in stats}), "of conv.weight"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            eqq.quantize_tree(model, "int4", method=method)
+    unseen = collect_stats(
+        eqx.nn.MLP(8, 8, 8, 1, key=jr.key(0)),
+        ids[:, :8].astype(jnp.float32),
+        gram=True,
+        apply=lambda model, x: jax.vmap(model.layers[0])(x),
+    )
+    with pytest.raises(ValueError, match="none of layers.1.weight were seen: no batch reached it"):
+        eqq.quantize_tree(eqx.nn.MLP(8, 8, 8, 1, key=jr.key(0)), "int4", method=eqq.GPTQ(unseen))

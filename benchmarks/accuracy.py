@@ -141,7 +141,7 @@ def main(*, smoke: bool, wanted: str, seed: int) -> None:
     reference = sentences_and_scores.embed_all(model, ids, mask)
     nearest = sentences_and_scores.neighbours(reference)
     console.print(
-        f"Calibrated on {calibrate_on} sentences, distilled on {len(train_on)} batches, compared on {compared_on} others"
+        f"Calibrated on {calibrate_on} sentences, distilled on {len(train_on)} batches, compared on {compared_on}"
     )
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("recipe", no_wrap=True)

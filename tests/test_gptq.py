@@ -187,6 +187,21 @@ def test_a_model(tower):
     assert "by GPTQ" in str(eqq.plan_tree(model, "int4", method=eqq.GPTQ(stats)))
 
 
+def test_plans_take_methods_with_statistics(tower):
+    model, ids, stats = tower
+    wanted = jax.vmap(model)(ids)
+    loss = lambda model, batch: jnp.mean(jnp.square(jax.vmap(model)(batch[0]) - batch[1]))
+    offered = [eqq.Int2(32), eqq.Use(eqq.Int2(32), eqq.GPTQ(stats)), eqq.Int8()]
+    report = eqq.analysis.sensitivity(model, loss, (ids, wanted), offered, where=lambda m: (m.head, m.layers))
+    for leaf in report.leaves:
+        assert leaf.losses[2] < leaf.losses[1] < leaf.losses[0]
+    plan = eqq.analysis.plan_bits(model, report, 3.0)  # too little for eight bits
+    assert all(leaf.format == offered[1] for leaf in plan.leaves)
+    q = eqq.quantize_tree(model, plan, where=lambda m: (m.head, m.layers))
+    assert_same(q.head.weight, eqq.quantize(model.head.weight, offered[0], method=eqq.GPTQ(stats["head.weight"])))
+    assert repr(offered[1]).startswith("Int2(block_size=32) by GPTQ(..., damping=0.01")
+
+
 def test_weights_count_by_their_inputs():
     x, w = inputs(64), jr.t(jr.key(1), 3.0, (32, 64))
     moments, format = jnp.mean(jnp.square(x), axis=0), eqq.Int4(64)

@@ -59,6 +59,11 @@ class AbstractMethod(eqx.Module):
     method: ClassVar[Any] = None
     statistic: ClassVar[str | None] = None
 
+    def __repr__(self) -> str:
+        fields = [field for field in dataclasses.fields(self) if field.repr and field.name != "inputs"]
+        shown = [f"{field.name}={eqx.tree_pformat(getattr(self, field.name))}" for field in fields]
+        return f"{type(self).__name__}({', '.join(['...'] * (self.inputs is not None) + shown)})"
+
     @abc.abstractmethod
     def quantize_rows(
         self,

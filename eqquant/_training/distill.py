@@ -198,7 +198,7 @@ class _Quantized(eqx.Module):
             return self.q.scale
         scale = self.q.scale * (1 + changes["scale"])
         dtype = self.q.format.scale_dtype
-        return value_of(bits_to_scale(scale_to_bits(jax.lax.stop_gradient(scale), dtype), dtype), scale)
+        return value_of(bits_to_scale(scale_to_bits(jax.lax.stop_gradient(scale), dtype), dtype), gradient_of=scale)
 
     def _levels(self, changes: dict[str, Array]) -> tuple[Array, Array]:
         """Returns the codes, and their values without zero points, which have the gradient of the changes."""
@@ -209,7 +209,7 @@ class _Quantized(eqx.Module):
         gap = (table[reached].max() - table[reached].min()) / (reached.sum() - 1)
         units = levels + changes["codes"] * float(gap * _CODES)
         codes = format.encode(jax.lax.stop_gradient(units))
-        return codes, value_of(format.decode(codes), units)
+        return codes, value_of(format.decode(codes), gradient_of=units)
 
     def value(self, changes: dict[str, Array]) -> Array:
         q, (_, values) = self.q, self._levels(changes)

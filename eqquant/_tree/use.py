@@ -31,6 +31,9 @@ class Use:
         object.__setattr__(self, "format", as_format(format))
         object.__setattr__(self, "method", None if method is None else as_method(method))
 
+    def __hash__(self) -> int:
+        return hash((self.format, type(self.method)))  # a method may hold arrays
+
     def __repr__(self) -> str:
         return repr(self.format) if self.method is None else f"{self.format!r} by {self.method!r}"
 

@@ -242,7 +242,7 @@ def _weights(model: PyTree, where: Where | None, axis: Any) -> list[tuple[list[i
 def quantize_named(w: Any, use: Use, axes: Any, path: str) -> Any:
     """Calls `quantize`, and names the leaf in its errors."""
     try:
-        return quantize(w, use.format, axis=axes, method=use.method)
+        return quantize(w, use.format, axis=axes, method=None if use.method is None else use.method.for_leaf(path))
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
 

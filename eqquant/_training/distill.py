@@ -127,7 +127,8 @@ def distill(
     @eqx.filter_jit
     def step(changes: Any, state: Any, fixed: Any, values: Any, batch: Any, wanted: Any) -> tuple[Any, Any, Array]:
         value, grads = eqx.filter_value_and_grad(loss_of)(changes, fixed, values, batch, wanted)
-        updates, state = optimizer.update(grads, state, changes)
+        with jax.numpy_dtype_promotion("standard"):  # optimizers mix dtypes
+            updates, state = optimizer.update(grads, state, changes)
         return eqx.apply_updates(changes, updates), state, value
 
     evaluate = eqx.filter_jit(loss_of)

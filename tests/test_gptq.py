@@ -199,7 +199,7 @@ def test_plans_take_methods_with_statistics(tower):
     assert all(leaf.format == offered[1] for leaf in plan.leaves)
     q = eqq.quantize_tree(model, plan, where=lambda m: (m.head, m.layers))
     assert_same(q.head.weight, eqq.quantize(model.head.weight, offered[0], method=eqq.GPTQ(stats["head.weight"])))
-    assert repr(offered[1]).startswith("Int2(block_size=32) by GPTQ(..., damping=0.01")
+    assert repr(offered[1]).startswith("Int2(block_size=32) by GPTQ(..., ")
 
 
 def test_weights_count_by_their_inputs():

@@ -341,7 +341,9 @@ class Grid(NamedTuple):
 def store(scale: Scales, zero_point: ZeroPoints, format: AbstractFormat) -> tuple[Any, Any, Grid]:
     """Returns scales and offsets as the format stores them, and the levels that follow."""
     stored = store_scale(scale, format)
-    stored_offset = store_scale(zero_point, format) if has_offsets(format) else None
+    stored_offset = None
+    if has_offsets(format) and zero_point is not None:
+        stored_offset = store_scale(zero_point, format)  # pyright: ignore[reportArgumentType]
     return stored, stored_offset, _grid(scale, zero_point, stored, stored_offset, format)
 
 

@@ -98,7 +98,7 @@ class GPTQ(AbstractMethod):
                 f"`method` of GPTQ must choose scales alone, such as `eqq.MSE()`. Got {method!r}: GPTQ finds the codes."
             )
         self.inputs = gram if inputs is None else inputs
-        self.damping, self.order, self.method = float(damping), order, method
+        self.damping, self.order, self.method = float(damping), order, method  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def quantize_rows(
         self,

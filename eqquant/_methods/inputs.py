@@ -13,7 +13,8 @@ def statistic(inputs: Any, name: str) -> Any:
 
 
 def _is_collected(inputs: Any) -> bool:
-    return getattr(inputs, "second_moment", inputs) is not inputs
+    """Whether these are collected statistics, and not a bare array or `None`."""
+    return inputs is not None and getattr(inputs, "second_moment", inputs) is not inputs
 
 
 def check_statistic(
@@ -26,7 +27,7 @@ def check_statistic(
     - `name`: the statistic that the method needs, `"gram"` or `"second_moment"`.
     - `method`: the name of the method.
     """
-    collected = inputs is not None and _is_collected(inputs)
+    collected = _is_collected(inputs)
     if collected and tuple(inputs.shape) != shape:
         raise ValueError(
             f"`inputs` of {method} must be statistics of the same weight. Got those of a weight of shape "

@@ -39,7 +39,7 @@ class MSE(AbstractScaleMethod):
         search = Search.of(blocks, format)
         return search.result(least_squared(search))
 
-    def choose_weighted(
+    def choose_weighted(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
         blocks: Float32[Array, "*batch blocks block"],
         weights: Float32[Array, "*batch blocks block"],

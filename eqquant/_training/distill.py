@@ -110,8 +110,8 @@ def distill(
     run = _default_apply if apply is None else apply
     measure = _relative_error if loss is None else loss
     treedef = jtu.tree_structure(model, is_leaf=is_quantized)
-    fixed = [_fixed(leaf, train == "codes") for leaf in leaves]
-    start = [None if part is None else part.start() for part in fixed]
+    fixed: list[Any] = [_fixed(leaf, train == "codes") for leaf in leaves]
+    start: Any = [None if part is None else part.start() for part in fixed]
     steps = passes * len(data)
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps)) if optimizer is None else optimizer
 
@@ -218,7 +218,7 @@ class _Quantized(eqx.Module):
         if q.zero_point is not None:
             values = values - expand(q.zero_point.astype(jnp.float32), size, length)
         dense = values * expand(self._scale(changes), size, length)
-        if q.offset_bits is not None:
+        if q.offset is not None:
             dense = dense + expand(q.offset, size, length)
         return logical_order(dense, q._axes, q.lengths).astype(q.dtype)
 

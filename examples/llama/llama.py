@@ -4,7 +4,6 @@ Llama, Mistral, Qwen2 and 3, Gemma 1 and 2, Phi-3, Mixtral and the mixtures of Q
 The paths of the arrays are those of `eqq.io.names`, so that a model loads from every file that `eqq.io.open` reads.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 

@@ -230,7 +230,7 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     began = time.perf_counter()
     given = list(options.prompts)
     if options.random:
-        given = [options.model, *given] if options.model else []
+        given = [options.model, *given] if options.model else ["1"]
         model, stop = random_model(options.random, options.dtype, options.scan), frozenset()
         text = Text(None, model.config.vocabulary)
     elif options.model is None:
@@ -241,11 +241,10 @@ def run(options: argparse.Namespace) -> list[list[int]]:
         beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
         text = Text(None if options.ids else options.tokenizer or beside, model.config.vocabulary)
     if options.format:
-        # A part at a time, so that the float model goes as the other comes.
         model = eqq.quantize_tree(model, options.format)
-    prompts = [text.encode(prompt) for prompt in given] or [[1]]
+    prompts = [text.encode(prompt) for prompt in given]
     stop = stop if options.stop is None else frozenset(options.stop)
-    context = options.context or max(map(len, prompts)) + options.tokens
+    context = options.context or max(map(len, prompts), default=0) + options.tokens
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     generate = Generator(model, context, sampling)
     loaded = time.perf_counter()

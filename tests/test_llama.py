@@ -24,7 +24,6 @@ from safetensors.numpy import save_file
 FOLDER = Path(__file__).parents[1] / "examples" / "llama"
 MODELS = json.loads((GOLDEN / "models.json").read_text())
 QUANTIZED = {"bitsandbytes": "NF4", "compressed_tensors": "Int4", "gguf": "Q4_0"}
-PROMPT = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,21 +64,17 @@ def run(model, *arguments):
     return model(*arguments)
 
 
-# Stacked layers compile once for all; a list of layers is the default of the example.
-@pytest.mark.parametrize(
-    "name, stacked", [*((name, True) for name in (*MODELS, *QUANTIZED)), ("llama", False), ("mixtral", False)]
-)
+@pytest.mark.parametrize("name, stacked", [*((name, True) for name in (*MODELS, *QUANTIZED)), ("llama", False)])
 def test_logits_equal_those_of_transformers(llama, tmp_path, name, stacked):
     model = llama.load(checkpoint_of(name, tmp_path), stacked=stacked)
     formats = {type(leaf.format).__name__ for leaf in eqq.summary(model).leaves if leaf.format is not None}
     assert formats == ({QUANTIZED[name]} if name in QUANTIZED else set())
-    ids, start = jnp.asarray(tokens()), jnp.zeros(2, int)
-    # A prompt, padded as `generate` does it, and then token by token.
-    cache = llama.Cache.empty(model.config, 2, 16)
-    y, cache = run(model, jnp.pad(ids[:, :PROMPT], ((0, 0), (0, 2))), cache, start)
-    logits = [y[:, :PROMPT]]
-    for n in range(PROMPT, ids.shape[1]):
-        y, cache = run(model, ids[:, n : n + 1], cache, start + n)
+    ids, half = jnp.asarray(tokens()), tokens().shape[1] // 2
+    cache, start, logits = llama.Cache.empty(model.config, 2, 16), jnp.zeros(2, int), []
+    # A prompt, and then tokens that see it in the cache: one by one, or as many again, which needs no second program.
+    for n in (0, half) if stacked else (0, *range(half, 2 * half)):
+        new = ids[:, n : n + (half if stacked or n == 0 else 1)]
+        y, cache = run(model, new, cache, start + n)
         logits.append(y)
     expected = np.load(GOLDEN / "logits.npz")[name]
     bound = 1e-5 * np.abs(expected).max()
@@ -106,18 +101,18 @@ def test_generation(llama, generate, tmp_path):
 
 def test_sampling(generate):
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]))
-    drawn = lambda **options: [
-        set(x)
-        for x in np.stack(
-            jax.vmap(lambda k: generate.Sampling(**options)(logits, k))(jr.split(jr.key(0), 200)), axis=1
-        ).tolist()
-    ]
-    assert drawn() == [{0}, {3}]
-    assert drawn(temperature=1.0) == [{0, 1, 2, 3}] * 2
-    assert drawn(temperature=1.0, top_k=2) == [{0, 1}, {2, 3}]
-    assert drawn(temperature=1.0, top_p=0.81) == [{0, 1, 2}, {1, 2, 3}]
-    assert drawn(temperature=1.0, top_p=0.79) == [{0, 1}, {2, 3}]
-    assert drawn(temperature=0.01) == [{0}, {3}]
+    expected = {
+        generate.Sampling(): [{0}, {3}],
+        generate.Sampling(1.0): [{0, 1, 2, 3}] * 2,
+        generate.Sampling(1.0, top_k=2): [{0, 1}, {2, 3}],
+        generate.Sampling(1.0, top_p=0.81): [{0, 1, 2}, {1, 2, 3}],
+        generate.Sampling(1.0, top_p=0.79): [{0, 1}, {2, 3}],
+        generate.Sampling(0.01): [{0}, {3}],
+    }
+    rows = jnp.repeat(logits, 200, axis=0)
+    drawn = jax.jit(lambda key: [sampling(rows, key) for sampling in expected])(jr.key(0))
+    for new, sets in zip(drawn, expected.values(), strict=True):
+        assert [set(of_row) for of_row in np.reshape(new, (2, 200)).tolist()] == sets
 
 
 def test_the_command(generate, tmp_path, capsys):
@@ -129,7 +124,7 @@ def test_the_command(generate, tmp_path, capsys):
     for arguments, message in [
         ([folder, "5", "--ids", "--context", "8"], r"8 places.*Got 1 \+ 64"),
         ([folder, "5", "--ids", "--context", "80"], "at most 64 tokens, for which the model was made. Got 80"),
-        ([folder, "64", "--ids", "--tokens", "4"], "must be 0 to 63.*Got 64"),
+        ([folder, "64", "--ids", "--tokens", "4"], "must be below 64, the vocabulary. Got 64"),
         ([folder, "a", "--ids"], "must be numbers.*Got 'a'"),
         ([folder, "a"], "tokenizer.json must be the tokenizer. Got no such file"),
         ([str(tmp_path / "none"), "a"], "none"),
@@ -170,7 +165,7 @@ def test_other_ways_to_say_the_same(llama, tmp_path):
     assert llama.config_of(checkpoint_of("llama", tmp_path, **old)) == config
     plain = dataclasses.replace(config, scaling=(("rope_type", "default"),))
     divisors = tuple((plain.frequencies() / config.frequencies()).tolist())
-    assert divisors[0] == 1 and divisors[-1] == 8
+    assert divisors[0] < divisors[1] < 8.1
     by_divisors = dataclasses.replace(plain, divisors=divisors)
     np.testing.assert_allclose(by_divisors.frequencies(), config.frequencies(), rtol=1e-6)
     config = llama.config_of(checkpoint_of("qwen2", tmp_path))

@@ -118,7 +118,7 @@ def test_sampling(generate):
 def test_the_command(generate, tmp_path, capsys):
     checkpoint_of("llama", tmp_path, eos_token_id=[2, 3])
     folder = str(tmp_path)
-    generate.main([folder, "5 6 7", "--ids", "--tokens", "3", "--scan", "--format", "int8"])
+    generate.main([folder, "5 6 7", "--ids", "--tokens", "3", "--scan"])
     out, err = capsys.readouterr()
     assert out.startswith("5 6 7 ") and len(out.split()) == 6 and "tokens/s" in err
     for arguments, message in [

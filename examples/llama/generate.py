@@ -184,7 +184,7 @@ class Text:
 #
 
 
-_SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama", "tie_word_embeddings": True}
+_SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"}
 RANDOM: dict[str, dict[str, Any]] = {
     "tiny": _SIZES | {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
     "300m": _SIZES
@@ -194,7 +194,7 @@ RANDOM: dict[str, dict[str, Any]] = {
 
 
 def random_model(name: str, dtype: str = "float32", stacked: bool = False) -> Llama:
-    return Llama(from_json(RANDOM[name], head=False), dtype, stacked=stacked, key=jr.key(0))
+    return Llama(from_json(RANDOM[name], head=True), dtype, stacked=stacked, key=jr.key(0))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

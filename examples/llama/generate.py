@@ -31,6 +31,10 @@ import eqquant as eqq
 PADDING = 64  # prompts are padded to a multiple of this many tokens, and each such length is compiled once
 
 
+def _padded(length: int) -> int:
+    return -(-length // PADDING) * PADDING
+
+
 #
 # Tokens to tokens
 #
@@ -106,9 +110,8 @@ class Generator:
 
     def start(self, prompts: Sequence[Sequence[int]], seed: int) -> State:
         """Reads the prompts, and chooses the first token of each."""
-        longest = max(map(len, prompts))
-        padded = min(-(-longest // PADDING) * PADDING, self.context)
-        ids = np.zeros((len(prompts), padded), np.int32)
+        length = min(_padded(max(map(len, prompts))), self.context)
+        ids = np.zeros((len(prompts), length), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = prompt
         cache = Cache.empty(self.config, len(prompts), self.context, self.dtype)
@@ -244,7 +247,8 @@ def run(options: argparse.Namespace) -> list[list[int]]:
         model = eqq.quantize_tree(model, options.format)
     prompts = [text.encode(prompt) for prompt in given]
     stop = stop if options.stop is None else frozenset(options.stop)
-    context = options.context or max(map(len, prompts), default=0) + options.tokens
+    needed = max(map(len, prompts), default=0) + options.tokens
+    context = options.context or max(needed, min(_padded(needed), model.config.positions))
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     generate = Generator(model, context, sampling)
     loaded = time.perf_counter()

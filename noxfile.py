@@ -34,6 +34,7 @@ EXAMPLES = [
     "qat_digits.py",
     "train_bytes.py",
     "sharded_transformer.py",
+    "llama/generate.py",
 ]
 
 

@@ -128,6 +128,20 @@ def mixtral(overrides: Overrides = None, *, prefix: str = "model.") -> Rules:
 
 
 @fill_doc(arguments=_ARGUMENTS)
+def qwen_moe(overrides: Overrides = None, *, prefix: str = "model.") -> Rules:
+    """Returns the names of Qwen3's mixtures of experts, with the paths of Mixtral.
+
+    {arguments}
+    """
+    moe = f"{prefix}layers.{{n}}.mlp."
+    experts: Rules = {
+        f"{moe}gate.weight": "layers.{n}.router.weight",
+        f"{moe}experts.{{e}}.{{x}}_proj.weight": f"{_EXPERTS}{{x}}.weight",
+    }
+    return _rules(overrides, llama(experts, prefix=prefix))
+
+
+@fill_doc(arguments=_ARGUMENTS)
 def gpt2(overrides: Overrides = None, *, prefix: str = "") -> Rules:
     """Returns the names of GPT-2, whose weights are stored as `(in, out)`, and `q`, `k` and `v` as one.
 
@@ -321,6 +335,7 @@ _FAMILIES: dict[str, tuple[Callable[..., Rules], str]] = {
     **dict.fromkeys(("gemma2", "gemma3_text"), (gemma, "model.")),
     "phi3": (phi3, "model."),
     "mixtral": (mixtral, "model."),
+    "qwen3_moe": (qwen_moe, "model."),
     "gpt2": (gpt2, "transformer."),
     "bert": (bert, "bert."),
     "vit": (vit, "vit."),

@@ -9,6 +9,7 @@ from ._names import (
     mixtral as mixtral,
     of as of,
     phi3 as phi3,
+    qwen_moe as qwen_moe,
     rename as rename,
     rotary_halves as rotary_halves,
     vit as vit,

@@ -1,0 +1,226 @@
+"""What a checkpoint says of its model: `config.json` of a Hugging Face folder, or the metadata of a GGUF file."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import eqquant as eqq
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a model of the Llama family, and in what it differs from Llama.
+
+    - `windows`: for each layer, how many tokens back attention sees; 0 for all.
+    - `rotary`: how many numbers of each head are rotated; `theta`, `scaling` and `divisors` give the frequencies.
+    - `experts`: 0 if each layer has one MLP, and then `experts_per_token` and `sum_to_one` mean nothing.
+    - `offset`: what norms add to their weights.
+    - `attention_cap`, `logit_cap`: bounds, by `cap * tanh(x / cap)`; 0 for none.
+    """
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    eps: float
+    positions: int
+    tied: bool
+    windows: tuple[int, ...]
+    rotary: int
+    theta: float = 10000.0
+    scaling: tuple[tuple[str, Any], ...] = ()
+    divisors: tuple[float, ...] = ()
+    activation: str = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    offset: float = 0.0
+    embedding_scale: float = 1.0
+    query_scale: float = 0.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    experts: int = 0
+    experts_per_token: int = 0
+    sum_to_one: bool = True
+
+    def frequencies(self) -> np.ndarray:
+        """The angle by which each pair of numbers turns from one position to the next."""
+        f = self.theta ** -(np.arange(0, self.rotary, 2) / self.rotary)
+        scaling = dict(self.scaling)
+        if self.divisors:
+            f = f / np.array(self.divisors)
+        elif scaling["rope_type"] == "linear":
+            f = f / scaling["factor"]
+        elif scaling["rope_type"] == "llama3":
+            # Waves that are short beside the original context stay, long ones are stretched, and between them both mix.
+            turns = scaling["original_max_position_embeddings"] * f / (2 * np.pi)
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            keep = np.clip((turns - low) / (high - low), 0, 1)
+            f = keep * f + (1 - keep) * f / scaling["factor"]
+        return f.astype(np.float32)
+
+
+_GEMMA = {"activation": "gelu", "offset": 1.0}
+# In what a family differs whatever its config.json says.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "gemma": _GEMMA,
+    "gemma2": {**_GEMMA, "post_norms": True},
+    "phi3": {},
+    "mixtral": {},
+    "qwen3_moe": {"qk_norm": True},
+}
+
+
+def config_of(checkpoint: eqq.io.Checkpoint) -> Config:
+    """The configuration of a checkpoint, or a `ValueError` that says what of it this model does not have."""
+    if checkpoint.dialect == "gguf":
+        return _from_gguf(checkpoint)
+    if not checkpoint.config:
+        raise ValueError(f"{checkpoint.path} must stand beside its config.json. Got no such file.")
+    try:
+        return from_json(checkpoint.config, head="lm_head.weight" in checkpoint)
+    except KeyError as e:
+        raise ValueError(f"The config.json of {checkpoint.path} must say {e.args[0]!r}. It does not.") from None
+
+
+def from_json(c: Mapping[str, Any], *, head: bool) -> Config:
+    """From a `config.json`, of old and new releases of transformers. `head`: whether the file has a head of its own."""
+    family = c["model_type"]
+    _check_family(family)
+    layers, heads, hidden = c["num_hidden_layers"], c["num_attention_heads"], c["hidden_size"]
+    head_size = c.get("head_dim") or hidden // heads
+    rope = {**(c.get("rope_parameters") or c.get("rope_scaling") or {})}
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    theta = rope.pop("rope_theta", None) or c.get("rope_theta", 10000.0)
+    partial = rope.pop("partial_rotary_factor", None) or c.get("partial_rotary_factor") or 1.0
+    if rope["rope_type"] not in ("default", "linear", "llama3"):
+        raise ValueError(f"The rotary scaling must be 'linear' or 'llama3'. Got {rope['rope_type']!r}.")
+    if c.get("mlp_only_layers") or c.get("decoder_sparse_step", 1) != 1:
+        raise ValueError("All layers must have experts, or none. Got `mlp_only_layers` or `decoder_sparse_step`.")
+    activation = c.get("hidden_act", "silu")
+    experts = c.get("num_local_experts", c.get("num_experts", 0))
+    traits = {
+        "activation": {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "swish": "silu"}.get(activation, activation),
+        "qkv_bias": c.get("attention_bias", False),
+        "output_bias": c.get("attention_bias", False) and family == "llama",
+        "mlp_bias": c.get("mlp_bias", False),
+        **FAMILIES[family],
+    }
+    if traits["activation"] not in ("silu", "gelu"):
+        raise ValueError(f"The activation must be 'silu', or 'gelu' by tanh. Got {activation!r}.")
+    return Config(
+        vocabulary=c["vocab_size"],
+        hidden=hidden,
+        intermediate=c.get("moe_intermediate_size") or c["intermediate_size"],
+        layers=layers,
+        heads=heads,
+        kv_heads=c.get("num_key_value_heads") or heads,
+        head_size=head_size,
+        eps=c.get("rms_norm_eps", 1e-6),
+        positions=c.get("max_position_embeddings", 2048),
+        tied=c.get("tie_word_embeddings", not head),
+        windows=_windows(c, family, layers),
+        rotary=int(head_size * partial),
+        theta=theta,
+        scaling=tuple(sorted((key, value) for key, value in rope.items() if not isinstance(value, list))),
+        embedding_scale=hidden**0.5 if family.startswith("gemma") else 1.0,
+        query_scale=(c.get("query_pre_attn_scalar") or head_size) ** -0.5,
+        attention_cap=c.get("attn_logit_softcapping") or 0.0,
+        logit_cap=c.get("final_logit_softcapping") or 0.0,
+        experts=experts,
+        experts_per_token=c.get("num_experts_per_tok", 0) if experts else 0,
+        sum_to_one=c.get("norm_topk_prob", True),
+        **traits,
+    )
+
+
+def _windows(c: Mapping[str, Any], family: str, layers: int) -> tuple[int, ...]:
+    size = c.get("sliding_window") or 0
+    if not c.get("use_sliding_window", not family.startswith("qwen")):
+        size = 0
+    if types := c.get("layer_types"):
+        return tuple(size if kind == "sliding_attention" else 0 for kind in types)
+    # Before there was `layer_types`.
+    slides = lambda n: n % 2 == 0 if family == "gemma2" else n >= c.get("max_window_layers", 0)
+    return tuple(size if slides(n) else 0 for n in range(layers))
+
+
+def _from_gguf(checkpoint: eqq.io.Checkpoint) -> Config:
+    metadata = checkpoint.metadata
+    architecture = metadata.get("general.architecture")
+    family = {"qwen3moe": "qwen3_moe"}.get(architecture, architecture)
+    _check_family(family)
+    need = lambda key: _field(checkpoint, f"{architecture}.{key}")
+    get = lambda key, default: metadata.get(f"{architecture}.{key}", default)
+    hidden, heads, layers = need("embedding_length"), need("attention.head_count"), need("block_count")
+    head_size = get("attention.key_length", hidden // heads)
+    experts = get("expert_count", 0)
+    kind = get("rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise ValueError(f"The rotary scaling of {checkpoint.path} must be 'linear'. Got {kind!r}.")
+    factor = get("rope.scaling.factor", 1.0)
+    scaling = {"rope_type": "linear", "factor": factor} if kind == "linear" else {"rope_type": "default"}
+    # The scaling of Llama 3 is an array of the file.
+    divisors = checkpoint["rope_freqs.weight"] if "rope_freqs.weight" in checkpoint else ()
+    window = get("attention.sliding_window", 0)
+    traits = {"qkv_bias": "blk.0.attn_q.bias" in checkpoint, **FAMILIES[family]}
+    return Config(
+        vocabulary=checkpoint.items_by_name["token_embd.weight"].shape[0],
+        hidden=hidden,
+        intermediate=get("expert_feed_forward_length", need("feed_forward_length")),
+        layers=layers,
+        heads=heads,
+        kv_heads=get("attention.head_count_kv", heads),
+        head_size=head_size,
+        eps=need("attention.layer_norm_rms_epsilon"),
+        positions=get("context_length", 2048),
+        tied="output.weight" not in checkpoint,
+        windows=tuple(window if family != "gemma2" or n % 2 == 0 else 0 for n in range(layers)),
+        rotary=get("rope.dimension_count", head_size),
+        theta=get("rope.freq_base", 10000.0),
+        scaling=tuple(scaling.items()),
+        divisors=tuple(float(x) for x in divisors),
+        embedding_scale=hidden**0.5 if family.startswith("gemma") else 1.0,
+        query_scale=head_size**-0.5,
+        attention_cap=get("attn_logit_softcapping", 0.0),
+        logit_cap=get("final_logit_softcapping", 0.0),
+        experts=experts,
+        experts_per_token=get("expert_used_count", 0),
+        **traits,
+    )
+
+
+def _field(checkpoint: eqq.io.Checkpoint, key: str) -> Any:
+    if key not in checkpoint.metadata:
+        raise ValueError(f"The metadata of {checkpoint.path} must say {key!r}. They do not.")
+    return checkpoint.metadata[key]
+
+
+def _check_family(family: Any) -> None:
+    if family not in FAMILIES:
+        raise ValueError(f"The architecture must be one of {', '.join(FAMILIES)}. Got {family!r}.")
+
+
+def stop_tokens(checkpoint: eqq.io.Checkpoint) -> frozenset[int]:
+    """The tokens after which generation ends, as the checkpoint says."""
+    if checkpoint.dialect == "gguf":
+        found = checkpoint.metadata.get("tokenizer.ggml.eos_token_id")
+    else:
+        path = Path(checkpoint.path)
+        file = (path if path.is_dir() else path.parent) / "generation_config.json"
+        generation = json.loads(file.read_text()) if file.exists() else {}
+        found = generation.get("eos_token_id", checkpoint.config.get("eos_token_id"))
+    return frozenset(found if isinstance(found, list) else () if found is None else (found,))

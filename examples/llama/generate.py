@@ -1,0 +1,299 @@
+"""Generate text with a language model of the Llama family, from the packed weights of any checkpoint.
+
+python generate.py MODEL "Once upon a time"            # a Hugging Face folder, or a .gguf file
+python generate.py MODEL "One" "Two" --temperature 0.8 --top-p 0.95 --seed 1
+python generate.py MODEL "Once upon a time" --format nf4
+python generate.py --random 300m --format nf4          # random weights: for timing
+"""
+
+import argparse
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+from configuration import from_json, stop_tokens
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+from llama import Cache, Llama, load
+
+import eqquant as eqq
+
+
+PADDING = 64  # prompts are padded to a multiple of this many tokens, and each such length is compiled once
+
+
+def _padded(length: int) -> int:
+    return -(-length // PADDING) * PADDING
+
+
+#
+# Tokens to tokens
+#
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: the likeliest at temperature 0, or else at random among the likely ones.
+
+    - `top_k`: among this many; 0 for all.
+    - `top_p`: among the likeliest that together have this probability.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __call__(self, logits: Float[Array, "batch vocabulary"], key: PRNGKeyArray) -> Int[Array, " batch"]:
+        if self.temperature == 0:
+            return jnp.argmax(logits, axis=-1)
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        if self.top_p < 1:
+            ordered = -jnp.sort(-logits, axis=-1)
+            shares = jax.nn.softmax(ordered, axis=-1)
+            # A token stays if those before it do not have `top_p` yet: so the first always does.
+            kept = jnp.sum(jnp.cumsum(shares, axis=-1) - shares < self.top_p, axis=-1, keepdims=True)
+            logits = jnp.where(logits < jnp.take_along_axis(ordered, kept - 1, axis=-1), -jnp.inf, logits)
+        return jr.categorical(key, logits, axis=-1)
+
+
+class State(eqx.Module):
+    """What goes from step to step: the last token of each row and its position, the cache, and the randomness."""
+
+    token: Int[Array, " batch"]
+    position: Int[Array, " batch"]
+    cache: Cache
+    key: PRNGKeyArray
+
+
+class Generator:
+    """A model, its context, and its two compiled functions: `read` a padded prompt, and make one `step`."""
+
+    def __init__(self, model: Llama, context: int, sampling: Sampling) -> None:
+        if not 0 < context <= model.config.positions:
+            raise ValueError(
+                f"The context must be at most {model.config.positions:,} tokens, for which the model was made. Got "
+                f"{context:,}."
+            )
+        self.config, self.context = model.config, context
+        self.dtype = model.norm.weight.dtype
+        # A list of arrays, because at each call JAX would take a tree of hundreds of modules apart in Python.
+        arrays, static = eqx.partition(model, eqx.is_array)
+        self.arrays, treedef = jtu.tree_flatten(arrays)
+        whole = lambda arrays: eqx.combine(jtu.tree_unflatten(treedef, arrays), static)
+
+        def read(arrays: list[Array], ids: Array, lengths: Array, cache: Cache, key: PRNGKeyArray) -> State:
+            model, (key, now) = whole(arrays), jr.split(key)
+            x, cache = model.hidden(ids, cache, jnp.zeros_like(lengths))
+            # What padding leaves in the cache lies behind every token, and is overwritten before it is seen.
+            last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+            return State(sampling(model.logits(last)[:, 0], now), lengths, cache, key)
+
+        def step(arrays: list[Array], state: State) -> State:
+            key, now = jr.split(state.key)
+            logits, cache = whole(arrays)(state.token[:, None], state.cache, state.position)
+            return State(sampling(logits[:, 0], now), state.position + 1, cache, key)
+
+        # Donated: the new cache takes the memory of the old one.
+        self.read, self.step = jax.jit(read, donate_argnums=3), jax.jit(step, donate_argnums=1)
+
+    def start(self, prompts: Sequence[Sequence[int]], seed: int) -> State:
+        """Reads the prompts, and chooses the first token of each."""
+        length = min(_padded(max(map(len, prompts))), self.context)
+        ids = np.zeros((len(prompts), length), np.int32)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        cache = Cache.empty(self.config, len(prompts), self.context, self.dtype)
+        lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
+        return self.read(self.arrays, jnp.asarray(ids), lengths, cache, jr.key(seed))
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], tokens: int, *, stop: frozenset[int] = frozenset(), seed: int = 0
+    ) -> Iterator[list[int | None]]:
+        """Gives the next token of each prompt, until there are `tokens`, or all have stopped; `None` for those."""
+        self._check(prompts, tokens)
+        state = self.start(prompts, seed)
+        done = np.zeros(len(prompts), bool)
+        for n in range(tokens):
+            now = np.asarray(state.token)  # before the step takes its memory
+            done |= np.isin(now, list(stop))
+            yield [None if ended else int(token) for token, ended in zip(now, done, strict=True)]
+            if done.all() or n == tokens - 1:
+                return
+            state = self.step(self.arrays, state)
+
+    def cache_nbytes(self, batch: int) -> int:
+        return eqq.tree_nbytes(eqx.filter_eval_shape(Cache.empty, self.config, batch, self.context, self.dtype))
+
+    def _check(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        if not prompts or not all(prompts):
+            raise ValueError("A prompt must have a token at least. Got none.")
+        if not all(0 <= token < self.config.vocabulary for prompt in prompts for token in prompt):
+            raise ValueError(
+                f"Tokens must be below {self.config.vocabulary:,}, the vocabulary. Got {max(map(max, prompts))}."
+            )
+        longest = max(map(len, prompts))
+        if tokens < 1 or longest + tokens > self.context:
+            raise ValueError(
+                f"The cache has {self.context:,} places, and must have room for the prompt and at least one new token. "
+                f"Got {longest:,} + {tokens:,}. Change `--context` or `--tokens`."
+            )
+
+
+#
+# Tokens and texts
+#
+
+
+class Text:
+    """Tokens to text and back, by a `tokenizer.json`; or without one, numbers."""
+
+    def __init__(self, file: Path | None, vocabulary: int) -> None:
+        self.tokenizer = None
+        if file is None:
+            return
+        if not file.exists():
+            raise FileNotFoundError(f"{file} must be the tokenizer. Got no such file. Set `--tokenizer`, or `--ids`.")
+        from tokenizers import Tokenizer
+
+        self.tokenizer = Tokenizer.from_file(str(file))
+        if (most := max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=0)) >= vocabulary:
+            raise ValueError(f"{file} must fit the model, which has {vocabulary:,} tokens. Got the token {most}.")
+
+    def encode(self, text: str) -> list[int]:
+        if self.tokenizer is not None:
+            return self.tokenizer.encode(text).ids
+        if not all(word.isdecimal() for word in text.split()):
+            raise ValueError(f"With `--ids`, a prompt must be numbers, such as '1 15 27'. Got {text!r}.")
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids)) if self.tokenizer is None else self.tokenizer.decode(list(ids))
+
+
+#
+# The command
+#
+
+
+_SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"}
+RANDOM: dict[str, dict[str, Any]] = {
+    "tiny": _SIZES | {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    "300m": _SIZES
+    | {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 18}
+    | {"num_attention_heads": 16, "num_key_value_heads": 8},
+}
+
+
+def random_model(name: str, dtype: str = "float32", stacked: bool = False) -> Llama:
+    return Llama(from_json(RANDOM[name], head=True), dtype, stacked=stacked, key=jr.key(0))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", nargs="?", help="a folder with config.json and safetensors, or a .gguf file")
+    add("prompts", nargs="*", help="texts, or with --ids numbers such as '1 15 27'")
+    add("--tokenizer", type=Path, help="a tokenizer.json; by default the one beside the model")
+    add("--ids", action="store_true", help="prompts and texts are numbers of tokens")
+    add("--tokens", type=int, default=64, help="how many to generate at most (default 64)")
+    add("--context", type=int, help="places in the cache; by default as many as needed")
+    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    add("--top-k", type=int, default=0, help="chooses among so many; 0 for all")
+    add("--top-p", type=float, default=1.0, help="chooses among the likeliest that have this probability together")
+    add("--stop", type=int, nargs="*", help="tokens that end a text; by default those of the model")
+    add("--seed", type=int, default=0)
+    add("--format", help="quantizes the weights that are float: nf4, int4, int8, ...")
+    add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of floats and activations")
+    add("--scan", action="store_true", help="stacks the layers: compiles faster, runs slower on a CPU")
+    add("--random", choices=RANDOM, help="random weights instead of a model; then prompts are numbers")
+    add("--smoke", action="store_true", help="tries everything on a tiny random model")
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        return smoke()
+    try:
+        run(options)
+    except (ValueError, OSError, ImportError) as e:
+        sys.exit(f"Error: {e}")
+
+
+def run(options: argparse.Namespace) -> list[list[int]]:
+    """Loads, generates and prints."""
+    began = time.perf_counter()
+    given = list(options.prompts)
+    if options.random:
+        given = [options.model, *given] if options.model else ["1"]
+        model, stop = random_model(options.random, options.dtype, options.scan), frozenset()
+        text = Text(None, model.config.vocabulary)
+    elif options.model is None:
+        raise ValueError("MODEL must be a folder or a .gguf file. Got none. Or set `--random tiny`.")
+    else:
+        path, checkpoint = Path(options.model), eqq.io.open(options.model)
+        model, stop = load(checkpoint, options.dtype, stacked=options.scan), stop_tokens(checkpoint)
+        beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
+        text = Text(None if options.ids else options.tokenizer or beside, model.config.vocabulary)
+    if options.format:
+        model = eqq.quantize_tree(model, options.format)
+    prompts = [text.encode(prompt) for prompt in given]
+    stop = stop if options.stop is None else frozenset(options.stop)
+    needed = max(map(len, prompts), default=0) + options.tokens
+    context = options.context or max(needed, min(_padded(needed), model.config.positions))
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    generate = Generator(model, context, sampling)
+    loaded = time.perf_counter()
+
+    texts, times, alone, shown = [list(prompt) for prompt in prompts], [], len(prompts) == 1, ""
+    for new in generate(prompts, options.tokens, stop=stop, seed=options.seed):
+        times.append(time.perf_counter())
+        for ids, token in zip(texts, new, strict=True):
+            ids += () if token is None else (token,)
+        if alone:  # several cannot be printed as they come
+            so_far = text.decode(texts[0])
+            # Bytes that are no whole character yet wait for the next token.
+            if not so_far.endswith("\ufffd"):
+                print(so_far.removeprefix(shown), end="", flush=True)
+                shown = so_far
+    print("" if alone else "\n---\n".join(map(text.decode, texts)))
+
+    steps = times[1:]  # to the first one, prompts were read; to the second, the step was compiled
+    seconds = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else float("nan")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(
+        f"[{len(prompts) / seconds:.1f} tokens/s; first token after {times[0] - loaded:.1f} s; loaded in "
+        f"{loaded - began:.1f} s; weights {eqq.tree_nbytes(model) / 1e6:,.1f} MB, cache of {context:,} tokens "
+        f"{generate.cache_nbytes(len(prompts)) / 1e6:,.1f} MB, at most {peak / 1e6:,.0f} MB]",
+        file=sys.stderr,
+    )
+    return texts
+
+
+def smoke() -> None:
+    """Everything, on a tiny random model."""
+    model, both = random_model("tiny"), [[5, 6, 7], [8, 9, 10, 11, 12]]
+
+    def texts(model: Llama, prompts: list[list[int]], **sampling: float) -> list[list[int | None]]:
+        generate = Generator(model, 32, Sampling(**sampling))
+        return [list(ids) for ids in zip(*generate(prompts, 8), strict=True)]
+
+    # A batch gives the texts that its prompts give alone, and a scan those of the layers one by one.
+    expected = texts(model, both)
+    assert expected == texts(model, both[:1]) + texts(model, both[1:])
+    assert expected == texts(random_model("tiny", stacked=True), both)
+    assert expected == texts(model, both, temperature=0.5, top_k=1) == texts(model, both, temperature=0.5, top_p=1e-6)
+    main(["--random", "tiny", "--format", "nf4", "--tokens", "8", "--temperature", "0.8", "--top-p", "0.9", "5 6 7"])
+    main(["--random", "tiny", "--format", "int4", "--scan", "--tokens", "8", "5 6 7", "8 9 10 11 12"])
+
+
+if __name__ == "__main__":
+    main()

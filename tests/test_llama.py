@@ -1,0 +1,172 @@
+"""The language model of the examples, against the logits that `transformers` computes. See `tools/golden_llama.py`."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from tools.golden_llama import GOLDEN, tokens, weights
+
+
+pytest.importorskip("safetensors")
+from safetensors.numpy import save_file
+
+
+FOLDER = Path(__file__).parents[1] / "examples" / "llama"
+MODELS = json.loads((GOLDEN / "models.json").read_text())
+QUANTIZED = {"bitsandbytes": "NF4", "compressed_tensors": "Int4", "gguf": "Q4_0"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _as_users_have_it():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return _import("llama")
+
+
+@pytest.fixture(scope="module")
+def generate():
+    return _import("generate")
+
+
+def _import(name):
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def checkpoint_of(name, folder, without=(), **changes):
+    if name in QUANTIZED:
+        return eqq.io.open(GOLDEN / ("model.gguf" if name == "gguf" else name))
+    (folder / "config.json").write_text(json.dumps({**MODELS[name]["config"], **changes}))
+    arrays = weights({key: shape for key, shape in MODELS[name]["shapes"].items() if key not in without})
+    save_file(arrays, folder / "model.safetensors")
+    return eqq.io.open(folder)
+
+
+@eqx.filter_jit
+def run(model, *arguments):
+    return model(*arguments)
+
+
+@pytest.mark.parametrize("name, stacked", [*((name, True) for name in (*MODELS, *QUANTIZED)), ("llama", False)])
+def test_logits_equal_those_of_transformers(llama, tmp_path, name, stacked):
+    model = llama.load(checkpoint_of(name, tmp_path), stacked=stacked)
+    formats = {type(leaf.format).__name__ for leaf in eqq.summary(model).leaves if leaf.format is not None}
+    assert formats == ({QUANTIZED[name]} if name in QUANTIZED else set())
+    ids, half = jnp.asarray(tokens()), tokens().shape[1] // 2
+    cache, start, logits = llama.Cache.empty(model.config, 2, 16), jnp.zeros(2, int), []
+    # A prompt, and then tokens that see it in the cache: one by one, or as many again, which needs no second program.
+    for n in (0, half) if stacked else (0, *range(half, 2 * half)):
+        new = ids[:, n : n + (half if stacked or n == 0 else 1)]
+        y, cache = run(model, new, cache, start + n)
+        logits.append(y)
+    expected = np.load(GOLDEN / "logits.npz")[name]
+    bound = 1e-5 * np.abs(expected).max()
+    np.testing.assert_allclose(np.concatenate(logits, axis=1), expected, rtol=0, atol=bound)
+
+
+def test_generation(llama, generate, tmp_path):
+    """A batch of prompts of different lengths, greedily: each token is the likeliest after those before it."""
+    model = llama.load(checkpoint_of("llama", tmp_path), stacked=True)
+    prompts, n = [[5, 6, 7], [8, 9, 10, 11, 12]], 6
+    generator = generate.Generator(model, 16, generate.Sampling())
+    new = [list(ids) for ids in zip(*generator(prompts, n), strict=True)]
+    whole = np.zeros((2, 16), int)
+    for row, prompt, ids in zip(whole, prompts, new, strict=True):
+        row[: len(prompt) + n] = prompt + ids
+    logits, _ = run(model, jnp.asarray(whole), llama.Cache.empty(model.config, 2, 16), jnp.zeros(2, int))
+    for prompt, ids, likeliest in zip(prompts, new, np.argmax(logits, axis=-1), strict=True):
+        assert ids == likeliest[len(prompt) - 1 : len(prompt) + n - 1].tolist()
+    assert generator.step._cache_size() == generator.read._cache_size() == 1
+    # A row that has stopped gives no more, and when all have, that is the end.
+    stopped = list(generator(prompts, n, stop=frozenset((new[0][1], new[1][3]))))
+    assert [ids[0] for ids in stopped][1:] == [None] * (len(stopped) - 1) and stopped[-1] == [None, None]
+
+
+def test_sampling(generate):
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]))
+    expected = {
+        generate.Sampling(): [{0}, {3}],
+        generate.Sampling(1.0): [{0, 1, 2, 3}] * 2,
+        generate.Sampling(1.0, top_k=2): [{0, 1}, {2, 3}],
+        generate.Sampling(1.0, top_p=0.81): [{0, 1, 2}, {1, 2, 3}],
+        generate.Sampling(1.0, top_p=0.79): [{0, 1}, {2, 3}],
+        generate.Sampling(0.01): [{0}, {3}],
+    }
+    rows = jnp.repeat(logits, 200, axis=0)
+    drawn = jax.jit(lambda key: [sampling(rows, key) for sampling in expected])(jr.key(0))
+    for new, sets in zip(drawn, expected.values(), strict=True):
+        assert [set(of_row) for of_row in np.reshape(new, (2, 200)).tolist()] == sets
+
+
+def test_the_command(generate, tmp_path, capsys):
+    checkpoint_of("llama", tmp_path, eos_token_id=[2, 3])
+    folder = str(tmp_path)
+    generate.main([folder, "5 6 7", "--ids", "--tokens", "3", "--scan"])
+    out, err = capsys.readouterr()
+    assert out.startswith("5 6 7 ") and len(out.split()) == 6 and "tokens/s" in err
+    for arguments, message in [
+        ([folder, "5", "--ids", "--context", "8"], r"8 places.*Got 1 \+ 64"),
+        ([folder, "5", "--ids", "--context", "80"], "at most 64 tokens, for which the model was made. Got 80"),
+        ([folder, "64", "--ids", "--tokens", "4"], "must be below 64, the vocabulary. Got 64"),
+        ([folder, "a", "--ids"], "must be numbers.*Got 'a'"),
+        ([folder, "a"], "tokenizer.json must be the tokenizer. Got no such file"),
+        ([str(tmp_path / "none"), "a"], "none"),
+        ([], "MODEL must be"),
+    ]:
+        with pytest.raises(SystemExit, match=message) as e:
+            generate.main(arguments)
+        assert str(e.value.code).startswith("Error: ")
+
+
+def test_what_does_not_fit(llama, generate, tmp_path):
+    with pytest.raises(ValueError, match="must be one of llama, .* Got 'gpt_neox'"):
+        llama.load(checkpoint_of("llama", tmp_path, model_type="gpt_neox"))
+    with pytest.raises(ValueError, match="must be 'linear' or 'llama3'. Got 'yarn'"):
+        llama.load(checkpoint_of("llama", tmp_path, rope_parameters={"rope_type": "yarn"}))
+    with pytest.raises(ValueError, match="must say 'hidden_size'"):
+        checkpoint = checkpoint_of("llama", tmp_path)
+        config = {key: value for key, value in checkpoint.config.items() if key != "hidden_size"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        llama.load(eqq.io.open(tmp_path))
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up.weight: float32\[48, 32\] in the model, and no array"):
+        llama.load(checkpoint_of("llama", tmp_path, without=("model.layers.1.mlp.up_proj.weight",)))
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({f"w{n}": n for n in range(70)}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="must fit the model, which has 64 tokens. Got the token 69"):
+        generate.Text(tmp_path / "tokenizer.json", 64)
+    assert generate.Text(tmp_path / "tokenizer.json", 70).encode("w3 w5") == [3, 5]
+
+
+def test_other_ways_to_say_the_same(llama, tmp_path):
+    """Older releases of `transformers` write other fields, and llama.cpp the scaling of Llama 3 as divisors."""
+    config = llama.config_of(checkpoint_of("llama", tmp_path))
+    scaling = {key: value for key, value in MODELS["llama"]["config"]["rope_parameters"].items() if key != "rope_theta"}
+    old = {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": 5e5, "head_dim": None}
+    assert llama.config_of(checkpoint_of("llama", tmp_path, **old)) == config
+    plain = dataclasses.replace(config, scaling=(("rope_type", "default"),))
+    divisors = tuple((plain.frequencies() / config.frequencies()).tolist())
+    assert divisors[0] < divisors[1] < 8.1
+    by_divisors = dataclasses.replace(plain, divisors=divisors)
+    np.testing.assert_allclose(by_divisors.frequencies(), config.frequencies(), rtol=1e-6)
+    config = llama.config_of(checkpoint_of("qwen2", tmp_path))
+    assert config.windows == (0, 4) == llama.config_of(checkpoint_of("qwen2", tmp_path, layer_types=None)).windows

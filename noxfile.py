@@ -84,16 +84,16 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Runs every second case of each test, on the newest versions that this Python has. `-- --every 1` runs all."""
+    """Runs every third case of each test, on the newest versions that this Python has. `-- --every 1` runs all."""
     install(session, "tests", "ecosystem", "examples", weights=True)
-    pytest(session, "--every", "2")
+    pytest(session, "--every", "3")
 
 
 @nox.session(python=OLDEST_PYTHON)
 def tests_oldest(session: nox.Session) -> None:
-    """Runs the tests on the oldest supported Python, JAX and dependencies: every third case of each."""
+    """Runs the tests on the oldest supported Python, JAX and dependencies: every fourth case of each."""
     install(session, "tests", "examples", oldest=True, weights=True)
-    pytest(session, "--every", "3")
+    pytest(session, "--every", "4")
 
 
 def test_native(session: nox.Session, *, whole: bool) -> None:

@@ -151,7 +151,10 @@ def close(kernel, q, x, transpose=False, tol=1e-2):
     assert_close(y, np.asarray(x, np.float64) @ (dense if transpose else dense.T), tol=tol)
 
 
-@pytest.mark.parametrize("values", [[-1e6, -1e5, 0, 3e4, 1e6], [-1e-9, 0, 1e-9, 5e-9]], ids=["large", "small"])
+TABLE = np.array([-1, -0.3, -0.1, -0.03, 0, 0.01, 0.03, 0.2, 1])
+
+
+@pytest.mark.parametrize("values", [TABLE * 1e6, TABLE * 5e-9], ids=["large", "small"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_tables_beyond_the_range_of_16_bits(kernel, getkey, values, dtype):
     if (kernel, dtype) == ("pallas_tpu", "float16"):

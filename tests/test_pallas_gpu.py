@@ -154,7 +154,7 @@ def groups_of_bytes():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["nf4", "int4", "mxfp4", "codebook", "int2", "ternary", "binary"])
+@pytest.mark.parametrize("name", ["nf4", "int4", "mxfp4", "codebook_16", "int2", "ternary", "binary"])
 def test_lookup_by_permutation(name, dtype):
     layout = problem.layout_of(FORMATS[name].format, K)
     table = np.asarray(ptx.table_of(layout, dtype, False)).astype(np.uint32)

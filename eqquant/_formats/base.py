@@ -95,6 +95,9 @@ class AbstractFormat(eqx.Module):
                     f"Every field of a format must be static, so that formats compare by value. Got `{field.name}` of "
                     f"{name}, which is not. Write `{field.name}: ... = eqx.field(static=True)`."
                 )
+            # A default is an attribute of the class alone. Equinox marks a module without attributes of its own by
+            # objects that a pickle copies, so that it would no longer equal itself.
+            object.__setattr__(self, field.name, getattr(self, field.name))
         if self.bits not in range(1, 9):
             raise ValueError(f"`bits` of {name} must be from 1 to 8. Got {self.bits}.")
         if isinstance(self.block_size, np.integer):  # so that it prints, compares and is saved as the number that it is

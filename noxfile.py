@@ -91,9 +91,9 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=OLDEST_PYTHON)
 def tests_oldest(session: nox.Session) -> None:
-    """Runs the tests on the oldest supported Python, JAX and dependencies: every fourth case of each."""
+    """Runs the tests on the oldest supported Python, JAX and dependencies: every sixth case of each."""
     install(session, "tests", "examples", oldest=True, weights=True)
-    pytest(session, "--every", "4")
+    pytest(session, "--every", "6")
 
 
 def test_native(session: nox.Session, *, whole: bool) -> None:

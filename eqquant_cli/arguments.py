@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TYPE_CHECKING
@@ -46,7 +47,11 @@ def parse_format(text: str) -> eqq.AbstractFormat:
             f"A format must read like 'nf4' or 'int4(block_size=32, symmetric=False)'. Got {text!r}. Quote it, since "
             "the shell reads brackets itself."
         ) from None
-    return known[name.lower()](*args, **kwargs)
+    try:
+        return known[name.lower()](*args, **kwargs)
+    except TypeError:
+        fields = ", ".join(inspect.signature(known[name.lower()]).parameters) or "no fields"
+        raise ValueError(f"{name} takes {fields}. Got {text!r}.") from None
 
 
 def format_of(format: str | None, bits: int | None, group_size: int | None) -> eqq.AbstractFormat:
@@ -58,9 +63,13 @@ def format_of(format: str | None, bits: int | None, group_size: int | None) -> e
         raise typer.BadParameter(f"--format says both already. Write {spelled}, or --bits without --format.")
     if format is not None:
         return parse_format(format)
-    if bits is None and group_size is None:
+    if bits is None:
+        if group_size is not None:
+            raise typer.BadParameter(f"--group-size goes with --bits. Write --format 'nf4({group_size})' for NF4.")
         return eqq.NF4()
-    return parse_format(f"int{bits or 4}({group_size if group_size is not None else 64})")
+    if not 2 <= bits <= 8 or bits == 7:
+        raise typer.BadParameter(f"--bits must be 2, 3, 4, 5, 6 or 8. Got {bits}.")
+    return parse_format(f"int{bits}({group_size if group_size is not None else 64})")
 
 
 def rules_of(
@@ -86,7 +95,25 @@ def method_of(name: str | None) -> Any:
     return None if name is None else methods[name.lower()]()
 
 
-def check_free(path: Path, force: bool) -> None:
-    """Raises if a path exists and may not be replaced."""
+def check_output(path: Path, source: Path, suffix: str, force: bool) -> None:
+    """Raises unless a file may be written there: before anything is computed."""
+    if path.suffix != suffix:
+        other = " `eqquant.io.write` in Python writes those of other libraries." if suffix == ".safetensors" else ""
+        raise ValueError(f"The output must end in {suffix}. Got {str(path)!r}.{other}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")
+    if path.is_dir():
+        raise ValueError(f"{path} must be a file. Got a folder.")
+    if path.exists() and source.exists() and path.samefile(source):
+        raise ValueError(f"The output must not be the input. Got {path} for both.")
     if path.exists() and not force:
         raise ValueError(f"{path} must not exist. Got one that does. `--force` replaces it.")
+
+
+def open_source(path: Path) -> eqq.io.Checkpoint:
+    """Opens a checkpoint. Raises if there is none."""
+    import eqquant as eqq
+
+    if not path.exists():
+        raise ValueError(f"There must be a checkpoint at {path}. Got no such file or folder.")
+    return eqq.io.open(path)

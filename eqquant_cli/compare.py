@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .arguments import Json, Source
+from .arguments import Json, open_source, Source
 from .output import print_table
 
 
@@ -22,9 +22,11 @@ def compare(
 
     Example: eqquant compare model.safetensors model.nf4.safetensors
     """
+    import numpy as np
+
     import eqquant as eqq
 
-    one, other = eqq.io.open(a), eqq.io.open(b)
+    one, other = open_source(a), open_source(b)
     shared = [name for name in one if name in set(other)]
     if not shared:
         raise ValueError(f"{b} must have arrays of the names of {a}. Got none, such as {next(iter(other), 'none')!r}.")
@@ -32,14 +34,17 @@ def compare(
     equal = 0
     for name in shared:
         x, y = one[name], other[name]
-        if not _is_floating(x) or x.size == 0:
-            continue
         if x.shape != y.shape:
             raise ValueError(f"{name} must have one shape. Got {x.shape} in {a}, {y.shape} in {b}.")
-        error = eqq.analysis.analyze_error(x, y)
-        if error.max_error == 0:
+        if not _is_floating(x) and not np.array_equal(x, y):
+            raise ValueError(f"{name} must be equal in both, since it holds no floats. Got other values.")
+        if np.array_equal(eqq.dequantize(x), eqq.dequantize(y), equal_nan=True):
             equal += 1
             continue
+        try:
+            error = eqq.analysis.analyze_error(x, y)
+        except ValueError as e:
+            raise ValueError(f"{name}: {e}") from None
         stored = repr(y.format) if eqq.is_quantized(y) else str(y.dtype)
         rows.append({"name": name, "stored_as": stored, **{k: v for k, v in error.to_dict().items() if k in _SHOWN}})
     missing = sorted({*one, *other} - set(shared))

@@ -23,8 +23,8 @@ def convert(
     """
     import eqquant as eqq
 
-    arguments.check_free(output, force)
-    checkpoint = eqq.io.open(source)
+    arguments.check_output(output, source, ".safetensors", force)
+    checkpoint = arguments.open_source(source)
     with Progress("Converting", len(checkpoint)) as progress:
         report = eqq.io.convert(checkpoint, output, each=progress.counted)
     typer.echo(f"{output}: {progress.headline(checkpoint.nbytes, report)}")

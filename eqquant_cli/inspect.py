@@ -2,7 +2,7 @@
 
 import typer
 
-from .arguments import Json, Source
+from .arguments import Json, open_source, Source
 
 
 def inspect(path: Source, json: Json = False) -> None:
@@ -12,7 +12,5 @@ def inspect(path: Source, json: Json = False) -> None:
 
     Example: eqquant inspect model.gguf
     """
-    import eqquant as eqq
-
-    checkpoint = eqq.io.open(path)
+    checkpoint = open_source(path)
     typer.echo(checkpoint.to_json(indent=1) if json else str(checkpoint))

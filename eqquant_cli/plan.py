@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .arguments import Axis, Json, method_of, parse_format, Source
+from .arguments import Axis, Json, method_of, open_source, parse_format, Source
 
 
 def plan(
@@ -22,9 +22,7 @@ def plan(
 
     Example: eqquant plan model.safetensors --budget 4.2
     """
-    import eqquant as eqq
-
-    chosen = plan_of(eqq.io.open(source), budget, axis, method_of(method), formats)
+    chosen = plan_of(open_source(source), budget, axis, method_of(method), formats)
     typer.echo(chosen.to_json(indent=1) if json else chosen)
 
 

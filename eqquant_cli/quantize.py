@@ -28,17 +28,17 @@ def quantize(
 
     Takes one of any library, goes through it an array at a time, and saves it as a file of eqquant.
 
-    Example: eqquant quantize model.safetensors model.nf4.safetensors --format nf4 --skip '*.head.*'
+    Example: eqquant quantize model.safetensors model.nf4.safetensors --format nf4 --skip '*pooler*'
     """
     import eqquant as eqq
 
     if not dry_run:
-        arguments.check_free(output, force)
-    checkpoint = eqq.io.open(source)
+        arguments.check_output(output, source, ".safetensors", force)
+    checkpoint = arguments.open_source(source)
     found_by = arguments.method_of(method)
     if budget is not None:
-        if format is not None or bits is not None:
-            raise typer.BadParameter("--budget chooses the formats. Leave out --format and --bits.")
+        if format is not None or bits is not None or group_size is not None:
+            raise typer.BadParameter("--budget chooses the formats. Leave out --format, --bits and --group-size.")
         from .plan import plan_of
 
         chosen = dict(plan_of(checkpoint, budget, axis, found_by))

@@ -40,8 +40,8 @@ def report(
     """
     import eqquant as eqq
 
-    arguments.check_free(output, force)
-    checkpoint, picked = eqq.io.open(source), arguments.parse_format(format)
+    arguments.check_output(output, source, ".html", force)
+    checkpoint, picked = arguments.open_source(source), arguments.parse_format(format)
     plan = eqq.plan_tree(eqq.io.skeleton(checkpoint), picked, axis=axis)
     rows, worst = [], (0.0, "")
     for leaf in plan.leaves:

@@ -513,6 +513,16 @@ def act_order_file(path, length=128, out=32, groups=4, seed=0):
     return write(path, tensors, quant_method="gptq"), (s[group] * (q - z[group]).astype(np.float16)).T
 
 
+def test_convert_loses_no_array_with_act_order(tmp_path):
+    checkpoint, expected = act_order_file(tmp_path)
+    with pytest.raises(ValueError, match="l.weight must be one array.*act-order"):
+        eqq.io.convert(checkpoint, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+    eqq.io.convert(checkpoint, tmp_path / "out.safetensors", "int8")
+    again = eqq.load(tmp_path / "out.safetensors")["l"]["weight"]
+    assert_bits(again.dequantize(), eqq.quantize(jnp.asarray(expected), "int8").dequantize())
+
+
 def test_act_order(tmp_path):
     checkpoint, expected = act_order_file(tmp_path)
     w = checkpoint["l.weight"]

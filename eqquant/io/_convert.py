@@ -88,7 +88,7 @@ def convert(
     **Raises:**
 
     As [`eqquant.io.open`][], [`eqquant.quantize_tree`][] and [`eqquant.save`][]; `ValueError` if an array of the
-    checkpoint cannot be read. Then `path` is as it was.
+    checkpoint cannot be read, or is stored with act-order and `format` does not select it. Then `path` is as it was.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open(checkpoint)
     for row in opened.rows:
@@ -137,6 +137,11 @@ def _deferred(
         return Deferred(jax.eval_shape(quantized, jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype))), make)
     if row.format is None:
         return Deferred(jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype)), make)
+    if checkpoint.items_by_name[name].permuted:
+        raise ValueError(
+            f"{name} must be one array, to be saved as it is. Got one whose inputs are stored in another order "
+            "(act-order). Give it a format, which rounds it again; or save the model that `eqq.io.load_into` returns."
+        )
     # Only the array itself says along which axis it is quantized.
     return Deferred(jtu.tree_map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), checkpoint[name]), make)
 

@@ -61,7 +61,7 @@ def test_averaged_scales_and_zero_points(getkey):
             broken.dequantize()
     q = eqq.quantize(weights(getkey(), (8, 64)), eqq.Int8(symmetric=False))
     with pytest.raises(TypeError, match="Got zero point of float32"):
-        eqx.tree_at(lambda q: q.zero_point, q, replace_fn=lambda x: x.astype(jnp.float32)).dequantize()
+        eqx.tree_at(lambda q: q.zero_point_bits, q, replace_fn=lambda x: x.astype(jnp.float32)).dequantize()
 
 
 def test_incremental_update(getkey):

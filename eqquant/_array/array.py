@@ -26,7 +26,7 @@ from .. import _compat
 from .._formats.base import AbstractFormat
 from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
 from .._numerics import packing
-from .._numerics.blocks import BlockSize, expand
+from .._numerics.blocks import BlockSize, expand, num_blocks
 from .._numerics.scale_bits import bits_to_scale, clip_finite
 from .axes import as_axis, logical_order
 from .primitive import bind_dequantize
@@ -72,7 +72,8 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
     codes: UInt8[Array, "*batch bytes"]
     scale_bits: "UInt[Array, '*batch blocks'] | QuantizedArray"
-    zero_point: UInt8[Array, "*batch blocks"] | None
+    # Packed as the codes are.
+    zero_point_bits: UInt8[Array, "*batch bytes_of_blocks"] | None
     format: AbstractFormat
     axis: int | tuple[int, ...] = eqx.field(static=True)
     lengths: tuple[int, ...] = eqx.field(static=True)
@@ -127,6 +128,14 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         """The scales as floats, one per block, with the quantized axis last."""
         self._check_leaves()
         return self._floats(self.scale_bits)
+
+    @property
+    def zero_point(self) -> UInt8[Array, "*batch blocks"] | None:
+        """The codes of zero, one per block, with the quantized axis last; `None` if the format has none."""
+        self._check_leaves()
+        if self.zero_point_bits is None:
+            return None
+        return packing.unpack(self.zero_point_bits, self.format.bits, num_blocks(self._length, self.block_size))
 
     @property
     def offset(self) -> Float32[Array, "*batch blocks"] | None:
@@ -304,7 +313,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
     def _check_leaves(self) -> None:
         """Raises if a leaf is no longer an unsigned integer. Dtypes are static, so this costs nothing in `jit`."""
-        of_blocks = {"scale": self.scale_bits, "zero point": self.zero_point, "offset": self.offset_bits}
+        of_blocks = {"scale": self.scale_bits, "zero point": self.zero_point_bits, "offset": self.offset_bits}
         for name, leaf in {"codes": self.codes, **of_blocks}.items():
             dtype = getattr(leaf, "dtype", None)
             if isinstance(leaf, QuantizedArray):
@@ -401,7 +410,7 @@ def _in_memory_order(q: QuantizedArray) -> QuantizedArray:
 
 def clips(q: QuantizedArray) -> bool:
     """Returns whether dequantizing clips to the finite range of the dtype."""
-    shifts = q.zero_point is not None or q.offset_bits is not None
+    shifts = q.zero_point_bits is not None or q.offset_bits is not None
     return shifts or q.format.scale_format is not None or q.dtype == jnp.float16
 
 

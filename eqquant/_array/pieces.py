@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._numerics.packing import segment_length
+from .._numerics.packing import pack, segment_length
 from .array import is_quantized, QuantizedArray
 from .permuted import PermutedArray
 from .value import AbstractArrayValue
@@ -135,7 +135,7 @@ def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
         first,
         codes=jnp.concatenate([q.codes for q in arrays], -1),
         scale_bits=joined([q.scale_bits for q in arrays]),
-        zero_point=joined([q.zero_point for q in arrays]),
+        zero_point_bits=_packed_zero_point(first, joined([q.zero_point for q in arrays])),
         offset_bits=joined([q.offset_bits for q in arrays]),
         lengths=(sum(q._length for q in arrays),),
     )
@@ -162,10 +162,14 @@ def _cut(q: QuantizedArray, start: int, stop: int) -> QuantizedArray:
         q,
         codes=q.codes[..., part],
         scale_bits=cut(q.scale_bits),
-        zero_point=cut(q.zero_point),
+        zero_point_bits=_packed_zero_point(q, cut(q.zero_point)),
         offset_bits=cut(q.offset_bits),
         lengths=(stop - start,),
     )
+
+
+def _packed_zero_point(q: QuantizedArray, zero_point: Any) -> Any:
+    return None if zero_point is None else pack(zero_point, q.format.bits)
 
 
 def _check_whole(q: QuantizedArray, at: int) -> None:

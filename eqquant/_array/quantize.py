@@ -311,7 +311,8 @@ def _as_array(
         return _as_array(x, nested, -1, x.codes.shape[-1:], jnp.dtype(jnp.float32))
 
     codes, scale, offset = packing.pack(encoded.codes, format.bits), stored(encoded.scale), stored(encoded.offset)
-    return QuantizedArray(codes, scale, encoded.zero_point, format, axis, lengths, dtype, offset_bits=offset)
+    zero_point = None if encoded.zero_point is None else packing.pack(encoded.zero_point, format.bits)
+    return QuantizedArray(codes, scale, zero_point, format, axis, lengths, dtype, offset_bits=offset)
 
 
 def _check_given(

@@ -51,15 +51,18 @@ def divided_leaves(q: Any, parts: int) -> list[bool]:
     blocks, size = num_blocks(q._length, q.block_size), q.block_size
     scales = blocks > 1 and q._length % parts == 0 and (q._length // parts) % size == 0
 
+    def packed_by(format: Any) -> bool:
+        return scales and q._length // parts // size % segment_length(format.bits) == 0
+
     def of(stored: Any) -> list[bool]:
         if isinstance(stored, AbstractArrayValue):
-            packed = segment_length(stored.format.bits)  # pyright: ignore[reportAttributeAccessIssue]
-            cut = scales and q._length // parts // size % packed == 0
+            cut = packed_by(stored.format)  # pyright: ignore[reportAttributeAccessIssue]
             return [cut and divided for divided in divided_leaves(stored, parts)]
         return [scales] * (stored is not None)
 
-    of_blocks = (q.scale_bits, q.zero_point, q.offset_bits)
-    return [True, *(divided for stored in of_blocks for divided in of(stored)), *[True] * (q.gradient_of is not None)]
+    zero_points = [packed_by(q.format)] * (q.zero_point_bits is not None)
+    rest = [*of(q.offset_bits), *[True] * (q.gradient_of is not None)]
+    return [True, *of(q.scale_bits), *zero_points, *rest]
 
 
 def leaf_shardings(q: Any, sharding: NamedSharding, name: str = "The array") -> Any:

@@ -66,7 +66,7 @@ class Int6(AbstractInteger):
     r"""Six-bit integers in blocks.
 
     Symmetric: $s = \max|x| / 31$, codes $-31 \ldots 31$. Affine: $s = (\max x - \min x) / 63$ over a range that
-    includes zero, codes $0 \ldots 63$ and an eight-bit zero point per block.
+    includes zero, codes $0 \ldots 63$ and a zero point per block, of as many bits.
     """
 
     block_size: BlockSize = eqx.field(static=True, default=64)
@@ -79,7 +79,7 @@ class Int5(AbstractInteger):
     r"""Five-bit integers in blocks.
 
     Symmetric: $s = \max|x| / 15$, codes $-15 \ldots 15$. Affine: $s = (\max x - \min x) / 31$ over a range that
-    includes zero, codes $0 \ldots 31$ and an eight-bit zero point per block.
+    includes zero, codes $0 \ldots 31$ and a zero point per block, of as many bits.
     """
 
     block_size: BlockSize = eqx.field(static=True, default=64)
@@ -92,7 +92,7 @@ class Int4(AbstractInteger):
     r"""Four-bit integers in blocks.
 
     Symmetric: $s = \max|x| / 7$, codes $-7 \ldots 7$. Affine: $s = (\max x - \min x) / 15$ over a range that includes
-    zero, codes $0 \ldots 15$ and an eight-bit zero point per block.
+    zero, codes $0 \ldots 15$ and a zero point per block, of as many bits.
     """
 
     block_size: BlockSize = eqx.field(static=True, default=64)

@@ -163,8 +163,22 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
         scale = values * jax.lax.dynamic_slice_in_dim(of_all, first, blocks, axis=-1)
         return scale_to_bits(scale, mine.format.scale_dtype)
 
-    scale, offset = decoded(mine.scale_bits), decoded(mine.offset_bits)
-    return dataclasses.replace(mine, scale_bits=scale, offset_bits=offset, lengths=(w._length // parts,))
+    def own_zero_point(packed: Any) -> Any:
+        """Takes the zero points of this device's blocks, where they are packed with those of other devices."""
+        of_all, bits = num_blocks(w._length, w.block_size), w.format.bits
+        if packed is None or of_all == blocks or packed.shape[-1] != packing.packed_length(of_all, bits):
+            return packed
+        first = jax.lax.axis_index(names) * blocks
+        own = jax.lax.dynamic_slice_in_dim(packing.unpack(packed, bits, of_all), first, blocks, axis=-1)
+        return packing.pack(own, bits)
+
+    return dataclasses.replace(
+        mine,
+        scale_bits=decoded(mine.scale_bits),
+        zero_point_bits=own_zero_point(mine.zero_point_bits),
+        offset_bits=decoded(mine.offset_bits),
+        lengths=(w._length // parts,),
+    )
 
 
 def _names(struct: Any, mesh: Mesh) -> tuple[Names, ...]:

@@ -43,7 +43,8 @@ def structure(
                 return jnp.zeros((*batch, blocks), _BITS_OF_SCALE[format.scale_dtype])
             return make(format.scale_format, -1, (blocks,), np.dtype(np.float32))
 
-        zero_point = jnp.zeros((*batch, blocks), jnp.uint8) if has_zero_points(format) else None
+        packed = (*batch, packed_length(blocks, format.bits))
+        zero_point = jnp.zeros(packed, jnp.uint8) if has_zero_points(format) else None
         codes = jnp.zeros((*batch, packed_length(length, format.bits)), jnp.uint8)
         offset = per_block() if has_offsets(format) else None
         return QuantizedArray(codes, per_block(), zero_point, format, axis, lengths, dtype, offset_bits=offset)

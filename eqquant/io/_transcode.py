@@ -61,13 +61,23 @@ def from_codes(
         pack_codes(codes(start, stop), format.bits, rows[start:stop])
 
     in_threads(transcode, range(0, len(rows), step))
-    given = {"codes": packed, "zero_point": zero_point}
+    given = {"codes": packed, "zero_point_bits": _packed_zero_points(zero_point, format, source)}
     for name, stored in (("scale", scale), ("offset", offset)):
         given |= {} if stored is None else _stored_floats(f"{name}_bits", name, stored, format, source)
     # Scales may be views of the file, which another program may change.
     ours = lambda name: own(given[name] if name == "codes" else copied(given[name]))
     leaves = [ours(name).reshape(part.shape) for name, part in parts.items()]
     return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
+
+
+def _packed_zero_points(zero_point: np.ndarray | None, format: AbstractFormat, source: Stored) -> np.ndarray | None:
+    if zero_point is None:
+        return None
+    if zero_point.size and (highest := int(zero_point.max())) >= 2**format.bits:
+        source.fail(f"Its zero points must be below {2**format.bits}. Got {highest}.")
+    packed = np.empty((*zero_point.shape[:-1], packed_length(zero_point.shape[-1], format.bits)), np.uint8)
+    pack_codes(zero_point, format.bits, packed)
+    return packed
 
 
 def _stored_floats(

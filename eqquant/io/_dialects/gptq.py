@@ -98,7 +98,7 @@ def _written_by(settings: dict) -> str:
 def _plus_one(zeros: Stored, bits: int, written_by: str) -> np.ndarray:
     """Unpacks zero points and adds one to each. Word by word, with carries, as GPTQModel does."""
     if bits == 3 and "gptqmodel" not in written_by:  # codes straddle words
-        return _outputs(zeros.array(), bits, False) + np.uint8(1)
+        return _outputs(zeros.array(), bits, False) + np.uint8(1) & np.uint8(7)
     ones = sum(1 << at for at in range(0, 96, bits))
     # GPTQModel takes the words of a period of 96 bits in reverse, when it writes and when it reads.
     words = np.array([ones >> 32 * n & 0xFFFFFFFF for n in (2, 1, 0)], np.uint32)

@@ -66,8 +66,6 @@ def _packed(name: str, q: QuantizedArray, scale: ToWrite, weights: dict[str, Any
     ]
     if q.zero_point is not None:
         zeros = np.asarray(q.zero_point)
-        if (zeros >= 2**bits).any():
-            refuse(name, q, f"its zero points must be below {2**bits}")
         packed = np.ascontiguousarray(_words(zeros.T, bits).view(np.int32).T)  # along the rows
         tensors.append(ToWrite(f"{name}_zero_point", "I32", packed.shape, lambda: packed))
     return Layout(tuple(tensors), {"format": "pack-quantized", "weights": weights})

@@ -32,7 +32,7 @@ def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False,
     """Returns the implementation of a kernel, which takes raw arrays. Imports its module at first use.
 
     The module has the functions `supports` and `matmul`. `matmul` takes operands of two dimensions; if `any_layout`,
-    with any number of leading batch axes, and matrices by rows or by columns.
+    with any number of leading batch axes, matrices by rows or by columns, and zero points packed as they are stored.
     """
 
     def supports(problem: MatmulProblem, target: Target) -> str | None:
@@ -52,7 +52,7 @@ def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False,
             **options,
             **({"by_columns": problem.by_columns} if any_layout else {}),
         )
-        weight, batch = pack_arrays(w), x.shape[:-2]
+        weight, batch = pack_arrays(w, as_stored=any_layout), x.shape[:-2]
         if math.prod(batch) == 0:
             return _xla(x, w, problem, target)
         if not batch or any_layout:
@@ -199,14 +199,16 @@ def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
     return implementation.supports(problem, target)
 
 
-def pack_arrays(w: QuantizedArray) -> Packed:
+def pack_arrays(w: QuantizedArray, *, as_stored: bool = False) -> Packed:
+    """Returns the arrays of a weight for a kernel. Unpacks zero points unless they are wanted `as_stored`."""
     scale, row_scale = w.scale_bits, None
     if isinstance(scale, QuantizedArray):
         if nested_scale_kind(w.format, w._length) is None:
             scale = scale_to_bits(scale.dequantize(), "float32")
         else:
             scale, row_scale = scale.codes, scale.scale
-    return Packed(w.codes, scale, row_scale, w.zero_point, w.offset)
+    zero_point = w.zero_point_bits if as_stored else w.zero_point
+    return Packed(w.codes, scale, row_scale, zero_point, w.offset)
 
 
 def _precision(problem: MatmulProblem) -> str | None:

@@ -80,8 +80,9 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
     auto found = rest.get<ffi::AnyBuffer>(at);
     Matrix zs;
     if (!found.has_value() || found->element_type() != ffi::DataType::U8 || !as_matrix(*found, &zs) ||
-        zs.batch != p.batch || zs.rows != p.n || zs.columns != p.blocks)
-      return "zero points must be uint8, one for each scale";
+        zs.batch != p.batch || zs.rows != p.n || zs.columns != (p.blocks * p.bits + 7) / 8)
+      return "zero points must be uint8, one for each scale, packed as codes are";
+    p.zero_words = zs.columns;
     p.zero_point = static_cast<const uint8_t*>(found->untyped_data());
   }
   p.codes = static_cast<const uint8_t*>(codes.untyped_data());

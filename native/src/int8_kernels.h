@@ -297,6 +297,12 @@ struct Int8Kernels {
     for (int64_t i = 0; i < count; ++i) out[i] = static_cast<int16_t>(codes[i] + offset);
   }
 
+  // What the codes of blocks `first` to `last` are off.
+  static void offsets(const Problem& p, const Integers& v, int64_t row, int64_t first, int64_t last, int32_t* out) {
+    unpack_zero_points(p, row, first, last, out);
+    for (int64_t i = 0; i < last - first; ++i) out[i] = v.lowest - out[i];
+  }
+
   // Scales of the runs of a step, and what codes are off.
   static void step_scales(const Problem& p, const Runs& r, const Integers& v, const Step& s, int64_t row, float* scale,
                           int32_t* offset) {
@@ -306,8 +312,7 @@ struct Int8Kernels {
       for (int64_t i = s.runs; i < s.runs + 4; ++i) scale[i] = 0;  // multiplies zero
     }
     if (p.zero_point != nullptr) {
-      const uint8_t* zeros = p.zero_point + row * p.blocks + first;
-      for (int64_t i = 0; i < s.runs; ++i) offset[i] = v.lowest - zeros[i];
+      offsets(p, v, row, first, first + s.runs, offset);
       for (int64_t i = s.runs; i < s.runs + 4; ++i) offset[i] = 0;
     } else {
       for (int64_t i = 0; i < s.runs; ++i) offset[i] = v.lowest;
@@ -492,7 +497,7 @@ struct Int8Kernels {
       const int64_t to = min64(from + step, p.k), first = from / r.size, last = div_up(to, r.size);
       V::scales(&p, row, first, last, scale);
       if (kZero)
-        for (int64_t i = first; i < last; ++i) offset[i - first] = v.lowest - p.zero_point[row * p.blocks + i];
+        offsets(p, v, row, first, last, offset);
       int64_t block = 0, of_block = 0;  // of this step; vectors of the block so far
       for (int64_t s = from / (64 * kPlanes); s * 64 * kPlanes < to; ++s) {
         __builtin_prefetch(w + 64 * s + kAhead);
@@ -537,7 +542,8 @@ struct Int8Kernels {
       if (r.count == 1) {
         float scale[4 + 1];
         V::scales(&p, row, 0, 1, scale);
-        const int32_t factor = zero ? v.lowest - p.zero_point[row] : 1;
+        int32_t factor = 1;
+        if (zero) offsets(p, v, row, 0, 1, &factor);
         sum = static_cast<float>(one_scale<kBits, kLookUp>(p, p.codes + row * p.words, x, table) + factor * x_sum) * scale[0];
       } else {
         sum = several_scales(p, r, v, row, x, lanes, table);

@@ -328,7 +328,11 @@ void run(const Problem* problem, const Plan* plan, const void* shared, void* mem
       const uint8_t* codes = to > from ? some_codes(p, raw, row, from, to, room) : room;
       for (int64_t run = 0; run < s.runs; ++run) {
         const int64_t real = max64(min64(s.length, run_length(r, p.k, s.run + run) - s.offset), 0);
-        const float zero = p.zero_point != nullptr ? p.zero_point[row * p.blocks + (s.run + run) / r.per_block] : 0.0f;
+        float zero = 0.0f;
+        if (p.zero_point != nullptr) {
+          const int64_t block_of_run = (s.run + run) / r.per_block;
+          unpack_zero_points(p, row, block_of_run, block_of_run + 1, &zero);
+        }
         decode(p, d, tables, real > 0 ? codes + run_start(r, s.run + run) + s.offset - from : codes, real, s.length, zero,
                decoded + i * d.w_terms * kFloatStride + 2 * run * s.length);
       }

@@ -226,11 +226,6 @@ struct Kernels {
     }
   }
 
-  static void decode_zeros(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
-    const uint8_t* zeros = p.zero_point + row * p.blocks;
-    for (int64_t i = first; i < last; ++i) out[i - first] = zeros[i];
-  }
-
   // Repeats each of `count` values, of blocks of `ratio` grains, from grain `skip` of the first on, to `grains` values.
   static void expand(const float* blocks, int64_t ratio, int64_t skip, int64_t grains, float* out) {
     for (int64_t g = 0; g < grains; ++blocks) {
@@ -297,7 +292,7 @@ struct Kernels {
   template <bool kZeros>
   EQQ_INLINE void fetch(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
     if (kZeros) {
-      decode_zeros(p, row, first, last, out);
+      unpack_zero_points(p, row, first, last, out);
     } else {
       decode_scales(p, row, first, last, out);
     }

@@ -42,12 +42,13 @@ typedef struct Problem {
   const uint8_t* codes;       // (batch, n, words)
   const void* scale;          // (batch, n, blocks)
   const float* row_scale;     // (batch, n), or null
-  const uint8_t* zero_point;  // (batch, n, blocks), or null
+  const uint8_t* zero_point;  // (batch, n, zero_words), packed as codes are; or null
   const float* table;         // 2^bits values
 
   int64_t batch, m, n, k;
   int64_t words;       // bytes of a row: k * bits / 8, rounded up
   int64_t blocks;      // scales of a row: k / block_size, rounded up
+  int64_t zero_words;  // bytes of the zero points of a row: blocks * bits / 8, rounded up
   int64_t block_size;  // at most k
 
   // In elements. Either stride of a matrix may be the one that is 1.
@@ -62,5 +63,21 @@ typedef struct Problem {
   int32_t precision;   // Precision
   int32_t clip;        // when decoding, whether results are clipped to the finite range of their type
 } Problem;
+
+// Unpacks the zero points of blocks `first` to `last` of a row.
+template <typename T>
+static inline void unpack_zero_points(const Problem& p, int64_t row, int64_t first, int64_t last, T* out) {
+  const uint8_t* packed = p.zero_point + row * p.zero_words;
+  const int64_t planes = 8 / p.bits, segment = kPlane * planes;
+  while (first < last) {
+    const int64_t word = first / segment * kPlane, within = first % segment;
+    const int64_t plane = p.zero_words - word < kPlane ? p.zero_words - word : kPlane;
+    const int64_t at = within % plane, left = plane - at < last - first ? plane - at : last - first;
+    const int shift = static_cast<int>(within / plane) * p.bits, mask = (1 << p.bits) - 1;
+    for (int64_t i = 0; i < left; ++i) out[i] = static_cast<T>(packed[word + at + i] >> shift & mask);
+    out += left;
+    first += left;
+  }
+}
 
 #endif  // EQQUANT_PROBLEM_H_

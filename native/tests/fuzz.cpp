@@ -159,6 +159,7 @@ Made make(Random& random) {
   if (p.block_size < 1) p.block_size = 1;
   p.words = (p.k * p.bits + 7) / 8;
   p.blocks = (p.k + p.block_size - 1) / p.block_size;
+  p.zero_words = (p.blocks * p.bits + 7) / 8;
   p.scale_kind = static_cast<int>(below(random, 7));
   p.x_type = static_cast<int>(below(random, 3));
   p.transpose = coin(random, 30);
@@ -182,7 +183,7 @@ Made make(Random& random) {
   const int64_t item = p.x_type == kFloat32 ? 4 : 2, width = p.scale_kind == 0 ? 4 : p.scale_kind <= 2 ? 2 : 1;
   auto arrays = std::make_shared<Arrays>(Arrays{
       Exact<uint8_t>(p.batch * p.n * p.words), Exact<uint8_t>(p.batch * p.n * p.blocks * width),
-      Exact<uint8_t>(p.batch * p.n * p.blocks), Exact<float>(p.batch * p.n), Exact<float>(int64_t{1} << p.bits),
+      Exact<uint8_t>(p.batch * p.n * p.zero_words), Exact<float>(p.batch * p.n), Exact<float>(int64_t{1} << p.bits),
       Exact<uint8_t>(p.batch * p.x_batch * item), Exact<uint8_t>(p.batch * p.y_batch * item)});
   Arrays& a = *arrays;
   made.keep = arrays;
@@ -220,7 +221,7 @@ Made make(Random& random) {
       default: a.scale[i] = static_cast<uint8_t>(below(random, 256));
     }
   }
-  for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(below(random, codes));
+  for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(random());
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
   std::vector<double> x(p.batch * p.x_batch);
   for (size_t i = 0; i < x.size(); ++i) {
@@ -250,7 +251,7 @@ Made make(Random& random) {
       for (int64_t k = 0; k < p.k; ++k) {
         const int64_t row = b * p.n + n, block = row * p.blocks + k / p.block_size;
         const double value = a.table[code_at(&a.codes[row * p.words], p.k, p.bits, k)];
-        double w = (value - (zeros ? a.zero[block] : 0)) * scale_value(p.scale_kind, &a.scale[block * width]);
+        double w = (value - (zeros ? code_at(&a.zero[row * p.zero_words], p.blocks, p.bits, k / p.block_size) : 0)) * scale_value(p.scale_kind, &a.scale[block * width]);
         if (rows) w *= a.row_scale[row];
         for (int64_t m = 0; m < p.m; ++m) {
           const double term = x[b * p.x_batch + m * p.x_row + (p.transpose ? n : k) * p.x_column] * w;
@@ -335,7 +336,7 @@ bool decodes(const Isa& isa, const Made& made, Pool& pool, int threads) {
     for (int64_t k = 0; k < p.k; ++k) {
       const int64_t block = row * p.blocks + k / p.block_size, at = row * p.k + k;
       const float value = p.table[code_at(p.codes + row * p.words, p.k, p.bits, k)] -
-                          static_cast<float>(p.zero_point ? p.zero_point[block] : 0);
+                          static_cast<float>(p.zero_point ? code_at(p.zero_point + row * p.zero_words, p.blocks, p.bits, k / p.block_size) : 0);
       const float scale = static_cast<float>(scale_value(p.scale_kind, static_cast<const uint8_t*>(p.scale) + block * width)) *
                           (p.row_scale ? p.row_scale[row] : 1.0f);
       const double expected = value * scale;

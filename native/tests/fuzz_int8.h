@@ -31,6 +31,7 @@ MadeInt8 make_int8(Random& random) {
   if (p.block_size < 1) p.block_size = 1;
   p.words = (p.k * p.bits + 7) / 8;
   p.blocks = (p.k + p.block_size - 1) / p.block_size;
+  p.zero_words = (p.blocks * p.bits + 7) / 8;
   p.scale_kind = static_cast<int>(below(random, 7));
   p.x_type = static_cast<int>(below(random, 3));
   q.form = static_cast<int>(below(random, 3));
@@ -52,7 +53,7 @@ MadeInt8 make_int8(Random& random) {
   const int64_t x_item = q.form == kFloats ? item : 1;
   auto arrays = std::make_shared<Arrays>(Arrays{
       Exact<uint8_t>(p.batch * p.n * p.words), Exact<uint8_t>(p.batch * p.n * p.blocks * width),
-      Exact<uint8_t>(p.batch * p.n * p.blocks), Exact<float>(p.batch * p.n), Exact<float>(p.batch * p.m),
+      Exact<uint8_t>(p.batch * p.n * p.zero_words), Exact<float>(p.batch * p.n), Exact<float>(p.batch * p.m),
       Exact<float>(int64_t{1} << p.bits), Exact<uint8_t>(p.batch * p.x_batch * x_item),
       Exact<uint8_t>(p.batch * p.y_batch * item)});
   Arrays& a = *arrays;
@@ -80,7 +81,7 @@ MadeInt8 make_int8(Random& random) {
       default: a.scale[i] = static_cast<uint8_t>(30 + below(random, 60));
     }
   }
-  for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(below(random, codes));
+  for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(random());
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
   for (int64_t i = 0; i < a.x_scale.size; ++i) a.x_scale[i] = 0.01f * fabsf(normal(random));
   const bool extreme = coin(random, 10);
@@ -115,7 +116,7 @@ MadeInt8 make_int8(Random& random) {
   for (int64_t row = 0; row < p.batch * p.n; ++row)
     for (int64_t k = 0; k < p.k; ++k)
       w[row * p.k + k] = static_cast<int32_t>(a.table[code_at(&a.codes[row * p.words], p.k, p.bits, k)]) -
-                         (zeros ? a.zero[row * p.blocks + k / p.block_size] : 0);
+                         (zeros ? code_at(&a.zero[row * p.zero_words], p.blocks, p.bits, k / p.block_size) : 0);
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t m = 0; m < p.m; ++m) {
       float scale = 0;

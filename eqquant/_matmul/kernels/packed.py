@@ -27,7 +27,7 @@ class Packed(NamedTuple):
     codes: UInt8[Array, "*batch n bytes"]
     scale: UInt[Array, "*batch n blocks"]  # the bits of scales, of the type `Layout.scale`
     row_scale: Float32[Array, "*batch n 1"] | None = None  # multiplies the scales of a row
-    zero_point: UInt8[Array, "*batch n blocks"] | None = None
+    zero_point: UInt8[Array, "*batch n blocks"] | None = None  # for `cpu` packed as codes are
     offset: Float32[Array, "*batch n blocks"] | None = None
 
 

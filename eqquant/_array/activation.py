@@ -107,6 +107,12 @@ class ActivationQuantizedArray(AbstractArrayValue):
                 f"`scale` must come with a format of one scale. Got {self.activations!r}. A scale for each block is "
                 "found for each example: leave `scale` out."
             )
+        stack = () if self.scale_bits is None else self.scale_bits.shape
+        if len(stack) > max(array.ndim - 2, 0) or tuple(array.shape[: len(stack)]) != stack:
+            raise ValueError(
+                f"`scale` must be one number, or one for each layer of a stack. Got shape {stack} for a weight of "
+                f"shape {tuple(array.shape)}. Calibrate with one range for all values."
+            )
         if (self.zero_point is not None) != (static and has_zero_points(self.activations)):
             raise ValueError(
                 "`zero_point` must be given with `scale` for a format that has one, and for no other. Got "

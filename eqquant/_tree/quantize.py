@@ -20,6 +20,7 @@ from .._array.array import is_quantized, QuantizedArray
 from .._array.quantize import as_method, check_dtype, check_finite, check_quantizable, quantize_array
 from .._array.sharding import leaf_shardings
 from .._array.simulated import simulate_array, SimulatedArray
+from .._array.value import AbstractArrayValue
 from .._docs import fill_doc
 from .._errors import teach_keywords
 from .._formats.base import AbstractFormat
@@ -286,12 +287,18 @@ def quantize_tree(
     keys = dict(zip(work, [None] * len(work) if key is None else jr.split(key, max(len(work), 1)), strict=True))
     done: dict[Any, Any] = {}  # an array that appears twice is quantized once
     for n in track(work, "Quantizing") if progress else work:
-        leaf, axes, of_inputs = decisions[n].leaf, decisions[n].axes, decisions[n].activations
+        leaf, axes = decisions[n].leaf, decisions[n].axes
         same = (id(leaf.value), decisions[n].format, axes, wanted[n], id(decisions[n].method))
         if same not in done:
             done[same] = _quantize_leaf(decisions[n], methods[n], dtype, keys[n], wanted[n], simulate)
-        values[n] = done[same] if of_inputs is None else ActivationQuantizedArray(done[same], *of_inputs)
+        values[n] = with_activations(decisions[n], done[same])
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_quantized), values)
+
+
+def with_activations(decision: Decision, w: Any) -> Any:
+    """Returns a quantized weight whose products quantize the other operand, if that is the decision."""
+    quantized = isinstance(w, AbstractArrayValue) and decision.activations is not None
+    return ActivationQuantizedArray(w, *decision.activations) if quantized else w  # pyright: ignore
 
 
 def _method_of(decision: Decision, default: AbstractMethod) -> AbstractMethod:

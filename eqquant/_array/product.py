@@ -79,9 +79,7 @@ def dot_general(x: Any, q: Any, numbers: Any, *, left: bool, **options: Any) -> 
     return einsum(x, q, of_x, of_q, of_y, **options)
 
 
-def einsum(
-    x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes, **options: Any
-) -> Float[Array, "..."] | None:
+def einsum(x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes, **options: Any) -> Float[Array, "..."] | None:
     """Returns the sum of products over the axes that `of_y` leaves out, computed by the quantized matmul.
 
     **Arguments:**

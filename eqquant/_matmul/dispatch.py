@@ -74,9 +74,7 @@ def _xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: Target) -> A
     if kind is not None:
         looped = target.platform == "cpu" and target.no_kernels is None
         x = as_codes(x)
-        y = codes.matmul(
-            pack_arrays(x), pack_arrays(w), problem.layout_of_x, problem.layout, kind, looped=looped
-        )
+        y = codes.matmul(pack_arrays(x), pack_arrays(w), problem.layout_of_x, problem.layout, kind, looped=looped)
         return y.astype(problem.dtype)
     layout, transpose, precision = problem.layout, problem.transpose, problem.precision
     if target.platform == "cpu":
@@ -114,9 +112,7 @@ def _cpu_int8_supports(problem: MatmulProblem, target: Target) -> str | None:
 
 
 def _cpu_int8_product(x: Any, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
-    product = ft.partial(
-        _cpu_int8_kernel().matmul, layout=problem.layout, target=target, by_columns=problem.by_columns
-    )
+    product = ft.partial(_cpu_int8_kernel().matmul, layout=problem.layout, target=target, by_columns=problem.by_columns)
     if isinstance(x, DynamicRows) and x.format in (Int8(), Int8("tensor")):
         return product(x.rows, pack_arrays(w))
     q = as_codes(x)

@@ -283,7 +283,9 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "it has factors already: `merge_lora` first"
     if isinstance(leaf.parent, SimulatedArray):
         return "it is simulated: `finalize` first"
-    if isinstance(leaf.parent, AbstractArrayValue) and not isinstance(leaf.parent, (PermutedArray, ActivationQuantizedArray)):
+    if isinstance(leaf.parent, AbstractArrayValue) and not isinstance(
+        leaf.parent, (PermutedArray, ActivationQuantizedArray)
+    ):
         return f"part of a {type(leaf.parent).__name__}"
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason

@@ -65,9 +65,7 @@ class Decision(NamedTuple):
     activations: Activations | None = None
 
 
-def decide(
-    tree: PyTree, format: Rules, where: Where | None, axis: Any, activations: Any = None
-) -> list[Decision]:
+def decide(tree: PyTree, format: Rules, where: Where | None, axis: Any, activations: Any = None) -> list[Decision]:
     """Returns one decision per leaf. Raises before anything is quantized."""
     activations = as_activations(activations)
     selections = select_leaves(tree, where, ineligible=_ineligible_reason)

@@ -59,7 +59,9 @@ def _rows_within(leaf: Leaf) -> list[LeafReport]:
     if not is_quantized(w.array):
         how = f"; its products quantize the other operand, to {w.activations!r}"
         path = f"{leaf.path}."
-        inner = [row._replace(path=path + row.path, reason=row.reason + how) for row in summary({"array": w.array}).leaves]
+        inner = [
+            row._replace(path=path + row.path, reason=row.reason + how) for row in summary({"array": w.array}).leaves
+        ]
         return inner
     of_scale = "" if w.scale_bits is None else "; scale of activations from calibration"
     row = quantized_row(leaf.path, w.array, f"quantized{of_scale}", w.size * w.dtype.itemsize)

@@ -66,7 +66,14 @@ def _moments(x: Float[Array, "*stack rows features"], threshold: float | int, gr
 
 
 def _run(
-    x: Array, index: Array, *, record: Record, threshold: float | int, gram: bool, keep: bool = False, gated: bool = False
+    x: Array,
+    index: Array,
+    *,
+    record: Record,
+    threshold: float | int,
+    gram: bool,
+    keep: bool = False,
+    gated: bool = False,
 ) -> Array:
     def tell(x: Array, index: Array) -> Array:
         return io_callback(

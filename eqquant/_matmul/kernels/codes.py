@@ -9,7 +9,7 @@ scaled.
 
 import functools as ft
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp

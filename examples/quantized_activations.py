@@ -30,7 +30,7 @@ q = eqq.quantize_tree(model, "int8", activations="int8")
 print(eqq.summary(q))
 print(eqq.explain_matmul(inputs, q.layers[0].weight.T))
 
-# %% From calibration: each weight holds the scale of its inputs, with a zero point, since GELU's outputs are not centred
+# %% From calibration: each weight holds the scale and the zero point of its inputs
 stats = eqq.calibrate.collect_stats(model, [inputs[:256], inputs[256:]])
 static = eqq.quantize_tree(model, "int8", activations=stats)
 

@@ -1,4 +1,4 @@
-"""Quantized activations: products of codes with codes against a float64 model, and whole models that quantize inputs."""
+"""Quantized activations: products of codes with codes against a float64 model, and models that quantize inputs."""
 
 import dataclasses
 import functools as ft
@@ -73,9 +73,8 @@ def test_equals_integers_of_numpy(getkey, of_x, of_w, looped):
     operands = []
     for rows, format in zip((3, 40), formats, strict=True):
         blocks = -(-k // (format.block_size or k))
-        low, high = (
-            (0, 2**format.bits - 1) if not format.symmetric else (1 - 2 ** (format.bits - 1), 2 ** (format.bits - 1))
-        )
+        half = 2 ** (format.bits - 1)
+        low, high = (1 - half, half) if format.symmetric else (0, 2 * half)
         values = jr.randint(getkey(), (rows, k), low, high).astype(jnp.float32)
         zero = None if format.symmetric else jnp.zeros((rows, blocks), jnp.uint8)
         operands.append(eqq.quantize(values, format, scale=jnp.ones((rows, blocks)), zero_point=zero))
@@ -216,7 +215,7 @@ def relative(y, z):
 def test_a_whole_model(getkey, model, tmp_path):
     x = weights(getkey(), (16, 32))
     q = eqq.quantize_tree(model, "int8", activations="int8")
-    y = eqx.filter_jit(jax.vmap(q))(x)
+    y = eqx.filter_jit(lambda q, x: jax.vmap(q)(x))(q, x)
     assert 0 < relative(jax.vmap(model)(x), y) < 0.03
     assert relative(y, jax.vmap(eqq.quantize_tree(model, "int8"))(x)) > 1e-4
     row = eqq.summary(q).leaves[0]
@@ -237,10 +236,8 @@ def test_what_no_product_uses(getkey):
     table = eqx.nn.Embedding(16, 32, key=getkey())
     q = eqq.quantize_tree([table, eqx.nn.Linear(32, 8, key=getkey())], "int8", activations="int8")
     assert eqq.is_quantized(q[0].weight) and isinstance(q[1].weight, eqq.ActivationQuantizedArray)
-    assert (
-        "no activations"
-        in eqq.plan_tree([table, table], {"0.*": "int8", "1.*": eqq.Use("int8", activations="int8")}).leaves[1].reason
-    )
+    plan = eqq.plan_tree([table, eqx.nn.Linear(4, 4, key=getkey())], {"*": eqq.Use("int8", activations="int8")})
+    assert "no activations" in plan.leaves[0].reason
     with pytest.raises(ValueError, match="looked up"):
         eqq.quantize_tree(table, "int8", activations="int8")
     with pytest.raises(ValueError, match="must be one of"):
@@ -305,7 +302,8 @@ def test_static_scales(getkey, model, calibrator):
         step = (inputs.max() - inputs.min()) / 255
         np.testing.assert_allclose(w.scale, step, rtol=1e-6)
         np.testing.assert_allclose(w.zero_point, jnp.round(-inputs.min() / step))
-        values = (jnp.clip(jnp.round(x / w.scale) + w.zero_point, 0, 255) - w.zero_point) * w.scale
+        zero = w.zero_point.astype(jnp.float32)
+        values = (jnp.clip(jnp.round(x / w.scale) + zero, 0, 255) - zero) * w.scale
         close(x @ w.T, values, w.dequantize())
     assert "from calibration" in eqq.summary(q).leaves[0].reason
     grads = eqq.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x)))(q)
@@ -357,3 +355,20 @@ def test_in_order(getkey, model):
     q = eqq.quantize_sequentially(model, [x], "int4", eqq.GPTQ(), activations="int8")
     assert isinstance(q.layers[2].weight, eqq.ActivationQuantizedArray)
     assert relative(jax.vmap(model)(x), jax.vmap(q)(x)) < 0.2
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "wanted"), [("int8", "int8", "i8"), ("fp8", "fp8", "f8E4M3FN"), ("mxfp8", "mxfp4", "bf16")]
+)
+def test_programs_for_accelerators(platform, of_x, of_w, wanted):
+    """Without the hardware: the program multiplies small types, and holds no float copy of the weight."""
+    shapes = jax.ShapeDtypeStruct((16, 256), jnp.float32), jax.ShapeDtypeStruct((512, 256), jnp.float32)
+    x, w = (
+        jax.eval_shape(ft.partial(eqq.quantize, format=FORMATS[of]), s)
+        for of, s in zip((of_x, of_w), shapes, strict=True)
+    )
+    text = jax.jit(eqq.matmul).trace(x, w.T).lower(lowering_platforms=(platform,)).as_text()
+    dots = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(dots) == 1 and dots[0].count(f"x{wanted}>") >= 2
+    assert wanted == "bf16" or "512x256xf32" not in text

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Float32, UInt8, UInt32
 from .._formats.base import AbstractFormat, as_format, has_zero_points
 from .._methods.given import GivenScales
 from .._numerics.blocks import not_finite
-from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .array import QuantizedArray
 from .quantize import quantize_array
 from .value import AbstractArrayValue, as_permutation
@@ -39,7 +38,7 @@ class DynamicRows(eqx.Module):
         return np.dtype(self.rows.dtype)
 
     @property
-    def gradient_of(self) -> Float[Array, "*batch rows length"]:
+    def gradient_of(self) -> Any:
         """What receives the gradient, under the name that it has in a `QuantizedArray`."""
         return self.rows
 
@@ -100,7 +99,7 @@ class ActivationQuantizedArray(AbstractArrayValue):
                 f"`array` must be a quantized weight. Got a {type(array).__name__}. Quantize it: `eqq.quantize(w)`."
             )
         static = scale is not None
-        self.scale_bits = scale_to_bits(jnp.asarray(scale, jnp.float32), "float32") if static else None
+        self.scale_bits = jax.lax.bitcast_convert_type(jnp.asarray(scale, jnp.float32), jnp.uint32) if static else None
         self.zero_point = None if zero_point is None else jnp.asarray(zero_point).astype(jnp.uint8)
         if static and (self.activations.block_size not in (None, "tensor") or self.activations.scale_format):
             raise ValueError(
@@ -122,7 +121,8 @@ class ActivationQuantizedArray(AbstractArrayValue):
     @property
     def scale(self) -> Float32[Array, "*stack"] | None:
         """The scale from calibration, or `None` if each example gets its own."""
-        return None if self.scale_bits is None else bits_to_scale(self.scale_bits, "float32")
+        bits = self.scale_bits
+        return None if bits is None else jax.lax.bitcast_convert_type(bits, jnp.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:

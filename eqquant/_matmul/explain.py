@@ -50,7 +50,8 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
 
     **Arguments:**
 
-    - `x`, `w`: as for [`eqquant.matmul`][], at least one of them quantized. Arrays of any kind, or `jax.ShapeDtypeStruct`s.
+    - `x`, `w`: as for [`eqquant.matmul`][], at least one of them quantized. Arrays of any kind, or
+        `jax.ShapeDtypeStruct`s.
     - `platform`: `"cpu"`, `"cuda"`, `"tpu"` or `"rocm"`; by default, the platform of the default backend. The report
         is for a single device: on several TPUs, products outside `shard_map` take `"xla"`.
 
@@ -71,7 +72,8 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
     traced = jax.make_jaxpr(matmul)(known(x), known(w))
     product = next(_products(traced.jaxpr), None)
     if product is None:
-        part = f"the sum is over a part of the quantized axes {getattr(q, 'axis', '')}, or copies of the other operand would be larger"
+        axes = getattr(q, "axis", "")
+        part = f"the sum is over a part of the quantized axes {axes}, or copies of the other operand would be larger"
         why = "it has one dimension" if q.ndim < 2 else part
         shape, dtype = (math.prod(q.shape[:-1]), q.shape[-1]), traced.out_avals[0].dtype
         problem = MatmulProblem(1, *shape, dtype, getattr(q, "format", None), False)  # pyright: ignore

@@ -42,14 +42,14 @@ class LoraArray(AbstractArrayValue):
 
     **Arguments:**
 
-    - `base`: the frozen weight, an array or a [`eqquant.QuantizedArray`][] of shape `(*batch, out, *in)`.
+    - `base`: the frozen weight, an array, a [`eqquant.QuantizedArray`][] or one around it, of shape `(*batch, out, *in)`.
     - `a`: the factor on the input side, `(*batch, rank, *in)`.
     - `b`: the factor on the output side, `(*batch, out, rank)`.
     - `alpha`: the numerator of the scale.
     - `in_ndim`: the number of axes of `in`: one, or for a convolution all but the first.
     """
 
-    base: Float[Array, "..."] | QuantizedArray
+    base: Float[Array, "..."] | AbstractArrayValue
     a: Float[Array, "..."]
     b: Float[Array, "*batch out rank"]
     alpha: float = eqx.field(static=True)

@@ -17,9 +17,9 @@ from .._report import as_plain, Report, report_table, show_bytes
 class LeafReport(NamedTuple):
     """A row of a `TreeReport`: one leaf of a tree.
 
-    `format` is `None` for a leaf that is not quantized, and `reason` says why. `activations` is the format that products
-    quantize the other operand to, `None` if they take floats. `nbytes` are the stored bytes, and
+    `format` is `None` for a leaf that is not quantized, and `reason` says why. `nbytes` are the stored bytes, and
     `dense_nbytes` the bytes of the same leaf in its logical dtype. `bits` are per value, including scales.
+    `activations` is the format that products quantize the other operand to, `None` if they take floats.
     """
 
     derived = ("bits",)

@@ -58,11 +58,8 @@ def _rows_within(leaf: Leaf) -> list[LeafReport]:
     w = leaf.value
     if not is_quantized(w.array):
         how = f"; its products quantize the other operand, to {w.activations!r}"
-        path = f"{leaf.path}."
-        inner = [
-            row._replace(path=path + row.path, reason=row.reason + how) for row in summary({"array": w.array}).leaves
-        ]
-        return inner
+        within = summary({"array": w.array}).leaves
+        return [row._replace(path=f"{leaf.path}.{row.path}", reason=row.reason + how) for row in within]
     of_scale = "" if w.scale_bits is None else "; scale of activations from calibration"
     row = quantized_row(leaf.path, w.array, f"quantized{of_scale}", w.size * w.dtype.itemsize)
     return [row._replace(activations=w.activations, nbytes=w.nbytes)]

@@ -1,8 +1,8 @@
 """Computes `x(m, k) . w(n, k)^T` where both are codes, in plain `jax.numpy`: small types in, wide sums out.
 
-The value of a code is `(table[code] - zero_point) * scale`. Values of the table are multiplied in the smallest type that
-holds them. Sums run along the codes that share both scales; then they are corrected by the zero points, exactly, and
-scaled.
+The value of a code is `(table[code] - zero_point) * scale`. Values of the table are multiplied in the smallest type
+that holds them. Sums run along the codes that share both scales; then they are corrected by the zero points, exactly,
+and scaled.
 
     sum (a - p)(b - q) = sum a b - q sum a - p sum b + p q length
 """

@@ -42,7 +42,8 @@ class LoraArray(AbstractArrayValue):
 
     **Arguments:**
 
-    - `base`: the frozen weight, an array, a [`eqquant.QuantizedArray`][] or one around it, of shape `(*batch, out, *in)`.
+    - `base`: the frozen weight, an array or a quantized one ([`eqquant.QuantizedArray`][], or one around it), of shape
+        `(*batch, out, *in)`.
     - `a`: the factor on the input side, `(*batch, rank, *in)`.
     - `b`: the factor on the output side, `(*batch, out, rank)`.
     - `alpha`: the numerator of the scale.

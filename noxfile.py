@@ -32,6 +32,7 @@ EXAMPLES = [
     "quantize_minilm.py",
     "plan_minilm.py",
     "qat_digits.py",
+    "quantized_activations.py",
     "train_bytes.py",
     "sharded_transformer.py",
     "llama/generate.py",

@@ -14,6 +14,7 @@ same model: it runs under every JAX transformation, trains, saves and shards, an
 from importlib.metadata import version as _version
 
 from . import analysis as analysis, calibrate as calibrate, io as io
+from ._array.activation import ActivationQuantizedArray as ActivationQuantizedArray
 from ._array.array import (
     ArrayOrQuantized as ArrayOrQuantized,
     is_quantized as is_quantized,

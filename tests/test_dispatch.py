@@ -281,7 +281,7 @@ def test_forcing():
     assert dispatch.choose(Target("cuda"), PROBLEM._replace(m=4096), "pallas_gpu")[0] == "pallas_gpu"
     with pytest.raises(ValueError, match="cannot take this product: it is for tpu, and this is cuda"):
         dispatch.choose(Target("cuda"), PROBLEM, "pallas_tpu")
-    with pytest.raises(ValueError, match="one of cpu, pallas_gpu, pallas_tpu, xla, or None. Got 'fast'"):
+    with pytest.raises(ValueError, match="one of cpu, cpu_int8, pallas_gpu, pallas_tpu, xla, or None. Got 'fast'"):
         dispatch.choose(Target("cuda"), PROBLEM, "fast")
     old = PROBLEM._replace(format=eqq.MXFP8())
     assert dispatch.choose(Target("cuda", capability=8.0), old, None)[0] == "xla"

@@ -283,26 +283,37 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         left: bool,
         implementation: str | None = None,
         precision: Any = None,
+        activations: Any = None,
     ) -> Array:
         """Returns `self @ other` if `left`, else `other @ self`, with the shapes of `jnp.matmul`."""
-        x, product = jnp.asarray(other), None
-        options = {"implementation": implementation, "precision": precision}
-        if jnp.isrealobj(x):
+        options = {"implementation": implementation, "precision": precision, "activations": activations}
+        if isinstance(other, QuantizedArray) and left:
+            if self.axis == -1 and other.axis == -min(other.ndim, 2):  # the sum runs along the blocks of both
+                return other._matmul(self, left=False, **options)
+            other = other.dequantize()
+        x, product = other if isinstance(other, QuantizedArray) else jnp.asarray(other), None
+        if isinstance(x, QuantizedArray) or jnp.isrealobj(x):
             self._check_closure(x)
-            product = matmul(x.astype(jnp.result_type(x, self.dtype)), self, left=left, **options)
+            product = matmul(x.astype(jnp.result_type(x.dtype, self.dtype)), self, left=left, **options)
         if product is not None:
             return product
+        x = x.dequantize() if isinstance(x, QuantizedArray) else x
         if implementation is not None:
             raise ValueError(
                 "`implementation` is for products over or along the quantized axis. Got "
                 f"{implementation!r}, {self!r} and {x.dtype}{list(x.shape)}. Without it the product is dense."
             )
+        if activations is not None and x.ndim > 0:
+            axis = -2 if left and x.ndim > 1 else -1
+            rows = jnp.moveaxis(x, axis, -1)
+            rows = rows[None] if x.ndim == 1 else rows
+            x = jnp.moveaxis(activations(rows).dequantize().reshape(jnp.moveaxis(x, axis, -1).shape), -1, axis)
         dense = (self.dequantize(), x) if left else (x, self.dequantize())
         return jnp.matmul(*dense, precision=precision)
 
-    def _check_closure(self, x: Array) -> None:
+    def _check_closure(self, x: Any) -> None:
         """Warns if a `scan` goes over the biases of stacked layers, but not over their weights."""
-        if x.ndim == 1 and self.ndim > 2 and _compat.is_constant_of_trace(self.codes, x):
+        if isinstance(x, jax.Array) and x.ndim == 1 and self.ndim > 2 and _compat.is_constant_of_trace(self.codes, x):
             warnings.warn(
                 f"A stack of quantized weights, of shape {self.shape}, is multiplied by one vector inside a function "
                 "that closes over the stack. If a `scan` was to take it layer by layer, split the model with "

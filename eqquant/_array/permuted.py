@@ -10,7 +10,7 @@ import wadler_lindig as wl
 from jaxtyping import Array, Float, UInt32
 
 from .array import QuantizedArray
-from .value import AbstractArrayValue, as_permutation
+from .value import AbstractArrayValue, as_permutation, multiply
 
 
 class PermutedArray(AbstractArrayValue):
@@ -99,15 +99,15 @@ class PermutedArray(AbstractArrayValue):
                 return self._ordered(self.array[index], -1)
         return self.dequantize()[index]
 
-    def _matmul(self, other: Any, *, left: bool) -> Array:
+    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
         x = jnp.asarray(other)
         if self.order.ndim > 1 or x.ndim == 0 or not jnp.isrealobj(x):  # a stack, without `vmap` or `scan`
             return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
         axis = -1 if x.ndim == 1 or not left else -2  # of `x` and of the result
         if self.axis == (-1 if left else -2):
             x = jnp.take(x, self.order, axis)
-            return self.array @ x if left else x @ self.array
-        return self._ordered(self.array @ x if left else x @ self.array, axis)
+            return multiply(self.array, x, left=left, **options)
+        return self._ordered(multiply(self.array, x, left=left, **options), axis)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         return wl.TextDoc(f"PermutedArray({wl.pformat(self.array)}, axis={self.axis})")

@@ -35,7 +35,8 @@ def bind_matmul(
 
     **Arguments:**
 
-    - `x`: floats; the result has their dtype.
+    - `x`: floats; or with codes, a `QuantizedArray` in memory order, or a `DynamicRows`, whose rows the product
+        quantizes. The result has their dtype.
     - `w`: a `QuantizedArray` in memory order, `(*batch, n, k)`, with the same batch axes as `x`.
     - `transpose`: contracts `n` instead of `k`. Each of the two products is the gradient of the other.
     - `precision`: as in `jax.lax.dot_general`; `None` takes `jax.default_matmul_precision`.

@@ -25,15 +25,16 @@ from .sharding import logical_sharding
 Axes = Sequence[Hashable]  # the names of the axes of an array
 
 
-def matmul(x: Float[Array, "..."], q: Any, *, left: bool, **options: Any) -> Array | None:
+def matmul(x: Any, q: Any, *, left: bool, **options: Any) -> Array | None:
     """Returns `q @ x` if `left`, else `x @ q`, with the shapes of `jnp.matmul`.
 
     **Arguments:**
 
-    - `x`: floats; the result has their dtype.
+    - `x`: floats, or a `QuantizedArray`; the result has their dtype.
     - `q`: a `QuantizedArray`.
     - `left`: whether `q` is the left operand.
-    - `options`: `precision` and `implementation`, as in `bind_matmul`.
+    - `options`: `precision` and `implementation`, as in `bind_matmul`; and `activations`, a function from the rows of
+        `x`, floats, to what the primitive takes in their place.
 
     **Returns:**
 
@@ -64,9 +65,8 @@ def matmul(x: Float[Array, "..."], q: Any, *, left: bool, **options: Any) -> Arr
     return einsum(x, q, of_x, of_q, of_y, **options)
 
 
-def dot_general(x: Float[Array, "..."], q: Any, numbers: Any, *, left: bool, **options: Any) -> Array | None:
+def dot_general(x: Any, q: Any, numbers: Any, *, left: bool, **options: Any) -> Array | None:
     """As `matmul`, for `jax.lax.dot_general(q, x, numbers)` if `left`, else `jax.lax.dot_general(x, q, numbers)`."""
-    (contract, batch) = numbers
     contract, batch = numbers
     pairs = [*zip(*batch, strict=True), *zip(*contract, strict=True)]
     # The two axes of a pair share a name; the name of a free axis is its side and place.
@@ -79,14 +79,12 @@ def dot_general(x: Float[Array, "..."], q: Any, numbers: Any, *, left: bool, **o
     return einsum(x, q, of_x, of_q, of_y, **options)
 
 
-def einsum(
-    x: Float[Array, "..."], q: Any, of_x: Axes, of_q: Axes, of_y: Axes, **options: Any
-) -> Float[Array, "..."] | None:
+def einsum(x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes, **options: Any) -> Float[Array, "..."] | None:
     """Returns the sum of products over the axes that `of_y` leaves out, computed by the quantized matmul.
 
     **Arguments:**
 
-    - `x`, `q`: a float array, and a `QuantizedArray`.
+    - `x`, `q`: a float array or a `QuantizedArray`, and a `QuantizedArray`.
     - `of_x`, `of_q`, `of_y`: the names of the axes of each and of the result. Axes of length one are broadcast.
 
     **Returns:**
@@ -97,6 +95,8 @@ def einsum(
     form = _form_of(x, q, of_x, of_q, of_y)
     if form is None:
         return None
+    if _is_coded(x) and (form.transpose or [of_x[axis] for axis in x._axes] != list(form.inner)):
+        x = x.dequantize()  # the sum runs across the blocks of one of them
     # Inside `shard_map`, types also hold the axes that arrays vary along. The product varies along the axes of both
     # operands. Casting the operands to these first makes the gradient sum over the right axes.
     x, q = _compat.vary_alike((x, q))
@@ -149,34 +149,46 @@ def _form_of(x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes) -> _Form | None
     return _Form(of_x, of_q, of_y, size, True, batch, alone, rows, contracted, inside)
 
 
-def _product(form: _Form, x: Float[Array, "..."], q: Any, **options: Any) -> Float[Array, "..."]:
+def _is_coded(x: Any) -> bool:
+    return hasattr(x, "codes")
+
+
+def _product(form: _Form, x: Any, q: Any, *, activations: Any = None, **options: Any) -> Float[Array, "..."]:
     size = lambda names: [form.size[name] for name in names]
     front = size((*form.batch, *form.alone))
     m, inner = math.prod(size(form.rows)), math.prod(size(form.inner))
     # A matrix whose rows lie last in memory is transposed by one `swapaxes`, which XLA can cancel against another.
     of_matrix = lambda names: [name for name in names if name in (*form.rows, *form.inner, *form.outer)]
     last_is_row = lambda names: bool(names) and names[-1] in form.rows
-    by_columns = (last_is_row(of_matrix(form.of_x)), last_is_row(of_matrix(form.of_y)))
+    by_columns = (not _is_coded(x) and last_is_row(of_matrix(form.of_x)), last_is_row(of_matrix(form.of_y)))
     turn = lambda a, by_columns: jnp.swapaxes(a, -1, -2) if by_columns else a
 
-    x_axes = (*form.inner, *form.rows) if by_columns[0] else (*form.rows, *form.inner)
-    x = _ordered(x, form.of_x, (*form.batch, *x_axes))
-    x = x.reshape(*size(form.batch), *[1] * len(form.alone), *((inner, m) if by_columns[0] else (m, inner)))
-    x = turn(x, by_columns[0])
-    x = jnp.broadcast_to(x, (*front, m, inner)) if form.alone else x
+    if _is_coded(x):
+        x = _in_rows(x, form.of_x, (*form.batch, *form.rows), (*size(form.batch), m))
+    else:
+        x_axes = (*form.inner, *form.rows) if by_columns[0] else (*form.rows, *form.inner)
+        x = _ordered(x, form.of_x, (*form.batch, *x_axes))
+        x = x.reshape(*size(form.batch), *[1] * len(form.alone), *((inner, m) if by_columns[0] else (m, inner)))
+        x = turn(x, by_columns[0])
+        x = jnp.broadcast_to(x, (*front, m, inner)) if form.alone else x
+        x = x if activations is None else activations(x)
 
-    memory = [name for axis, name in enumerate(form.of_q) if axis - q.ndim not in q._axes]
     of_rows = form.inner if form.transpose else form.outer
-    arrange = lambda leaf: _ordered(leaf, [*memory, _LAST], (*form.batch, *form.alone, *of_rows, _LAST)).reshape(
-        *front, math.prod(size(of_rows)), leaf.shape[-1]
-    )
-    w = dataclasses.replace(jtu.tree_map(arrange, q), axis=-1, lengths=(q._length,), logical_sharding=None)
+    w = _in_rows(q, form.of_q, (*form.batch, *form.alone, *of_rows), (*front, math.prod(size(of_rows))))
     y = turn(bind_matmul(x, w, transpose=form.transpose, by_columns=by_columns, **options), by_columns[1])
     of_y = (*form.batch, *form.alone, *((*form.outer, *form.rows) if by_columns[1] else (*form.rows, *form.outer)))
     return _ordered(y.reshape(size(of_y)), of_y, form.of_y).reshape(size(form.of_y))
 
 
 _LAST = object()
+
+
+def _in_rows(q: Any, names: Axes, wanted: Iterable[Hashable], shape: Sequence[int]) -> Any:
+    """Returns a quantized array as rows of codes, `(*shape, length)`."""
+    memory = [name for axis, name in enumerate(names) if axis - q.ndim not in q._axes]
+    wanted = [*wanted, _LAST]
+    arrange = lambda leaf: _ordered(leaf, [*memory, _LAST], wanted).reshape(*shape, leaf.shape[-1])
+    return dataclasses.replace(jtu.tree_map(arrange, q), axis=-1, lengths=(q._length,), logical_sharding=None)
 
 
 def _ordered(x: Array, names: Axes, wanted: Iterable[Hashable]) -> Array:
@@ -186,11 +198,11 @@ def _ordered(x: Array, names: Axes, wanted: Iterable[Hashable]) -> Array:
     return jnp.transpose(x, (*order, *(names.index(name) for name in wanted if name in names)))
 
 
-def _result_spec(form: _Form, x: Array, q: Any) -> jax.sharding.PartitionSpec:
+def _result_spec(form: _Form, x: Any, q: Any) -> jax.sharding.PartitionSpec:
     """Returns the spec of the product on an explicit mesh: the axes that divide `x`, then the remaining ones of `q`."""
-    of_x = names_in(jax.typeof(x).sharding.spec, x.ndim)
-    known = logical_sharding(q)
-    of_q = names_in(known.spec if known is not None else (), q.ndim)
+    spec_of = lambda q: () if logical_sharding(q) is None else logical_sharding(q).spec  # pyright: ignore
+    of_x = names_in(spec_of(x) if _is_coded(x) else jax.typeof(x).sharding.spec, x.ndim)
+    of_q = names_in(spec_of(q), q.ndim)
     divided = {name: by for name, by in zip(form.of_x, of_x, strict=True) if name in form.of_y}
     taken = {axis for by in divided.values() for axis in by}
     for name, by in zip(form.of_q, of_q, strict=True):

@@ -152,8 +152,8 @@ class SimulatedArray(AbstractArrayValue):
     def __getitem__(self, index: Any) -> Array:
         return self.quantized()[index]
 
-    def _matmul(self, other: Any, *, left: bool) -> Array:
-        return self.quantized()._matmul(other, left=left)
+    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
+        return self.quantized()._matmul(other, left=left, **options)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         return wl.TextDoc(f"SimulatedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")

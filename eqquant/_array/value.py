@@ -92,8 +92,8 @@ class AbstractArrayValue(quax.ArrayValue):
         """Changes the shape."""
 
     @abc.abstractmethod
-    def _matmul(self, other: Any, *, left: bool) -> Array:
-        """Returns `self @ other` if `left`, else `other @ self`."""
+    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
+        """Returns `self @ other` if `left`, else `other @ self`. An array around another passes `options` on."""
 
     @property
     def size(self) -> int:
@@ -228,6 +228,13 @@ class AbstractArrayValue(quax.ArrayValue):
 
     # `==` compares element by element, so there is no hash, as for `jax.Array`.
     __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def multiply(w: Any, x: Any, *, left: bool, **options: Any) -> Array:
+    """Returns `w @ x` if `left`, else `x @ w`, for a dense `w` or one of ours, which takes `options`."""
+    if isinstance(w, AbstractArrayValue):
+        return w._matmul(x, left=left, **options)
+    return jnp.matmul(w, x) if left else jnp.matmul(x, w)
 
 
 def flatten_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,12 +5,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from .._array.array import is_quantized, QuantizedArray
+from .._array.array import is_quantized
+from .._array.value import AbstractArrayValue
 
 
 def matmul(
-    x: Float[ArrayLike | QuantizedArray, "..."],
-    w: Float[ArrayLike | QuantizedArray, "..."],
+    x: Float[ArrayLike | AbstractArrayValue, "..."],
+    w: Float[ArrayLike | AbstractArrayValue, "..."],
     *,
     implementation: str | None = None,
     precision: Any = None,
@@ -27,8 +28,9 @@ def matmul(
 
     **Arguments:**
 
-    - `x`, `w`: arrays or quantized arrays, of the shapes that `jnp.matmul` takes. If both are quantized, dequantizes
-        `x`. Also dequantizes an operand if the sum runs along only part of its quantized axis.
+    - `x`, `w`: arrays or quantized arrays, of the shapes that `jnp.matmul` takes. If both are quantized along the axis
+        that the sum runs along, multiplies codes with codes; otherwise dequantizes `x`. Also dequantizes an operand if
+        the sum runs along only part of its quantized axis.
     - `implementation`: the name of an implementation, or `None` to choose the best for the platform, the shapes and
         the format. [`eqquant.explain_matmul`][] lists them.
     - `precision`: as in `jnp.matmul`; `None` takes `jax.default_matmul_precision`. Sums are float32 (float64 for
@@ -43,11 +45,12 @@ def matmul(
     `ValueError` if the contracted lengths differ, or if the implementation is unknown, is for another platform, or
     cannot take the product.
     """
-    if is_quantized(w):
-        x = x.dequantize() if is_quantized(x) else x  # pyright: ignore
-        return w._matmul(x, left=False, implementation=implementation, precision=precision)  # pyright: ignore
-    if is_quantized(x):
-        return x._matmul(w, left=True, implementation=implementation, precision=precision)  # pyright: ignore
+    options = {"implementation": implementation, "precision": precision}
+    if isinstance(w, AbstractArrayValue):
+        x = x.dequantize() if isinstance(x, AbstractArrayValue) and not is_quantized(x) else x
+        return w._matmul(x, left=False, **options)
+    if isinstance(x, AbstractArrayValue):
+        return x._matmul(w, left=True, **options)
     if implementation is not None:
         raise ValueError(f"`implementation` is for quantized operands. Got {implementation!r}, and none is quantized.")
     return jnp.matmul(jnp.asarray(x), jnp.asarray(w), precision=precision)

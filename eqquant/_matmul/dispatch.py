@@ -4,6 +4,7 @@
 `Packed` weight and a table of values, made by decoding every code of the format. So they take any format.
 """
 
+import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable
@@ -14,10 +15,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
+from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
+from .._formats import Int8
 from .._numerics.scale_bits import scale_to_bits
 from . import native
-from .kernels import xla, xla_cpu
+from .kernels import codes, xla, xla_cpu
 from .kernels.packed import decode_bytes, Packed
 from .problem import MatmulProblem, nested_scale_kind, Target
 
@@ -25,7 +28,9 @@ from .problem import MatmulProblem, nested_scale_kind, Target
 class _Implementation(NamedTuple):
     platforms: tuple[str, ...]  # () for all
     supports: Callable[[MatmulProblem, Target], str | None]  # the reason why not, or None
-    compute: Callable[[Array, QuantizedArray, MatmulProblem, Target], Array]
+    compute: Callable[[Any, QuantizedArray, MatmulProblem, Target], Array]
+    # Whether it multiplies codes of activations. Otherwise it gets their values.
+    takes_codes: Callable[[MatmulProblem, Target], bool] = lambda problem, target: False
 
 
 def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False, **options: Any) -> _Implementation:
@@ -64,7 +69,13 @@ def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False,
     return _Implementation((platform,), supports, compute)
 
 
-def _xla(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
+def _xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
+    kind = kind_of_codes(problem, target)
+    if kind is not None:
+        looped = target.platform == "cpu" and target.no_kernels is None
+        x = as_codes(x)
+        y = codes.matmul(pack_arrays(x), pack_arrays(w), problem.layout_of_x, problem.layout, kind, looped=looped)
+        return y.astype(problem.dtype)
     layout, transpose, precision = problem.layout, problem.transpose, problem.precision
     if target.platform == "cpu":
         return xla_cpu.matmul(x, pack_arrays(w), layout, w.dtype, transpose=transpose, precision=precision)
@@ -74,6 +85,48 @@ def _xla(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) ->
         decode = ft.partial(decode_bytes, layout=layout, dtype=x.dtype)
         return xla.dense_scaled(x, pack_arrays(w), decode, w.scale[..., 0], transpose=transpose, precision=precision)
     return xla.dense(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
+
+
+def kind_of_codes(problem: MatmulProblem, target: Target) -> codes.Kind | None:
+    """Returns the type in which `xla` multiplies codes with codes, or `None` if it multiplies values."""
+    if problem.activations is None or problem.transpose or problem.dtype.itemsize > 4:
+        return None
+    return codes.kind_of(problem.layout_of_x, problem.layout, target)
+
+
+def as_codes(x: Any) -> QuantizedArray:
+    """Returns quantized activations."""
+    x = x.quantized() if isinstance(x, DynamicRows) else x
+    return dataclasses.replace(x, gradient_of=None)
+
+
+def _cpu_int8_supports(problem: MatmulProblem, target: Target) -> str | None:
+    if problem.activations is None:
+        return "it multiplies codes with codes, and one operand is in float"
+    if problem.transpose:
+        return "the sum runs across the blocks of the weight"
+    layout = problem.layout_of_x
+    if layout.kind != "integer" or layout.bits != 8 or not layout.one_scale:
+        return f"it takes eight-bit integers with one scale for each row of activations, not {problem.activations!r}"
+    return _cpu_int8_kernel().supports(problem.layout, problem.m, problem.n, problem.dtype, target=target)
+
+
+def _cpu_int8_product(x: Any, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
+    product = ft.partial(_cpu_int8_kernel().matmul, layout=problem.layout, target=target, by_columns=problem.by_columns)
+    if isinstance(x, DynamicRows) and x.format in (Int8(), Int8("tensor")):
+        return product(x.rows, pack_arrays(w))
+    q = as_codes(x)
+    x, scale, zero = q.codes, q.scale, q.zero_point
+    # The kernel subtracts 128 from codes.
+    shift = jnp.float32(-128 - problem.layout_of_x.offset) if zero is None else zero.astype(jnp.float32) - 128
+    if zero is None and problem.layout_of_x.offset == -128:
+        return product(x, pack_arrays(w), x_scale=scale, dtype=problem.dtype)
+    # A row of ones sums the rows of the weight.
+    ones = jnp.full((*x.shape[:-2], 1, x.shape[-1]), 129, x.dtype)
+    scales = jnp.concatenate([scale, jnp.ones((*x.shape[:-2], 1, 1), jnp.float32)], axis=-2)
+    y = product(jnp.concatenate([x, ones], axis=-2), pack_arrays(w), x_scale=scales, dtype=jnp.dtype(jnp.float32))
+    y, sums = y[..., :-1, :], y[..., -1:, :]
+    return (y - jnp.broadcast_to(shift * scale, y.shape) * jnp.broadcast_to(sums, y.shape)).astype(problem.dtype)
 
 
 def _of_bytes(p: MatmulProblem) -> bool:
@@ -98,6 +151,12 @@ def _cpu() -> Any:
     return cpu
 
 
+def _cpu_int8_kernel() -> Any:
+    from .kernels import cpu_int8
+
+    return cpu_int8
+
+
 def _pallas_gpu() -> Any:
     from .kernels import pallas_gpu
 
@@ -112,16 +171,17 @@ def _pallas_tpu() -> Any:
 
 IMPLEMENTATIONS = {
     "cpu": _kernel("cpu", _cpu, any_layout=True),
+    "cpu_int8": _Implementation(("cpu",), _cpu_int8_supports, _cpu_int8_product, lambda problem, target: True),
     "pallas_gpu": _kernel("cuda", _pallas_gpu),
     "pallas_tpu": _kernel("tpu", _pallas_tpu),
-    "xla": _Implementation((), _always, _xla),
+    "xla": _Implementation((), _always, _xla, lambda problem, target: kind_of_codes(problem, target) is not None),
 }
 
 
 class _Preference(NamedTuple):
     platform: str  # "" for any
     implementation: str
-    when: Callable[[MatmulProblem], bool]
+    when: Callable[[MatmulProblem, Target], bool]
     reason: str
 
 
@@ -130,23 +190,33 @@ _FEW_ROWS = "few rows: the packed weight is decoded on the chip, where XLA would
 _PLAIN = "of the native kernels only those in plain C++ run here, and XLA's vectors are faster"
 _MANY_ROWS = "many rows: decoding to a dense weight in memory, once, costs less than decoding for every tile of rows"
 
+_INTEGERS = "integers times integers, in registers: sums are exact, and rows of floats are quantized inside"
+_SMALL = "codes times codes in a small type, which the platform multiplies faster than floats"
+
+
+def _codes(problem: MatmulProblem) -> bool:
+    return problem.activations is not None
+
+
 # The first row that applies wins, unless its implementation cannot take the product.
 _PREFERENCES = (
-    _Preference("cuda", "xla", _of_bytes, _FUSED),
-    _Preference("cuda", "pallas_gpu", lambda p: p.m <= 256, _FEW_ROWS),
-    _Preference("cuda", "xla", lambda p: True, _MANY_ROWS),
-    _Preference("tpu", "xla", _of_bytes, _FUSED),
-    _Preference("tpu", "pallas_tpu", lambda p: p.m <= (256 if p.layout.one_scale else 64), _FEW_ROWS),
-    _Preference("tpu", "xla", lambda p: True, _MANY_ROWS),
-    _Preference("cpu", "xla", lambda p: native.isa() == "generic", _PLAIN),
-    _Preference("cpu", "cpu", lambda p: True, "the packed weight is decoded in registers and in the cache"),
+    _Preference("cpu", "cpu_int8", lambda p, _: _codes(p) and native.isa() != "generic", _INTEGERS),
+    _Preference("", "xla", lambda p, target: kind_of_codes(p, target) is not None, _SMALL),
+    _Preference("cuda", "xla", lambda p, _: _of_bytes(p), _FUSED),
+    _Preference("cuda", "pallas_gpu", lambda p, _: p.m <= 256, _FEW_ROWS),
+    _Preference("cuda", "xla", lambda p, _: True, _MANY_ROWS),
+    _Preference("tpu", "xla", lambda p, _: _of_bytes(p), _FUSED),
+    _Preference("tpu", "pallas_tpu", lambda p, _: p.m <= (256 if p.layout.one_scale else 64), _FEW_ROWS),
+    _Preference("tpu", "xla", lambda p, _: True, _MANY_ROWS),
+    _Preference("cpu", "xla", lambda p, _: native.isa() == "generic", _PLAIN),
+    _Preference("cpu", "cpu", lambda p, _: True, "the packed weight is decoded in registers and in the cache"),
     _Preference(
         "cpu",
         "xla",
-        lambda p: True,
+        lambda p, _: True,
         "XLA on CPU never fuses a decode, so the weight is decoded a few rows at a time, plane by plane",
     ),
-    _Preference("", "xla", lambda p: True, "XLA fuses what it can of the decode into the product"),
+    _Preference("", "xla", lambda p, _: True, "XLA fuses what it can of the decode into the product"),
 )
 
 
@@ -165,7 +235,7 @@ def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[
     rules = [r for r in _PREFERENCES if r.platform in ("", target.platform)]
     if not isinstance(problem.m, int):  # the program is exported for any number of rows
         rules = [r for r in rules if r.implementation == "xla"]
-    preferred = [r for r in rules if r.when(problem)]
+    preferred = [r for r in rules if r.when(problem, target)]
     refusals = [refusal_of(target, problem, rule.implementation) for rule in preferred]
     taken = refusals.index(None)
     if taken > 0:
@@ -174,10 +244,17 @@ def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[
 
 
 def compute(
-    x: Float[Array, "*batch rows inner"], w: QuantizedArray, problem: MatmulProblem, target: Target, name: str
+    x: Any, w: QuantizedArray, problem: MatmulProblem, target: Target, name: str
 ) -> Float[Array, "*batch rows outer"]:
-    """Computes a product with the implementation of that name."""
-    return IMPLEMENTATIONS[name].compute(x, w, problem, target)
+    """Computes a product with the implementation of that name.
+
+    `x` is also codes, or rows to quantize. An implementation that does not take codes gets their values.
+    """
+    implementation = IMPLEMENTATIONS[name]
+    if problem.activations is None or implementation.takes_codes(problem, target):
+        return implementation.compute(x, w, problem, target)
+    values = as_codes(x).astype(problem.decoded.dtype).dequantize()
+    return implementation.compute(values, w, problem.decoded, target).astype(problem.dtype)
 
 
 def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
@@ -196,7 +273,21 @@ def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
         return target.no_kernels
     if implementation.platforms and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
-    return implementation.supports(problem, target)
+    decoded = problem.activations is not None and not implementation.takes_codes(problem, target)
+    return implementation.supports(problem.decoded if decoded else problem, target)
+
+
+def multiplied_types(problem: MatmulProblem, target: Target, name: str) -> str:
+    """Returns what an implementation multiplies with what, and the type of its sums, for a reader."""
+    kind = "int8" if name == "cpu_int8" else kind_of_codes(problem, target) if name == "xla" else None
+    if kind == "int8":
+        return "int8 x int8, sums in int32"
+    if kind is not None:
+        types = [problem.layout_of_x.kind, problem.layout.kind] if kind == "float8" else [kind, kind]
+        return f"{' x '.join(types)}, sums in float32"
+    wide = problem.decoded.dtype if problem.activations is not None else problem.dtype
+    sums = "float64" if wide.itemsize > 4 else "float32"
+    return f"{wide} x {wide} (decoded), sums in {sums}"
 
 
 def pack_arrays(w: QuantizedArray, *, as_stored: bool = False) -> Packed:

@@ -10,11 +10,11 @@ import jax.extend
 import jax.numpy as jnp
 from rich.table import Table
 
-from .._array.array import is_quantized
 from .._array.primitive import operands_of, quantized_matmul_p
+from .._array.value import AbstractArrayValue
 from .._report import Report, report_table
 from .api import matmul
-from .dispatch import choose, IMPLEMENTATIONS, refusal_of
+from .dispatch import choose, IMPLEMENTATIONS, multiplied_types, refusal_of
 from .problem import MatmulProblem, problem_of, Target
 
 
@@ -26,12 +26,14 @@ class MatmulExplanation(Report):
     platform: str
     implementation: str
     verdicts: dict[str, str]
+    types: str  # what is multiplied, and the type of sums
 
     def __rich__(self) -> Table:
         p = self.problem
         weight = f"({p.m}, {p.n}) . W({p.n}, {p.k})" if p.transpose else f"({p.m}, {p.k}) . W({p.n}, {p.k})^T"
         table = report_table("implementation", "verdict", text=2)
-        table.title = f"{p.dtype}{weight}, {p.format!r}, on {self.platform}"
+        formats = f"{p.format!r}" if p.activations is None else f"{p.activations!r} x {p.format!r}"
+        table.title = f"{p.dtype}{weight}, {formats}, on {self.platform}: {self.types}"
         for name, verdict in self.verdicts.items():
             table.add_row(name, verdict, style="bold" if name == self.implementation else None)
         return table
@@ -48,36 +50,42 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
 
     **Arguments:**
 
-    - `x`, `w`: as for [`eqquant.matmul`][], one of them quantized. Arrays of any kind, or `jax.ShapeDtypeStruct`s.
+    - `x`, `w`: as for [`eqquant.matmul`][], at least one of them quantized. Arrays of any kind, or
+        `jax.ShapeDtypeStruct`s.
     - `platform`: `"cpu"`, `"cuda"`, `"tpu"` or `"rocm"`; by default, the platform of the default backend. The report
         is for a single device: on several TPUs, products outside `shard_map` take `"xla"`.
 
     **Returns:**
 
-    An object with `.implementation`, `.verdicts` (one per implementation) and `.to_dict()`. Prints as a table.
+    An object with `.implementation`, `.verdicts` (one per implementation), `.types` (what is multiplied in which type,
+    such as `"int8 x int8, sums in int32"`) and `.to_dict()`. Prints as a table.
 
     **Raises:**
 
     `TypeError` if neither operand is quantized. `ValueError` if the platform is unknown. The errors of `x @ w`.
     """
-    q = w if is_quantized(w) else x
-    if not is_quantized(q):
+    q = w if isinstance(w, AbstractArrayValue) else x
+    if not isinstance(q, AbstractArrayValue):
         raise TypeError("`explain_matmul` needs a quantized operand. Got none. Quantize `x` or `w` first.")
     platform = _platform(platform)
-    known = lambda a: a if is_quantized(a) or isinstance(a, jax.ShapeDtypeStruct) else jnp.asarray(a)
+    known = lambda a: a if isinstance(a, (AbstractArrayValue, jax.ShapeDtypeStruct)) else jnp.asarray(a)
     traced = jax.make_jaxpr(matmul)(known(x), known(w))
     product = next(_products(traced.jaxpr), None)
     if product is None:
-        part = f"the sum is over a part of the quantized axes {q.axis}, or copies of the other operand would be larger"
+        axes = getattr(q, "axis", "")
+        part = f"the sum is over a part of the quantized axes {axes}, or copies of the other operand would be larger"
         why = "it has one dimension" if q.ndim < 2 else part
-        shape = math.prod(q.shape[:-1]), q.shape[-1]
-        problem = MatmulProblem(1, *shape, traced.out_avals[0].dtype, q.format, False)
-        return MatmulExplanation(problem, platform, "dense", {"dense": f"{why}: dequantize, then multiply"})
+        shape, dtype = (math.prod(q.shape[:-1]), q.shape[-1]), traced.out_avals[0].dtype
+        problem = MatmulProblem(1, *shape, dtype, getattr(q, "format", None), False)  # pyright: ignore
+        verdicts = {"dense": f"{why}: dequantize, then multiply"}
+        return MatmulExplanation(problem, platform, "dense", verdicts, f"{dtype} x {dtype}")
     problem = problem_of(*product)
     target = Target(platform)
     name, reason = choose(target, problem, None)
     verdicts = {other: refusal_of(target, problem, other) or "possible" for other in IMPLEMENTATIONS}
-    return MatmulExplanation(problem, platform, name, {**verdicts, name: f"chosen: {reason}"})
+    return MatmulExplanation(
+        problem, platform, name, {**verdicts, name: f"chosen: {reason}"}, multiplied_types(problem, target, name)
+    )
 
 
 def _products(jaxpr: Any) -> Iterator[tuple[Any, Any, bool, Any]]:

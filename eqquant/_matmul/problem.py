@@ -19,7 +19,7 @@ class MatmulProblem(NamedTuple):
     """A quantized matmul: everything that the choice of an implementation depends on.
 
     Multiplies `m` rows of activations of type `dtype` by a weight of `n` rows of `k` values in `format`. `transpose`
-    contracts `n` instead of `k`.
+    contracts `n` instead of `k`. `activations` is the format of the rows of activations, `None` for floats.
     """
 
     m: int
@@ -31,20 +31,32 @@ class MatmulProblem(NamedTuple):
     precision: Any = None
     plain_scales: bool = False  # the format quantizes its scales, but a shard holds them decoded
     by_columns: tuple[bool, bool] = (False, False)  # as in `bind_matmul`
+    activations: AbstractFormat | None = None
 
     @property
     def layout(self) -> Layout:
         """The layout of the packed weight."""
         return layout_of(self.format, self.k, self.plain_scales)
 
+    @property
+    def layout_of_x(self) -> Layout:
+        """The layout of packed activations."""
+        return layout_of(self.activations, self.k)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def decoded(self) -> "MatmulProblem":
+        """The same product, with the values of the activations as floats that are wide enough for them."""
+        wide = self.dtype if self.dtype.itemsize > 4 else jnp.dtype(jnp.float32)
+        return self._replace(activations=None, dtype=wide)
+
 
 def problem_of(
     x: Any, w: Any, transpose: bool, precision: Any, by_columns: tuple[bool, bool] = (False, False)
 ) -> MatmulProblem:
     """Returns the problem for the operands of the primitive: arrays, or only their shapes and dtypes."""
-    n, k = w.shape[-2:]
-    dtype = jnp.dtype(x.dtype)
-    return MatmulProblem(x.shape[-2], n, k, dtype, w.format, transpose, precision, has_plain_scales(w), by_columns)
+    (n, k), dtype, plain = w.shape[-2:], jnp.dtype(x.dtype), has_plain_scales(w)
+    activations = getattr(x, "format", None)
+    return MatmulProblem(x.shape[-2], n, k, dtype, w.format, transpose, precision, plain, by_columns, activations)
 
 
 def has_plain_scales(w: Any) -> bool:

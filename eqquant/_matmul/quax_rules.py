@@ -15,6 +15,7 @@ import quax
 from jax import lax
 from jaxtyping import Array, ArrayLike
 
+from .._array.activation import ActivationQuantizedArray
 from .._array.array import QuantizedArray
 from .._array.product import dot_general
 
@@ -136,17 +137,34 @@ def _dot_general_right(x: ArrayLike, q: QuantizedArray, **params: Any) -> Array:
 
 @quax.register(lax.dot_general_p)
 def _dot_general_both(p: QuantizedArray, q: QuantizedArray, **params: Any) -> Array:
-    return _dot_general(q, p.dequantize(), params, left=False)
+    return _dot_general(q, p, params, left=False)
 
 
-def _dot_general(q: QuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
+@quax.register(lax.dot_general_p)
+def _dot_general_quantizing_right(w: ActivationQuantizedArray, x: ArrayLike, **params: Any) -> Array:
+    return _dot_general_quantizing(w, x, params, left=True)
+
+
+@quax.register(lax.dot_general_p)
+def _dot_general_quantizing_left(x: ArrayLike, w: ActivationQuantizedArray, **params: Any) -> Array:
+    return _dot_general_quantizing(w, x, params, left=False)
+
+
+def _dot_general_quantizing(w: ActivationQuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
+    if isinstance(w.array, QuantizedArray) and (w.scale_bits is None or w.scale_bits.ndim == 0):
+        return _dot_general(w.array, x, params, left=left, activations=w.quantize_rows)
+    return _dense(lax.dot_general_p, *((w.dequantize(), x) if left else (x, w.dequantize())), **params)
+
+
+def _dot_general(q: QuantizedArray, x: Any, params: dict[str, Any], *, left: bool, activations: Any = None) -> Array:
     """Computes `dot_general` by the quantized matmul where its dimension numbers allow it, otherwise dense."""
-    x = jnp.asarray(x)
-    dtype = jnp.dtype(params.get("preferred_element_type") or jnp.result_type(x, q.dtype))
+    x = x if isinstance(x, QuantizedArray) else jnp.asarray(x)
+    dtype = jnp.dtype(params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype))
     with jax.numpy_dtype_promotion("standard"):  # the caller asked for this dtype, so promotion is not implicit
-        wide = jnp.promote_types(jnp.result_type(x, q.dtype), dtype)
-    precision = params.get("precision")
+        wide = jnp.promote_types(jnp.result_type(x.dtype, q.dtype), dtype)
+    options = {"precision": params.get("precision"), "activations": activations}
     y = None
-    if params.get("out_sharding") is None and jnp.issubdtype(wide, jnp.floating) and not isinstance(precision, str):
-        y = dot_general(x.astype(wide), q, params["dimension_numbers"], left=left, precision=precision)
+    plain = params.get("out_sharding") is None and not isinstance(options["precision"], str)
+    if plain and jnp.issubdtype(wide, jnp.floating):
+        y = dot_general(x.astype(wide), q, params["dimension_numbers"], left=left, **options)
     return _dense(lax.dot_general_p, *((q, x) if left else (x, q)), **params) if y is None else y.astype(dtype)

@@ -3,6 +3,9 @@
 The primitive computes `x(*batch, m, k) . w(*batch, n, k)^T`, where `x` is float and `w` quantized; with `transpose`,
 `x(*batch, m, n) . w(*batch, n, k)`. It is linear in `x`, so its JVP and its transpose are the primitive again (the
 transpose flips the flag). A `custom_vjp` would lose forward mode. `dispatch.py` chooses the implementation.
+
+Where `x` is quantized too, or to be quantized by the product, rounding passes gradients straight through: its JVP is
+the primitive on the tangent, which is float.
 """
 
 import dataclasses
@@ -45,7 +48,7 @@ def _compute(
     by_columns: tuple[bool, bool],
     devices: int = 1,
 ) -> Array:
-    def compute(x: Array, w: QuantizedArray) -> Array:
+    def compute(x: Any, w: QuantizedArray) -> Array:
         problem = problem_of(x, w, transpose, precision, by_columns)
         name, _ = dispatch.choose(target, problem, implementation)
         return dispatch.compute(x, w, problem, target, name)
@@ -53,19 +56,23 @@ def _compute(
     x, w = operands_of(args, x_tree, w_tree)
     # `gradient_of` does not affect the value.
     w = dataclasses.replace(w, gradient_of=None)
+    if isinstance(x, QuantizedArray):
+        x = dataclasses.replace(x, gradient_of=None)
     if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # a sum of nothing
     return compute(x, w) if devices == 1 else partitioned(compute, x, w, transpose=transpose)
 
 
 def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
-    devices = _compat.num_devices(context)
+    devices, x_tree = _compat.num_devices(context), params["x_tree"]
     why_none = {"cpu": _compat.no_cpu_kernels, "cuda": _compat.no_gpu_kernels}.get(platform, lambda _: None)
     no_kernels = why_none(context)
     if platform == "tpu" and devices > 1:
         # The TPU compiler supports no `custom_partitioning` (https://github.com/jax-ml/jax/issues/38196), and does not
         # divide kernels. It can divide `xla`, whose operations it knows.
         devices, no_kernels = 1, "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
+    if devices > 1 and not jtu.treedef_is_leaf(x_tree):
+        devices, no_kernels = 1, "the compiler divides products of codes among devices, which kernels hide from it"
     if _compat.is_partly_manual(context):
         # It would gather the operands of a kernel, and every device would compute the whole product.
         no_kernels = "in a `shard_map` over some axes of a mesh the compiler divides the product along the others"
@@ -89,16 +96,21 @@ def _impl(*args: Array, **params: Any) -> Array:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    bind = ft.partial(quantized_matmul_p.bind, **params)
     x, w = operands_of(primals, params["x_tree"], params["w_tree"])
     dx, dw = operands_of(tangents, params["x_tree"], params["w_tree"])
-    y = bind(*primals)
-    dys = [] if type(dx) is ad.Zero else [bind(dx, *jtu.tree_leaves(w))]
-    # Only the leaf `gradient_of` of the weight has a tangent; every other leaf is an unsigned integer.
+    y = quantized_matmul_p.bind(*primals, **params)
+    # Of an array, only the leaf `gradient_of` has a tangent; every other leaf is an unsigned integer.
+    of_codes = not jtu.treedef_is_leaf(params["x_tree"])
+    dx = dx.gradient_of if of_codes else dx
+    dys = []
+    if dx is not None and type(dx) is not ad.Zero:
+        # An implementation that multiplies codes with codes cannot take floats.
+        of_floats = {"x_tree": jtu.tree_structure(0), "implementation": None} if of_codes else {}
+        dys.append(quantized_matmul_p.bind(dx.astype(x.dtype), *jtu.tree_leaves(w), **{**params, **of_floats}))
     if dw.gradient_of is not None and type(dw.gradient_of) is not ad.Zero:
         d_weight = dw.gradient_of.astype(x.dtype)
         d_weight = d_weight if params["transpose"] else jnp.swapaxes(d_weight, -1, -2)
-        dys.append(jnp.matmul(x, d_weight, precision=params["precision"]))
+        dys.append(jnp.matmul(x.dequantize() if of_codes else x, d_weight, precision=params["precision"]))
     if not dys:
         return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
     return y, ft.reduce(ad.add_jaxvals, dys)

@@ -16,17 +16,18 @@ import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized, QuantizedArray
 from .._array.permuted import PermutedArray
 from .._array.quantize import as_method, check_finite
 from .._array.requantize import requantize_like
 from .._array.simulated import SimulatedArray
-from .._array.value import AbstractArrayValue, as_permutation
+from .._array.value import AbstractArrayValue, as_permutation, multiply
 from .._mesh import full_spec, place
 from .._methods import AbstractMethod
 from .._tree.leaves import identity, Leaf, named_leaves, some
 from .._tree.select import select_leaves, Where
-from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
+from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
 
 
 class LoraArray(AbstractArrayValue):
@@ -41,14 +42,15 @@ class LoraArray(AbstractArrayValue):
 
     **Arguments:**
 
-    - `base`: the frozen weight, an array or a [`eqquant.QuantizedArray`][] of shape `(*batch, out, *in)`.
+    - `base`: the frozen weight, an array or a quantized one ([`eqquant.QuantizedArray`][], or one around it), of shape
+        `(*batch, out, *in)`.
     - `a`: the factor on the input side, `(*batch, rank, *in)`.
     - `b`: the factor on the output side, `(*batch, out, rank)`.
     - `alpha`: the numerator of the scale.
     - `in_ndim`: the number of axes of `in`: one, or for a convolution all but the first.
     """
 
-    base: Float[Array, "..."] | QuantizedArray
+    base: Float[Array, "..."] | AbstractArrayValue
     a: Float[Array, "..."]
     b: Float[Array, "*batch out rank"]
     alpha: float = eqx.field(static=True)
@@ -79,7 +81,7 @@ class LoraArray(AbstractArrayValue):
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the sum of the base and the product of the factors: a dense array of `shape` and `dtype`."""
         base, delta = self._frozen_base(), self.delta()
-        dense = base.dequantize() if is_quantized(base) else base
+        dense = base.dequantize() if isinstance(base, AbstractArrayValue) else base
         return dense + delta.astype(dense.dtype)
 
     def delta(self) -> Float[Array, "..."]:
@@ -110,11 +112,11 @@ class LoraArray(AbstractArrayValue):
         rows = self._frozen_base()[index]
         return rows + (self.scaling * jnp.matmul(self.b[index], self.a)).astype(rows.dtype)
 
-    def _matmul(self, other: Any, *, left: bool) -> Array:
+    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
         x, base = jnp.asarray(other), self._frozen_base()
         if self.in_ndim != 1 or x.ndim == 0:
             return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
-        y = jnp.matmul(base, x) if left and not is_quantized(base) else base @ x if left else x @ base
+        y = multiply(base, x, left=left, **options)
         a, b = self.a.astype(y.dtype), self.b.astype(y.dtype)
         x = x.astype(y.dtype)
         vector = x.ndim == 1
@@ -124,7 +126,7 @@ class LoraArray(AbstractArrayValue):
         return y + self.scaling * low
 
     def _frozen_base(self) -> Any:
-        return self.base if is_quantized(self.base) else jax.lax.stop_gradient(self.base)
+        return self.base if isinstance(self.base, AbstractArrayValue) else jax.lax.stop_gradient(self.base)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         rank = self.b.shape[-1] if eqx.is_array_like(self.b) else self.b
@@ -219,7 +221,7 @@ def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
     some_quantized = any(is_quantized(x) for x in jtu.tree_leaves(model, is_leaf=is_quantized))
 
     def skip(leaf: Leaf) -> str | None:
-        if type(leaf.layer).__name__ in ("Embedding", "Embed") or leaf.name == "embedding":
+        if is_embedding(leaf):
             return "an embedding"
         if is_quantized(leaf.value):
             return None
@@ -282,7 +284,9 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "it has factors already: `merge_lora` first"
     if isinstance(leaf.parent, SimulatedArray):
         return "it is simulated: `finalize` first"
-    if isinstance(leaf.parent, AbstractArrayValue) and not isinstance(leaf.parent, PermutedArray):
+    if isinstance(leaf.parent, AbstractArrayValue) and not isinstance(
+        leaf.parent, (PermutedArray, ActivationQuantizedArray)
+    ):
         return f"part of a {type(leaf.parent).__name__}"
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason

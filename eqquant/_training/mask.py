@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 
@@ -32,7 +33,9 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     The tree with a boolean for each leaf. A [`eqquant.QuantizedArray`][] is one leaf, so the mask is a prefix of the
     tree. Pass it to `equinox.partition`, `equinox.filter`, `optax.masked` or [`eqquant.filter_grad`][].
     """
-    nodes, treedef = jtu.tree_flatten(tree, is_leaf=lambda x: isinstance(x, AbstractArrayValue))
+    # What is around a weight and has no numbers to train stays a node, so that the weight is a leaf of its own.
+    whole = lambda x: isinstance(x, AbstractArrayValue) and not isinstance(x, ActivationQuantizedArray)
+    nodes, treedef = jtu.tree_flatten(tree, is_leaf=whole)
     adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)
 
     def mask(x: Any) -> PyTree[bool]:

@@ -15,10 +15,12 @@ from jax.sharding import NamedSharding
 from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
 from rich.progress import track
 
+from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized, QuantizedArray
 from .._array.quantize import as_method, check_dtype, check_finite, check_quantizable, quantize_array
 from .._array.sharding import leaf_shardings
 from .._array.simulated import simulate_array, SimulatedArray
+from .._array.value import AbstractArrayValue
 from .._docs import fill_doc
 from .._errors import teach_keywords
 from .._formats.base import AbstractFormat
@@ -29,8 +31,8 @@ from .placement import move, Shardings, wanted_shardings
 from .report import TreeReport
 from .select import check_patterns, matches, Pattern, select_leaves, show_pattern, Where
 from .summary import quantized_row, row_of
-from .use import as_use, Use
-from .weights import ineligible_reason, input_axis
+from .use import as_activations, as_use, Use
+from .weights import convolved_axes, ineligible_reason, input_axis, is_embedding
 
 
 FormatLike = AbstractFormat | str | Use
@@ -44,6 +46,14 @@ Rules = (
 )
 
 
+class Activations(NamedTuple):
+    """The format that products quantize the other operand to, and a scale from calibration."""
+
+    format: AbstractFormat
+    scale: Any = None
+    zero_point: Any = None
+
+
 class Decision(NamedTuple):
     """The decision about a leaf: its format and the axes along which blocks run, or `None` and the reason."""
 
@@ -52,10 +62,12 @@ class Decision(NamedTuple):
     axes: tuple[int, ...]
     reason: str
     method: AbstractMethod | None = None
+    activations: Activations | None = None
 
 
-def decide(tree: PyTree, format: Rules, where: Where | None, axis: Any) -> list[Decision]:
+def decide(tree: PyTree, format: Rules, where: Where | None, axis: Any, activations: Any = None) -> list[Decision]:
     """Returns one decision per leaf. Raises before anything is quantized."""
+    activations = as_activations(activations)
     selections = select_leaves(tree, where, ineligible=_ineligible_reason)
     choose = _chooser(format, [leaf for leaf, _ in selections])
     decisions = []
@@ -67,10 +79,48 @@ def decide(tree: PyTree, format: Rules, where: Where | None, axis: Any) -> list[
         wanted, known = input_axis(leaf) if axis is None else (axis, True)
         _, axes = check_quantizable(_struct(leaf.value), wanted, leaf.path)
         unknown = "" if known else "; its input axis is not known, blocks run along the last: see `axis`"
-        decisions.append(Decision(leaf, picked.format, axes, reason + unknown, picked.method))
+        of_inputs = activations if picked.activations is None else picked.activations
+        of_inputs, note = _activations_of(leaf, of_inputs, axes)
+        decisions.append(Decision(leaf, picked.format, axes, reason + unknown + note, picked.method, of_inputs))
     if not any(d.format is not None for d in decisions):
         raise ValueError(_nothing_message(decisions))
+    if activations is not None and not any(d.activations for d in decisions):
+        raise ValueError(
+            "`activations` must be for a model with weights that products use. Got none among those to quantize "
+            f"({some(f'{d.leaf.path}: {d.reason}' for d in decisions if d.format is not None)}). Leave it out."
+        )
     return decisions
+
+
+def _activations_of(leaf: Leaf, activations: Any, axes: tuple[int, ...]) -> tuple[Activations | None, str]:
+    """Returns the activations of a weight and a note, or `None` and the note why its products take floats."""
+    if activations is None:
+        return None, ""
+    if is_embedding(leaf):
+        return None, "; looked up, so no activations"
+    if len(axes) > 1 or convolved_axes(leaf) is not None:
+        return None, "; a convolution, whose activations stay in float"
+    if not isinstance(activations, Mapping):
+        return Activations(activations), ""
+    return _calibrated(leaf, activations)
+
+
+def _calibrated(leaf: Leaf, stats: Mapping[str, Any]) -> tuple[Activations | None, str]:
+    """Returns the activations that statistics of inputs give."""
+    found = next((stats[path] for path in leaf.paths if path in stats), None)
+    if found is None:
+        raise ValueError(
+            f"`activations` must hold the statistics of every weight. Got none of {leaf.path}, only of "
+            f"{some(stats)}. Collect them on this model, with the same `where`."
+        )
+    if tuple(found.shape) != tuple(leaf.value.shape):
+        raise ValueError(
+            f"`activations` must hold the statistics of this model. Got those of a weight of shape {found.shape} for "
+            f"{leaf.path}, of shape {tuple(leaf.value.shape)}. Collect them again."
+        )
+    if found.axis is None:
+        return None, "; no product was observed, so no activations"
+    return Activations(*found.activations()), ""
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:
@@ -174,6 +224,7 @@ def quantize_tree(
     simulate: bool = False,
     shardings: Shardings | None = None,
     method: AbstractMethod | None = None,
+    activations: Any = None,
 ) -> PyTree:
     """Quantizes the weights of a model, and leaves everything else unchanged.
 
@@ -184,6 +235,7 @@ def quantize_tree(
         model = eqq.quantize_tree(model, {"layers.0.*": None, "*": "int4"})
         model = eqq.quantize_tree(model, "int8", where=lambda m: m.layers[1].weight)
         model = eqq.quantize_tree(model, {"*.down.*": eqq.Use("int4", eqq.HQQ()), "*": "int4"}, method=eqq.MSE())
+        model = eqq.quantize_tree(model, "int8", activations="int8")                   # W8A8
         model = eqq.quantize_tree(model, shardings={"*.up.weight": P("model"), "*.down.weight": P(None, "model")})
         ```
 
@@ -200,14 +252,19 @@ def quantize_tree(
         quantizes its shard of a sharded weight, and nothing is gathered.
     - `method`: the method that chooses scales and codes; [`eqquant.AbsMax`][] by default. A [`eqquant.Use`][] sets the
         method of one rule.
+    - `activations`: the format that products quantize the other operand to, or its lower-case name: each example gets
+        scales of its own. Or the statistics of inputs that [`eqquant.calibrate.collect_stats`][] returns, which hold
+        one scale for each weight. By default products take floats. A [`eqquant.Use`][] sets it for one rule. Weights
+        that no product uses, such as embeddings, and convolutions stay without; the plan says so.
 
     **Returns:**
 
     A tree of the same classes, in which each weight is a [`eqquant.QuantizedArray`][] (or, with `simulate`, a
-    [`eqquant.SimulatedArray`][]). An array that appears in several places of the tree is quantized once and stays
-    shared. Weights are quantized one at a time, and a large weight a chunk of rows at a time. So the peak memory is the
-    result plus one leaf in its own dtype, whatever the format and method; up to three leaves in float32 for leaves that
-    are on several devices or have one scale for the whole array.
+    [`eqquant.SimulatedArray`][]; with `activations`, an [`eqquant.ActivationQuantizedArray`][] around it). An array
+    that appears in several places of the tree is quantized once and stays shared. Weights are quantized one at a time,
+    and a large weight a chunk of rows at a time. So the peak memory is the result plus one leaf in its own dtype,
+    whatever the format and method; up to three leaves in float32 for leaves that are on several devices or have one
+    scale for the whole array.
     If any leaf cannot be quantized, an error names it and nothing is quantized.
 
     **Raises:**
@@ -220,7 +277,7 @@ def quantize_tree(
     if simulate and key is not None:
         raise ValueError("`key` must be None with `simulate=True`, which rounds to nearest at each use. Got a key.")
     default = as_method(method)
-    decisions = decide(tree, format, where, axis)
+    decisions = decide(tree, format, where, axis, activations)
     wanted = wanted_shardings(tree, [d.leaf for d in decisions], shardings)
     wanted = [_sharding_of(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)]
     work = [n for n, d in enumerate(decisions) if d.format is not None]
@@ -229,12 +286,18 @@ def quantize_tree(
     keys = dict(zip(work, [None] * len(work) if key is None else jr.split(key, max(len(work), 1)), strict=True))
     done: dict[Any, Any] = {}  # an array that appears twice is quantized once
     for n in track(work, "Quantizing") if progress else work:
-        leaf, _, axes, _, _ = decisions[n]
+        leaf, axes = decisions[n].leaf, decisions[n].axes
         same = (id(leaf.value), decisions[n].format, axes, wanted[n], id(decisions[n].method))
         if same not in done:
             done[same] = _quantize_leaf(decisions[n], methods[n], dtype, keys[n], wanted[n], simulate)
-        values[n] = done[same]
+        values[n] = with_activations(decisions[n], done[same])
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_quantized), values)
+
+
+def with_activations(decision: Decision, w: Any) -> Any:
+    """Returns a quantized weight whose products quantize the other operand, if that is the decision."""
+    quantized = isinstance(w, AbstractArrayValue) and decision.activations is not None
+    return ActivationQuantizedArray(w, *decision.activations) if quantized else w  # pyright: ignore
 
 
 def _method_of(decision: Decision, default: AbstractMethod) -> AbstractMethod:
@@ -269,7 +332,7 @@ def _quantize_leaf(
     sharding: NamedSharding | None,
     simulate: bool,
 ) -> QuantizedArray | SimulatedArray:
-    leaf, format, axes, _, _ = decision
+    leaf, format, axes = decision.leaf, decision.format, decision.axes
     encode = ft.partial(simulate_array if simulate else ft.partial(quantize_array, key=key), method=method)
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
         q = jax.eval_shape(lambda x: encode(x, format, axes, dtype), leaf.value)  # pyright: ignore
@@ -291,6 +354,7 @@ def plan_tree(
     axis: int | Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
     method: AbstractMethod | None = None,
+    activations: Any = None,
 ) -> TreeReport:
     """Plans what [`eqquant.quantize_tree`][] would do with these arguments: a dry run that computes nothing.
 
@@ -304,6 +368,7 @@ def plan_tree(
 
     {arguments}
     - `method`: how codes would be found. The reason of each leaf names a method that is not the default.
+    - `activations`: as for [`eqquant.quantize_tree`][].
 
     **Returns:**
 
@@ -316,7 +381,7 @@ def plan_tree(
     As [`eqquant.quantize_tree`][], except that it does not check whether values are finite.
     """
     rows, default = [], as_method(method)
-    for leaf, picked, axes, reason, found_by in decide(tree, format, where, axis):
+    for leaf, picked, axes, reason, found_by, of_inputs in decide(tree, format, where, axis, activations):
         if picked is None:
             rows.extend(row_of(leaf, reason))
             continue
@@ -324,5 +389,6 @@ def plan_tree(
         q = jax.eval_shape(lambda x, f=picked, a=axes: quantize_array(x, f, a, dtype, None), x)
         found_by = default if found_by is None else found_by
         reason = reason if found_by == AbsMax() else f"{reason}, by {type(found_by).__name__}"
-        rows.append(quantized_row(leaf.path, q, reason, math.prod(x.shape) * x.dtype.itemsize))
+        row = quantized_row(leaf.path, q, reason, math.prod(x.shape) * x.dtype.itemsize)
+        rows.append(row if of_inputs is None else row._replace(activations=of_inputs.format))
     return TreeReport(tuple(rows), planned=True)

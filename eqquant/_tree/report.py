@@ -19,6 +19,7 @@ class LeafReport(NamedTuple):
 
     `format` is `None` for a leaf that is not quantized, and `reason` says why. `nbytes` are the stored bytes, and
     `dense_nbytes` the bytes of the same leaf in its logical dtype. `bits` are per value, including scales.
+    `activations` is the format that products quantize the other operand to, `None` if they take floats.
     """
 
     derived = ("bits",)
@@ -31,10 +32,18 @@ class LeafReport(NamedTuple):
     reason: str
     nbytes: int
     dense_nbytes: int
+    activations: AbstractFormat | None = None
 
     @property
     def bits(self) -> float:
         return 8 * self.nbytes / max(math.prod(self.shape), 1)
+
+    @property
+    def stored_as(self) -> str:
+        """The format, and that of activations if they are quantized, or the dtype."""
+        if self.format is None:
+            return self.dtype
+        return repr(self.format) if self.activations is None else f"{self.format!r} x {self.activations!r}"
 
     def to_dict(self) -> dict[str, Any]:
         return as_plain(self)
@@ -44,8 +53,8 @@ class LeafReport(NamedTuple):
 class TreeReport(Report):
     """The result of [`eqquant.plan_tree`][] or [`eqquant.summary`][]: a row for each array. Prints as a table.
 
-    - `leaves`: the rows, each with `path`, `shape`, `dtype`, `format`, `axis`, `reason`, `nbytes`, `dense_nbytes` and
-        `bits`.
+    - `leaves`: the rows, each with `path`, `shape`, `dtype`, `format`, `axis`, `reason`, `nbytes`, `dense_nbytes`,
+        `activations` and `bits`.
     - `planned`: whether this is a plan, with nothing quantized yet.
     """
 
@@ -92,7 +101,7 @@ class TreeReport(Report):
         ordered = sorted(self.leaves, key=lambda leaf: leaf.format is None)  # what is quantized comes first
         for name, rows in [(leaf.path, [leaf]) for leaf in ordered] if every_leaf else _grouped(ordered):
             first = rows[0]
-            stored = first.dtype if first.format is None else escape(repr(first.format))
+            stored = escape(first.stored_as)
             style = "dim" if first.format is None else None
             table.add_row(escape(name), stored, escape(first.reason), *_numbers(rows), style=style)
         quantized = sum(leaf.format is not None for leaf in self.leaves)
@@ -132,7 +141,7 @@ def _grouped(leaves: Sequence[LeafReport]) -> list[tuple[str, list[LeafReport]]]
         if leaf.format is None and leaf.nbytes <= total / 100:
             small.setdefault((leaf.dtype, leaf.reason), []).append(leaf)
         else:
-            same = (_pattern(leaf.path), leaf.shape, leaf.dtype, leaf.format, leaf.reason)
+            same = (_pattern(leaf.path), leaf.shape, leaf.dtype, leaf.format, leaf.activations, leaf.reason)
             layers.setdefault(same, []).append(leaf)
     name = lambda group, many: group[0].path if len(group) == 1 else many
     return [

@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import DTypeLike, PyTree
 
+from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized, QuantizedArray
 from .._array.simulated import SimulatedArray
 from .leaves import array_nbytes, identity, Leaf, named_leaves
@@ -36,7 +37,9 @@ def summary(tree: PyTree) -> TreeReport:
     """
     rows = []
     for leaf in named_leaves(tree, _is_whole):
-        if isinstance(leaf.value, SimulatedArray):
+        if isinstance(leaf.value, ActivationQuantizedArray):
+            rows.extend(_rows_within(leaf))
+        elif isinstance(leaf.value, SimulatedArray):
             of_master = dataclasses.replace(leaf, value=leaf.value.master)
             rows.extend(row_of(of_master, f"simulates {leaf.value.format!r}"))
         elif is_quantized(leaf.value):
@@ -47,7 +50,19 @@ def summary(tree: PyTree) -> TreeReport:
 
 
 def _is_whole(x: Any) -> bool:
-    return is_quantized(x) or isinstance(x, SimulatedArray)
+    return is_quantized(x) or isinstance(x, (SimulatedArray, ActivationQuantizedArray))
+
+
+def _rows_within(leaf: Leaf) -> list[LeafReport]:
+    """Returns the rows of a weight whose products quantize the other operand."""
+    w = leaf.value
+    if not is_quantized(w.array):
+        how = f"; its products quantize the other operand, to {w.activations!r}"
+        within = summary({"array": w.array}).leaves
+        return [row._replace(path=f"{leaf.path}.{row.path}", reason=row.reason + how) for row in within]
+    of_scale = "" if w.scale_bits is None else "; scale of activations from calibration"
+    row = quantized_row(leaf.path, w.array, f"quantized{of_scale}", w.size * w.dtype.itemsize)
+    return [row._replace(activations=w.activations, nbytes=w.nbytes)]
 
 
 def row_of(leaf: Leaf, reason: str) -> list[LeafReport]:

@@ -1,6 +1,7 @@
-"""Pairs a format with a method, for one leaf or one rule."""
+"""Pairs a format with a method and with a format of activations, for one leaf or one rule."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from .._array.quantize import as_method
@@ -10,32 +11,46 @@ from .._methods import AbstractMethod
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A format with a method, for a rule of [`eqquant.quantize_tree`][] or an option of `plan_bits`.
+    """A format with a method, and with a format of activations: a rule of [`eqquant.quantize_tree`][], or an option of
+    `plan_bits`.
 
     !!! Example
 
         ```python
         eqq.quantize_tree(model, {"*.down.*": eqq.Use("int4", eqq.MSE()), "*": "int8"})
+        eqq.quantize_tree(model, {"*.mlp.*": eqq.Use("int8", activations="int8"), "*": "int8"})
         ```
 
     **Arguments:**
 
     - `format`: a format, or its lower-case name.
     - `method`: the method that chooses scales and codes; `None` uses the method of the whole call.
+    - `activations`: the format that products quantize the other operand to, or its name, or statistics of inputs; as in
+        [`eqquant.quantize_tree`][]. `None` uses the one of the whole call.
     """
 
     format: AbstractFormat
     method: AbstractMethod | None = None
+    activations: Any = None
 
-    def __init__(self, format: AbstractFormat | str, method: AbstractMethod | None = None) -> None:
+    def __init__(
+        self, format: AbstractFormat | str, method: AbstractMethod | None = None, activations: Any = None
+    ) -> None:
         object.__setattr__(self, "format", as_format(format))
         object.__setattr__(self, "method", None if method is None else as_method(method))
+        object.__setattr__(self, "activations", as_activations(activations))
 
     def __hash__(self) -> int:
         return hash((self.format, type(self.method)))  # a method may hold arrays
 
     def __repr__(self) -> str:
-        return repr(self.format) if self.method is None else f"{self.format!r} by {self.method!r}"
+        of_inputs = "" if self.activations is None else f" x {self.activations!r}"
+        return f"{self.format!r}{of_inputs}" + ("" if self.method is None else f" by {self.method!r}")
+
+
+def as_activations(x: Any) -> Any:
+    """Returns a format, or statistics by path, of activations; `None` for floats."""
+    return x if x is None or isinstance(x, Mapping) else as_format(x)
 
 
 def as_use(x: Any) -> Use:

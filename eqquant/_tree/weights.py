@@ -73,6 +73,11 @@ def _is_norm_name(name: str) -> bool:
     return _NORM.search(name.lower()) is not None and _NO_NORM.search(name.lower()) is None
 
 
+def is_embedding(leaf: Leaf) -> bool:
+    """Returns whether a leaf is a table of a layer that looks up its rows."""
+    return type(leaf.layer).__name__ in ("Embedding", "Embed") or leaf.name == "embedding"
+
+
 def convolved_axes(leaf: Leaf) -> tuple[int, ...] | None:
     """Returns the input axes of an Equinox convolution (all but the first), or `None` for any other weight."""
     layer = leaf.parent

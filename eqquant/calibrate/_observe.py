@@ -39,8 +39,8 @@ def observe(
     - `rows`: the same input, arranged as rows.
     - `index`: the index of the weight in a stack of layers.
     - `params`: `record`, compared by identity; `threshold`, the magnitude above which a value counts as an outlier;
-        `gram`, whether to compute the Gram matrix of the features, too; and `gated`, whether `record` receives the rows
-        as well, and nothing is computed where all indices are negative.
+        `gram`, whether to compute the Gram matrix of the features, too; `keep`, whether `record` receives the rows as
+        well; and `gated`, whether nothing is computed where all indices are negative.
     """
     told = observe_p.bind(rows, index, **params)
     return jax.lax.optimization_barrier((x, told))[0]
@@ -65,10 +65,19 @@ def _moments(x: Float[Array, "*stack rows features"], threshold: float | int, gr
     return moments
 
 
-def _run(x: Array, index: Array, *, record: Record, threshold: float | int, gram: bool, gated: bool = False) -> Array:
+def _run(
+    x: Array,
+    index: Array,
+    *,
+    record: Record,
+    threshold: float | int,
+    gram: bool,
+    keep: bool = False,
+    gated: bool = False,
+) -> Array:
     def tell(x: Array, index: Array) -> Array:
         return io_callback(
-            record, jax.ShapeDtypeStruct(index.shape, index.dtype), index, _moments(x, threshold, gram, gated)
+            record, jax.ShapeDtypeStruct(index.shape, index.dtype), index, _moments(x, threshold, gram, keep)
         )
 
     return jax.lax.cond(jnp.any(index >= 0), tell, lambda x, index: index, x, index) if gated else tell(x, index)
@@ -91,7 +100,7 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tu
     return told, jnp.zeros_like(told)
 
 
-observe_p.def_impl(jax.jit(_run, static_argnames=("record", "threshold", "gram", "gated")))
+observe_p.def_impl(jax.jit(_run, static_argnames=("record", "threshold", "gram", "keep", "gated")))
 observe_p.def_abstract_eval(lambda x, index, **params: index)
 batching.primitive_batchers[observe_p] = _batch
 ad.primitive_jvps[observe_p] = _jvp

@@ -22,10 +22,14 @@ class Sums:
 
     - `wanted`: `None`, or for each layer the rows that other weights would have given; while it is being `filled`,
         rows go there, and after that their products with the rows that come are summed as `"cross"`.
+    - `calibrators`: one for each layer, which observes all values, or `None`. A callback must not call JAX, so rows
+        wait in `waiting` for `calibrate`.
     """
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, calibrator: Any = None) -> None:
         self.layers = layers
+        self.calibrators = None if calibrator is None else [calibrator] * layers
+        self.waiting: dict[int, list[np.ndarray]] = {}
         self.wanted: dict[int, list[np.ndarray]] | None = None
         self.filling = False
         self.total: dict[str, np.ndarray] = {}
@@ -36,10 +40,14 @@ class Sums:
         numbers = index.astype(int).ravel()
         values = moments.pop("values", None)
         with self._lock:
-            if values is not None and self.wanted is not None:
+            if values is not None:
                 values = np.asarray(values)
                 values = values.reshape(numbers.size, *values.shape[index.ndim :])
-                moments = self._compare(numbers, values, moments)
+                if self.calibrators is not None:
+                    for number, rows in zip(numbers, values, strict=True):
+                        self.waiting.setdefault(int(number), []).append(rows.ravel().copy())
+                if self.wanted is not None:
+                    moments = self._compare(numbers, values, moments)
             for name, value in moments.items():
                 value = np.asarray(value, np.float64)
                 value = value.reshape(numbers.size, *value.shape[index.ndim :])
@@ -49,6 +57,13 @@ class Sums:
                     if number >= 0:
                         total[number] = combine(total[number], part)
         return index
+
+    def calibrate(self) -> None:
+        """Lets the calibrators observe the rows that wait."""
+        waiting, self.waiting = self.waiting, {}
+        for number, rows in waiting.items():
+            if self.calibrators is not None:
+                self.calibrators[number] = self.calibrators[number].update(np.concatenate(rows))
 
     def _compare(self, numbers: np.ndarray, values: np.ndarray, moments: Moments) -> Moments:
         """Keeps rows, or adds their products with the rows that were kept to the moments."""
@@ -75,12 +90,19 @@ class Watch:
     """
 
     def __init__(
-        self, path: str, stack: tuple[int, ...], threshold: float | int, gram: bool, gated: bool = False
+        self,
+        path: str,
+        stack: tuple[int, ...],
+        threshold: float | int,
+        gram: bool,
+        gated: bool = False,
+        calibrator: Any = None,
     ) -> None:
         self.path, self.stack, self.threshold, self.gram, self.gated = path, stack, threshold, gram, gated
         self.looked_up = self.used = False
         self.active: Sequence[int] = ()
-        self.along = {axis: Sums(math.prod(stack)) for axis in (-1, -2)}
+        self.keep = gated or calibrator is not None
+        self.along = {axis: Sums(math.prod(stack), calibrator) for axis in (-1, -2)}
 
     def observe_next(self, layers: Sequence[int]) -> None:
         """Drops what was collected. The next `index()` selects these layers."""
@@ -107,7 +129,7 @@ class Watch:
     def see(self, x: Array, rows: Float[Array, "*stack rows features"], index: Array, axis: int) -> Array:
         """Returns `x`, after the sums have received the moments of `rows`."""
         index = jnp.broadcast_to(index, rows.shape[:-2]).astype(jnp.float32)
-        params = {"threshold": self.threshold, "gram": self.gram, "gated": self.gated}
+        params = {"threshold": self.threshold, "gram": self.gram, "keep": self.keep, "gated": self.gated}
         return observe(x, rows, index, record=self.along[axis], **params)
 
 

@@ -18,7 +18,7 @@ from .._array.axes import logical_order, memory_order
 from .._array.quantize import as_method, check_dtype
 from .._methods import AbstractMethod
 from .._tree.leaves import Leaf, named_leaves, some
-from .._tree.quantize import decide, Decision, quantize_leaf, Rules
+from .._tree.quantize import decide, Decision, quantize_leaf, Rules, with_activations
 from .._tree.select import Where
 from ._dataflow import Place, places_of
 from ._observers import Watch
@@ -49,6 +49,7 @@ def quantize_sequentially(
     float_model: PyTree | None = None,
     after_each: Callable[[PyTree], Any] | None = None,
     progress: bool = False,
+    activations: Any = None,
 ) -> PyTree:
     r"""Quantizes the weights of a model in the order in which it uses them.
 
@@ -85,6 +86,7 @@ def quantize_sequentially(
         with. By default `model` itself.
     - `after_each`: called after each step with the model, as far as it is quantized.
     - `progress`: whether to show a progress bar.
+    - `activations`: as for [`eqquant.quantize_tree`][]. Codes are found for inputs in float.
 
     **Returns:**
 
@@ -104,11 +106,12 @@ def quantize_sequentially(
         raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
     if not 0 <= correction <= 1:
         raise ValueError(f"`correction` must be between 0 and 1. Got {correction}.")
-    decisions = decide(model, format, where, None)
+    decisions = decide(model, format, where, None, activations)
     treedef = jtu.tree_structure(model, is_leaf=is_quantized)
     state = _State(decisions, dtype)
     run = eqx.filter_jit(default_apply if apply is None else apply)
     model_of = lambda values: jtu.tree_unflatten(treedef, values)
+    finished = lambda: [with_activations(d, x) for d, x in zip(decisions, state.leaves, strict=True)]
 
     watches = {n: Watch(decisions[n].leaf.path, _stack(decisions[n]), 1.0, True, gated=True) for n in state.owners}
     by_path = {decisions[n].leaf.path: watches[n] for n in state.owners}
@@ -148,8 +151,8 @@ def quantize_sequentially(
                 state.quantize(n, step.layer, _informed(methods[n], pairs[n]), watches[n], correction)
             bar.advance(task)
             if after_each is not None and not state.unfinished:
-                after_each(model_of(state.leaves))
-    return model_of(state.leaves)
+                after_each(model_of(finished()))
+    return model_of(finished())
 
 
 class _State:

@@ -10,16 +10,20 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 from rich.markup import escape
 from rich.table import Table
 
 from .._array.value import AbstractArrayValue
+from .._formats import Int8
+from .._formats.base import AbstractFormat
 from .._report import as_plain, Report, report_table
 from .._tree.leaves import Leaf, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
-from ._observers import is_convolution, UnevenStackError, Watch, watch_convolution, WatchedArray
+from ._calibrator import AbstractCalibrator
+from ._observers import is_convolution, Sums, UnevenStackError, Watch, watch_convolution, WatchedArray
+from ._result import CalibrationResult, parameters
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -38,6 +42,8 @@ class LeafStats:
     - `outlier_rate`: the share of values whose magnitude exceeds the threshold.
     - `gram`: with `gram=True`, the mean of $x x^T$: float64, `(*stack, features, features)`. The Hessian of GPTQ is
         twice this matrix.
+    - `calibrated`: with a `calibrator`, its [`eqquant.calibrate.CalibrationResult`][] for all values of the inputs, one
+        for each layer of a stack: `(*stack,)`.
     - `looked_up`: whether the weight was only indexed, as an embedding, so that it has no inputs.
 
     The statistics are `None` for a weight without observed inputs. In a stack, they are zero (like `rows`) for each
@@ -57,10 +63,24 @@ class LeafStats:
     outlier_rate: float | None = None
     gram: np.ndarray | None = dataclasses.field(default=None, repr=False)
     looked_up: bool = False
+    calibrated: CalibrationResult | None = dataclasses.field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain Python values, without the Gram matrix."""
-        return as_plain(self)
+        return as_plain(dataclasses.replace(self, calibrated=None))
+
+    def activations(self) -> tuple[AbstractFormat, Array, Array | None]:
+        """Returns the format of inputs, with one scale for all of them and the zero point, if the format has one.
+
+        By default eight-bit integers with a zero point, over the whole range.
+        """
+        if self.calibrated is not None:
+            return self.calibrated.format, self.calibrated.scale, self.calibrated.zero_point
+        if self.min is None or self.max is None:
+            raise ValueError(f"{self.path} must have observed inputs. Got none: {self.note}.")
+        low, high = (jnp.asarray(x, jnp.float32) for x in (self.min.min(axis=-1), self.max.max(axis=-1)))
+        format = Int8(block_size="tensor", symmetric=False)
+        return format, *parameters(jnp.minimum(low, 0), jnp.maximum(high, 0), format)
 
 
 _STATISTICS = ("rows", "min", "max", "mean", "mean_abs", "second_moment", "outlier_rate", "gram")
@@ -78,6 +98,7 @@ def _unflatten_stats(static: tuple[Any, ...], arrays: Any) -> LeafStats:
         "axis": static[1],
         "note": "",
         "looked_up": False,
+        "calibrated": None,
         **dict(zip(_STATISTICS, arrays, strict=True)),
     }
     for name, value in fields.items():
@@ -142,6 +163,7 @@ def collect_stats(
     where: Where | None = None,
     threshold: float | int = 6.0,
     gram: bool = False,
+    calibrator: AbstractCalibrator | None = None,
 ) -> ActivationStats:
     """Runs a model on data and collects statistics of the inputs of each weight.
 
@@ -175,6 +197,9 @@ def collect_stats(
         that [`eqquant.quantize_tree`][] would quantize, and every quantized weight.
     - `threshold`: the magnitude above which a value counts as an outlier.
     - `gram`: whether to keep the Gram matrix of the inputs of each weight: `features**2` numbers of float64.
+    - `calibrator`: finds the range of all values of the inputs of each weight, for `activations=` of
+        [`eqquant.quantize_tree`][]: [`eqquant.calibrate.MSE`][]`("int8")`, for instance, with one scale. By default the
+        whole range.
 
     **Returns:**
 
@@ -192,7 +217,12 @@ def collect_stats(
         raise ValueError(f"`threshold` must be positive. Got {threshold}. It is a magnitude, 6.0 unless given.")
     if isinstance(batches, Mapping):
         raise TypeError("`batches` must be an iterable of batches. Got a dict. Pass a list of batches: `[batch]`.")
-    watched, watches = _watch(model, where, threshold, gram)
+    if calibrator is not None and (calibrator.shape or calibrator.format.block_size not in (None, "tensor")):
+        raise ValueError(
+            "`calibrator` must find one range for all values. Got one for "
+            f"{calibrator.format!r} and shape {calibrator.shape}. Make it without a shape, for a format of one scale."
+        )
+    watched, watches = _watch(model, where, threshold, gram, calibrator)
     run = eqx.filter_jit(default_apply if apply is None else apply)
     count = observe_batches(run, model, watched, batches, watches)
     leaves = tuple(stats_of(leaf, watch) for leaf, watch in watches)
@@ -222,6 +252,8 @@ def observe_batches(
             raise ValueError("`apply` must return the outputs of the model. Got no array.")
         jax.block_until_ready(out)  # the outputs depend on every callback, so all statistics are in then
         _check_finite(watches, count)
+        for sums in (sums for _, watch in watches for sums in watch.along.values()):
+            sums.calibrate()
         count += 1
     if count == 0:
         raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
@@ -269,7 +301,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _watch(
-    model: PyTree, where: Where | None, threshold: float | int, gram: bool
+    model: PyTree, where: Where | None, threshold: float | int, gram: bool, calibrator: Any
 ) -> tuple[PyTree, list[tuple[Leaf, Watch]]]:
     """Returns the model with its weights observed, and the `Watch` of each. A shared array has one `Watch`."""
     selections = select_leaves(
@@ -282,7 +314,8 @@ def _watch(
             f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects leaves "
             "that are left alone by default."
         )
-    return watch_leaves(model, chosen, lambda leaf, stack: Watch(leaf.path, stack, threshold, gram))
+    make = lambda leaf, stack: Watch(leaf.path, stack, threshold, gram, calibrator=calibrator)
+    return watch_leaves(model, chosen, make)
 
 
 def watch_leaves(
@@ -367,8 +400,18 @@ def stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
     rate = float(np.sum(total["outlier_rate"]) / (np.sum(rows) * total["outlier_rate"].shape[-1]))
     stacked = {name: x.reshape(*watch.stack, *x.shape[1:]) for name, x in {**by_rows, **extremes}.items()}
     counted = rows.astype(np.int64).reshape(watch.stack)
-    fields = {**stacked, "outlier_rate": rate}
+    fields = {**stacked, "outlier_rate": rate, "calibrated": _calibrated(watch.along[axis], watch.stack)}
     return LeafStats(path, shape, _weight_axis(leaf, axis), "; ".join(notes), counted, **fields)
+
+
+def _calibrated(sums: Sums, stack: tuple[int, ...]) -> CalibrationResult | None:
+    """Returns the results of the calibrators of a stack as one; layers that were not reached have a scale of zero."""
+    if sums.calibrators is None:
+        return None
+    results = [None if int(c.batches) == 0 else c.result() for c in sums.calibrators]
+    zeros = jtu.tree_map(jnp.zeros_like, next(result for result in results if result is not None))
+    results = [zeros if result is None else result for result in results]
+    return jtu.tree_map(lambda *leaves: jnp.stack(leaves).reshape(stack), *results)
 
 
 def _weight_axis(leaf: Leaf, axis: int) -> int | tuple[int, ...]:

@@ -1,0 +1,199 @@
+"""Quantized activations: rows that a product quantizes, and weights whose products quantize what they multiply."""
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import wadler_lindig as wl
+from jaxtyping import Array, Float, Float32, UInt8, UInt32
+
+from .._formats.base import AbstractFormat, as_format, has_zero_points
+from .._methods.given import GivenScales
+from .._numerics.blocks import not_finite
+from .array import QuantizedArray
+from .quantize import quantize_array
+from .value import AbstractArrayValue, as_permutation
+
+
+class DynamicRows(eqx.Module):
+    """Floats `(*batch, rows, length)`, each row of which a product quantizes on its own.
+
+    An operand of the product's primitive. An implementation quantizes the rows where that is cheapest. Rows do not
+    depend on each other, so a `vmap` may add more of them.
+    """
+
+    rows: Float[Array, "*batch rows length"]
+    format: AbstractFormat
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.rows.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.rows.dtype)
+
+    @property
+    def gradient_of(self) -> Any:
+        """What receives the gradient, under the name that it has in a `QuantizedArray`."""
+        return self.rows
+
+    def quantized(self) -> QuantizedArray:
+        """Quantizes each row. Gradients with respect to the result go to the rows."""
+        rows = jax.lax.stop_gradient(self.rows)
+        quantized = lambda rows: quantize_array(rows, self.format, (-1,), None, None)
+        nested = self.format.scale_format
+        if "tensor" in (self.format.block_size, None if nested is None else nested.block_size):
+            one_by_one = jax.vmap(quantized)(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]))
+            q = jax.tree_util.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
+        else:
+            q = quantized(rows)
+        return dataclasses.replace(q, logical_sharding=None, gradient_of=self.rows)
+
+    def dequantize(self) -> Float[Array, "*batch rows length"]:
+        """Returns the values of the quantized rows."""
+        return self.quantized().dequantize()
+
+
+class ActivationQuantizedArray(AbstractArrayValue):
+    r"""A quantized weight whose products quantize the other operand too, and multiply codes with codes.
+
+    [`eqquant.quantize_tree`][] makes it with `activations=`. `w @ x` quantizes each column of `x` (each example, or
+    token) to the format `activations`, multiplies, and scales the result. Gradients pass straight through the rounding
+    of `x`. Everything but products is that of the weight: a lookup `w[i]` returns its rows.
+
+    !!! Example
+
+        ```python
+        w = eqq.ActivationQuantizedArray(eqq.quantize(w, "int8"), "int8")
+        y = w @ x                                  # int8 times int8, summed in int32
+        print(eqq.explain_matmul(x, w.T))          # what runs, in which types
+        ```
+
+    **Arguments:**
+
+    - `array`: the weight, a [`eqquant.QuantizedArray`][] or another array of this library.
+    - `activations`: the format of the other operand, or its lower-case name. A scale covers a block of one example, or
+        all of it: examples never share one, even if `block_size="tensor"`.
+    - `scale`, `zero_point`: a scale (and zero point, if the format has one) from calibration, instead of one for each
+        example. Scalars, or one for each layer of a stack. They need a format without blocks. Values beyond their
+        range are clipped.
+    """
+
+    array: Any
+    activations: AbstractFormat
+    scale_bits: UInt32[Array, "*stack"] | None
+    zero_point: UInt8[Array, "*stack"] | None
+
+    def __init__(
+        self, array: Any, activations: AbstractFormat | str, scale: Any = None, zero_point: Any = None
+    ) -> None:
+        self.array = array
+        self.activations = as_format(activations)
+        if not isinstance(array, AbstractArrayValue):
+            raise TypeError(
+                f"`array` must be a quantized weight. Got a {type(array).__name__}. Quantize it: `eqq.quantize(w)`."
+            )
+        static = scale is not None
+        self.scale_bits = jax.lax.bitcast_convert_type(jnp.asarray(scale, jnp.float32), jnp.uint32) if static else None
+        self.zero_point = None if zero_point is None else jnp.asarray(zero_point).astype(jnp.uint8)
+        if static and (self.activations.block_size not in (None, "tensor") or self.activations.scale_format):
+            raise ValueError(
+                f"`scale` must come with a format of one scale. Got {self.activations!r}. A scale for each block is "
+                "found for each example: leave `scale` out."
+            )
+        stack = () if self.scale_bits is None else self.scale_bits.shape
+        if len(stack) > max(array.ndim - 2, 0) or tuple(array.shape[: len(stack)]) != stack:
+            raise ValueError(
+                f"`scale` must be one number, or one for each layer of a stack. Got shape {stack} for a weight of "
+                f"shape {tuple(array.shape)}. Calibrate with one range for all values."
+            )
+        if (self.zero_point is not None) != (static and has_zero_points(self.activations)):
+            raise ValueError(
+                "`zero_point` must be given with `scale` for a format that has one, and for no other. Got "
+                f"{'none' if zero_point is None else 'one'} for {self.activations!r}."
+            )
+
+    @property
+    def scale(self) -> Float32[Array, "*stack"] | None:
+        """The scale from calibration, or `None` if each example gets its own."""
+        bits = self.scale_bits
+        return None if bits is None else jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.array.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    @property
+    def format(self) -> Any:
+        """The format of the weight."""
+        return getattr(self.array, "format", None)
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """Returns the dense weight."""
+        return self.array.dequantize()
+
+    def transpose(self, *axes: Any) -> Any:
+        """Permutes the logical axes of the weight."""
+        order, batch = as_permutation(axes, self.ndim), self.ndim - 2
+        array = self.array.transpose(order)
+        moved = self.scale_bits is not None and self.scale_bits.ndim > 0 and order[:batch] != list(range(batch))
+        return array if moved else self._around(array)
+
+    def astype(self, dtype: Any) -> Any:
+        """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""
+        return self._around(self.array.astype(dtype))
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        """Reshapes the weight."""
+        array = self.array.reshape(*shape, **kwargs)
+        stacked = self.scale_bits is not None and self.scale_bits.ndim > 0
+        return array if stacked else self._around(array)
+
+    def __getitem__(self, index: Any) -> Array:
+        """Returns dense values of the weight."""
+        return self.array[index]
+
+    def _around(self, array: Any) -> Any:
+        if not isinstance(array, AbstractArrayValue):
+            return array
+        return ActivationQuantizedArray(array, self.activations, self.scale, self.zero_point)
+
+    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
+        if self.scale_bits is not None and self.scale_bits.ndim > 0:
+            # A stack: each layer has its scale, and its part of an operand with as many axes.
+            x = jnp.asarray(other)
+            product = lambda w, x: w._matmul(x, left=left, **options)
+            return jax.vmap(product, in_axes=(0, 0 if x.ndim >= self.ndim else None))(self, x)
+        return self.array._matmul(other, left=left, activations=self.quantize_rows, **options)
+
+    def quantize_rows(self, rows: Float[Array, "*batch rows length"]) -> DynamicRows | QuantizedArray:
+        """Returns rows of the other operand, quantized or to be quantized by the product."""
+        if self.scale is None:
+            return DynamicRows(rows, self.activations)
+        source = jax.lax.stop_gradient(rows)
+        # A scale from calibration knows nothing of NaN and infinity, which would become codes.
+        scale = self.scale + not_finite(source.astype(jnp.float32))[..., None]
+        zero = self.zero_point
+        zero = None if zero is None else jnp.broadcast_to(zero, scale.shape)
+        method = GivenScales(scale, zero)
+        q = quantize_array(source, self.activations, (-1,), None, None, method)
+        return dataclasses.replace(q, logical_sharding=None, gradient_of=rows)
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        static = "" if self.scale_bits is None else ", scale from calibration"
+        return wl.TextDoc(
+            f"ActivationQuantizedArray({wl.pformat(self.array)}, activations={self.activations!r}{static})"
+        )

@@ -1,0 +1,382 @@
+"""Quantized activations: products of codes with codes against a float64 model, and models that quantize inputs."""
+
+import dataclasses
+import functools as ft
+import itertools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+
+import eqquant as eqq
+from eqquant._array.activation import DynamicRows
+from eqquant._matmul import dispatch, native
+from eqquant._matmul.kernels import codes
+from eqquant._matmul.kernels.target import Target
+from eqquant._matmul.problem import layout_of
+
+from .helpers import weights
+
+
+AFFINE = eqq.Int8(symmetric=False)
+FORMATS = {
+    "int8": eqq.Int8(),
+    "int8_affine": AFFINE,
+    "int8_blocks": eqq.Int8(block_size=32),
+    "int4": eqq.Int4(),
+    "int4_affine": eqq.Int4(block_size=32, symmetric=False),
+    "int2": eqq.Int2(),
+    "ternary": eqq.Ternary(),
+    "binary": eqq.Binary(),
+    "fp8": eqq.FP8(),
+    "e5m2": eqq.FP8("e5m2"),
+    "mxfp8": eqq.MXFP8(),
+    "mxfp4": eqq.MXFP4(),
+    "nvfp4": eqq.NVFP4(),
+    "nf4": eqq.NF4(),
+}
+PAIRS = [
+    *(("int8", "int8"), ("int8_affine", "int4_affine"), ("int4", "int4_affine"), ("fp8", "fp8"), ("int8", "ternary")),
+    *(("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), ("int8", "nf4")),
+]
+slow = ft.partial(pytest.param, marks=pytest.mark.slow)
+PAIRS += [slow(*pair) for pair in itertools.product(FORMATS, FORMATS) if pair not in PAIRS]
+
+
+def close(y, x, w, tol=1e-6):
+    """Compares with the product of the same values in float64, relative to the sum of magnitudes."""
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    assert y.shape == (x @ w.T).shape
+    assert (np.abs(np.asarray(y, np.float64) - x @ w.T) <= tol * (np.abs(x) @ np.abs(w).T) + 1e-30).all()
+
+
+@pytest.mark.parametrize(("of_x", "of_w"), PAIRS)
+def test_pairs(getkey, of_x, of_w):
+    w = eqq.quantize(weights(getkey(), (24, 200)), FORMATS[of_w])
+
+    @jax.jit
+    def products(x, w):
+        rows = DynamicRows(x, FORMATS[of_x])
+        q = dataclasses.replace(rows.quantized(), gradient_of=None)
+        options = {"left": False, "activations": lambda _: rows}
+        by_xla = w.T._matmul(x, implementation="xla", **options)
+        return q.dequantize(), w.T._matmul(x, **options), by_xla, q @ w.T
+
+    values, *found = products(weights(getkey(), (5, 200)) + 0.1, w)
+    for y in found:
+        close(y, values, w.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "looped"), [("int8_affine", "int4_affine", False), ("int4", "int8_affine", True)]
+)
+def test_equals_integers_of_numpy(getkey, of_x, of_w, looped):
+    """Sums are integers: with scales of one, products are exact."""
+    k, formats = 192, (FORMATS[of_x], FORMATS[of_w])
+    operands = []
+    for rows, format in zip((3, 40), formats, strict=True):
+        blocks = -(-k // (format.block_size or k))
+        half = 2 ** (format.bits - 1)
+        low, high = (1 - half, half) if format.symmetric else (0, 2 * half)
+        values = jr.randint(getkey(), (rows, k), low, high).astype(jnp.float32)
+        zero = None if format.symmetric else jnp.zeros((rows, blocks), jnp.uint8)
+        operands.append(eqq.quantize(values, format, scale=jnp.ones((rows, blocks)), zero_point=zero))
+        np.testing.assert_array_equal(operands[-1].dequantize(), values)
+        if zero is not None:  # then zero points, without which the codes could not be given
+            zero = jr.randint(getkey(), zero.shape, 0, 2**format.bits).astype(jnp.uint8)
+            operands[-1] = dataclasses.replace(operands[-1], zero_point=zero)
+    layouts = [layout_of(f, k) for f in formats]
+    packed = [dispatch.pack_arrays(q) for q in operands]
+    y = jax.jit(lambda x, w: codes.matmul(x, w, *layouts, "int8", looped=looped))(*packed)
+    whole = [np.asarray(q.dequantize(), np.int64) for q in operands]
+    np.testing.assert_array_equal(np.asarray(y, np.int64), whole[0] @ whole[1].T)
+    np.testing.assert_array_equal(operands[0] @ operands[1].T, y)
+
+
+def test_longest_sums():
+    """Partial sums fit 32 bits, however long the row."""
+    k = 70_000
+    x, w = eqq.quantize(jnp.full((2, k), -1.0), AFFINE), eqq.quantize(jnp.ones((3, k)), AFFINE)
+    np.testing.assert_allclose(eqq.matmul(x, w.T, implementation="xla"), np.full((2, 3), -k), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "kind"),
+    [
+        ("int8", "int8", "int8"),
+        ("int4", "ternary", "int8"),
+        ("fp8", "e5m2", "float8"),
+        ("mxfp8", "mxfp4", "bfloat16"),
+        ("nvfp4", "nvfp4", "bfloat16"),
+        ("int8", "fp8", "bfloat16"),
+        ("int8", "nf4", None),
+    ],
+)
+def test_types_on_accelerators(getkey, of_x, of_w, kind):
+    x, w = (eqq.quantize(weights(getkey(), (n, 128)), FORMATS[of]) for n, of in ((4, of_x), (24, of_w)))
+    layouts, target = [layout_of(q.format, 128) for q in (x, w)], Target("cuda")
+    assert codes.kind_of(*layouts, target) == kind
+    shown = "float32 x float32 (decoded)" if kind is None else {"float8": "float8_e4m3fn"}.get(kind, kind)
+    assert shown in eqq.explain_matmul(x, w.T, platform="cuda").types
+    if kind is not None:
+        y = codes.matmul(*map(dispatch.pack_arrays, (x, w)), *layouts, kind, looped=False)
+        close(y, x.dequantize(), w.dequantize())
+    if kind == "float8":
+        assert codes.kind_of(*layouts, Target("cuda", "A100", 8.0)) is None
+
+
+def test_explains(getkey):
+    w = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 64)), "int8"), "int8")
+    found = eqq.explain_matmul(jnp.ones((4, 64)), w.T)
+    assert found.types == "int8 x int8, sums in int32"
+    assert found.implementation == ("xla" if native.refusal() or native.isa() == "generic" else "cpu_int8")
+    assert "Int8() x Int8()" in str(found).replace("\n", " ") or "int8 x int8" in str(found)
+    with pytest.raises(ValueError, match="it multiplies codes with codes, and one operand is in float"):
+        eqq.matmul(jnp.ones((4, 64)), w.array.T, implementation="cpu_int8")
+    with pytest.raises(ValueError, match="eight-bit integers with one scale"):
+        eqq.matmul(eqq.quantize(jnp.ones((4, 64)), "int4"), w.array.T, implementation="cpu_int8")
+
+
+def test_a_single_row_does_not_widen_the_weight(getkey):
+    q = eqq.quantize(weights(getkey(), (512, 256)), "int8")
+    product = jax.jit(ft.partial(eqq.matmul, implementation="xla"))
+    text = product.lower(eqq.quantize(jnp.ones((1, 256)), "int8"), q.T).compile().as_text()
+    assert re.search(r"= s32\[(512,256|256,512)\]", text) is None
+    assert re.search(r"= f32\[(512,256|256,512)\]", text) is None
+
+
+def test_transformations(getkey):
+    x, w = weights(getkey(), (6, 96)), weights(getkey(), (24, 96))
+    a = eqq.ActivationQuantizedArray(eqq.quantize(w, "int8"), AFFINE)
+    expected = jnp.stack([a @ row for row in x])
+    np.testing.assert_allclose(jax.jit(jax.vmap(lambda x: a @ x))(x), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose((a @ x.T).T, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(x @ a.T, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(x @ a.T.T.T, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(eqq.quaxify(lambda w: jnp.einsum("oi,bi->bo", w, x))(a), expected, rtol=1e-6, atol=1e-6)
+    # Across the blocks of the weight, the values of the quantized operand.
+    rows = DynamicRows(weights(getkey(), (2, 24)), AFFINE)
+    np.testing.assert_allclose(rows.rows @ a, rows.dequantize() @ a.dequantize(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(a[3], a.array[3])
+
+
+def test_nvfp4_examples_share_no_scale(getkey):
+    a = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 64)), "nvfp4"), "nvfp4")
+    x = weights(getkey(), (4, 64)) * jnp.asarray([[1e-3], [1.0], [1e3], [0.0]])
+    y = jax.vmap(lambda x: a @ x)(x)
+    np.testing.assert_allclose(y, jnp.stack([a @ row for row in x]), rtol=1e-5)
+    np.testing.assert_allclose(y[0] / 1e-3, jnp.stack([a @ (row / 1e-3) for row in x])[0], rtol=1e-3)
+
+
+def test_gradients_pass_straight_through(getkey):
+    x, w, t = weights(getkey(), (6, 96)), eqq.quantize(weights(getkey(), (24, 96)), "int4"), weights(getkey(), (6, 96))
+    a = eqq.ActivationQuantizedArray(w, "int8")
+    f = lambda x: jnp.sum(jnp.sin(x @ a.T))
+    y, dy = jax.jvp(f, (x,), (t,))
+    expected = jnp.cos(x @ a.T) @ w.dequantize()
+    np.testing.assert_allclose(jax.grad(f)(x), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dy, jnp.sum(expected * t), rtol=1e-4)
+    np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: jnp.sum(jnp.sin(a @ x))))(x), expected, rtol=1e-4, atol=1e-5)
+    # The gradient of the weight is the one for the inputs that it was multiplied with.
+    of_w = eqq.filter_grad(lambda a: jnp.sum(jnp.sin(x @ a.T)))(a).array
+    inputs = DynamicRows(x, eqq.Int8()).dequantize()
+    np.testing.assert_allclose(of_w, jnp.cos(x @ a.T).T @ inputs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("of_x", ["int8", "fp8"])
+def test_rows_that_are_not_finite(getkey, of_x, static):
+    q = eqq.quantize(weights(getkey(), (24, 96)), "int8")
+    a = eqq.ActivationQuantizedArray(q, of_x, *([0.1] if static else []))
+    x = weights(getkey(), (4, 96)).at[0, 3].set(jnp.nan).at[1, 4].set(jnp.inf).at[2].set(0)
+    y = np.asarray(x @ a.T)
+    assert np.isnan(y[:2]).all() and (y[2] == 0).all() and np.isfinite(y[3]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes(getkey, dtype):
+    a = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 96)).astype(dtype), "int8"), AFFINE)
+    x = weights(getkey(), (4, 96)).astype(dtype)
+    y = x @ a.T
+    assert y.dtype == dtype
+    values = DynamicRows(x.astype(jnp.float32), AFFINE).dequantize()
+    np.testing.assert_allclose(y.astype(jnp.float32), values @ a.astype("float32").dequantize().T, rtol=1e-2, atol=1e-2)
+
+
+# Models
+
+
+@pytest.fixture
+def model(getkey):
+    return eqx.nn.MLP(32, 8, 64, 2, key=getkey())
+
+
+def relative(y, z):
+    return float(jnp.linalg.norm(y - z) / jnp.linalg.norm(y))
+
+
+def test_a_whole_model(getkey, model, tmp_path):
+    x = weights(getkey(), (16, 32))
+    q = eqq.quantize_tree(model, "int8", activations="int8")
+    y = eqx.filter_jit(lambda q, x: jax.vmap(q)(x))(q, x)
+    assert 0 < relative(jax.vmap(model)(x), y) < 0.03
+    assert relative(y, jax.vmap(eqq.quantize_tree(model, "int8"))(x)) > 1e-4
+    row = eqq.summary(q).leaves[0]
+    assert (row.path, row.format, row.activations) == ("layers.0.weight", eqq.Int8(), eqq.Int8())
+    assert "Int8() x Int8()" in str(eqq.summary(q))
+    planned = eqq.plan_tree(model, {"layers.0.*": eqq.Use("int4", activations="fp8"), "*": "int8"}).leaves
+    assert [row.activations for row in planned if row.format] == [eqq.FP8(), None, None]
+    dense = eqq.dequantize_tree(q).layers[0].weight
+    np.testing.assert_array_equal(dense, q.layers[0].weight.dequantize())
+    eqq.save(tmp_path / "model.safetensors", q)
+    loaded = eqq.load(tmp_path / "model.safetensors", like=eqx.filter_eval_shape(lambda: q))
+    np.testing.assert_array_equal(jax.vmap(loaded)(x), jax.vmap(q)(x))
+    with pytest.raises(ValueError, match="activations"):  # another format of activations
+        eqq.load(tmp_path / "model.safetensors", like=eqq.quantize_tree(model, "int8", activations="fp8"))
+
+
+def test_what_no_product_uses(getkey):
+    table = eqx.nn.Embedding(16, 32, key=getkey())
+    q = eqq.quantize_tree([table, eqx.nn.Linear(32, 8, key=getkey())], "int8", activations="int8")
+    assert eqq.is_quantized(q[0].weight) and isinstance(q[1].weight, eqq.ActivationQuantizedArray)
+    plan = eqq.plan_tree([table, eqx.nn.Linear(4, 4, key=getkey())], {"*": eqq.Use("int8", activations="int8")})
+    assert "no activations" in plan.leaves[0].reason
+    with pytest.raises(ValueError, match="looked up"):
+        eqq.quantize_tree(table, "int8", activations="int8")
+    with pytest.raises(ValueError, match="must be one of"):
+        eqq.quantize_tree(table, "int8", activations="int88")
+
+
+def test_training(getkey, model):
+    x, loss = weights(getkey(), (16, 32)), lambda m, x: jnp.mean(jnp.square(jax.vmap(m)(x) - 1))
+    simulated = eqq.quantize_tree(model, "int4", activations="int8", simulate=True)
+    q = eqq.finalize(simulated)
+    np.testing.assert_allclose(jax.vmap(simulated)(x), jax.vmap(q)(x), rtol=1e-5, atol=1e-6)
+    of_masters = eqx.filter_grad(loss)(simulated, x).layers[0].weight.array.master
+    np.testing.assert_allclose(of_masters, eqq.filter_grad(loss)(q, x).layers[0].weight.array, rtol=1e-4, atol=1e-6)
+    optim = eqq.float_masters(optax.sgd(0.1))
+    state, start = optim.init(q), loss(q, x)
+
+    @eqx.filter_jit
+    def step(q, state):
+        updates, state = optim.update(eqq.filter_grad(loss)(q, x), state, q)
+        return eqq.apply_updates(q, updates), state
+
+    for _ in range(10):
+        q, state = step(q, state)
+    assert isinstance(q.layers[0].weight, eqq.ActivationQuantizedArray)
+    assert loss(q, x) < 0.7 * start
+
+
+def test_low_rank_factors_on_top(getkey, model):
+    x = weights(getkey(), (16, 32))
+    q = eqq.quantize_tree(model, "int8", activations="int8")
+    adapted = eqq.loraify(q, 4, key=getkey())
+    np.testing.assert_allclose(jax.vmap(adapted)(x), jax.vmap(q)(x), rtol=1e-6)
+    grads = eqq.filter_grad(lambda m: jnp.sum(jnp.square(jax.vmap(m)(x))))(adapted)
+    shapes = {leaf.shape for leaf in jax.tree.leaves(grads.layers[0])}
+    assert shapes == {(64, 4), (4, 32)}  # only the factors
+    assert isinstance(eqq.merge_lora(adapted).layers[0].weight, eqq.ActivationQuantizedArray)
+    outside = eqq.LoraArray(q.layers[0].weight, jnp.ones((4, 32)), jnp.ones((64, 4)), 4.0, 1)
+    expected = q.layers[0].weight @ x[0] + jnp.ones((64, 4)) @ (jnp.ones((4, 32)) @ x[0])
+    np.testing.assert_allclose(outside @ x[0], expected, rtol=1e-5)
+
+
+# Scales from calibration
+
+
+@pytest.mark.parametrize(
+    "calibrator",
+    [
+        None,
+        eqq.calibrate.MSE(eqq.Int8("tensor", symmetric=False)),
+        slow(eqq.calibrate.MinMax("int8")),
+        slow(eqq.calibrate.Percentile("fp8")),
+        slow(eqq.calibrate.MovingAverage("int8")),
+    ],
+)
+def test_static_scales(getkey, model, calibrator):
+    x = weights(getkey(), (32, 32))
+    stats = eqq.calibrate.collect_stats(model, [x[:16], x[16:]], calibrator=calibrator)
+    q = eqq.quantize_tree(model, "int8", activations=stats)
+    assert relative(jax.vmap(model)(x), jax.vmap(q)(x)) < 0.08
+    w, inputs = q.layers[0].weight, x
+    if calibrator is None:
+        step = (inputs.max() - inputs.min()) / 255
+        np.testing.assert_allclose(w.scale, step, rtol=1e-6)
+        np.testing.assert_allclose(w.zero_point, jnp.round(-inputs.min() / step))
+        zero = w.zero_point.astype(jnp.float32)
+        values = (jnp.clip(jnp.round(x / w.scale) + zero, 0, 255) - zero) * w.scale
+        close(x @ w.T, values, w.dequantize())
+    assert "from calibration" in eqq.summary(q).leaves[0].reason
+    grads = eqq.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x)))(q)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_static_scales_of_a_stack(getkey):
+    make = eqx.filter_vmap(lambda key: eqx.nn.Linear(32, 32, key=key))
+    layers, x = make(jr.split(getkey(), 3)), weights(getkey(), (8, 32))
+
+    def run(layers, x):
+        arrays, static = eqx.partition(layers, eqx.is_array)
+        return jax.lax.scan(lambda x, a: (jnp.tanh(eqx.combine(a, static)(x)), None), x, arrays)[0]
+
+    apply = lambda m, x: jax.vmap(ft.partial(run, m))(x)
+    stats = eqq.calibrate.collect_stats(layers, [x], apply=apply)
+    q = eqq.quantize_tree(layers, "int8", activations=stats)
+    assert q.weight.scale.shape == (3,)
+    assert relative(apply(layers, x), apply(q, x)) < 0.05
+    of_layer = jax.tree.map(lambda a: a[1], q.weight)
+    assert of_layer.scale == q.weight.scale[1]
+    np.testing.assert_allclose((q.weight @ x.T)[1], of_layer @ x.T, rtol=1e-6)
+
+
+def test_bad_statistics(getkey, model):
+    x = weights(getkey(), (8, 32))
+    stats = eqq.calibrate.collect_stats(model, [x])
+    with pytest.raises(ValueError, match="statistics of every weight. Got none of weight"):
+        eqq.quantize_tree(eqx.nn.Linear(32, 8, key=getkey()), "int8", activations=stats)
+    with pytest.raises(ValueError, match="statistics of this model.*shape"):
+        eqq.quantize_tree(eqx.nn.MLP(32, 8, 16, 2, key=getkey()), "int8", activations=stats)
+    with pytest.raises(ValueError, match="one range for all values"):
+        eqq.calibrate.collect_stats(model, [x], calibrator=eqq.calibrate.MinMax(eqq.Int8(32), (32,)))
+    q = eqq.quantize(weights(getkey(), (8, 32)), "int8")
+    for arguments, message in (
+        ((q, "int4", 0.1), "a format of one scale"),
+        ((q, "int8", jnp.ones(8)), "one for each layer of a stack"),
+        ((q, "int8", 0.1, 3), "`zero_point` must be given"),
+        ((q, AFFINE, 0.1), "`zero_point` must be given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            eqq.ActivationQuantizedArray(*arguments)
+    with pytest.raises(TypeError, match="a quantized weight"):
+        eqq.ActivationQuantizedArray(jnp.ones((3, 4)), "int8")
+
+
+def test_in_order(getkey, model):
+    x = weights(getkey(), (64, 32))
+    q = eqq.quantize_sequentially(model, [x], "int4", eqq.GPTQ(), activations="int8")
+    assert isinstance(q.layers[2].weight, eqq.ActivationQuantizedArray)
+    assert relative(jax.vmap(model)(x), jax.vmap(q)(x)) < 0.2
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "wanted"), [("int8", "int8", "i8"), ("fp8", "fp8", "f8E4M3FN"), ("mxfp8", "mxfp4", "bf16")]
+)
+def test_programs_for_accelerators(platform, of_x, of_w, wanted):
+    """Without the hardware: the program multiplies small types, and holds no float copy of the weight."""
+    shapes = jax.ShapeDtypeStruct((16, 256), jnp.float32), jax.ShapeDtypeStruct((512, 256), jnp.float32)
+    x, w = (
+        jax.eval_shape(ft.partial(eqq.quantize, format=FORMATS[of]), s)
+        for of, s in zip((of_x, of_w), shapes, strict=True)
+    )
+    text = jax.jit(eqq.matmul).trace(x, w.T).lower(lowering_platforms=(platform,)).as_text()
+    dots = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(dots) == 1 and dots[0].count(f"x{wanted}>") >= 2
+    assert wanted == "bf16" or "512x256xf32" not in text

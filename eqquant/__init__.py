@@ -32,6 +32,7 @@ from ._array.simulated import (
     SimulatedArray as SimulatedArray,
     straight_through as straight_through,
 )
+from ._cache import QuantizedCache as QuantizedCache
 from ._formats import (
     Binary as Binary,
     Codebook as Codebook,

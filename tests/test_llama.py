@@ -70,11 +70,11 @@ def test_logits_equal_those_of_transformers(llama, tmp_path, name, stacked):
     formats = {type(leaf.format).__name__ for leaf in eqq.summary(model).leaves if leaf.format is not None}
     assert formats == ({QUANTIZED[name]} if name in QUANTIZED else set())
     ids, half = jnp.asarray(tokens()), tokens().shape[1] // 2
-    cache, start, logits = llama.Cache.empty(model.config, 2, 16), jnp.zeros(2, int), []
+    cache, logits = llama.Cache.empty(model.config, 2, 16, stacked=stacked), []
     # A prompt, and then tokens that see it in the cache: one by one, or as many again, which needs no second program.
     for n in (0, half) if stacked else (0, *range(half, 2 * half)):
         new = ids[:, n : n + (half if stacked or n == 0 else 1)]
-        y, cache = run(model, new, cache, start + n)
+        y, cache = run(model, new, cache)
         logits.append(y)
     expected = np.load(GOLDEN / "logits.npz")[name]
     bound = 1e-5 * np.abs(expected).max()
@@ -90,7 +90,7 @@ def test_generation(llama, generate, tmp_path):
     whole = np.zeros((2, 16), int)
     for row, prompt, ids in zip(whole, prompts, new, strict=True):
         row[: len(prompt) + n] = prompt + ids
-    logits, _ = run(model, jnp.asarray(whole), llama.Cache.empty(model.config, 2, 16), jnp.zeros(2, int))
+    logits, _ = run(model, jnp.asarray(whole), llama.Cache.empty(model.config, 2, 16, stacked=True))
     for prompt, ids, likeliest in zip(prompts, new, np.argmax(logits, axis=-1), strict=True):
         assert ids == likeliest[len(prompt) - 1 : len(prompt) + n - 1].tolist()
     assert generator.step._cache_size() == generator.read._cache_size() == 1

@@ -35,6 +35,7 @@ EXAMPLES = [
     "train_bytes.py",
     "sharded_transformer.py",
     "llama/generate.py",
+    "llama/train.py",
 ]
 
 

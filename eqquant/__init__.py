@@ -113,3 +113,5 @@ from .io._save import save as save
 
 
 __version__ = _version("eqquant")
+# The names above, which stand there as `x as x`: a type checker reads those.
+__all__ = [name for name in dir() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

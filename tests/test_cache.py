@@ -10,6 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 
+from .helpers import equations
+
 
 HEADS, CONTEXT, SIZE = 2, 160, 32
 WAYS = {
@@ -109,10 +111,9 @@ def test_a_step_makes_no_dense_copy(way):
         cache = cache.append(k, v)
         return cache, attend(cache, q)
 
-    jaxpr = jax.make_jaxpr(step)(cache, x, x, x)
     floats = [
         v.aval.shape
-        for eqn in equations(jaxpr.jaxpr)
+        for eqn in equations(step, cache, x, x, x)
         for v in eqn.outvars
         if jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.size >= HEADS * context * SIZE
     ]

@@ -9,7 +9,6 @@ the text is held out. The measure is bits per byte, the size of that text if the
 
 import argparse
 import dataclasses
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ import jax.random as jr
 import numpy as np
 import optax
 from configuration import from_json
+from export import write_folder
 from jaxtyping import Array, Float, Int, PyTree
 from llama import Cache, Llama
 from tokenizers import decoders, models, pre_tokenizers, Tokenizer, trainers
@@ -121,7 +121,6 @@ def train(folder: Path, size: Size, seconds: float = float("inf")) -> float | No
     folder.mkdir(parents=True, exist_ok=True)
     text, held_out = texts()
     tokenizer = make_tokenizer(text, size.vocabulary)
-    tokenizer.save(str(folder / "tokenizer.json"))
     ids = jnp.asarray(tokenizer.encode(text).ids, jnp.int32)
     optim = optimizer(size)
     model = Llama(from_json(size.config(), head=False), key=jr.key(0))
@@ -151,7 +150,7 @@ def train(folder: Path, size: Size, seconds: float = float("inf")) -> float | No
             eqq.save(kept, (model, state, n + 1))
             if time.perf_counter() - began > seconds and n + 1 < size.steps:
                 return None
-    write(folder, model, size.config())
+    write_folder(folder, model, size.config(), tokenizer)
     kept.unlink(missing_ok=True)
     bits = bits_per_byte(model, tokenizer, held_out, size.context)
     print(f"{bits:.3f} bits per byte of the text held out")
@@ -164,34 +163,6 @@ def bits_per_byte(model: Llama, tokenizer: Tokenizer, text: str, context: int) -
     measure = eqx.filter_jit(log_likelihood)
     bits = -sum(float(measure(model, jnp.asarray(row[None])).sum()) for row in inside)
     return bits / len(tokenizer.decode(ids[1 : inside.size - len(inside) + 1].tolist()).encode())
-
-
-_NAMES = {
-    "embedding.": "model.embed_tokens.",
-    "layers.": "model.layers.",
-    "norm.": "model.norm.",
-    ".attention.output.": ".self_attn.o_proj.",
-    ".attention.": ".self_attn.",
-    ".attention_norm.": ".input_layernorm.",
-    ".mlp_norm.": ".post_attention_layernorm.",
-}
-
-
-def write(folder: Path, model: Llama, config: dict[str, Any]) -> None:
-    """Writes a float model as Hugging Face names its arrays."""
-    from safetensors.numpy import save_file
-
-    arrays = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(eqx.filter(model, eqx.is_array)):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        for ours, theirs in _NAMES.items():
-            name = theirs + name.removeprefix(ours) if name.startswith(ours) else name
-            name = name.replace(ours, theirs) if ours.startswith(".") else name
-        for part in ("q", "k", "v", "gate", "up", "down"):
-            name = name.replace(f".{part}.weight", f".{part}_proj.weight")
-        arrays[name] = np.asarray(x)
-    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,13 +4,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 
-from .helpers import equations
+from .helpers import equations, one_in
 
 
 HEADS, CONTEXT, SIZE = 2, 160, 32
@@ -30,9 +31,9 @@ WAYS = {
 
 
 def data(*batch, tokens=CONTEXT):
+    """Keys of which one number is much larger than the others, as in many models; and values."""
     keys, values = jr.normal(jr.key(0), (2, *batch, HEADS, tokens, SIZE))
-    # Channels of very different sizes, as keys have them.
-    return keys * jnp.broadcast_to(jnp.linspace(0.1, 4, SIZE) ** 2, keys.shape), values
+    return keys.at[..., 3].add(16), values
 
 
 @eqx.filter_jit
@@ -46,7 +47,7 @@ def attend(cache, queries):
     return cache.mix(jax.nn.softmax(jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -jnp.inf)))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", one_in(3, WAYS))
 def test_appended_step_by_step_equals_appended_at_once(way):
     keys, values = data(2)
     empty = eqq.QuantizedCache.empty((2, HEADS, CONTEXT, SIZE), **WAYS[way])
@@ -62,13 +63,12 @@ def test_appended_step_by_step_equals_appended_at_once(way):
     assert cache.length.tolist() == once.length.tolist() == lengths.tolist()
     queries = jr.normal(jr.key(1), (2, HEADS, 3, SIZE))
     np.testing.assert_array_equal(attend(cache, queries), attend(once, queries))
-    # And the values are those that the formats give.
+    # What is packed is what `quantize` makes of all tokens together.
+    whole = 70 // cache.window * cache.window if cache.window else 70
     for stored, x in ((cache.keys, keys), (cache.values, values)):
-        whole = 70 // cache.window * cache.window if cache.window else 70
-        assert not eqq.is_quantized(stored) or whole == 0 or stored.format.bits < 9
-        error = jnp.abs(eqq.dequantize(stored)[:, :, :whole] - x[:, :, :whole]).sum()
-        bound = 0.0 if WAYS[way]["keys"] is None else 0.2 * jnp.abs(x[:, :, :whole]).sum()
-        assert error <= bound
+        if eqq.is_quantized(stored) and stored.format != eqq.NVFP4() and whole:
+            expected = eqq.quantize(x[1, :, :whole], stored.format, axis=stored.axis)
+            np.testing.assert_array_equal(stored[1, :, :whole], expected.dequantize())
 
 
 def test_it_is_the_attention_of_what_it_holds():
@@ -85,9 +85,10 @@ def test_scales_of_channels_suit_keys():
     queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))
     errors = {}
     for per_channel in (False, True):
-        cache = eqq.QuantizedCache.empty((HEADS, 128, SIZE), "int4", per_channel=per_channel).append(keys, values)
+        cache = eqq.QuantizedCache.empty((HEADS, 128, SIZE), "int4", per_channel=per_channel)
+        cache = append(cache, keys, values)
         errors[per_channel] = float(jnp.abs(cache.scores(queries)[..., :128] - queries @ keys.mT).mean())
-    assert errors[True] < 0.6 * errors[False]
+    assert errors[True] < 0.4 * errors[False]
 
 
 def test_bytes():
@@ -125,12 +126,12 @@ def test_a_step_makes_no_dense_copy(way):
 @pytest.mark.parametrize("way", ["int8", "int4 per channel"])
 def test_vmap(way):
     keys, values = data(3)
-    whole = eqq.QuantizedCache.empty((3, HEADS, CONTEXT, SIZE), **WAYS[way]).append(keys, values)
+    whole = append(eqq.QuantizedCache.empty((3, HEADS, CONTEXT, SIZE), **WAYS[way]), keys, values)
     one = lambda k, v: eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), **WAYS[way]).append(k, v)
-    mapped = jax.vmap(one)(keys, values)
+    mapped = jax.jit(jax.vmap(one))(keys, values)
     queries = jr.normal(jr.key(1), (3, HEADS, 3, SIZE))
     assert mapped.length.tolist() == [CONTEXT] * 3
-    np.testing.assert_allclose(jax.vmap(attend)(mapped, queries), attend(whole, queries), atol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.vmap(attend))(mapped, queries), attend(whole, queries), atol=1e-6)
 
 
 @pytest.mark.parametrize("way", ["int8", "int4 per channel"])
@@ -149,6 +150,16 @@ def test_heads_among_devices(way):
     np.testing.assert_allclose(compiled(divided, queries), attend(cache, queries), atol=1e-6)
 
 
+@pytest.fixture
+def without_type_checks():
+    """As users have it: the tests check types of arguments before the library can speak."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.usefixtures("without_type_checks")
 def test_what_does_not_fit():
     empty = eqq.QuantizedCache.empty
     for arguments, options, message in [
@@ -164,8 +175,8 @@ def test_what_does_not_fit():
     cache, (keys, values) = empty((HEADS, 8, SIZE), "int8"), data(tokens=9)
     with pytest.raises(ValueError, match="room for 8 tokens. Got 9"):
         cache.append(keys, values)
-    with pytest.raises(ValueError, match=r"here \(2, 9, 32\). Got \(2, 9, 32\) and \(2, 8, 32\)"):
-        cache.append(keys, values[:, :8])
+    with pytest.raises(ValueError, match=r"here \(2, 9, 32\). Got \(3, 9, 32\)"):
+        cache.append(*(jnp.ones((3, 9, SIZE)) for _ in range(2)))
     # Inside `jit` nobody can know; then what is there stays.
     full = append(cache, keys[:, :8], values[:, :8])
     over = append(full, keys[:, 8:], values[:, 8:])

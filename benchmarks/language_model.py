@@ -91,16 +91,14 @@ class Bench:
         inside = windows(held_out, CONTEXT)[:count]
         self.text = jnp.asarray(inside)
         self.nbytes = len(self.tokenizer.decode(inside[:, 1:].reshape(-1).tolist()).encode())
-        self.expected = jnp.concatenate([self._logits(self.model, row) for row in self.text])
+        self.expected = self._logits(self.model)
 
-    @staticmethod
-    def _logits(model: Llama, row: Array, **cache: Any) -> Array:
+    def _logits(self, model: Llama, **cache: Any) -> Array:
         run = eqx.filter_jit(lambda model, ids: logits_of(model, ids, **cache))
-        return run(model, row[None, :-1])
+        return jnp.concatenate([run(model, row[None, :-1]) for row in self.text])
 
     def measure(self, model: Llama, **cache: Any) -> Measured:
-        run = eqx.filter_jit(lambda model, ids: logits_of(model, ids, **cache))
-        logits = jnp.concatenate([run(model, row[None, :-1]) for row in self.text])
+        logits = self._logits(model, **cache)
         told = jnp.take_along_axis(logits, self.text[:, 1:, None], axis=-1)
         bits = -float(told.sum()) / np.log(2)
         divergence = jnp.sum(jnp.exp(self.expected) * (self.expected - logits), axis=-1)
@@ -125,11 +123,11 @@ def row_of(found: Measured) -> tuple[str, ...]:
 _COLUMNS = ("bits/byte", "bits/token", "KL", "same token")
 
 
-def formats_table(bench: Bench, names: Sequence[str], console: Console) -> None:
+def formats_table(bench: Bench, names: Sequence[str], methods: Sequence[str], console: Console) -> None:
     table = Table("format", "bits", "method", *_COLUMNS, box=box.MARKDOWN)
     table.add_row("float32", "32", "", *row_of(bench.measure(bench.model)))
     for name in names:
-        for method in METHODS:
+        for method in methods:
             began = time.perf_counter()
             try:
                 model = bench.quantized(FORMATS[name], method)
@@ -137,8 +135,9 @@ def formats_table(bench: Bench, names: Sequence[str], console: Console) -> None:
                 print(f"{name}, {method}: {e}", file=sys.stderr)
                 continue
             bits = 8 * eqq.tree_nbytes(model) / eqq.count_params(bench.model)
-            table.add_row(name, f"{bits:.2f}", method, *row_of(bench.measure(model)))
-            print(f"{name}, {method}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+            row = (name, f"{bits:.2f}", method, *row_of(bench.measure(model)))
+            table.add_row(*row)
+            print(*row, f"{time.perf_counter() - began:.0f} s", sep=" | ", file=sys.stderr, flush=True)
     console.print(table)
 
 
@@ -151,7 +150,9 @@ def caches_table(bench: Bench, console: Console) -> None:
             empty = eqx.filter_eval_shape(Cache.empty, model.config, 1, 4096, **cache)
             held = [x for layer in empty.layers for x in (layer.keys, layer.values)]
             per_token = sum(eqq.tree_nbytes(x) for x in held) / 4096
-            table.add_row(name, kind, f"{per_token:,.0f}", *row_of(bench.measure(model, **cache)))
+            row = (name, kind, f"{per_token:,.0f}", *row_of(bench.measure(model, **cache)))
+            table.add_row(*row)
+            print(*row, sep=" | ", file=sys.stderr, flush=True)
     console.print(table)
 
 
@@ -193,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="what examples/llama/train.py wrote")
     parser.add_argument("--tables", nargs="*", default=["formats", "caches", "speed"])
     parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
+    parser.add_argument("--methods", nargs="*", default=METHODS, help="of the first table")
     parser.add_argument("--windows", type=int, default=32, help=f"how many windows of {CONTEXT} tokens to measure on")
     parser.add_argument("--llama-bench", help="the program llama-bench, to time llama.cpp on the same weights")
     parser.add_argument("--smoke", action="store_true", help="little text, and two formats")
@@ -200,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(width=160)
     bench = Bench(options.folder, 2 if options.smoke else options.windows)
     if "formats" in options.tables:
-        formats_table(bench, ["int4", "int2"] if options.smoke else options.only, console)
+        formats_table(bench, ["int4", "int2"] if options.smoke else options.only, options.methods, console)
     if "caches" in options.tables:
         caches_table(bench, console)
     if "speed" in options.tables:

@@ -104,13 +104,12 @@ class QuantizedCache(eqx.Module):
             raise ValueError(f"`window` must not be negative. Got {window}.")
         *batch, heads, context, size = shape
         context = -(-context // window) * window if window else context
-        zeros = jnp.zeros((*batch, heads, context, size), dtype)
-        recent = jnp.zeros((*batch, heads, window, size), dtype)
+        # An array for each field, because memory that is donated must not be given away twice.
+        zeros = lambda tokens: jnp.zeros((*batch, heads, tokens, size), dtype)
         return QuantizedCache(
-            _quantized(zeros, of_keys, -2 if per_channel else -1),
-            _quantized(zeros, of_values, -1),
-            # Two arrays, because memory that is donated must not be given away twice.
-            (recent, jnp.copy(recent)) if window else None,
+            _quantized(zeros(context), of_keys, -2 if per_channel else -1),
+            _quantized(zeros(context), of_values, -1),
+            (zeros(window), zeros(window)) if window else None,
             jnp.zeros(tuple(batch), jnp.int32),
         )
 

@@ -90,7 +90,9 @@ def rules_of(
 def check_patterns(names: Iterable[str], rule: Sequence[str], skip: Sequence[str]) -> None:
     """Raises for a pattern of `--skip` or `--rule` that matches no array, because that is a mistake."""
     names = list(names)
-    given = [("--skip", pattern) for pattern in skip] + [("--rule", text.partition("=")[0]) for text in rule if "=" in text]
+    given = [("--skip", pattern) for pattern in skip] + [
+        ("--rule", text.partition("=")[0]) for text in rule if "=" in text
+    ]
     for option, pattern in given:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = f"*{pattern}*" if any(fnmatch.fnmatchcase(name, f"*{pattern}*") for name in names) else None

@@ -123,6 +123,13 @@ def test_a_step_makes_no_dense_copy(way):
     assert lowered.memory_analysis().alias_size_in_bytes == eqq.tree_nbytes(cache)  # all of it is updated in place
 
 
+@pytest.mark.parametrize("way", ["float", "float, window", "int8"])
+def test_an_empty_cache_can_be_donated(way):
+    cache = eqq.QuantizedCache.empty((HEADS, 32, SIZE), **WAYS[way])
+    cache = jax.jit(lambda cache: jax.tree.map(lambda x: x + 1, cache), donate_argnums=0)(cache)
+    assert cache.length == 1
+
+
 @pytest.mark.parametrize("way", ["int8", "int4 per channel"])
 def test_vmap(way):
     keys, values = data(3)

@@ -99,6 +99,39 @@ def test_generation(llama, generate, tmp_path):
     assert [ids[0] for ids in stopped][1:] == [None] * (len(stopped) - 1) and stopped[-1] == [None, None]
 
 
+@pytest.mark.parametrize("format, per_channel, bound", [("int8", False, 1e-4), ("int4", True, 1e-3)])
+def test_a_quantized_cache_changes_little(llama, generate, format, per_channel, bound):
+    """The divergence from the logits with a float cache: of a prompt of 140 tokens, and of 12 that follow."""
+    model = generate.random_model("tiny", stacked=True)
+    ids = jr.randint(jr.key(0), (1, 152), 0, model.config.vocabulary)
+
+    def logits(**cache):
+        cache = llama.Cache.empty(model.config, 1, 160, stacked=True, **cache)
+        parts = []
+        for new in (ids[:, :140], *jnp.split(ids[:, 140:], 12, axis=1)):
+            y, cache = run(model, new, cache)
+            parts.append(jax.nn.log_softmax(y))
+        return jnp.concatenate(parts, axis=1)
+
+    expected = logits()
+    divergence = jnp.sum(jnp.exp(expected) * (expected - logits(format=format, per_channel=per_channel)), axis=-1)
+    assert 0 < divergence.mean() < bound
+
+
+def test_joined_products_and_heads_among_devices(llama, generate):
+    model, prompts = eqq.quantize_tree(generate.random_model("tiny"), "int8"), [[5, 6, 7], [8, 9]]
+    mesh = generate._mesh(2)
+    texts = [
+        list(generate.Generator(each, 32, generate.Sampling(), "int8", on)(prompts, 6))
+        for each, on in ((model, None), (llama.joined(model), None), (llama.on_mesh(model, mesh), mesh))
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    layer = llama.joined(model).layers[0]
+    assert layer.attention.k is None and layer.mlp.up is None and eqq.is_quantized(layer.attention.q.weight)
+    parts = llama.on_mesh(model, mesh).layers[0].attention
+    assert parts.q.weight.codes.sharding.spec[0] == "model" == parts.output.weight.codes.sharding.spec[1]
+
+
 def test_sampling(generate):
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]))
     expected = {

@@ -80,6 +80,14 @@ class State(eqx.Module):
     key: PRNGKeyArray
 
 
+def _suits_channels(cache: str | None) -> bool:
+    """At four bits and fewer, a few large numbers of each key cost the others too much, unless channels have scales."""
+    if cache is None:
+        return False
+    format = eqq.Use(cache).format
+    return format.bits <= 4 and isinstance(format.block_size, int) and format.scale_format is None
+
+
 class Generator:
     """A model, its context, and its two compiled functions: `read` a padded prompt, and make one `step`."""
 
@@ -92,10 +100,8 @@ class Generator:
                 f"{context:,}."
             )
         self.config, self.context = model.config, context
-        # At four bits and fewer, numbers of keys that are much larger than others cost too much: scales of channels.
-        per_channel = cache is not None and eqq.quantize(jnp.zeros(64), cache).format.bits <= 4
-        layout = {"format": cache, "per_channel": per_channel, "stacked": not isinstance(model.layers, list)}
-        self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, **layout)
+        layout = {"per_channel": _suits_channels(cache), "stacked": not isinstance(model.layers, list)}
+        self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, format=cache, **layout)
         self.mesh = mesh
         self.dtype = model.norm.weight.dtype
         # A list of arrays, because at each call JAX would take a tree of hundreds of modules apart in Python.

@@ -36,6 +36,7 @@ EXAMPLES = [
     "train_bytes.py",
     "sharded_transformer.py",
     "llama/generate.py",
+    "llama/train.py",
 ]
 
 

@@ -33,6 +33,7 @@ from ._array.simulated import (
     SimulatedArray as SimulatedArray,
     straight_through as straight_through,
 )
+from ._cache import QuantizedCache as QuantizedCache
 from ._formats import (
     Binary as Binary,
     Codebook as Codebook,
@@ -113,3 +114,5 @@ from .io._save import save as save
 
 
 __version__ = _version("eqquant")
+# The names above, which stand there as `x as x`: a type checker reads those.
+__all__ = [name for name in dir() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

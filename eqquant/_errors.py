@@ -3,7 +3,7 @@
 import difflib
 import functools as ft
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 
@@ -16,11 +16,30 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {near[0]!r}?" if near else ""
 
 
-def teach_keywords(**remedies: str) -> Callable[[F], F]:
+_SPELLINGS = {
+    **dict.fromkeys(("bits", "num_bits", "nbits", "w_bit"), "bits"),
+    **dict.fromkeys(("group_size", "block_size", "q_group_size"), "block_size"),
+    **dict.fromkeys(("symmetric", "sym"), "symmetric"),
+}
+
+
+def spell_format(given: Mapping[str, Any]) -> str:
+    """Says which format the keywords of other libraries mean: `bits=4, group_size=64` is `eqq.Int4(block_size=64)`."""
+    said = {_SPELLINGS[name]: value for name, value in given.items() if name in _SPELLINGS}
+    bits = said.pop("bits", 4)
+    fields = ", ".join(f"{name}={value!r}" for name, value in said.items())
+    name = f"Int{bits}" if bits in (2, 3, 4, 5, 6, 8) else "Int8"
+    return f"The format says that: write `eqq.{name}({fields})`."
+
+
+FORMAT_KEYWORDS = dict.fromkeys(_SPELLINGS, spell_format)
+
+
+def teach_keywords(**remedies: str | Callable[[Mapping[str, Any]], str]) -> Callable[[F], F]:
     """Decorates a function: an unknown keyword raises a `TypeError` that says what to write instead.
 
-    `remedies` maps keywords of other libraries to the advice that the error gives. For any other keyword, the error
-    lists all arguments and suggests the nearest.
+    `remedies` maps keywords of other libraries to the advice that the error gives, or to a function that makes it from
+    all keywords. For any other keyword, the error lists all arguments and suggests the nearest.
     """
 
     def decorate(function: F) -> F:
@@ -30,7 +49,9 @@ def teach_keywords(**remedies: str) -> Callable[[F], F]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs:
                 if name not in known:
-                    remedy = remedies.get(name) or f"It takes {', '.join(known)}. {did_you_mean(name, known)}".rstrip()
+                    remedy = remedies.get(name)
+                    remedy = remedy(kwargs) if callable(remedy) else remedy
+                    remedy = remedy or f"It takes {', '.join(known)}. {did_you_mean(name, known)}".rstrip()
                     raise TypeError(f"`{function.__name__}` has no argument `{name}`. {remedy}")
             return function(*args, **kwargs)
 

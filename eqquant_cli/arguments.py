@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import fnmatch
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TYPE_CHECKING
 
@@ -83,6 +85,21 @@ def rules_of(
             raise typer.BadParameter(f"Write it as 'PATTERN=FORMAT', such as 'layers.0.*=int8'. Got {text!r}.")
         rules[pattern] = None if spelled.lower() in ("none", "float") else parse_format(spelled)
     return {**rules, "*": format} if "*" not in rules else rules
+
+
+def check_patterns(names: Iterable[str], rule: Sequence[str], skip: Sequence[str]) -> None:
+    """Raises for a pattern of `--skip` or `--rule` that matches no array, because that is a mistake."""
+    names = list(names)
+    given = [("--skip", pattern) for pattern in skip] + [
+        ("--rule", text.partition("=")[0]) for text in rule if "=" in text
+    ]
+    for option, pattern in given:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            near = f"*{pattern}*" if any(fnmatch.fnmatchcase(name, f"*{pattern}*") for name in names) else None
+            near = near or next(iter(difflib.get_close_matches(pattern, names, n=1)), None)
+            hint = "" if near is None else f" Did you mean '{near}'?"
+            shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+            raise ValueError(f"{option} '{pattern}' matches none of the {len(names)} arrays: {shown}.{hint}")
 
 
 def method_of(name: str | None) -> Any:

@@ -1,5 +1,6 @@
 """`eqquant plan`."""
 
+import math
 from typing import Annotated, Any
 
 import typer
@@ -41,4 +42,12 @@ def plan_of(checkpoint: Any, budget: float, axis: int | None, method: Any, forma
             x = eqq.dequantize(checkpoint[name])
             rows += weight_sensitivity({name: x}, options, axis=axis, method=method).leaves
             progress.counted(name, x, x)
+    least = 8 * sum(min(row.nbytes) for row in rows) / max(sum(math.prod(row.shape) for row in rows), 1)
+    if not budget >= least:
+        smallest = min(options, key=lambda f: f.bits)
+        reach = f"{math.ceil(100 * least) / 100:.2f} bits per weight"
+        raise ValueError(
+            f"--budget must be at least {reach}, which {smallest} needs with its scales. Got {budget}. Raise it, or "
+            "let `eqquant plan` choose from smaller formats, such as --format binary."
+        )
     return plan_bits(eqq.io.skeleton(checkpoint), SensitivityReport(0.0, tuple(rows)), budget)

@@ -36,6 +36,7 @@ def quantize(
         arguments.check_output(output, source, ".safetensors", force)
     checkpoint = arguments.open_source(source)
     found_by = arguments.method_of(method)
+    arguments.check_patterns(checkpoint, rule or (), skip or ())
     if budget is not None:
         if format is not None or bits is not None or group_size is not None:
             raise typer.BadParameter("--budget chooses the formats. Leave out --format, --bits and --group-size.")

@@ -1,7 +1,7 @@
 """The table of formats that the contract is tested over, and what the tests share."""
 
 import itertools as it
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -157,20 +157,23 @@ def report(table: Any, failures: list[str]) -> int:
     return 1 if failures else 0
 
 
-def primitives(f: Callable[..., Any], *args: Any) -> list[str]:
-    """The names of the primitives that `f` is traced to, those inside of loops and calls included."""
-    names: list[str] = []
+def equations(f: Callable[..., Any], *args: Any) -> Iterator[Any]:
+    """The equations that `f` is traced to, those inside of loops and calls included."""
 
-    def visit(jaxpr: Any) -> None:
+    def visit(jaxpr: Any) -> Iterator[Any]:
         for eqn in jaxpr.eqns:
-            names.append(eqn.primitive.name)
+            yield eqn
             for inner in jtu.tree_leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    visit(inner)
+                    yield from visit(inner)
 
-    visit(eqx.filter_make_jaxpr(f)(*args)[0].jaxpr)
-    return names
+    yield from visit(eqx.filter_make_jaxpr(f)(*args)[0].jaxpr)
+
+
+def primitives(f: Callable[..., Any], *args: Any) -> list[str]:
+    """The names of the primitives of `equations`."""
+    return [eqn.primitive.name for eqn in equations(f, *args)]
 
 
 def temp_bytes(f: Callable[..., Any], *args: Any) -> int:

@@ -1,6 +1,8 @@
 """The command line, run within this process; `--help` in one of its own."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -113,7 +115,7 @@ def test_budget(run, checkpoint, tmp_path):
     report = eqq.summary(eqq.load(tmp_path / "out.safetensors"))
     assert report.quantized_bits == pytest.approx(plan["bits"])
     err = run("plan", checkpoint, "--budget", 1.0, code=1)
-    assert "`target_bits` must be within reach" in err
+    assert "--budget must be at least" in err and "needs with its scales. Got 1.0" in err
 
 
 def test_dry_run_writes_nothing(run, checkpoint, tmp_path):
@@ -164,7 +166,21 @@ WRONG = {
         1,
         "A format must read like",
     ),
-    "a pattern": (("quantize", "model.safetensors", "out.safetensors", "--skip", "head.*"), 1, "matches none of"),
+    "a pattern": (
+        ("quantize", "model.safetensors", "out.safetensors", "--skip", "head.*"),
+        1,
+        "--skip 'head.*' matches none of",
+    ),
+    "a part of names": (
+        ("quantize", "model.safetensors", "out.safetensors", "--rule", "proj=int8"),
+        1,
+        "Did you mean '*proj*'?",
+    ),
+    "a budget": (
+        ("quantize", "model.safetensors", "out.safetensors", "--budget", "1"),
+        1,
+        "--budget must be at least",
+    ),
     "a rule": (("quantize", "model.safetensors", "out.safetensors", "--rule", "head.*"), 2, "PATTERN=FORMAT"),
     "both": (
         ("quantize", "model.safetensors", "out.safetensors", "--format", "nf4", "--bits", "4"),
@@ -205,6 +221,18 @@ def test_values_that_are_not_finite(run, tmp_path):
     (tmp_path / "out.safetensors").write_bytes(b"old")
     err = run("quantize", tmp_path / "nan.safetensors", tmp_path / "out.safetensors", "--force", code=1)
     assert "a" in err and "finite" in err and (tmp_path / "out.safetensors").read_bytes() == b"old"
+
+
+def test_no_room_on_the_disk(run, checkpoint, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.safetensors")
+
+    (tmp_path / "out.safetensors").write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", full)
+    err = run("quantize", checkpoint, tmp_path / "out.safetensors", "--force", code=1)
+    assert "No space left on device" in err and "Traceback" not in err
+    assert (tmp_path / "out.safetensors").read_bytes() == b"old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors", "out.safetensors"]
 
 
 def test_ctrl_c(run, checkpoint, tmp_path, monkeypatch):

@@ -203,7 +203,7 @@ class TestTree:
         "keyword, remedy",
         [
             ("skip", "To leave leaves in float, write rules"),
-            ("bits", "It belongs to the format"),
+            ("bits", "write `eqq.Int4()`"),
             ("formt", "Did you mean 'format'?"),
         ],
     )

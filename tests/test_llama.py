@@ -70,11 +70,11 @@ def test_logits_equal_those_of_transformers(llama, tmp_path, name, stacked):
     formats = {type(leaf.format).__name__ for leaf in eqq.summary(model).leaves if leaf.format is not None}
     assert formats == ({QUANTIZED[name]} if name in QUANTIZED else set())
     ids, half = jnp.asarray(tokens()), tokens().shape[1] // 2
-    cache, start, logits = llama.Cache.empty(model.config, 2, 16), jnp.zeros(2, int), []
+    cache, logits = llama.Cache.empty(model.config, 2, 16, stacked=stacked), []
     # A prompt, and then tokens that see it in the cache: one by one, or as many again, which needs no second program.
     for n in (0, half) if stacked else (0, *range(half, 2 * half)):
         new = ids[:, n : n + (half if stacked or n == 0 else 1)]
-        y, cache = run(model, new, cache, start + n)
+        y, cache = run(model, new, cache)
         logits.append(y)
     expected = np.load(GOLDEN / "logits.npz")[name]
     bound = 1e-5 * np.abs(expected).max()
@@ -90,13 +90,46 @@ def test_generation(llama, generate, tmp_path):
     whole = np.zeros((2, 16), int)
     for row, prompt, ids in zip(whole, prompts, new, strict=True):
         row[: len(prompt) + n] = prompt + ids
-    logits, _ = run(model, jnp.asarray(whole), llama.Cache.empty(model.config, 2, 16), jnp.zeros(2, int))
+    logits, _ = run(model, jnp.asarray(whole), llama.Cache.empty(model.config, 2, 16, stacked=True))
     for prompt, ids, likeliest in zip(prompts, new, np.argmax(logits, axis=-1), strict=True):
         assert ids == likeliest[len(prompt) - 1 : len(prompt) + n - 1].tolist()
     assert generator.step._cache_size() == generator.read._cache_size() == 1
     # A row that has stopped gives no more, and when all have, that is the end.
     stopped = list(generator(prompts, n, stop=frozenset((new[0][1], new[1][3]))))
     assert [ids[0] for ids in stopped][1:] == [None] * (len(stopped) - 1) and stopped[-1] == [None, None]
+
+
+@pytest.mark.parametrize("format, per_channel, bound", [("int8", False, 1e-4), ("int4", True, 1e-3)])
+def test_a_quantized_cache_changes_little(llama, generate, format, per_channel, bound):
+    """The divergence from the logits with a float cache: of a prompt of 140 tokens, and of 12 that follow."""
+    model = generate.random_model("tiny", stacked=True)
+    ids = jr.randint(jr.key(0), (1, 152), 0, model.config.vocabulary)
+
+    def logits(**cache):
+        cache = llama.Cache.empty(model.config, 1, 160, stacked=True, **cache)
+        parts = []
+        for new in (ids[:, :140], *jnp.split(ids[:, 140:], 12, axis=1)):
+            y, cache = run(model, new, cache)
+            parts.append(jax.nn.log_softmax(y))
+        return jnp.concatenate(parts, axis=1)
+
+    expected = logits()
+    divergence = jnp.sum(jnp.exp(expected) * (expected - logits(format=format, per_channel=per_channel)), axis=-1)
+    assert 0 < divergence.mean() < bound
+
+
+def test_joined_products_and_heads_among_devices(llama, generate):
+    model, prompts = eqq.quantize_tree(generate.random_model("tiny"), "int8"), [[5, 6, 7], [8, 9]]
+    mesh = generate._mesh(2)
+    texts = [
+        list(generate.Generator(each, 32, generate.Sampling(), "int8", on)(prompts, 6))
+        for each, on in ((model, None), (llama.joined(model), None), (llama.on_mesh(model, mesh), mesh))
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    layer = llama.joined(model).layers[0]
+    assert layer.attention.k is None and layer.mlp.up is None and eqq.is_quantized(layer.attention.q.weight)
+    parts = llama.on_mesh(model, mesh).layers[0].attention
+    assert parts.q.weight.codes.sharding.spec[0] == "model" == parts.output.weight.codes.sharding.spec[1]
 
 
 def test_sampling(generate):

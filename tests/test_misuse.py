@@ -191,6 +191,14 @@ def test_arguments_that_have_another_name(getkey, name):
         eqq.quantize(weights(getkey(), (8, 64)), **{name: 4})
 
 
+def test_a_format_by_the_words_of_others(getkey):
+    w = weights(getkey(), (8, 64))
+    with pytest.raises(TypeError, match=r"write `eqq.Int4\(block_size=64\)`"):
+        eqq.quantize(w, bits=4, group_size=64)
+    with pytest.raises(TypeError, match=r"write `eqq.Int3\(block_size=32, symmetric=False\)`"):
+        eqq.quantize_tree([w], num_bits=3, block_size=32, sym=False)
+
+
 def test_swapaxes(getkey):
     q = eqq.quantize(weights(getkey(), (8, 64)))
     with pytest.raises(ValueError, match=r"`axis2` must be one of the 2 axes of \(8, 64\). Got 5"):

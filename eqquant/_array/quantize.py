@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
-from .._errors import teach_keywords
+from .._errors import FORMAT_KEYWORDS, teach_keywords
 from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_points
 from .._mesh import explicit_mesh, full_spec, in_auto_mode
 from .._methods import AbsMax, AbstractMethod, Encoded
@@ -34,10 +34,7 @@ _CHUNK = 2**19
 
 
 @teach_keywords(
-    bits="The format sets it, as in `eqq.quantize(w, eqq.Int4())`.",
-    block_size="The format sets it, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
-    group_size="The format sets it as `block_size`, as in `eqq.quantize(w, eqq.NF4(block_size=64))`.",
-    symmetric="The format sets it, as in `eqq.quantize(w, eqq.Int4(symmetric=False))`.",
+    **FORMAT_KEYWORDS,
     dim="It is called `axis`.",
 )
 def quantize(

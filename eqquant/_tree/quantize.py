@@ -22,7 +22,7 @@ from .._array.sharding import leaf_shardings
 from .._array.simulated import simulate_array, SimulatedArray
 from .._array.value import AbstractArrayValue
 from .._docs import fill_doc
-from .._errors import teach_keywords
+from .._errors import FORMAT_KEYWORDS, teach_keywords
 from .._formats.base import AbstractFormat
 from .._mesh import full_spec
 from .._methods import AbsMax, AbstractMethod
@@ -203,10 +203,7 @@ _REMEDIES = {
         ("skip", "exclude", "ignore", "modules_to_not_convert"),
         'To leave leaves in float, write rules: `{"*.head.*": None, "*": "nf4"}`.',
     ),
-    **dict.fromkeys(
-        ("bits", "num_bits", "nbits", "block_size", "group_size", "symmetric"),
-        "It belongs to the format: `eqq.Int4(block_size=32)`, for instance.",
-    ),
+    **FORMAT_KEYWORDS,
 }
 
 

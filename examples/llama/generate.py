@@ -3,10 +3,13 @@
 python generate.py MODEL "Once upon a time"            # a Hugging Face folder, or a .gguf file
 python generate.py MODEL "One" "Two" --temperature 0.8 --top-p 0.95 --seed 1
 python generate.py MODEL "Once upon a time" --format nf4
+python generate.py MODEL "Once upon a time" --format nf4 --cache int8
+python generate.py MODEL "Once upon a time" --mesh 2   # each of two devices holds half of every weight
 python generate.py --random 300m --format nf4          # random weights: for timing
 """
 
 import argparse
+import contextlib
 import dataclasses
 import resource
 import sys
@@ -22,8 +25,9 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 from configuration import from_json, stop_tokens
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-from llama import Cache, Llama, load
+from llama import Cache, joined, Llama, load, on_mesh
 
 import eqquant as eqq
 
@@ -69,24 +73,36 @@ class Sampling:
 
 
 class State(eqx.Module):
-    """What goes from step to step: the last token of each row and its position, the cache, and the randomness."""
+    """What goes from step to step: the last token of each row, the cache, and the randomness."""
 
     token: Int[Array, " batch"]
-    position: Int[Array, " batch"]
     cache: Cache
     key: PRNGKeyArray
+
+
+def _suits_channels(cache: str | None) -> bool:
+    """At four bits and fewer, a few large numbers of each key cost the others too much, unless channels have scales."""
+    if cache is None:
+        return False
+    format = eqq.Use(cache).format
+    return format.bits <= 4 and isinstance(format.block_size, int) and format.scale_format is None
 
 
 class Generator:
     """A model, its context, and its two compiled functions: `read` a padded prompt, and make one `step`."""
 
-    def __init__(self, model: Llama, context: int, sampling: Sampling) -> None:
+    def __init__(
+        self, model: Llama, context: int, sampling: Sampling, cache: str | None = None, mesh: Mesh | None = None
+    ) -> None:
         if not 0 < context <= model.config.positions:
             raise ValueError(
                 f"The context must be at most {model.config.positions:,} tokens, for which the model was made. Got "
                 f"{context:,}."
             )
         self.config, self.context = model.config, context
+        layout = {"per_channel": _suits_channels(cache), "stacked": not isinstance(model.layers, list)}
+        self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, format=cache, **layout)
+        self.mesh = mesh
         self.dtype = model.norm.weight.dtype
         # A list of arrays, because at each call JAX would take a tree of hundreds of modules apart in Python.
         arrays, static = eqx.partition(model, eqx.is_array)
@@ -95,15 +111,14 @@ class Generator:
 
         def read(arrays: list[Array], ids: Array, lengths: Array, cache: Cache, key: PRNGKeyArray) -> State:
             model, (key, now) = whole(arrays), jr.split(key)
-            x, cache = model.hidden(ids, cache, jnp.zeros_like(lengths))
-            # What padding leaves in the cache lies behind every token, and is overwritten before it is seen.
+            x, cache = model.hidden(ids, cache, lengths)
             last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-            return State(sampling(model.logits(last)[:, 0], now), lengths, cache, key)
+            return State(sampling(model.logits(last)[:, 0], now), cache, key)
 
         def step(arrays: list[Array], state: State) -> State:
             key, now = jr.split(state.key)
-            logits, cache = whole(arrays)(state.token[:, None], state.cache, state.position)
-            return State(sampling(logits[:, 0], now), state.position + 1, cache, key)
+            logits, cache = whole(arrays)(state.token[:, None], state.cache)
+            return State(sampling(logits[:, 0], now), cache, key)
 
         # Donated: the new cache takes the memory of the old one.
         self.read, self.step = jax.jit(read, donate_argnums=3), jax.jit(step, donate_argnums=1)
@@ -114,7 +129,8 @@ class Generator:
         ids = np.zeros((len(prompts), length), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = prompt
-        cache = Cache.empty(self.config, len(prompts), self.context, self.dtype)
+        cache = self.empty(len(prompts))
+        cache = cache if self.mesh is None else cache.on_mesh(self.mesh)
         lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
         return self.read(self.arrays, jnp.asarray(ids), lengths, cache, jr.key(seed))
 
@@ -134,7 +150,7 @@ class Generator:
             state = self.step(self.arrays, state)
 
     def cache_nbytes(self, batch: int) -> int:
-        return eqq.tree_nbytes(eqx.filter_eval_shape(Cache.empty, self.config, batch, self.context, self.dtype))
+        return eqq.tree_nbytes(eqx.filter_eval_shape(self.empty, batch))
 
     def _check(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
         if not prompts or not all(prompts):
@@ -200,6 +216,17 @@ def random_model(name: str, dtype: str = "float32", stacked: bool = False) -> Ll
     return Llama(from_json(RANDOM[name], head=True), dtype, stacked=stacked, key=jr.key(0))
 
 
+def _mesh(devices: int) -> Mesh | None:
+    """A mesh of so many devices; a CPU becomes as many as are needed."""
+    if devices == 1:
+        return None
+    with contextlib.suppress(RuntimeError):  # JAX has counted its devices already
+        jax.config.update("jax_num_cpu_devices", devices)
+    if not 1 < devices <= jax.device_count():
+        raise ValueError(f"`--mesh` must be at most {jax.device_count()}, the number of devices. Got {devices}.")
+    return Mesh(np.array(jax.devices()[:devices]), ("model",))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -215,6 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--stop", type=int, nargs="*", help="tokens that end a text; by default those of the model")
     add("--seed", type=int, default=0)
     add("--format", help="quantizes the weights that are float: nf4, int4, int8, ...")
+    add("--cache", help="the format of the cache: int8, int4, fp8, nf4, ...; by default floats")
+    add("--mesh", type=int, default=1, help="divides weights and cache among so many devices")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of floats and activations")
     add("--scan", action="store_true", help="stacks the layers: compiles faster, runs slower on a CPU")
     add("--random", choices=RANDOM, help="random weights instead of a model; then prompts are numbers")
@@ -231,6 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> list[list[int]]:
     """Loads, generates and prints."""
     began = time.perf_counter()
+    mesh = _mesh(options.mesh)
     given = list(options.prompts)
     if options.random:
         given = [options.model, *given] if options.model else ["1"]
@@ -245,12 +275,14 @@ def run(options: argparse.Namespace) -> list[list[int]]:
         text = Text(None if options.ids else options.tokenizer or beside, model.config.vocabulary)
     if options.format:
         model = eqq.quantize_tree(model, options.format)
+    # Rows of joined weights belong to different heads, so they cannot be divided by heads.
+    model = joined(model) if mesh is None else on_mesh(model, mesh)
     prompts = [text.encode(prompt) for prompt in given]
     stop = stop if options.stop is None else frozenset(options.stop)
     needed = max(map(len, prompts), default=0) + options.tokens
     context = options.context or max(needed, min(_padded(needed), model.config.positions))
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    generate = Generator(model, context, sampling)
+    generate = Generator(model, context, sampling, options.cache, mesh)
     loaded = time.perf_counter()
 
     texts, times, alone, shown = [list(prompt) for prompt in prompts], [], len(prompts) == 1, ""
@@ -282,8 +314,8 @@ def smoke() -> None:
     """Everything, on a tiny random model."""
     model, both = random_model("tiny"), [[5, 6, 7], [8, 9, 10, 11, 12]]
 
-    def texts(model: Llama, prompts: list[list[int]], **sampling: float) -> list[list[int | None]]:
-        generate = Generator(model, 32, Sampling(**sampling))
+    def texts(model: Llama, prompts: list[list[int]], cache: str | None = None, **sampling: float) -> list[list[Any]]:
+        generate = Generator(model, 32, Sampling(**sampling), cache)
         return [list(ids) for ids in zip(*generate(prompts, 8), strict=True)]
 
     # A batch gives the texts that its prompts give alone, and a scan those of the layers one by one.
@@ -291,8 +323,12 @@ def smoke() -> None:
     assert expected == texts(model, both[:1]) + texts(model, both[1:])
     assert expected == texts(random_model("tiny", stacked=True), both)
     assert expected == texts(model, both, temperature=0.5, top_k=1) == texts(model, both, temperature=0.5, top_p=1e-6)
+    # So do joined products, and weights that two devices share; and a cache of eight bits is nearly the same.
+    assert expected == texts(joined(model), both)
+    assert expected[0][:2] == texts(model, both, "int8")[0][:2]
     main(["--random", "tiny", "--format", "nf4", "--tokens", "8", "--temperature", "0.8", "--top-p", "0.9", "5 6 7"])
     main(["--random", "tiny", "--format", "int4", "--scan", "--tokens", "8", "5 6 7", "8 9 10 11 12"])
+    main(["--random", "tiny", "--cache", "int4", "--tokens", "8", "5 6 7", "8 9 10 11 12"])
 
 
 if __name__ == "__main__":

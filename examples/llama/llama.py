@@ -13,41 +13,57 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 from configuration import Config, config_of
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
 
 import eqquant as eqq
 
 
 class Cache(eqx.Module):
-    """The keys and values of all tokens so far. Everything that knows how they are stored is in this class."""
+    """The keys and values of all tokens so far, for each layer: one cache each, or with `stacked` one for all."""
 
-    keys: Float[Array, "layers batch context kv_heads size"]
-    values: Float[Array, "layers batch context kv_heads size"]
+    layers: tuple[eqq.QuantizedCache, ...] | eqq.QuantizedCache
 
     @staticmethod
-    def empty(config: Config, batch: int, context: int, dtype: DTypeLike = jnp.float32) -> "Cache":
-        shape = (config.layers, batch, context, config.kv_heads, config.head_size)
-        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    def empty(
+        config: Config,
+        batch: int,
+        context: int,
+        dtype: DTypeLike = jnp.float32,
+        *,
+        format: eqq.AbstractFormat | str | None = None,
+        per_channel: bool = False,
+        stacked: bool = False,
+    ) -> "Cache":
+        """`stacked`: as the layers of the model. `format`: `None` for floats."""
+        shape = (batch, config.kv_heads, context, config.head_size)
+        make = lambda: eqq.QuantizedCache.empty(shape, format, per_channel=per_channel, dtype=dtype)
+        if stacked:
+            return Cache(eqx.filter_vmap(make, axis_size=config.layers)())
+        return Cache(tuple(make() for _ in range(config.layers)))
 
     @property
-    def context(self) -> int:
-        return self.keys.shape[2]
+    def length(self) -> Int[Array, " batch"]:
+        """How many tokens each row has."""
+        return self.layers[0].length if isinstance(self.layers, tuple) else self.layers.length[0]
 
-    def write(
-        self,
-        layer: int | Int[Array, ""],
-        positions: Int[Array, "batch length"],
-        keys: Float[Array, "batch length kv_heads size"],
-        values: Float[Array, "batch length kv_heads size"],
-    ) -> "Cache":
-        at = (layer, jnp.arange(len(positions))[:, None], positions)
-        put = lambda old, new: old.at[at].set(new.astype(old.dtype))
-        return Cache(put(self.keys, keys), put(self.values, values))
+    def on_mesh(self, mesh: Mesh) -> "Cache":
+        """Divides heads among the devices."""
+        ahead = 1 if isinstance(self.layers, tuple) else 2  # layers and batch
+        sharding = NamedSharding(mesh, P(*[None] * ahead, "model"))
+        each = lambda cache: cache.with_sharding(sharding)
+        return Cache(tuple(map(each, self.layers)) if isinstance(self.layers, tuple) else each(self.layers))
 
-    def read(
-        self, layer: int | Int[Array, ""]
-    ) -> tuple[Float[Array, "batch context kv_heads size"], Float[Array, "batch context kv_heads size"]]:
-        return self.keys[layer], self.values[layer]
+    def of(self, layer: int | Int[Array, ""]) -> eqq.QuantizedCache:
+        if isinstance(self.layers, tuple):
+            return self.layers[layer]
+        return jtu.tree_map(lambda leaf: leaf[layer], self.layers)
+
+    def having(self, layer: int | Int[Array, ""], new: eqq.QuantizedCache) -> "Cache":
+        """The cache with another one for a layer."""
+        if isinstance(self.layers, tuple):
+            return Cache((*self.layers[:layer], new, *self.layers[layer + 1 :]))
+        return Cache(jtu.tree_map(lambda old, new: old.at[layer].set(new), self.layers, new))
 
 
 class RMSNorm(eqx.Module):
@@ -69,6 +85,12 @@ class RMSNorm(eqx.Module):
 
 def per_token(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return jax.vmap(jax.vmap(f))
+
+
+def _outputs(x: Array, *layers: eqx.nn.Linear | None) -> Array:
+    """The outputs of layers that take the same input, end to end."""
+    one = lambda f: f(x) if x.ndim == 1 else per_token(f)(x)
+    return jnp.concatenate([one(f) for f in layers if f is not None], axis=-1)
 
 
 class Rotation(eqx.Module):
@@ -93,8 +115,8 @@ class Attention(eqx.Module):
     """Attention of each token to itself and those before it. Several heads of `q` share one of `k` and `v`."""
 
     q: eqx.nn.Linear
-    k: eqx.nn.Linear
-    v: eqx.nn.Linear
+    k: eqx.nn.Linear | None  # with `v` in `q`, if they are joined
+    v: eqx.nn.Linear | None
     output: eqx.nn.Linear
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
@@ -118,32 +140,36 @@ class Attention(eqx.Module):
         positions: Int[Array, "batch length"],
         rotation: Rotation,
         window: int | Int[Array, ""],
+        count: Int[Array, " batch"] | int,
         cache: Cache,
     ) -> tuple[Float[Array, "batch length hidden"], Cache]:
         config = self.config
-        q, k, v = (per_token(f)(x).reshape(*x.shape[:2], -1, config.head_size) for f in (self.q, self.k, self.v))
+        sizes = [heads * config.head_size for heads in (config.heads, config.kv_heads)]
+        q, k, v = jnp.split(_outputs(x, self.q, self.k, self.v), [sizes[0], sum(sizes)], axis=-1)
+        q, k, v = (y.reshape(*x.shape[:2], -1, config.head_size) for y in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        cache = cache.write(layer, positions, rotation(k), v)
-        keys, values = cache.read(layer)
-        # Heads that share keys are one group.
-        q = rotation(q).reshape(*x.shape[:2], config.kv_heads, -1, config.head_size)
-        scores = jnp.einsum("btkgd,bskd->bkgts", q, keys.astype(q.dtype)).astype(jnp.float32) * config.query_scale
+        heads_first = lambda y: jnp.swapaxes(y, 1, 2)
+        of_layer = cache.of(layer).append(heads_first(rotation(k)), heads_first(v), count)
+        # Heads that share keys are one group, and the tokens of all of them are the rows of one product.
+        grouped = (x.shape[0], config.kv_heads, config.heads // config.kv_heads, x.shape[1])
+        rows = heads_first(rotation(q)).reshape(x.shape[0], config.kv_heads, -1, config.head_size)
+        scores = of_layer.scores(rows).reshape(*grouped, -1).astype(jnp.float32) * config.query_scale
         if config.attention_cap:
             scores = config.attention_cap * jnp.tanh(scores / config.attention_cap)
-        # A position of the cache is a position of the text. Behind the last one there are zeros, or padding.
-        back = positions[:, :, None] - jnp.arange(cache.context)
+        back = positions[:, :, None] - of_layer.positions  # below zero for places that are empty
         seen = (back >= 0) & ((window == 0) | (back < window))
         shares = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1).astype(x.dtype)
-        mixed = jnp.einsum("bkgts,bskd->btkgd", shares, values.astype(x.dtype))
-        return per_token(self.output)(mixed.reshape(*x.shape[:2], -1)), cache
+        mixed = of_layer.mix(shares.reshape(*rows.shape[:3], -1)).reshape(x.shape[0], config.heads, *x.shape[1:2], -1)
+        y = per_token(self.output)(heads_first(mixed).reshape(*x.shape[:2], -1))
+        return y, cache.having(layer, of_layer)
 
 
 class MLP(eqx.Module):
     """`down(activation(gate(x)) * up(x))`: SwiGLU, or GeGLU in Gemma."""
 
     gate: eqx.nn.Linear
-    up: eqx.nn.Linear
+    up: eqx.nn.Linear | None  # in `gate`, if they are joined
     down: eqx.nn.Linear
     activation: str = eqx.field(static=True)
 
@@ -157,7 +183,8 @@ class MLP(eqx.Module):
 
     def __call__(self, x: Float[Array, " hidden"]) -> Float[Array, " hidden"]:
         activation = jax.nn.silu if self.activation == "silu" else jax.nn.gelu
-        return self.down(activation(self.gate(x)) * self.up(x))
+        gate, up = jnp.split(_outputs(x, self.gate, self.up), 2, axis=-1)
+        return self.down(activation(gate) * up)
 
 
 def mixture(
@@ -247,10 +274,14 @@ class Llama(eqx.Module):
         self.config = config
 
     def hidden(
-        self, ids: Int[Array, "batch length"], cache: Cache, start: Int[Array, " batch"]
+        self, ids: Int[Array, "batch length"], cache: Cache, count: Int[Array, " batch"] | None = None
     ) -> tuple[Float[Array, "batch length hidden"], Cache]:
-        """What each token has become after the last layer. The first token of row `b` has the position `start[b]`."""
-        positions = start[:, None] + jnp.arange(ids.shape[1])
+        """What each token, which follow those of the cache, has become after the last layer.
+
+        `count`: how many of each row are text; padding follows.
+        """
+        positions = cache.length[:, None] + jnp.arange(ids.shape[1])
+        of_row = jnp.full(len(ids), ids.shape[1]) if count is None else count
         rotation, windows = Rotation(self.config, positions), jnp.asarray(self.config.windows)
         x = self.embedding.weight[ids]
         x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
@@ -258,14 +289,14 @@ class Llama(eqx.Module):
         # token took 1.5 times as long, and in float32 2.5 times.
         if isinstance(self.layers, list):
             for n, layer in enumerate(self.layers):
-                x, cache = layer(x, n, positions, rotation, self.config.windows[n], cache)
+                x, cache = layer(x, n, positions, rotation, self.config.windows[n], of_row, cache)
             return self.norm(x), cache
         arrays, static = eqx.partition(self.layers, eqx.is_array)
 
         def step(carry: tuple[Array, Cache], of_layer: Any) -> tuple[tuple[Array, Cache], None]:
             n, window, arrays = of_layer
             x, cache = carry
-            return eqx.combine(arrays, static)(x, n, positions, rotation, window, cache), None
+            return eqx.combine(arrays, static)(x, n, positions, rotation, window, of_row, cache), None
 
         (x, cache), _ = jax.lax.scan(step, (x, cache), (jnp.arange(self.config.layers), windows, arrays))
         return self.norm(x), cache
@@ -278,9 +309,9 @@ class Llama(eqx.Module):
         return cap * jnp.tanh(y / cap) if cap else y
 
     def __call__(
-        self, ids: Int[Array, "batch length"], cache: Cache, start: Int[Array, " batch"]
+        self, ids: Int[Array, "batch length"], cache: Cache, count: Int[Array, " batch"] | None = None
     ) -> tuple[Float[Array, "batch length vocabulary"], Cache]:
-        x, cache = self.hidden(ids, cache, start)
+        x, cache = self.hidden(ids, cache, count)
         return self.logits(x), cache
 
 
@@ -293,3 +324,55 @@ def load(checkpoint: eqq.io.Checkpoint, dtype: DTypeLike = jnp.float32, *, stack
         names = eqq.io.names.rename(names, {"layers.{n}": "layers"})
     skeleton = eqx.filter_eval_shape(Llama, config, dtype, stacked=stacked, key=jr.key(0))
     return eqq.io.load_into(skeleton, checkpoint, names)
+
+
+def joined(model: Llama) -> Llama:
+    """One product instead of several where their inputs are the same: `q`, `k` and `v`; `gate` and `up`.
+
+    Rows are put below each other, packed as they are. What differs in format stays apart.
+    """
+
+    def join(*layers: eqx.nn.Linear) -> tuple[eqx.nn.Linear | None, ...]:
+        weights = [f.weight for f in layers]
+        plain = all(isinstance(w, (jax.Array, eqq.QuantizedArray)) for w in weights)
+        of = lambda w: (getattr(w, "format", None), w.dtype, w.ndim, w.shape[-1])
+        if not plain or len({of(w) for w in weights}) > 1 or any(f.bias is not None for f in layers):
+            return layers
+        weight = eqq.quaxify(lambda *w: jnp.concatenate(w, axis=-2))(*weights)
+        rows = sum(f.out_features for f in layers)
+        skeleton = eqx.filter_eval_shape(eqx.nn.Linear, layers[0].in_features, rows, False, key=jr.key(0))
+        return (eqx.tree_at(lambda f: f.weight, skeleton, weight), *[None] * (len(layers) - 1))
+
+    def of_layer(layer: Layer) -> Layer:
+        for where in (
+            lambda x: (x.attention.q, x.attention.k, x.attention.v),
+            lambda x: () if x.mlp is None else (x.mlp.gate, x.mlp.up),
+            lambda x: () if x.experts is None else (x.experts.gate, x.experts.up),
+        ):
+            if (layers := where(layer)) and None not in layers:
+                layer = eqx.tree_at(where, layer, join(*layers))
+        return layer
+
+    layers = [of_layer(x) for x in model.layers] if isinstance(model.layers, list) else of_layer(model.layers)
+    return eqx.tree_at(lambda m: m.layers, model, layers)
+
+
+def on_mesh(model: Llama, mesh: Mesh) -> Llama:
+    """Divides the model among the devices of the mesh axis `"model"`: heads of attention, and rows of the MLP.
+
+    So a layer has two sums over devices: of the products with `output` and with `down`.
+    """
+    if model.config.kv_heads % mesh.shape["model"]:
+        raise ValueError(f"The {model.config.kv_heads} heads of keys must divide among {mesh.shape['model']} devices.")
+
+    def sharding(path: str, leaf: Any) -> NamedSharding:
+        name = path.split(".")[-2] if "." in path else ""
+        ahead = [None] * (leaf.ndim - (1 if path.endswith("bias") else 2))  # stacked layers, and experts
+        if name in ("q", "k", "v", "gate", "up", "head"):
+            return NamedSharding(mesh, P(*ahead, "model"))
+        if name in ("output", "down") and path.endswith("weight"):
+            return NamedSharding(mesh, P(*ahead, None, "model"))
+        return NamedSharding(mesh, P())
+
+    arrays, static = eqx.partition(model, eqx.is_array)
+    return eqx.combine(jax.device_put(arrays, eqq.tree_shardings(arrays, sharding)), static)

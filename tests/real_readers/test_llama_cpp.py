@@ -1,6 +1,8 @@
 """GGUF files that we write, opened by llama.cpp."""
 
 import ctypes
+import importlib
+from pathlib import Path
 
 import gguf
 import jax.numpy as jnp
@@ -103,6 +105,22 @@ def test_quantized(tmp_path, format):
     arrays = llama.quantized(format, eqq.JointMSE())
     model = load(write(tmp_path / "model.gguf", arrays))
     llama.assert_near(logits_of(model), llama.expected_logits(arrays), 0.3)
+
+
+def test_greedy_text(tmp_path, monkeypatch):
+    """64 tokens by our example, from the same file."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "llama")
+    ours, generate = importlib.import_module("llama"), importlib.import_module("generate")
+    path = write(tmp_path / "model.gguf", llama.weights())
+    generator = generate.Generator(ours.joined(ours.load(eqq.io.open(path))), 96, generate.Sampling())
+    expected = [ids[0] for ids in generator([llama.TOKENS], 64)]
+    model = llama_cpp.Llama(str(path), n_ctx=96, logits_all=True, verbose=False, n_threads=2)
+    model.eval(llama.TOKENS)
+    found = []
+    for _ in expected:
+        found.append(int(np.argmax(model.scores[model.n_tokens - 1])))
+        model.eval(found[-1:])
+    assert found == expected
 
 
 def test_half_precision(tmp_path):

@@ -1,0 +1,213 @@
+"""What formats, methods and a quantized cache do to a language model: bits per byte, divergence, agreement, speed.
+
+    python examples/llama/train.py FOLDER && python benchmarks/language_model.py FOLDER
+
+The text is the part of Python's documentation that the model did not see. Divergence and agreement compare with the
+float model: the Kullback-Leibler divergence of the next token in nats, and how often the likeliest token is the same.
+`--smoke` takes little text; `--only` names formats; `--llama-bench` is the program of llama.cpp to time beside.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+import eqquant as eqq
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama"))
+from export import write_gguf
+from generate import Generator, Sampling
+from llama import Cache, joined, Llama, load
+from train import texts, windows
+
+
+FORMATS = {
+    "int8": eqq.Int8(64),
+    "fp8": eqq.FP8(),
+    "int6": eqq.Int6(64),
+    "q6_k": eqq.Q6_K(),
+    "int5": eqq.Int5(64),
+    "q5_k": eqq.Q5_K(),
+    "nf4": eqq.NF4(),
+    "int4": eqq.Int4(64),
+    "int4 affine": eqq.Int4(64, symmetric=False),
+    "q4_0": eqq.Q4_0(),
+    "q4_k": eqq.Q4_K(),
+    "mxfp4": eqq.MXFP4(),
+    "int3": eqq.Int3(64),
+    "q3_k": eqq.Q3_K(),
+    "int2": eqq.Int2(32),
+    "q2_k": eqq.Q2_K(),
+}
+CACHES: dict[str, dict[str, Any]] = {
+    "float": {"format": None},
+    "int8": {"format": "int8"},
+    "fp8": {"format": "fp8"},
+    "int4": {"format": "int4"},
+    "int4, keys per channel": {"format": "int4", "per_channel": True},
+    "nf4, keys per channel": {"format": "nf4", "per_channel": True},
+}
+METHODS = ("rounding", "GPTQ")
+CONTEXT = 256
+
+
+class Measured(NamedTuple):
+    """Of one model, on the text held out."""
+
+    bits_per_token: float
+    bits_per_byte: float
+    divergence: float
+    agreement: float
+
+
+def logits_of(model: Llama, ids: Int[Array, "batch length"], **cache: Any) -> Float[Array, "batch length vocabulary"]:
+    empty = Cache.empty(model.config, len(ids), ids.shape[1], **cache)
+    return jax.nn.log_softmax(model(ids, empty)[0])
+
+
+class Bench:
+    """The float model, the text, and what the model says of it."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.model = load(eqq.io.open(folder))
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        seen, held_out = (np.asarray(self.tokenizer.encode(text).ids, np.int32) for text in texts())
+        self.calibration = [jnp.asarray(x[None, :-1]) for x in windows(seen, CONTEXT)[:: max(1, 400 // count)][:count]]
+        inside = windows(held_out, CONTEXT)[:count]
+        self.text = jnp.asarray(inside)
+        self.nbytes = len(self.tokenizer.decode(inside[:, 1:].reshape(-1).tolist()).encode())
+        self.expected = self._logits(self.model)
+
+    def _logits(self, model: Llama, **cache: Any) -> Array:
+        run = eqx.filter_jit(lambda model, ids: logits_of(model, ids, **cache))
+        return jnp.concatenate([run(model, row[None, :-1]) for row in self.text])
+
+    def measure(self, model: Llama, **cache: Any) -> Measured:
+        logits = self._logits(model, **cache)
+        told = jnp.take_along_axis(logits, self.text[:, 1:, None], axis=-1)
+        bits = -float(told.sum()) / np.log(2)
+        divergence = jnp.sum(jnp.exp(self.expected) * (self.expected - logits), axis=-1)
+        same = jnp.argmax(self.expected, -1) == jnp.argmax(logits, -1)
+        return Measured(bits / told.size, bits / self.nbytes, float(divergence.mean()), float(same.mean()))
+
+    def quantized(self, format: eqq.AbstractFormat, method: str) -> Llama:
+        if method == "rounding":
+            return eqq.quantize_tree(self.model, format)
+        return eqq.quantize_sequentially(self.model, self.calibration, format, eqq.GPTQ(), apply=logits_of)
+
+
+def row_of(found: Measured) -> tuple[str, ...]:
+    return (
+        f"{found.bits_per_byte:.4f}",
+        f"{found.bits_per_token:.4f}",
+        f"{found.divergence:.2e}",
+        f"{found.agreement:.1%}",
+    )
+
+
+_COLUMNS = ("bits/byte", "bits/token", "KL", "same token")
+
+
+def formats_table(bench: Bench, names: Sequence[str], methods: Sequence[str], console: Console) -> None:
+    table = Table("format", "bits", "method", *_COLUMNS, box=box.MARKDOWN)
+    table.add_row("float32", "32", "", *row_of(bench.measure(bench.model)))
+    for name in names:
+        for method in methods:
+            began = time.perf_counter()
+            try:
+                model = bench.quantized(FORMATS[name], method)
+            except ValueError as e:  # a method may not take a format, and says so
+                print(f"{name}, {method}: {e}", file=sys.stderr)
+                continue
+            bits = 8 * eqq.tree_nbytes(model) / eqq.count_params(bench.model)
+            row = (name, f"{bits:.2f}", method, *row_of(bench.measure(model)))
+            table.add_row(*row)
+            print(*row, f"{time.perf_counter() - began:.0f} s", sep=" | ", file=sys.stderr, flush=True)
+    console.print(table)
+
+
+def caches_table(bench: Bench, console: Console) -> None:
+    table = Table("weights", "cache", "bytes per token", *_COLUMNS, box=box.MARKDOWN)
+    models = {"float32": bench.model, "int8": bench.quantized(FORMATS["int8"], "rounding")}
+    models["int4"] = bench.quantized(FORMATS["int4"], "rounding")
+    for name, model in models.items():
+        for kind, cache in CACHES.items():
+            empty = eqx.filter_eval_shape(Cache.empty, model.config, 1, 4096, **cache)
+            held = [x for layer in empty.layers for x in (layer.keys, layer.values)]
+            per_token = sum(eqq.tree_nbytes(x) for x in held) / 4096
+            row = (name, kind, f"{per_token:,.0f}", *row_of(bench.measure(model, **cache)))
+            table.add_row(*row)
+            print(*row, sep=" | ", file=sys.stderr, flush=True)
+    console.print(table)
+
+
+def milliseconds(model: Llama, cache: str | None = None, steps: int = 64) -> float:
+    """The median time of a token, one text."""
+    generator = Generator(joined(model), CONTEXT, Sampling(), cache)
+    state, times = generator.start([[1, 2, 3]], 0), []
+    for _ in range(steps):
+        began = time.perf_counter()
+        state = generator.step(generator.arrays, state)
+        jax.block_until_ready(state.token)
+        times.append(time.perf_counter() - began)
+    return 1e3 * float(np.median(times[2:]))
+
+
+def speed_table(bench: Bench, llama_bench: str | None, console: Console) -> None:
+    table = Table("weights", "cache", "MB", "ms per token", "llama.cpp", box=box.MARKDOWN)
+    for name in ("float32", "q8_0", "q4_0", "q4_k", "nf4"):
+        model = bench.model if name == "float32" else eqq.quantize_tree(bench.model, name)
+        theirs = "" if llama_bench is None or name == "nf4" else f"{_llama_bench(llama_bench, bench, model):.3f}"
+        size = f"{eqq.tree_nbytes(model) / 1e6:.2f}"
+        table.add_row(name, "float", size, f"{milliseconds(model):.3f}", theirs)
+        table.add_row(name, "int8", size, f"{milliseconds(model, 'int8'):.3f}", "")
+    console.print(table)
+
+
+def _llama_bench(program: str, bench: Bench, model: Llama) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(path, model, bench.tokenizer)
+        command = [program, "-m", str(path), "-p", "0", "-n", "64", "-r", "3", "-t", "2", "-o", "csv"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    names, values = (line.replace('"', "").split(",") for line in lines[-2:])
+    return 1e3 / float(values[names.index("avg_ts")])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="what examples/llama/train.py wrote")
+    parser.add_argument("--tables", nargs="*", default=["formats", "caches", "speed"])
+    parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
+    parser.add_argument("--methods", nargs="*", default=METHODS, help="of the first table")
+    parser.add_argument("--windows", type=int, default=32, help=f"how many windows of {CONTEXT} tokens to measure on")
+    parser.add_argument("--llama-bench", help="the program llama-bench, to time llama.cpp on the same weights")
+    parser.add_argument("--smoke", action="store_true", help="little text, and two formats")
+    options = parser.parse_args(arguments)
+    console = Console(width=160)
+    bench = Bench(options.folder, 2 if options.smoke else options.windows)
+    if "formats" in options.tables:
+        formats_table(bench, ["int4", "int2"] if options.smoke else options.only, options.methods, console)
+    if "caches" in options.tables:
+        caches_table(bench, console)
+    if "speed" in options.tables:
+        speed_table(bench, options.llama_bench, console)
+
+
+if __name__ == "__main__":
+    main()

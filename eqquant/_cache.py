@@ -1,0 +1,340 @@
+"""`QuantizedCache`: the keys and values of attention, quantized as they come."""
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from ._array.array import is_quantized, QuantizedArray
+from ._array.quantize import quantize_array
+from ._formats.base import AbstractFormat, as_format
+from ._mesh import full_spec, place
+from ._numerics.packing import segment_length
+
+
+Stored = QuantizedArray | Array
+_NOWHERE = np.iinfo(np.int32).max  # the position of a place that is empty: behind every token
+
+
+class QuantizedCache(eqx.Module):
+    """The keys and values of all tokens so far, in a few bits each. New tokens leave the codes of old ones as they are.
+
+    !!! Example
+
+        ```python
+        cache = eqq.QuantizedCache.empty((heads, context, size), "int8")
+
+        @eqx.filter_jit(donate="all")
+        def attend(cache, q, k, v):                    # each (heads, new tokens, size)
+            at = cache.length + jnp.arange(q.shape[1])
+            cache = cache.append(k, v)
+            scores = cache.scores(q) / q.shape[-1] ** 0.5
+            seen = cache.positions <= at[:, None]
+            return cache.mix(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))), cache
+        ```
+
+    Scores are the quantized matmul with the keys, and the mix is its transpose with the values, so no dense copy of
+    either is made. `append` writes at a traced position. So the cache is a carry of `scan`, maps under `vmap`, and with
+    donation stays in its memory. Leading axes of the shape are batch axes: each row of the batch has its own length.
+
+    Scales belong to the keys, and the values, of one head of one token. With `per_channel`, those of keys belong to one
+    number of one head in a group of tokens, because in many models a few numbers of each key are much larger than the
+    others. Then tokens wait in a float window until their group is full (the way of
+    [KIVI](https://arxiv.org/abs/2402.02750)).
+    """
+
+    keys: Float[Stored, "*batch heads context size"]
+    values: Float[Stored, "*batch heads context size"]
+    recent: tuple[Float[Array, "*batch heads window size"], Float[Array, "*batch heads window size"]] | None
+    length: Int[Array, "*batch"]
+
+    @staticmethod
+    def empty(
+        shape: tuple[int, ...],
+        keys: AbstractFormat | str | None,
+        values: AbstractFormat | str | None = None,
+        *,
+        per_channel: bool = False,
+        window: int | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ) -> "QuantizedCache":
+        """Makes a cache without tokens.
+
+        **Arguments:**
+
+        - `shape`: `(*batch, heads, context, size)`: heads of keys, tokens at most, and numbers of each head.
+        - `keys`: the format of the keys, or its name; `None` for floats.
+        - `values`: the format of the values; by default that of the keys.
+        - `per_channel`: whether scales of keys belong to a channel in a group of tokens, and not to a token. For four
+            bits and fewer. The groups are the blocks of the format.
+        - `window`: how many tokens are quantized together, once they are all there; until then they are floats. `0`,
+            the default, quantizes each token at once. With `per_channel` the default is the fewest that can be packed:
+            128 for four bits. The context is rounded up to whole windows.
+        - `dtype`: the dtype of floats, and of what the cache dequantizes to.
+
+        **Returns:**
+
+        A `QuantizedCache`.
+
+        **Raises:**
+
+        `ValueError` if the shape has fewer than three axes, if the window does not hold whole blocks of the keys, or if
+        a format has no blocks of tokens.
+        """
+        shape = tuple(shape)
+        if len(shape) < 3 or min(shape) < 1:
+            raise ValueError(f"`shape` must be (*batch, heads, context, size), all at least one. Got {shape}.")
+        of_keys = None if keys is None else as_format(keys)
+        of_values = of_keys if values is None else as_format(values)
+        if per_channel:
+            least = _fewest_tokens(of_keys)
+            window = least if window is None else window
+            if window < 1 or window % least:
+                raise ValueError(f"`window` must be a multiple of {least}, for {of_keys} per channel. Got {window}.")
+        window = window or 0
+        if window < 0:
+            raise ValueError(f"`window` must not be negative. Got {window}.")
+        *batch, heads, context, size = shape
+        context = -(-context // window) * window if window else context
+        # An array for each field, because memory that is donated must not be given away twice.
+        zeros = lambda tokens: jnp.zeros((*batch, heads, tokens, size), dtype)
+        return QuantizedCache(
+            _quantized(zeros(context), of_keys, -2 if per_channel else -1),
+            _quantized(zeros(context), of_values, -1),
+            (zeros(window), zeros(window)) if window else None,
+            jnp.zeros(tuple(batch), jnp.int32),
+        )
+
+    @property
+    def context(self) -> int:
+        """How many tokens there is room for."""
+        return self.values.shape[-2]
+
+    @property
+    def window(self) -> int:
+        """How many tokens are quantized together; 0 if each is alone."""
+        return 0 if self.recent is None else self.recent[0].shape[-2]
+
+    @property
+    def nbytes(self) -> int:
+        """The stored bytes."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jtu.tree_leaves(self))
+
+    @property
+    def positions(self) -> Int[Array, "*batch 1 places"]:
+        """The position in the text of each place that `scores` has; for empty places, the largest integer.
+
+        The axis of length one stands for tokens that ask: `cache.positions <= at[..., None]` is what each of them sees.
+        """
+        packed, length = self._count(self.context), self.length[..., None]
+        if not self.window:
+            return jnp.where(packed < length, packed, _NOWHERE)[..., None, :]
+        whole = length // self.window * self.window
+        newest = whole + self._count(self.window)
+        places = [jnp.where(packed < whole, packed, _NOWHERE), jnp.where(newest < length, newest, _NOWHERE)]
+        return jnp.concatenate(places, axis=-1)[..., None, :]
+
+    def append(
+        self,
+        keys: Float[Array, "*batch heads new size"],
+        values: Float[Array, "*batch heads new size"],
+        count: Int[Array, "*batch"] | int | None = None,
+    ) -> "QuantizedCache":
+        """Adds the keys and values of new tokens.
+
+        **Arguments:**
+
+        - `keys`, `values`: floats.
+        - `count`: how many of the new tokens are text; those behind are padding, which is never seen. By default all.
+
+        **Returns:**
+
+        The cache with `length + count` tokens.
+
+        **Raises:**
+
+        `ValueError` for other shapes, and, outside `jit`, if there is no room. Inside `jit` lengths are not known, and
+        tokens without room are dropped.
+        """
+        expected = (*self.values.shape[:-2], keys.shape[-2], self.values.shape[-1])
+        if keys.shape != expected or values.shape != expected:
+            raise ValueError(
+                f"`keys` and `values` must be (*batch, heads, new, size), here {expected}. Got {keys.shape} and "
+                f"{values.shape}."
+            )
+        new = keys.shape[-2]
+        length = self.length + jnp.broadcast_to(
+            jnp.asarray(new if count is None else count, jnp.int32), self.length.shape
+        )
+        if not isinstance(length, jax.core.Tracer) and (most := int(jnp.max(length))) > self.context:
+            raise ValueError(f"The cache has room for {self.context} tokens. Got {most}.")
+        if self.recent is None:
+            at = self.length[..., None] + self._count(new)
+            stored = [_put(old, x, at) for old, x in zip((self.keys, self.values), (keys, values), strict=True)]
+            return QuantizedCache(*stored, None, length)
+        # Whole windows, from the one that is being filled: what is in it, and behind that the new tokens.
+        window, (of_keys, of_values) = self.window, self.recent
+        windows = -(-(window - 1 + new) // window)
+        before = self.length // window
+        strips = [
+            _strip(old, x, self.length % window, windows * window)
+            for old, x in zip((of_keys, of_values), (keys, values), strict=True)
+        ]
+        at = before[..., None] * window + self._count(windows * window)
+        # Most steps fill no window. Then zeros take the place of what a later step will write.
+        filled = length // window > before
+        stored = [
+            _put(old, x, at, jnp.any(filled), window) for old, x in zip((self.keys, self.values), strips, strict=True)
+        ]
+        start = (length // window - before) * window
+        recent = [_cut(strip, start, window) for strip in strips]
+        return QuantizedCache(*stored, (recent[0], recent[1]), length)
+
+    def _count(self, n: int) -> Int[Array, "*ones n"]:
+        return jnp.arange(n, dtype=jnp.int32).reshape(*[1] * self.length.ndim, n)
+
+    def scores(self, queries: Float[Array, "*batch heads rows size"]) -> Float[Array, "*batch heads rows places"]:
+        """Multiplies queries by the keys of every place, empty ones too. `positions` says which token is where.
+
+        **Arguments:**
+
+        - `queries`: for each head of keys, rows: the new tokens; or where several heads share keys, the tokens of each.
+
+        **Returns:**
+
+        The products, without a factor and without a mask.
+        """
+        old = queries @ _as(self.keys, queries).mT
+        if self.recent is None:
+            return old
+        return jnp.concatenate([old, queries @ self.recent[0].astype(queries.dtype).mT], axis=-1)
+
+    def mix(self, shares: Float[Array, "*batch heads rows places"]) -> Float[Array, "*batch heads rows size"]:
+        """Sums the values of all places by their shares.
+
+        **Arguments:**
+
+        - `shares`: as a softmax of `scores` gives them, zero for what must not be seen.
+
+        **Returns:**
+
+        For each row, one vector.
+        """
+        old = shares[..., : self.context] @ _as(self.values, shares)
+        if self.recent is None:
+            return old
+        return old + shares[..., self.context :] @ self.recent[1].astype(shares.dtype)
+
+    def with_sharding(self, sharding: NamedSharding) -> "QuantizedCache":
+        """Moves the cache to a mesh; under `jit`, constrains it.
+
+        **Arguments:**
+
+        - `sharding`: of the axes `(*batch, heads, context, size)`, of which the last two must stay whole, such as
+            `NamedSharding(mesh, PartitionSpec("data", "model"))`.
+
+        **Returns:**
+
+        The same cache, with that sharding.
+
+        **Raises:**
+
+        `ValueError` if the spec does not fit.
+        """
+        named = full_spec(sharding, self.values.ndim)
+        *batch, _, tokens, size = named.spec
+        if tokens is not None or size is not None:
+            raise ValueError(f"`sharding` must divide batch and heads only. Got {sharding.spec}.")
+        put = lambda x: x.with_sharding(named) if is_quantized(x) else place(x, named)
+        recent = None if self.recent is None else (put(self.recent[0]), put(self.recent[1]))
+        length = place(self.length, NamedSharding(named.mesh, jax.sharding.PartitionSpec(*batch)))
+        return QuantizedCache(put(self.keys), put(self.values), recent, length)
+
+
+def _fewest_tokens(format: AbstractFormat | None) -> int:
+    """Returns how many tokens share a scale and bytes, if the quantized axis is that of tokens."""
+    block = None if format is None else format.block_size
+    if not isinstance(block, int) or format is None or format.scale_format is not None:
+        raise ValueError(
+            f"`keys` must be a format with blocks, whose scales are not quantized, for `per_channel`. Got {format!r}. "
+            'For instance "int4", or `eqq.Int8(block_size=64)`.'
+        )
+    return math.lcm(block, segment_length(format.bits))
+
+
+def _quantized(x: Array, format: AbstractFormat | None, axis: int) -> Any:
+    """Quantizes every row alone: of a token, or with axis -2 of a channel. So a "tensor" of the format is a row."""
+    if format is None:
+        return x
+    one = lambda row: quantize_array(row, format, (-1,), None, None)
+    rows = x if axis == -1 else x.mT
+    for _ in range(x.ndim - 1):
+        one = jax.vmap(one)
+    return dataclasses.replace(one(rows), axis=axis)
+
+
+def _as(stored: Any, x: Array) -> Any:
+    return stored.astype(x.dtype)
+
+
+def _put(
+    old: Any,
+    new: Float[Array, "*batch heads tokens size"],
+    at: Int[Array, "*batch tokens"],
+    needed: Any = True,
+    group: int = 1,
+) -> Any:
+    """Writes tokens to their places, packed. Unless `needed`, what is written does not matter."""
+    if not is_quantized(old):
+        return _write(old, new.astype(old.dtype), at)
+    pack = lambda: jtu.tree_leaves(_quantized(new.astype(old.dtype), old.format, old.axis))
+    if needed is True:
+        packed = pack()
+    else:
+        nothing = lambda: jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(pack))
+        packed = jax.lax.cond(needed, pack, nothing)
+    leaves, treedef = jtu.tree_flatten(old)
+    if old.axis == -1:
+        written = [_write(leaf, x, at) for leaf, x in zip(leaves, packed, strict=True)]
+    else:
+        # Codes and scales of a group lie side by side, so a group is a row.
+        groups, number = at[..., ::group] // group, new.shape[-2] // group
+        apart = lambda leaf, n: leaf.reshape(*leaf.shape[:-1], n, leaf.shape[-1] // n)
+        whole = old.shape[-2] // group
+        written = [
+            _write(apart(leaf, whole), apart(x, number), groups).reshape(leaf.shape)
+            for leaf, x in zip(leaves, packed, strict=True)
+        ]
+    return jtu.tree_unflatten(treedef, written)
+
+
+def _write(old: Array, new: Array, at: Int[Array, "*batch rows"]) -> Array:
+    """Writes rows, along the second last axis. Rows beyond the end are dropped."""
+    one = lambda old, new, at: old.at[..., at, :].set(new, mode="drop", unique_indices=True)
+    for _ in range(at.ndim - 1):
+        one = jax.vmap(one)
+    return one(old, new, at)
+
+
+def _strip(recent: Array, new: Array, start: Int[Array, "*batch"], length: int) -> Array:
+    """The tokens that wait, then the new ones, then zeros."""
+    wide = jnp.pad(recent, [(0, 0)] * (recent.ndim - 2) + [(0, length - recent.shape[-2]), (0, 0)])
+    put = lambda wide, new, start: jax.lax.dynamic_update_slice_in_dim(wide, new, start, axis=-2)
+    for _ in range(start.ndim):
+        put = jax.vmap(put)
+    return put(wide, new.astype(recent.dtype), start)
+
+
+def _cut(strip: Array, start: Int[Array, "*batch"], length: int) -> Array:
+    cut = lambda strip, start: jax.lax.dynamic_slice_in_dim(strip, start, length, axis=-2)
+    for _ in range(start.ndim):
+        cut = jax.vmap(cut)
+    return cut(strip, start)

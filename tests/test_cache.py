@@ -1,0 +1,193 @@
+"""The cache of keys and values: appended in any way it holds the same, and attention reads it packed."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jaxtyping
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import eqquant as eqq
+
+from .helpers import equations, one_in
+
+
+HEADS, CONTEXT, SIZE = 2, 160, 32
+WAYS = {
+    "float": {"keys": None},
+    "float, window": {"keys": None, "window": 16},
+    "int8": {"keys": "int8"},
+    "int4": {"keys": "int4"},
+    "int4 per channel": {"keys": "int4", "per_channel": True},
+    "int8 per channel": {"keys": eqq.Int8(32), "values": "nf4", "per_channel": True},
+    "affine": {"keys": eqq.Int4(symmetric=False), "per_channel": True},
+    "fp8": {"keys": "fp8", "window": 32},
+    "nf4, scales quantized": {"keys": eqq.NF4(16, double_quant=True)},
+    "nvfp4": {"keys": "nvfp4"},
+    "int3": {"keys": "int3", "window": 16},
+}
+
+
+def data(*batch, tokens=CONTEXT):
+    """Keys of which one number is much larger than the others, as in many models; and values."""
+    keys, values = jr.normal(jr.key(0), (2, *batch, HEADS, tokens, SIZE))
+    return keys.at[..., 3].add(16), values
+
+
+@eqx.filter_jit
+def append(cache, keys, values, count=None):
+    return cache.append(keys, values, count)
+
+
+def attend(cache, queries):
+    scores = cache.scores(queries) / SIZE**0.5
+    seen = jnp.expand_dims(cache.positions < CONTEXT, -3)  # for all heads
+    return cache.mix(jax.nn.softmax(jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -jnp.inf)))
+
+
+@pytest.mark.parametrize("way", one_in(3, WAYS))
+def test_appended_step_by_step_equals_appended_at_once(way):
+    keys, values = data(2)
+    empty = eqq.QuantizedCache.empty((2, HEADS, CONTEXT, SIZE), **WAYS[way])
+    lengths = jnp.array([150, 70])
+    once = append(empty, keys[:, :, :156], values[:, :, :156], lengths)  # the rest is padding
+    cache = append(empty, keys[:, :, :64], values[:, :, :64], jnp.array([64, 60]))
+
+    def step(cache, _):
+        now = lambda x: jnp.take_along_axis(x, cache.length[:, None, None, None], axis=2)
+        return cache.append(now(keys), now(values), (cache.length < lengths).astype(int)), None
+
+    cache, _ = jax.lax.scan(step, cache, length=86)
+    assert cache.length.tolist() == once.length.tolist() == lengths.tolist()
+    queries = jr.normal(jr.key(1), (2, HEADS, 3, SIZE))
+    np.testing.assert_array_equal(attend(cache, queries), attend(once, queries))
+    # What is packed is what `quantize` makes of all tokens together.
+    whole = 70 // cache.window * cache.window if cache.window else 70
+    for stored, x in ((cache.keys, keys), (cache.values, values)):
+        if eqq.is_quantized(stored) and stored.format != eqq.NVFP4() and whole:
+            expected = eqq.quantize(x[1, :, :whole], stored.format, axis=stored.axis)
+            np.testing.assert_array_equal(stored[1, :, :whole], expected.dequantize())
+
+
+def test_it_is_the_attention_of_what_it_holds():
+    keys, values = data()
+    cache = append(eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), "int8"), keys, values)
+    queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))
+    held = [eqq.quantize(x, "int8").dequantize() for x in (keys, values)]
+    shares = jax.nn.softmax(queries @ held[0].mT / SIZE**0.5)
+    np.testing.assert_allclose(attend(cache, queries), shares @ held[1], atol=2e-6)
+
+
+def test_scales_of_channels_suit_keys():
+    keys, values = data(tokens=128)
+    queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))
+    errors = {}
+    for per_channel in (False, True):
+        cache = eqq.QuantizedCache.empty((HEADS, 128, SIZE), "int4", per_channel=per_channel)
+        cache = append(cache, keys, values)
+        errors[per_channel] = float(jnp.abs(cache.scores(queries)[..., :128] - queries @ keys.mT).mean())
+    assert errors[True] < 0.4 * errors[False]
+
+
+def test_bytes():
+    """As computed: a code for each number, a float32 for each row, and one length."""
+    assert eqq.QuantizedCache.empty((3, 8, 512, 64), "int8").nbytes == 2 * 3 * 8 * 512 * (64 + 4) + 3 * 4
+    assert eqq.QuantizedCache.empty((8, 512, 64), "nf4").nbytes == 2 * 8 * 512 * (32 + 4) + 4
+    windowed = eqq.QuantizedCache.empty((8, 500, 64), "int4", per_channel=True)
+    assert windowed.context == 512 and windowed.window == 128
+    # A scale for 64 tokens of a channel, and one for the 64 values of a token, in turn.
+    assert windowed.nbytes == 2 * 8 * 512 * (32 + 4) + 2 * 8 * 128 * 64 * 4 + 4
+
+
+@pytest.mark.parametrize("way", ["int8", "int4 per channel"])
+def test_a_step_makes_no_dense_copy(way):
+    """Neither of the keys nor of the values: not in the program, and not by quantizing again what is there."""
+    context = 4096
+    cache = eqx.filter_eval_shape(lambda: eqq.QuantizedCache.empty((HEADS, context, SIZE), **WAYS[way]))
+    x = jax.ShapeDtypeStruct((HEADS, 1, SIZE), jnp.float32)
+
+    def step(cache, q, k, v):
+        cache = cache.append(k, v)
+        return cache, attend(cache, q)
+
+    floats = [
+        v.aval.shape
+        for eqn in equations(step, cache, x, x, x)
+        for v in eqn.outvars
+        if jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.size >= HEADS * context * SIZE
+    ]
+    assert floats == []
+    lowered = jax.jit(step, donate_argnums=0).lower(cache, x, x, x).compile()
+    assert lowered.memory_analysis().alias_size_in_bytes == eqq.tree_nbytes(cache)  # all of it is updated in place
+
+
+@pytest.mark.parametrize("way", ["float", "float, window", "int8"])
+def test_an_empty_cache_can_be_donated(way):
+    cache = eqq.QuantizedCache.empty((HEADS, 32, SIZE), **WAYS[way])
+    cache = jax.jit(lambda cache: jax.tree.map(lambda x: x + 1, cache), donate_argnums=0)(cache)
+    assert cache.length == 1
+
+
+@pytest.mark.parametrize("way", ["int8", "int4 per channel"])
+def test_vmap(way):
+    keys, values = data(3)
+    whole = append(eqq.QuantizedCache.empty((3, HEADS, CONTEXT, SIZE), **WAYS[way]), keys, values)
+    one = lambda k, v: eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), **WAYS[way]).append(k, v)
+    mapped = jax.jit(jax.vmap(one))(keys, values)
+    queries = jr.normal(jr.key(1), (3, HEADS, 3, SIZE))
+    assert mapped.length.tolist() == [CONTEXT] * 3
+    np.testing.assert_allclose(jax.jit(jax.vmap(attend))(mapped, queries), attend(whole, queries), atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["int8", "int4 per channel"])
+def test_heads_among_devices(way):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    keys, values = data()
+    queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))
+    cache = append(eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), **WAYS[way]), keys, values)
+    divided = eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), **WAYS[way])
+    divided = divided.with_sharding(NamedSharding(mesh, P("model")))
+    divided = append(divided, keys, values)
+    for leaf in jax.tree_util.tree_leaves((divided.keys, divided.values)):
+        assert leaf.sharding.spec[0] == "model"
+    compiled = jax.jit(attend).lower(divided, queries).compile()
+    assert "all-gather" not in compiled.as_text() and "all-reduce" not in compiled.as_text()
+    np.testing.assert_allclose(compiled(divided, queries), attend(cache, queries), atol=1e-6)
+
+
+@pytest.fixture
+def without_type_checks():
+    """As users have it: the tests check types of arguments before the library can speak."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_what_does_not_fit():
+    empty = eqq.QuantizedCache.empty
+    for arguments, options, message in [
+        ((4, 8), {"keys": "int8"}, r"\(\*batch, heads, context, size\).*Got \(4, 8\)"),
+        ((2, 128, 8), {"keys": "int8", "per_channel": True}, "with blocks.*Got Int8"),
+        ((2, 128, 8), {"keys": None, "per_channel": True}, "with blocks.*Got None"),
+        ((2, 128, 8), {"keys": "int4", "per_channel": True, "window": 64}, "multiple of 128.*Got 64"),
+        ((2, 128, 8), {"keys": "int8", "window": -1}, "negative. Got -1"),
+        ((2, 128, 8), {"keys": "int7"}, "must be one of"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            empty(arguments, **options)
+    cache, (keys, values) = empty((HEADS, 8, SIZE), "int8"), data(tokens=9)
+    with pytest.raises(ValueError, match="room for 8 tokens. Got 9"):
+        cache.append(keys, values)
+    with pytest.raises(ValueError, match=r"here \(2, 9, 32\). Got \(3, 9, 32\)"):
+        cache.append(*(jnp.ones((3, 9, SIZE)) for _ in range(2)))
+    # Inside `jit` nobody can know; then what is there stays.
+    full = append(cache, keys[:, :8], values[:, :8])
+    over = append(full, keys[:, 8:], values[:, 8:])
+    np.testing.assert_array_equal(over.keys.dequantize(), full.keys.dequantize())
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    with pytest.raises(ValueError, match="batch and heads only"):
+        cache.with_sharding(NamedSharding(mesh, P(None, "model")))

@@ -141,7 +141,7 @@ def _pack_segments(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
 
 
 def _part(codes: np.ndarray, low: int, width: int, at: int, whole: bool) -> np.ndarray:
-    """Moves the `width` bits of codes from `low` on to the bits from `at` on, and clears the others if there are any."""
+    """Moves the `width` bits of codes from `low` on to the bits from `at` on, and clears others unless `whole`."""
     moved = codes << np.uint64(at - low) if at > low else codes >> np.uint64(low - at)
     if not whole:
         moved &= in_each_byte((2**width - 1) << at, moved)
@@ -149,7 +149,7 @@ def _part(codes: np.ndarray, low: int, width: int, at: int, whole: bool) -> np.n
 
 
 def _pack_short_segment(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Packs a last segment: for each part of a code, planes shorter than the others, the last ones perhaps incomplete."""
+    """Packs a last segment: shorter planes for each part of a code, the last ones perhaps incomplete."""
     if len(widths(bits)) == 1:
         plane = out.shape[-1]
         out[...] = codes[..., :plane]

@@ -194,3 +194,6 @@ _LAYOUTS = {
     "MXFP4": _Layout(MXFP4(), _nibbles(1), lambda b: b[..., :1]),
     "NVFP4": _Layout(NVFP4(), _nibbles(4, 8), _nvfp4_scales),
 }
+
+# The format of each quantized type. There is none of ours for TQ1_0 alone.
+FORMATS = {name: layout.format for name, layout in _LAYOUTS.items()}

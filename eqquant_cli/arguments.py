@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 Source = Annotated[Path, typer.Argument(help="A .safetensors or .gguf file, a folder, or an index of several files.")]
+To = Annotated[str | None, typer.Option(help="gguf, bitsandbytes, compressed-tensors, gptq or mlx: whose layout.")]
+Output = Annotated[Path, typer.Argument(help="The .safetensors or .gguf file to write; other layouts are folders.")]
 Json = Annotated[bool, typer.Option("--json", help="Prints JSON.")]
 Axis = Annotated[int | None, typer.Option(help="The input axis of weights: -2 for those stored as (in, out).")]
 
@@ -112,15 +114,27 @@ def method_of(name: str | None) -> Any:
     return None if name is None else methods[name.lower()]()
 
 
+def check_checkpoint(path: Path, source: Path, to: str | None, force: bool) -> None:
+    """Raises unless a checkpoint may be written there, in the layout of `--to`."""
+    if to not in (None, *LAYOUTS):
+        raise typer.BadParameter(f"--to must be {', '.join(LAYOUTS)}. Got {to!r}.")
+    check_output(path, source, {None: ".safetensors", "gguf": ".gguf"}.get(to, ""), force)
+
+
+LAYOUTS = ("gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx")
+
+
 def check_output(path: Path, source: Path, suffix: str, force: bool) -> None:
-    """Raises unless a file may be written there: before anything is computed."""
-    if path.suffix != suffix:
-        other = " `eqquant.io.write` in Python writes those of other libraries." if suffix == ".safetensors" else ""
+    """Raises unless a file may be written there, or without a suffix a folder: before anything is computed."""
+    if suffix and path.suffix != suffix:
+        other = " `--to` writes those of other libraries." if suffix == ".safetensors" else ""
         raise ValueError(f"The output must end in {suffix}. Got {str(path)!r}.{other}")
     if not path.parent.is_dir():
         raise ValueError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")
-    if path.is_dir():
-        raise ValueError(f"{path} must be a file. Got a folder.")
+    if path.is_dir() == bool(suffix) and path.exists():
+        raise ValueError(f"{path} must be a {'file. Got a folder' if suffix else 'folder. Got a file'}.")
+    if source.exists() and path.exists() and path.resolve() == source.resolve().parent:
+        raise ValueError(f"The output must not be the folder of the input. Got {path}.")
     if path.exists() and source.exists() and path.samefile(source):
         raise ValueError(f"The output must not be the input. Got {path} for both.")
     if path.exists() and not force:

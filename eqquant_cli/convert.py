@@ -1,30 +1,30 @@
 """`eqquant convert`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from . import arguments
-from .arguments import Source
+from .arguments import Output, Source, To
 from .output import Progress
 
 
 def convert(
     source: Source,
-    output: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+    output: Output,
+    to: To = None,
     force: Annotated[bool, typer.Option("--force", help="Replaces the output if it exists.")] = False,
 ) -> None:
-    """Saves a checkpoint as a file of eqquant.
+    """Saves a checkpoint as a file of eqquant, or of another library.
 
-    Takes one of any library. Quantized weights keep their values.
+    Takes one of any library. Quantized weights keep their values, and arrays their names.
 
-    Example: eqquant convert model.gguf model.safetensors
+    Example: eqquant convert model-gptq model-mlx --to mlx
     """
     import eqquant as eqq
 
-    arguments.check_output(output, source, ".safetensors", force)
+    arguments.check_checkpoint(output, source, to, force)
     checkpoint = arguments.open_source(source)
     with Progress("Converting", len(checkpoint)) as progress:
-        report = eqq.io.convert(checkpoint, output, each=progress.counted)
+        report = eqq.io.convert(checkpoint, output, dialect=to, each=progress.counted)
     typer.echo(f"{output}: {progress.headline(checkpoint.nbytes, report)}")

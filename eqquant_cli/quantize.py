@@ -1,18 +1,17 @@
 """`eqquant quantize`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from . import arguments
-from .arguments import Axis, Source
+from .arguments import Axis, Output, Source, To
 from .output import Progress
 
 
 def quantize(
     source: Source,
-    output: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+    output: Output,
     format: Annotated[str | None, typer.Option("--format", "-f", help="nf4, or 'int4(block_size=32)'.")] = None,
     bits: Annotated[int | None, typer.Option(help="Integers of so many bits, instead of --format.")] = None,
     group_size: Annotated[int | None, typer.Option(help="With --bits: how many weights share a scale.")] = None,
@@ -21,19 +20,21 @@ def quantize(
     rule: Annotated[list[str] | None, typer.Option(help="'PATTERN=FORMAT', before --format; the first wins.")] = None,
     method: Annotated[str | None, typer.Option(help="absmax, mse or hqq.")] = None,
     axis: Axis = None,
+    to: To = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Shows the plan, and writes nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replaces the output if it exists.")] = False,
 ) -> None:
     """Quantizes a checkpoint.
 
-    Takes one of any library, goes through it an array at a time, and saves it as a file of eqquant.
+    Takes one of any library, goes through it an array at a time, and saves it as a file of eqquant, or with --to as
+    one of another library.
 
     Example: eqquant quantize model.safetensors model.nf4.safetensors --format nf4 --skip '*pooler*'
     """
     import eqquant as eqq
 
     if not dry_run:
-        arguments.check_output(output, source, ".safetensors", force)
+        arguments.check_checkpoint(output, source, to, force)
     checkpoint = arguments.open_source(source)
     found_by = arguments.method_of(method)
     arguments.check_patterns(checkpoint, rule or (), skip or ())
@@ -52,5 +53,7 @@ def quantize(
         typer.echo(plan)
         return
     with Progress("Quantizing", len(checkpoint)) as progress:
-        report = eqq.io.convert(checkpoint, output, rules, axis=axis, method=found_by, each=progress.measured)
+        report = eqq.io.convert(
+            checkpoint, output, rules, axis=axis, method=found_by, dialect=to, each=progress.measured
+        )
     typer.echo(f"{output}: {progress.headline(checkpoint.nbytes, report)}")

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._numerics.packing import pack, packed_length
-from eqquant.io._transcode import pack_codes, unpack_low_first
+from eqquant.io._bits import pack_codes, unpack_low_first
 
 from .helpers import arrays, FORMATS, KINDS, loss, mlp, weights
 

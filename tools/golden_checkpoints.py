@@ -2,6 +2,7 @@
 
     pip install bitsandbytes compressed-tensors torchao torch && python -m tools.golden_checkpoints
     pip install "mlx[cpu]" safetensors && python -m tools.golden_checkpoints mlx
+    pip install gptqmodel torch && python -m tools.golden_checkpoints gptq
 
 Each goes to a folder of its own in `tests/golden/checkpoints`: `model.safetensors`, `config.json`, and `expected.npz`
 with the float32 values that the library computes. The tests need only the files.
@@ -9,6 +10,7 @@ with the float32 values that the library computes. The tests need only the files
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -184,7 +186,61 @@ def mlx() -> None:
     (folder / "config.json").write_text(json.dumps({"quantization": config}, indent=1) + "\n")
 
 
+def gptq() -> None:
+    import torch
+    from gptqmodel.nn_modules.qlinear.gemm_awq import AwqGEMMLinear
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+    from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
+
+    def rounded(bits: int) -> tuple:
+        """A layer, and the scales and zero points of its blocks of 32."""
+        linear = torch.nn.Linear(128, 64, bias=False)
+        linear.weight.data = torch.from_numpy(values(64, 128))
+        blocks = linear.weight.data.reshape(64, 4, 32)
+        low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
+        scale = ((high - low) / (2**bits - 1)).clamp(min=1e-4).half().float()
+        return linear, scale, torch.round(-low / scale).clamp(1, 2**bits - 1)
+
+    torch._dynamo.config.disable = True  # a layer compiles itself
+    generator = torch.Generator().manual_seed(0)
+    layers = {}
+    for bits in (2, 3, 4, 8):
+        for order in ("in order", "act-order"):
+            linear, scale, zero = rounded(bits)
+            groups = torch.arange(128, dtype=torch.int32) // 32
+            if order == "act-order":
+                groups = groups[torch.randperm(128, generator=generator)]
+                linear.weight.data = linear.weight.data.clamp(-1, 1)
+            options = {"bits": bits, "group_size": 32, "sym": False, "desc_act": order == "act-order"}
+            layer = TorchLinear(**options, in_features=128, out_features=64, bias=False, register_buffers=True)
+            layer.pack_original(linear, scale, zero, groups)
+            layer.post_init()
+            layers[f"int{bits}_{order[:3]}"] = layer.eval()
+    for version in ("gptq_v2", "gptq"):
+        tensors, expected = {}, {}
+        for name, layer in layers.items():
+            expected[f"{name}.weight"] = layer.dequantize_weight().T.contiguous()
+            if version == "gptq":
+                told = types.SimpleNamespace(bits=layer.bits, pack_dtype=torch.int32)
+                convert_gptq_v2_to_v1_format_module(layer, told)
+            of = ("qweight", "qzeros", "scales", "g_idx")
+            tensors |= {f"{name}.{part}": getattr(layer, part).clone() for part in of}
+        config = {"quant_method": "gptq", "checkpoint_format": version, "sym": False, "group_size": 32}
+        save(version, tensors, expected, config | {"meta": {"quantizer": "gptqmodel:7.7.0"}})
+
+    linear, scale, zero = rounded(4)
+    options = {"bits": 4, "group_size": 32, "sym": False, "desc_act": False}
+    layer = AwqGEMMLinear(**options, in_features=128, out_features=64, bias=False, register_buffers=True)
+    layer.pack(linear, scale, zero)
+    dense = dequantize_gemm(layer.qweight, layer.qzeros, layer.scales, 4, 32).T.contiguous()
+    tensors = {f"l.{part}": getattr(layer, part) for part in ("qweight", "qzeros", "scales")}
+    config = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True}
+    save("awq", tensors, {"l.weight": dense}, config)
+
+
 if __name__ == "__main__":
     every = (bitsandbytes, compressed_tensors, mxfp4_of_compressed_tensors, torchao)
-    for write in (mlx,) if "mlx" in sys.argv[1:] else every:
+    chosen = [write for write in (mlx, gptq) if write.__name__ in sys.argv[1:]]
+    for write in chosen or every:
         write()

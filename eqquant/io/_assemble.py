@@ -57,6 +57,9 @@ def structure(
     return jax.eval_shape(whole)
 
 
-def parts_of(q: QuantizedArray) -> dict[str, Any]:
-    """Returns the leaves by name: `codes`, `scale_bits` (or `scale_bits.codes` and so on), and others alike."""
+def parts_of(q: Any) -> dict[str, Any]:
+    """Returns the leaves by name: `codes`, `scale_bits` (or `scale_bits.codes` and so on), and others alike.
+
+    Those of an `eqquant.PermutedArray` are `order`, and these after `array.`.
+    """
     return {jtu.keystr(keys, simple=True, separator="."): leaf for keys, leaf in jtu.tree_flatten_with_path(q)[0]}

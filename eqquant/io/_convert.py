@@ -1,26 +1,32 @@
-"""`eqq.io.convert`: from a checkpoint to one of our files, an array at a time."""
+"""`eqq.io.convert`: from a checkpoint to one of our files, or another library's, an array at a time."""
 
 import math
 import os
-from collections.abc import Callable, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._array.array import is_quantized
+from .._array.permuted import PermutedArray
 from .._array.quantize import as_method, check_finite, quantize_array
+from .._array.value import AbstractArrayValue
 from .._methods import AbstractMethod
 from .._tree.leaves import named_leaves
 from .._tree.quantize import decide, Decision, Rules
 from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import quantized_row, row_of
+from ._atomic import replacing
 from ._checkpoint import Checkpoint, open
 from ._deferred import Deferred
+from ._entry import is_one
 from ._save import save
+from ._write import write
+from ._writers import gguf
 
 
 def skeleton(checkpoint: Checkpoint) -> PyTree:
@@ -56,28 +62,35 @@ def convert(
     *,
     axis: Any = None,
     method: AbstractMethod | None = None,
+    dialect: str | None = None,
     shard_nbytes: int | None = None,
     each: Callable[[str, Any, Any], None] | None = None,
 ) -> TreeReport:
-    """Quantizes a checkpoint of any library, and saves it as [`eqquant.save`][] does, an array at a time.
+    """Quantizes a checkpoint of any library, and saves it, an array at a time: as [`eqquant.save`][] does, or as
+    [`eqquant.io.write`][] for another library.
 
     At its peak this takes the memory of one array, before and after, so the checkpoint may be larger than memory.
+    For another library, what was quantized goes to a file of ours beside the output first.
 
     !!! Example
 
         ```python
         print(eqq.io.convert("model.safetensors", "model.nf4.safetensors", {"*embed*": "int8", "*": "nf4"}))
+        eqq.io.convert("folder", "folder-nf4", {"*_proj.weight": "nf4"}, dialect="bitsandbytes")
         ```
 
     **Arguments:**
 
     - `checkpoint`: what [`eqquant.io.open`][] returned, or a path for it. Arrays that are quantized there are
         dequantized first if `format` selects them, which rounds them twice.
-    - `path`: the file to write; with `shard_nbytes`, a folder.
+    - `path`: the file to write; with `shard_nbytes`, or for a library other than llama.cpp, a folder.
     - `format`: formats for weights, as for [`eqquant.quantize_tree`][]. `None` keeps every array as it is.
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
     - `method`: the method that chooses scales and codes.
-    - `shard_nbytes`: as for [`eqquant.save`][].
+    - `dialect`: whose layout to write, as for [`eqquant.io.write`][]; by default our own. Names stay as they are. A
+        folder gets the `config.json` and the files of the tokenizer that lie beside the checkpoint, and a GGUF file
+        the key-value pairs of another.
+    - `shard_nbytes`: as for [`eqquant.save`][] and [`eqquant.io.write`][].
     - `each`: is called with the name of each array, the array of the checkpoint, and what was made of it. For progress,
         or to measure errors.
 
@@ -87,8 +100,8 @@ def convert(
 
     **Raises:**
 
-    As [`eqquant.io.open`][], [`eqquant.quantize_tree`][] and [`eqquant.save`][]; `ValueError` if an array of the
-    checkpoint cannot be read, or is stored with act-order and `format` does not select it. Then `path` is as it was.
+    As [`eqquant.io.open`][], [`eqquant.quantize_tree`][], [`eqquant.save`][] and [`eqquant.io.write`][]; `ValueError`
+    if an array of the checkpoint cannot be read. Then `path` is as it was.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open(checkpoint)
     for row in opened.rows:
@@ -99,8 +112,58 @@ def convert(
     for row in opened.rows:
         leaves[row.name] = deferred = _deferred(opened, row, decisions.get(row.name), default, each)
         rows += _rows(row.name, deferred.struct, decisions.get(row.name))
-    save(Path(path), _nested(leaves), shard_nbytes=shard_nbytes)
+    path = Path(path)
+    if dialect is None:
+        save(path, _nested(leaves), shard_nbytes=shard_nbytes)
+    elif not decisions:
+        _write(opened, opened if each is None else _Watched(opened, each), path, dialect, shard_nbytes)
+    else:
+        # An array is laid out twice, for the header and when it is written, and should be quantized once.
+        with tempfile.TemporaryDirectory(prefix=".eqquant-", dir=path.parent) as folder:
+            made = Path(folder) / "model.safetensors"
+            save(made, leaves)
+            _write(opened, open(made), path, dialect, shard_nbytes)
     return TreeReport(tuple(rows))
+
+
+# What loaders look for beside the weights.
+_COMPANIONS = (
+    *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
+)
+
+
+def _write(source: Checkpoint, arrays: Mapping[str, Any], path: Path, dialect: str, shard_nbytes: int | None) -> None:
+    if dialect == gguf.NAME:
+        metadata = source.metadata if source.dialect == gguf.NAME else {}
+        write(path, arrays, dialect, metadata=metadata, shard_nbytes=shard_nbytes)
+        return
+    write(path, arrays, dialect, config=source.config, shard_nbytes=shard_nbytes)
+    folder = Path(source.path) if Path(source.path).is_dir() else Path(source.path).parent
+    for found in sorted({p for pattern in _COMPANIONS for p in folder.glob(pattern)}) if source.config else ():
+        if found.is_file() and found.resolve() != (path / found.name).resolve():
+            with replacing(path / found.name) as f, found.open("rb") as of:
+                shutil.copyfileobj(of, f)
+
+
+class _Watched(Mapping[str, Any]):
+    """A checkpoint that calls a function with each array when it is first read."""
+
+    def __init__(self, checkpoint: Checkpoint, each: Callable[[str, Any, Any], None]) -> None:
+        self._checkpoint, self._each, self._seen = checkpoint, each, set()
+
+    def __getitem__(self, name: str) -> Any:
+        x = self._checkpoint[name]
+        if name not in self._seen:
+            self._seen.add(name)
+            self._each(name, x, x)
+        return x
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint)
 
 
 def _decisions(checkpoint: Checkpoint, format: Rules | None, axis: Any) -> dict[str, Decision]:
@@ -125,7 +188,7 @@ def _deferred(
     def make() -> Any:
         before = after = checkpoint[name]
         if decision is not None:
-            values = jnp.asarray(before.dequantize() if is_quantized(before) else before)
+            values = jnp.asarray(before.dequantize() if isinstance(before, AbstractArrayValue) else before)
             check_finite(values, name)
             after = jax.block_until_ready(quantized(values))
         if each is not None:
@@ -135,21 +198,14 @@ def _deferred(
     if decision is not None:
         method = (decision.method or default).for_leaf(name)
         return Deferred(jax.eval_shape(quantized, jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype))), make)
-    if row.format is None:
-        return Deferred(jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype)), make)
-    if checkpoint.items_by_name[name].permuted:
-        raise ValueError(
-            f"{name} must be one array, to be saved as it is. Got one whose inputs are stored in another order "
-            "(act-order). Give it a format, which rounds it again; or save the model that `eqq.io.load_into` returns."
-        )
-    # Only the array itself says along which axis it is quantized.
-    return Deferred(jtu.tree_map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), checkpoint[name]), make)
+    return Deferred(checkpoint.items_by_name[name].struct, make)
 
 
 def _rows(name: str, struct: Any, decision: Decision | None) -> list[LeafReport]:
-    if is_quantized(struct):
+    if is_one(struct):
+        q = struct.array if isinstance(struct, PermutedArray) else struct
         reason = "as in the checkpoint" if decision is None else decision.reason
-        return [quantized_row(name, struct, reason, math.prod(struct.shape) * struct.dtype.itemsize)]
+        return [quantized_row(name, q, reason, math.prod(struct.shape) * struct.dtype.itemsize)]
     return row_of(next(named_leaves({name: struct})), "left as it is")
 
 

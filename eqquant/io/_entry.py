@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._array.array import is_quantized, QuantizedArray
+from .._array.permuted import PermutedArray
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
@@ -38,6 +39,7 @@ class Entry:
     - `gradient_of`: the dtype of that field of a quantized array, if it is not `None`.
     - `within`: what the arrays around it, such as an `eqquant.SimulatedArray`, make of it: their fields that are no
         leaves, as text. `None` if there is none, or if that is not known.
+    - `order`: of an `eqquant.PermutedArray` its axis, and the shape of its order.
     """
 
     kind: Kind
@@ -47,6 +49,7 @@ class Entry:
     axes: tuple[int, ...] = ()
     gradient_of: str | None = None
     within: str | None = None
+    order: tuple[int, tuple[int, ...]] | None = None
 
     def __str__(self) -> str:
         return self._values() if self.within is None else f"{self._values()} within {self.within}"
@@ -61,14 +64,19 @@ class Entry:
             return array
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         gradients = ", with `gradient_of`" if self.gradient_of else ""
-        return f"{array} in {_with_all_fields(self.format)}, axis={axis}{gradients}"
+        order = ", stored in another order" if self.order else ""
+        return f"{array} in {_with_all_fields(self.format)}, axis={axis}{gradients}{order}"
 
-    def structure(self, sharding: NamedSharding | None = None) -> QuantizedArray:
+    def structure(self, sharding: NamedSharding | None = None) -> QuantizedArray | PermutedArray:
         """Returns the quantized array that this describes, of `jax.ShapeDtypeStruct`s."""
         gradient_of = None if self.gradient_of is None else jnp.dtype(self.gradient_of)
         if self.format is None:
             raise TypeError(f"Only a quantized array has a structure. Got {self}.")
-        return structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype), gradient_of, sharding)
+        q = structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype), gradient_of, sharding)
+        if self.order is None:
+            return q
+        axis, shape = self.order
+        return jax.eval_shape(lambda q: PermutedArray(q, jnp.zeros(shape, jnp.uint32), axis), q)
 
     def goes_into(self, place: "Entry") -> bool:
         """Returns whether a saved leaf may stand where a template has `place`.
@@ -84,6 +92,11 @@ class Entry:
         return (self.shape, self.dtype) == (place.shape, place.dtype)
 
 
+def is_one(x: Any) -> bool:
+    """Returns whether `x` is one leaf in a file: a quantized array, whose inputs may be stored in another order."""
+    return is_quantized(x) or (isinstance(x, PermutedArray) and is_quantized(x.array))
+
+
 def entry_of(x: Any, path: str) -> Entry | None:
     """Describes a leaf: an array, a `jax.ShapeDtypeStruct` or a Python value. `None` for a leaf that is not saved.
 
@@ -91,10 +104,9 @@ def entry_of(x: Any, path: str) -> Entry | None:
 
     `TypeError` for an array of a dtype that no file can hold, `ValueError` for a damaged quantized array.
     """
-    if is_quantized(x) and not jtu.tree_leaves(x):
-        return None  # what `eqx.filter` leaves of one, as `None` of an array
-    if is_quantized(x):
-        return _entry_of_quantized(x, path)
+    if is_one(x):
+        # Without leaves it is what `eqx.filter` leaves of one, as `None` of an array.
+        return _entry_of_quantized(x, path) if jtu.tree_leaves(x) else None
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return Entry("key", str(x.dtype), tuple(x.shape))
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
@@ -138,11 +150,13 @@ def _has_arrays(x: Any) -> bool:
     return any(isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) for leaf in jtu.tree_leaves(x))
 
 
-def _entry_of_quantized(q: QuantizedArray, path: str) -> Entry:
+def _entry_of_quantized(x: QuantizedArray | PermutedArray, path: str) -> Entry:
+    q: QuantizedArray = x.array if isinstance(x, PermutedArray) else x
     gradient_of = None if q.gradient_of is None else np.dtype(q.gradient_of.dtype).name
     try:
-        entry = Entry("quantized", q.dtype.name, q.shape, q.format, q._axes, gradient_of)
-        expected, got = parts_of(entry.structure()), parts_of(q)
+        order = (x.axis, tuple(x.order.shape)) if isinstance(x, PermutedArray) else None
+        entry = Entry("quantized", q.dtype.name, q.shape, q.format, q._axes, gradient_of, order=order)
+        expected, got = parts_of(entry.structure()), parts_of(x)
         for name, part in expected.items():
             if name not in got or (got[name].shape, got[name].dtype) != (part.shape, part.dtype):
                 raise ValueError(f"`{name}` must be {part.dtype}{list(part.shape)}. Got {got.get(name)}.")

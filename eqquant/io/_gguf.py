@@ -8,8 +8,12 @@
 Blocks run along the fastest dimension, which is the last one here.
 """
 
+import functools as ft
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
 
 from ._stored import DTYPES, MappedFile, num_bytes, Stored
 
@@ -68,10 +72,36 @@ class Contents(NamedTuple):
     metadata: dict[str, Any]
 
 
-class ArrayValue(NamedTuple):
-    """An array among the pairs, such as a vocabulary, of which only the number of items is read."""
+class ArrayValue(Sequence[Any]):
+    """An array among the pairs, such as a vocabulary, whose items are read when they are asked for.
 
-    length: int
+    - `kind`: the number of the type of the items.
+    - `start`, `nbytes`: where they are in the file.
+    """
+
+    def __init__(self, file: MappedFile, what: str, kind: int, length: int, start: int, nbytes: int) -> None:
+        self._file, self._what, self._length = file, what, length
+        self.kind, self.start, self.nbytes = kind, start, nbytes
+
+    def bytes(self) -> bytes:
+        """Returns the items as they are stored."""
+        return bytes(self._file.buffer[self.start : self.start + self.nbytes])
+
+    @ft.cached_property
+    def _items(self) -> list[Any]:
+        if self.kind in SCALARS:
+            return np.frombuffer(self.bytes(), SCALARS[self.kind]).tolist()
+        cursor = _Cursor(self._file, self.start)
+        return [cursor.text(self._what) for _ in range(self._length)]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items[index]
+
+    def __repr__(self) -> str:
+        return f"<{self._length} items>"
 
 
 def read(file: MappedFile) -> Contents:
@@ -125,8 +155,8 @@ def read(file: MappedFile) -> Contents:
 class _Cursor:
     """Reads forwards, and raises where the file ends."""
 
-    def __init__(self, file: MappedFile) -> None:
-        self.file, self.at = file, 0
+    def __init__(self, file: MappedFile, at: int = 0) -> None:
+        self.file, self.at = file, at
 
     def fail(self, what: str) -> NoReturn:
         self.file.fail(f"must hold {what}. Got {self.file.size} bytes: the file is truncated or damaged.")
@@ -157,7 +187,7 @@ class _Cursor:
             return self.text(what)
         if kind != ARRAY:
             self.file.fail(f"must hold a value of a known type for {what}. Got the type {kind}.")
-        of, length = self.number("<I", what), self.number("<Q", what)
+        of, length, start = self.number("<I", what), self.number("<Q", what), self.at
         if of in SCALARS:
             self.skip(length * struct.calcsize(SCALARS[of]), what)
         elif of == TEXT and length <= (self.file.size - self.at) // 8:
@@ -165,7 +195,7 @@ class _Cursor:
                 self.skip(self.number("<Q", what), what)
         else:  # no writer nests arrays
             self.file.fail(f"must hold an array of numbers or text for {what}. Got {length} items of the type {of}.")
-        return ArrayValue(length)
+        return ArrayValue(self.file, what, of, length, start, self.at - start)
 
     def tensor(self) -> tuple[str, str, tuple[int, ...], int, int]:
         name = self.text("the name of a tensor")

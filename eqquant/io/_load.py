@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,18 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._array.array import is_quantized
+from .._array.array import QuantizedArray
+from .._array.permuted import PermutedArray
 from .._array.sharding import leaf_shardings
 from .._formats.base import AbstractFormat
 from .._mesh import full_spec
 from .._tree.leaves import Leaf, named_leaves
 from .._tree.placement import Shardings, wanted_shardings
 from ._assemble import parts_of
-from ._entry import Entry, entry_of_leaf
+from ._entry import Entry, entry_of_leaf, is_one
 from ._files import find_files
 from ._manifest import from_stored, KEY, read_manifest, SavedLeaf
 from ._memory import copied, own
@@ -95,8 +96,8 @@ def _load_nested(saved: Mapping[str, SavedLeaf], file: MappedFile, shardings: Sh
 
 def _load_into(like: PyTree, saved: Mapping[str, SavedLeaf], rule: str, shardings: Shardings | None) -> PyTree:
     entries = {path: leaf.entry for path, leaf in saved.items()}
-    places = check_fits(list(named_leaves(like)), entries, rule, ("in the file", "in `like`"))
-    treedef = jtu.tree_structure(like, is_leaf=is_quantized)
+    places = check_fits(list(named_leaves(like, is_one)), entries, rule, ("in the file", "in `like`"))
+    treedef = jtu.tree_structure(like, is_leaf=is_one)
     if shardings is None:
         targets = [own_sharding(leaf.value) if place is not None else None for leaf, place in places]
     else:
@@ -135,13 +136,13 @@ def assign(model: PyTree, arrays: Mapping[str, Any]) -> PyTree:
     `ValueError` if an array is missing, left over, or of another format, shape or dtype. The message names the leaf,
     with both sides.
     """
-    shown = list(named_leaves(arrays))
+    shown = list(named_leaves(arrays, is_one))
     given = {leaf.path: leaf.value for leaf in shown}
     entries = {leaf.path: entry for leaf in shown if (entry := entry_of_leaf(leaf)) is not None}
-    leaves = list(named_leaves(model))
+    leaves = list(named_leaves(model, is_one))
     places = check_fits(leaves, entries, "`arrays` must fit the model", ("in `arrays`", "in the model"))
     values = [leaf.value if place is None else given[leaf.path] for leaf, place in places]
-    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_quantized), values)
+    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_one), values)
 
 
 def check_fits(
@@ -207,13 +208,13 @@ def _struct(entry: Entry, leaf: Leaf | None) -> Any:
         return 0
     known = getattr(leaf.value, "sharding", None) if leaf is not None else None
     known = known if isinstance(known, NamedSharding) else None
-    if entry.kind == "quantized":
+    if entry.kind == "quantized" and entry.order is None:
         return entry.structure(known)
     return jax.ShapeDtypeStruct(entry.shape, jnp.dtype(entry.dtype), sharding=known)
 
 
 def own_sharding(x: Any) -> NamedSharding | None:
-    sharding = getattr(x, "sharding", None)
+    sharding = getattr(x.array if isinstance(x, PermutedArray) else x, "sharding", None)
     return full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
 
 
@@ -233,22 +234,31 @@ def read_leaf(
     if same not in done:
         done[same] = _read_array(saved, kind, sharding)
     out = done[same]
-    if entry.kind == "quantized" and leaf is not None and is_quantized(leaf.value):
-        out = dataclasses.replace(out, logical_sharding=leaf.value.logical_sharding)
+    if entry.kind == "quantized" and leaf is not None and is_one(leaf.value):
+        told = leaf.value.array if isinstance(leaf.value, PermutedArray) else leaf.value
+        out = _array_of(out, lambda q: dataclasses.replace(q, logical_sharding=told.logical_sharding))
     return out
+
+
+def _array_of(x: Any, change: Callable[[QuantizedArray], QuantizedArray]) -> Any:
+    return dataclasses.replace(x, array=change(x.array)) if isinstance(x, PermutedArray) else change(x)
 
 
 def _read_array(saved: SavedLeaf, kind: str, sharding: NamedSharding | None) -> Any:
     entry = saved.entry
     if kind == "quantized":
         parts = entry.structure()
-        to = {} if sharding is None else parts_of(leaf_shardings(parts, sharding, saved.path))
+        to = {} if sharding is None else _shardings_of(parts, sharding, saved.path)
         leaves = [
             to_jax(from_stored(saved.tensors[part].array(), struct.dtype, struct.shape), to.get(part))
             for part, struct in parts_of(parts).items()
         ]
         q = jtu.tree_unflatten(jtu.tree_structure(parts), leaves)
-        return q if sharding is None else dataclasses.replace(q, logical_sharding=sharding)
+        if isinstance(q, PermutedArray):
+            order = saved.tensors["order"]
+            if not np.array_equal(np.sort(order.array()), np.broadcast_to(np.arange(order.shape[-1]), order.shape)):
+                order.fail("It must have every index once.")
+        return q if sharding is None else _array_of(q, lambda q: dataclasses.replace(q, logical_sharding=sharding))
     stored = saved.tensors[""].array()
     if kind == "key":
         keys = jr.wrap_key_data(jnp.array(stored), impl=saved.impl)
@@ -257,6 +267,15 @@ def _read_array(saved: SavedLeaf, kind: str, sharding: NamedSharding | None) -> 
     if kind == "generic":
         return view[()]
     return np.array(view) if kind == "numpy" else to_jax(view, sharding)
+
+
+def _shardings_of(parts: Any, sharding: NamedSharding, path: str) -> dict[str, Any]:
+    """Returns the sharding of each part of an array. Every device has the order of inputs."""
+    if not isinstance(parts, PermutedArray):
+        return parts_of(leaf_shardings(parts, sharding, path))
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    of_array = parts_of(leaf_shardings(parts.array, sharding, path))
+    return {"order": everywhere} | {f"array.{name}": to for name, to in of_array.items()}
 
 
 def to_jax(view: np.ndarray, sharding: NamedSharding | None = None) -> Any:

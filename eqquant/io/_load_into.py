@@ -15,7 +15,6 @@ from rich.console import Group
 from rich.markup import escape
 
 from .._array import pieces
-from .._array.array import is_quantized
 from .._array.permuted import PermutedArray
 from .._array.value import AbstractArrayValue
 from .._errors import did_you_mean
@@ -25,7 +24,7 @@ from .._tree.leaves import named_leaves
 from .._tree.placement import move, Shardings, wanted_shardings
 from .._tree.select import check_patterns, matches, Pattern
 from ._checkpoint import Checkpoint, open as open_checkpoint
-from ._entry import Entry, entry_of, entry_of_leaf
+from ._entry import Entry, entry_of, entry_of_leaf, is_one
 from ._load import own_sharding, to_jax
 from ._names import of as names_of
 from ._rules import match_names, Matched, Names, Recipe
@@ -56,6 +55,7 @@ class LoadPlan(Report):
     - `unused`: arrays that no rule names: a problem.
     - `kept`: leaves that keep the values of the model.
     - `problems`: why the checkpoint cannot be loaded; empty if it can.
+    - `idle`: rules that match no array. Ready names have rules for what only some models have, so it is no problem.
     """
 
     rows: tuple[LoadRow, ...]
@@ -63,6 +63,7 @@ class LoadPlan(Report):
     unused: tuple[str, ...]
     kept: tuple[str, ...]
     problems: tuple[str, ...]
+    idle: tuple[str, ...] = ()
 
     def __rich__(self) -> Group:
         table = report_table("leaf", "shape", "becomes", "from", "on the way", text=5)
@@ -77,7 +78,8 @@ class LoadPlan(Report):
             )
         used = sum(len(row.sources) for row in self.rows)
         lines = [f"{len(self.rows)} leaves from {used} arrays"]
-        for what, paths in (("left out", self.left_out), ("kept from the model", self.kept), ("unused", self.unused)):
+        notes = {"left out": self.left_out, "kept from the model": self.kept, "unused": self.unused}
+        for what, paths in {**notes, "rules that match nothing": self.idle}.items():
             if paths:
                 lines.append(escape(f"{len(paths)} {what}: {_some(paths)}"))
         lines += [escape(f"Problem: {problem}") for problem in self.problems]
@@ -161,10 +163,11 @@ def load_into(
     """
     plan = _Plan(model, checkpoint, names, dequantize, keep)
     if plan.problems:
+        idle = f" No array matches {_some(plan.matched.idle)}." if plan.matched.idle else ""
         raise ValueError(
             f"`names` must give every leaf of the model an array of {plan.where}, and every array a leaf that fits. "
-            f"Got {_some(plan.problems, '; ')}. `eqq.io.plan_load` shows all leaves. A rule to `None` leaves an array "
-            "out, and `keep=` leaves a leaf as it is."
+            f"Got {_some(plan.problems, '; ')}.{idle} `eqq.io.plan_load` shows all leaves. A rule to `None` leaves "
+            "an array out, and `keep=` leaves a leaf as it is."
         )
     return plan.load(shardings)
 
@@ -203,7 +206,7 @@ def _sources(checkpoint: Any) -> dict[str, _Source]:
     if isinstance(checkpoint, Checkpoint):
         of = lambda name, item: _Source(item.struct, lambda: checkpoint[name], item.problem)
         return {name: of(name, item) for name, item in checkpoint.items_by_name.items()}
-    leaves = named_leaves(checkpoint, lambda x: is_quantized(x) or _is_permuted(x))
+    leaves = named_leaves(checkpoint, is_one)
     struct = lambda x: jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
     return {leaf.path: _Source(struct(leaf.value), lambda x=leaf.value: x) for leaf in leaves}
 
@@ -218,7 +221,7 @@ class _Plan:
             checkpoint = open_checkpoint(checkpoint)
         self.where = checkpoint.path if isinstance(checkpoint, Checkpoint) else "`checkpoint`"
         self.model, self.dequantize = model, dequantize
-        self.leaves = list(named_leaves(model))
+        self.leaves = list(named_leaves(model, is_one))
         self.sources = _sources(checkpoint)
         check_patterns(keep, self.leaves, "keep")
         self.places = {leaf.path: entry for leaf in self.leaves if (entry := _place(leaf)) is not None}
@@ -316,15 +319,15 @@ class _Plan:
         return pieces.divide(whole, sizes, axis)
 
     def load(self, shardings: Shardings | None) -> PyTree:
-        treedef = jtu.tree_structure(self.model, is_leaf=is_quantized)
+        treedef = jtu.tree_structure(self.model, is_leaf=is_one)
         if shardings is None:
             targets = [own_sharding(leaf.value) for leaf in self.leaves]
         else:
             # Rules see one leaf, whatever it is made of.
             one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_permuted(x) else x
-            shown = {path: one(x) for path, x in self.made.items()}
-            skeleton = jtu.tree_unflatten(treedef, [shown.get(leaf.path, leaf.value) for leaf in self.leaves])
-            targets = wanted_shardings(skeleton, list(named_leaves(skeleton)), shardings)
+            shown = [one(self.made.get(leaf.path, leaf.value)) for leaf in self.leaves]
+            skeleton = jtu.tree_unflatten(treedef, shown)
+            targets = wanted_shardings(skeleton, list(named_leaves(skeleton, is_one)), shardings)
         target_of = {leaf.path: target for leaf, target in zip(self.leaves, targets, strict=True)}
         done: dict[str, Any] = {}
         for leaf in self.leaves:
@@ -355,10 +358,15 @@ class _Plan:
             entry = place if made is None else _entry(made, path) or place
             sources = () if recipe is None else tuple(name for layer in recipe.sources for name in layer)
             how = "" if recipe is None else self._how(recipe, place)
-            format = made.format if isinstance(made, PermutedArray) else entry.format
+            format = entry.format
             rows.append(LoadRow(path, place.shape, entry.dtype, format, sources, how, self.problem_of.get(path)))
         return LoadPlan(
-            tuple(rows), tuple(self.matched.left_out), tuple(self.matched.unknown), self.kept, tuple(self.problems)
+            tuple(rows),
+            tuple(self.matched.left_out),
+            tuple(self.matched.unknown),
+            self.kept,
+            tuple(self.problems),
+            tuple(self.matched.idle),
         )
 
     def _how(self, recipe: Recipe, place: Entry) -> str:
@@ -386,7 +394,8 @@ def _is_permuted(x: Any) -> bool:
 
 
 def _entry(x: Any, path: str) -> Entry | None:
-    return Entry("array", x.dtype.name, x.shape) if _is_permuted(x) else entry_of(x, path)
+    # With low-rank factors it is no array of a file, but fits where one does.
+    return Entry("array", x.dtype.name, x.shape) if _is_permuted(x) and not is_one(x) else entry_of(x, path)
 
 
 def _moved(x: Any, sharding: Any) -> Any:

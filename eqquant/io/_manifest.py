@@ -95,6 +95,8 @@ def leaf_to_json(path: str, keys: Sequence[str], x: Any, entry: Entry, tensors: 
         out["impl"] = str(jr.key_impl(x))
     if entry.format is not None:
         out |= {"axis": list(entry.axes), "format": _format_to_json(entry.format, path)}
+    if entry.order is not None:
+        out["order"] = [entry.order[0], *entry.order[1]]
     if entry.within is not None:
         out["within"] = entry.within
     if entry.gradient_of is not None:
@@ -236,12 +238,20 @@ class _Fields:
             for d in (dtype, gradient_of or dtype)
         ):
             self.fail(f"Got {dtype!r} and {gradient_of!r}, and quantized arrays are floating point.")
-        entry = Entry("quantized", dtype, shape, self.format(known), axes, gradient_of)
+        order = self.order(shape) if "order" in self.fields else None
+        entry = Entry("quantized", dtype, shape, self.format(known), axes, gradient_of, order=order)
         try:
             entry.structure()
         except (TypeError, ValueError, OverflowError) as e:
             self.fail(f"{entry} is no array. {e}")
         return entry
+
+    def order(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        axis, *lengths = self.items("order", int) or (0,)
+        batch = shape[:-2]
+        if axis not in (-1, -2) or len(shape) < 2 or tuple(lengths) not in ((shape[axis],), (*batch, shape[axis])):
+            self.fail(f"Got the order {str([axis, *lengths[:40]])[:80]}, which arrays of {shape} do not have.")
+        return axis, tuple(lengths)
 
     def format(self, known: Formats) -> AbstractFormat:
         inner = _Fields({"path": self.get("path", str), **self.get("format", dict)}, self.file)

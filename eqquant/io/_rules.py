@@ -67,6 +67,7 @@ class Matched(NamedTuple):
     left_out: list[str]
     unknown: list[str]
     problems: list[str]
+    idle: list[str]
 
 
 class _Match(NamedTuple):
@@ -117,7 +118,10 @@ def match_names(names: Names, found: Sequence[str]) -> Matched:
             continue
         sources = tuple(tuple(layers[at][n] for n in range(len(rule.shown))) for at in sorted(layers))
         recipes.append(Recipe(paths, rule.to or To(paths), sources, lengths))
-    return Matched(recipes, left_out, [name for name in found if name not in matches], problems)
+    unknown = [name for name in found if name not in matches]
+    busy = {match.rule for match in matches.values()}
+    idle = [", ".join(rule.shown) for number, rule in enumerate(rules) if number not in busy]
+    return Matched(recipes, left_out, unknown, problems, idle)
 
 
 def _incomplete(rule: _Rule, layers: Mapping[tuple[int, ...], Mapping[int, str]], lengths: tuple[int, ...]) -> str:
@@ -156,6 +160,8 @@ def _rule(key: Any, target: Any, literal: bool = False) -> _Rule:
         )
     for pattern, text in zip(patterns, shown, strict=False):
         for path in () if target is None else target.paths:
+            if "{" in (rest := _GROUP.sub("", path)) or "}" in rest:
+                raise ValueError(f"The paths of `names` must have groups such as {{n}}. Got {path!r}.")
             if unknown := sorted(set(_GROUP.findall(path)) - pattern.groupindex.keys()):
                 raise ValueError(
                     f"`names` must name the groups of {path!r} in {text!r}. Got no `{{{unknown[0]}}}` there."
@@ -170,6 +176,8 @@ _TOKEN = re.compile(r"\{(\w+)(?::([^{}]*))?\}|(\*)")
 
 def _compiled(key: str) -> re.Pattern[str]:
     """`{n}` is a part of a name without dots, `{x:a|b}` is `a` or `b`, and `*` is anything."""
+    if "{" in (rest := _TOKEN.sub("", key)) or "}" in rest:
+        raise ValueError(f"The keys of `names` must have groups such as {{n}} or {{x:q|k|v}}. Got {key!r}.")
     out, at, seen = "", 0, set()
     for token in _TOKEN.finditer(key):
         out += re.escape(key[at : token.start()])

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from .._tree.leaves import identity, key_name, Leaf, named_leaves
 from ._assemble import parts_of
 from ._atomic import replacing, sync_folder
 from ._deferred import Deferred, Latest
-from ._entry import Entry, entry_of_leaf
+from ._entry import Entry, entry_of_leaf, is_one
 from ._manifest import KEY, leaf_to_json, MAX_KEYS, stored_as, to_stored, VERSION
 from ._safetensors import split, ToWrite, write
 
@@ -66,22 +66,26 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None
     `path` is a file and `shard_nbytes` needs a folder. `OSError` if `path` is not a file, or its folder does not exist.
     In all these cases nothing is written.
     """
-    if shard_nbytes is not None and (isinstance(shard_nbytes, bool | str) or not shard_nbytes >= 1):
-        raise ValueError(
-            f"`shard_nbytes` must be a number of at least 1. Got {shard_nbytes!r}. `None` writes one file."
-        )
+    check_shard_nbytes(shard_nbytes)
     saved, tensors = _plan(tree)
     manifest = json.dumps({"version": VERSION, "leaves": saved}, separators=(",", ":"))
     path = Path(path)
     if shard_nbytes is None:
         write(path, tensors, {KEY: manifest})
     else:
-        _write_shards(path, split(tensors, shard_nbytes), manifest)
+        write_shards(path, split(tensors, shard_nbytes), {}, {KEY: manifest})
+
+
+def check_shard_nbytes(shard_nbytes: Any) -> None:
+    if shard_nbytes is not None and (isinstance(shard_nbytes, bool | str) or not shard_nbytes >= 1):
+        raise ValueError(
+            f"`shard_nbytes` must be a number of at least 1. Got {shard_nbytes!r}. `None` writes one file."
+        )
 
 
 def _plan(tree: PyTree) -> tuple[list[dict[str, Any]], list[ToWrite]]:
     """Returns what the manifest says of each leaf, and the tensors to write. Raises before anything is written."""
-    leaves = [(leaf, entry) for leaf in named_leaves(tree) if (entry := checked_entry(leaf)) is not None]
+    leaves = [(leaf, entry) for leaf in named_leaves(tree, is_one) if (entry := checked_entry(leaf)) is not None]
     # Names of tensors are those of leaves, or start with them; "codes" of one might be another leaf.
     taken = {"__metadata__", *(leaf.path for leaf, _ in leaves)}
     saved, tensors, seen, latest = [], [], {}, Latest()
@@ -153,7 +157,13 @@ def _reader(x: Any, part: str, parts: Callable[[Any], dict[str, Any]], latest: L
     return read
 
 
-def _write_shards(folder: Path, shards: list[list[ToWrite]], manifest: str) -> None:
+def shards_in(folder: Path) -> list[Path]:
+    return list(folder.glob("model-?????-of-?????-????????.safetensors"))
+
+
+def write_shards(
+    folder: Path, shards: list[list[ToWrite]], metadata: Mapping[str, str], of_index: Mapping[str, str]
+) -> None:
     """Writes shards under new names, then the index, then removes the shards that an older index listed."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(
@@ -165,17 +175,17 @@ def _write_shards(folder: Path, shards: list[list[ToWrite]], manifest: str) -> N
     names = [f"model-{n:05}-of-{len(shards):05}-{token}.safetensors" for n in range(1, len(shards) + 1)]
     try:
         for name, shard in zip(names, shards, strict=True):
-            write(folder / name, shard, {})
+            write(folder / name, shard, metadata)
             where |= {t.name: name for t in shard}
         total = sum(t.nbytes for shard in shards for t in shard)
-        index = {"metadata": {"total_size": total, KEY: manifest}, "weight_map": where}
+        index = {"metadata": {"total_size": total, **of_index}, "weight_map": where}
         with replacing(folder / INDEX) as f:
             f.write(json.dumps(index).encode())
     except BaseException:
         for name in names:
             (folder / name).unlink(missing_ok=True)
         raise
-    for old in folder.glob("model-?????-of-?????-????????.safetensors"):
+    for old in shards_in(folder):
         if old.name not in names:
             old.unlink()
     sync_folder(folder)

@@ -9,8 +9,9 @@ import numpy as np
 
 from .._array.array import QuantizedArray
 from .._formats.base import AbstractFormat
-from .._numerics.packing import packed_length, PLANE, segment_length, widths
+from .._numerics.packing import packed_length
 from ._assemble import parts_of, structure
+from ._bits import pack_codes
 from ._memory import aligned_empty, copied, in_threads, own
 from ._stored import Stored
 
@@ -36,6 +37,7 @@ def from_codes(
     source: Stored,
     axes: tuple[int, ...] = (-1,),
     offset: np.ndarray | Nested | None = None,
+    least_rows: int = 1,
 ) -> QuantizedArray:
     """Makes a quantized array from unpacked codes.
 
@@ -47,6 +49,7 @@ def from_codes(
         format's scales, or are `Nested`.
     - `shape`, `dtype`, `axes`: those of the result; the axes are the last ones.
     - `source`: the tensor that an error names.
+    - `least_rows`: how many rows to take at a time at least, where fewer do not lie side by side in the file.
     """
     if any(shape[a] == 0 for a in axes):
         source.fail(f"It must have values along the quantized axis. Got the shape {list(shape)}.")
@@ -54,7 +57,7 @@ def from_codes(
     parts = parts_of(like)
     packed = aligned_empty(parts["codes"].shape, np.uint8)
     rows = packed.reshape(-1, packed.shape[-1])
-    step = max(_CHUNK // max(like._length, 1), 1)
+    step = max(_CHUNK // max(like._length, 1), least_rows)
 
     def transcode(start: int) -> None:
         stop = min(start + step, len(rows))
@@ -93,83 +96,6 @@ def _stored_floats(
         return {f"{part}.codes": packed} | _stored_floats(
             f"{part}.scale_bits", name, stored.scale, format.scale_format, source
         )
-    if not np.isfinite(stored.astype(np.float32)).all():
+    if not np.isfinite(stored).all():
         source.fail(f"Got {'an' if name == 'offset' else 'a'} {name} that is not finite.")
     return {part: np.ascontiguousarray(stored).view(f"u{stored.dtype.itemsize}")}
-
-
-def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Unpacks bytes along the last axis, where the first code is in the low bits of the first byte.
-
-    Codes have no gaps: those of 3, 5, 6 and 7 bits lie across bytes, and eight of them fill as many bytes.
-    Little-endian words are read so too, viewed as bytes.
-    """
-    if bits == 8:
-        return packed
-    if 8 % bits:
-        return _unpack_straddling(packed, bits)
-    # All codes of a byte at once: code n moves from bit `n * bits` to byte n of a wider integer.
-    wide = packed.astype(f"<u{8 // bits}")
-    codes = wide.copy()
-    for n in range(1, 8 // bits):
-        codes |= wide << (n * (8 - bits))
-    codes &= int.from_bytes([2**bits - 1] * (8 // bits), "little")
-    return codes.view(np.uint8)
-
-
-def _unpack_straddling(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Unpacks codes that straddle bytes: 8 codes in `bits` bytes."""
-    *batch, length = packed.shape
-    whole = np.pad(packed, [(0, 0)] * len(batch) + [(0, -length % bits)]).reshape(*batch, -1, bits)
-    codes = np.empty((*whole.shape[:-1], 8), np.uint8)
-    for n in range(8):
-        byte, shift = divmod(n * bits, 8)
-        code = whole[..., byte] >> shift
-        if shift + bits > 8:
-            code |= whole[..., byte + 1] << (8 - shift)
-        codes[..., n] = code & (2**bits - 1)
-    return codes.reshape(*batch, -1)[..., : length * 8 // bits]
-
-
-def pack_codes(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Packs codes, `(..., length)`, into bytes, `(..., bytes)`: what `_numerics.packing.pack` does, in NumPy."""
-    if len(widths(bits)) == 1:
-        return _pack_part(codes, bits, out)
-    segment = segment_length(bits)
-    count, rest = divmod(codes.shape[-1], segment)
-    size, split = packed_length(segment, bits), count * segment
-    if count:
-        body = codes[..., :split].reshape(*codes.shape[:-1], count, segment)
-        _pack_parts(body, bits, out[..., : count * size].reshape(*out.shape[:-1], count, size))
-    if rest:
-        _pack_parts(codes[..., split:], bits, out[..., count * size :])
-
-
-def _pack_parts(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    at, low = 0, 0
-    for width in widths(bits):
-        size = packed_length(codes.shape[-1], width)
-        _pack_part(codes >> np.uint8(low) & np.uint8(2**width - 1), width, out[..., at : at + size])
-        at, low = at + size, low + width
-
-
-def _pack_part(codes: np.ndarray, width: int, out: np.ndarray) -> None:
-    if width == 8:
-        out[...] = codes
-        return
-    planes = 8 // width
-    body, rest = divmod(codes.shape[-1], PLANE * planes)
-    split = body * PLANE * planes
-    if body:
-        of = codes[..., :split].reshape(*codes.shape[:-1], body, planes, PLANE)
-        into = out[..., : body * PLANE].reshape(*out.shape[:-1], body, PLANE)
-        into[...] = of[..., 0, :]
-        for n in range(1, planes):
-            into |= of[..., n, :] << np.uint8(n * width)
-    if rest:  # a shorter segment, of planes of which the last ones may be incomplete
-        of, into = codes[..., split:], out[..., body * PLANE :]
-        plane = into.shape[-1]
-        into[...] = of[..., :plane]
-        for n in range(1, planes):
-            part = of[..., n * plane : (n + 1) * plane]
-            into[..., : part.shape[-1]] |= part << np.uint8(n * width)

@@ -13,8 +13,9 @@ from .._errors import did_you_mean
 from .._tree.leaves import Leaf, named_leaves, some
 from . import _safetensors
 from ._atomic import replacing
-from ._safetensors import ToWrite
-from ._save import checked_entry
+from ._entry import is_one
+from ._safetensors import split, ToWrite
+from ._save import check_shard_nbytes, checked_entry, INDEX, shards_in, write_shards
 from ._writers import bitsandbytes, compressed_tensors, gguf, gptq, mlx
 from ._writers.layout import Layout
 
@@ -32,6 +33,7 @@ def write(
     names: Callable[[str], str | None] | Mapping[str, str | None] | None = None,
     config: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    shard_nbytes: int | None = None,
 ) -> None:
     """Writes arrays for another library to open: llama.cpp, MLX, or transformers with a package for quantization.
 
@@ -63,6 +65,8 @@ def write(
     - `metadata`: the key-value pairs of GGUF: text, numbers, booleans, and lists of one of them. Whole numbers become
         uint32, or the next larger type that holds them, and others float32; NumPy's keep their type. For the others,
         text by text.
+    - `shard_nbytes`: divides the tensors of a folder among files of at most this size, as far as single tensors allow,
+        with a `model.safetensors.index.json` that lists them.
 
     **Returns:**
 
@@ -79,11 +83,13 @@ def write(
         near = did_you_mean(dialect.lower(), WRITERS)
         raise ValueError(f"`dialect` must be one of {', '.join(WRITERS)}. Got {dialect!r}. {near}".rstrip())
     sources = _sources(arrays, names)
-    tensors, schemes = _plan(writer.layout, sources)
+    tensors, schemes = _plan(writer, sources)
     path, metadata = Path(path), dict(metadata or {})
     if writer is gguf:
         if config is not None:
             raise ValueError("`config` is for folders. Got one for a GGUF file, whose key-value pairs are `metadata`.")
+        if shard_nbytes is not None:
+            raise ValueError("`shard_nbytes` is for folders. A GGUF file is one file.")
         gguf.write(path, tensors, metadata)
         return
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
@@ -93,7 +99,8 @@ def write(
         text = json.dumps(kept | writer.settings(schemes), indent=2)
     except TypeError as e:
         raise TypeError(f"`config` must hold what JSON can. {e}") from None
-    _write_folder(path, tensors, text, {"format": "mlx" if writer is mlx else "pt"} | metadata)
+    metadata = {"format": "mlx" if writer is mlx else "pt"} | metadata
+    _write_folder(path, tensors, text, metadata, shard_nbytes)
 
 
 def _sources(arrays: Any, names: Any) -> dict[str, Callable[[], Any]]:
@@ -101,7 +108,7 @@ def _sources(arrays: Any, names: Any) -> dict[str, Callable[[], Any]]:
     if isinstance(arrays, Mapping):
         found = {str(name): (lambda name=name: Leaf(name, arrays[name], (), ())) for name in arrays}
     else:
-        found = {leaf.path: (lambda leaf=leaf: leaf) for leaf in named_leaves(arrays) if _is_array(leaf)}
+        found = {leaf.path: (lambda leaf=leaf: leaf) for leaf in named_leaves(arrays, is_one) if _is_array(leaf)}
     if isinstance(names, Mapping) and (missing := [path for path in found if path not in names]):
         raise ValueError(f"`names` must have all arrays; `None` leaves one out. Got none for {some(missing)}.")
     sources: dict[str, Callable[[], Any]] = {}
@@ -123,7 +130,7 @@ def _is_array(leaf: Leaf) -> bool:
     return entry is not None and entry.kind != "scalar"
 
 
-def _array(name: str, leaf: Leaf) -> Any:
+def _array(name: str, leaf: Leaf, dialect: str) -> Any:
     """Returns the array that a leaf is."""
     entry = checked_entry(leaf)
     if entry is None or entry.kind in ("scalar", "key"):
@@ -133,29 +140,35 @@ def _array(name: str, leaf: Leaf) -> Any:
             f"{name!r} must stand alone. Got a part of {entry.within}. Merge or quantize that array first, so that "
             "one array is left."
         )
+    if entry.order is not None and dialect != gptq.NAME:
+        raise ValueError(
+            f"{name!r} must have its inputs in order. Got {entry} (act-order), which only GPTQ's files can hold. Write "
+            "`w.dequantize()`, or quantize that."
+        )
     if entry.format is not None and leaf.value.size == 0:
         raise ValueError(f"{name!r} must have values. Got {entry}.")
     return leaf.value
 
 
 def _plan(
-    layout: Callable[[str, Any], Layout], sources: Mapping[str, Callable[[], Any]]
+    writer: Any, sources: Mapping[str, Callable[[], Any]]
 ) -> tuple[list[ToWrite], dict[str, Mapping[str, Any] | None]]:
     """Returns the tensors to write, and what the configuration says of each array.
 
     Every array is read now, for its layout, and again when its tensors are: only one is in memory at a time.
     """
+    layout: Callable[[str], Layout] = lambda name: writer.layout(name, _array(name, sources[name](), writer.NAME))
     last: dict[str, tuple[ToWrite, ...]] = {}
 
     def read(name: str, n: int) -> np.ndarray:
         if name not in last:
             last.clear()
-            last[name] = layout(name, _array(name, sources[name]())).tensors
+            last[name] = layout(name).tensors
         return last[name][n].read()
 
     tensors, schemes, owner = [], {}, {}
     for name in sources:
-        found = layout(name, _array(name, sources[name]()))
+        found = layout(name)
         schemes[name] = found.scheme
         for n, t in enumerate(found.tensors):
             if t.name in owner:
@@ -167,14 +180,22 @@ def _plan(
     return tensors, schemes
 
 
-def _write_folder(folder: Path, tensors: list[ToWrite], config: str, metadata: Mapping[str, str]) -> None:
+def _write_folder(
+    folder: Path, tensors: list[ToWrite], config: str, metadata: Mapping[str, str], shard_nbytes: int | None
+) -> None:
     if folder.suffix in (".safetensors", ".gguf") or (folder.exists() and not folder.is_dir()):
         raise ValueError(f"`path` must be a folder, which gets {_FILE} and {_CONFIG}. Got {folder}.")
     if folder.is_dir():
-        others = [p.name for p in folder.iterdir() if p.name != _FILE and p.name.endswith(_WEIGHTS)]
+        # Shards replace shards, and a file a file.
+        ours = lambda name: name in {p.name for p in shards_in(folder)} | {INDEX} if shard_nbytes else name == _FILE
+        others = [p.name for p in folder.iterdir() if p.name.endswith(_WEIGHTS) and not ours(p.name)]
         if others:
             raise ValueError(f"{folder} must hold no other weights, which would be read instead. Got {some(others)}.")
-    folder.mkdir(exist_ok=True)
-    _safetensors.write(folder / _FILE, tensors, metadata)
+    if shard_nbytes is None:
+        folder.mkdir(exist_ok=True)
+        _safetensors.write(folder / _FILE, tensors, metadata)
+    else:
+        check_shard_nbytes(shard_nbytes)
+        write_shards(folder, split(tensors, shard_nbytes), metadata, {})
     with replacing(folder / _CONFIG) as f:
         f.write(config.encode())

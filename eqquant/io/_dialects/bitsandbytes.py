@@ -21,6 +21,7 @@ import numpy as np
 
 from ..._formats import Codebook, Int8, NF4
 from ..._formats.base import AbstractFormat
+from .._bits import unpack_high_first
 from .._files import Files
 from .._json import parse_json
 from .._stored import num_bytes, Stored
@@ -120,7 +121,7 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
         def codes(start: int, stop: int) -> np.ndarray:
             # Rows of odd length exist only alone: elsewhere blocks, which are even, divide them.
             part = raw[start * length // 2 : -(-stop * length // 2)]
-            found = np.stack([part >> 4, part & 15], axis=-1).reshape(-1)[: (stop - start) * length]
+            found = unpack_high_first(part)[: (stop - start) * length]
             return (found if order is None else order[found]).reshape(stop - start, length)
 
         batch = shape[:-1] if rows else ()

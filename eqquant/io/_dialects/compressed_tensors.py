@@ -22,9 +22,9 @@ import numpy as np
 
 from ..._array.permuted import permuted
 from ..._formats import Int8
+from .._bits import unpack_low_first
 from .._files import Files
 from .._stored import Stored
-from .._transcode import unpack_low_first
 from .item import act_order, format_of, INTEGERS, Item, with_plain
 from .microscaling import mxfp4, mxfp8, nvfp4
 from .scaled import block_of, grouped, scaled, scales_of

@@ -46,10 +46,11 @@ from ..._formats import (
     TQ2_0,
 )
 from ..._formats.base import AbstractFormat
+from .._bits import flip, join, take_field, unpack_low_first, unpack_planes
 from .._files import Files
 from .._gguf import TYPES
 from .._stored import DTYPES, Stored
-from .._transcode import from_codes, Nested, unpack_low_first
+from .._transcode import from_codes, Nested
 from .item import Item, plain
 
 
@@ -82,6 +83,8 @@ def _quantized(t: Stored) -> Item:
 
 
 def _read(t: Stored, layout: _Layout) -> Any:
+    if 0 in t.shape:
+        t.fail(f"It must have values. Got the shape {list(t.shape)}.")
     _, block, nbytes = next(kind for kind in TYPES.values() if kind[0] == t.dtype)
     blocks = t.bytes().reshape(*t.shape[:-1], t.shape[-1] // block, nbytes)
     rows = blocks.reshape(-1, *blocks.shape[-2:])
@@ -100,34 +103,27 @@ def _of_rows(of_blocks: Any) -> Any:
     return of_blocks.reshape(*of_blocks.shape[:-2], -1)
 
 
-def _planes(field: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Returns the codes of bytes, in the order of their values."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    codes = field.reshape(*field.shape[:-1], -1, 1, run) >> shifts & np.uint8(2**bits - 1)
-    return codes.reshape(*field.shape[:-1], -1)
-
-
 def _float16(at: int, sign: int = 1) -> Callable[[np.ndarray], np.ndarray]:
     """Returns a function that reads a float16 of each block, or its negative."""
-    read = lambda blocks: np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)
+    read = lambda blocks: take_field(blocks, at, at + 2).view(np.float16)
     return read if sign > 0 else lambda blocks: -read(blocks)
 
 
 def _nibbles(at: int, run: int = 16) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda blocks: _planes(blocks[..., at:], 4, run)
+    return lambda blocks: unpack_planes(blocks[..., at:], 4, run)
 
 
 def _q5(at: int) -> Callable[[np.ndarray], np.ndarray]:
-    high = lambda blocks: unpack_low_first(np.ascontiguousarray(blocks[..., at : at + 4]), 1)
-    return lambda blocks: _planes(blocks[..., at + 4 :], 4, 16) | high(blocks) << 4
+    high = lambda blocks: unpack_low_first(take_field(blocks, at, at + 4), 1)
+    return lambda blocks: join(unpack_planes(blocks[..., at + 4 :], 4, 16), high(blocks), 4)
 
 
 def _q3_k_codes(blocks: np.ndarray) -> np.ndarray:
-    return _planes(blocks[..., 32:96], 2, 32) | _planes(blocks[..., :32], 1, 32) << 2
+    return join(unpack_planes(blocks[..., 32:96], 2, 32), unpack_planes(blocks[..., :32], 1, 32), 2)
 
 
 def _q3_k_scales(blocks: np.ndarray) -> np.ndarray:
-    return _planes(blocks[..., 96:104], 4, 8) | _planes(blocks[..., 104:108], 2, 4) << 4
+    return join(unpack_planes(blocks[..., 96:104], 4, 8), unpack_planes(blocks[..., 104:108], 2, 4), 4)
 
 
 def _scales_and_minima(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -138,16 +134,16 @@ def _scales_and_minima(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _q5_k_codes(blocks: np.ndarray) -> np.ndarray:
-    return _planes(blocks[..., 48:], 4, 32) | _planes(blocks[..., 16:48], 1, 32) << 4
+    return join(unpack_planes(blocks[..., 48:], 4, 32), unpack_planes(blocks[..., 16:48], 1, 32), 4)
 
 
 def _q6_k_codes(blocks: np.ndarray) -> np.ndarray:
-    return _planes(blocks[..., :128], 4, 64) | _planes(blocks[..., 128:192], 2, 32) << 4
+    return join(unpack_planes(blocks[..., :128], 4, 64), unpack_planes(blocks[..., 128:192], 2, 32), 4)
 
 
 def _iq4_xs_scales(blocks: np.ndarray) -> np.ndarray:
-    high, low = (np.ascontiguousarray(blocks[..., a:b]) for a, b in ((2, 4), (4, 8)))
-    return unpack_low_first(low, 4) | unpack_low_first(high, 2) << 4
+    high, low = take_field(blocks, 2, 4), take_field(blocks, 4, 8)
+    return join(unpack_low_first(low, 4), unpack_low_first(high, 2), 4)
 
 
 def _trits(blocks: np.ndarray) -> np.ndarray:
@@ -170,10 +166,10 @@ _LAYOUTS = {
     "Q4_1": _Layout(Q4_1(), _nibbles(4), _float16(0), _float16(2)),
     "Q5_0": _Layout(Q5_0(), _q5(2), _float16(0)),
     "Q5_1": _Layout(Q5_1(), _q5(4), _float16(0), _float16(2)),
-    "Q8_0": _Layout(Q8_0(), lambda b: b[..., 2:] ^ 128, _float16(0)),
+    "Q8_0": _Layout(Q8_0(), lambda b: flip(take_field(b, 2, 34)), _float16(0)),
     "Q2_K": _Layout(
         Q2_K(),
-        lambda b: _planes(b[..., 16:80], 2, 32),
+        lambda b: unpack_planes(b[..., 16:80], 2, 32),
         lambda b: Nested(b[..., :16] & 15, _float16(80)(b)),
         lambda b: Nested(b[..., :16] >> 4, _float16(82, -1)(b)),
     ),
@@ -194,7 +190,10 @@ _LAYOUTS = {
     "IQ4_NL": _Layout(IQ4_NL(), _nibbles(2), _float16(0)),
     "IQ4_XS": _Layout(IQ4_XS(), _nibbles(8), lambda b: Nested(_iq4_xs_scales(b), _float16(0)(b))),
     "TQ1_0": _Layout(TQ2_0(), _trits, _float16(52)),
-    "TQ2_0": _Layout(TQ2_0(), lambda b: _planes(b[..., :64], 2, 32), _float16(64)),
+    "TQ2_0": _Layout(TQ2_0(), lambda b: unpack_planes(b[..., :64], 2, 32), _float16(64)),
     "MXFP4": _Layout(MXFP4(), _nibbles(1), lambda b: b[..., :1]),
     "NVFP4": _Layout(NVFP4(), _nibbles(4, 8), _nvfp4_scales),
 }
+
+# The format of each quantized type. There is none of ours for TQ1_0 alone.
+FORMATS = {name: layout.format for name, layout in _LAYOUTS.items()}

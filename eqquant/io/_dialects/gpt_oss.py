@@ -8,8 +8,8 @@ The weight that the model uses is (experts, in, rows): its blocks run along the 
 
 import numpy as np
 
+from .._bits import unpack_low_first
 from .._files import Files
-from .._transcode import unpack_low_first
 from .item import companions, expect, Item, with_plain
 from .microscaling import mxfp4
 

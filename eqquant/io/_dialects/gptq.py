@@ -15,9 +15,10 @@ https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAW
 import numpy as np
 
 from ..._array.permuted import permuted
+from .._bits import unpack_low_first
 from .._files import Files
 from .._stored import DTYPES, Stored
-from .._transcode import from_codes, unpack_low_first
+from .._transcode import from_codes
 from .item import act_order, companions, expect, format_of, INTEGERS, Item, with_plain
 
 
@@ -84,7 +85,8 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
 
         scales = np.ascontiguousarray(scale.array().T.astype(np.float32))
         zero = None if symmetric else np.ascontiguousarray(zero.T)
-        return permuted(from_codes(codes, scales, zero, format, (out, length), dtype, t), order)
+        q = from_codes(codes, scales, zero, format, (out, length), dtype, t, least_rows=128 if awq else 16)
+        return permuted(q, order)
 
     stored_as = stored_as if order is None else f"{stored_as}, act-order"
     return Item((out, length), str(dtype), format, stored_as, tensors, read, permuted=order is not None)
@@ -113,12 +115,13 @@ def _outputs(words: np.ndarray, bits: int, awq: bool) -> np.ndarray:
 
 def _inputs(t: Stored, bits: int, awq: bool, start: int, stop: int) -> np.ndarray:
     """Returns the codes of some outputs: `(stop - start, in)`."""
-    if awq:
-        first, last = start // 8, -(-stop // 8)
-        words = np.ascontiguousarray(t.array()[:, first:last].T).view(np.uint8).reshape(last - first, -1, 4)
-        codes = np.empty((last - first, 8, words.shape[1]), np.uint8)
-        for n, place in enumerate(_AWQ_ORDER.tolist()):
-            byte = words[..., place // 2]
-            codes[:, n] = byte >> 4 if place % 2 else byte & 15
-        return codes.reshape(-1, words.shape[1])[start - 8 * first : stop - 8 * first]
-    return unpack_low_first(np.ascontiguousarray(t.array()[:, start:stop].T).view(np.uint8), bits)
+    first, last = (start // 8, -(-stop // 8)) if awq else (start, stop)
+    # Copied before it is transposed: the stride of the whole tensor is mostly one that caches dislike.
+    words = np.ascontiguousarray(np.ascontiguousarray(t.array()[:, first:last]).T)
+    if not awq:
+        return unpack_low_first(words.view(np.uint8), bits)
+    halves = [(words.view(np.uint32) >> shift & np.uint32(0x0F0F0F0F)).view(np.uint8) for shift in (0, 4)]
+    codes = np.empty((last - first, 8, words.shape[1]), np.uint8)
+    for n, place in enumerate(_AWQ_ORDER.tolist()):
+        codes[:, n] = halves[place % 2].reshape(*words.shape, 4)[..., place // 2]
+    return codes.reshape(-1, words.shape[1])[start - 8 * first : stop - 8 * first]

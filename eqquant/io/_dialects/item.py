@@ -32,6 +32,7 @@ class Item:
     - `problem`: why it cannot be read, if that is known.
     - `axes`: the quantized axes.
     - `permuted`: whether the last axis is stored in another order.
+    - `told`: what `read` returns, without values, where the other fields do not say all of it.
     """
 
     shape: tuple[int, ...]
@@ -43,10 +44,13 @@ class Item:
     problem: str | None = None
     axes: tuple[int, ...] = (-1,)
     permuted: bool = False
+    told: Any = None
 
     @property
     def struct(self) -> Any:
         """The array that `read` returns, without values."""
+        if self.told is not None:
+            return self.told
         if self.format is not None:
             q = structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype))
             permuted = lambda q: PermutedArray(q, jnp.zeros(self.shape[-1], jnp.uint32))

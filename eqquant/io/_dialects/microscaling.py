@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from ..._formats import MXFP4, MXFP8, NVFP4
+from .._bits import unpack_low_first
 from .._stored import Stored
-from .._transcode import from_codes, Nested, unpack_low_first
+from .._transcode import from_codes, Nested
 from .item import expect, Item
 
 
@@ -75,7 +76,8 @@ def nvfp4(
         inner = scales_in_order(scale, (out, -(-length // 16)), blocked)
         if ((inner & 127) == 127).any():
             scale.fail("Got a scale that is not a number.")
-        rows = np.full((out, 1), 1 / one if divides else one, np.float32)
+        with np.errstate(over="ignore"):
+            rows = np.full((out, 1), 1 / one if divides else one, np.float32)
         codes = lambda start, stop: unpack_low_first(t.bytes().reshape(out, -1)[start:stop], 4)
         return from_codes(codes, Nested(inner, rows), None, NVFP4(), (out, length), dtype, t)
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ..._formats import MLX, MXFP4, MXFP8, NVFP4
+from .._bits import unpack_low_first
 from .._files import Files
 from .._stored import DTYPES, Stored
-from .._transcode import from_codes, Nested, unpack_low_first
+from .._transcode import from_codes, Nested
 from .item import companions, expect, format_of, Item, plain
 
 

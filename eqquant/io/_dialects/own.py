@@ -22,5 +22,6 @@ def items(files: Files) -> dict[str, Item]:
             tensors = () if leaf.tied_to is not None else tuple(leaf.tensors.values())
             read = lambda leaf=leaf: read_leaf(leaf)
             axes = entry.axes or (-1,)
-            found[leaf.path] = Item(entry.shape, entry.dtype, entry.format, stored, tensors, read, axes=axes)
+            told = entry.structure() if entry.format is not None else None
+            found[leaf.path] = Item(entry.shape, entry.dtype, entry.format, stored, tensors, read, axes=axes, told=told)
     return found

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from .._bits import unpack_low_first
 from .._files import Files
 from .._json import parse_json
 from .._stored import Stored
-from .._transcode import unpack_low_first
 from .item import format_of, INTEGERS, Item, with_plain
 from .microscaling import check_scales, mxfp4, mxfp8, nvfp4, scales_in_order
 from .scaled import block_of, grouped, scaled

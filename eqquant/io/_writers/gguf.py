@@ -12,24 +12,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ..._array.array import QuantizedArray
-from ..._formats import (
-    IQ4_NL,
-    IQ4_XS,
-    MXFP4,
-    NVFP4,
-    Q2_K,
-    Q3_K,
-    Q4_0,
-    Q4_1,
-    Q4_K,
-    Q5_0,
-    Q5_1,
-    Q5_K,
-    Q6_K,
-    Q8_0,
-    TQ2_0,
-)
+from ..._formats import NVFP4
 from .._atomic import replacing
+from .._dialects.gguf import FORMATS
 from .._gguf import ALIGNMENT, ARRAY, ArrayValue, MAGIC, MAX_DIMENSIONS, SCALARS, TEXT, TYPES
 from .._safetensors import ToWrite
 from .._stored import NAME_OF, to_bytes
@@ -42,8 +27,6 @@ FITS = (
     "of 64, without a scale for the tensor; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS or TQ2_0, of 256"
 )
 
-_OF_32 = (Q4_0(), Q4_1(), Q5_0(), Q5_1(), Q8_0(), IQ4_NL(), MXFP4())
-_FORMATS = (*_OF_32, Q2_K(), Q3_K(), Q4_K(), Q5_K(), Q6_K(), IQ4_XS(), TQ2_0(), NVFP4())
 _NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
 _SIZES = {name: (block, nbytes) for name, block, nbytes in TYPES.values()}
 _DENSE = {dtype: name for dtype, name in NAME_OF.items() if name in _NUMBERS}
@@ -61,7 +44,7 @@ def layout(name: str, x: Any) -> Layout:
     if not isinstance(x, QuantizedArray):
         return dense(name, x, _DENSE)
     kind = type(x.format).__name__
-    if x.format not in _FORMATS or x.axis != -1 or x.shape[-1] % _SIZES[kind][0]:
+    if x.format != FORMATS.get(kind) or x.axis != -1 or x.shape[-1] % _SIZES[kind][0]:
         refuse(name, x, FITS)
     scales_of(name, x)
     if x.offset is not None and not np.isfinite(np.asarray(x.offset)).all():
@@ -208,10 +191,7 @@ def _pair(key: str, value: Any) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", TEXT) + _text(value)
     if isinstance(value, ArrayValue):
-        raise TypeError(
-            f"`metadata` must give the values of {key!r}. Got {value}, which `eqq.io.open` makes of an array: it reads "
-            "the number of items alone."
-        )
+        return struct.pack("<IIQ", ARRAY, value.kind, len(value)) + value.bytes()
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) for v in value):
         return struct.pack("<IIQ", ARRAY, TEXT, len(value)) + b"".join(map(_text, value))
     x = _numbers(value)

@@ -1,0 +1,164 @@
+"""Codes of few bits, from the layouts of other libraries and to our own packing, in NumPy.
+
+NumPy takes as long to begin an inner loop as to go through dozens of bytes. So all of this works on whole runs: a run
+of bytes moves as one item (`V16`, `V64`), and arithmetic takes a contiguous array as 64-bit words, whose bytes do not
+disturb each other.
+"""
+
+import math
+
+import numpy as np
+
+from .._numerics.packing import num_planes, packed_length, PLANE, segment_length, widths
+
+
+def as_words(x: np.ndarray) -> np.ndarray:
+    """Views a contiguous array as the widest integers that it consists of."""
+    width = math.gcd(x.nbytes, 8)
+    return x.reshape(-1).view(f"<u{width}")
+
+
+def in_each_byte(value: int, words: np.ndarray) -> np.unsignedinteger:
+    """Returns a word of the same bytes."""
+    return words.dtype.type(int.from_bytes([value] * words.itemsize, "little"))
+
+
+def take_field(blocks: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Copies some bytes of each block, which is the last axis."""
+    run = stop - start
+    return np.ascontiguousarray(blocks[..., start:stop].view(f"V{run}")).view(np.uint8)
+
+
+def join(low: np.ndarray, high: np.ndarray, shift: int) -> np.ndarray:
+    """Returns codes with more bits above those that they have. Changes both arguments, which are contiguous."""
+    words, above = as_words(low), as_words(high)
+    above <<= above.dtype.type(shift)
+    words |= above
+    return low
+
+
+def flip(codes: np.ndarray) -> np.ndarray:
+    """Turns the codes of signed bytes into those of `Int8`, and back. Changes its argument, which is contiguous."""
+    words = as_words(codes)
+    words ^= in_each_byte(128, words)
+    return codes
+
+
+def unpack_planes(field: np.ndarray, bits: int, run: int) -> np.ndarray:
+    """Unpacks bytes along the last axis. Code `i` of a byte belongs to the value that is `i * run` after code 0."""
+    groups, planes = field.shape[-1] // run, 8 // bits
+    packed = np.ascontiguousarray(field.view(f"V{run}"))
+    words = as_words(packed)
+    codes = np.empty((*field.shape[:-1], groups, planes), f"V{run}")
+    for n in range(planes):
+        part = words >> words.dtype.type(n * bits)
+        part &= in_each_byte(2**bits - 1, words)
+        codes[..., n] = part.view(packed.dtype).reshape(packed.shape)
+    return codes.view(np.uint8).reshape(*field.shape[:-1], groups * planes * run)
+
+
+def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Unpacks bytes along the last axis, where the first code is in the low bits of the first byte.
+
+    Codes have no gaps: those of 3, 5, 6 and 7 bits lie across bytes, and eight of them fill as many bytes.
+    Little-endian words are read so too, viewed as bytes.
+    """
+    if bits == 8:
+        return packed
+    if 8 % bits:
+        return _unpack_straddling(packed, bits)
+    # All codes of a byte at once: code n moves from bit `n * bits` to byte n of a wider integer.
+    codes = packed.astype(f"<u{8 // bits}")
+    words = as_words(codes)
+    byte = words.copy() if bits < 4 else words
+    for n in range(1, 8 // bits):
+        words |= byte << byte.dtype.type(n * (8 - bits))
+    words &= in_each_byte(2**bits - 1, words)
+    return codes.view(np.uint8)
+
+
+def unpack_high_first(packed: np.ndarray) -> np.ndarray:
+    """Unpacks codes of four bits along the last axis, where the first code is in the high bits of the first byte."""
+    codes = packed.astype("<u2")
+    words = as_words(codes)
+    second = words << words.dtype.type(8)
+    words >>= words.dtype.type(4)
+    words |= second
+    words &= in_each_byte(15, words)
+    return codes.view(np.uint8)
+
+
+def _unpack_straddling(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Unpacks codes that straddle bytes: 8 codes in `bits` bytes, which become the 8 bytes of a word."""
+    *batch, length = packed.shape
+    groups = -(-length // bits)
+    padded = np.empty((math.prod(batch) * groups * bits + 8,), np.uint8)
+    rows = padded[:-8].reshape(*batch, groups * bits)
+    rows[..., :length] = packed
+    rows[..., length:] = 0
+    words = np.ndarray((math.prod(batch) * groups,), "<u8", padded, 0, (bits,)).copy()  # they overlap
+    # Twice as many lanes, of half the codes each, until each code has a byte.
+    for count in (4, 2, 1):
+        low = (1 << count * bits) - 1
+        shift = 8 * count - count * bits
+        lanes = sum(1 << at for at in range(0, 64, 16 * count))
+        high = words << np.uint64(shift)
+        high &= np.uint64((low << 8 * count) * lanes)
+        words &= np.uint64(low * lanes)
+        words |= high
+    codes = words.view(np.uint8).reshape(*batch, groups * 8)
+    return codes[..., : length * 8 // bits]
+
+
+def pack_codes(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """Packs codes, `(..., length)`, into bytes, `(..., bytes)`: what `_numerics.packing.pack` does, in NumPy."""
+    if bits == 8:
+        out[...] = codes
+        return
+    count, rest = divmod(codes.shape[-1], segment_length(bits))
+    split, size = count * segment_length(bits), count * packed_length(segment_length(bits), bits)
+    if count:
+        _pack_segments(codes[..., :split], bits, out[..., :size])
+    if rest:
+        _pack_short_segment(codes[..., split:], bits, out[..., size:])
+
+
+def _pack_segments(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """Packs whole segments: a plane of codes, and a slab of bytes, is one item."""
+    planes, slabs = codes.view(f"V{PLANE}"), out.view(f"V{PLANE}")
+    per_segment, slabs_per_segment = num_planes(bits), packed_length(segment_length(bits), bits) // PLANE
+    of_plane = [as_words(np.ascontiguousarray(planes[..., n::per_segment])) for n in range(per_segment)]
+    slab, low = 0, 0
+    for width in widths(bits):
+        for first in range(0, per_segment, 8 // width):
+            packed = _part(of_plane[first], low, width, 0, width == bits)
+            for n in range(1, 8 // width):
+                packed |= _part(of_plane[first + n], low, width, n * width, width == bits)
+            into = slabs[..., slab::slabs_per_segment]
+            into[...] = packed.view(into.dtype).reshape(into.shape)
+            slab += 1
+        low += width
+
+
+def _part(codes: np.ndarray, low: int, width: int, at: int, whole: bool) -> np.ndarray:
+    """Moves the `width` bits of codes from `low` on to the bits from `at` on, and clears others unless `whole`."""
+    moved = codes << np.uint64(at - low) if at > low else codes >> np.uint64(low - at)
+    if not whole:
+        moved &= in_each_byte((2**width - 1) << at, moved)
+    return moved
+
+
+def _pack_short_segment(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """Packs a last segment: shorter planes for each part of a code, the last ones perhaps incomplete."""
+    if len(widths(bits)) == 1:
+        plane = out.shape[-1]
+        out[...] = codes[..., :plane]
+        for n in range(1, 8 // bits):
+            part = codes[..., n * plane : (n + 1) * plane]
+            out[..., : part.shape[-1]] |= part << np.uint8(n * bits)
+        return
+    at, low = 0, 0
+    for width in widths(bits):
+        size = packed_length(codes.shape[-1], width)
+        pack_codes(codes >> np.uint8(low) & np.uint8(2**width - 1), width, out[..., at : at + size])
+        at, low = at + size, low + width

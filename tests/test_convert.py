@@ -1,0 +1,153 @@
+"""`eqq.io.convert` to the layouts of other libraries, in Python and from the command line."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import eqquant as eqq
+from eqquant_cli.main import main
+
+from .test_hostile_files import act_order, golden_gguf, gptq
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    weights = {
+        "embed.weight": jr.normal(jr.key(0), (32, 64)),
+        "layers.0.proj.weight": jr.normal(jr.key(1), (64, 128)),
+        "layers.1.proj.weight": jr.normal(jr.key(2), (64, 128)),
+        "norm.weight": jnp.ones(64),
+    }
+    save_file({name: np.asarray(w) for name, w in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": {"old": 1}}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt"):
+        (folder / name).write_text(name)
+    (folder / "secrets.txt").write_text("no")
+    return folder
+
+
+FORMATS = {
+    "bitsandbytes": eqq.NF4(64),
+    "compressed-tensors": eqq.Int4(32),
+    "gptq": eqq.Int4(32, symmetric=False),
+    "mlx": eqq.MXFP4(),
+    "gguf": eqq.Q4_0(),
+}
+
+
+@pytest.mark.parametrize("dialect", FORMATS)
+def test_quantize_for_other_libraries(dialect, source, tmp_path, monkeypatch):
+    out, seen = tmp_path / ("out.gguf" if dialect == "gguf" else "out"), []
+    rules = {"*proj.weight": FORMATS[dialect], "*": None}
+    report = eqq.io.convert(source, out, rules, dialect=dialect, each=lambda name, *_: seen.append(name))
+    checkpoint, floats = eqq.io.open(out), eqq.io.open(source)
+    assert set(checkpoint) == set(floats) and sorted(seen) == sorted(floats)  # each is quantized once
+    assert sum(row.format is not None for row in report.leaves) == 2
+    for name in ("layers.0.proj.weight", "layers.1.proj.weight"):
+        wanted = eqq.quantize(floats[name], FORMATS[dialect])
+        np.testing.assert_array_equal(checkpoint[name].dequantize(), wanted.dequantize())
+    np.testing.assert_array_equal(checkpoint["embed.weight"], floats["embed.weight"])
+    if dialect != "gguf":
+        names = {p.name for p in out.iterdir()}
+        assert names == {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt"}
+        config = json.loads((out / "config.json").read_text())
+        assert config["model_type"] == "llama" and "old" not in config.get("quantization_config", {})
+    assert {p.name for p in tmp_path.iterdir()} == {"source", out.name}
+
+
+def test_gguf_keeps_its_tokenizer(tmp_path):
+    golden_gguf(tmp_path / "golden.gguf")
+    golden = eqq.io.open(tmp_path / "golden.gguf")
+    arrays = {name: golden[name] for name in golden if golden.items_by_name[name].problem is None}
+    eqq.io.write(tmp_path / "in.gguf", arrays, "gguf", metadata=golden.metadata)
+    eqq.io.convert(tmp_path / "in.gguf", tmp_path / "out.gguf", dialect="gguf")
+    before, after = eqq.io.open(tmp_path / "in.gguf"), eqq.io.open(tmp_path / "out.gguf")
+    assert {key: _value(v) for key, v in after.metadata.items()} == {
+        key: _value(v) for key, v in before.metadata.items()
+    }
+    tokens = after.metadata["tokenizer.ggml.tokens"]
+    assert len(tokens) == len(list(tokens)) == 3 and all(isinstance(token, str) for token in tokens)
+    assert eqx.tree_equal({**before}, {**after})
+
+
+def _value(x):
+    return x if isinstance(x, (str, int, float)) else list(x)
+
+
+@pytest.mark.parametrize("make", [gptq, act_order])
+def test_gptq_to_gptq(make, tmp_path):
+    make(tmp_path / "in.safetensors")
+    eqq.io.convert(tmp_path / "in.safetensors", tmp_path / "out", dialect="gptq")
+    before, after = (eqq.io.open(p)["l.weight"] for p in (tmp_path / "in.safetensors", tmp_path / "out"))
+    assert type(before) is type(after)
+    np.testing.assert_array_equal(before.dequantize(), after.dequantize())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["desc_act"] is (make is act_order)
+
+
+def test_act_order_fits_nowhere_else(tmp_path):
+    act_order(tmp_path / "in.safetensors")
+    with pytest.raises(ValueError, match="'l.weight' must have its inputs in order.*only GPTQ"):
+        eqq.io.convert(tmp_path / "in.safetensors", tmp_path / "out", dialect="mlx")
+    assert not (tmp_path / "out").exists()
+
+
+def test_three_bits_of_gptq(tmp_path):
+    q = eqq.quantize(jr.normal(jr.key(0), (64, 128)), eqq.Int3(32))
+    eqq.io.write(tmp_path / "out", {"l.weight": q}, "gptq")
+    np.testing.assert_array_equal(eqq.io.open(tmp_path / "out")["l.weight"].dequantize(), q.dequantize())
+
+
+def test_shards(source, tmp_path):
+    tree = {name: eqq.io.open(source)[name] for name in eqq.io.open(source)}
+    for nbytes, count in ((20_000, 4), (40_000, 3)):
+        eqq.io.write(tmp_path / "out", tree, "mlx", shard_nbytes=nbytes)
+        shards = list((tmp_path / "out").glob("*.safetensors"))
+        assert len(shards) == count  # those of before are gone
+        checkpoint = eqq.io.open(tmp_path / "out")
+        assert eqx.tree_equal({name: checkpoint[name] for name in tree}, tree)
+    with pytest.raises(ValueError, match="must hold no other weights"):
+        eqq.io.write(tmp_path / "out", tree, "mlx")
+    with pytest.raises(ValueError, match="`shard_nbytes` is for folders"):
+        eqq.io.write(tmp_path / "out.gguf", tree, "gguf", shard_nbytes=1000)
+    with pytest.raises(ValueError, match="`shard_nbytes` must be a number"):
+        eqq.io.write(tmp_path / "new", tree, "mlx", shard_nbytes=0)
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments, code=0):
+        with pytest.raises(SystemExit) as stopped:
+            main([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        assert stopped.value.code == code, (out, err)
+        return out if code == 0 else err
+
+    return run
+
+
+def test_command_line(run, source, tmp_path):
+    run("quantize", source, tmp_path / "nf4", "--to", "bitsandbytes", "--skip", "embed.*")
+    w = eqq.io.open(source)["layers.0.proj.weight"]
+    checkpoint = eqq.io.open(tmp_path / "nf4")
+    assert checkpoint.dialect == "bitsandbytes" and (tmp_path / "nf4" / "tokenizer.json").exists()
+    assert eqx.tree_equal(checkpoint["layers.0.proj.weight"], eqq.quantize(w, "nf4"))
+    run("convert", tmp_path / "nf4", tmp_path / "ours.safetensors")
+    run("convert", tmp_path / "ours.safetensors", tmp_path / "again", "--to", "bitsandbytes")
+    again = eqq.io.open(tmp_path / "again")
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), {**checkpoint}, {**again}))
+    assert "must not exist" in run("convert", source, tmp_path / "again", "--to", "mlx", code=1)
+    assert "--to must be gguf" in run("convert", source, tmp_path / "x", "--to", "onnx", code=2)
+    assert "must end in .gguf" in run("convert", source, tmp_path / "x", "--to", "gguf", code=1)
+    assert "folder of the input" in run(
+        "convert", source / "model.safetensors", source, "--to", "mlx", "--force", code=1
+    )
+    assert "must be a folder" in run("convert", source, tmp_path / "ours.safetensors", "--to", "mlx", code=1)

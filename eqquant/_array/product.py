@@ -31,7 +31,7 @@ def matmul(x: Float[Array, "..."], q: Any, *, left: bool, **options: Any) -> Arr
     **Arguments:**
 
     - `x`: floats; the result has their dtype.
-    - `q`: a `QuantizedArray`.
+    - `q`: a `QuantizedArray` or a `SelectedArray`.
     - `left`: whether `q` is the left operand.
     - `options`: `precision` and `implementation`, as in `bind_matmul`.
 
@@ -86,13 +86,13 @@ def einsum(
 
     **Arguments:**
 
-    - `x`, `q`: a float array, and a `QuantizedArray`.
+    - `x`, `q`: a float array, and a `QuantizedArray` or a `SelectedArray`.
     - `of_x`, `of_q`, `of_y`: the names of the axes of each and of the result. Axes of length one are broadcast.
 
     **Returns:**
 
     An array; or `None` if the quantized matmul cannot compute it: the sum runs over only part of the quantized axes, or
-    over no axis.
+    over no axis; or that would take what a `SelectedArray` selects out of its stack.
     """
     form = _form_of(x, q, of_x, of_q, of_y)
     if form is None:
@@ -136,9 +136,17 @@ def _form_of(x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes) -> _Form | None
     contracted = [name for name in shared if name not in of_y]
     free = [name for name in long_q if name not in batch and name not in contracted]
     rows = [name for name in long_x if name in of_y and name not in batch and name not in free]
+    index = getattr(q, "index", None)  # of a `SelectedArray`
+    chosen = of_q[: index.ndim] if index is not None else ()
+    if index is not None and (
+        q.ndim != index.ndim + 2 or not set(batch) <= set(chosen) or not set(chosen).isdisjoint(contracted)
+    ):
+        return None
     if set(inside) == set(contracted):
-        # The sum runs along the blocks: x . W^T. Free axes of the weight are its rows.
-        return _Form(of_x, of_q, of_y, size, False, batch, [], rows, inside, free)
+        # The sum runs along the blocks: x . W^T. Free axes of the weight are its rows, but what an index selects does
+        # not lie in memory row by row.
+        alone, outer = [name for name in free if name in chosen], [name for name in free if name not in chosen]
+        return _Form(of_x, of_q, of_y, size, False, batch, alone, rows, inside, outer)
     if not contracts or any(name not in free for name in inside):
         return None
     # The sum runs across the blocks: x . W. Contracted axes are rows of the weight; `x` is copied along its other axes.
@@ -165,15 +173,25 @@ def _product(form: _Form, x: Float[Array, "..."], q: Any, **options: Any) -> Flo
     x = turn(x, by_columns[0])
     x = jnp.broadcast_to(x, (*front, m, inner)) if form.alone else x
 
-    memory = [name for axis, name in enumerate(form.of_q) if axis - q.ndim not in q._axes]
-    of_rows = form.inner if form.transpose else form.outer
-    arrange = lambda leaf: _ordered(leaf, [*memory, _LAST], (*form.batch, *form.alone, *of_rows, _LAST)).reshape(
-        *front, math.prod(size(of_rows)), leaf.shape[-1]
-    )
-    w = dataclasses.replace(jtu.tree_map(arrange, q), axis=-1, lengths=(q._length,), logical_sharding=None)
+    w = _weight(form, q)
     y = turn(bind_matmul(x, w, transpose=form.transpose, by_columns=by_columns, **options), by_columns[1])
     of_y = (*form.batch, *form.alone, *((*form.outer, *form.rows) if by_columns[1] else (*form.rows, *form.outer)))
     return _ordered(y.reshape(size(of_y)), of_y, form.of_y).reshape(size(form.of_y))
+
+
+def _weight(form: _Form, q: Any) -> Any:
+    """Returns the weight as `(*batch, *alone, rows, length)`."""
+    front, of_rows = (*form.batch, *form.alone), form.inner if form.transpose else form.outer
+    size = lambda names: [form.size[name] for name in names]
+    if (index := getattr(q, "index", None)) is not None:
+        index = _ordered(index, form.of_q[: index.ndim], front).reshape(size(front))
+        stack = dataclasses.replace(q.stack, axis=-1)
+        return dataclasses.replace(q, stack=stack, index=index)
+    memory = [name for axis, name in enumerate(form.of_q) if axis - q.ndim not in q._axes]
+    arrange = lambda leaf: _ordered(leaf, [*memory, _LAST], (*front, *of_rows, _LAST)).reshape(
+        *size(front), math.prod(size(of_rows)), leaf.shape[-1]
+    )
+    return dataclasses.replace(jtu.tree_map(arrange, q), axis=-1, lengths=(q._length,), logical_sharding=None)
 
 
 _LAST = object()

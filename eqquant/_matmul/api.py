@@ -5,12 +5,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from .._array.array import is_quantized, QuantizedArray
+from .._array.array import QuantizedArray
+from .._array.selected import SelectedArray
 
 
 def matmul(
-    x: Float[ArrayLike | QuantizedArray, "..."],
-    w: Float[ArrayLike | QuantizedArray, "..."],
+    x: Float[ArrayLike | QuantizedArray | SelectedArray, "..."],
+    w: Float[ArrayLike | QuantizedArray | SelectedArray, "..."],
     *,
     implementation: str | None = None,
     precision: Any = None,
@@ -43,11 +44,11 @@ def matmul(
     `ValueError` if the contracted lengths differ, or if the implementation is unknown, is for another platform, or
     cannot take the product.
     """
-    if is_quantized(w):
-        x = x.dequantize() if is_quantized(x) else x  # pyright: ignore
-        return w._matmul(x, left=False, implementation=implementation, precision=precision)  # pyright: ignore
-    if is_quantized(x):
-        return x._matmul(w, left=True, implementation=implementation, precision=precision)  # pyright: ignore
+    if isinstance(w, (QuantizedArray, SelectedArray)):
+        x = x.dequantize() if isinstance(x, (QuantizedArray, SelectedArray)) else x
+        return w._matmul(x, left=False, implementation=implementation, precision=precision)
+    if isinstance(x, (QuantizedArray, SelectedArray)):
+        return x._matmul(w, left=True, implementation=implementation, precision=precision)
     if implementation is not None:
         raise ValueError(f"`implementation` is for quantized operands. Got {implementation!r}, and none is quantized.")
     return jnp.matmul(jnp.asarray(x), jnp.asarray(w), precision=precision)

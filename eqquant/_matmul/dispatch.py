@@ -15,6 +15,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
 from .._array.array import QuantizedArray
+from .._array.selected import SelectedArray
 from .._numerics.scale_bits import scale_to_bits
 from . import native
 from .kernels import xla, xla_cpu
@@ -25,14 +26,15 @@ from .problem import MatmulProblem, nested_scale_kind, Target
 class _Implementation(NamedTuple):
     platforms: tuple[str, ...]  # () for all
     supports: Callable[[MatmulProblem, Target], str | None]  # the reason why not, or None
-    compute: Callable[[Array, QuantizedArray, MatmulProblem, Target], Array]
+    compute: Callable[[Array, Any, MatmulProblem, Target], Array]
+    selects: bool = False  # whether it reads arrays of a stack where they lie
 
 
 def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False, **options: Any) -> _Implementation:
     """Returns the implementation of a kernel, which takes raw arrays. Imports its module at first use.
 
     The module has the functions `supports` and `matmul`. `matmul` takes operands of two dimensions; if `any_layout`,
-    with any number of leading batch axes, and matrices by rows or by columns.
+    with any number of leading batch axes, matrices by rows or by columns, and selections from a stack.
     """
 
     def supports(problem: MatmulProblem, target: Target) -> str | None:
@@ -42,7 +44,7 @@ def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False,
         options = {"transpose": problem.transpose, "precision": precision, "target": target}
         return load().supports(problem.layout, problem.m, problem.n, problem.dtype, **options)
 
-    def compute(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
+    def compute(x: Array, w: Any, problem: MatmulProblem, target: Target) -> Array:
         product = ft.partial(
             load().matmul,
             layout=problem.layout,
@@ -61,7 +63,7 @@ def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False,
         y = jax.vmap(product)(*one_batch)
         return y.reshape(*batch, *y.shape[1:])
 
-    return _Implementation((platform,), supports, compute)
+    return _Implementation((platform,), supports, compute, any_layout)
 
 
 def _xla(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
@@ -174,10 +176,17 @@ def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[
 
 
 def compute(
-    x: Float[Array, "*batch rows inner"], w: QuantizedArray, problem: MatmulProblem, target: Target, name: str
+    x: Float[Array, "*batch rows inner"],
+    w: QuantizedArray | SelectedArray,
+    problem: MatmulProblem,
+    target: Target,
+    name: str,
 ) -> Float[Array, "*batch rows outer"]:
     """Computes a product with the implementation of that name."""
-    return IMPLEMENTATIONS[name].compute(x, w, problem, target)
+    implementation = IMPLEMENTATIONS[name]
+    if isinstance(w, SelectedArray) and not implementation.selects:
+        w = w.taken()
+    return implementation.compute(x, w, problem, target)
 
 
 def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
@@ -199,7 +208,9 @@ def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
     return implementation.supports(problem, target)
 
 
-def pack_arrays(w: QuantizedArray) -> Packed:
+def pack_arrays(w: QuantizedArray | SelectedArray) -> Packed:
+    if isinstance(w, SelectedArray):
+        return pack_arrays(w.stack)._replace(selected=w.index)
     scale, row_scale = w.scale_bits, None
     if isinstance(scale, QuantizedArray):
         if nested_scale_kind(w.format, w._length) is None:

@@ -10,8 +10,9 @@ import jax.extend
 import jax.numpy as jnp
 from rich.table import Table
 
-from .._array.array import is_quantized
+from .._array.array import QuantizedArray
 from .._array.primitive import operands_of, quantized_matmul_p
+from .._array.selected import SelectedArray
 from .._report import Report, report_table
 from .api import matmul
 from .dispatch import choose, IMPLEMENTATIONS, refusal_of
@@ -60,6 +61,7 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
 
     `TypeError` if neither operand is quantized. `ValueError` if the platform is unknown. The errors of `x @ w`.
     """
+    is_quantized = lambda a: isinstance(a, (QuantizedArray, SelectedArray))
     q = w if is_quantized(w) else x
     if not is_quantized(q):
         raise TypeError("`explain_matmul` needs a quantized operand. Got none. Quantize `x` or `w` first.")

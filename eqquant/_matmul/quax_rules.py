@@ -16,11 +16,12 @@ from jax import lax
 from jaxtyping import Array, ArrayLike
 
 from .._array.array import QuantizedArray
+from .._array.selected import SelectedArray
 from .._array.product import dot_general
 
 
 def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:
-    dense = (x.dequantize() if isinstance(x, QuantizedArray) else x for x in operands)
+    dense = (x.dequantize() if isinstance(x, (QuantizedArray, SelectedArray)) else x for x in operands)
     return primitive.bind(*dense, **params)
 
 
@@ -135,11 +136,21 @@ def _dot_general_right(x: ArrayLike, q: QuantizedArray, **params: Any) -> Array:
 
 
 @quax.register(lax.dot_general_p)
+def _dot_general_selected_left(q: SelectedArray, x: ArrayLike, **params: Any) -> Array:
+    return _dot_general(q, x, params, left=True)
+
+
+@quax.register(lax.dot_general_p)
+def _dot_general_selected_right(x: ArrayLike, q: SelectedArray, **params: Any) -> Array:
+    return _dot_general(q, x, params, left=False)
+
+
+@quax.register(lax.dot_general_p)
 def _dot_general_both(p: QuantizedArray, q: QuantizedArray, **params: Any) -> Array:
     return _dot_general(q, p.dequantize(), params, left=False)
 
 
-def _dot_general(q: QuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
+def _dot_general(q: QuantizedArray | SelectedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
     """Computes `dot_general` by the quantized matmul where its dimension numbers allow it, otherwise dense."""
     x = jnp.asarray(x)
     dtype = jnp.dtype(params.get("preferred_element_type") or jnp.result_type(x, q.dtype))

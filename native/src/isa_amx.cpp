@@ -321,7 +321,7 @@ void run(const Problem* problem, const Plan* plan, const void* shared, void* mem
   do {
     const int64_t from = run_start(r, s.run) + s.offset;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t row = batch * p.n + first + i, block0 = s.run / r.per_block;
+      const int64_t row = first_row(&p, batch) + first + i, block0 = s.run / r.per_block;
       decode_scales_avx512(&p, row, block0, (s.run + s.runs - 1) / r.per_block + 1, scales + i * kRunRoom);
       const int64_t end = run_start(r, s.run + s.runs - 1) + run_length(r, p.k, s.run + s.runs - 1);
       const int64_t to = s.runs == 1 ? min64(end, from + s.length) : end;

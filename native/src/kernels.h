@@ -1000,18 +1000,19 @@ struct Kernels {
                       int64_t count, float* own) {
     const DotRows kernel = dot_kernel(p);
     const bool fused = s.mode != kAnyBlock;
+    const int64_t weight = first_row(&p, batch);
     for (int64_t r = 0; r < count; r += V::kDotRows) {
       float results[V::kDotRows];
       const int64_t rows = min64(V::kDotRows, count - r);
       if (fused) {
-        kernel(p, s, shared, x, batch * p.n + first + r, rows, own, results);
+        kernel(p, s, shared, x, weight + first + r, rows, own, results);
       } else {
         const DecodeRow decode = row_decoder(p);
         float* segment = own + V::kDotRows * 2 * scale_room(p, s, scale_segments(s));
         for (int64_t i = 0; i < rows; ++i) {
           F sum = V::zero();
           for (int64_t at = 0; at < s.segments; ++at) {
-            const int64_t row = batch * p.n + first + r + i;
+            const int64_t row = weight + first + r + i;
             const RowScales scales = row_scales(p, s, row, at, at + 1, own);
             decode(p, s, shared, row, at, at + 1, scales, at, own + scale_room(p, s, scale_segments(s)) * 2, segment);
             for (int64_t j = 0; j < s.codes; j += L)
@@ -1034,9 +1035,9 @@ struct Kernels {
     // Groups are about equally large.
     const int64_t group = div_up(p.m, div_up(p.m, V::kFewGroup));
     const int64_t step = chunk_segments(s), scales_step = scale_segments(s);
-    const int64_t room = 2 * scale_room(p, s, scales_step);
+    const int64_t room = 2 * scale_room(p, s, scales_step), weight = first_row(&p, batch);
     for (int64_t r = 0; r < count; r += kRows) {
-      const int64_t rows = min64(kRows, count - r), row = batch * p.n + first + r;
+      const int64_t rows = min64(kRows, count - r), row = weight + first + r;
       memset(sums, 0, 4 * kRows * p.m * L);
       RowScales scale[kRows];
       int64_t origin = 0;
@@ -1048,7 +1049,7 @@ struct Kernels {
             origin = segment;
             scale[i] = whole_scales(p, s, at, segment, scales + (i + 1) * room);
           }
-          const int64_t next = min64(at + kRows, batch * p.n + p.n - 1);
+          const int64_t next = min64(at + kRows, weight + p.n - 1);
           for (int64_t j = segment; j < min64(end, s.whole); ++j) V::prefetch(p.codes + next * p.words + j * kSegment);
           decode(p, s, shared, at, segment, end, scale[i], origin, scales, decoded + i * kChunkStride);
         }
@@ -1073,14 +1074,14 @@ struct Kernels {
     const DecodeRow decode = row_decoder(p);
     const int64_t start = block * kRowBlock, rows = min64(kRowBlock, d.m_padded - start);
     const int64_t step = chunk_segments(s), scales_step = scale_segments(s);
-    const int64_t room = 2 * scale_room(p, s, scales_step);
+    const int64_t room = 2 * scale_room(p, s, scales_step), weight = first_row(&p, batch);
     memset(sums, 0, 4 * count * rows);
     RowScales scale[kMostRows];
     int64_t origin = 0;
     for (int64_t segment = 0; segment < s.segments; segment += step) {
       const int64_t end = min64(segment + step, s.segments), length = span(s, segment, end);
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t row = batch * p.n + first + i;
+        const int64_t row = weight + first + i;
         if (segment % scales_step == 0) {
           origin = segment;
           scale[i] = whole_scales(p, s, row, segment, scales + (i + 1) * room);
@@ -1129,12 +1130,12 @@ struct Kernels {
     float* sums = reinterpret_cast<float*>(own + d.sums);
     const DecodeRow decode = row_decoder(p);
     const int64_t start = block * kRowBlock, rows = min64(kRowBlock, p.m - start), width = count * s.codes;
-    const int64_t room = 2 * scale_room(p, s, d.rows);
+    const int64_t room = 2 * scale_room(p, s, d.rows), weight = first_row(&p, batch);
     memset(sums, 0, 4 * rows * width);
     for (int64_t n = 0; n < p.n; n += kRowChunk) {
       const int64_t some = min64(kRowChunk, p.n - n);
       for (int64_t i = 0; i < some; ++i) {
-        const int64_t row = batch * p.n + n + i, end = min64(first + count, s.whole);
+        const int64_t row = weight + n + i, end = min64(first + count, s.whole);
         RowScales r = {scales, scales};
         if (first < end) r = row_scales(p, s, row, first, end, scales);
         decode(p, s, shared, row, first, first + count, r, first, scales + room, decoded + i * width);
@@ -1188,7 +1189,8 @@ struct Kernels {
     if (s.whole < s.segments)
       for (int64_t i = 0; i < s.codes; ++i) order[i] = static_cast<int32_t>(logical(p, s, s.whole, i));
     const DecodeRow decode = row_decoder(p);
-    for (int64_t row = first; row < last; ++row) {
+    for (int64_t at = first; at < last; ++at) {
+      const int64_t row = first_row(&p, at / p.n) + at % p.n;
       RowScales scale = {scales, scales};
       int64_t origin = 0;
       for (int64_t segment = 0; segment < s.segments; segment += step) {
@@ -1212,7 +1214,7 @@ struct Kernels {
               for (int64_t plane = 0; plane < s.planes; ++plane, from += 4 * L) interleave(from, to + plane * kSegment + h * 4 * L);
           }
         }
-        write_row(p, row * p.k + start, ordered, min64(end * s.codes, p.k) - start);
+        write_row(p, at * p.k + start, ordered, min64(end * s.codes, p.k) - start);
       }
     }
   }

@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, ArrayLike
 
 from .._array.array import QuantizedArray
-from .._array.selected import SelectedArray
 from .._array.product import dot_general
+from .._array.selected import SelectedArray
 
 
 def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:

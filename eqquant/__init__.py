@@ -24,6 +24,7 @@ from ._array.permuted import PermutedArray as PermutedArray
 from ._array.quantize import dequantize as dequantize, quantize as quantize, unpack as unpack
 from ._array.quaxify import quaxify as quaxify
 from ._array.requantize import requantize as requantize
+from ._array.selected import select as select, SelectedArray as SelectedArray
 from ._array.serialise import (
     deserialise_filter_spec as deserialise_filter_spec,
     serialise_filter_spec as serialise_filter_spec,

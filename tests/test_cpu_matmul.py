@@ -31,7 +31,9 @@ def check(x, q, transpose=False, tol=None, **options):
     layout = layout_of(q.format, q.shape[-1])
     dtype = jnp.dtype(x.dtype)
     assert cpu.supports(layout, x.shape[-2], q.shape[-2], dtype, transpose=transpose, precision="default") is None
-    y = cpu.matmul(x, dispatch.pack_arrays(q, as_stored=True), layout, transpose=transpose, precision="default", **options)
+    y = cpu.matmul(
+        x, dispatch.pack_arrays(q, as_stored=True), layout, transpose=transpose, precision="default", **options
+    )
     dense = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (dense if transpose else np.swapaxes(dense, -1, -2))
     assert y.dtype == dtype and y.shape == expected.shape
@@ -329,7 +331,7 @@ def test_a_library_that_does_not_load(fresh, tmp_path):
 @needs_native
 def test_of_another_version(fresh):
     fresh.setattr(native, "VERSION", "9.9.9")
-    falls_back("`eqquant-cpu` is version 0.1.0")
+    falls_back("`eqquant-cpu` is version 0.1.1")
 
 
 @needs_native

@@ -37,7 +37,8 @@ def bind_matmul(
 
     - `x`: floats; or with codes, a `QuantizedArray` in memory order, or a `DynamicRows`, whose rows the product
         quantizes. The result has their dtype.
-    - `w`: a `QuantizedArray` in memory order, `(*batch, n, k)`, with the same batch axes as `x`.
+    - `w`: a `QuantizedArray` in memory order, `(*batch, n, k)`, with the same batch axes as `x`; or a `SelectedArray`
+        of such a shape, from a stack `(arrays, n, k)`.
     - `transpose`: contracts `n` instead of `k`. Each of the two products is the gradient of the other.
     - `precision`: as in `jax.lax.dot_general`; `None` takes `jax.default_matmul_precision`.
     - `implementation`: as in [`eqquant.matmul`][].

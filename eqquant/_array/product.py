@@ -31,7 +31,7 @@ def matmul(x: Any, q: Any, *, left: bool, **options: Any) -> Array | None:
     **Arguments:**
 
     - `x`: floats, or a `QuantizedArray`; the result has their dtype.
-    - `q`: a `QuantizedArray`.
+    - `q`: a `QuantizedArray` or a `SelectedArray`.
     - `left`: whether `q` is the left operand.
     - `options`: `precision` and `implementation`, as in `bind_matmul`; and `activations`, a function from the rows of
         `x`, floats, to what the primitive takes in their place.
@@ -84,13 +84,13 @@ def einsum(x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes, **options: Any) -
 
     **Arguments:**
 
-    - `x`, `q`: a float array or a `QuantizedArray`, and a `QuantizedArray`.
+    - `x`, `q`: a float array or a `QuantizedArray`, and a `QuantizedArray` or a `SelectedArray`.
     - `of_x`, `of_q`, `of_y`: the names of the axes of each and of the result. Axes of length one are broadcast.
 
     **Returns:**
 
     An array; or `None` if the quantized matmul cannot compute it: the sum runs over only part of the quantized axes, or
-    over no axis.
+    over no axis; or that would take what a `SelectedArray` selects out of its stack.
     """
     form = _form_of(x, q, of_x, of_q, of_y)
     if form is None:
@@ -136,9 +136,17 @@ def _form_of(x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes) -> _Form | None
     contracted = [name for name in shared if name not in of_y]
     free = [name for name in long_q if name not in batch and name not in contracted]
     rows = [name for name in long_x if name in of_y and name not in batch and name not in free]
+    index = getattr(q, "index", None)  # of a `SelectedArray`
+    chosen = of_q[: index.ndim] if index is not None else ()
+    if index is not None and (
+        q.ndim != index.ndim + 2 or not set(batch) <= set(chosen) or not set(chosen).isdisjoint(contracted)
+    ):
+        return None
     if set(inside) == set(contracted):
-        # The sum runs along the blocks: x . W^T. Free axes of the weight are its rows.
-        return _Form(of_x, of_q, of_y, size, False, batch, [], rows, inside, free)
+        # The sum runs along the blocks: x . W^T. Free axes of the weight are its rows, but what an index selects does
+        # not lie in memory row by row.
+        alone, outer = [name for name in free if name in chosen], [name for name in free if name not in chosen]
+        return _Form(of_x, of_q, of_y, size, False, batch, alone, rows, inside, outer)
     if not contracts or any(name not in free for name in inside):
         return None
     # The sum runs across the blocks: x . W. Contracted axes are rows of the weight; `x` is copied along its other axes.
@@ -173,11 +181,21 @@ def _product(form: _Form, x: Any, q: Any, *, activations: Any = None, **options:
         x = jnp.broadcast_to(x, (*front, m, inner)) if form.alone else x
         x = x if activations is None else activations(x)
 
-    of_rows = form.inner if form.transpose else form.outer
-    w = _in_rows(q, form.of_q, (*form.batch, *form.alone, *of_rows), (*front, math.prod(size(of_rows))))
+    w = _weight(form, q)
     y = turn(bind_matmul(x, w, transpose=form.transpose, by_columns=by_columns, **options), by_columns[1])
     of_y = (*form.batch, *form.alone, *((*form.outer, *form.rows) if by_columns[1] else (*form.rows, *form.outer)))
     return _ordered(y.reshape(size(of_y)), of_y, form.of_y).reshape(size(form.of_y))
+
+
+def _weight(form: _Form, q: Any) -> Any:
+    """Returns the weight as `(*batch, *alone, rows, length)`."""
+    front, of_rows = (*form.batch, *form.alone), form.inner if form.transpose else form.outer
+    size = lambda names: [form.size[name] for name in names]
+    if (index := getattr(q, "index", None)) is not None:
+        index = _ordered(index, form.of_q[: index.ndim], front).reshape(size(front))
+        stack = dataclasses.replace(q.stack, axis=-1)
+        return dataclasses.replace(q, stack=stack, index=index)
+    return _in_rows(q, form.of_q, (*front, *of_rows), (*size(front), math.prod(size(of_rows))))
 
 
 _LAST = object()

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
+from .._array.selected import SelectedArray
 from .._formats import Int8
 from .._numerics.scale_bits import scale_to_bits
 from . import native
@@ -28,16 +29,18 @@ from .problem import MatmulProblem, nested_scale_kind, Target
 class _Implementation(NamedTuple):
     platforms: tuple[str, ...]  # () for all
     supports: Callable[[MatmulProblem, Target], str | None]  # the reason why not, or None
-    compute: Callable[[Any, QuantizedArray, MatmulProblem, Target], Array]
+    compute: Callable[[Any, Any, MatmulProblem, Target], Array]
     # Whether it multiplies codes of activations. Otherwise it gets their values.
     takes_codes: Callable[[MatmulProblem, Target], bool] = lambda problem, target: False
+    selects: bool = False  # whether it reads arrays of a stack where they lie
 
 
 def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False, **options: Any) -> _Implementation:
     """Returns the implementation of a kernel, which takes raw arrays. Imports its module at first use.
 
     The module has the functions `supports` and `matmul`. `matmul` takes operands of two dimensions; if `any_layout`,
-    with any number of leading batch axes, matrices by rows or by columns, and zero points packed as they are stored.
+    with any number of leading batch axes, matrices by rows or by columns, zero points packed as they are stored, and
+    selections from a stack.
     """
 
     def supports(problem: MatmulProblem, target: Target) -> str | None:
@@ -47,7 +50,7 @@ def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False,
         options = {"transpose": problem.transpose, "precision": precision, "target": target}
         return load().supports(problem.layout, problem.m, problem.n, problem.dtype, **options)
 
-    def compute(x: Array, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
+    def compute(x: Array, w: Any, problem: MatmulProblem, target: Target) -> Array:
         product = ft.partial(
             load().matmul,
             layout=problem.layout,
@@ -66,7 +69,7 @@ def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False,
         y = jax.vmap(product)(*one_batch)
         return y.reshape(*batch, *y.shape[1:])
 
-    return _Implementation((platform,), supports, compute)
+    return _Implementation((platform,), supports, compute, selects=any_layout)
 
 
 def _xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
@@ -111,20 +114,21 @@ def _cpu_int8_supports(problem: MatmulProblem, target: Target) -> str | None:
     return _cpu_int8_kernel().supports(problem.layout, problem.m, problem.n, problem.dtype, target=target)
 
 
-def _cpu_int8_product(x: Any, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
+def _cpu_int8_product(x: Any, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target) -> Array:
     product = ft.partial(_cpu_int8_kernel().matmul, layout=problem.layout, target=target, by_columns=problem.by_columns)
+    weight = pack_arrays(w, as_stored=True)
     if isinstance(x, DynamicRows) and x.format in (Int8(), Int8("tensor")):
-        return product(x.rows, pack_arrays(w))
+        return product(x.rows, weight)
     q = as_codes(x)
     x, scale, zero = q.codes, q.scale, q.zero_point
     # The kernel subtracts 128 from codes.
     shift = jnp.float32(-128 - problem.layout_of_x.offset) if zero is None else zero.astype(jnp.float32) - 128
     if zero is None and problem.layout_of_x.offset == -128:
-        return product(x, pack_arrays(w), x_scale=scale, dtype=problem.dtype)
+        return product(x, weight, x_scale=scale, dtype=problem.dtype)
     # A row of ones sums the rows of the weight.
     ones = jnp.full((*x.shape[:-2], 1, x.shape[-1]), 129, x.dtype)
     scales = jnp.concatenate([scale, jnp.ones((*x.shape[:-2], 1, 1), jnp.float32)], axis=-2)
-    y = product(jnp.concatenate([x, ones], axis=-2), pack_arrays(w), x_scale=scales, dtype=jnp.dtype(jnp.float32))
+    y = product(jnp.concatenate([x, ones], axis=-2), weight, x_scale=scales, dtype=jnp.dtype(jnp.float32))
     y, sums = y[..., :-1, :], y[..., -1:, :]
     return (y - jnp.broadcast_to(shift * scale, y.shape) * jnp.broadcast_to(sums, y.shape)).astype(problem.dtype)
 
@@ -171,7 +175,9 @@ def _pallas_tpu() -> Any:
 
 IMPLEMENTATIONS = {
     "cpu": _kernel("cpu", _cpu, any_layout=True),
-    "cpu_int8": _Implementation(("cpu",), _cpu_int8_supports, _cpu_int8_product, lambda problem, target: True),
+    "cpu_int8": _Implementation(
+        ("cpu",), _cpu_int8_supports, _cpu_int8_product, takes_codes=lambda problem, target: True, selects=True
+    ),
     "pallas_gpu": _kernel("cuda", _pallas_gpu),
     "pallas_tpu": _kernel("tpu", _pallas_tpu),
     "xla": _Implementation((), _always, _xla, lambda problem, target: kind_of_codes(problem, target) is not None),
@@ -244,13 +250,15 @@ def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[
 
 
 def compute(
-    x: Any, w: QuantizedArray, problem: MatmulProblem, target: Target, name: str
+    x: Any, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target, name: str
 ) -> Float[Array, "*batch rows outer"]:
     """Computes a product with the implementation of that name.
 
     `x` is also codes, or rows to quantize. An implementation that does not take codes gets their values.
     """
     implementation = IMPLEMENTATIONS[name]
+    if isinstance(w, SelectedArray) and not implementation.selects:
+        w = w.taken()
     if problem.activations is None or implementation.takes_codes(problem, target):
         return implementation.compute(x, w, problem, target)
     values = as_codes(x).astype(problem.decoded.dtype).dequantize()
@@ -290,8 +298,10 @@ def multiplied_types(problem: MatmulProblem, target: Target, name: str) -> str:
     return f"{wide} x {wide} (decoded), sums in {sums}"
 
 
-def pack_arrays(w: QuantizedArray, *, as_stored: bool = False) -> Packed:
+def pack_arrays(w: QuantizedArray | SelectedArray, *, as_stored: bool = False) -> Packed:
     """Returns the arrays of a weight for a kernel. Unpacks zero points unless they are wanted `as_stored`."""
+    if isinstance(w, SelectedArray):
+        return pack_arrays(w.stack, as_stored=as_stored)._replace(selected=w.index)
     scale, row_scale = w.scale_bits, None
     if isinstance(scale, QuantizedArray):
         if nested_scale_kind(w.format, w._length) is None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 
-VERSION = "0.1.0"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
+VERSION = "0.1.1"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
 MATMUL, MATMUL_INT8, DECODE = "eqquant_cpu_matmul", "eqquant_cpu_matmul_int8", "eqquant_cpu_decode"
 
 _INSTALL = f"install `eqquant-cpu=={VERSION}`, or build it with `pip install ./native`"

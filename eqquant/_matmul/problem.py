@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._array.array import QuantizedArray
+from .._array.selected import SelectedArray
 from .._formats import FP8
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points
 from .._numerics.blocks import num_blocks
@@ -61,6 +62,7 @@ def problem_of(
 
 def has_plain_scales(w: Any) -> bool:
     """Returns whether a weight, or a shard of one, holds decoded scales that its format would quantize."""
+    w = w.stack if isinstance(w, SelectedArray) else w
     return w.format.scale_format is not None and not isinstance(w.scale_bits, QuantizedArray)
 
 

@@ -18,10 +18,11 @@ from jaxtyping import Array, ArrayLike
 from .._array.activation import ActivationQuantizedArray
 from .._array.array import QuantizedArray
 from .._array.product import dot_general
+from .._array.selected import SelectedArray
 
 
 def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:
-    dense = (x.dequantize() if isinstance(x, QuantizedArray) else x for x in operands)
+    dense = (x.dequantize() if isinstance(x, (QuantizedArray, SelectedArray)) else x for x in operands)
     return primitive.bind(*dense, **params)
 
 
@@ -136,6 +137,16 @@ def _dot_general_right(x: ArrayLike, q: QuantizedArray, **params: Any) -> Array:
 
 
 @quax.register(lax.dot_general_p)
+def _dot_general_selected_left(q: SelectedArray, x: ArrayLike, **params: Any) -> Array:
+    return _dot_general(q, x, params, left=True)
+
+
+@quax.register(lax.dot_general_p)
+def _dot_general_selected_right(x: ArrayLike, q: SelectedArray, **params: Any) -> Array:
+    return _dot_general(q, x, params, left=False)
+
+
+@quax.register(lax.dot_general_p)
 def _dot_general_both(p: QuantizedArray, q: QuantizedArray, **params: Any) -> Array:
     return _dot_general(q, p, params, left=False)
 
@@ -151,12 +162,14 @@ def _dot_general_quantizing_left(x: ArrayLike, w: ActivationQuantizedArray, **pa
 
 
 def _dot_general_quantizing(w: ActivationQuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
-    if isinstance(w.array, QuantizedArray) and (w.scale_bits is None or w.scale_bits.ndim == 0):
+    if isinstance(w.array, (QuantizedArray, SelectedArray)) and (w.scale_bits is None or w.scale_bits.ndim == 0):
         return _dot_general(w.array, x, params, left=left, activations=w.quantize_rows)
     return _dense(lax.dot_general_p, *((w.dequantize(), x) if left else (x, w.dequantize())), **params)
 
 
-def _dot_general(q: QuantizedArray, x: Any, params: dict[str, Any], *, left: bool, activations: Any = None) -> Array:
+def _dot_general(
+    q: QuantizedArray | SelectedArray, x: Any, params: dict[str, Any], *, left: bool, activations: Any = None
+) -> Array:
     """Computes `dot_general` by the quantized matmul where its dimension numbers allow it, otherwise dense."""
     x = x if isinstance(x, QuantizedArray) else jnp.asarray(x)
     dtype = jnp.dtype(params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype))

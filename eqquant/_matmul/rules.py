@@ -23,6 +23,7 @@ from jaxtyping import Array
 from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.primitive import operands_of, quantized_matmul_p
+from .._array.selected import SelectedArray
 from . import dispatch
 from .partition import partitioned
 from .problem import problem_of, Target
@@ -48,14 +49,17 @@ def _compute(
     by_columns: tuple[bool, bool],
     devices: int = 1,
 ) -> Array:
-    def compute(x: Any, w: QuantizedArray) -> Array:
+    def compute(x: Any, w: QuantizedArray | SelectedArray) -> Array:
         problem = problem_of(x, w, transpose, precision, by_columns)
         name, _ = dispatch.choose(target, problem, implementation)
         return dispatch.compute(x, w, problem, target, name)
 
     x, w = operands_of(args, x_tree, w_tree)
     # `gradient_of` does not affect the value.
-    w = dataclasses.replace(w, gradient_of=None)
+    if isinstance(w, SelectedArray):
+        w = w.taken() if devices > 1 else w
+    else:
+        w = dataclasses.replace(w, gradient_of=None)
     if isinstance(x, QuantizedArray):
         x = dataclasses.replace(x, gradient_of=None)
     if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
@@ -107,8 +111,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
         # An implementation that multiplies codes with codes cannot take floats.
         of_floats = {"x_tree": jtu.tree_structure(0), "implementation": None} if of_codes else {}
         dys.append(quantized_matmul_p.bind(dx.astype(x.dtype), *jtu.tree_leaves(w), **{**params, **of_floats}))
-    if dw.gradient_of is not None and type(dw.gradient_of) is not ad.Zero:
-        d_weight = dw.gradient_of.astype(x.dtype)
+    gradient_of = None if isinstance(dw, SelectedArray) else dw.gradient_of
+    if gradient_of is not None and type(gradient_of) is not ad.Zero:
+        d_weight = gradient_of.astype(x.dtype)
         d_weight = d_weight if params["transpose"] else jnp.swapaxes(d_weight, -1, -2)
         dys.append(jnp.matmul(x.dequantize() if of_codes else x, d_weight, precision=params["precision"]))
     if not dys:
@@ -124,8 +129,10 @@ def _transpose(dy: Any, *args: Any, transpose: bool, by_columns: tuple[bool, boo
     return [dx, *nothing]
 
 
-def _batch(args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, transpose: bool, **params: Any) -> Any:
-    bind = ft.partial(quantized_matmul_p.bind, x_tree=x_tree, transpose=transpose, **params)
+def _batch(
+    args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, w_tree: Any, transpose: bool, **params: Any
+) -> Any:
+    bind = ft.partial(quantized_matmul_p.bind, x_tree=x_tree, w_tree=w_tree, transpose=transpose, **params)
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     count = x_tree.num_leaves
     of_x, of_w = list(zip(args, dims, strict=True))[:count], list(zip(args, dims, strict=True))[count:]
@@ -136,6 +143,9 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, transpose: 
         rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in stacked]
         y = bind(*rows, *(a for a, _ in of_w), by_columns=(False, False))  # examples come before columns
         return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
+    selected = _batch_of_selections(of_w, w_tree, size)
+    if selected is not None:
+        return bind(*(moved(a, d, size) for a, d in of_x), *selected), 0
     weights = [moved(a, d, size) for a, d in of_w]
     if all(d is None for _, d in of_x) and args[0].ndim == 2 and not transpose:
         # All weights share the input: their rows become the rows of one weight.
@@ -143,6 +153,22 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, transpose: 
         y = bind(*(a for a, _ in of_x), *(a.reshape(size * n, a.shape[-1]) for a in weights))
         return y.reshape(y.shape[0], size, n), 1
     return bind(*(moved(a, d, size) for a, d in of_x), *weights), 0
+
+
+def _batch_of_selections(of_w: Sequence[tuple[Any, int | None]], w_tree: Any, size: int) -> list[Any] | None:
+    """Returns the leaves of a batch of selections, or `None` if the weight is none. The stack gets no batch axis."""
+    w = jtu.tree_unflatten(w_tree, [a for a, _ in of_w])
+    if not isinstance(w, SelectedArray):
+        return None
+    *stack, (index, dim) = of_w
+    index = moved(index, dim, size)
+    if any(d is not None for _, d in stack):
+        # A stack for each example: they become one.
+        stacks = [moved(a, d, size) for a, d in stack]
+        first = jnp.arange(size, dtype=index.dtype) * stacks[0].shape[1]
+        index = index + first.reshape(-1, *[1] * (index.ndim - 1))
+        return [*(a.reshape(-1, *a.shape[2:]) for a in stacks), index]
+    return [*(a for a, _ in stack), index]
 
 
 def moved(a: Array, dim: int | None, size: int, to: int = 0) -> Array:

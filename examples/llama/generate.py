@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--cache", help="the format of the cache: int8, int4, fp8, nf4, ...; by default floats")
     add("--mesh", type=int, default=1, help="divides weights and cache among so many devices")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of floats and activations")
-    add("--scan", action="store_true", help="stacks the layers: compiles faster, runs slower on a CPU")
+    add("--scan", action="store_true", help="stacks the layers: compiles faster, but float weights run slower on a CPU")
     add("--random", choices=RANDOM, help="random weights instead of a model; then prompts are numbers")
     add("--smoke", action="store_true", help="tries everything on a tiny random model")
     options = parser.parse_args(arguments)

@@ -43,7 +43,7 @@ ffi::Error done(bool enough) {
 // Fills in what describes the weight. Null, or what is wrong. With `one_more`, `rest` has an argument more at its end.
 const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest, bool one_more,
                        ffi::Span<const float> table, int32_t bits, int64_t length, int64_t block_size, int32_t scale_kind, int32_t values,
-                       bool row_scale, bool zero_points, Problem* out) {
+                       bool row_scale, bool zero_points, bool selected, Problem* out) {
   Problem& p = *out;
   Matrix cs, ss;
   if (!as_matrix(codes, &cs) || !as_matrix(scale, &ss)) return "arrays must have at least two dimensions";
@@ -55,10 +55,10 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
   if (scale.element_type() != scale_type) return "scales must be unsigned integers of the width of their kind";
   if (bits != 1 && bits != 2 && bits != 4 && bits != 8) return "codes must have 1, 2, 4 or 8 bits";
   if (table.size() != size_t{1} << bits) return "the table must have a value for each code";
-  if (rest.size() != size_t{row_scale} + size_t{zero_points} + size_t{one_more}) return "the number of arguments is not that of the flags";
+  if (rest.size() != size_t{row_scale} + size_t{zero_points} + size_t{selected} + size_t{one_more}) return "the number of arguments is not that of the flags";
   if (ss.batch != cs.batch) return "batches differ";
   if (ss.rows != cs.rows) return "codes and scales differ in their rows";
-  p.batch = cs.batch;
+  p.batch = p.stack = cs.batch;
   p.n = cs.rows;
   p.words = cs.columns;
   p.k = length;
@@ -72,18 +72,24 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
     auto found = rest.get<ffi::AnyBuffer>(at++);
     Matrix rs;
     if (!found.has_value() || found->element_type() != ffi::DataType::F32 || !as_matrix(*found, &rs) ||
-        rs.batch != p.batch || rs.rows != p.n || rs.columns != 1)
+        rs.batch != p.stack || rs.rows != p.n || rs.columns != 1)
       return "the scales of rows must be float32, one for each";
     p.row_scale = static_cast<const float*>(found->untyped_data());
   }
   if (zero_points) {
-    auto found = rest.get<ffi::AnyBuffer>(at);
+    auto found = rest.get<ffi::AnyBuffer>(at++);
     Matrix zs;
     if (!found.has_value() || found->element_type() != ffi::DataType::U8 || !as_matrix(*found, &zs) ||
-        zs.batch != p.batch || zs.rows != p.n || zs.columns != (p.blocks * p.bits + 7) / 8)
+        zs.batch != p.stack || zs.rows != p.n || zs.columns != (p.blocks * p.bits + 7) / 8)
       return "zero points must be uint8, one for each scale, packed as codes are";
     p.zero_words = zs.columns;
     p.zero_point = static_cast<const uint8_t*>(found->untyped_data());
+  }
+  if (selected) {
+    auto found = rest.get<ffi::AnyBuffer>(at);
+    if (!found.has_value() || found->element_type() != ffi::DataType::S32) return "what is selected must be int32";
+    p.batch = static_cast<int64_t>(found->element_count());
+    p.selected = static_cast<const int32_t*>(found->untyped_data());
   }
   p.codes = static_cast<const uint8_t*>(codes.untyped_data());
   p.scale = scale.untyped_data();
@@ -91,11 +97,11 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
   return nullptr;
 }
 
-// Arguments: x, codes, scale, and then row_scale and zero_point if there are any.
+// Arguments: x, codes, scale, and then row_scale, zero_point and selected if there are any.
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table, int32_t bits,
                   int64_t length, int64_t block_size, int32_t scale_kind, int32_t values, bool row_scale,
-                  bool zero_points, bool transpose, bool x_transposed, bool y_transposed, int32_t precision) {
+                  bool zero_points, bool selected, bool transpose, bool x_transposed, bool y_transposed, int32_t precision) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
@@ -103,7 +109,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   Problem p = {};
   Matrix xs, ys;
   if (const char* wrong =
-          set_weight(codes, scale, rest, false, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, &p))
+          set_weight(codes, scale, rest, false, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, selected, &p))
     return bad(wrong);
   if (!as_matrix(x, &xs) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
   if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
@@ -136,7 +142,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
 ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                        ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table,
                        int32_t bits, int64_t length, int64_t block_size, int32_t scale_kind, int32_t values,
-                       bool row_scale, bool zero_points, bool x_transposed, bool y_transposed) {
+                       bool row_scale, bool zero_points, bool selected, bool x_transposed, bool y_transposed) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
@@ -150,7 +156,7 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   if (q.form == kFloats && x.element_type() != y->element_type())
     return bad("x must be int8, uint8 or of the type of the result");
   if (const char* wrong = set_weight(codes, scale, rest, q.form != kFloats, table, bits, length, block_size, scale_kind,
-                                     values, row_scale, zero_points, &p))
+                                     values, row_scale, zero_points, selected, &p))
     return bad(wrong);
   if (!as_matrix(x, &xs) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
   p.m = x_transposed ? xs.columns : xs.rows;
@@ -181,16 +187,16 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   return done(run_int8(*isa, q, pool, pool.num_threads()));
 }
 
-// Arguments: codes, scale, and then row_scale and zero_point if there are any.
+// Arguments: codes, scale, and then row_scale, zero_point and selected if there are any.
 ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
                   ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table, int32_t bits, int64_t length,
-                  int64_t block_size, int32_t scale_kind, int32_t values, bool row_scale, bool zero_points, bool clip) {
+                  int64_t block_size, int32_t scale_kind, int32_t values, bool row_scale, bool zero_points, bool selected, bool clip) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
   Problem p = {};
   Matrix ys;
-  if (const char* wrong = set_weight(codes, scale, rest, false, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, &p))
+  if (const char* wrong = set_weight(codes, scale, rest, false, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, selected, &p))
     return bad(wrong);
   if (!as_matrix(*y, &ys) || ys.batch != p.batch || ys.rows != p.n || ys.columns != p.k)
     return bad("the result has a wrong shape");
@@ -217,7 +223,8 @@ auto bind_weight(Binding&& binding) {
       .template Attr<int32_t>("scale_kind")
       .template Attr<int32_t>("values")
       .template Attr<bool>("row_scale")
-      .template Attr<bool>("zero_points");
+      .template Attr<bool>("zero_points")
+      .template Attr<bool>("selected");
 }
 
 }  // namespace

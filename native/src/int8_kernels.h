@@ -536,8 +536,9 @@ struct Int8Kernels {
     auto* several_scales = zero ? many_scales<kBits, kLookUp, 1, true> : many_scales<kBits, kLookUp, 1, false>;
     if (r.size == 32) several_scales = zero ? many_scales<kBits, kLookUp, 2, true> : many_scales<kBits, kLookUp, 2, false>;
     if (r.size == 16) several_scales = zero ? many_scales<kBits, kLookUp, 4, true> : many_scales<kBits, kLookUp, 4, false>;
+    const int64_t weight = first_row(&p, batch);
     for (int64_t n = first; n < first + count; ++n) {
-      const int64_t row = batch * p.n + n;
+      const int64_t row = weight + n;
       float sum;
       if (r.count == 1) {
         float scale[4 + 1];
@@ -587,7 +588,7 @@ struct Int8Kernels {
     a.scale = scale;
     a.offset = offset;
     for (int64_t i = 0; i < count; i += kRows) {
-      const int64_t rows = min64(kRows, count - i), row = batch * p.n + first + i;
+      const int64_t rows = min64(kRows, count - i), row = first_row(&p, batch) + first + i;
       memset(partial, 0, 4 * kRows * p.m * L);
       memset(sums, 0, 4 * kRows * p.m * (L + 1));
       Step s = first_step(r);
@@ -733,7 +734,7 @@ struct Int8Kernels {
       const int64_t position = s.run * r.size + s.offset;
       a.step = s;
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t row = batch * p.n + first + i;
+        const int64_t row = first_row(&p, batch) + first + i;
         step_scales(p, r, v, s, row, scale + i * kRunRoom, offset + i * kRunRoom);
         const uint8_t* w = decode(p, r, v, s, row, offset + i * kRunRoom, false, rooms + d.rows * kStepRoom,
                                   rooms + i * kStepRoom);

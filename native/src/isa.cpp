@@ -56,6 +56,8 @@ void find(Found& found) {
   found.all[found.count++] = &kIsaAvx512;
   if (!bit(c7, 11)) return;
   found.all[found.count++] = &kIsaAvx512Vnni;
+  if (!bit(c7, 1)) return;  // machines with tiles have it
+  found.all[found.count++] = &kIsaAvx512Vbmi;
 #ifdef EQQUANT_EMULATE
   for (int i = found.count++; i > 0; --i) found.all[i] = found.all[i - 1];
   found.all[0] = &kIsaAmx;  // the slowest

@@ -37,6 +37,8 @@ extern const Isa kIsaAvx2;
 extern const Isa kIsaAvx512;
 extern const MatmulKernel kMatmulAvx512, kDecodeAvx512;  // of those that add to it
 extern const Isa kIsaAvx512Vnni;
+extern const MatmulKernel kMatmulAvx512Vbmi, kDecodeAvx512Vbmi;
+extern const Isa kIsaAvx512Vbmi;
 extern const Isa kIsaAmx;
 #elif defined(__aarch64__) || defined(_M_ARM64)
 extern const Isa kIsaNeon;

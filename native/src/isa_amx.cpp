@@ -164,7 +164,7 @@ bool takes(const Problem& p) {
 
 void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = *problem;
-  if (!takes(p)) return kMatmulAvx512.plan(problem, threads, out);
+  if (!takes(p)) return kMatmulAvx512Vbmi.plan(problem, threads, out);
   const Runs r = runs_of(p);
   Detail d;
   d.mine = 1;
@@ -194,7 +194,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
 
 void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t part) {
   const Problem& p = *problem;
-  if (!takes(p)) return kMatmulAvx512.prepare(problem, plan, memory, part);
+  if (!takes(p)) return kMatmulAvx512Vbmi.prepare(problem, plan, memory, part);
   const Runs r = runs_of(p);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
@@ -300,7 +300,7 @@ void multiply(const Detail& d, const uint8_t* w, const uint8_t* x, int64_t lanes
 
 void run(const Problem* problem, const Plan* plan, const void* shared, void* memory, int64_t unit) {
   const Problem& p = *problem;
-  if (!takes(p)) return kMatmulAvx512.run(problem, plan, shared, memory, unit);
+  if (!takes(p)) return kMatmulAvx512Vbmi.run(problem, plan, shared, memory, unit);
   const Runs r = runs_of(p);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
@@ -321,7 +321,7 @@ void run(const Problem* problem, const Plan* plan, const void* shared, void* mem
   do {
     const int64_t from = run_start(r, s.run) + s.offset;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t row = batch * p.n + first + i, block0 = s.run / r.per_block;
+      const int64_t row = first_row(&p, batch) + first + i, block0 = s.run / r.per_block;
       decode_scales_avx512(&p, row, block0, (s.run + s.runs - 1) / r.per_block + 1, scales + i * kRunRoom);
       const int64_t end = run_start(r, s.run + s.runs - 1) + run_length(r, p.k, s.run + s.runs - 1);
       const int64_t to = s.runs == 1 ? min64(end, from + s.length) : end;
@@ -375,4 +375,4 @@ void run(const Problem* problem, const Plan* plan, const void* shared, void* mem
 
 extern const Int8Kernel kInt8Amx = {Kernels8::plan, Kernels8::prepare, run_int8};
 extern const MatmulKernel kMatmulAmx = {plan, prepare, run};
-extern const Isa kIsaAmx = {"amx", &kMatmulAmx, &kDecodeAvx512, &kInt8Amx};
+extern const Isa kIsaAmx = {"amx", &kMatmulAmx, &kDecodeAvx512Vbmi, &kInt8Amx};

@@ -19,6 +19,8 @@
 //   kLooksUpBytes           whether a table of 256 is faster than converting integers and floats of eight bits
 //   integers, e4m3, e5m2, ue4m4, e8m0, bytes256(p, table)        L floats from L bytes
 //   bf16, f16               L floats from 2 L bytes;  to_bf16, to_f16 the reverse
+//   kTablesOfBytes          whether there is decode64<bytes>(p, planes, f): f[0] to f[64 / L - 1] from 64 bytes, by the
+//                           upper 2 or all 4 bytes of a table of 256 floats, of which `planes` holds one after the other
 //   prefetch(p)
 //   transpose(a)            a[0] to a[L - 1], L x L floats; where L is more than 4
 //
@@ -69,6 +71,7 @@ EQQ_INLINE int64_t aligned(int64_t bytes) { return div_up(bytes, 64) * 64; }
 
 // Conversions of single values, a base of every `V`.
 struct Bfloat16 {
+  static constexpr bool kTablesOfBytes = false;
   EQQ_INLINE float one_bf16(uint16_t bits) {
     const uint32_t wide = static_cast<uint32_t>(bits) << 16;
     float value;
@@ -124,6 +127,7 @@ EQQ_INLINE Shape shape_of(const Problem& p) {
 // The same table in every row, and where each code of a segment is. Packed `x` lies behind it in shared memory.
 struct Shared {
   float table[256];
+  uint8_t planes[4][256];  // the bytes of its floats, the low ones first, where `V` looks up those
   // Of whole segments in `kAnyBlock`, and then of the last one: the block of each code in the order of decoding, less
   // the first of the segment; and whether it is a code, not padding.
   int32_t* index;
@@ -179,12 +183,12 @@ struct Kernels {
 
   static int64_t indices(const Shape& s) { return s.mode == kAnyBlock ? s.segments : 1; }
 
-  static int64_t shared_header(const Shape& s) { return aligned(1024 + 4 * (2 * indices(s) + 1) * s.codes); }
+  static int64_t shared_header(const Shape& s) { return aligned(2048 + 4 * (2 * indices(s) + 1) * s.codes); }
 
   static Shared open_shared(const Shape& s, const void* memory) {
     Shared r;
     char* bytes = static_cast<char*>(const_cast<void*>(memory));
-    r.index = reinterpret_cast<int32_t*>(bytes + 1024);
+    r.index = reinterpret_cast<int32_t*>(bytes + 2048);
     r.mask = r.index + indices(s) * s.codes;
     r.place = r.mask + indices(s) * s.codes;
     r.x = reinterpret_cast<float*>(bytes + shared_header(s));
@@ -312,6 +316,17 @@ struct Kernels {
     return V::bytes256(p, table);
   }
 
+  // All codes of a segment.
+  template <int kValues>
+  EQQ_INLINE void decode_all_bytes(const uint8_t* p, const float* table, F offset, F* out) {
+    if constexpr (V::kTablesOfBytes && kValues != kValueInteger) {
+      V::template decode64<kValues == kValueTable ? 4 : 2>(p, reinterpret_cast<const uint8_t*>(table + 256), out);
+    } else {
+#pragma GCC unroll 16
+      for (int v = 0; v < 64 / L; ++v) out[v] = decode_bytes<kValues>(p + v * L, table, offset);
+    }
+  }
+
   // The vectors of a segment in the order of decoding, unrolled: `f(constant, vector)`. Without `kScaled` they are as
   // in the table, less the zero point, and whoever asks scales them.
   template <int kBits, int kValues, Mode kMode, bool kZero, bool kMask>
@@ -320,8 +335,10 @@ struct Kernels {
     if constexpr (kBits == 8) {
       const F offset = V::broadcast(table256[0]);
       constexpr int kVectors = 64 / L;
+      F all[kVectors];
+      if (V::kTablesOfBytes) decode_all_bytes<kValues>(bytes, table256, offset, all);
       for (int v = 0; v < kVectors; ++v) {
-        F w = decode_bytes<kValues>(bytes + v * L, table256, offset);
+        F w = V::kTablesOfBytes ? all[v] : decode_bytes<kValues>(bytes + v * L, table256, offset);
         if (kMode == kAnyBlock) {
           if (kZero) w = V::sub(w, V::gather(zero, index + v * L));
           w = V::mul(w, V::gather(scale, index + v * L));
@@ -486,23 +503,31 @@ struct Kernels {
         constexpr int kVectors = 64 / L, kGrain = 64 / per_plane(kMode) / L;
         F part[kRows];
         for (int r = 0; r < kRows; ++r) part[r] = V::zero();
+        constexpr bool kAtOnce = V::kTablesOfBytes && kValues != kValueInteger;
+        constexpr int kOuter = kAtOnce ? kRows : 1, kInner = kAtOnce ? 1 : kRows;
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) {
-          const F xs = V::load(x + i * 64 + v * L);
+        for (int outer = 0; outer < kOuter; ++outer) {
+          F all[kVectors];
+          if (kAtOnce) decode_all_bytes<kValues>(bytes[outer] + i * 64, values, offset, all);
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) {
-            F w = decode_bytes<kValues>(bytes[r] + i * 64 + v * L, values, offset);
-            const int64_t g = kMode == kOneScale ? 0 : i * step + v / kGrain;
-            if (kZero) w = V::sub(w, V::broadcast(scales[r].zero[g]));
-            if (kMode == kOneScale) {
-              if (v % 2) {
-                more[r] = V::fma(w, xs, more[r]);
+          for (int v = 0; v < kVectors; ++v) {
+            const F xs = V::load(x + i * 64 + v * L);
+#pragma GCC unroll 8
+            for (int inner = 0; inner < kInner; ++inner) {
+              const int r = outer + inner;
+              F w = kAtOnce ? all[v] : decode_bytes<kValues>(bytes[r] + i * 64 + v * L, values, offset);
+              const int64_t g = kMode == kOneScale ? 0 : i * step + v / kGrain;
+              if (kZero) w = V::sub(w, V::broadcast(scales[r].zero[g]));
+              if (kMode == kOneScale) {
+                if (v % 2) {
+                  more[r] = V::fma(w, xs, more[r]);
+                } else {
+                  acc[r] = V::fma(w, xs, acc[r]);
+                }
               } else {
-                acc[r] = V::fma(w, xs, acc[r]);
+                part[r] = v % kGrain ? V::fma(w, xs, part[r]) : V::mul(w, xs);
+                if (v % kGrain == kGrain - 1) acc[r] = V::fma(part[r], V::broadcast(scales[r].scale[g]), acc[r]);
               }
-            } else {
-              part[r] = v % kGrain ? V::fma(w, xs, part[r]) : V::mul(w, xs);
-              if (v % kGrain == kGrain - 1) acc[r] = V::fma(part[r], V::broadcast(scales[r].scale[g]), acc[r]);
             }
           }
         }
@@ -829,6 +854,12 @@ struct Kernels {
     float* table = static_cast<float*>(shared);
     const int codes = 1 << p.bits;
     for (int i = 0; i < 256; ++i) table[i] = p.table[i % codes];
+    if (V::kTablesOfBytes && p.bits == 8)
+      for (int i = 0; i < 256; ++i) {
+        uint8_t bytes[4];  // the low one first, as on every machine with this
+        memcpy(bytes, table + i, 4);
+        for (int j = 0; j < 4; ++j) reinterpret_cast<uint8_t*>(table + 256)[256 * j + i] = bytes[j];
+      }
     const bool indexed = s.mode == kAnyBlock || s.segments > s.whole;
     int64_t segment = !indexed ? s.segments : s.mode == kAnyBlock ? 0 : s.whole;
     for (int64_t at = 0; segment < s.segments; ++segment)
@@ -995,18 +1026,19 @@ struct Kernels {
                       int64_t count, float* own) {
     const DotRows kernel = dot_kernel(p);
     const bool fused = s.mode != kAnyBlock;
+    const int64_t weight = first_row(&p, batch);
     for (int64_t r = 0; r < count; r += V::kDotRows) {
       float results[V::kDotRows];
       const int64_t rows = min64(V::kDotRows, count - r);
       if (fused) {
-        kernel(p, s, shared, x, batch * p.n + first + r, rows, own, results);
+        kernel(p, s, shared, x, weight + first + r, rows, own, results);
       } else {
         const DecodeRow decode = row_decoder(p);
         float* segment = own + V::kDotRows * 2 * scale_room(p, s, scale_segments(s));
         for (int64_t i = 0; i < rows; ++i) {
           F sum = V::zero();
           for (int64_t at = 0; at < s.segments; ++at) {
-            const int64_t row = batch * p.n + first + r + i;
+            const int64_t row = weight + first + r + i;
             const RowScales scales = row_scales(p, s, row, at, at + 1, own);
             decode(p, s, shared, row, at, at + 1, scales, at, own + scale_room(p, s, scale_segments(s)) * 2, segment);
             for (int64_t j = 0; j < s.codes; j += L)
@@ -1029,9 +1061,9 @@ struct Kernels {
     // Groups are about equally large.
     const int64_t group = div_up(p.m, div_up(p.m, V::kFewGroup));
     const int64_t step = chunk_segments(s), scales_step = scale_segments(s);
-    const int64_t room = 2 * scale_room(p, s, scales_step);
+    const int64_t room = 2 * scale_room(p, s, scales_step), weight = first_row(&p, batch);
     for (int64_t r = 0; r < count; r += kRows) {
-      const int64_t rows = min64(kRows, count - r), row = batch * p.n + first + r;
+      const int64_t rows = min64(kRows, count - r), row = weight + first + r;
       memset(sums, 0, 4 * kRows * p.m * L);
       RowScales scale[kRows];
       int64_t origin = 0;
@@ -1043,7 +1075,7 @@ struct Kernels {
             origin = segment;
             scale[i] = whole_scales(p, s, at, segment, scales + (i + 1) * room);
           }
-          const int64_t next = min64(at + kRows, batch * p.n + p.n - 1);
+          const int64_t next = min64(at + kRows, weight + p.n - 1);
           for (int64_t j = segment; j < min64(end, s.whole); ++j) V::prefetch(p.codes + next * p.words + j * kSegment);
           decode(p, s, shared, at, segment, end, scale[i], origin, scales, decoded + i * kChunkStride);
         }
@@ -1068,14 +1100,14 @@ struct Kernels {
     const DecodeRow decode = row_decoder(p);
     const int64_t start = block * kRowBlock, rows = min64(kRowBlock, d.m_padded - start);
     const int64_t step = chunk_segments(s), scales_step = scale_segments(s);
-    const int64_t room = 2 * scale_room(p, s, scales_step);
+    const int64_t room = 2 * scale_room(p, s, scales_step), weight = first_row(&p, batch);
     memset(sums, 0, 4 * count * rows);
     RowScales scale[kMostRows];
     int64_t origin = 0;
     for (int64_t segment = 0; segment < s.segments; segment += step) {
       const int64_t end = min64(segment + step, s.segments), length = span(s, segment, end);
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t row = batch * p.n + first + i;
+        const int64_t row = weight + first + i;
         if (segment % scales_step == 0) {
           origin = segment;
           scale[i] = whole_scales(p, s, row, segment, scales + (i + 1) * room);
@@ -1124,12 +1156,12 @@ struct Kernels {
     float* sums = reinterpret_cast<float*>(own + d.sums);
     const DecodeRow decode = row_decoder(p);
     const int64_t start = block * kRowBlock, rows = min64(kRowBlock, p.m - start), width = count * s.codes;
-    const int64_t room = 2 * scale_room(p, s, d.rows);
+    const int64_t room = 2 * scale_room(p, s, d.rows), weight = first_row(&p, batch);
     memset(sums, 0, 4 * rows * width);
     for (int64_t n = 0; n < p.n; n += kRowChunk) {
       const int64_t some = min64(kRowChunk, p.n - n);
       for (int64_t i = 0; i < some; ++i) {
-        const int64_t row = batch * p.n + n + i, end = min64(first + count, s.whole);
+        const int64_t row = weight + n + i, end = min64(first + count, s.whole);
         RowScales r = {scales, scales};
         if (first < end) r = row_scales(p, s, row, first, end, scales);
         decode(p, s, shared, row, first, first + count, r, first, scales + room, decoded + i * width);
@@ -1183,7 +1215,8 @@ struct Kernels {
     if (s.whole < s.segments)
       for (int64_t i = 0; i < s.codes; ++i) order[i] = static_cast<int32_t>(logical(p, s, s.whole, i));
     const DecodeRow decode = row_decoder(p);
-    for (int64_t row = first; row < last; ++row) {
+    for (int64_t at = first; at < last; ++at) {
+      const int64_t row = first_row(&p, at / p.n) + at % p.n;
       RowScales scale = {scales, scales};
       int64_t origin = 0;
       for (int64_t segment = 0; segment < s.segments; segment += step) {
@@ -1207,7 +1240,7 @@ struct Kernels {
               for (int64_t plane = 0; plane < s.planes; ++plane, from += 4 * L) interleave(from, to + plane * kSegment + h * 4 * L);
           }
         }
-        write_row(p, row * p.k + start, ordered, min64(end * s.codes, p.k) - start);
+        write_row(p, at * p.k + start, ordered, min64(end * s.codes, p.k) - start);
       }
     }
   }

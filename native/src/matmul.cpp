@@ -38,18 +38,19 @@ const char* check_problem(const Problem& p, char* text, size_t room) {
             "no values of kind %d are known for codes of %d bits", p.values, p.bits);
   EQQ_CHECK(p.x_type >= kFloat32 && p.x_type <= kFloat16, "no floats of kind %d are known", p.x_type);
   const int64_t inner = p.transpose ? p.n : p.k, outer = p.transpose ? p.k : p.n;
-  EQQ_CHECK(product(p.batch, p.n, p.words) >= 0 && product(p.batch, p.m, inner + 1024) >= 0 &&
+  EQQ_CHECK(product(p.selected == nullptr ? p.batch : p.stack, p.n, p.words) >= 0 && product(p.batch, p.m, inner + 1024) >= 0 &&
                 product(p.batch, p.m, outer) >= 0 && product(p.m + 64, inner + 1024, 4 * (p.batch + 1)) >= 0,
             "the product is too large");
   const int64_t item = p.x_type == kFloat32 ? 4 : 2;
   const int64_t scale = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
   EQQ_CHECK(p.table != nullptr && !misaligned(p.table, 4), "the table is missing or misaligned");
+  EQQ_CHECK(p.selected == nullptr || p.batch == 0 || p.stack > 0, "nothing can be selected from an empty stack");
   const bool some = p.batch > 0 && p.n > 0 && p.k > 0;
   EQQ_CHECK(!some || (p.codes != nullptr && p.scale != nullptr), "the weight is missing");
   EQQ_CHECK(p.batch == 0 || p.m == 0 || inner == 0 || p.x != nullptr, "x is missing");
   EQQ_CHECK(p.batch == 0 || p.m == 0 || outer == 0 || p.y != nullptr, "y is missing");
   EQQ_CHECK(!misaligned(p.x, item) && !misaligned(p.y, item) && !misaligned(p.scale, scale) &&
-                !misaligned(p.row_scale, 4),
+                !misaligned(p.row_scale, 4) && !misaligned(p.selected, 4),
             "an array is misaligned");
 #undef EQQ_CHECK
   return nullptr;

@@ -4,6 +4,8 @@
 //   y(b, m, k) = sum over n of x(b, m, n) w(b, n, k),         where
 //   w(b, n, k) = (table[code] - zero_point) * (scale * row_scale).
 //
+// With `selected`, `w(b)` is array `selected[b]` of a stack, which is read where it lies.
+//
 // Decoding is a problem without `x`: `m` is 0, `y` is (batch, n, k) without gaps, and `x_type` is the type of `y`.
 #ifndef EQQUANT_PROBLEM_H_
 #define EQQUANT_PROBLEM_H_
@@ -44,8 +46,10 @@ typedef struct Problem {
   const float* row_scale;     // (batch, n), or null
   const uint8_t* zero_point;  // (batch, n, zero_words), packed as codes are; or null
   const float* table;         // 2^bits values
+  const int32_t* selected;    // (batch,), or null; then codes, scales and so on are (stack, n, ...)
 
   int64_t batch, m, n, k;
+  int64_t stack;       // with `selected`
   int64_t words;       // bytes of a row: k * bits / 8, rounded up
   int64_t blocks;      // scales of a row: k / block_size, rounded up
   int64_t zero_words;  // bytes of the zero points of a row: blocks * bits / 8, rounded up
@@ -78,6 +82,13 @@ static inline void unpack_zero_points(const Problem& p, int64_t row, int64_t fir
     out += left;
     first += left;
   }
+}
+
+// The first row of the weight of a batch. Like `jax.lax.dynamic_slice`, takes the nearest of a stack.
+static inline int64_t first_row(const Problem* p, int64_t batch) {
+  if (p->selected == 0) return batch * p->n;
+  const int64_t at = p->selected[batch];
+  return (at < 0 ? 0 : at < p->stack ? at : p->stack - 1) * p->n;
 }
 
 #endif  // EQQUANT_PROBLEM_H_

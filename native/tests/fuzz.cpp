@@ -134,6 +134,11 @@ int code_at(const uint8_t* row, int64_t length, int bits, int64_t k) {
   return row[index * 64 + rest % plane] >> (rest / plane * bits) & ((1 << bits) - 1);
 }
 
+// The matrix of the weight that a batch has, by its definition.
+int64_t matrix_of(const Problem& p, int64_t batch) {
+  return p.selected == nullptr ? batch : std::min<int64_t>(std::max<int64_t>(p.selected[batch], 0), p.stack - 1);
+}
+
 struct Made {
   Problem problem;
   std::shared_ptr<void> keep;
@@ -158,6 +163,8 @@ Made make(Random& random) {
   if (p.block_size > p.k) p.block_size = p.k;
   if (p.block_size < 1) p.block_size = 1;
   p.words = (p.k * p.bits + 7) / 8;
+  const bool selects = coin(random, 30);  // from a stack, also what is beyond its ends
+  p.stack = selects ? 1 + below(random, 4) : p.batch;
   p.blocks = (p.k + p.block_size - 1) / p.block_size;
   p.zero_words = (p.blocks * p.bits + 7) / 8;
   p.scale_kind = static_cast<int>(below(random, 7));
@@ -179,12 +186,14 @@ Made make(Random& random) {
     Exact<uint8_t> codes, scale, zero;
     Exact<float> row_scale, table;
     Exact<uint8_t> x, y;
+    Exact<int32_t> selected;
   };
   const int64_t item = p.x_type == kFloat32 ? 4 : 2, width = p.scale_kind == 0 ? 4 : p.scale_kind <= 2 ? 2 : 1;
   auto arrays = std::make_shared<Arrays>(Arrays{
-      Exact<uint8_t>(p.batch * p.n * p.words), Exact<uint8_t>(p.batch * p.n * p.blocks * width),
-      Exact<uint8_t>(p.batch * p.n * p.zero_words), Exact<float>(p.batch * p.n), Exact<float>(int64_t{1} << p.bits),
-      Exact<uint8_t>(p.batch * p.x_batch * item), Exact<uint8_t>(p.batch * p.y_batch * item)});
+      Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * p.blocks * width),
+      Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<float>(p.stack * p.n), Exact<float>(int64_t{1} << p.bits),
+      Exact<uint8_t>(p.batch * p.x_batch * item), Exact<uint8_t>(p.batch * p.y_batch * item),
+      Exact<int32_t>(p.batch)});
   Arrays& a = *arrays;
   made.keep = arrays;
 
@@ -242,6 +251,8 @@ Made make(Random& random) {
   p.table = a.table.data.get();
   p.zero_point = zeros ? a.zero.data.get() : nullptr;
   p.row_scale = rows ? a.row_scale.data.get() : nullptr;
+  for (int64_t b = 0; b < p.batch; ++b) a.selected[b] = static_cast<int32_t>(below(random, p.stack + 2) - 1);
+  p.selected = selects ? a.selected.data.get() : nullptr;
 
   made.expected.assign(p.batch * p.m * outer, 0);
   made.magnitude.assign(p.batch * p.m * outer, 0);
@@ -249,7 +260,7 @@ Made make(Random& random) {
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t n = 0; n < p.n; ++n)
       for (int64_t k = 0; k < p.k; ++k) {
-        const int64_t row = b * p.n + n, block = row * p.blocks + k / p.block_size;
+        const int64_t row = matrix_of(p, b) * p.n + n, block = row * p.blocks + k / p.block_size;
         const double value = a.table[code_at(&a.codes[row * p.words], p.k, p.bits, k)];
         double w = (value - (zeros ? code_at(&a.zero[row * p.zero_words], p.blocks, p.bits, k / p.block_size) : 0)) * scale_value(p.scale_kind, &a.scale[block * width]);
         if (rows) w *= a.row_scale[row];
@@ -265,9 +276,9 @@ Made make(Random& random) {
   for (size_t i = 0; i < plain.size(); ++i) made.error += (plain[i] - made.expected[i]) * (plain[i] - made.expected[i]);
   char text[300];
   snprintf(text, sizeof text,
-           "batch %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d x %d transpose %d zeros %d rows %d turned %d%d precision %d",
-           static_cast<long>(p.batch), static_cast<long>(p.m), static_cast<long>(p.n), static_cast<long>(p.k), p.bits,
-           p.values, static_cast<long>(p.block_size), p.scale_kind, p.x_type, p.transpose, zeros, rows, x_turned, y_turned,
+           "batch %ld of %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d x %d transpose %d zeros %d rows %d turned %d%d precision %d",
+           static_cast<long>(p.batch), selects ? static_cast<long>(p.stack) : 0L, static_cast<long>(p.m),
+           static_cast<long>(p.n), static_cast<long>(p.k), p.bits, p.values, static_cast<long>(p.block_size), p.scale_kind, p.x_type, p.transpose, zeros, rows, x_turned, y_turned,
            p.precision);
   made.text = text;
   return made;
@@ -332,9 +343,10 @@ bool decodes(const Isa& isa, const Made& made, Pool& pool, int threads) {
     printf("%s: decoding is refused: %s (%s)\n", isa.name, why, made.text.c_str());
     return false;
   }
-  for (int64_t row = 0; row < p.batch * p.n; ++row)
+  for (int64_t to = 0; to < p.batch * p.n; ++to)
     for (int64_t k = 0; k < p.k; ++k) {
-      const int64_t block = row * p.blocks + k / p.block_size, at = row * p.k + k;
+      const int64_t row = matrix_of(p, to / p.n) * p.n + to % p.n;
+      const int64_t block = row * p.blocks + k / p.block_size, at = to * p.k + k;
       const float value = p.table[code_at(p.codes + row * p.words, p.k, p.bits, k)] -
                           static_cast<float>(p.zero_point ? code_at(p.zero_point + row * p.zero_words, p.blocks, p.bits, k / p.block_size) : 0);
       const float scale = static_cast<float>(scale_value(p.scale_kind, static_cast<const uint8_t*>(p.scale) + block * width)) *

@@ -30,6 +30,8 @@ MadeInt8 make_int8(Random& random) {
   if (p.block_size > p.k) p.block_size = p.k;
   if (p.block_size < 1) p.block_size = 1;
   p.words = (p.k * p.bits + 7) / 8;
+  const bool selects = coin(random, 30);
+  p.stack = selects ? 1 + below(random, 4) : p.batch;
   p.blocks = (p.k + p.block_size - 1) / p.block_size;
   p.zero_words = (p.blocks * p.bits + 7) / 8;
   p.scale_kind = static_cast<int>(below(random, 7));
@@ -48,14 +50,15 @@ MadeInt8 make_int8(Random& random) {
     Exact<uint8_t> codes, scale, zero;
     Exact<float> row_scale, x_scale, table;
     Exact<uint8_t> x, y;
+    Exact<int32_t> selected;
   };
   const int64_t item = p.x_type == kFloat32 ? 4 : 2, width = p.scale_kind == 0 ? 4 : p.scale_kind <= 2 ? 2 : 1;
   const int64_t x_item = q.form == kFloats ? item : 1;
   auto arrays = std::make_shared<Arrays>(Arrays{
-      Exact<uint8_t>(p.batch * p.n * p.words), Exact<uint8_t>(p.batch * p.n * p.blocks * width),
-      Exact<uint8_t>(p.batch * p.n * p.zero_words), Exact<float>(p.batch * p.n), Exact<float>(p.batch * p.m),
+      Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * p.blocks * width),
+      Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<float>(p.stack * p.n), Exact<float>(p.batch * p.m),
       Exact<float>(int64_t{1} << p.bits), Exact<uint8_t>(p.batch * p.x_batch * x_item),
-      Exact<uint8_t>(p.batch * p.y_batch * item)});
+      Exact<uint8_t>(p.batch * p.y_batch * item), Exact<int32_t>(p.batch)});
   Arrays& a = *arrays;
   made.keep = arrays;
 
@@ -108,12 +111,14 @@ MadeInt8 make_int8(Random& random) {
   p.table = a.table.data.get();
   p.zero_point = zeros ? a.zero.data.get() : nullptr;
   p.row_scale = rows ? a.row_scale.data.get() : nullptr;
+  for (int64_t b = 0; b < p.batch; ++b) a.selected[b] = static_cast<int32_t>(below(random, p.stack + 2) - 1);
+  p.selected = selects ? a.selected.data.get() : nullptr;
   q.x_scale = q.form == kFloats ? nullptr : a.x_scale.data.get();
 
   made.expected.assign(p.batch * p.m * p.n, 0);
   made.magnitude.assign(p.batch * p.m * p.n, 0);
-  std::vector<int32_t> x(p.k), w(p.batch * p.n * p.k);
-  for (int64_t row = 0; row < p.batch * p.n; ++row)
+  std::vector<int32_t> x(p.k), w(p.stack * p.n * p.k);
+  for (int64_t row = 0; row < p.stack * p.n; ++row)
     for (int64_t k = 0; k < p.k; ++k)
       w[row * p.k + k] = static_cast<int32_t>(a.table[code_at(&a.codes[row * p.words], p.k, p.bits, k)]) -
                          (zeros ? code_at(&a.zero[row * p.zero_words], p.blocks, p.bits, k / p.block_size) : 0);
@@ -142,7 +147,7 @@ MadeInt8 make_int8(Random& random) {
       }
       for (int64_t n = 0; n < p.n; ++n)
         for (int64_t block = 0; block < p.blocks && p.k > 0; ++block) {
-          const int64_t row = b * p.n + n, end = std::min((block + 1) * p.block_size, p.k);
+          const int64_t row = matrix_of(p, b) * p.n + n, end = std::min((block + 1) * p.block_size, p.k);
           int64_t sum = 0, terms = 0;
           for (int64_t k = block * p.block_size; k < end; ++k) {
             sum += x[k] * w[row * p.k + k];

@@ -2,7 +2,7 @@
 
 The kernels are in `native/`; its README explains them. They read the packed weight as it is: they pack nothing again
 and never write a dense weight to memory. Sums are float32. One call handles all leading batch axes, and takes `x` and
-the result in either memory order.
+the result in either memory order. Of a stack of weights it takes those that indices select, where they lie.
 """
 
 from typing import Any
@@ -115,7 +115,8 @@ def call_product(
 
 def _arrays(weight: Packed) -> list[Array]:
     """Returns the arguments of the C++ interface that hold a weight."""
-    return [a for a in (weight.codes, weight.scale, weight.row_scale, weight.zero_point) if a is not None]
+    arrays = (weight.codes, weight.scale, weight.row_scale, weight.zero_point, weight.selected)
+    return [a for a in arrays if a is not None]
 
 
 def _attributes(weight: Packed, layout: Layout) -> dict[str, Any]:
@@ -129,6 +130,7 @@ def _attributes(weight: Packed, layout: Layout) -> dict[str, Any]:
         "values": np.int32(_values(layout)),
         "row_scale": weight.row_scale is not None,
         "zero_points": weight.zero_point is not None,
+        "selected": weight.selected is not None,
     }
 
 

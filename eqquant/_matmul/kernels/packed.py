@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float, Float32, UInt, UInt8
+from jaxtyping import Array, Float, Float32, Int32, UInt, UInt8
 
 from ..._numerics import minifloats, packing
 from ..._numerics.scale_bits import bits_to_scale
@@ -29,6 +29,7 @@ class Packed(NamedTuple):
     row_scale: Float32[Array, "*batch n 1"] | None = None  # multiplies the scales of a row
     zero_point: UInt8[Array, "*batch n blocks"] | None = None  # for `cpu` packed as codes are
     offset: Float32[Array, "*batch n blocks"] | None = None
+    selected: Int32[Array, "*selected"] | None = None  # then the axis in front is a stack, of which these are meant
 
 
 class Layout(NamedTuple):

@@ -1,0 +1,179 @@
+"""`select`: layers and experts of a stack, whose weights products read where they lie."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import wadler_lindig as wl
+from jaxtyping import Array, Float, Int32, PyTree
+
+from .._mesh import explicit_mesh
+from .array import is_quantized, QuantizedArray
+from .product import matmul
+from .value import AbstractArrayValue, as_permutation
+
+
+class SelectedArray(AbstractArrayValue):
+    """`stack[index]`, where products on CPU read the stack. [`eqquant.select`][] makes it.
+
+    Behaves as the quantized array `taken()`. With a native kernel `q @ x` and `x @ q` copy nothing; everything else
+    takes the selected arrays out of the stack first.
+
+    **Arguments:**
+
+    - `stack`: arrays stacked along a first axis.
+    - `index`: integers of any shape, at least 0 and below the length of the stack.
+    """
+
+    stack: QuantizedArray
+    index: Int32[Array, "..."]
+    # `vmap` over a selection would map over the stack instead of the index; this shows it.
+    stack_ndim: int = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.stack.ndim != self.stack_ndim:
+            raise ValueError(
+                f"`vmap` and `scan` must map over the index of a selection, not over the selection. Got a stack of "
+                f"{self.stack.ndim} dimensions instead of {self.stack_ndim}. Call `select` inside the mapped function."
+            )
+        return (*self.index.shape, *self.stack.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        return self.index.ndim + self.stack_ndim - 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.stack.dtype
+
+    @property
+    def format(self) -> Any:
+        """The format of the stack."""
+        return self.stack.format
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        return self.stack._axes
+
+    def taken(self) -> QuantizedArray:
+        """Returns a copy of the selected arrays."""
+        return jtu.tree_map(lambda leaf: leaf[self.index], self.stack)
+
+    def dequantize(self) -> Float[Array, "..."]:
+        return self.taken().dequantize()
+
+    def transpose(self, *axes: Any) -> "SelectedArray | QuantizedArray":
+        """Permutes the logical axes. Copies what is selected if that moves the axes of the index."""
+        order, front = as_permutation(axes, self.ndim), self.index.ndim
+        if order[:front] != list(range(front)):
+            return self.taken().transpose(order)
+        return dataclasses.replace(self, stack=self.stack.transpose((0, *(axis - front + 1 for axis in order[front:]))))
+
+    def astype(self, dtype: Any) -> "SelectedArray | Array":
+        """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return self.dequantize().astype(dtype)
+        return dataclasses.replace(self, stack=self.stack.astype(dtype))
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> "QuantizedArray | Array":
+        """Copies what is selected, and reshapes the copy."""
+        return self.taken().reshape(*shape, **kwargs)
+
+    def __getitem__(self, index: Any) -> Array:
+        """Returns dense values at an index."""
+        return self.taken()[index]
+
+    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
+        x, product = jnp.asarray(other), None
+        if jnp.isrealobj(x) and explicit_mesh(x, self.stack.codes) is None:
+            x = x.astype(jnp.result_type(x, self.dtype))
+            product = matmul(x, self, left=left, **options)
+        return self.taken()._matmul(other, left=left, **options) if product is None else product
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        return wl.TextDoc(f"SelectedArray({wl.pformat(self.stack)}, index={list(self.index.shape)})")
+
+
+def select(tree: PyTree, index: Any) -> PyTree:
+    """Selects a layer of stacked layers, or experts of many, without a copy of their quantized weights.
+
+    The same as `jax.tree_util.tree_map(lambda a: a[index], tree)`, but a product with a weight of the result reads the
+    stack where it lies, if a native kernel for CPU computes it. A `scan` over the stack itself copies the weights of
+    each layer before it multiplies. On other platforms, and for everything but products, the weights are copied as
+    they would be there.
+
+    !!! Example
+
+        ```python
+        @eqx.filter_jit
+        def forward(layers, x):                          # layers: one module, made by `eqx.filter_vmap`
+            step = lambda x, n: (jax.vmap(eqq.select(layers, n))(x), None)
+            return jax.lax.scan(step, x, jnp.arange(depth))[0]
+
+        # Experts: each token has one of its own.
+        y = jax.vmap(lambda n, x: eqq.select(experts, n)(x))(chosen, tokens)
+        ```
+
+    A function that is differentiated with respect to the stack's float arrays sums their gradients by adding to zeros
+    of the whole stack in each step. To train stacked layers, `scan` over them.
+
+    **Arguments:**
+
+    - `tree`: a module, or any PyTree, whose arrays all have a first axis for the layers. What is no array is kept.
+    - `index`: an integer, or an array of integers, traced or not. As in JAX, negative ones count from the end, and
+        those out of bounds take the nearest.
+
+    **Returns:**
+
+    The same tree. Instead of a [`eqquant.QuantizedArray`][] it has a [`eqquant.SelectedArray`][], which behaves like
+    it. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are copied, since gradients
+    go to the arrays themselves.
+
+    **Raises:**
+
+    `TypeError` if the index is no integer, and `ValueError` if an array has no axis to select from.
+    """
+    index = jnp.asarray(index)
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        raise TypeError(f"`index` must be integers. Got {index.dtype}.")
+    is_leaf = lambda x: isinstance(x, (QuantizedArray, SelectedArray))
+    return jtu.tree_map(lambda leaf: _select(leaf, index), tree, is_leaf=is_leaf)
+
+
+def _select(leaf: Any, index: Array) -> Any:
+    if isinstance(leaf, SelectedArray):
+        return _select_again(leaf, index)
+    if not is_quantized(leaf):
+        return _entry(leaf, index) if eqx.is_array(leaf) else leaf
+    if leaf.ndim + min(leaf._axes) < 1:
+        raise ValueError(f"`select` needs a first axis, before the quantized one. Got an array of shape {leaf.shape}.")
+    leaf = dataclasses.replace(leaf, logical_sharding=None)
+    if leaf.gradient_of is not None:
+        return jtu.tree_map(lambda a: _entry(a, index), leaf)
+    return SelectedArray(leaf, _within(index, leaf.codes.shape[0]), leaf.ndim)
+
+
+def _select_again(q: SelectedArray, index: Array) -> Any:
+    """Selects from what is selected. With one entry, its arrays become the entries: `(layers * experts, ...)`."""
+    count = q.shape[0]
+    if q.index.ndim > 0:
+        return dataclasses.replace(q, index=_entry(q.index, index))
+    if q.ndim + min(q._axes) < 1:
+        raise ValueError(f"`select` needs a first axis, before the quantized one. Got an array of shape {q.shape}.")
+    stack = jtu.tree_map(lambda a: a.reshape(-1, *a.shape[2:]), q.stack)
+    return SelectedArray(stack, q.index * count + _within(index, count), stack.ndim)
+
+
+def _entry(a: Array, index: Array) -> Array:
+    if a.ndim == 0:
+        raise ValueError("`select` needs arrays with a first axis. Got a scalar.")
+    return jnp.asarray(a)[_within(index, a.shape[0])]
+
+
+def _within(index: Array, length: int) -> Int32[Array, "..."]:
+    index = index.astype(jnp.int32)
+    return jnp.clip(jnp.where(index < 0, index + length, index), 0, length - 1)

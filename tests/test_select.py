@@ -1,0 +1,183 @@
+"""`eqq.select`: layers and experts of a stack, against the arrays themselves, and what a compiled program copies."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import eqquant as eqq
+from eqquant._matmul import native
+
+from .helpers import weights
+
+
+needs_native = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
+NAMES = {
+    "nf4": eqq.NF4(),
+    "double": eqq.NF4(double_quant=True),
+    "int8": eqq.Int8(),
+    "affine": eqq.Int4(symmetric=False),
+    "offsets": eqq.Q4_1(),
+    "transposed": eqq.Int2(),
+}
+
+
+@pytest.fixture(params=NAMES)
+def stack(request, getkey):
+    """Five matrices `(48, 200)`; `transposed`: quantized along their first axis."""
+    axis = -2 if request.param == "transposed" else -1
+    return eqq.quantize(weights(getkey(), (5, 48, 200)), NAMES[request.param], axis=axis)
+
+
+def close(y, expected, tol=2e-5):
+    expected = np.asarray(expected)
+    assert np.asarray(y).shape == expected.shape
+    np.testing.assert_allclose(np.asarray(y), expected, atol=tol * np.abs(expected).max())
+
+
+def test_products(getkey, stack):
+    dense, x, z = stack.dequantize(), jr.normal(getkey(), (3, 200)), jr.normal(getkey(), (3, 48))
+    for index, place in ((0, 0), (3, 3), (-1, 4), (9, 4), (-9, 0)):
+        q, w = eqq.select(stack, index), dense[place]
+        assert q.shape == w.shape and q.dtype == w.dtype and q.ndim == 2
+        close(x @ q.T, x @ w.T)
+        close(q @ x[0], w @ x[0])
+        close(z @ q, z @ w)
+    of_index = jax.jit(lambda stack, index: eqq.select(stack, index) @ x.T)
+    close(of_index(stack, 2), dense[2] @ x.T)
+    assert np.array_equal(eqq.select(stack, 1).dequantize(), dense[1])
+
+
+@pytest.mark.parametrize("stack", ["double", "offsets", "transposed"], indirect=True)
+def test_several(getkey, stack):
+    dense, x = stack.dequantize(), jr.normal(getkey(), (3, 200))
+    chosen = jnp.array([4, 0, 4])
+    q, w = eqq.select(stack, chosen), dense[chosen]
+    assert q.shape == w.shape
+    close(q @ x.T, w @ x.T)
+    close(x[:, :48] @ q, x[:, :48] @ w)
+    close(q @ x[:, :, None], w @ x[:, :, None])
+    close(jnp.tensordot(q, x, ((0,), (0,))), jnp.tensordot(w, x, ((0,), (0,))))
+    close(jax.vmap(lambda n, x: eqq.select(stack, n) @ x)(chosen, x), jnp.einsum("mnk,mk->mn", w, x))
+    close(jax.vmap(lambda x: eqq.select(stack, 1) @ x)(x), x @ dense[1].T)
+    both = jax.tree_util.tree_map(lambda a: jnp.stack([a, a[::-1]]), stack)
+    y = jax.vmap(lambda stack, n: eqq.select(stack, n) @ x[0])(both, chosen[:2])
+    close(y, jnp.stack([dense[4], dense[4]]) @ x[0])
+
+
+def test_again(getkey):
+    """Experts of a layer."""
+    stack = eqq.quantize(weights(getkey(), (3, 4, 16, 64)), "nf4")
+    dense, x, chosen = stack.dequantize(), jr.normal(getkey(), (2, 64)), jnp.array([3, -4])
+    layer = eqq.select(stack, 1)
+    close(layer @ x[0], dense[1] @ x[0])
+    close(eqq.select(layer, chosen) @ x[0], dense[1][chosen] @ x[0])
+    close(jax.jit(lambda n: eqq.select(eqq.select(stack, n), 2) @ x.T)(2), dense[2, 2] @ x.T)
+    close(eqq.select(eqq.select(stack, jnp.array([2, 0])), 1).dequantize(), dense[0])
+
+
+@pytest.mark.parametrize("stack", ["affine", "transposed"], indirect=True)
+def test_gradients(getkey, stack):
+    x = jr.normal(getkey(), (3, 200))
+    steps = jnp.arange(5)
+
+    def run(layers, x, select):
+        step = lambda x, n: (jnp.tanh(x @ select(layers, n).T @ select(layers, n) / 100), None)
+        return jnp.sum(jax.lax.scan(step, x, steps)[0] ** 2)
+
+    dense = stack.dequantize()
+    value, gradient = jax.jit(jax.value_and_grad(lambda x: run(stack, x, eqq.select)))(x)
+    expected = jax.value_and_grad(lambda x: run(dense, x, lambda w, n: w[n]))(x)
+    close(value, expected[0])
+    close(gradient, expected[1], 1e-4)
+    tangent = jax.jvp(lambda x: run(stack, x, eqq.select), (x,), (x,))[1]
+    close(tangent, jnp.sum(expected[1] * x), 1e-3)
+
+
+def test_training(getkey):
+    """Gradients of quantized weights reach the stack."""
+    stack, x = eqq.quantize(weights(getkey(), (3, 8, 64)), "int8"), jr.normal(getkey(), (64,))
+    gradient = eqq.filter_grad(lambda q: jnp.sum(eqq.select(q, 1) @ x))(stack)
+    close(gradient, jnp.zeros((3, 8, 64)).at[1].set(x))
+
+
+class Layer(eqx.Module):
+    linear: eqx.nn.Linear
+    scale: jax.Array
+    name: str = "layer"
+
+    def __call__(self, x):
+        return jnp.tanh(self.linear(x)) * self.scale
+
+
+def make(getkey, length=5):
+    layers = eqx.filter_vmap(lambda key: Layer(eqx.nn.Linear(64, 64, key=key), jnp.ones(())))(
+        jr.split(getkey(), length)
+    )
+    return eqq.quantize_tree(layers, "nf4")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_modules(getkey, lora):
+    layers, x = make(getkey), jr.normal(getkey(), (2, 64))
+    if lora:
+        layers = eqq.loraify(layers, rank=4, key=getkey())
+    expected = x
+    for n in range(5):
+        expected = jax.vmap(jtu.tree_map(lambda a: a[n] if eqx.is_array(a) else a, layers))(expected)
+    step = lambda x, n: (jax.vmap(eqq.select(layers, n))(x), None)
+    close(eqx.filter_jit(lambda: jax.lax.scan(step, x, jnp.arange(5))[0])(), expected)
+
+
+@needs_native
+def test_copies_nothing(getkey):
+    """The loop of the compiled program hands the whole stack to the native call."""
+    layers, x = make(getkey), jr.normal(getkey(), (64,))
+
+    @jax.jit
+    def run(layers, x):
+        return jax.lax.scan(lambda x, n: (eqq.select(layers, n) @ x, None), x, jnp.arange(5))[0]
+
+    text = run.lower(layers.linear.weight, x).compile().as_text()
+    assert "eqquant_cpu_matmul" in text
+    assert not re.search(r"= u8\[[^\]]*\]\S* (copy|dynamic-slice|slice|fusion)\(", text)
+    assert '"cpu"' in repr(eqq.explain_matmul(x, eqq.select(layers.linear.weight, 0)).implementation).replace("'", '"')
+
+
+def test_on_several_devices(getkey):
+    """Products that devices share take the arrays out of the stack."""
+    q, x = eqq.quantize(weights(getkey(), (3, 16, 64)), "nf4"), jr.normal(getkey(), (8, 64))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    q = q.with_sharding(NamedSharding(mesh, P(None, "data", None)))
+    y = jax.jit(lambda q, x, n: x @ eqq.select(q, n).T)(q, x, 1)
+    close(y, np.asarray(x) @ np.asarray(q.dequantize())[1].T)
+
+
+def test_everything_else(getkey):
+    stack = eqq.quantize(weights(getkey(), (5, 8, 64)), "nf4")
+    q, w = eqq.select(stack, 2), stack.dequantize()[2]
+    for f in (lambda a: a[3], lambda a: a + 1, jnp.sin, lambda a: a.reshape(-1), lambda a: a.astype("int32"), jnp.sum):
+        assert np.array_equal(f(q), f(w))
+    assert q.astype("bfloat16").dtype == jnp.bfloat16 and q.T.shape == (64, 8)
+    close(eqq.quaxify(lambda w, x: jax.lax.dot_general(w, x, (((1,), (0,)), ((), ()))))(q, w[0]), w @ w[0])
+    close(eqq.matmul(w, q.T, implementation="xla"), w @ w.T)
+    assert "SelectedArray" in repr(q)
+
+
+def test_errors(getkey):
+    stack = eqq.quantize(weights(getkey(), (5, 8, 64)), "nf4")
+    with pytest.raises(TypeError, match="integers. Got float32"):
+        eqq.select(stack, 1.0)
+    with pytest.raises(ValueError, match="first axis, before the quantized one"):
+        eqq.select(eqq.quantize(jnp.ones(64), "nf4"), 0)
+    with pytest.raises(ValueError, match="Got a scalar"):
+        eqq.select({"scale": jnp.ones(())}, 0)
+    with pytest.raises(ValueError, match="map over the index"):
+        jax.vmap(lambda q: q @ jnp.ones(64))(eqq.select(stack, jnp.arange(5)))

@@ -154,6 +154,28 @@ def test_plans_keep_the_budget_and_are_better_than_uniform(model, batch, target)
         assert distance["plan"] <= distance["nf4"]
 
 
+def test_groups_are_measured_and_planned_together(model, batch):
+    formats = (eqq.Int2(), eqq.Int8(block_size=64))
+    report = analysis.sensitivity(model, squared_distance, batch, formats, group="layers.*")
+    assert [leaf.name for leaf in report.leaves] == ["layers.*.up.weight", "layers.*.down.weight", "layers.3.weight"]
+    up = report.leaves[0]
+    assert up.paths == tuple(f"layers.{n}.up.weight" for n in range(3)) and (up.arrays, up.size) == (3, 3 * 32 * 64)
+    q = eqq.quantize_tree(model, {path: formats[0] for path in up.paths} | {"*": None})
+    close(up.losses[0], squared_distance(eqq.dequantize_tree(q), batch))
+    assert up.nbytes[0] == sum(q[n].up.weight.nbytes for n in range(3))
+    plan = analysis.plan_bits(model, report, 6)
+    assert all(len({plan[path] for path in leaf.paths}) == 1 for leaf in report.leaves)
+    q = eqq.quantize_tree(model, plan)
+    found = [leaf for leaf in eqq.summary(q).leaves if leaf.path in plan]
+    assert 2.5 < plan.bits <= 6
+    close(8 * sum(leaf.nbytes for leaf in found) / sum(leaf.size for leaf in report.leaves), plan.bits)
+    assert "layers.*.up.weight" in str(plan) and "7 weights" in str(plan)
+    estimated = analysis.weight_sensitivity(model, formats, group=["layers.*"])
+    assert [leaf.name for leaf in estimated.leaves] == [leaf.name for leaf in report.leaves]
+    with pytest.raises(ValueError, match=r"`group` must match.*Got 'blocks.\*'"):
+        analysis.sensitivity(model, squared_distance, batch, formats, group="blocks.*")
+
+
 def test_paths_with_brackets(getkey):
     model = {"w[0]": weights(getkey(), (32, 32)), "w0": weights(getkey(), (32, 32)), "*": weights(getkey(), (32, 32))}
     loss = lambda m, x: sum(jnp.mean((x @ w) ** 2) for w in m.values())

@@ -24,17 +24,23 @@ from ._sensitivity import LeafSensitivity, SensitivityReport
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLeaf:
-    """The format of one leaf, its bytes, and the expected increase of the loss."""
+    """The format of one leaf or of a group of leaves, its bytes, and the expected increase of the loss."""
 
     paths: tuple[str, ...]
     shape: tuple[int, ...]
     format: AbstractFormat | Use | None
     nbytes: int
     increase: float
+    arrays: int = 1
+    group: str | None = None
+
+    @property
+    def size(self) -> int:
+        return self.arrays * math.prod(self.shape)
 
     @property
     def bits(self) -> float:
-        return 8 * self.nbytes / max(math.prod(self.shape), 1)
+        return 8 * self.nbytes / max(self.size, 1)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -65,7 +71,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
     @property
     def bits(self) -> float:
         """Bits per weight, including scales, over the leaves of the plan."""
-        return 8 * sum(leaf.nbytes for leaf in self.leaves) / max(sum(math.prod(x.shape) for x in self.leaves), 1)
+        return 8 * sum(leaf.nbytes for leaf in self.leaves) / max(sum(x.size for x in self.leaves), 1)
 
     @property
     def increase(self) -> float:
@@ -76,11 +82,13 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
         table = report_table("parameter", "stored as", "bits/weight", "size", "loss increase", text=2)
         for leaf in self.leaves:
             numbers = (f"{leaf.bits:.2f}", show_bytes(leaf.nbytes), f"{leaf.increase:.3e}")
-            table.add_row(escape(", ".join(leaf.paths)), escape(show_format(leaf.format)), *numbers)
+            table.add_row(escape(leaf.group or ", ".join(leaf.paths)), escape(show_format(leaf.format)), *numbers)
         table.add_section()
         nbytes = sum(leaf.nbytes for leaf in self.leaves)
         totals = (f"{self.bits:.3f}", show_bytes(nbytes), f"{self.increase:.3e}")
-        table.add_row(f"{len(self.leaves)} weights", f"at most {self.target_bits:g} bits", *totals)
+        table.add_row(
+            f"{sum(leaf.arrays for leaf in self.leaves)} weights", f"at most {self.target_bits:g} bits", *totals
+        )
         table.caption = (
             "A plan, nothing is quantized yet. Bits are per weight of the arrays above; `summary` counts the whole "
             "model too, with biases and whatever else stays in float."
@@ -90,7 +98,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
 
     def plot(self, ax: Any = None) -> Any:
         """Plots the bits per weight of each leaf as a bar, coloured by format. Returns Matplotlib's axes."""
-        names = [leaf.paths[0] for leaf in self.leaves]
+        names = [leaf.group or leaf.paths[0] for leaf in self.leaves]
         formats = [show_format(leaf.format) for leaf in self.leaves]
         labels = (f"A format for each weight, at most {self.target_bits:g} bits on average", "bits per weight")
         return draw_bars(ax, names, [leaf.bits for leaf in self.leaves], labels, formats)
@@ -142,7 +150,7 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
     options = [_options(leaf, sensitivities.loss) for leaf in leaves]
     costs = [np.array([nbytes for _, nbytes, _ in offered]) for offered in options]
     losses = [np.array([increase for *_, increase in offered]) for offered in options]
-    size = sum(math.prod(leaf.shape) for leaf in leaves)
+    size = sum(leaf.size for leaf in leaves)
     budget = math.floor(target_bits * size / 8 + 1e-6)
     least, most = (8 * sum(int(pick(cost)) for cost in costs) / size for pick in (np.min, np.max))
     if budget < sum(int(cost.min()) for cost in costs):
@@ -152,7 +160,7 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
         )
     chosen = choose(costs, losses, budget)
     rows = [
-        PlannedLeaf(leaf.paths, leaf.shape, *offered[pick])
+        PlannedLeaf(leaf.paths, leaf.shape, *offered[pick], leaf.arrays, leaf.group)
         for leaf, offered, pick in zip(leaves, options, chosen, strict=True)
     ]
     return BitPlan(tuple(rows), float(target_bits))
@@ -175,8 +183,9 @@ def _check_leaves(model: PyTree, sensitivities: SensitivityReport) -> None:
                     f"{some(found)}. Measure again."
                 )
             shape, nbytes = tuple(found[path].shape), array_nbytes(found[path])
-            if shape != leaf.shape or nbytes != leaf.dense_nbytes:
+            if shape != leaf.shape or nbytes * leaf.arrays != leaf.dense_nbytes:
                 raise ValueError(
                     f"`sensitivities` must belong to `model`. Got {path} of shape {leaf.shape} and "
-                    f"{leaf.dense_nbytes} bytes; in the model it has shape {shape} and {nbytes} bytes. Measure again."
+                    f"{leaf.dense_nbytes // leaf.arrays} bytes; in the model it has shape {shape} and {nbytes} bytes. "
+                    "Measure again."
                 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._report import Report, report_table
+from .._tree.leaves import some
 from .._tree.quantize import decide
 from .._tree.select import Where
 from .._tree.use import Use
@@ -29,9 +31,10 @@ from ._report import as_uses, show_format
 
 @dataclasses.dataclass(frozen=True)
 class LeafSensitivity:
-    """The loss with one leaf quantized to each of the formats, and its bytes in each format.
+    """The loss with one leaf, or a group of leaves, quantized to each of the formats, and its bytes in each format.
 
-    `paths` has one entry, or several for an array that appears in several places.
+    `paths` has one entry, or several for an array that appears in several places, or for a group. A group is `arrays`
+    of one shape, and `group` its name.
     """
 
     paths: tuple[str, ...]
@@ -40,6 +43,16 @@ class LeafSensitivity:
     formats: tuple[AbstractFormat | Use, ...]
     nbytes: tuple[int, ...]
     losses: tuple[float, ...]
+    arrays: int = 1
+    group: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.group or ", ".join(self.paths)
+
+    @property
+    def size(self) -> int:
+        return self.arrays * math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -56,7 +69,7 @@ class SensitivityReport(Report):
         for leaf in self.leaves:
             increase = {f: loss - self.loss for f, loss in zip(leaf.formats, leaf.losses, strict=True)}
             shown = (f"{increase[f]:.3e}" if f in increase else "" for f in formats)
-            table.add_row(escape(", ".join(leaf.paths)), *shown)
+            table.add_row(escape(leaf.name), *shown)
         return table
 
     def plot(self, ax: Any = None) -> Any:
@@ -64,7 +77,7 @@ class SensitivityReport(Report):
 
         The axis is logarithmic, so a leaf that does not increase the loss has no dot.
         """
-        names = [leaf.paths[0] for leaf in self.leaves]
+        names = [leaf.group or leaf.paths[0] for leaf in self.leaves]
         kinds = list(dict.fromkeys(f for leaf in self.leaves for f in leaf.formats))
         found = [dict(zip(leaf.formats, leaf.losses, strict=True)) for leaf in self.leaves]
         dots = {show_format(f): [losses.get(f, np.nan) - self.loss for losses in found] for f in kinds}
@@ -82,6 +95,7 @@ def sensitivity(
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
     method: AbstractMethod | None = None,
+    group: str | Sequence[str] = (),
 ) -> SensitivityReport:
     """Measures the loss of a model with one leaf at a time quantized, to each of several formats.
 
@@ -111,6 +125,8 @@ def sensitivity(
     - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
     - `method`: the method that chooses scales and codes, for each of `formats` that sets none.
+    - `group`: patterns of the beginnings of paths, in which `*` is any one key: with `"layers.*"`, the arrays of one
+        shape at `layers.0.up.weight`, `layers.1.up.weight` and so on get one format, and are measured at once.
 
     **Returns:**
 
@@ -130,15 +146,19 @@ def sensitivity(
     losses_of, weights = _Losses(model, loss, batch), _weights(model, where, axis)
     base = losses_of({}, "the model as it is")
     rows, changed = [], False
-    for places, paths, w, axes in weights:
+    for name, alike in _grouped(weights, group):
         losses, nbytes = [], []
         for use in uses:
-            q = quantize_named(w, use, axes, paths[0])
-            rounded = q.dequantize()
-            losses.append(losses_of(dict.fromkeys(places, rounded), f"{paths[0]} in {use!r}"))
-            nbytes.append(q.nbytes)
-            changed = changed or not np.array_equal(rounded, w)
-        rows.append(LeafSensitivity(paths, tuple(w.shape), w.nbytes, picked, tuple(nbytes), tuple(losses)))
+            replaced, bytes_of_all = {}, 0
+            for places, paths, w, axes in alike:
+                q = quantize_named(w, use, axes, paths[0])
+                rounded = q.dequantize()
+                replaced.update(dict.fromkeys(places, rounded))
+                bytes_of_all += q.nbytes
+                changed = changed or not np.array_equal(rounded, w)
+            losses.append(losses_of(replaced, f"{name or alike[0][1][0]} in {use!r}"))
+            nbytes.append(bytes_of_all)
+        rows.append(_row(name, alike, picked, nbytes, losses))
     if changed and all(loss == base for row in rows for loss in row.losses):
         # All losses are equal, either because rounding hardly changes them or because `loss` ignores the weights. Only
         # the latter returns the same for weights of NaN.
@@ -159,6 +179,7 @@ def weight_sensitivity(
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
     method: AbstractMethod | None = None,
+    group: str | Sequence[str] = (),
 ) -> SensitivityReport:
     """Estimates sensitivities from the weights alone, where there are no data to measure a loss on.
 
@@ -179,6 +200,8 @@ def weight_sensitivity(
     - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
     - `method`: the method that chooses scales and codes, for each of `formats` that sets none.
+    - `group`: patterns of the beginnings of paths, in which `*` is any one key: with `"layers.*"`, the arrays of one
+        shape at `layers.0.up.weight`, `layers.1.up.weight` and so on get one format, and are measured at once.
 
     **Returns:**
 
@@ -193,13 +216,15 @@ def weight_sensitivity(
     if not uses:
         raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
     picked, rows = tuple(use if use.method is not None else use.format for use in uses), []
-    for _, paths, w, axes in _weights(model, where, axis):
-        quantized = [quantize_named(w, use, axes, paths[0]) for use in uses]
-        values = to_numpy(w, paths[0])
-        errors = [measure(values, to_numpy(q, paths[0]), (paths[0], paths[0])).relative_l2 for q in quantized]
-        losses = tuple(min(error, 1.0) ** 2 * w.size for error in errors)
-        nbytes = tuple(q.nbytes for q in quantized)
-        rows.append(LeafSensitivity(paths, tuple(w.shape), w.nbytes, picked, nbytes, losses))
+    for name, alike in _grouped(_weights(model, where, axis), group):
+        losses, nbytes = np.zeros(len(uses)), np.zeros(len(uses), np.int64)
+        for _, paths, w, axes in alike:
+            quantized = [quantize_named(w, use, axes, paths[0]) for use in uses]
+            values = to_numpy(w, paths[0])
+            errors = [measure(values, to_numpy(q, paths[0]), (paths[0], paths[0])).relative_l2 for q in quantized]
+            losses += [min(error, 1.0) ** 2 * w.size for error in errors]
+            nbytes += [q.nbytes for q in quantized]
+        rows.append(_row(name, alike, picked, nbytes.tolist(), losses.tolist()))
     return SensitivityReport(0.0, tuple(rows))
 
 
@@ -228,7 +253,42 @@ class _Losses:
         return float(value)
 
 
-def _weights(model: PyTree, where: Where | None, axis: Any) -> list[tuple[list[int], tuple[str, ...], Any, Any]]:
+# The leaf indices of an array, its paths, its value and its axes.
+_Weight = tuple[list[int], tuple[str, ...], Any, Any]
+
+
+def _grouped(weights: Sequence[_Weight], group: str | Sequence[str]) -> list[tuple[str | None, list[_Weight]]]:
+    """Returns the arrays that share a format, with the name of their group, or each array alone."""
+    patterns = [group] if isinstance(group, str) else list(group)
+    matchers = {p: re.compile(r"[^.]*".join(re.escape(part) for part in p.split("*")) + r"(?=\.|$)") for p in patterns}
+    found: dict[Any, list[_Weight]] = {}
+    used = set()
+    for weight in weights:
+        _, (path, *_), w, _ = weight
+        key: Any = path
+        for pattern, matcher in matchers.items():
+            if match := matcher.match(path):
+                key = pattern + path[match.end() :], tuple(w.shape), w.dtype
+                used.add(pattern)
+                break
+        found.setdefault(key, []).append(weight)
+    if unused := [p for p in patterns if p not in used]:
+        raise ValueError(
+            f"`group` must match the beginning of a path. Got {unused[0]!r}, which matches none of "
+            f"{some([paths[0] for _, paths, *_ in weights])}."
+        )
+    return [(key[0] if isinstance(key, tuple) and len(alike) > 1 else None, alike) for key, alike in found.items()]
+
+
+def _row(
+    group: str | None, alike: Sequence[_Weight], formats: Any, nbytes: Sequence[int], losses: Sequence[float]
+) -> LeafSensitivity:
+    paths, w = tuple(path for _, paths, *_ in alike for path in paths), alike[0][2]
+    dense = sum(w.nbytes for _, _, w, _ in alike)
+    return LeafSensitivity(paths, tuple(w.shape), dense, formats, tuple(nbytes), tuple(losses), len(alike), group)
+
+
+def _weights(model: PyTree, where: Where | None, axis: Any) -> list[_Weight]:
     """Returns the arrays that `quantize_tree` would quantize: their leaf indices, paths, values and axes."""
     found: dict[int, tuple[list[int], list[str], Any, Any]] = {}
     for n, (leaf, format, axes, *_) in enumerate(decide(model, "int8", where, axis)):

@@ -32,8 +32,9 @@ class MatmulExplanation(Report):
         p = self.problem
         weight = f"({p.m}, {p.n}) . W({p.n}, {p.k})" if p.transpose else f"({p.m}, {p.k}) . W({p.n}, {p.k})^T"
         table = report_table("implementation", "verdict", text=2)
-        formats = f"{p.format!r}" if p.activations is None else f"{p.activations!r} x {p.format!r}"
-        table.title = f"{p.dtype}{weight}, {formats}, on {self.platform}: {self.types}"
+        table.title = f"{p.dtype}{weight}, {p.format!r}, on {self.platform}"
+        if p.activations is not None:
+            table.title = f"{p.dtype}{weight}, {p.format!r} x {p.activations!r}, on {self.platform}: {self.types}"
         for name, verdict in self.verdicts.items():
             table.add_row(name, verdict, style="bold" if name == self.implementation else None)
         return table

@@ -115,10 +115,11 @@ def _columns(left: _Operand, w: Packed, *, w_layout: Layout, kind: Kind, unit: i
 def _scaled_sums(left: _Operand, right: _Operand, lengths: Int32[Array, " blocks"]) -> Float32[Array, "m n blocks"]:
     whole = jnp.issubdtype(left.values.dtype, jnp.integer)
     wide = jnp.int32 if whole else jnp.float32
-    total = jax.lax.dot_general(
-        left.values, right.values, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.dtype(wide)
-    )
-    y = jnp.moveaxis(total, 0, -1)
+    dot = ft.partial(jax.lax.dot_general, preferred_element_type=jnp.dtype(wide))
+    if left.values.shape[1] == 1:
+        y = dot(left.values[:, 0], right.values[:, 0], (((1,), (1,)), ((), ())))[..., None]
+    else:
+        y = jnp.moveaxis(dot(left.values, right.values, (((2,), (2,)), ((1,), (1,)))), 0, -1)
     shape = y.shape
     of_x, of_w = lambda a: jnp.broadcast_to(a[:, None], shape), lambda a: jnp.broadcast_to(a[None], shape)
     sums = lambda values: jnp.sum(values, axis=2, dtype=jnp.int32)
@@ -156,6 +157,8 @@ def _operand(packed: Packed, layout: Layout, kind: Kind, unit: int) -> _Operand:
         # Flipping the highest bit subtracts 128, and makes the code signed.
         values = jax.lax.bitcast_convert_type(codes ^ jnp.uint8(128), jnp.int8)
         shift = layout.offset + 128
+    elif layout.kind == "integer":
+        values, shift = jax.lax.bitcast_convert_type(codes, jnp.int8) + jnp.int8(layout.offset), 0
     else:
         values, shift = look_up(codes, layout).astype(jnp.int8), 0
     zero = None if packed.zero_point is None else per_unit(packed.zero_point).astype(jnp.int32) - shift

@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jax.tree_util as jtu
 from configuration import Config, config_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray

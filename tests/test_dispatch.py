@@ -131,7 +131,7 @@ def test_shard_map(kernel, getkey):
 
 def test_a_whole_model(kernel, getkey, monkeypatch):
     """Where a kernel is preferred, a model needs no change to run on it."""
-    preference = dispatch._Preference("cpu", kernel, lambda p: True, "for this test")
+    preference = dispatch._Preference("cpu", kernel, lambda p, target: True, "for this test")
     monkeypatch.setattr(dispatch, "_PREFERENCES", (preference, *dispatch._PREFERENCES))
     model = eqx.nn.MLP(1024, 3, 1024, 1, key=getkey())
     x = weights(getkey(), (4, 1024))

@@ -105,10 +105,10 @@ class QuantizedCache(eqx.Module):
         *batch, heads, context, size = shape
         context = -(-context // window) * window if window else context
         # An array for each field, because memory that is donated must not be given away twice.
-        zeros = lambda tokens: jnp.zeros((*batch, heads, tokens, size), dtype)
+        zeros = lambda tokens, format=None, axis=-1: _zeros((*batch, heads, tokens, size), dtype, format, axis)
         return QuantizedCache(
-            _quantized(zeros(context), of_keys, -2 if per_channel else -1),
-            _quantized(zeros(context), of_values, -1),
+            zeros(context, of_keys, -2 if per_channel else -1),
+            zeros(context, of_values),
             (zeros(window), zeros(window)) if window else None,
             jnp.zeros(tuple(batch), jnp.int32),
         )
@@ -179,7 +179,7 @@ class QuantizedCache(eqx.Module):
         if self.recent is None:
             at = self.length[..., None] + self._count(new)
             stored = [_put(old, x, at) for old, x in zip((self.keys, self.values), (keys, values), strict=True)]
-            return QuantizedCache(*stored, None, length)
+            return QuantizedCache(stored[0], stored[1], None, length)
         # Whole windows, from the one that is being filled: what is in it, and behind that the new tokens.
         window, (of_keys, of_values) = self.window, self.recent
         windows = -(-(window - 1 + new) // window)
@@ -196,7 +196,7 @@ class QuantizedCache(eqx.Module):
         ]
         start = (length // window - before) * window
         recent = [_cut(strip, start, window) for strip in strips]
-        return QuantizedCache(*stored, (recent[0], recent[1]), length)
+        return QuantizedCache(stored[0], stored[1], (recent[0], recent[1]), length)
 
     def _count(self, n: int) -> Int[Array, "*ones n"]:
         return jnp.arange(n, dtype=jnp.int32).reshape(*[1] * self.length.ndim, n)
@@ -270,10 +270,18 @@ def _fewest_tokens(format: AbstractFormat | None) -> int:
     return math.lcm(block, segment_length(format.bits))
 
 
-def _quantized(x: Array, format: AbstractFormat | None, axis: int) -> Any:
-    """Quantizes every row alone: of a token, or with axis -2 of a channel. So a "tensor" of the format is a row."""
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | None, axis: int) -> Any:
+    """As `_quantized`, of zeros: one row is quantized, and repeated."""
     if format is None:
-        return x
+        return jnp.zeros(shape, dtype)
+    *batch, rows, length = shape if axis == -1 else (*shape[:-2], shape[-1], shape[-2])
+    row = quantize_array(jnp.zeros(length, dtype), format, (-1,), None, None)
+    repeated = jtu.tree_map(lambda leaf: jnp.broadcast_to(leaf, (*batch, rows, *leaf.shape)), row)
+    return dataclasses.replace(repeated, axis=axis)
+
+
+def _quantized(x: Array, format: AbstractFormat, axis: int) -> QuantizedArray:
+    """Quantizes every row alone: of a token, or with axis -2 of a channel. So a "tensor" of the format is a row."""
     one = lambda row: quantize_array(row, format, (-1,), None, None)
     rows = x if axis == -1 else x.mT
     for _ in range(x.ndim - 1):

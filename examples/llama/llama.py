@@ -325,14 +325,16 @@ def load(checkpoint: eqq.io.Checkpoint, dtype: DTypeLike = jnp.float32, *, stack
 def joined(model: Llama) -> Llama:
     """One product instead of several where their inputs are the same: `q`, `k` and `v`; `gate` and `up`.
 
-    Rows are put below each other, packed as they are. What differs in format stays apart.
+    Rows are put below each other, packed as they are. What differs in format stays apart, and so does what is float: of
+    349M parameters on a CPU, a token took 0.85 of the time in NF4, and in float32 1.2 times as long.
     """
 
     def join(*layers: eqx.nn.Linear) -> tuple[eqx.nn.Linear | None, ...]:
         weights = [f.weight for f in layers]
-        plain = all(isinstance(w, (jax.Array, eqq.QuantizedArray)) for w in weights)
-        of = lambda w: (getattr(w, "format", None), w.dtype, w.ndim, w.shape[-1])
-        if not plain or len({of(w) for w in weights}) > 1 or any(f.bias is not None for f in layers):
+        of = lambda w: (w.format, w.dtype, w.ndim, w.shape[-1])
+        if not all(map(eqq.is_quantized, weights)) or any(f.bias is not None for f in layers):
+            return layers
+        if len({of(w) for w in weights}) > 1:
             return layers
         weight = eqq.quaxify(lambda *w: jnp.concatenate(w, axis=-2))(*weights)
         rows = sum(f.out_features for f in layers)

@@ -157,12 +157,14 @@ def train(folder: Path, size: Size, seconds: float = float("inf")) -> float | No
     return bits
 
 
-def bits_per_byte(model: Llama, tokenizer: Tokenizer, text: str, context: int) -> float:
+def bits_per_byte(model: Llama, tokenizer: Tokenizer, text: str, context: int, at_once: int = 8) -> float:
+    """Of a text, as far as it fills batches of windows."""
     ids = np.asarray(tokenizer.encode(text).ids, np.int32)
     inside = windows(ids, context)
+    batches = inside[: len(inside) // at_once * at_once].reshape(-1, at_once, context + 1)
     measure = eqx.filter_jit(log_likelihood)
-    bits = -sum(float(measure(model, jnp.asarray(row[None])).sum()) for row in inside)
-    return bits / len(tokenizer.decode(ids[1 : inside.size - len(inside) + 1].tolist()).encode())
+    bits = -sum(float(measure(model, jnp.asarray(batch)).sum()) for batch in batches)
+    return bits / len(tokenizer.decode(ids[1 : batches.shape[0] * at_once * context + 1].tolist()).encode())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

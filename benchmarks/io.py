@@ -2,8 +2,10 @@
 
     python benchmarks/io.py              a table
     python benchmarks/io.py --only gptq  one row
+    python benchmarks/io.py --libraries  beside what each library does itself, where it is installed
 
 Each row runs in a process of its own. MB/s counts bytes of the file; memory is anonymous, without the page cache.
+A library either loads the tensors as they are stored, or dequantizes them, as the table says.
 """
 
 import argparse
@@ -135,6 +137,66 @@ DIALECTS = {
 }
 
 
+def load_tensors(path):
+    """What every library of PyTorch does first: the tensors as they are stored."""
+    from safetensors.torch import load_file
+
+    # It maps the file: reading each byte is what makes the tensors.
+    return {name: t.clone() for name, t in load_file(path / "model.safetensors").items()}
+
+
+def load_bitsandbytes(path):
+    from bitsandbytes.functional import QuantState
+
+    tensors = load_tensors(path)
+    states = [name for name in tensors if name.endswith("__nf4")]
+    for state in states:
+        name = state.partition(".quant_state")[0]
+        parts = {key: t for key, t in tensors.items() if key.startswith(f"{name}.")}
+        QuantState.from_dict(parts, device="cpu")
+
+
+def decompress(path):
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    tensors = load_tensors(path)
+    layers = sorted({name.rpartition(".")[0] for name in tensors})
+    for layer in layers:
+        parts = {name.rpartition(".")[2]: t for name, t in tensors.items() if name.startswith(f"{layer}.")}
+        if "weight_packed" not in parts:
+            layout, args = "int-quantized", {"num_bits": 8, "strategy": "channel"}
+        elif parts["weight_packed"].dtype == torch.uint8:
+            layout, args = "mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group"}
+            args |= {"group_size": 32, "scale_dtype": torch.uint8}
+        else:
+            bits = parts["weight_packed"].shape[1] * 32 // IN
+            layout, args = "pack-quantized", {"num_bits": bits, "strategy": "group", "group_size": GROUP}
+        scheme = QuantizationScheme(targets=[layer], weights=QuantizationArgs(**args), format=layout)
+        BaseCompressor.get_value_from_registry(layout).decompress(parts, scheme)
+
+
+def dequantize_gguf(path):
+    import gguf
+
+    for t in gguf.GGUFReader(path).tensors:
+        gguf.dequantize(t.data, t.tensor_type)
+
+
+def library(name):
+    """What another library does with the file, and what that is."""
+    if name.startswith("safetensors"):
+        return load_tensors, "safetensors loads"
+    if name.startswith("bitsandbytes"):
+        return load_bitsandbytes, "bitsandbytes loads"
+    if name.startswith("compressed"):
+        return decompress, "compressed-tensors dequantizes"
+    if name.startswith(("GPTQ", "AWQ")):
+        return load_tensors, "safetensors loads"
+    return (dequantize_gguf, "gguf dequantizes") if name.startswith("GGUF") else (None, "")
+
+
 def make(name, folder):
     rng = np.random.default_rng(0)
     if name.startswith("GGUF"):
@@ -162,7 +224,7 @@ def anonymous():
     return int(text.partition("RssAnon:")[2].split()[0]) * 1024
 
 
-def measure(name):
+def measure(name, libraries):
     """In this process: seconds, and peak memory."""
     import jax
 
@@ -194,28 +256,52 @@ def measure(name):
                 watcher.join()
                 more = peak - before - nbytes
             del arrays
-        print(json.dumps({"name": name, "size": size, "seconds": best, "more": more, "largest": nbytes / COUNT}))
+        theirs, about = measure_library(name, path) if libraries else (None, "")
+        row = {"name": name, "size": size, "seconds": best, "more": more, "largest": nbytes / COUNT}
+        print(json.dumps({**row, "theirs": theirs, "about": about}))
+
+
+def measure_library(name, path):
+    load, about = library(name)
+    if load is None:
+        return None, about
+    best = float("inf")
+    for _ in range(2):
+        start = time.perf_counter()
+        try:
+            load(path)
+        except ImportError:
+            return None, about
+        best = min(best, time.perf_counter() - start)
+    return best, about
+
+
+def beside(row):
+    return f" {row['about']}: {row['size'] / row['theirs'] / 1e6:.0f} |" if row["theirs"] else " |"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="rows whose name has this")
+    parser.add_argument("--libraries", action="store_true", help="times other libraries too")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
-        return measure(arguments.row)
-    print(f"| {COUNT} weights of {OUT} x {IN} | Size, MB | MB/s | Memory beyond the result, MB | One array, MB |")
-    print("| --- | ---: | ---: | ---: | ---: |")
+        return measure(arguments.row, arguments.libraries)
+    more = " Beside it, MB/s |" if arguments.libraries else ""
+    print(f"| {COUNT} weights of {OUT} x {IN} | Size, MB | MB/s | Memory beyond the result, MB | One array, MB |{more}")
+    print(f"| --- | ---: | ---: | ---: | ---: |{' --- |' if more else ''}")
     for name in DIALECTS:
         if arguments.only.lower() in name.lower():
-            run = subprocess.run([sys.executable, __file__, "--row", name], capture_output=True, text=True, check=False)
+            command = [sys.executable, __file__, "--row", name] + ["--libraries"] * arguments.libraries
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
             if run.returncode:
                 raise SystemExit(run.stderr)
             row = json.loads(run.stdout.splitlines()[-1])
             speed = row["size"] / row["seconds"] / 1e6
             print(
                 f"| {name} | {row['size'] / 1e6:.0f} | {speed:.0f} | {max(row['more'], 0) / 1e6:.0f} | "
-                f"{row['largest'] / 1e6:.0f} |",
+                f"{row['largest'] / 1e6:.0f} |" + beside(row) * arguments.libraries,
                 flush=True,
             )
 

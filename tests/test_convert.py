@@ -106,6 +106,19 @@ def test_three_bits_of_gptq(tmp_path):
     np.testing.assert_array_equal(eqq.io.open(tmp_path / "out")["l.weight"].dequantize(), q.dequantize())
 
 
+def test_nvfp4_of_compressed_tensors(tmp_path):
+    w = jr.normal(jr.key(0), (8, 64))
+    q = eqq.quantize(w, "nvfp4")
+    eqq.io.write(tmp_path / "out", {"l.weight": q.astype(jnp.bfloat16)}, "compressed-tensors")
+    again = eqq.io.open(tmp_path / "out")["l.weight"]
+    np.testing.assert_array_equal(again.codes, q.codes)
+    np.testing.assert_array_equal(again.scale_bits.codes, q.scale_bits.codes)
+    np.testing.assert_allclose(again.astype("float32").dequantize(), q.dequantize(), rtol=3e-7)
+    rows = jax.vmap(lambda row: eqq.quantize(row, "nvfp4"))(w * jnp.arange(1.0, 9)[:, None])
+    with pytest.raises(ValueError, match="must share one scale for the tensor"):
+        eqq.io.write(tmp_path / "new", {"l.weight": rows}, "compressed-tensors")
+
+
 def test_shards(source, tmp_path):
     tree = {name: eqq.io.open(source)[name] for name in eqq.io.open(source)}
     for nbytes, count in ((20_000, 4), (40_000, 3)):

@@ -332,3 +332,18 @@ def test_shardings():
     loaded = eqq.io.load_into({"w": zeros(*q.shape)}, {"a": q}, {"a": "w"}, shardings=rules)
     assert loaded["w"].sharding == NamedSharding(mesh, P("d", None))
     np.testing.assert_array_equal(np.asarray(loaded["w"]), np.asarray(q))
+
+
+def test_rules_that_match_nothing_are_told():
+    model, arrays = {"a": jnp.ones(3)}, {"x.a": jnp.zeros(3)}
+    plan = eqq.io.plan_load(model, arrays, {"x.{p}": "{p}", "y.{p}": "b.{p}"})
+    assert plan.idle == ("y.{p}",) and not plan.problems and "1 rules that match nothing: y.{p}" in str(plan)
+    assert eqq.io.plan_load(model, arrays, lambda name: name[2:]).idle == ()
+    with pytest.raises(ValueError, match="and no rule for it. No array matches z.a."):
+        eqq.io.load_into(model, arrays, {"z.a": "a"})
+
+
+@pytest.mark.parametrize("names", [{"x.{p": "p"}, {"x.p}": "p"}, {"x.{p-q}": "p"}, {"x.{p}": "{p"}, {"x.{}": "p"}])
+def test_malformed_braces(names):
+    with pytest.raises(ValueError, match="of `names` must have groups such as"):
+        eqq.io.plan_load({"p": jnp.ones(3)}, {"x.p": jnp.ones(3)}, names)

@@ -190,14 +190,15 @@ def gptq() -> None:
     import torch
     from gptqmodel.nn_modules.qlinear.gemm_awq import AwqGEMMLinear
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
     from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
     def rounded(bits: int) -> tuple:
         """A layer, and the scales and zero points of its blocks of 32."""
-        linear = torch.nn.Linear(128, 64, bias=False)
-        linear.weight.data = torch.from_numpy(values(64, 128))
-        blocks = linear.weight.data.reshape(64, 4, 32)
+        linear = torch.nn.Linear(64, 32, bias=False)
+        linear.weight.data = torch.from_numpy(values(32, 64))
+        blocks = linear.weight.data.reshape(32, 2, 32)
         low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
         scale = ((high - low) / (2**bits - 1)).clamp(min=1e-4).half().float()
         return linear, scale, torch.round(-low / scale).clamp(1, 2**bits - 1)
@@ -206,17 +207,17 @@ def gptq() -> None:
     generator = torch.Generator().manual_seed(0)
     layers = {}
     for bits in (2, 3, 4, 8):
-        for order in ("in order", "act-order"):
+        for order in ("plain", "act_order"):
             linear, scale, zero = rounded(bits)
-            groups = torch.arange(128, dtype=torch.int32) // 32
-            if order == "act-order":
-                groups = groups[torch.randperm(128, generator=generator)]
+            groups = torch.arange(64, dtype=torch.int32) // 32
+            if order == "act_order":
+                groups = groups[torch.randperm(64, generator=generator)]
                 linear.weight.data = linear.weight.data.clamp(-1, 1)
-            options = {"bits": bits, "group_size": 32, "sym": False, "desc_act": order == "act-order"}
-            layer = TorchLinear(**options, in_features=128, out_features=64, bias=False, register_buffers=True)
+            options = {"bits": bits, "group_size": 32, "sym": False, "desc_act": order == "act_order"}
+            layer = TorchLinear(**options, in_features=64, out_features=32, bias=False, register_buffers=True)
             layer.pack_original(linear, scale, zero, groups)
             layer.post_init()
-            layers[f"int{bits}_{order[:3]}"] = layer.eval()
+            layers[f"int{bits}_{order}"] = layer.eval()
     for version in ("gptq_v2", "gptq"):
         tensors, expected = {}, {}
         for name, layer in layers.items():
@@ -231,8 +232,8 @@ def gptq() -> None:
 
     linear, scale, zero = rounded(4)
     options = {"bits": 4, "group_size": 32, "sym": False, "desc_act": False}
-    layer = AwqGEMMLinear(**options, in_features=128, out_features=64, bias=False, register_buffers=True)
-    layer.pack(linear, scale, zero)
+    layer = AwqTorchLinear(**options, in_features=64, out_features=32, bias=False, register_buffers=True)
+    AwqGEMMLinear.pack(layer, linear, scale, zero)  # the class itself wants a GPU
     dense = dequantize_gemm(layer.qweight, layer.qzeros, layer.scales, 4, 32).T.contiguous()
     tensors = {f"l.{part}": getattr(layer, part) for part in ("qweight", "qzeros", "scales")}
     config = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True}

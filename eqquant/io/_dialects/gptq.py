@@ -12,6 +12,8 @@
 https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ
 """
 
+import re
+
 import numpy as np
 
 from ..._array.permuted import permuted
@@ -72,10 +74,10 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
     minus_one, dtype = stored_as == "gptq", DTYPES[scale.dtype][1]
 
     order = None if awq else act_order(of.get("g_idx"), length, groups)
-    written_by = _written_by(settings)
+    version = _model_version(settings)
 
     def read():
-        zero = _plus_one(zeros, bits, written_by) if minus_one else _outputs(zeros.array(), bits, awq)
+        zero = _plus_one(zeros, bits, version) if minus_one else _outputs(zeros.array(), bits, awq)
         if symmetric and (zero != 2 ** (bits - 1)).any():
             zeros.fail("Got zero points other than the middle, and a configuration that says `sym`.")
 
@@ -92,17 +94,20 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
     return Item((out, length), str(dtype), format, stored_as, tensors, read, permuted=order is not None)
 
 
-def _written_by(settings: dict) -> str:
+def _model_version(settings: dict) -> int | None:
+    """Returns the major version of the GPTQModel that wrote a checkpoint, or `None` if another program did."""
     meta = settings.get("meta")
-    return str(meta.get("quantizer")) if isinstance(meta, dict) else ""
+    found = re.search(r"gptqmodel:(\d{1,4})", str(meta.get("quantizer"))) if isinstance(meta, dict) else None
+    return int(found[1]) if found else None
 
 
-def _plus_one(zeros: Stored, bits: int, written_by: str) -> np.ndarray:
+def _plus_one(zeros: Stored, bits: int, version: int | None) -> np.ndarray:
     """Unpacks zero points and adds one to each. Word by word, with carries, as GPTQModel does."""
-    if bits == 3 and "gptqmodel" not in written_by:  # codes straddle words
+    if bits == 3 and (version is None or version >= 7):  # codes straddle words
+        # AutoGPTQ's own reader does not wrap here, and so takes a zero point of 0 for 8.
         return _outputs(zeros.array(), bits, False) + np.uint8(1) & np.uint8(7)
     ones = sum(1 << at for at in range(0, 96, bits))
-    # GPTQModel takes the words of a period of 96 bits in reverse, when it writes and when it reads.
+    # Before version 7 it took the words of a period of 96 bits in reverse, when it wrote and when it read.
     words = np.array([ones >> 32 * n & 0xFFFFFFFF for n in (2, 1, 0)], np.uint32)
     return _outputs((zeros.array().view(np.uint32) + np.resize(words, zeros.shape[1])).view(np.int32), bits, False)
 

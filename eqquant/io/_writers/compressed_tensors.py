@@ -4,6 +4,8 @@
     Int8           int-quantized
     FP8("e4m3")    float-quantized; scales of 128 x 128 values where they are equal for each 128 rows
     MXFP4          mxfp4-pack-quantized
+    NVFP4          nvfp4-pack-quantized. Scales are divided by one number for the tensor, the reciprocal of ours: so
+                   values are equal up to rounding in float32
 
 Each combination of bits, groups and symmetry is a group of the configuration, which lists its layers by name.
 """
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..._array.array import QuantizedArray
-from ..._formats import FP8, Int2, Int4, Int8, MXFP4
+from ..._formats import FP8, Int2, Int4, Int8, MXFP4, NVFP4
 from ..._formats.base import has_zero_points
 from .._safetensors import ToWrite
 from .._stored import NAME_OF
@@ -23,7 +25,7 @@ from .layout import dense, each_part, Layout, narrow, pack_low_first, pad_last, 
 
 NAME = "compressed-tensors"
 FITS = (
-    "Int2, Int4, Int8, FP8('e4m3') or MXFP4, of two dimensions along the last axis, which must consist of whole "
+    "Int2, Int4, Int8, FP8('e4m3'), MXFP4 or NVFP4, of two dimensions along the last axis, which must consist of whole "
     "blocks, under a name that ends with '.weight'"
 )
 
@@ -33,13 +35,15 @@ def layout(name: str, x: Any) -> Layout:
     if not isinstance(x, QuantizedArray):
         return dense(name, x)
     format, block = x.format, x.format.block_size
-    fits = isinstance(format, (Int2, Int4, Int8, FP8, MXFP4)) and getattr(format, "kind", "e4m3") == "e4m3"
+    fits = isinstance(format, (Int2, Int4, Int8, FP8, MXFP4, NVFP4)) and getattr(format, "kind", "e4m3") == "e4m3"
     plain = x.ndim == 2 and x.axis == -1 and name.endswith(".weight")
     if not fits or not plain or (isinstance(block, int) and x.shape[1] % block):
         refuse(name, x, FITS)
     scale = scales_of(name, x)
     if isinstance(format, MXFP4):
         return _mxfp4(name, x)
+    if isinstance(format, NVFP4):
+        return _nvfp4(name, x)
     weights: dict[str, Any] = {"num_bits": format.bits, "type": "float" if isinstance(format, FP8) else "int"}
     weights |= {"symmetric": not has_zero_points(format), "dynamic": False}
     weights |= {"strategy": "group", "group_size": block} if isinstance(block, int) else {"strategy": "channel"}
@@ -108,16 +112,39 @@ def _bytes(q: QuantizedArray, sign: int) -> np.ndarray:
     return rows_of(q)(0, q.shape[0]) ^ np.uint8(sign)
 
 
-def _mxfp4(name: str, q: QuantizedArray) -> Layout:
-    exponents = np.asarray(q.scale_bits)
+def _pairs(name: str, q: QuantizedArray) -> ToWrite:
+    """Two codes in a byte, the first in the low bits."""
+    shape = (q.shape[0], q.shape[1] // 2)
 
     def codes() -> np.ndarray:
-        out = np.empty((q.shape[0], q.shape[1] // 2), np.uint8)
+        out = np.empty(shape, np.uint8)
         each_part(q, lambda part: pack_low_first(part, 4), out)
         return out
 
+    return ToWrite(f"{name}_packed", "U8", shape, codes)
+
+
+def _nvfp4(name: str, q: QuantizedArray) -> Layout:
+    inner: Any = q.scale_bits
+    outer = np.unique(np.asarray(inner.scale))
+    with np.errstate(divide="ignore", over="ignore"):
+        whole = np.float32(1) / outer
+    if len(outer) != 1 or not np.isfinite(whole).all() or whole[0] == 0:
+        refuse(name, q, "its scales must share one scale for the tensor, which must have a reciprocal")
     tensors = (
-        ToWrite(f"{name}_packed", "U8", (q.shape[0], q.shape[1] // 2), codes),
+        _pairs(name, q),
+        ToWrite(f"{name}_scale", "F8_E4M3", (q.shape[0], q.shape[1] // 16), lambda: rows_of(inner)(0, q.shape[0])),
+        ToWrite(f"{name}_global_scale", "F32", (1,), lambda: whole),
+    )
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor_group"}
+    weights |= {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+    return Layout(tensors, {"format": "nvfp4-pack-quantized", "weights": weights})
+
+
+def _mxfp4(name: str, q: QuantizedArray) -> Layout:
+    exponents = np.asarray(q.scale_bits)
+    tensors = (
+        _pairs(name, q),
         ToWrite(f"{name}_scale", "U8", exponents.shape, lambda: exponents),
     )
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "strategy": "group"}

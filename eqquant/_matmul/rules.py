@@ -56,15 +56,12 @@ def _compute(
 
     x, w = operands_of(args, x_tree, w_tree)
     # `gradient_of` does not affect the value.
-    if isinstance(w, SelectedArray):
-        w = w.taken() if devices > 1 else w
-    else:
-        w = dataclasses.replace(w, gradient_of=None)
-    if isinstance(x, QuantizedArray):
-        x = dataclasses.replace(x, gradient_of=None)
+    x, w = (dataclasses.replace(a, gradient_of=None) if isinstance(a, QuantizedArray) else a for a in (x, w))
     if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # a sum of nothing
-    return compute(x, w) if devices == 1 else partitioned(compute, x, w, transpose=transpose)
+    if devices == 1:
+        return compute(x, w)
+    return partitioned(compute, x, w.taken() if isinstance(w, SelectedArray) else w, transpose=transpose)
 
 
 def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:

@@ -84,11 +84,13 @@ from ._methods import (
     GPTQ as GPTQ,
     HQQ as HQQ,
     JointMSE as JointMSE,
+    LearnedRounding as LearnedRounding,
     MSE as MSE,
 )
 from ._training import (
     apply_updates as apply_updates,
     distill as distill,
+    distill_blocks as distill_blocks,
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
     float_masters as float_masters,

@@ -66,6 +66,37 @@ def test_scales_that_are_quantized_stay(setting):
     assert not jnp.array_equal(found[0].bias, q[0].bias)
 
 
+class Residual(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        return x + jax.nn.tanh(self.linear(x))
+
+
+def run_layer(layer, x):
+    return jax.vmap(layer)(x)
+
+
+def test_blocks(capsys):
+    """Blocks learn in turn, from what those before them became; what is no block stays as it is."""
+    linear = lambda n: eqx.nn.Linear(16, 16, key=jr.key(n))
+    model = eqx.nn.Sequential([linear(0), Residual(linear(1)), Residual(linear(2)), linear(3)])
+    x, held_out = list(jr.normal(jr.key(4), (10, 32, 16))), jr.normal(jr.key(5), (256, 16))
+    q = eqq.quantize_tree(model, eqq.Int2(16))
+    blocks = [(lambda m, n=n: m[n], run_layer) for n in range(3)]
+    kept = []
+    found = eqq.distill_blocks(q, model, x, blocks, optimizer=optax.adam(3e-3), after_each=kept.append)
+    assert jtu.tree_structure(found) == jtu.tree_structure(q)
+    assert error(found, model, held_out) < 0.6 * error(q, model, held_out)
+    assert_same(found[3].weight, q[3].weight)
+    assert len(kept) == 3 and kept[0][1] is q[1] and kept[-1] is found
+    # The second block alone, with what the first became as its inputs.
+    inputs, wanted = (jax.vmap(m[0])(held_out) for m in (found, model))
+    of = lambda block: float(jnp.mean(jnp.square(run_layer(block, inputs) - run_layer(model[1], wanted))))
+    assert of(found[1]) < of(q[1])
+    assert "block 3 of 3, pass 1" in capsys.readouterr().out
+
+
 def test_errors(setting):
     model, x, _ = setting
     q = eqq.quantize_tree(model, "int4")

@@ -12,4 +12,5 @@ from .base import (
 from .gptq import GPTQ as GPTQ
 from .hqq import HQQ as HQQ
 from .joint import JointMSE as JointMSE
+from .learned import LearnedRounding as LearnedRounding
 from .mse import MSE as MSE

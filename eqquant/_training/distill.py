@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TYPE_CHECKING
+from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -90,10 +90,172 @@ def distill(
     `ValueError` if `model` has no quantized arrays, if `float_model` has another structure, without enough batches, or
     if the loss of the start is not finite.
     """
-    import optax
-
     if train not in ("scales", "codes"):
         raise ValueError(f'`train` must be "scales" or "codes". Got {train!r}.')
+    data, chosen_by = _split(batches, held_out)
+    _check_models(model, float_model)
+    trainer = _Trainer(apply, loss, optimizer, passes, len(data))
+    wanted = [trainer.outputs(float_model, batch) for batch in data]
+    wanted_held_out = [trainer.outputs(float_model, batch) for batch in chosen_by]
+    kept = _Pairs(list(zip(data, wanted, strict=True)), list(zip(chosen_by, wanted_held_out, strict=True)))
+    console = Console(quiet=not progress, soft_wrap=True)
+    return trainer.train(model, kept, train == "codes", patience, lambda text: console.print(f"distill: {text}"))
+
+
+def distill_blocks(
+    model: PyTree,
+    float_model: PyTree,
+    batches: Iterable[PyTree],
+    blocks: Sequence[tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]],
+    *,
+    held_out: Iterable[PyTree] | None = None,
+    loss: Callable[[Any, Any], Float[Array, ""]] | None = None,
+    train: Literal["scales", "codes"] = "codes",
+    passes: int = 10,
+    patience: int = 3,
+    optimizer: "optax.GradientTransformation | None" = None,
+    after_each: Callable[[PyTree], Any] | None = None,
+    progress: bool = True,
+) -> PyTree:
+    """Trains a quantized model as [`eqquant.distill`][] does, one block after the other.
+
+    Each block learns to return what that of the float model returns, from what the blocks before it became. So only one
+    block is differentiated, and trained, at a time: it takes less memory and fewer operations than the whole model, and
+    its loss says more about its own weights. Blocks that are alike, with the same function, share a compiled program.
+
+    !!! Example
+
+        ```python
+        blocks = [
+            (lambda m: m.embed, lambda embed, ids: jax.vmap(jax.vmap(embed))(ids)),
+            *((lambda m, n=n: m.layers[n], run_layer) for n in range(len(model.layers))),
+        ]
+        q = eqq.distill_blocks(q, model, batches, blocks)
+        ```
+
+    ??? cite
+
+        [Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs](https://arxiv.org/abs/2309.05516)
+
+    To continue after an interruption, save the models that `after_each` receives, and call this with the last of them.
+
+    **Arguments:**
+
+    - `model`, `float_model`, `batches`, `held_out`: as for [`eqquant.distill`][].
+    - `blocks`: for each block a function that returns its part of a model, as for `equinox.tree_at`, and a function
+        `(part, x) -> x`. The first of these receives a batch, each other what the one before it returned.
+    - `loss`: a function `(outputs, wanted) -> scalar` for the outputs of a block. By default the squared error of all
+        floats, relative to the square of the wanted ones.
+    - `train`, `passes`, `patience`, `optimizer`: as for [`eqquant.distill`][], for each block.
+    - `after_each`: called after each block with the model, as far as it is trained.
+    - `progress`: whether to print the loss after each pass.
+
+    **Returns:**
+
+    The model. No block has a larger loss on the held-out batches than before, for the same inputs.
+
+    **Raises:**
+
+    As [`eqquant.distill`][].
+    """
+    if train not in ("scales", "codes"):
+        raise ValueError(f'`train` must be "scales" or "codes". Got {train!r}.')
+    data, chosen_by = _split(batches, held_out)
+    _check_models(model, float_model)
+    inputs, wanted = (data, chosen_by), (data, chosen_by)
+    trainers: dict[Any, _Trainer] = {}
+    console = Console(quiet=not progress, soft_wrap=True)
+    for n, (part_of, apply) in enumerate(blocks):
+        if apply not in trainers:
+            trainers[apply] = _Trainer(apply, loss, optimizer, passes, len(data))
+        trainer, part, float_part = trainers[apply], part_of(model), part_of(float_model)
+        wanted = tuple([trainer.outputs(float_part, x) for x in half] for half in wanted)
+        kept = _Pairs(*(list(zip(x, y, strict=True)) for x, y in zip(inputs, wanted, strict=True)))
+        say = lambda text, n=n: console.print(f"distill: block {n + 1} of {len(blocks)}, {text}")
+        if any(is_quantized(leaf.value) for leaf in named_leaves(part)):
+            part = trainer.train(part, kept, train == "codes", patience, say)
+            model = eqx.tree_at(part_of, model, part, is_leaf=is_quantized)
+        inputs = tuple([trainer.outputs(part, x) for x in half] for half in inputs)
+        if after_each is not None:
+            after_each(model)
+    return model
+
+
+class _Pairs(NamedTuple):
+    """Inputs with the outputs that are wanted: to train on, and to choose the best model by."""
+
+    train_on: Sequence[tuple[PyTree, PyTree]]
+    chosen_by: Sequence[tuple[PyTree, PyTree]]
+
+
+class _Trainer:
+    """Compiled steps for one function of a model, or of parts of a model that are alike."""
+
+    def __init__(
+        self,
+        apply: Callable[[Any, Any], Any] | None,
+        loss: Callable[[Any, Any], Float[Array, ""]] | None,
+        optimizer: "optax.GradientTransformation | None",
+        passes: int,
+        batches: int,
+    ) -> None:
+        import optax
+
+        run, measure = apply or _default_apply, loss or _relative_error
+        optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, passes * batches)) if optimizer is None else optimizer
+        self._optimizer, self._passes = optimizer, passes
+        self.outputs = eqx.filter_jit(run)
+
+        def loss_of(changes: Any, fixed: Any, values: Any, treedef: Any, batch: Any, wanted: Any) -> Array:
+            filled = [x if c is None else part.value(c) for x, part, c in zip(values, fixed, changes, strict=True)]
+            return measure(run(jtu.tree_unflatten(treedef, filled), batch), wanted)
+
+        def step(changes: Any, state: Any, *args: Any) -> tuple[Any, Any, Array]:
+            value, grads = eqx.filter_value_and_grad(loss_of)(changes, *args)
+            with jax.numpy_dtype_promotion("standard"):  # optimizers mix dtypes
+                updates, state = optimizer.update(grads, state, changes)
+            return eqx.apply_updates(changes, updates), state, value
+
+        self._loss, self._step = eqx.filter_jit(loss_of), eqx.filter_jit(step)
+
+    def train(self, model: PyTree, pairs: _Pairs, codes: bool, patience: int, say: Callable[[str], None]) -> PyTree:
+        """Returns the best model that it found, and says what it does."""
+        leaves = list(named_leaves(model))
+        treedef = jtu.tree_structure(model, is_leaf=is_quantized)
+        values: list[Any] = [leaf.value for leaf in leaves]
+        fixed: list[Any] = [_fixed(leaf, codes) for leaf in leaves]
+        start: Any = [None if part is None else part.start() for part in fixed]
+
+        def held_out_loss(changes: Any) -> float:
+            losses = [self._loss(changes, fixed, values, treedef, *pair) for pair in pairs.chosen_by]
+            return float(np.mean([float(x) for x in losses]))
+
+        changes, state = start, self._optimizer.init(start)
+        best, least, since = start, held_out_loss(start), 0
+        if not np.isfinite(least):
+            raise ValueError(f"The loss must be finite at the start. Got {least} on the held-out batches.")
+        say(f"held-out loss {least:.4g} at the start")
+        order = np.random.default_rng(0)
+        for n in range(self._passes):
+            total = 0.0
+            for index in order.permutation(len(pairs.train_on)):
+                changes, state, value = self._step(changes, state, fixed, values, treedef, *pairs.train_on[index])
+                total += float(value)
+            now, since = held_out_loss(changes), since + 1
+            if now < least:
+                best, least, since = changes, now, 0
+            say(f"pass {n + 1} of {self._passes}, loss {total / len(pairs.train_on):.4g}, held-out {now:.4g}")
+            if since >= patience:
+                break
+        # What did not become better stays as it was, to the bit.
+        if best is start:
+            return model
+        found = [x if c is None else part.final(c) for x, part, c in zip(values, fixed, best, strict=True)]
+        return jtu.tree_unflatten(treedef, found)
+
+
+def _split(batches: Iterable[PyTree], held_out: Iterable[PyTree] | None) -> tuple[list[PyTree], list[PyTree]]:
+    """Returns the batches to train on, and those to choose the best model by."""
     data = list(batches)
     if held_out is None:
         held_out, data = data[::5], [batch for n, batch in enumerate(data) if n % 5]
@@ -103,63 +265,7 @@ def distill(
             f"`distill` needs batches to train on and others to choose by. Got {len(data)} and {len(chosen_by)}. Pass "
             "more batches, or some as `held_out`."
         )
-    leaves = list(named_leaves(model))
-    if not any(is_quantized(leaf.value) for leaf in leaves):
-        raise ValueError("`model` must hold quantized arrays. Got none. Quantize it first, with `eqq.quantize_tree`.")
-    _check_structure(leaves, list(named_leaves(float_model)))
-    run = _default_apply if apply is None else apply
-    measure = _relative_error if loss is None else loss
-    treedef = jtu.tree_structure(model, is_leaf=is_quantized)
-    fixed: list[Any] = [_fixed(leaf, train == "codes") for leaf in leaves]
-    start: Any = [None if part is None else part.start() for part in fixed]
-    steps = passes * len(data)
-    optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps)) if optimizer is None else optimizer
-
-    wanted_of = eqx.filter_jit(run)
-    wanted = [wanted_of(float_model, batch) for batch in data]
-    wanted_held_out = [wanted_of(float_model, batch) for batch in chosen_by]
-    values = [leaf.value for leaf in leaves]
-
-    def loss_of(changes: Any, fixed: Any, values: Any, batch: Any, wanted: Any) -> Array:
-        filled = [x if c is None else part.value(c) for x, part, c in zip(values, fixed, changes, strict=True)]
-        return measure(run(jtu.tree_unflatten(treedef, filled), batch), wanted)
-
-    @eqx.filter_jit
-    def step(changes: Any, state: Any, fixed: Any, values: Any, batch: Any, wanted: Any) -> tuple[Any, Any, Array]:
-        value, grads = eqx.filter_value_and_grad(loss_of)(changes, fixed, values, batch, wanted)
-        with jax.numpy_dtype_promotion("standard"):  # optimizers mix dtypes
-            updates, state = optimizer.update(grads, state, changes)
-        return eqx.apply_updates(changes, updates), state, value
-
-    evaluate = eqx.filter_jit(loss_of)
-
-    def held_out_loss(changes: Any) -> float:
-        losses = [evaluate(changes, fixed, values, b, w) for b, w in zip(chosen_by, wanted_held_out, strict=True)]
-        return float(np.mean([float(x) for x in losses]))
-
-    changes, state = start, optimizer.init(start)
-    best, least, since = start, held_out_loss(start), 0
-    if not np.isfinite(least):
-        raise ValueError(f"The loss must be finite at the start. Got {least} on the held-out batches.")
-    console = Console(quiet=not progress)
-    console.print(f"distill: held-out loss {least:.4g} at the start")
-    order = np.random.default_rng(0)
-    for n in range(passes):
-        total = 0.0
-        for index in order.permutation(len(data)):
-            changes, state, value = step(changes, state, fixed, values, data[index], wanted[index])
-            total += float(value)
-        now, since = held_out_loss(changes), since + 1
-        if now < least:
-            best, least, since = changes, now, 0
-        console.print(f"distill: pass {n + 1} of {passes}, loss {total / len(data):.4g}, held-out {now:.4g}")
-        if since >= patience:
-            break
-    # What did not become better stays as it was, to the bit.
-    if best is start:
-        return model
-    found = [x if c is None else part.final(c) for x, part, c in zip(values, fixed, best, strict=True)]
-    return jtu.tree_unflatten(treedef, found)
+    return data, chosen_by
 
 
 class _Floats(eqx.Module):
@@ -245,7 +351,10 @@ def _has_float_scales(format: AbstractFormat) -> bool:
     return format.scale_format is None and format.scale_dtype in ("float32", "float16", "bfloat16")
 
 
-def _check_structure(leaves: Sequence[Leaf], before: Sequence[Leaf]) -> None:
+def _check_models(model: PyTree, float_model: PyTree) -> None:
+    leaves, before = list(named_leaves(model)), list(named_leaves(float_model))
+    if not any(is_quantized(leaf.value) for leaf in leaves):
+        raise ValueError("`model` must hold quantized arrays. Got none. Quantize it first, with `eqq.quantize_tree`.")
     shape = lambda leaf: getattr(leaf.value, "shape", None)
     ours, theirs = ({leaf.path: shape(leaf) for leaf in of} for of in (leaves, before))
     if ours != theirs:
@@ -258,7 +367,8 @@ def _default_apply(model: Any, batch: PyTree) -> Any:
 
 
 def _relative_error(outputs: PyTree, wanted: PyTree) -> Float[Array, ""]:
-    pairs = [(a, b) for a, b in zip(jtu.tree_leaves(outputs), jtu.tree_leaves(wanted), strict=True) if eqx.is_array(a)]
+    pairs = zip(jtu.tree_leaves(outputs), jtu.tree_leaves(wanted), strict=True)
+    pairs = [(a, b) for a, b in pairs if eqx.is_inexact_array(a)]
     square = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)))
     error = sum((square(a - b) for a, b in pairs), jnp.zeros(()))
     return error / sum((square(b) for _, b in pairs), jnp.zeros(()))

@@ -1,0 +1,257 @@
+"""Learned rounding: improves the codes and the scales of another method in turn, for the inputs of the weight."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt8
+
+from .._formats.base import AbstractFormat
+from .._numerics.scale_bits import bits_to_scale, scale_to_bits
+from .base import AbstractMethod, by_chunks, decode_by, encode_by, Encoded, Grid, kept_scale
+from .gptq import GPTQ
+from .inputs import statistic
+from .mse import MSE
+
+
+# How many columns are rounded one by one before their errors reach the rest, by a product.
+_WIDTH = 128
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class LearnedRounding(AbstractMethod):
+    r"""Improves the codes and scales of another method, until the error of the outputs,
+    $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$, hardly falls. $G$ is the mean of $x x^T$ over the inputs of
+    the weight.
+
+    Takes one column after the other, and moves its codes to the levels that are best for all other columns as they are.
+    Then does the same with the scale of each block, by least squares. So the error falls with every step, where
+    [`eqquant.GPTQ`][] decides on each column once, before it knows what becomes of those that follow. Works with every
+    format. Scales stay where the format quantizes them, or has one for the whole array.
+
+    The error is measured with the damping, in each row. It is never larger than that of `method`.
+
+    !!! Example
+
+        ```python
+        stats = eqq.calibrate.collect_stats(model, batches, gram=True)
+        model = eqq.quantize_tree(model, "int3", method=eqq.LearnedRounding(stats))
+        ```
+
+    ??? cite
+
+        [QuantEase: Optimization-based Quantization for Language Models](https://arxiv.org/abs/2309.01885), which
+        minimises the error that
+        [Up or Down? Adaptive Rounding for Post-Training Quantization](https://arxiv.org/abs/2004.10568) introduced
+    """
+
+    inputs: Any
+    method: AbstractMethod  # pyright: ignore[reportIncompatibleVariableOverride]
+    rounds: int = eqx.field(static=True)
+    damping: float = eqx.field(static=True)
+    statistic = "gram"
+
+    def __init__(
+        self,
+        inputs: Any = None,
+        *,
+        gram: Any = None,
+        method: AbstractMethod | None = None,
+        rounds: int = 4,
+        damping: float | int = 0.01,
+    ) -> None:
+        """**Arguments:**
+
+        - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned with `gram=True`; for one array, the statistics
+            of its weight.
+        - `gram`: in place of `inputs`, the mean of $x x^T$ for one array: `(*stack, features, features)`.
+        - `method`: the method to start from, `eqq.GPTQ(method=eqq.MSE())` by default. If it needs inputs and has none,
+            it takes these. A weight that is looked up is quantized as by `method`.
+        - `rounds`: how often to go over all codes and all scales.
+        - `damping`: what is added to the diagonal of the Gram matrix, relative to its mean.
+
+        **Raises:**
+
+        `ValueError` for other values, or with both `inputs` and `gram`. Quantizing raises `ValueError` if statistics
+        are missing, not finite, or of another weight; the message names the leaf.
+        """
+        if inputs is not None and gram is not None:
+            raise ValueError("`gram` must come without `inputs`. Got both. Pass the statistics, or the matrix.")
+        if not 0 <= damping < float("inf"):
+            raise ValueError(f"`damping` must be finite and not negative. Got {damping}. The usual one is 0.01.")
+        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+            raise ValueError(f"`rounds` must be a positive whole number. Got {rounds!r}.")
+        self.inputs = gram if inputs is None else inputs
+        self.method = GPTQ(method=MSE(), damping=damping) if method is None else method
+        self.rounds, self.damping = rounds, float(damping)
+
+    def without_inputs(self) -> AbstractMethod:
+        return self.method.without_inputs() if _takes_inputs(self.method) else self.method
+
+    def quantize_rows(
+        self,
+        rows: Float[Array, "*batch length"],
+        format: AbstractFormat,
+        *,
+        key: PRNGKeyArray | None = None,
+        chunk: int | None = None,
+    ) -> Encoded:
+        if key is not None:
+            raise ValueError("`key` must be None with LearnedRounding, which rounds to the best code. Got a key.")
+        gram = jnp.asarray(statistic(self.inputs, "gram"), jnp.float32)
+        method = self.method
+        if _takes_inputs(method):
+            inputs = gram if method.statistic == "gram" else jnp.diagonal(gram, axis1=-2, axis2=-1)
+            method = dataclasses.replace(method, inputs=inputs)  # pyright: ignore[reportCallIssue]
+        start = method.quantize_rows(rows, format, chunk=chunk)
+        kept = kept_scale(start.scale, format)
+        offset = None if start.offset is None else kept_scale(start.offset, format)
+        grid = Grid(kept, kept, start.zero_point, offset, offset)
+
+        def of_layer(rows: Array, gram: Array, codes: Array, grid: Grid) -> tuple[Array, Array]:
+            damped = _damped(gram, self.damping)
+            of_rows = lambda _, rows, codes, grid: _descend(damped, rows, codes, grid, format, self.rounds)
+            return by_chunks(of_rows, chunk, rows, codes, grid)
+
+        for _ in range(gram.ndim - 2):
+            of_layer = jax.vmap(of_layer)
+        codes, scale = of_layer(rows, gram, start.codes, grid)
+        return start._replace(
+            codes=codes, scale=scale_to_bits(scale, format.scale_dtype) if _fits(format) else start.scale
+        )
+
+
+def _takes_inputs(method: AbstractMethod) -> bool:
+    return any(field.name == "inputs" for field in dataclasses.fields(method)) and method.inputs is None
+
+
+def _fits(format: AbstractFormat) -> bool:
+    """Whether the scale of each block can change alone."""
+    return format.scale_format is None and format.block_size != "tensor"
+
+
+def _damped(gram: Float32[Array, "length length"], damping: float) -> Float32[Array, "length length"]:
+    """Returns the Gram matrix with a mean of about one on its diagonal, and damped."""
+    mean = jnp.mean(jnp.diagonal(gram))
+    return gram / jnp.where(mean > 0, mean, 1) + damping * jnp.eye(len(gram))
+
+
+def _descend(
+    gram: Float32[Array, "length length"],
+    rows: Float[Array, "*batch length"],
+    codes: UInt8[Array, "*batch length"],
+    grid: Grid,
+    format: AbstractFormat,
+    rounds: int,
+) -> tuple[UInt8[Array, "*batch length"], Float32[Array, "*batch blocks"]]:
+    """Returns codes and scales of rows with a smaller error, or those that came."""
+    *batch, length = rows.shape
+    # Columns come first, so that one is contiguous.
+    columns_first = lambda x: x.reshape(-1, x.shape[-1]).T
+    problem = _Problem(gram, columns_first(rows.astype(jnp.float32)), format)
+    start = columns_first(codes), jax.tree.map(columns_first, grid)
+
+    def one_round(_: Any, state: tuple[Array, Grid]) -> tuple[Array, Grid]:
+        codes, grid = state
+        codes = problem.move_codes(codes, grid)
+        return codes, problem.fit_scales(codes, grid) if _fits(format) else grid
+
+    codes, grid = jax.lax.fori_loop(0, rounds, one_round, start)
+    codes = problem.move_codes(codes, grid)
+    lower = problem.loss(codes, grid) < problem.loss(*start)  # never for a NaN
+    codes, scale = jnp.where(lower, codes, start[0]), jnp.where(lower, grid.kept, start[1].kept)
+    return codes.T.reshape(*batch, length), scale.T.reshape(*batch, -1)
+
+
+class _Problem(eqx.Module):
+    """The least squares problem of all rows. Arrays are transposed: `(length, rows)` and `(blocks, rows)`."""
+
+    gram: Float32[Array, "length length"]
+    wanted: Float32[Array, "length rows"]
+    format: AbstractFormat
+
+    @property
+    def _size(self) -> int:
+        return self.format.block_size if isinstance(self.format.block_size, int) else len(self.wanted)
+
+    def _values(self, codes: Array, grid: Grid) -> Array:
+        return decode_by(codes.T, jax.tree.map(jnp.transpose, grid), self.format).T
+
+    def _slopes(self, codes: Array, grid: Grid) -> Array:
+        """Returns half the derivatives of the error by each value."""
+        return jnp.matmul(self.gram, self._values(codes, grid) - self.wanted, precision=_HIGHEST)
+
+    def loss(self, codes: Array, grid: Grid) -> Float32[Array, " rows"]:
+        return jnp.sum((self._values(codes, grid) - self.wanted) * self._slopes(codes, grid), axis=0)
+
+    def move_codes(self, codes: Array, grid: Grid) -> Array:
+        """Moves the codes of one column after the other."""
+        length, width = len(codes), min(_WIDTH, len(codes))
+        padded = -(-length // width) * width
+        pad = lambda x: jnp.pad(x, [(0, padded - length)] + [(0, 0)] * (x.ndim - 1))
+        gram = pad(pad(self.gram).T)
+        block_of = jnp.arange(padded) // self._size
+
+        def move_some(slopes: Array, x: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            first, codes, values = x
+            reach = jax.lax.dynamic_slice_in_dim(gram, first, width, axis=1)
+            within = jax.lax.dynamic_slice_in_dim(reach, first, width)
+            start = jax.lax.dynamic_slice_in_dim(slopes, first, width)
+
+            def move_one(n: Any, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                slopes, codes, change = state
+                curvature = within[n, n]
+                of_block = jax.tree.map(lambda x: x[block_of[first + n]][:, None], grid)
+                best = values[n] - slopes[n] / jnp.where(curvature > 0, curvature, 1)
+                code, _ = encode_by(best[:, None], of_block, self.format)
+                step = decode_by(code, of_block, self.format)[:, 0] - values[n]
+                step, moves = _falls(step, slopes[n], curvature)
+                slopes = slopes + within[:, n][:, None] * step[None, :]
+                codes = codes.at[n].set(jnp.where(moves, code[:, 0], codes[n]))
+                return slopes, codes, change.at[n].set(step)
+
+            _, codes, change = jax.lax.fori_loop(0, width, move_one, (start, codes, jnp.zeros_like(values)))
+            return slopes + jnp.matmul(reach, change, precision=_HIGHEST), codes
+
+        in_parts = lambda x: pad(x).reshape(-1, width, x.shape[-1])
+        starts = jnp.arange(0, padded, width)
+        parts = starts, in_parts(codes), in_parts(self._values(codes, grid))
+        _, found = jax.lax.scan(move_some, pad(self._slopes(codes, grid)), parts)
+        return found.reshape(padded, -1)[:length]
+
+    def fit_scales(self, codes: Array, grid: Grid) -> Grid:
+        """Fits the scales of one block after the other."""
+        size, (length, rows) = self._size, codes.shape
+        blocks = len(grid.kept)
+        pad = lambda x: jnp.pad(x, [(0, blocks * size - length)] + [(0, 0)] * (x.ndim - 1))
+        gram = pad(pad(self.gram).T)
+        ones = jax.tree.map(jnp.ones_like, grid.kept)
+        levels = pad(self._values(codes, Grid(ones, ones, grid.zero_point)))
+
+        def fit_one(slopes: Array, x: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            first, levels, old = x
+            reach = jax.lax.dynamic_slice_in_dim(gram, first, size, axis=1)
+            change = jnp.matmul(reach, levels, precision=_HIGHEST)  # of slopes, for each unit of the scale
+            own = lambda x: jax.lax.dynamic_slice_in_dim(x, first, size)
+            slope, curvature = jnp.sum(levels * own(slopes), axis=0), jnp.sum(levels * own(change), axis=0)
+            wanted = old - slope / jnp.where(curvature > 0, curvature, 1)
+            dtype = self.format.scale_dtype
+            new = bits_to_scale(scale_to_bits(wanted, dtype), dtype)
+            usable = (new * jnp.sign(old) > 0) & jnp.isfinite(new)
+            step, moves = _falls(jnp.where(usable, new - old, 0), slope, curvature)
+            return slopes + change * step[None, :], jnp.where(moves, new, old)
+
+        starts = jnp.arange(blocks) * size
+        parts = starts, levels.reshape(blocks, size, rows), grid.kept
+        _, scale = jax.lax.scan(fit_one, pad(self._slopes(codes, grid)), parts)
+        return grid._replace(scale=scale, kept=scale)
+
+
+def _falls(
+    step: Float32[Array, " rows"], slope: Float32[Array, " rows"], curvature: Any
+) -> tuple[Float32[Array, " rows"], Bool[Array, " rows"]]:
+    """Returns steps of one variable, zero unless the error falls, and whether it does."""
+    falls = step * (2 * slope + curvature * step) < 0
+    return jnp.where(falls, step, 0), falls

@@ -1,0 +1,95 @@
+"""Learned rounding: never worse than its start by its own measure, and no single change makes it better."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqquant as eqq
+
+from .helpers import assert_same, FORMATS, SWEPT_FORMATS
+from .test_gptq import gram_of, inputs
+
+
+def losses(q, w, gram, damping=0.01):
+    """The error of each row, with the damping, in float64."""
+    gram = np.asarray(gram, np.float64)
+    gram = gram / np.mean(np.diag(gram)) + damping * np.eye(len(gram))
+    error = np.asarray(eqq.dequantize(q), np.float64) - np.asarray(w, np.float64)
+    return np.sum(error @ gram * error, axis=-1)
+
+
+def learned(w, format, gram, **kwargs):
+    return eqq.quantize(w, format, method=eqq.LearnedRounding(gram=gram, **kwargs))
+
+
+@pytest.mark.parametrize("name", SWEPT_FORMATS)
+def test_never_worse_than_its_start(name):
+    format, gram = FORMATS[name].format, gram_of(inputs())
+    w = jr.normal(jr.key(1), (16, 96)) * 0.1
+    start = eqq.quantize(w, format, method=eqq.GPTQ(gram=gram))
+    q = learned(w, format, gram, method=eqq.GPTQ(), rounds=2)
+    assert jax.tree.structure(q) == jax.tree.structure(start)
+    before, after = losses(start, w, gram), losses(q, w, gram)
+    assert (after <= before * (1 + 1e-5)).all()
+    if format.bits <= 4:
+        assert after.sum() < 0.97 * before.sum()
+
+
+@pytest.mark.parametrize("format", [eqq.Int2(32), eqq.Int3(48, scale_dtype="float16"), eqq.NF4(32)], ids=repr)
+def test_no_other_code_is_better(format):
+    w, gram = jr.normal(jr.key(1), (4, 96)), gram_of(inputs())
+    q = learned(w, format, gram, rounds=20)
+    least = losses(q, w, gram)
+    levels = np.sort(np.unique(np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)))))
+    scale = np.repeat(np.asarray(q.scale), format.block_size, 1)
+    for column in range(0, 96, 7):
+        for level in levels:
+            moved = np.asarray(q.dequantize()).copy()
+            moved[:, column] = level * scale[:, column]
+            assert (losses(moved, w, gram) >= least * (1 - 1e-3)).all()
+
+
+def test_any_start():
+    w, gram = jr.normal(jr.key(1), (8, 96)), gram_of(inputs())
+    for method in (eqq.AbsMax(), eqq.MSE(), eqq.GPTQ(order=None)):
+        own = {"inputs": gram} if isinstance(method, eqq.GPTQ) else {}
+        start = eqq.quantize(w, eqq.Int3(32), method=type(method)(**own))
+        q = learned(w, eqq.Int3(32), gram, method=method)
+        assert losses(q, w, gram).sum() < 0.9 * losses(start, w, gram).sum()
+    more, fewer = (losses(learned(w, eqq.Int3(32), gram, rounds=n), w, gram).sum() for n in (8, 1))
+    assert more < fewer
+
+
+def test_stacks_other_axes_and_columns_without_inputs():
+    x, w = jnp.stack([inputs(seed=n) for n in range(2)]).at[:, :, 3:9].set(0), jr.normal(jr.key(1), (2, 8, 96))
+    grams = jax.vmap(gram_of)(x)
+    of = lambda w, gram, **kwargs: eqq.quantize(w, "int4", method=eqq.LearnedRounding(gram=gram), **kwargs)
+    stacked = of(w, grams)
+    assert_same(jax.tree.map(lambda a: a[1], stacked), of(w[1], grams[1]))
+    np.testing.assert_array_equal(of(w.mT, grams, axis=-2).dequantize(), stacked.dequantize().mT)
+    assert jnp.isfinite(stacked.dequantize()).all()
+
+
+def test_a_row_that_is_not_finite_spoils_no_other():
+    w, gram = jr.normal(jr.key(1), (4, 96)), gram_of(inputs())
+    of = jax.jit(lambda w: learned(w, "int4", gram).dequantize())
+    found = of(w.at[1, 5].set(jnp.nan))
+    assert jnp.isnan(found[1, 5])
+    np.testing.assert_array_equal(np.delete(found, 1, 0), np.delete(of(w), 1, 0))
+
+
+def test_errors():
+    w = jnp.ones((4, 32))
+    for kwargs, words in (
+        (dict(rounds=0), "`rounds` must be"),
+        (dict(damping=-1), "`damping` must be"),
+        (dict(inputs={}, gram=jnp.eye(32)), "without `inputs`"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            eqq.LearnedRounding(**kwargs)
+    with pytest.raises(ValueError, match="LearnedRounding needs statistics of the inputs of `x`"):
+        eqq.quantize(w, "int4", method=eqq.LearnedRounding())
+    with pytest.raises(ValueError, match="rounds to the best code"):
+        eqq.quantize(w, "int4", method=eqq.LearnedRounding(gram=jnp.eye(32)), key=jr.key(0))

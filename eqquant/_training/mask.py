@@ -7,6 +7,7 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._array.array import is_quantized
+from .._array.mapped import AbstractMappedArray
 from .._array.value import AbstractArrayValue
 
 
@@ -32,7 +33,9 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     The tree with a boolean for each leaf. A [`eqquant.QuantizedArray`][] is one leaf, so the mask is a prefix of the
     tree. Pass it to `equinox.partition`, `equinox.filter`, `optax.masked` or [`eqquant.filter_grad`][].
     """
-    nodes, treedef = jtu.tree_flatten(tree, is_leaf=lambda x: isinstance(x, AbstractArrayValue))
+    # What is stored in an array that maps its inputs trains as if it stood alone.
+    is_leaf = lambda x: isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractMappedArray)
+    nodes, treedef = jtu.tree_flatten(tree, is_leaf=is_leaf)
     adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)
 
     def mask(x: Any) -> PyTree[bool]:

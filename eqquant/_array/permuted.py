@@ -51,4 +51,4 @@ def _gathered(x: Array, order: Array, axis: int) -> Array:
 
 def permuted(q: QuantizedArray, order: np.ndarray | None) -> "QuantizedArray | PermutedArray":
     """Returns an array whose last axis is stored in this order; `None` is the order of memory."""
-    return q if order is None else PermutedArray(q, jnp.asarray(order, jnp.uint32))
+    return q if order is None else PermutedArray(q, order=jnp.asarray(order, jnp.uint32))

@@ -307,7 +307,7 @@ def smooth(
         x = before[n]
         if id(x) not in done:
             scaled = multiplied(jnp.asarray(x), by, axes[n])
-            done[id(x)] = ScaledArray(scaled, (1 / by).astype(x.dtype), axes[n])
+            done[id(x)] = ScaledArray(scaled, scale=(1 / by).astype(x.dtype), axis=axes[n])
         values[n] = done[id(x)]
     return jtu.tree_unflatten(treedef, values)
 

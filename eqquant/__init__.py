@@ -20,10 +20,13 @@ from ._array.array import (
     is_quantized as is_quantized,
     QuantizedArray as QuantizedArray,
 )
+from ._array.mapped import AbstractMappedArray as AbstractMappedArray
 from ._array.permuted import PermutedArray as PermutedArray
 from ._array.quantize import dequantize as dequantize, quantize as quantize, unpack as unpack
 from ._array.quaxify import quaxify as quaxify
 from ._array.requantize import requantize as requantize
+from ._array.rotated import RotatedArray as RotatedArray
+from ._array.scaled import ScaledArray as ScaledArray
 from ._array.selected import select as select, SelectedArray as SelectedArray
 from ._array.serialise import (
     deserialise_filter_spec as deserialise_filter_spec,
@@ -102,8 +105,16 @@ from ._training import (
 )
 from ._training.mask import trainable_mask as trainable_mask
 from ._training.simulate import finalize as finalize
+from ._tree.folds import Into as Into
 from ._tree.placement import tree_shardings as tree_shardings
 from ._tree.quantize import plan_tree as plan_tree, quantize_tree as quantize_tree
+from ._tree.rotate import rotate as rotate
+from ._tree.smooth import (
+    AbstractSmoothing as AbstractSmoothing,
+    AWQ as AWQ,
+    smooth as smooth,
+    SmoothQuant as SmoothQuant,
+)
 from ._tree.summary import (
     count_params as count_params,
     dequantize_tree as dequantize_tree,

@@ -190,6 +190,26 @@ def test_what_does_not_fit(llama, generate, tmp_path):
     assert generate.Text(tmp_path / "tokenizer.json", 70).encode("w3 w5") == [3, 5]
 
 
+@pytest.mark.parametrize("name, stacked", [("llama", False), ("gemma2", True)])
+def test_pairs_of_layers(llama, tmp_path, name, stacked):
+    """Factors for channels move between layers, and the logits stay."""
+    checkpoint = checkpoint_of(name, tmp_path)
+    model = llama.load(checkpoint, stacked=stacked)
+    layers = "layers" if stacked else "layers.{n}"
+    pairs = eqq.io.names.llama_pairs(model.config.head_size, offset=model.config.offset, layers=layers)
+
+    def apply(model, ids):
+        return model(ids, llama.Cache.empty(model.config, 2, 16), jnp.zeros(2, int))[0]
+
+    ids = jnp.asarray(tokens())
+    stats = eqq.calibrate.collect_stats(model, [ids], apply=apply)
+    folded = eqq.smooth(model, eqq.SmoothQuant(stats), fold=pairs, batches=[ids], apply=apply, online=False)
+    first = lambda model: model.layers.mlp.down.weight if stacked else model.layers[0].mlp.down.weight
+    assert not np.allclose(first(folded), first(model))
+    wanted = np.asarray(eqx.filter_jit(apply)(model, ids))
+    np.testing.assert_allclose(eqx.filter_jit(apply)(folded, ids), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
 def test_other_ways_to_say_the_same(llama, tmp_path):
     """Older releases of `transformers` write other fields, and llama.cpp the scaling of Llama 3 as divisors."""
     config = llama.config_of(checkpoint_of("llama", tmp_path))

@@ -75,3 +75,22 @@ def test_int8_embeddings(minilm: ModuleType, golden: Any, tokens: Any, model: An
     np.testing.assert_allclose(jnp.linalg.norm(embeddings, axis=1), 1, rtol=1e-6)
     expected = np.array([g["embedding"] for g in golden])
     assert jnp.sum(embeddings * expected, axis=1).min() > 0.999
+
+
+def test_factors_and_rotations_leave_embeddings_as_they_are(
+    minilm: ModuleType, model: Any, tokens: tuple[Array, Array]
+) -> None:
+    apply = lambda model, batch: minilm.embed(model, *batch)
+    stats = eqq.calibrate.collect_stats(model, [tokens], apply=apply)
+    pairs = eqq.io.names.bert_pairs()
+    folded = eqq.smooth(model, eqq.SmoothQuant(stats), fold=pairs, batches=[tokens], apply=apply, online=False)
+    assert not np.allclose(folded.layers[0].attention.output.weight, model.layers[0].attention.output.weight)
+    for changed in (folded, eqq.rotate(model)):
+        np.testing.assert_allclose(minilm.embed(changed, *tokens), minilm.embed(model, *tokens), rtol=0, atol=1e-5)
+    # GELU stands between these two, and the norm feeds a residual sum too.
+    for maker, taker in (("up", "down"), ("attention_norm", "up")):
+        wrong = {f"layers.{{n}}.{maker}.{{p}}": f"layers.{{n}}.{taker}.weight"}
+        with pytest.raises(
+            ValueError, match=f"outputs of the model unchanged. Got others with layers.0.{maker}.weight"
+        ):
+            eqq.smooth(model, eqq.SmoothQuant(stats), fold=wrong, batches=[tokens], apply=apply)

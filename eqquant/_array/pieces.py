@@ -11,7 +11,7 @@ import numpy as np
 
 from .._numerics.packing import pack, segment_length
 from .array import is_quantized, QuantizedArray
-from .permuted import PermutedArray
+from .mapped import AbstractMappedArray
 from .value import AbstractArrayValue
 
 
@@ -39,7 +39,7 @@ def join(arrays: Sequence[Any], axis: int = 0) -> Any:
 
 def stack(arrays: Sequence[Any]) -> Any:
     """Stacks arrays, all dense or all quantized, along a new first axis. Raises as `join`."""
-    if all(isinstance(x, PermutedArray) for x in arrays):
+    if all(isinstance(x, AbstractMappedArray) for x in arrays):
         _check_alike([x.array for x in arrays])
     elif _all_quantized(arrays):
         _check_alike(arrays)
@@ -50,7 +50,7 @@ def divide(x: Any, sizes: Sequence[int], axis: int = 0) -> list[Any]:
     """Divides an array along a logical axis into parts of these sizes. Raises as `join`."""
     if sum(sizes) != x.shape[axis]:
         raise ValueError(f"{x.shape[axis]} along axis {axis} cannot be divided into {' + '.join(map(str, sizes))}")
-    if isinstance(x, PermutedArray):
+    if isinstance(x, AbstractMappedArray):
         if axis % x.ndim == x.axis % x.ndim:
             raise ValueError(f"axis {axis} is stored in another order")
         return [dataclasses.replace(x, array=part) for part in divide(x.array, sizes, axis)]

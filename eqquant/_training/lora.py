@@ -18,14 +18,13 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized, QuantizedArray
-from .._array.permuted import PermutedArray
 from .._array.quantize import as_method, check_finite
 from .._array.requantize import requantize_like
 from .._array.simulated import SimulatedArray
 from .._array.value import AbstractArrayValue, as_permutation, multiply
 from .._mesh import full_spec, place
 from .._methods import AbstractMethod
-from .._tree.leaves import identity, Leaf, named_leaves, some
+from .._tree.leaves import identity, is_mapped, Leaf, named_leaves, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
 
@@ -284,9 +283,8 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "it has factors already: `merge_lora` first"
     if isinstance(leaf.parent, SimulatedArray):
         return "it is simulated: `finalize` first"
-    if isinstance(leaf.parent, AbstractArrayValue) and not isinstance(
-        leaf.parent, (PermutedArray, ActivationQuantizedArray)
-    ):
+    whole = is_mapped(leaf) or isinstance(leaf.parent, ActivationQuantizedArray)
+    if isinstance(leaf.parent, AbstractArrayValue) and not whole:
         return f"part of a {type(leaf.parent).__name__}"
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason

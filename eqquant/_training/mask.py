@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 
 from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized
+from .._array.mapped import AbstractMappedArray
 from .._array.value import AbstractArrayValue
 
 
@@ -33,9 +34,10 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     The tree with a boolean for each leaf. A [`eqquant.QuantizedArray`][] is one leaf, so the mask is a prefix of the
     tree. Pass it to `equinox.partition`, `equinox.filter`, `optax.masked` or [`eqquant.filter_grad`][].
     """
-    # What is around a weight and has no numbers to train stays a node, so that the weight is a leaf of its own.
-    whole = lambda x: isinstance(x, AbstractArrayValue) and not isinstance(x, ActivationQuantizedArray)
-    nodes, treedef = jtu.tree_flatten(tree, is_leaf=whole)
+    # What is stored in an array that maps or quantizes its inputs trains as if it stood alone.
+    around = (AbstractMappedArray, ActivationQuantizedArray)
+    is_leaf = lambda x: isinstance(x, AbstractArrayValue) and not isinstance(x, around)
+    nodes, treedef = jtu.tree_flatten(tree, is_leaf=is_leaf)
     adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)
 
     def mask(x: Any) -> PyTree[bool]:

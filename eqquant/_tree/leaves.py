@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._array.array import is_quantized
+from .._array.mapped import AbstractMappedArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +108,9 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_wrapper(node: Any, key: Any) -> bool:
-    """Whether a node only wraps one array, like a `Variable` of Flax or a `NamedArray` of haliax."""
+    """Whether a node wraps one array, like a `Variable` of Flax or a `NamedArray` of haliax, or maps its inputs."""
+    if isinstance(node, AbstractMappedArray):
+        return key_name(key) == "array"
     by_name = key_name(key) in ("value", "array") or isinstance(key, jtu.FlattenedIndexKey)
     return by_name and len(_children(node)) == 1
 
@@ -118,6 +121,11 @@ def _is_index(key: Any) -> bool:
 
 def key_name(key: Any) -> str:
     return jtu.keystr((key,), simple=True)
+
+
+def is_mapped(leaf: Leaf) -> bool:
+    """Whether a leaf is the stored array of one that maps its inputs, and so a weight."""
+    return isinstance(leaf.parent, AbstractMappedArray) and key_name(leaf.keys[-1]) == "array"
 
 
 def identity(x: Any) -> Any:

@@ -12,8 +12,9 @@ from jaxtyping import DTypeLike, PyTree
 
 from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized, QuantizedArray
+from .._array.mapped import AbstractMappedArray
 from .._array.simulated import SimulatedArray
-from .leaves import array_nbytes, identity, Leaf, named_leaves
+from .leaves import array_nbytes, identity, is_mapped, Leaf, named_leaves
 from .report import LeafReport, TreeReport
 from .weights import default_skip_reason, ineligible_reason
 
@@ -43,7 +44,8 @@ def summary(tree: PyTree) -> TreeReport:
             of_master = dataclasses.replace(leaf, value=leaf.value.master)
             rows.extend(row_of(of_master, f"simulates {leaf.value.format!r}"))
         elif is_quantized(leaf.value):
-            rows.append(quantized_row(leaf.path, leaf.value, "quantized", leaf.value.size * leaf.value.dtype.itemsize))
+            reason = f"quantized, in a {type(leaf.parent).__name__}" if is_mapped(leaf) else "quantized"
+            rows.append(quantized_row(leaf.path, leaf.value, reason, leaf.value.size * leaf.value.dtype.itemsize))
         else:
             rows.extend(row_of(leaf, ineligible_reason(leaf.value) or default_skip_reason(leaf) or "left in float"))
     return TreeReport(tuple(rows))
@@ -80,8 +82,8 @@ def quantized_row(path: str, q: QuantizedArray, reason: str, dense_nbytes: int) 
 
 
 def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
-    """Dequantizes every quantized and simulated array of a tree to a dense array. The inverse of
-    [`eqquant.quantize_tree`][], up to rounding.
+    """Dequantizes every quantized and simulated array of a tree to a dense array, and undoes rotations and other
+    maps of inputs. The inverse of [`eqquant.quantize_tree`][], up to rounding.
 
     **Arguments:**
 
@@ -95,14 +97,23 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
     done: dict[Any, Any] = {}
 
     def dense(x: Any) -> Any:
-        if not _is_whole(x):
+        if not is_leaf(x):
             return x
         same = identity(x)
         if same not in done:
-            done[same] = x.dequantize() if dtype is None else x.dequantize().astype(dtype)
+            done[same] = dequantized(x)
         return done[same]
 
-    return jtu.tree_map(dense, tree, is_leaf=_is_whole)
+    def dequantized(x: Any) -> Any:
+        if isinstance(x, AbstractMappedArray):
+            inner = dequantize_tree(x.array)
+            x = dataclasses.replace(x, array=inner)  # pyright: ignore[reportCallIssue]
+            if not isinstance(inner, (jax.Array, np.ndarray)):  # low-rank factors stay apart
+                return x
+        return x.dequantize() if dtype is None else x.dequantize().astype(dtype)
+
+    is_leaf = lambda x: _is_whole(x) or isinstance(x, AbstractMappedArray)
+    return jtu.tree_map(dense, tree, is_leaf=is_leaf)
 
 
 def tree_nbytes(tree: PyTree) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
-from .leaves import Leaf
+from .leaves import is_mapped, Leaf
 
 
 def ineligible_reason(x: Any) -> str | None:
@@ -28,7 +28,7 @@ def ineligible_reason(x: Any) -> str | None:
 
 def default_skip_reason(leaf: Leaf) -> str | None:
     """Returns why an eligible leaf stays in float by default, or `None` for a weight."""
-    if isinstance(leaf.parent, AbstractArrayValue):
+    if isinstance(leaf.parent, AbstractArrayValue) and not is_mapped(leaf):
         return f"part of a {type(leaf.parent).__name__}"
     if _is_norm_parameter(leaf):
         return "a parameter of a normalisation layer"
@@ -89,6 +89,8 @@ def input_axis(leaf: Leaf) -> tuple[int | tuple[int, ...], bool]:
     """Returns the input axes of a weight, and whether they are known; if they are not, the last axis."""
     if (axes := convolved_axes(leaf)) is not None:
         return axes, True
+    if is_mapped(leaf):
+        return leaf.parent.axis, True
     names = None if leaf.parent is leaf.layer else getattr(leaf.parent, "axes", None)
     if names is not None:
         axes = _named_axes(leaf, names)

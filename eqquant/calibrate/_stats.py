@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 from rich.markup import escape
 from rich.table import Table
 
+from .._array.mapped import AbstractMappedArray
 from .._array.value import AbstractArrayValue
 from .._formats import Int8
 from .._formats.base import AbstractFormat
@@ -297,7 +298,8 @@ def default_apply(model: Any, batch: PyTree) -> Any:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, AbstractArrayValue)
+    # An array that maps its inputs holds the weight that sees them as they are mapped.
+    return isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractMappedArray)
 
 
 def _watch(

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .._tree.patterns import compile_pattern, GROUP
+
 
 @dataclasses.dataclass(frozen=True)
 class To:
@@ -149,7 +151,7 @@ def _rule(key: Any, target: Any, literal: bool = False) -> _Rule:
             "The keys of `names` must be names of a checkpoint, such as 'layers.{n}.mlp.{p}', compiled regular "
             f"expressions, or tuples of them, which are joined. Got {key!r}."
         )
-    patterns = () if literal else tuple(k if isinstance(k, re.Pattern) else _compiled(k) for k in keys)
+    patterns = () if literal else tuple(k if isinstance(k, re.Pattern) else compile_pattern(k, "names") for k in keys)
     shown = tuple(k.pattern if isinstance(k, re.Pattern) else k for k in keys)
     if isinstance(target, str) or (isinstance(target, tuple) and target):
         target = To(target)
@@ -160,9 +162,9 @@ def _rule(key: Any, target: Any, literal: bool = False) -> _Rule:
         )
     for pattern, text in zip(patterns, shown, strict=False):
         for path in () if target is None else target.paths:
-            if "{" in (rest := _GROUP.sub("", path)) or "}" in rest:
+            if "{" in (rest := GROUP.sub("", path)) or "}" in rest:
                 raise ValueError(f"The paths of `names` must have groups such as {{n}}. Got {path!r}.")
-            if unknown := sorted(set(_GROUP.findall(path)) - pattern.groupindex.keys()):
+            if unknown := sorted(set(GROUP.findall(path)) - pattern.groupindex.keys()):
                 raise ValueError(
                     f"`names` must name the groups of {path!r} in {text!r}. Got no `{{{unknown[0]}}}` there."
                 )
@@ -170,34 +172,7 @@ def _rule(key: Any, target: Any, literal: bool = False) -> _Rule:
 
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
-_GROUP = re.compile(r"\{(\w+)\}")
-_TOKEN = re.compile(r"\{(\w+)(?::([^{}]*))?\}|(\*)")
-
-
-def _compiled(key: str) -> re.Pattern[str]:
-    """`{n}` is a part of a name without dots, `{x:a|b}` is `a` or `b`, and `*` is anything."""
-    if "{" in (rest := _TOKEN.sub("", key)) or "}" in rest:
-        raise ValueError(f"The keys of `names` must have groups such as {{n}} or {{x:q|k|v}}. Got {key!r}.")
-    out, at, seen = "", 0, set()
-    for token in _TOKEN.finditer(key):
-        out += re.escape(key[at : token.start()])
-        at = token.end()
-        group, choices, star = token.groups()
-        if star:
-            out += ".*"
-        elif group in seen:
-            out += f"(?P={group})"
-        else:
-            seen.add(group)
-            within = "[^.]+" if choices is None else "|".join(map(re.escape, choices.split("|")))
-            out += f"(?P<{group}>{within})"
-    try:
-        return re.compile(out + re.escape(key[at:]))
-    except re.error as e:
-        raise ValueError(
-            f"The keys of `names` must have groups such as {{n}} or {{x:q|k|v}}. Got {key!r}: {e}."
-        ) from None
 
 
 def _filled(path: str, groups: Mapping[str, str]) -> str:
-    return _GROUP.sub(lambda m: groups.get(m[1], m[0]), path)
+    return GROUP.sub(lambda m: groups.get(m[1], m[0]), path)

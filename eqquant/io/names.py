@@ -1,4 +1,4 @@
-"""The names that families of models have in checkpoints, for `eqq.io.load_into`. See `docs/files.md`."""
+"""The names that families of models have in checkpoints, and pairs of their layers. See `docs/files.md`."""
 
 from ._names import (
     bert as bert,
@@ -14,3 +14,4 @@ from ._names import (
     rotary_halves as rotary_halves,
     vit as vit,
 )
+from ._pairs import bert_pairs as bert_pairs, llama_pairs as llama_pairs

@@ -53,7 +53,7 @@ class Item:
             return self.told
         if self.format is not None:
             q = structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype))
-            permuted = lambda q: PermutedArray(q, jnp.zeros(self.shape[-1], jnp.uint32))
+            permuted = lambda q: PermutedArray(q, order=jnp.zeros(self.shape[-1], jnp.uint32))
             return jax.eval_shape(permuted, q) if self.permuted else q
         known = self.problem is None and not self.dtype.startswith("key<")  # neither has a dtype of NumPy's
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype if known else "uint8"))

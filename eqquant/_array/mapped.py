@@ -1,0 +1,130 @@
+"""Arrays that are stored in other coordinates: products map their operand first."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import wadler_lindig as wl
+from jaxtyping import Array, Float
+
+from .value import AbstractArrayValue, as_permutation, multiply
+
+
+class AbstractMappedArray(AbstractArrayValue):
+    r"""An array $W = V F$ with a linear map $F$ of its inputs, stored as $V$. Products compute $V (F x)$.
+
+    $V$ may be anything that stands for an array: floats, a [`eqquant.QuantizedArray`][], a simulated one, one with
+    low-rank factors, or another of these. So [`eqquant.quantize_tree`][], [`eqquant.calibrate.collect_stats`][] and
+    training see $V$, under the path `weight.array`. A rule for `weight` matches it too.
+
+    Subclass it for a map of your own. Declare the fields `array` and `axis`, and define the map and its transpose.
+
+    - `array`: $V$.
+    - `axis`: the axis of the inputs, -1 or -2.
+    """
+
+    array: eqx.AbstractVar[Any]
+    axis: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def map_inputs(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+        """Returns $F$ applied along an axis of `x`, -1 or -2.
+
+        **Arguments:**
+
+        - `x`: a dense array. If the map has axes of a stack, those of `x` in front match them.
+        - `axis`: the axis of the inputs.
+
+        **Returns:**
+
+        An array of the shape and dtype of `x`.
+        """
+
+    @abc.abstractmethod
+    def map_back(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+        """Returns the transpose of $F$ applied along an axis of `x`: rows of $V$ become rows of $W$.
+
+        **Arguments:**
+
+        - `x`, `axis`: as for `map_inputs`.
+
+        **Returns:**
+
+        An array of the shape and dtype of `x`.
+        """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.array.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.array.dtype)
+
+    @property
+    def format(self) -> Any:
+        """The format of the stored array, if it is quantized."""
+        return getattr(self.array, "format", None)
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """Returns the dense array $W$."""
+        dense = self.array.dequantize() if isinstance(self.array, AbstractArrayValue) else jnp.asarray(self.array)
+        return self.map_back(dense, self.axis)
+
+    def transpose(self, *axes: Any) -> "AbstractMappedArray | Array":
+        """Permutes the logical axes. Dense unless that only swaps the last two, or nothing."""
+        order = as_permutation(axes, self.ndim)
+        same, last = list(range(self.ndim)), self.ndim - 1
+        if order == same:
+            return self
+        if order == [*same[:-2], last, last - 1]:
+            return dataclasses.replace(self, array=self.array.swapaxes(-1, -2), axis=-3 - self.axis)  # pyright: ignore[reportCallIssue]
+        return self.dequantize().transpose(order)
+
+    def astype(self, dtype: Any) -> "AbstractMappedArray | Array":
+        """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""
+        if jnp.issubdtype(dtype, jnp.floating):
+            return dataclasses.replace(self, array=self.array.astype(dtype))  # pyright: ignore[reportCallIssue]
+        return self.dequantize().astype(dtype)
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> Array:
+        """Reshapes the dense array."""
+        return self.dequantize().reshape(*shape, **kwargs)
+
+    def __getitem__(self, index: Any) -> Array:
+        """Returns dense values. Dequantizes only the selected rows if the index is one of rows."""
+        if self.axis == -1 and self.ndim == 2 and (isinstance(index, slice) or not isinstance(index, tuple)):
+            if index is not None and index is not Ellipsis and getattr(index, "dtype", None) != bool:
+                return self.map_back(jnp.asarray(self.array[index]), -1)
+        return self.dequantize()[index]
+
+    def _is_stack(self) -> bool:
+        """Whether there is one map for each array of a stack."""
+        map_alone = jtu.tree_leaves(dataclasses.replace(self, array=None))  # pyright: ignore[reportCallIssue]
+        return any(jnp.ndim(x) > 1 for x in map_alone)
+
+    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
+        x = jnp.asarray(other)
+        if self._is_stack() or x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
+        axis = -1 if x.ndim == 1 or not left else -2  # of `x` and of the result
+        if self.axis == (-1 if left else -2):
+            return multiply(self.array, self.map_inputs(x, axis), left=left, **options)
+        return self.map_back(multiply(self.array, x, left=left, **options), axis)
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        return wl.TextDoc(f"{type(self).__name__}({wl.pformat(self.array)}, axis={self.axis})")
+
+
+def beside(vector: Array, ndim: int, axis: int) -> Array:
+    """Returns a vector, or a stack of them, of `ndim` dimensions with its values along an axis."""
+    ones = [1] * (ndim - vector.ndim - (axis == -2))
+    return vector.reshape(*vector.shape[:-1], *ones, vector.shape[-1], *([1] if axis == -2 else []))

@@ -1,0 +1,39 @@
+"""An array whose inputs are multiplied by a vector first, as AWQ and SmoothQuant need where they cannot fold it."""
+
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+from .mapped import AbstractMappedArray, beside
+
+
+class ScaledArray(AbstractMappedArray):
+    """An array with a scale for each of its inputs: `w @ x` is `w.array @ (w.scale * x)`.
+
+    [`eqquant.smooth`][] makes it where nothing can take the scales up. A product costs one more multiplication for each
+    of its inputs.
+
+    !!! Example
+
+        ```python
+        w = eqq.ScaledArray(eqq.quantize(dense / scale, "int4"), scale)    # about `dense`
+        ```
+
+    `scale` is an array of floats, and trains as the weight of a norm does.
+
+    **Arguments:**
+
+    - `array`: the array, quantized or not.
+    - `scale`: a float for each input, `(*stack, inputs)`.
+    - `axis`: the axis of the inputs, -1 or -2.
+    """
+
+    array: Any
+    scale: Float[Array, "*stack inputs"]
+    axis: int = eqx.field(static=True, default=-1)
+
+    def map_inputs(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+        return x * beside(self.scale, x.ndim, axis).astype(x.dtype)
+
+    map_back = map_inputs

@@ -1,0 +1,241 @@
+"""Factors for the inputs of weights: SmoothQuant and AWQ, folded into the layers before them or kept as vectors."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqquant as eqq
+
+
+SIZE, WIDE = 16, 32
+FOLD = {
+    "layers.{n}.norm.{p}": "layers.{n}.{x:gate|up}.weight",
+    "layers.{n}.up.{p}": "layers.{n}.down.weight",
+}
+
+
+class Block(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    gate: eqx.nn.Linear
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jr.split(key, 4)
+        self.norm = eqx.nn.LayerNorm(SIZE)
+        scales = jnp.exp(1.5 * jr.normal(keys[3], (2, SIZE)))
+        self.norm = eqx.tree_at(lambda m: (m.weight, m.bias), self.norm, (scales[0], scales[1]))
+        self.gate, self.up = (eqx.nn.Linear(SIZE, WIDE, key=k) for k in keys[:2])
+        self.down = eqx.nn.Linear(WIDE, SIZE, key=keys[2])
+
+    def __call__(self, x):
+        y = self.norm(x)
+        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+
+
+class Model(eqx.Module):
+    layers: list
+
+    def __init__(self, key):
+        self.layers = [Block(k) for k in jr.split(key, 2)]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Stacked(eqx.Module):
+    layers: Block
+
+    def __init__(self, key):
+        self.layers = eqx.filter_vmap(Block)(jr.split(key, 2))
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.layers, eqx.is_array)
+        return jax.lax.scan(lambda x, layer: (eqx.combine(layer, static)(x), None), x, arrays)[0]
+
+
+XS = np.asarray(jr.normal(jr.key(1), (64, SIZE)) * jnp.exp(jr.normal(jr.key(2), (SIZE,)))[None])
+
+
+@eqx.filter_jit
+def run(model, xs):
+    return jax.vmap(model)(xs)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model(jr.key(0))
+
+
+@pytest.fixture(scope="module")
+def stats(model):
+    return eqq.calibrate.collect_stats(model, [XS], gram=True)
+
+
+def close(a, b, tolerance=1e-5):
+    a, b = np.asarray(a), np.asarray(b)
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+
+def methods(stats):
+    return {"smooth": eqq.SmoothQuant(stats, 0.7), "awq": eqq.AWQ(stats, eqq.Int4(16), grid=6)}
+
+
+@pytest.mark.parametrize("name", ["smooth", "awq"])
+def test_outputs_stay(model, stats, name):
+    method = methods(stats)[name]
+    folded = eqq.smooth(model, method, fold=FOLD, batches=[XS])
+    assert jax.tree_util.tree_structure(folded) == jax.tree_util.tree_structure(model)
+    assert not np.allclose(folded.layers[0].norm.weight, model.layers[0].norm.weight)
+    close(run(folded, XS), run(model, XS))
+    kept = eqq.smooth(model, method)
+    assert isinstance(kept.layers[1].down.weight, eqq.ScaledArray)
+    close(run(kept, XS), run(model, XS))
+    # Only the norm is folded: `down` keeps a vector, or stays as it was.
+    some = {"layers.{n}.norm.{p}": FOLD["layers.{n}.norm.{p}"]}
+    assert isinstance(eqq.smooth(model, method, fold=some).layers[0].down.weight, eqq.ScaledArray)
+    assert eqq.smooth(model, method, fold=some, online=False).layers[0].down.weight is model.layers[0].down.weight
+
+
+def test_stacks(stats):
+    stacked = Stacked(jr.key(0))
+    of_stack = eqq.calibrate.collect_stats(stacked, [XS], gram=True)
+    rules = {key.replace(".{n}", ""): value.replace(".{n}", "") for key, value in FOLD.items()}
+    model = Model(jr.key(0))
+    for name in ("smooth", "awq"):
+        both = (
+            eqq.smooth(stacked, methods(of_stack)[name], fold=rules),
+            eqq.smooth(model, methods(stats)[name], fold=FOLD),
+        )
+        for n in range(2):
+            close(both[0].layers.down.weight[n], both[1].layers[n].down.weight, 1e-4)
+            close(both[0].layers.norm.bias[n], both[1].layers[n].norm.bias, 1e-4)
+        close(run(both[0], XS), run(stacked, XS))
+    kept = eqq.smooth(stacked, methods(of_stack)["smooth"])
+    close(run(kept, XS), run(stacked, XS))
+    close(run(eqq.quantize_tree(kept, "int8"), XS), run(stacked, XS), 0.05)
+
+
+def test_smoothquant_is_the_formula(model, stats):
+    w, x = np.asarray(model.layers[0].down.weight), stats["layers.0.down.weight"]
+    largest = np.maximum(-x.min, x.max)
+    factor = largest**0.7 / np.abs(w).max(axis=0) ** 0.3
+    kept = eqq.smooth(model, eqq.SmoothQuant(stats, 0.7)).layers[0].down.weight
+    close(kept.scale, 1 / factor)
+    close(kept.array, w * factor)
+
+
+def test_awq_takes_the_best_of_its_grid(model, stats):
+    method = methods(stats)["awq"]
+    kept = eqq.smooth(model, method).layers[1].up.weight
+    w, x = np.asarray(model.layers[1].up.weight, np.float64), stats["layers.1.up.weight"]
+
+    def error(factor):
+        q = eqq.quantize(jnp.asarray(w * factor, jnp.float32), method.format)
+        change = np.asarray(q.dequantize(), np.float64) / factor - w
+        return np.einsum("oi,ij,oj->", change, x.gram, change)
+
+    powers = [x.mean_abs ** float(beta) for beta in method.exponents]
+    tried = [p / np.sqrt(p.min() * p.max()) for p in powers]
+    best = min(tried, key=error)
+    close(1 / kept.scale, best)
+    assert error(best) < error(np.ones(SIZE))
+
+
+def test_awq_helps(model, stats):
+    error = lambda m: np.linalg.norm(run(eqq.quantize_tree(m, eqq.Int4(16)), XS) - run(model, XS))
+    assert error(eqq.smooth(model, eqq.AWQ(stats, eqq.Int4(16)), fold=FOLD)) < 0.95 * error(model)
+
+
+def test_inputs_without_data(model, stats):
+    dead = {
+        path: dataclasses.replace(s, mean_abs=s.mean_abs * 0, min=s.min * 0, max=s.max * 0, gram=s.gram * 0)
+        for path, s in stats.items()
+    }
+    for method in methods(dead).values():
+        close(run(eqq.smooth(model, method, fold=FOLD), XS), run(model, XS))
+
+
+def test_heads_that_share_values():
+    value, output = jr.normal(jr.key(0), (6, 8)), jr.normal(jr.key(1), (5, 12))
+    bias = jr.normal(jr.key(2), (6,))
+
+    def attend(model, x):
+        v = (model["value"]["weight"] @ x + model["value"]["bias"]).reshape(2, 3)
+        return model["output"]["weight"] @ jnp.repeat(v, 2, axis=0).reshape(-1)
+
+    model = {"value": {"weight": value, "bias": bias}, "output": {"weight": output}}
+    apply = lambda model, xs: jax.vmap(lambda x: attend(model, x))(xs)
+    xs = jr.normal(jr.key(3), (32, 8))
+    stats = eqq.calibrate.collect_stats(model, [xs], apply=apply, gram=True)
+    fold = {"value.{p}": eqq.Into(("output.weight",), head_size=3)}
+    for method in methods(stats).values():
+        folded = eqq.smooth(model, method, fold=fold, batches=[xs], apply=apply, where=lambda m: m["output"]["weight"])
+        assert not np.allclose(folded["value"]["weight"], value)
+        close(apply(folded, xs), apply(model, xs))
+    with pytest.raises(ValueError, match="has 6 outputs.*12 inputs.*head_size"):
+        eqq.smooth(model, method, fold={"value.{p}": "output.weight"})
+
+
+def test_norms_that_add_one():
+    apply = lambda m, xs: (xs * (1 + m["norm"]["weight"])[None]) @ m["up"]["weight"].T
+    model = {"norm": {"weight": jr.normal(jr.key(0), (8,))}, "up": {"weight": jr.normal(jr.key(1), (4, 8))}}
+    xs = jr.normal(jr.key(2), (32, 8))
+    stats = eqq.calibrate.collect_stats(model, [xs], apply=apply)
+    right, wrong = eqq.Into(("up.weight",), offset=1), "up.weight"
+    folded = eqq.smooth(model, eqq.SmoothQuant(stats), fold={"norm.{p}": right}, batches=[xs], apply=apply)
+    close(apply(folded, xs), apply(model, xs))
+    with pytest.raises(ValueError, match="must leave the outputs of the model unchanged. Got others with norm.weight"):
+        eqq.smooth(model, eqq.SmoothQuant(stats), fold={"norm.{p}": wrong}, batches=[xs], apply=apply)
+
+
+def test_pairs_that_do_not_fold(model, stats):
+    method = eqq.SmoothQuant(stats)
+    smooth = lambda fold, **kwargs: eqq.smooth(model, method, fold=fold, **kwargs)
+    with pytest.raises(ValueError, match="Got others with layers.0.gate.weight, layers.0.gate.bias.*stands between"):
+        smooth({"layers.{n}.gate.{p}": "layers.{n}.down.weight"}, batches=[XS])
+    with pytest.raises(ValueError, match="Each pattern of `fold`.*Got 'layers.{n}.nrm"):
+        smooth({"layers.{n}.nrm.{p}": "layers.{n}.up.weight"})
+    with pytest.raises(ValueError, match="outputs of layers.0.norm.weight.* must be the inputs"):
+        smooth({"layers.{n}.norm.{p}": "layers.{n}.{x:up|down}.weight"})
+    with pytest.raises(ValueError, match="one producer.*layers.0.up.weight"):
+        smooth({**FOLD, "layers.0.norm.weight": "layers.0.up.weight"})
+    with pytest.raises(ValueError, match="the same inputs.*layers.1.up.weight than for layers.0.up.weight"):
+        smooth({"layers.0.norm.{p}": "layers.{n}.up.weight"})
+    with pytest.raises(ValueError, match="whose inputs can be scaled. Got layers.0.up.bias"):
+        smooth({"layers.{n}.norm.{p}": "layers.{n}.up.bias"})
+    tied = {"a": model.layers[0].up.weight, "b": model.layers[0].up.weight, "norm": jnp.ones(SIZE)}
+    with pytest.raises(ValueError, match="the same array as b"):
+        eqq.smooth(tied, method, fold={"norm": "a"})
+
+
+def test_statistics_that_do_not_fit(model, stats):
+    with pytest.raises(ValueError, match="Got none for layers.0.gate.weight. Collect them"):
+        eqq.smooth(model, eqq.SmoothQuant({}))
+    wrong = dataclasses.replace(stats["layers.0.up.weight"], shape=(3, SIZE))
+    with pytest.raises(ValueError, match="statistics of the same weight.*layers.0.up.weight"):
+        eqq.smooth(model, eqq.SmoothQuant({**stats, "layers.0.up.weight": wrong}))
+    spoiled = dataclasses.replace(stats["layers.0.up.weight"], gram=np.full((SIZE, SIZE), np.nan))
+    with pytest.raises(ValueError, match="must be finite.*layers.0.up.weight"):
+        eqq.smooth(model, eqq.AWQ({**stats, "layers.0.up.weight": spoiled}))
+    no_gram = {path: dataclasses.replace(s, gram=None) for path, s in stats.items()}
+    with pytest.raises(ValueError, match="inputs.gram"):
+        eqq.smooth(model, eqq.AWQ(no_gram))
+    with pytest.raises(ValueError, match="`smooth` needs weights to scale.*already quantized"):
+        eqq.smooth(eqq.quantize_tree(model), eqq.SmoothQuant(stats))
+
+
+def test_arguments(stats):
+    with pytest.raises(ValueError, match="`alpha` must be between 0 and 1"):
+        eqq.SmoothQuant(stats, 2)
+    with pytest.raises(ValueError, match="`grid`"):
+        eqq.AWQ(stats, grid=1)
+    with pytest.raises(TypeError, match="`method` of AWQ must choose scales without statistics"):
+        eqq.AWQ(stats, method=eqq.GPTQ(stats))

@@ -158,7 +158,7 @@ def _form_of(x: Any, q: Any, of_x: Axes, of_q: Axes, of_y: Axes) -> _Form | None
 
 
 def _is_coded(x: Any) -> bool:
-    return hasattr(x, "codes")
+    return getattr(x, "codes", None) is not None
 
 
 def _product(form: _Form, x: Any, q: Any, *, activations: Any = None, **options: Any) -> Float[Array, "..."]:

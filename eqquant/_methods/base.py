@@ -104,7 +104,10 @@ class AbstractMethod(eqx.Module):
 
     def without_inputs(self) -> "AbstractMethod":
         """Returns the method for a weight that is looked up, not multiplied."""
-        return dataclasses.replace(self, inputs=None) if self.method is None else self.method  # pyright: ignore
+        if self.method is not None:
+            return self.method.without_inputs()
+        takes_inputs = any(field.name == "inputs" for field in dataclasses.fields(self))
+        return dataclasses.replace(self, inputs=None) if takes_inputs else self  # pyright: ignore[reportCallIssue]
 
     def check(self, name: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
         """Raises if the statistics do not belong to an array, quantized along its axes. Errors call it `name`."""

@@ -84,11 +84,8 @@ class LearnedRounding(AbstractMethod):
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
             raise ValueError(f"`rounds` must be a positive whole number. Got {rounds!r}.")
         self.inputs = gram if inputs is None else inputs
-        self.method = GPTQ(method=MSE(), damping=damping) if method is None else method
+        self.method = GPTQ(method=MSE(), damping=damping) if method is None else method  # pyright: ignore[reportIncompatibleVariableOverride]
         self.rounds, self.damping = rounds, float(damping)
-
-    def without_inputs(self) -> AbstractMethod:
-        return self.method.without_inputs() if _takes_inputs(self.method) else self.method
 
     def quantize_rows(
         self,

@@ -76,7 +76,7 @@ class Entry:
         if self.order is None:
             return q
         axis, shape = self.order
-        return jax.eval_shape(lambda q: PermutedArray(q, jnp.zeros(shape, jnp.uint32), axis), q)
+        return jax.eval_shape(lambda q: PermutedArray(q, order=jnp.zeros(shape, jnp.uint32), axis=axis), q)
 
     def goes_into(self, place: "Entry") -> bool:
         """Returns whether a saved leaf may stand where a template has `place`.

@@ -42,7 +42,7 @@ class Size:
     heads: int = 4
     context: int = 256
     batch: int = 8
-    steps: int = 250
+    steps: int = 225
     peak: float = 2e-3
 
     def config(self) -> dict[str, Any]:

@@ -254,7 +254,7 @@ def test_the_pairs_of_gguf(tmp_path):
     assert_same(checkpoint["v"], w)
     for key, value in pairs.items():
         if isinstance(value, (list, np.ndarray)):
-            assert checkpoint.metadata[key].length == len(value)
+            assert list(checkpoint.metadata[key]) == list(value)
         else:
             assert checkpoint.metadata[key] == (np.float32(value) if key == "eps" else value)
     raw = (tmp_path / "model.gguf").read_bytes()
@@ -294,8 +294,7 @@ def test_other_errors_of_gguf(tmp_path):
         write(tmp_path, x, "gguf", config={})
     write(tmp_path, x, "gguf", metadata={"tokens": ["a"]})
     metadata = eqq.io.open(tmp_path / "model.gguf").metadata
-    with pytest.raises(TypeError, match="must give the values of 'tokens'"):
-        write(tmp_path, x, "gguf", metadata=metadata)
+    assert list(write(tmp_path, x, "gguf", metadata=metadata).metadata["tokens"]) == ["a"]
 
 
 # config.json

@@ -120,8 +120,8 @@ def distill_blocks(
     """Trains a quantized model as [`eqquant.distill`][] does, one block after the other.
 
     Each block learns to return what that of the float model returns, from what the blocks before it became. So only one
-    block is differentiated, and trained, at a time: it takes less memory and fewer operations than the whole model, and
-    its loss says more about its own weights. Blocks that are alike, with the same function, share a compiled program.
+    block is differentiated, and trained, at a time: it takes less memory than the whole model, and its loss says more
+    about its own weights. Blocks that are alike, with the same function, share a compiled program.
 
     !!! Example
 

@@ -187,7 +187,7 @@ def of_leaf(**fields):
     return manifest(lambda m: m["leaves"][0].update(fields))
 
 
-NF4 = {"name": "NF4", "fields": {"block_size": 64, "double_quant": False}}
+NF4 = {"name": "NF4", "fields": {"block_size": 64, "double_quant": False, "scale_dtype": "float32"}}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ NF4 = {"name": "NF4", "fields": {"block_size": 64, "double_quant": False}}
         (of_leaf(format={**NF4, "name": "os.system"}), "the format 'os.system', which is not defined"),
         (of_leaf(format={"name": "NF4", "fields": {"block_size": 64, "double_quant": False, "x": 1}}), "made"),
         (of_leaf(format={"name": "NF4", "fields": {"block_size": -3, "double_quant": False}}), "does not take"),
-        (of_leaf(format={"name": "NF4", "fields": {"block_size": 32, "double_quant": False}}), "its tensors must be"),
+        (of_leaf(format={"name": "NF4", "fields": {**NF4["fields"], "block_size": 32}}), "its tensors must be"),
         (of_leaf(format={"name": "FP8", "fields": {"kind": [], "block_size": None}}), "does not take|its tensors"),
         (of_leaf(format={"name": "AbstractFormat", "fields": {}}), "not defined"),
         (of_leaf(tensors={"codes": "w.codes", "scale_bits": "x"}), "a tensor that the file does not have"),

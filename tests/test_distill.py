@@ -69,7 +69,7 @@ def test_scales_that_are_quantized_stay(setting):
 class Residual(eqx.Module):
     linear: eqx.nn.Linear
 
-    def __call__(self, x):
+    def __call__(self, x, *, key=None):
         return x + jax.nn.tanh(self.linear(x))
 
 

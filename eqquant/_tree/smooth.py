@@ -304,7 +304,7 @@ def smooth(
         _check_outputs(model, model_of, [f.name for f in folds], batches, apply)
     done: dict[int, ScaledArray] = {}  # an array that appears twice is scaled once
     for n, by in own.items():
-        x = before[n]
+        x = values[n]  # a producer was changed already
         if id(x) not in done:
             scaled = multiplied(jnp.asarray(x), by, axes[n])
             done[id(x)] = ScaledArray(scaled, scale=(1 / by).astype(x.dtype), axis=axes[n])

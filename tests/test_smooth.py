@@ -101,6 +101,9 @@ def test_outputs_stay(model, stats, name):
     # Only the norm is folded: `down` keeps a vector, or stays as it was.
     some = {"layers.{n}.norm.{p}": FOLD["layers.{n}.norm.{p}"]}
     assert isinstance(eqq.smooth(model, method, fold=some).layers[0].down.weight, eqq.ScaledArray)
+    # A producer may keep a vector for its own inputs.
+    producer = {"layers.{n}.up.{p}": FOLD["layers.{n}.up.{p}"]}
+    close(run(eqq.smooth(model, method, fold=producer), XS), run(model, XS))
     assert eqq.smooth(model, method, fold=some, online=False).layers[0].down.weight is model.layers[0].down.weight
 
 

@@ -303,8 +303,9 @@ def smooth(
         model_of = lambda numbers: jtu.tree_unflatten(treedef, with_folds(numbers))
         _check_outputs(model, model_of, [f.name for f in folds], batches, apply)
     done: dict[int, ScaledArray] = {}  # an array that appears twice is scaled once
+    folded_values = list(values)
     for n, by in own.items():
-        x = before[n]
+        x = folded_values[n]  # a producer was changed already
         if id(x) not in done:
             scaled = multiplied(jnp.asarray(x), by, axes[n])
             done[id(x)] = ScaledArray(scaled, scale=(1 / by).astype(x.dtype), axis=axes[n])

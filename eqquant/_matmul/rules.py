@@ -60,7 +60,7 @@ def _compute(
         x = dataclasses.replace(x, gradient_of=None)
     if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # a sum of nothing
-    return compute(x, w) if devices == 1 else partitioned(compute, x, w, transpose=transpose)
+    return compute(x, w) if devices == 1 else partitioned(compute, x, w, transpose=transpose)  # pyright: ignore
 
 
 def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32
 
-from .._array.value import AbstractArrayValue, as_permutation
+from .._array.value import AbstractArrayValue, as_permutation, multiply
 from ._observe import Moments, observe
 
 
@@ -185,13 +185,13 @@ class WatchedArray(AbstractArrayValue):
         self.watch.looked_up = True
         return self.weight[index]
 
-    def _matmul(self, other: ArrayLike, *, left: bool) -> Array:
+    def _matmul(self, other: ArrayLike, *, left: bool, **options: Any) -> Array:
         x = jnp.asarray(other)
         contracted = -1 if left else -2
         fits = x.size > 0 and x.ndim > 0 and x.shape[-2 if left and x.ndim > 1 else -1] == self.shape[contracted]
         if fits and not jnp.issubdtype(x.dtype, jnp.complexfloating):
             x = self._watched(x, left, -3 - contracted if self.swapped else contracted)
-        return self.weight @ x if left else x @ self.weight
+        return multiply(self.weight, x, left=left, **options)
 
     def _watched(self, x: Array, left: bool, axis: int) -> Array:
         if self.index.ndim != self.ndim - 2:

@@ -276,7 +276,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         for leaf in jtu.tree_leaves(self):
             leaf.delete()
 
-    def _matmul(
+    def _matmul(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         other: "ArrayLike | QuantizedArray",
         *,

@@ -261,7 +261,7 @@ def compute(
         w = w.taken()
     if problem.activations is None or implementation.takes_codes(problem, target):
         return implementation.compute(x, w, problem, target)
-    values = as_codes(x).astype(problem.decoded.dtype).dequantize()
+    values = dataclasses.replace(as_codes(x), logical_dtype=problem.decoded.dtype).dequantize()
     return implementation.compute(values, w, problem.decoded, target).astype(problem.dtype)
 
 

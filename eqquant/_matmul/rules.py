@@ -61,7 +61,8 @@ def _compute(
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # a sum of nothing
     if devices == 1:
         return compute(x, w)
-    return partitioned(compute, x, w.taken() if isinstance(w, SelectedArray) else w, transpose=transpose)
+    w = w.taken() if isinstance(w, SelectedArray) else w
+    return partitioned(compute, x, w, transpose=transpose)  # pyright: ignore[reportArgumentType]
 
 
 def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:

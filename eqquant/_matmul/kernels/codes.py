@@ -108,8 +108,10 @@ def _columns(left: _Operand, w: Packed, *, w_layout: Layout, kind: Kind, unit: i
     parts = (*parts[:2], parts[2].reshape(steps, together))
     zero = jnp.zeros((left.values.shape[0], of_w), jnp.float32)
     total, _ = jax.lax.scan(lambda total, part: (total + add(*part), None), zero, parts)
-    rest = jax.tree.map(lambda a: a[:, steps * together :], (left, right))
-    return total + add(*rest, lengths[steps * together :]) if blocks % together else total
+    if blocks % together == 0:
+        return total
+    last_left, last_right = jax.tree.map(lambda a: a[:, steps * together :], (left, right))
+    return total + add(last_left, last_right, lengths[steps * together :])
 
 
 def _scaled_sums(left: _Operand, right: _Operand, lengths: Int32[Array, " blocks"]) -> Float32[Array, "m n blocks"]:

@@ -19,6 +19,7 @@ from eqquant._matmul import dispatch, native
 from eqquant._matmul.kernels import codes
 from eqquant._matmul.kernels.target import Target
 from eqquant._matmul.problem import layout_of
+from eqquant._numerics import packing
 
 from .helpers import weights
 
@@ -89,7 +90,8 @@ def test_equals_integers_of_numpy(getkey, of_x, of_w, looped):
         np.testing.assert_array_equal(operands[-1].dequantize(), values)
         if zero is not None:  # then zero points, without which the codes could not be given
             zero = jr.randint(getkey(), zero.shape, 0, 2**format.bits).astype(jnp.uint8)
-            operands[-1] = dataclasses.replace(operands[-1], zero_point=zero)
+            packed = packing.pack(zero, format.bits)
+            operands[-1] = dataclasses.replace(operands[-1], zero_point_bits=packed)
     layouts = [layout_of(f, k) for f in formats]
     packed = [dispatch.pack_arrays(q) for q in operands]
     y = jax.jit(lambda x, w: codes.matmul(x, w, *layouts, "int8", looped=looped))(*packed)

@@ -86,16 +86,16 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Runs every fourth case of each test, on the newest versions that this Python has. `-- --every 1` runs all."""
+    """Runs every fifth case of each test, on the newest versions that this Python has. `-- --every 1` runs all."""
     install(session, "tests", "ecosystem", "examples", weights=True)
-    pytest(session, "--every", "4")
+    pytest(session, "--every", "5")
 
 
 @nox.session(python=OLDEST_PYTHON)
 def tests_oldest(session: nox.Session) -> None:
-    """Runs the tests on the oldest supported Python, JAX and dependencies: every sixth case of each."""
+    """Runs the tests on the oldest supported Python, JAX and dependencies: every eighth case of each."""
     install(session, "tests", "examples", oldest=True, weights=True)
-    pytest(session, "--every", "6")
+    pytest(session, "--every", "8")
 
 
 def test_native(session: nox.Session, *, whole: bool) -> None:

@@ -21,8 +21,12 @@ class LiveDocstrings(griffe.Extension):
             self._visit(pkg)
 
     def _visit(self, node: griffe.Object) -> None:
-        for member in list(node.members.values()):
-            if not member.is_alias and (member.is_module or member.is_class or member.is_function):
+        for name, member in list(node.members.items()):
+            # No page shows private classes, and griffe takes functions within their `__init__` for methods.
+            private = name.startswith("_") and not name.startswith("__")
+            if member.is_alias or (private and not member.is_module):
+                continue
+            if member.is_module or member.is_class or member.is_function:
                 self._update(member)
                 self._visit(member)
 

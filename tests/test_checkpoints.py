@@ -641,6 +641,17 @@ def test_torchao_integers_and_floats(tmp_path):
         assert w.format == eqq.Int4(32, symmetric=not zero.any())
         spread = lambda x: np.repeat(x, 32, 1)
         assert_bits(w.dequantize(), ((q.astype(np.int32) - spread(zero)) * spread(s)).astype(np.float32))
+    zeros, scales = (rng.standard_normal((2, 6)).astype(np.float16) for _ in "zs")
+    packed = (q[:, ::2] & 15 | q[:, 1::2] << 4).astype(np.int8)
+    four = {"qdata": ("I8", packed), "scale": ("F16", scales), "zero_point": ("F16", zeros)}
+    w = write_torchao(path, "l.weight", "Int4Tensor", four, block_size=[1, 32])
+    assert w.format == eqq.MLX(4, 32, "float32") and w.dtype == jnp.float16
+    exact = q * spread(scales.T.astype(np.float64)) + spread(zeros.T.astype(np.float64))
+    np.testing.assert_allclose(w.dequantize(), exact.astype(np.float16), rtol=1e-3, atol=1e-6)
+    with pytest.raises(ValueError, match="does not read `act_pre_scale`"):
+        write_torchao(path, "l.weight", "Int4Tensor", four | {"act_pre_scale": ("F16", zeros)})
+    with pytest.raises(ValueError, match="with `zero_point`"):
+        write_torchao(path, "l.weight", "Int4Tensor", {name: four[name] for name in ("qdata", "scale")})
     with pytest.raises(ValueError, match="does not read torchao's Int4TilePackedTo4dTensor"):
         write_torchao(path, "l.weight", "Int4TilePackedTo4dTensor", parts)
     with pytest.raises(ValueError, match="must belong to a Int8Tensor with `qdata`"):

@@ -8,22 +8,26 @@ A weight `L.weight` is stored as `L._weight_qdata`, `L._weight_scale` and others
     Float8Tensor               qdata float8 (out, in); scale float32 (out, groups), one, or one for each 128 x 128
     MXTensor                   qdata float8 (out, in), or 4-bit (out, in / 2), the first in the low bits; scale E8M0
     NVFP4Tensor                qdata 4-bit; _scale_e4m3 (out, in / 16), optionally _per_tensor_scale float32
+    Int4Tensor                 qdata int8 (out, in / 2), two's complement, the first in the low bits; scale and
+                               zero_point, floats, (groups, out): value = code * scale + zero_point
 
-Scales of the last two may be in tiles (`is_swizzled_scales`). Layouts for one kernel, and `Int4Tensor`, whose zero
-points are floats, are errors that name the type.
+Scales of MXTensor and NVFP4Tensor may be in tiles (`is_swizzled_scales`). Layouts for one kernel are errors that name
+the type.
 """
 
 from typing import Any
 
 import numpy as np
 
+from ..._formats import MLX
 from .._bits import unpack_low_first
 from .._files import Files
 from .._json import parse_json
-from .._stored import Stored
-from .item import format_of, INTEGERS, Item, with_plain
+from .._stored import DTYPES, Stored
+from .._transcode import from_codes
+from .item import expect, format_of, INTEGERS, Item, with_plain
 from .microscaling import check_scales, mxfp4, mxfp8, nvfp4, scales_in_order
-from .scaled import block_of, grouped, scaled
+from .scaled import block_of, FLOATS, grouped, scaled
 
 
 NAME = "torchao"
@@ -74,11 +78,13 @@ def _item(name: str, about: dict[str, Any], of: dict[str, Stored], files: Files)
         return _mxfp4(codes, scale, tensors, dtype or "bfloat16", blocked)
     if kind == "IntxUnpackedToInt8Tensor":
         return _few_bits(codes, scale, of.get("zero_point"), tensors, attributes, dtype)
+    if kind == "Int4Tensor":
+        return _int4(codes, scale, of)
     zero = of.get("zero_point")
     return scaled(codes, scale, zero, tensors, dtype)
 
 
-_KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor", "MXTensor", "NVFP4Tensor")
+_KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor", "Float8Tensor", "MXTensor", "NVFP4Tensor")
 
 
 def _dtype(attributes: dict[str, Any]) -> str | None:
@@ -87,6 +93,30 @@ def _dtype(attributes: dict[str, Any]) -> str | None:
         if isinstance(value, dict) and value.get("_data") in _DTYPES:
             return value["_data"]
     return None
+
+
+def _int4(t: Stored, scale: Stored, of: dict[str, Stored]) -> Item:
+    """Codes from -8 to 7. Ours count from zero, so that the offset of a group is its lowest value."""
+    (out, half), zero, tensors = t.shape, of.get("zero_point"), tuple(of.values())
+    if t.dtype not in ("I8", "U8") or zero is None:
+        t.fail(f"It must be I8 or U8 with `zero_point`. Got {t.dtype} and {', '.join(of)}.")
+    if scale.dtype not in FLOATS or len(scale.shape) != 2 or scale.shape[1] != out:
+        scale.fail(f"It must be floats of (groups, {out}). Got {scale.dtype} of {list(scale.shape)}.")
+    expect(zero, (scale.dtype,), scale.shape)
+    groups, length, dtype = scale.shape[0], 2 * half, str(DTYPES[scale.dtype][1])
+    if groups < 1 or length < 1 or length % groups:
+        scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
+    format = format_of(scale, MLX, 4, length // groups, "float32")
+    if "act_pre_scale" in of:
+        problem = "eqquant does not read `act_pre_scale` of torchao's Int4Tensor"
+        return Item((out, length), dtype, format, "Int4Tensor", tensors, lambda: None, problem)
+
+    def read() -> Any:
+        scales, zeros = (np.ascontiguousarray(part.array().T, np.float32) for part in (scale, zero))
+        codes = lambda start, stop: unpack_low_first(t.bytes().reshape(out, half)[start:stop], 4) ^ np.uint8(8)
+        return from_codes(codes, scales, None, format, (out, length), dtype, t, offset=zeros - np.float32(8) * scales)
+
+    return Item((out, length), dtype, format, "Int4Tensor", tensors, read)
 
 
 def _mxfp4(t: Stored, scale: Stored, tensors: tuple[Stored, ...], dtype: str, blocked: bool) -> Item:

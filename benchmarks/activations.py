@@ -8,7 +8,6 @@ part of their names.
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from timing import interleaved
 
 import eqquant as eqq
 
@@ -80,13 +80,9 @@ def rows(recipes: Recipes) -> dict[str, Callable[[], Any]]:
 
 def seconds_of(model: minilm.Encoder, other: minilm.Encoder, ids: Any, mask: Any, rounds: int) -> tuple[float, float]:
     """The median seconds of a batch for two models, which take turns."""
-    taken: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds + 1):
-        for times, one in zip(taken, (model, other), strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(minilm.embed(one, ids, mask))
-            times.append(time.perf_counter() - start)
-    return float(np.median(taken[0][1:])), float(np.median(taken[1][1:]))
+    of = lambda one: lambda: minilm.embed(one, ids, mask)
+    taken = interleaved({"model": of(model), "other": of(other)}, rounds)
+    return float(np.median(taken["model"])), float(np.median(taken["other"]))
 
 
 def main(*, smoke: bool, wanted: str) -> None:

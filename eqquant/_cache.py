@@ -161,8 +161,8 @@ class QuantizedCache(eqx.Module):
 
         **Raises:**
 
-        `ValueError` for other shapes, and, outside `jit`, if there is no room. Inside `jit` lengths are not known, and
-        tokens without room are dropped.
+        `ValueError` for other shapes, and, outside `jit`, for another `count` or if there is no room. Inside `jit`
+        lengths are not known, and tokens without room are dropped.
         """
         expected = (*self.values.shape[:-2], keys.shape[-2], self.values.shape[-1])
         if keys.shape != expected or values.shape != expected:
@@ -171,6 +171,9 @@ class QuantizedCache(eqx.Module):
                 f"{values.shape}."
             )
         new = keys.shape[-2]
+        known = None if count is None or isinstance(count, jax.core.Tracer) else np.asarray(count)
+        if known is not None and (np.any(known < 0) or np.any(known > new)):
+            raise ValueError(f"`count` must be at least 0 and at most the {new} new tokens. Got {count}.")
         length = self.length + jnp.broadcast_to(
             jnp.asarray(new if count is None else count, jnp.int32), self.length.shape
         )

@@ -27,9 +27,12 @@ def spell_format(given: Mapping[str, Any]) -> str:
     """Says which format the keywords of other libraries mean: `bits=4, group_size=64` is `eqq.Int4(block_size=64)`."""
     said = {_SPELLINGS[name]: value for name, value in given.items() if name in _SPELLINGS}
     bits = said.pop("bits", 4)
+    if bits not in (2, 3, 4, 5, 6, 8):
+        return "The format says that, and integers have 2, 3, 4, 5, 6 or 8 bits: write `eqq.Int4()`, for instance."
+    if said.get("block_size") == -1:
+        said["block_size"] = None
     fields = ", ".join(f"{name}={value!r}" for name, value in said.items())
-    name = f"Int{bits}" if bits in (2, 3, 4, 5, 6, 8) else "Int8"
-    return f"The format says that: write `eqq.{name}({fields})`."
+    return f"The format says that: write `eqq.Int{bits}({fields})`."
 
 
 FORMAT_KEYWORDS = dict.fromkeys(_SPELLINGS, spell_format)

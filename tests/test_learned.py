@@ -1,5 +1,7 @@
 """Learned rounding: never worse than its start by its own measure, and no single change makes it better."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -55,7 +57,7 @@ def test_any_start():
     w, gram = jr.normal(jr.key(1), (8, 96)), gram_of(inputs())
     for method in (eqq.AbsMax(), eqq.MSE(), eqq.GPTQ(order=None)):
         own = {"inputs": gram} if isinstance(method, eqq.GPTQ) else {}
-        start = eqq.quantize(w, eqq.Int3(32), method=type(method)(**own))
+        start = eqq.quantize(w, eqq.Int3(32), method=dataclasses.replace(method, **own))
         q = learned(w, eqq.Int3(32), gram, method=method)
         assert losses(q, w, gram).sum() < 0.9 * losses(start, w, gram).sum()
     more, fewer = (losses(learned(w, eqq.Int3(32), gram, rounds=n), w, gram).sum() for n in (8, 1))
@@ -93,3 +95,12 @@ def test_errors():
         eqq.quantize(w, "int4", method=eqq.LearnedRounding())
     with pytest.raises(ValueError, match="rounds to the best code"):
         eqq.quantize(w, "int4", method=eqq.LearnedRounding(gram=jnp.eye(32)), key=jr.key(0))
+
+
+def test_statistics_of_a_tree_reach_the_method_it_starts_from():
+    model = {"a": jr.normal(jr.key(1), (8, 96)), "b": jr.normal(jr.key(2), (8, 96))}
+    grams = {name: gram_of(inputs(seed=n)) for n, name in enumerate("ab")}
+    starts = eqq.quantize_tree(model, "int3", method=eqq.LearnedRounding(grams, method=eqq.GPTQ(grams)))
+    for name, w in model.items():
+        own = eqq.LearnedRounding(gram=grams[name], method=eqq.GPTQ(gram=grams[name]))
+        assert_same(starts[name], eqq.quantize(w, "int3", method=own))

@@ -199,7 +199,7 @@ def test_pairs_of_layers(llama, tmp_path, name, stacked):
     pairs = eqq.io.names.llama_pairs(model.config.head_size, offset=model.config.offset, layers=layers)
 
     def apply(model, ids):
-        return model(ids, llama.Cache.empty(model.config, 2, 16), jnp.zeros(2, int))[0]
+        return model(ids, llama.Cache.empty(model.config, 2, ids.shape[1], stacked=stacked))[0]
 
     ids = jnp.asarray(tokens())
     stats = eqq.calibrate.collect_stats(model, [ids], apply=apply)

@@ -282,6 +282,14 @@ def test_zero_points_must_suit_the_format(format, zero_point):
             eqq.encode_rows(heavy((2, 64)), scale, wrong, format)
 
 
+def test_zero_points_beyond_the_codes_change_no_other():
+    """They are packed, and take the last code."""
+    w, format = heavy((2, 256)), eqq.Int4(symmetric=False)
+    beyond, last = (eqq.quantize(w, format, method=Zeros((z, jnp.uint8))) for z in (20, 15))
+    assert_same(beyond, last)
+    assert beyond.zero_point.tolist() == [[15] * 4] * 2
+
+
 def test_fields_of_methods():
     class Called(eqq.AbstractScaleMethod):
         function: object

@@ -90,8 +90,9 @@ class AbstractMethod(eqx.Module):
 
     def for_leaf(self, path: str) -> "AbstractMethod":
         """Returns the method for one leaf of a tree, with the statistics of that leaf as `inputs`."""
+        own = self if self.method is None else self._with(method=self.method.for_leaf(path))
         if not isinstance(self.inputs, Mapping):
-            return self
+            return own
         if path not in self.inputs:
             raise ValueError(
                 f"`inputs` of {type(self).__name__} must hold statistics of every leaf that it quantizes. Got none for "
@@ -99,15 +100,19 @@ class AbstractMethod(eqx.Module):
             )
         inputs = self.inputs[path]
         if getattr(inputs, "looked_up", False):
-            return self.without_inputs()
-        return dataclasses.replace(self, inputs=inputs)  # pyright: ignore[reportCallIssue]
+            return own.without_inputs()
+        return own._with(inputs=inputs)
 
     def without_inputs(self) -> "AbstractMethod":
         """Returns the method for a weight that is looked up, not multiplied."""
         if self.method is not None:
             return self.method.without_inputs()
         takes_inputs = any(field.name == "inputs" for field in dataclasses.fields(self))
-        return dataclasses.replace(self, inputs=None) if takes_inputs else self  # pyright: ignore[reportCallIssue]
+        return self._with(inputs=None) if takes_inputs else self
+
+    def _with(self, **changes: Any) -> "AbstractMethod":
+        changes = {name: x for name, x in changes.items() if x is not getattr(self, name)}
+        return dataclasses.replace(self, **changes) if changes else self  # pyright: ignore[reportArgumentType]
 
     def check(self, name: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
         """Raises if the statistics do not belong to an array, quantized along its axes. Errors call it `name`."""
@@ -283,7 +288,8 @@ def encode_rows(
 
     - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
     - `scale`: float32, of shape `(*batch, blocks)`. Rounded to what `format` can store.
-    - `zero_point`: `uint8` of the same shape; for a format with offsets these, float32; for any other format `None`.
+    - `zero_point`: `uint8` of the same shape, below `2**bits`; for a format with offsets these, float32; for any other
+        format `None`.
     - `format`: the format to quantize to.
     - `key`, `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
 
@@ -347,6 +353,9 @@ def store(scale: Scales, zero_point: ZeroPoints, format: AbstractFormat) -> tupl
     stored_offset = None
     if has_offsets(format) and zero_point is not None:
         stored_offset = store_scale(zero_point, format)  # pyright: ignore[reportArgumentType]
+    elif zero_point is not None:
+        # They are packed as codes are, so one that is too large would change its neighbours.
+        zero_point = jnp.minimum(zero_point, 2**format.bits - 1).astype(jnp.uint8)
     return stored, stored_offset, _grid(scale, zero_point, stored, stored_offset, format)
 
 

@@ -1,4 +1,4 @@
-"""Orthogonal transforms whose entries all have about the same magnitude, in O(K log K): randomised Hadamard transforms.
+"""Randomised Hadamard transforms: orthogonal, with entries that all have about the same magnitude, and fast.
 
 A transform of `K` values is the Kronecker product of small matrices, after random signs. With a power of two they are
 Hadamard matrices of Sylvester. Another `K` has an odd divisor: together with a few powers of two that is the order of a
@@ -52,7 +52,7 @@ def random_signs(size: int, seed: int) -> np.ndarray:
     return 1.0 - 2.0 * np.unpackbits(bits, count=size)
 
 
-@ft.lru_cache(maxsize=256)
+@ft.lru_cache(maxsize=32)
 def factors(size: int) -> tuple[np.ndarray, ...]:
     """Returns matrices whose orders multiply to `size`, each orthogonal but for a factor: the root of its order."""
     powers = (size & -size).bit_length() - 1

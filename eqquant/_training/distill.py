@@ -262,8 +262,8 @@ def _split(batches: Iterable[PyTree], held_out: Iterable[PyTree] | None) -> tupl
     chosen_by = list(held_out)
     if not data or not chosen_by:
         raise ValueError(
-            f"`distill` needs batches to train on and others to choose by. Got {len(data)} and {len(chosen_by)}. Pass "
-            "more batches, or some as `held_out`."
+            f"`batches` must hold some to train on, and others to choose by. Got {len(data)} and {len(chosen_by)}. "
+            "Pass more batches, or some as `held_out`."
         )
     return data, chosen_by
 

@@ -10,7 +10,7 @@ _TOKEN = re.compile(r"\{(\w+)(?::([^{}]*))?\}|(\*)")
 def compile_pattern(key: str, argument: str) -> re.Pattern[str]:
     """`{n}` is a part of a name without dots, `{x:a|b}` is `a` or `b`, and `*` is anything."""
     if "{" in (rest := _TOKEN.sub("", key)) or "}" in rest:
-        raise ValueError(f"The keys of `{argument}` must have groups such as {{n}} or {{x:q|k|v}}. Got {key!r}.")
+        raise ValueError(f"The patterns of `{argument}` must have groups such as {{n}} or {{x:q|k|v}}. Got {key!r}.")
     out, at, seen = "", 0, set()
     for token in _TOKEN.finditer(key):
         out += re.escape(key[at : token.start()])
@@ -28,5 +28,5 @@ def compile_pattern(key: str, argument: str) -> re.Pattern[str]:
         return re.compile(out + re.escape(key[at:]))
     except re.error as e:
         raise ValueError(
-            f"The keys of `{argument}` must have groups such as {{n}} or {{x:q|k|v}}. Got {key!r}: {e}."
+            f"The patterns of `{argument}` must have groups such as {{n}} or {{x:q|k|v}}. Got {key!r}: {e}."
         ) from None

@@ -366,6 +366,10 @@ def _check_outputs(
     """Raises if the folded model computes something else, and names the pairs that do."""
     run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
     data = [batches] if isinstance(batches, (jax.Array, np.ndarray)) else list(batches)
+    if not data:
+        raise ValueError(
+            "`batches` must hold at least one batch. Got none. A generator can be used only once: pass a list."
+        )
 
     def differs(numbers: Iterable[int], batch: PyTree) -> bool:
         return not _alike(run(model_of(numbers), batch), run(model, batch))

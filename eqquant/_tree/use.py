@@ -11,8 +11,8 @@ from .._methods import AbstractMethod
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A format with a method, and with a format of activations: a rule of [`eqquant.quantize_tree`][], or an option of
-    `plan_bits`.
+    """A format with a method, and with a format of activations: a rule of [`eqquant.quantize_tree`][], or,
+    without a format of activations, an option of `plan_bits`.
 
     !!! Example
 

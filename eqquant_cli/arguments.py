@@ -76,17 +76,33 @@ def format_of(format: str | None, bits: int | None, group_size: int | None) -> e
     return parse_format(f"int{bits}({group_size if group_size is not None else 64})")
 
 
+# Loaders of these put quantized weights into linear layers alone, and of these not into the last.
+_LINEAR_ALONE = {"bitsandbytes", "compressed-tensors", "gptq"}
+_OTHERS = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
+
+
 def rules_of(
-    format: eqq.AbstractFormat, rule: Sequence[str], skip: Sequence[str]
+    format: eqq.AbstractFormat,
+    rule: Sequence[str],
+    skip: Sequence[str],
+    names: Iterable[str] = (),
+    to: str | None = None,
 ) -> dict[str, eqq.AbstractFormat | None]:
-    """Returns the rules of `--skip` and `--rule`, in this order, and then `format` for everything else."""
+    """Returns the rules of `--skip` and `--rule`, in this order, and then `format` for everything else.
+
+    Embeddings and the last layer among `names` stay in float if the library `to` loads them only so.
+    """
     rules: dict[str, Any] = dict.fromkeys(skip)
     for text in rule:
         pattern, equals, spelled = text.partition("=")
         if not equals:
             raise typer.BadParameter(f"Write it as 'PATTERN=FORMAT', such as 'layers.0.*=int8'. Got {text!r}.")
         rules[pattern] = None if spelled.lower() in ("none", "float") else parse_format(spelled)
-    return {**rules, "*": format} if "*" not in rules else rules
+    if "*" in rules:
+        return rules
+    names = list(names) if to in _LINEAR_ALONE else []
+    others = [pattern for pattern in _OTHERS if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+    return {**rules, **{pattern: None for pattern in others if pattern not in rules}, "*": format}
 
 
 def check_patterns(names: Iterable[str], rule: Sequence[str], skip: Sequence[str]) -> None:

@@ -17,9 +17,10 @@ def convert(
 ) -> None:
     """Saves a checkpoint as a file of eqquant, or of another library.
 
-    Takes one of any library. Quantized weights keep their values, and arrays their names.
+    Takes one of any library. Quantized weights keep their values, and arrays their names. So the other library must
+    have their formats; if it has not, quantize the float checkpoint.
 
-    Example: eqquant convert model-gptq model-mlx --to mlx
+    Example: eqquant convert model-gptq model-ct --to compressed-tensors
     """
     import eqquant as eqq
 

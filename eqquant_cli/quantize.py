@@ -44,10 +44,11 @@ def quantize(
         from .plan import plan_of
 
         chosen = dict(plan_of(checkpoint, budget, axis, found_by))
-        rules = {**arguments.rules_of(eqq.NF4(), rule or (), skip or ()), **chosen}
+        rules = {**arguments.rules_of(eqq.NF4(), rule or (), skip or (), checkpoint, to), **chosen}
         rules.pop("*", None)
     else:
-        rules = arguments.rules_of(arguments.format_of(format, bits, group_size), rule or (), skip or ())
+        found = arguments.format_of(format, bits, group_size)
+        rules = arguments.rules_of(found, rule or (), skip or (), checkpoint, to)
     plan = eqq.plan_tree(eqq.io.skeleton(checkpoint), rules, axis=axis, method=found_by)
     if dry_run:
         typer.echo(plan)

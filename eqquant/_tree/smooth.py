@@ -388,7 +388,7 @@ def _check_outputs(
 def _alike(found: PyTree, wanted: PyTree) -> bool:
     for a, b in zip(jtu.tree_leaves(found), jtu.tree_leaves(wanted), strict=True):
         if eqx.is_inexact_array(b):
-            tolerance = 1e-3 if jnp.finfo(b.dtype).bits >= 32 else 5e-2
+            tolerance = 1e-4 if jnp.finfo(b.dtype).bits >= 32 else 5e-2
             largest = jnp.max(jnp.abs(jnp.where(jnp.isfinite(b), b, 0).astype(jnp.float32)), initial=0)
             if not jnp.allclose(a, b, rtol=0, atol=float(tolerance * largest) + 1e-12, equal_nan=True):
                 return False

@@ -149,6 +149,7 @@ def train(folder: Path, size: Size, seconds: float = float("inf")) -> float | No
             print(f"step {n + 1}: {mean:.3f} bits per token, {time.perf_counter() - began:.0f} s", flush=True)
             eqq.save(kept, (model, state, n + 1))
             if time.perf_counter() - began > seconds and n + 1 < size.steps:
+                print(f"stopped after step {n + 1} of {size.steps}: run it again to go on", flush=True)
                 return None
     write_folder(folder, model, size.config(), tokenizer)
     kept.unlink(missing_ok=True)
@@ -175,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.smoke:
         with tempfile.TemporaryDirectory() as folder:
-            assert train(Path(folder), SMOKE) is not None
+            train(options.folder or Path(folder), SMOKE)
         return
     if options.folder is None:
         parser.error("FOLDER must be where the model is written. Got none.")

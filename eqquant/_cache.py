@@ -17,7 +17,7 @@ from ._array.array import is_quantized, QuantizedArray
 from ._array.quantize import quantize_array
 from ._formats.base import AbstractFormat, as_format
 from ._mesh import full_spec, place
-from ._numerics.packing import segment_length
+from ._numerics.packing import pack as pack_codes, segment_length
 
 
 Stored = QuantizedArray | Array
@@ -171,9 +171,8 @@ class QuantizedCache(eqx.Module):
                 f"{values.shape}."
             )
         new = keys.shape[-2]
-        known = None if count is None or isinstance(count, jax.core.Tracer) else np.asarray(count)
-        if known is not None and (np.any(known < 0) or np.any(known > new)):
-            raise ValueError(f"`count` must be at least 0 and at most the {new} new tokens. Got {count}.")
+        if count is not None:
+            keys, values, count = _text_alone(keys, values, count)
         length = self.length + jnp.broadcast_to(
             jnp.asarray(new if count is None else count, jnp.int32), self.length.shape
         )
@@ -262,6 +261,20 @@ class QuantizedCache(eqx.Module):
         return QuantizedCache(put(self.keys), put(self.values), recent, length)
 
 
+def _text_alone(keys: Array, values: Array, count: Any) -> tuple[Array, Array, Array]:
+    """Puts zeros in the place of padding, which may be NaN, and checks how many tokens are none."""
+    new, count = keys.shape[-2], jnp.asarray(count)
+    if not jnp.issubdtype(count.dtype, jnp.integer):
+        raise TypeError(f"`count` must be whole numbers. Got {count.dtype}.")
+    if not isinstance(count, jax.core.Tracer) and (jnp.any(count < 0) or jnp.any(count > new)):
+        raise ValueError(f"`count` must be at least 0 and at most the {new} new tokens. Got {count}.")
+    count = jnp.clip(count, 0, new).astype(jnp.int32)
+    text = jnp.arange(new, dtype=jnp.int32).reshape(*[1] * count.ndim, new) < count[..., None]
+    text = text.reshape(*count.shape, 1, new, 1) if count.ndim else text.reshape(new, 1)
+    zeroed = lambda x: jnp.where(jnp.broadcast_to(text, x.shape), x, jnp.zeros_like(x))
+    return zeroed(keys), zeroed(values), count
+
+
 def _fewest_tokens(format: AbstractFormat | None) -> int:
     """Returns how many tokens share a scale and bytes, if the quantized axis is that of tokens."""
     block = None if format is None else format.block_size
@@ -306,25 +319,28 @@ def _put(
     """Writes tokens to their places, packed. Unless `needed`, what is written does not matter."""
     if not is_quantized(old):
         return _write(old, new.astype(old.dtype), at)
-    pack = lambda: jtu.tree_leaves(_quantized(new.astype(old.dtype), old.format, old.axis))
+    bits, across = old.format.bits, old.axis != -1
+    # Packed zero points of several groups share bytes.
+    apart = lambda q: dataclasses.replace(q, zero_point_bits=q.zero_point) if across else q
+    pack = lambda: jtu.tree_leaves(apart(_quantized(new.astype(old.dtype), old.format, old.axis)))
     if needed is True:
         packed = pack()
     else:
         nothing = lambda: jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(pack))
         packed = jax.lax.cond(needed, pack, nothing)
-    leaves, treedef = jtu.tree_flatten(old)
-    if old.axis == -1:
-        written = [_write(leaf, x, at) for leaf, x in zip(leaves, packed, strict=True)]
-    else:
-        # Codes and scales of a group lie side by side, so a group is a row.
-        groups, number = at[..., ::group] // group, new.shape[-2] // group
-        apart = lambda leaf, n: leaf.reshape(*leaf.shape[:-1], n, leaf.shape[-1] // n)
-        whole = old.shape[-2] // group
-        written = [
-            _write(apart(leaf, whole), apart(x, number), groups).reshape(leaf.shape)
-            for leaf, x in zip(leaves, packed, strict=True)
-        ]
-    return jtu.tree_unflatten(treedef, written)
+    leaves, treedef = jtu.tree_flatten(apart(old))
+    if not across:
+        return jtu.tree_unflatten(treedef, [_write(leaf, x, at) for leaf, x in zip(leaves, packed, strict=True)])
+    # Codes and scales of a group lie side by side, so a group is a row.
+    groups, number, whole = at[..., ::group] // group, new.shape[-2] // group, old.shape[-2] // group
+    in_rows = lambda leaf, n: leaf.reshape(*leaf.shape[:-1], n, leaf.shape[-1] // n)
+    written = [
+        _write(in_rows(leaf, whole), in_rows(x, number), groups).reshape(leaf.shape)
+        for leaf, x in zip(leaves, packed, strict=True)
+    ]
+    q = jtu.tree_unflatten(treedef, written)
+    zero_point = q.zero_point_bits
+    return q if zero_point is None else dataclasses.replace(q, zero_point_bits=pack_codes(zero_point, bits))
 
 
 def _write(old: Array, new: Array, at: Int[Array, "*batch rows"]) -> Array:

@@ -191,3 +191,35 @@ def test_what_does_not_fit():
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     with pytest.raises(ValueError, match="batch and heads only"):
         cache.with_sharding(NamedSharding(mesh, P(None, "model")))
+
+
+@pytest.mark.parametrize("format", [eqq.Int4(32, symmetric=False), eqq.Int2(64, symmetric=False)])
+def test_zero_points_of_channels_lie_with_their_groups(format):
+    """They are packed, and those of several groups share bytes."""
+    keys = 3 + jr.normal(jr.key(0), (HEADS, 512, 4))
+    cache = eqq.QuantizedCache.empty((HEADS, 512, 4), format, "int8", per_channel=True)
+    for start in range(0, 512, cache.window):
+        new = keys[:, start : start + cache.window]
+        cache = append(cache, new, new)
+    expected = eqq.quantize(keys, format, axis=-2)
+    np.testing.assert_array_equal(cache.keys.zero_point, expected.zero_point)
+    np.testing.assert_array_equal(cache.keys.dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_padding_that_is_not_a_number(window):
+    cache = eqq.QuantizedCache.empty((2, 1, 8, 4), "int8", window=window)
+    new = jnp.ones((2, 1, 3, 4)).at[:, :, 1:].set(jnp.nan)
+    cache = append(cache, new, new, jnp.array([1, 1]))
+    shares = jnp.where(jnp.expand_dims(cache.positions, -3) <= 0, 1.0, 0.0)
+    np.testing.assert_allclose(cache.mix(shares), 1, rtol=0.01)
+
+
+def test_counts():
+    cache, new = eqq.QuantizedCache.empty((1, 8, 4), "int8"), jnp.ones((1, 3, 4))
+    for count in (-1, 4):
+        with pytest.raises(ValueError, match="`count` must be at least 0 and at most the 3"):
+            cache.append(new, new, count)
+        assert append(cache, new, new, jnp.asarray(count)).length == min(max(count, 0), 3)
+    with pytest.raises((TypeError, jaxtyping.TypeCheckError)):
+        cache.append(new, new, 1.5)

@@ -175,5 +175,5 @@ def _entry(a: Array, index: Array) -> Array:
 
 
 def _within(index: Array, length: int) -> Int32[Array, "..."]:
-    index = index.astype(jnp.int32)
-    return jnp.clip(jnp.where(index < 0, index + length, index), 0, length - 1)
+    index = jnp.clip(index, -length, length - 1).astype(jnp.int32)
+    return jnp.where(index < 0, index + length, index)

@@ -132,7 +132,7 @@ def _fits(format: AbstractFormat) -> bool:
 def _damped(gram: Float32[Array, "length length"], damping: float) -> Float32[Array, "length length"]:
     """Returns the Gram matrix with a mean of about one on its diagonal, and damped."""
     mean = jnp.mean(jnp.diagonal(gram))
-    return gram / jnp.where(mean > 0, mean, 1) + damping * jnp.eye(len(gram))
+    return gram / jnp.where(mean > 0, mean, 1) + damping * jnp.eye(len(gram), dtype=gram.dtype)
 
 
 def _descend(

@@ -118,6 +118,8 @@ def convert(
     elif not decisions:
         _write(opened, opened if each is None else _Watched(opened, each), path, dialect, shard_nbytes)
     else:
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")
         # An array is laid out twice, for the header and when it is written, and should be quantized once.
         with tempfile.TemporaryDirectory(prefix=".eqquant-", dir=path.parent) as folder:
             made = Path(folder) / "model.safetensors"

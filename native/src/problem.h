@@ -75,7 +75,7 @@ static inline void unpack_zero_points(const Problem& p, int64_t row, int64_t fir
   const int64_t planes = 8 / p.bits, segment = kPlane * planes;
   while (first < last) {
     const int64_t word = first / segment * kPlane, within = first % segment;
-    const int64_t plane = p.zero_words - word < kPlane ? p.zero_words - word : kPlane;
+    const int64_t plane = p.zero_words - word < kPlane ? p.zero_words - word : int64_t{kPlane};
     const int64_t at = within % plane, left = plane - at < last - first ? plane - at : last - first;
     const int shift = static_cast<int>(within / plane) * p.bits, mask = (1 << p.bits) - 1;
     for (int64_t i = 0; i < left; ++i) out[i] = static_cast<T>(packed[word + at + i] >> shift & mask);

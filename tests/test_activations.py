@@ -338,6 +338,19 @@ def test_static_scales_of_a_stack(getkey):
     np.testing.assert_allclose((q.weight @ x.T)[1], of_layer @ x.T, rtol=1e-6)
 
 
+def test_layers_that_calibration_did_not_reach(getkey):
+    """An expert that the gate never chose has no scale."""
+    model, x = {"experts": weights(getkey(), (3, 8, 32))}, weights(getkey(), (16, 32))
+    gate = lambda x: jnp.where(x[0] > 1e6, 2, x[0] > 0)
+    apply = lambda model, x: jax.lax.map(lambda x: jax.tree.map(lambda a: a[gate(x)], model["experts"]) @ x, x)
+    stats = eqq.calibrate.collect_stats(model, [x], apply=apply)
+    assert (stats["experts"].rows > 0).tolist() == [True, True, False]
+    with pytest.raises(ValueError, match="every layer of experts. Got: .*1 of 3 layers were not reached"):
+        eqq.quantize_tree(model, "int8", activations=stats)
+    q = eqq.quantize_tree(model, "int8", activations="int8")["experts"]
+    assert (jnp.abs(q @ x.T) > 0).any(axis=(1, 2)).all()
+
+
 def test_bad_statistics(getkey, model):
     x = weights(getkey(), (8, 32))
     stats = eqq.calibrate.collect_stats(model, [x])

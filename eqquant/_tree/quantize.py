@@ -120,6 +120,11 @@ def _calibrated(leaf: Leaf, stats: Mapping[str, Any]) -> tuple[Activations | Non
         )
     if found.axis is None:
         return None, "; no product was observed, so no activations"
+    if not found.rows.all():
+        raise ValueError(
+            f"`activations` must have observed every layer of {leaf.path}. Got: {found.note}. Collect statistics on "
+            'more data, or let each example get its scale: activations="int8".'
+        )
     return Activations(*found.activations()), ""
 
 

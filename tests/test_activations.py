@@ -338,6 +338,23 @@ def test_static_scales_of_a_stack(getkey):
     np.testing.assert_allclose((q.weight @ x.T)[1], of_layer @ x.T, rtol=1e-6)
 
 
+def test_layers_of_a_stack_meet_their_part_of_an_operand(getkey):
+    q = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8")
+    w = eqq.ActivationQuantizedArray(q, "int8", jnp.array([0.01, 0.03, 0.1]))
+    layers = [jax.tree.map(lambda a, n=n: a[n], w) for n in range(3)]
+    for shape in ((3, 3, 32, 5), (4, 3, 32, 5), (4, 1, 32, 5), (3, 32, 5), (1, 32, 5), (32, 5), (32,)):
+        x = weights(getkey(), shape)
+        of_layer = lambda n, x=x: x if x.ndim < 3 else x[..., n % x.shape[-3], :, :]
+        expected = jnp.stack([layer @ of_layer(n) for n, layer in enumerate(layers)], -2 if x.ndim < 2 else -3)
+        np.testing.assert_allclose(w @ x, expected, rtol=1e-5, atol=1e-5)
+        if x.ndim > 1:
+            np.testing.assert_allclose(x.mT @ w.mT, expected.mT, rtol=1e-5, atol=1e-5)
+    one, x = jax.tree.map(lambda a: a[1:2], w), weights(getkey(), (3, 32, 5))
+    np.testing.assert_allclose(one @ x, layers[1] @ x, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError):
+        w @ weights(getkey(), (2, 32, 5))
+
+
 def test_layers_that_calibration_did_not_reach(getkey):
     """An expert that the gate never chose has no scale."""
     model, x = {"experts": weights(getkey(), (3, 8, 32))}, weights(getkey(), (16, 32))

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
 from jaxtyping import Array, Float, Float32, UInt8, UInt32
@@ -49,7 +50,7 @@ class DynamicRows(eqx.Module):
         nested = self.format.scale_format
         if "tensor" in (self.format.block_size, None if nested is None else nested.block_size):
             one_by_one = jax.vmap(quantized)(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]))
-            q = jax.tree_util.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
+            q = jtu.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
         else:
             q = quantized(rows)
         return dataclasses.replace(q, logical_sharding=None, gradient_of=self.rows)
@@ -175,8 +176,13 @@ class ActivationQuantizedArray(AbstractArrayValue):
         if self.scale_bits is not None and self.scale_bits.ndim > 0:
             # A stack: each layer has its scale, and its part of an operand with as many axes.
             x = jnp.asarray(other)
+            ahead = x.ndim - self.ndim  # where `x` has the axis of the layers
+            if ahead >= 0 and self.shape[0] == 1:
+                return jtu.tree_map(lambda leaf: leaf[0], self)._matmul(x, left=left, **options)
+            shared = ahead < 0 or x.shape[ahead] == 1
+            x = jnp.squeeze(x, ahead) if shared and ahead >= 0 else x
             product = lambda w, x: w._matmul(x, left=left, **options)
-            return jax.vmap(product, in_axes=(0, 0 if x.ndim >= self.ndim else None))(self, x)
+            return jax.vmap(product, (0, None if shared else ahead), max(ahead, 0))(self, x)
         return self.array._matmul(other, left=left, activations=self.quantize_rows, **options)
 
     def quantize_rows(self, rows: Float[Array, "*batch rows length"]) -> DynamicRows | QuantizedArray:

@@ -289,6 +289,35 @@ def test_low_rank_factors_on_top(getkey, model):
     np.testing.assert_allclose(outside @ x[0], expected, rtol=1e-5)
 
 
+def test_dense_products_keep_their_options(getkey):
+    """Of a float base, of a stack of maps, and of factors of a convolution."""
+    w, x = weights(getkey(), (2, 24, 32)), weights(getkey(), (5, 32))
+    conv = eqq.LoraArray(
+        weights(getkey(), (4, 3, 32)), weights(getkey(), (2, 3, 32)), weights(getkey(), (4, 2)), 1.0, 2
+    )
+    arrays = {
+        "base": eqq.LoraArray(w[0], weights(getkey(), (4, 32)), weights(getkey(), (24, 4)), 4.0, 1),
+        "map": eqq.RotatedArray.of(w[0]),
+        "maps": eqq.ScaledArray(w, 1 + jnp.abs(w[:, 0])),
+        "convolution": conv,
+    }
+    steps = lambda rows: DynamicRows(rows, eqq.Int4())
+    for name, array in arrays.items():
+        with pytest.raises(ValueError, match="`implementation` is for quantized operands. Got 'xla'"):
+            array._matmul(x.T, left=True, implementation="xla")
+        text = str(jax.make_jaxpr(lambda array: array._matmul(x.T, left=True, precision="highest"))(array))
+        dots = text.count("dot_general[")
+        assert dots and text.count("Precision.HIGHEST, Precision.HIGHEST") + (name == "convolution") == dots
+        x_mapped = array.map_inputs(x.T, -2) if name == "map" else x.T
+        rounded = steps(x_mapped.T).dequantize().T
+        y = array._matmul(x.T, left=True, activations=steps)
+        stored = array.array if name == "map" else array.base if name == "base" else array.dequantize()
+        low = array.scaling * array.b @ (array.a @ x.T) if name == "base" else 0
+        np.testing.assert_allclose(y, stored @ rounded + low, rtol=1e-4, atol=1e-4)
+        flipped = array._matmul(x.T[:, 0], left=True, activations=steps)
+        np.testing.assert_allclose(flipped, y[..., 0], rtol=1e-4, atol=1e-4)
+
+
 # Scales from calibration
 
 
@@ -358,7 +387,7 @@ def test_layers_of_a_stack_meet_their_part_of_an_operand(getkey):
 def test_layers_that_calibration_did_not_reach(getkey):
     """An expert that the gate never chose has no scale."""
     model, x = {"experts": weights(getkey(), (3, 8, 32))}, weights(getkey(), (16, 32))
-    gate = lambda x: jnp.where(x[0] > 1e6, 2, x[0] > 0)
+    gate = lambda x: jnp.where(x[0] > 1e6, 2, jnp.where(x[0] > 0, 1, 0))
     apply = lambda model, x: jax.lax.map(lambda x: jax.tree.map(lambda a: a[gate(x)], model["experts"]) @ x, x)
     stats = eqq.calibrate.collect_stats(model, [x], apply=apply)
     assert (stats["experts"].rows > 0).tolist() == [True, True, False]

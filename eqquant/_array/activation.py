@@ -17,7 +17,7 @@ from .._methods.given import GivenScales
 from .._numerics.blocks import not_finite
 from .array import QuantizedArray
 from .quantize import quantize_array
-from .value import AbstractArrayValue, as_permutation
+from .value import AbstractArrayValue, as_permutation, multiply
 
 
 class DynamicRows(eqx.Module):
@@ -144,7 +144,7 @@ class ActivationQuantizedArray(AbstractArrayValue):
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense weight."""
-        return self.array.dequantize()
+        return self.array.dequantize() if isinstance(self.array, AbstractArrayValue) else self.array
 
     def transpose(self, *axes: Any) -> Any:
         """Permutes the logical axes of the weight."""
@@ -168,9 +168,11 @@ class ActivationQuantizedArray(AbstractArrayValue):
         return self.array[index]
 
     def _around(self, array: Any) -> Any:
-        if not isinstance(array, AbstractArrayValue):
+        # While training, floats may stand in the place of the weight.
+        stand_in = not isinstance(self.array, AbstractArrayValue) and jnp.issubdtype(array.dtype, jnp.floating)
+        if not stand_in and not isinstance(array, AbstractArrayValue):
             return array
-        return ActivationQuantizedArray(array, self.activations, self.scale, self.zero_point)
+        return eqx.tree_at(lambda w: w.array, self, array, is_leaf=lambda x: x is self.array)
 
     def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
         if self.scale_bits is not None and self.scale_bits.ndim > 0:
@@ -183,7 +185,7 @@ class ActivationQuantizedArray(AbstractArrayValue):
             x = jnp.squeeze(x, ahead) if shared and ahead >= 0 else x
             product = lambda w, x: w._matmul(x, left=left, **options)
             return jax.vmap(product, (0, None if shared else ahead), max(ahead, 0))(self, x)
-        return self.array._matmul(other, left=left, activations=self.quantize_rows, **options)
+        return multiply(self.array, other, left=left, activations=self.quantize_rows, **options)
 
     def quantize_rows(self, rows: Float[Array, "*batch rows length"]) -> DynamicRows | QuantizedArray:
         """Returns rows of the other operand, quantized or to be quantized by the product."""

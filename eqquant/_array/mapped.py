@@ -114,7 +114,7 @@ class AbstractMappedArray(AbstractArrayValue):
     def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
         x = jnp.asarray(other)
         if self._is_stack() or x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
+            return multiply(self.dequantize(), x, left=left, **options)
         axis = -1 if x.ndim == 1 or not left else -2  # of `x` and of the result
         if self.axis == (-1 if left else -2):
             return multiply(self.array, self.map_inputs(x, axis), left=left, **options)

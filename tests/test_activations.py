@@ -318,6 +318,45 @@ def test_dense_products_keep_their_options(getkey):
         np.testing.assert_allclose(flipped, y[..., 0], rtol=1e-4, atol=1e-4)
 
 
+def test_functions_of_quax_round_both_operands(getkey, model):
+    """Also where the weight is simulated, has factors, maps its inputs, or has a scale for each layer."""
+    x, w = weights(getkey(), (6, 32)), weights(getkey(), (8, 32))
+    simulated = eqq.quantize_tree({"w": w}, "int4", simulate=True)["w"]
+    factors = eqq.LoraArray(w, jnp.ones((2, 32)), jnp.ones((8, 2)), 1.0, 1)
+    dense = jax.jit(eqq.quaxify(lambda w: jnp.einsum("oi,bi->bo", w, x)))
+    transposed = jax.jit(eqq.quaxify(lambda w: jnp.matmul(x, w.T)))
+    for inner in (eqq.quantize(w, "int4"), simulated, factors, eqq.RotatedArray.of(w)):
+        a = eqq.ActivationQuantizedArray(inner, "int4")
+        expected = DynamicRows(x, eqq.Int4()).dequantize() @ a.dequantize().T
+        for product in (dense, transposed):
+            np.testing.assert_allclose(product(a), expected, rtol=1e-4, atol=1e-4)
+    loss = lambda m: jnp.mean(jnp.square(jax.vmap(m)(x)))
+    trained = eqq.quantize_tree(model, "int4", activations="int8", simulate=True)
+    grads = eqx.filter_grad(lambda m: eqq.quaxify(loss)(m))(trained)
+    for of_quax, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(eqx.filter_grad(loss)(trained)), strict=True):
+        np.testing.assert_allclose(of_quax, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_functions_of_quax_with_a_scale_for_each_layer(getkey):
+    q, x = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8"), weights(getkey(), (6, 32))
+    w = eqq.ActivationQuantizedArray(q, "int8", jnp.array([0.01, 0.03, 0.1]))
+    layers = [jax.tree.map(lambda a, n=n: a[n], w) for n in range(3)]
+    alone = jnp.stack([layer @ x.T for layer in layers])
+    xs = weights(getkey(), (6, 3, 32))
+    paired = jnp.stack([layer @ xs[:, n].T for n, layer in enumerate(layers)])
+    for equation, operand, expected in (
+        ("loi,bi->lob", x, alone),
+        ("bi,loi->bol", x, alone.transpose(2, 1, 0)),
+        ("loi,bli->lob", xs, paired),
+        ("bli,loi->bol", xs, paired.transpose(2, 1, 0)),
+        ("loi,bli->ob", xs, paired.sum(0)),
+    ):
+        product = lambda w, equation=equation, x=operand: jnp.einsum(
+            equation, *((w, x) if equation.startswith("loi") else (x, w))
+        )
+        np.testing.assert_allclose(eqq.quaxify(product)(w), expected, rtol=1e-4, atol=1e-5)
+
+
 # Scales from calibration
 
 

@@ -30,6 +30,10 @@ class AbstractMappedArray(AbstractArrayValue):
     array: eqx.AbstractVar[Any]
     axis: eqx.AbstractVar[int]
 
+    def __check_init__(self) -> None:
+        if self.axis not in (-1, -2):
+            raise ValueError(f"`axis` must be -1 or -2, the axis of the inputs. Got {self.axis!r}.")
+
     @abc.abstractmethod
     def map_inputs(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
         """Returns $F$ applied along an axis of `x`, -1 or -2.

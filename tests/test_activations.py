@@ -438,6 +438,8 @@ def test_layers_that_calibration_did_not_reach(getkey):
 
 def test_bad_statistics(getkey, model):
     x = weights(getkey(), (8, 32))
+    with pytest.raises(ValueError, match="layers.0.weight: `scale` must be positive"):
+        eqq.quantize_tree(model, "int8", activations=eqq.calibrate.collect_stats(model, [jnp.zeros((8, 32))]))
     stats = eqq.calibrate.collect_stats(model, [x])
     with pytest.raises(ValueError, match="statistics of every weight. Got none of weight"):
         eqq.quantize_tree(eqx.nn.Linear(32, 8, key=getkey()), "int8", activations=stats)
@@ -451,9 +453,20 @@ def test_bad_statistics(getkey, model):
         ((q, "int8", jnp.ones(8)), "one for each layer of a stack"),
         ((q, "int8", 0.1, 3), "`zero_point` must be given"),
         ((q, AFFINE, 0.1), "`zero_point` must be given"),
+        ((q, AFFINE, 0.1, 256), "whole numbers from 0 to 255"),
+        ((q, AFFINE, 0.1, -1), "whole numbers from 0 to 255"),
+        ((q, AFFINE, 0.1, 3.5), "whole numbers from 0 to 255"),
+        ((q, eqq.Int4(symmetric=False, block_size=None), 0.1, 16), "whole numbers from 0 to 15"),
+        ((q, "int8", 0.0), "`scale` must be positive"),
+        ((q, "int8", -0.1), "`scale` must be positive"),
+        ((q, "int8", jnp.nan), "`scale` must be finite"),
+        ((q, "int8", jnp.inf), "`scale` must be finite"),
     ):
         with pytest.raises(ValueError, match=message):
             eqq.ActivationQuantizedArray(*arguments)
+    with pytest.raises(TypeError, match="`scale` must be floating point"):
+        eqq.ActivationQuantizedArray(q, "int8", 1)
+    jax.jit(lambda scale, zero: eqq.ActivationQuantizedArray(q, AFFINE, scale, zero))(jnp.float32(0), jnp.uint8(3))
     with pytest.raises(TypeError, match="a quantized weight"):
         eqq.ActivationQuantizedArray(jnp.ones((3, 4)), "int8")
 

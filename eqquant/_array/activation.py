@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -16,7 +17,7 @@ from .._formats.base import AbstractFormat, as_format, has_zero_points
 from .._methods.given import GivenScales
 from .._numerics.blocks import not_finite
 from .array import QuantizedArray
-from .quantize import quantize_array
+from .quantize import check_parameters, quantize_array
 from .value import AbstractArrayValue, as_permutation, multiply
 
 
@@ -118,6 +119,18 @@ class ActivationQuantizedArray(AbstractArrayValue):
                 "`zero_point` must be given with `scale` for a format that has one, and for no other. Got "
                 f"{'none' if zero_point is None else 'one'} for {self.activations!r}."
             )
+        if static:
+            self._check_values(jnp.asarray(scale), None if zero_point is None else jnp.asarray(zero_point))
+
+    def _check_values(self, scale: Array, zero_point: Array | None) -> None:
+        check_parameters(scale, zero_point, self.activations)
+        if isinstance(scale, jax.core.Tracer):
+            return
+        with jax.ensure_compile_time_eval():
+            if not bool((scale > 0).all()):
+                raise ValueError(
+                    "`scale` must be positive. Got one that is not. Calibrate on data that is not zero everywhere."
+                )
 
     @property
     def scale(self) -> Float32[Array, "*stack"] | None:

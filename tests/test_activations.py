@@ -406,6 +406,53 @@ def test_static_scales_of_a_stack(getkey):
     np.testing.assert_allclose((q.weight @ x.T)[1], of_layer @ x.T, rtol=1e-6)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_beside_the_float_model(getkey, static):
+    """The weights have the paths that they have in the float model."""
+    model, x = eqx.nn.MLP(32, 8, 64, 1, key=getkey()), [weights(getkey(), (16, 32)) for _ in range(5)]
+    of_inputs = eqq.calibrate.collect_stats(model, x) if static else "int8"
+    q = eqq.quantize_tree(model, eqq.Int2(), activations=of_inputs)
+    rows = eqq.analysis.compare_trees(model, q).leaves
+    assert [row.path for row in rows] == ["layers.0.weight", "layers.1.weight"]
+    plain = eqq.analysis.compare_trees(model, eqq.quantize_tree(model, eqq.Int2())).leaves
+    assert [row.error for row in rows] == [row.error for row in plain]
+
+    optimizer = optax.adam(3e-3)
+    found = eqq.distill(q, model, x, held_out=x, train="codes", passes=3, optimizer=optimizer, progress=False)
+    wanted = jax.vmap(model)(x[0])
+    assert relative(wanted, jax.vmap(found)(x[0])) < 0.95 * relative(wanted, jax.vmap(q)(x[0]))
+    assert jax.tree.structure(found) == jax.tree.structure(q)
+    if static:
+        np.testing.assert_array_equal(found.layers[0].weight.scale, q.layers[0].weight.scale)
+    blocks = [(lambda m, n=n: m.layers[n], lambda layer, x: jax.vmap(layer)(x)) for n in range(2)]
+    by_blocks = eqq.distill_blocks(q, model, x, blocks, passes=1, progress=False)
+    assert jax.tree.structure(by_blocks) == jax.tree.structure(q)
+
+    masters = eqq.float_masters(optax.sgd(0.1), masters=model).init(q).masters
+    np.testing.assert_array_equal(masters.layers[1].weight.array, model.layers[1].weight)
+    on_mesh = jax.sharding.NamedSharding(jax.make_mesh((1,), ("d",)), jax.sharding.PartitionSpec())
+    given = eqq.tree_shardings(eqx.filter(q, eqx.is_array), {"*.weight": on_mesh})
+    assert given.layers[0].weight.array.codes.mesh == on_mesh.mesh
+
+
+def test_distillation_rounds_both_operands(getkey):
+    """The loss of the start is that of the model, though floats stand in the place of the weights."""
+    model, x = eqx.nn.Linear(32, 8, key=getkey()), [weights(getkey(), (16, 32)) for _ in range(2)]
+    q = eqq.quantize_tree(model, "int8", activations="int2")
+    losses = []
+
+    def apply(m, x):
+        y = x @ m.weight.T
+        jax.debug.callback(losses.append, y)
+        return y
+
+    eqq.distill(q, model, x[:1], held_out=x[1:], apply=apply, passes=1, optimizer=optax.sgd(0.0), progress=False)
+    jax.effects_barrier()
+    expected = x[1] @ q.weight.T
+    assert any(np.allclose(y, expected, rtol=1e-4, atol=1e-4) for y in losses)
+    assert not np.allclose(expected, x[1] @ q.weight.dequantize().T, rtol=1e-2, atol=1e-2)
+
+
 def test_layers_of_a_stack_meet_their_part_of_an_operand(getkey):
     q = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8")
     w = eqq.ActivationQuantizedArray(q, "int8", jnp.array([0.01, 0.03, 0.1]))

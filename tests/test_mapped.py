@@ -289,5 +289,12 @@ def test_errors(model):
     for seed in (-1, True):
         with pytest.raises(ValueError, match="`seed` must be a whole number"):
             eqq.rotate(model, seed=seed)
+    for axis in (0, 1, 2, -3):
+        with pytest.raises(ValueError, match="`axis` must be -1, for weights"):
+            eqq.rotate(model, axis=axis)
+        with pytest.raises(ValueError, match="`axis` must be -1 or -2"):
+            eqq.RotatedArray(jnp.ones((4, 4)), 0, axis)
+        with pytest.raises(ValueError, match="`axis` must be -1 or -2"):
+            eqq.ScaledArray(jnp.ones((4, 4)), jnp.ones(4), axis)
     with pytest.raises(ValueError, match="mapped already"):
         eqq.rotate(eqq.rotate(model))

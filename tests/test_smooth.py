@@ -235,7 +235,9 @@ def test_statistics_that_do_not_fit(model, stats):
         eqq.smooth(eqq.quantize_tree(model), eqq.SmoothQuant(stats))
 
 
-def test_arguments(stats):
+def test_arguments(stats, model):
+    with pytest.raises(ValueError, match="`axis` must be -1, for weights"):
+        eqq.smooth(model, eqq.SmoothQuant(stats), axis=1)
     with pytest.raises(ValueError, match="`alpha` must be between 0 and 1"):
         eqq.SmoothQuant(stats, 2)
     with pytest.raises(ValueError, match="`grid`"):

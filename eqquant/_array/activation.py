@@ -6,7 +6,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
 from jaxtyping import Array, Float, Float32, UInt8, UInt32
@@ -15,8 +17,8 @@ from .._formats.base import AbstractFormat, as_format, has_zero_points
 from .._methods.given import GivenScales
 from .._numerics.blocks import not_finite
 from .array import QuantizedArray
-from .quantize import quantize_array
-from .value import AbstractArrayValue, as_permutation
+from .quantize import check_parameters, quantize_array
+from .value import AbstractArrayValue, as_permutation, multiply
 
 
 class DynamicRows(eqx.Module):
@@ -49,7 +51,7 @@ class DynamicRows(eqx.Module):
         nested = self.format.scale_format
         if "tensor" in (self.format.block_size, None if nested is None else nested.block_size):
             one_by_one = jax.vmap(quantized)(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]))
-            q = jax.tree_util.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
+            q = jtu.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
         else:
             q = quantized(rows)
         return dataclasses.replace(q, logical_sharding=None, gradient_of=self.rows)
@@ -117,6 +119,18 @@ class ActivationQuantizedArray(AbstractArrayValue):
                 "`zero_point` must be given with `scale` for a format that has one, and for no other. Got "
                 f"{'none' if zero_point is None else 'one'} for {self.activations!r}."
             )
+        if static:
+            self._check_values(jnp.asarray(scale), None if zero_point is None else jnp.asarray(zero_point))
+
+    def _check_values(self, scale: Array, zero_point: Array | None) -> None:
+        check_parameters(scale, zero_point, self.activations)
+        if isinstance(scale, jax.core.Tracer):
+            return
+        with jax.ensure_compile_time_eval():
+            if not bool((scale > 0).all()):
+                raise ValueError(
+                    "`scale` must be positive. Got one that is not. Calibrate on data that is not zero everywhere."
+                )
 
     @property
     def scale(self) -> Float32[Array, "*stack"] | None:
@@ -143,7 +157,7 @@ class ActivationQuantizedArray(AbstractArrayValue):
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense weight."""
-        return self.array.dequantize()
+        return self.array.dequantize() if isinstance(self.array, AbstractArrayValue) else self.array
 
     def transpose(self, *axes: Any) -> Any:
         """Permutes the logical axes of the weight."""
@@ -167,17 +181,24 @@ class ActivationQuantizedArray(AbstractArrayValue):
         return self.array[index]
 
     def _around(self, array: Any) -> Any:
-        if not isinstance(array, AbstractArrayValue):
+        # While training, floats may stand in the place of the weight.
+        stand_in = not isinstance(self.array, AbstractArrayValue) and jnp.issubdtype(array.dtype, jnp.floating)
+        if not stand_in and not isinstance(array, AbstractArrayValue):
             return array
-        return ActivationQuantizedArray(array, self.activations, self.scale, self.zero_point)
+        return eqx.tree_at(lambda w: w.array, self, array, is_leaf=lambda x: x is self.array)
 
     def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
         if self.scale_bits is not None and self.scale_bits.ndim > 0:
             # A stack: each layer has its scale, and its part of an operand with as many axes.
             x = jnp.asarray(other)
+            ahead = x.ndim - self.ndim  # where `x` has the axis of the layers
+            if ahead >= 0 and self.shape[0] == 1:
+                return jtu.tree_map(lambda leaf: leaf[0], self)._matmul(x, left=left, **options)
+            shared = ahead < 0 or x.shape[ahead] == 1
+            x = jnp.squeeze(x, ahead) if shared and ahead >= 0 else x
             product = lambda w, x: w._matmul(x, left=left, **options)
-            return jax.vmap(product, in_axes=(0, 0 if x.ndim >= self.ndim else None))(self, x)
-        return self.array._matmul(other, left=left, activations=self.quantize_rows, **options)
+            return jax.vmap(product, (0, None if shared else ahead), max(ahead, 0))(self, x)
+        return multiply(self.array, other, left=left, activations=self.quantize_rows, **options)
 
     def quantize_rows(self, rows: Float[Array, "*batch rows length"]) -> DynamicRows | QuantizedArray:
         """Returns rows of the other operand, quantized or to be quantized by the product."""

@@ -33,7 +33,7 @@ from .primitive import bind_dequantize
 from .product import matmul
 from .sharding import leaf_shardings, logical_sharding
 from .straight_through import value_of
-from .value import AbstractArrayValue, as_permutation, flatten_arguments
+from .value import AbstractArrayValue, as_permutation, flatten_arguments, multiply
 
 
 _Format = TypeVar("_Format", bound="AbstractFormat")
@@ -303,13 +303,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
                 "`implementation` is for products over or along the quantized axis. Got "
                 f"{implementation!r}, {self!r} and {x.dtype}{list(x.shape)}. Without it the product is dense."
             )
-        if activations is not None and x.ndim > 0:
-            axis = -2 if left and x.ndim > 1 else -1
-            rows = jnp.moveaxis(x, axis, -1)
-            rows = rows[None] if x.ndim == 1 else rows
-            x = jnp.moveaxis(activations(rows).dequantize().reshape(jnp.moveaxis(x, axis, -1).shape), -1, axis)
-        dense = (self.dequantize(), x) if left else (x, self.dequantize())
-        return jnp.matmul(*dense, precision=precision)
+        return multiply(self.dequantize(), x, left=left, precision=precision, activations=activations)
 
     def _check_closure(self, x: Any) -> None:
         """Warns if a `scan` goes over the biases of stacked layers, but not over their weights."""

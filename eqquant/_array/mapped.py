@@ -30,6 +30,10 @@ class AbstractMappedArray(AbstractArrayValue):
     array: eqx.AbstractVar[Any]
     axis: eqx.AbstractVar[int]
 
+    def __check_init__(self) -> None:
+        if self.axis not in (-1, -2):
+            raise ValueError(f"`axis` must be -1 or -2, the axis of the inputs. Got {self.axis!r}.")
+
     @abc.abstractmethod
     def map_inputs(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
         """Returns $F$ applied along an axis of `x`, -1 or -2.
@@ -114,7 +118,7 @@ class AbstractMappedArray(AbstractArrayValue):
     def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
         x = jnp.asarray(other)
         if self._is_stack() or x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
+            return multiply(self.dequantize(), x, left=left, **options)
         axis = -1 if x.ndim == 1 or not left else -2  # of `x` and of the result
         if self.axis == (-1 if left else -2):
             return multiply(self.array, self.map_inputs(x, axis), left=left, **options)

@@ -338,6 +338,15 @@ def _check_given(
         if value is not None:
             given[name] = _broadcast_given(name, value, shape)
     scale, zero_point = given["scale"], given["zero_point"]
+    check_parameters(scale, zero_point, format)
+    given = GivenScales(scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8))
+    if not any(isinstance(a, jax.core.Tracer) for a in (x, scale, zero_point)):
+        check_suits(given, memory_order(x, axes), format)
+    return given
+
+
+def check_parameters(scale: Array, zero_point: Array | None, format: AbstractFormat) -> None:
+    """Raises for scales that are not finite floats, and for zero points that are not codes. Skips traced values."""
     if not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(f"`scale` must be floating point. Got dtype {scale.dtype}.")
     if is_known_not_finite(scale):
@@ -349,10 +358,6 @@ def _check_given(
                 f"`zero_point` must hold whole numbers from 0 to {top}, the codes of {format!r}. Got others. Calibrate "
                 "for this format."
             )
-    given = GivenScales(scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8))
-    if not any(isinstance(a, jax.core.Tracer) for a in (x, scale, zero_point)):
-        check_suits(given, memory_order(x, axes), format)
-    return given
 
 
 def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:

@@ -5,7 +5,7 @@ import dataclasses
 import html
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -230,11 +230,35 @@ class AbstractArrayValue(quax.ArrayValue):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-def multiply(w: Any, x: Any, *, left: bool, **options: Any) -> Array:
-    """Returns `w @ x` if `left`, else `x @ w`, for a dense `w` or one of ours, which takes `options`."""
+def multiply(
+    w: Any, x: Any, *, left: bool, precision: Any = None, implementation: str | None = None, activations: Any = None
+) -> Array:
+    """Returns `w @ x` if `left`, else `x @ w`, for a dense `w` or one of ours.
+
+    **Arguments:**
+
+    - `w`, `x`, `left`: the operands, and whether `w` comes first.
+    - `precision`, `implementation`: as in [`eqquant.matmul`][].
+    - `activations`: a function that quantizes rows of `x`.
+    """
     if isinstance(w, AbstractArrayValue):
-        return w._matmul(x, left=left, **options)
-    return jnp.matmul(w, x) if left else jnp.matmul(x, w)
+        options = {"precision": precision, "implementation": implementation, "activations": activations}
+        return w._matmul(x, left=left, **{name: given for name, given in options.items() if given is not None})
+    if implementation is not None:
+        raise ValueError(f"`implementation` is for quantized operands. Got {implementation!r}, and none is quantized.")
+    x = jnp.asarray(x)
+    if activations is not None and x.ndim > 0:
+        x = round_rows(x.astype(jnp.result_type(x, w)), (-2 if left and x.ndim > 1 else -1,), activations)
+    return jnp.matmul(w, x, precision=precision) if left else jnp.matmul(x, w, precision=precision)
+
+
+def round_rows(x: Float[Array, "..."], axes: Sequence[int], activations: Callable[[Array], Any]) -> Float[Array, "..."]:
+    """Returns the values of `x` after `activations` quantized its rows, which lie along the contracted `axes`."""
+    last = range(-len(axes), 0)
+    moved = jnp.moveaxis(x, axes, last)
+    length = math.prod(moved.shape[axis] for axis in last)
+    rows = moved.reshape(math.prod(moved.shape[: x.ndim - len(axes)]), length)
+    return jnp.moveaxis(activations(rows).dequantize().reshape(moved.shape), last, axes)
 
 
 def flatten_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

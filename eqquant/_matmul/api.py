@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from .._array.array import is_quantized
-from .._array.value import AbstractArrayValue
+from .._array.value import AbstractArrayValue, multiply
 
 
 def matmul(
@@ -51,6 +51,4 @@ def matmul(
         return w._matmul(x, left=False, **options)
     if isinstance(x, AbstractArrayValue):
         return x._matmul(w, left=True, **options)
-    if implementation is not None:
-        raise ValueError(f"`implementation` is for quantized operands. Got {implementation!r}, and none is quantized.")
-    return jnp.matmul(jnp.asarray(x), jnp.asarray(w), precision=precision)
+    return multiply(jnp.asarray(w), x, left=False, **options)

@@ -19,6 +19,8 @@ from .._array.activation import ActivationQuantizedArray
 from .._array.array import QuantizedArray
 from .._array.product import dot_general
 from .._array.selected import SelectedArray
+from .._array.simulated import SimulatedArray
+from .._array.value import round_rows
 
 
 def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:
@@ -29,6 +31,11 @@ def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:
 @quax.register(lax.transpose_p)
 def _transpose(q: QuantizedArray, *, permutation: Sequence[int]) -> QuantizedArray:
     return q.transpose(permutation)
+
+
+@quax.register(lax.transpose_p)
+def _transpose_quantizing(w: ActivationQuantizedArray, *, permutation: Sequence[int]) -> Any:
+    return w.transpose(permutation)
 
 
 @quax.register(lax.convert_element_type_p)
@@ -162,9 +169,38 @@ def _dot_general_quantizing_left(x: ArrayLike, w: ActivationQuantizedArray, **pa
 
 
 def _dot_general_quantizing(w: ActivationQuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
-    if isinstance(w.array, (QuantizedArray, SelectedArray)) and (w.scale_bits is None or w.scale_bits.ndim == 0):
-        return _dot_general(w.array, x, params, left=left, activations=w.quantize_rows)
+    if w.scale_bits is not None and w.scale_bits.ndim > 0:
+        return _dot_general_by_layers(w, x, params, left=left)
+    array = w.array.quantized() if isinstance(w.array, SimulatedArray) else w.array
+    if isinstance(array, (QuantizedArray, SelectedArray)):
+        return _dot_general(array, x, params, left=left, activations=w.quantize_rows)
+    x = _rounded(x, params, w.quantize_rows, left=left)
     return _dense(lax.dot_general_p, *((w.dequantize(), x) if left else (x, w.dequantize())), **params)
+
+
+def _dot_general_by_layers(w: ActivationQuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
+    """Multiplies each layer of a stack, whose operand has a scale of its own."""
+    x, of_w, of_x = jnp.asarray(x), 1 - left, int(left)
+    contract, batch = ([list(axes) for axes in pair] for pair in params["dimension_numbers"])
+    out, axis, is_summed = len(batch[0]) + (0 if left else x.ndim - len(batch[0]) - len(contract[0])), None, False
+    for pair in (batch, contract):
+        if 0 in pair[of_w]:
+            place, is_summed = pair[of_w].index(0), pair is contract
+            out, axis = 0 if is_summed else place, pair[of_x][place]
+            del pair[0][place], pair[1][place]
+    for pair in (batch, contract):
+        pair[of_w] = [n - 1 for n in pair[of_w]]
+        pair[of_x] = [n - (axis is not None and n > axis) for n in pair[of_x]]
+    numbers = tuple(tuple(map(tuple, pair)) for pair in (contract, batch))
+    layer = lambda w, x: _dot_general_quantizing(w, x, {**params, "dimension_numbers": numbers}, left=left)
+    y = jax.vmap(layer, (0, axis), out)(w, x)
+    return jnp.sum(y, axis=0) if is_summed else y
+
+
+def _rounded(x: Any, params: dict[str, Any], activations: Any, *, left: bool) -> Array:
+    """Returns the values of the other operand after its rows were quantized."""
+    x, axes = jnp.asarray(x), params["dimension_numbers"][0][int(left)]
+    return round_rows(x, axes, activations) if axes and jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _dot_general(
@@ -180,4 +216,7 @@ def _dot_general(
     plain = params.get("out_sharding") is None and not isinstance(options["precision"], str)
     if plain and jnp.issubdtype(wide, jnp.floating):
         y = dot_general(x.astype(wide), q, params["dimension_numbers"], left=left, **options)
-    return _dense(lax.dot_general_p, *((q, x) if left else (x, q)), **params) if y is None else y.astype(dtype)
+    if y is not None:
+        return y.astype(dtype)
+    x = x if activations is None else _rounded(x, params, activations, left=left)
+    return _dense(lax.dot_general_p, *((q, x) if left else (x, q)), **params)

@@ -19,7 +19,7 @@ from .._formats.base import AbstractFormat, levels_of
 from .._numerics import packing
 from .._numerics.blocks import expand
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
-from .._tree.leaves import Leaf, named_leaves, some
+from .._tree.leaves import float_leaves, Leaf, named_leaves, some
 from .._tree.weights import default_skip_reason
 
 
@@ -352,11 +352,10 @@ def _has_float_scales(format: AbstractFormat) -> bool:
 
 
 def _check_models(model: PyTree, float_model: PyTree) -> None:
-    leaves, before = list(named_leaves(model)), list(named_leaves(float_model))
-    if not any(is_quantized(leaf.value) for leaf in leaves):
+    leaves, before = float_leaves(model), float_leaves(float_model)
+    if not any(map(is_quantized, leaves.values())):
         raise ValueError("`model` must hold quantized arrays. Got none. Quantize it first, with `eqq.quantize_tree`.")
-    shape = lambda leaf: getattr(leaf.value, "shape", None)
-    ours, theirs = ({leaf.path: shape(leaf) for leaf in of} for of in (leaves, before))
+    ours, theirs = ({path: getattr(x, "shape", None) for path, x in of.items()} for of in (leaves, before))
     if ours != theirs:
         different = [path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
         raise ValueError(f"`float_model` must have the structure of `model`. Got another at {some(different)}.")

@@ -1,6 +1,7 @@
 """Low-rank adaptation (LoRA): small trainable factors for frozen weights, quantized or not."""
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable
 from typing import Any
@@ -114,13 +115,14 @@ class LoraArray(AbstractArrayValue):
     def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
         x, base = jnp.asarray(other), self._frozen_base()
         if self.in_ndim != 1 or x.ndim == 0:
-            return jnp.matmul(self.dequantize(), x) if left else jnp.matmul(x, self.dequantize())
+            return multiply(self.dequantize(), x, left=left, **options)
         y = multiply(base, x, left=left, **options)
         a, b = self.a.astype(y.dtype), self.b.astype(y.dtype)
         x = x.astype(y.dtype)
         vector = x.ndim == 1
         x = (x[:, None] if left else x[None, :]) if vector else x
-        low = jnp.matmul(b, jnp.matmul(a, x)) if left else jnp.matmul(jnp.matmul(x, b), a)
+        product = ft.partial(jnp.matmul, precision=options.get("precision"))
+        low = product(b, product(a, x)) if left else product(product(x, b), a)
         low = (low[..., 0] if left else low[..., 0, :]) if vector else low
         return y + self.scaling * low
 

@@ -17,7 +17,7 @@ from .._array.requantize import requantize_like
 from .._array.simulated import SimulatedArray
 from .._mesh import follow
 from .._methods import AbstractMethod
-from .._tree.leaves import named_leaves, some
+from .._tree.leaves import float_leaves, named_leaves, some
 from .mask import trainable_mask
 
 
@@ -242,7 +242,7 @@ def _trained(params: PyTree) -> list[tuple[str, Any]]:
         lambda m, node: jtu.tree_map(lambda _: m, node, is_leaf=is_quantized), trainable_mask(params), params
     )
     leaves = [
-        (leaf.path, leaf.value if m else None)
+        (leaf.float_path or leaf.path, leaf.value if m else None)
         for leaf, m in zip(named_leaves(params), jtu.tree_leaves(mask), strict=True)
     ]
     for path, x in leaves:
@@ -256,8 +256,8 @@ def _trained(params: PyTree) -> list[tuple[str, Any]]:
 
 def _given(masters: PyTree) -> dict[str, Any]:
     is_leaf = lambda x: is_quantized(x) or isinstance(x, SimulatedArray)
-    leaves = named_leaves(masters, is_leaf)
-    return {leaf.path: leaf.value.master if isinstance(leaf.value, SimulatedArray) else leaf.value for leaf in leaves}
+    leaves = float_leaves(masters, is_leaf)
+    return {path: x.master if isinstance(x, SimulatedArray) else x for path, x in leaves.items()}
 
 
 def _master(path: str, q: QuantizedArray, given: dict[str, Any] | None, dtype: DTypeLike) -> Float[Array, "..."]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized
 from .._array.mapped import AbstractMappedArray
 
@@ -60,6 +61,21 @@ class Leaf:
         wrapped = self._depth < len(self.keys) and self.path.startswith(inner)
         return (self.path, inner) if wrapped else (self.path,)
 
+    @property
+    def float_path(self) -> str | None:
+        """The path of the leaf in the float model: `layers.0.weight`, even if its products quantize what they multiply.
+
+        `None` for a scale or a zero point of such products, which the float model has not.
+        """
+        quantizing = [isinstance(node, ActivationQuantizedArray) for node in self.nodes]
+        if any(q and key_name(key) != "array" for q, key in zip(quantizing, self.keys, strict=True)):
+            return None
+        if not any(quantizing):
+            return self.path
+        keys = tuple(key for q, key in zip(quantizing, self.keys, strict=True) if not q)
+        is_simple = self.path == jtu.keystr(self.keys, simple=True, separator=".")
+        return (jtu.keystr(keys, simple=True, separator=".") if is_simple else jtu.keystr(keys)) or "the array"
+
     def ancestors(self) -> Iterator[tuple[str, Any]]:
         """Yields the layer and the nodes around it that hold nothing else, each with its name.
 
@@ -91,6 +107,12 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = is_quantized) ->
         yield Leaf(name if count[name] == 1 else jtu.keystr(keys), value, keys, nodes)
 
 
+def float_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = is_quantized) -> dict[str, Any]:
+    """Returns the leaves that a float model has too, in order, by their paths there."""
+    leaves = named_leaves(tree, is_leaf)
+    return {path: leaf.value for leaf in leaves if (path := leaf.float_path) is not None}
+
+
 def _walk(
     node: Any, is_leaf: Callable[[Any], bool], keys: tuple[Any, ...], nodes: tuple[Any, ...]
 ) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...], Any]]:
@@ -108,8 +130,8 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_wrapper(node: Any, key: Any) -> bool:
-    """Whether a node wraps one array, like a `Variable` of Flax or a `NamedArray` of haliax, or maps its inputs."""
-    if isinstance(node, AbstractMappedArray):
+    """Whether a node wraps one array: a `Variable` of Flax, a `NamedArray` of haliax, or an array around another."""
+    if isinstance(node, (AbstractMappedArray, ActivationQuantizedArray)):
         return key_name(key) == "array"
     by_name = key_name(key) in ("value", "array") or isinstance(key, jtu.FlattenedIndexKey)
     return by_name and len(_children(node)) == 1

@@ -120,6 +120,11 @@ def _calibrated(leaf: Leaf, stats: Mapping[str, Any]) -> tuple[Activations | Non
         )
     if found.axis is None:
         return None, "; no product was observed, so no activations"
+    if not found.rows.all():
+        raise ValueError(
+            f"`activations` must have observed every layer of {leaf.path}. Got: {found.note}. Collect statistics on "
+            'more data, or let each example get its scale: activations="int8".'
+        )
     return Activations(*found.activations()), ""
 
 
@@ -293,8 +298,12 @@ def quantize_tree(
 
 def with_activations(decision: Decision, w: Any) -> Any:
     """Returns a quantized weight whose products quantize the other operand, if that is the decision."""
-    quantized = isinstance(w, AbstractArrayValue) and decision.activations is not None
-    return ActivationQuantizedArray(w, *decision.activations) if quantized else w  # pyright: ignore
+    if not isinstance(w, AbstractArrayValue) or decision.activations is None:
+        return w
+    try:
+        return ActivationQuantizedArray(w, *decision.activations)
+    except ValueError as e:
+        raise ValueError(f"{decision.leaf.path}: {e}") from None
 
 
 def _method_of(decision: Decision, default: AbstractMethod) -> AbstractMethod:

@@ -53,21 +53,23 @@ def rotate(model: PyTree, *, where: Where | None = None, axis: int | None = None
 
     **Raises:**
 
-    `ValueError` if nothing is selected, or if `seed` is no whole number or negative; `TypeError` if `where` selects a
-    leaf that is no floating point weight, is quantized, or belongs to a convolution. The message names the leaf.
+    `ValueError` if nothing is selected, for another `axis`, or if `seed` is no whole number or negative; `TypeError` if
+    `where` selects a leaf that is no floating point weight, is quantized, or belongs to a convolution. The message
+    names the leaf.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(
             f"`seed` must be a whole number, not negative. Got {seed!r}. It is a number and no key, so that it can be "
             "part of the structure of the model."
         )
+    check_axis(axis)
     selections = select_leaves(
         model, where, ineligible=unmappable_reason, skip=_skip_reason, kind="float weights of linear layers"
     )
     values, done = [leaf.value for leaf, _ in selections], {}
     for n, (leaf, reason) in enumerate(selections):
-        if reason is None:
-            of_leaf, x = mapped_axis(leaf, axis) or -1, leaf.value
+        of_leaf, x = mapped_axis(leaf, axis), leaf.value
+        if reason is None and of_leaf is not None:
             if (id(x), of_leaf) not in done:
                 done[id(x), of_leaf] = _rotated(x, seed, of_leaf)
             values[n] = done[id(x), of_leaf]
@@ -86,6 +88,15 @@ def _rotated(x: Any, seed: int, axis: int) -> RotatedArray:
 
 
 _of = jax.jit(RotatedArray.of, static_argnums=(1, 2))
+
+
+def check_axis(axis: Any) -> None:
+    """Raises unless `axis` may be the axis of the inputs of every weight, or `None`."""
+    if axis not in (None, -1, -2):
+        raise ValueError(
+            f"`axis` must be -1, for weights that are used as `w @ x`, or -2, for `x @ w`. Got {axis!r}. Leave it out "
+            "for the axis that each layer has."
+        )
 
 
 def unmappable_reason(leaf: Leaf) -> str | None:

@@ -20,7 +20,7 @@ from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.inputs import check_statistic
 from .folds import divided, find_folds, Fold, Folds, multiplied
 from .leaves import is_mapped, Leaf, some
-from .rotate import is_embedding, mapped_axis, unmappable_reason
+from .rotate import check_axis, is_embedding, mapped_axis, unmappable_reason
 from .select import select_leaves, Where
 from .weights import default_skip_reason
 
@@ -265,10 +265,12 @@ def smooth(
 
     `ValueError` if statistics are missing, not finite or of another weight; if a pair is not foldable: its shapes
     differ, its weights see different inputs, an array stands in several places, or the outputs on `batches` change; if
-    a pattern matches nothing, or nothing is selected. The message names the leaf, and nothing is changed.
+    a pattern matches nothing, or nothing is selected; for another `axis`. The message names the leaf, and nothing is
+    changed.
     """
     if not isinstance(method, AbstractSmoothing):
         raise TypeError(f"`method` must be an `eqq.AWQ` or an `eqq.SmoothQuant`, with statistics. Got {method!r}.")
+    check_axis(axis)
     selections = select_leaves(
         model, where, ineligible=unmappable_reason, skip=_skip_reason, kind="float weights of linear layers"
     )

@@ -105,11 +105,13 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         return done[same]
 
     def dequantized(x: Any) -> Any:
+        if isinstance(x, ActivationQuantizedArray):
+            return dequantize_tree(x.array, dtype)
         if isinstance(x, AbstractMappedArray):
             inner = dequantize_tree(x.array)
-            x = dataclasses.replace(x, array=inner)  # pyright: ignore[reportCallIssue]
             if not isinstance(inner, (jax.Array, np.ndarray)):  # low-rank factors stay apart
-                return x
+                return dataclasses.replace(x, array=dequantize_tree(x.array, dtype))  # pyright: ignore[reportCallIssue]
+            x = dataclasses.replace(x, array=inner)  # pyright: ignore[reportCallIssue]
         return x.dequantize() if dtype is None else x.dequantize().astype(dtype)
 
     is_leaf = lambda x: _is_whole(x) or isinstance(x, AbstractMappedArray)

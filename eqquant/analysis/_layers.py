@@ -13,7 +13,7 @@ from .._array.array import QuantizedArray
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._report import Report, report_table
-from .._tree.leaves import named_leaves, some
+from .._tree.leaves import float_leaves, some
 from .._tree.quantize import quantize_tree, Rules
 from .._tree.select import Where
 from ._error import decibel, ErrorReport, measure, Real, stored_bits, to_numpy
@@ -145,20 +145,20 @@ def compare_trees(model: PyTree, quantized: PyTree, *, threshold: Real | None = 
 
     `ValueError` if the two models have different leaves, if no leaf is quantized, or if values are not finite.
     """
-    before, after = list(named_leaves(model)), list(named_leaves(quantized))
-    if [leaf.path for leaf in before] != [leaf.path for leaf in after]:
-        different = {leaf.path for leaf in before} ^ {leaf.path for leaf in after}
+    before, after = float_leaves(model), float_leaves(quantized)
+    if list(before) != list(after):
+        different = before.keys() ^ after.keys()
         raise ValueError(
             f"`quantized` must have the leaves of `model`. Got different ones: {some(sorted(different)) or 'order'}. "
             "Compare a model with what `quantize_tree` made of it."
         )
     rows = []
-    for old, new in zip(before, after, strict=True):
+    for path, old in before.items():
         # A leaf that is quantized in both has no float original to compare with.
-        if isinstance(new.value, QuantizedArray) and not isinstance(old.value, QuantizedArray):
-            x, y = to_numpy(old.value, old.path), to_numpy(new.value, new.path)
-            error = measure(x, y, (old.path, f"quantized {old.path}"), threshold)
-            rows.append(LeafError(old.path, x.shape, new.value.format, stored_bits(new.value), error))
+        if isinstance(new := after[path], QuantizedArray) and not isinstance(old, QuantizedArray):
+            x, y = to_numpy(old, path), to_numpy(new, path)
+            error = measure(x, y, (path, f"quantized {path}"), threshold)
+            rows.append(LeafError(path, x.shape, new.format, stored_bits(new), error))
     if not rows:
         raise ValueError("`quantized` must hold a quantized array that is dense in `model`. Got none. Swap the two?")
     return TreeErrorReport(tuple(rows))

@@ -321,9 +321,6 @@ def _skip_reason(leaf: Leaf) -> str | None:
     return "an embedding" if is_embedding(leaf) else default_skip_reason(leaf)
 
 
-_SMALLEST = 1e-4
-
-
 def _factors(
     method: AbstractSmoothing,
     leaves: Sequence[Leaf],
@@ -350,8 +347,10 @@ def _factors(
                 f"The weights of a pair must be multiplied by the same inputs. Got others for {leaves[n].path} than "
                 f"for {leaves[consumers[0]].path}. Give each its own pair, or none."
             )
-    # In float16 both a factor and its inverse must have a value.
-    return jnp.clip(method.choose(weights, stats[0], pool), _SMALLEST, 1 / _SMALLEST)
+    found = method.choose(weights, stats[0], pool)
+    if all(jnp.asarray(leaves[n].value).dtype != jnp.float16 for n in consumers):
+        return found
+    return jnp.clip(found, 1e-4, 1e4)  # so that a factor and its inverse both have a value
 
 
 def _fold(values: list[Any], axes: Mapping[int, int], fold: Fold, by: Array) -> None:

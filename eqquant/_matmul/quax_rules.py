@@ -134,22 +134,12 @@ def _last(batch: int, *sequences: Sequence[int]) -> Any:
 
 
 @quax.register(lax.dot_general_p)
-def _dot_general_left(q: QuantizedArray, x: ArrayLike, **params: Any) -> Array:
+def _dot_general_left(q: QuantizedArray | SelectedArray, x: ArrayLike, **params: Any) -> Array:
     return _dot_general(q, x, params, left=True)
 
 
 @quax.register(lax.dot_general_p)
-def _dot_general_right(x: ArrayLike, q: QuantizedArray, **params: Any) -> Array:
-    return _dot_general(q, x, params, left=False)
-
-
-@quax.register(lax.dot_general_p)
-def _dot_general_selected_left(q: SelectedArray, x: ArrayLike, **params: Any) -> Array:
-    return _dot_general(q, x, params, left=True)
-
-
-@quax.register(lax.dot_general_p)
-def _dot_general_selected_right(x: ArrayLike, q: SelectedArray, **params: Any) -> Array:
+def _dot_general_right(x: ArrayLike, q: QuantizedArray | SelectedArray, **params: Any) -> Array:
     return _dot_general(q, x, params, left=False)
 
 

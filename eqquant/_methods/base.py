@@ -328,9 +328,14 @@ def decode_rows(encoded: Encoded, format: AbstractFormat) -> Float32[Array, "*ba
 
     Float32 values of shape `(*batch, length)`.
     """
+    return decode_by(encoded.codes, stored_grid(encoded, format), format)
+
+
+def stored_grid(encoded: Encoded, format: AbstractFormat) -> "Grid":
+    """Returns the levels of each block, by what is stored."""
     kept, offset = kept_scale(encoded.scale, format), encoded.offset
     offset = None if offset is None else kept_scale(offset, format)
-    return decode_by(encoded.codes, Grid(kept, kept, encoded.zero_point, offset, offset), format)
+    return Grid(kept, kept, encoded.zero_point, offset, offset)
 
 
 class Grid(NamedTuple):

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt8
 
 from .._formats.base import AbstractFormat
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
-from .base import AbstractMethod, by_chunks, decode_by, encode_by, Encoded, Grid, kept_scale
+from .base import AbstractMethod, by_chunks, decode_by, encode_by, Encoded, Grid, stored_grid
 from .gptq import GPTQ
 from .inputs import statistic
 from .mse import MSE
@@ -103,9 +103,7 @@ class LearnedRounding(AbstractMethod):
             inputs = gram if method.statistic == "gram" else jnp.diagonal(gram, axis1=-2, axis2=-1)
             method = dataclasses.replace(method, inputs=inputs)  # pyright: ignore[reportCallIssue]
         start = method.quantize_rows(rows, format, chunk=chunk)
-        kept = kept_scale(start.scale, format)
-        offset = None if start.offset is None else kept_scale(start.offset, format)
-        grid = Grid(kept, kept, start.zero_point, offset, offset)
+        grid = stored_grid(start, format)
 
         def of_layer(rows: Array, gram: Array, codes: Array, grid: Grid) -> tuple[Array, Array]:
             damped = _damped(gram, self.damping)

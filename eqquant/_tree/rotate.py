@@ -11,7 +11,7 @@ from .._array.array import is_quantized
 from .._array.rotated import RotatedArray
 from .leaves import is_mapped, Leaf, some
 from .select import select_leaves, Where
-from .weights import convolved_axes, default_skip_reason, ineligible_reason, input_axis
+from .weights import convolved_axes, default_skip_reason, ineligible_reason, input_axis, is_embedding
 
 
 def rotate(model: PyTree, *, where: Where | None = None, axis: int | None = None, seed: int = 0) -> PyTree:
@@ -64,7 +64,7 @@ def rotate(model: PyTree, *, where: Where | None = None, axis: int | None = None
         )
     check_axis(axis)
     selections = select_leaves(
-        model, where, ineligible=unmappable_reason, skip=_skip_reason, kind="float weights of linear layers"
+        model, where, ineligible=unmappable_reason, skip=unmapped_reason, kind="float weights of linear layers"
     )
     values, done = [leaf.value for leaf, _ in selections], {}
     for n, (leaf, reason) in enumerate(selections):
@@ -118,11 +118,8 @@ def mapped_axis(leaf: Leaf, axis: int | None = None) -> int | None:
     return found if found in (-1, -2) else None  # pyright: ignore[reportReturnType]
 
 
-def _skip_reason(leaf: Leaf) -> str | None:
+def unmapped_reason(leaf: Leaf) -> str | None:
+    """Returns why the inputs of a weight are not mapped by default, or `None`."""
     if is_mapped(leaf):
         return "its inputs are mapped already"
     return "an embedding" if is_embedding(leaf) else default_skip_reason(leaf)
-
-
-def is_embedding(leaf: Leaf) -> bool:
-    return type(leaf.layer).__name__ in ("Embedding", "Embed") or leaf.name == "embedding"

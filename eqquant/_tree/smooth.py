@@ -19,10 +19,9 @@ from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.inputs import check_statistic
 from .folds import divided, find_folds, Fold, Folds, multiplied
-from .leaves import is_mapped, Leaf, some
-from .rotate import check_axis, is_embedding, mapped_axis, unmappable_reason
+from .leaves import Leaf, some
+from .rotate import check_axis, mapped_axis, unmappable_reason, unmapped_reason
 from .select import select_leaves, Where
-from .weights import default_skip_reason
 
 
 class AbstractSmoothing(eqx.Module):
@@ -272,7 +271,7 @@ def smooth(
         raise TypeError(f"`method` must be an `eqq.AWQ` or an `eqq.SmoothQuant`, with statistics. Got {method!r}.")
     check_axis(axis)
     selections = select_leaves(
-        model, where, ineligible=unmappable_reason, skip=_skip_reason, kind="float weights of linear layers"
+        model, where, ineligible=unmappable_reason, skip=unmapped_reason, kind="float weights of linear layers"
     )
     leaves = [leaf for leaf, _ in selections]
     axes = {n: a for n, x in enumerate(leaves) if (a := mapped_axis(x, axis)) is not None}
@@ -313,12 +312,6 @@ def smooth(
             done[id(x)] = ScaledArray(scaled, scale=(1 / by).astype(x.dtype), axis=axes[n])
         values[n] = done[id(x)]
     return jtu.tree_unflatten(treedef, values)
-
-
-def _skip_reason(leaf: Leaf) -> str | None:
-    if is_mapped(leaf):
-        return "its inputs are mapped already"
-    return "an embedding" if is_embedding(leaf) else default_skip_reason(leaf)
 
 
 def _factors(

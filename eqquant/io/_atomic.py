@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def check_folder(path: Path) -> None:
+    """Raises if there is no folder for `path` to be written in."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file beside `path`, and puts it in the place of `path` if the body raises nothing.
@@ -20,8 +26,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise IsADirectoryError(f"{path} must be a file. Got a folder, which only `shard_nbytes` writes into.")
     if path.exists() and not path.is_file():  # such as /dev/null, which must not be replaced
         raise OSError(f"{path} must be a file. Got a device, a pipe or a socket.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")
+    check_folder(path)
     temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as f:

@@ -20,7 +20,7 @@ from .._tree.leaves import named_leaves
 from .._tree.quantize import decide, Decision, Rules
 from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import quantized_row, row_of
-from ._atomic import replacing
+from ._atomic import check_folder, replacing
 from ._checkpoint import Checkpoint, open
 from ._deferred import Deferred
 from ._entry import is_one
@@ -118,8 +118,7 @@ def convert(
     elif not decisions:
         _write(opened, opened if each is None else _Watched(opened, each), path, dialect, shard_nbytes)
     else:
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")
+        check_folder(path)
         # An array is laid out twice, for the header and when it is written, and should be quantized once.
         with tempfile.TemporaryDirectory(prefix=".eqquant-", dir=path.parent) as folder:
             made = Path(folder) / "model.safetensors"

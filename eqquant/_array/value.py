@@ -97,6 +97,7 @@ class AbstractArrayValue(quax.ArrayValue):
 
     @property
     def size(self) -> int:
+        """The number of values: the product of `shape`."""
         return math.prod(self.shape)
 
     @property
@@ -125,14 +126,16 @@ class AbstractArrayValue(quax.ArrayValue):
 
     @property
     def T(self) -> Any:
+        """The transposed array: `transpose()`. Stays quantized."""
         return self.transpose()
 
     @property
     def mT(self) -> Any:
+        """The array with its last two axes swapped. Stays quantized."""
         return self.swapaxes(-1, -2)
 
     def swapaxes(self, axis1: int, axis2: int) -> Any:
-        """Swaps two logical axes."""
+        """Swaps two logical axes. Stays quantized."""
         order = list(range(self.ndim))
         for name, axis in (("axis1", axis1), ("axis2", axis2)):
             if not -self.ndim <= axis < self.ndim:
@@ -141,9 +144,11 @@ class AbstractArrayValue(quax.ArrayValue):
         return self.transpose(order)
 
     def __matmul__(self, other: Any) -> Array:
+        """`q @ x`: the quantized matmul, as [`eqquant.matmul`][] computes it. The result is dense."""
         return self._matmul(other, left=True)
 
     def __rmatmul__(self, other: Any) -> Array:
+        """`x @ q`: the quantized matmul, as [`eqquant.matmul`][] computes it. The result is dense."""
         return self._matmul(other, left=False)
 
     @property
@@ -153,6 +158,7 @@ class AbstractArrayValue(quax.ArrayValue):
 
     @property
     def imag(self) -> Array:
+        """Zeros: values are floats."""
         return jnp.zeros(self.shape, self.dtype)
 
     def conj(self) -> Any:

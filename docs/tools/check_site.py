@@ -1,0 +1,65 @@
+"""Checks the site that was built: `python docs/tools/check_site.py site`.
+
+Each member that a page of the reference lists is there; no formula is raw; nothing is loaded from another server.
+"""
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import yaml
+
+
+DOCS = Path(__file__).parents[1]
+LISTED = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", re.M)
+
+
+class _Page(HTMLParser):
+    """Collects the anchors of a page, its text outside of code, and the addresses that it loads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.anchors, self.text, self.loaded, self._code = set(), "", [], 0
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.anchors.add(given.get("id"))
+        self._code += tag in ("code", "pre", "script", "style", "math")
+        if tag in ("script", "img", "iframe") or (tag == "link" and given.get("rel") in ("stylesheet", "icon")):
+            self.loaded.append(given.get("src") or given.get("href") or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._code -= tag in ("code", "pre", "script", "style", "math")
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._code else data
+
+
+def main(site: Path) -> None:
+    pages = {path: _Page(path) for path in site.rglob("*.html")}
+    anchors = set().union(*(page.anchors for page in pages.values()))
+    listed = []
+    for path in sorted((DOCS / "reference").glob("*.md")):
+        for name, block in LISTED.findall(path.read_text() + "\n"):
+            options = (yaml.safe_load(block) or {}).get("options", {})
+            listed += [name, *(f"{name}.{member}" for member in options.get("members", ()))]
+    wrong = [
+        f"{name} is listed in docs/reference, and no page shows it. Has it a docstring?"
+        for name in listed
+        if name not in anchors
+    ]
+    for path, page in pages.items():
+        name = path.relative_to(site)
+        wrong += [f"{name}: a raw formula, {raw}" for raw in re.findall(r"\$[^$\n]*[\\^_][^$\n]*\$", page.text)]
+        wrong += [f"{name} loads {url} from another server" for url in page.loaded if re.match(r"(https?:)?//", url)]
+    if wrong:
+        sys.exit("\n".join(wrong))
+    print(
+        f"{len(pages)} pages, {len(listed)} names of the reference: nothing is missing, raw, or loaded from elsewhere."
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

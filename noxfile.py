@@ -219,6 +219,15 @@ def write(session: nox.Session) -> None:
     session.run("zensical", "serve", *session.posargs, env=SITE)
 
 
+@nox.session(python=OLDEST_PYTHON)
+def browse(session: nox.Session) -> None:
+    """Looks at every page that `docs` built in Chromium, narrow and wide, light and dark: `-- --screenshots FOLDER`."""
+    session.install("playwright>=1.50")
+    if not shutil.which("chromium"):
+        session.run("playwright", "install", "--with-deps", "chromium")
+    session.run("python", "docs/tools/browse.py", "site", *session.posargs)
+
+
 @nox.session
 def examples(session: nox.Session) -> None:
     """Runs every example in its small size."""

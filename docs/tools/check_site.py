@@ -1,12 +1,14 @@
 """Checks the site that was built: `python docs/tools/check_site.py site`.
 
-Each member that a page of the reference lists is there; no formula is raw; nothing is loaded from another server.
+Each member that a page of the reference lists is there; each link within the site leads somewhere; no formula is raw;
+nothing is loaded from another server.
 """
 
 import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import yaml
 
@@ -20,13 +22,15 @@ class _Page(HTMLParser):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.anchors, self.text, self.loaded, self._code = set(), "", [], 0
+        self.anchors, self.text, self.loaded, self.links, self._code = set(), "", [], [], 0
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         self.anchors.add(given.get("id"))
         self._code += tag in ("code", "pre", "script", "style", "math")
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
         if tag in ("script", "img", "iframe") or (tag == "link" and given.get("rel") in ("stylesheet", "icon")):
             self.loaded.append(given.get("src") or given.get("href") or "")
 
@@ -39,6 +43,7 @@ class _Page(HTMLParser):
 
 def main(site: Path) -> None:
     pages = {path: _Page(path) for path in site.rglob("*.html")}
+    by_path = {path.resolve(): page for path, page in pages.items()}
     anchors = set().union(*(page.anchors for page in pages.values()))
     listed = []
     for path in sorted((DOCS / "reference").glob("*.md")):
@@ -54,6 +59,19 @@ def main(site: Path) -> None:
         name = path.relative_to(site)
         wrong += [f"{name}: a raw formula, {raw}" for raw in re.findall(r"\$[^$\n]*[\\^_][^$\n]*\$", page.text)]
         wrong += [f"{name} loads {url} from another server" for url in page.loaded if re.match(r"(https?:)?//", url)]
+    links = 0
+    for path, page in pages.items():
+        for link in page.links:
+            address, _, anchor = link.partition("#")
+            if re.match(r"\w+:", link) or path.name == "404.html":
+                continue
+            links += 1
+            target = (path.parent / unquote(address)).resolve() if address else path.resolve()
+            target = target / "index.html" if target.is_dir() else target
+            if not target.is_file():
+                wrong.append(f"{path.relative_to(site)} links to {link}, which is not there")
+            elif anchor and target in by_path and unquote(anchor) not in by_path[target].anchors:
+                wrong.append(f"{path.relative_to(site)} links to {link}: no such anchor")
     if wrong:
         sys.exit("\n".join(wrong))
     print(

@@ -118,7 +118,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         w = checkpoint["blk.0.attn_q.weight"]       # a QuantizedArray, in our own packing
         ```
 
-    [Files](files.md) lists what is read. No pickle is ever opened.
+    [Files](../files.md) lists what is read. No pickle is ever opened.
 
     **Arguments:**
 

@@ -10,7 +10,7 @@ import functools as ft
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import equinox as eqx
 import jax
@@ -21,6 +21,7 @@ import numpy as np
 import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, UInt, UInt8
+from typing_extensions import TypeVar
 
 from .. import _compat
 from .._formats.base import AbstractFormat
@@ -36,7 +37,7 @@ from .straight_through import value_of
 from .value import AbstractArrayValue, as_permutation, flatten_arguments, multiply
 
 
-_Format = TypeVar("_Format", bound="AbstractFormat")
+_Format = TypeVar("_Format", bound="AbstractFormat", default="AbstractFormat")
 
 
 class QuantizedArray(AbstractArrayValue, Generic[_Format]):

@@ -3,6 +3,8 @@
 Those that ggml quantizes without a search equal its reference bit for bit; values of all equal its dequantizer.
 """
 
+from typing import ClassVar
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
@@ -10,6 +12,7 @@ from jaxtyping import Array, Float32, UInt8
 from .._numerics.blocks import absmax, BlockSize, minmax, signed_absmax
 from .._numerics.integers import affine_scale
 from .._numerics.rounding import divide_as_c, round_half_away
+from .._numerics.scale_bits import ScaleDtype
 from .base import AbstractFormat, AbstractOffsetFormat
 from .codebook import AbstractCodebook
 from .integer import Int6, Int8
@@ -27,7 +30,7 @@ class Q4_0(AbstractFormat):
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 4
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
     multiplies_by_reciprocal = True
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
@@ -52,7 +55,7 @@ class Q8_0(AbstractFormat):
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 8
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
     multiplies_by_reciprocal = True
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
@@ -95,7 +98,7 @@ class Q4_1(_AbstractOffset):
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 4
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
     multiplies_by_reciprocal = True
 
 
@@ -107,7 +110,7 @@ class Q5_1(_AbstractOffset):
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 5
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
     multiplies_by_reciprocal = True
 
 
@@ -134,7 +137,7 @@ class Q5_0(_AbstractCentred):
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 5
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
     multiplies_by_reciprocal = True
 
 
@@ -146,7 +149,7 @@ class TQ2_0(AbstractFormat):
 
     block_size: BlockSize = eqx.field(static=True, default=256, init=False)
     bits = 2
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
     multiplies_by_reciprocal = True
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
@@ -169,7 +172,7 @@ class _Unsigned(AbstractFormat):
 
     bits: int = eqx.field(static=True)  # pyright: ignore
     block_size: BlockSize = eqx.field(static=True)
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
 
     def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
         return signed_absmax(blocks) / (2**self.bits - 1)
@@ -202,7 +205,7 @@ class Q2_K(_AbstractK):
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 2
-    scale_format = _Unsigned(bits=4, block_size=16)
+    scale_format: ClassVar[AbstractFormat | None] = _Unsigned(bits=4, block_size=16)
 
 
 class Q4_K(_AbstractK):
@@ -214,7 +217,7 @@ class Q4_K(_AbstractK):
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 4
-    scale_format = _Unsigned(bits=6, block_size=8)
+    scale_format: ClassVar[AbstractFormat | None] = _Unsigned(bits=6, block_size=8)
 
 
 class Q5_K(_AbstractK):
@@ -226,7 +229,7 @@ class Q5_K(_AbstractK):
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 5
-    scale_format = _Unsigned(bits=6, block_size=8)
+    scale_format: ClassVar[AbstractFormat | None] = _Unsigned(bits=6, block_size=8)
 
 
 class Q3_K(_AbstractCentred):
@@ -238,7 +241,7 @@ class Q3_K(_AbstractCentred):
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 3
-    scale_format = Int6(block_size=16, scale_dtype="float16")
+    scale_format: ClassVar[AbstractFormat | None] = Int6(block_size=16, scale_dtype="float16")
 
 
 class Q6_K(_AbstractCentred):
@@ -250,7 +253,7 @@ class Q6_K(_AbstractCentred):
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 6
-    scale_format = Int8(block_size=16, scale_dtype="float16")
+    scale_format: ClassVar[AbstractFormat | None] = Int8(block_size=16, scale_dtype="float16")
 
 
 _IQ4 = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
@@ -274,7 +277,7 @@ class IQ4_NL(_AbstractIQ4):
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 4
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
 
 
 class IQ4_XS(_AbstractIQ4):
@@ -285,7 +288,7 @@ class IQ4_XS(_AbstractIQ4):
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 4
-    scale_format = Int6(block_size=8, scale_dtype="float16")
+    scale_format: ClassVar[AbstractFormat | None] = Int6(block_size=8, scale_dtype="float16")
 
 
 for _cls in (Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, TQ2_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS):

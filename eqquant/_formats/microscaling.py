@@ -1,7 +1,7 @@
 """Small floats in small blocks with small scales: MXFP8, MXFP4 and NVFP4."""
 
 import abc
-from typing import Literal
+from typing import ClassVar, Literal
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import absmax, BlockSize
 from .._numerics.minifloats import E2M1, E4M3, E5M2, exp2, floor_log2, Minifloat
+from .._numerics.scale_bits import ScaleDtype
 from .base import AbstractFormat
 from .floating import FP8
 
@@ -16,7 +17,7 @@ from .floating import FP8
 class _AbstractMX(AbstractFormat):
     """OCP microscaling: minifloats in blocks of 32, whose scales are powers of two and take one byte."""
 
-    scale_dtype = "e8m0"
+    scale_dtype: ClassVar[ScaleDtype] = "e8m0"
 
     @property
     @abc.abstractmethod
@@ -100,7 +101,7 @@ class NVFP4(AbstractFormat):
 
     block_size: BlockSize = eqx.field(static=True, default=16)
     bits = 4
-    scale_format = FP8("e4m3", block_size="tensor")
+    scale_format: ClassVar[AbstractFormat | None] = FP8("e4m3", block_size="tensor")
 
     def __init__(self) -> None:
         """**Arguments:** none; the block size is 16 by definition."""

@@ -45,8 +45,8 @@ def write(
         ```
 
     The bits are those of the arrays, so that the other library computes the same values. Nothing is quantized again:
-    an array in a format that the library does not have is an error. [Files](../files.md#write-for-other-libraries) lists
-    the formats of each.
+    an array in a format that the library does not have is an error. [Files](../files.md#write-for-other-libraries)
+    lists the formats of each.
 
     One array after another is read and written. What is written takes its place when it is whole; a process that dies
     leaves the old file as it was.

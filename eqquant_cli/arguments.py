@@ -158,7 +158,7 @@ def check_output(path: Path, source: Path, suffix: str, force: bool) -> None:
 
 
 def open_source(path: Path) -> eqq.io.Checkpoint:
-    """Opens a checkpoint. Raises if there is none."""
+    """Opens a checkpoint. Raises if it does not exist."""
     import eqquant as eqq
 
     if not path.exists():

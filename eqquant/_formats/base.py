@@ -164,7 +164,7 @@ class AbstractOffsetFormat(AbstractFormat):
 
 
 def check_stored_float(format: AbstractFormat) -> None:
-    """Raises if `scale_dtype` of a format is none of the choices."""
+    """Raises if `scale_dtype` of a format is not one of the choices."""
     if format.scale_dtype not in get_args(StoredFloat):
         raise ValueError(
             f"`scale_dtype` of {type(format).__name__} must be one of {', '.join(get_args(StoredFloat))}. Got "

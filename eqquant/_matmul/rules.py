@@ -154,7 +154,7 @@ def _batch(
 
 
 def _batch_of_selections(of_w: Sequence[tuple[Any, int | None]], w_tree: Any, size: int) -> list[Any] | None:
-    """Returns the leaves of a batch of selections, or `None` if the weight is none. The stack gets no batch axis."""
+    """Returns the leaves of a batch of selections, or `None` if `w` is no selection. The stack gets no batch axis."""
     w = jtu.tree_unflatten(w_tree, [a for a, _ in of_w])
     if not isinstance(w, SelectedArray):
         return None

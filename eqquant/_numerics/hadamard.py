@@ -99,7 +99,7 @@ def _paley(order: int) -> np.ndarray | None:
 
 
 def _jacobsthal(prime: int) -> np.ndarray:
-    """Returns 1 where the difference of row and column is a square modulo a prime, -1 where it is none, 0 for zero."""
+    """Returns 1 where the difference of row and column is a square modulo a prime, -1 where it is not, 0 for zero."""
     squares = np.full(prime, -1.0)
     squares[np.arange(1, prime) ** 2 % prime] = 1
     squares[0] = 0

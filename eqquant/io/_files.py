@@ -38,7 +38,7 @@ def find_files(path: str | os.PathLike[str]) -> Files:
 
     **Raises:**
 
-    `FileNotFoundError` if there is none. `ValueError` if a file is damaged, or neither safetensors nor GGUF.
+    `FileNotFoundError` if there is no such file. `ValueError` if a file is damaged, or neither safetensors nor GGUF.
     """
     path = Path(path)
     if not path.is_dir():

@@ -224,7 +224,7 @@ class _Fields:
         if kind == "key":
             return Entry("key", dtype, shape)
         if dtype not in DTYPE_NAMES:
-            self.fail(f"Got the dtype {dtype!r}, which is none of NumPy's or JAX's.")
+            self.fail(f"Got the dtype {dtype!r}, which neither NumPy nor JAX has.")
         if kind == "array" or kind == "numpy" or (kind == "generic" and shape == ()):
             return Entry(kind, dtype, shape)  # pyright: ignore[reportArgumentType]
         if kind != "quantized":

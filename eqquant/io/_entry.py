@@ -38,7 +38,7 @@ class Entry:
     - `dtype`: the (logical) dtype; for a Python scalar its type.
     - `gradient_of`: the dtype of that field of a quantized array, if it is not `None`.
     - `within`: what the arrays around it, such as an `eqquant.SimulatedArray`, make of it: their fields that are no
-        leaves, as text. `None` if it has no such leaf, or if that is not known.
+        leaves, as text. `None` if no array is around it, or if that is not known.
     - `order`: of an `eqquant.PermutedArray` its axis, and the shape of its order.
     """
 

@@ -63,6 +63,13 @@ def test_quantize_for_other_libraries(dialect, source, tmp_path, monkeypatch):
     assert {p.name for p in tmp_path.iterdir()} == {"source", out.name}
 
 
+def test_a_file_has_no_activations(source, tmp_path):
+    use = eqq.Use("int8", activations="int8")
+    with pytest.raises(ValueError, match="holds no format of what a weight is multiplied with"):
+        eqq.io.convert(source, tmp_path / "out.safetensors", {"*": use})
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 def test_gguf_keeps_its_tokenizer(tmp_path):
     golden_gguf(tmp_path / "golden.gguf")
     golden = eqq.io.open(tmp_path / "golden.gguf")

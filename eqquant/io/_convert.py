@@ -171,7 +171,13 @@ def _decisions(checkpoint: Checkpoint, format: Rules | None, axis: Any) -> dict[
     """Returns a decision for each array to quantize, by its name."""
     if format is None:
         return {}
-    return {d.leaf.path: d for d in decide(skeleton(checkpoint), format, None, axis) if d.format is not None}
+    decisions = [d for d in decide(skeleton(checkpoint), format, None, axis) if d.format is not None]
+    if dropped := [d.leaf.path for d in decisions if d.activations is not None]:
+        raise ValueError(
+            f"A file holds no format of what a weight is multiplied with. Got `activations` for {dropped[0]}. "
+            "Leave it out here, and call `eqq.quantize_tree(model, ..., activations=)` on the model that is loaded."
+        )
+    return {d.leaf.path: d for d in decisions}
 
 
 def _deferred(

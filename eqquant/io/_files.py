@@ -68,9 +68,17 @@ def _of_file(path: Path, config: Mapping[str, Any]) -> Files:
     if path.suffix in _PICKLES:
         raise ValueError(f"{path} must be a .safetensors or .gguf file. Got {_pickles([path.name])}.")
     file = MappedFile(path)
+    if path.suffix not in (".safetensors", ".gguf") and not _is_known(file):
+        file.fail(f"must be a .safetensors or .gguf file. Got another kind, which begins with {file.buffer[:8]!r}.")
     container, reader = ("gguf", _gguf) if file.buffer[:4] == _gguf.MAGIC else ("safetensors", _safetensors)
     contents = reader.read(file)
     return Files(file, contents.tensors, contents.metadata, config, container)
+
+
+def _is_known(file: MappedFile) -> bool:
+    """Whether a file that has another suffix begins as those do that are read."""
+    length = int.from_bytes(file.buffer[:8], "little")
+    return file.buffer[:4] == _gguf.MAGIC or (8 + length <= file.size and file.buffer[8:9] == b"{")
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

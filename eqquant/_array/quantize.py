@@ -25,6 +25,7 @@ from .._numerics.blocks import num_blocks
 from .array import QuantizedArray
 from .axes import as_axis, logical_order, memory_order
 from .given import check_suits
+from .selected import SelectedArray
 from .sharding import leaf_shardings
 from .value import AbstractArrayValue
 
@@ -205,7 +206,7 @@ def _as_one_array(x: Any, name: str, of_trees: str) -> Any:
 def how_to_get_one(x: Any) -> str:
     """Says where a quantized array is, for errors about `x`, which is none."""
     if isinstance(x, AbstractArrayValue):
-        if hasattr(x, "taken"):
+        if isinstance(x, SelectedArray):
             return "Its `.taken()` is one."
         if near := [f.name for f in dataclasses.fields(x) if isinstance(getattr(x, f.name), QuantizedArray)]:
             return f"Its `.{near[0]}` is one."

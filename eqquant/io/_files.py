@@ -83,10 +83,11 @@ def _is_known(file: MappedFile) -> bool:
 
 def _config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
-    return _json(MappedFile(path)) if path.is_file() else {}
+    return read_json(MappedFile(path)) if path.is_file() else {}
 
 
-def _json(file: MappedFile) -> dict[str, Any]:
+def read_json(file: MappedFile) -> dict[str, Any]:
+    """Reads a file that is one object. Raises a `ValueError` that names it."""
     if file.size > _MAX_CONFIG:
         file.fail(f"must have at most {_MAX_CONFIG} bytes. Got {file.size}.")
     return parse_json(bytes(file.buffer), file, "it")
@@ -94,7 +95,7 @@ def _json(file: MappedFile) -> dict[str, Any]:
 
 def _of_index(path: Path) -> Files:
     file = MappedFile(path)
-    index = _json(file)
+    index = read_json(file)
     where, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(where, dict) or not isinstance(metadata, dict):
         file.fail("must have a `weight_map` from tensors to files. Got none.")

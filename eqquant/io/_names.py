@@ -419,7 +419,7 @@ def rename(names: Mapping[Any, Target], changes: Mapping[str, str]) -> Rules:
     if absent := [old for old in changes if old not in seen]:
         paths = [path for target in names.values() for path in _paths(target)]
         raise ValueError(
-            f"Each text of `changes` must be part of a path. Got {absent[0]!r}, and {', '.join(paths[:5])}..."
+            f"Each text of `changes` must be a part of a path. Got {absent[0]!r}, in none of {', '.join(paths[:10])}."
         )
     return renamed
 

@@ -554,3 +554,75 @@ def test_programs_for_accelerators(platform, of_x, of_w, wanted):
     dots = [line for line in text.splitlines() if "dot_general" in line]
     assert len(dots) == 1 and dots[0].count(f"x{wanted}>") >= 2
     assert wanted == "bf16" or "512x256xf32" not in text
+
+
+# Convolutions
+
+
+def convolved(x, w, groups=1):
+    return jax.lax.conv_general_dilated(x, w, (1,) * (w.ndim - 2), "SAME", feature_group_count=groups)
+
+
+def integers_of(q):
+    """The values of codes without zero points, and what to multiply them by."""
+    rows = np.asarray(eqq.unpack(q)).astype(np.int64).reshape(q.scale.shape[0], -1)
+    zero = np.full((len(rows), 1), 128) if q.zero_point is None else np.asarray(q.zero_point, np.int64)
+    return (rows - zero).reshape(q.shape), np.asarray(q.scale, np.float64)
+
+
+@pytest.mark.parametrize(
+    "groups, channels, size, format",
+    [(1, 4, 3, AFFINE), (2, 8, 3, eqq.Int8()), (6, 6, 3, AFFINE), (1, 96, 4, eqq.Int8()), (2, 160, 4, AFFINE)],
+)
+def test_convolutions_multiply_integers(groups, channels, size, format, getkey):
+    """Equal to NumPy's integers, scaled once. Sums over 96 channels would not be exact in float32."""
+    x = jr.normal(getkey(), (2, channels, 7, 6)) + 0.5
+    q = eqq.quantize(jr.normal(getkey(), (6, channels // groups, size, size)), eqq.Int8(), axis=(1, 2, 3))
+    f = jax.jit(eqq.quaxify(ft.partial(convolved, groups=groups)))
+    y = f(x, eqq.ActivationQuantizedArray(q, format))
+    a, s = integers_of(eqq.quantize(x.reshape(2, -1), format))
+    b, t = integers_of(q)
+    sides = ((size - 1) // 2, size // 2)
+    a = np.pad(a.reshape(x.shape), ((0, 0), (0, 0), sides, sides))
+    windows = np.lib.stride_tricks.sliding_window_view(a, (size, size), (2, 3))
+    windows = windows.reshape(2, groups, channels // groups, 7, 6, size, size)
+    b = b.reshape(groups, 6 // groups, channels // groups, size, size)
+    sums = np.einsum("ngchwij,gocij->ngohw", windows, b).reshape(y.shape)
+    np.testing.assert_allclose(y, sums * (s * t.T)[:, :, None, None], rtol=1e-6, atol=1e-9)
+
+
+def test_how_convolutions_run(getkey):
+    """On CPU codes are floats, elsewhere int8; with blocks or small floats the values are decoded."""
+    x, weight = jr.normal(getkey(), (2, 4, 8, 8)), jr.normal(getkey(), (6, 4, 3, 3))
+    f = eqq.quaxify(convolved)
+
+    def integers(format, activations, platform):
+        w = eqq.ActivationQuantizedArray(eqq.quantize(weight, format, axis=(1, 2, 3)), activations)
+        program = jax.jit(f).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
+        lines = [line for line in program.splitlines() if "stablehlo.convolution" in line]
+        return any(re.search(r": \(tensor<\w*xi8>, tensor<\w*xi8>\) -> tensor<\w*xi32>", line) for line in lines)
+
+    assert integers(eqq.Int8(), "int8", "tpu") and integers(eqq.Int4(None), AFFINE, "cuda")
+    assert not integers(eqq.Int8(), "int8", "cpu") and not integers(eqq.FP8(), "fp8", "cuda")
+    w = eqq.ActivationQuantizedArray(eqq.quantize(weight, eqq.Int4(32), axis=(1, 2, 3)), "int8")
+    rounded = eqq.quantize(x.reshape(2, -1), "int8").dequantize().reshape(x.shape)
+    np.testing.assert_allclose(f(x, w), convolved(rounded, w.dequantize()), rtol=1e-5, atol=1e-5)
+
+
+def test_models_with_convolutions(getkey):
+    model = eqx.nn.Sequential([eqx.nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, key=getkey())])
+    x = jr.normal(getkey(), (3, 4, 6, 6))
+    assert "multiplies codes under `eqq.quaxify`" in str(eqq.plan_tree(model, eqq.Int8(), activations="int8").to_dict())
+    run = eqx.filter_jit(lambda m, x: jax.vmap(m)(x))
+    expected = run(model, x)
+    near = ft.partial(np.testing.assert_allclose, atol=0.03 * float(jnp.abs(expected).max()))
+    stats = eqq.calibrate.collect_stats(model, [x], apply=lambda m, x: jax.vmap(m)(x))
+    for activations in ("int8", stats):
+        q = eqq.quantize_tree(model, eqq.Int8(), activations=activations)
+        assert (q[0].weight.scale is None) == (activations == "int8")
+        y = eqq.quaxify(run)(q, x)
+        near(y, expected)
+        assert float(jnp.abs(run(q, x) - y).max()) > 0  # without it floats are convolved
+    through = lambda x: jnp.sum(eqq.quaxify(run)(q, x) ** 2)
+    wanted = jax.grad(lambda x: jnp.sum(run(model, x) ** 2))(x)
+    np.testing.assert_allclose(jax.grad(through)(x), wanted, atol=0.05 * float(jnp.abs(wanted).max()))

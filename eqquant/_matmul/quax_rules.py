@@ -21,6 +21,7 @@ from .._array.product import dot_general
 from .._array.selected import SelectedArray
 from .._array.simulated import SimulatedArray
 from .._array.value import round_rows
+from .convolution import convolve
 
 
 def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:
@@ -156,6 +157,13 @@ def _dot_general_quantizing_right(w: ActivationQuantizedArray, x: ArrayLike, **p
 @quax.register(lax.dot_general_p)
 def _dot_general_quantizing_left(x: ArrayLike, w: ActivationQuantizedArray, **params: Any) -> Array:
     return _dot_general_quantizing(w, x, params, left=False)
+
+
+@quax.register(lax.conv_general_dilated_p)
+def _convolve_quantizing(x: ArrayLike, w: ActivationQuantizedArray, **params: Any) -> Array:
+    x = jnp.asarray(x)
+    floats = jnp.issubdtype(x.dtype, jnp.floating)
+    return convolve(x, w, params) if floats else _dense(lax.conv_general_dilated_p, x, w.dequantize(), **params)
 
 
 def _dot_general_quantizing(w: ActivationQuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:

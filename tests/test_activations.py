@@ -308,10 +308,11 @@ def test_dense_products_keep_their_options(getkey):
         text = str(jax.make_jaxpr(lambda array: array._matmul(x.T, left=True, precision="highest"))(array))
         dots = text.count("dot_general[")
         assert dots and text.count("Precision.HIGHEST, Precision.HIGHEST") + (name == "convolution") == dots
-        x_mapped = array.map_inputs(x.T, -2) if name == "map" else x.T
-        rounded = steps(x_mapped.T).dequantize().T
+        is_map = name.startswith("map")
+        x_mapped = array.map_inputs(jnp.broadcast_to(x.T, (*array.shape[:-2], 32, 5)), -2) if is_map else x.T
+        rounded = steps(x_mapped.mT).dequantize().mT
         y = array._matmul(x.T, left=True, activations=steps)
-        stored = array.array if name == "map" else array.base if name == "base" else array.dequantize()
+        stored = array.array if is_map else array.base if name == "base" else array.dequantize()
         low = array.scaling * array.b @ (array.a @ x.T) if name == "base" else 0
         np.testing.assert_allclose(y, stored @ rounded + low, rtol=1e-4, atol=1e-4)
         flipped = array._matmul(x.T[:, 0], left=True, activations=steps)
@@ -328,6 +329,8 @@ def test_functions_of_quax_round_both_operands(getkey, model):
     for inner in (eqq.quantize(w, "int4"), simulated, factors, eqq.RotatedArray.of(w)):
         a = eqq.ActivationQuantizedArray(inner, "int4")
         expected = DynamicRows(x, eqq.Int4()).dequantize() @ a.dequantize().T
+        if isinstance(inner, eqq.RotatedArray):  # rounded as the weight sees them
+            expected = x @ a.T
         for product in (dense, transposed):
             np.testing.assert_allclose(product(a), expected, rtol=1e-4, atol=1e-4)
     loss = lambda m: jnp.mean(jnp.square(jax.vmap(m)(x)))
@@ -335,6 +338,33 @@ def test_functions_of_quax_round_both_operands(getkey, model):
     grads = eqx.filter_grad(lambda m: eqq.quaxify(loss)(m))(trained)
     for of_quax, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(eqx.filter_grad(loss)(trained)), strict=True):
         np.testing.assert_allclose(of_quax, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [eqq.RotatedArray, eqq.ScaledArray, eqq.PermutedArray])
+def test_maps_around_codes_multiply_codes(getkey, kind):
+    """The other operand is mapped, then quantized: by `@`, by functions of Quax, and in stacks."""
+    q, x = eqq.quantize(weights(getkey(), (2, 24, 32)), "int8"), weights(getkey(), (5, 32))
+    order, scale = (
+        jnp.stack([jr.permutation(getkey(), 32)] * 2).astype(jnp.uint32),
+        1 + jnp.abs(weights(getkey(), (2, 32))),
+    )
+    of = {eqq.ScaledArray: scale, eqq.PermutedArray: order}
+    make = lambda n: kind(jax.tree.map(lambda a: a[n], q), *((of[kind][n],) if kind in of else ()))
+    layers = [eqq.ActivationQuantizedArray(make(n), "int8") for n in range(2)]
+    stack = eqq.ActivationQuantizedArray(make(slice(None)), "int8")
+    expected = jnp.stack([layer @ x.T for layer in layers])
+    dense = jnp.stack([layer.dequantize() @ x.T for layer in layers])
+    assert relative(dense, expected) < 0.02
+    einsum = eqq.quaxify(lambda w, x: jnp.einsum("bi,oi->ob", x, w))
+    np.testing.assert_allclose(einsum(layers[0], x), expected[0], rtol=1e-5, atol=1e-5)
+    xs = jnp.broadcast_to(x.T, (2, 32, 5))
+    for found in (stack @ x.T, stack @ xs, jnp.moveaxis(stack.swapaxes(1, 2).__rmatmul__(x), 1, 2)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(stack @ x[0], expected[..., 0], rtol=1e-5, atol=1e-5)
+    for f, w in ((einsum, layers[0]), (lambda w, x: w @ x.T, stack)):
+        program = jax.jit(f).trace(w, x).lower(lowering_platforms=("cuda",)).as_text()
+        dots = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+        assert any("xi8>" in line and "xi32>" in line for line in dots)
 
 
 def test_functions_of_quax_with_a_scale_for_each_layer(getkey):

@@ -74,6 +74,7 @@ def rows(recipes: Recipes) -> dict[str, Callable[[], Any]]:
         "mxfp8 x mxfp8": lambda: recipes.dynamic("mxfp8", "mxfp8"),
         "nvfp4 x nvfp4": lambda: recipes.dynamic("nvfp4", "nvfp4"),
         "mxfp4 x mxfp8": lambda: recipes.dynamic("mxfp4", "mxfp8"),
+        "mxfp4 x mxfp4": lambda: recipes.dynamic("mxfp4", "mxfp4"),
         "int4 x int4": lambda: recipes.dynamic("int4", "int4"),
     }
 

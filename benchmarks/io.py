@@ -24,7 +24,7 @@ COUNT, OUT, IN, GROUP = 8, 4096, 4096, 128
 
 
 def words(rng, *shape):
-    return rng.integers(-(2**31), 2**31, shape, np.int64).astype(np.int32)
+    return rng.integers(-(2**31), 2**31, shape, np.int32)
 
 
 def scales(rng, *shape, dtype=np.float16):
@@ -112,9 +112,9 @@ def gguf(kind):
         head = b"GGUF" + struct.pack("<IQQ", 3, COUNT, 0) + infos
         with path.open("wb") as f:
             f.write(head + b"\0" * (-len(head) % 32))
+            blocks = rng.integers(0, 256, (OUT * IN // 32, nbytes), np.uint8)
+            blocks[:, :2] = scales(rng, len(blocks)).view(np.uint8).reshape(-1, 2)
             for _ in range(COUNT):
-                blocks = rng.integers(0, 256, (OUT * IN // 32, nbytes), np.uint8)
-                blocks[:, :2] = scales(rng, len(blocks)).view(np.uint8).reshape(-1, 2)
                 f.write(blocks.tobytes())
 
     return write
@@ -205,15 +205,14 @@ def make(name, folder):
     if name.startswith("eqquant"):
         import eqquant as eqq
 
-        w = eqq.quantize(rng.standard_normal((OUT, IN)).astype(np.float32), "nf4")
-        eqq.save(folder / "model.safetensors", [eqq.quantize(w.dequantize() * n, "nf4") for n in range(1, COUNT + 1)])
+        x = rng.standard_normal((OUT, IN)).astype(np.float32)
+        # Arrays that are one in memory would be one in the file.
+        eqq.save(folder / "model.safetensors", [eqq.quantize(x, "nf4") for _ in range(COUNT)])
         return folder
     from safetensors.numpy import save_file
 
-    tensors, config = {}, {}
-    for n in range(COUNT):
-        one, config = DIALECTS[name](rng)
-        tensors |= {f"layers.{n}.{key}": x for key, x in one.items()}
+    one, config = DIALECTS[name](rng)
+    tensors = {f"layers.{n}.{key}": x for n in range(COUNT) for key, x in one.items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
     return folder

@@ -308,10 +308,11 @@ def test_dense_products_keep_their_options(getkey):
         text = str(jax.make_jaxpr(lambda array: array._matmul(x.T, left=True, precision="highest"))(array))
         dots = text.count("dot_general[")
         assert dots and text.count("Precision.HIGHEST, Precision.HIGHEST") + (name == "convolution") == dots
-        x_mapped = array.map_inputs(x.T, -2) if name == "map" else x.T
-        rounded = steps(x_mapped.T).dequantize().T
+        is_map = name.startswith("map")
+        x_mapped = array.map_inputs(jnp.broadcast_to(x.T, (*array.shape[:-2], 32, 5)), -2) if is_map else x.T
+        rounded = steps(x_mapped.mT).dequantize().mT
         y = array._matmul(x.T, left=True, activations=steps)
-        stored = array.array if name == "map" else array.base if name == "base" else array.dequantize()
+        stored = array.array if is_map else array.base if name == "base" else array.dequantize()
         low = array.scaling * array.b @ (array.a @ x.T) if name == "base" else 0
         np.testing.assert_allclose(y, stored @ rounded + low, rtol=1e-4, atol=1e-4)
         flipped = array._matmul(x.T[:, 0], left=True, activations=steps)
@@ -328,6 +329,8 @@ def test_functions_of_quax_round_both_operands(getkey, model):
     for inner in (eqq.quantize(w, "int4"), simulated, factors, eqq.RotatedArray.of(w)):
         a = eqq.ActivationQuantizedArray(inner, "int4")
         expected = DynamicRows(x, eqq.Int4()).dequantize() @ a.dequantize().T
+        if isinstance(inner, eqq.RotatedArray):  # rounded as the weight sees them
+            expected = x @ a.T
         for product in (dense, transposed):
             np.testing.assert_allclose(product(a), expected, rtol=1e-4, atol=1e-4)
     loss = lambda m: jnp.mean(jnp.square(jax.vmap(m)(x)))
@@ -335,6 +338,33 @@ def test_functions_of_quax_round_both_operands(getkey, model):
     grads = eqx.filter_grad(lambda m: eqq.quaxify(loss)(m))(trained)
     for of_quax, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(eqx.filter_grad(loss)(trained)), strict=True):
         np.testing.assert_allclose(of_quax, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [eqq.RotatedArray, eqq.ScaledArray, eqq.PermutedArray])
+def test_maps_around_codes_multiply_codes(getkey, kind):
+    """The other operand is mapped, then quantized: by `@`, by functions of Quax, and in stacks."""
+    q, x = eqq.quantize(weights(getkey(), (2, 24, 32)), "int8"), weights(getkey(), (5, 32))
+    order, scale = (
+        jnp.stack([jr.permutation(getkey(), 32)] * 2).astype(jnp.uint32),
+        1 + jnp.abs(weights(getkey(), (2, 32))),
+    )
+    of = {eqq.ScaledArray: scale, eqq.PermutedArray: order}
+    make = lambda n: kind(jax.tree.map(lambda a: a[n], q), *((of[kind][n],) if kind in of else ()))
+    layers = [eqq.ActivationQuantizedArray(make(n), "int8") for n in range(2)]
+    stack = eqq.ActivationQuantizedArray(make(slice(None)), "int8")
+    expected = jnp.stack([layer @ x.T for layer in layers])
+    dense = jnp.stack([layer.dequantize() @ x.T for layer in layers])
+    assert relative(dense, expected) < 0.02
+    einsum = eqq.quaxify(lambda w, x: jnp.einsum("bi,oi->ob", x, w))
+    np.testing.assert_allclose(einsum(layers[0], x), expected[0], rtol=1e-5, atol=1e-5)
+    xs = jnp.broadcast_to(x.T, (2, 32, 5))
+    for found in (stack @ x.T, stack @ xs, jnp.moveaxis(stack.swapaxes(1, 2).__rmatmul__(x), 1, 2)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(stack @ x[0], expected[..., 0], rtol=1e-5, atol=1e-5)
+    for f, w in ((einsum, layers[0]), (lambda w, x: w @ x.T, stack)):
+        program = jax.jit(f).trace(w, x).lower(lowering_platforms=("cuda",)).as_text()
+        dots = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+        assert any("xi8>" in line and "xi32>" in line for line in dots)
 
 
 def test_functions_of_quax_with_a_scale_for_each_layer(getkey):
@@ -554,3 +584,75 @@ def test_programs_for_accelerators(platform, of_x, of_w, wanted):
     dots = [line for line in text.splitlines() if "dot_general" in line]
     assert len(dots) == 1 and dots[0].count(f"x{wanted}>") >= 2
     assert wanted == "bf16" or "512x256xf32" not in text
+
+
+# Convolutions
+
+
+def convolved(x, w, groups=1):
+    return jax.lax.conv_general_dilated(x, w, (1,) * (w.ndim - 2), "SAME", feature_group_count=groups)
+
+
+def integers_of(q):
+    """The values of codes without zero points, and what to multiply them by."""
+    rows = np.asarray(eqq.unpack(q)).astype(np.int64).reshape(q.scale.shape[0], -1)
+    zero = np.full((len(rows), 1), 128) if q.zero_point is None else np.asarray(q.zero_point, np.int64)
+    return (rows - zero).reshape(q.shape), np.asarray(q.scale, np.float64)
+
+
+@pytest.mark.parametrize(
+    "groups, channels, size, format",
+    [(1, 4, 3, AFFINE), (2, 8, 3, eqq.Int8()), (6, 6, 3, AFFINE), (1, 96, 4, eqq.Int8()), (2, 160, 4, AFFINE)],
+)
+def test_convolutions_multiply_integers(groups, channels, size, format, getkey):
+    """Equal to NumPy's integers, scaled once. Sums over 96 channels would not be exact in float32."""
+    x = jr.normal(getkey(), (2, channels, 7, 6)) + 0.5
+    q = eqq.quantize(jr.normal(getkey(), (6, channels // groups, size, size)), eqq.Int8(), axis=(1, 2, 3))
+    f = jax.jit(eqq.quaxify(ft.partial(convolved, groups=groups)))
+    y = f(x, eqq.ActivationQuantizedArray(q, format))
+    a, s = integers_of(eqq.quantize(x.reshape(2, -1), format))
+    b, t = integers_of(q)
+    sides = ((size - 1) // 2, size // 2)
+    a = np.pad(a.reshape(x.shape), ((0, 0), (0, 0), sides, sides))
+    windows = np.lib.stride_tricks.sliding_window_view(a, (size, size), (2, 3))
+    windows = windows.reshape(2, groups, channels // groups, 7, 6, size, size)
+    b = b.reshape(groups, 6 // groups, channels // groups, size, size)
+    sums = np.einsum("ngchwij,gocij->ngohw", windows, b).reshape(y.shape)
+    np.testing.assert_allclose(y, sums * (s * t.T)[:, :, None, None], rtol=1e-6, atol=1e-9)
+
+
+def test_how_convolutions_run(getkey):
+    """On CPU codes are floats, elsewhere int8; with blocks or small floats the values are decoded."""
+    x, weight = jr.normal(getkey(), (2, 4, 8, 8)), jr.normal(getkey(), (6, 4, 3, 3))
+    f = eqq.quaxify(convolved)
+
+    def integers(format, activations, platform):
+        w = eqq.ActivationQuantizedArray(eqq.quantize(weight, format, axis=(1, 2, 3)), activations)
+        program = jax.jit(f).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
+        lines = [line for line in program.splitlines() if "stablehlo.convolution" in line]
+        return any(re.search(r": \(tensor<\w*xi8>, tensor<\w*xi8>\) -> tensor<\w*xi32>", line) for line in lines)
+
+    assert integers(eqq.Int8(), "int8", "tpu") and integers(eqq.Int4(None), AFFINE, "cuda")
+    assert not integers(eqq.Int8(), "int8", "cpu") and not integers(eqq.FP8(), "fp8", "cuda")
+    w = eqq.ActivationQuantizedArray(eqq.quantize(weight, eqq.Int4(32), axis=(1, 2, 3)), "int8")
+    rounded = eqq.quantize(x.reshape(2, -1), "int8").dequantize().reshape(x.shape)
+    np.testing.assert_allclose(f(x, w), convolved(rounded, w.dequantize()), rtol=1e-5, atol=1e-5)
+
+
+def test_models_with_convolutions(getkey):
+    model = eqx.nn.Sequential([eqx.nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, key=getkey())])
+    x = jr.normal(getkey(), (3, 4, 6, 6))
+    assert "multiplies codes under `eqq.quaxify`" in str(eqq.plan_tree(model, eqq.Int8(), activations="int8").to_dict())
+    run = eqx.filter_jit(lambda m, x: jax.vmap(m)(x))
+    expected = run(model, x)
+    near = ft.partial(np.testing.assert_allclose, atol=0.03 * float(jnp.abs(expected).max()))
+    stats = eqq.calibrate.collect_stats(model, [x], apply=lambda m, x: jax.vmap(m)(x))
+    for activations in ("int8", stats):
+        q = eqq.quantize_tree(model, eqq.Int8(), activations=activations)
+        assert (q[0].weight.scale is None) == (activations == "int8")
+        y = eqq.quaxify(run)(q, x)
+        near(y, expected)
+        assert float(jnp.abs(run(q, x) - y).max()) > 0  # without it floats are convolved
+    through = lambda x: jnp.sum(eqq.quaxify(run)(q, x) ** 2)
+    wanted = jax.grad(lambda x: jnp.sum(run(model, x) ** 2))(x)
+    np.testing.assert_allclose(jax.grad(through)(x), wanted, atol=0.05 * float(jnp.abs(wanted).max()))

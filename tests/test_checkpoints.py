@@ -71,6 +71,16 @@ def test_a_checkpoint_prints_as_a_table(tmp_path):
     assert "0 arrays" in str(eqq.io.open(tmp_path / "x.safetensors"))
 
 
+def test_other_files_are_refused(tmp_path):
+    for content in (b"hello world", b"", b"[1]", b"PK\3\4" + bytes(100)):
+        (tmp_path / "weights.npz").write_bytes(content)
+        with pytest.raises(ValueError, match="weights.npz must be a .safetensors or .gguf file. Got another kind"):
+            eqq.io.open(tmp_path / "weights.npz")
+    # As the blobs of a cache, which have no suffix.
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "0a1b2c")
+    assert eqq.io.open(tmp_path / "0a1b2c")["w"].shape == (3,)
+
+
 def test_pickles_are_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(FileNotFoundError, match="pytorch_model.bin: pickles can run code, and are never opened"):

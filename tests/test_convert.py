@@ -27,7 +27,7 @@ def source(tmp_path):
         "norm.weight": jnp.ones(64),
     }
     save_file({name: np.asarray(w) for name, w in weights.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": {"old": 1}}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "mine", "quantization_config": {"old": 1}}))
     for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt"):
         (folder / name).write_text(name)
     (folder / "secrets.txt").write_text("no")
@@ -59,8 +59,102 @@ def test_quantize_for_other_libraries(dialect, source, tmp_path, monkeypatch):
         names = {p.name for p in out.iterdir()}
         assert names == {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt"}
         config = json.loads((out / "config.json").read_text())
-        assert config["model_type"] == "llama" and "old" not in config.get("quantization_config", {})
+        assert config["model_type"] == "mine" and "old" not in config.get("quantization_config", {})
     assert {p.name for p in tmp_path.iterdir()} == {"source", out.name}
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "intermediate_size": 32,
+    "bos_token_id": 1,
+}
+ADDED = [{"id": 0, "content": "<unk>", "special": True}, {"id": 1, "content": "<s>", "special": True}]
+BYTES = {
+    "added_tokens": [{"id": 6, "content": "<s>", "special": True}],
+    "pre_tokenizer": {"type": "ByteLevel"},
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "c": 3, "abc": 4}, "merges": [["a", "b"], "ab c"]},
+}
+PIECES = {
+    "added_tokens": ADDED,
+    "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "_"}]},
+    "pre_tokenizer": None,
+    "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}]},
+    "model": {
+        "type": "BPE",
+        "byte_fallback": True,
+        "unk_token": "<unk>",
+        "vocab": {"<unk>": 0, "<s>": 1, "<0x00>": 2, "a": 3, "b": 4, "abb": 5, "ab": 6},
+        "merges": ["a b", "ab b"],
+    },
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    weights = {
+        "model.embed_tokens.weight": np.ones((8, 64), np.float32),
+        "model.layers.0.self_attn.q_proj.weight": np.arange(64 * 64, dtype=np.float32).reshape(64, 64),
+        "model.norm.weight": np.ones(64, np.float16),
+    }
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+def to_gguf(folder):
+    eqq.io.convert(folder, folder.with_name("out.gguf"), dialect="gguf")
+    return eqq.io.open(folder.with_name("out.gguf"))
+
+
+def test_tokenizers_for_llama_cpp(folder):
+    out = to_gguf(folder)
+    assert set(out) == {"token_embd.weight", "blk.0.attn_q.weight", "output_norm.weight"}
+    assert out["output_norm.weight"].dtype == "float32" and out.metadata["llama.attention.head_count_kv"] == 2
+    np.testing.assert_array_equal(out["blk.0.attn_q.weight"][:4, 0], np.array([0, 16, 1, 17]) * 64)
+    (folder / "tokenizer.json").write_text(json.dumps(BYTES))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, "chat_template": "{{ x }}"}))
+    about = {key.partition("ggml.")[2] or key: value for key, value in to_gguf(folder).metadata.items()}
+    assert (about["model"], about["pre"], list(about["merges"])) == ("gpt2", "gpt-2", ["a b", "ab c"])
+    assert list(about["tokens"]) == ["a", "b", "ab", "c", "abc", "[PAD5]", "<s>", "[PAD7]"]
+    assert list(about["token_type"]) == [1, 1, 1, 1, 1, 5, 3, 5]
+    assert about["bos_token_id"] == 1 and about["add_bos_token"] and about["tokenizer.chat_template"] == "{{ x }}"
+    (folder / "tokenizer.json").write_text(json.dumps(PIECES))
+    (folder / "tokenizer_config.json").unlink()
+    about = {key.partition("ggml.")[2]: value for key, value in to_gguf(folder).metadata.items()}
+    assert about["model"] == "llama" and about["add_space_prefix"] and about["add_bos_token"]
+    assert list(about["token_type"]) == [2, 3, 6, 1, 1, 1, 1, 5] and about["unknown_token_id"] == 0
+    assert list(about["scores"]) == [-2, -2, -2, -2, -2, -1, 0, -2]
+
+
+@pytest.mark.parametrize(
+    "file, change, message",
+    [
+        ("tokenizer.json", {**BYTES, "model": {"type": "Unigram"}}, "a model of Unigram"),
+        ("tokenizer.json", {**BYTES, "pre_tokenizer": {"type": "Whitespace"}}, "it divides text by .*Whitespace"),
+        ("tokenizer.json", {**BYTES, "added_tokens": [{"id": 8, "content": "x"}]}, "'x' has the number 8"),
+        ("config.json", {**LLAMA, "num_attention_heads": None}, "None for 'num_attention_heads'"),
+        ("config.json", {**LLAMA, "rope_scaling": {"type": "yarn"}}, "rotary scaling 'yarn'"),
+        ("config.json", {**LLAMA, "rope_scaling": {"type": "linear"}}, "'factor'"),
+    ],
+)
+def test_what_llama_cpp_cannot_be_told(folder, file, change, message):
+    (folder / file).write_text(json.dumps(change))
+    with pytest.raises(ValueError, match=message):
+        to_gguf(folder)
+    assert not folder.with_name("out.gguf").exists()
+
+
+def test_a_file_has_no_activations(source, tmp_path):
+    use = eqq.Use("int8", activations="int8")
+    with pytest.raises(ValueError, match="holds no format of what a weight is multiplied with"):
+        eqq.io.convert(source, tmp_path / "out.safetensors", {"*": use})
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_gguf_keeps_its_tokenizer(tmp_path):

@@ -269,6 +269,23 @@ def test_preferences(platform, changes, expected, reason):
     assert name == expected and reason in why
 
 
+@pytest.mark.parametrize(
+    "pair, platform, expected",
+    [
+        ((eqq.NF4(), eqq.Int8()), "cpu", "cpu has no type that multiplies the codes of both: NF4() are no integers"),
+        ((eqq.NF4(), eqq.FP8()), "cuda", "NF4() and FP8() are no integers"),
+        ((eqq.Int8(8), eqq.Int8()), "cuda", "too few codes share both scales"),
+        ((eqq.Int8(), eqq.Int8()), "cuda", None),
+    ],
+)
+def test_why_activations_are_decoded(pair, platform, expected):
+    w, x = eqq.quantize(jnp.ones((64, 128)), pair[0]), jax.ShapeDtypeStruct((4, 128), jnp.float32)
+    how = eqq.explain_matmul(x, eqq.ActivationQuantizedArray(w, pair[1]).T, platform=platform)
+    said = how.verdicts[how.implementation]
+    assert ("decoded" in how.types) == (expected is not None) == ("Activations are decoded" in said)
+    assert "cpu_int8 would be better" not in said and (expected is None or expected in said)
+
+
 def test_every_platform_takes_everything():
     for platform in ("cuda", "tpu", "cpu", "rocm", "default"):
         for row in FORMATS.values():

@@ -59,6 +59,25 @@ def checkpoint_of(name, folder, without=(), **changes):
     return eqq.io.open(folder)
 
 
+@pytest.mark.parametrize("name", ["llama", "llama_linear", "qwen2", "qwen3"])
+def test_folders_become_gguf(llama, tmp_path, name):
+    """A file with the names and numbers of llama.cpp is the same model."""
+    checkpoint = checkpoint_of(name, tmp_path)
+    rules = {"*down_proj*": None, "*_proj.weight": "q8_0"}  # 48 inputs are no whole blocks
+    eqq.io.convert(checkpoint, tmp_path / "model.gguf", rules, dialect="gguf")
+    converted = eqq.io.open(tmp_path / "model.gguf")
+    assert converted.metadata["tokenizer.ggml.model"] == "no_vocab"
+    found, expected = llama.load(converted), llama.load(checkpoint)
+    leaves = lambda model: jax.tree.leaves(model, is_leaf=eqq.is_quantized)
+    for x, y in zip(leaves(found), leaves(expected), strict=True):
+        y = eqq.quantize(y, "q8_0").dequantize() if eqq.is_quantized(x) else y
+        np.testing.assert_array_equal(x, y)
+    assert sum(map(eqq.is_quantized, leaves(found))) == 12
+    np.testing.assert_allclose(found.config.frequencies(), expected.config.frequencies(), rtol=1e-6)
+    for field in ("heads", "kv_heads", "head_size", "hidden", "tied", "qkv_bias", "mlp_bias", "qk_norm"):
+        assert getattr(found.config, field) == getattr(expected.config, field), field
+
+
 @eqx.filter_jit
 def run(model, *arguments):
     return model(*arguments)

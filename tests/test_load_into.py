@@ -308,11 +308,19 @@ def test_parts_in_different_formats():
         ({"a": 3}, TypeError, "must give 'a' the path of a leaf|parameter 'names'"),
         ({"a": "layers.{n}"}, ValueError, "Got no `{n}` there"),
         ({"{3x}": "x"}, ValueError, "must have groups such as"),
+        ({"{n": "x"}, ValueError, "must have groups such as"),
+        ({"{n:}": "x"}, ValueError, "choices of a group"),
+        ({"{n}": "{n}}"}, ValueError, "paths of `names` must have groups such as"),
     ],
 )
 def test_rules_that_are_none(names, error, message):
     with pytest.raises(error, match=message):
         eqq.io.load_into({"x": zeros(4, 64)}, ARRAYS, names)
+
+
+def test_rename_that_matches_nothing():
+    with pytest.raises(ValueError, match="Got 'attn', in none of embedding.weight, "):
+        ready.rename(ready.llama(), {"attn": "attention"})
 
 
 def test_keep():

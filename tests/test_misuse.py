@@ -180,6 +180,14 @@ def test_a_model_is_not_an_array(getkey):
         eqq.quantize("weights")
 
 
+def test_unpack_and_requantize_of_a_wrapper():
+    q = eqq.quantize(jnp.ones((2, 3, 64)), "int4")
+    with pytest.raises(TypeError, match=r"Got a SelectedArray. Its `.taken\(\)` is one"):
+        eqq.unpack(eqq.select(q, 0))
+    with pytest.raises(TypeError, match=r"Got a LoraArray. Its `.base` is one"):
+        eqq.requantize(eqq.loraify({"w": q}, 2, key=jr.key(0))["w"], jnp.ones(q.shape))
+
+
 def test_unpack_of_a_dense_array():
     with pytest.raises(TypeError, match=r"`q` must be a quantized array. Got a dense array, float32\[3\]"):
         eqq.unpack(jnp.ones(3))

@@ -117,8 +117,16 @@ class AbstractMappedArray(AbstractArrayValue):
 
     def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
         x = jnp.asarray(other)
-        if self._is_stack() or x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
+        if x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
             return multiply(self.dequantize(), x, left=left, **options)
+        if self._is_stack():
+            if x.ndim == 1:
+                y = self._matmul(x[:, None] if left else x[None], left=left, **options)
+                return y[..., 0] if left else y[..., 0, :]
+            stack = self.shape[:-2]
+            if jnp.broadcast_shapes(stack, x.shape[:-2]) != stack:  # each map is for a part of `x` within others
+                return multiply(self.dequantize(), x, left=left, **options)
+            x = jnp.broadcast_to(x, (*stack, *x.shape[-2:]))
         axis = -1 if x.ndim == 1 or not left else -2  # of `x` and of the result
         if self.axis == (-1 if left else -2):
             return multiply(self.array, self.map_inputs(x, axis), left=left, **options)

@@ -25,6 +25,7 @@ from .._numerics.blocks import num_blocks
 from .array import QuantizedArray
 from .axes import as_axis, logical_order, memory_order
 from .given import check_suits
+from .selected import SelectedArray
 from .sharding import leaf_shardings
 from .value import AbstractArrayValue
 
@@ -136,7 +137,7 @@ def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
     `uint8` codes of shape `q.shape`. `q.format.decode(codes)` returns their values, before scale and zero point.
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"`q` must be a quantized array. Got {_described(q)}. `eqq.quantize` makes one.")
+        raise TypeError(f"`q` must be a quantized array. Got {described(q)}. {how_to_get_one(q)}")
     q._check_leaves()
     return logical_order(packing.unpack(q.codes, q.format.bits, q._length), q._axes, q.lengths)
 
@@ -199,11 +200,23 @@ def _as_one_array(x: Any, name: str, of_trees: str) -> Any:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be one array. Got {_described(x)}. For a model, call `{of_trees}`.") from None
+        raise TypeError(f"{name} must be one array. Got {described(x)}. For a model, call `{of_trees}`.") from None
 
 
-def _described(x: Any) -> str:
+def how_to_get_one(x: Any) -> str:
+    """Says where a quantized array is, for errors about `x`, which is none."""
+    if isinstance(x, AbstractArrayValue):
+        if isinstance(x, SelectedArray):
+            return "Its `.taken()` is one."
+        if near := [f.name for f in dataclasses.fields(x) if isinstance(getattr(x, f.name), QuantizedArray)]:
+            return f"Its `.{near[0]}` is one."
+    return "`eqq.quantize` makes one."
+
+
+def described(x: Any) -> str:
     """Describes `x` in a few words, since a model prints as a page."""
+    if isinstance(x, AbstractArrayValue):
+        return f"a {type(x).__name__}"
     arrays = [leaf for leaf in jtu.tree_leaves(x) if isinstance(leaf, (jax.Array, np.ndarray))]
     if isinstance(x, (jax.Array, np.ndarray)):
         return f"a dense array, {x.dtype}{list(x.shape)}"

@@ -6,7 +6,7 @@ from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
 
 from .._methods import AbsMax, AbstractMethod
 from .array import QuantizedArray
-from .quantize import as_method, check_finite, check_quantizable, quantize_array
+from .quantize import as_method, check_finite, check_quantizable, described, how_to_get_one, quantize_array
 
 
 def requantize(
@@ -39,7 +39,7 @@ def requantize(
     `TypeError` if `q` is not quantized. `ValueError` if the shapes differ, or, outside `jit`, if values are not finite.
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"`q` must be a quantized array. Got a {type(q).__name__}. `eqq.quantize` makes one.")
+        raise TypeError(f"`q` must be a quantized array. Got {described(q)}. {how_to_get_one(q)}")
     values, _ = check_quantizable(x, q._axes)
     if values.shape != q.shape:
         raise ValueError(f"`x` must have the shape of `q`, {q.shape}. Got {values.shape}.")

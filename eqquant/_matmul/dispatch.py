@@ -201,7 +201,8 @@ _SMALL = "codes times codes in a small type, which the platform multiplies faste
 
 
 def _codes(problem: MatmulProblem) -> bool:
-    return problem.activations is not None
+    both = (problem.layout_of_x, problem.layout) if problem.activations is not None else ()
+    return bool(both) and all(map(codes.is_integer, both))
 
 
 # The first row that applies wins, unless its implementation cannot take the product.
@@ -296,6 +297,19 @@ def multiplied_types(problem: MatmulProblem, target: Target, name: str) -> str:
     wide = problem.decoded.dtype if problem.activations is not None else problem.dtype
     sums = "float64" if wide.itemsize > 4 else "float32"
     return f"{wide} x {wide} (decoded), sums in {sums}"
+
+
+def why_decoded(problem: MatmulProblem, target: Target, name: str) -> str | None:
+    """Returns why an implementation takes values of activations instead of codes, or `None` if it takes codes."""
+    if problem.activations is None or IMPLEMENTATIONS[name].takes_codes(problem, target):
+        return None
+    if problem.transpose or problem.dtype.itemsize > 4:
+        return "the sum runs across the blocks of the weight" if problem.transpose else "float64 holds more than codes"
+    sides = ((problem.format, problem.layout), (problem.activations, problem.layout_of_x))
+    odd = [repr(format) for format, layout in sides if not codes.is_integer(layout)]
+    if odd:
+        return f"{target.platform} has no type that multiplies the codes of both: {' and '.join(odd)} are no integers"
+    return "too few codes share both scales"
 
 
 def pack_arrays(w: QuantizedArray | SelectedArray, *, as_stored: bool = False) -> Packed:

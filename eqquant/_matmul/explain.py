@@ -14,7 +14,7 @@ from .._array.primitive import operands_of, quantized_matmul_p
 from .._array.value import AbstractArrayValue
 from .._report import Report, report_table
 from .api import matmul
-from .dispatch import choose, IMPLEMENTATIONS, multiplied_types, refusal_of
+from .dispatch import choose, IMPLEMENTATIONS, multiplied_types, refusal_of, why_decoded
 from .problem import MatmulProblem, problem_of, Target
 
 
@@ -83,6 +83,8 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
     problem = problem_of(*product)
     target = Target(platform)
     name, reason = choose(target, problem, None)
+    decoded = why_decoded(problem, target, name)
+    reason = reason if decoded is None else f"{reason}. Activations are decoded: {decoded}"
     verdicts = {other: refusal_of(target, problem, other) or "possible" for other in IMPLEMENTATIONS}
     return MatmulExplanation(
         problem, platform, name, {**verdicts, name: f"chosen: {reason}"}, multiplied_types(problem, target, name)

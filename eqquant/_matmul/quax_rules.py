@@ -17,10 +17,12 @@ from jaxtyping import Array, ArrayLike
 
 from .._array.activation import ActivationQuantizedArray
 from .._array.array import QuantizedArray
+from .._array.mapped import AbstractMappedArray
 from .._array.product import dot_general
 from .._array.selected import SelectedArray
 from .._array.simulated import SimulatedArray
-from .._array.value import round_rows
+from .._array.value import AbstractArrayValue, round_rows
+from .convolution import convolve
 
 
 def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:
@@ -158,14 +160,44 @@ def _dot_general_quantizing_left(x: ArrayLike, w: ActivationQuantizedArray, **pa
     return _dot_general_quantizing(w, x, params, left=False)
 
 
+@quax.register(lax.conv_general_dilated_p)
+def _convolve_quantizing(x: ArrayLike, w: ActivationQuantizedArray, **params: Any) -> Array:
+    x = jnp.asarray(x)
+    floats = jnp.issubdtype(x.dtype, jnp.floating)
+    return convolve(x, w, params) if floats else _dense(lax.conv_general_dilated_p, x, w.dequantize(), **params)
+
+
 def _dot_general_quantizing(w: ActivationQuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
     if w.scale_bits is not None and w.scale_bits.ndim > 0:
         return _dot_general_by_layers(w, x, params, left=left)
-    array = w.array.quantized() if isinstance(w.array, SimulatedArray) else w.array
-    if isinstance(array, (QuantizedArray, SelectedArray)):
-        return _dot_general(array, x, params, left=left, activations=w.quantize_rows)
-    x = _rounded(x, params, w.quantize_rows, left=left)
-    return _dense(lax.dot_general_p, *((w.dequantize(), x) if left else (x, w.dequantize())), **params)
+    return _dot_general_of(w.array, x, params, left=left, activations=w.quantize_rows)
+
+
+@quax.register(lax.dot_general_p)
+def _dot_general_mapped_left(w: AbstractMappedArray, x: ArrayLike, **params: Any) -> Array:
+    return _dot_general_of(w, x, params, left=True)
+
+
+@quax.register(lax.dot_general_p)
+def _dot_general_mapped_right(x: ArrayLike, w: AbstractMappedArray, **params: Any) -> Array:
+    return _dot_general_of(w, x, params, left=False)
+
+
+def _dot_general_of(w: Any, x: Any, params: dict[str, Any], *, left: bool, activations: Any = None) -> Array:
+    """Multiplies by an array with maps around it: they map the other operand, whose rows are quantized after that."""
+    while isinstance(w, AbstractMappedArray):
+        contract, x = params["dimension_numbers"][0], jnp.asarray(x)
+        of_w, of_x = contract if left else contract[::-1]
+        if tuple(of_w) != (w.ndim + w.axis,) or w._is_stack() or not jnp.issubdtype(x.dtype, jnp.floating):
+            break
+        x = jnp.moveaxis(w.map_inputs(jnp.moveaxis(x, of_x[0], -1), -1), -1, of_x[0])
+        w = w.array
+    w = w.quantized() if isinstance(w, SimulatedArray) else w
+    if isinstance(w, (QuantizedArray, SelectedArray)):
+        return _dot_general(w, x, params, left=left, activations=activations)
+    x = x if activations is None else _rounded(x, params, activations, left=left)
+    w = w.dequantize() if isinstance(w, AbstractArrayValue) else w
+    return _dense(lax.dot_general_p, *((w, x) if left else (x, w)), **params)
 
 
 def _dot_general_by_layers(w: ActivationQuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:

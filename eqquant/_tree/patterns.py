@@ -22,6 +22,8 @@ def compile_pattern(key: str, argument: str) -> re.Pattern[str]:
             out += f"(?P={group})"
         else:
             seen.add(group)
+            if choices is not None and not all(choices.split("|")):
+                raise ValueError(f"The choices of a group in `{argument}` must have letters. Got {key!r}.")
             within = "[^.]+" if choices is None else "|".join(map(re.escape, choices.split("|")))
             out += f"(?P<{group}>{within})"
     try:

@@ -98,11 +98,11 @@ def _activations_of(leaf: Leaf, activations: Any, axes: tuple[int, ...]) -> tupl
         return None, ""
     if is_embedding(leaf):
         return None, "; looked up, so no activations"
-    if len(axes) > 1 or convolved_axes(leaf) is not None:
-        return None, "; a convolution, whose activations stay in float"
-    if not isinstance(activations, Mapping):
-        return Activations(activations), ""
-    return _calibrated(leaf, activations)
+    chosen, note = (
+        _calibrated(leaf, activations) if isinstance(activations, Mapping) else (Activations(activations), "")
+    )
+    convolution = chosen is not None and (len(axes) > 1 or convolved_axes(leaf) is not None)
+    return chosen, f"{note}; multiplies codes under `eqq.quaxify`" if convolution else note
 
 
 def _calibrated(leaf: Leaf, stats: Mapping[str, Any]) -> tuple[Activations | None, str]:
@@ -257,7 +257,7 @@ def quantize_tree(
     - `activations`: the format that products quantize the other operand to, or its lower-case name: each example gets
         scales of its own. Or the statistics of inputs that [`eqquant.calibrate.collect_stats`][] returns, which hold
         one scale for each weight. By default products take floats. A [`eqquant.Use`][] sets it for one rule. Weights
-        that no product uses, such as embeddings, and convolutions stay without; the plan says so.
+        that no product uses, such as embeddings, stay without; convolutions multiply codes under [`eqquant.quaxify`][].
 
     **Returns:**
 

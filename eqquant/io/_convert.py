@@ -24,6 +24,7 @@ from ._atomic import check_folder, replacing
 from ._checkpoint import Checkpoint, open
 from ._deferred import Deferred
 from ._entry import is_one
+from ._llama_cpp import for_llama_cpp
 from ._save import save
 from ._write import write
 from ._writers import gguf
@@ -77,6 +78,7 @@ def convert(
         ```python
         print(eqq.io.convert("model.safetensors", "model.nf4.safetensors", {"*embed*": "int8", "*": "nf4"}))
         eqq.io.convert("folder", "folder-nf4", {"*_proj.weight": "nf4"}, dialect="bitsandbytes")
+        eqq.io.convert("folder", "model.gguf", {"*_proj.weight": "q4_k"}, dialect="gguf")    # for llama.cpp
         ```
 
     **Arguments:**
@@ -87,9 +89,10 @@ def convert(
     - `format`: formats for weights, as for [`eqquant.quantize_tree`][]. `None` keeps every array as it is.
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
     - `method`: the method that chooses scales and codes.
-    - `dialect`: whose layout to write, as for [`eqquant.io.write`][]; by default our own. Names stay as they are. A
-        folder gets the `config.json` and the files of the tokenizer that lie beside the checkpoint, and a GGUF file
-        the key-value pairs of another.
+    - `dialect`: whose layout to write, as for [`eqquant.io.write`][]; by default our own. Names stay as they are, but
+        for GGUF from a folder of Llama, Mistral, Qwen2 or Qwen3, which get the names of llama.cpp, the numbers of the
+        model and its tokenizer. A folder gets the `config.json` and the files of the tokenizer that lie beside the
+        checkpoint, and a GGUF file the key-value pairs of another.
     - `shard_nbytes`: as for [`eqquant.save`][] and [`eqquant.io.write`][].
     - `each`: is called with the name of each array, the array of the checkpoint, and what was made of it. For progress,
         or to measure errors.
@@ -136,7 +139,7 @@ _COMPANIONS = (
 
 def _write(source: Checkpoint, arrays: Mapping[str, Any], path: Path, dialect: str, shard_nbytes: int | None) -> None:
     if dialect == gguf.NAME:
-        metadata = source.metadata if source.dialect == gguf.NAME else {}
+        arrays, metadata = for_llama_cpp(source, arrays)
         write(path, arrays, dialect, metadata=metadata, shard_nbytes=shard_nbytes)
         return
     write(path, arrays, dialect, config=source.config, shard_nbytes=shard_nbytes)
@@ -171,7 +174,13 @@ def _decisions(checkpoint: Checkpoint, format: Rules | None, axis: Any) -> dict[
     """Returns a decision for each array to quantize, by its name."""
     if format is None:
         return {}
-    return {d.leaf.path: d for d in decide(skeleton(checkpoint), format, None, axis) if d.format is not None}
+    decisions = [d for d in decide(skeleton(checkpoint), format, None, axis) if d.format is not None]
+    if dropped := [d.leaf.path for d in decisions if d.activations is not None]:
+        raise ValueError(
+            f"A file holds no format of what a weight is multiplied with. Got `activations` for {dropped[0]}. "
+            "Leave it out here, and call `eqq.quantize_tree(model, ..., activations=)` on the model that is loaded."
+        )
+    return {d.leaf.path: d for d in decisions}
 
 
 def _deferred(

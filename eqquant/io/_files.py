@@ -68,17 +68,26 @@ def _of_file(path: Path, config: Mapping[str, Any]) -> Files:
     if path.suffix in _PICKLES:
         raise ValueError(f"{path} must be a .safetensors or .gguf file. Got {_pickles([path.name])}.")
     file = MappedFile(path)
+    if path.suffix not in (".safetensors", ".gguf") and not _is_known(file):
+        file.fail(f"must be a .safetensors or .gguf file. Got another kind, which begins with {file.buffer[:8]!r}.")
     container, reader = ("gguf", _gguf) if file.buffer[:4] == _gguf.MAGIC else ("safetensors", _safetensors)
     contents = reader.read(file)
     return Files(file, contents.tensors, contents.metadata, config, container)
 
 
+def _is_known(file: MappedFile) -> bool:
+    """Whether a file that has another suffix begins as those do that are read."""
+    length = int.from_bytes(file.buffer[:8], "little")
+    return file.buffer[:4] == _gguf.MAGIC or (8 + length <= file.size and file.buffer[8:9] == b"{")
+
+
 def _config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
-    return _json(MappedFile(path)) if path.is_file() else {}
+    return read_json(MappedFile(path)) if path.is_file() else {}
 
 
-def _json(file: MappedFile) -> dict[str, Any]:
+def read_json(file: MappedFile) -> dict[str, Any]:
+    """Reads a file that is one object. Raises a `ValueError` that names it."""
     if file.size > _MAX_CONFIG:
         file.fail(f"must have at most {_MAX_CONFIG} bytes. Got {file.size}.")
     return parse_json(bytes(file.buffer), file, "it")
@@ -86,7 +95,7 @@ def _json(file: MappedFile) -> dict[str, Any]:
 
 def _of_index(path: Path) -> Files:
     file = MappedFile(path)
-    index = _json(file)
+    index = read_json(file)
     where, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(where, dict) or not isinstance(metadata, dict):
         file.fail("must have a `weight_map` from tensors to files. Got none.")

@@ -393,10 +393,17 @@ def rename(names: Mapping[Any, Target], changes: Mapping[str, str]) -> Rules:
     **Returns:**
 
     New rules.
+
+    **Raises:**
+
+    `ValueError` if a text is in no path.
     """
+    seen = set()
 
     def changed(path: str) -> str:
         for old, new in changes.items():
+            if old in path:
+                seen.add(old)
             path = path.replace(old, new)
         return path
 
@@ -408,7 +415,17 @@ def rename(names: Mapping[Any, Target], changes: Mapping[str, str]) -> Rules:
             return To(path, target.transpose, target.axis, target.tied, target.apply, target.dequantize)
         return tuple(map(changed, target))
 
-    return {key: one(target) for key, target in names.items()}
+    renamed = {key: one(target) for key, target in names.items()}
+    if absent := [old for old in changes if old not in seen]:
+        paths = [path for target in names.values() for path in _paths(target)]
+        raise ValueError(
+            f"Each text of `changes` must be a part of a path. Got {absent[0]!r}, in none of {', '.join(paths[:10])}."
+        )
+    return renamed
+
+
+def _paths(target: Target) -> tuple[str, ...]:
+    return () if target is None else (target if isinstance(target, To) else To(target)).paths
 
 
 def _rules(overrides: Overrides, rules: Mapping[Any, Target]) -> Rules:

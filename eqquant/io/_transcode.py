@@ -16,8 +16,9 @@ from ._memory import aligned_empty, copied, in_threads, own
 from ._stored import Stored
 
 
-# The number of codes to take at a time: few enough for the cache of a core, many enough for Python not to matter.
-_CHUNK = 2**18
+# The number of codes to take at a time: few enough for a cache, many enough for Python, which runs in one thread, not
+# to matter.
+_CHUNK = 2**20
 
 
 class Nested(NamedTuple):

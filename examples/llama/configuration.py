@@ -176,7 +176,8 @@ def _from_gguf(checkpoint: eqq.io.Checkpoint) -> Config:
     # The scaling of Llama 3 is an array of the file.
     divisors = checkpoint["rope_freqs.weight"] if "rope_freqs.weight" in checkpoint else ()
     window = get("attention.sliding_window", 0)
-    traits = {"qkv_bias": "blk.0.attn_q.bias" in checkpoint, **FAMILIES[family]}
+    biases = {"qkv_bias": "attn_q", "output_bias": "attn_output", "mlp_bias": "ffn_up"}
+    traits = {trait: f"blk.0.{name}.bias" in checkpoint for trait, name in biases.items()} | FAMILIES[family]
     return Config(
         vocabulary=checkpoint.items_by_name["token_embd.weight"].shape[0],
         hidden=hidden,

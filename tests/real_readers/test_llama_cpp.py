@@ -5,12 +5,16 @@ import importlib
 from pathlib import Path
 
 import gguf
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import llama_cpp
 import numpy as np
 import pytest
+import torch
 from llama_cpp import _ggml
+from tokenizers import decoders, models, pre_tokenizers, Tokenizer, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import eqquant as eqq
 
@@ -82,9 +86,9 @@ def write(path, arrays):
     return path
 
 
-def load(path):
+def load(path, context=64):
     exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
-    return llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, n_threads=2, **exact)
+    return llama_cpp.Llama(str(path), n_ctx=context, logits_all=True, verbose=False, n_threads=2, **exact)
 
 
 def logits_of(model):
@@ -113,14 +117,58 @@ def test_greedy_text(tmp_path, monkeypatch):
     ours, generate = importlib.import_module("llama"), importlib.import_module("generate")
     path = write(tmp_path / "model.gguf", llama.weights())
     generator = generate.Generator(ours.joined(ours.load(eqq.io.open(path))), 96, generate.Sampling())
-    expected = [ids[0] for ids in generator([llama.TOKENS], 64)]
-    model = llama_cpp.Llama(str(path), n_ctx=96, logits_all=True, verbose=False, n_threads=2)
+    with jax.numpy_rank_promotion("allow"):  # an example is written as users write
+        expected = [ids[0] for ids in generator([llama.TOKENS], 64)]
+    model = load(path, 96)
     model.eval(llama.TOKENS)
     found = []
     for _ in expected:
         found.append(int(np.argmax(model.scores[model.n_tokens - 1])))
         model.eval(found[-1:])
     assert found == expected
+
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        ("llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"head_dim": 32, "tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 128}),
+    ],
+)
+def test_a_folder_of_hugging_face(tmp_path, kind, more):
+    """`convert` alone makes a file that llama.cpp opens: its logits and its tokens are those of the folder."""
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {key: getattr(llama.CONFIG, key) for key in (*keys, "num_key_value_heads", "initializer_range")}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**sizes, "tie_word_embeddings": False, **more})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if name.endswith("bias"):
+                x.normal_()
+    model.save_pretrained(tmp_path / "folder")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, special_tokens=["<s>"])
+    text = Path(__file__).read_text()
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.save(str(tmp_path / "folder" / "tokenizer.json"))
+    eqq.io.convert(tmp_path / "folder", tmp_path / "model.gguf", dialect="gguf")
+    opened = load(tmp_path / "model.gguf")
+    llama.assert_near(logits_of(opened), llama.logits_of(model), 1e-4)
+    for part in (text[:300], "naïve  déjà vu 12345 — 漢字\n\n\tx"):
+        assert opened.tokenize(part.encode(), add_bos=False) == tokenizer.encode(part).ids
+    assert opened.detokenize(tokenizer.encode("naïve 漢字").ids).decode() == "naïve 漢字"
 
 
 def test_half_precision(tmp_path):

@@ -33,7 +33,7 @@ def kind_of(x: Layout, w: Layout, target: Target) -> Kind | None:
     """Returns the type that a product of codes is computed in, or `None` if the platform is no faster at it."""
     if x.offsets or w.offsets:
         return None
-    if _is_integer(x) and _is_integer(w):
+    if is_integer(x) and is_integer(w):
         return "int8" if _unit(x, w) >= min(x.length, 16) else None
     if target.platform == "cpu" or x.zero_points or w.zero_points:
         return None
@@ -59,7 +59,7 @@ def matmul(
     return y.reshape(*batch, *y.shape[1:])
 
 
-class _Operand(NamedTuple):
+class Operand(NamedTuple):
     """Values in blocks along the sum, what to subtract from them, and what to multiply sums by."""
 
     values: Num[Array, "rows blocks unit"]
@@ -75,7 +75,7 @@ def _product(
     # XLA on CPU multiplies a single row by a loop that first widens the whole weight to 32 bits.
     padded = 2 if m == 1 and looped else m
     x = jax.tree.map(lambda a: jnp.pad(a, ((0, padded - m), (0, 0))), x) if padded > m else x
-    left = _operand(x, x_layout, kind, unit)
+    left = operand(x, x_layout, kind, unit)
     columns = ft.partial(_columns, left, w_layout=w_layout, kind=kind, unit=unit)
     rows = max(_ROWS_BYTES // max(w_layout.length, 1), 1)
     if not looped or n <= rows:
@@ -88,9 +88,9 @@ def _product(
     return (jnp.concatenate([y, columns(rest)], axis=1) if n % rows else y)[:m]
 
 
-def _columns(left: _Operand, w: Packed, *, w_layout: Layout, kind: Kind, unit: int) -> Float32[Array, "m n"]:
+def _columns(left: Operand, w: Packed, *, w_layout: Layout, kind: Kind, unit: int) -> Float32[Array, "m n"]:
     """Returns the product with some rows of the weight."""
-    right = _operand(w, w_layout, kind, unit)
+    right = operand(w, w_layout, kind, unit)
     blocks, of_x, of_w = left.values.shape[1], w_layout.length, right.values.shape[0]
     lengths = jnp.asarray(np.minimum(unit, of_x - unit * np.arange(blocks)), jnp.int32)
     if blocks == 1:
@@ -114,7 +114,7 @@ def _columns(left: _Operand, w: Packed, *, w_layout: Layout, kind: Kind, unit: i
     return total + add(last_left, last_right, lengths[steps * together :])
 
 
-def _scaled_sums(left: _Operand, right: _Operand, lengths: Int32[Array, " blocks"]) -> Float32[Array, "m n blocks"]:
+def _scaled_sums(left: Operand, right: Operand, lengths: Int32[Array, " blocks"]) -> Float32[Array, "m n blocks"]:
     whole = jnp.issubdtype(left.values.dtype, jnp.integer)
     wide = jnp.int32 if whole else jnp.float32
     dot = ft.partial(jax.lax.dot_general, preferred_element_type=jnp.dtype(wide))
@@ -136,7 +136,8 @@ def _scaled_sums(left: _Operand, right: _Operand, lengths: Int32[Array, " blocks
     return y if right.scale is None else y * of_w(right.scale)
 
 
-def _operand(packed: Packed, layout: Layout, kind: Kind, unit: int) -> _Operand:
+def operand(packed: Packed, layout: Layout, kind: Kind, unit: int) -> Operand:
+    """Returns the values of an operand, of `unit` codes along the sum to a block."""
     length, rows = layout.length, packed.codes.shape[0]
     blocks = -(-length // unit)
     codes = packing.unpack(packed.codes, layout.bits, length)
@@ -148,13 +149,13 @@ def _operand(packed: Packed, layout: Layout, kind: Kind, unit: int) -> _Operand:
     per_unit = lambda a: jnp.broadcast_to(a, (rows, blocks)) if a.shape[1] == 1 else a[:, block]
     if kind == "float8":
         values = jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind))
-        return _Operand(values.reshape(rows, 1, length), None, scale)
+        return Operand(values.reshape(rows, 1, length), None, scale)
     if kind == "bfloat16":
         values = look_up(codes, layout)
         if apart:
             element = np.minimum(np.arange(length) // layout.block_size, scale.shape[1] - 1)
             values, scale = values * scale[:, element], packed.row_scale
-        return _Operand(values.astype(jnp.bfloat16).reshape(rows, 1, length), None, scale)
+        return Operand(values.astype(jnp.bfloat16).reshape(rows, 1, length), None, scale)
     if layout.bits == 8 and layout.kind == "integer":
         # Flipping the highest bit subtracts 128, and makes the code signed.
         values = jax.lax.bitcast_convert_type(codes ^ jnp.uint8(128), jnp.int8)
@@ -167,7 +168,7 @@ def _operand(packed: Packed, layout: Layout, kind: Kind, unit: int) -> _Operand:
     if zero is None and shift:
         zero = jnp.full((rows, blocks), -shift, jnp.int32)
     values = jnp.pad(values, ((0, 0), (0, blocks * unit - length))).reshape(rows, blocks, unit)
-    return _Operand(values, zero, per_unit(scale))
+    return Operand(values, zero, per_unit(scale))
 
 
 def _unit(x: Layout, w: Layout) -> int:
@@ -177,7 +178,8 @@ def _unit(x: Layout, w: Layout) -> int:
 
 
 @ft.lru_cache
-def _is_integer(layout: Layout) -> bool:
+def is_integer(layout: Layout) -> bool:
+    """Returns whether the value of every code is an integer that `int8` holds."""
     if layout.bits == 8:
         return layout.kind == "integer"
     table = np.asarray(layout.table)

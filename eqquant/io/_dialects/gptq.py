@@ -26,7 +26,8 @@ from .item import act_order, companions, expect, format_of, INTEGERS, Item, with
 
 NAME = "gptq"
 
-_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place in a word of each of eight outputs
+_AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the eight outputs in the order of a word
+_AWQ_ORDER = np.argsort(_AWQ_PLACES)  # the place in a word of each of eight outputs
 
 
 def recognizes(files: Files) -> bool:
@@ -83,7 +84,7 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
 
         def codes(start: int, stop: int) -> np.ndarray:
             found = _inputs(t, bits, awq, start, stop)
-            return found if order is None else found.take(order, axis=1)
+            return found if order is None else found.take(order, axis=1, mode="wrap")
 
         scales = np.ascontiguousarray(scale.array().T.astype(np.float32))
         zero = None if symmetric else np.ascontiguousarray(zero.T)
@@ -125,8 +126,10 @@ def _inputs(t: Stored, bits: int, awq: bool, start: int, stop: int) -> np.ndarra
     words = np.ascontiguousarray(np.ascontiguousarray(t.array()[:, first:last]).T)
     if not awq:
         return unpack_low_first(words.view(np.uint8), bits)
-    halves = [(words.view(np.uint32) >> shift & np.uint32(0x0F0F0F0F)).view(np.uint8) for shift in (0, 4)]
+    fields = words.view(np.uint8).reshape(*words.shape, 4)
     codes = np.empty((last - first, 8, words.shape[1]), np.uint8)
-    for n, place in enumerate(_AWQ_ORDER.tolist()):
-        codes[:, n] = halves[place % 2].reshape(*words.shape, 4)[..., place // 2]
+    for n in range(4):
+        both = np.ascontiguousarray(fields[..., n])
+        np.bitwise_and(both, np.uint8(15), out=codes[:, _AWQ_PLACES[2 * n]])
+        np.right_shift(both, np.uint8(4), out=codes[:, _AWQ_PLACES[2 * n + 1]])
     return codes.reshape(-1, words.shape[1])[start - 8 * first : stop - 8 * first]

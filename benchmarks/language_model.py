@@ -62,7 +62,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "int4, keys per channel": {"format": "int4", "per_channel": True},
     "nf4, keys per channel": {"format": "nf4", "per_channel": True},
 }
-METHODS = ("rounding", "GPTQ")
+METHODS: dict[str, eqq.AbstractMethod | None] = {"rounding": None, "MSE": eqq.MSE(), "HQQ": eqq.HQQ(), "GPTQ": eqq.GPTQ()}
 CONTEXT = 256
 
 
@@ -106,9 +106,9 @@ class Bench:
         return Measured(bits / told.size, bits / self.nbytes, float(divergence.mean()), float(same.mean()))
 
     def quantized(self, format: eqq.AbstractFormat, method: str) -> Llama:
-        if method == "rounding":
-            return eqq.quantize_tree(self.model, format)
-        return eqq.quantize_sequentially(self.model, self.calibration, format, eqq.GPTQ(), apply=logits_of)
+        if method == "GPTQ":
+            return eqq.quantize_sequentially(self.model, self.calibration, format, METHODS[method], apply=logits_of)
+        return eqq.quantize_tree(self.model, format, method=METHODS[method])
 
 
 def row_of(found: Measured) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="what examples/llama/train.py wrote")
     parser.add_argument("--tables", nargs="*", default=["formats", "caches", "speed"])
     parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
-    parser.add_argument("--methods", nargs="*", default=METHODS, help="of the first table")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS, help="of the first table")
     parser.add_argument("--windows", type=int, default=32, help=f"how many windows of {CONTEXT} tokens to measure on")
     parser.add_argument("--llama-bench", help="the program llama-bench, to time llama.cpp on the same weights")
     parser.add_argument("--smoke", action="store_true", help="little text, and two formats")

@@ -87,13 +87,15 @@ class QuantizedCache(eqx.Module):
         **Raises:**
 
         `ValueError` if the shape has fewer than three axes, if the window does not hold whole blocks of the keys, or if
-        a format has no blocks of tokens.
+        a format has no blocks of tokens. `TypeError` for what is no whole number, no format, or no dtype of floats.
         """
-        shape = tuple(shape)
-        if len(shape) < 3 or min(shape) < 1:
-            raise ValueError(f"`shape` must be (*batch, heads, context, size), all at least one. Got {shape}.")
+        shape = _checked_shape(shape)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"`dtype` must be of floats. Got {jnp.dtype(dtype)}. `keys` and `values` say what is stored.")
         of_keys = None if keys is None else as_format(keys)
         of_values = of_keys if values is None else as_format(values)
+        if window is not None and not _is_whole(window):
+            raise TypeError(f"`window` must be a whole number. Got {window!r}.")
         if per_channel:
             least = _fewest_tokens(of_keys)
             window = least if window is None else window
@@ -259,6 +261,19 @@ class QuantizedCache(eqx.Module):
         recent = None if self.recent is None else (put(self.recent[0]), put(self.recent[1]))
         length = place(self.length, NamedSharding(named.mesh, jax.sharding.PartitionSpec(*batch)))
         return QuantizedCache(put(self.keys), put(self.values), recent, length)
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    expected = "`shape` must be (*batch, heads, context, size), whole numbers of at least one."
+    if not isinstance(shape, tuple | list) or not all(map(_is_whole, shape)):
+        raise TypeError(f"{expected} Got {shape!r}.")
+    if len(shape) < 3 or min(shape) < 1:
+        raise ValueError(f"{expected} Got {tuple(shape)}.")
+    return tuple(map(int, shape))
 
 
 def _text_alone(keys: Array, values: Array, count: Any) -> tuple[Array, Array, Array]:

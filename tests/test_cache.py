@@ -170,6 +170,7 @@ def without_type_checks():
 def test_what_does_not_fit():
     empty = eqq.QuantizedCache.empty
     for arguments, options, message in [
+        ((2, 0, 8), {"keys": "int8"}, r"at least one. Got \(2, 0, 8\)"),
         ((4, 8), {"keys": "int8"}, r"\(\*batch, heads, context, size\).*Got \(4, 8\)"),
         ((2, 128, 8), {"keys": "int8", "per_channel": True}, "with blocks.*Got Int8"),
         ((2, 128, 8), {"keys": None, "per_channel": True}, "with blocks.*Got None"),
@@ -179,6 +180,19 @@ def test_what_does_not_fit():
     ]:
         with pytest.raises(ValueError, match=message):
             empty(arguments, **options)
+    for arguments, options, message in [
+        ((2, 8, 64.0), {"keys": "int8"}, r"whole numbers of at least one. Got \(2, 8, 64.0\)"),
+        ((2, True, 64), {"keys": "int8"}, r"Got \(2, True, 64\)"),
+        (64, {"keys": "int8"}, "`shape` must be .* Got 64"),
+        ((2, 8, 64), {"keys": "int8", "window": 2.5}, "`window` must be a whole number. Got 2.5"),
+        ((2, 8, 64), {"keys": "int8", "window": True}, "Got True"),
+        ((2, 8, 64), {"keys": None, "dtype": "int32"}, "`dtype` must be of floats. Got int32"),
+        ((2, 8, 64), {"keys": 8}, "must be a format or the name of one. Got 8"),
+        ((2, 8, 64), {"keys": "int8", "values": eqq.NF4}, "the class NF4"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            empty(arguments, **options)
+    assert empty([2, np.int64(8), 64], "int8").context == 8
     cache, (keys, values) = empty((HEADS, 8, SIZE), "int8"), data(tokens=9)
     with pytest.raises(ValueError, match="room for 8 tokens. Got 9"):
         cache.append(keys, values)

@@ -173,7 +173,7 @@ def test_everything_else(getkey):
 
 def test_errors(getkey):
     stack = eqq.quantize(weights(getkey(), (5, 8, 64)), "nf4")
-    with pytest.raises(TypeError, match="integers. Got float32"):
+    with pytest.raises(TypeError, match="integers. Got float64"):
         eqq.select(stack, 1.0)
     with pytest.raises(ValueError, match="first axis, before the quantized one"):
         eqq.select(eqq.quantize(jnp.ones(64), "nf4"), 0)
@@ -181,3 +181,12 @@ def test_errors(getkey):
         eqq.select({"scale": jnp.ones(())}, 0)
     with pytest.raises(ValueError, match="map over the index"):
         jax.vmap(lambda q: q @ jnp.ones(64))(eqq.select(stack, jnp.arange(5)))
+    for tree in (stack, {"bias": jnp.ones((5, 3))}, eqq.select(eqq.quantize(jnp.ones((2, 5, 8, 64)), "nf4"), 1)):
+        for index in (9, -6, np.int64(5), np.array([0, 5]), jnp.array([[1], [-7]])):
+            with pytest.raises(IndexError, match="at least -5 and below 5, the stack. Got (9|-6|5|-7)"):
+                eqq.select(tree, index)
+            with pytest.raises(IndexError, match="at least -5 and below 5"):
+                jax.jit(lambda tree, index=index: jnp.zeros(()) * eqq.select(tree, index))(tree)
+    # A traced one cannot be known: it takes the nearest.
+    last = jax.jit(lambda stack, n: eqq.select(stack, n).dequantize())(stack, 9)
+    assert np.array_equal(last, stack.dequantize()[4])

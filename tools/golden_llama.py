@@ -40,6 +40,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 6.0],
+    "rope_theta": 1e4,
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # By name: the class of the configuration, and what differs from `SMALL`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,6 +77,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3Config", {"sliding_window": 8, "partial_rotary_factor": 0.5}),
+    "llama_yarn": ("LlamaConfig", {"rope_parameters": {**YARN, "beta_fast": 2.0, "beta_slow": 0.5}, "head_dim": 16}),
+    # The text is shorter than the original context, and then longer.
+    "phi3_short": (
+        "Phi3Config",
+        {
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16},
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "phi3_long": (
+        "Phi3Config",
+        {
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 8},
+            "original_max_position_embeddings": 8,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+            "sliding_window": 4,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 8,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "mixtral": ("MixtralConfig", {**EXPERTS, "sliding_window": None}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -79,6 +119,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 24,
             "norm_topk_prob": True,
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
         },
     ),
 }

@@ -4,6 +4,8 @@ import dataclasses
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -124,8 +126,8 @@ def select(tree: PyTree, index: Any) -> PyTree:
     **Arguments:**
 
     - `tree`: a module, or any PyTree, whose arrays all have a first axis for the layers. What is no array is kept.
-    - `index`: an integer, or an array of integers, traced or not. As in JAX, negative ones count from the end, and
-        those out of bounds take the nearest.
+    - `index`: an integer, or an array of integers, traced or not. Negative ones count from the end. A traced one that is
+        out of bounds takes the nearest, as in JAX.
 
     **Returns:**
 
@@ -135,16 +137,18 @@ def select(tree: PyTree, index: Any) -> PyTree:
 
     **Raises:**
 
-    `TypeError` if the index is no integer, and `ValueError` if an array has no axis to select from.
+    `TypeError` if the index is no integer, `IndexError` if it is known and out of bounds, and `ValueError` if an array
+    has no axis to select from.
     """
-    index = jnp.asarray(index)
+    # Integers of Python and NumPy stay as they are: under `jit`, `jnp.asarray` would make their values unknown.
+    index = index if isinstance(index, np.ndarray | jax.Array) else np.asarray(index)
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"`index` must be integers. Got {index.dtype}.")
     is_leaf = lambda x: isinstance(x, (QuantizedArray, SelectedArray))
     return jtu.tree_map(lambda leaf: _select(leaf, index), tree, is_leaf=is_leaf)
 
 
-def _select(leaf: Any, index: Array) -> Any:
+def _select(leaf: Any, index: Array | np.ndarray) -> Any:
     if isinstance(leaf, SelectedArray):
         return _select_again(leaf, index)
     if not is_quantized(leaf):
@@ -157,7 +161,7 @@ def _select(leaf: Any, index: Array) -> Any:
     return SelectedArray(leaf, _within(index, leaf.codes.shape[0]), leaf.ndim)
 
 
-def _select_again(q: SelectedArray, index: Array) -> Any:
+def _select_again(q: SelectedArray, index: Array | np.ndarray) -> Any:
     """Selects from what is selected. With one entry, its arrays become the entries: `(layers * experts, ...)`."""
     count = q.shape[0]
     if q.index.ndim > 0:
@@ -168,12 +172,16 @@ def _select_again(q: SelectedArray, index: Array) -> Any:
     return SelectedArray(stack, q.index * count + _within(index, count), stack.ndim)
 
 
-def _entry(a: Array, index: Array) -> Array:
+def _entry(a: Array, index: Array | np.ndarray) -> Array:
     if a.ndim == 0:
         raise ValueError("`select` needs arrays with a first axis. Got a scalar.")
     return jnp.asarray(a)[_within(index, a.shape[0])]
 
 
-def _within(index: Array, length: int) -> Int32[Array, "..."]:
+def _within(index: Array | np.ndarray, length: int) -> Int32[Array, "..."]:
+    if not isinstance(index, jax.core.Tracer):
+        outside = np.asarray(index)[(np.asarray(index) < -length) | (np.asarray(index) >= length)]
+        if outside.size:
+            raise IndexError(f"`index` must be at least -{length} and below {length}, the stack. Got {outside.flat[0]}.")
     index = jnp.clip(index, -length, length - 1).astype(jnp.int32)
     return jnp.where(index < 0, index + length, index)

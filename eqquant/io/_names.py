@@ -129,7 +129,9 @@ def mixtral(overrides: Overrides = None, *, prefix: str = "model.") -> Rules:
 
 @fill_doc(arguments=_ARGUMENTS)
 def qwen_moe(overrides: Overrides = None, *, prefix: str = "model.") -> Rules:
-    """Returns the names of Qwen3's mixtures of experts, with the paths of Mixtral.
+    """Returns the names of the mixtures of experts of Qwen2 and 3, with the paths of Mixtral.
+
+    The expert that every token of Qwen2 has is `layers.{{n}}.shared`, its share `layers.{{n}}.shared_gate`.
 
     {arguments}
     """
@@ -137,6 +139,8 @@ def qwen_moe(overrides: Overrides = None, *, prefix: str = "model.") -> Rules:
     experts: Rules = {
         f"{moe}gate.weight": "layers.{n}.router.weight",
         f"{moe}experts.{{e}}.{{x}}_proj.weight": f"{_EXPERTS}{{x}}.weight",
+        f"{moe}shared_expert.{{x}}_proj.weight": "layers.{n}.shared.{x}.weight",
+        f"{moe}shared_expert_gate.weight": "layers.{n}.shared_gate.weight",
     }
     return _rules(overrides, llama(experts, prefix=prefix))
 
@@ -335,7 +339,7 @@ _FAMILIES: dict[str, tuple[Callable[..., Rules], str]] = {
     **dict.fromkeys(("gemma2", "gemma3_text"), (gemma, "model.")),
     "phi3": (phi3, "model."),
     "mixtral": (mixtral, "model."),
-    "qwen3_moe": (qwen_moe, "model."),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), (qwen_moe, "model.")),
     "gpt2": (gpt2, "transformer."),
     "bert": (bert, "bert."),
     "vit": (vit, "vit."),

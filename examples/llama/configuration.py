@@ -17,7 +17,9 @@ class Config:
 
     - `windows`: for each layer, how many tokens back attention sees; 0 for all.
     - `rotary`: how many numbers of each head are rotated; `theta`, `scaling` and `divisors` give the frequencies.
+    - `local_theta`: that of layers with a window, which then have no scaling; 0 if all layers are alike.
     - `experts`: 0 if each layer has one MLP, and then `experts_per_token` and `sum_to_one` mean nothing.
+    - `shared`: the size of an MLP that every token has beside its experts; 0 for none.
     - `offset`: what norms add to their weights.
     - `attention_cap`, `logit_cap`: bounds, by `cap * tanh(x / cap)`; 0 for none.
     """
@@ -37,6 +39,7 @@ class Config:
     theta: float = 10000.0
     scaling: tuple[tuple[str, Any], ...] = ()
     divisors: tuple[float, ...] = ()
+    local_theta: float = 0.0
     activation: str = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
@@ -51,15 +54,34 @@ class Config:
     experts: int = 0
     experts_per_token: int = 0
     sum_to_one: bool = True
+    shared: int = 0
 
-    def frequencies(self) -> np.ndarray:
-        """The angle by which each pair of numbers turns from one position to the next."""
-        f = self.theta ** -(np.arange(0, self.rotary, 2) / self.rotary)
-        scaling = dict(self.scaling)
+    def frequencies(self, context: int = 0, *, local: bool = False) -> np.ndarray:
+        """The angle by which each pair of numbers turns from one position to the next.
+
+        `context`: for how many tokens; `local`: of layers with a window.
+        """
+        pairs = np.arange(self.rotary // 2)
+        f = (self.local_theta if local else self.theta) ** -(2 * pairs / self.rotary)
+        scaling = {"rope_type": "default"} if local else dict(self.scaling)
         if self.divisors:
             f = f / np.array(self.divisors)
         elif scaling["rope_type"] == "linear":
             f = f / scaling["factor"]
+        elif scaling["rope_type"] == "longrope":
+            # By the context and not by the text so far, so that the keys of one text are all turned alike.
+            kind = "long" if context > scaling["original_max_position_embeddings"] else "short"
+            f = f / np.array(scaling[f"{kind}_factor"])
+        elif scaling["rope_type"] == "yarn":
+            # As for Llama 3, but the mix is linear in the number of the pair.
+            waves = scaling["original_max_position_embeddings"] / (2 * np.pi)
+            pair_of = lambda turns: self.rotary * np.log(waves / turns) / (2 * np.log(self.theta))
+            low, high = pair_of(scaling.get("beta_fast") or 32), pair_of(scaling.get("beta_slow") or 1)
+            if scaling.get("truncate", True):
+                low, high = np.floor(low), np.ceil(high)
+            low, high = max(low, 0), min(high, self.rotary - 1)
+            stretch = np.clip((pairs - low) / max(high - low, 0.001), 0, 1)
+            f = (1 - stretch) * f + stretch * f / scaling["factor"]
         elif scaling["rope_type"] == "llama3":
             # Waves that are short beside the original context stay, long ones are stretched, and between them both mix.
             turns = scaling["original_max_position_embeddings"] * f / (2 * np.pi)
@@ -68,8 +90,24 @@ class Config:
             f = keep * f + (1 - keep) * f / scaling["factor"]
         return f.astype(np.float32)
 
+    @property
+    def rotary_factor(self) -> float:
+        """By what rotated queries and keys grow, in layers without a window, where the scaling asks for it."""
+        scaling = dict(self.scaling)
+        if scaling["rope_type"] not in ("yarn", "longrope"):
+            return 1.0
+        factor = scaling["factor"]
+        if scaling.get("attention_factor") is not None or factor <= 1:
+            return scaling.get("attention_factor") or 1.0
+        if scaling["rope_type"] == "longrope":
+            return float(np.sqrt(1 + np.log(factor) / np.log(scaling["original_max_position_embeddings"])))
+        grown = lambda scale: 0.1 * scale * np.log(factor) + 1
+        numerator, denominator = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        return float(grown(numerator) / grown(denominator) if numerator and denominator else grown(1))
+
 
 _GEMMA = {"activation": "gelu", "offset": 1.0}
+ROTARY_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 # In what a family differs whatever its config.json says.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -78,8 +116,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "post_norms": True},
+    "gemma3_text": {**_GEMMA, "post_norms": True, "qk_norm": True},
     "phi3": {},
     "mixtral": {},
+    "qwen2_moe": {"qkv_bias": True},
     "qwen3_moe": {"qk_norm": True},
 }
 
@@ -103,11 +143,22 @@ def from_json(c: Mapping[str, Any], *, head: bool) -> Config:
     layers, heads, hidden = c["num_hidden_layers"], c["num_attention_heads"], c["hidden_size"]
     head_size = c.get("head_dim") or hidden // heads
     rope = {**(c.get("rope_parameters") or c.get("rope_scaling") or {})}
+    local = rope.pop("sliding_attention", {}).get("rope_theta") or c.get("rope_local_base_freq", 0.0)
+    rope = rope.pop("full_attention", rope)
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     theta = rope.pop("rope_theta", None) or c.get("rope_theta", 10000.0)
     partial = rope.pop("partial_rotary_factor", None) or c.get("partial_rotary_factor") or 1.0
-    if rope["rope_type"] not in ("default", "linear", "llama3"):
-        raise ValueError(f"The rotary scaling must be 'linear' or 'llama3'. Got {rope['rope_type']!r}.")
+    if rope["rope_type"] not in ROTARY_SCALINGS:
+        known = ", ".join(map(repr, ROTARY_SCALINGS))
+        raise ValueError(
+            f"The rotary scaling must be one of {known}. Got {rope['rope_type']!r}. `Config.frequencies` in "
+            "configuration.py is where to add it."
+        )
+    positions = c.get("max_position_embeddings", 2048)
+    if rope["rope_type"] in ("yarn", "longrope"):
+        original = rope.get("original_max_position_embeddings") or c.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = original = original or positions
+        rope["factor"] = rope.get("factor") or positions / original
     if c.get("mlp_only_layers") or c.get("decoder_sparse_step", 1) != 1:
         raise ValueError("All layers must have experts, or none. Got `mlp_only_layers` or `decoder_sparse_step`.")
     activation = c.get("hidden_act", "silu")
@@ -130,19 +181,21 @@ def from_json(c: Mapping[str, Any], *, head: bool) -> Config:
         kv_heads=c.get("num_key_value_heads") or heads,
         head_size=head_size,
         eps=c.get("rms_norm_eps", 1e-6),
-        positions=c.get("max_position_embeddings", 2048),
+        positions=positions,
         tied=c.get("tie_word_embeddings", not head),
         windows=_windows(c, family, layers),
         rotary=int(head_size * partial),
         theta=theta,
-        scaling=tuple(sorted((key, value) for key, value in rope.items() if not isinstance(value, list))),
+        scaling=tuple(sorted((key, tuple(x) if isinstance(x, list) else x) for key, x in rope.items())),
+        local_theta=local,
         embedding_scale=hidden**0.5 if family.startswith("gemma") else 1.0,
         query_scale=(c.get("query_pre_attn_scalar") or head_size) ** -0.5,
         attention_cap=c.get("attn_logit_softcapping") or 0.0,
         logit_cap=c.get("final_logit_softcapping") or 0.0,
         experts=experts,
         experts_per_token=c.get("num_experts_per_tok", 0) if experts else 0,
-        sum_to_one=c.get("norm_topk_prob", True),
+        sum_to_one=c.get("norm_topk_prob", family != "qwen2_moe"),
+        shared=c.get("shared_expert_intermediate_size", 0),
         **traits,
     )
 
@@ -154,7 +207,10 @@ def _windows(c: Mapping[str, Any], family: str, layers: int) -> tuple[int, ...]:
     if types := c.get("layer_types"):
         return tuple(size if kind == "sliding_attention" else 0 for kind in types)
     # Before there was `layer_types`.
-    slides = lambda n: n % 2 == 0 if family == "gemma2" else n >= c.get("max_window_layers", 0)
+    if family == "gemma3_text":
+        slides = lambda n: (n + 1) % c.get("sliding_window_pattern", 6) != 0
+    else:
+        slides = lambda n: n % 2 == 0 if family == "gemma2" else n >= c.get("max_window_layers", 0)
     return tuple(size if slides(n) else 0 for n in range(layers))
 
 
@@ -212,7 +268,10 @@ def _field(checkpoint: eqq.io.Checkpoint, key: str) -> Any:
 
 def _check_family(family: Any) -> None:
     if family not in FAMILIES:
-        raise ValueError(f"The architecture must be one of {', '.join(FAMILIES)}. Got {family!r}.")
+        raise ValueError(
+            f"The architecture must be one of {', '.join(FAMILIES)}. Got {family!r}. If it differs from these in what "
+            "`Config` has, add it to `FAMILIES` in configuration.py."
+        )
 
 
 def stop_tokens(checkpoint: eqq.io.Checkpoint) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """Language models of the Llama family in plain Equinox: no line of the model mentions quantization.
 
-Llama, Mistral, Qwen2 and 3, Gemma 1 and 2, Phi-3, Mixtral and the mixtures of Qwen3 differ in a few fields of `Config`.
+Llama, Mistral, Qwen2 and 3, Gemma 1 to 3, Phi-3, Mixtral and the mixtures of Qwen2 and 3 differ in a few fields of `Config`.
 The paths of the arrays are those of `eqq.io.names`, so that a model loads from every file that `eqq.io.open` reads.
 """
 
@@ -46,6 +46,11 @@ class Cache(eqx.Module):
     def length(self) -> Int[Array, " batch"]:
         """How many tokens each row has."""
         return self.layers[0].length if isinstance(self.layers, tuple) else self.layers.length[0]
+
+    @property
+    def context(self) -> int:
+        """For how many tokens each row has places."""
+        return self.layers[0].context if isinstance(self.layers, tuple) else self.layers.context
 
     def on_mesh(self, mesh: Mesh) -> "Cache":
         """Divides heads among the devices."""
@@ -99,9 +104,13 @@ class Rotation(eqx.Module):
     cos: Float[Array, "batch length 1 half"]
     sin: Float[Array, "batch length 1 half"]
 
-    def __init__(self, config: Config, positions: Int[Array, "batch length"]) -> None:
-        angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(config.frequencies())
-        self.cos, self.sin = jnp.cos(angles), jnp.sin(angles)
+    def __init__(
+        self, config: Config, positions: Int[Array, "batch length"], context: int, *, local: bool = False
+    ) -> None:
+        frequencies = jnp.asarray(config.frequencies(context, local=local))
+        angles = positions[..., None, None].astype(jnp.float32) * frequencies
+        factor = 1.0 if local else config.rotary_factor
+        self.cos, self.sin = factor * jnp.cos(angles), factor * jnp.sin(angles)
 
     def __call__(self, x: Float[Array, "batch length heads size"]) -> Float[Array, "batch length heads size"]:
         half = self.cos.shape[-1]
@@ -173,9 +182,9 @@ class MLP(eqx.Module):
     down: eqx.nn.Linear
     activation: str = eqx.field(static=True)
 
-    def __init__(self, config: Config, dtype: DTypeLike, key: PRNGKeyArray) -> None:
+    def __init__(self, config: Config, intermediate: int, dtype: DTypeLike, key: PRNGKeyArray) -> None:
         keys = jr.split(key, 3)
-        hidden, intermediate = config.hidden, config.intermediate
+        hidden = config.hidden
         self.gate = eqx.nn.Linear(hidden, intermediate, config.mlp_bias, dtype, key=keys[0])
         self.up = eqx.nn.Linear(hidden, intermediate, config.mlp_bias, dtype, key=keys[1])
         self.down = eqx.nn.Linear(intermediate, hidden, config.mlp_bias, dtype, key=keys[2])
@@ -218,21 +227,27 @@ class Layer(eqx.Module):
     mlp: MLP | None
     router: eqx.nn.Linear | None
     experts: MLP | None
+    shared: MLP | None
+    shared_gate: eqx.nn.Linear | None
     mlp_post_norm: RMSNorm | None
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, dtype: DTypeLike, key: PRNGKeyArray) -> None:
-        attention, mlp, router = jr.split(key, 3)
+        attention, mlp, router, shared, gate = jr.split(key, 5)
         norm = lambda: RMSNorm(config.hidden, config, dtype)
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention_post_norm, self.mlp_post_norm = (norm(), norm()) if config.post_norms else (None, None)
         self.attention = Attention(config, dtype, attention)
-        self.mlp = self.router = self.experts = None
+        make = lambda k: MLP(config, config.intermediate, dtype, k)
+        self.mlp = self.router = self.experts = self.shared = self.shared_gate = None
         if config.experts:
             self.router = eqx.nn.Linear(config.hidden, config.experts, False, dtype, key=router)
-            self.experts = eqx.filter_vmap(lambda k: MLP(config, dtype, k))(jr.split(mlp, config.experts))
+            self.experts = eqx.filter_vmap(make)(jr.split(mlp, config.experts))
         else:
-            self.mlp = MLP(config, dtype, mlp)
+            self.mlp = make(mlp)
+        if config.shared:
+            self.shared = MLP(config, config.shared, dtype, shared)
+            self.shared_gate = eqx.nn.Linear(config.hidden, 1, False, dtype, key=gate)
         self.config = config
 
     def __call__(
@@ -244,7 +259,10 @@ class Layer(eqx.Module):
         if self.mlp is not None:
             y = per_token(self.mlp)(y)
         else:
-            y = mixture(self.router, self.experts, self.config, y.reshape(-1, y.shape[-1])).reshape(y.shape)
+            mixed = mixture(self.router, self.experts, self.config, y.reshape(-1, y.shape[-1])).reshape(y.shape)
+            if self.shared is not None and self.shared_gate is not None:  # Qwen2's expert of every token
+                mixed = mixed + jax.nn.sigmoid(per_token(self.shared_gate)(y)) * per_token(self.shared)(y)
+            y = mixed
         return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y)), cache
 
 
@@ -280,21 +298,26 @@ class Llama(eqx.Module):
         """
         positions = cache.length[:, None] + jnp.arange(ids.shape[1])
         of_row = jnp.full(len(ids), ids.shape[1]) if count is None else count
-        rotation, windows = Rotation(self.config, positions), jnp.asarray(self.config.windows)
+        rotation = local = Rotation(self.config, positions, cache.context)
+        if self.config.local_theta:
+            local = Rotation(self.config, positions, cache.context, local=True)
         x = self.embedding.weight[ids]
         x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         # In float32, layers one by one take less than half the time on a CPU: XLA copies each float weight that a loop
         # takes out of a stack. Quantized ones are read where they lie, but the loop compiles faster.
         if isinstance(self.layers, list):
             for n, layer in enumerate(self.layers):
-                x, cache = layer(x, n, positions, rotation, self.config.windows[n], of_row, cache)
+                window = self.config.windows[n]
+                x, cache = layer(x, n, positions, local if window else rotation, window, of_row, cache)
             return self.norm(x), cache
 
         def step(carry: tuple[Array, Cache], of_layer: tuple[Array, Array]) -> tuple[tuple[Array, Cache], None]:
             (x, cache), (n, window) = carry, of_layer
-            return eqq.select(self.layers, n)(x, n, positions, rotation, window, of_row, cache), None
+            turned = jtu.tree_map(lambda a, b: jnp.where(window > 0, b, a), rotation, local)
+            return eqq.select(self.layers, n)(x, n, positions, turned, window, of_row, cache), None
 
-        (x, cache), _ = jax.lax.scan(step, (x, cache), (jnp.arange(self.config.layers), windows))
+        numbers = (jnp.arange(self.config.layers), jnp.asarray(self.config.windows))
+        (x, cache), _ = jax.lax.scan(step, (x, cache), numbers)
         return self.norm(x), cache
 
     def logits(self, x: Float[Array, "batch length hidden"]) -> Float[Array, "batch length vocabulary"]:
@@ -346,6 +369,7 @@ def joined(model: Llama) -> Llama:
             lambda x: (x.attention.q, x.attention.k, x.attention.v),
             lambda x: () if x.mlp is None else (x.mlp.gate, x.mlp.up),
             lambda x: () if x.experts is None else (x.experts.gate, x.experts.up),
+            lambda x: () if x.shared is None else (x.shared.gate, x.shared.up),
         ):
             if (layers := where(layer)) and None not in layers:
                 layer = eqx.tree_at(where, layer, join(*layers))

@@ -155,15 +155,15 @@ class Data:
         spaced, sentences = sentences_and_scores.evenly_spaced, sentences_and_scores.english_sentences()
         if smoke:
             sentences = sentences[::20]
-        random, others = np.random.default_rng(seed), sentences[0::2]
+        random, others, chosen_by = np.random.default_rng(seed), sentences[0::2], 2 if smoke else CHOSEN_BY
         random.shuffle(others)
         more = [] if smoke else docstrings(set(sentences))
         random.shuffle(more)
         self.model = minilm.load_model()
-        self.calibrate_on = batches_of([*others[:-CHOSEN_BY], *more[:CALIBRATE_ON]])
+        self.calibrate_on = full_batches_of([*others[:-chosen_by], *more[:CALIBRATE_ON]])
         # Each sentence once: what is seen often is learned by heart.
-        self.chosen_by = batches_of(others[-CHOSEN_BY:])
-        self.train_on = batches_of([*others[:-CHOSEN_BY], *more[:TRAIN_ON]])
+        self.chosen_by = batches_of(others[-chosen_by:])
+        self.train_on = batches_of([*others[:-chosen_by], *more[:TRAIN_ON]])
         self.key = f"{len(sentences)} sentences, seed {seed}"
         self.ids, self.mask = minilm.tokenize(spaced(sentences[1::2], 8 if smoke else COMPARED_ON), TOKENS)
         self.reference = sentences_and_scores.embed_all(self.model, self.ids, self.mask)
@@ -212,6 +212,18 @@ def batches_of(sentences: list[str], size: int = 16) -> list[Batch]:
     for group in np.array_split(np.argsort(lengths), math.ceil(len(lengths) / size)):
         length = TOKENS // 2 if lengths[group].max() <= TOKENS // 2 else TOKENS
         batches.append((ids[group, :length], mask[group, :length]))
+    return batches
+
+
+def full_batches_of(sentences: list[str], size: int = 32) -> list[Batch]:
+    """Batches without padding, whose inputs would be counted: sentences are cut to one of six lengths."""
+    lengths = np.asarray(minilm.tokenize(sentences, TOKENS)[1]).sum(axis=1)
+    cut = np.asarray([8, 12, 16, 20, 26, 36])
+    group = np.searchsorted(cut, lengths, side="right") - 1
+    batches = []
+    for n, length in enumerate(cut):
+        of_length = [sentences[i] for i in np.flatnonzero(group == n)]
+        batches += [minilm.tokenize(of_length[i : i + size], int(length)) for i in range(0, len(of_length), size)]
     return batches
 
 

@@ -11,6 +11,7 @@ shows them, `--table` prints what the file holds, `--smoke` runs one recipe on f
 import argparse
 import ast
 import dataclasses
+import functools as ft
 import json
 import math
 import pickle
@@ -55,13 +56,15 @@ CALIBRATE_ON, TRAIN_ON, CHOSEN_BY, COMPARED_ON = 200, 700, 48, 256
 class Recipe(NamedTuple):
     """How a model is quantized: a start, and how many rounds of training follow.
 
-    `peers` and `bar` are what other libraries reach with as many bits, and what this one should.
+    `peers` and `bar` are what other libraries reach with as many bits, and what this one should. `rotated` starts from
+    the rotated model.
     """
 
     start: Callable[["Data"], Any]
     rounds: int = 0
     bar: str = ""
     peers: str = ""
+    rotated: bool = False
 
 
 # The levels of least squared error for normally distributed values.
@@ -102,10 +105,28 @@ def in_order(linear: Any, of_words: Mapping[str, Any], inner: Any = None) -> Cal
     )
 
 
+def products_of_codes(
+    weights: eqq.AbstractFormat, activations: Any, method: Any = eqq.MSE, *, rotated: bool = False
+) -> Callable[["Data"], Any]:
+    """`activations` is a format, or a calibrator that finds one scale for all inputs."""
+
+    def start(data: "Data") -> Any:
+        of_inputs = activations
+        if not isinstance(activations, eqq.AbstractFormat):
+            of_inputs = eqq.calibrate.collect_stats(data.model, data.calibrate_on, apply=tokens, calibrator=activations)
+        rules = {"embeddings.*": eqq.Int8(), "*": eqq.Use(weights, method(data.stats(rotated)))}
+        return eqq.quantize_tree(data.rotated() if rotated else data.model, rules, activations=of_inputs)
+
+    return start
+
+
 def recipes() -> dict[str, Recipe]:
     int2, int3, int4, int5 = eqq.Int2(32, **HALF), eqq.Int3(64, **HALF), eqq.Int4(64, **HALF), eqq.Int5(128, **HALF)
     int3_128, int5_64, int6 = eqq.Int3(128, **HALF), eqq.Int5(64, **HALF), eqq.Int6(128, **HALF)
     nf4, affine4 = eqq.NF4(64, **HALF), eqq.Int4(64, symmetric=False, **HALF)
+    int8, affine8 = eqq.Int8(), eqq.Int8(symmetric=False)
+    static = eqq.calibrate.MSE(eqq.Int8("tensor", symmetric=False))
+    token4 = eqq.Int4(None, symmetric=False)
     mse, use = eqq.MSE(), lambda format: eqq.Use(format, eqq.MSE())
     return {
         "int2 rounded": Recipe(rounded(int2)),
@@ -136,6 +157,12 @@ def recipes() -> dict[str, Recipe]:
         "4.25": Recipe(learned(int5, words(3, 96), {"value": int6, "output": int6}), 2, ".991", ".9884"),
         "4.32": Recipe(learned(int5, words(3, 96), {"value": int6, "up": int6}), 2, ".992", ".9898"),
         "4.80": Recipe(learned(int5_64, words(4, 64), {"value": int6, "output": int6}), 2, ".997", ".9955"),
+        "W8A8 per token": Recipe(products_of_codes(int8, affine8), 0, ".999", ".9988"),
+        "W8A8 per token, rotated": Recipe(products_of_codes(int8, affine8, rotated=True), 0, ".999", ".9988", True),
+        "W8A8 static": Recipe(products_of_codes(int8, static), 0, ".99", ".983"),
+        "W4A4 per token, rotated": Recipe(
+            products_of_codes(affine4, token4, eqq.LearnedRounding, rotated=True), 2, ".975", ".970", True
+        ),
     }
 
 
@@ -167,21 +194,27 @@ class Data:
         self.key = f"{len(sentences)} sentences, seed {seed}"
         self.ids, self.mask = minilm.tokenize(spaced(sentences[1::2], 8 if smoke else COMPARED_ON), TOKENS)
         self.reference = sentences_and_scores.embed_all(self.model, self.ids, self.mask)
-        self._stats: Any = None
 
-    def stats(self) -> Any:
-        path = MODELS / f"statistics of {self.key}.pickle"
-        if self._stats is None and path.exists():
-            self._stats = pickle.loads(path.read_bytes())
-        if self._stats is None:
-            self._stats = eqq.calibrate.collect_stats(self.model, self.calibrate_on, apply=tokens, gram=True)
-            MODELS.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(pickle.dumps(self._stats))
-        return self._stats
+    @ft.cache
+    def rotated(self) -> Any:
+        return eqq.rotate(self.model)
+
+    @ft.cache
+    def stats(self, rotated: bool = False) -> Any:
+        path = MODELS / f"statistics of {self.key}{', rotated' if rotated else ''}.pickle"
+        if path.exists():
+            return pickle.loads(path.read_bytes())
+        model = self.rotated() if rotated else self.model
+        stats = eqq.calibrate.collect_stats(model, self.calibrate_on, apply=tokens, gram=True)
+        MODELS.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pickle.dumps(stats))
+        return stats
 
     def scores(self, q: minilm.Encoder) -> dict[str, float]:
         """The mean cosine with the float model, and the share of the ten nearest sentences that are the same."""
-        found = sentences_and_scores.embed_all(eqq.dequantize_tree(q), self.ids, self.mask)
+        quantizing = lambda x: isinstance(x, eqq.ActivationQuantizedArray)
+        dense = q if any(map(quantizing, jax.tree.leaves(q, is_leaf=quantizing))) else eqq.dequantize_tree(q)
+        found = sentences_and_scores.embed_all(dense, self.ids, self.mask)
         neighbours = sentences_and_scores.neighbours
         return {
             "cosine": float(np.sum(found * self.reference, axis=1).mean()),
@@ -256,11 +289,11 @@ def bits_of(q: minilm.Encoder) -> float:
     return 8 * sum(leaf.nbytes for leaf in leaves) / sum(math.prod(leaf.shape) for leaf in leaves)
 
 
-def one_round(q: minilm.Encoder, data: Data, n: int, passes: int) -> minilm.Encoder:
+def one_round(q: minilm.Encoder, model: minilm.Encoder, data: Data, n: int, passes: int) -> minilm.Encoder:
     steps = passes * len(data.train_on)
     return eqq.distill(
         q,
-        data.model,
+        model,
         data.train_on,
         held_out=data.chosen_by,
         apply=sentences_and_tokens,
@@ -276,10 +309,11 @@ def run(name: str, recipe: Recipe, last: int, seed: int, data: Data, results: Pa
     key = f"{name}, seed {seed}"
     path = MODELS / f"{key}.safetensors"
     rounds: list[dict[str, float]] = read(results)["recipes"].get(key, []) if path.exists() else []
-    q = eqq.load(path, data.model) if 0 < len(rounds) <= last else None
+    model = data.rotated() if recipe.rotated else data.model
+    q = eqq.load(path, model) if 0 < len(rounds) <= last else None
     while len(rounds) <= last:
         start = time.perf_counter()
-        q = recipe.start(data) if q is None else one_round(q, data, len(rounds) - 1, passes)
+        q = recipe.start(data) if q is None else one_round(q, model, data, len(rounds) - 1, passes)
         q = jax.block_until_ready(q)
         seconds = time.perf_counter() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

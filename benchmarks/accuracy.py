@@ -68,11 +68,12 @@ NORMAL_2 = [sign * level for sign in (-1, 1) for level in (0.4528, 1.5104)]
 HALF: dict[str, Any] = {"scale_dtype": "float16"}
 
 
-def words(bits: int, size: int | None) -> dict[str, Any]:
-    """Rules for what is looked up. The two rows of token types are added to every token."""
-    levels = {2: NORMAL_2, 3: NORMAL_3}
-    format = eqq.NF4(size, **HALF) if bits == 4 else eqq.Codebook(levels[bits], size, **HALF)
-    return {"embeddings.token_type.*": eqq.Int8(), "embeddings.*": eqq.Use(format, eqq.MSE())}
+def words(bits: int, size: int | None, positions: int | None = None) -> dict[str, Any]:
+    """Rules for what is looked up. Positions, which are few, may have more bits, and token types have."""
+    codebooks = {2: eqq.Codebook(NORMAL_2, size, **HALF), 3: eqq.Codebook(NORMAL_3, size, **HALF)}
+    use = lambda bits: eqq.Use(codebooks.get(bits, eqq.NF4(size, **HALF)), eqq.MSE())
+    of_positions = {} if positions is None else {"embeddings.position.*": use(positions)}
+    return {"embeddings.token_type.*": eqq.Int8(), **of_positions, "embeddings.*": use(bits)}
 
 
 def rounded(format: eqq.AbstractFormat, method: eqq.AbstractMethod | None = None) -> Callable[["Data"], Any]:
@@ -154,13 +155,13 @@ def recipes() -> dict[str, Recipe]:
         "int4 learned": Recipe(learned(int4, {})),
         "NF4 learned": Recipe(learned(nf4, {})),
         "int3 in order": Recipe(in_order(int3, {}, mse)),
-        "2.57": Recipe(learned(int3_128, words(2, None)), 1),
-        "2.76": Recipe(learned(int3, words(2, None), {"value": int5_64, "output": nf4}), 1),
+        "2.57": Recipe(learned(int3_128, words(2, None, 3)), 1),
+        "2.76": Recipe(learned(int3, words(2, None, 4), {"value": int5_64, "output": nf4}), 1),
         "3.30": Recipe(learned(int4, words(2, 64), {"value": int5_64, "output": int5_64}), 1),
         "3.78": Recipe(learned(nf4, words(3, 96), {"value": int5_64, "output": int5_64}), 1),
         "4.13, no data": Recipe(rounded_by({**words(3, 96), "*.value.weight": use(int6), "*": use(int5)})),
-        "4.25": Recipe(learned(int5, words(3, 96), {"value": int6, "output": int6}), 1),
-        "4.32": Recipe(learned(int5, words(3, 96), {"value": int6, "up": int6}), 1),
+        "4.25": Recipe(learned(int5, words(3, 64, 4), {"value": int6, "output": int6}), 1),
+        "4.32": Recipe(learned(int5, words(3, 48, 4), {"value": int6, "output": int6}), 1),
         "4.80": Recipe(learned(int5_64, words(4, 64), {"value": int6, "output": int6}), 1),
         "W8A8 per token": Recipe(products_of_codes(int8, affine8)),
         "W8A8 per token, rotated": Recipe(products_of_codes(int8, affine8, rotated=True), rotated=True),

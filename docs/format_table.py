@@ -4,6 +4,7 @@
 """
 
 import argparse
+import json
 import math
 import pathlib
 import re
@@ -212,11 +213,53 @@ def methods() -> str:
     return markdown(("Format", "Method", "SQNR, dB:", "SQNR with heavy tails, dB:", "HQQ's measure:"), rows)
 
 
+# What the mixes of `benchmarks/accuracy.py` are: linear layers, those with more bits, and words.
+MIXES = {
+    "2.57": "3 bits; words 2",
+    "2.76": "3 bits, value 5, output 4; words 2",
+    "3.30": "4 bits, value and output 5; words 2",
+    "3.78": "NF4, value and output 5; words 3",
+    "4.13, no data": "5 bits, value 6; words 3; no data",
+    "4.25": "5 bits, value and output 6; words 3",
+    "4.32": "5 bits, value and output 6; words 3 in blocks of 48",
+    "4.80": "5 bits, value and output 6; words 4",
+    "W8A8 per token": "8 bits x 8 bits, a scale for each token",
+    "W8A8 per token, rotated": "the same, rotated",
+    "W8A8 static": "8 bits x 8 bits, scales from calibration",
+    "W4A4 per token, rotated": "4 bits x 4 bits, a scale for each token, rotated",
+}
+
+
+def accuracy() -> str:
+    """What `benchmarks/accuracy.py` measured: the last round of each mix, for each seed."""
+    results = json.loads((DOCS.parent / "benchmarks" / "accuracy.json").read_text())
+    rows = []
+    for name, what in MIXES.items():
+        keys = [f"{name}, seed {seed}" for seed in range(2)]
+        rounds = [results["recipes"][key] for key in keys if key in results["recipes"]]
+        if not rounds:
+            continue
+        last, peers = [of_seed[-1] for of_seed in rounds], results["peers"].get(name)
+        of = lambda key, digits, last=last: " / ".join(f"{row[key]:.{digits}f}" for row in last)
+        seconds = " + ".join(f"{row['seconds']:.0f}" for row in rounds[0])
+        row = (
+            what,
+            f"{last[0]['bits']:.2f}",
+            of("cosine", 4),
+            of("nearest", 3),
+            "" if peers is None else f"{peers:g}",
+        )
+        rows.append((*row, seconds, f"{last[0]['gigabytes']:.1f}"))
+    header = ("Weights", "Bits:", "Cosine:", "Same 10 nearest:", "Others:", "Seconds:", "Peak GB:")
+    return markdown(header, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "formats": ("formats.md", formats),
     "two-bits": ("design.md", two_bits),
     "double-quant": ("design.md", double_quant),
     "methods": ("calibrate.md", methods),
+    "accuracy": ("calibrate.md", accuracy),
     "training-memory": ("training.md", training_memory),
 }
 

@@ -120,6 +120,21 @@ def test_corrections_make_up_for_earlier_errors():
     assert whole < 0.9 * half < 0.9 * 0.9 * none
 
 
+def test_continues_with_quantized_activations():
+    model = eqx.nn.MLP(16, 16, 16, 2, key=jr.key(0))
+    x = jr.normal(jr.key(1), (32, 16))
+    for activations in ("int8", collect_stats(model, x)):
+        options, done = {"activations": activations}, []
+        q = eqq.quantize_sequentially(model, x, "int4", eqq.GPTQ(), after_each=done.append, **options)
+        assert len(done) == 3
+        for saved in done[:-1]:
+            again = eqq.quantize_sequentially(saved, x, "int4", eqq.GPTQ(), float_model=model, **options)
+            jax.tree.map(np.testing.assert_array_equal, again, q)
+    with pytest.raises(ValueError, match="before it was quantized. Got one that differs at layers.0.weight"):
+        other = eqx.nn.MLP(8, 16, 16, 2, key=jr.key(0))
+        eqq.quantize_sequentially(done[0], x, "int4", eqq.GPTQ(), float_model=other)
+
+
 def test_shared_arrays_convolutions_and_other_methods():
     model = eqx.nn.MLP(16, 16, 16, 2, key=jr.key(0))
     model = eqx.tree_at(lambda m: m.layers[1].weight, model, model.layers[0].weight)

@@ -1,20 +1,24 @@
-"""Pairs of layers between which a factor for each channel can move: what makes the channels, and what takes them."""
+"""Layers between which a factor for each channel, or a rotation, can move: what makes channels, and what takes them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._array.mapped import beside
 from .leaves import Leaf, some
 from .patterns import compile_pattern
-from .rotate import unmappable_reason
+from .weights import ineligible_reason, is_embedding, unmappable_reason
 
 
 class Into(NamedTuple):
-    """Where the outputs of a layer go, for the `fold` of [`eqquant.smooth`][].
+    """Where the outputs of a layer go, for the `fold` of [`eqquant.smooth`][] and of [`eqquant.rotate`][].
 
     !!! Example
 
@@ -29,7 +33,7 @@ class Into(NamedTuple):
 
     - `weights`: patterns of the weights that take the outputs.
     - `head_size`: the channels of one head, where each head of the producer feeds several heads of the consumer, as in
-        attention with grouped queries.
+        attention with grouped queries. A rotation stays within a head, so it needs this for every attention.
     - `offset`: what the layer adds to its weight before it multiplies by it: 1 for the norms of Gemma.
     """
 
@@ -39,6 +43,37 @@ class Into(NamedTuple):
 
 
 Folds = Mapping[str, str | Into]
+
+
+class Residual(NamedTuple):
+    """What takes the sum of a residual stream, for the `fold` of [`eqquant.rotate`][]: norms, and weights after them.
+
+    Norms must divide by the root of the mean square alone, as `equinox.nn.RMSNorm` does without a bias. Their gains
+    move into the weights after them.
+
+    !!! Example
+
+        ```python
+        writers = ("embedding.weight", "layers.{n}.attention.output.{p}", "layers.{n}.mlp.down.{p}")
+        readers = {
+            "layers.{n}.attention_norm.weight": "layers.{n}.attention.{x:q|k|v}.weight",
+            "layers.{n}.mlp_norm.weight": "layers.{n}.mlp.{x:gate|up}.weight",
+            "norm.weight": "head.weight",
+        }
+        model = eqq.rotate(model, fold={writers: eqq.Residual(readers)})
+        ```
+
+    **Arguments:**
+
+    - `norms`: from patterns of the gains of norms to patterns of the weights that take what these return.
+    - `offset`: what norms add to their gains before they multiply by them: 1 for those of Gemma.
+    """
+
+    norms: Mapping[str, str]
+    offset: float | int = 0
+
+
+Rotations = Mapping[str | tuple[str, ...], str | Into | Residual]
 
 
 class Fold(NamedTuple):
@@ -65,6 +100,19 @@ class Fold(NamedTuple):
         return v.reshape(*v.shape[:-1], kv, times, size)[..., 0, :].reshape(*v.shape[:-1], kv * size)
 
 
+class Stream(NamedTuple):
+    """A residual stream, by numbers among the leaves.
+
+    - `writers`: what is added to it, and the axis of its channels.
+    - `norms`: a gain each, and the weights after it.
+    """
+
+    name: str
+    writers: Mapping[int, int]
+    norms: Mapping[int, Sequence[int]]
+    offset: float | int
+
+
 def find_folds(folds: Folds, leaves: Sequence[Leaf], axes: Mapping[int, int]) -> list[Fold]:
     """Returns the pairs that rules describe. Raises if one is not foldable, by its shapes.
 
@@ -80,14 +128,73 @@ def find_folds(folds: Folds, leaves: Sequence[Leaf], axes: Mapping[int, int]) ->
                     f"{leaves[n].path}."
                 )
             consumed[n] = fold.name
-        for n in (*fold.producers, *fold.consumers):
-            other = [leaf.path for m, leaf in enumerate(leaves) if leaf.value is leaves[n].value and m != n]
-            if other:
-                raise ValueError(
-                    f"`fold` must change arrays that stand in one place. Got {leaves[n].path}, which is the same array "
-                    f"as {some(other)}. Leave this pair out, or copy the array."
-                )
+        _check_alone((*fold.producers, *fold.consumers), leaves)
     return found
+
+
+def _check_alone(numbers: Iterable[int], leaves: Sequence[Leaf]) -> None:
+    for n in numbers:
+        other = [leaf.path for m, leaf in enumerate(leaves) if leaf.value is leaves[n].value and m != n]
+        if other:
+            raise ValueError(
+                f"`fold` must change arrays that stand in one place. Got {leaves[n].path}, which is the same array "
+                f"as {some(other)}. Leave this pair out, or copy the array."
+            )
+
+
+def find_stream(writers: tuple[str, ...], into: Residual, leaves: Sequence[Leaf], axes: Mapping[int, int]) -> Stream:
+    """Returns the residual stream that a rule describes. Raises if rotating it would change the model."""
+    if not isinstance(into.norms, Mapping) or not into.norms:
+        raise TypeError(f"`eqq.Residual` must map norms to the weights after them. Got {into.norms!r}.")
+    norms: dict[int, list[int]] = {}
+    for gain, weights in into.norms.items():
+        found, taking = _matching_some(gain, leaves), _matching_some(weights, leaves)
+        for n, groups in found:
+            _check_norm(leaves[n], leaves)
+            shared = groups.keys() & taking[0][1].keys()
+            norms[n] = [m for m, of in taking if all(of[name] == groups[name] for name in shared)]
+            if not norms[n]:
+                raise ValueError(f"`fold` must name the weights that take what {leaves[n].path} returns. Got none.")
+    channels: dict[int, int] = {}
+    for text in writers:
+        matched = _matching_some(text, leaves)
+        # A pattern matches weights with their biases, which have an axis less.
+        ndim = max(np.ndim(leaves[n].value) for n, _ in matched)
+        for n, _ in matched:
+            if (reason := ineligible_reason(leaves[n].value)) is not None:
+                raise ValueError(f"`fold` needs floats. Got {leaves[n].path}: {reason}. Rotate before you quantize.")
+            is_vector = np.ndim(leaves[n].value) < ndim or ndim == 1 or is_embedding(leaves[n])
+            if not is_vector and n not in axes:
+                raise ValueError(f"`fold` needs weights. Got {leaves[n].path}: {unmappable_reason(leaves[n])}.")
+            channels[n] = -1 if is_vector else -3 - axes[n]
+    consumers = collections.Counter(n for weights in norms.values() for n in weights)
+    for n, times in consumers.items():
+        if n not in axes or times > 1:
+            reason = unmappable_reason(leaves[n]) if n not in axes else "it takes what several norms return"
+            raise ValueError(f"`fold` needs weights of linear layers after a norm. Got {leaves[n].path}: {reason}.")
+    along = [*((n, -1) for n in norms), *channels.items(), *((n, axes[n]) for n in consumers)]
+    size = leaves[next(iter(norms))].value.shape[-1]
+    others = [f"{leaves[n].path} of {leaves[n].value.shape}" for n, a in along if leaves[n].value.shape[a] != size]
+    if others:
+        raise ValueError(
+            f"What writes to a residual stream, and what reads it, must have the {size} channels of its norms. Got "
+            f"{some(others)}."
+        )
+    _check_alone((*channels, *norms, *consumers), leaves)
+    return Stream(some(writers), channels, norms, into.offset)
+
+
+def _check_norm(norm: Leaf, leaves: Sequence[Leaf]) -> None:
+    """Raises unless a rotation passes through a norm, as far as its type and its parameters tell."""
+    beside = [leaf for leaf in leaves if leaf.keys[:-1] == norm.keys[:-1]]
+    biases = [leaf.path for leaf in beside if leaf.name in ("bias", "beta", "b")]
+    reason = "subtracts the mean of its channels" if "LayerNorm" in type(norm.layer).__name__ else None
+    reason = f"adds {some(biases)}" if reason is None and biases else reason
+    if reason is not None:
+        raise ValueError(
+            f"A rotation passes through norms that only divide by the root of the mean square. Got {norm.path}, whose "
+            f"layer {reason}. Leave the residual stream out of `fold`: each product then rotates its operand."
+        )
 
 
 def _of_rule(key: str, into: str | Into, leaves: Sequence[Leaf], axes: Mapping[int, int]) -> Iterator[Fold]:
@@ -98,13 +205,8 @@ def _of_rule(key: str, into: str | Into, leaves: Sequence[Leaf], axes: Mapping[i
             "`fold` must map the path of what makes channels to the paths of weights that take them, such as "
             f"{{'layers.{{n}}.norm.{{p}}': 'layers.{{n}}.up.weight'}}. Got {key!r}: {into!r}."
         )
-    producing, taking = _matching(key, leaves), [m for text in into.weights for m in _matching(text, leaves)]
-    for text, matched in ((key, producing), *((text, _matching(text, leaves)) for text in into.weights)):
-        if not matched:
-            raise ValueError(
-                f"Each pattern of `fold` must match a leaf. Got {text!r}, which matches none of: "
-                f"{some(leaf.path for leaf in leaves)}."
-            )
+    producing = _matching_some(key, leaves)
+    taking = [m for text in into.weights for m in _matching_some(text, leaves)]
     shared = sorted(producing[0][1].keys() & taking[0][1].keys())
     of = lambda groups: tuple(groups[name] for name in shared)
     for values in dict.fromkeys(of(groups) for _, groups in producing):
@@ -114,6 +216,15 @@ def _of_rule(key: str, into: str | Into, leaves: Sequence[Leaf], axes: Mapping[i
         if not consumers:
             raise ValueError(f"`fold` must name the weights that take the outputs of {name}. Got none in {into}.")
         yield Fold(name, producers, consumers, _heads(name, producers, consumers, into, leaves, axes), into.offset)
+
+
+def _matching_some(text: str, leaves: Sequence[Leaf]) -> list[tuple[int, dict[str, str]]]:
+    if not (matched := _matching(text, leaves)):
+        raise ValueError(
+            f"Each pattern of `fold` must match a leaf. Got {text!r}, which matches none of: "
+            f"{some(leaf.path for leaf in leaves)}."
+        )
+    return matched
 
 
 def _matching(text: str, leaves: Sequence[Leaf]) -> list[tuple[int, dict[str, str]]]:
@@ -149,9 +260,9 @@ def _heads(
             f"The outputs of {name} must be the inputs of its weights. Got {outputs} outputs and {inputs} inputs. "
             "Leave this pair out of `fold`."
         )
-    if size_in == size_out:
-        return 1, 1, size_out
     size = into.head_size
+    if size_in == size_out and size is None:
+        return 1, 1, size_out
     if size is None or size_out % size:
         raise ValueError(
             f"{name} has {size_out} outputs, and {some(inputs)} has {size_in} inputs. Several heads share an output: "
@@ -182,3 +293,42 @@ def multiplied(x: Array, by: Array, axis: int) -> Array:
     """Returns a weight whose inputs, along an axis, are multiplied by one number each."""
     by = beside(by, x.ndim, axis)
     return (x.astype(jnp.float32) * by).astype(x.dtype)
+
+
+def check_outputs(
+    model: PyTree,
+    model_of: Callable[[Iterable[int]], PyTree],
+    names: Sequence[str],
+    batches: Iterable[PyTree],
+    apply: Callable[[Any, Any], Any] | None,
+    remedy: str,
+) -> None:
+    """Raises if the folded model computes something else, and names the pairs that do."""
+    run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
+    data = [batches] if isinstance(batches, (jax.Array, np.ndarray)) else list(batches)
+    if not data:
+        raise ValueError(
+            "`batches` must hold at least one batch. Got none. A generator can be used only once: pass a list."
+        )
+
+    def differs(numbers: Iterable[int], batch: PyTree) -> bool:
+        return not _alike(run(model_of(numbers), batch), run(model, batch))
+
+    for batch in data:
+        if differs(range(len(names)), batch):
+            wrong = [name for n, name in enumerate(names) if differs([n], batch)]
+            raise ValueError(
+                f"Each pair of `fold` must leave the outputs of the model unchanged. Got others with "
+                f"{some(wrong or names)}: something stands between the two that is not linear in each channel, or "
+                f"something else takes the outputs too, such as a residual sum. {remedy}"
+            )
+
+
+def _alike(found: PyTree, wanted: PyTree) -> bool:
+    for a, b in zip(jtu.tree_leaves(found), jtu.tree_leaves(wanted), strict=True):
+        if eqx.is_inexact_array(b):
+            tolerance = 1e-4 if jnp.finfo(b.dtype).bits >= 32 else 5e-2
+            largest = jnp.max(jnp.abs(jnp.where(jnp.isfinite(b), b, 0).astype(jnp.float32)), initial=0)
+            if not jnp.allclose(a, b, rtol=0, atol=float(tolerance * largest) + 1e-12, equal_nan=True):
+                return False
+    return True

@@ -1,20 +1,36 @@
-"""Rotates the inputs of weights, online: each product transforms its operand."""
+"""Rotates the inputs of weights: in the weights before them, or online, where each product transforms its operand."""
 
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .._array.array import is_quantized
 from .._array.rotated import RotatedArray
-from .leaves import is_mapped, Leaf, some
+from .._numerics import hadamard
+from .folds import check_outputs, find_folds, find_stream, Fold, output_axis, Residual, Rotations, Stream
+from .leaves import Leaf, some
 from .select import select_leaves, Where
-from .weights import convolved_axes, default_skip_reason, ineligible_reason, input_axis, is_embedding
+from .weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
 
 
-def rotate(model: PyTree, *, where: Where | None = None, axis: int | None = None, seed: int = 0) -> PyTree:
+Change = Callable[[Array], Array]
+
+
+def rotate(
+    model: PyTree,
+    *,
+    fold: Rotations | None = None,
+    where: Where | None = None,
+    axis: int | None = None,
+    seed: int = 0,
+    online: bool = True,
+    batches: Iterable[PyTree] | None = None,
+    apply: Callable[[Any, Any], Any] | None = None,
+) -> PyTree:
     r"""Rotates the inputs of weights by a randomised Hadamard transform, so that no input and no weight is far larger
     than the others. Call it before you quantize.
 
@@ -35,6 +51,16 @@ def rotate(model: PyTree, *, where: Where | None = None, axis: int | None = None
     Costs $O(K \log K)$ for each $x$ of $K$ inputs. Under `jit`, weights that are multiplied by the same $x$ share it.
     [`eqquant.dequantize_tree`][] returns the dense weights $W$.
 
+    It costs nothing where the layers before can return rotated outputs. You name these as `fold`: a residual stream,
+    with what writes to it and what reads it, and pairs of layers such as the values and the output of attention. Their
+    weights stay plain arrays, and all others rotate online.
+
+    !!! Example
+
+        ```python
+        model = eqq.rotate(model, fold=eqq.io.names.llama_rotations(head_size=128), batches=batches)
+        ```
+
     ??? cite
 
         [QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs](https://arxiv.org/abs/2404.00456)
@@ -42,10 +68,16 @@ def rotate(model: PyTree, *, where: Where | None = None, axis: int | None = None
     **Arguments:**
 
     - `model`: any pytree of floats.
-    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`. By default, every weight that
-        [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions.
+    - `fold`: from patterns of what makes channels to what takes them: an [`eqquant.Residual`][], or for a pair of
+        layers an [`eqquant.Into`][] or the pattern of a weight, as in [`eqquant.smooth`][]. In a pair nothing but sums
+        over tokens may stand between the two. `eqq.io.names` has those of some families of models.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`, whose inputs are rotated. By default, every
+        weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions.
     - `axis`: the axis of the inputs of every weight, if it is not known: -2 for weights that are used as `x @ w`.
     - `seed`: of the random signs. It is part of the structure of the result, which has no more leaves than `model`.
+    - `online`: whether weights that `fold` does not reach rotate their operands. Otherwise they stay as they are.
+    - `batches`, `apply`: data on which to compare the result with the model before, and a function
+        `(model, batch) -> outputs`, as for [`eqquant.smooth`][].
 
     **Returns:**
 
@@ -53,9 +85,10 @@ def rotate(model: PyTree, *, where: Where | None = None, axis: int | None = None
 
     **Raises:**
 
-    `ValueError` if nothing is selected, for another `axis`, or if `seed` is no whole number or negative; `TypeError` if
-    `where` selects a leaf that is no floating point weight, is quantized, or belongs to a convolution. The message
-    names the leaf.
+    `ValueError` if nothing is selected, for another `axis`, or if `seed` is no whole number or negative; if `fold` does
+    not fit: a pattern matches nothing, shapes differ, an array stands in several places, a norm subtracts a mean or
+    adds a bias, or the outputs on `batches` change. `TypeError` if `where` selects a leaf that is no floating point
+    weight, is quantized, or belongs to a convolution. The message names the leaf.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(
@@ -66,19 +99,42 @@ def rotate(model: PyTree, *, where: Where | None = None, axis: int | None = None
     selections = select_leaves(
         model, where, ineligible=unmappable_reason, skip=unmapped_reason, kind="float weights of linear layers"
     )
-    values, done = [leaf.value for leaf, _ in selections], {}
-    for n, (leaf, reason) in enumerate(selections):
-        of_leaf, x = mapped_axis(leaf, axis), leaf.value
-        if reason is None and of_leaf is not None:
-            if (id(x), of_leaf) not in done:
-                done[id(x), of_leaf] = _rotated(x, seed, of_leaf)
-            values[n] = done[id(x), of_leaf]
-    if not done:
+    leaves = [leaf for leaf, _ in selections]
+    axes = {n: a for n, leaf in enumerate(leaves) if (a := mapped_axis(leaf, axis)) is not None}
+    chosen = {n for n, (_, reason) in enumerate(selections) if reason is None and n in axes}
+    # What reads the same channels changes together, or not at all.
+    turns = [turn for turn in _turns(fold or {}, leaves, axes, seed) if chosen.issuperset(turn.readers)]
+    alone = sorted(chosen.difference(*(turn.readers for turn in turns))) if online else []
+    if not turns and not alone:
         raise ValueError(
             "`rotate` needs weights in float. Got none among the leaves "
             f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). Rotate before you quantize."
         )
-    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_quantized), values)
+    before = [leaf.value for leaf in leaves]
+    treedef = jtu.tree_structure(model, is_leaf=is_quantized)
+
+    def turned(numbers: Iterable[int]) -> list[Any]:
+        values = list(before)
+        changes: dict[int, list[Change]] = {}
+        for number in numbers:
+            for n, change in turns[number].changes:
+                changes.setdefault(n, []).append(change)
+        for n, of_leaf in changes.items():
+            values[n] = _changed(values[n], of_leaf)
+        return values
+
+    values = turned(range(len(turns)))
+    if batches is not None:
+        model_of = lambda numbers: jtu.tree_unflatten(treedef, turned(numbers))
+        remedy = "Leave it out of `fold`: each product then rotates its operand."
+        check_outputs(model, model_of, [turn.name for turn in turns], batches, apply, remedy)
+    done, plain = {}, list(values)
+    for n in alone:
+        key = id(plain[n]), axes[n]
+        if key not in done:
+            done[key] = _rotated(plain[n], seed, axes[n])
+        values[n] = done[key]
+    return jtu.tree_unflatten(treedef, values)
 
 
 def _rotated(x: Any, seed: int, axis: int) -> RotatedArray:
@@ -90,36 +146,81 @@ def _rotated(x: Any, seed: int, axis: int) -> RotatedArray:
 _of = jax.jit(RotatedArray.of, static_argnums=(1, 2))
 
 
-def check_axis(axis: Any) -> None:
-    """Raises unless `axis` may be the axis of the inputs of every weight, or `None`."""
-    if axis not in (None, -1, -2):
+class _Turn(NamedTuple):
+    """A rotation that `fold` describes: the weights that read its channels, and the changes of leaves, by number."""
+
+    name: str
+    readers: frozenset[int]
+    changes: Sequence[tuple[int, Change]]
+
+
+def _turns(fold: Rotations, leaves: Sequence[Leaf], axes: Mapping[int, int], seed: int) -> list[_Turn]:
+    streams = {key: into for key, into in fold.items() if isinstance(into, Residual)}
+    if any(not isinstance(key, str) for key in fold.keys() - streams.keys()):
+        raise TypeError("`fold` must map several patterns at once to an `eqq.Residual`. Give each pair its own entry.")
+    pairs: dict[Any, Any] = {key: into for key, into in fold.items() if key not in streams}
+    several = lambda key: (key,) if isinstance(key, str) else tuple(key)
+    found = [_of_stream(find_stream(several(k), into, leaves, axes), leaves, axes, seed) for k, into in streams.items()]
+    found += [_of_pair(pair, leaves, axes, seed) for pair in find_folds(pairs, leaves, axes)]
+    readers = [n for turn in found for n in turn.readers]
+    if twice := {leaves[n].path for n in readers if readers.count(n) > 1}:
+        raise ValueError(f"`fold` must rotate the inputs of each weight once. Got several for {some(sorted(twice))}.")
+    return found
+
+
+def _of_stream(stream: Stream, leaves: Sequence[Leaf], axes: Mapping[int, int], seed: int) -> _Turn:
+    changes: list[tuple[int, Change]] = []
+    for norm, weights in stream.norms.items():
+        gain = leaves[norm].value
+        gain = jnp.ones(gain.shape) if isinstance(gain, jax.ShapeDtypeStruct) else jnp.asarray(gain, jnp.float32)
+        changes += [(n, _times(gain + stream.offset, axes[n])) for n in weights]
+        changes.append((norm, lambda x: jnp.full_like(x, 1 - stream.offset)))
+    readers = frozenset(n for weights in stream.norms.values() for n in weights)
+    channels = [*stream.writers.items(), *((n, axes[n]) for n in readers)]
+    changes += [(n, _turning(axis, None, seed)) for n, axis in channels]
+    return _Turn(stream.name, readers, changes)
+
+
+def _of_pair(pair: Fold, leaves: Sequence[Leaf], axes: Mapping[int, int], seed: int) -> _Turn:
+    size, first = pair.heads[2], leaves[pair.consumers[0]]
+    outputs = [(n, output_axis(leaves[n], first, axes.get(n))) for n in pair.producers]
+    if all(leaves[n].value.ndim < first.value.ndim for n in pair.producers):
         raise ValueError(
-            f"`axis` must be -1, for weights that are used as `w @ x`, or -2, for `x @ w`. Got {axis!r}. Leave it out "
-            "for the axis that each layer has."
+            f"A pair of `fold` must begin with a weight, whose outputs can be rotated. Got {pair.name}. Name norms in "
+            "an `eqq.Residual`."
         )
+    channels = [*outputs, *((n, axes[n]) for n in pair.consumers)]
+    return _Turn(pair.name, frozenset(pair.consumers), [(n, _turning(axis, size, seed)) for n, axis in channels])
 
 
-def unmappable_reason(leaf: Leaf) -> str | None:
-    """Returns why the inputs of a leaf cannot be mapped, or `None`."""
-    if (reason := ineligible_reason(leaf.value)) is not None:
-        return reason
-    if convolved_axes(leaf) is not None:
-        return "a convolution, whose inputs have several axes"
-    if leaf.value.ndim < 2:
-        return "fewer than two dimensions, so it has no inputs"
-    return None if input_axis(leaf)[0] in (-1, -2) else "its inputs are not one of its last two axes"
+def _turning(axis: Any, size: int | None, seed: int) -> Change:
+    """Rotates along an axis, in blocks of some size."""
+
+    def turn(x: Array) -> Array:
+        rows = jnp.moveaxis(x, axis, -1)
+        blocks = rows.reshape(*rows.shape[:-1], -1, size or rows.shape[-1])
+        return jnp.moveaxis(hadamard.rotate(blocks, -1, seed).reshape(rows.shape), -1, axis)
+
+    return turn
 
 
-def mapped_axis(leaf: Leaf, axis: int | None = None) -> int | None:
-    """Returns the axis of the inputs of a weight, the given one or its own; `None` if there is no such axis."""
-    if ineligible_reason(leaf.value) is not None or leaf.value.ndim < 2 or convolved_axes(leaf) is not None:
-        return None
-    found = input_axis(leaf)[0] if axis is None else axis
-    return found if found in (-1, -2) else None  # pyright: ignore[reportReturnType]
+def _times(gain: Array, axis: int) -> Change:
+    """Multiplies the inputs of a weight, or of a stack of weights, by a gain each."""
+
+    def times(x: Array) -> Array:
+        by = gain.reshape(*gain.shape[:-1], *[1] * (x.ndim - gain.ndim), gain.shape[-1])
+        return x * (by if axis == -1 else jnp.swapaxes(by, -1, -2))
+
+    return times
 
 
-def unmapped_reason(leaf: Leaf) -> str | None:
-    """Returns why the inputs of a weight are not mapped by default, or `None`."""
-    if is_mapped(leaf):
-        return "its inputs are mapped already"
-    return "an embedding" if is_embedding(leaf) else default_skip_reason(leaf)
+def _changed(x: Any, changes: Sequence[Change]) -> Any:
+    """Returns a leaf after all its changes, which are computed in float32 and rounded once."""
+
+    def change(x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        for of_leaf in changes:
+            y = of_leaf(y)
+        return y.astype(x.dtype)
+
+    return jax.eval_shape(change, x) if isinstance(x, jax.ShapeDtypeStruct) else change(jnp.asarray(x))

@@ -18,10 +18,10 @@ from .._array.scaled import ScaledArray
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.inputs import check_statistic
-from .folds import divided, find_folds, Fold, Folds, multiplied
+from .folds import check_outputs, divided, find_folds, Fold, Folds, multiplied
 from .leaves import Leaf, some
-from .rotate import check_axis, mapped_axis, unmappable_reason, unmapped_reason
 from .select import select_leaves, Where
+from .weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
 
 
 class AbstractSmoothing(eqx.Module):
@@ -302,7 +302,8 @@ def smooth(
     values = with_folds(range(len(folds)))
     if batches is not None:
         model_of = lambda numbers: jtu.tree_unflatten(treedef, with_folds(numbers))
-        _check_outputs(model, model_of, [f.name for f in folds], batches, apply)
+        remedy = "Leave the pair out: its weights then keep a vector."
+        check_outputs(model, model_of, [f.name for f in folds], batches, apply, remedy)
     done: dict[int, ScaledArray] = {}  # an array that appears twice is scaled once
     folded_values = list(values)
     for n, by in own.items():
@@ -352,42 +353,3 @@ def _fold(values: list[Any], axes: Mapping[int, int], fold: Fold, by: Array) -> 
         values[n] = divided(jnp.asarray(values[n]), fold.of_outputs(by), axes.get(n), fold.offset)
     for n in fold.consumers:
         values[n] = multiplied(jnp.asarray(values[n]), by, axes[n])
-
-
-def _check_outputs(
-    model: PyTree,
-    model_of: Callable[[Iterable[int]], PyTree],
-    names: Sequence[str],
-    batches: Iterable[PyTree],
-    apply: Callable[[Any, Any], Any] | None,
-) -> None:
-    """Raises if the folded model computes something else, and names the pairs that do."""
-    run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
-    data = [batches] if isinstance(batches, (jax.Array, np.ndarray)) else list(batches)
-    if not data:
-        raise ValueError(
-            "`batches` must hold at least one batch. Got none. A generator can be used only once: pass a list."
-        )
-
-    def differs(numbers: Iterable[int], batch: PyTree) -> bool:
-        return not _alike(run(model_of(numbers), batch), run(model, batch))
-
-    for batch in data:
-        if differs(range(len(names)), batch):
-            wrong = [name for n, name in enumerate(names) if differs([n], batch)]
-            raise ValueError(
-                f"Each pair of `fold` must leave the outputs of the model unchanged. Got others with "
-                f"{some(wrong or names)}: something stands between the two that is not linear in each channel, or "
-                "something else takes the outputs too, such as a residual sum. Leave the pair out: its weights then "
-                "keep a vector."
-            )
-
-
-def _alike(found: PyTree, wanted: PyTree) -> bool:
-    for a, b in zip(jtu.tree_leaves(found), jtu.tree_leaves(wanted), strict=True):
-        if eqx.is_inexact_array(b):
-            tolerance = 1e-4 if jnp.finfo(b.dtype).bits >= 32 else 5e-2
-            largest = jnp.max(jnp.abs(jnp.where(jnp.isfinite(b), b, 0).astype(jnp.float32)), initial=0)
-            if not jnp.allclose(a, b, rtol=0, atol=float(tolerance * largest) + 1e-12, equal_nan=True):
-                return False
-    return True

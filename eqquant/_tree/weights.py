@@ -148,3 +148,38 @@ def _bias_shape(layer: Any) -> tuple[int, ...] | None:
 
 def _several(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def check_axis(axis: Any) -> None:
+    """Raises unless `axis` may be the axis of the inputs of every weight, or `None`."""
+    if axis not in (None, -1, -2):
+        raise ValueError(
+            f"`axis` must be -1, for weights that are used as `w @ x`, or -2, for `x @ w`. Got {axis!r}. Leave it out "
+            "for the axis that each layer has."
+        )
+
+
+def unmappable_reason(leaf: Leaf) -> str | None:
+    """Returns why the inputs of a leaf cannot be mapped, or `None`."""
+    if (reason := ineligible_reason(leaf.value)) is not None:
+        return reason
+    if convolved_axes(leaf) is not None:
+        return "a convolution, whose inputs have several axes"
+    if leaf.value.ndim < 2:
+        return "fewer than two dimensions, so it has no inputs"
+    return None if input_axis(leaf)[0] in (-1, -2) else "its inputs are not one of its last two axes"
+
+
+def mapped_axis(leaf: Leaf, axis: int | None = None) -> int | None:
+    """Returns the axis of the inputs of a weight, the given one or its own; `None` if there is no such axis."""
+    if ineligible_reason(leaf.value) is not None or leaf.value.ndim < 2 or convolved_axes(leaf) is not None:
+        return None
+    found = input_axis(leaf)[0] if axis is None else axis
+    return found if found in (-1, -2) else None  # pyright: ignore[reportReturnType]
+
+
+def unmapped_reason(leaf: Leaf) -> str | None:
+    """Returns why the inputs of a weight are not mapped by default, or `None`."""
+    if is_mapped(leaf):
+        return "its inputs are mapped already"
+    return "an embedding" if is_embedding(leaf) else default_skip_reason(leaf)

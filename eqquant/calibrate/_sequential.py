@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, PyTree
 from rich.progress import Progress
 
+from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized
 from .._array.axes import logical_order, memory_order
 from .._array.quantize import as_method, check_dtype
@@ -86,7 +87,8 @@ def quantize_sequentially(
         with. By default `model` itself.
     - `after_each`: called after each step with the model, as far as it is quantized.
     - `progress`: whether to show a progress bar.
-    - `activations`: as for [`eqquant.quantize_tree`][]. Codes are found for inputs in float.
+    - `activations`: as for [`eqquant.quantize_tree`][]. Codes are found for inputs in float, also where some weights
+        of `model` quantize theirs already.
 
     **Returns:**
 
@@ -106,16 +108,20 @@ def quantize_sequentially(
         raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
     if not 0 <= correction <= 1:
         raise ValueError(f"`correction` must be between 0 and 1. Got {correction}.")
+    model, again_quantizing = _taking_floats(model)
     decisions = decide(model, format, where, None, activations)
     treedef = jtu.tree_structure(model, is_leaf=is_quantized)
     state = _State(decisions, dtype)
     run = eqx.filter_jit(default_apply if apply is None else apply)
     model_of = lambda values: jtu.tree_unflatten(treedef, values)
-    finished = lambda: [with_activations(d, x) for d, x in zip(decisions, state.leaves, strict=True)]
+
+    def finished() -> PyTree:
+        done = [with_activations(d, x) for d, x in zip(decisions, state.leaves, strict=True)]
+        return again_quantizing(model_of(done))
 
     watches = {n: Watch(decisions[n].leaf.path, _stack(decisions[n]), 1.0, True, gated=True) for n in state.owners}
     by_path = {decisions[n].leaf.path: watches[n] for n in state.owners}
-    wanted = state.dense.copy() if float_model is None else _dense_like(float_model, model)
+    wanted = state.dense.copy() if float_model is None else _dense_like(_taking_floats(float_model)[0], model)
 
     def watched(values: list[Any]) -> PyTree:
         leaves = [dataclasses.replace(decisions[n].leaf, value=values[n]) for n in state.first]
@@ -151,8 +157,26 @@ def quantize_sequentially(
                 state.quantize(n, step.layer, _informed(methods[n], pairs[n]), watches[n], correction)
             bar.advance(task)
             if after_each is not None and not state.unfinished:
-                after_each(model_of(finished()))
-    return model_of(finished())
+                after_each(finished())
+    return finished()
+
+
+def _taking_floats(model: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Returns a model whose products quantize no operand, and a function that makes them do so again."""
+    quantizing = lambda x: isinstance(x, ActivationQuantizedArray)
+    nodes, treedef = jtu.tree_flatten(model, is_leaf=quantizing)
+
+    def around(node: Any, array: Any) -> Any:
+        return (
+            eqx.tree_at(lambda w: w.array, node, array, is_leaf=lambda x: x is node.array)
+            if quantizing(node)
+            else array
+        )
+
+    def again(model: PyTree) -> PyTree:
+        return jtu.tree_unflatten(treedef, map(around, nodes, treedef.flatten_up_to(model)))
+
+    return jtu.tree_unflatten(treedef, [x.array if quantizing(x) else x for x in nodes]), again
 
 
 class _State:

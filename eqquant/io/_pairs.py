@@ -1,6 +1,6 @@
-"""Layers of families of models between which a factor for each channel can move, for `eqq.smooth`."""
+"""Layers of families of models between which factors can move, for `eqq.smooth`, or rotations, for `eqq.rotate`."""
 
-from .._tree.folds import Folds, Into
+from .._tree.folds import Folds, Into, Residual, Rotations
 
 
 def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Folds:
@@ -30,6 +30,39 @@ def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layer
         f"{layers}.attention.v.{{p}}": Into((f"{layers}.attention.output.weight",), head_size),
         f"{layers}.mlp.up.{{p}}": f"{layers}.mlp.down.weight",
     }
+
+
+def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Rotations:
+    """Returns what can be rotated in Llama and its relatives at no cost, by the paths of [`eqquant.io.names.llama`][],
+    for [`eqquant.rotate`][]: the residual stream, and the heads of values with the outputs of attention. What is left
+    is `down`, which takes a product of two layers and rotates online.
+
+    A model that multiplies by its embedding to get logits needs a head of its own, because the last norm's gains move
+    into it. Norms between a layer and the residual sum, as in Gemma 2, do not let a rotation through.
+
+    !!! Example
+
+        ```python
+        model = eqq.rotate(model, fold=eqq.io.names.llama_rotations(head_size=128), batches=batches)
+        ```
+
+    **Arguments:**
+
+    - `head_size`, `offset`, `layers`: as for [`eqquant.io.names.llama_pairs`][].
+
+    **Returns:**
+
+    A mapping for `fold`.
+    """
+    writers = ("embedding.weight", f"{layers}.attention.output.{{p}}", f"{layers}.{{m:mlp|experts}}.down.{{p}}")
+    of_norm = "|".join((*(f"{m}.{x}.weight" for m in ("mlp", "experts") for x in ("gate", "up")), "router.weight"))
+    readers = {
+        f"{layers}.attention_norm.weight": f"{layers}.attention.{{x:q|k|v}}.weight",
+        f"{layers}.mlp_norm.weight": f"{layers}.{{x:{of_norm}}}",
+        "norm.weight": "head.weight",
+    }
+    pair = {f"{layers}.attention.v.{{p}}": Into((f"{layers}.attention.output.weight",), head_size)}
+    return {writers: Residual(readers, offset), **pair}
 
 
 def bert_pairs(*, layers: str = "layers.{n}") -> Folds:

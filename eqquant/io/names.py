@@ -14,4 +14,4 @@ from ._names import (
     rotary_halves as rotary_halves,
     vit as vit,
 )
-from ._pairs import bert_pairs as bert_pairs, llama_pairs as llama_pairs
+from ._pairs import bert_pairs as bert_pairs, llama_pairs as llama_pairs, llama_rotations as llama_rotations

@@ -1,0 +1,212 @@
+"""Rotations that move into the layers before: residual streams, and pairs of layers."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant._numerics.hadamard import rotate as rotated
+
+
+SIZE, WIDE, HEAD, WORDS = 24, 32, 4, 11
+WRITERS = ("embedding.weight", "layers.{n}.output.{p}", "layers.{n}.down.{p}")
+READERS = {
+    "layers.{n}.attention_norm.weight": "layers.{n}.{x:query|value}.weight",
+    "layers.{n}.mlp_norm.weight": "layers.{n}.up.weight",
+    "norm.weight": "head.weight",
+}
+FOLD = {WRITERS: eqq.Residual(READERS), "layers.{n}.value.{p}": eqq.Into(("layers.{n}.output.weight",), HEAD)}
+
+
+class Layer(eqx.Module):
+    """Attention whose four heads share two heads of values, and a perceptron."""
+
+    attention_norm: eqx.Module
+    query: eqx.nn.Linear
+    value: eqx.nn.Linear
+    output: eqx.nn.Linear
+    mlp_norm: eqx.Module
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, norm, key):
+        keys = jr.split(key, 7)
+        gained = lambda key: eqx.tree_at(lambda m: m.weight, norm(SIZE), jnp.exp(jr.normal(key, (SIZE,))))
+        self.attention_norm, self.mlp_norm = gained(keys[0]), gained(keys[1])
+        self.query = eqx.nn.Linear(SIZE, 4 * HEAD, key=keys[2])
+        self.value = eqx.nn.Linear(SIZE, 2 * HEAD, key=keys[3])
+        self.output = eqx.nn.Linear(4 * HEAD, SIZE, key=keys[4])
+        self.up = eqx.nn.Linear(SIZE, WIDE, key=keys[5])
+        self.down = eqx.nn.Linear(WIDE, SIZE, key=keys[6])
+
+    def __call__(self, x):
+        y = jax.vmap(self.attention_norm)(x)
+        query = jax.vmap(self.query)(y).reshape(-1, 4, HEAD)
+        value = jnp.repeat(jax.vmap(self.value)(y).reshape(-1, 2, HEAD), 2, axis=1)
+        shares = jax.nn.softmax(jnp.einsum("ihd,jhd->hij", query, query), axis=-1)
+        x = x + jax.vmap(self.output)(jnp.einsum("hij,jhd->ihd", shares, value).reshape(len(x), -1))
+        return x + jax.vmap(lambda x: self.down(jax.nn.silu(self.up(self.mlp_norm(x)))))(x)
+
+
+class Model(eqx.Module):
+    embedding: eqx.nn.Embedding
+    layers: list | Layer
+    norm: eqx.Module
+    head: eqx.nn.Linear
+
+    def __init__(self, norm=lambda size: eqx.nn.RMSNorm(size, use_bias=False), stacked=False):
+        keys = jr.split(jr.key(0), 4)
+        self.embedding = eqx.nn.Embedding(WORDS, SIZE, key=keys[0])
+        layers = [Layer(norm, key) for key in keys[1:3]]
+        stack = lambda *x: jnp.stack(x) if eqx.is_array(x[0]) else x[0]
+        self.layers = jax.tree.map(stack, *layers) if stacked else layers
+        self.norm = eqx.tree_at(lambda m: m.weight, norm(SIZE), jnp.linspace(0.2, 3, SIZE))
+        self.head = eqx.nn.Linear(SIZE, WORDS, key=keys[3])
+
+    def __call__(self, ids):
+        x = jax.vmap(self.embedding)(ids)
+        if isinstance(self.layers, list):
+            for layer in self.layers:
+                x = layer(x)
+        else:
+            x = jax.lax.scan(lambda x, layer: (layer(x), None), x, self.layers)[0]
+        return jax.vmap(lambda x: self.head(self.norm(x)))(x)
+
+
+IDS = np.asarray(jr.randint(jr.key(1), (3, 7), 0, WORDS))
+
+
+@eqx.filter_jit
+def run(model):
+    return jax.vmap(model)(IDS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model()
+
+
+def close(a, b, tolerance=1e-5):
+    a, b = np.asarray(a), np.asarray(b)
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+
+def test_outputs_stay(model):
+    found = eqq.rotate(model, fold=FOLD, online=False, batches=[IDS], seed=3)
+    assert jax.tree.structure(found) == jax.tree.structure(model)
+    close(run(found), run(model))
+    first, w = found.layers[0], model.layers[0]
+    np.testing.assert_array_equal(first.mlp_norm.weight, 1)
+    r = np.asarray(rotated(jnp.eye(SIZE), -1, 3)).T  # R x is this times x
+    close(found.embedding.weight, np.asarray(model.embedding.weight) @ r.T)
+    close(first.up.weight, np.asarray(w.up.weight * w.mlp_norm.weight[None]) @ r.T)
+    close(first.down.weight, r @ np.asarray(w.down.weight))
+    close(first.down.bias, r @ np.asarray(w.down.bias))
+    h = np.asarray(rotated(jnp.eye(HEAD), -1, 3)).T
+    close(first.value.bias, np.kron(np.eye(2), h) @ np.asarray(w.value.bias))
+    close(first.output.weight, r @ np.asarray(w.output.weight) @ np.kron(np.eye(4), h).T)
+    assert first.up.bias is w.up.bias
+
+
+def test_stacks_and_what_is_left(model):
+    rules = {
+        tuple(text.replace(".{n}", "") for text in WRITERS): eqq.Residual(
+            {gain.replace(".{n}", ""): weights.replace(".{n}", "") for gain, weights in READERS.items()}
+        ),
+        "layers.value.{p}": eqq.Into(("layers.output.weight",), HEAD),
+    }
+    stacked, wanted = Model(stacked=True), eqq.rotate(model, fold=FOLD)
+    found = eqq.rotate(stacked, fold=rules)
+    assert isinstance(found.layers.down.weight, eqq.RotatedArray) and eqx.is_array(found.layers.up.weight)
+    for name in ("query", "value", "output", "up"):
+        close(getattr(found.layers, name).weight[1], getattr(wanted.layers[1], name).weight)
+    close(found.layers.down.weight.array[1], wanted.layers[1].down.weight.array)
+    for rotated_model in (found, wanted):
+        close(run(rotated_model), run(model))
+        close(run(eqq.quantize_tree(rotated_model, "int8")), run(model), 0.1)
+    structs = eqq.rotate(eqx.filter_eval_shape(lambda: model), fold=FOLD)
+    assert jax.tree.map(lambda x: x.shape, structs) == jax.tree.map(lambda x: x.shape, wanted)
+
+
+def test_pairs_alone_and_transposed_weights():
+    keys = jr.split(jr.key(0), 3)
+    model = {"up": {"w": jr.normal(keys[0], (5, 12)), "b": jnp.ones(12)}, "down": {"w": jr.normal(keys[1], (12, 3))}}
+    x = jr.normal(keys[2], (4, 5))
+    apply = lambda m, x: (x @ m["up"]["w"] + m["up"]["b"][None]) @ m["down"]["w"]
+    options = {"axis": -2, "online": False, "batches": [x], "apply": apply}
+    found = eqq.rotate(model, fold={"up.{p}": "down.w"}, **options)
+    close(apply(found, x), apply(model, x))
+    close(found["up"]["w"], rotated(model["up"]["w"], -1, 0))
+    with pytest.raises(ValueError, match=r"outputs of the model unchanged. Got others with up.b, up.w"):
+        wrong = {**options, "apply": lambda m, x: jax.nn.relu(x @ m["up"]["w"]) @ m["down"]["w"]}
+        eqq.rotate(model, fold={"up.{p}": "down.w"}, **wrong)
+    # A weight that is not selected keeps what writes to it as it is.
+    kept = eqq.rotate(model, fold={"up.{p}": "down.w"}, axis=-2, where=lambda m: m["up"]["w"])
+    assert kept["down"]["w"] is model["down"]["w"] and isinstance(kept["up"]["w"], eqq.RotatedArray)
+
+
+@pytest.mark.parametrize("experts, offset, stacked", [(0, 0.0, False), (2, 1.0, True)])
+def test_models_of_the_examples(experts, offset, stacked):
+    folder = Path(__file__).parents[1] / "examples" / "llama"
+    sys.path.insert(0, str(folder))
+    try:
+        llama, configuration = (importlib.import_module(name) for name in ("llama", "configuration"))
+    finally:
+        sys.path.remove(str(folder))
+    sizes = {"vocabulary": WORDS, "hidden": 16, "intermediate": 24, "layers": 2, "heads": 4, "kv_heads": 2}
+    sizes |= {"head_size": 4, "positions": 16, "windows": (0, 0), "rotary": 4, "experts": experts}
+    config = configuration.Config(
+        **sizes,
+        eps=1e-5,
+        tied=False,
+        scaling=(("rope_type", "default"),),
+        qkv_bias=True,
+        offset=offset,
+        query_scale=0.5,
+        experts_per_token=1,
+    )
+    with jax.numpy_rank_promotion("allow"):
+        model = llama.Llama(config, stacked=stacked, key=jr.key(0))
+        uneven = lambda x: x + 0.2 * jnp.cos(jnp.arange(x.size)).reshape(x.shape)
+        model = jax.tree.map(lambda x: uneven(x) if eqx.is_inexact_array(x) else x, model)
+        cache = llama.Cache.empty(config, 3, 8, stacked=stacked)
+        apply = lambda model, ids: model(ids, cache)[0]
+        fold = eqq.io.names.llama_rotations(4, offset=offset, layers="layers" if stacked else "layers.{n}")
+        apply = eqx.filter_jit(apply)
+        close(apply(eqq.rotate(model, fold=fold, online=False), IDS), apply(model, IDS))
+
+
+def test_errors(model):
+    with pytest.raises(ValueError, match=r"Got layers.0.attention_norm.weight, whose layer subtracts the mean"):
+        eqq.rotate(Model(lambda size: eqx.nn.LayerNorm(size, use_bias=False)), fold=FOLD)
+    with pytest.raises(ValueError, match=r"whose layer adds layers.0.attention_norm.bias"):
+        eqq.rotate(Model(eqx.nn.RMSNorm), fold=FOLD)
+    with pytest.raises(ValueError, match=r"Each pattern of `fold` must match a leaf. Got 'nothing.\*'"):
+        eqq.rotate(model, fold={(*WRITERS, "nothing.*"): FOLD[WRITERS]})
+    with pytest.raises(
+        ValueError, match=r"must have the 24 channels of its norms. Got layers.0.up.weight of \(32, 24\)"
+    ):
+        eqq.rotate(model, fold={"layers.{n}.up.{p}": eqq.Residual(READERS)})
+    with pytest.raises(ValueError, match="unchanged. Got others with embedding.weight, layers"):
+        eqq.rotate(model, fold={WRITERS[:2]: FOLD[WRITERS]}, batches=[IDS])
+    with pytest.raises(ValueError, match="must begin with a weight.*Name norms in an `eqq.Residual`"):
+        eqq.rotate(model, fold={"norm.{p}": "head.weight"})
+    with pytest.raises(ValueError, match="must rotate the inputs of each weight once. Got several for head.weight"):
+        eqq.rotate(model, fold={**FOLD, "layers.1.down.{p}": "head.weight"})
+    with pytest.raises(TypeError, match="must map norms to the weights after them. Got {}"):
+        eqq.rotate(model, fold={WRITERS: eqq.Residual({})})
+    with pytest.raises(TypeError, match="must map several patterns at once to an `eqq.Residual`"):
+        eqq.rotate(model, fold={WRITERS: "head.weight"})
+    tied = eqx.tree_at(lambda m: m.head.weight, model, model.embedding.weight)
+    with pytest.raises(ValueError, match=r"Got embedding.weight, which is the same array as head.weight"):
+        eqq.rotate(tied, fold=FOLD)
+    quantized = eqq.quantize_tree(model, {"embedding.*": "int8"})
+    with pytest.raises(ValueError, match=r"`fold` needs floats. Got embedding.weight: already quantized"):
+        eqq.rotate(quantized, fold=FOLD)

@@ -19,6 +19,7 @@ from .._errors import FORMAT_KEYWORDS, teach_keywords
 from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_points
 from .._mesh import explicit_mesh, full_spec, in_auto_mode
 from .._methods import AbsMax, AbstractMethod, Encoded
+from .._methods.encode import quantize_packed
 from .._methods.given import GivenScales
 from .._numerics import packing
 from .._numerics.blocks import num_blocks
@@ -306,7 +307,10 @@ def _quantize_here(
 ) -> QuantizedArray:
     rows = memory_order(x, axes)
     chunk = max(_CHUNK // max(rows.shape[-1], 1), 1) if chunked else None
-    encoded = method.quantize_rows(rows, format, key=key, chunk=chunk)
+    encoded = quantize_packed(method, rows, format, chunk) if key is None else None
+    if encoded is None:
+        encoded = method.quantize_rows(rows, format, key=key, chunk=chunk)
+        encoded = encoded._replace(codes=packing.pack(encoded.codes, format.bits))
     lengths = tuple(x.shape[a] for a in axes)
     return _as_array(encoded, format, as_axis(axes), lengths, x.dtype)
 
@@ -314,13 +318,16 @@ def _quantize_here(
 def _as_array(
     encoded: Encoded, format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: Any
 ) -> QuantizedArray:
+    """Makes the array of packed codes; those of nested scales are not packed."""
+
     def stored(x: Any) -> Any:
         nested = format.scale_format
         if nested is None or x is None:
             return x
-        return _as_array(x, nested, -1, x.codes.shape[-1:], jnp.dtype(jnp.float32))
+        packed = x._replace(codes=packing.pack(x.codes, nested.bits))
+        return _as_array(packed, nested, -1, x.codes.shape[-1:], jnp.dtype(jnp.float32))
 
-    codes, scale, offset = packing.pack(encoded.codes, format.bits), stored(encoded.scale), stored(encoded.offset)
+    codes, scale, offset = encoded.codes, stored(encoded.scale), stored(encoded.offset)
     zero_point = None if encoded.zero_point is None else packing.pack(encoded.zero_point, format.bits)
     return QuantizedArray(codes, scale, zero_point, format, axis, lengths, dtype, offset_bits=offset)
 

@@ -199,11 +199,16 @@ def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
 
     A float32 and a boolean array of `2**bits` entries each.
     """
-    with jax.ensure_compile_time_eval():
-        codes = jnp.arange(2**format.bits, dtype=jnp.uint8)
+
+    @jax.jit  # one small program, where each operation would be compiled alone
+    def there_and_back(codes: UInt8[Array, " codes"]) -> tuple[Array, Array]:
         values = format.decode(codes)
         back = format.encode(jnp.where(jnp.isfinite(values), values, 0))
-        return np.asarray(values), np.asarray((back == codes) & jnp.isfinite(values))
+        return values, (back == codes) & jnp.isfinite(values)
+
+    with jax.ensure_compile_time_eval():
+        values, used = there_and_back(jnp.arange(2**format.bits, dtype=jnp.uint8))
+        return np.asarray(values), np.asarray(used)
 
 
 _OF_METHODS = "That names a method, not a format: write a format such as 'int4', and pass a method as `method`."

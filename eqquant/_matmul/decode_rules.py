@@ -18,7 +18,7 @@ from jaxtyping import Array
 from .. import _compat
 from .._array.array import clips, dense_rows, QuantizedArray
 from .._array.primitive import dequantize_p
-from . import dispatch
+from . import dispatch, native
 from .problem import has_plain_scales, layout_of
 from .rules import moved
 
@@ -40,12 +40,6 @@ def _on_cpu(*args: Array, tree: Any) -> Array:
     if cpu.decodes(layout, q.dtype) is not None or q.size == 0:
         return dense_rows(q)
     return cpu.decode(dispatch.pack_arrays(q, as_stored=True), layout, q.dtype, clip=clips(q))
-
-
-def _lower_on_cpu(context: Any, *args: Any, **params: Any) -> Any:
-    alone = _compat.num_devices(context) == 1 and not _compat.is_partly_manual(context)
-    alone = alone and _compat.no_cpu_kernels(context) is None
-    return mlir.lower_fun(_on_cpu if alone else _by_xla, multiple_results=False)(context, *args, **params)
 
 
 @ft.partial(jax.jit, static_argnames="tree")
@@ -75,4 +69,4 @@ ad.primitive_jvps[dequantize_p] = _jvp
 batching.primitive_batchers[dequantize_p] = _batch
 _compat.lower_with_devices(dequantize_p)
 mlir.register_lowering(dequantize_p, mlir.lower_fun(_by_xla, multiple_results=False))
-mlir.register_lowering(dequantize_p, _lower_on_cpu, platform="cpu")
+mlir.register_lowering(dequantize_p, native.lowering(_on_cpu, _by_xla), platform="cpu")

@@ -10,13 +10,18 @@ import functools as ft
 import importlib.metadata
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.interpreters import mlir
+
+from .. import _compat
 
 
-VERSION = "0.1.1"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
+VERSION = "0.1.2"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
 MATMUL, MATMUL_INT8, DECODE = "eqquant_cpu_matmul", "eqquant_cpu_matmul_int8", "eqquant_cpu_decode"
+ENCODE, REDUCE = "eqquant_cpu_encode", "eqquant_cpu_reduce"
 
 _INSTALL = f"install `eqquant-cpu=={VERSION}`, or build it with `pip install ./native`"
 
@@ -47,6 +52,20 @@ def instruction_sets() -> list[str]:
     return [name.decode() for name in names if name is not None]
 
 
+def lowering(on_cpu: Callable[..., Any], by_xla: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a lowering for CPU by `on_cpu`, or by `by_xla` in programs that may not call the library.
+
+    Those are exported ones, and those whose arrays the compiler divides among devices.
+    """
+
+    def lower(context: Any, *args: Any, **params: Any) -> Any:
+        alone = _compat.num_devices(context) == 1 and not _compat.is_partly_manual(context)
+        function = on_cpu if alone and _compat.no_cpu_kernels(context) is None else by_xla
+        return mlir.lower_fun(function, multiple_results=False)(context, *args, **params)
+
+    return lower
+
+
 def _library() -> Any:
     import eqquant_cpu  # pyright: ignore[reportMissingImports]
 
@@ -72,7 +91,7 @@ def _register(path: pathlib.Path) -> str | None:
     if library.eqquant_cpu_isa() is None:
         return f"{library.eqquant_cpu_isa_refusal().decode()}: set another one, or none"
     jax.local_devices(backend="cpu")  # starts the backend
-    for name in (MATMUL, MATMUL_INT8, DECODE):
+    for name in (MATMUL, MATMUL_INT8, DECODE, ENCODE, REDUCE):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return None
 

@@ -1,6 +1,7 @@
 """The default method: the scales that the format chooses."""
 
-from jaxtyping import Array, Float32
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 from .._formats.base import AbstractAffineFormat, AbstractFormat, AbstractOffsetFormat
 from .base import AbstractScaleMethod, Scales, ZeroPoints
@@ -12,6 +13,12 @@ class AbsMax(AbstractScaleMethod):
     This is the default. [`eqquant.Ternary`][] and [`eqquant.Binary`][] take the mean magnitude; the GGUF and OCP
     formats follow their specifications.
     """
+
+    def choose_for_rows(
+        self, rows: Float[Array, "*batch length"], format: AbstractFormat, *, chunk: int | None = None
+    ) -> tuple[Scales, ZeroPoints]:
+        # Reductions need no memory, unless values are converted first.
+        return super().choose_for_rows(rows, format, chunk=None if rows.dtype == jnp.float32 else chunk)
 
     def choose_scales(
         self, blocks: Float32[Array, "*batch blocks block"], format: AbstractFormat

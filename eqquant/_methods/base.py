@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt8
+from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt8
 
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points
 from .._numerics.blocks import divide, expand, not_finite, num_blocks, split_blocks
@@ -456,9 +456,13 @@ def _in_units(
     if not format.multiplies_by_reciprocal:
         return divided
     multiplied = values * per_value(divide(jnp.ones_like(scale), scale))
+    return jnp.where(per_value(multiplies(scale, kept, format)), multiplied, divided)
+
+
+def multiplies(scale: Scales, kept: Scales, format: AbstractFormat) -> Bool[Array, "*batch blocks"]:
+    """Returns for which blocks of a format that multiplies by reciprocals values are really multiplied."""
     # A scale beyond the range of its dtype is infinite or zero. Dividing makes the block saturate, or zero.
-    usable = (jnp.abs(scale) <= float(jnp.finfo(jnp.dtype(format.scale_dtype)).max)) & (kept != 0)
-    return jnp.where(per_value(usable), multiplied, divided)
+    return (jnp.abs(scale) <= float(jnp.finfo(jnp.dtype(format.scale_dtype)).max)) & (kept != 0)
 
 
 def store_scale(scale: Scales, format: AbstractFormat) -> Any:

@@ -5,6 +5,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .reduce import reduce_blocks
+
 
 BlockSize = int | Literal["tensor"] | None
 
@@ -46,30 +48,17 @@ def expand(per_block: Array, block_size: BlockSize, length: int) -> Array:
 
 def absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
     """Returns the largest magnitude of each block; NaN where a value is NaN or infinite."""
-    return jnp.max(jnp.abs(blocks), axis=-1, initial=0) + not_finite(blocks)
+    return reduce_blocks(blocks, "largest")
 
 
 def not_finite(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
-    """Returns NaN for each block that holds a NaN or an infinity, and zero for the others.
-
-    XLA on CPU drops NaN in a vectorised `max` (https://github.com/openxla/xla/issues/21461), but not in a product,
-    where infinity times zero is NaN too. Of six ways that keep NaN this costs least: beside encoding nothing that can
-    be measured, where a sum doubles the time.
-    """
-    length = blocks.shape[-1]
-    if length <= 2**16:
-        # In the highest precision: the largest floats are infinite in bfloat16.
-        return jnp.matmul(blocks, jnp.zeros(length, blocks.dtype), precision="highest")
-    # One block for a whole tensor: as many zeros would take as much memory.
-    return jnp.where(jnp.isfinite(blocks).all(axis=-1), 0, jnp.nan).astype(blocks.dtype)
+    """Returns NaN for each block that holds a NaN or an infinity, and zero for the others."""
+    return reduce_blocks(blocks, "not_finite")
 
 
 def signed_absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
     """Returns the value of largest magnitude of each block, with its sign; on ties, the first."""
-    if blocks.shape[-1] == 0:
-        return absmax(blocks)
-    index = jnp.argmax(jnp.abs(blocks), axis=-1, keepdims=True)
-    return jnp.take_along_axis(blocks, index, axis=-1)[..., 0]
+    return reduce_blocks(blocks, "at_largest")
 
 
 def absmean(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
@@ -81,7 +70,7 @@ def absmean(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch
 
 def minmax(blocks: Float[Array, "*batch blocks block"]) -> tuple[Array, Array]:
     """Returns the smallest and the largest value of each block, widened to include zero, so that zero has a code."""
-    return jnp.min(blocks, axis=-1, initial=0), jnp.max(blocks, axis=-1, initial=0)
+    return reduce_blocks(blocks, "low"), reduce_blocks(blocks, "high")
 
 
 def divide(x: Float[Array, "*shape"], scale: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

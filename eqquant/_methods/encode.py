@@ -1,0 +1,87 @@
+"""Rounding values to the nearest codes and packing those, as a JAX primitive.
+
+`_matmul/encode_rules.py` lowers it to native code on CPU; everywhere else it is operations of XLA.
+"""
+
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Float, UInt8
+
+from .. import _compat
+from .._formats.base import AbstractFormat
+from .._numerics import packing
+from .base import AbstractMethod, AbstractScaleMethod, by_chunks, encode_by, Encoded, Grid, store
+
+
+encode_p = jax.extend.core.Primitive("encode")
+
+
+def quantize_packed(
+    method: AbstractMethod, rows: Float[Array, "*batch length"], format: AbstractFormat, chunk: int | None
+) -> Encoded | None:
+    """Returns what `method.quantize_rows` does, with packed codes; `None` for a method that finds codes itself."""
+    if type(method).quantize_rows is not AbstractScaleMethod.quantize_rows or not isinstance(
+        method, AbstractScaleMethod
+    ):
+        return None
+    scale, zero_point = method.choose_for_rows(rows, format, chunk=chunk)
+    stored, stored_offset, grid = store(scale, zero_point, format)
+    return Encoded(encode_packed(rows, grid, format, chunk), stored, grid.zero_point, stored_offset)
+
+
+def encode_packed(
+    rows: Float[Array, "*batch length"], grid: Grid, format: AbstractFormat, chunk: int | None = None
+) -> UInt8[Array, "*batch bytes"]:
+    """Returns the packed codes of values; `chunk` is how many rows XLA encodes at a time."""
+    leaves, tree = jtu.tree_flatten(_compat.vary_alike((rows, grid._replace(kept_offset=None))))
+    return encode_p.bind(*leaves, tree=tree, format=format, chunk=chunk)
+
+
+def by_xla(*args: Array, tree: Any, format: AbstractFormat, chunk: int | None) -> Array:
+    """Encodes by operations of XLA."""
+    rows, grid = jtu.tree_unflatten(tree, args)
+    codes = by_chunks(lambda _, x, grid: encode_by(x.astype(jnp.float32), grid, format)[0], chunk, rows, grid)
+    return packing.pack(codes, format.bits)
+
+
+def _abstract(*args: Any, tree: Any, format: AbstractFormat, chunk: int | None) -> jax.core.ShapedArray:
+    del tree, chunk
+    *batch, length = args[0].shape
+    return args[0].update(shape=(*batch, packing.packed_length(length, format.bits)), dtype=jnp.dtype(jnp.uint8))
+
+
+@ft.partial(jax.jit, static_argnames=("tree", "format", "chunk"))
+def _jitted(*args: Array, **params: Any) -> Array:
+    return encode_p.bind(*args, **params)
+
+
+def _impl(*args: Array, **params: Any) -> Array:
+    disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    return (by_xla if disabled else _jitted)(*args, **params)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    del tangents  # codes are integers
+    y = encode_p.bind(*primals, **params)
+    return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    first = lambda a, d: jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+    return encode_p.bind(*(first(a, d) for a, d in zip(args, dims, strict=True)), **params), 0
+
+
+encode_p.def_abstract_eval(_abstract)
+encode_p.def_impl(_impl)
+ad.primitive_jvps[encode_p] = _jvp
+batching.primitive_batchers[encode_p] = _batch
+mlir.register_lowering(encode_p, mlir.lower_fun(by_xla, multiple_results=False))

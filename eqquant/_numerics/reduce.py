@@ -1,0 +1,92 @@
+"""Reductions of blocks, as a JAX primitive.
+
+They are what scales are chosen from. XLA's own are slow on CPU: its `argmax` handles one value at a time. So
+`_matmul/encode_rules.py` lowers the primitive to native code there; everywhere else it is operations of XLA.
+"""
+
+import functools as ft
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.core
+import jax.extend
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Float
+
+
+Reduction = Literal["largest", "at_largest", "low", "high", "not_finite"]
+
+reduce_blocks_p = jax.extend.core.Primitive("reduce_blocks")
+
+
+def reduce_blocks(blocks: Float[Array, "*batch blocks block"], kind: Reduction) -> Float[Array, "*batch blocks"]:
+    """Reduces each block to a value.
+
+    `"largest"` is the largest magnitude, and NaN where a value is NaN or infinite; `"not_finite"` is NaN there and zero
+    elsewhere. `"at_largest"` is the value of largest magnitude, on ties the first; `"low"` and `"high"` are the least
+    and the largest of all values and zero; these three mean nothing where a value is not finite.
+    """
+    return reduce_blocks_p.bind(blocks, kind=kind)[..., 0]
+
+
+def by_xla(blocks: Array, *, kind: Reduction) -> Array:
+    """Reduces blocks by operations of XLA; the last axis stays, of length one."""
+    along = {"axis": -1, "keepdims": True}
+    if kind == "low":
+        return jnp.min(blocks, **along, initial=0)
+    if kind == "high":
+        return jnp.max(blocks, **along, initial=0)
+    if kind == "not_finite":
+        return _not_finite(blocks)
+    if kind == "largest" or blocks.shape[-1] == 0:
+        return jnp.max(jnp.abs(blocks), **along, initial=0) + _not_finite(blocks)
+    index = jnp.argmax(jnp.abs(blocks), **along)
+    return jnp.take_along_axis(blocks, index, axis=-1)
+
+
+def _not_finite(blocks: Array) -> Array:
+    # XLA on CPU drops NaN in a vectorised `max` (https://github.com/openxla/xla/issues/21461), but not in a product,
+    # where infinity times zero is NaN too. Of six ways that keep NaN this costs least: beside encoding nothing that can
+    # be measured, where a sum doubles the time.
+    length = blocks.shape[-1]
+    if length <= 2**16:
+        # In the highest precision: the largest floats are infinite in bfloat16.
+        return jnp.matmul(blocks, jnp.zeros((length, 1), blocks.dtype), precision="highest")
+    # One block for a whole tensor: as many zeros would take as much memory.
+    return jnp.where(jnp.isfinite(blocks).all(axis=-1, keepdims=True), 0, jnp.nan).astype(blocks.dtype)
+
+
+def _abstract(blocks: Any, *, kind: Reduction) -> jax.core.ShapedArray:
+    del kind
+    return blocks.update(shape=(*blocks.shape[:-1], 1))
+
+
+@ft.partial(jax.jit, static_argnames="kind")
+def _jitted(blocks: Array, *, kind: Reduction) -> Array:
+    return reduce_blocks_p.bind(blocks, kind=kind)
+
+
+def _impl(blocks: Array, *, kind: Reduction) -> Array:
+    disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    return (by_xla if disabled else _jitted)(blocks, kind=kind)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    (tangent,) = tangents
+    if isinstance(tangent, ad.Zero):
+        y = reduce_blocks_p.bind(*primals, **params)
+        return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.jvp(ft.partial(by_xla, **params), primals, (tangent,))
+
+
+def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    return reduce_blocks_p.bind(jnp.moveaxis(args[0], dims[0], 0), **params), 0
+
+
+reduce_blocks_p.def_abstract_eval(_abstract)
+reduce_blocks_p.def_impl(_impl)
+ad.primitive_jvps[reduce_blocks_p] = _jvp
+batching.primitive_batchers[reduce_blocks_p] = _batch
+mlir.register_lowering(reduce_blocks_p, mlir.lower_fun(by_xla, multiple_results=False))

@@ -79,7 +79,13 @@ def test_compressed_tensors(tmp_path, format):
     llama.assert_near(logits, llama.expected_logits(arrays), 1e-4)
 
 
-@pytest.mark.parametrize("format", [eqq.Int4(32, symmetric=False), eqq.Int2(symmetric=False), eqq.MXFP4()], ids=str)
+ALONE = [
+    *(eqq.Int4(32, symmetric=False), eqq.Int2(symmetric=False), eqq.MXFP4()),
+    *(eqq.Int3(symmetric=False), eqq.Int5(), eqq.Int6(None), eqq.Int6(32, symmetric=False)),
+]
+
+
+@pytest.mark.parametrize("format", ALONE, ids=str)
 def test_decompressing_by_compressed_tensors_alone(tmp_path, format):
     """What transformers does not load into a float32 model: packed zero points, and MXFP4, which is bfloat16."""
     from compressed_tensors.compressors import BaseCompressor

@@ -1,6 +1,6 @@
 """Weights as compressed-tensors saves them: the layouts of `_dialects/compressed_tensors.py`.
 
-    Int4, Int2     pack-quantized
+    Int2 to Int6   pack-quantized; codes of 3, 5 and 6 bits lie across words, without gaps
     Int8           int-quantized
     FP8("e4m3")    float-quantized; scales of 128 x 128 values where they are equal for each 128 rows
     MXFP4          mxfp4-pack-quantized
@@ -10,13 +10,14 @@
 Each combination of bits, groups and symmetry is a group of the configuration, which lists its layers by name.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ..._array.array import QuantizedArray
-from ..._formats import FP8, Int2, Int4, Int8, MXFP4, NVFP4
+from ..._formats import FP8, Int2, Int3, Int4, Int5, Int6, Int8, MXFP4, NVFP4
 from ..._formats.base import has_zero_points
 from .._safetensors import ToWrite
 from .._stored import NAME_OF
@@ -25,8 +26,8 @@ from .layout import dense, each_part, Layout, narrow, pack_low_first, pad_last, 
 
 NAME = "compressed-tensors"
 FITS = (
-    "Int2, Int4, Int8, FP8('e4m3'), MXFP4 or NVFP4, of two dimensions along the last axis, which must consist of whole "
-    "blocks, under a name that ends with '.weight'"
+    "Int2 to Int6, Int8, FP8('e4m3'), MXFP4 or NVFP4, of two dimensions along the last axis, which must consist of "
+    "whole blocks, under a name that ends with '.weight'"
 )
 
 
@@ -35,7 +36,8 @@ def layout(name: str, x: Any) -> Layout:
     if not isinstance(x, QuantizedArray):
         return dense(name, x)
     format, block = x.format, x.format.block_size
-    fits = isinstance(format, (Int2, Int4, Int8, FP8, MXFP4, NVFP4)) and getattr(format, "kind", "e4m3") == "e4m3"
+    kinds = (Int2, Int3, Int4, Int5, Int6, Int8, FP8, MXFP4, NVFP4)
+    fits = isinstance(format, kinds) and getattr(format, "kind", "e4m3") == "e4m3"
     plain = x.ndim == 2 and x.axis == -1 and name.endswith(".weight")
     if not fits or not plain or (isinstance(block, int) and x.shape[1] % block):
         refuse(name, x, FITS)
@@ -77,7 +79,8 @@ def _packed(name: str, q: QuantizedArray, scale: ToWrite, weights: dict[str, Any
 
 def _words(codes: np.ndarray, bits: int) -> np.ndarray:
     """Packs codes along the last axis into the bytes of whole 32-bit words."""
-    return np.ascontiguousarray(pack_low_first(pad_last(codes, 32 // bits), bits))
+    packed = pack_low_first(pad_last(codes, 32 // math.gcd(32, bits)), bits)
+    return np.ascontiguousarray(packed[..., : -(-codes.shape[-1] * bits // 32) * 4])
 
 
 def _int8(name: str, q: QuantizedArray, scale: ToWrite, weights: dict[str, Any]) -> Layout:

@@ -182,6 +182,8 @@ def _within(index: Array | np.ndarray, length: int) -> Int32[Array, "..."]:
     if not isinstance(index, jax.core.Tracer):
         outside = np.asarray(index)[(np.asarray(index) < -length) | (np.asarray(index) >= length)]
         if outside.size:
-            raise IndexError(f"`index` must be at least -{length} and below {length}, the stack. Got {outside.flat[0]}.")
+            raise IndexError(
+                f"`index` must be at least -{length} and below {length}, the stack. Got {outside.flat[0]}."
+            )
     index = jnp.clip(index, -length, length - 1).astype(jnp.int32)
     return jnp.where(index < 0, index + length, index)

@@ -62,7 +62,12 @@ CACHES: dict[str, dict[str, Any]] = {
     "int4, keys per channel": {"format": "int4", "per_channel": True},
     "nf4, keys per channel": {"format": "nf4", "per_channel": True},
 }
-METHODS: dict[str, eqq.AbstractMethod | None] = {"rounding": None, "MSE": eqq.MSE(), "HQQ": eqq.HQQ(), "GPTQ": eqq.GPTQ()}
+METHODS: dict[str, eqq.AbstractMethod | None] = {
+    "rounding": None,
+    "MSE": eqq.MSE(),
+    "HQQ": eqq.HQQ(),
+    "GPTQ": eqq.GPTQ(),
+}
 CONTEXT = 256
 
 

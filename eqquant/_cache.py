@@ -15,6 +15,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from ._array.array import is_quantized, QuantizedArray
 from ._array.quantize import quantize_array
+from ._compat import vary_alike
 from ._formats.base import AbstractFormat, as_format
 from ._mesh import full_spec, place
 from ._numerics.packing import pack as pack_codes, segment_length
@@ -91,7 +92,9 @@ class QuantizedCache(eqx.Module):
         """
         shape = _checked_shape(shape)
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"`dtype` must be of floats. Got {jnp.dtype(dtype)}. `keys` and `values` say what is stored.")
+            raise TypeError(
+                f"`dtype` must be of floats. Got {jnp.dtype(dtype)}. `keys` and `values` say what is stored."
+            )
         of_keys = None if keys is None else as_format(keys)
         of_values = of_keys if values is None else as_format(values)
         if window is not None and not _is_whole(window):
@@ -216,10 +219,10 @@ class QuantizedCache(eqx.Module):
 
         The products, without a factor and without a mask.
         """
-        old = queries @ _as(self.keys, queries).mT
+        old = _products(queries, _as(self.keys, queries))
         if self.recent is None:
             return old
-        return jnp.concatenate([old, queries @ self.recent[0].astype(queries.dtype).mT], axis=-1)
+        return jnp.concatenate([old, _products(queries, self.recent[0].astype(queries.dtype))], axis=-1)
 
     def mix(self, shares: Float[Array, "*batch heads rows places"]) -> Float[Array, "*batch heads rows size"]:
         """Sums the values of all places by their shares.
@@ -324,6 +327,12 @@ def _as(stored: Any, x: Array) -> Any:
     return stored.astype(x.dtype)
 
 
+def _products(queries: Array, keys: Any) -> Array:
+    # XLA for CPU transposes its right operand in memory: better the few products than all keys.
+    few = not is_quantized(keys) and queries.shape[-2] < queries.shape[-1]
+    return (keys @ queries.mT).mT if few else queries @ keys.mT
+
+
 def _put(
     old: Any,
     new: Float[Array, "*batch heads tokens size"],
@@ -360,10 +369,32 @@ def _put(
 
 def _write(old: Array, new: Array, at: Int[Array, "*batch rows"]) -> Array:
     """Writes rows, along the second last axis. Rows beyond the end are dropped."""
+    return (_write_floats if jnp.issubdtype(old.dtype, jnp.floating) else _in_place)(old, new, at)
+
+
+def _scatter(old: Array, new: Array, at: Array) -> Array:
     one = lambda old, new, at: old.at[..., at, :].set(new, mode="drop", unique_indices=True)
     for _ in range(at.ndim - 1):
         one = jax.vmap(one)
     return one(old, new, at)
+
+
+@jax.jit
+def _in_place(old: Array, new: Array, at: Array) -> Array:
+    # XLA for CPU writes once for each reader of the result, each time into a copy of everything that is there; but what
+    # a loop carries it updates in its memory. So this is a loop of one turn, which XLA must not know.
+    old, new, at = vary_alike((old, new, at))
+    once = jax.lax.optimization_barrier(jnp.int32(1))
+    return jax.lax.fori_loop(0, once, lambda _, old: _scatter(old, new, at), old)
+
+
+_write_floats = jax.custom_jvp(_in_place)
+
+
+@_write_floats.defjvp
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    # Nothing differentiates a loop of unknown length backwards.
+    return _write_floats(*primals), _scatter(tangents[0], tangents[1], primals[2])
 
 
 def _strip(recent: Array, new: Array, start: Int[Array, "*batch"], length: int) -> Array:

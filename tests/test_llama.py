@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -173,6 +174,7 @@ def test_the_command(generate, tmp_path, capsys):
     generate.main([folder, "5 6 7", "--ids", "--tokens", "3", "--scan"])
     out, err = capsys.readouterr()
     assert out.startswith("5 6 7 ") and len(out.split()) == 6 and "tokens/s" in err
+    assert re.search(r"cache of 64 tokens 16\.4 KB, at most [\d,.]+ MB", err)  # 2 layers, 2 heads of 8, keys and values
     for arguments, message in [
         ([folder, "5", "--ids", "--context", "8"], r"8 places.*Got 1 \+ 64"),
         ([folder, "5", "--ids", "--context", "80"], "at most 64 tokens, for which the model was made. Got 80"),
@@ -190,8 +192,8 @@ def test_the_command(generate, tmp_path, capsys):
 def test_what_does_not_fit(llama, generate, tmp_path):
     with pytest.raises(ValueError, match="must be one of llama, .* Got 'gpt_neox'"):
         llama.load(checkpoint_of("llama", tmp_path, model_type="gpt_neox"))
-    with pytest.raises(ValueError, match="must be 'linear' or 'llama3'. Got 'yarn'"):
-        llama.load(checkpoint_of("llama", tmp_path, rope_parameters={"rope_type": "yarn"}))
+    with pytest.raises(ValueError, match="must be one of 'default', .*'longrope'. Got 'dynamic'.*configuration.py"):
+        llama.load(checkpoint_of("llama", tmp_path, rope_parameters={"rope_type": "dynamic"}))
     with pytest.raises(ValueError, match="must say 'hidden_size'"):
         checkpoint = checkpoint_of("llama", tmp_path)
         config = {key: value for key, value in checkpoint.config.items() if key != "hidden_size"}

@@ -126,8 +126,8 @@ def select(tree: PyTree, index: Any) -> PyTree:
     **Arguments:**
 
     - `tree`: a module, or any PyTree, whose arrays all have a first axis for the layers. What is no array is kept.
-    - `index`: an integer, or an array of integers, traced or not. Negative ones count from the end. A traced one that is
-        out of bounds takes the nearest, as in JAX.
+    - `index`: an integer, or an array of integers, traced or not. Negative ones count from the end. A traced one that
+        is out of bounds takes the nearest, as in JAX.
 
     **Returns:**
 
@@ -180,8 +180,11 @@ def _entry(a: Array, index: Array | np.ndarray) -> Array:
 
 def _within(index: Array | np.ndarray, length: int) -> Int32[Array, "..."]:
     if not isinstance(index, jax.core.Tracer):
-        outside = np.asarray(index)[(np.asarray(index) < -length) | (np.asarray(index) >= length)]
+        known = np.asarray(index)
+        outside = known[(known < -length) | (known >= length)]
         if outside.size:
-            raise IndexError(f"`index` must be at least -{length} and below {length}, the stack. Got {outside.flat[0]}.")
+            raise IndexError(
+                f"`index` must be at least -{length} and below {length}, the stack. Got {outside.flat[0]}."
+            )
     index = jnp.clip(index, -length, length - 1).astype(jnp.int32)
     return jnp.where(index < 0, index + length, index)

@@ -303,11 +303,15 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(
         f"[{len(prompts) / seconds:.1f} tokens/s; first token after {times[0] - loaded:.1f} s; loaded in "
-        f"{loaded - began:.1f} s; weights {eqq.tree_nbytes(model) / 1e6:,.1f} MB, cache of {context:,} tokens "
-        f"{generate.cache_nbytes(len(prompts)) / 1e6:,.1f} MB, at most {peak / 1e6:,.0f} MB]",
+        f"{loaded - began:.1f} s; weights {_size(eqq.tree_nbytes(model))}, cache of {context:,} tokens "
+        f"{_size(generate.cache_nbytes(len(prompts)))}, at most {_size(peak)}]",
         file=sys.stderr,
     )
     return texts
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:,.1f} KB"
 
 
 def smoke() -> None:

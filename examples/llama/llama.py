@@ -1,6 +1,7 @@
 """Language models of the Llama family in plain Equinox: no line of the model mentions quantization.
 
-Llama, Mistral, Qwen2 and 3, Gemma 1 to 3, Phi-3, Mixtral and the mixtures of Qwen2 and 3 differ in a few fields of `Config`.
+Llama, Mistral, Qwen2 and 3, Gemma 1 to 3, Phi-3, Mixtral and the mixtures of Qwen2 and 3 differ in a few fields of
+`Config`.
 The paths of the arrays are those of `eqq.io.names`, so that a model loads from every file that `eqq.io.open` reads.
 """
 

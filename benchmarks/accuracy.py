@@ -157,7 +157,7 @@ def recipes() -> dict[str, Recipe]:
         "int3 in order": Recipe(in_order(int3, {}, mse)),
         "2.57": Recipe(learned(int3_128, words(2, None, 3)), 1),
         "2.76": Recipe(learned(int3, words(2, None, 4), {"value": int5_64, "output": nf4}), 1),
-        "3.30": Recipe(learned(int4, words(2, 64), {"value": int5_64, "output": int5_64}), 1),
+        "3.30": Recipe(learned(int4, words(2, 64, 4), {"value": int5_64, "output": int5_64}), 1),
         "3.78": Recipe(learned(nf4, words(3, 96), {"value": int5_64, "output": int5_64}), 1),
         "4.13, no data": Recipe(rounded_by({**words(3, 96), "*.value.weight": use(int6), "*": use(int5)})),
         "4.25": Recipe(learned(int5, words(3, 64, 4), {"value": int6, "output": int6}), 1),

@@ -17,8 +17,10 @@ class AbsMax(AbstractScaleMethod):
     def choose_for_rows(
         self, rows: Float[Array, "*batch length"], format: AbstractFormat, *, chunk: int | None = None
     ) -> tuple[Scales, ZeroPoints]:
-        # Reductions need no memory, unless values are converted first.
-        return super().choose_for_rows(rows, format, chunk=None if rows.dtype == jnp.float32 else chunk)
+        # Reductions need no memory, unless values are converted first, or a shorter last block is cut off.
+        size = format.block_size
+        in_place = rows.dtype == jnp.float32 and (not isinstance(size, int) or rows.shape[-1] % size == 0)
+        return super().choose_for_rows(rows, format, chunk=None if in_place else chunk)
 
     def choose_scales(
         self, blocks: Float32[Array, "*batch blocks block"], format: AbstractFormat

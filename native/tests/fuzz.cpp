@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "encode.h"
 #include "matmul.h"
 
 namespace {
@@ -374,6 +375,7 @@ bool decodes(const Isa& isa, const Made& made, Pool& pool, int threads) {
   return true;
 }
 
+#include "fuzz_encode.h"
 #include "fuzz_int8.h"
 
 }  // namespace
@@ -384,8 +386,11 @@ int main(int argc, char** argv) {
   Pool pool(3);
   int64_t wrong = 0;
   for (int64_t i = 0; i < problems && wrong < 10; ++i) {
-    const int threads = 1 + static_cast<int>(i % 4);
-    if (i % 2 == 0) {
+    const int threads = 1 + static_cast<int>(i / 4 % 4);
+    if (i % 4 == 3) {
+      const MadeEncode made = make_encode(random);
+      for (int j = 0; j < num_isas(); ++j) wrong += !right_encode(*isa_at(j), made);
+    } else if (i % 4 != 1) {
       const Made made = make(random);
       for (int j = 0; j < num_isas(); ++j) {
         wrong += !right(*isa_at(j), made, pool, threads);

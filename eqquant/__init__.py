@@ -20,6 +20,7 @@ from ._array.array import (
     is_quantized as is_quantized,
     QuantizedArray as QuantizedArray,
 )
+from ._array.low_precision import LowPrecisionArray as LowPrecisionArray
 from ._array.mapped import AbstractMappedArray as AbstractMappedArray
 from ._array.permuted import PermutedArray as PermutedArray
 from ._array.quantize import dequantize as dequantize, quantize as quantize, unpack as unpack
@@ -103,7 +104,9 @@ from ._training import (
     merge_lora as merge_lora,
     quantize_state as quantize_state,
 )
+from ._training.low_precision import low_precision as low_precision
 from ._training.mask import trainable_mask as trainable_mask
+from ._training.residuals import checkpoint_quantized as checkpoint_quantized, residual_nbytes as residual_nbytes
 from ._training.simulate import finalize as finalize
 from ._tree.folds import Into as Into, Residual as Residual
 from ._tree.placement import tree_shardings as tree_shardings

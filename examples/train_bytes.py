@@ -1,5 +1,7 @@
 """A byte-level transformer on real text: quantized after training, trained quantized, and finetuned through QLoRA.
 
+With `--low-precision` it is trained from scratch instead, by products of eight bits forward and backward.
+
 The text is Python's own: the help pages of `pydoc` to train on, the source of its standard library to finetune on. The
 last tenth of both is held out. The measure is bits per byte, the size of the text if the model compressed it.
 """
@@ -27,6 +29,8 @@ import eqquant as eqq
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--smoke", action="store_true", help="a smaller model, and fewer steps")
+parser.add_argument("--low-precision", nargs="*", metavar="FORMAT", help="only train in float and in these formats")
+parser.add_argument("--seed", type=int, default=0, help="of the initial weights, with `--low-precision`")
 args = parser.parse_args()
 depth, width, heads, context, batch_size = (2, 64, 2, 64, 8) if args.smoke else (4, 128, 4, 128, 16)
 steps, more_steps = (120, 30) if args.smoke else (900, 250)
@@ -151,6 +155,25 @@ def bits_per_byte(model: Transformer, text: UInt8[Array, " held_out"]) -> Float[
 def adamw(peak: float, steps: int) -> optax.GradientTransformation:
     return optax.adamw(optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps))
 
+
+# %% Training in low precision, from scratch: the same steps on the same windows
+def train_in_low_precision(formats: tuple[str, ...]) -> dict[str, float]:
+    untrained, found = Transformer(key=jr.key(args.seed)), {}
+    candidates = {"float32": untrained, **{name: eqq.low_precision(untrained, name) for name in formats}}
+    for name, candidate in candidates.items():
+        trained = train(name, candidate, adamw(3e-3, steps), english, steps)
+        # Evaluated as it trains, and with the same weights in float.
+        as_trained, dense = (bits_per_byte(m, english_held_out) for m in (trained, eqq.dequantize_tree(trained)))
+        found[name] = float(as_trained)
+        difference = found[name] / found["float32"] - 1
+        print(f"{name}: {as_trained:.4f} bits per byte ({difference:+.2%}), in float {dense:.4f}", flush=True)
+    return found
+
+
+if args.low_precision is not None:
+    found = train_in_low_precision(tuple(args.low_precision) or ("int8", "fp8"))
+    assert all(value < found["float32"] * (1.05 if args.smoke else 1.005) for value in found.values())
+    raise SystemExit
 
 # %% Training in float, with float moments and with moments of eight bits
 untrained = Transformer(key=jr.key(0))

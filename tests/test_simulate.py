@@ -298,3 +298,89 @@ def test_abstract(getkey):
     simulated = eqq.quantize_tree(model, "int8", simulate=True)
     assert simulated.layers[0].weight.master.shape == (40, 20)
     assert eqx.filter_eval_shape(eqq.finalize, simulated).layers[0].weight.codes.dtype == jnp.uint8
+
+
+# Learned scales
+
+
+def test_gradients_of_learned_scales(getkey):
+    """Against the formulas of LSQ, for the logarithm of each scale: rounded minus value, or the end where it clips."""
+    w, x, dy = weights(getkey(), (4, 64)), weights(getkey(), (6, 64)), weights(getkey(), (6, 4))
+    simulated = eqq.quantize_tree({"w": w}, eqq.Int4(32), simulate=True, learn_scales=True)["w"]
+    simulated = eqx.tree_at(lambda s: s.log_factor, simulated, simulated.log_factor - 0.5)  # so that some values clip
+    quantizing = eqq.ActivationQuantizedArray(simulated, eqq.Int8(symmetric=False), 0.01, 100, learn_scale=True)
+    f = lambda pair: jnp.sum(pair[1] @ pair[0].T * dy)
+    of_w, of_x = eqx.filter_jit(eqx.filter_grad(f))((quantizing, x))
+
+    def rounded(v, scale, low, high):
+        inside = (v / scale >= low - 0.5) & (v / scale <= high + 0.5)
+        value = np.clip(np.round(v / scale), low, high) * scale
+        return value, inside, (value - np.where(inside, v, 0))
+
+    v = np.asarray(w, np.float64).reshape(4, 2, 32)
+    scale = np.asarray(simulated.quantized().scale, np.float64)[..., None]
+    w_hat, w_inside, w_slope = rounded(v, scale, -8, 7)
+    x_hat, x_inside, x_slope = rounded(np.asarray(x, np.float64), np.float64(np.float32(0.01)), -100, 155)
+    assert not w_inside.all() and w_inside.mean() > 0.5 and not x_inside.all()
+    dw = (np.asarray(dy, np.float64).T @ x_hat).reshape(v.shape)
+    dx = np.asarray(dy, np.float64) @ w_hat.reshape(4, 64)
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    close(of_w.array.master, np.where(w_inside, dw, 0).reshape(4, 64))
+    close(of_x, np.where(x_inside, dx, 0))
+    close(of_w.array.log_factor, (dw * w_slope).sum(-1) / np.sqrt(32 * 8))
+    close(of_w.log_factor, (dx * x_slope).sum() / np.sqrt(64 * 255))
+
+
+def test_a_static_scale_passes_no_gradient_to_what_it_clips(getkey):
+    w = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (3, 4)), "int8"), "int8", 0.01)
+    dx = jax.grad(lambda x: jnp.sum(w @ x))(jnp.asarray([0.5, -1.26, 1.4, -2.0]))
+    assert (dx[:2] != 0).all() and (dx[2:] == 0).all()
+
+
+@pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_training_with_learned_scales(getkey, static):
+    """Scales of a stack train beside the masters, and `finalize` keeps them: the same values, bit for bit."""
+    keys = jr.split(getkey(), 2)
+    model = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(keys)
+    x, t = weights(getkey(), (20, 16)), weights(getkey(), (20, 16))
+
+    def apply(model, x):
+        arrays, other = eqx.partition(model, eqx.is_array)
+        layer = lambda x, arrays: (jnp.tanh(jax.vmap(eqx.combine(arrays, other))(x)), None)
+        return jax.lax.scan(layer, x, arrays)[0]
+
+    of_inputs = eqq.calibrate.collect_stats(model, [x], apply=apply) if static else "int8"
+    options = {"activations": of_inputs, "simulate": True}
+    simulated = eqq.quantize_tree(model, "int4", learn_scales=True, **options)
+    fixed = eqq.quantize_tree(model, "int4", **options)
+    loss = lambda model: jnp.mean(jnp.square(apply(model, x) - t))
+    assert float(loss(simulated)) == float(loss(fixed))
+    optim = optax.adam(3e-3)
+
+    @eqx.filter_jit
+    def step(model, state):
+        grads = eqx.filter_grad(loss)(model)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state
+
+    after, state = simulated, optim.init(eqx.filter(simulated, eqx.is_inexact_array))
+    for _ in range(5):
+        after, state = step(after, state)
+    assert bool(jnp.all(after.weight.array.log_factor != 0))
+    assert (after.weight.log_factor is not None) == static and (not static or bool(jnp.all(after.weight.log_factor)))
+    assert float(loss(after)) < float(loss(simulated))
+    final = eqq.finalize(after)
+    assert float(loss(final)) == float(loss(after))
+    assert jtu.tree_structure(final) == jtu.tree_structure(eqq.finalize(fixed))
+
+
+def test_bad_learned_scales(getkey):
+    tree = {"w": weights(getkey(), (8, 64))}
+    with pytest.raises(ValueError, match="must come with `simulate=True`"):
+        eqq.quantize_tree(tree, "int4", learn_scales=True)
+    for format in (eqq.MXFP4(), eqq.NVFP4(), eqq.Int4(symmetric=False), eqq.Q4_1(), eqq.Int8("tensor")):
+        with pytest.raises(ValueError, match="`learn_scales=True` needs a format whose scales are floats"):
+            eqq.quantize_tree(tree, format, simulate=True, learn_scales=True)
+    with pytest.raises(ValueError, match="needs a scale to begin with"):
+        eqq.ActivationQuantizedArray(eqq.quantize(tree["w"]), "int8", learn_scale=True)

@@ -17,8 +17,10 @@ from .._formats.base import AbstractFormat, as_format, has_zero_points
 from .._methods.given import GivenScales
 from .._numerics.blocks import not_finite
 from .array import QuantizedArray
+from .clipped import clipped
 from .quantize import check_parameters, quantize_array
 from .value import AbstractArrayValue, as_permutation, multiply
+from .wrapped import AbstractWrappedArray
 
 
 class DynamicRows(eqx.Module):
@@ -61,7 +63,7 @@ class DynamicRows(eqx.Module):
         return self.quantized().dequantize()
 
 
-class ActivationQuantizedArray(AbstractArrayValue):
+class ActivationQuantizedArray(AbstractWrappedArray):
     r"""A quantized weight whose products quantize the other operand too, and multiply codes with codes.
 
     [`eqquant.quantize_tree`][] makes it with `activations=`. `w @ x` quantizes each column of `x` (each example, or
@@ -83,16 +85,24 @@ class ActivationQuantizedArray(AbstractArrayValue):
         all of it: examples never share one, even if `block_size="tensor"`.
     - `scale`, `zero_point`: a scale (and zero point, if the format has one) from calibration, instead of one for each
         example. Scalars, or one for each layer of a stack. They need a format without blocks. Values beyond their
-        range are clipped.
+        range are clipped, and get no gradient.
+    - `learn_scale`: whether that scale trains. It then holds a factor, stored as its logarithm, a float leaf.
     """
 
     array: Any
     activations: AbstractFormat
     scale_bits: UInt32[Array, "*stack"] | None
     zero_point: UInt8[Array, "*stack"] | None
+    log_factor: Float32[Array, "*stack"] | None
 
     def __init__(
-        self, array: Any, activations: AbstractFormat | str, scale: Any = None, zero_point: Any = None
+        self,
+        array: Any,
+        activations: AbstractFormat | str,
+        scale: Any = None,
+        zero_point: Any = None,
+        *,
+        learn_scale: bool = False,
     ) -> None:
         self.array = array
         self.activations = as_format(activations)
@@ -108,6 +118,9 @@ class ActivationQuantizedArray(AbstractArrayValue):
                 f"`scale` must come with a format of one scale. Got {self.activations!r}. A scale for each block is "
                 "found for each example: leave `scale` out."
             )
+        if learn_scale and not static:
+            raise ValueError("`learn_scale=True` needs a scale to begin with. Got none. Calibrate, and pass `scale`.")
+        self.log_factor = jnp.zeros(jnp.shape(scale), jnp.float32) if learn_scale else None
         stack = () if self.scale_bits is None else self.scale_bits.shape
         if len(stack) > max(array.ndim - 2, 0) or tuple(array.shape[: len(stack)]) != stack:
             raise ValueError(
@@ -134,30 +147,17 @@ class ActivationQuantizedArray(AbstractArrayValue):
 
     @property
     def scale(self) -> Float32[Array, "*stack"] | None:
-        """The scale from calibration, or `None` if each example gets its own."""
-        bits = self.scale_bits
-        return None if bits is None else jax.lax.bitcast_convert_type(bits, jnp.float32)
+        """The scale from calibration, perhaps trained since, or `None` if each example gets its own."""
+        if self.scale_bits is None:
+            return None
+        scale = jax.lax.bitcast_convert_type(self.scale_bits, jnp.float32)
+        return scale if self.log_factor is None else scale * jnp.exp(jax.lax.stop_gradient(self.log_factor))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.array.shape)
-
-    @property
-    def ndim(self) -> int:
-        return self.array.ndim
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.array.dtype
-
-    @property
-    def format(self) -> Any:
-        """The format of the weight."""
-        return getattr(self.array, "format", None)
-
-    def dequantize(self) -> Float[Array, "..."]:
-        """Returns the dense weight."""
-        return self.array.dequantize() if isinstance(self.array, AbstractArrayValue) else self.array
+    def with_fixed_scale(self) -> "ActivationQuantizedArray":
+        """Returns the array with its learned scale as one that no longer trains."""
+        if self.log_factor is None:
+            return self
+        return ActivationQuantizedArray(self.array, self.activations, self.scale, self.zero_point)
 
     def transpose(self, *axes: Any) -> Any:
         """Permutes the logical axes of the weight."""
@@ -166,19 +166,11 @@ class ActivationQuantizedArray(AbstractArrayValue):
         moved = self.scale_bits is not None and self.scale_bits.ndim > 0 and order[:batch] != list(range(batch))
         return array if moved else self._around(array)
 
-    def astype(self, dtype: Any) -> Any:
-        """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""
-        return self._around(self.array.astype(dtype))
-
     def reshape(self, *shape: Any, **kwargs: Any) -> Any:
         """Reshapes the weight."""
         array = self.array.reshape(*shape, **kwargs)
         stacked = self.scale_bits is not None and self.scale_bits.ndim > 0
         return array if stacked else self._around(array)
-
-    def __getitem__(self, index: Any) -> Array:
-        """Returns dense values of the weight."""
-        return self.array[index]
 
     def _around(self, array: Any) -> Any:
         # While training, floats may stand in the place of the weight.
@@ -211,10 +203,12 @@ class ActivationQuantizedArray(AbstractArrayValue):
         zero = None if zero is None else jnp.broadcast_to(zero, scale.shape)
         method = GivenScales(scale, zero)
         q = quantize_array(source, self.activations, (-1,), None, None, method)
-        return dataclasses.replace(q, logical_sharding=None, gradient_of=rows)
+        q = dataclasses.replace(q, logical_sharding=None)
+        return dataclasses.replace(q, gradient_of=clipped(rows, q, self.log_factor))
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
-        static = "" if self.scale_bits is None else ", scale from calibration"
+        learned = "" if self.log_factor is None else ", learned"
+        static = "" if self.scale_bits is None else f", scale from calibration{learned}"
         return wl.TextDoc(
             f"ActivationQuantizedArray({wl.pformat(self.array)}, activations={self.activations!r}{static})"
         )

@@ -1,11 +1,11 @@
-"""The quantized matmul and dequantizing as JAX primitives.
+"""The quantized matmul, the product of rounded floats, and dequantizing as JAX primitives.
 
-The array class imports the primitives, to call them. Their rules are in `_matmul/rules.py` and in
-`_matmul/decode_rules.py`, because they import the array class. Rules register themselves, so the imports have no cycle.
+The array class imports the primitives, to call them. Their rules are in `_matmul`, in `rules.py`, `rounded_rules.py`
+and `decode_rules.py`, because they import the array class. Rules register themselves, so the imports have no cycle.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -13,9 +13,11 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 from .. import _compat
+from .._formats.base import AbstractFormat
 
 
 quantized_matmul_p = jax.extend.core.Primitive("quantized_matmul")
+rounded_matmul_p = jax.extend.core.Primitive("rounded_matmul")
 dequantize_p = jax.extend.core.Primitive("dequantize")
 
 
@@ -59,6 +61,41 @@ def bind_matmul(
         precision=precision,
         implementation=implementation,
         by_columns=by_columns,
+    )
+
+
+class Rounding(NamedTuple):
+    """How a product rounds an operand: to which format, and whether at random, so that the mean is the value."""
+
+    format: AbstractFormat
+    stochastic: bool = False
+
+
+def bind_rounded_matmul(
+    x: Float[Array, "*batch rows inner"],
+    w: Float[Array, "*batch outer inner"],
+    *,
+    of_x: Rounding | None,
+    of_w: Rounding | None,
+    of_gradient: Rounding,
+    precision: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "*batch rows outer"]:
+    """`x(*batch, m, k) . w(*batch, n, k)^T` of floats that are rounded along `k` first, and of equal dtype.
+
+    The products that its gradient consists of are this primitive too, and round the gradient that comes in.
+
+    **Arguments:**
+
+    - `x`, `w`: floats.
+    - `of_x`, `of_w`: how each is rounded; `None` for a tangent, which stays as it is.
+    - `of_gradient`: how the gradient of the result is rounded, in the products of the backward pass.
+    - `precision`, `implementation`: as in `bind_matmul`; the latter is of the forward pass.
+    """
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    return rounded_matmul_p.bind(
+        x, w, of_x=of_x, of_w=of_w, of_gradient=of_gradient, precision=precision, implementation=implementation
     )
 
 

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
-from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Float, Float32, PRNGKeyArray, UInt32
 
-from .._formats.base import AbstractFormat, as_format, levels_of
+from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_points
 from .._methods import AbsMax, AbstractMethod
-from .._numerics.blocks import expand
+from .._methods.given import GivenScales
 from .array import QuantizedArray
 from .axes import as_axis, logical_order, memory_order
+from .clipped import clipped
 from .quantize import as_method, check_quantizable, quantize_array
 from .straight_through import value_of
 from .value import AbstractArrayValue
@@ -72,28 +73,11 @@ def fake_quantize(
     source, axes = check_quantizable(x, axis)
     q = quantize_array(jax.lax.stop_gradient(source), format, axes, None, key, as_method(method))
     if clip:
-        source = jnp.where(_representable(source, q), source, jax.lax.stop_gradient(source))
+        source = logical_order(clipped(memory_order(source, axes), q), q._axes, q.lengths)
     return value_of(q.dequantize(), gradient_of=source)
 
 
 straight_through = fake_quantize
-
-
-def _representable(x: Array, q: QuantizedArray) -> Bool[Array, "..."]:
-    """Returns where values lie in the range of their block's levels, extended by half a step on either side."""
-    levels, reached = levels_of(q.format)
-    levels = np.unique(levels[reached])
-    # Slightly more than half: Dynamic8 scales its largest magnitude to exactly half a step below its lowest level.
-    half = 0.5 + 1e-4
-    low, high = levels[0] - half * (levels[1] - levels[0]), levels[-1] + half * (levels[-1] - levels[-2])
-    zero = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32)
-    offset = 0 if q.offset is None else q.offset
-    # In either order: a scale may be negative.
-    ends = (low - zero) * q.scale + offset, (high - zero) * q.scale + offset
-    of_values = lambda end: expand(end, q.format.block_size, q._length)
-    rows = memory_order(x, q._axes).astype(jnp.float32)
-    inside = (rows >= of_values(jnp.minimum(*ends))) & (rows <= of_values(jnp.maximum(*ends)))
-    return logical_order(inside, q._axes, q.lengths)
 
 
 class SimulatedArray(AbstractArrayValue):
@@ -110,6 +94,8 @@ class SimulatedArray(AbstractArrayValue):
     - `axis`: the quantized axis or axes, as negative numbers.
     - `logical_dtype`: the dtype of the dequantized array, which may differ from the dtype of the master.
     - `method`: the method that chooses scales and codes.
+    - `scale_bits`, `log_factor`: for learned scales, the bits of those that training began with, and the logarithms of
+        the factors by which they have changed since. The factors train.
     """
 
     master: Float[Array, "..."]
@@ -117,6 +103,8 @@ class SimulatedArray(AbstractArrayValue):
     axis: int | tuple[int, ...] = eqx.field(static=True)
     logical_dtype: np.dtype = eqx.field(static=True)
     method: AbstractMethod = AbsMax()
+    scale_bits: UInt32[Array, "*batch blocks"] | None = None
+    log_factor: Float32[Array, "*batch blocks"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,8 +121,15 @@ class SimulatedArray(AbstractArrayValue):
     def quantized(self) -> QuantizedArray:
         """Quantizes the master. Gradients with respect to the result go to the master."""
         axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
-        q = quantize_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, self.method)
-        return dataclasses.replace(q, gradient_of=memory_order(self.master, axes))
+        learned = self.log_factor is not None
+        method = GivenScales(self._learned_scale(), None) if learned else self.method
+        q = quantize_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, method)
+        rows = memory_order(self.master, axes)
+        return dataclasses.replace(q, gradient_of=clipped(rows, _by_rows(q), self.log_factor) if learned else rows)
+
+    def _learned_scale(self) -> Float32[Array, "*batch blocks"]:
+        scale = jax.lax.bitcast_convert_type(self.scale_bits, jnp.float32)
+        return scale * jnp.exp(jax.lax.stop_gradient(self.log_factor))
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the quantized master as a dense array, of `shape` and `dtype`."""
@@ -159,8 +154,17 @@ class SimulatedArray(AbstractArrayValue):
         return wl.TextDoc(f"SimulatedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")
 
 
+def _by_rows(q: QuantizedArray) -> QuantizedArray:
+    return dataclasses.replace(q, axis=-1, lengths=(q._length,), logical_sharding=None, gradient_of=None)
+
+
 def simulate_array(
-    x: Array, format: AbstractFormat, axes: tuple[int, ...], dtype: Any, method: AbstractMethod = AbsMax()
+    x: Array,
+    format: AbstractFormat,
+    axes: tuple[int, ...],
+    dtype: Any,
+    method: AbstractMethod = AbsMax(),
+    learn_scales: bool = False,
 ) -> SimulatedArray:
     """Returns the array that `quantize_tree(..., simulate=True)` puts in place of `x`."""
     if jtu.tree_leaves(method) or method.inputs is not None:
@@ -168,4 +172,18 @@ def simulate_array(
             "`simulate=True` needs a method without arrays, which would be trained. Got "
             f"{type(method).__name__}. Make its fields static, or quantize with it after training."
         )
-    return SimulatedArray(x, format, as_axis(axes), np.dtype(x.dtype if dtype is None else dtype), method)
+    dtype = np.dtype(x.dtype if dtype is None else dtype)
+    if not learn_scales:
+        return SimulatedArray(x, format, as_axis(axes), dtype, method)
+    shifted = has_zero_points(format) or has_offsets(format)
+    plain = format.scale_format is None and format.scale_dtype in ("float32", "float16", "bfloat16")
+    if shifted or not plain or format.block_size == "tensor":
+        raise ValueError(
+            "`learn_scales=True` needs a format whose scales are floats, without zero points and offsets, and one for "
+            f"each row or block. Got {format!r}. Take `Int8()`, `Int4()` or `NF4()`, for instance."
+        )
+    # A scale of zero could not grow.
+    scale = quantize_array(x, format, axes, dtype, None, method).scale
+    scale = jnp.where(scale == 0, jnp.float32(1e-8), scale)
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    return SimulatedArray(x, format, as_axis(axes), dtype, method, bits, jnp.zeros_like(scale))

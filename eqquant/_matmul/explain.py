@@ -1,6 +1,7 @@
 """`explain_matmul`: shows which implementation a product takes, and why."""
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +11,13 @@ import jax.extend
 import jax.numpy as jnp
 from rich.table import Table
 
-from .._array.primitive import operands_of, quantized_matmul_p
+from .._array.primitive import operands_of, quantized_matmul_p, rounded_matmul_p
 from .._array.value import AbstractArrayValue
 from .._report import Report, report_table
 from .api import matmul
 from .dispatch import choose, IMPLEMENTATIONS, multiplied_types, refusal_of, why_decoded
 from .problem import MatmulProblem, problem_of, Target
+from .rounded_rules import compute_rounded
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -98,6 +100,9 @@ def _products(jaxpr: Any) -> Iterator[tuple[Any, Any, bool, Any]]:
         if equation.primitive is quantized_matmul_p:
             operands = operands_of([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
             yield *operands, params["transpose"], params["precision"]
+        if equation.primitive is rounded_matmul_p:
+            rounded = jax.make_jaxpr(ft.partial(compute_rounded, **params))(*(v.aval for v in equation.invars))
+            yield from _products(rounded.jaxpr)
         for inner in jax.extend.core.jaxprs_in_params(params):
             yield from _products(inner)
 

@@ -17,11 +17,13 @@ from jaxtyping import Array, ArrayLike
 
 from .._array.activation import ActivationQuantizedArray
 from .._array.array import QuantizedArray
+from .._array.low_precision import LowPrecisionArray
 from .._array.mapped import AbstractMappedArray
 from .._array.product import dot_general
 from .._array.selected import SelectedArray
 from .._array.simulated import SimulatedArray
 from .._array.value import AbstractArrayValue, round_rows
+from .._array.wrapped import AbstractWrappedArray
 from .convolution import convolve
 
 
@@ -36,7 +38,7 @@ def _transpose(q: QuantizedArray, *, permutation: Sequence[int]) -> QuantizedArr
 
 
 @quax.register(lax.transpose_p)
-def _transpose_quantizing(w: ActivationQuantizedArray, *, permutation: Sequence[int]) -> Any:
+def _transpose_wrapped(w: AbstractWrappedArray, *, permutation: Sequence[int]) -> Any:
     return w.transpose(permutation)
 
 
@@ -217,6 +219,27 @@ def _dot_general_by_layers(w: ActivationQuantizedArray, x: Any, params: dict[str
     layer = lambda w, x: _dot_general_quantizing(w, x, {**params, "dimension_numbers": numbers}, left=left)
     y = jax.vmap(layer, (0, axis), out)(w, x)
     return jnp.sum(y, axis=0) if is_summed else y
+
+
+@quax.register(lax.dot_general_p)
+def _dot_general_low_precision_left(w: LowPrecisionArray, x: ArrayLike, **params: Any) -> Array:
+    return _dot_general_low_precision(w, w.dequantize(), x, params)
+
+
+@quax.register(lax.dot_general_p)
+def _dot_general_low_precision_right(x: ArrayLike, w: LowPrecisionArray, **params: Any) -> Array:
+    return _dot_general_low_precision(w, x, w.dequantize(), params)
+
+
+def _dot_general_low_precision(w: LowPrecisionArray, first: Any, second: Any, params: dict[str, Any]) -> Array:
+    first, second, contract = jnp.asarray(first), jnp.asarray(second), params["dimension_numbers"][0][0]
+    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (first, second))
+    if not floats or not contract or params.get("out_sharding") is not None:
+        return _dense(lax.dot_general_p, first, second, **params)
+    precision = params.get("precision")
+    precision = precision if precision is None or isinstance(precision, str) else precision[0]
+    y = w.dot_general(first, second, params["dimension_numbers"], precision=precision)
+    return y.astype(params.get("preferred_element_type") or y.dtype)
 
 
 def _rounded(x: Any, params: dict[str, Any], activations: Any, *, left: bool) -> Array:

@@ -1,6 +1,7 @@
 """Stochastic rounding to the codes of any format."""
 
 import functools as ft
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +32,38 @@ def move_stochastically(
 
     `uint8` codes, of the shape of the values.
     """
+    step = _even_step(format)
+    if step is not None:
+        # On an even grid this takes one addition, and no lookup. A value that is a level keeps it.
+        places = (values - step.low) / step.size
+        between = (values > step.low) & (values < step.high) & (jnp.round(places) != places)
+        dithered = format.encode(values + step.size * (uniform - jnp.float32(0.5)))
+        return jnp.where(between, dithered, nearest)
     levels, below, above = (jnp.asarray(table) for table in _neighbours(format))
     near = levels[nearest]
     other = jnp.where(values > near, above[nearest], below[nearest])
     gap = levels[other] - near
     chance = jnp.where(gap != 0, (values - near) / jnp.where(gap != 0, gap, 1), 0)
     return jnp.where(uniform < chance, other, nearest)
+
+
+class _Step(NamedTuple):
+    size: np.float32
+    low: np.float32
+    high: np.float32
+
+
+@ft.lru_cache
+def _even_step(format: AbstractFormat) -> _Step | None:
+    """Returns the distance of neighbouring levels and the ends, if all neighbours are as far apart; else `None`."""
+    levels, _, above = _neighbours(format)
+    _, reached = levels_of(format)
+    grid, last = np.unique(levels[reached]), np.argmax(np.where(reached, levels, -np.inf))
+    gaps = np.diff(grid)
+    # Each level but the last has a neighbour above, so every gap is one that values round in.
+    joined = np.count_nonzero(reached & (above != np.arange(len(above)))) == len(gaps) and above[last] == last
+    even = joined and np.count_nonzero(reached) == len(grid) and (gaps == gaps[0]).all()
+    return _Step(np.float32(gaps[0]), np.float32(grid[0]), np.float32(grid[-1])) if even else None
 
 
 @ft.lru_cache

@@ -17,12 +17,13 @@ import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized, QuantizedArray
+from .._array.low_precision import LowPrecisionArray
 from .._array.quantize import as_method, check_finite
 from .._array.requantize import requantize_like
 from .._array.simulated import SimulatedArray
 from .._array.value import AbstractArrayValue, as_permutation, multiply
+from .._array.wrapped import AbstractWrappedArray
 from .._mesh import full_spec, place
 from .._methods import AbstractMethod
 from .._tree.leaves import identity, is_mapped, Leaf, named_leaves, some
@@ -285,7 +286,9 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "it has factors already: `merge_lora` first"
     if isinstance(leaf.parent, SimulatedArray):
         return "it is simulated: `finalize` first"
-    whole = is_mapped(leaf) or isinstance(leaf.parent, ActivationQuantizedArray)
+    if isinstance(leaf.parent, LowPrecisionArray):
+        return "its products run in low precision: call `loraify` first, and `low_precision` then"
+    whole = is_mapped(leaf) or isinstance(leaf.parent, AbstractWrappedArray)
     if isinstance(leaf.parent, AbstractArrayValue) and not whole:
         return f"part of a {type(leaf.parent).__name__}"
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:

@@ -6,10 +6,10 @@ import equinox as eqx
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized
 from .._array.mapped import AbstractMappedArray
 from .._array.value import AbstractArrayValue
+from .._array.wrapped import AbstractWrappedArray
 
 
 def trainable_mask(tree: PyTree) -> PyTree[bool]:
@@ -34,8 +34,8 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     The tree with a boolean for each leaf. A [`eqquant.QuantizedArray`][] is one leaf, so the mask is a prefix of the
     tree. Pass it to `equinox.partition`, `equinox.filter`, `optax.masked` or [`eqquant.filter_grad`][].
     """
-    # What is stored in an array that maps or quantizes its inputs trains as if it stood alone.
-    around = (AbstractMappedArray, ActivationQuantizedArray)
+    # What is stored in an array that maps or rounds its inputs trains as if it stood alone.
+    around = (AbstractMappedArray, AbstractWrappedArray)
     is_leaf = lambda x: isinstance(x, AbstractArrayValue) and not isinstance(x, around)
     nodes, treedef = jtu.tree_flatten(tree, is_leaf=is_leaf)
     adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)

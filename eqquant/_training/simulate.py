@@ -6,6 +6,7 @@ from typing import Any
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized, QuantizedArray
 from .._array.quantize import check_finite
 from .._array.simulated import SimulatedArray
@@ -14,7 +15,7 @@ from .._tree.leaves import named_leaves
 
 def finalize(tree: PyTree) -> PyTree:
     """Ends simulated quantization: turns every [`eqquant.SimulatedArray`][] into the [`eqquant.QuantizedArray`][] that
-    it simulates.
+    it simulates. Learned scales become those of the result.
 
     !!! Example
 
@@ -50,9 +51,11 @@ def finalize(tree: PyTree) -> PyTree:
     def final(x: Any) -> Any:
         if not isinstance(x, SimulatedArray):
             return x
-        same = (id(x.master), x.format, x.axis, x.logical_dtype, x.method)
+        same = (id(x.master), x.format, x.axis, x.logical_dtype, x.method, id(x.log_factor))
         if same not in done:
             done[same] = dataclasses.replace(x.quantized(), gradient_of=None)
         return done[same]
 
-    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), [final(leaf.value) for leaf in leaves])
+    tree = jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), [final(leaf.value) for leaf in leaves])
+    quantizes = lambda x: isinstance(x, ActivationQuantizedArray)
+    return jtu.tree_map(lambda x: x.with_fixed_scale() if quantizes(x) else x, tree, is_leaf=quantizes)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized
 from .._array.mapped import AbstractMappedArray
+from .._array.wrapped import AbstractWrappedArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,16 +63,16 @@ class Leaf:
 
     @property
     def float_path(self) -> str | None:
-        """The path of the leaf in the float model: `layers.0.weight`, even if its products quantize what they multiply.
+        """The path of the leaf in the float model: `layers.0.weight`, even if an array around it multiplies otherwise.
 
         `None` for a scale or a zero point of such products, which the float model has not.
         """
-        quantizing = [isinstance(node, ActivationQuantizedArray) for node in self.nodes]
-        if any(q and key_name(key) != "array" for q, key in zip(quantizing, self.keys, strict=True)):
+        wrapping = [isinstance(node, AbstractWrappedArray) for node in self.nodes]
+        if any(w and key_name(key) != "array" for w, key in zip(wrapping, self.keys, strict=True)):
             return None
-        if not any(quantizing):
+        if not any(wrapping):
             return self.path
-        keys = tuple(key for q, key in zip(quantizing, self.keys, strict=True) if not q)
+        keys = tuple(key for w, key in zip(wrapping, self.keys, strict=True) if not w)
         is_simple = self.path == jtu.keystr(self.keys, simple=True, separator=".")
         return (jtu.keystr(keys, simple=True, separator=".") if is_simple else jtu.keystr(keys)) or "the array"
 
@@ -131,7 +131,7 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 def _is_wrapper(node: Any, key: Any) -> bool:
     """Whether a node wraps one array: a `Variable` of Flax, a `NamedArray` of haliax, or an array around another."""
-    if isinstance(node, (AbstractMappedArray, ActivationQuantizedArray)):
+    if isinstance(node, (AbstractMappedArray, AbstractWrappedArray)):
         return key_name(key) == "array"
     by_name = key_name(key) in ("value", "array") or isinstance(key, jtu.FlattenedIndexKey)
     return by_name and len(_children(node)) == 1

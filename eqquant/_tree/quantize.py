@@ -227,6 +227,7 @@ def quantize_tree(
     shardings: Shardings | None = None,
     method: AbstractMethod | None = None,
     activations: Any = None,
+    learn_scales: bool = False,
 ) -> PyTree:
     """Quantizes the weights of a model, and leaves everything else unchanged.
 
@@ -258,6 +259,8 @@ def quantize_tree(
         scales of its own. Or the statistics of inputs that [`eqquant.calibrate.collect_stats`][] returns, which hold
         one scale for each weight. By default products take floats. A [`eqquant.Use`][] sets it for one rule. Weights
         that no product uses, such as embeddings, stay without; convolutions multiply codes under [`eqquant.quaxify`][].
+    - `learn_scales`: with `simulate`, whether scales train beside the masters, those of calibrated activations too
+        (learned step sizes). They need a format with plain scales: integers, `NF4`, `FP8`.
 
     **Returns:**
 
@@ -278,6 +281,8 @@ def quantize_tree(
     check_dtype(dtype)
     if simulate and key is not None:
         raise ValueError("`key` must be None with `simulate=True`, which rounds to nearest at each use. Got a key.")
+    if learn_scales and not simulate:
+        raise ValueError("`learn_scales=True` must come with `simulate=True`, whose scales can train. Got it alone.")
     default = as_method(method)
     decisions = decide(tree, format, where, axis, activations)
     wanted = wanted_shardings(tree, [d.leaf for d in decisions], shardings)
@@ -291,17 +296,18 @@ def quantize_tree(
         leaf, axes = decisions[n].leaf, decisions[n].axes
         same = (id(leaf.value), decisions[n].format, axes, wanted[n], id(decisions[n].method))
         if same not in done:
-            done[same] = _quantize_leaf(decisions[n], methods[n], dtype, keys[n], wanted[n], simulate)
-        values[n] = with_activations(decisions[n], done[same])
+            done[same] = _quantize_leaf(decisions[n], methods[n], dtype, keys[n], wanted[n], simulate, learn_scales)
+        values[n] = with_activations(decisions[n], done[same], learn_scales)
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_quantized), values)
 
 
-def with_activations(decision: Decision, w: Any) -> Any:
+def with_activations(decision: Decision, w: Any, learn_scales: bool = False) -> Any:
     """Returns a quantized weight whose products quantize the other operand, if that is the decision."""
     if not isinstance(w, AbstractArrayValue) or decision.activations is None:
         return w
     try:
-        return ActivationQuantizedArray(w, *decision.activations)
+        learn = learn_scales and decision.activations.scale is not None
+        return ActivationQuantizedArray(w, *decision.activations, learn_scale=learn)
     except ValueError as e:
         raise ValueError(f"{decision.leaf.path}: {e}") from None
 
@@ -337,9 +343,11 @@ def _quantize_leaf(
     key: Any,
     sharding: NamedSharding | None,
     simulate: bool,
+    learn_scales: bool = False,
 ) -> QuantizedArray | SimulatedArray:
     leaf, format, axes = decision.leaf, decision.format, decision.axes
-    encode = ft.partial(simulate_array if simulate else ft.partial(quantize_array, key=key), method=method)
+    simulated = ft.partial(simulate_array, learn_scales=learn_scales)
+    encode = ft.partial(simulated if simulate else ft.partial(quantize_array, key=key), method=method)
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
         q = jax.eval_shape(lambda x: encode(x, format, axes, dtype), leaf.value)  # pyright: ignore
         return q if sharding is None or simulate else move(q, sharding)

@@ -10,10 +10,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import DTypeLike, PyTree
 
-from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized, QuantizedArray
+from .._array.low_precision import LowPrecisionArray
 from .._array.mapped import AbstractMappedArray
 from .._array.simulated import SimulatedArray
+from .._array.wrapped import AbstractWrappedArray
 from .leaves import array_nbytes, identity, is_mapped, Leaf, named_leaves
 from .report import LeafReport, TreeReport
 from .weights import default_skip_reason, ineligible_reason
@@ -38,7 +39,7 @@ def summary(tree: PyTree) -> TreeReport:
     """
     rows = []
     for leaf in named_leaves(tree, _is_whole):
-        if isinstance(leaf.value, ActivationQuantizedArray):
+        if isinstance(leaf.value, AbstractWrappedArray):
             rows.extend(_rows_within(leaf))
         elif isinstance(leaf.value, SimulatedArray):
             of_master = dataclasses.replace(leaf, value=leaf.value.master)
@@ -52,14 +53,18 @@ def summary(tree: PyTree) -> TreeReport:
 
 
 def _is_whole(x: Any) -> bool:
-    return is_quantized(x) or isinstance(x, (SimulatedArray, ActivationQuantizedArray))
+    return is_quantized(x) or isinstance(x, (SimulatedArray, AbstractWrappedArray))
 
 
 def _rows_within(leaf: Leaf) -> list[LeafReport]:
-    """Returns the rows of a weight whose products quantize the other operand."""
+    """Returns the rows of a weight whose products quantize the other operand, or both operands."""
     w = leaf.value
-    if not is_quantized(w.array):
-        how = f"; its products quantize the other operand, to {w.activations!r}"
+    if isinstance(w, LowPrecisionArray) or not is_quantized(w.array):
+        how = (
+            f"; its products round both operands to {w.forward!r}, and gradients to {w.gradient!r}"
+            if isinstance(w, LowPrecisionArray)
+            else f"; its products quantize the other operand, to {w.activations!r}"
+        )
         within = summary({"array": w.array}).leaves
         return [row._replace(path=f"{leaf.path}.{row.path}", reason=row.reason + how) for row in within]
     of_scale = "" if w.scale_bits is None else "; scale of activations from calibration"
@@ -105,7 +110,7 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         return done[same]
 
     def dequantized(x: Any) -> Any:
-        if isinstance(x, ActivationQuantizedArray):
+        if isinstance(x, AbstractWrappedArray):
             return dequantize_tree(x.array, dtype)
         if isinstance(x, AbstractMappedArray):
             inner = dequantize_tree(x.array)

@@ -1,0 +1,62 @@
+"""Gradients of values that were rounded with scales which clip them, and of such scales."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32
+
+from .._formats.base import levels_of
+from .._numerics.blocks import expand
+from .array import QuantizedArray
+
+
+def in_range(rows: Float[Array, "*batch length"], q: QuantizedArray) -> Bool[Array, "*batch length"]:
+    """Returns where values lie in the range of their block's levels, extended by half a step on either side.
+
+    **Arguments:**
+
+    - `rows`: the values that were quantized, in memory order.
+    - `q`: what they became.
+    """
+    levels, reached = levels_of(q.format)
+    levels = np.unique(levels[reached])
+    # Slightly more than half: Dynamic8 scales its largest magnitude to exactly half a step below its lowest level.
+    half = 0.5 + 1e-4
+    low, high = levels[0] - half * (levels[1] - levels[0]), levels[-1] + half * (levels[-1] - levels[-2])
+    zero = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32)
+    offset = 0 if q.offset is None else q.offset
+    # In either order: a scale may be negative.
+    ends = (low - zero) * q.scale + offset, (high - zero) * q.scale + offset
+    of_values = lambda end: expand(end, q.format.block_size, q._length)
+    rows = rows.astype(jnp.float32)
+    return (rows >= of_values(jnp.minimum(*ends))) & (rows <= of_values(jnp.maximum(*ends)))
+
+
+def clipped(
+    rows: Float[Array, "*batch length"], q: QuantizedArray, log_factor: Float32[Array, "..."] | None = None
+) -> Float[Array, "*batch length"]:
+    r"""Returns what receives the gradient of rounded values: `rows`, but nothing where the scale clips them.
+
+    With `log_factor`, the logarithm of a factor that the scales hold, it receives a gradient too: that of learned step
+    sizes (LSQ). A rounded value is $\hat v = s c$ with a code $c$ near $v / s$, so
+    $\partial \hat v / \partial \log s = \hat v - v$, or $\hat v$ where $v$ is clipped. The gradient is divided by
+    $\sqrt{n c_{\max}}$ for $n$ values with one scale, so that scales and weights learn at similar speed.
+
+    **Arguments:**
+
+    - `rows`, `q`: as for `in_range`.
+    - `log_factor`: for each block, or one for all.
+    """
+    inside = in_range(rows, q)
+    source = jnp.where(inside, rows, jax.lax.stop_gradient(rows))
+    if log_factor is None:
+        return source
+    levels, reached = levels_of(q.format)
+    count = rows.shape[-1] if not isinstance(q.block_size, int) else min(q.block_size, rows.shape[-1])
+    speed = 1 / math.sqrt(max(count, 1) * float(np.abs(levels[reached]).max()))
+    slope = jax.lax.stop_gradient(q.dequantize().astype(jnp.float32) - jnp.where(inside, rows, 0).astype(jnp.float32))
+    zero = log_factor - jax.lax.stop_gradient(log_factor)  # its value; its gradient passes
+    zero = expand(zero, q.block_size, rows.shape[-1]) if log_factor.ndim else jnp.broadcast_to(zero, rows.shape)
+    return source + (speed * slope * zero).astype(rows.dtype)

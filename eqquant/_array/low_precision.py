@@ -1,0 +1,166 @@
+"""Weights whose products are computed in low precision, forward and backward."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import wadler_lindig as wl
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float
+
+from .. import _compat
+from .._formats.base import AbstractFormat, as_format
+from .._mesh import as_spec, explicit_mesh, in_auto_mode, names_in
+from .primitive import bind_rounded_matmul, Rounding
+from .value import as_permutation, multiply
+from .wrapped import AbstractWrappedArray
+
+
+class LowPrecisionArray(AbstractWrappedArray):
+    r"""A float weight whose products are computed in low precision, forward and backward.
+
+    [`eqquant.low_precision`][] makes it. It trains like the float array that it holds: that is what the optimizer
+    changes. Each of the three products of a layer rounds both operands, along the axis that it sums over, and
+    multiplies codes with codes:
+
+    $$y = x W^\top, \quad \mathrm d x = \mathrm d y\, W, \quad \mathrm d W = \mathrm d y^\top x$$
+
+    Everything but products is that of the float array.
+
+    **Arguments:**
+
+    - `array`: the weight, floats or another array of this library, which is dequantized first.
+    - `forward`: the format of $x$ and $W$, or its lower-case name.
+    - `gradient`: the format of $\mathrm d y$.
+    - `stochastic`: whether $\mathrm d y$ is rounded at random, so that the mean is the value.
+    """
+
+    array: Any
+    forward: AbstractFormat
+    gradient: AbstractFormat
+    stochastic: bool = eqx.field(static=True)
+
+    def __init__(
+        self, array: Any, forward: AbstractFormat | str, gradient: AbstractFormat | str, stochastic: bool = True
+    ) -> None:
+        self.array = array
+        self.forward = as_format(forward)
+        self.gradient = as_format(gradient)
+        self.stochastic = stochastic
+
+    def transpose(self, *axes: Any) -> Any:
+        """Permutes the logical axes of the weight."""
+        return self._around(self.array.transpose(as_permutation(axes, self.ndim)))
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        """Reshapes the weight."""
+        return self._around(self.array.reshape(*shape, **kwargs))
+
+    def _around(self, array: Any) -> Any:
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return array
+        return LowPrecisionArray(array, self.forward, self.gradient, self.stochastic)
+
+    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
+        x, w = jnp.asarray(other), self.dequantize()
+        if x.ndim == 0 or w.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+            return multiply(w, x, left=left, **options)
+        of_w, of_x = (w.ndim - 1 if left else w.ndim - 2), (-1 if x.ndim == 1 or not left else -2)
+        if w.ndim == 2:
+            y = self.dot_general(x, w, (((of_x % x.ndim,), (of_w,)), ((), ())), **options)
+            return jnp.swapaxes(y, -1, -2) if left and x.ndim > 1 else y
+        vector = x.ndim == 1
+        matrices = ("(n,k)", "(k)" if vector else "(k,m)") if left else ("(k)" if vector else "(m,k)", "(k,n)")
+        result = f"({'' if vector or left else 'm,'}n{'' if vector or not left else ',m'})"
+        product = jnp.vectorize(
+            lambda a, b: self._around(a if left else b)._matmul(b if left else a, left=left, **options),
+            signature=f"{','.join(matrices)}->{result}",
+        )
+        # Of as many batch axes, since ranks may not promote themselves.
+        ahead = (x.ndim - min(x.ndim, 2)) - (w.ndim - 2)
+        x, w = x.reshape(*[1] * -ahead, *x.shape), w.reshape(*[1] * ahead, *w.shape)
+        return product(w, x) if left else product(x, w)
+
+    def dot_general(
+        self,
+        x: Float[Array, "..."],
+        w: Float[Array, "..."],
+        numbers: Any,
+        *,
+        precision: Any = None,
+        implementation: str | None = None,
+    ) -> Float[Array, "..."]:
+        """As `jax.lax.dot_general(x, w, numbers)`, rounded as products with this array are.
+
+        **Arguments:**
+
+        - `x`, `w`: floats, in either order of the operands: both are rounded alike.
+        - `numbers`: the axes that the sum runs along, and those of a batch, as in `jax.lax.dot_general`.
+        - `precision`, `implementation`: as in [`eqquant.matmul`][].
+
+        **Returns:**
+
+        The product, of dtype `jnp.result_type(x, w)`.
+
+        **Raises:**
+
+        `ValueError` if lengths along the sum or of a batch differ.
+        """
+        lengths = [[a.shape[axis] for pair in numbers for axis in pair[n]] for n, a in enumerate((x, w))]
+        if lengths[0] != lengths[1]:
+            raise ValueError(
+                f"A product sums along axes of equal length. Got lengths {lengths[0]} and {lengths[1]}, from shapes "
+                f"{x.shape} and {w.shape}. Transpose one of them."
+            )
+        dtype = jnp.result_type(x, w)
+        x, w = _compat.vary_alike((x.astype(dtype), w.astype(dtype)))
+        forward, gradient = Rounding(self.forward), Rounding(self.gradient, self.stochastic)
+
+        def product(x: Array, w: Array) -> Array:
+            x_rows, (batch, of_x) = _as_rows(x, *(pair[0] for pair in numbers))
+            w_rows, (_, of_w) = _as_rows(w, *(pair[1] for pair in numbers))
+            y = bind_rounded_matmul(
+                x_rows,
+                w_rows,
+                of_x=forward,
+                of_w=forward,
+                of_gradient=gradient,
+                precision=precision,
+                implementation=implementation,
+            )
+            return y.reshape(*batch, *of_x, *of_w)
+
+        mesh = explicit_mesh(x, w)
+        if mesh is not None:
+            product = in_auto_mode(product, NamedSharding(mesh, _result_spec(x, w, numbers)))
+        return product(x, w)
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        rounding = ", rounded to nearest" * (not self.stochastic)
+        return wl.TextDoc(
+            f"LowPrecisionArray({wl.pformat(self.array)}, {self.forward!r}, gradient={self.gradient!r}{rounding})"
+        )
+
+
+def _as_rows(
+    x: Float[Array, "..."], contract: Sequence[int], batch: Sequence[int]
+) -> tuple[Float[Array, "*batch rows inner"], tuple[list[int], list[int]]]:
+    """Returns an operand of `dot_general` as matrices, whose rows the sum runs along, and its batch and free shapes."""
+    free = [axis for axis in range(x.ndim) if axis not in (*contract, *batch)]
+    of = lambda axes: [x.shape[axis] for axis in axes]
+    rows = x.transpose(*batch, *free, *contract).reshape(*of(batch), math.prod(of(free)), math.prod(of(contract)))
+    return rows, (of(batch), of(free))
+
+
+def _result_spec(x: Array, w: Array, numbers: Any) -> jax.sharding.PartitionSpec:
+    """Returns the spec of a product on an explicit mesh: the axes that divide `x`, then the remaining ones of `w`."""
+    contract, batch = numbers
+    of_x, of_w = (names_in(jax.typeof(a).sharding.spec, a.ndim) for a in (x, w))
+    divided = [of_x[axis] for axis in batch[0]]
+    divided += [of_x[axis] for axis in range(x.ndim) if axis not in (*contract[0], *batch[0])]
+    taken = {name for by in divided for name in by}
+    rest = [of_w[axis] for axis in range(w.ndim) if axis not in (*contract[1], *batch[1])]
+    return as_spec([*divided, *(tuple(name for name in by if name not in taken) for by in rest)])

@@ -1,0 +1,55 @@
+"""Arrays around another, whose products differ from its own."""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .value import AbstractArrayValue
+
+
+class AbstractWrappedArray(AbstractArrayValue):
+    """A weight with products of another kind. Everything but products is that of the weight within.
+
+    Models are walked through it: to statistics, masks and factors the leaf within is the weight, under the path that
+    it has in the float model.
+    """
+
+    array: eqx.AbstractVar[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.array.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.array.dtype)
+
+    @property
+    def format(self) -> Any:
+        """The format of the weight, `None` for floats."""
+        # The `format` of a `jax.Array` is a layout.
+        return getattr(self.array, "format", None) if isinstance(self.array, AbstractArrayValue) else None
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """Returns the dense weight."""
+        return self.array.dequantize() if isinstance(self.array, AbstractArrayValue) else jnp.asarray(self.array)
+
+    def astype(self, dtype: Any) -> Any:
+        """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""
+        return self._around(self.array.astype(dtype))
+
+    def __getitem__(self, index: Any) -> Array:
+        """Returns dense values of the weight."""
+        return self.array[index]
+
+    @abc.abstractmethod
+    def _around(self, array: Any) -> Any:
+        """Returns another array with these products, or that array itself if it cannot have them."""

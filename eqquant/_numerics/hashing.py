@@ -1,0 +1,64 @@
+"""Random numbers by a hash of two multiplications: for rounding, where speed counts and statistics hardly do.
+
+JAX's own generator, Threefry, takes longer than the rest of rounding together.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.extend.random
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray, UInt, UInt32
+
+
+# Odd numbers, whose multiples modulo 2**32 are all different; the first is 2**32 over the golden ratio.
+_STEP, _FIRST, _SECOND = np.uint32(0x9E3779B9), np.uint32(0x21F0AAAD), np.uint32(0x735A2D97)
+
+
+def hashed_key(seed: UInt32[Array, ""]) -> PRNGKeyArray:
+    """Returns a key for `jax.random` whose numbers are a hash of `seed` and of their place."""
+    return jr.key(seed, impl=_IMPLEMENTATION)
+
+
+def _mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    # Constants of C. Wellons' `hash-prospector`: each bit of the input flips each bit of the output half of the time.
+    x = (x ^ (x >> np.uint32(16))) * _FIRST
+    x = (x ^ (x >> np.uint32(15))) * _SECOND
+    return x ^ (x >> np.uint32(15))
+
+
+def _seed(seed: Array) -> UInt32[Array, "1"]:
+    return _mix(seed.astype(jnp.uint32) + _STEP).reshape(1)
+
+
+def _counted(key: UInt32[Array, "1"], count: int) -> UInt32[Array, " count"]:
+    return _mix(jnp.arange(count, dtype=jnp.uint32) * _STEP + key)
+
+
+def _split(key: UInt32[Array, "1"], shape: Sequence[int]) -> UInt32[Array, "*shape 1"]:
+    return _counted(_mix(~key), math.prod(shape)).reshape(*shape, 1)
+
+
+def _fold_in(key: UInt32[Array, "1"], data: Array) -> UInt32[Array, "1"]:
+    return _mix(key ^ _mix(data.astype(jnp.uint32) + _STEP))
+
+
+def _random_bits(key: UInt32[Array, "1"], bit_width: int, shape: Sequence[int]) -> UInt[Array, "*shape"]:
+    if bit_width > 32:
+        raise ValueError(f"`bit_width` must be at most 32. Got {bit_width}. Take a generator of JAX.")
+    dtype = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bit_width]
+    return (_counted(key, math.prod(shape)) >> np.uint32(32 - bit_width)).astype(dtype).reshape(*shape)
+
+
+_IMPLEMENTATION = jax.extend.random.define_prng_impl(
+    key_shape=(1,),
+    seed=_seed,
+    split=_split,
+    random_bits=_random_bits,
+    fold_in=_fold_in,
+    name="eqquant_hash",
+    tag="eqh",
+)

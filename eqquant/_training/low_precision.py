@@ -1,0 +1,113 @@
+"""Training in low precision: products of codes, forward and backward, of float weights."""
+
+from typing import Any
+
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .._array.array import is_quantized
+from .._array.low_precision import LowPrecisionArray
+from .._formats import FP8
+from .._formats.base import AbstractFormat, as_format
+from .._tree.leaves import identity, key_name, Leaf, some
+from .._tree.select import select_leaves, Where
+from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
+from .lora import LoraArray
+
+
+def low_precision(
+    model: PyTree,
+    forward: AbstractFormat | str = "int8",
+    gradient: AbstractFormat | str | None = None,
+    *,
+    where: Where | None = None,
+    stochastic: bool = True,
+) -> PyTree:
+    r"""Makes the products of a model run in low precision, in the forward and in the backward pass.
+
+    The weights stay floats, and train as before, in any loop: the optimizer changes these floats. But each of the
+    three products of a layer, $x W^\top$, $\mathrm d y\, W$ and $\mathrm d y^\top x$, rounds both operands, and
+    multiplies codes with codes. Scales are found anew for every product, along the axis that it sums over.
+
+    !!! Example
+
+        ```python
+        model = eqq.low_precision(model)                    # int8, gradients rounded stochastically
+        model = eqq.low_precision(model, "fp8")             # e4m3 forward, e5m2 for gradients
+        model = eqq.low_precision(model, eqq.MXFP8())       # blocks of 32 along each sum
+        grads = eqx.filter_grad(loss)(model, x, y)          # no other change to the training loop
+        ...
+        model = eqq.dequantize_tree(model)                  # the float model again
+        ```
+
+    ??? cite
+
+        [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433)
+
+        [Deep Learning with Limited Numerical Precision](https://arxiv.org/abs/1502.02551)
+
+    **Arguments:**
+
+    - `model`: any pytree.
+    - `forward`: the format of inputs and weights, or its lower-case name. Its block size says what shares a scale:
+        with `None` a row, that is one example, or one output; with `"tensor"` a whole operand, all examples together;
+        with a number, as many values along the sum.
+    - `gradient`: the format of the gradients of outputs. By default that of `forward`; for e4m3 it is e5m2, which has
+        more range.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By
+        default every weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions. A
+        quantized weight is dequantized and rounded again; with low-rank factors, their base is meant.
+    - `stochastic`: whether gradients are rounded at random, up or down, so that their mean is exact. The randomness
+        comes from the bits of the gradient itself: no key is needed, and runs repeat bit for bit. `False` rounds to
+        the nearest code, which takes less time.
+
+    **Returns:**
+
+    A model of the same classes, in which each weight is a [`eqquant.LowPrecisionArray`][] around the float array. An
+    array that appears in several places stays shared.
+
+    **Raises:**
+
+    `ValueError` if nothing is selected or for an unknown format name; `TypeError` if `where` selects an array that is
+    not floating point, has fewer than two dimensions, or multiplies otherwise already. The message names the leaf.
+    """
+    forward = as_format(forward)
+    gradient = _fitting(forward) if gradient is None else as_format(gradient)
+    selections = select_leaves(
+        model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights of two or more dimensions"
+    )
+    if all(reason is not None for _, reason in selections):
+        raise ValueError(
+            "The model must hold weights that products use. Got none among its leaves "
+            f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects others."
+        )
+    done: dict[Any, LowPrecisionArray] = {}  # an array that appears twice is wrapped once
+    wrapped = lambda x: done.setdefault(identity(x), LowPrecisionArray(x, forward, gradient, stochastic))
+    values = [leaf.value if reason else wrapped(leaf.value) for leaf, reason in selections]
+    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_quantized), values)
+
+
+def _fitting(forward: AbstractFormat) -> AbstractFormat:
+    """Returns the format of gradients that suits a format of values."""
+    if isinstance(forward, FP8) and forward.kind == "e4m3":
+        return FP8("e5m2", forward.block_size)
+    return forward
+
+
+def _ineligible_reason(leaf: Leaf) -> str | None:
+    if isinstance(leaf.parent, LowPrecisionArray):
+        return "its products run in low precision already: `dequantize_tree` first"
+    if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
+        return reason
+    return "it has one dimension" if leaf.value.ndim < 2 else None
+
+
+def _skip_reason(leaf: Leaf) -> str | None:
+    if isinstance(leaf.parent, LoraArray):
+        is_base = key_name(leaf.keys[-1]) == "base" and leaf.parent.in_ndim == 1
+        return None if is_base else f"part of a {type(leaf.parent).__name__}"
+    if is_embedding(leaf):
+        return "an embedding, which is looked up"
+    if convolved_axes(leaf) is not None:
+        return "a convolution, which is computed in float"
+    return default_skip_reason(leaf)

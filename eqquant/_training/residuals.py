@@ -1,0 +1,186 @@
+"""What the backward pass needs of the forward pass, saved in few bits."""
+
+import functools as ft
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.extend.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array
+
+from .._array.array import QuantizedArray
+from .._array.quantize import quantize_array
+from .._formats.base import AbstractFormat, as_format
+
+
+# Of smaller arrays, such as the factors of a norm, the codes would save nothing that counts.
+_SMALLEST = 64
+
+
+def checkpoint_quantized(
+    fun: Callable[..., Any], format: AbstractFormat | str = "int8", *, policy: Callable[..., bool] | None = None
+) -> Callable[..., Any]:
+    """Saves what the backward pass of a function needs in few bits.
+
+    The forward pass computes what it computes anyway. Of that, the backward pass needs some arrays (*residuals*), which
+    take most of the memory of training. Where `jax.checkpoint` forgets them and computes them again, this quantizes
+    them, along their last axis, and dequantizes them when the backward pass comes to them.
+
+    The result of the function is exact. Its gradient is that of rounded residuals: it has about the relative error that
+    the format has.
+
+    !!! Example
+
+        ```python
+        x = eqq.checkpoint_quantized(block)(x)             # a layer of a model
+        x = eqq.checkpoint_quantized(block, "int4")(x)
+        # Saves only the results of products, and computes again what lies between them.
+        dots = jax.checkpoint_policies.dots_saveable
+        x = eqq.checkpoint_quantized(block, policy=dots)(x)
+        print(eqq.residual_nbytes(block, x))               # bytes, before and after
+        print(eqq.residual_nbytes(eqq.checkpoint_quantized(block), x))
+        ```
+
+    **Arguments:**
+
+    - `fun`: a function of pytrees of arrays, which returns such a tree: often a layer. What it holds or closes over
+        counts as parameters: these stay as they are, and so does everything that is computed from them alone.
+    - `format`: the format of what is saved, or its lower-case name. Integers, booleans, small arrays, and arrays that
+        would not become smaller by half are saved as they are.
+    - `policy`: says which residuals are saved, and not computed again, as in `jax.checkpoint`. By default all are.
+
+    **Returns:**
+
+    A function of the same arguments and results. It works under `jit`, `vmap`, `scan` and `shard_map`, and in forward
+    mode. It has first derivatives: for a second one what was saved counts as constant.
+    """
+    format = as_format(format)
+    # A lambda, since a module that holds arrays has no hash.
+    saving = fun if policy is None else jax.checkpoint(lambda *args, **kwargs: fun(*args, **kwargs), policy=policy)
+
+    @ft.wraps(fun, updated=())
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        arrays, other = eqx.partition((args, kwargs), eqx.is_array)
+        arrays, treedef = jtu.tree_flatten(arrays)
+
+        def of_arrays(*arrays: Array) -> Any:
+            args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, arrays), other)
+            return saving(*args, **kwargs)
+
+        # The constants of the traced function are its parameters, and all other arrays that it closes over.
+        traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        results = _call(traced.jaxpr, format, len(traced.consts), *traced.consts, *arrays)
+        return jtu.tree_unflatten(jtu.tree_structure(out), results)
+
+    return checkpointed
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _call(jaxpr: Any, format: AbstractFormat, count: int, *operands: Array) -> list[Array]:
+    return jax.core.eval_jaxpr(jaxpr, operands[:count], *operands[count:])
+
+
+@ft.partial(_call.defjvp, symbolic_zeros=True)
+def _jvp(
+    jaxpr: Any, format: AbstractFormat, count: int, operands: Sequence[Array], tangents: Sequence[Any]
+) -> tuple[list[Array], list[Array]]:
+    moving = [n for n, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+    linear: Any = None  # the structure of the linearized function
+
+    def linearized(*operands: Array) -> tuple[list[Array], list[Array]]:
+        nonlocal linear
+
+        def of_moving(*values: Array) -> list[Array]:
+            replaced = dict(zip(moving, values, strict=True))
+            return _call.fun(jaxpr, format, count, *(replaced.get(n, x) for n, x in enumerate(operands)))
+
+        results, tangent = jax.linearize(of_moving, *(operands[n] for n in moving))
+        saved, linear = jtu.tree_flatten(tangent)
+        return results, saved
+
+    traced = jax.make_jaxpr(linearized)(*operands)
+    values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *operands)
+    results, residuals = values[: len(jaxpr.outvars)], values[len(jaxpr.outvars) :]
+    variables = traced.jaxpr.outvars[len(jaxpr.outvars) :]
+    of_arguments = _depending(traced.jaxpr, traced.jaxpr.invars[count:])
+    saved, place = {}, []  # a residual that is needed twice is saved once
+    for variable, x in zip(variables, residuals, strict=True):
+        if variable not in of_arguments:
+            saved[len(place)] = x
+            place.append(len(place))
+            continue
+        first = next((n for n, other in enumerate(variables[: len(place)]) if other is variable), len(place))
+        if first == len(place):
+            saved[first] = _saved(x, format)
+        place.append(first)
+
+    # Inside `checkpoint`, so that codes are what is saved, and decoding waits for the backward pass.
+    @jax.checkpoint
+    def tangent_of(saved: dict[int, Any], tangents: list[Array]) -> list[Array]:
+        loaded = {n: x.dequantize() if isinstance(x, QuantizedArray) else x for n, x in saved.items()}
+        return jtu.tree_unflatten(linear, [loaded[n] for n in place])(*tangents)
+
+    return results, tangent_of(saved, [tangents[n] for n in moving])
+
+
+def _depending(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
+    """Returns the variables of a jaxpr whose values depend on any of `variables`."""
+    found = set(variables)
+    for equation in jaxpr.eqns:
+        if any(not isinstance(v, jax.extend.core.Literal) and v in found for v in equation.invars):
+            found.update(equation.outvars)
+    return found
+
+
+def _saved(x: Array, format: AbstractFormat) -> Array | QuantizedArray:
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.size < _SMALLEST:
+        return x
+    quantize = lambda x: quantize_array(x, format, (-1,), None, None)
+    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jtu.tree_leaves(jax.eval_shape(quantize, x)))
+    return quantize(x) if nbytes <= x.size * x.dtype.itemsize / 2 else x
+
+
+def residual_nbytes(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Counts the bytes that a function saves for its backward pass, beside its arguments and what it closes over.
+
+    !!! Example
+
+        ```python
+        eqq.residual_nbytes(loss, model, x, y)
+        ```
+
+    **Arguments:**
+
+    - `fun`: a function of pytrees, which returns a pytree of arrays.
+    - `args`, `kwargs`: its arguments, arrays or `jax.ShapeDtypeStruct`s. It is not computed.
+
+    **Returns:**
+
+    The number of bytes. The compiler may save less: it may compute cheap values again.
+    """
+    arrays, other = eqx.partition((args, kwargs), _is_array)
+    arrays, treedef = jtu.tree_flatten(arrays)
+
+    def residuals(*arrays: Array) -> list[Array]:
+        floats, rest = eqx.partition(list(arrays), eqx.is_inexact_array)
+
+        def of_floats(floats: list[Any]) -> Any:
+            args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, eqx.combine(floats, rest)), other)
+            return fun(*args, **kwargs)
+
+        return jtu.tree_leaves(jax.vjp(of_floats, floats)[1])
+
+    jaxpr = jax.make_jaxpr(residuals)(*arrays).jaxpr
+    known = {*jaxpr.invars, *jaxpr.constvars}
+    saved = {v: v.aval for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal) and v not in known}
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in saved.values())
+
+
+def _is_array(x: Any) -> bool:
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)

@@ -1,0 +1,348 @@
+"""Training in low precision: every product against a float64 model of the same rounding, and whole models."""
+
+import functools as ft
+import itertools as it
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import eqquant as eqq
+
+from .helpers import primitives, weights
+
+
+NEAREST = {"stochastic": False}
+PAIRS = {
+    "int8": (eqq.Int8(), eqq.Int8()),
+    "fp8": (eqq.FP8(), eqq.FP8("e5m2")),
+    "fp8_tensor": (eqq.FP8("e4m3", "tensor"), eqq.FP8("e5m2", "tensor")),
+    "mxfp8": (eqq.MXFP8(), eqq.MXFP8()),
+    "int8_affine": (eqq.Int8(symmetric=False), eqq.Int8(block_size=32)),
+    "nvfp4": (eqq.NVFP4(), eqq.NVFP4()),
+}
+
+
+def rounded(x, format):
+    """The values of the rows of a matrix after rounding, in float64."""
+    return np.asarray(eqq.quantize(x, format).dequantize(), np.float64)
+
+
+def close(y, x, w, tol=2e-6):
+    """Compares with the product in float64, relative to the sum of magnitudes."""
+    assert y.shape == (x @ w.T).shape
+    assert (np.abs(np.asarray(y, np.float64) - x @ w.T) <= tol * (np.abs(x) @ np.abs(w).T) + 1e-30).all()
+
+
+def relative(x, y):
+    return float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y))
+
+
+@pytest.fixture
+def operands(getkey):
+    return weights(getkey(), (20, 40)), weights(getkey(), (24, 40)), weights(getkey(), (20, 24))
+
+
+slow = ft.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_tensor", *map(slow, ("fp8", "mxfp8", "int8_affine", "nvfp4"))])
+def test_the_three_products(operands, name):
+    (x, w, dy), (forward, gradient) = operands, PAIRS[name]
+
+    @jax.jit
+    def products(x, w, dy):
+        product = lambda x, w: x @ eqq.LowPrecisionArray(w, forward, gradient, False).T
+        y, pull = jax.vjp(product, x, w)
+        return y, *pull(dy)
+
+    y, dx, dw = products(x, w, dy)
+    close(y, rounded(x, forward), rounded(w, forward))
+    close(dx, rounded(dy, gradient), rounded(w.T, forward))
+    close(dw, rounded(dy.T, gradient), rounded(x.T, forward))
+
+
+def test_forward_mode_passes_straight_through(operands):
+    x, w, _ = operands
+    product = lambda x, w: x @ eqq.LowPrecisionArray(w, "int8", "int8").T
+    dx, dw = x[::-1], w[::-1]
+    _, dy = jax.jvp(product, (x, w), (dx, dw))
+    values = rounded(x, "int8"), rounded(w, "int8")
+    exact = np.asarray(dx, np.float64) @ values[1].T + values[0] @ np.asarray(dw, np.float64).T
+    np.testing.assert_allclose(dy, exact, rtol=1e-4, atol=1e-5)
+    second = jax.jit(jax.hessian(lambda x: jnp.sum(product(x, w)[0] ** 2)))(x[:1])
+    assert second.shape == (1, 40, 1, 40) and bool(jnp.isfinite(second).all())
+
+
+def test_vmap_folds_examples_into_rows(operands):
+    """The gradient of the weight is one product over all examples, not a sum of outer products."""
+    x, w, dy = operands
+    layer = eqq.low_precision({"weight": w}, **NEAREST)
+
+    def loss(layer, x):
+        return jnp.sum(jax.vmap(lambda x: layer["weight"] @ x)(x) * dy)
+
+    def whole(layer, x):
+        return jnp.sum(x @ layer["weight"].T * dy)
+
+    of = lambda f: jax.jit(jax.grad(f, (0, 1)))(layer, x)
+    for got, expected in zip(jax.tree.leaves(of(loss)), jax.tree.leaves(of(whole)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert primitives(jax.grad(loss, (0, 1)), layer, x).count("rounded_matmul") == 3
+
+
+def test_a_batch_of_weights(getkey):
+    w, x, dy = (weights(getkey(), shape) for shape in ((3, 24, 40), (3, 5, 40), (3, 5, 24)))
+    product = lambda w, x, dy: jax.vjp(lambda w, x: x @ eqq.LowPrecisionArray(w, "fp8", "fp8", False).mT, w, x)[1](dy)
+    together = product(w, x, dy)
+    each = [product(*operands) for operands in zip(w, x, dy, strict=True)]
+    for got, expected in zip(together, zip(*each, strict=True), strict=True):
+        np.testing.assert_allclose(got, jnp.stack(expected), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.vmap(product)(w, x, dy)[0], together[0], rtol=1e-5, atol=1e-6)
+    # One input for many weights, and per-example gradients.
+    of_one = jax.vmap(lambda w: eqq.LowPrecisionArray(w, "int8", "int8") @ x[0, 0])(w)
+    np.testing.assert_allclose(of_one[1], eqq.LowPrecisionArray(w[1], "int8", "int8") @ x[0, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(40,), slow((40, 3)), slow((2, 40, 3)), (3, 2, 40, 5)])
+def test_shapes(getkey, shape):
+    """The operators take the shapes of `jnp.matmul`, and so does `quaxify`."""
+    w, x = weights(getkey(), (24, 40)), weights(getkey(), shape)
+    q = eqq.LowPrecisionArray(w, "int8", "int8")
+    left, right = (jnp.matmul(w, x), jnp.matmul(x.T, w.T)) if len(shape) < 3 else (jnp.matmul(w, x), None)
+    assert (q @ x).shape == left.shape and relative(q @ x, left) < 0.02
+    np.testing.assert_allclose(eqq.quaxify(jnp.matmul)(q, x), q @ x, rtol=1e-5, atol=1e-5)
+    if right is not None:
+        assert (x.T @ q.T).shape == right.shape and relative(x.T @ q.T, right) < 0.02
+        np.testing.assert_allclose(eqq.quaxify(jnp.matmul)(x.T, q.T), x.T @ q.T, rtol=1e-5, atol=1e-5)
+
+
+def test_stacks_broadcast(getkey):
+    w, x = weights(getkey(), (3, 24, 40)), weights(getkey(), (7, 40))
+    q = eqq.LowPrecisionArray(w, "int8", "int8")
+    for rows in (x, x[0]):
+        y = jnp.stack([rows @ layer.T for layer in w])
+        assert (rows @ q.mT).shape == y.shape and relative(rows @ q.mT, y) < 0.02
+    y = jnp.stack([layer @ x.T for layer in w])
+    assert (q @ x.T).shape == y.shape and relative(q @ x.T, y) < 0.02
+
+
+def test_stochastic_rounding(operands):
+    """The mean over many roundings is the exact gradient; each repeats bit for bit, and no two are alike."""
+    x, w, dy = operands
+    w, dy = w[:4], dy[:, :4]
+
+    @jax.jit
+    def gradient(salt):
+        # A last example whose gradient meets a zero: it changes only the randomness.
+        product = lambda w: jnp.concatenate([x, jnp.zeros((1, 40))]) @ eqq.LowPrecisionArray(w, "int4", "int4").T
+        salted = jnp.concatenate([dy, jnp.full((1, 4), salt)])
+        return jax.vjp(product, w)[1](salted)[0]
+
+    salts = jnp.linspace(0.001, 0.002, 400)
+    many = jax.lax.map(gradient, salts)
+    np.testing.assert_array_equal(gradient(salts[3]), many[3])
+    assert len(np.unique(np.asarray(many[:, 0, 0]))) > 10
+    rows = jnp.concatenate([dy, jnp.zeros((1, 4))]), jnp.concatenate([x, jnp.zeros((1, 40))])
+    exact = jnp.asarray(np.asarray(rows[0], np.float64).T @ rounded(rows[1].T, "int4").T, jnp.float32)
+    nearest = jnp.asarray(rounded(rows[0].T, "int4") @ rounded(rows[1].T, "int4").T, jnp.float32)
+    assert relative(many.mean(0), exact) < 0.25 * relative(nearest, exact)
+    spread = jnp.std(many, axis=0) / np.sqrt(len(salts))
+    assert float(jnp.mean(jnp.abs(many.mean(0) - exact) < 4 * spread)) > 0.98
+
+
+CASES = [("int8", jnp.nan), ("fp8_tensor", jnp.inf)]
+CASES += [slow(*case) for case in it.product(("int8", "fp8", "fp8_tensor", "mxfp8"), (jnp.nan, jnp.inf))]
+
+
+@pytest.mark.parametrize(("name", "bad"), CASES)
+def test_not_finite(operands, name, bad):
+    x, w, dy = operands
+    product = lambda x, w: x @ eqq.LowPrecisionArray(w, *PAIRS[name]).T
+    y, pull = jax.vjp(product, x.at[3, 5].set(bad), w)
+    assert not jnp.isfinite(y[3]).any()
+    dx, dw = pull(dy.at[2, 7].set(bad))
+    assert not jnp.isfinite(dx[2]).any() and not jnp.isfinite(dw[7]).any() and not jnp.isfinite(dw[:, 5]).any()
+    if name != "fp8_tensor":
+        assert jnp.isfinite(y[:3]).all() and jnp.isfinite(dx[:2]).all()
+        assert name == "mxfp8" or jnp.isfinite(dw[:7, :5]).all()
+
+
+# Models
+
+
+class Network(eqx.Module):
+    table: eqx.nn.Embedding
+    conv: eqx.nn.Conv1d
+    layers: eqx.nn.Linear  # a stack
+    norm: eqx.nn.LayerNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jr.split(key, 4)
+        self.table = eqx.nn.Embedding(11, 16, key=keys[0])
+        self.conv = eqx.nn.Conv1d(16, 16, 3, padding=1, key=keys[1])
+        self.layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(jr.split(keys[2], 3))
+        self.norm = eqx.nn.LayerNorm(16)
+        self.head = eqx.nn.Linear(16, 11, key=keys[3])
+
+    def __call__(self, tokens):
+        arrays, static = eqx.partition(self.layers, eqx.is_array)
+        x = self.conv(jax.vmap(self.table)(tokens).T).T
+        layer = lambda x, arrays: (x + jax.nn.gelu(jax.vmap(eqx.combine(arrays, static))(x)), None)
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, arrays)
+        return jax.vmap(self.head)(jax.vmap(self.norm)(x))
+
+
+def loss(model, tokens):
+    logits = jax.vmap(model)(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def trained(model, tokens, steps=20, grad=eqx.filter_value_and_grad, mask=None, repeat=False):
+    optim = optax.adamw(1e-2) if mask is None else optax.masked(optax.adamw(1e-2), mask)
+
+    @eqx.filter_jit
+    def step(model, state):
+        value, grads = grad(loss)(model, tokens)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, value
+
+    runs = []
+    for _ in range(1 + repeat):
+        state, values = (model, optim.init(eqx.filter(model, eqx.is_inexact_array))), []
+        for _ in range(steps):
+            *state, value = step(*state)
+            values.append(float(value))
+        runs.append(state[0])
+    assert all(eqx.tree_equal(runs[0], other) for other in runs)
+    return runs[0], values
+
+
+def test_training_a_model():
+    """An ordinary loop, with `eqx.filter_grad` and optax: losses stay beside those of float, and runs repeat."""
+    model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (8, 33), 0, 11)
+    _, in_float = trained(model, tokens)
+    low, values = trained(eqq.low_precision(model), tokens, repeat=True)
+    np.testing.assert_allclose(values, in_float, rtol=0.01)
+    assert values[-1] < 0.9 * values[0]
+    dense = eqq.dequantize_tree(low)
+    assert jax.tree.structure(dense) == jax.tree.structure(model)
+    assert dense.head.weight is low.head.weight.array
+
+
+def test_what_is_wrapped():
+    model = Network(jr.key(0))
+    low = eqq.low_precision(model, "fp8")
+    assert isinstance(low.head.weight, eqq.LowPrecisionArray) and isinstance(low.layers.weight, eqq.LowPrecisionArray)
+    assert low.head.weight.gradient == eqq.FP8("e5m2") and low.head.weight.format is None
+    assert low.table.weight is model.table.weight and low.conv.weight is model.conv.weight
+    assert low.layers.bias is model.layers.bias
+    text = str(eqq.summary(low))
+    assert "head.weight" in text and "gradients" in text and "LowPrecisionArray" in repr(low.head)
+    assert "Int8() x Int8()" in str(eqq.explain_matmul(jnp.ones((4, 16)), eqq.low_precision(model).head.weight.T))
+    only = eqq.low_precision(model, where=lambda m: m.head)
+    assert isinstance(only.head.weight, eqq.LowPrecisionArray) and only.layers.weight is model.layers.weight
+    shared = eqq.low_precision({"a": model.head.weight, "b": model.head.weight})
+    assert shared["a"] is shared["b"]
+    masked = jax.tree.leaves(eqq.trainable_mask(low))
+    assert all(masked) and len(masked) == len(jax.tree.leaves(low))
+
+
+def test_everything_but_products_is_the_float_array(operands):
+    _, w, _ = operands
+    q = eqq.LowPrecisionArray(w, "int8", "int8")
+    np.testing.assert_array_equal(q[3], w[3])
+    np.testing.assert_array_equal(jnp.sin(q), jnp.sin(w))
+    assert q.T.shape == (40, 24) and q.reshape(2, 12, 40).shape == (2, 12, 40)
+    assert q.astype(jnp.bfloat16).dtype == jnp.bfloat16 and isinstance(q.astype(jnp.bfloat16), eqq.LowPrecisionArray)
+    assert isinstance(q.astype(jnp.int32), jax.Array)
+    y = q.astype(jnp.bfloat16) @ w[0].astype(jnp.bfloat16)
+    assert y.dtype == jnp.bfloat16
+
+
+def test_low_rank_factors():
+    """The frozen base multiplies in low precision, float or quantized; only factors train."""
+    model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (4, 17), 0, 11)
+    for base in (model, eqq.quantize_tree(model, "nf4")):
+        low = eqq.low_precision(eqq.loraify(base, rank=2, key=jr.key(2)))
+        assert isinstance(low.head.weight.base, eqq.LowPrecisionArray)
+        mask = eqq.trainable_mask(low)
+        after, values = trained(low, tokens, 5, eqq.filter_value_and_grad, mask)
+        assert values[-1] < values[0]
+        assert eqx.tree_equal(after.head.weight.base, low.head.weight.base)
+        assert not eqx.tree_equal(after.head.weight.b, low.head.weight.b)
+    with pytest.raises(ValueError, match="`loraify` first"):
+        eqq.loraify(eqq.low_precision(eqq.quantize_tree({"w": model.head.weight})), rank=2, key=jr.key(2))
+
+
+def test_quantized_weights_train_with_masters(operands):
+    x, w, dy = operands
+    model = eqq.low_precision(eqq.quantize_tree({"w": w}, "int8"))
+    optim = eqq.float_masters(optax.sgd(0.1), masters={"w": w})
+    state = optim.init(model)
+    grads = eqq.filter_grad(lambda m: jnp.sum(x @ m["w"].T * dy))(model)
+    assert relative(jax.tree.leaves(grads)[0], dy.T @ x) < 0.03
+    updates, state = optim.update(grads, state, model)
+    after = eqq.apply_updates(model, updates)
+    assert isinstance(after["w"], eqq.LowPrecisionArray) and eqq.is_quantized(after["w"].array)
+    np.testing.assert_array_equal(
+        after["w"].array.dequantize(), eqq.quantize(jax.tree.leaves(state.masters)[0], "int8").dequantize()
+    )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharding(operands, kind):
+    """Rows and outputs divided among devices: the same bits, with the same randomness."""
+    x, w, dy = operands
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+
+    @jax.jit
+    def products(x, w, dy):
+        y, pull = jax.vjp(lambda x, w: x @ eqq.LowPrecisionArray(w, "int8", "int8").T, x, w)
+        return y, *pull(dy)
+
+    alone = products(x, w, dy)
+    place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
+    with jax.set_mesh(mesh):
+        divided = products(place(x, "data"), place(w, "model"), place(dy, "data", "model"))
+    for got, expected in zip(divided, alone, strict=True):
+        np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_shard_map(operands):
+    x, w, dy = operands
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def gradient(w, x, dy):
+        return jax.grad(lambda w: jnp.sum(x @ eqq.LowPrecisionArray(w, "int8", "int8", False).T * dy))(w)
+
+    each = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P()))
+    parts = [gradient(w, *pair) for pair in zip(jnp.split(x, 4), jnp.split(dy, 4), strict=True)]
+    np.testing.assert_allclose(each(w, x, dy), sum(parts), rtol=1e-4, atol=1e-5)
+
+
+def test_files(tmp_path):
+    low = eqq.low_precision(Network(jr.key(0)), "fp8")
+    eqq.save(tmp_path / "low.safetensors", low)
+    assert eqx.tree_equal(eqq.load(tmp_path / "low.safetensors", low), low)
+
+
+def test_bad_input():
+    model = Network(jr.key(0))
+    with pytest.raises(ValueError, match="must hold weights that products use"):
+        eqq.low_precision({"bias": jnp.ones(3)})
+    with pytest.raises(TypeError, match="one dimension"):
+        eqq.low_precision(model, where=lambda m: m.head.bias)
+    with pytest.raises(TypeError, match="low precision already"):
+        eqq.low_precision(eqq.low_precision(model), where=lambda m: m.head.weight.array)
+    with pytest.raises(ValueError, match="int9"):
+        eqq.low_precision(model, "int9")
+    with pytest.raises(ValueError, match="axes of equal length"):
+        eqq.low_precision(model).head.weight @ jnp.ones(7)

@@ -1,0 +1,111 @@
+"""Residuals in few bits: exact results, gradients near the exact ones, and the bytes that are saved."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqquant as eqq
+
+from .helpers import weights
+
+
+class Block(eqx.Module):
+    """A layer with what transformers have: a norm, two products, a mask, and an index that is no float."""
+
+    norm: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jr.split(key, 2)
+        self.norm = eqx.nn.LayerNorm(32)
+        self.up = eqx.nn.Linear(32, 128, key=keys[0])
+        self.down = eqx.nn.Linear(128, 32, key=keys[1])
+
+    def __call__(self, x, which=0):
+        h = jax.vmap(self.up)(jax.vmap(self.norm)(x))
+        return x + jax.vmap(self.down)(jax.nn.gelu(h)).at[which].set(0) @ (2 * self.down.weight @ self.up.weight)
+
+
+DOTS = jax.checkpoint_policies.dots_saveable
+WAYS = {"int8": ("int8", None), "int4": ("int4", None), "nf4": ("nf4", None), "dots": ("int8", DOTS)}
+ERRORS = {"int8": 0.012, "int4": 0.15, "nf4": 0.15, "dots": 0.012}
+
+
+def gradients(block, x, wrap, **options):
+    loss = lambda pair: jnp.sum(jnp.sin(wrap(pair[0])(pair[1], **options)))
+    return eqx.filter_jit(eqx.filter_value_and_grad(loss))((block, x))
+
+
+@pytest.mark.parametrize(
+    "way", ["dots", *(pytest.param(way, marks=pytest.mark.slow) for way in ("int8", "int4", "nf4"))]
+)
+def test_gradients(getkey, way):
+    format, policy = WAYS[way]
+    block, x = Block(getkey()), weights(getkey(), (24, 32))
+    wrap = lambda f: eqq.checkpoint_quantized(f, format, policy=policy)
+    (exact, expected), (value, got) = (gradients(block, x, f, which=jnp.asarray(3)) for f in (lambda f: f, wrap))
+    assert float(value) == pytest.approx(float(exact), rel=1e-4)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert 0 < float(jnp.linalg.norm(x - y)) < ERRORS[way] * float(jnp.linalg.norm(y)) or y.size < 130
+
+
+def test_bytes(getkey):
+    block, x = Block(getkey()), weights(getkey(), (24, 32))
+    count = lambda f: eqq.residual_nbytes(f, x)
+    in_float = count(block)
+    assert count(eqq.checkpoint_quantized(block)) < 0.35 * in_float
+    assert count(eqq.checkpoint_quantized(block, "int4")) < 0.25 * in_float
+    rows = 24 * (32 + 4)  # codes and a scale of each row
+    of_products = 24 * (128 + 4) + 2 * rows
+    assert count(eqq.checkpoint_quantized(block, policy=DOTS)) < 2 * (rows + of_products)
+    assert count(jax.checkpoint(lambda x: block(x))) == 0 and eqq.residual_nbytes(lambda x: 2 * x, x) <= 4
+
+
+def test_parameters_are_not_rounded(getkey):
+    """A function that is linear in its argument needs only parameters, however they are computed, and so is exact."""
+    w, x, dy = weights(getkey(), (32, 64)), weights(getkey(), (8, 64)), weights(getkey(), (8, 32))
+
+    @jax.jit
+    def both(w, x):
+        f = lambda x: x @ jnp.tanh(w).T
+        return jax.vjp(eqq.checkpoint_quantized(f, "int4"), x)[1](dy)[0], jax.vjp(f, x)[1](dy)[0]
+
+    np.testing.assert_allclose(*both(w, x), rtol=1e-6, atol=1e-6)
+
+
+def test_under_transformations(getkey):
+    """`scan` over a stack, `vmap` over examples outside and inside, and forward mode."""
+    keys, x = jr.split(getkey(), 3), weights(getkey(), (4, 6, 32))
+    blocks = eqx.filter_vmap(Block)(keys)
+
+    def loss(blocks, x, wrap):
+        arrays, static = eqx.partition(blocks, eqx.is_array)
+        body = lambda x, arrays: (wrap(eqx.combine(arrays, static))(x), None)
+        return jnp.sum(jnp.sin(jax.vmap(lambda x: jax.lax.scan(body, x, arrays)[0])(x)))
+
+    grad = lambda wrap: eqx.filter_jit(eqx.filter_grad(lambda b: loss(b, x, wrap)))(blocks)
+    for got, exact in zip(*(jax.tree.leaves(grad(f)) for f in (eqq.checkpoint_quantized, lambda f: f)), strict=True):
+        assert float(jnp.linalg.norm(got - exact)) < 0.02 * float(jnp.linalg.norm(exact))
+    block = jax.tree.map(lambda a: a[0] if eqx.is_array(a) else a, blocks)
+    y, dy = jax.jvp(eqq.checkpoint_quantized(block), (x[0],), (x[1],))
+    exact, expected = jax.jvp(block, (x[0],), (x[1],))
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+    assert float(jnp.linalg.norm(dy - expected)) < 0.02 * float(jnp.linalg.norm(expected))
+
+
+def test_with_quantized_weights(getkey):
+    """Codes of a weight are parameters: gradients pass through to the dense weight, and factors train."""
+    block, x = eqq.quantize_tree(Block(getkey()), "int4"), weights(getkey(), (24, 32))
+    loss = lambda wrap: lambda block: jnp.sum(jnp.sin(wrap(lambda x: jax.vmap(block.up)(x))(x)))
+    got, exact = (eqq.filter_grad(loss(f))(block).up.weight for f in (eqq.checkpoint_quantized, lambda f: f))
+    assert 0 < float(jnp.linalg.norm(got - exact)) < 0.02 * float(jnp.linalg.norm(exact))
+
+
+def test_bad_format():
+    with pytest.raises(ValueError, match="int9"):
+        eqq.checkpoint_quantized(jnp.sin, "int9")

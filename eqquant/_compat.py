@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.core
 import jax.numpy
+from jax.interpreters import ad
 
 
 _T = TypeVar("_T")
@@ -83,6 +84,11 @@ def vary_alike(tree: _T) -> _T:
         for x, axes in zip(leaves, varying, strict=True)
     ]
     return jax.tree_util.tree_unflatten(treedef, leaves)
+
+
+def zero_tangent(y: Any) -> Any:
+    """Returns the tangent of a value that depends on no float, for a rule of forward mode."""
+    return ad.Zero(jax.typeof(y).to_tangent_aval())
 
 
 def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

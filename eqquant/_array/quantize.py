@@ -251,7 +251,7 @@ def is_known_not_finite(x: Array) -> bool:
 def _all_finite(x: Array) -> Array:
     if x.ndim == 0 or x.size == 0 or x.dtype != jnp.float32 or explicit_mesh(x) is not None:
         return jnp.isfinite(x.astype(jnp.float32)).all()
-    return jnp.isfinite(not_finite(x)).all()  # on CPU XLA reduces rows in all threads, and everything in one
+    return jnp.isfinite(not_finite(x[None])).all()  # on CPU XLA reduces rows in all threads, and everything in one
 
 
 def quantize_array(

@@ -55,7 +55,7 @@ def _impl(*args: Array, tree: Any) -> Array:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     del tangents  # every leaf is an unsigned integer
     y = dequantize_p.bind(*primals, **params)
-    return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
+    return y, _compat.zero_tangent(y)
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:

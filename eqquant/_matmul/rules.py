@@ -115,7 +115,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
         d_weight = d_weight if params["transpose"] else jnp.swapaxes(d_weight, -1, -2)
         dys.append(jnp.matmul(x.dequantize() if of_codes else x, d_weight, precision=params["precision"]))
     if not dys:
-        return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
+        return y, _compat.zero_tangent(y)
     return y, ft.reduce(ad.add_jaxvals, dys)
 
 

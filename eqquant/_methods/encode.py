@@ -71,7 +71,7 @@ def _impl(*args: Array, **params: Any) -> Array:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     del tangents  # codes are integers
     y = encode_p.bind(*primals, **params)
-    return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
+    return y, _compat.zero_tangent(y)
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
+from .. import _compat
+
 
 Reduction = Literal["largest", "at_largest", "low", "high", "not_finite"]
 
@@ -77,7 +79,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     (tangent,) = tangents
     if isinstance(tangent, ad.Zero):
         y = reduce_blocks_p.bind(*primals, **params)
-        return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
+        return y, _compat.zero_tangent(y)
     return jax.jvp(ft.partial(by_xla, **params), primals, (tangent,))
 
 

@@ -1,7 +1,8 @@
 """Quantizes on CPU in C++: reduces blocks to what scales are chosen from, and packs the codes of values.
 
 The kernels are in `native/`; they find codes by the floats at which codes change, so one serves every format.
-Results have the bits of XLA's operations; where a scale is NaN, codes mean nothing and may differ.
+Results have the bits of XLA's operations, but for the sign of zeros; where a scale is NaN, codes mean nothing and may
+differ.
 """
 
 from typing import Any

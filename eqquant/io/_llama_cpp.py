@@ -106,7 +106,7 @@ class _Model:
 
     def _of_scaling(self, key: str) -> float:
         found = self.rope.get(key)
-        if type(found) not in (int, float) or found <= 0:
+        if not isinstance(found, int | float) or found <= 0:
             self.fail(f"{found!r} for {key!r} of the rotary scaling")
         return float(found)
 

@@ -1,6 +1,7 @@
 """Methods: how much error they leave, and that each minimises what it claims to."""
 
 import functools as ft
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -135,6 +136,24 @@ def test_hqq_cares_less_for_outliers():
     body = lambda method: np.delete(errors(w, eqq.Int4(), method), np.s_[5::64], axis=-1)
     robust, squared, plain = (np.mean(np.abs(body(method))) for method in (eqq.HQQ(), eqq.MSE(), None))
     assert robust < squared < plain
+
+
+# Of hqq 0.2.8.post1, `Quantizer.quantize(..., axis=1)` on the CPU, for the weight of the golden file: the mean of
+# |error|**0.7 from its start, and optimized; with zero points that are rounded, and that are floats.
+ORIGINAL = {
+    eqq.Int4(64, symmetric=False): (0.031122198, 0.030073484, 0.02948825),
+    eqq.Int3(64, symmetric=False): (0.05318026, 0.050982755, 0.050346445),
+    eqq.Int2(32, symmetric=False): (0.0881177, 0.08319529, 0.08059869),
+}
+
+
+@pytest.mark.parametrize("format", ORIGINAL, ids=repr)
+def test_hqq_and_its_original(format):
+    w = np.load(Path(__file__).parent / "golden" / "gptq_query_layer0.npz")["weight"]
+    plain, found = (np.mean(np.abs(errors(w, format, method)) ** 0.7) for method in (None, eqq.HQQ()))
+    start, rounded, with_float_zeros = ORIGINAL[format]
+    np.testing.assert_allclose(plain, start, rtol=1e-5)
+    assert found < with_float_zeros < rounded
 
 
 def test_an_array_does_not_remember_its_method(rule, name):

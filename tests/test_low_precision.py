@@ -226,15 +226,19 @@ def trained(model, tokens, steps=20, grad=eqx.filter_value_and_grad, mask=None, 
 
 
 def test_training_a_model():
-    """An ordinary loop, with `eqx.filter_grad` and optax: losses stay beside those of float, and runs repeat."""
+    """An ordinary loop, with `eqx.filter_grad` and optax: the loss falls, and runs repeat bit for bit."""
     model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (8, 33), 0, 11)
-    _, in_float = trained(model, tokens)
     low, values = trained(eqq.low_precision(model), tokens, repeat=True)
-    np.testing.assert_allclose(values, in_float, rtol=0.01)
     assert values[-1] < 0.9 * values[0]
     dense = eqq.dequantize_tree(low)
     assert jax.tree.structure(dense) == jax.tree.structure(model)
     assert dense.head.weight is low.head.weight.array
+
+
+@pytest.mark.slow
+def test_losses_stay_beside_those_of_float():
+    model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (8, 33), 0, 11)
+    np.testing.assert_allclose(trained(eqq.low_precision(model), tokens)[1], trained(model, tokens)[1], rtol=0.01)
 
 
 def test_what_is_wrapped():

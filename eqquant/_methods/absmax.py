@@ -1,7 +1,8 @@
 """The default method: the scales that the format chooses."""
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from typing import ClassVar
+
+from jaxtyping import Array, Float32
 
 from .._formats.base import AbstractAffineFormat, AbstractFormat, AbstractOffsetFormat
 from .base import AbstractScaleMethod, Scales, ZeroPoints
@@ -14,13 +15,7 @@ class AbsMax(AbstractScaleMethod):
     formats follow their specifications.
     """
 
-    def choose_for_rows(
-        self, rows: Float[Array, "*batch length"], format: AbstractFormat, *, chunk: int | None = None
-    ) -> tuple[Scales, ZeroPoints]:
-        # Reductions need no memory, unless values are converted first, or a shorter last block is cut off.
-        size = format.block_size
-        in_place = rows.dtype == jnp.float32 and (not isinstance(size, int) or rows.shape[-1] % size == 0)
-        return super().choose_for_rows(rows, format, chunk=None if in_place else chunk)
+    only_reduces: ClassVar[bool] = True
 
     def choose_scales(
         self, blocks: Float32[Array, "*batch blocks block"], format: AbstractFormat

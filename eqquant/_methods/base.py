@@ -138,9 +138,11 @@ class AbstractScaleMethod(AbstractMethod):
 
     - `choose_weighted`: as `choose_scales`, with the weights of the errors of all values in between. Define it if the
         method has `inputs`, whose mean squares are the weights.
+    - `only_reduces`: whether `choose_scales` makes no array as large as `blocks`, so that rows need not come in chunks.
     """
 
     choose_weighted: ClassVar[Callable[..., tuple[Array, Array | None]] | None] = None
+    only_reduces: ClassVar[bool] = False
 
     @abc.abstractmethod
     def choose_scales(
@@ -177,6 +179,10 @@ class AbstractScaleMethod(AbstractMethod):
     ) -> tuple[Scales, ZeroPoints]:
         """Returns the scale and the zero point of each block of rows of values, NaN for a block that is not finite."""
         if self.inputs is None or self.choose_weighted is None:
+            # Reductions need no memory, unless values are converted first, or a shorter last block is cut off.
+            size = format.block_size
+            in_place = rows.dtype == jnp.float32 and (not isinstance(size, int) or rows.shape[-1] % size == 0)
+            chunk = None if self.only_reduces and in_place else chunk
             return choose_by_blocks(self.choose_scales, rows, format, chunk=chunk)
         moments = jnp.asarray(statistic(self.inputs, "second_moment"), jnp.float32)
         # About one, so that no product of a weight and a square overflows. A column without inputs counts a little.

@@ -78,6 +78,7 @@ CASES = [
     ("compressed-tensors", eqq.Int3(None, symmetric=False), (7, 37)),
     ("compressed-tensors", eqq.Int5(16), (3, 48)),
     ("compressed-tensors", eqq.Int6(None), (5, 96)),
+    ("compressed-tensors", eqq.Int6(None), (5, 9)),  # whose words are as many as those of four or five bits
     sweep("compressed-tensors", eqq.Int2(None), (3, 37)),
     sweep("compressed-tensors", eqq.Int8(), (9, 7)),
     ("compressed-tensors", eqq.Int8(16, symmetric=False), (4, 48)),

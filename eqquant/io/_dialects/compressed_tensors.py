@@ -17,6 +17,8 @@ dtype of its scales.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -40,13 +42,13 @@ def recognizes(files: Files) -> bool:
 
 
 def items(files: Files) -> dict[str, Item]:
-    found, used = {}, set()
+    found, used, widths = {}, set(), _widths(files.config)
     for name in files.tensors:
         base = next((name.removesuffix(s) for s in ("_packed", "_scale", "_scale_inv") if name.endswith(s)), "")
         if not base.endswith("weight") or base in found:
             continue
         of = {s: files.tensors[base + s] for s in _COMPANIONS if base + s in files.tensors}
-        found[base] = _packed(of) if "_packed" in of else _whole(files.tensors.get(base), of)
+        found[base] = _packed(of, widths) if "_packed" in of else _whole(files.tensors.get(base), of)
         used |= {base, *(base + s for s in of)}
     return with_plain(found, used, files)
 
@@ -55,7 +57,16 @@ def _unreadable(t: Stored, of: dict[str, Stored], problem: str) -> Item:
     return Item(t.shape, t.dtype, None, NAME, tuple(of.values()), lambda: None, problem)
 
 
-def _packed(of: dict[str, Stored]) -> Item:
+def _widths(config: Mapping[str, Any]) -> list[int]:
+    """Returns widths of codes: those that `config.json` names, then the others, the common ones first."""
+    settings = config.get("quantization_config", config.get("compression_config"))
+    groups = settings.get("config_groups") if isinstance(settings, dict) else None
+    weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    named = {w.get("num_bits") for w in weights if isinstance(w, dict) and isinstance(w.get("num_bits"), int)}
+    return sorted((8, 4, 2, 6, 5, 3, 7), key=lambda bits: bits not in named)
+
+
+def _packed(of: dict[str, Stored], widths: Sequence[int]) -> Item:
     t, scale = of["_packed"], of.get("_scale")
     if scale is None or len(t.shape) != 2 or len(scale.shape) != 2 or scale.shape[0] != t.shape[0]:
         t.fail("It must have two dimensions and a scale for each row. Got others.")
@@ -72,8 +83,8 @@ def _packed(of: dict[str, Stored]) -> Item:
     rows, length = (int(n) for n in of["_shape"].array())
     if rows != out or length < 1:
         of["_shape"].fail(f"It must have {out} rows. Got {(rows, length)}.")
-    # Rows of a few values fit several widths: the common ones come first.
-    bits = next((b for b in (8, 4, 2, 6, 5, 3, 7) if -(-length * b // 32) == t.shape[1]), None)
+    # Rows of a few values fit several widths.
+    bits = next((b for b in widths if -(-length * b // 32) == t.shape[1]), None)
     if bits is None:
         return _unreadable(t, of, "eqquant reads 2 to 8 bits of compressed-tensors")
     zero = of.get("_zero_point")

@@ -125,8 +125,10 @@ def test_a_step_makes_no_copy(way):
     compiled = jax.jit(step, donate_argnums=0).lower(cache, x, x, x).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == eqq.tree_nbytes(cache)  # all of it is updated in place
     copied = re.findall(r"(\w+\[[\d,]+\])\S* copy\(", compiled.as_text())
+    # What a slow product decodes, some rows at a time, is as large, but of floats.
+    kind = "f32" if way == "float" else "u8"
     size = lambda shape: math.prod(map(int, re.findall(r"(?<=[\[,])\d+", shape)))
-    copied = [shape for shape in copied if size(shape) >= HEADS * context * SIZE // 2]
+    copied = [x for x in copied if x.startswith(f"{kind}[") and size(x) >= HEADS * context * SIZE // 2]
     assert copied == []
 
 

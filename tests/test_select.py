@@ -43,7 +43,7 @@ def close(y, expected, tol=2e-5):
 
 def test_products(getkey, stack):
     dense, x, z = stack.dequantize(), jr.normal(getkey(), (3, 200)), jr.normal(getkey(), (3, 48))
-    for index, place in ((0, 0), (3, 3), (-1, 4), (9, 4), (-9, 0)):
+    for index, place in ((0, 0), (3, 3), (-1, 4), (-5, 0)):
         q, w = eqq.select(stack, index), dense[place]
         assert q.shape == w.shape and q.dtype == w.dtype and q.ndim == 2
         close(x @ q.T, x @ w.T)

@@ -120,7 +120,7 @@ class ActivationQuantizedArray(AbstractWrappedArray):
             )
         if learn_scale and not static:
             raise ValueError("`learn_scale=True` needs a scale to begin with. Got none. Calibrate, and pass `scale`.")
-        self.log_factor = jnp.zeros(jnp.shape(scale), jnp.float32) if learn_scale else None
+        self.log_factor = jnp.zeros_like(jnp.asarray(scale), jnp.float32) if learn_scale else None
         stack = () if self.scale_bits is None else self.scale_bits.shape
         if len(stack) > max(array.ndim - 2, 0) or tuple(array.shape[: len(stack)]) != stack:
             raise ValueError(

@@ -128,8 +128,8 @@ class SimulatedArray(AbstractArrayValue):
         return dataclasses.replace(q, gradient_of=clipped(rows, _by_rows(q), self.log_factor) if learned else rows)
 
     def _learned_scale(self) -> Float32[Array, "*batch blocks"]:
-        scale = jax.lax.bitcast_convert_type(self.scale_bits, jnp.float32)
-        return scale * jnp.exp(jax.lax.stop_gradient(self.log_factor))
+        scale = jax.lax.bitcast_convert_type(self.scale_bits, jnp.float32)  # pyright: ignore[reportArgumentType]
+        return scale * jnp.exp(jax.lax.stop_gradient(self.log_factor))  # pyright: ignore[reportArgumentType]
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the quantized master as a dense array, of `shape` and `dtype`."""

@@ -58,7 +58,7 @@ _IMPLEMENTATION = jax.extend.random.define_prng_impl(
     seed=_seed,
     split=_split,
     random_bits=_random_bits,
-    fold_in=_fold_in,
+    fold_in=_fold_in,  # pyright: ignore[reportArgumentType]
     name="eqquant_hash",
     tag="eqh",
 )

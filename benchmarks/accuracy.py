@@ -167,7 +167,7 @@ def recipes() -> dict[str, Recipe]:
         "W8A8 per token, rotated": Recipe(products_of_codes(int8, affine8, rotated=True), rotated=True),
         "W8A8 static": Recipe(products_of_codes(int8, static)),
         "W4A4 per token, rotated": Recipe(
-            products_of_codes(affine4, token4, eqq.LearnedRounding, rotated=True), 1, rotated=True
+            products_of_codes(affine4, token4, eqq.LearnedRounding, rotated=True), rotated=True
         ),
     }
 

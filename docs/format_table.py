@@ -226,7 +226,7 @@ MIXES = {
     "W8A8 per token": "8 bits x 8 bits, a scale for each token",
     "W8A8 per token, rotated": "the same, rotated",
     "W8A8 static": "8 bits x 8 bits, scales from calibration",
-    "W4A4 per token, rotated": "4 bits x 4 bits, a scale for each token, rotated",
+    "W4A4 per token, rotated": "4 bits x 4 bits, a scale for each token, rotated; words 8",
 }
 
 

@@ -45,13 +45,11 @@ def draw_front(results: dict[str, Any]) -> Any:
         if rows:
             label = f"one format, {kind}"
             axes.plot(*zip(*rows, strict=True), marker=marker, linestyle=":", color=colour, label=label, markersize=5)
-    best = sorted(
-        (max(r, key=lambda x: x["cosine"])["bits"], 1 - max(x["cosine"] for x in r))
-        for name, r in recipes.items()
-        if name[0].isdigit() and name.endswith("seed 0")
-    )
-    if best:
-        axes.plot(*zip(*best, strict=True), marker="o", color=RED, label="a mix for each size, in the table")
+    mixes = {name: r[-1] for name, r in recipes.items() if name[0].isdigit() and name.endswith("seed 0")}
+    for without, marker, label in ((False, "o", "a mix for each size"), (True, "s", "a mix without data")):
+        rows = sorted((r["bits"], 1 - r["cosine"]) for name, r in mixes.items() if ("no data" in name) == without)
+        if rows:
+            axes.plot(*zip(*rows, strict=True), marker=marker, color=RED, label=label)
     label = "the best of other libraries"
     axes.plot(*zip(*peers, strict=True), marker="*", linestyle="", color=GREY, markersize=9, label=label)
     axes.set_yscale("log")

@@ -37,7 +37,7 @@ from .straight_through import value_of
 from .value import AbstractArrayValue, as_permutation, flatten_arguments, multiply
 
 
-_Format = TypeVar("_Format", bound="AbstractFormat", default="AbstractFormat")
+_Format = TypeVar("_Format", bound="AbstractFormat", covariant=True, default="AbstractFormat")
 
 
 class QuantizedArray(AbstractArrayValue, Generic[_Format]):

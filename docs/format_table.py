@@ -223,7 +223,7 @@ MIXES = {
     "4.25": "5 bits, value and output 6; words 3",
     "4.32": "5 bits, value and output 6; words 3 in blocks of 48",
     "4.80": "5 bits, value and output 6; words 4",
-    "W8A8 per token": "8 bits x 8 bits, a scale for each token",
+    "W8A8 per token": "8 bits x 8 bits, a scale and a zero point for each token",
     "W8A8 per token, rotated": "the same, rotated",
     "W8A8 static": "8 bits x 8 bits, scales from calibration",
     "W4A4 per token, rotated": "4 bits x 4 bits, a scale for each token, rotated; words 8",

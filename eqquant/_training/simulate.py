@@ -58,4 +58,5 @@ def finalize(tree: PyTree) -> PyTree:
 
     tree = jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), [final(leaf.value) for leaf in leaves])
     quantizes = lambda x: isinstance(x, ActivationQuantizedArray)
-    return jtu.tree_map(lambda x: x.with_fixed_scale() if quantizes(x) else x, tree, is_leaf=quantizes)
+    whole = lambda x: quantizes(x) or is_quantized(x)  # an array that appears twice stays one
+    return jtu.tree_map(lambda x: x.with_fixed_scale() if quantizes(x) else x, tree, is_leaf=whole)

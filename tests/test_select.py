@@ -190,3 +190,15 @@ def test_errors(getkey):
     # A traced one cannot be known: it takes the nearest.
     last = jax.jit(lambda stack, n: eqq.select(stack, n).dequantize())(stack, 9)
     assert np.array_equal(last, stack.dequantize()[4])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8", "int16"])
+def test_dtypes_of_the_index(dtype):
+    stack = {"q": eqq.quantize(jnp.arange(200.0)[:, None] * jnp.ones((1, 64)), "int8"), "b": jnp.arange(200.0)}
+    known = (0, 100, 127, *((199,) if dtype == "uint8" else ()), *((-1, -128) if dtype.startswith("i") else ()))
+    taken = jax.jit(lambda n: (lambda at: (at["q"].dequantize()[0], at["b"]))(eqq.select(stack, n)))
+    for n in known:
+        wanted = n % 200
+        at = eqq.select(stack, np.dtype(dtype).type(n))
+        assert float(at["b"]) == wanted and float(at["q"].dequantize()[0]) == pytest.approx(wanted)
+        assert [float(x) for x in taken(np.asarray(n, dtype))] == pytest.approx([wanted, wanted])

@@ -204,6 +204,11 @@ def test_pairs_that_do_not_fold(model, stats):
     smooth = lambda fold, **kwargs: eqq.smooth(model, method, fold=fold, **kwargs)
     with pytest.raises(ValueError, match="Got others with layers.0.gate.weight, layers.0.gate.bias.*stands between"):
         smooth({"layers.{n}.gate.{p}": "layers.{n}.down.weight"}, batches=[XS])
+    for nothing in (0.0, jnp.nan):  # which no fold changes
+        with pytest.raises(ValueError, match="none that are finite and not zero"):
+            smooth(FOLD, batches=[XS], apply=lambda model, x, nothing=nothing: nothing * jax.vmap(model)(x))
+    with pytest.raises(TypeError, match="to one pattern of the weights after it"):
+        eqq.rotate({"w": jnp.ones((8, 8))}, fold={"w": eqq.Residual({"w": ("a", "b")})})
     with pytest.raises(ValueError, match="Each pattern of `fold`.*Got 'layers.{n}.nrm"):
         smooth({"layers.{n}.nrm.{p}": "layers.{n}.up.weight"})
     with pytest.raises(ValueError, match="outputs of layers.0.norm.weight.* must be the inputs"):

@@ -186,5 +186,6 @@ def _within(index: Array | np.ndarray, length: int) -> Int32[Array, "..."]:
             raise IndexError(
                 f"`index` must be at least -{length} and below {length}, the stack. Got {outside.flat[0]}."
             )
-    index = jnp.clip(index, -length, length - 1).astype(jnp.int32)
+    can = jnp.iinfo(index.dtype)  # bounds that its dtype cannot hold would wrap around
+    index = jnp.clip(index, max(-length, int(can.min)), min(length - 1, int(can.max))).astype(jnp.int32)
     return jnp.where(index < 0, index + length, index)

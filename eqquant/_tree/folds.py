@@ -144,8 +144,12 @@ def _check_alone(numbers: Iterable[int], leaves: Sequence[Leaf]) -> None:
 
 def find_stream(writers: tuple[str, ...], into: Residual, leaves: Sequence[Leaf], axes: Mapping[int, int]) -> Stream:
     """Returns the residual stream that a rule describes. Raises if rotating it would change the model."""
-    if not isinstance(into.norms, Mapping) or not into.norms:
-        raise TypeError(f"`eqq.Residual` must map norms to the weights after them. Got {into.norms!r}.")
+    texts = [text for pair in into.norms.items() for text in pair] if isinstance(into.norms, Mapping) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise TypeError(
+            "`eqq.Residual` must map the pattern of each norm to one pattern of the weights after it, such as "
+            f"'{{x:up|gate}}.weight'. Got {into.norms!r}."
+        )
     norms: dict[int, list[int]] = {}
     for gain, weights in into.norms.items():
         found, taking = _matching_some(gain, leaves), _matching_some(weights, leaves)
@@ -315,6 +319,12 @@ def check_outputs(
         return not _alike(run(model_of(numbers), batch), run(model, batch))
 
     for batch in data:
+        outputs = [y for y in jtu.tree_leaves(run(model, batch)) if eqx.is_inexact_array(y)]
+        if not any(bool((jnp.isfinite(y) & (y != 0)).any()) for y in outputs):
+            raise ValueError(
+                "`batches` must give outputs to compare. Got none that are finite and not zero: look for a NaN in the "
+                "model and in the batches."
+            )
         if differs(range(len(names)), batch):
             wrong = [name for n, name in enumerate(names) if differs([n], batch)]
             raise ValueError(

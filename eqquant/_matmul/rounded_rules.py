@@ -20,14 +20,14 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from .. import _compat
 from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
 from .._array.primitive import bind_matmul, rounded_matmul_p, Rounding
 from .._array.quantize import quantize_array
-from .._numerics.hashing import hashed_key
+from .._numerics.hashing import hashed_key, seed_of
 from .rules import moved
 
 
@@ -62,21 +62,13 @@ def _rows(x: Float[Array, "*batch m k"], rounding: Rounding) -> DynamicRows | Qu
 
 def _rounded(x: Float[Array, "*batch m k"], rounding: Rounding | None) -> QuantizedArray:
     format, stochastic = rounding  # pyright: ignore[reportGeneralTypeIssues]
-    # One matrix at a time: a scale of a whole tensor is that of a product.
-    quantize = lambda x: quantize_array(x, format, (-1,), None, _key_of(x) if stochastic else None)
+    # One matrix at a time: a scale of a whole tensor is that of a product. Its own bits seed its rounding: runs repeat
+    # bit for bit, and two gradients share a seed about once in 2**32.
+    quantize = lambda x: quantize_array(x, format, (-1,), None, hashed_key(seed_of(x)) if stochastic else None)
     batch = x.shape[:-2]
     q = jax.vmap(quantize)(x.reshape(math.prod(batch), *x.shape[-2:])) if batch else quantize(x)
     q = jax.tree_util.tree_map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), q) if batch else q
     return dataclasses.replace(q, logical_sharding=None)
-
-
-def _key_of(x: Float[Array, "m k"]) -> PRNGKeyArray:
-    """Returns a key that depends on every bit of `x`: runs repeat bit for bit, and no step rounds as another.
-
-    The sum is one of integers, so it does not depend on the order, nor on how devices divide `x`.
-    """
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return hashed_key(jnp.sum(bits, dtype=jnp.uint32))
 
 
 def _abstract(x: Any, w: Any, **params: Any) -> jax.core.ShapedArray:
@@ -106,7 +98,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of_x: Any, of_w: An
     if type(dw) is not ad.Zero:
         dys.append(rounded_matmul_p.bind(x, dw, of_x=of_x, of_w=None, **params))
     if not dys:
-        return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
+        return y, _compat.zero_tangent(y)
     return y, ft.reduce(ad.add_jaxvals, dys)
 
 

@@ -27,6 +27,7 @@ from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
 from .._array.primitive import bind_matmul, rounded_matmul_p, Rounding
 from .._array.quantize import quantize_array
+from .._numerics.eager import def_impl
 from .._numerics.hashing import hashed_key, seed_of
 from .rules import moved
 
@@ -78,16 +79,6 @@ def _abstract(x: Any, w: Any, **params: Any) -> jax.core.ShapedArray:
     return x.update(shape=(*x.shape[:-1], w.shape[-2]))
 
 
-@ft.partial(jax.jit, static_argnames=("of_x", "of_w", "of_gradient", "precision", "implementation"))
-def _jitted(x: Array, w: Array, **params: Any) -> Array:
-    return rounded_matmul_p.bind(x, w, **params)
-
-
-def _impl(x: Array, w: Array, **params: Any) -> Array:
-    no_jit = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-    return compute_rounded(x, w, **params) if no_jit else _jitted(x, w, **params)
-
-
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of_x: Any, of_w: Any, **params: Any) -> tuple[Any, Any]:
     (x, w), (dx, dw) = primals, tangents
     y = rounded_matmul_p.bind(x, w, of_x=of_x, of_w=of_w, **params)
@@ -131,7 +122,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
 
 
 rounded_matmul_p.def_abstract_eval(_abstract)
-rounded_matmul_p.def_impl(_impl)
+def_impl(rounded_matmul_p, compute_rounded, static=("of_x", "of_w", "of_gradient", "precision", "implementation"))
 ad.primitive_jvps[rounded_matmul_p] = _jvp
 ad.primitive_transposes[rounded_matmul_p] = _transpose
 batching.primitive_batchers[rounded_matmul_p] = _batch

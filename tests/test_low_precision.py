@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
+from eqquant._numerics.hashing import seed_of
 
 from .helpers import primitives, weights
 
@@ -154,6 +155,33 @@ def test_stochastic_rounding(operands):
     assert relative(many.mean(0), exact) < 0.25 * relative(nearest, exact)
     spread = jnp.std(many, axis=0) / np.sqrt(len(salts))
     assert float(jnp.mean(jnp.abs(many.mean(0) - exact) < 4 * spread)) > 0.98
+
+
+def test_gradients_of_16_bits_seed_alike_rarely(operands):
+    """Their lower halves are zeros in float32. What multiplies into `dx` and `dW` rounds otherwise, one a transpose."""
+    many = jr.normal(jr.key(0), (2000, 4, 6), jnp.bfloat16)
+    seeds = jax.jit(jax.vmap(seed_of))
+    assert len(np.unique(seeds(many))) == len(many)
+    row = jnp.swapaxes(many[:, :1], -1, -2)
+    assert not (seeds(many) == seeds(jnp.swapaxes(many, -1, -2))).any()
+    assert not (seeds(many[:, :1]) == seeds(row)).any()
+
+
+def test_with_64_bits(operands):
+    x, w, dy = operands
+    with jax.enable_x64(True):
+        dw = jax.grad(lambda w: jnp.sum(x @ eqq.LowPrecisionArray(w, "int8", "int8").T * dy))(w)
+        assert dw.dtype == jnp.float32 and relative(dw, dy.T @ x) < 0.05
+
+
+@pytest.mark.parametrize("precision", ["F32_F32_F32", ("highest", "default"), "highest"])
+def test_precisions(operands, precision):
+    x, w, _ = operands
+    q = eqq.LowPrecisionArray(w, "int8", "int8")
+    product = lambda x, w: jnp.matmul(x, w.T, precision=precision)
+    y, pull = jax.vjp(lambda x: eqq.quaxify(product)(x, q), x)
+    np.testing.assert_allclose(y, x @ q.T, rtol=1e-5, atol=1e-5)
+    assert jnp.isfinite(pull(y)[0]).all()
 
 
 CASES = [("int8", jnp.nan), ("fp8_tensor", jnp.inf)]
@@ -344,6 +372,10 @@ def test_bad_input():
         eqq.low_precision({"bias": jnp.ones(3)})
     with pytest.raises(TypeError, match="one dimension"):
         eqq.low_precision(model, where=lambda m: m.head.bias)
+    with pytest.raises(TypeError, match="a convolution, which is computed in float"):
+        eqq.low_precision(model, where=lambda m: (m.conv.weight, m.head.weight))
+    with pytest.raises(TypeError, match="Got a LowPrecisionArray"):
+        eqq.ActivationQuantizedArray(eqq.low_precision(model).head.weight, "int8")
     with pytest.raises(TypeError, match="low precision already"):
         eqq.low_precision(eqq.low_precision(model), where=lambda m: m.head.weight.array)
     with pytest.raises(ValueError, match="int9"):

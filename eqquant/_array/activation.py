@@ -110,6 +110,11 @@ class ActivationQuantizedArray(AbstractWrappedArray):
             raise TypeError(
                 f"`array` must be a quantized weight. Got a {type(array).__name__}. Quantize it: `eqq.quantize(w)`."
             )
+        if isinstance(array, AbstractWrappedArray):
+            raise TypeError(
+                f"`array` must be a weight whose products are not changed yet. Got a {type(array).__name__}. Quantize "
+                "the weight within: `eqq.quantize(w.dequantize())`."
+            )
         static = scale is not None
         self.scale_bits = jax.lax.bitcast_convert_type(jnp.asarray(scale, jnp.float32), jnp.uint32) if static else None
         self.zero_point = None if zero_point is None else jnp.asarray(zero_point).astype(jnp.uint8)
@@ -154,7 +159,12 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         return scale if self.log_factor is None else scale * jnp.exp(jax.lax.stop_gradient(self.log_factor))
 
     def with_fixed_scale(self) -> "ActivationQuantizedArray":
-        """Returns the array with its learned scale as one that no longer trains."""
+        """Fixes a learned scale at the value that it has, so that it no longer trains.
+
+        **Returns:**
+
+        An array with the same values. Without a learned scale, this array itself.
+        """
         if self.log_factor is None:
             return self
         return ActivationQuantizedArray(self.array, self.activations, self.scale, self.zero_point)

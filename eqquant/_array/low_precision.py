@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import wadler_lindig as wl
+from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
@@ -29,6 +30,14 @@ class LowPrecisionArray(AbstractWrappedArray):
     $$y = x W^\top, \quad \mathrm d x = \mathrm d y\, W, \quad \mathrm d W = \mathrm d y^\top x$$
 
     Everything but products is that of the float array.
+
+    !!! Example
+
+        ```python
+        w = eqq.LowPrecisionArray(w, "fp8", eqq.FP8("e5m2"))
+        y = x @ w.T                                                  # both operands are rounded to e4m3
+        dx = jax.grad(lambda x: jnp.sum(jnp.sin(x @ w.T)))(x)        # rounds the gradient of `y` to e5m2
+        ```
 
     **Arguments:**
 
@@ -88,12 +97,18 @@ class LowPrecisionArray(AbstractWrappedArray):
         self,
         x: Float[Array, "..."],
         w: Float[Array, "..."],
-        numbers: Any,
+        numbers: lax.DotDimensionNumbers,
         *,
         precision: Any = None,
         implementation: str | None = None,
     ) -> Float[Array, "..."]:
         """As `jax.lax.dot_general(x, w, numbers)`, rounded as products with this array are.
+
+        !!! Example
+
+            ```python
+            y = w.dot_general(x, w.array, (((1,), (1,)), ((), ())))     # x @ w.T
+            ```
 
         **Arguments:**
 

@@ -22,14 +22,17 @@ class AbstractWrappedArray(AbstractArrayValue):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The logical shape of the weight."""
         return tuple(self.array.shape)
 
     @property
     def ndim(self) -> int:
+        """The number of logical axes."""
         return self.array.ndim
 
     @property
     def dtype(self) -> np.dtype:
+        """The logical dtype of the weight."""
         return np.dtype(self.array.dtype)
 
     @property

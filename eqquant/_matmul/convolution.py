@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int8, Int32, Num
 
-from .._array.activation import ActivationQuantizedArray
+from .._array.activation import ActivationQuantizedArray, DynamicRows
 from .._array.array import QuantizedArray
 from .._array.axes import logical_order
 from .._array.simulated import SimulatedArray
@@ -45,12 +45,12 @@ def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: dict[s
     restored = lambda values: jnp.moveaxis(values.reshape(examples.shape), 0, batch)
     dense = ft.partial(lax.conv_general_dilated_p.bind, **params)
     weight = w.array.quantized() if isinstance(w.array, SimulatedArray) else w.array
-    q = as_codes(rows)
+    q = rows.quantized() if isinstance(rows, DynamicRows) else rows
+    # Its gradient reaches what `gradient_of` of the rows names: a learned scale too, and nothing that is clipped.
+    expected = dense(restored(q.dequantize()).astype(x.dtype), w.dequantize())
     if not _takes_codes(q, weight, params):
-        rounded = value_of(restored(q.dequantize()).astype(x.dtype), gradient_of=x)
-        return dense(rounded, w.dequantize())
-    y = _product(q, weight, restored, params)
-    expected = dense(x, w.dequantize())  # computed for its gradient alone
+        return expected
+    y = _product(as_codes(q), weight, restored, params)
     return value_of(y.astype(expected.dtype), gradient_of=expected)
 
 

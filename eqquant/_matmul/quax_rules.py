@@ -236,9 +236,7 @@ def _dot_general_low_precision(w: LowPrecisionArray, first: Any, second: Any, pa
     floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (first, second))
     if not floats or not contract or params.get("out_sharding") is not None:
         return _dense(lax.dot_general_p, first, second, **params)
-    precision = params.get("precision")
-    precision = precision if precision is None or isinstance(precision, str) else precision[0]
-    y = w.dot_general(first, second, params["dimension_numbers"], precision=precision)
+    y = w.dot_general(first, second, params["dimension_numbers"], precision=params.get("precision"))
     return y.astype(params.get("preferred_element_type") or y.dtype)
 
 

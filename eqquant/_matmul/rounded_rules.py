@@ -20,14 +20,15 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from .. import _compat
 from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
 from .._array.primitive import bind_matmul, rounded_matmul_p, Rounding
 from .._array.quantize import quantize_array
-from .._numerics.hashing import hashed_key
+from .._numerics.eager import def_impl
+from .._numerics.hashing import hashed_key, seed_of
 from .rules import moved
 
 
@@ -62,21 +63,13 @@ def _rows(x: Float[Array, "*batch m k"], rounding: Rounding) -> DynamicRows | Qu
 
 def _rounded(x: Float[Array, "*batch m k"], rounding: Rounding | None) -> QuantizedArray:
     format, stochastic = rounding  # pyright: ignore[reportGeneralTypeIssues]
-    # One matrix at a time: a scale of a whole tensor is that of a product.
-    quantize = lambda x: quantize_array(x, format, (-1,), None, _key_of(x) if stochastic else None)
+    # One matrix at a time: a scale of a whole tensor is that of a product. Its own bits seed its rounding: runs repeat
+    # bit for bit, and two gradients share a seed about once in 2**32.
+    quantize = lambda x: quantize_array(x, format, (-1,), None, hashed_key(seed_of(x)) if stochastic else None)
     batch = x.shape[:-2]
     q = jax.vmap(quantize)(x.reshape(math.prod(batch), *x.shape[-2:])) if batch else quantize(x)
     q = jax.tree_util.tree_map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), q) if batch else q
     return dataclasses.replace(q, logical_sharding=None)
-
-
-def _key_of(x: Float[Array, "m k"]) -> PRNGKeyArray:
-    """Returns a key that depends on every bit of `x`: runs repeat bit for bit, and no step rounds as another.
-
-    The sum is one of integers, so it does not depend on the order, nor on how devices divide `x`.
-    """
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return hashed_key(jnp.sum(bits, dtype=jnp.uint32))
 
 
 def _abstract(x: Any, w: Any, **params: Any) -> jax.core.ShapedArray:
@@ -84,16 +77,6 @@ def _abstract(x: Any, w: Any, **params: Any) -> jax.core.ShapedArray:
     if x.shape[-1] != w.shape[-1] or x.shape[:-2] != w.shape[:-2] or x.dtype != w.dtype:
         raise ValueError(f"rounded_matmul: {x.str_short()} and {w.str_short()} do not fit.")
     return x.update(shape=(*x.shape[:-1], w.shape[-2]))
-
-
-@ft.partial(jax.jit, static_argnames=("of_x", "of_w", "of_gradient", "precision", "implementation"))
-def _jitted(x: Array, w: Array, **params: Any) -> Array:
-    return rounded_matmul_p.bind(x, w, **params)
-
-
-def _impl(x: Array, w: Array, **params: Any) -> Array:
-    no_jit = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-    return compute_rounded(x, w, **params) if no_jit else _jitted(x, w, **params)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of_x: Any, of_w: Any, **params: Any) -> tuple[Any, Any]:
@@ -106,7 +89,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of_x: Any, of_w: An
     if type(dw) is not ad.Zero:
         dys.append(rounded_matmul_p.bind(x, dw, of_x=of_x, of_w=None, **params))
     if not dys:
-        return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
+        return y, _compat.zero_tangent(y)
     return y, ft.reduce(ad.add_jaxvals, dys)
 
 
@@ -139,7 +122,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
 
 
 rounded_matmul_p.def_abstract_eval(_abstract)
-rounded_matmul_p.def_impl(_impl)
+def_impl(rounded_matmul_p, compute_rounded, static=("of_x", "of_w", "of_gradient", "precision", "implementation"))
 ad.primitive_jvps[rounded_matmul_p] = _jvp
 ad.primitive_transposes[rounded_matmul_p] = _transpose
 batching.primitive_batchers[rounded_matmul_p] = _batch

@@ -449,7 +449,7 @@ def _encode(
 def _uniform_by_row(key: PRNGKeyArray, first: Any, shape: tuple[int, ...]) -> Float32[Array, "*batch length"]:
     """Numbers between zero and one that depend on a row and its number alone, not on the chunk that it is in."""
     *batch, length = shape
-    of_row = lambda row: jax.random.uniform(jax.random.fold_in(key, row), (length,))
+    of_row = lambda row: jax.random.uniform(jax.random.fold_in(key, row), (length,), jnp.float32)
     return jax.vmap(of_row)(first + jnp.arange(math.prod(batch))).reshape(shape)
 
 

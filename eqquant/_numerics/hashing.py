@@ -11,7 +11,7 @@ import jax.extend.random
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray, UInt, UInt32
+from jaxtyping import Array, Float, PRNGKeyArray, UInt, UInt32
 
 
 # Odd numbers, whose multiples modulo 2**32 are all different; the first is 2**32 over the golden ratio.
@@ -28,6 +28,16 @@ def _mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     x = (x ^ (x >> np.uint32(16))) * _FIRST
     x = (x ^ (x >> np.uint32(15))) * _SECOND
     return x ^ (x >> np.uint32(15))
+
+
+def seed_of(x: Float[Array, "m k"]) -> UInt32[Array, ""]:
+    """Returns a hash of the values of a matrix, each with its place. That of the transpose is another.
+
+    The sum is one of integers, so it does not depend on the order, nor on how devices divide `x`.
+    """
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    row, column = (jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) for axis in (0, 1))
+    return jnp.sum(_mix(bits + row * _STEP + column * _SECOND), dtype=jnp.uint32)
 
 
 def _seed(seed: Array) -> UInt32[Array, "1"]:

@@ -56,7 +56,8 @@ def low_precision(
         more range.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By
         default every weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions. A
-        quantized weight is dequantized and rounded again; with low-rank factors, their base is meant.
+        quantized weight is dequantized and rounded again; with low-rank factors, their base is meant. Select the
+        table of an embedding only if the model multiplies by it too: a lookup stays as it is.
     - `stochastic`: whether gradients are rounded at random, up or down, so that their mean is exact. The randomness
         comes from the bits of the gradient itself: no key is needed, and runs repeat bit for bit. `False` rounds to
         the nearest code, which takes less time.
@@ -69,7 +70,8 @@ def low_precision(
     **Raises:**
 
     `ValueError` if nothing is selected or for an unknown format name; `TypeError` if `where` selects an array that is
-    not floating point, has fewer than two dimensions, or multiplies otherwise already. The message names the leaf.
+    not floating point, has fewer than two dimensions, belongs to a convolution, or multiplies otherwise already. The
+    message names the leaf.
     """
     forward = as_format(forward)
     gradient = _fitting(forward) if gradient is None else as_format(gradient)
@@ -99,6 +101,8 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "its products run in low precision already: `dequantize_tree` first"
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason
+    if convolved_axes(leaf) is not None:
+        return "a convolution, which is computed in float"
     return "it has one dimension" if leaf.value.ndim < 2 else None
 
 
@@ -108,6 +112,4 @@ def _skip_reason(leaf: Leaf) -> str | None:
         return None if is_base else f"part of a {type(leaf.parent).__name__}"
     if is_embedding(leaf):
         return "an embedding, which is looked up"
-    if convolved_axes(leaf) is not None:
-        return "a convolution, which is computed in float"
     return default_skip_reason(leaf)

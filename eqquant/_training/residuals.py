@@ -21,6 +21,12 @@ from .._formats.base import AbstractFormat, as_format
 
 # Of smaller arrays, such as the factors of a norm, the codes would save nothing that counts.
 _SMALLEST = 64
+# Primitives that divide by an operand, and its place; and those whose result is zero where an operand is.
+_DIVIDE = {"div": 1, "rem": 1, "log": 0, "rsqrt": 0, "pow": 0}
+_KEEP_ZEROS = {"abs", "asin", "atan", "broadcast_in_dim", "cbrt", "concatenate", "convert_element_type", "copy", "erf"}
+_KEEP_ZEROS |= {"expand_dims", "expm1", "integer_pow", "log1p", "mul", "neg", "optimization_barrier"}
+_KEEP_ZEROS |= {"reduce_precision", "reshape", "rev", "select_n", "sin", "sinh", "slice", "sqrt", "square", "squeeze"}
+_KEEP_ZEROS |= {"tan", "tanh", "transpose"}
 
 
 def checkpoint_quantized(
@@ -33,7 +39,7 @@ def checkpoint_quantized(
     them, along their last axis, and dequantizes them when the backward pass comes to them.
 
     The result of the function is exact. Its gradient is that of rounded residuals: it has about the relative error that
-    the format has.
+    the format has. What the backward pass divides by is not rounded, because rounding sends small numbers to zero.
 
     !!! Example
 
@@ -51,8 +57,8 @@ def checkpoint_quantized(
 
     - `fun`: a function of pytrees of arrays, which returns such a tree: often a layer. What it holds or closes over
         counts as parameters: these stay as they are, and so does everything that is computed from them alone.
-    - `format`: the format of what is saved, or its lower-case name. Integers, booleans, small arrays, and arrays that
-        would not become smaller by half are saved as they are.
+    - `format`: the format of what is saved, or its lower-case name. Integers, booleans, small arrays, divisors, and
+        arrays that would not become smaller by half are saved as they are.
     - `policy`: says which residuals are saved, and not computed again, as in `jax.checkpoint`. By default all are.
 
     **Returns:**
@@ -92,6 +98,7 @@ def _jvp(
 ) -> tuple[list[Array], list[Array]]:
     moving = [n for n, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
     linear: Any = None  # the structure of the linearized function
+    moved = [tangents[n] for n in moving]
 
     def linearized(*operands: Array) -> tuple[list[Array], list[Array]]:
         nonlocal linear
@@ -109,6 +116,10 @@ def _jvp(
     results, residuals = values[: len(jaxpr.outvars)], values[len(jaxpr.outvars) :]
     variables = traced.jaxpr.outvars[len(jaxpr.outvars) :]
     of_arguments = _depending(traced.jaxpr, traced.jaxpr.invars[count:])
+    apply = lambda residuals, tangents: jtu.tree_unflatten(linear, residuals)(*tangents)
+    uses = jax.make_jaxpr(apply)(residuals, moved).jaxpr
+    divisors = _divisors(uses, set())
+    exact = {variable for variable, used in zip(variables, uses.invars, strict=False) if used in divisors}
     saved, place = {}, []  # a residual that is needed twice is saved once
     for variable, x in zip(variables, residuals, strict=True):
         if variable not in of_arguments:
@@ -117,16 +128,16 @@ def _jvp(
             continue
         first = next((n for n, other in enumerate(variables[: len(place)]) if other is variable), len(place))
         if first == len(place):
-            saved[first] = _saved(x, format)
+            saved[first] = x if variable in exact else _saved(x, format)
         place.append(first)
 
     # Inside `checkpoint`, so that codes are what is saved, and decoding waits for the backward pass.
     @jax.checkpoint
     def tangent_of(saved: dict[int, Any], tangents: list[Array]) -> list[Array]:
         loaded = {n: x.dequantize() if isinstance(x, QuantizedArray) else x for n, x in saved.items()}
-        return jtu.tree_unflatten(linear, [loaded[n] for n in place])(*tangents)
+        return apply([loaded[n] for n in place], tangents)
 
-    return results, tangent_of(saved, [tangents[n] for n in moving])
+    return results, tangent_of(saved, moved)
 
 
 def _depending(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
@@ -135,6 +146,25 @@ def _depending(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
     for equation in jaxpr.eqns:
         if any(not isinstance(v, jax.extend.core.Literal) and v in found for v in equation.invars):
             found.update(equation.outvars)
+    return found
+
+
+def _divisors(jaxpr: Any, found: set[Any]) -> set[Any]:
+    """Returns the variables of a jaxpr where a zero would divide, beside those of its results that `found` holds."""
+    found = set(found)
+    add = lambda variables: found.update(v for v in variables if not isinstance(v, jax.extend.core.Literal))
+    for equation in reversed(jaxpr.eqns):
+        name, operands, is_found = equation.primitive.name, equation.invars, [v in found for v in equation.outvars]
+        if name in _DIVIDE:
+            add([operands[_DIVIDE[name]]])
+        elif name == "integer_pow" and equation.params["y"] < 0 or name in _KEEP_ZEROS and any(is_found):
+            add(operands)
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            results = {v for v, wanted in zip(inner.outvars[::-1], is_found[::-1], strict=False) if wanted}
+            within = _divisors(inner, {v for v in results if not isinstance(v, jax.extend.core.Literal)})
+            # From the end: the index of a `cond` comes first, and is no operand of its branches.
+            pairs = zip(inner.invars[::-1], operands[::-1], strict=False)
+            add(operand for variable, operand in pairs if variable in within)
     return found
 
 

@@ -55,7 +55,8 @@ def by_xla(*args: Array, tree: Any, format: AbstractFormat, chunk: int | None) -
 def _abstract(*args: Any, tree: Any, format: AbstractFormat, chunk: int | None) -> jax.core.ShapedArray:
     del tree, chunk
     *batch, length = args[0].shape
-    return args[0].update(shape=(*batch, packing.packed_length(length, format.bits)), dtype=jnp.dtype(jnp.uint8))
+    shape = (*batch, packing.packed_length(length, format.bits))
+    return args[0].update(shape=shape, dtype=jnp.dtype(jnp.uint8), weak_type=False)
 
 
 @ft.partial(jax.jit, static_argnames=("tree", "format", "chunk"))

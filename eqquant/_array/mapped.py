@@ -76,7 +76,8 @@ class AbstractMappedArray(AbstractArrayValue):
     @property
     def format(self) -> Any:
         """The format of the stored array, if it is quantized."""
-        return getattr(self.array, "format", None)
+        # The `format` of a `jax.Array` is a layout.
+        return getattr(self.array, "format", None) if isinstance(self.array, AbstractArrayValue) else None
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense array $W$."""

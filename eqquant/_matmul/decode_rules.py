@@ -5,7 +5,6 @@ code at a time. Everywhere else it is operations of XLA: on other platforms, in 
 compiler divides the array among devices.
 """
 
-import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,9 @@ from jaxtyping import Array
 from .. import _compat
 from .._array.array import clips, dense_rows, QuantizedArray
 from .._array.primitive import dequantize_p
+from .._numerics.primitives import compiled, moved
 from . import dispatch, native
 from .problem import has_plain_scales, layout_of
-from .rules import moved
 
 
 def _abstract(*args: Any, tree: Any) -> jax.core.ShapedArray:
@@ -42,16 +41,6 @@ def _on_cpu(*args: Array, tree: Any) -> Array:
     return cpu.decode(dispatch.pack_arrays(q, as_stored=True), layout, q.dtype, clip=clips(q))
 
 
-@ft.partial(jax.jit, static_argnames="tree")
-def _jitted(*args: Array, tree: Any) -> Array:
-    return dequantize_p.bind(*args, tree=tree)
-
-
-def _impl(*args: Array, tree: Any) -> Array:
-    disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-    return (_by_xla if disabled else _jitted)(*args, tree=tree)
-
-
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     del tangents  # every leaf is an unsigned integer
     y = dequantize_p.bind(*primals, **params)
@@ -64,7 +53,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any
 
 
 dequantize_p.def_abstract_eval(_abstract)
-dequantize_p.def_impl(_impl)
+dequantize_p.def_impl(compiled(dequantize_p, _by_xla, ["tree"]))
 ad.primitive_jvps[dequantize_p] = _jvp
 batching.primitive_batchers[dequantize_p] = _batch
 _compat.lower_with_devices(dequantize_p)

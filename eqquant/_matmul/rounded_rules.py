@@ -28,7 +28,7 @@ from .._array.array import QuantizedArray
 from .._array.primitive import bind_matmul, rounded_matmul_p, Rounding
 from .._array.quantize import quantize_array
 from .._numerics.hashing import hashed_key
-from .rules import moved
+from .._numerics.primitives import compiled, moved
 
 
 def compute_rounded(
@@ -86,16 +86,6 @@ def _abstract(x: Any, w: Any, **params: Any) -> jax.core.ShapedArray:
     return x.update(shape=(*x.shape[:-1], w.shape[-2]))
 
 
-@ft.partial(jax.jit, static_argnames=("of_x", "of_w", "of_gradient", "precision", "implementation"))
-def _jitted(x: Array, w: Array, **params: Any) -> Array:
-    return rounded_matmul_p.bind(x, w, **params)
-
-
-def _impl(x: Array, w: Array, **params: Any) -> Array:
-    no_jit = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-    return compute_rounded(x, w, **params) if no_jit else _jitted(x, w, **params)
-
-
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of_x: Any, of_w: Any, **params: Any) -> tuple[Any, Any]:
     (x, w), (dx, dw) = primals, tangents
     y = rounded_matmul_p.bind(x, w, of_x=of_x, of_w=of_w, **params)
@@ -106,7 +96,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of_x: Any, of_w: An
     if type(dw) is not ad.Zero:
         dys.append(rounded_matmul_p.bind(x, dw, of_x=of_x, of_w=None, **params))
     if not dys:
-        return y, ad.Zero.from_primal_value(y)  # pyright: ignore[reportAttributeAccessIssue]
+        return y, _compat.zero_tangent(y)
     return y, ft.reduce(ad.add_jaxvals, dys)
 
 
@@ -139,7 +129,9 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
 
 
 rounded_matmul_p.def_abstract_eval(_abstract)
-rounded_matmul_p.def_impl(_impl)
+rounded_matmul_p.def_impl(
+    compiled(rounded_matmul_p, compute_rounded, ["of_x", "of_w", "of_gradient", "precision", "implementation"])
+)
 ad.primitive_jvps[rounded_matmul_p] = _jvp
 ad.primitive_transposes[rounded_matmul_p] = _transpose
 batching.primitive_batchers[rounded_matmul_p] = _batch

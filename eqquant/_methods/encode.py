@@ -3,7 +3,6 @@
 `_matmul/encode_rules.py` lowers it to native code on CPU; everywhere else it is operations of XLA.
 """
 
-import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float, UInt8
 from .. import _compat
 from .._formats.base import AbstractFormat
 from .._numerics import packing
+from .._numerics.primitives import compiled, moved
 from .base import AbstractMethod, AbstractScaleMethod, by_chunks, encode_by, Encoded, Grid, store
 
 
@@ -59,16 +59,6 @@ def _abstract(*args: Any, tree: Any, format: AbstractFormat, chunk: int | None) 
     return args[0].update(shape=shape, dtype=jnp.dtype(jnp.uint8), weak_type=False)
 
 
-@ft.partial(jax.jit, static_argnames=("tree", "format", "chunk"))
-def _jitted(*args: Array, **params: Any) -> Array:
-    return encode_p.bind(*args, **params)
-
-
-def _impl(*args: Array, **params: Any) -> Array:
-    disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-    return (by_xla if disabled else _jitted)(*args, **params)
-
-
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     del tangents  # codes are integers
     y = encode_p.bind(*primals, **params)
@@ -77,12 +67,11 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    first = lambda a, d: jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
-    return encode_p.bind(*(first(a, d) for a, d in zip(args, dims, strict=True)), **params), 0
+    return encode_p.bind(*(moved(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
 
 
 encode_p.def_abstract_eval(_abstract)
-encode_p.def_impl(_impl)
+encode_p.def_impl(compiled(encode_p, by_xla, ["tree", "format", "chunk"]))
 ad.primitive_jvps[encode_p] = _jvp
 batching.primitive_batchers[encode_p] = _batch
 mlir.register_lowering(encode_p, mlir.lower_fun(by_xla, multiple_results=False))

@@ -16,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
 from .. import _compat
+from .primitives import compiled
 
 
 Reduction = Literal["largest", "at_largest", "low", "high", "not_finite"]
@@ -65,16 +66,6 @@ def _abstract(blocks: Any, *, kind: Reduction) -> jax.core.ShapedArray:
     return blocks.update(shape=(*blocks.shape[:-1], 1))
 
 
-@ft.partial(jax.jit, static_argnames="kind")
-def _jitted(blocks: Array, *, kind: Reduction) -> Array:
-    return reduce_blocks_p.bind(blocks, kind=kind)
-
-
-def _impl(blocks: Array, *, kind: Reduction) -> Array:
-    disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-    return (by_xla if disabled else _jitted)(blocks, kind=kind)
-
-
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     (tangent,) = tangents
     if isinstance(tangent, ad.Zero):
@@ -88,7 +79,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any
 
 
 reduce_blocks_p.def_abstract_eval(_abstract)
-reduce_blocks_p.def_impl(_impl)
+reduce_blocks_p.def_impl(compiled(reduce_blocks_p, by_xla, ["kind"]))
 ad.primitive_jvps[reduce_blocks_p] = _jvp
 batching.primitive_batchers[reduce_blocks_p] = _batch
 mlir.register_lowering(reduce_blocks_p, mlir.lower_fun(by_xla, multiple_results=False))

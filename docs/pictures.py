@@ -59,7 +59,7 @@ def draw_front(results: dict[str, Any]) -> Any:
 
 def draw_layers(results: dict[str, Any]) -> Any:
     """The error of the outputs of each linear layer, by methods."""
-    layers: dict[str, dict[str, float]] = results["layers"]
+    layers: dict[str, dict[str, Any]] = results["layers"]
     title = "Three bits in blocks of 64: the squared error of the outputs of each linear layer"
     axes = new_axes((7, 4.2), title, "linear layers, in the order of the model", "relative to their squares")
     styles = {"MSE": (ORANGE, "s"), "GPTQ": (BLUE, "^"), "LearnedRounding": (GREEN, "D")}

@@ -379,13 +379,16 @@ def _scatter(old: Array, new: Array, at: Array) -> Array:
     return one(old, new, at)
 
 
-@jax.jit
-def _in_place(old: Array, new: Array, at: Array) -> Array:
+def _loop(old: Array, new: Array, at: Array) -> Array:
     # XLA for CPU writes once for each reader of the result, each time into a copy of everything that is there; but what
     # a loop carries it updates in its memory. So this is a loop of one turn, which XLA must not know.
-    old, new, at = vary_alike((old, new, at))
     once = jax.lax.optimization_barrier(jnp.int32(1))
     return jax.lax.fori_loop(0, once, lambda _, old: _scatter(old, new, at), old)
+
+
+@jax.jit
+def _in_place(old: Array, new: Array, at: Array) -> Array:
+    return jax.lax.platform_dependent(*vary_alike((old, new, at)), cpu=_loop, default=_scatter)
 
 
 _write_floats = jax.custom_jvp(_in_place)

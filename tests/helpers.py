@@ -1,7 +1,10 @@
 """The table of formats that the contract is tested over, and what the tests share."""
 
+import importlib
 import itertools as it
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -194,6 +197,16 @@ def mlp(key: Any) -> eqx.nn.MLP:
 
 def loss(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :3])) ** 2)
+
+
+def import_example(folder: str, name: str) -> Any:
+    """Imports a module of a folder of `examples`, as a program in that folder does."""
+    path = str(Path(__file__).parents[1] / "examples" / folder)
+    sys.path.insert(0, path)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(path)
 
 
 def arrays(model: Any) -> Any:

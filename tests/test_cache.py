@@ -132,6 +132,16 @@ def test_a_step_makes_no_copy(way):
     assert copied == []
 
 
+@pytest.mark.parametrize("way", ["float", "int8"])
+def test_only_programs_for_cpu_hold_a_loop(way):
+    """It keeps XLA for CPU from copying; elsewhere it would only cost time."""
+    keys, values = data(tokens=1)
+    cache = eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), **WAYS[way])
+    traced = jax.jit(lambda cache, k, v: cache.append(k, v)).trace(cache, keys, values)
+    loops = {on: "stablehlo.while" in traced.lower(lowering_platforms=(on,)).as_text() for on in ("cpu", "cuda", "tpu")}
+    assert loops == {"cpu": True, "cuda": False, "tpu": False}
+
+
 def test_gradients_pass_through_a_float_cache():
     keys, values = data()
     queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))

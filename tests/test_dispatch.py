@@ -272,8 +272,8 @@ def test_preferences(platform, changes, expected, reason):
 @pytest.mark.parametrize(
     "pair, platform, expected",
     [
-        ((eqq.NF4(), eqq.Int8()), "cpu", "cpu has no type that multiplies the codes of both: NF4() are no integers"),
-        ((eqq.NF4(), eqq.FP8()), "cuda", "NF4() and FP8() are no integers"),
+        ((eqq.NF4(), eqq.Int8()), "cpu", "cpu has no type that multiplies the codes of both: the levels of NF4() are"),
+        ((eqq.NF4(), eqq.FP8()), "cuda", "the levels of NF4() and FP8() are not integers"),
         ((eqq.Int8(8), eqq.Int8()), "cuda", "too few codes share both scales"),
         ((eqq.Int8(), eqq.Int8()), "cuda", None),
     ],

@@ -1,11 +1,8 @@
 """The language model of the examples, against the logits that `transformers` computes. See `tools/golden_llama.py`."""
 
 import dataclasses
-import importlib
 import json
 import re
-import sys
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -17,12 +14,13 @@ import pytest
 import eqquant as eqq
 from tools.golden_llama import GOLDEN, tokens, weights
 
+from .helpers import import_example
+
 
 pytest.importorskip("safetensors")
 from safetensors.numpy import save_file
 
 
-FOLDER = Path(__file__).parents[1] / "examples" / "llama"
 MODELS = json.loads((GOLDEN / "models.json").read_text())
 QUANTIZED = {"bitsandbytes": "NF4", "compressed_tensors": "Int4", "gguf": "Q4_0"}
 
@@ -35,20 +33,12 @@ def _as_users_have_it():
 
 @pytest.fixture(scope="module")
 def llama():
-    return _import("llama")
+    return import_example("llama", "llama")
 
 
 @pytest.fixture(scope="module")
 def generate():
-    return _import("generate")
-
-
-def _import(name):
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
+    return import_example("llama", "generate")
 
 
 def checkpoint_of(name, folder, without=(), **changes):

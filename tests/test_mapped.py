@@ -298,3 +298,8 @@ def test_errors(model):
             eqq.ScaledArray(jnp.ones((4, 4)), jnp.ones(4), axis)
     with pytest.raises(ValueError, match="mapped already"):
         eqq.rotate(eqq.rotate(model))
+
+
+def test_floats_have_no_format():
+    """The `format` of a `jax.Array` is another thing."""
+    assert eqq.RotatedArray.of(jnp.ones((2, 4))).format is None

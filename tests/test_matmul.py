@@ -373,3 +373,11 @@ def test_sums_of_nothing_are_zero(name):
     np.testing.assert_array_equal(q @ jnp.ones(0), np.zeros(5))
     np.testing.assert_array_equal(jax.jit(lambda x, q: x @ q.T)(jnp.ones((3, 0)), q), np.zeros((3, 5)))
     assert (jnp.ones((3, 5)) @ q).shape == (3, 0)
+
+
+def test_without_jit(getkey):
+    """Outside of `jit` each primitive is a program of its own, which `jax.disable_jit` forbids."""
+    x, q = weights(getkey(), (3, 64)), eqq.quantize(weights(getkey(), (8, 64)), "int8")
+    with jax.disable_jit():
+        y = x @ q.T
+    np.testing.assert_allclose(y, x @ q.T, rtol=1e-5, atol=1e-5)

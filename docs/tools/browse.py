@@ -7,6 +7,7 @@ keeps what was seen.
 import argparse
 import functools as ft
 import http.server
+import os
 import shutil
 import sys
 import threading
@@ -35,7 +36,9 @@ def main() -> None:
     wrong, seen = [], 0
     with sync_playwright() as playwright:
         # The Chromium of the system, where there is one, or the one that `playwright install chromium` brings.
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        # Chromium refuses to run as root within its sandbox, as in most containers.
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
         for scheme in ("light", "dark"):
             for width, pixels in WIDTHS.items():
                 context = browser.new_context(color_scheme=scheme, viewport={"width": pixels, "height": 900})

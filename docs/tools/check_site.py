@@ -51,7 +51,7 @@ def main(site: Path) -> None:
             options = (yaml.safe_load(block) or {}).get("options", {})
             listed += [name, *(f"{name}.{member}" for member in options.get("members", ()))]
     wrong = [
-        f"{name} is listed in docs/reference, and no page shows it. Has it a docstring?"
+        f"{name} is listed in docs/reference, and no page shows it. Does it have a docstring?"
         for name in listed
         if name not in anchors
     ]

@@ -187,6 +187,9 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         stand_in = not isinstance(self.array, AbstractArrayValue) and jnp.issubdtype(array.dtype, jnp.floating)
         if not stand_in and not isinstance(array, AbstractArrayValue):
             return array
+        return self._holding(array)
+
+    def _holding(self, array: Any) -> "ActivationQuantizedArray":
         return eqx.tree_at(lambda w: w.array, self, array, is_leaf=lambda x: x is self.array)
 
     def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:

@@ -76,7 +76,8 @@ class AbstractMappedArray(AbstractArrayValue):
     @property
     def format(self) -> Any:
         """The format of the stored array, if it is quantized."""
-        return getattr(self.array, "format", None)
+        # The `format` of a `jax.Array` is a layout.
+        return getattr(self.array, "format", None) if isinstance(self.array, AbstractArrayValue) else None
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense array $W$."""
@@ -124,7 +125,7 @@ class AbstractMappedArray(AbstractArrayValue):
                 y = self._matmul(x[:, None] if left else x[None], left=left, **options)
                 return y[..., 0] if left else y[..., 0, :]
             stack = self.shape[:-2]
-            if jnp.broadcast_shapes(stack, x.shape[:-2]) != stack:  # each map is for a part of `x` within others
+            if jnp.broadcast_shapes(stack, x.shape[:-2]) != stack:  # some axes of `x` come before those of the stack
                 return multiply(self.dequantize(), x, left=left, **options)
             x = jnp.broadcast_to(x, (*stack, *x.shape[-2:]))
         axis = -1 if x.ndim == 1 or not left else -2  # of `x` and of the result

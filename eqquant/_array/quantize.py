@@ -205,7 +205,7 @@ def _as_one_array(x: Any, name: str, of_trees: str) -> Any:
 
 
 def how_to_get_one(x: Any) -> str:
-    """Says where a quantized array is, for errors about `x`, which is none."""
+    """Says where a quantized array is, for errors about `x`, which is not one."""
     if isinstance(x, AbstractArrayValue):
         if isinstance(x, SelectedArray):
             return "Its `.taken()` is one."

@@ -184,7 +184,8 @@ def _within(index: Array | np.ndarray, length: int) -> Int32[Array, "..."]:
         outside = known[(known < -length) | (known >= length)]
         if outside.size:
             raise IndexError(
-                f"`index` must be at least -{length} and below {length}, the stack. Got {outside.flat[0]}."
+                f"`index` must be at least -{length} and below {length}, the length of the stack. Got "
+                f"{outside.flat[0]}."
             )
     can = jnp.iinfo(index.dtype)  # bounds that its dtype cannot hold would wrap around
     index = jnp.clip(index, max(-length, int(can.min)), min(length - 1, int(can.max))).astype(jnp.int32)

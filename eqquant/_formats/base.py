@@ -187,6 +187,12 @@ def has_offsets(format: AbstractFormat) -> bool:
     return isinstance(format, AbstractOffsetFormat)
 
 
+def is_ours(format: AbstractFormat, *methods: str) -> bool:
+    """Returns whether a format has none of these methods from a user, which may do anything."""
+    found = (getattr(type(format), name, None) for name in methods)
+    return all(method is None or method.__module__.startswith("eqquant.") for method in found)
+
+
 @ft.lru_cache
 def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
     """Returns the level of each code, and whether any value encodes to it: ternary uses only three of its four codes.

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._numerics.steps import float_order, order_to_float, Steps
-from .base import AbstractFormat, levels_of
+from .base import AbstractFormat, is_ours, levels_of
 
 
 @ft.lru_cache
 def steps_of(format: AbstractFormat) -> Steps | None:
     """Returns how a format encodes, or `None` for one of a user, whose `encode` may do anything."""
-    if not type(format).encode.__module__.startswith("eqquant."):
+    if not is_ours(format, "encode"):
         return None
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         return _find(format)

@@ -17,10 +17,9 @@ from jaxtyping import Array
 from .. import _compat
 from .._array.array import clips, dense_rows, QuantizedArray
 from .._array.primitive import dequantize_p
-from .._numerics.eager import def_impl
+from .._numerics.primitives import compiled, moved
 from . import dispatch, native
 from .problem import has_plain_scales, layout_of
-from .rules import moved
 
 
 def _abstract(*args: Any, tree: Any) -> jax.core.ShapedArray:
@@ -54,7 +53,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any
 
 
 dequantize_p.def_abstract_eval(_abstract)
-def_impl(dequantize_p, _by_xla, static=("tree",))
+dequantize_p.def_impl(compiled(dequantize_p, _by_xla, ["tree"]))
 ad.primitive_jvps[dequantize_p] = _jvp
 batching.primitive_batchers[dequantize_p] = _batch
 _compat.lower_with_devices(dequantize_p)

@@ -308,7 +308,8 @@ def why_decoded(problem: MatmulProblem, target: Target, name: str) -> str | None
     sides = ((problem.format, problem.layout), (problem.activations, problem.layout_of_x))
     odd = [repr(format) for format, layout in sides if not codes.is_integer(layout)]
     if odd:
-        return f"{target.platform} has no type that multiplies the codes of both: {' and '.join(odd)} are no integers"
+        levels = f"the levels of {' and '.join(odd)} are not integers"
+        return f"{target.platform} has no type that multiplies the codes of both: {levels}"
     return "too few codes share both scales"
 
 

@@ -56,7 +56,8 @@ def problem_of(
 ) -> MatmulProblem:
     """Returns the problem for the operands of the primitive: arrays, or only their shapes and dtypes."""
     (n, k), dtype, plain = w.shape[-2:], jnp.dtype(x.dtype), has_plain_scales(w)
-    activations = getattr(x, "format", None)
+    found = getattr(x, "format", None)
+    activations = found if isinstance(found, AbstractFormat) else None  # that of a `jax.Array` is a layout
     return MatmulProblem(x.shape[-2], n, k, dtype, w.format, transpose, precision, plain, by_columns, activations)
 
 

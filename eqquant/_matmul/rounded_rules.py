@@ -27,9 +27,8 @@ from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
 from .._array.primitive import bind_matmul, rounded_matmul_p, Rounding
 from .._array.quantize import quantize_array
-from .._numerics.eager import def_impl
 from .._numerics.hashing import hashed_key, seed_of
-from .rules import moved
+from .._numerics.primitives import compiled, moved
 
 
 def compute_rounded(
@@ -122,7 +121,9 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
 
 
 rounded_matmul_p.def_abstract_eval(_abstract)
-def_impl(rounded_matmul_p, compute_rounded, static=("of_x", "of_w", "of_gradient", "precision", "implementation"))
+rounded_matmul_p.def_impl(
+    compiled(rounded_matmul_p, compute_rounded, ["of_x", "of_w", "of_gradient", "precision", "implementation"])
+)
 ad.primitive_jvps[rounded_matmul_p] = _jvp
 ad.primitive_transposes[rounded_matmul_p] = _transpose
 batching.primitive_batchers[rounded_matmul_p] = _batch

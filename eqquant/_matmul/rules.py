@@ -24,6 +24,7 @@ from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.primitive import operands_of, quantized_matmul_p
 from .._array.selected import SelectedArray
+from .._numerics.primitives import compiled, moved
 from . import dispatch
 from .partition import partitioned
 from .problem import problem_of, Target
@@ -83,18 +84,19 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
     return mlir.lower_fun(compute, multiple_results=False)(context, *args, **params)
 
 
-# `jit` caches the compiled program, and JAX bounds that cache.
-@ft.partial(jax.jit, static_argnames=("x_tree", "w_tree", "transpose", "precision", "implementation", "by_columns"))
-def _jitted(*args: Array, **params: Any) -> Array:
-    return quantized_matmul_p.bind(*args, **params)
-
-
 def _impl(*args: Array, **params: Any) -> Array:
-    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-        platform = next(iter(args[0].devices())).platform
-        return _compute(Target("cuda" if platform == "gpu" else str(platform)), *args, **params)
     # `x` is in memory already, by rows.
-    return _jitted(*args, **{**params, "by_columns": (False, False)})
+    return _compiled(*args, **{**params, "by_columns": (False, False)})
+
+
+def _here(*args: Array, **params: Any) -> Array:
+    platform = next(iter(args[0].devices())).platform
+    return _compute(Target("cuda" if platform == "gpu" else str(platform)), *args, **params)
+
+
+_compiled = compiled(
+    quantized_matmul_p, _here, ["x_tree", "w_tree", "transpose", "precision", "implementation", "by_columns"]
+)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -167,13 +169,6 @@ def _batch_of_selections(of_w: Sequence[tuple[Any, int | None]], w_tree: Any, si
         index = index + first.reshape(-1, *[1] * (index.ndim - 1))
         return [*(a.reshape(-1, *a.shape[2:]) for a in stacks), index]
     return [*(a for a, _ in stack), index]
-
-
-def moved(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
-    """Moves the mapped axis to place `to`, or broadcasts along a new one."""
-    if dim is not None:
-        return jnp.moveaxis(a, dim, to)
-    return jnp.moveaxis(jnp.broadcast_to(a, (size, *a.shape)), 0, to)
 
 
 quantized_matmul_p.def_abstract_eval(_abstract)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt8
 
-from .._formats.base import AbstractFormat, has_offsets, has_zero_points
+from .._formats.base import AbstractFormat, has_offsets, has_zero_points, is_ours
 from .._numerics.blocks import divide, expand, not_finite, num_blocks, split_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .inputs import check_statistic, statistic
@@ -138,7 +138,8 @@ class AbstractScaleMethod(AbstractMethod):
 
     - `choose_weighted`: as `choose_scales`, with the weights of the errors of all values in between. Define it if the
         method has `inputs`, whose mean squares are the weights.
-    - `only_reduces`: whether `choose_scales` makes no array as large as `blocks`, so that rows need not come in chunks.
+    - `only_reduces`: whether `choose_scales` makes no array as large as `blocks`, for formats of this library, so that
+        rows need not come in chunks.
     """
 
     choose_weighted: ClassVar[Callable[..., tuple[Array, Array | None]] | None] = None
@@ -182,7 +183,8 @@ class AbstractScaleMethod(AbstractMethod):
             # Reductions need no memory, unless values are converted first, or a shorter last block is cut off.
             size = format.block_size
             in_place = rows.dtype == jnp.float32 and (not isinstance(size, int) or rows.shape[-1] % size == 0)
-            chunk = None if self.only_reduces and in_place else chunk
+            only_reduces = self.only_reduces and is_ours(format, "choose_scale", "choose_zero_point", "choose_offset")
+            chunk = None if only_reduces and in_place else chunk
             return choose_by_blocks(self.choose_scales, rows, format, chunk=chunk)
         moments = jnp.asarray(statistic(self.inputs, "second_moment"), jnp.float32)
         # About one, so that no product of a weight and a square overflows. A column without inputs counts a little.

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, UInt8
 from .. import _compat
 from .._formats.base import AbstractFormat
 from .._numerics import packing
-from .._numerics.eager import def_impl
+from .._numerics.primitives import compiled, moved
 from .base import AbstractMethod, AbstractScaleMethod, by_chunks, encode_by, Encoded, Grid, store
 
 
@@ -55,7 +55,8 @@ def by_xla(*args: Array, tree: Any, format: AbstractFormat, chunk: int | None) -
 def _abstract(*args: Any, tree: Any, format: AbstractFormat, chunk: int | None) -> jax.core.ShapedArray:
     del tree, chunk
     *batch, length = args[0].shape
-    return args[0].update(shape=(*batch, packing.packed_length(length, format.bits)), dtype=jnp.dtype(jnp.uint8))
+    shape = (*batch, packing.packed_length(length, format.bits))
+    return args[0].update(shape=shape, dtype=jnp.dtype(jnp.uint8), weak_type=False)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -66,12 +67,11 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    first = lambda a, d: jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
-    return encode_p.bind(*(first(a, d) for a, d in zip(args, dims, strict=True)), **params), 0
+    return encode_p.bind(*(moved(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
 
 
 encode_p.def_abstract_eval(_abstract)
-def_impl(encode_p, by_xla, static=("tree", "format", "chunk"))
+encode_p.def_impl(compiled(encode_p, by_xla, ["tree", "format", "chunk"]))
 ad.primitive_jvps[encode_p] = _jvp
 batching.primitive_batchers[encode_p] = _batch
 mlir.register_lowering(encode_p, mlir.lower_fun(by_xla, multiple_results=False))

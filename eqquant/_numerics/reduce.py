@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
 from .. import _compat
-from .eager import def_impl
+from .primitives import compiled
 
 
 Reduction = Literal["largest", "at_largest", "low", "high", "not_finite"]
@@ -79,7 +79,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any
 
 
 reduce_blocks_p.def_abstract_eval(_abstract)
-def_impl(reduce_blocks_p, by_xla, static=("kind",))
+reduce_blocks_p.def_impl(compiled(reduce_blocks_p, by_xla, ["kind"]))
 ad.primitive_jvps[reduce_blocks_p] = _jvp
 batching.primitive_batchers[reduce_blocks_p] = _batch
 mlir.register_lowering(reduce_blocks_p, mlir.lower_fun(by_xla, multiple_results=False))

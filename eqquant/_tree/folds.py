@@ -192,7 +192,9 @@ def _check_norm(norm: Leaf, leaves: Sequence[Leaf]) -> None:
     """Raises unless a rotation passes through a norm, as far as its type and its parameters tell."""
     beside = [leaf for leaf in leaves if leaf.keys[:-1] == norm.keys[:-1]]
     biases = [leaf.path for leaf in beside if leaf.name in ("bias", "beta", "b")]
-    reason = "subtracts the mean of its channels" if "LayerNorm" in type(norm.layer).__name__ else None
+    # The whole name: a `T5LayerNorm` subtracts no mean.
+    centres = any(base.__name__ == "LayerNorm" for base in type(norm.layer).__mro__)
+    reason = "subtracts the mean of its channels" if centres else None
     reason = f"adds {some(biases)}" if reason is None and biases else reason
     if reason is not None:
         raise ValueError(

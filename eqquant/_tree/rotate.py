@@ -1,5 +1,6 @@
 """Rotates the inputs of weights: in the weights before them, or online, where each product transforms its operand."""
 
+import functools as ft
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +12,9 @@ from jaxtyping import Array, PyTree
 from .._array.array import is_quantized
 from .._array.rotated import RotatedArray
 from .._numerics import hadamard
-from .folds import check_outputs, find_folds, find_stream, Fold, output_axis, Residual, Rotations, Stream
+from .folds import check_outputs, find_folds, find_stream, Fold, multiplied, output_axis, Residual, Rotations, Stream
 from .leaves import Leaf, some
-from .select import select_leaves, Where
+from .select import select_leaves, Selection, Where
 from .weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
 
 
@@ -87,8 +88,9 @@ def rotate(
 
     `ValueError` if nothing is selected, for another `axis`, or if `seed` is no whole number or negative; if `fold` does
     not fit: a pattern matches nothing, shapes differ, an array stands in several places, a norm subtracts a mean or
-    adds a bias, or the outputs on `batches` change. `TypeError` if `where` selects a leaf that is no floating point
-    weight, is quantized, or belongs to a convolution. The message names the leaf.
+    adds a bias, only some of the weights that take the same channels are selected, or the outputs on `batches` change.
+    `TypeError` if `where` selects a leaf that is no floating point weight, is quantized, or belongs to a convolution.
+    The message names the leaf.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(
@@ -102,13 +104,21 @@ def rotate(
     leaves = [leaf for leaf, _ in selections]
     axes = {n: a for n, leaf in enumerate(leaves) if (a := mapped_axis(leaf, axis)) is not None}
     chosen = {n for n, (_, reason) in enumerate(selections) if reason is None and n in axes}
-    # What reads the same channels changes together, or not at all.
-    turns = [turn for turn in _turns(fold or {}, leaves, axes, seed) if chosen.issuperset(turn.readers)]
+    turns = _turns(fold or {}, leaves, axes, seed)
+    for turn in turns:
+        _check_together(turn, selections, chosen)
+    turns = [turn for turn in turns if chosen.issuperset(turn.readers)]
     alone = sorted(chosen.difference(*(turn.readers for turn in turns))) if online else []
-    if not turns and not alone:
+    if not turns and chosen and not online:
         raise ValueError(
-            "`rotate` needs weights in float. Got none among the leaves "
-            f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). Rotate before you quantize."
+            "With `online=False`, `rotate` changes only what `fold` names. Got "
+            f"{'no weight of `fold` among those that `where` selects' if fold else 'no `fold`'}."
+        )
+    if not turns and not alone:
+        left_out = (f"{leaf.path}: {reason or 'the axis of its inputs is not known'}" for leaf, reason in selections)
+        raise ValueError(
+            f"`rotate` needs weights in float. Got none among the leaves ({some(left_out) or 'none'}). Rotate before "
+            "you quantize."
         )
     before = [leaf.value for leaf in leaves]
     treedef = jtu.tree_structure(model, is_leaf=is_quantized)
@@ -135,6 +145,18 @@ def rotate(
             done[key] = _rotated(plain[n], seed, axes[n])
         values[n] = done[key]
     return jtu.tree_unflatten(treedef, values)
+
+
+def _check_together(turn: "_Turn", selections: Sequence[Selection], chosen: set[int]) -> None:
+    """Raises if only some of what reads the same channels is selected: it changes together, or not at all."""
+    left_out = sorted(turn.readers - chosen)
+    if 0 < len(left_out) < len(turn.readers):
+        raise ValueError(
+            "`rotate` must select all weights that take the same channels, or none of them. Got the outputs of "
+            f"{turn.name}, and of the weights that take them not "
+            f"{some(f'{leaf.path}: {reason}' for leaf, reason in (selections[n] for n in left_out))}. Select these by "
+            "`where` too, or leave the entry out of `fold`: each product then rotates its operand."
+        )
 
 
 def _rotated(x: Any, seed: int, axis: int) -> RotatedArray:
@@ -173,7 +195,7 @@ def _of_stream(stream: Stream, leaves: Sequence[Leaf], axes: Mapping[int, int], 
     for norm, weights in stream.norms.items():
         gain = leaves[norm].value
         gain = jnp.ones(gain.shape) if isinstance(gain, jax.ShapeDtypeStruct) else jnp.asarray(gain, jnp.float32)
-        changes += [(n, _times(gain + stream.offset, axes[n])) for n in weights]
+        changes += [(n, ft.partial(multiplied, by=gain + stream.offset, axis=axes[n])) for n in weights]
         changes.append((norm, lambda x: jnp.full_like(x, 1 - stream.offset)))
     readers = frozenset(n for weights in stream.norms.values() for n in weights)
     channels = [*stream.writers.items(), *((n, axes[n]) for n in readers)]
@@ -202,16 +224,6 @@ def _turning(axis: Any, size: int | None, seed: int) -> Change:
         return jnp.moveaxis(hadamard.rotate(blocks, -1, seed).reshape(rows.shape), -1, axis)
 
     return turn
-
-
-def _times(gain: Array, axis: int) -> Change:
-    """Multiplies the inputs of a weight, or of a stack of weights, by a gain each."""
-
-    def times(x: Array) -> Array:
-        by = gain.reshape(*gain.shape[:-1], *[1] * (x.ndim - gain.ndim), gain.shape[-1])
-        return x * (by if axis == -1 else jnp.swapaxes(by, -1, -2))
-
-    return times
 
 
 def _changed(x: Any, changes: Sequence[Change]) -> Any:

@@ -166,12 +166,7 @@ def _taking_floats(model: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     quantizing = lambda x: isinstance(x, ActivationQuantizedArray)
     nodes, treedef = jtu.tree_flatten(model, is_leaf=quantizing)
 
-    def around(node: Any, array: Any) -> Any:
-        return (
-            eqx.tree_at(lambda w: w.array, node, array, is_leaf=lambda x: x is node.array)
-            if quantizing(node)
-            else array
-        )
+    around = lambda node, array: node._holding(array) if quantizing(node) else array
 
     def again(model: PyTree) -> PyTree:
         return jtu.tree_unflatten(treedef, map(around, nodes, treedef.flatten_up_to(model)))

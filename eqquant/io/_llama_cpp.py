@@ -66,12 +66,12 @@ class _Model:
         self.rope: dict[str, Any] = dict(rope) if isinstance(rope, dict) else {}
         self.scaling = self.rope.get("rope_type") or self.rope.get("type") or "default"
         if self.scaling not in ("default", "linear", "llama3"):
-            self.fail(f"the rotary scaling {self.scaling!r}, and 'linear' and 'llama3' are known")
+            self.fail(f"the rotary scaling {self.scaling!r}, which is neither 'linear' nor 'llama3'")
         self.theta = self.rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
 
     def fail(self, what: str) -> NoReturn:
         raise ValueError(
-            f"The config.json of {self.checkpoint.path} must be one that can be told to llama.cpp. Got {what}. "
+            f"The config.json of {self.checkpoint.path} must describe a model that llama.cpp runs. Got {what}. "
             "`eqq.io.write` takes names and metadata of your own."
         )
 
@@ -198,7 +198,7 @@ def _tokenizer(checkpoint: Checkpoint, model: _Model) -> dict[str, Any]:
         pairs = _vocabulary(described, model)
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise ValueError(
-            f"The tokenizer.json beside {checkpoint.path} must be one that can be told to llama.cpp, which merges "
+            f"The tokenizer.json beside {checkpoint.path} must describe a tokenizer that llama.cpp has, which merges "
             f"bytes or pieces. Got another: {e}. Without that file the tokenizer is left out."
         ) from None
     for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):

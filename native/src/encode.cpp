@@ -30,7 +30,7 @@ const char* check_encode(const EncodeProblem& p, char* text, size_t room) {
   EQQ_CHECK(p.x_type >= kFloat32 && p.x_type <= kFloat16, "no floats of kind %d are known", p.x_type);
   EQQ_CHECK(p.rule >= kSteps && p.rule <= kUp, "no rule %d is known", p.rule);
   EQQ_CHECK(p.rule != kSteps || (p.num_steps >= 0 && p.num_steps <= 256), "there may be at most 256 steps");
-  EQQ_CHECK(p.nan >= 0 && p.nan < 1 << p.bits, "the code of NaN is none of the codes");
+  EQQ_CHECK(p.nan >= 0 && p.nan < 1 << p.bits, "the code of NaN is beyond the codes");
   for (int64_t i = 0; p.rule == kSteps && i <= p.num_steps; ++i)
     EQQ_CHECK(p.codes[i] >= 0 && p.codes[i] < 1 << p.bits, "a code has more bits than %d", p.bits);
 #undef EQQ_CHECK

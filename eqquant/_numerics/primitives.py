@@ -1,0 +1,35 @@
+"""What the rules of the primitives share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+
+def compiled(primitive: Any, compute: Callable[..., Array], static: Sequence[str]) -> Callable[..., Array]:
+    """Returns what a primitive does outside of `jit`: a program of its own, or where `jit` is disabled, `compute`.
+
+    `static` are the names of its parameters.
+    """
+
+    # `jit` caches the compiled program, and JAX bounds that cache.
+    def run(*args: Array, **params: Any) -> Array:
+        return primitive.bind(*args, **params)
+
+    run.__name__ = primitive.name
+    jitted = jax.jit(run, static_argnames=static)
+
+    def call(*args: Array, **params: Any) -> Array:
+        disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+        return (compute if disabled else jitted)(*args, **params)
+
+    return call
+
+
+def moved(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
+    """Moves the mapped axis to place `to`, or broadcasts along a new one."""
+    if dim is not None:
+        return jnp.moveaxis(a, dim, to)
+    return jnp.moveaxis(jnp.broadcast_to(a, (size, *a.shape)), 0, to)

@@ -122,6 +122,8 @@ def convert(
         _write(opened, opened if each is None else _Watched(opened, each), path, dialect, shard_nbytes)
     else:
         check_folder(path)
+        if dialect == gguf.NAME:
+            for_llama_cpp(opened, opened)  # raises before hours of quantizing
         # An array is laid out twice, for the header and when it is written, and should be quantized once.
         with tempfile.TemporaryDirectory(prefix=".eqquant-", dir=path.parent) as folder:
             made = Path(folder) / "model.safetensors"

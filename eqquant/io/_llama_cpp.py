@@ -5,6 +5,7 @@ https://github.com/ggml-org/llama.cpp (`convert_hf_to_gguf.py`, `gguf-py/gguf/co
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -88,16 +89,17 @@ class _Model:
         self.layers, self.vocabulary = self.number("num_hidden_layers"), self.number(_VOCABULARY)
         self.head_size, self.inner = self.number(_HEAD, self.hidden // self.heads), self.number(_INNER)
         if self.head_size % 2:
-            self.fail("have an even 'head_dim', or 'hidden_size' by heads", str(self.head_size))
+            self.fail("have an even 'head_dim', which is 'hidden_size' by heads if it is absent", str(self.head_size))
         if self.heads % self.kv_heads:
-            self.fail("divide 'num_attention_heads' by 'num_key_value_heads'", f"{self.heads} by {self.kv_heads}")
+            must = "have 'num_key_value_heads' that divide 'num_attention_heads'"
+            self.fail(must, f"{self.kv_heads} and {self.heads}")
         self.sizes = {
             **{_VOCABULARY: self.vocabulary, _HIDDEN: self.hidden, _INNER: self.inner, _HEAD: self.head_size},
             **{_QUERIES: self.heads * self.head_size, _KEYS: self.kv_heads * self.head_size},
         }
         self.epsilon = self.number("rms_norm_eps", 1e-6, float)
-        key = "rope_parameters" if self.config.get("rope_parameters") else "rope_scaling"
-        self.rope = self.config.get(key) or {}
+        key = "rope_parameters" if self.config.get("rope_parameters") is not None else "rope_scaling"
+        self.rope = {} if self.config.get(key) is None else self.config[key]
         if not isinstance(self.rope, dict):
             self.fail(f"have an object for {key!r}", repr(self.rope))
         self.scaling = self.rope.get("rope_type", self.rope.get("type"))
@@ -118,7 +120,7 @@ class _Model:
 
     def number(self, key: str, default: Any = None, kind: type = int, of: Mapping[str, Any] | None = None) -> Any:
         """Returns a number above 0 that it can keep, of the whole `config.json` unless of a part of it."""
-        found = (self.config if of is None else of).get(key, default)
+        found: Any = (self.config if of is None else of).get(key, default)
         if type(found) not in (int, kind) or not 0 < found <= _MOST[kind]:
             what = "a whole number" if kind is int else "a number"
             self.fail(f"have {what} above 0, of at most {_MOST[kind]}, for {key!r}", repr(found))
@@ -181,14 +183,15 @@ class _Model:
                 self.fail(f"hold one {name!r}", f"{names[name]!r} and {row.name!r}, which are both called so", "")
             wanted = tuple(self.sizes[size] for size in sizes)
             if tuple(row.shape) != wanted:
-                self.fail(f"have {' x '.join(sizes)} as the shape of {row.name!r}", f"{wanted} for {row.shape}")
+                must = f"agree with the arrays: {row.name!r} has the shape {tuple(row.shape)}"
+                self.fail(must, f"{wanted} from ({', '.join(sizes)})")
             names[name] = row.name
             layers |= set() if layer is None else {layer}
         if "token_embd.weight" not in names:
             self.fail("hold 'model.embed_tokens.weight'", "arrays without it", "")
         if len(layers) != self.layers or max(layers) != self.layers - 1:
-            found = f"{self.layers}, and arrays of {len(layers)} layers, the last of them {max(layers, default=None)}"
-            self.fail("have the number of layers, which count from 0, for 'num_hidden_layers'", found)
+            must = f"agree with the arrays, of {len(layers)} layers up to number {max(layers, default=None)}"
+            self.fail(must, f"{self.layers} for 'num_hidden_layers'")
         return names
 
     def _renamed(self, name: str) -> tuple[str, int | None, tuple[str, ...]]:
@@ -198,7 +201,7 @@ class _Model:
             return _WHOLE[inner][0], None, _WHOLE[inner][1:]
         found = re.fullmatch(r"layers\.(0|[1-9][0-9]{0,8})\.(.+)\.(weight|bias)", inner)
         if found is None or found[2] not in _PARTS:
-            self.fail(f"hold arrays that have a name in its {self.architecture!r}", repr(name), "")
+            self.fail(f"hold only arrays that its {self.architecture!r} has a name for", repr(name), "")
         part, *sizes = _PARTS[found[2]]
         return f"blk.{found[1]}.{part}.{found[3]}", int(found[1]), tuple(sizes[:1] if found[3] == "bias" else sizes)
 
@@ -281,7 +284,7 @@ def _chat_template(model: _Model, settings: Mapping[str, Any]) -> str | None:
     own = model.folder / "chat_template.jinja"
     file = own.name if own.is_file() else "tokenizer_config.json"
     try:
-        chat = own.read_bytes().decode() if own.is_file() else settings.get("chat_template")
+        chat = own.read_bytes().decode(errors="surrogateescape") if own.is_file() else settings.get("chat_template")
         return _text(chat) if isinstance(chat, str) else None
     except ValueError as e:
         model.fail("have a chat template of UTF-8", str(e), file)
@@ -313,6 +316,9 @@ def _vocabulary(described: Mapping[str, Any], model: _Model) -> dict[str, Any]:
         kind = _UNKNOWN if unknown else _CONTROL if added.get("special") else _USER
         put(added["content"], added["id"], kind)
     names = [f"[PAD{n}]" if token is None else token for n, token in enumerate(tokens)]
+    token, times = Counter(names).most_common(1)[0]
+    if times > 1:  # at which llama.cpp ends the process
+        raise ValueError(f"{times} numbers for the token {token!r}")
     pairs: dict[str, Any] = {"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": kinds}
     if not pieces:
         about = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _divider(_object(described, "pre_tokenizer"))}
@@ -323,8 +329,8 @@ def _vocabulary(described: Mapping[str, Any], model: _Model) -> dict[str, Any]:
         if "".join(pair) not in vocab:
             raise ValueError(f"a merge to {''.join(pair)!r}, which is no token")
         scores[vocab["".join(pair)]] = -float(rank)
-    if (unknown := vocab.get(bpe.get("unk_token"))) is not None:
-        pairs["tokenizer.ggml.unknown_token_id"] = unknown
+    if bpe.get("unk_token") in vocab:
+        pairs["tokenizer.ggml.unknown_token_id"] = vocab[bpe["unk_token"]]
     pairs["tokenizer.ggml.add_space_prefix"] = _begins_with_space(described)
     return {"tokenizer.ggml.model": "llama"} | pairs | {"tokenizer.ggml.scores": scores}
 

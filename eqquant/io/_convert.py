@@ -104,7 +104,8 @@ def convert(
     **Raises:**
 
     As [`eqquant.io.open`][], [`eqquant.quantize_tree`][], [`eqquant.save`][] and [`eqquant.io.write`][]; `ValueError`
-    if an array of the checkpoint cannot be read. Then `path` is as it was.
+    if an array of the checkpoint cannot be read, or for llama.cpp, if `config.json` or the tokenizer does not agree
+    with the arrays. Then `path` is as it was.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open(checkpoint)
     for row in opened.rows:

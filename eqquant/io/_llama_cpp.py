@@ -114,7 +114,7 @@ class _Model:
 
     def fail(self, must: str, got: str, file: str = "config.json") -> NoReturn:
         raise ValueError(
-            f"For llama.cpp, {self.folder / file} must {must}. Got {got}. "
+            f"For llama.cpp, {self.folder / file} must {must}. Got {got[:200]}. "
             "Correct it, or pass names and metadata of your own to `eqq.io.write`."
         )
 
@@ -264,7 +264,7 @@ def _tokenizer(model: _Model) -> dict[str, Any]:
         got = str(e) if type(e) is ValueError else f"another layout ({type(e).__name__}: {e})"
         raise ValueError(
             f"For llama.cpp, {folder / 'tokenizer.json'} must merge bytes or pieces, in the layout of the tokenizers "
-            f"library. Got {got}. Without that file the tokenizer is left out."
+            f"library. Got {got[:200]}. Without that file the tokenizer is left out."
         ) from None
     for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         found = model.config.get(key)

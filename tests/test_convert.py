@@ -137,9 +137,9 @@ def test_tokenizers_for_llama_cpp(folder):
     [
         ("tokenizer.json", {**BYTES, "model": {"type": "Unigram"}}, "a model of Unigram"),
         ("tokenizer.json", {**BYTES, "pre_tokenizer": {"type": "Whitespace"}}, "it divides text by .*Whitespace"),
-        ("tokenizer.json", {**BYTES, "added_tokens": [{"id": 8, "content": "x"}]}, "'x' has the number 8"),
-        ("config.json", {**LLAMA, "num_attention_heads": None}, "None for 'num_attention_heads'"),
-        ("config.json", {**LLAMA, "rope_scaling": {"type": "yarn"}}, "rotary scaling 'yarn'"),
+        ("tokenizer.json", {**BYTES, "added_tokens": [{"id": 8, "content": "x"}]}, "'x' with the number 8"),
+        ("config.json", {**LLAMA, "num_attention_heads": None}, "for .num_attention_heads.\\. Got None"),
+        ("config.json", {**LLAMA, "rope_scaling": {"type": "yarn"}}, "rotary scaling .* Got .yarn."),
         ("config.json", {**LLAMA, "rope_scaling": {"type": "linear"}}, "'factor'"),
     ],
 )
@@ -148,6 +148,124 @@ def test_what_llama_cpp_cannot_be_told(folder, file, change, message):
     with pytest.raises(ValueError, match=message):
         to_gguf(folder)
     assert not folder.with_name("out.gguf").exists()
+
+
+LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CONFIGS = [
+    *(("'rms_norm_eps'", {"rms_norm_eps": found}) for found in (-1, 0, True, [1], "x", 10**400)),
+    *(("'rope_theta'", {"rope_theta": found}) for found in (-5.0, 0, True, [1], "x", 10**400)),
+    *((f"'{key}'", {key: None}) for key in ("rms_norm_eps", "rope_theta", "vocab_size", "max_position_embeddings")),
+    *(("an object for 'rope_scaling'", {"rope_scaling": found}) for found in ("yarn", [1], "", 5)),
+    *(("rotary scaling", {"rope_scaling": {"type": found}}) for found in ("yarn", ["linear"], 1)),
+    *(("'factor'", {"rope_scaling": {"type": "linear", "factor": found}}) for found in (True, 0, "2", None)),
+    ("'rope_type' of 'rope_scaling'", {"rope_scaling": {"factor": 4.0}}),
+    ("'rope_type' of 'rope_parameters'", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
+    ("'rope_theta'", {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}),
+    ("'original_max_position_embeddings'", {"rope_scaling": LLAMA3}),
+    (
+        "low_freq_factor.* Got 4.0 and 4.0",
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": 4, "original_max_position_embeddings": 8}},
+    ),
+    ("'partial_rotary_factor'", {"partial_rotary_factor": 0.5}),
+    ("'partial_rotary_factor'", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
+    ("even 'head_dim'", {"num_attention_heads": 3}),
+    ("even 'head_dim'", {"num_attention_heads": 64}),
+    ("'head_dim'", {"num_attention_heads": 128}),
+    (
+        "q_proj.* has the shape .64, 64.. Got .128, 64. from .num_attention_heads",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    ),
+    ("k_proj.* has the shape .64, 64.. Got .32, 64.", {"num_key_value_heads": 1}),
+    ("'num_key_value_heads' that divide .* Got 3 and 2", {"num_key_value_heads": 3}),
+    ("embed_tokens.* Got .8, 32.", {"hidden_size": 32}),
+    ("embed_tokens.* Got .30000000, 64.", {"vocab_size": 3 * 10**7}),
+    ("up_proj.* Got .48, 64.", {"intermediate_size": 48}),
+    *(("'intermediate_size'", {"intermediate_size": found}) for found in (2**70, 32.0, True)),
+    *(("of 1 layers.* Got .* for 'num_hidden_layers'", {"num_hidden_layers": found}) for found in (2, 2**31 - 1)),
+    ("'sliding_window'", {"model_type": "mistral", "sliding_window": "x"}),
+]
+SHAPES = {
+    "model.embed_tokens.weight": (8, 64),
+    "model.layers.0.self_attn.q_proj.weight": (64, 64),
+    "model.layers.0.self_attn.k_proj.weight": (64, 64),
+    "model.layers.0.mlp.up_proj.weight": (32, 64),
+    "model.norm.weight": (64,),
+}
+ADD = lambda number, content: {**BYTES, "added_tokens": [{"id": number, "content": content}]}
+MODEL = lambda **more: {**BYTES, "model": {**BYTES["model"], **more}}
+TOKENIZERS = [
+    ("the number 0 for the tokens 'a' and 'z'", ADD(0, "z")),
+    ("2 numbers for the token 'a'", ADD(6, "a")),
+    *(("'z' with the number", ADD(number, "z")) for number in (True, 1.5, -1, 8, None)),
+    *(("where text must be", ADD(6, content)) for content in (5, None, ["z"])),
+    ("no text of UTF-8", ADD(6, "\ud800")),
+    *(("'merges'", MODEL(merges=merges)) for merges in ("ab", {}, [["a", "b", "c"]], ["ab"], [5], ["a b c"])),
+    ("where text must be", MODEL(merges=[["a", 2]])),
+    ("'vocab', which must be an object", MODEL(vocab=[["a", 0]])),
+    ("'model', which must be an object", {**BYTES, "model": None}),
+    ("'post_processor', which must be an object", {**BYTES, "post_processor": [1]}),
+    ("another layout", {**BYTES, "post_processor": {"type": "TemplateProcessing", "single": [5]}}),
+    ("'ac', which is no token", {**PIECES, "model": {**PIECES["model"], "merges": ["a c"]}}),
+]
+OTHERS = [
+    *(("tokenizer_config.json", {"add_bos_token": found}, "'add_bos_token'") for found in ("false", 1)),
+    ("tokenizer_config.json", {"chat_template": "\udcff"}, "UTF-8"),
+    ("chat_template.jinja", b"\xff", "UTF-8"),
+]
+
+
+ODD = [
+    *(("config.json", {**LLAMA, **change}, message) for message, change in CONFIGS),
+    *(("tokenizer.json", change, message) for message, change in TOKENIZERS),
+    *((file, change, f"{file}.*{message}") for file, change, message in OTHERS),
+]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared") / "folder"
+    folder.mkdir()
+    weights = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("file, change, message", ODD, ids=lambda x: str(x)[:40] if isinstance(x, str) else "")
+def test_what_does_not_agree_is_refused(shared, file, change, message):
+    for path in shared.glob("*.j*"):
+        path.unlink()
+    files = {"config.json": LLAMA, "tokenizer.json": BYTES, "tokenizer_config.json": {}, file: change}
+    for name, content in files.items():
+        (shared / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(ValueError, match=message) as raised:
+        to_gguf(shared)
+    assert file in str(raised.value) and " must " in str(raised.value) and " Got " in str(raised.value)
+    assert [p.name for p in shared.parent.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize(
+    "name, shape, message",
+    [
+        ("norm.weight", (64,), "one 'output_norm.weight'. Got .*'norm.weight'"),
+        ("model.layers.00.mlp.up_proj.weight", (32, 64), "Got 'model.layers.00.mlp.up_proj.weight'"),
+        ("model.layers.0.self_attn.q_proj.bias", (32,), "q_proj.bias' has the shape .32,.. Got .64,. from"),
+        ("model.layers.0.mlp.up_proj.weight", (32 * 64,), "up_proj.weight' has the shape .2048,.. Got .32, 64."),
+        ("model.layers.2.mlp.up_proj.weight", (32, 64), "of 2 layers up to number 2. Got 2 for 'num_hidden_layers'"),
+        ("model.embed_tokens.weight", None, "hold 'model.embed_tokens.weight'"),
+    ],
+)
+def test_arrays_that_do_not_agree_are_refused(tmp_path, name, shape, message):
+    folder, shapes = tmp_path / "folder", {**SHAPES, name: shape}
+    folder.mkdir()
+    weights = {name: np.ones(shape, np.float32) for name, shape in shapes.items() if shape}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 2 if ".2." in name else 1}))
+    made = []
+    for rules in (None, {"*_proj.weight": "q8_0", "*": None}):
+        with pytest.raises(ValueError, match=message):
+            each = lambda *_: made.append(1)
+            eqq.io.convert(folder, tmp_path / "out.gguf", rules, dialect="gguf", each=each)
+    assert not made and [p.name for p in tmp_path.iterdir()] == ["folder"]
 
 
 def test_a_file_has_no_activations(source, tmp_path):

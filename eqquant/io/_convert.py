@@ -104,7 +104,8 @@ def convert(
     **Raises:**
 
     As [`eqquant.io.open`][], [`eqquant.quantize_tree`][], [`eqquant.save`][] and [`eqquant.io.write`][]; `ValueError`
-    if an array of the checkpoint cannot be read. Then `path` is as it was.
+    if an array of the checkpoint cannot be read, or for llama.cpp, if `config.json` or the tokenizer does not agree
+    with the arrays. Then `path` is as it was.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open(checkpoint)
     for row in opened.rows:
@@ -122,6 +123,8 @@ def convert(
         _write(opened, opened if each is None else _Watched(opened, each), path, dialect, shard_nbytes)
     else:
         check_folder(path)
+        if dialect == gguf.NAME:
+            for_llama_cpp(opened, opened)  # raises before hours of quantizing
         # An array is laid out twice, for the header and when it is written, and should be quantized once.
         with tempfile.TemporaryDirectory(prefix=".eqquant-", dir=path.parent) as folder:
             made = Path(folder) / "model.safetensors"

@@ -5,6 +5,7 @@ https://github.com/ggml-org/llama.cpp (`convert_hf_to_gguf.py`, `gguf-py/gguf/co
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,15 +26,33 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
 # It turns neighbours by rotary embedding, and Hugging Face the halves of a head.
 _NEIGHBOURS = ("llama",)
 
-_WHOLE = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
-_PARTS = {
-    "input_layernorm": "attn_norm",
-    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
-    **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
+# The sizes that shapes are made of, as `config.json` says them.
+_VOCABULARY, _HIDDEN, _INNER, _HEAD = "vocab_size", "hidden_size", "intermediate_size", "head_dim"
+_QUERIES, _KEYS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+
+# Its name of each array, with the sizes of the array.
+_WHOLE = {
+    "embed_tokens.weight": ("token_embd.weight", _VOCABULARY, _HIDDEN),
+    "norm.weight": ("output_norm.weight", _HIDDEN),
+    "lm_head.weight": ("output.weight", _VOCABULARY, _HIDDEN),
 }
+_PARTS = {
+    "input_layernorm": ("attn_norm", _HIDDEN),
+    "self_attn.q_proj": ("attn_q", _QUERIES, _HIDDEN),
+    "self_attn.k_proj": ("attn_k", _KEYS, _HIDDEN),
+    "self_attn.v_proj": ("attn_v", _KEYS, _HIDDEN),
+    "self_attn.q_norm": ("attn_q_norm", _HEAD),
+    "self_attn.k_norm": ("attn_k_norm", _HEAD),
+    "self_attn.o_proj": ("attn_output", _HIDDEN, _QUERIES),
+    "post_attention_layernorm": ("ffn_norm", _HIDDEN),
+    "mlp.gate_proj": ("ffn_gate", _INNER, _HIDDEN),
+    "mlp.up_proj": ("ffn_up", _INNER, _HIDDEN),
+    "mlp.down_proj": ("ffn_down", _HIDDEN, _INNER),
+}
+# The most that it keeps: it has integers of 32 bits, and floats.
+_MOST = {int: 2**31 - 1, float: 3e38}
+# `null` for these says that they follow from the others.
+_MAY_BE_NULL = ("num_key_value_heads", "head_dim")
 
 
 def for_llama_cpp(checkpoint: Checkpoint, arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -45,59 +64,84 @@ def for_llama_cpp(checkpoint: Checkpoint, arrays: Mapping[str, Any]) -> tuple[Ma
 
     - `checkpoint`: a checkpoint, with its `config.json`.
     - `arrays`: its arrays, or what was made of them, by the same names. They are read when they are asked for.
+
+    **Raises:**
+
+    `ValueError` if `config.json`, the shapes of the arrays and the files of the tokenizer do not agree, or hold what
+    cannot be converted.
     """
     architecture = _ARCHITECTURES.get(str(checkpoint.config.get("model_type")))
     if checkpoint.dialect == "gguf" or architecture is None:
         return arrays, checkpoint.metadata if checkpoint.dialect == "gguf" else {}
     model = _Model(checkpoint, architecture)
-    return _Renamed(arrays, model), model.metadata | _tokenizer(checkpoint, model)
+    return _Renamed(arrays, model), model.metadata | _tokenizer(model)
 
 
 class _Model:
     """The numbers of a model, as its `config.json` says them."""
 
     def __init__(self, checkpoint: Checkpoint, architecture: str) -> None:
-        self.checkpoint, self.config, self.architecture = checkpoint, checkpoint.config, architecture
-        self.heads, self.hidden = self.number("num_attention_heads"), self.number("hidden_size")
+        self.checkpoint, self.architecture, self.path = checkpoint, architecture, Path(checkpoint.path)
+        self.folder = self.path if self.path.is_dir() else self.path.parent
+        self.config = {k: v for k, v in checkpoint.config.items() if v is not None or k not in _MAY_BE_NULL}
+        self.heads, self.hidden = self.number("num_attention_heads"), self.number(_HIDDEN)
         self.kv_heads = self.number("num_key_value_heads", self.heads)
-        self.layers, self.vocabulary = self.number("num_hidden_layers"), self.number("vocab_size")
-        self.head_size = self.number("head_dim", self.hidden // self.heads)
-        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        self.rope: dict[str, Any] = dict(rope) if isinstance(rope, dict) else {}
-        self.scaling = self.rope.get("rope_type") or self.rope.get("type") or "default"
-        if self.scaling not in ("default", "linear", "llama3"):
-            self.fail(f"the rotary scaling {self.scaling!r}, which is neither 'linear' nor 'llama3'")
-        self.theta = self.rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
+        self.layers, self.vocabulary = self.number("num_hidden_layers"), self.number(_VOCABULARY)
+        self.head_size, self.inner = self.number(_HEAD, self.hidden // self.heads), self.number(_INNER)
+        if self.head_size % 2:
+            self.fail("have an even 'head_dim', which is 'hidden_size' by heads if it is absent", str(self.head_size))
+        if self.heads % self.kv_heads:
+            must = "have 'num_key_value_heads' that divide 'num_attention_heads'"
+            self.fail(must, f"{self.kv_heads} and {self.heads}")
+        self.sizes = {
+            **{_VOCABULARY: self.vocabulary, _HIDDEN: self.hidden, _INNER: self.inner, _HEAD: self.head_size},
+            **{_QUERIES: self.heads * self.head_size, _KEYS: self.kv_heads * self.head_size},
+        }
+        self.epsilon = self.number("rms_norm_eps", 1e-6, float)
+        key = "rope_parameters" if self.config.get("rope_parameters") is not None else "rope_scaling"
+        self.rope = {} if self.config.get(key) is None else self.config[key]
+        if not isinstance(self.rope, dict):
+            self.fail(f"have an object for {key!r}", repr(self.rope))
+        self.scaling = self.rope.get("rope_type", self.rope.get("type"))
+        if self.scaling is None and not self.rope.keys() <= {"rope_theta", "partial_rotary_factor"}:
+            self.fail(f"name the 'rope_type' of {key!r}", repr(self.rope))
+        if self.scaling not in (None, "default", "linear", "llama3"):
+            self.fail("have a rotary scaling that is converted: 'linear' or 'llama3'", f"{self.scaling!r}")
+        self.theta = self.number("rope_theta", self.number("rope_theta", 10000.0, float), float, self.rope)
+        for of in (self.config, self.rope):
+            if of.get("partial_rotary_factor") not in (None, 1):
+                self.fail("rotate whole heads: 'partial_rotary_factor' 1", repr(of["partial_rotary_factor"]))
 
-    def fail(self, what: str) -> NoReturn:
+    def fail(self, must: str, got: str, file: str = "config.json") -> NoReturn:
         raise ValueError(
-            f"The config.json of {self.checkpoint.path} must describe a model that llama.cpp runs. Got {what}. "
-            "`eqq.io.write` takes names and metadata of your own."
+            f"For llama.cpp, {self.folder / file} must {must}. Got {got[:200]}. "
+            "Correct it, or pass names and metadata of your own to `eqq.io.write`."
         )
 
-    def number(self, key: str, default: int | None = None) -> int:
-        found = self.config.get(key)
-        found = default if found is None else found
-        if type(found) is not int or found < 1:
-            self.fail(f"{found!r} for {key!r}")
-        return found
+    def number(self, key: str, default: Any = None, kind: type = int, of: Mapping[str, Any] | None = None) -> Any:
+        """Returns a number above 0 that it can keep, of the whole `config.json` unless of a part of it."""
+        found: Any = (self.config if of is None else of).get(key, default)
+        if type(found) not in (int, kind) or not 0 < found <= _MOST[kind]:
+            what = "a whole number" if kind is int else "a number"
+            self.fail(f"have {what} above 0, of at most {_MOST[kind]}, for {key!r}", repr(found))
+        return kind(found)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        name = Path(self.checkpoint.path).resolve()
+        name = self.path.resolve()
         pairs = {
             "vocab_size": self.vocabulary,
             "context_length": self._context(),
             "embedding_length": self.hidden,
             "block_count": self.layers,
-            "feed_forward_length": self.number("intermediate_size"),
+            "feed_forward_length": self.inner,
             "attention.head_count": self.heads,
             "attention.head_count_kv": self.kv_heads,
             "attention.key_length": self.head_size,
             "attention.value_length": self.head_size,
-            "attention.layer_norm_rms_epsilon": float(self.config.get("rms_norm_eps", 1e-6)),
+            "attention.layer_norm_rms_epsilon": self.epsilon,
             "rope.dimension_count": self.head_size,
-            "rope.freq_base": float(self.theta),
+            "rope.freq_base": self.theta,
         }
         if self.scaling == "linear":
             pairs |= {"rope.scaling.type": "linear", "rope.scaling.factor": self._of_scaling("factor")}
@@ -105,16 +149,14 @@ class _Model:
         return about | {f"{self.architecture}.{key}": value for key, value in pairs.items()}
 
     def _of_scaling(self, key: str) -> float:
-        found = self.rope.get(key)
-        if not isinstance(found, int | float) or found <= 0:
-            self.fail(f"{found!r} for {key!r} of the rotary scaling")
-        return float(found)
+        return self.number(key, None, float, self.rope)
 
     def _context(self) -> int:
         """Returns the tokens that the model may see: those of a window, since llama.cpp has none for these families."""
-        positions, window = self.number("max_position_embeddings", 2048), self.config.get("sliding_window")
+        positions = self.number("max_position_embeddings", 2048)
         slides = self.config.get("use_sliding_window", not self.architecture.startswith("qwen"))
-        return min(positions, window) if slides and type(window) is int and window > 0 else positions
+        has_window = slides and self.config.get("sliding_window") is not None
+        return min(positions, self.number("sliding_window")) if has_window else positions
 
     @property
     def divisors(self) -> np.ndarray | None:
@@ -124,18 +166,51 @@ class _Model:
         turns = self.theta ** -(np.arange(0, self.head_size, 2) / self.head_size) / (2 * math.pi)
         turns *= self._of_scaling("original_max_position_embeddings")
         low, high = self._of_scaling("low_freq_factor"), self._of_scaling("high_freq_factor")
+        if low >= high:
+            self.fail("have a 'low_freq_factor' below the 'high_freq_factor'", f"{low} and {high}")
         keep = np.clip((turns - low) / (high - low), 0, 1)
         return (1 / (keep + (1 - keep) / self._of_scaling("factor"))).astype(np.float32)
+
+    def sources(self) -> dict[str, str]:
+        """Returns the name of each array by its name in llama.cpp. Raises unless their shapes are of these numbers."""
+        names: dict[str, str] = {}
+        layers: set[int] = set()
+        for row in self.checkpoint.rows:
+            if row.name.endswith(".rotary_emb.inv_freq"):
+                continue
+            name, layer, sizes = self._renamed(row.name)
+            if name in names:
+                self.fail(f"hold one {name!r}", f"{names[name]!r} and {row.name!r}, which are both called so", "")
+            wanted = tuple(self.sizes[size] for size in sizes)
+            if tuple(row.shape) != wanted:
+                must = f"agree with the arrays: {row.name!r} has the shape {tuple(row.shape)}"
+                self.fail(must, f"{wanted} from ({', '.join(sizes)})")
+            names[name] = row.name
+            layers |= set() if layer is None else {layer}
+        if "token_embd.weight" not in names:
+            self.fail("hold 'model.embed_tokens.weight'", "arrays without it", "")
+        if len(layers) != self.layers or max(layers) != self.layers - 1:
+            must = f"agree with the arrays, of {len(layers)} layers up to number {max(layers, default=None)}"
+            self.fail(must, f"{self.layers} for 'num_hidden_layers'")
+        return names
+
+    def _renamed(self, name: str) -> tuple[str, int | None, tuple[str, ...]]:
+        """Returns the name of an array in llama.cpp, its layer if it is of one, and its sizes."""
+        inner = name.removeprefix("model.")
+        if inner in _WHOLE:
+            return _WHOLE[inner][0], None, _WHOLE[inner][1:]
+        found = re.fullmatch(r"layers\.(0|[1-9][0-9]{0,8})\.(.+)\.(weight|bias)", inner)
+        if found is None or found[2] not in _PARTS:
+            self.fail(f"hold only arrays that its {self.architecture!r} has a name for", repr(name), "")
+        part, *sizes = _PARTS[found[2]]
+        return f"blk.{found[1]}.{part}.{found[3]}", int(found[1]), tuple(sizes[:1] if found[3] == "bias" else sizes)
 
 
 class _Renamed(Mapping[str, Any]):
     """The arrays of a checkpoint, by the names of llama.cpp."""
 
     def __init__(self, arrays: Mapping[str, Any], model: _Model) -> None:
-        self._arrays, self._sources = arrays, {}
-        for name in arrays:
-            if not name.endswith(".rotary_emb.inv_freq"):
-                self._sources[_renamed(name, model)] = name
+        self._arrays, self._sources = arrays, model.sources()
         self._extra = {} if model.divisors is None else {"rope_freqs.weight": model.divisors}
         self._heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _NEIGHBOURS else {}
 
@@ -162,18 +237,6 @@ def neighbours(heads: int) -> Callable[[Any], Any]:
     return lambda x: take(x, np.arange(x.shape[0]).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1))
 
 
-def _renamed(name: str, model: _Model) -> str:
-    if name == "lm_head.weight":
-        return "output.weight"
-    inner = name.removeprefix("model.")
-    if inner in _WHOLE:
-        return _WHOLE[inner]
-    found = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", inner)
-    if found is None or found[2] not in _PARTS:
-        model.fail(f"the array {name!r}, which has no name in llama.cpp's {model.architecture!r}")
-    return f"blk.{found[1]}.{_PARTS[found[2]]}.{found[3]}"
-
-
 # Tokenizers
 
 # The numbers that llama.cpp gives to kinds of tokens.
@@ -184,8 +247,8 @@ _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _DIVIDERS = {(): "gpt-2", (_WORDS + "{1,3}" + _OTHERS,): "llama-bpe", (_WORDS + _OTHERS,): "qwen2"}
 
 
-def _tokenizer(checkpoint: Checkpoint, model: _Model) -> dict[str, Any]:
-    folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
+def _tokenizer(model: _Model) -> dict[str, Any]:
+    folder = model.folder
     read = lambda name: read_json(MappedFile(folder / name)) if (folder / name).is_file() else {}
     described, settings, generation = (
         read("tokenizer.json"),
@@ -196,10 +259,12 @@ def _tokenizer(checkpoint: Checkpoint, model: _Model) -> dict[str, Any]:
         return {"tokenizer.ggml.model": "no_vocab"}
     try:
         pairs = _vocabulary(described, model)
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
+        begins = _begins(described)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as e:
+        got = str(e) if type(e) is ValueError else f"another layout ({type(e).__name__}: {e})"
         raise ValueError(
-            f"The tokenizer.json beside {checkpoint.path} must describe a tokenizer that llama.cpp has, which merges "
-            f"bytes or pieces. Got another: {e}. Without that file the tokenizer is left out."
+            f"For llama.cpp, {folder / 'tokenizer.json'} must merge bytes or pieces, in the layout of the tokenizers "
+            f"library. Got {got[:200]}. Without that file the tokenizer is left out."
         ) from None
     for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         found = model.config.get(key)
@@ -207,45 +272,92 @@ def _tokenizer(checkpoint: Checkpoint, model: _Model) -> dict[str, Any]:
         found = found[0] if isinstance(found, list) and found else found
         if type(found) is int and 0 <= found < model.vocabulary:
             pairs[f"tokenizer.ggml.{name}_token_id"] = found
-    begins = settings.get("add_bos_token")
-    pairs["tokenizer.ggml.add_bos_token"] = _begins(described) if begins is None else bool(begins)
-    template = folder / "chat_template.jinja"
-    chat = template.read_text() if template.is_file() else settings.get("chat_template")
-    return pairs | ({"tokenizer.chat_template": chat} if isinstance(chat, str) else {})
+    given = settings.get("add_bos_token")
+    if not isinstance(given, bool | None):
+        model.fail("have true or false for 'add_bos_token'", repr(given), "tokenizer_config.json")
+    pairs["tokenizer.ggml.add_bos_token"] = begins if given is None else given
+    chat = _chat_template(model, settings)
+    return pairs | ({} if chat is None else {"tokenizer.chat_template": chat})
+
+
+def _chat_template(model: _Model, settings: Mapping[str, Any]) -> str | None:
+    own = model.folder / "chat_template.jinja"
+    file = own.name if own.is_file() else "tokenizer_config.json"
+    try:
+        chat = own.read_bytes().decode(errors="surrogateescape") if own.is_file() else settings.get("chat_template")
+        return _text(chat) if isinstance(chat, str) else None
+    except ValueError as e:
+        model.fail("have a chat template of UTF-8", str(e), file)
 
 
 def _vocabulary(described: Mapping[str, Any], model: _Model) -> dict[str, Any]:
-    bpe = described["model"]
+    bpe = _object(described, "model")
     if bpe.get("type", "BPE") != "BPE":
         raise ValueError(f"a model of {bpe['type']}")
-    tokens = [f"[PAD{n}]" for n in range(model.vocabulary)]
+    tokens: list[str | None] = [None] * model.vocabulary
     kinds = np.full(model.vocabulary, _UNUSED, np.int32)
-    pieces = bool(bpe.get("byte_fallback"))
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
+    pieces, vocab = bool(bpe.get("byte_fallback")), _object(bpe, "vocab")
+    if not isinstance(bpe["merges"], list):
+        raise ValueError(f"{bpe['merges']!r} for 'merges', which must be a list")
+    merges = [_pair(merge) for merge in bpe["merges"]]
 
-    def put(token: str, number: int, kind: int) -> None:
-        if not 0 <= number < model.vocabulary:
-            raise ValueError(f"the token {token!r} has the number {number}, and the model has {model.vocabulary}")
+    def put(token: Any, number: Any, kind: int) -> None:
+        _text(token)
+        if type(number) is not int or not 0 <= number < model.vocabulary:
+            raise ValueError(f"the token {token!r} with the number {number!r}, and the model has {model.vocabulary}")
+        if tokens[number] not in (None, token):
+            raise ValueError(f"the number {number} for the tokens {tokens[number]!r} and {token!r}")
         tokens[number], kinds[number] = token, kind
 
-    for token, number in bpe["vocab"].items():
+    for token, number in vocab.items():
         put(token, number, _BYTE if pieces and re.fullmatch("<0x[0-9A-F]{2}>", token) else _NORMAL)
     for added in described.get("added_tokens", ()):
         unknown = pieces and added["content"] == bpe.get("unk_token")
         kind = _UNKNOWN if unknown else _CONTROL if added.get("special") else _USER
         put(added["content"], added["id"], kind)
-    pairs: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    names = [f"[PAD{n}]" if token is None else token for n, token in enumerate(tokens)]
+    token, times = Counter(names).most_common(1)[0]
+    if times > 1:  # at which llama.cpp ends the process
+        raise ValueError(f"{times} numbers for the token {token!r}")
+    pairs: dict[str, Any] = {"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": kinds}
     if not pieces:
-        about = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _divider(described["pre_tokenizer"])}
-        return about | pairs | {"tokenizer.ggml.merges": merges}
+        about = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _divider(_object(described, "pre_tokenizer"))}
+        return about | pairs | {"tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
     # Of two pairs it merges the one first whose token has the higher score.
     scores = np.full(model.vocabulary, -float(len(merges)), np.float32)
     for rank, pair in reversed(list(enumerate(merges))):
-        scores[bpe["vocab"][pair.replace(" ", "", 1)]] = -float(rank)
-    if (unknown := bpe["vocab"].get(bpe.get("unk_token"))) is not None:
-        pairs["tokenizer.ggml.unknown_token_id"] = unknown
+        if "".join(pair) not in vocab:
+            raise ValueError(f"a merge to {''.join(pair)!r}, which is no token")
+        scores[vocab["".join(pair)]] = -float(rank)
+    if bpe.get("unk_token") in vocab:
+        pairs["tokenizer.ggml.unknown_token_id"] = vocab[bpe["unk_token"]]
     pairs["tokenizer.ggml.add_space_prefix"] = _begins_with_space(described)
     return {"tokenizer.ggml.model": "llama"} | pairs | {"tokenizer.ggml.scores": scores}
+
+
+def _text(found: Any) -> str:
+    if not isinstance(found, str):
+        raise ValueError(f"{found!r} where text must be")
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{found[:80]!r}, which is no text of UTF-8") from None
+    return found
+
+
+def _pair(merge: Any) -> list[str]:
+    pair = merge.split(" ") if isinstance(merge, str) else merge
+    if not isinstance(pair, list) or len(pair) != 2 or "" in pair:
+        raise ValueError(f"{merge!r} among 'merges', which must be pairs")
+    return [_text(piece) for piece in pair]
+
+
+def _object(of: Mapping[str, Any], key: str, default: Any = None) -> Mapping[str, Any]:
+    """Returns an object of an object: the default if it is absent or `null`."""
+    found = default if of.get(key) is None else of[key]
+    if not isinstance(found, dict):
+        raise ValueError(f"{found!r} for {key!r}, which must be an object")
+    return found
 
 
 def _divider(before: Mapping[str, Any]) -> str:
@@ -258,14 +370,14 @@ def _divider(before: Mapping[str, Any]) -> str:
 
 
 def _begins_with_space(described: Mapping[str, Any]) -> bool:
-    normalizer, before = described.get("normalizer") or {}, described.get("pre_tokenizer") or {}
+    normalizer, before = _object(described, "normalizer", {}), _object(described, "pre_tokenizer", {})
     prepends = any(step["type"] == "Prepend" for step in normalizer.get("normalizers", [normalizer]) if step)
     return prepends or before.get("prepend_scheme") in ("first", "always")
 
 
 def _begins(described: Mapping[str, Any]) -> bool:
     """Whether the tokenizer puts a special token first."""
-    after = described.get("post_processor") or {}
+    after = _object(described, "post_processor", {})
     for step in (after, *after.get("processors", ())):
         if step.get("type") == "TemplateProcessing" and step.get("single"):
             return "SpecialToken" in step["single"][0]

@@ -96,8 +96,9 @@ def tests(session: nox.Session) -> None:
 def tests_oldest(session: nox.Session) -> None:
     """Runs the tests on the oldest supported Python, JAX and dependencies: every sixteenth case of each."""
     install(session, "tests", "examples", oldest=True, weights=True)
-    # These are about bytes and sentences, hardly about versions of JAX. `nox -s sweep` runs all.
+    # These are about bytes, sentences and sums on the host, hardly about versions of JAX. `nox -s sweep` runs all.
     files = ("test_cli", "test_convert", "test_hostile_files", "test_writers", "test_load_into")
+    files += ("test_analysis", "test_analysis_models", "test_pages", "test_packing")
     pytest(session, "--every", "16", *(f"--ignore=tests/{name}.py" for name in files))
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 import wadler_lindig as wl
 from jaxtyping import Array, Float
 
-from .value import AbstractArrayValue, as_permutation, multiply
+from .value import as_permutation, multiply
+from .wrapped import AbstractArrayAround
 
 
-class AbstractMappedArray(AbstractArrayValue):
+class AbstractMappedArray(AbstractArrayAround):
     r"""An array $W = V F$ with a linear map $F$ of its inputs, stored as $V$. Products compute $V (F x)$.
 
     $V$ may be anything that stands for an array: floats, a [`eqquant.QuantizedArray`][], a simulated one, one with
@@ -27,7 +27,6 @@ class AbstractMappedArray(AbstractArrayValue):
     - `axis`: the axis of the inputs, -1 or -2.
     """
 
-    array: eqx.AbstractVar[Any]
     axis: eqx.AbstractVar[int]
 
     def __check_init__(self) -> None:
@@ -61,28 +60,9 @@ class AbstractMappedArray(AbstractArrayValue):
         An array of the shape and dtype of `x`.
         """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.array.shape)
-
-    @property
-    def ndim(self) -> int:
-        return self.array.ndim
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.array.dtype)
-
-    @property
-    def format(self) -> Any:
-        """The format of the stored array, if it is quantized."""
-        # The `format` of a `jax.Array` is a layout.
-        return getattr(self.array, "format", None) if isinstance(self.array, AbstractArrayValue) else None
-
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense array $W$."""
-        dense = self.array.dequantize() if isinstance(self.array, AbstractArrayValue) else jnp.asarray(self.array)
-        return self.map_back(dense, self.axis)
+        return self.map_back(self._dense_within(), self.axis)
 
     def transpose(self, *axes: Any) -> "AbstractMappedArray | Array":
         """Permutes the logical axes. Dense unless that only swaps the last two, or nothing."""

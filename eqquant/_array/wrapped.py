@@ -1,4 +1,4 @@
-"""Arrays around another, whose products differ from its own."""
+"""Arrays around another: those whose products alone differ from its own, and what they share with other ones."""
 
 import abc
 from typing import Any
@@ -11,12 +11,8 @@ from jaxtyping import Array, Float
 from .value import AbstractArrayValue
 
 
-class AbstractWrappedArray(AbstractArrayValue):
-    """A weight with products of another kind. Everything but products is that of the weight within.
-
-    Models are walked through it: to statistics, masks and factors the leaf within is the weight, under the path that
-    it has in the float model.
-    """
+class AbstractArrayAround(AbstractArrayValue):
+    """An array of the shape and dtype of another, which it holds: floats, or anything that stands for an array."""
 
     array: eqx.AbstractVar[Any]
 
@@ -41,9 +37,21 @@ class AbstractWrappedArray(AbstractArrayValue):
         # The `format` of a `jax.Array` is a layout.
         return getattr(self.array, "format", None) if isinstance(self.array, AbstractArrayValue) else None
 
+    def _dense_within(self) -> Float[Array, "..."]:
+        """Returns the array within, dense."""
+        return self.array.dequantize() if isinstance(self.array, AbstractArrayValue) else jnp.asarray(self.array)
+
+
+class AbstractWrappedArray(AbstractArrayAround):
+    """A weight with products of another kind. Everything but products is that of the weight within.
+
+    Models are walked through it: to statistics, masks and factors the leaf within is the weight, under the path that
+    it has in the float model.
+    """
+
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense weight."""
-        return self.array.dequantize() if isinstance(self.array, AbstractArrayValue) else jnp.asarray(self.array)
+        return self._dense_within()
 
     def astype(self, dtype: Any) -> Any:
         """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""

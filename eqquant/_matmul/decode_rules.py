@@ -5,7 +5,6 @@ code at a time. Everywhere else it is operations of XLA: on other platforms, in 
 compiler divides the array among devices.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jaxtyping import Array
 from .. import _compat
 from .._array.array import clips, dense_rows, QuantizedArray
 from .._array.primitive import dequantize_p
-from .._numerics.primitives import compiled, moved
+from .._numerics.primitives import along_first, compiled, without_tangent
 from . import dispatch, native
 from .problem import has_plain_scales, layout_of
 
@@ -41,21 +40,10 @@ def _on_cpu(*args: Array, tree: Any) -> Array:
     return cpu.decode(dispatch.pack_arrays(q, as_stored=True), layout, q.dtype, clip=clips(q))
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    del tangents  # every leaf is an unsigned integer
-    y = dequantize_p.bind(*primals, **params)
-    return y, _compat.zero_tangent(y)
-
-
-def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    return dequantize_p.bind(*(moved(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
-
-
 dequantize_p.def_abstract_eval(_abstract)
 dequantize_p.def_impl(compiled(dequantize_p, _by_xla, ["tree"]))
-ad.primitive_jvps[dequantize_p] = _jvp
-batching.primitive_batchers[dequantize_p] = _batch
+ad.primitive_jvps[dequantize_p] = without_tangent(dequantize_p)
+batching.primitive_batchers[dequantize_p] = along_first(dequantize_p)
 _compat.lower_with_devices(dequantize_p)
 mlir.register_lowering(dequantize_p, mlir.lower_fun(_by_xla, multiple_results=False))
 mlir.register_lowering(dequantize_p, native.lowering(_on_cpu, _by_xla), platform="cpu")

@@ -3,7 +3,6 @@
 `_matmul/encode_rules.py` lowers it to native code on CPU; everywhere else it is operations of XLA.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jaxtyping import Array, Float, UInt8
 from .. import _compat
 from .._formats.base import AbstractFormat
 from .._numerics import packing
-from .._numerics.primitives import compiled, moved
+from .._numerics.primitives import along_first, compiled, without_tangent
 from .base import AbstractMethod, AbstractScaleMethod, by_chunks, encode_by, Encoded, Grid, store
 
 
@@ -59,19 +58,8 @@ def _abstract(*args: Any, tree: Any, format: AbstractFormat, chunk: int | None) 
     return args[0].update(shape=shape, dtype=jnp.dtype(jnp.uint8), weak_type=False)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    del tangents  # codes are integers
-    y = encode_p.bind(*primals, **params)
-    return y, _compat.zero_tangent(y)
-
-
-def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    return encode_p.bind(*(moved(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
-
-
 encode_p.def_abstract_eval(_abstract)
 encode_p.def_impl(compiled(encode_p, by_xla, ["tree", "format", "chunk"]))
-ad.primitive_jvps[encode_p] = _jvp
-batching.primitive_batchers[encode_p] = _batch
+ad.primitive_jvps[encode_p] = without_tangent(encode_p)
+batching.primitive_batchers[encode_p] = along_first(encode_p)
 mlir.register_lowering(encode_p, mlir.lower_fun(by_xla, multiple_results=False))

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .. import _compat
+
 
 def compiled(primitive: Any, compute: Callable[..., Array], static: Sequence[str]) -> Callable[..., Array]:
     """Returns what a primitive does outside of `jit`: a program of its own, or where `jit` is disabled, `compute`.
@@ -33,3 +35,24 @@ def moved(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
     if dim is not None:
         return jnp.moveaxis(a, dim, to)
     return jnp.moveaxis(jnp.broadcast_to(a, (size, *a.shape)), 0, to)
+
+
+def without_tangent(primitive: Any) -> Callable[..., tuple[Array, Any]]:
+    """Returns the JVP rule of a primitive that takes integers alone, or gives integers."""
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Array, Any]:
+        del tangents
+        y = primitive.bind(*primals, **params)
+        return y, _compat.zero_tangent(y)
+
+    return jvp
+
+
+def along_first(primitive: Any) -> Callable[..., tuple[Array, int]]:
+    """Returns the batching rule of a primitive that works along the last axes of operands with equal first ones."""
+
+    def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Array, int]:
+        size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+        return primitive.bind(*(moved(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
+
+    return batch

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
 from .. import _compat
-from .primitives import compiled
+from .primitives import along_first, compiled
 
 
 Reduction = Literal["largest", "at_largest", "low", "high", "not_finite"]
@@ -74,12 +74,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return jax.jvp(ft.partial(by_xla, **params), primals, (tangent,))
 
 
-def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    return reduce_blocks_p.bind(jnp.moveaxis(args[0], dims[0], 0), **params), 0
-
-
 reduce_blocks_p.def_abstract_eval(_abstract)
 reduce_blocks_p.def_impl(compiled(reduce_blocks_p, by_xla, ["kind"]))
 ad.primitive_jvps[reduce_blocks_p] = _jvp
-batching.primitive_batchers[reduce_blocks_p] = _batch
+batching.primitive_batchers[reduce_blocks_p] = along_first(reduce_blocks_p)
 mlir.register_lowering(reduce_blocks_p, mlir.lower_fun(by_xla, multiple_results=False))

@@ -27,7 +27,7 @@ def low_precision(
 
     The weights stay floats, and train as before, in any loop: the optimizer changes these floats. But each of the
     three products of a layer, $x W^\top$, $\mathrm d y\, W$ and $\mathrm d y^\top x$, rounds both operands, and
-    multiplies codes with codes. Scales are found anew for every product, along the axis that it sums over.
+    multiplies codes with codes. Each product computes its own scales, along the axis that it sums over.
 
     !!! Example
 

@@ -7,9 +7,8 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._array.array import is_quantized
-from .._array.mapped import AbstractMappedArray
 from .._array.value import AbstractArrayValue
-from .._array.wrapped import AbstractWrappedArray
+from .._array.wrapped import AbstractArrayAround
 
 
 def trainable_mask(tree: PyTree) -> PyTree[bool]:
@@ -35,8 +34,7 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     tree. Pass it to `equinox.partition`, `equinox.filter`, `optax.masked` or [`eqquant.filter_grad`][].
     """
     # What is stored in an array that maps or rounds its inputs trains as if it stood alone.
-    around = (AbstractMappedArray, AbstractWrappedArray)
-    is_leaf = lambda x: isinstance(x, AbstractArrayValue) and not isinstance(x, around)
+    is_leaf = lambda x: isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractArrayAround)
     nodes, treedef = jtu.tree_flatten(tree, is_leaf=is_leaf)
     adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)
 

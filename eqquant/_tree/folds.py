@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._array.array import is_quantized
 from .._array.mapped import beside
 from .leaves import Leaf, some
 from .patterns import compile_pattern
@@ -303,13 +304,19 @@ def multiplied(x: Array, by: Array, axis: int) -> Array:
 
 def check_outputs(
     model: PyTree,
-    model_of: Callable[[Iterable[int]], PyTree],
+    values_of: Callable[[Iterable[int]], Sequence[Any]],
     names: Sequence[str],
-    batches: Iterable[PyTree],
+    batches: Iterable[PyTree] | None,
     apply: Callable[[Any, Any], Any] | None,
     remedy: str,
 ) -> None:
-    """Raises if the folded model computes something else, and names the pairs that do."""
+    """Raises if the folded model computes something else, and names the pairs that do. Without batches it may.
+
+    `values_of` returns the leaves of the model with pairs folded, by their numbers in `names`.
+    """
+    if batches is None:
+        return
+    treedef = jtu.tree_structure(model, is_leaf=is_quantized)
     run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
     data = [batches] if isinstance(batches, (jax.Array, np.ndarray)) else list(batches)
     if not data:
@@ -318,7 +325,7 @@ def check_outputs(
         )
 
     def differs(numbers: Iterable[int], batch: PyTree) -> bool:
-        return not _alike(run(model_of(numbers), batch), run(model, batch))
+        return not _alike(run(jtu.tree_unflatten(treedef, values_of(numbers)), batch), run(model, batch))
 
     for batch in data:
         outputs = [y for y in jtu.tree_leaves(run(model, batch)) if eqx.is_inexact_array(y)]

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from .._array.array import is_quantized
 from .._array.mapped import AbstractMappedArray
-from .._array.wrapped import AbstractWrappedArray
+from .._array.wrapped import AbstractArrayAround, AbstractWrappedArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,7 +131,7 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 def _is_wrapper(node: Any, key: Any) -> bool:
     """Whether a node wraps one array: a `Variable` of Flax, a `NamedArray` of haliax, or an array around another."""
-    if isinstance(node, (AbstractMappedArray, AbstractWrappedArray)):
+    if isinstance(node, AbstractArrayAround):
         return key_name(key) == "array"
     by_name = key_name(key) in ("value", "array") or isinstance(key, jtu.FlattenedIndexKey)
     return by_name and len(_children(node)) == 1

@@ -134,10 +134,8 @@ def rotate(
         return values
 
     values = turned(range(len(turns)))
-    if batches is not None:
-        model_of = lambda numbers: jtu.tree_unflatten(treedef, turned(numbers))
-        remedy = "Leave it out of `fold`: each product then rotates its operand."
-        check_outputs(model, model_of, [turn.name for turn in turns], batches, apply, remedy)
+    remedy = "Leave it out of `fold`: each product then rotates its operand."
+    check_outputs(model, turned, [turn.name for turn in turns], batches, apply, remedy)
     done, plain = {}, list(values)
     for n in alone:
         key = id(plain[n]), axes[n]

@@ -300,10 +300,8 @@ def smooth(
         return values
 
     values = with_folds(range(len(folds)))
-    if batches is not None:
-        model_of = lambda numbers: jtu.tree_unflatten(treedef, with_folds(numbers))
-        remedy = "Leave the pair out: its weights then keep a vector."
-        check_outputs(model, model_of, [f.name for f in folds], batches, apply, remedy)
+    remedy = "Leave the pair out: its weights then keep a vector."
+    check_outputs(model, with_folds, [f.name for f in folds], batches, apply, remedy)
     done: dict[int, ScaledArray] = {}  # an array that appears twice is scaled once
     folded_values = list(values)
     for n, by in own.items():

@@ -254,6 +254,7 @@ def test_what_no_product_uses(getkey):
         eqq.quantize_tree(table, "int8", activations="int88")
 
 
+@pytest.mark.long
 def test_training(getkey, model):
     x, loss = weights(getkey(), (16, 32)), lambda m, x: jnp.mean(jnp.square(jax.vmap(m)(x) - 1))
     simulated = eqq.quantize_tree(model, "int4", activations="int8", simulate=True)
@@ -289,6 +290,7 @@ def test_low_rank_factors_on_top(getkey, model):
     np.testing.assert_allclose(outside @ x[0], expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_dense_products_keep_their_options(getkey):
     """Of a float base, of a stack of maps, and of factors of a convolution."""
     w, x = weights(getkey(), (2, 24, 32)), weights(getkey(), (5, 32))
@@ -319,6 +321,7 @@ def test_dense_products_keep_their_options(getkey):
         np.testing.assert_allclose(flipped, y[..., 0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_functions_of_quax_round_both_operands(getkey, model):
     """Also where the weight is simulated, has factors, maps its inputs, or has a scale for each layer."""
     x, w = weights(getkey(), (6, 32)), weights(getkey(), (8, 32))
@@ -404,6 +407,7 @@ def test_low_rank_factors_stay_apart(getkey):
 # Scales from calibration
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "calibrator",
     [
@@ -450,6 +454,7 @@ def test_static_scales_of_a_stack(getkey):
     np.testing.assert_allclose((q.weight @ x.T)[1], of_layer @ x.T, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("static", [False, True])
 def test_beside_the_float_model(getkey, static):
     """The weights have the paths that they have in the float model."""
@@ -497,6 +502,7 @@ def test_distillation_rounds_both_operands(getkey):
     assert not np.allclose(expected, x[1] @ q.weight.dequantize().T, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.long
 def test_layers_of_a_stack_meet_their_part_of_an_operand(getkey):
     q = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8")
     w = eqq.ActivationQuantizedArray(q, "int8", jnp.array([0.01, 0.03, 0.1]))
@@ -562,6 +568,7 @@ def test_bad_statistics(getkey, model):
         eqq.ActivationQuantizedArray(jnp.ones((3, 4)), "int8")
 
 
+@pytest.mark.long
 def test_in_order(getkey, model):
     x = weights(getkey(), (64, 32))
     q = eqq.quantize_sequentially(model, [x], "int4", eqq.GPTQ(), activations="int8")

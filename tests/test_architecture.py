@@ -201,6 +201,7 @@ def run(program, **env):
     )
 
 
+@pytest.mark.long
 def test_import_is_quiet_and_light():
     # beartype comes with plum, which Quax needs.
     optional = ["optax", "matplotlib", "hypothesis", "pytest", "safetensors", "torch", "pandas"]
@@ -208,6 +209,7 @@ def test_import_is_quiet_and_light():
     assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "[]")
 
 
+@pytest.mark.long
 def test_import_starts_no_backend():
     # A platform that does not exist is an error as soon as JAX starts one.
     assert run("import eqquant", JAX_PLATFORMS="no_such_platform").returncode == 0

@@ -297,6 +297,7 @@ def test_transformations(calibrator):
     close(jax.vmap(lambda c: c.result().scale)(mapped)[1], np.asarray(start.update(parts[1]).result().scale), 1e-5)
 
 
+@pytest.mark.long
 def test_across_devices():
     program = """
 import functools as ft, jax, jax.random as jr, jax.tree_util as jtu, numpy as np
@@ -414,6 +415,7 @@ def squared_error(x, result):
     return float(jnp.mean(jnp.square(dequantize_with_params(quantize_with_params(x, result), result) - x)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
     "bits", [2, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow), 8]
@@ -436,6 +438,7 @@ def test_mse_clips_nothing_of_uniform_data():
     np.testing.assert_allclose(float(MSE().update(x).result().max), 1, atol=0.02)
 
 
+@pytest.mark.long
 def test_mse_of_each_channel():
     x = jr.normal(jr.key(0), (4000, 3)) * jnp.array([1e-3, 1.0, 1e3]).reshape(1, 3)
     together = MSE(eqq.Int4(block_size=None), (3,), axis=-2).update(x).result()
@@ -446,6 +449,7 @@ def test_mse_of_each_channel():
 # One call
 
 
+@pytest.mark.long
 def test_one_call_is_the_calibrator():
     x = data((6, 10))
     same(calibrate_min_max([x, x + 1], 4, False), make(MinMax, "tensor", 4, False).update(x).update(x + 1).result())
@@ -509,6 +513,7 @@ def test_formats_take_a_calibrated_scale(format, symmetric, axis, block_size):
         assert_same(q, eqq.quantize(w, format, axis=axis))
 
 
+@pytest.mark.long
 def test_formats_take_the_scale_of_another_array():
     for format in (eqq.NF4(), eqq.NF4(double_quant=True), eqq.MXFP4(), eqq.NVFP4()):
         w = data((4, 64))
@@ -516,6 +521,7 @@ def test_formats_take_the_scale_of_another_array():
         np.testing.assert_array_equal(eqq.unpack(eqq.quantize(w, format, scale=q.scale)), eqq.unpack(q))
 
 
+@pytest.mark.long
 def test_a_result_knows_its_format_and_axis():
     w = data((12, 64))
     for axis in (-1, 0):
@@ -553,6 +559,7 @@ def test_a_scale_that_cannot_be_stored_is_refused():
     np.testing.assert_allclose(eqq.quantize(w, "q8_0", scale=0.1).scale, 0.1, rtol=1e-3)
 
 
+@pytest.mark.long
 def test_given_scales_of_a_convolution():
     w = data((5, 3, 2, 2))
     axes = (-3, -2, -1)
@@ -562,6 +569,7 @@ def test_given_scales_of_a_convolution():
     assert_same(calibrate_per_channel(w, 0).quantize(w), eqq.quantize(w, "int8", axis=axes))
 
 
+@pytest.mark.long
 def test_given_scales_in_transformations():
     w = data((3, 4, 10))
     result = calibrate_per_channel(w[0])

@@ -43,6 +43,7 @@ def q(request, getkey):
 # Transformations
 
 
+@pytest.mark.long
 def test_jit_and_both_sides(kernel, q, getkey):
     matmul, dense = product(kernel), q.dequantize()
     for f, g, x in (

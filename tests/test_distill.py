@@ -26,6 +26,7 @@ def error(q, model, x):
     return float(jnp.mean(jnp.square(jax.vmap(q)(x) - jax.vmap(model)(x))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("train, gain", [("scales", 0.8), ("codes", 0.5)])
 @pytest.mark.parametrize("format", [eqq.Int2(16, symmetric=False), eqq.NF4(32)], ids=["int2", "nf4"])
 def test_gains(setting, train, gain, format):

@@ -120,6 +120,7 @@ def test_models(getkey, path):
     assert_equal_trees(eqq.load(path), transposed)
 
 
+@pytest.mark.long
 def test_training_resumes(getkey, path):
     model, x = eqq.quantize_tree(mlp(getkey()), "int4"), weights(getkey(), (8, 20))
     optim = eqq.float_masters(eqq.quantize_state(optax.adamw(1e-2), min_size=16), key=getkey())

@@ -114,6 +114,7 @@ def test_fewer_inputs_than_columns(damping):
     assert loss(q, w, gram_of(x)) < 0.5 * loss(eqq.quantize(w, "int4"), w, gram_of(x))
 
 
+@pytest.mark.long
 def test_stacks_and_other_axes():
     x, w = jnp.stack([inputs(seed=n) for n in range(3)]), jr.normal(jr.key(1), (3, 8, 96))
     grams = jax.vmap(gram_of)(x)
@@ -169,6 +170,7 @@ def tower():
     return model, ids, collect_stats(model, ids, gram=True)
 
 
+@pytest.mark.long
 def test_a_model(tower):
     model, ids, stats = tower
     wanted, rules = jax.vmap(model)(ids), {"words.*": None, "*": eqq.Int2(32)}

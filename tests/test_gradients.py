@@ -113,6 +113,7 @@ def test_scan_over_layers(getkey):
     assert_close(eqq.filter_grad(run)(model, x), dense_grads(run, model, x), tol=1e-5)
 
 
+@pytest.mark.long
 def test_vmap_over_models_and_over_inputs(getkey):
     models, x = eqq.quantize_tree(eqx.filter_vmap(mlp)(jr.split(getkey(), 2)), "int8"), weights(getkey(), (4, 7, 20))
     over_models = eqx.filter_vmap(eqq.filter_grad(loss), in_axes=(eqx.if_array(0), None))(models, x[0])

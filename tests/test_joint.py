@@ -51,6 +51,7 @@ def test_no_larger_errors_than_absmax_and_mse(format, length):
     assert found[0] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["q4_k", pytest.param("q6_k", marks=pytest.mark.slow)])
 def test_under_transformations(format):
     x = jnp.asarray(values((8, 512)))

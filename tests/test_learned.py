@@ -53,6 +53,7 @@ def test_no_other_code_is_better(format):
             assert (losses(moved, w, gram) >= least * (1 - 1e-3)).all()
 
 
+@pytest.mark.long
 def test_any_start():
     w, gram = jr.normal(jr.key(1), (8, 96)), gram_of(inputs())
     for method in (eqq.AbsMax(), eqq.MSE(), eqq.GPTQ(order=None)):
@@ -64,6 +65,7 @@ def test_any_start():
     assert more < fewer
 
 
+@pytest.mark.long
 def test_stacks_other_axes_and_columns_without_inputs():
     x, w = jnp.stack([inputs(seed=n) for n in range(2)]).at[:, :, 3:9].set(0), jr.normal(jr.key(1), (2, 8, 96))
     grams = jax.vmap(gram_of)(x)

@@ -113,6 +113,7 @@ def test_generation(llama, generate, tmp_path):
     assert [ids[0] for ids in stopped][1:] == [None] * (len(stopped) - 1) and stopped[-1] == [None, None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format, per_channel, bound", [("int8", False, 1e-4), ("int4", True, 1e-3)])
 def test_a_quantized_cache_changes_little(llama, generate, format, per_channel, bound):
     """The divergence from the logits with a float cache: of a prompt of 140 tokens, and of 12 that follow."""
@@ -132,6 +133,7 @@ def test_a_quantized_cache_changes_little(llama, generate, format, per_channel, 
     assert 0 < divergence.mean() < bound
 
 
+@pytest.mark.long
 def test_joined_products_and_heads_among_devices(llama, generate):
     model, prompts = eqq.quantize_tree(generate.random_model("tiny"), "int8"), [[5, 6, 7], [8, 9]]
     mesh = generate._mesh(2)
@@ -205,6 +207,7 @@ def test_what_does_not_fit(llama, generate, tmp_path):
     assert generate.Text(tmp_path / "tokenizer.json", 70).encode("w3 w5") == [3, 5]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, stacked", [("llama", False), ("gemma2", True)])
 def test_pairs_of_layers(llama, tmp_path, name, stacked):
     """Factors for channels move between layers, and the logits stay."""

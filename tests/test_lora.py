@@ -80,6 +80,7 @@ def test_is_the_sum(base, getkey):
     assert "LoraArray" in repr(x) and "rank=3" in repr(x)
 
 
+@pytest.mark.long
 def test_layers(getkey):
     for layer, x in [
         (eqx.nn.Conv2d(3, 4, 3, key=getkey()), (jnp.ones((3, 8, 8)),)),

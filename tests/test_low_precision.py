@@ -97,6 +97,7 @@ def test_vmap_folds_examples_into_rows(operands):
     assert primitives(jax.grad(loss, (0, 1)), layer, x).count("rounded_matmul") == 3
 
 
+@pytest.mark.long
 def test_a_batch_of_weights(getkey):
     w, x, dy = (weights(getkey(), shape) for shape in ((3, 24, 40), (3, 5, 40), (3, 5, 24)))
     product = lambda w, x, dy: jax.vjp(lambda w, x: x @ eqq.LowPrecisionArray(w, "fp8", "fp8", False).mT, w, x)[1](dy)
@@ -253,6 +254,7 @@ def trained(model, tokens, steps=20, grad=eqx.filter_value_and_grad, mask=None, 
     return runs[0], values
 
 
+@pytest.mark.long
 def test_training_a_model():
     """An ordinary loop, with `eqx.filter_grad` and optax: the loss falls, and runs repeat bit for bit."""
     model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (8, 33), 0, 11)
@@ -299,6 +301,7 @@ def test_everything_but_products_is_the_float_array(operands):
     assert y.dtype == jnp.bfloat16
 
 
+@pytest.mark.long
 def test_low_rank_factors():
     """The frozen base multiplies in low precision, float or quantized; only factors train."""
     model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (4, 17), 0, 11)

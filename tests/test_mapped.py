@@ -185,6 +185,7 @@ def test_rotated_models_are_the_same(model, xs):
     assert planned.layers[0].weight.array.shape == (64, IN)
 
 
+@pytest.mark.long
 def test_quantizing_sees_what_is_stored(model, xs):
     rotated = eqq.rotate(model)
     stats = eqq.calibrate.collect_stats(rotated, [xs], gram=True)
@@ -214,6 +215,7 @@ def test_rotations_spread_what_is_large():
     assert eqq_error(eqq.RotatedArray.of(w)) < 0.5 * eqq_error(w)
 
 
+@pytest.mark.long
 def test_training(model, xs):
     q = eqq.quantize_tree(eqq.rotate(model), "int4")
     loss = lambda m: jnp.mean(jnp.square(jax.vmap(m)(xs) - 1))

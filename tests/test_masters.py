@@ -66,6 +66,7 @@ def test_the_model_is_quantize_of_its_masters(name, getkey):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long
 def test_no_drift_in_a_thousand_steps(getkey):
     format, x = eqq.NF4(double_quant=True), weights(getkey(), (32, 20))
     model = eqq.quantize_tree(mlp(getkey()), format)
@@ -260,6 +261,7 @@ def test_extra_arguments_reach_the_optimizer(getkey):
     assert seen == [(3, {"more": 4})]
 
 
+@pytest.mark.long
 def test_together_with_quantized_moments(getkey):
     model = eqq.quantize_tree(eqx.nn.MLP(64, 3, 128, 2, key=getkey()), "int8")
     optim = eqq.float_masters(eqq.quantize_state(optax.adam(lr)))

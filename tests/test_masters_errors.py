@@ -92,6 +92,7 @@ def test_an_optimizer_that_is_not_called(wrap):
         wrap(optax.adamw)
 
 
+@pytest.mark.long
 def test_masters_of_another_model(getkey):
     float_model, other = mlp(getkey()), mlp(getkey())
     for format in ("int8", "int4", "ternary", "binary"):

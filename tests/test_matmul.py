@@ -255,6 +255,7 @@ def test_a_broadcast_batch_is_more_rows():
             assert temp_bytes(f, q, x) < 32 * 2**20
 
 
+@pytest.mark.long
 def test_a_broadcast_batch_is_right(getkey):
     q = eqq.quantize(weights(getkey(), (3, 1, N, K)), "int8")
     dense = q.dequantize()

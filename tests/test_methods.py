@@ -359,6 +359,7 @@ def test_randomness_does_not_depend_on_chunks():
     assert_same(whole.codes, parts.codes)
 
 
+@pytest.mark.long
 def test_rows_by_hand(contract_row):
     rows, format = heavy((6, 130)), contract_row.format
     scale, zero_point = eqq.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)

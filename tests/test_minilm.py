@@ -64,6 +64,7 @@ def test_padding_does_not_matter(minilm: ModuleType, golden: Any, tokens: Any, m
     np.testing.assert_allclose(minilm.embed(model, *tokens), minilm.embed(model, *longer), rtol=0, atol=1e-6)
 
 
+@pytest.mark.long
 def test_int8_embeddings(minilm: ModuleType, golden: Any, tokens: Any, model: Any) -> None:
     quantized = eqq.quantize_tree(model, "int8")
     assert sum(leaf.format is not None for leaf in eqq.summary(quantized).leaves) == 39
@@ -73,6 +74,7 @@ def test_int8_embeddings(minilm: ModuleType, golden: Any, tokens: Any, model: An
     assert jnp.sum(embeddings * expected, axis=1).min() > 0.999
 
 
+@pytest.mark.long
 def test_factors_and_rotations_leave_embeddings_as_they_are(
     minilm: ModuleType, model: Any, tokens: tuple[Array, Array]
 ) -> None:

@@ -33,6 +33,7 @@ def product(getkey, name, m, dtype, transpose, precision):
     return y, relative_error(y, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, m", kernel_cases(without=REFUSED))
 def test_product(getkey, name, m):
     y, error = product(getkey, name, m, jnp.bfloat16, False, "default")

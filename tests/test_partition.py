@@ -91,6 +91,7 @@ def test_sharded_twice(getkey, mesh):
     assert sum(nbytes for *_, nbytes in found) == q.nbytes // 4 and {kind for kind, *_ in found} == {"all-gather"}
 
 
+@pytest.mark.long
 @each_format
 def test_gradients(getkey, mesh, format):
     q, x = eqq.quantize(weights(getkey(), (N, K)), format), weights(getkey(), (M, K))

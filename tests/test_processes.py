@@ -25,6 +25,7 @@ def free_port():
         return s.getsockname()[1]
 
 
+@pytest.mark.long
 def test_two_processes(tmp_path, free_port):
     path = tmp_path / "done.json"
     env = {
@@ -32,6 +33,7 @@ def test_two_processes(tmp_path, free_port):
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "4",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles sooner
         "XLA_FLAGS": "",
     }
     logs = [(tmp_path / f"{rank}.log").open("w+") for rank in range(2)]

@@ -98,6 +98,7 @@ def test_parameters_are_not_rounded(getkey):
     np.testing.assert_allclose(*both(w, x), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.long
 def test_under_transformations(getkey):
     """`scan` over a stack, and `vmap` over examples around it."""
     keys, x = jr.split(getkey(), 3), weights(getkey(), (4, 6, 32))

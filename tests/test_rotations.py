@@ -96,6 +96,7 @@ def close(a, b, tolerance=1e-5):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
 
 
+@pytest.mark.long
 def test_outputs_stay(model):
     found = eqq.rotate(model, fold=FOLD, online=False, batches=[IDS], seed=3)
     assert jax.tree.structure(found) == jax.tree.structure(model)
@@ -113,6 +114,7 @@ def test_outputs_stay(model):
     assert first.up.bias is w.up.bias
 
 
+@pytest.mark.long
 def test_stacks_and_what_is_left(model):
     rules = {
         tuple(text.replace(".{n}", "") for text in WRITERS): eqq.Residual(
@@ -150,6 +152,7 @@ def test_pairs_alone_and_transposed_weights():
     assert kept["down"]["w"] is model["down"]["w"] and isinstance(kept["up"]["w"], eqq.RotatedArray)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("experts, offset, stacked", [(0, 0.0, False), (2, 1.0, True)])
 def test_models_of_the_examples(experts, offset, stacked):
     llama, configuration = (import_example("llama", name) for name in ("llama", "configuration"))

@@ -268,6 +268,7 @@ def test_control_flow(q, getkey):
     check(loop, square, x)
 
 
+@pytest.mark.long
 def test_transformations(q, getkey):
     x, xs = weights(getkey(), (70,)), weights(getkey(), (3, 70))
     loss = lambda w, x: jnp.sum(jnp.sin(w @ x) * jnp.mean(w) + jnp.max(w + x[None]))

@@ -69,6 +69,7 @@ def specs(tree):
     return [tuple(x.sharding.spec) for x in found]
 
 
+@pytest.mark.long
 def test_qat(model, batch):
     make = lambda: eqq.float_masters(optax.adamw(3e-3), masters=model)
     _, _, expected, _ = steps(eqq.quantize_tree(model, FORMAT), make(), batch)
@@ -99,6 +100,7 @@ def test_masters_divided_further(model, batch):
     assert specs(trained)[0] == ("model", None)
 
 
+@pytest.mark.long
 def test_qlora(model, batch, getkey):
     key = getkey()
     make = lambda m: optax.masked(optax.adamw(3e-3), eqq.trainable_mask(m))
@@ -116,6 +118,7 @@ def test_qlora(model, batch, getkey):
     assert specs(merged) == [("model", None), (None, "model")]
 
 
+@pytest.mark.long
 def test_eight_bit_moments(model, batch):
     make = lambda: eqq.float_masters(eqq.quantize_state(optax.adam(3e-3)), masters=model)
     _, _, expected, _ = steps(eqq.quantize_tree(model, FORMAT), make(), batch)

@@ -56,6 +56,7 @@ def test_dtypes(dtype, getkey):
     assert y.dtype == dtype and pullback(y)[0].dtype == dtype
 
 
+@pytest.mark.long
 def test_under_transformations(getkey):
     x = weights(getkey(), (5, 3, 64))
     fake = lambda x: eqq.fake_quantize(x, "nf4")
@@ -144,6 +145,7 @@ def loss(model, x):
     return jnp.mean(jax.vmap(model)(x) ** 2)
 
 
+@pytest.mark.long
 @every_kind
 def test_simulated_model_equals_its_final_one(name, getkey):
     format, x = FORMATS[name].format, weights(getkey(), (7, 20))
@@ -159,6 +161,7 @@ def test_simulated_model_equals_its_final_one(name, getkey):
     np.testing.assert_array_equal(np.asarray(jax.vmap(simulated)(x)), np.asarray(jax.vmap(final)(x)))
 
 
+@pytest.mark.long
 def test_trains_in_an_ordinary_loop(getkey):
     model = eqq.quantize_tree(mlp(getkey()), "int4", simulate=True)
     x, optim = weights(getkey(), (64, 20)), optax.adam(1e-2)
@@ -182,6 +185,7 @@ def test_trains_in_an_ordinary_loop(getkey):
     np.testing.assert_array_equal(np.asarray(loss(model, x)), np.asarray(loss(eqq.finalize(model), x)))
 
 
+@pytest.mark.long
 def test_gradient_of_a_simulated_model(getkey):
     model, x = mlp(getkey()), weights(getkey(), (7, 20))
     simulated = eqq.quantize_tree(model, "nf4", simulate=True)
@@ -337,6 +341,7 @@ def test_a_static_scale_passes_no_gradient_to_what_it_clips(getkey):
     assert (dx[:2] != 0).all() and (dx[2:] == 0).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_training_with_learned_scales(getkey, static):
     """Scales of a stack train beside the masters, and `finalize` keeps them: the same values, bit for bit."""

@@ -107,6 +107,7 @@ def test_outputs_stay(model, stats, name):
     assert eqq.smooth(model, method, fold=some, online=False).layers[0].down.weight is model.layers[0].down.weight
 
 
+@pytest.mark.long
 def test_stacks(stats):
     stacked = Stacked(jr.key(0))
     of_stack = eqq.calibrate.collect_stats(stacked, [XS], gram=True)

@@ -37,20 +37,18 @@ class Block(eqx.Module):
 
 class Transformer(eqx.Module):
     embedding: eqx.nn.Embedding
-    blocks: list
+    block: Block
     head: eqx.nn.Linear
 
     def __init__(self, *, key):
-        keys = jr.split(key, 4)
+        keys = jr.split(key, 3)
         self.embedding = eqx.nn.Embedding(VOCABULARY, WIDTH, key=keys[0])
-        self.blocks = [Block(key=k) for k in keys[1:3]]
-        self.head = eqx.nn.Linear(WIDTH, VOCABULARY, key=keys[3])
+        self.block = Block(key=keys[1])
+        self.head = eqx.nn.Linear(WIDTH, VOCABULARY, key=keys[2])
 
     def __call__(self, tokens):
         x = jax.vmap(self.embedding)(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return jax.vmap(self.head)(x)
+        return jax.vmap(self.head)(self.block(x))
 
 
 # Column parallel, then row parallel; the heads of attention are divided, too.
@@ -92,8 +90,8 @@ def run(mesh):
     for _ in range(4):
         q, state, value = step(q, state, batch)
         losses.append(float(value))
-    up, master = q.blocks[0].up.weight, state.masters.blocks[0].up.weight
-    specs = [[*x.sharding.spec, None][:2] for x in (up, master, q.blocks[0].down.weight)]
+    up, master = q.block.up.weight, state.masters.block.up.weight
+    specs = [[*x.sharding.spec, None][:2] for x in (up, master, q.block.down.weight)]
     return {"losses": losses, "specs": specs, "local_codes": up.codes.addressable_shards[0].data.shape}
 
 

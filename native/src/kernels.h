@@ -604,7 +604,8 @@ struct Kernels {
   // What groups of rows have in common: divisions that are too slow to repeat for each.
   struct Group {
     int64_t chunk, room, step;
-    bool together;  // scales lie in memory as the loop wants them, those of the next row behind
+    bool direct;    // the loop can read scales where they are
+    bool together;  // it can once they are floats, and those of the next row lie behind
   };
 
   // Rows `row` to `row + count` of the weight, at most `kDotRows` (rows of all batches in one count).
@@ -617,14 +618,8 @@ struct Kernels {
     for (int r = 0; r < kRows; ++r) sums[r] = V::zero();
     float factor[kRows];
     RowScales scales[kRows];
-    const float* decoded = own;
-    if (g.together) {
-      if (p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1) {
-        decoded = static_cast<const float*>(p.scale) + row * p.blocks;
-      } else {
-        decode_scales(p, row, 0, count * p.blocks, own);
-      }
-    }
+    const float* floats = g.direct ? static_cast<const float*>(p.scale) + row * p.blocks : own;
+    if (g.together && !g.direct) decode_scales(p, row, 0, count * p.blocks, own);
     for (int64_t first = 0; first < s.whole; first += g.chunk) {
       const int64_t last = min64(first + g.chunk, s.whole);
       const uint8_t* bytes[kRows];
@@ -632,7 +627,7 @@ struct Kernels {
         const int64_t within = min64(r, count - 1), at = row + within;  // past the end the last row again
         bytes[r] = p.codes + at * p.words + first * kSegment;
         if (g.together) {
-          scales[r].scale = scales[r].zero = decoded + within * p.blocks;
+          scales[r].scale = scales[r].zero = floats + within * p.blocks + first * g.step;
         } else {
           scales[r] = row_scales(p, s, at, first, last, own + r * g.room);
         }
@@ -666,9 +661,13 @@ struct Kernels {
   template <int kBits, int kValues, bool kZero>
   static void dot_rows(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t row, int64_t count,
                        float* own, float* results) {
-    const int64_t chunk = scale_segments(s);
-    const bool as_stored = s.mode == kOneScale || (p.block_size == s.grain && s.whole <= chunk);
-    const Group g = {chunk, 2 * scale_room(p, s, chunk), s.codes / s.grain, as_stored && !kZero && p.row_scale == nullptr};
+    Group g;
+    g.chunk = scale_segments(s);
+    g.room = 2 * scale_room(p, s, g.chunk);
+    g.step = s.mode == kOneScale ? 0 : s.codes / s.grain;
+    const bool as_stored = (s.mode == kOneScale || p.block_size == s.grain) && !kZero && p.row_scale == nullptr;
+    g.direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
+    g.together = g.direct || (as_stored && (s.mode == kOneScale || s.whole <= g.chunk));
     for (int64_t r = 0; r < count; r += V::kDotRows)
       dot_group<kBits, kValues, kZero>(p, s, shared, x, row + r, min64(V::kDotRows, count - r), g, own, results + r);
   }

@@ -1,6 +1,7 @@
 """What formats, methods and a quantized cache do to a language model: bits per byte, divergence, agreement, speed.
 
     python examples/llama/train.py FOLDER && python benchmarks/language_model.py FOLDER
+    python benchmarks/language_model.py --random 300m  # random weights, and the time per token alone
 
 The text is the part of Python's documentation that the model did not see. Divergence and agreement compare with the
 float model: the Kullback-Leibler divergence of the next token in nats, and how often the likeliest token is the same.
@@ -24,14 +25,14 @@ from jaxtyping import Array, Float, Int
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
+from tokenizers import models, Tokenizer
 
 import eqquant as eqq
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama"))
 from export import write_gguf
-from generate import Generator, Sampling
+from generate import Generator, RANDOM, random_model, Sampling
 from llama import Cache, joined, Llama, load
 from train import texts, windows
 
@@ -177,26 +178,80 @@ def speed_table(bench: Bench, llama_bench: str | None, console: Console) -> None
     table = Table("weights", "cache", "MB", "ms per token", "llama.cpp", box=box.MARKDOWN)
     for name in ("float32", "q8_0", "q4_0", "q4_k", "nf4"):
         model = bench.model if name == "float32" else eqq.quantize_tree(bench.model, name)
-        theirs = "" if llama_bench is None or name == "nf4" else f"{_llama_bench(llama_bench, bench, model):.3f}"
+        theirs = ""
+        if llama_bench is not None and name != "nf4":
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "model.gguf"
+                write_gguf(path, model, bench.tokenizer)
+                theirs = f"{_llama_bench(llama_bench, path, 64):.3f}"
         size = f"{eqq.tree_nbytes(model) / 1e6:.2f}"
         table.add_row(name, "float", size, f"{milliseconds(model):.3f}", theirs)
         table.add_row(name, "int8", size, f"{milliseconds(model, 'int8'):.3f}", "")
     console.print(table)
 
 
-def _llama_bench(program: str, bench: Bench, model: Llama) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.gguf"
-        write_gguf(path, model, bench.tokenizer)
-        command = [program, "-m", str(path), "-p", "0", "-n", "64", "-r", "3", "-t", "2", "-o", "csv"]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+def _llama_bench(program: str, path: Path, tokens: int) -> float:
+    """Milliseconds of a token."""
+    command = [program, "-m", str(path), "-p", "0", "-n", str(tokens), "-r", "3", "-t", "2", "-o", "csv"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     names, values = (line.replace('"', "").split(",") for line in lines[-2:])
     return 1e3 / float(values[names.index("avg_ts")])
 
 
+def random_table(name: str, llama_bench: str | None, rounds: int, console: Console) -> None:
+    """The time of a token with random weights. Models take turns, three tokens each, and llama.cpp in between."""
+    model = random_model(name)
+    generators, sizes = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        for kind in ("float32", "bfloat16", "nf4", "int4", "q4_0", "int8"):
+            if kind in ("float32", "bfloat16"):
+                used = model if kind == "float32" else random_model(name, "bfloat16")
+            else:
+                used = eqq.quantize_tree(model, kind)
+            if kind == "q4_0" and llama_bench is not None:
+                write_gguf(path, used, _tokenizer(model.config.vocabulary))
+            used = joined(used)
+            sizes[kind] = eqq.tree_nbytes(used)
+            generators[kind] = Generator(used, CONTEXT, Sampling())
+        del used
+        states = {kind: generator.start([[1, 2, 3]], 0) for kind, generator in generators.items()}
+        times: dict[str, list[float]] = {kind: [] for kind in generators}
+        theirs = []
+        for n in range(rounds + 1):
+            for kind, generator in generators.items():
+                for again in range(4):
+                    began = time.perf_counter()
+                    states[kind] = generator.step(generator.arrays, states[kind])
+                    jax.block_until_ready(states[kind].token)
+                    if n > 0 and again > 0:  # the first step compiles, and the first of a turn finds a cold cache
+                        times[kind].append(1e3 * (time.perf_counter() - began))
+            if llama_bench is not None and n % max(1, rounds // 3) == 0:
+                theirs.append(_llama_bench(llama_bench, path, 16))
+    table = Table("weights", "MB", "ms per token", "tokens per s", "beside float32", box=box.MARKDOWN)
+    base = float(np.median(times["float32"]))
+    for kind, of_kind in times.items():
+        ms = float(np.median(of_kind))
+        table.add_row(kind, f"{sizes[kind] / 1e6:.0f}", f"{ms:.2f}", f"{1e3 / ms:.1f}", f"{ms / base:.3f}")
+    if theirs:
+        ms = float(np.median(theirs))
+        table.add_row("llama.cpp, q4_0", "", f"{ms:.2f}", f"{1e3 / ms:.1f}", f"{ms / base:.3f}")
+    size = eqq.count_params(model) / 1e6
+    console.print(f"{size:.0f}M parameters, random weights, one text, a cache of {CONTEXT} tokens")
+    console.print(table)
+
+
+def _tokenizer(vocabulary: int) -> Tokenizer:
+    """Any that has so many tokens: llama.cpp wants one in the file."""
+    tokens = [*(f"t{n}" for n in range(vocabulary - 1)), "t0t1"]
+    return Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=[("t0", "t1")]))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="what examples/llama/train.py wrote")
+    parser.add_argument("folder", type=Path, nargs="?", help="what examples/llama/train.py wrote")
+    parser.add_argument("--random", choices=RANDOM, help="random weights instead, and the time per token alone")
+    parser.add_argument("--rounds", type=int, default=12, help="of `--random`")
     parser.add_argument("--tables", nargs="*", default=["formats", "caches", "speed"])
     parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS, help="of the first table")
@@ -205,6 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="little text, and two formats")
     options = parser.parse_args(arguments)
     console = Console(width=160)
+    if options.random is not None:
+        return random_table(options.random, options.llama_bench, options.rounds, console)
+    if options.folder is None:
+        parser.error("FOLDER must be given, or `--random`.")
     bench = Bench(options.folder, 2 if options.smoke else options.windows)
     if "formats" in options.tables:
         formats_table(bench, ["int4", "int2"] if options.smoke else options.only, options.methods, console)

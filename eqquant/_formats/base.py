@@ -213,7 +213,7 @@ def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
         return values, (back == codes) & jnp.isfinite(values)
 
     with jax.ensure_compile_time_eval():
-        values, used = there_and_back(jnp.arange(2**format.bits, dtype=jnp.uint8))
+        values, used = there_and_back(np.arange(2**format.bits, dtype=np.uint8))
         return np.asarray(values), np.asarray(used)
 
 

@@ -39,7 +39,7 @@ def _find(format: AbstractFormat) -> Steps | None:
         padded[: len(at)] = middle
         is_above = np.asarray(encode(jnp.asarray(order_to_float(padded))))[: len(at)] == found
         low, high = np.where(is_above, low, middle), np.where(is_above, middle, high)
-    nan = int(encode(jnp.full(order.shape, jnp.nan, jnp.float32))[0])
+    nan = int(np.asarray(encode(np.full(order.shape, np.nan, np.float32)))[0])
     steps = Steps(high.astype(np.int32), np.concatenate([codes[:1], found]).astype(np.int32), nan)
     return _shortened(steps, format.bits)
 

@@ -209,6 +209,9 @@ RANDOM: dict[str, dict[str, Any]] = {
     "300m": _SIZES
     | {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 18}
     | {"num_attention_heads": 16, "num_key_value_heads": 8},
+    "1b": _SIZES
+    | {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24}
+    | {"num_attention_heads": 32, "num_key_value_heads": 32},
 }
 
 

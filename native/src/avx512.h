@@ -15,7 +15,7 @@ struct Avx512 : Bfloat16 {
   using Table = __m512;
   using Lanes = __m512i;
   static constexpr int L = 16;
-  static constexpr bool kLooksUpBytes = false, kScalesTables = true;
+  static constexpr bool kLooksUpBytes = false, kScalesTables = true, kSumsRows = true;
   static constexpr int kTileRows = 12, kTileRows1 = 24, kWideRows = 6, kDotRows = 4, kFewTile = 4, kFewGroup = 6, kFewRows = 12;
 
   EQQ_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -28,6 +28,13 @@ struct Avx512 : Bfloat16 {
   EQQ_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   EQQ_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   EQQ_INLINE float sum(F a) { return _mm512_reduce_add_ps(a); }
+  EQQ_INLINE void sum_rows(const F* a, float* out) {
+    const F ab = add(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    const F cd = add(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    const F all = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  }
   EQQ_INLINE void transpose(F* a) {
     F b[16], c[16];
 #pragma GCC unroll 16

@@ -21,6 +21,7 @@
 //   bf16, f16               L floats from 2 L bytes;  to_bf16, to_f16 the reverse
 //   kTablesOfBytes          whether there is decode64<bytes>(p, planes, f): f[0] to f[64 / L - 1] from 64 bytes, by the
 //                           upper 2 or all 4 bytes of a table of 256 floats, of which `planes` holds one after the other
+//   kSumsRows               whether there is sum_rows(a, out): the sums of a[0] to a[kDotRows - 1]
 //   prefetch(p)
 //   transpose(a)            a[0] to a[L - 1], L x L floats; where L is more than 4
 //
@@ -47,6 +48,7 @@ constexpr int64_t kChunkStride = 528;    // floats from one decoded row to the n
 constexpr int64_t kRowChunk = 64;        // rows of the weight, decoded at a time by transposed products
 constexpr int64_t kRowChunkStride = 80;
 constexpr int64_t kScaleChunk = 4096;    // codes of a row, whose scales are decoded at a time: a multiple of `kChunk`
+constexpr int64_t kMostDots = 64;        // rows of the weight in a unit of one row of `x`
 constexpr int64_t kMostRows = 48;        // of the weight in a unit of many rows of `x`: what is decoded stays in L2
 constexpr int64_t kRowBlock = 256;       // rows of `x` for which a decoded tile is used
 
@@ -71,7 +73,7 @@ EQQ_INLINE int64_t aligned(int64_t bytes) { return div_up(bytes, 64) * 64; }
 
 // Conversions of single values, a base of every `V`.
 struct Bfloat16 {
-  static constexpr bool kTablesOfBytes = false;
+  static constexpr bool kTablesOfBytes = false, kSumsRows = false;
   EQQ_INLINE float one_bf16(uint16_t bits) {
     const uint32_t wide = static_cast<uint32_t>(bits) << 16;
     float value;
@@ -587,8 +589,7 @@ struct Kernels {
 
   template <int kBits, int kValues, bool kZero, int kRows>
   EQQ_INLINE void dot_of_mode(const Shape& s, const uint8_t* const* bytes, int64_t ahead, const RowScales* scales,
-                              int64_t segments, const float* values, const float* x, F* sums) {
-    const int64_t step = s.codes / s.grain;
+                              int64_t step, int64_t segments, const float* values, const float* x, F* sums) {
     if (s.mode == kOneScale) {
       dot<kBits, kValues, kOneScale, kZero, kRows>(bytes, ahead, scales, 0, segments, values, x, sums);
     } else if (s.mode == kBy32) {
@@ -600,43 +601,75 @@ struct Kernels {
     }
   }
 
-  // Rows `row` to `row + count` of the weight (rows of all batches in one count), at most `kDotRows`.
+  // What groups of rows have in common: divisions that are too slow to repeat for each.
+  struct Group {
+    int64_t chunk, room, step;
+    bool direct;    // the loop can read scales where they are
+    bool together;  // it can once they are floats, and those of the next row lie behind
+  };
+
+  // Rows `row` to `row + count` of the weight, at most `kDotRows` (rows of all batches in one count).
   template <int kBits, int kValues, bool kZero>
-  static void dot_rows(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t row, int64_t count,
-                       float* own, float* results) {
+  EQQ_INLINE void dot_group(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t row,
+                            int64_t count, const Group& g, float* own, float* results) {
     constexpr int kRows = V::kDotRows;
     const float* values = table256(shared);
-    const int64_t chunk = scale_segments(s), room = 2 * scale_room(p, s, chunk);
     F sums[kRows];
     for (int r = 0; r < kRows; ++r) sums[r] = V::zero();
     float factor[kRows];
     RowScales scales[kRows];
-    for (int64_t first = 0; first < s.whole; first += chunk) {
-      const int64_t last = min64(first + chunk, s.whole);
+    const float* floats = g.direct ? static_cast<const float*>(p.scale) + row * p.blocks : own;
+    if (g.together && !g.direct) decode_scales(p, row, 0, count * p.blocks, own);
+    for (int64_t first = 0; first < s.whole; first += g.chunk) {
+      const int64_t last = min64(first + g.chunk, s.whole);
       const uint8_t* bytes[kRows];
       for (int r = 0; r < kRows; ++r) {
-        const int64_t at = row + min64(r, count - 1);  // past the end the last row again
+        const int64_t within = min64(r, count - 1), at = row + within;  // past the end the last row again
         bytes[r] = p.codes + at * p.words + first * kSegment;
-        scales[r] = row_scales(p, s, at, first, last, own + r * room);
+        if (g.together) {
+          scales[r].scale = scales[r].zero = floats + within * p.blocks + first * g.step;
+        } else {
+          scales[r] = row_scales(p, s, at, first, last, own + r * g.room);
+        }
         factor[r] = s.mode == kOneScale ? scales[r].scale[0] : 1.0f;
       }
       const float* xs = x + first * s.codes;
       const int64_t ahead = kRows * p.words;
       if (count == 1) {
-        dot_of_mode<kBits, kValues, kZero, 1>(s, bytes, ahead, scales, last - first, values, xs, sums);
+        dot_of_mode<kBits, kValues, kZero, 1>(s, bytes, ahead, scales, g.step, last - first, values, xs, sums);
       } else {
-        dot_of_mode<kBits, kValues, kZero, kRows>(s, bytes, ahead, scales, last - first, values, xs, sums);
+        dot_of_mode<kBits, kValues, kZero, kRows>(s, bytes, ahead, scales, g.step, last - first, values, xs, sums);
       }
     }
-    for (int64_t r = 0; r < count; ++r) results[r] = V::sum(sums[r]) * (s.whole > 0 ? factor[r] : 0.0f);
+    float totals[kRows];
+    if constexpr (V::kSumsRows) {
+      V::sum_rows(sums, totals);
+    } else {
+      for (int r = 0; r < kRows; ++r) totals[r] = V::sum(sums[r]);
+    }
+    for (int64_t r = 0; r < count; ++r) results[r] = totals[r] * (s.whole > 0 ? factor[r] : 0.0f);
     if (s.segments == s.whole) return;
-    float* tail = own + kRows * room;
+    float* tail = own + kRows * g.room;
     for (int64_t r = 0; r < count; ++r) {
       decode_tail<kBits, kValues, kZero>(p, s, shared, row + r, own, tail);
       F sum = V::zero();
       for (int64_t i = 0; i < s.codes; i += L) sum = V::fma(V::load(tail + i), V::load(x + s.whole * s.codes + i), sum);
       results[r] += V::sum(sum);
     }
+  }
+
+  template <int kBits, int kValues, bool kZero>
+  static void dot_rows(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t row, int64_t count,
+                       float* own, float* results) {
+    Group g;
+    g.chunk = scale_segments(s);
+    g.room = 2 * scale_room(p, s, g.chunk);
+    g.step = s.mode == kOneScale ? 0 : s.codes / s.grain;
+    const bool as_stored = (s.mode == kOneScale || p.block_size == s.grain) && !kZero && p.row_scale == nullptr;
+    g.direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
+    g.together = g.direct || (as_stored && (s.mode == kOneScale || s.whole <= g.chunk));
+    for (int64_t r = 0; r < count; r += V::kDotRows)
+      dot_group<kBits, kValues, kZero>(p, s, shared, x, row + r, min64(V::kDotRows, count - r), g, own, results + r);
   }
 
   using DotRows = void (*)(const Problem&, const Shape&, const void*, const float*, int64_t, int64_t, float*, float*);
@@ -790,7 +823,7 @@ struct Kernels {
     d.x_parts = 1;
     if (d.method == kDot) {
       grain = V::kDotRows;
-      most = 64;
+      most = kMostDots;
       d.m_padded = 1;
       d.x_batch = s.padded;
       d.scales = d.sums = 0;
@@ -853,7 +886,7 @@ struct Kernels {
     const Shared common = open_shared(s, shared);
     float* table = static_cast<float*>(shared);
     const int codes = 1 << p.bits;
-    for (int i = 0; i < 256; ++i) table[i] = p.table[i % codes];
+    for (int i = 0; i < max64(codes, 16); ++i) table[i] = p.table[i & (codes - 1)];  // lookups read sixteen
     if (V::kTablesOfBytes && p.bits == 8)
       for (int i = 0; i < 256; ++i) {
         uint8_t bytes[4];  // the low one first, as on every machine with this
@@ -906,6 +939,24 @@ struct Kernels {
     }
   }
 
+  // A whole segment of one row of `x`, whose floats lie side by side.
+  template <int kType>
+  EQQ_INLINE void pack_segment(const Problem& p, const Shape& s, int64_t from, float* out) {
+    for (int64_t plane = 0; plane < s.planes; ++plane, from += kPlane) {
+      float x[kPlane];
+      for (int i = 0; i < kPlane; i += L) V::store(x + i, load_x<kType>(p.x, from + i));
+      for (int h = 0; h < kHalves; ++h) {
+        float* to = out + (h * s.planes + plane) * 4 * L;
+        if (p.bits == 8) {
+          for (int i = 0; i < 4 * L; ++i) to[i] = x[4 * L * h + i];
+        } else {
+          for (int c = 0; c < 4; ++c)
+            for (int j = 0; j < L; ++j) to[c * L + j] = x[4 * L * h + 4 * j + c];
+        }
+      }
+    }
+  }
+
   static void prepare(const Problem* problem, const Plan* plan, void* shared, int64_t part) {
     const Problem& p = *problem;
     const Shape s = shape_of(p);
@@ -946,11 +997,19 @@ struct Kernels {
         }
       return;
     }
+    int64_t segment = first;
+    if (d.method != kPanels && p.x_column == 1) {
+      const int64_t whole = min64(last, s.whole);
+      for (int64_t m = 0; m < p.m; ++m)
+        for (int64_t i = first; i < whole; ++i)
+          pack_segment<kType>(p, s, base + m * p.x_row + i * s.codes, out + m * s.padded + i * s.codes);
+      segment = max64(first, whole);
+    }
     int32_t order[512], inverse[512];
-    for (int64_t segment = first; segment < last; ++segment) {
+    for (const int64_t begin = segment; segment < last; ++segment) {
       // The same in all segments but the last.
       const int64_t codes = segment < s.whole ? s.codes : s.tail;
-      if (segment == first || segment >= s.whole) {
+      if (segment == begin || segment >= s.whole) {
         for (int64_t i = 0; i < codes; ++i) {
           int64_t k = segment * s.codes + i;
           if (codes == s.codes) {
@@ -1024,31 +1083,27 @@ struct Kernels {
 
   static void run_dot(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t batch, int64_t first,
                       int64_t count, float* own) {
-    const DotRows kernel = dot_kernel(p);
-    const bool fused = s.mode != kAnyBlock;
+    float results[kMostDots];
     const int64_t weight = first_row(&p, batch);
-    for (int64_t r = 0; r < count; r += V::kDotRows) {
-      float results[V::kDotRows];
-      const int64_t rows = min64(V::kDotRows, count - r);
-      if (fused) {
-        kernel(p, s, shared, x, weight + first + r, rows, own, results);
-      } else {
-        const DecodeRow decode = row_decoder(p);
-        float* segment = own + V::kDotRows * 2 * scale_room(p, s, scale_segments(s));
-        for (int64_t i = 0; i < rows; ++i) {
-          F sum = V::zero();
-          for (int64_t at = 0; at < s.segments; ++at) {
-            const int64_t row = weight + first + r + i;
-            const RowScales scales = row_scales(p, s, row, at, at + 1, own);
-            decode(p, s, shared, row, at, at + 1, scales, at, own + scale_room(p, s, scale_segments(s)) * 2, segment);
-            for (int64_t j = 0; j < s.codes; j += L)
-              sum = V::fma(V::load(segment + j), V::load(x + at * s.codes + j), sum);
-          }
-          results[i] = V::sum(sum);
+    if (s.mode != kAnyBlock) {
+      dot_kernel(p)(p, s, shared, x, weight + first, count, own, results);
+    } else {
+      const DecodeRow decode = row_decoder(p);
+      const int64_t room = 2 * scale_room(p, s, scale_segments(s));
+      float* segment = own + V::kDotRows * room;
+      for (int64_t i = 0; i < count; ++i) {
+        F sum = V::zero();
+        for (int64_t at = 0; at < s.segments; ++at) {
+          const int64_t row = weight + first + i;
+          const RowScales scales = row_scales(p, s, row, at, at + 1, own);
+          decode(p, s, shared, row, at, at + 1, scales, at, own + room, segment);
+          for (int64_t j = 0; j < s.codes; j += L)
+            sum = V::fma(V::load(segment + j), V::load(x + at * s.codes + j), sum);
         }
+        results[i] = V::sum(sum);
       }
-      for (int64_t i = 0; i < rows; ++i) write(p, batch * p.y_batch + (first + r + i) * p.y_column, results[i]);
     }
+    for (int64_t i = 0; i < count; ++i) write(p, batch * p.y_batch + (first + i) * p.y_column, results[i]);
   }
 
   static void run_few(const Problem& p, const Shape& s, const Detail& d, const void* shared, const float* x,

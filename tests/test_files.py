@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._numerics.packing import pack, packed_length
-from eqquant.io._bits import pack_codes, unpack_low_first
+from eqquant.io._bits import pack_codes, pack_columns, unpack_columns, unpack_low_first
 
 from .helpers import arrays, FORMATS, KINDS, loss, mlp, weights
 
@@ -387,6 +387,12 @@ def test_packing_in_numpy(bits):
         dense = (codes[..., None] >> np.arange(bits) & 1).reshape(2, -1)  # the first code in the low bits
         packed = np.packbits(dense, axis=-1, bitorder="little")
         np.testing.assert_array_equal(unpack_low_first(packed, bits)[:, :length], codes)
+        columns = np.empty_like(out)
+        pack_columns(np.ascontiguousarray(codes.T), bits, columns)
+        np.testing.assert_array_equal(columns, out)
+        if length % 32 == 0:
+            words = np.ascontiguousarray(packed.view(np.int32).T)
+            np.testing.assert_array_equal(unpack_columns(words, bits), codes.T)
 
 
 def test_a_loaded_array_can_be_donated(tmp_path):

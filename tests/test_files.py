@@ -168,6 +168,21 @@ def test_what_surrounds_an_array_must_be_equal(getkey, path):
             eqq.io.assign({"model": other}, {"model": tree})
 
 
+@pytest.mark.parametrize("wrap", ["activations", "factors"])
+def test_a_template_without_the_wrappers(getkey, tmp_path, wrap):
+    model, key = mlp(getkey()), getkey()
+    if wrap == "activations":
+        make = lambda: eqq.quantize_tree(model, "int8", activations="int8")
+    else:
+        make = lambda: eqq.loraify(eqq.quantize_tree(model, "nf4"), rank=2, key=key)
+    path = tmp_path / "model.safetensors"
+    eqq.save(path, made := make())
+    assert_equal_trees(eqq.load(path, eqx.filter_eval_shape(make)), made)
+    with pytest.raises(ValueError, match=r"within \w+Array\(.* in `like`. The template must have the same") as raised:
+        eqq.load(path, model)
+    assert "nothing" not in str(raised.value)
+
+
 def test_only_the_adapters(getkey, path):
     lora = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), rank=2, key=getkey())
     adapters, rest = eqx.partition(lora, eqq.trainable_mask(lora))

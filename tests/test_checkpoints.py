@@ -118,11 +118,11 @@ def test_gguf():
         checkpoint["blk.IQ2_XXS.weight"]
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ2_0"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0"])
 def test_quantizing_gives_the_file_of_gguf(name):
     checkpoint = eqq.io.open(GOLDEN / "model.gguf")
-    dense = checkpoint["blk.ternary.float" if name == "TQ2_0" else "blk.F32.weight"]
-    assert_same(eqq.quantize(dense, name.lower()), checkpoint[f"blk.{name}.weight"])
+    dense = checkpoint["blk.ternary.float" if name.startswith("TQ") else "blk.F32.weight"]
+    assert_same(eqq.quantize(dense, name.lower().replace("tq1", "tq2")), checkpoint[f"blk.{name}.weight"])
 
 
 # bitsandbytes

@@ -1,7 +1,7 @@
 """How fast checkpoints of each dialect become arrays, and how much memory that takes, from files in the page cache.
 
     python benchmarks/io.py              a table
-    python benchmarks/io.py --only gptq  one row
+    python benchmarks/io.py --only gptq  some rows
     python benchmarks/io.py --libraries  beside what each library does itself, where it is installed
 
 Each row runs in a process of its own, libraries together in one. MB/s counts bytes of the file, also over the time of
@@ -348,17 +348,17 @@ def in_process(*arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="rows whose name has this")
+    parser.add_argument("--only", nargs="*", default=[""], help="rows whose name has one of these")
     parser.add_argument("--libraries", action="store_true", help="times other libraries too")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--theirs", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    names = [name for name in DIALECTS if arguments.only.lower() in name.lower()]
+    names = [name for name in DIALECTS if any(text.lower() in name.lower() for text in arguments.only)]
     if arguments.row:
         return print(json.dumps(measure(arguments.row)))
     if arguments.theirs:
         return print(json.dumps({name: measure_library(name) for name in names}))
-    theirs = in_process("--theirs", "--only", arguments.only) if arguments.libraries else {}
+    theirs = in_process("--theirs", "--only", *arguments.only) if arguments.libraries else {}
     more = " Beside it, MB/s |" if theirs else ""
     columns = ("Size, MB", "MB/s", "MB per second of a core", "Memory beyond the result, MB", "One array, MB")
     print(f"| {COUNT} weights of {OUT} x {IN} | {' | '.join(columns)} |{more}")

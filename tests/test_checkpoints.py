@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
-from eqquant.io import _safetensors
+from eqquant.io import _safetensors, _transcode
 
 from .helpers import assert_same
 
@@ -118,11 +118,11 @@ def test_gguf():
         checkpoint["blk.IQ2_XXS.weight"]
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ2_0"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0"])
 def test_quantizing_gives_the_file_of_gguf(name):
     checkpoint = eqq.io.open(GOLDEN / "model.gguf")
-    dense = checkpoint["blk.ternary.float" if name == "TQ2_0" else "blk.F32.weight"]
-    assert_same(eqq.quantize(dense, name.lower()), checkpoint[f"blk.{name}.weight"])
+    dense = checkpoint["blk.ternary.float" if name.startswith("TQ") else "blk.F32.weight"]
+    assert_same(eqq.quantize(dense, name.lower().replace("tq1", "tq2")), checkpoint[f"blk.{name}.weight"])
 
 
 # bitsandbytes
@@ -359,14 +359,31 @@ def test_gptq(tmp_path, bits, version, sym):
         write(tmp_path, {k: v for k, v in tensors.items() if k != "l.qzeros"})
 
 
-def test_awq(tmp_path):
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_gptq_in_chunks(tmp_path, monkeypatch, bits, ordered):
+    monkeypatch.setattr(_transcode, "_CHUNK", 1)  # so that rows are read 128 at a time
     rng = np.random.default_rng(0)
-    q, z = rng.integers(0, 16, (64, 24)), rng.integers(0, 16, (2, 24))
-    s = rng.random((2, 24)).astype(np.float16)
+    q, s = rng.integers(0, 2**bits, (608, 320)), rng.random((19, 320)).astype(np.float16)
+    z, group = rng.integers(1, 2**bits, (19, 320)), np.arange(608) // 32
+    group = group if ordered else rng.permutation(group)
+    tensors = {"l.qweight": pack_words(q.T, bits).T, "l.qzeros": pack_words(z - 1, bits), "l.scales": s}
+    w = write(tmp_path, {**tensors, "l.g_idx": group.astype(np.int32)}, quant_method="gptq")["l.weight"]
+    assert isinstance(w, eqq.PermutedArray) != ordered
+    assert_bits(w.dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
+
+
+@pytest.mark.parametrize("shape", [(64, 24), (320, 264)])
+def test_awq(tmp_path, monkeypatch, shape):
+    monkeypatch.setattr(_transcode, "_CHUNK", 1)
+    rng = np.random.default_rng(0)
+    groups = shape[0] // 32
+    q, z = rng.integers(0, 16, shape), rng.integers(0, 16, (groups, shape[1]))
+    s = rng.random((groups, shape[1])).astype(np.float16)
     columns = np.array([0, 2, 4, 6, 1, 3, 5, 7])
     pack = lambda x: pack_words(x.reshape(len(x), -1, 8)[..., columns].reshape(x.shape), 4)
     checkpoint = write(tmp_path, {"l.qweight": pack(q), "l.qzeros": pack(z), "l.scales": s}, quant_method="awq")
-    group = np.arange(64) // 32
+    group = np.arange(shape[0]) // 32
     assert_bits(checkpoint["l.weight"].dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
 
 

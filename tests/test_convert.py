@@ -119,11 +119,13 @@ def test_tokenizers_for_llama_cpp(folder):
     np.testing.assert_array_equal(out["blk.0.attn_q.weight"][:4, 0], np.array([0, 16, 1, 17]) * 64)
     (folder / "tokenizer.json").write_text(json.dumps(BYTES))
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, "chat_template": "{{ x }}"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "pad_token_id": -1}))
     about = {key.partition("ggml.")[2] or key: value for key, value in to_gguf(folder).metadata.items()}
     assert (about["model"], about["pre"], list(about["merges"])) == ("gpt2", "gpt-2", ["a b", "ab c"])
     assert list(about["tokens"]) == ["a", "b", "ab", "c", "abc", "[PAD5]", "<s>", "[PAD7]"]
     assert list(about["token_type"]) == [1, 1, 1, 1, 1, 5, 3, 5]
     assert about["bos_token_id"] == 1 and about["add_bos_token"] and about["tokenizer.chat_template"] == "{{ x }}"
+    assert about["eos_token_id"] == 2 and "padding_token_id" not in about
     (folder / "tokenizer.json").write_text(json.dumps(PIECES))
     (folder / "tokenizer_config.json").unlink()
     about = {key.partition("ggml.")[2]: value for key, value in to_gguf(folder).metadata.items()}
@@ -183,6 +185,8 @@ CONFIGS = [
     *(("'intermediate_size'", {"intermediate_size": found}) for found in (2**70, 32.0, True)),
     *(("of 1 layers.* Got .* for 'num_hidden_layers'", {"num_hidden_layers": found}) for found in (2, 2**31 - 1)),
     ("'sliding_window'", {"model_type": "mistral", "sliding_window": "x"}),
+    *(("below 8, .* for 'eos_token_id'", {"eos_token_id": found}) for found in (8, -2, "2", True, [], [9, 1], 1.0)),
+    ("below 8, .* for 'pad_token_id'", {"pad_token_id": 32000}),
 ]
 SHAPES = {
     "model.embed_tokens.weight": (8, 64),
@@ -211,6 +215,7 @@ OTHERS = [
     *(("tokenizer_config.json", {"add_bos_token": found}, "'add_bos_token'") for found in ("false", 1)),
     ("tokenizer_config.json", {"chat_template": "\udcff"}, "UTF-8"),
     ("chat_template.jinja", b"\xff", "UTF-8"),
+    ("generation_config.json", {"eos_token_id": [2**40]}, "'eos_token_id'. Got .1099511627776."),
 ]
 
 

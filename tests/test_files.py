@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._numerics.packing import pack, packed_length
-from eqquant.io._bits import pack_codes, unpack_low_first
+from eqquant.io._bits import pack_codes, pack_columns, unpack_columns, unpack_low_first
 
 from .helpers import arrays, FORMATS, KINDS, loss, mlp, weights
 
@@ -167,6 +167,21 @@ def test_what_surrounds_an_array_must_be_equal(getkey, path):
             eqq.load(path, other)
         with pytest.raises(ValueError, match="must fit the model"):
             eqq.io.assign({"model": other}, {"model": tree})
+
+
+@pytest.mark.parametrize("wrap", ["activations", "factors"])
+def test_a_template_without_the_wrappers(getkey, tmp_path, wrap):
+    model, key = mlp(getkey()), getkey()
+    if wrap == "activations":
+        make = lambda: eqq.quantize_tree(model, "int8", activations="int8")
+    else:
+        make = lambda: eqq.loraify(eqq.quantize_tree(model, "nf4"), rank=2, key=key)
+    path = tmp_path / "model.safetensors"
+    eqq.save(path, made := make())
+    assert_equal_trees(eqq.load(path, eqx.filter_eval_shape(make)), made)
+    with pytest.raises(ValueError, match=r"within \w+Array\(.* in `like`. The template must have the same") as raised:
+        eqq.load(path, model)
+    assert "nothing" not in str(raised.value)
 
 
 def test_only_the_adapters(getkey, path):
@@ -388,6 +403,12 @@ def test_packing_in_numpy(bits):
         dense = (codes[..., None] >> np.arange(bits) & 1).reshape(2, -1)  # the first code in the low bits
         packed = np.packbits(dense, axis=-1, bitorder="little")
         np.testing.assert_array_equal(unpack_low_first(packed, bits)[:, :length], codes)
+        columns = np.empty_like(out)
+        pack_columns(np.ascontiguousarray(codes.T), bits, columns)
+        np.testing.assert_array_equal(columns, out)
+        if length % 32 == 0:
+            words = np.ascontiguousarray(packed.view(np.int32).T)
+            np.testing.assert_array_equal(unpack_columns(words, bits), codes.T)
 
 
 def test_a_loaded_array_can_be_donated(tmp_path):

@@ -217,13 +217,45 @@ def test_arrays_as_they_come(tmp_path):
 
 def test_a_file_of_gguf_is_written_again_as_it_was(tmp_path):
     golden = eqq.io.open(GOLDEN / "model.gguf")
-    names = [row.name for row in golden.rows if row.problem is None and row.stored_as != "TQ1_0"]
-    checkpoint = write(tmp_path, golden, "gguf", names={name: name if name in names else None for name in golden})
-    assert len(names) > 15
+    names = [row.name for row in golden.rows if row.problem is None]
+    kept = {name: name if name in names else None for name in golden}
+    checkpoint = write(tmp_path, golden, "gguf", names=kept, types={"*.TQ1_0.*": "TQ1_0"})
+    assert len(names) > 16
     for name in names:
         (old,), (new,) = (c.items_by_name[name].tensors for c in (golden, checkpoint))
         assert (old.dtype, old.shape) == (new.dtype, new.shape)
         assert old.bytes().tobytes() == new.bytes().tobytes(), name
+
+
+def test_types_of_gguf(tmp_path):
+    codes = np.random.default_rng(0).integers(0, 3, (3, 512))
+    arrays = {"a.w": eqq.quantize(jnp.asarray(codes - 1.0), "tq2_0"), "b.w": eqq.quantize(jnp.ones((2, 256)), "q4_0")}
+    checkpoint = write(tmp_path, arrays, "gguf", types={"a.*": "TQ1_0"})
+    assert [row.stored_as for row in checkpoint.rows] == ["TQ1_0", "Q4_0"]
+    assert_same(checkpoint["a.w"], arrays["a.w"])
+    # From one file of GGUF to another types stay, but for those that are quantized again.
+    for format, stored in (
+        (None, "TQ1_0"),
+        ({"b.*": "q8_0", "*": None}, "TQ1_0"),
+        ({"a.*": "q8_0", "*": None}, "Q8_0"),
+    ):
+        eqq.io.convert(checkpoint, tmp_path / "again.gguf", format, dialect="gguf")
+        again = eqq.io.open(tmp_path / "again.gguf")
+        assert again.rows[0].stored_as == stored
+        if stored == "TQ1_0":
+            assert_same(again["a.w"], arrays["a.w"])
+    spoiled = eqx.tree_at(lambda q: q.codes, arrays["a.w"], arrays["a.w"].codes | 3)
+    for bad, types, dialect, message in [
+        (arrays, {"*": "TQ1_0"}, "gguf", "'b.w' .*only TQ2_0 fits the type TQ1_0"),
+        ({"a.w": jnp.ones(256)}, {"a.w": "TQ1_0"}, "gguf", "'a.w' must be in TQ2_0 for the type TQ1_0. Got float32"),
+        (arrays, {"a.w": "Q8_0"}, "gguf", "`types` must be TQ1_0. Got 'Q8_0'"),
+        (arrays, {"c.*": "TQ1_0"}, "gguf", "Got 'c.\\*', which matches none"),
+        (arrays, {"a.w": "TQ1_0"}, "mlx", "`types` are for GGUF. Got some for 'mlx'"),
+        ({"a.w": spoiled}, {"a.w": "TQ1_0"}, "gguf", "'a.w' must be ternary .*Got a code of 3"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            eqq.io.write(tmp_path / "bad", bad, dialect, types=types)
+    assert not (tmp_path / "bad").exists()
 
 
 def test_a_checkpoint_of_mlx_is_written_again_as_it_was(tmp_path):

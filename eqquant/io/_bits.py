@@ -88,6 +88,23 @@ def unpack_high_first(packed: np.ndarray) -> np.ndarray:
     return codes.view(np.uint8)
 
 
+def unpack_columns(words: np.ndarray, bits: int) -> np.ndarray:
+    """Unpacks 32-bit words along the first axis, `(n, rows)`, the first code in the low bits, without gaps."""
+    count, rows = words.shape
+    period = 1 if 8 % bits == 0 else bits  # the words that end with a whole code
+    words = words.reshape(count // period, period, rows)
+    # Narrowing a whole array is faster than copying every fourth byte of it.
+    byte = [(words[:, n // 4] >> np.int32(n % 4 * 8)).astype(np.uint8) for n in range(4 * period)]
+    codes = np.empty((count // period, 32 * period // bits, rows), np.uint8)
+    for n in range(codes.shape[1]):
+        first, low = divmod(n * bits, 8)
+        part = byte[first] >> np.uint8(low)
+        if low + bits > 8:
+            part |= byte[first + 1] << np.uint8(8 - low)
+        np.bitwise_and(part, np.uint8(2**bits - 1), out=codes[:, n])
+    return codes.reshape(-1, rows)
+
+
 def _unpack_straddling(packed: np.ndarray, bits: int) -> np.ndarray:
     """Unpacks codes that straddle bytes: 8 codes in `bits` bytes, which become the 8 bytes of a word."""
     *batch, length = packed.shape
@@ -111,21 +128,58 @@ def _unpack_straddling(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def pack_codes(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Packs codes, `(..., length)`, into bytes, `(..., bytes)`: what `_numerics.packing.pack` does, in NumPy."""
+    """Packs codes, `(..., length)`, into bytes, `(..., bytes)`: what `_numerics.packing.pack` does, in NumPy.
+
+    Both may also be wider integers, whose bytes are codes of different rows.
+    """
     if bits == 8:
         out[...] = codes
         return
-    count, rest = divmod(codes.shape[-1], segment_length(bits))
-    split, size = count * segment_length(bits), count * packed_length(segment_length(bits), bits)
-    if count:
+    split, size = _whole_segments(codes.shape[-1], bits)
+    if split:
         _pack_segments(codes[..., :split], bits, out[..., :size])
-    if rest:
+    if split < codes.shape[-1]:
         _pack_short_segment(codes[..., split:], bits, out[..., size:])
+
+
+def pack_columns(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """Packs codes along the first axis, `(length, rows)`, into bytes along the last one, `(rows, bytes)`."""
+    length, rows = codes.shape
+    if bits == 8:
+        _transpose(codes, out)
+        return
+    split, size = _whole_segments(length, bits)
+    packed = np.empty((out.shape[1], rows), np.uint8)
+    if split:
+        _pack_segments(codes[:split].view(f"V{rows}")[:, 0], bits, packed[:size].view(f"V{rows}")[:, 0])
+    if split < length:
+        last = np.empty((rows, out.shape[1] - size), np.uint8)
+        _pack_short_segment(np.ascontiguousarray(codes[split:].T), bits, last)
+        packed[size:] = last.T
+    _transpose(packed, out)
+
+
+def _transpose(x: np.ndarray, out: np.ndarray) -> None:
+    """Transposes bytes. Eight that end up side by side move as one."""
+    length, rows = x.shape
+    if length % 8 or not out.flags.c_contiguous:
+        out[...] = x.T
+        return
+    eights = np.empty((length // 8, rows, 8), np.uint8)
+    for n in range(8):
+        eights[..., n] = x[n::8]
+    out.view(np.uint64)[...] = eights.view(np.uint64)[..., 0].T
+
+
+def _whole_segments(length: int, bits: int) -> tuple[int, int]:
+    """Returns how many of the codes are in whole segments, and the bytes of these."""
+    count = length // segment_length(bits)
+    return count * segment_length(bits), count * packed_length(segment_length(bits), bits)
 
 
 def _pack_segments(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
     """Packs whole segments: a plane of codes, and a slab of bytes, is one item."""
-    planes, slabs = codes.view(f"V{PLANE}"), out.view(f"V{PLANE}")
+    planes, slabs = codes.view(f"V{PLANE * codes.itemsize}"), out.view(f"V{PLANE * codes.itemsize}")
     per_segment, slabs_per_segment = num_planes(bits), packed_length(segment_length(bits), bits) // PLANE
     of_plane = [as_words(np.ascontiguousarray(planes[..., n::per_segment])) for n in range(per_segment)]
     slab, low = 0, 0

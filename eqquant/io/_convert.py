@@ -1,10 +1,11 @@
 """`eqq.io.convert`: from a checkpoint to one of our files, or another library's, an array at a time."""
 
+import glob
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def convert(
     if dialect is None:
         save(path, _nested(leaves), shard_nbytes=shard_nbytes)
     elif not decisions:
-        _write(opened, opened if each is None else _Watched(opened, each), path, dialect, shard_nbytes)
+        _write(opened, opened if each is None else _Watched(opened, each), path, dialect, shard_nbytes, leaves)
     else:
         check_folder(path)
         if dialect == gguf.NAME:
@@ -129,7 +130,7 @@ def convert(
         with tempfile.TemporaryDirectory(prefix=".eqquant-", dir=path.parent) as folder:
             made = Path(folder) / "model.safetensors"
             save(made, leaves)
-            _write(opened, open(made), path, dialect, shard_nbytes)
+            _write(opened, open(made), path, dialect, shard_nbytes, leaves.keys() - decisions.keys())
     return TreeReport(tuple(rows))
 
 
@@ -140,10 +141,19 @@ _COMPANIONS = (
 )
 
 
-def _write(source: Checkpoint, arrays: Mapping[str, Any], path: Path, dialect: str, shard_nbytes: int | None) -> None:
+def _write(
+    source: Checkpoint,
+    arrays: Mapping[str, Any],
+    path: Path,
+    dialect: str,
+    shard_nbytes: int | None,
+    kept: Collection[str],
+) -> None:
     if dialect == gguf.NAME:
         arrays, metadata = for_llama_cpp(source, arrays)
-        write(path, arrays, dialect, metadata=metadata, shard_nbytes=shard_nbytes)
+        stored = {row.name: row.stored_as for row in source.rows if source.dialect == gguf.NAME and row.name in kept}
+        types = {glob.escape(name): kind for name, kind in stored.items() if kind in gguf.OTHER_TYPES}
+        write(path, arrays, dialect, metadata=metadata, types=types, shard_nbytes=shard_nbytes)
         return
     write(path, arrays, dialect, config=source.config, shard_nbytes=shard_nbytes)
     folder = Path(source.path) if Path(source.path).is_dir() else Path(source.path).parent

@@ -267,11 +267,15 @@ def _tokenizer(model: _Model) -> dict[str, Any]:
             f"library. Got {got[:200]}. Without that file the tokenizer is left out."
         ) from None
     for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
-        found = model.config.get(key)
-        found = generation.get(key) if found is None else found
-        found = found[0] if isinstance(found, list) and found else found
-        if type(found) is int and 0 <= found < model.vocabulary:
-            pairs[f"tokenizer.ggml.{name}_token_id"] = found
+        file, given = "config.json", model.config.get(key)
+        if given is None:
+            file, given = "generation_config.json", generation.get(key)
+        found = given[0] if isinstance(given, list) and given else given
+        if found is None or (found == -1 and type(found) is int):  # both say that there is none
+            continue
+        if type(found) is not int or not 0 <= found < model.vocabulary:
+            model.fail(f"have a token below {model.vocabulary}, the 'vocab_size', for {key!r}", repr(given), file)
+        pairs[f"tokenizer.ggml.{name}_token_id"] = found
     given = settings.get("add_bos_token")
     if not isinstance(given, bool | None):
         model.fail("have true or false for 'add_bos_token'", repr(given), "tokenizer_config.json")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -154,25 +154,45 @@ def check_fits(
     """
     saved_side, template_side = sides
     places = [(leaf, entry_of_leaf(leaf)) for leaf in leaves]
+    known = {leaf.path for leaf in leaves}
+    wrapped = _wrapped(entries, known)
     wrong = []
     for leaf, place in places:
-        saved = entries.get(leaf.path)
+        saved = entries.get(leaf.path, wrapped.get(leaf.path))
         if place is None and saved is None:
             continue
         if saved is None:
             wrong.append(f"{leaf.path}: nothing {saved_side}, {place} {template_side}")
         elif place is None:
             wrong.append(f"{leaf.path}: {saved} {saved_side}, a {type(leaf.value).__name__} {template_side}")
-        elif not saved.goes_into(place):
+        elif leaf.path in wrapped or not saved.goes_into(place):
             wrong.append(f"{leaf.path}: {saved} {saved_side}, {place} {template_side}")
-    known = {leaf.path for leaf in leaves}
+    inside = tuple(f"{path}." for path in wrapped)
     wrong += [
-        f"{path}: {entry} {saved_side}, nothing {template_side}" for path, entry in entries.items() if path not in known
+        f"{path}: {entry} {saved_side}, nothing {template_side}"
+        for path, entry in entries.items()
+        if path not in known and not (entry.within is not None and path.startswith(inside))
     ]
     if wrong:
         more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        raise ValueError(f"{rule}. Got {'; '.join(wrong[:10])}{more}.")
+        hint = (
+            " The template must have the same wrappers: "
+            "`eqx.filter_eval_shape(lambda: eqq.quantize_tree(model, ...))` makes one that takes no memory."
+        )
+        raise ValueError(f"{rule}. Got {'; '.join(wrong[:10])}{more}.{hint if wrapped else ''}")
     return places
+
+
+def _wrapped(entries: Mapping[str, Entry], known: Set[str]) -> dict[str, Entry]:
+    """Returns, for each leaf of a template, what is in the file within a wrapper in its place."""
+    found: dict[str, Entry] = {}
+    for path, entry in entries.items():
+        around = path.rpartition(".")[0] if entry.within is not None and path not in known else ""
+        while around and around not in known:
+            around = around.rpartition(".")[0]
+        if around:
+            found.setdefault(around, entry)
+    return found
 
 
 def _nests(keys: Iterable[tuple[str, ...]]) -> bool:

@@ -39,6 +39,7 @@ def from_codes(
     axes: tuple[int, ...] = (-1,),
     offset: np.ndarray | Nested | None = None,
     least_rows: int = 1,
+    pack: Callable[[np.ndarray, int, np.ndarray], None] = pack_codes,
 ) -> QuantizedArray:
     """Makes a quantized array from unpacked codes.
 
@@ -50,7 +51,8 @@ def from_codes(
         format's scales, or are `Nested`.
     - `shape`, `dtype`, `axes`: those of the result; the axes are the last ones.
     - `source`: the tensor that an error names.
-    - `least_rows`: how many rows to take at a time at least, where fewer do not lie side by side in the file.
+    - `least_rows`: rows are taken in multiples of this, where fewer do not lie side by side in the file.
+    - `pack`: packs what `codes` returns. Another one than `pack_codes` may take codes in another order.
     """
     if any(shape[a] == 0 for a in axes):
         source.fail(f"It must have values along the quantized axis. Got the shape {list(shape)}.")
@@ -58,11 +60,11 @@ def from_codes(
     parts = parts_of(like)
     packed = aligned_empty(parts["codes"].shape, np.uint8)
     rows = packed.reshape(-1, packed.shape[-1])
-    step = max(_CHUNK // max(like._length, 1), least_rows)
+    step = -(-_CHUNK // (like._length * least_rows)) * least_rows
 
     def transcode(start: int) -> None:
         stop = min(start + step, len(rows))
-        pack_codes(codes(start, stop), format.bits, rows[start:stop])
+        pack(codes(start, stop), format.bits, rows[start:stop])
 
     in_threads(transcode, range(0, len(rows), step))
     given = {"codes": packed, "zero_point_bits": _packed_zero_points(zero_point, format, source)}

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def write(
     names: Callable[[str], str | None] | Mapping[str, str | None] | None = None,
     config: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    types: Mapping[str, str] | None = None,
     shard_nbytes: int | None = None,
 ) -> None:
     """Writes arrays for another library to open: llama.cpp, MLX, or transformers with a package for quantization.
@@ -65,6 +67,8 @@ def write(
     - `metadata`: the key-value pairs of GGUF: text, numbers, booleans, and lists of one of them. Whole numbers become
         uint32, or the next larger type that holds them, and others float32; NumPy's keep their type. For the others,
         text by text.
+    - `types`: for GGUF, by globs for names in the file, types other than the one that a format is called as:
+        `{"blk.*": "TQ1_0"}` stores `TQ2_0` in 1.69 bits for each weight. It is the only one.
     - `shard_nbytes`: divides the tensors of a folder among files of at most this size, as far as single tensors allow,
         with a `model.safetensors.index.json` that lists them.
 
@@ -83,7 +87,8 @@ def write(
         near = did_you_mean(dialect.lower(), WRITERS)
         raise ValueError(f"`dialect` must be one of {', '.join(WRITERS)}. Got {dialect!r}. {near}".rstrip())
     sources = _sources(arrays, names)
-    tensors, schemes = _plan(writer, sources)
+    kinds = _kinds(writer, sources, types or {})
+    tensors, schemes = _plan(writer, sources, kinds)
     path, metadata = Path(path), dict(metadata or {})
     if writer is gguf:
         if config is not None:
@@ -150,14 +155,30 @@ def _array(name: str, leaf: Leaf, dialect: str) -> Any:
     return leaf.value
 
 
+def _kinds(writer: Any, names: Iterable[str], types: Mapping[str, str]) -> dict[str, str]:
+    """Returns the types of GGUF that were asked for, by name. The first glob that matches holds."""
+    if types and writer is not gguf:
+        raise ValueError(f"`types` are for GGUF. Got some for {writer.NAME!r}.")
+    if unknown := [kind for kind in types.values() if kind not in gguf.OTHER_TYPES]:
+        raise ValueError(f"`types` must be {' or '.join(gguf.OTHER_TYPES)}. Got {unknown[0]!r}.")
+    kinds = {name: kind for glob, kind in reversed(types.items()) for name in names if fnmatchcase(name, glob)}
+    if idle := [glob for glob in types if not any(fnmatchcase(name, glob) for name in names)]:
+        raise ValueError(f"`types` must match names in the file. Got {idle[0]!r}, which matches none.")
+    return kinds
+
+
 def _plan(
-    writer: Any, sources: Mapping[str, Callable[[], Any]]
+    writer: Any, sources: Mapping[str, Callable[[], Any]], kinds: Mapping[str, str]
 ) -> tuple[list[ToWrite], dict[str, Mapping[str, Any] | None]]:
     """Returns the tensors to write, and what the configuration says of each array.
 
     Every array is read now, for its layout, and again when its tensors are: only one is in memory at a time.
     """
-    layout: Callable[[str], Layout] = lambda name: writer.layout(name, _array(name, sources[name](), writer.NAME))
+
+    def layout(name: str) -> Layout:
+        x = _array(name, sources[name](), writer.NAME)
+        return writer.layout(name, x, kinds[name]) if name in kinds else writer.layout(name, x)
+
     last: dict[str, tuple[ToWrite, ...]] = {}
 
     def read(name: str, n: int) -> np.ndarray:

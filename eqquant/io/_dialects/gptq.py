@@ -17,7 +17,7 @@ import re
 import numpy as np
 
 from ..._array.permuted import permuted
-from .._bits import unpack_low_first
+from .._bits import in_each_byte, pack_codes, pack_columns, unpack_columns, unpack_low_first
 from .._files import Files
 from .._stored import DTYPES, Stored
 from .._transcode import from_codes
@@ -28,6 +28,7 @@ NAME = "gptq"
 
 _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the eight outputs in the order of a word
 _AWQ_ORDER = np.argsort(_AWQ_PLACES)  # the place in a word of each of eight outputs
+_CHUNK = 128  # outputs to take at a time: whole words of AWQ, and 512 bytes of each line of GPTQ's
 
 
 def recognizes(files: Files) -> bool:
@@ -83,12 +84,17 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
             zeros.fail("Got zero points other than the middle, and a configuration that says `sym`.")
 
         def codes(start: int, stop: int) -> np.ndarray:
-            found = _inputs(t, bits, awq, start, stop)
-            return found if order is None else found.take(order, axis=1, mode="wrap")
+            # Copied before it is transposed: the stride of the whole tensor is mostly one that caches dislike.
+            words = np.ascontiguousarray(t.array()[:, start // 8 : stop // 8] if awq else t.array()[:, start:stop])
+            if order is not None:  # whole lines of codes move, not single ones
+                return unpack_columns(words, bits).take(order, axis=0, mode="wrap")
+            words = np.ascontiguousarray(words.T).view(np.uint32)
+            return words if awq else unpack_low_first(words.view(np.uint8), bits)
 
         scales = np.ascontiguousarray(scale.array().T.astype(np.float32))
         zero = None if symmetric else np.ascontiguousarray(zero.T)
-        q = from_codes(codes, scales, zero, format, (out, length), dtype, t, least_rows=128 if awq else 16)
+        pack = _pack_awq if awq else pack_codes if order is None else pack_columns
+        q = from_codes(codes, scales, zero, format, (out, length), dtype, t, least_rows=_CHUNK, pack=pack)
         return permuted(q, order)
 
     stored_as = stored_as if order is None else f"{stored_as}, act-order"
@@ -119,17 +125,14 @@ def _outputs(words: np.ndarray, bits: int, awq: bool) -> np.ndarray:
     return codes.reshape(*codes.shape[:-1], -1, 8)[..., _AWQ_ORDER].reshape(codes.shape) if awq else codes
 
 
-def _inputs(t: Stored, bits: int, awq: bool, start: int, stop: int) -> np.ndarray:
-    """Returns the codes of some outputs: `(stop - start, in)`."""
-    first, last = (start // 8, -(-stop // 8)) if awq else (start, stop)
-    # Copied before it is transposed: the stride of the whole tensor is mostly one that caches dislike.
-    words = np.ascontiguousarray(np.ascontiguousarray(t.array()[:, first:last]).T)
-    if not awq:
-        return unpack_low_first(words.view(np.uint8), bits)
-    fields = words.view(np.uint8).reshape(*words.shape, 4)
-    codes = np.empty((last - first, 8, words.shape[1]), np.uint8)
-    for n in range(4):
-        both = np.ascontiguousarray(fields[..., n])
-        np.bitwise_and(both, np.uint8(15), out=codes[:, _AWQ_PLACES[2 * n]])
-        np.right_shift(both, np.uint8(4), out=codes[:, _AWQ_PLACES[2 * n + 1]])
-    return codes.reshape(-1, words.shape[1])[start - 8 * first : stop - 8 * first]
+def _pack_awq(words: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """Packs words, `(out / 8, in)`, along the inputs, and gives each of the eight outputs its row."""
+    rows = out.reshape(len(words), 8, -1)
+    packed = np.empty((len(words), rows.shape[-1]), np.uint32)
+    for high in (0, 1):
+        codes = words >> np.uint32(4 * high)
+        codes &= in_each_byte(15, codes)
+        pack_codes(codes, bits, packed)
+        for n in range(4):
+            # Narrowing a whole array is faster than copying every fourth byte of it.
+            np.copyto(rows[:, _AWQ_PLACES[2 * n + high]], packed >> np.uint32(8 * n), casting="unsafe")

@@ -26,6 +26,8 @@ FITS = (
     "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 along the last axis, whose length must be a multiple of 32; NVFP4, "
     "of 64, without a scale for the tensor; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS or TQ2_0, of 256"
 )
+# Types that hold the arrays of a format besides the one that is called as it is.
+OTHER_TYPES = {"TQ1_0": "TQ2_0"}
 
 _NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
 _SIZES = {name: (block, nbytes) for name, block, nbytes in TYPES.values()}
@@ -33,8 +35,8 @@ _DENSE = {dtype: name for dtype, name in NAME_OF.items() if name in _NUMBERS}
 _MAX_NAME = 63  # llama.cpp keeps names in 64 bytes, the last of them zero
 
 
-def layout(name: str, x: Any) -> Layout:
-    """Returns the tensor of an array."""
+def layout(name: str, x: Any, kind: str | None = None) -> Layout:
+    """Returns the tensor of an array, of the type that its format is called as, or of another one."""
     if len(name.encode()) > _MAX_NAME:
         raise ValueError(f"{name!r} must have at most {_MAX_NAME} bytes, as llama.cpp wants. Got {len(name.encode())}.")
     if x.ndim > MAX_DIMENSIONS or x.size == 0:
@@ -42,8 +44,12 @@ def layout(name: str, x: Any) -> Layout:
             f"{name!r} must have at most {MAX_DIMENSIONS} dimensions, none of them empty. Got the shape {x.shape}."
         )
     if not isinstance(x, QuantizedArray):
+        if kind is not None:
+            raise ValueError(f"{name!r} must be in {OTHER_TYPES[kind]} for the type {kind}. Got {x.dtype}.")
         return dense(name, x, _DENSE)
-    kind = type(x.format).__name__
+    if kind is not None and type(x.format).__name__ != OTHER_TYPES[kind]:
+        refuse(name, x, f"only {OTHER_TYPES[kind]} fits the type {kind}")
+    kind = kind or type(x.format).__name__
     if x.format != FORMATS.get(kind) or x.axis != -1 or x.shape[-1] % _SIZES[kind][0]:
         refuse(name, x, FITS)
     scales_of(name, x)
@@ -51,7 +57,7 @@ def layout(name: str, x: Any) -> Layout:
         refuse(name, x, "all its offsets must be finite")
     if isinstance(x.format, NVFP4) and isinstance(x.scale_bits, QuantizedArray) and (x.scale_bits.scale != 1).any():
         refuse(name, x, "llama.cpp keeps the scale of a tensor elsewhere, so here it must be one")
-    return Layout((ToWrite(name, kind, x.shape, lambda: _blocks(x, kind)),))
+    return Layout((ToWrite(name, kind, x.shape, lambda: _blocks(name, x, kind)),))
 
 
 class _Floats(NamedTuple):
@@ -65,7 +71,7 @@ class _Floats(NamedTuple):
         return (-self.whole.view(np.float16)).view(np.uint8)
 
 
-def _blocks(q: QuantizedArray, kind: str) -> np.ndarray:
+def _blocks(name: str, q: QuantizedArray, kind: str) -> np.ndarray:
     """Returns the blocks of all rows: bytes."""
     block, nbytes = _SIZES[kind]
     rows, blocks = q.size // q.shape[-1], q.shape[-1] // block
@@ -78,6 +84,8 @@ def _blocks(q: QuantizedArray, kind: str) -> np.ndarray:
         part, done = slice(done, done + len(codes)), done + len(codes)
         of_rows = lambda floats: floats and _Floats(floats.whole[part], floats.codes[part])
         codes = codes.reshape(len(codes), blocks, block)
+        if kind == "TQ1_0" and codes.max(initial=0) > 2:
+            raise ValueError(f"{name!r} must be ternary for the type TQ1_0. Got a code of 3.")
         return np.concatenate(_FIELDS[kind](codes, of_rows(scale), of_rows(offset)), axis=-1)
 
     each_part(q, fields, out)
@@ -106,6 +114,20 @@ def _planes(codes: np.ndarray, bits: int, run: int) -> np.ndarray:
 
 def _nibbles(codes: np.ndarray, run: int = 16) -> np.ndarray:
     return _planes(codes & 15, 4, run)
+
+
+def _trits(codes: np.ndarray) -> np.ndarray:
+    """Packs up to five codes below 3 in a byte: the digits, the first the highest, of a fraction of 243 = 3**5.
+
+    The byte is that fraction of 256, rounded up, so that multiplying by 3 moves the digits out one by one.
+    """
+    parts = []
+    for start, stop, run in ((0, 160, 32), (160, 240, 16), (240, 256, 4)):
+        digits = codes[..., start:stop].reshape(*codes.shape[:-1], -1, run).astype(np.uint16)
+        places = 3 ** np.arange(4, 4 - digits.shape[-2], -1, dtype=np.uint16)
+        number = (digits * places[:, None]).sum(axis=-2, dtype=np.uint16)
+        parts.append(((number * np.uint32(256) + 242) // 243).astype(np.uint8))
+    return np.concatenate(parts, axis=-1)
 
 
 def _high_bits(codes: np.ndarray) -> np.ndarray:
@@ -139,6 +161,7 @@ _FIELDS: dict[str, Callable[[np.ndarray, Any, Any], tuple[np.ndarray, ...]]] = {
     "Q6_K": lambda c, s, o: (_planes(c & 15, 4, 64), _planes(c >> 4, 2, 32), s.codes ^ 128, s.whole),
     "IQ4_NL": lambda c, s, o: (s.whole, _nibbles(c)),
     "IQ4_XS": lambda c, s, o: (s.whole, pack_low_first(s.codes >> 4, 2), pack_low_first(s.codes & 15, 4), _nibbles(c)),
+    "TQ1_0": lambda c, s, o: (_trits(c), s.whole),
     "TQ2_0": lambda c, s, o: (_planes(c, 2, 32), s.whole),
     "MXFP4": lambda c, s, o: (s.whole, _nibbles(c)),
     "NVFP4": lambda c, s, o: (s.codes, _nibbles(c, 8)),

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .._array.array import is_quantized
 from .._array.rotated import RotatedArray
 from .._numerics import hadamard
+from .._types import PyTree
 from .folds import check_outputs, find_folds, find_stream, Fold, multiplied, output_axis, Residual, Rotations, Stream
 from .leaves import Leaf, some
 from .select import select_leaves, Selection, Where

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float, Float32, PyTree
+from jaxtyping import Array, Float, Float32
 
 from .._array.array import is_quantized
 from .._array.quantize import as_method, quantize_array
@@ -18,6 +18,7 @@ from .._array.scaled import ScaledArray
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.inputs import check_statistic
+from .._types import PyTree
 from .folds import check_outputs, divided, find_folds, Fold, Folds, multiplied
 from .leaves import Leaf, some
 from .select import select_leaves, Where

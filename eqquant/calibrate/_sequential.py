@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, DTypeLike, PyTree
+from jaxtyping import Array, DTypeLike
 from rich.progress import Progress
 
 from .._array.activation import ActivationQuantizedArray
@@ -21,6 +21,7 @@ from .._methods import AbstractMethod
 from .._tree.leaves import Leaf, named_leaves, some
 from .._tree.quantize import decide, Decision, quantize_leaf, Rules, with_activations
 from .._tree.select import Where
+from .._types import PyTree
 from ._dataflow import Place, places_of
 from ._observers import Watch
 from ._stats import default_apply, LeafStats, observe_batches, stats_of, watch_leaves, weight_ndim

@@ -58,7 +58,7 @@ class AbstractSmoothing(eqx.Module):
 
 
 class SmoothQuant(AbstractSmoothing):
-    r"""Moves what is large from the inputs to the weights: multiplies weights by
+    r"""Moves large values from the inputs to the weights: multiplies weights by
     $\max|x|^\alpha / \max|w|^{1 - \alpha}$ of each input. For quantized activations.
 
     !!! Example
@@ -229,7 +229,7 @@ def smooth(
     That is exact, and costs nothing at run time. You name such pairs as `fold`. Everywhere else the weight becomes a
     [`eqquant.ScaledArray`][], which multiplies its inputs by a vector.
 
-    Statistics of the result are others: collect them again before you use a method that needs them, such as
+    The result has other statistics: collect them again before you use a method that needs them, such as
     [`eqquant.GPTQ`][].
 
     !!! Example

@@ -180,7 +180,7 @@ def plan_load(
     dequantize: bool = False,
     keep: Sequence[Pattern] = (),
 ) -> LoadPlan:
-    """Says what [`eqquant.io.load_into`][] would do, without reading an array.
+    """Plans what [`eqquant.io.load_into`][] would do, without reading an array.
 
     **Arguments:**
 

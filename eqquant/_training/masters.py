@@ -373,4 +373,8 @@ def _unchanged(x: Any) -> Any:
 
 
 def _describe(x: Any) -> str:
-    return "nothing" if x is None else "a quantized array" if is_quantized(x) else f"a {type(x).__name__}"
+    if x is None:
+        return "nothing"
+    if is_quantized(x):
+        return "a quantized array"
+    return f"a {x.dtype} array" if isinstance(x, jax.Array) else f"a {type(x).__name__}"

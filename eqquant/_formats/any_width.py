@@ -24,7 +24,7 @@ def integer_format(
     r"""Returns an integer format of two to eight bits, to measure how much accuracy each bit buys.
 
     Symmetric: $s = \max|x| / (2^{b-1} - 1)$. Affine: $s = (\max x - \min x) / (2^b - 1)$ over a range that includes
-    zero. Returns [`eqquant.Int8`][] or one of its kin where it has these levels. Others are for analysis: if their
+    zero. Returns [`eqquant.Int8`][] or a related class where one has these levels. Others are for analysis: if their
     blocks do not fill bytes, each code takes a byte in memory, but reports count the bits of a packed code.
 
     !!! Example

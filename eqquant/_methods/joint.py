@@ -25,7 +25,7 @@ _STEPS = np.array([(s, o) for s in (-1, 0, 1) for o in (-1, 0, 1) if s or o], np
 
 
 class JointMSE(AbstractMethod):
-    r"""As [`eqquant.MSE`][], and finds offsets, and both levels of quantized scales, together with the codes.
+    r"""Like [`eqquant.MSE`][], but also finds offsets and both levels of quantized scales, together with the codes.
 
     For GGUF's K-quants ([`eqquant.Q4_K`][] and the like), whose scales and offsets are small integers times floats that
     256 weights share, and for other formats with offsets. Rounding a scale to such an integer moves it far from the

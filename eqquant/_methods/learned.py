@@ -23,8 +23,8 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 class LearnedRounding(AbstractMethod):
     r"""Improves the codes and scales of another method, until the error of the outputs,
-    $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$, hardly falls. $G$ is the mean of $x x^T$ over the inputs of
-    the weight.
+    $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$, stops falling. $G$ is the mean of $x x^T$ over the
+    inputs of the weight.
 
     Takes one column after the other, and moves its codes to the levels that are best for all other columns as they are.
     Then does the same with the scale of each block, by least squares. So the error falls with every step, where

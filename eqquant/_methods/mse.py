@@ -15,7 +15,7 @@ class MSE(AbstractScaleMethod):
     Searches a grid of factors of the format's own scale, then fits the scale to the codes by least squares. The error
     is never larger than with [`eqquant.AbsMax`][]. Works with every format.
 
-    With statistics of the inputs, the squared error of a column counts by the mean square of its input.
+    With statistics of the inputs, the mean square of its input weights the squared error of a column.
 
     !!! Example
 
@@ -27,7 +27,7 @@ class MSE(AbstractScaleMethod):
     **Arguments:**
 
     - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned; for one array, the statistics of its weight, or the
-        mean squares of its inputs, `(*stack, features)`. `None` if all columns count alike.
+        mean squares of its inputs, `(*stack, features)`. `None` if all columns have equal weight.
     """
 
     inputs: Any = None

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 from rich.console import Console
 
 from .._array.array import is_quantized, QuantizedArray
@@ -21,6 +21,7 @@ from .._numerics.blocks import expand
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .._tree.leaves import float_leaves, Leaf, named_leaves, some
 from .._tree.weights import default_skip_reason
+from .._types import PyTree
 
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import PyTree
 
 from .._array.array import is_quantized
 from .._array.axes import memory_order
 from .._docs import fill_doc
+from .._types import PyTree
 from .mask import trainable_mask
 
 

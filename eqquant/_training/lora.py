@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.low_precision import LowPrecisionArray
@@ -29,6 +29,7 @@ from .._methods import AbstractMethod
 from .._tree.leaves import identity, is_mapped, Leaf, named_leaves, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
+from .._types import PyTree
 
 
 class LoraArray(AbstractArrayValue):

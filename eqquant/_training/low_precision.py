@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax.tree_util as jtu
-from jaxtyping import PyTree
 
 from .._array.array import is_quantized
 from .._array.low_precision import LowPrecisionArray
@@ -12,6 +11,7 @@ from .._formats.base import AbstractFormat, as_format
 from .._tree.leaves import identity, key_name, Leaf, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
+from .._types import PyTree
 from .lora import LoraArray
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import equinox as eqx
 import jax.tree_util as jtu
-from jaxtyping import PyTree
 
 from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._array.wrapped import AbstractArrayAround
+from .._types import PyTree
 
 
 def trainable_mask(tree: PyTree) -> PyTree[bool]:

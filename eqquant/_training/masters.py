@@ -9,7 +9,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, UInt32
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.quantize import as_method
@@ -18,6 +18,7 @@ from .._array.simulated import SimulatedArray
 from .._mesh import follow
 from .._methods import AbstractMethod
 from .._tree.leaves import float_leaves, named_leaves, some
+from .._types import PyTree
 from .mask import trainable_mask
 
 
@@ -372,4 +373,8 @@ def _unchanged(x: Any) -> Any:
 
 
 def _describe(x: Any) -> str:
-    return "nothing" if x is None else "a quantized array" if is_quantized(x) else f"a {type(x).__name__}"
+    if x is None:
+        return "nothing"
+    if is_quantized(x):
+        return "a quantized array"
+    return f"a {x.dtype} array" if isinstance(x, jax.Array) else f"a {type(x).__name__}"

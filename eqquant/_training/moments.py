@@ -10,7 +10,6 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from .._array.array import is_quantized
 from .._array.quantize import quantize_array
@@ -20,6 +19,7 @@ from .._formats import Dynamic8
 from .._formats.base import AbstractFormat, as_format
 from .._mesh import full_spec
 from .._tree.leaves import some
+from .._types import PyTree
 from .masters import as_optimizer, FloatMastersState
 
 

@@ -32,14 +32,14 @@ _KEEP_ZEROS |= {"tan", "tanh", "transpose"}
 def checkpoint_quantized(
     fun: Callable[..., Any], format: AbstractFormat | str = "int8", *, policy: Callable[..., bool] | None = None
 ) -> Callable[..., Any]:
-    """Saves what the backward pass of a function needs in few bits.
+    """Saves in few bits what the backward pass of a function needs.
 
-    The forward pass computes what it computes anyway. Of that, the backward pass needs some arrays (*residuals*), which
-    take most of the memory of training. Where `jax.checkpoint` forgets them and computes them again, this quantizes
-    them, along their last axis, and dequantizes them when the backward pass comes to them.
+    The backward pass needs some arrays of the forward pass (*residuals*), which take most of the memory of training.
+    Where `jax.checkpoint` forgets them and computes them again, this quantizes them, along their last axis, and
+    dequantizes them when the backward pass reaches them.
 
-    The result of the function is exact. Its gradient is that of rounded residuals: it has about the relative error that
-    the format has. What the backward pass divides by is not rounded, because rounding sends small numbers to zero.
+    The result of the function is exact. Its gradient is computed from rounded residuals: its relative error is about
+    that of the format. What the backward pass divides by is not rounded, because rounding sends small numbers to zero.
 
     !!! Example
 
@@ -64,7 +64,7 @@ def checkpoint_quantized(
     **Returns:**
 
     A function of the same arguments and results. It works under `jit`, `vmap`, `scan` and `shard_map`, and in forward
-    mode. It has first derivatives: for a second one what was saved counts as constant.
+    mode. It has first derivatives: a second one treats what was saved as constant.
     """
     format = as_format(format)
     # A lambda, since a module that holds arrays has no hash.

@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any
 
 import jax.tree_util as jtu
-from jaxtyping import PyTree
 
 from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized, QuantizedArray
 from .._array.quantize import check_finite
 from .._array.simulated import SimulatedArray
 from .._tree.leaves import named_leaves
+from .._types import PyTree
 
 
 def finalize(tree: PyTree) -> PyTree:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .._array.array import is_quantized
 from .._array.mapped import beside
+from .._types import PyTree
 from .leaves import Leaf, some
 from .patterns import compile_pattern
 from .weights import ineligible_reason, is_embedding, unmappable_reason

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import PyTree
 
 from .._array.array import is_quantized
 from .._array.mapped import AbstractMappedArray
 from .._array.wrapped import AbstractArrayAround, AbstractWrappedArray
+from .._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

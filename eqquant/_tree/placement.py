@@ -8,11 +8,11 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from .._array.array import is_quantized
 from .._array.sharding import leaf_shardings
 from .._mesh import as_named, full_spec, place
+from .._types import PyTree
 from .leaves import Leaf, named_leaves
 from .select import check_patterns, matches, Pattern
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding
-from jaxtyping import DTypeLike, PRNGKeyArray, PyTree
+from jaxtyping import DTypeLike, PRNGKeyArray
 from rich.progress import track
 
 from .._array.activation import ActivationQuantizedArray
@@ -26,6 +26,7 @@ from .._errors import FORMAT_KEYWORDS, teach_keywords
 from .._formats.base import AbstractFormat
 from .._mesh import full_spec
 from .._methods import AbsMax, AbstractMethod
+from .._types import PyTree
 from .leaves import Leaf, some
 from .placement import move, Shardings, wanted_shardings
 from .report import TreeReport

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from rich.console import Group
 from rich.markup import escape
@@ -58,7 +58,7 @@ class TreeReport(Report):
     - `planned`: whether this is a plan, with nothing quantized yet.
     """
 
-    derived = ("nbytes", "dense_nbytes", "params", "bits", "quantized_bits")
+    derived: ClassVar[tuple[str, ...]] = ("nbytes", "dense_nbytes", "params", "bits", "quantized_bits")
 
     leaves: tuple[LeafReport, ...]
     planned: bool = False

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .._array.array import is_quantized
 from .._array.rotated import RotatedArray
 from .._numerics import hadamard
+from .._types import PyTree
 from .folds import check_outputs, find_folds, find_stream, Fold, multiplied, output_axis, Residual, Rotations, Stream
 from .leaves import Leaf, some
 from .select import select_leaves, Selection, Where
@@ -39,7 +40,7 @@ def rotate(
     model up to rounding in float32. Then quantize it as any other: formats and methods see $V$,
     [`eqquant.calibrate.collect_stats`][] sees the rotated inputs, and so do quantized activations. That is what makes
     two and three bits work with one scale for each row, and activations of four bits. Weights in small blocks gain
-    little, because a block already keeps what is large to itself.
+    little, because a large value affects only its own block.
 
     !!! Example
 
@@ -86,11 +87,11 @@ def rotate(
 
     **Raises:**
 
-    `ValueError` if nothing is selected, for another `axis`, or if `seed` is no whole number or negative; if `fold` does
-    not fit: a pattern matches nothing, shapes differ, an array stands in several places, a norm subtracts a mean or
-    adds a bias, only some of the weights that take the same channels are selected, or the outputs on `batches` change.
-    `TypeError` if `where` selects a leaf that is no floating point weight, is quantized, or belongs to a convolution.
-    The message names the leaf.
+    `ValueError` if nothing is selected, for another `axis`, or if `seed` is not a whole number, or negative; if `fold`
+    does not fit: a pattern matches nothing, shapes differ, an array stands in several places, a norm subtracts a mean
+    or adds a bias, only some of the weights that take the same channels are selected, or the outputs on `batches`
+    change. `TypeError` if `where` selects a leaf that is not a floating point weight, is quantized, or belongs to a
+    convolution. The message names the leaf.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(

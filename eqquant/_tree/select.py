@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
-from jaxtyping import PyTree
 
 from .._array.array import is_quantized
+from .._types import PyTree
 from .leaves import Leaf, named_leaves, some
 from .weights import default_skip_reason, ineligible_reason
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float, Float32, PyTree
+from jaxtyping import Array, Float, Float32
 
 from .._array.array import is_quantized
 from .._array.quantize import as_method, quantize_array
@@ -18,6 +18,7 @@ from .._array.scaled import ScaledArray
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.inputs import check_statistic
+from .._types import PyTree
 from .folds import check_outputs, divided, find_folds, Fold, Folds, multiplied
 from .leaves import Leaf, some
 from .select import select_leaves, Where
@@ -57,7 +58,7 @@ class AbstractSmoothing(eqx.Module):
 
 
 class SmoothQuant(AbstractSmoothing):
-    r"""Moves what is large from the inputs to the weights: multiplies weights by
+    r"""Moves large values from the inputs to the weights: multiplies weights by
     $\max|x|^\alpha / \max|w|^{1 - \alpha}$ of each input. For quantized activations.
 
     !!! Example
@@ -228,7 +229,7 @@ def smooth(
     That is exact, and costs nothing at run time. You name such pairs as `fold`. Everywhere else the weight becomes a
     [`eqquant.ScaledArray`][], which multiplies its inputs by a vector.
 
-    Statistics of the result are others: collect them again before you use a method that needs them, such as
+    The result has other statistics: collect them again before you use a method that needs them, such as
     [`eqquant.GPTQ`][].
 
     !!! Example

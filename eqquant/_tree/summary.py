@@ -8,13 +8,14 @@ import jax
 import jax.core
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import DTypeLike, PyTree
+from jaxtyping import DTypeLike
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.low_precision import LowPrecisionArray
 from .._array.mapped import AbstractMappedArray
 from .._array.simulated import SimulatedArray
 from .._array.wrapped import AbstractWrappedArray
+from .._types import PyTree
 from .leaves import array_nbytes, identity, is_mapped, Leaf, named_leaves
 from .report import LeafReport, TreeReport
 from .weights import default_skip_reason, ineligible_reason

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.markup import escape
 from rich.table import Table
@@ -21,7 +21,7 @@ from ._report import as_uses
 class Benchmark(Report):
     """The error and the size of one format on one array. `bits` are per value, including scales."""
 
-    derived = ("compression", "quality")
+    derived: ClassVar[tuple[str, ...]] = ("compression", "quality")
 
     name: str
     format: AbstractFormat
@@ -46,7 +46,7 @@ class Benchmark(Report):
 class Comparison(Report):
     """A comparison of formats. Prints as a table; `report["name"]` returns one row."""
 
-    derived = ("best_by_sqnr.name", "best_by_mse.name", "best_by_quality.name")
+    derived: ClassVar[tuple[str, ...]] = ("best_by_sqnr.name", "best_by_mse.name", "best_by_quality.name")
 
     rows: tuple[Benchmark, ...]
 

@@ -8,10 +8,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 from rich.table import Table
 
 from .._report import Report, report_table
+from .._types import PyTree
 from ._plots import draw_histogram
 from ._sensitivity import check_batch
 

@@ -3,9 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from jaxtyping import PyTree
 from rich.markup import escape
 from rich.table import Table
 
@@ -16,6 +15,7 @@ from .._report import Report, report_table
 from .._tree.leaves import float_leaves, some
 from .._tree.quantize import quantize_tree, Rules
 from .._tree.select import Where
+from .._types import PyTree
 from ._error import decibel, ErrorReport, measure, Real, stored_bits, to_numpy
 from ._plots import draw_bars
 
@@ -38,7 +38,7 @@ class LeafError(Report):
 class TreeErrorReport(Report):
     """The error of each quantized leaf of a model. Prints as a table."""
 
-    derived = ("bits", "mse", "sqnr_db")
+    derived: ClassVar[tuple[str, ...]] = ("bits", "mse", "sqnr_db")
 
     leaves: tuple[LeafError, ...]
 

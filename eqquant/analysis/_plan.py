@@ -4,10 +4,9 @@ import dataclasses
 import glob
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import PyTree
 from rich.markup import escape
 from rich.table import Table
 
@@ -16,6 +15,7 @@ from .._report import Report, report_table, show_bytes
 from .._tree.leaves import array_nbytes, named_leaves, some
 from .._tree.use import Use
 from .._tree.weights import ineligible_reason
+from .._types import PyTree
 from ._knapsack import choose
 from ._plots import draw_bars
 from ._report import show_format
@@ -50,7 +50,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
     The keys of such a mapping are globs, so `glob.escape` escapes each path with `*`, `?` or `[`.
     """
 
-    derived = ("bits", "increase")
+    derived: ClassVar[tuple[str, ...]] = ("bits", "increase")
 
     leaves: tuple[PlannedLeaf, ...]
     target_bits: float

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, PyTree, Scalar
+from jaxtyping import Array, Scalar
 from rich.markup import escape
 from rich.table import Table
 
@@ -24,6 +24,7 @@ from .._tree.leaves import some
 from .._tree.quantize import decide
 from .._tree.select import Where
 from .._tree.use import Use
+from .._types import PyTree
 from ._error import measure, to_numpy
 from ._plots import draw_dots
 from ._report import as_uses, show_format

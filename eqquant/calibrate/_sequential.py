@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, DTypeLike, PyTree
+from jaxtyping import Array, DTypeLike
 from rich.progress import Progress
 
 from .._array.activation import ActivationQuantizedArray
@@ -21,6 +21,7 @@ from .._methods import AbstractMethod
 from .._tree.leaves import Leaf, named_leaves, some
 from .._tree.quantize import decide, Decision, quantize_leaf, Rules, with_activations
 from .._tree.select import Where
+from .._types import PyTree
 from ._dataflow import Place, places_of
 from ._observers import Watch
 from ._stats import default_apply, LeafStats, observe_batches, stats_of, watch_leaves, weight_ndim
@@ -54,12 +55,12 @@ def quantize_sequentially(
 ) -> PyTree:
     r"""Quantizes the weights of a model in the order in which it uses them.
 
-    [`eqquant.quantize_tree`][] with [`eqquant.GPTQ`][] takes the statistics of the float model. Here those of each
-    weight are collected when all weights before it are quantized. And each weight makes up for the errors of those
-    before it: where the float model multiplies $W$ by $x$ and this one by $\hat x$, what is quantized is near the
-    $W'$ for which $W' \hat x$ is nearest to $W x$. Weights that do not depend on each other, such as query, key and
-    value of an attention layer, take one step together. Layers that a `scan` runs are quantized one after the other.
-    Weights that are looked up come first.
+    [`eqquant.quantize_tree`][] with [`eqquant.GPTQ`][] takes the statistics of the float model. This function collects
+    those of each weight after all weights before it are quantized. And each weight makes up for the errors of those
+    before it: where the float model multiplies $W$ by $x$ and this one by $\hat x$, it quantizes a weight near the $W'$
+    for which $W' \hat x$ is nearest to $W x$. Weights that do not depend on each other, such as query, key and value of
+    an attention layer, take one step together. Layers that a `scan` runs are quantized one after the other. Weights
+    that are looked up come first.
 
     For each step the quantized model runs once over the data, and the float model too. They are one program, which is
     compiled once. Only the Gram matrices of one step, and its inputs in one batch, are in memory.

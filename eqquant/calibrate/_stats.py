@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,6 +22,7 @@ from .._report import as_plain, Report, report_table
 from .._tree.leaves import Leaf, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
+from .._types import PyTree
 from ._calibrator import AbstractCalibrator
 from ._observers import is_convolution, Sums, UnevenStackError, Watch, watch_convolution, WatchedArray
 from ._result import CalibrationResult, parameters

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Group
 from rich.markup import escape
@@ -25,7 +25,7 @@ DIALECTS = (gguf, own, torchao, bitsandbytes, gptq, mlx, gpt_oss, compressed_ten
 class CheckpointRow:
     """A row of a `Checkpoint`: one array. `bits` are those of the file, per value."""
 
-    derived = ("bits",)
+    derived: ClassVar[tuple[str, ...]] = ("bits",)
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Checkpoint(Report, Mapping[str, Any]):
     - `rows`: what is known of each array without reading it.
     """
 
-    derived = ("nbytes", "bits")
+    derived: ClassVar[tuple[str, ...]] = ("nbytes", "bits")
 
     path: str
     dialect: str

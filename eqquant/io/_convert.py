@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from .._array.permuted import PermutedArray
 from .._array.quantize import as_method, check_finite, quantize_array
@@ -21,6 +20,7 @@ from .._tree.leaves import named_leaves
 from .._tree.quantize import decide, Decision, Rules
 from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import quantized_row, row_of
+from .._types import PyTree
 from ._atomic import check_folder, replacing
 from ._checkpoint import Checkpoint, open
 from ._deferred import Deferred

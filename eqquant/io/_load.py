@@ -12,7 +12,6 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from .._array.array import QuantizedArray
 from .._array.permuted import PermutedArray
@@ -21,6 +20,7 @@ from .._formats.base import AbstractFormat
 from .._mesh import full_spec
 from .._tree.leaves import Leaf, named_leaves
 from .._tree.placement import Shardings, wanted_shardings
+from .._types import PyTree
 from ._assemble import parts_of
 from ._entry import Entry, entry_of_leaf, is_one
 from ._files import find_files

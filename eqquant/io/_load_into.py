@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 from rich.console import Group
 from rich.markup import escape
 
@@ -23,6 +22,7 @@ from .._report import Report, report_table
 from .._tree.leaves import named_leaves
 from .._tree.placement import move, Shardings, wanted_shardings
 from .._tree.select import check_patterns, matches, Pattern
+from .._types import PyTree
 from ._checkpoint import Checkpoint, open as open_checkpoint
 from ._entry import Entry, entry_of, entry_of_leaf, is_one
 from ._load import own_sharding, to_jax
@@ -180,7 +180,7 @@ def plan_load(
     dequantize: bool = False,
     keep: Sequence[Pattern] = (),
 ) -> LoadPlan:
-    """Says what [`eqquant.io.load_into`][] would do, without reading an array.
+    """Plans what [`eqquant.io.load_into`][] would do, without reading an array.
 
     **Arguments:**
 

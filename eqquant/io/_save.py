@@ -14,9 +14,9 @@ import jax.core
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
 from .._tree.leaves import identity, key_name, Leaf, named_leaves
+from .._types import PyTree
 from ._assemble import parts_of
 from ._atomic import replacing, sync_folder
 from ._deferred import Deferred, Latest

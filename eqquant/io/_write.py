@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import PyTree
 
 from .._errors import did_you_mean
 from .._tree.leaves import Leaf, named_leaves, some
+from .._types import PyTree
 from . import _safetensors
 from ._atomic import replacing
 from ._entry import is_one

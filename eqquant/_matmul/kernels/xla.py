@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
+from ..._types import PyTree
 from .packed import decode_columns, Layout, Packed
 
 

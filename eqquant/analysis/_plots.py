@@ -38,13 +38,13 @@ def axes_or_new(ax: Any, size: tuple[float, float]) -> Any:
     return ax
 
 
-def _finish(ax: Any, title: str, grid: str = "both") -> Any:
-    """Adds a title, a light grid and, if any artist has a label, a legend. Returns the axes."""
+def _finish(ax: Any, title: str, grid: str = "both", **legend: Any) -> Any:
+    """Adds a title, a light grid and, if any artist has a label, a legend in the colour of the axes' labels."""
     ax.set_title(title, fontsize=10)
     ax.grid(axis=grid, alpha=0.3)
     ax.set_axisbelow(True)
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(fontsize=8, framealpha=0, labelcolor=GREY)
+        ax.legend(**{"fontsize": 8, "framealpha": 0, "labelcolor": ax.xaxis.label.get_color(), **legend})
     return ax
 
 
@@ -74,7 +74,9 @@ def draw_bars(
         ax.barh(rows, widths, color=COLOURS[n % len(COLOURS)], label=kind or None)
     _name_rows(ax, names)
     ax.set_xlabel(labels[1])
-    return _finish(ax, labels[0], "x")
+    # Below the axes, since bars may fill them: 36 points, which the label of the x-axis needs.
+    below = -36 * ax.figure.dpi / 72 / ax.get_window_extent().height
+    return _finish(ax, labels[0], "x", loc="upper center", bbox_to_anchor=(0.5, below), ncols=3)
 
 
 def draw_dots(ax: Any, names: Sequence[str], groups: Mapping[str, Sequence[float]], labels: tuple[str, str]) -> Any:
@@ -125,7 +127,7 @@ def _label_points(ax: Any, names: Sequence[str], points: np.ndarray, colours: Se
     for column in columns:
         left = places[column, 0].mean() > middle
         start = places[column, 0].min() - 12 if left else places[column, 0].max() + 12
-        for n, line in _spread(column, places[:, 1], 9.0):
+        for n, line in _spread(column, places[:, 1], 10.0):
             ax.annotate(
                 names[n],
                 points[n],
@@ -133,7 +135,7 @@ def _label_points(ax: Any, names: Sequence[str], points: np.ndarray, colours: Se
                 textcoords="offset points",
                 ha="right" if left else "left",
                 va="center",
-                fontsize=7,
+                fontsize=8,
                 color=colours[n],
                 arrowprops={
                     "arrowstyle": "-",

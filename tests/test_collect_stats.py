@@ -234,6 +234,9 @@ def test_how_outputs_depend_on_lookups():
 
     model = Model(eqx.nn.Embedding(10, 4, key=jr.key(0)), eqx.nn.Linear(4, 1, key=jr.key(1)))
     data = [jnp.asarray([0, 1, 2]), jnp.asarray([3, 3, 4, 5])]
+    both = lambda m: (m.embedding.weight, m.linear.weight)
+    few = collect_stats(model, data[:1], where=both, lookups=True)["embedding.weight"]
+    assert few.axis is None and "3 gradients are too few to say what 4 features do" in few.note
     leaf = collect_stats(model, data, gram=True, lookups=True)["embedding.weight"]
     # With one output, each gradient is the row of the linear layer, up to its sign, once for each lookup.
     outer = np.outer(*[np.asarray(model.linear.weight[0], np.float64)] * 2)
@@ -246,9 +249,10 @@ def test_how_outputs_depend_on_lookups():
 
 def test_lookups_count_for_methods():
     weights = {"table": normal(20, 64), "mix": normal(64, 64, seed=1) * jnp.exp(2 * normal(1, 64, seed=2))}
-    data = [jnp.arange(20)] * 8
+    data = [jnp.arange(20)] * 8  # more gradients than features
     apply = lambda m, i: jnp.tanh(m["table"][i] @ m["mix"].T / 32)
     known = collect_stats(weights, data, apply=apply, gram=True, lookups=True)
+    assert int(known["table"].rows) == 160
     unknown = collect_stats(weights, data, apply=apply, gram=True)
     wanted, rules = apply(weights, data[0]), {"table": "int3", "mix": None}
 

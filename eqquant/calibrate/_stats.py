@@ -48,7 +48,8 @@ class LeafStats:
         for each layer of a stack: `(*stack,)`.
     - `looked_up`: whether the weight was only indexed, as an embedding, so that it has no inputs. With `lookups=True`
         it has a `second_moment` and a `gram` nevertheless: those of the gradients of its entries, in random directions
-        of the outputs. So they say how much an error of an entry changes the outputs.
+        of the outputs. So they say how much an error of an entry changes the outputs. `rows` counts the gradients;
+        a table with fewer of them than features has no statistics.
 
     The statistics are `None` for a weight without observed inputs. In a stack, they are zero (like `rows`) for each
     layer without observed inputs.
@@ -245,6 +246,11 @@ def _with_lookups(stats: LeafStats, tables: Lookups, gram: bool) -> LeafStats:
     rows = tables.rows.get(stats.path)
     if rows is None:
         return stats
+    features = stats.shape[-1]
+    if rows.min() < features:
+        # Errors in the directions that no gradient had would cost nothing.
+        few = f"{stats.note}, and {rows.min():.0f} gradients are too few to say what {features} features do"
+        return dataclasses.replace(stats, note=few)
     mean = tables.gram[stats.path] / np.maximum(rows, 1)[..., None, None]
     return dataclasses.replace(
         stats,

@@ -72,9 +72,9 @@ HALF: dict[str, Any] = {"scale_dtype": "float16"}
 def words(bits: int, size: int | None, positions: int | None = None) -> dict[str, Any]:
     """Rules for what is looked up. Positions, which are few, may have more bits, and token types have."""
     codebooks = {2: eqq.Codebook(NORMAL_2, size, **HALF), 3: eqq.Codebook(NORMAL_3, size, **HALF)}
-    use = lambda bits: eqq.Use(codebooks.get(bits, eqq.NF4(size, **HALF)), eqq.MSE())
-    of_positions = {} if positions is None else {"embeddings.position.*": use(positions)}
-    return {"embeddings.token_type.*": eqq.Int8(), **of_positions, "embeddings.*": use(bits)}
+    of = lambda bits: codebooks.get(bits, eqq.NF4(size, **HALF))
+    of_positions = {} if positions is None else {"embeddings.position.*": of(positions)}
+    return {"embeddings.token_type.*": eqq.Int8(), **of_positions, "embeddings.*": of(bits)}
 
 
 def rounded(format: eqq.AbstractFormat, method: eqq.AbstractMethod | None = None) -> Callable[["Data"], Any]:
@@ -134,7 +134,7 @@ def recipes() -> dict[str, Recipe]:
     int8, affine8 = eqq.Int8(), eqq.Int8(symmetric=False)
     static = eqq.calibrate.MSE(eqq.Int8("tensor", symmetric=False))
     token4 = eqq.Int4(None, symmetric=False)
-    mse, use = eqq.MSE(), lambda format: eqq.Use(format, eqq.MSE())
+    mse = eqq.MSE()
     return {
         "int2 rounded": Recipe(rounded(int2)),
         "int2 MSE": Recipe(rounded(int2, mse)),
@@ -157,10 +157,10 @@ def recipes() -> dict[str, Recipe]:
         "NF4 learned": Recipe(learned(nf4, {})),
         "int3 in order": Recipe(in_order(int3, {}, mse)),
         "2.57": Recipe(learned(int3_128, words(2, None, 3)), 1),
-        "2.76": Recipe(learned(int3, words(2, None), {"value": int5_64, "output": nf4}), 1),
-        "3.30": Recipe(learned(int4, words(2, 64), {"value": int5_64, "output": int5_64}), 1),
+        "2.76": Recipe(learned(int3, words(2, None, 4), {"value": int5_64, "output": nf4}), 1),
+        "3.30": Recipe(learned(int4, words(2, 64, 4), {"value": int5_64, "output": int5_64}), 1),
         "3.78": Recipe(learned(nf4, words(3, 96), {"value": int5_64, "output": int5_64}), 1),
-        "4.13, no data": Recipe(rounded_by({**words(3, 96), "*.value.weight": use(int6), "*": use(int5)})),
+        "4.13, no data": Recipe(rounded_by({**words(3, 96), "*.value.weight": int6, "*": int5})),
         "4.25": Recipe(learned(int5, words(3, 64, 4), {"value": int6, "output": int6}), 1),
         "4.32": Recipe(learned(int5, words(3, 48, 4), {"value": int6, "output": int6}), 1),
         "4.80": Recipe(learned(int5_64, words(4, 64), {"value": int6, "output": int6}), 1),
@@ -174,7 +174,7 @@ def recipes() -> dict[str, Recipe]:
 
 
 def rounded_by(rules: Mapping[str, Any]) -> Callable[["Data"], Any]:
-    return lambda data: eqq.quantize_tree(data.model, rules)
+    return lambda data: eqq.quantize_tree(data.model, rules, method=eqq.MSE())
 
 
 #
@@ -212,7 +212,11 @@ class Data:
         if path.exists():
             return pickle.loads(path.read_bytes())
         model = self.rotated() if rotated else self.model
-        stats = eqq.calibrate.collect_stats(model, self.calibrate_on, apply=tokens, gram=True)
+        stats = dict(eqq.calibrate.collect_stats(model, self.calibrate_on, apply=tokens, gram=True))
+        # How the embeddings of sentences depend on words needs gradients, not tokens without padding.
+        stats |= eqq.calibrate.collect_stats(
+            model, self.train_on, apply=whole_sentences, where=lambda m: m.embeddings, gram=True, lookups=True
+        )
         MODELS.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pickle.dumps(stats))
         return stats
@@ -269,6 +273,10 @@ def full_batches_of(sentences: list[str], size: int = 32) -> list[Batch]:
 
 def tokens(model: minilm.Encoder, batch: Batch) -> Array:
     return jax.vmap(model)(*batch)
+
+
+def whole_sentences(model: minilm.Encoder, batch: Batch) -> Array:
+    return sentences_and_tokens(model, batch)[0]
 
 
 def sentences_and_tokens(model: minilm.Encoder, batch: Batch) -> tuple[Array, Array]:

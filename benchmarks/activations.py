@@ -67,6 +67,7 @@ def rows(recipes: Recipes) -> dict[str, Callable[[], Any]]:
         "int8 x int8, static, percentile": lambda: recipes.static("int8", eqq.calibrate.Percentile(one)),
         "int8 x int8, static, MSE": lambda: recipes.static("int8", eqq.calibrate.MSE(one)),
         "int4 x int8, per token": lambda: recipes.dynamic("int4", AFFINE),
+        "int4 with zero points x int8, per token": lambda: recipes.dynamic(eqq.Int4(64, symmetric=False), AFFINE),
         "int4 GPTQ x int8, per token": lambda: recipes.gptq("int4", AFFINE),
         "int4 GPTQ in order x int8, per token": lambda: recipes.gptq_in_order("int4", AFFINE),
         "fp8 x fp8, per token": lambda: recipes.dynamic("fp8", "fp8"),

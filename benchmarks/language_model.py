@@ -55,6 +55,7 @@ FORMATS = {
     "int2": eqq.Int2(32),
     "q2_k": eqq.Q2_K(),
 }
+AFFINE = eqq.Int4(32, symmetric=False)
 CACHES: dict[str, dict[str, Any]] = {
     "float": {"format": None},
     "int8": {"format": "int8"},
@@ -62,6 +63,8 @@ CACHES: dict[str, dict[str, Any]] = {
     "int4": {"format": "int4"},
     "int4, keys per channel": {"format": "int4", "per_channel": True},
     "nf4, keys per channel": {"format": "nf4", "per_channel": True},
+    "int4 with zero points, keys per channel": {"format": AFFINE, "per_channel": True},
+    "keys as before, values int8": {"format": AFFINE, "values": "int8", "per_channel": True},
 }
 METHODS: dict[str, eqq.AbstractMethod | None] = {
     "rounding": None,
@@ -149,9 +152,9 @@ def formats_table(bench: Bench, names: Sequence[str], methods: Sequence[str], co
 
 def caches_table(bench: Bench, console: Console) -> None:
     table = Table("weights", "cache", "bytes per token", *_COLUMNS, box=box.MARKDOWN)
-    models = {"float32": bench.model, "int8": bench.quantized(FORMATS["int8"], "rounding")}
-    models["int4"] = bench.quantized(FORMATS["int4"], "rounding")
-    for name, model in models.items():
+    weights = {"float32": None, "int8": FORMATS["int8"], "int4": FORMATS["int4"]}
+    for name, format in weights.items():
+        model = bench.model if format is None else eqq.quantize_tree(bench.model, format)
         for kind, cache in CACHES.items():
             empty = eqx.filter_eval_shape(Cache.empty, model.config, 1, 4096, **cache)
             held = [x for layer in empty.layers for x in (layer.keys, layer.values)]

@@ -224,6 +224,63 @@ def test_lookups_are_no_products():
     assert tied["linear.weight"].note == "no batch reached it"
 
 
+def test_how_outputs_depend_on_lookups():
+    class Model(eqx.Module):
+        embedding: eqx.nn.Embedding
+        linear: eqx.nn.Linear
+
+        def __call__(self, i):
+            return self.linear(self.embedding(i))
+
+    model = Model(eqx.nn.Embedding(10, 4, key=jr.key(0)), eqx.nn.Linear(4, 1, key=jr.key(1)))
+    data = [jnp.asarray([0, 1, 2]), jnp.asarray([3, 3, 4, 5])]
+    both = lambda m: (m.embedding.weight, m.linear.weight)
+    few = collect_stats(model, data[:1], where=both, lookups=True)["embedding.weight"]
+    assert few.axis is None and "3 gradients are too few to say what 4 features do" in few.note
+    leaf = collect_stats(model, data, gram=True, lookups=True)["embedding.weight"]
+    # With one output, each gradient is the row of the linear layer, up to its sign, once for each lookup.
+    outer = np.outer(*[np.asarray(model.linear.weight[0], np.float64)] * 2)
+    assert leaf.looked_up and int(leaf.rows) in (5, 6) and "depend on it" in leaf.note
+    of_three = leaf.gram * int(leaf.rows) / outer
+    assert np.ptp(of_three) < 1e-4 and np.isclose(of_three.mean(), [5, 9], atol=1e-4).any()  # 3 + (0 or 4) + 2
+    close(leaf.second_moment, np.diagonal(leaf.gram))
+    assert collect_stats(model, data, lookups=True)["embedding.weight"].gram is None
+
+
+def test_lookups_count_for_methods():
+    weights = {"table": normal(20, 64), "mix": normal(64, 64, seed=1) * jnp.exp(2 * normal(1, 64, seed=2))}
+    data = [jnp.arange(20)] * 8  # more gradients than features
+    apply = lambda m, i: jnp.tanh(m["table"][i] @ m["mix"].T / 32)
+    known = collect_stats(weights, data, apply=apply, gram=True, lookups=True)
+    assert int(known["table"].rows) == 160
+    unknown = collect_stats(weights, data, apply=apply, gram=True)
+    wanted, rules = apply(weights, data[0]), {"table": "int3", "mix": None}
+
+    def error(method):
+        q = eqq.quantize_tree(weights, rules, method=method)
+        return float(jnp.sum(jnp.square(apply({**weights, "table": q["table"].dequantize()}, data[0]) - wanted)))
+
+    rounded = error(eqq.MSE(unknown))
+    assert error(eqq.MSE(known)) < 0.9 * rounded
+    assert error(eqq.GPTQ(known, method=eqq.MSE())) < 0.5 * rounded
+    assert error(eqq.LearnedRounding(known)) < 0.5 * rounded
+    assert error(eqq.GPTQ(unknown, method=eqq.MSE())) == pytest.approx(rounded)
+    # Tables that are quantized already have no gradient.
+    done = {**weights, "table": eqq.quantize(weights["table"], "int8")}
+    assert collect_stats(done, data, apply=apply, lookups=True)["table"].axis is None
+    # A table that is looked up takes no activations.
+    q = eqq.quantize_tree(weights, "int8", activations=known)
+    quantizing = {name for name, x in q.items() if isinstance(x, eqq.ActivationQuantizedArray)}
+    assert quantizing == {"mix"}
+
+
+def test_gradients_of_lookups_that_are_not_finite():
+    apply = lambda m, i: jnp.sqrt(jnp.abs(m["table"][i])) @ m["mix"].T
+    weights = {"table": jnp.zeros((3, 4)), "mix": normal(4, 4)}
+    with pytest.raises(ValueError, match="gradients of table must be finite.*batch 0"):
+        collect_stats(weights, [jnp.arange(3)], apply=apply, lookups=True)
+
+
 @pytest.mark.parametrize(
     "use",
     [

@@ -114,8 +114,11 @@ def test_generation(llama, generate, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("format, per_channel, bound", [("int8", False, 1e-4), ("int4", True, 1e-3)])
-def test_a_quantized_cache_changes_little(llama, generate, format, per_channel, bound):
+@pytest.mark.parametrize(
+    "format, values, per_channel, bound",
+    [("int8", None, False, 1e-4), ("int4", None, True, 1e-3), (eqq.Int4(32, symmetric=False), "int8", True, 3e-4)],
+)
+def test_a_quantized_cache_changes_little(llama, generate, format, values, per_channel, bound):
     """The divergence from the logits with a float cache: of a prompt of 140 tokens, and of 12 that follow."""
     model = generate.random_model("tiny", stacked=True)
     ids = jr.randint(jr.key(0), (1, 152), 0, model.config.vocabulary)
@@ -128,8 +131,8 @@ def test_a_quantized_cache_changes_little(llama, generate, format, per_channel, 
             parts.append(jax.nn.log_softmax(y))
         return jnp.concatenate(parts, axis=1)
 
-    expected = logits()
-    divergence = jnp.sum(jnp.exp(expected) * (expected - logits(format=format, per_channel=per_channel)), axis=-1)
+    expected, cache = logits(), {"format": format, "values": values, "per_channel": per_channel}
+    divergence = jnp.sum(jnp.exp(expected) * (expected - logits(**cache)), axis=-1)
     assert 0 < divergence.mean() < bound
 
 

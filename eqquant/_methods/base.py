@@ -50,7 +50,7 @@ class AbstractMethod(eqx.Module):
     - `inputs`: statistics of the inputs that the weight is multiplied by. Declare it as a field if the method needs
         them. It may map paths of leaves to statistics, as [`eqquant.calibrate.collect_stats`][] returns them; then
         [`eqquant.quantize_tree`][] passes each leaf its own. A weight that is looked up, such as an embedding, has no
-        inputs: it is quantized without them, or by `method`.
+        inputs: it is quantized without them, or by `method`, unless its statistics were collected with `lookups=True`.
     - `method`: another method, which quantizes what has no inputs. Declare it as a field if the method needs `inputs`.
     - `statistic`: which of the statistics the method takes, `"gram"` or `"second_moment"`, so that they are checked.
     """
@@ -99,7 +99,7 @@ class AbstractMethod(eqx.Module):
                 f"{path}. Collect them on the same model, or give this leaf another method."
             )
         inputs = self.inputs[path]
-        if getattr(inputs, "looked_up", False):
+        if getattr(inputs, "looked_up", False) and inputs.axis is None:
             return own.without_inputs()
         return own._with(inputs=inputs)
 

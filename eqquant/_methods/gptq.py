@@ -72,7 +72,8 @@ class GPTQ(AbstractMethod):
         """**Arguments:**
 
         - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned with `gram=True`; for one array, the statistics
-            of its weight. A leaf that is looked up, such as an embedding, is quantized by `method` alone.
+            of its weight. A leaf that is looked up, such as an embedding, is quantized by `method` alone, unless they
+            were collected with `lookups=True`.
         - `gram`: in place of `inputs`, the mean of $x x^T$ for one array: `(*stack, features, features)`. Any multiple
             of it gives the same codes.
         - `damping`: what is added to the diagonal, relative to its mean.

@@ -68,7 +68,8 @@ class LearnedRounding(AbstractMethod):
             of its weight.
         - `gram`: in place of `inputs`, the mean of $x x^T$ for one array: `(*stack, features, features)`.
         - `method`: the method to start from, `eqq.GPTQ(method=eqq.MSE())` by default. If it needs inputs and has none,
-            it takes these. A weight that is looked up is quantized as by `method`.
+            it takes these. A weight that is looked up is quantized as by `method`, unless the statistics were collected
+            with `lookups=True`.
         - `rounds`: how often to go over all codes and all scales.
         - `damping`: what is added to the diagonal of the Gram matrix, relative to its mean.
 

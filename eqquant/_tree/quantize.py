@@ -119,7 +119,7 @@ def _calibrated(leaf: Leaf, stats: Mapping[str, Any]) -> tuple[Activations | Non
             f"`activations` must hold the statistics of this model. Got those of a weight of shape {found.shape} for "
             f"{leaf.path}, of shape {tuple(leaf.value.shape)}. Collect them again."
         )
-    if found.axis is None:
+    if found.axis is None or found.looked_up:
         return None, "; no product was observed, so no activations"
     if not found.rows.all():
         raise ValueError(

@@ -24,6 +24,7 @@ from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
 from .._types import PyTree
 from ._calibrator import AbstractCalibrator
+from ._lookups import Lookups
 from ._observers import is_convolution, Sums, UnevenStackError, Watch, watch_convolution, WatchedArray
 from ._result import CalibrationResult, parameters
 
@@ -46,7 +47,10 @@ class LeafStats:
         twice this matrix.
     - `calibrated`: with a `calibrator`, its [`eqquant.calibrate.CalibrationResult`][] for all values of the inputs, one
         for each layer of a stack: `(*stack,)`.
-    - `looked_up`: whether the weight was only indexed, as an embedding, so that it has no inputs.
+    - `looked_up`: whether the weight was only indexed, as an embedding, so that it has no inputs. With `lookups=True`
+        it has a `second_moment` and a `gram` nevertheless: those of the gradients of its entries, in random directions
+        of the outputs. So they say how much an error of an entry changes the outputs. `rows` counts the gradients;
+        a table with fewer of them than features has no statistics.
 
     The statistics are `None` for a weight without observed inputs. In a stack, they are zero (like `rows`) for each
     layer without observed inputs.
@@ -165,6 +169,7 @@ def collect_stats(
     where: Where | None = None,
     threshold: float | int = 6.0,
     gram: bool = False,
+    lookups: bool = False,
     calibrator: AbstractCalibrator | None = None,
 ) -> ActivationStats:
     """Runs a model on data and collects statistics of the inputs of each weight.
@@ -199,6 +204,8 @@ def collect_stats(
         that [`eqquant.quantize_tree`][] would quantize, and every quantized weight.
     - `threshold`: the magnitude above which a value counts as an outlier.
     - `gram`: whether to keep the Gram matrix of the inputs of each weight: `features**2` numbers of float64.
+    - `lookups`: whether to measure how much the outputs depend on weights that are looked up, such as embeddings, by
+        one backward pass for each batch. Then methods treat them as they treat weights with inputs.
     - `calibrator`: finds the range of all values of the inputs of each weight, for `activations=` of
         [`eqquant.quantize_tree`][]: [`eqquant.calibrate.MSE`][]`("int8")`, for instance, with one scale. By default the
         whole range.
@@ -226,12 +233,34 @@ def collect_stats(
         )
     watched, watches = _watch(model, where, threshold, gram, calibrator)
     run = eqx.filter_jit(default_apply if apply is None else apply)
-    count = observe_batches(run, model, watched, batches, watches)
-    leaves = tuple(stats_of(leaf, watch) for leaf, watch in watches)
+    data = [batches] if isinstance(batches, (jax.Array, np.ndarray)) else batches
+    tables = Lookups(run, model, watches)
+    count = observe_batches(run, model, watched, tables.after_each(data) if lookups else data, watches)
+    leaves = tuple(_with_lookups(stats_of(leaf, watch), tables, gram) for leaf, watch in watches)
     if all(leaf.axis is None for leaf in leaves):
         notes = some(f"{leaf.path}: {leaf.note}" for leaf in leaves)
         raise ValueError(f"A weight must be multiplied with data to be observed. Got none that was ({notes}).")
     return ActivationStats(leaves, count, threshold)
+
+
+def _with_lookups(stats: LeafStats, tables: Lookups, gram: bool) -> LeafStats:
+    rows = tables.rows.get(stats.path)
+    if rows is None:
+        return stats
+    features = stats.shape[-1]
+    if rows.min() < features:
+        # Errors in the directions that no gradient had would cost nothing.
+        few = f"{stats.note}, and {rows.min():.0f} gradients are too few to say what {features} features do"
+        return dataclasses.replace(stats, note=few)
+    mean = tables.gram[stats.path] / np.maximum(rows, 1)[..., None, None]
+    return dataclasses.replace(
+        stats,
+        axis=-1,
+        note=f"{stats.note}, but the outputs depend on it",
+        rows=np.asarray(rows, np.int64),
+        second_moment=np.diagonal(mean, axis1=-2, axis2=-1).copy(),
+        gram=mean if gram else None,
+    )
 
 
 def observe_batches(

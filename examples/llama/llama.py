@@ -33,12 +33,13 @@ class Cache(eqx.Module):
         dtype: DTypeLike = jnp.float32,
         *,
         format: eqq.AbstractFormat | str | None = None,
+        values: eqq.AbstractFormat | str | None = None,
         per_channel: bool = False,
         stacked: bool = False,
     ) -> "Cache":
-        """`stacked`: as the layers of the model. `format`: `None` for floats."""
+        """`stacked`: as the layers of the model. `format`: `None` for floats. `values`: another than that of keys."""
         shape = (batch, config.kv_heads, context, config.head_size)
-        make = lambda: eqq.QuantizedCache.empty(shape, format, per_channel=per_channel, dtype=dtype)
+        make = lambda: eqq.QuantizedCache.empty(shape, format, values, per_channel=per_channel, dtype=dtype)
         if stacked:
             return Cache(eqx.filter_vmap(make, axis_size=config.layers)())
         return Cache(tuple(make() for _ in range(config.layers)))

@@ -17,6 +17,8 @@ import eqquant as eqq
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+# What takes long to compile, and has tests of its own. `nox -s sweep` runs whole pages.
+SLOW = r"GPTQ|HQQ|LearnedRounding|distill|smooth|rotate|Conv2d|learn_scales|loraify"
 ELSEWHERE = {"ecosystem.md": "test_ecosystem.py", "files.md": "test_files.py"}
 
 
@@ -81,12 +83,8 @@ def test_questions():
 
 
 def test_quantize(capsys):
-    assert eqq.is_quantized(run("quantize.md")["small"].layers[0].weight)
+    assert eqq.is_quantized(run("quantize.md", SLOW)["small"].layers[0].weight)
     assert "layers.0.weight" in capsys.readouterr().out
-
-
-# What takes long to compile, and has tests of its own. `nox -s sweep` runs whole pages.
-SLOW = r"GPTQ|LearnedRounding|distill|smooth|rotate|Conv2d"
 
 
 def test_calibrate(capsys):
@@ -102,7 +100,7 @@ def test_mixed_precision(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ("calibrate.md", "mixed_precision.md", "activations.md"))
+@pytest.mark.parametrize("page", ("quantize.md", "calibrate.md", "mixed_precision.md", "activations.md", "training.md"))
 def test_whole_pages(page, capsys):
     assert set(run(page, SLOW)) <= set(run(page))
 
@@ -111,8 +109,10 @@ def _small_minilm(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import minilm
 
-    for name, size in dict(VOCABULARY=64, HEADS=2, HIDDEN=64, INTERMEDIATE=64, LAYERS=1, POSITIONS=16).items():
-        monkeypatch.setattr(minilm, name, size)
+    for name in ("VOCABULARY", "POSITIONS", "TOKEN_TYPES", "HIDDEN", "INTERMEDIATE"):
+        monkeypatch.setattr(minilm, name, 64)  # one shape of weights, so that each format is compiled once
+    monkeypatch.setattr(minilm, "HEADS", 2)
+    monkeypatch.setattr(minilm, "LAYERS", 1)
     ids = jr.randint(jr.key(0), (4, 8), 0, 64)
     monkeypatch.setattr(minilm, "load_model", lambda: minilm.Encoder(jr.key(1)))
     monkeypatch.setattr(minilm, "tokenize", lambda sentences, length: (ids, jnp.ones(ids.shape, bool)))
@@ -147,7 +147,7 @@ def test_activations():
 
 
 def test_training():
-    names = run("training.md")
+    names = run("training.md", SLOW)
     assert np.isfinite(names["loss"]) and not eqq.is_quantized(names["grads"].layers[-1].weight)
 
 

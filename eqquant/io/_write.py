@@ -161,7 +161,7 @@ def _kinds(writer: Any, names: Iterable[str], types: Mapping[str, str]) -> dict[
         raise ValueError(f"`types` are for GGUF. Got some for {writer.NAME!r}.")
     if unknown := [kind for kind in types.values() if kind not in gguf.OTHER_TYPES]:
         raise ValueError(f"`types` must be {' or '.join(gguf.OTHER_TYPES)}. Got {unknown[0]!r}.")
-    kinds = {name: kind for glob, kind in reversed(types.items()) for name in names if fnmatchcase(name, glob)}
+    kinds = {name: kind for glob, kind in reversed(list(types.items())) for name in names if fnmatchcase(name, glob)}
     if idle := [glob for glob in types if not any(fnmatchcase(name, glob) for name in names)]:
         raise ValueError(f"`types` must match names in the file. Got {idle[0]!r}, which matches none.")
     return kinds

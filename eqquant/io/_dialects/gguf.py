@@ -126,11 +126,18 @@ def _q3_k_scales(blocks: np.ndarray) -> np.ndarray:
     return join(unpack_planes(blocks[..., 96:104], 4, 8), unpack_planes(blocks[..., 104:108], 2, 4), 4)
 
 
-def _scales_and_minima(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 8 scales and 8 minima of Q4_K and Q5_K: four of each whole, and of the others the parts."""
-    scale, least, low = (blocks[..., at : at + 4] for at in (4, 8, 12))
-    join = lambda first, low: np.concatenate([first & 63, low | first >> 2 & 48], axis=-1)
-    return join(scale, low & 15), join(least, low >> 4)
+def _eight(at: int, shift: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns a function that reads the 8 scales of Q4_K and Q5_K, or the 8 minima: four whole, of the others parts."""
+
+    def read(blocks: np.ndarray) -> np.ndarray:
+        first, low = take_field(blocks, at, at + 4), take_field(blocks, 12, 16)
+        halves = first & np.uint8(63), low >> np.uint8(shift) & np.uint8(15) | first >> np.uint8(2) & np.uint8(48)
+        out = np.empty((*first.shape[:-1], 2), "V4")
+        for n, half in enumerate(halves):
+            out[..., n] = half.view("V4")[..., 0]
+        return out.view(np.uint8)
+
+    return read
 
 
 def _q5_k_codes(blocks: np.ndarray) -> np.ndarray:
@@ -177,14 +184,14 @@ _LAYOUTS = {
     "Q4_K": _Layout(
         Q4_K(),
         _nibbles(16, 32),
-        lambda b: Nested(_scales_and_minima(b)[0], _float16(0)(b)),
-        lambda b: Nested(_scales_and_minima(b)[1], _float16(2, -1)(b)),
+        lambda b: Nested(_eight(4, 0)(b), _float16(0)(b)),
+        lambda b: Nested(_eight(8, 4)(b), _float16(2, -1)(b)),
     ),
     "Q5_K": _Layout(
         Q5_K(),
         _q5_k_codes,
-        lambda b: Nested(_scales_and_minima(b)[0], _float16(0)(b)),
-        lambda b: Nested(_scales_and_minima(b)[1], _float16(2, -1)(b)),
+        lambda b: Nested(_eight(4, 0)(b), _float16(0)(b)),
+        lambda b: Nested(_eight(8, 4)(b), _float16(2, -1)(b)),
     ),
     "Q6_K": _Layout(Q6_K(), _q6_k_codes, lambda b: Nested(b[..., 192:208] ^ 128, _float16(208)(b))),
     "IQ4_NL": _Layout(IQ4_NL(), _nibbles(2), _float16(0)),

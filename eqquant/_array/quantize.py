@@ -253,7 +253,7 @@ def is_known_not_finite(x: Array) -> bool:
 
 @jax.jit
 def _marks(x: Array) -> Array:
-    return not_finite(x)
+    return not_finite(x[None])
 
 
 @jax.jit

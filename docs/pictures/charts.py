@@ -21,6 +21,14 @@ MEASURED: dict[str, Any] = json.loads((ROOT / "benchmarks" / "pictures.json").re
 ACCURACY: dict[str, Any] = json.loads((ROOT / "benchmarks" / "accuracy.json").read_text())
 
 
+def rows_of(page: str, pattern: str) -> list[tuple[str, ...]]:
+    """What `pattern` finds in a page, whose tables may move to another."""
+    found = re.findall(pattern, (ROOT / "docs" / page).read_text(), re.M)
+    if not found:
+        raise ValueError(f"docs/{page} has no rows like {pattern}: has its table moved?")
+    return found
+
+
 def block(theme: Theme) -> Any:
     """A block of weights, its codes, and what they stand for."""
     values = np.array(MEASURED["block"], np.float32)
@@ -53,10 +61,10 @@ def accuracy(theme: Theme) -> Any:
     ax.set_ylabel("1 - mean cosine with float32", color=theme.muted)
     ax.set_yscale("log")
     # One format for all weights, and mixes by `plan_bits`: a table of the page on mixed precision.
-    table = (ROOT / "docs" / "analysis.md").read_text()
-    found = re.findall(r"\*\*mix\*\* \| \*\*([\d.]+)\*\* \| \*\*([\d.]+)", table)
+    page = "mixed_precision.md"
+    found = rows_of(page, r"\*\*mix\*\* \| \*\*([\d.]+)\*\* \| \*\*([\d.]+)")
     planned = [(float(bits), 1 - float(cosine)) for bits, cosine in found]
-    found = re.findall(r"^\|.*?\| `((?:\w+)\(\))` \| ([\d.]+) \| ([\d.]+) \|", table, re.M)
+    found = rows_of(page, r"^\|.*?\| `((?:\w+)\(\))` \| ([\d.]+) \| ([\d.]+) \|")
     uniform = sorted((float(bits), 1 - float(cosine), name) for name, bits, cosine in found)
     ax.plot(*zip(*((x, y) for x, y, _ in uniform), strict=True), "s", color=theme.muted, label="one format for all")
     for x, y, name in uniform:
@@ -74,7 +82,7 @@ def accuracy(theme: Theme) -> Any:
     peers = sorted((float(key.split(",")[0]), 1 - y) for key, y in ACCURACY["peers"].items() if key[0].isdigit())
     ax.plot(*zip(*peers, strict=True), "D", color=theme.orange, markersize=5, label="the best of other libraries")
     mixes = {name: r[-1] for name, r in ACCURACY["recipes"].items() if name[0].isdigit() and name.endswith("seed 0")}
-    for without, style, label in ((True, "^", "a mix, no data"), (False, "o-", "a mix by GPTQ")):
+    for without, style, label in ((True, "^", "a mix, no data"), (False, "o-", "a mix, statistics of inputs")):
         rows = sorted((r["bits"], 1 - r["cosine"]) for name, r in mixes.items() if ("no data" in name) == without)
         colour = theme.green if without else theme.blue
         ax.plot(*zip(*rows, strict=True), style, color=colour, markersize=6, label=label)

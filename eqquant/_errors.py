@@ -35,6 +35,17 @@ def spell_format(given: Mapping[str, Any]) -> str:
     return f"The format says that: write `eqq.Int{bits}({fields})`."
 
 
+def check_keywords(cls: type, given: Iterable[str]) -> None:
+    """Raises for a keyword that the constructor of a format does not take, and says what it is called here."""
+    parameters = inspect.signature(cls).parameters
+    unknown = [name for name in given if name not in parameters]
+    if unknown and not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        ours = _SPELLINGS.get(unknown[0])
+        hint = f"It is called `{ours}`." if ours in parameters else did_you_mean(unknown[0], parameters)
+        takes = f"It takes {', '.join(parameters) or 'no arguments'}."
+        raise TypeError(f"`{cls.__name__}` has no argument `{unknown[0]}`. {hint or takes}")
+
+
 FORMAT_KEYWORDS = dict.fromkeys(_SPELLINGS, spell_format)
 
 

@@ -6,18 +6,48 @@ import io
 import json
 import math
 import operator
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 
 WIDTH = 80
+
+
+class Name:
+    """A cell of a table that holds names. Where they do not fit they go on in the next line, indented, after a dot."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._parts = re.findall(r"[^./\s]*[./\s]?", name)[:-1]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        lines = [""]
+        for part in self._parts:
+            if lines[-1].strip() and cell_len(lines[-1] + part.rstrip()) > options.max_width:
+                lines.append("  ")
+            lines[-1] += part
+        yield Text("\n".join(lines), overflow="fold")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(self.least_width, cell_len(self.name)).with_maximum(options.max_width)
+
+    @property
+    def least_width(self) -> int:
+        """The smallest width that breaks no word."""
+        return min(cell_len(self.name), 2 + max((cell_len(part.rstrip()) for part in self._parts), default=0))
 
 
 class Report(abc.ABC):
@@ -59,14 +89,19 @@ def _console(report: Report, **kwargs: Any) -> Console:
 
 
 def _least_width(shown: RenderableType) -> int:
-    """Returns the smallest width that truncates no number and leaves text at least 12 columns to wrap into."""
+    """Returns the smallest width that truncates no number, and leaves names 24 columns to wrap into, and text 12."""
     if isinstance(shown, Group):
         return max(map(_least_width, shown.renderables))
     if not isinstance(shown, Table):
         return 0
-    texts = lambda column: (column.header, *column.cells, column.footer)
-    width = lambda column: max(Text.from_markup(str(text)).cell_len for text in texts(column))
-    return sum(3 + (width(c) if c.no_wrap else min(width(c), 12)) for c in shown.columns)
+
+    def least(cell: Any, wraps: bool) -> int:
+        if isinstance(cell, Name):
+            return min(cell.least_width, 24)
+        width = Text.from_markup(str(cell)).cell_len
+        return min(width, 12) if wraps else width
+
+    return sum(3 + max(least(cell, not c.no_wrap) for cell in (c.header, *c.cells, c.footer)) for c in shown.columns)
 
 
 def as_plain(x: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The command line. It uses public names of `eqquant` only, and imports it no sooner than a command needs it."""
+"""The command line. It uses public names of `eqquant` and its tables, and imports them when a command needs them."""

@@ -33,7 +33,8 @@ def bench(
     speed = _copy_speed()
     device = jax.devices()[0]
     typer.echo(f"{device.device_kind}, JAX {jax.__version__}; copies {speed / 1e9:.1f} GB/s")
-    typer.echo(f"{'rows':>5}  {'weight':<44} {'ms':>8} {'x float32':>10} {'of copy':>8}  computed by")
+    width = max(map(len, ("float32", *weights)))
+    typer.echo(f"{'rows':>5}  {'weight':<{width}} {'ms':>8} {'x float32':>10} {'of copy':>8}  computed by")
     for m in rows or (1, 16, 128):
         x = jax.random.normal(jax.random.key(1), (size,) if m == 1 else (size, m))
         variants: dict[str, Any] = {"float32": w, **weights}
@@ -43,7 +44,7 @@ def bench(
             share = q.nbytes / float(np.median(seconds[name])) / speed
             by = "xla" if name == "float32" else eqq.explain_matmul(q, x).implementation
             numbers = f"{1e3 * np.median(seconds[name]):>8.3f} {ratio:>10.2f} {share:>8.0%}"
-            typer.echo(f"{m:>5}  {name:<44} {numbers}  {by}")
+            typer.echo(f"{m:>5}  {name:<{width}} {numbers}  {by}")
 
 
 def _copy_speed() -> float:

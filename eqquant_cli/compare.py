@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .arguments import Json, open_source, Source
-from .output import print_table
+from .arguments import check_output, Json, open_source, Source
+from .output import draw_errors, print_table, replacing
 
 
 def compare(
@@ -15,6 +15,7 @@ def compare(
     b: Annotated[Path, typer.Argument(help="The checkpoint to compare with it.")],
     json: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Draws the errors into an .svg, .png or .pdf file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replaces the picture if it exists.")] = False,
 ) -> None:
     """Compares two checkpoints.
 
@@ -26,6 +27,8 @@ def compare(
 
     import eqquant as eqq
 
+    if plot is not None:
+        check_output(plot, a, plot.suffix if plot.suffix in _PICTURES else _PICTURES[0], force)
     one, other = open_source(a), open_source(b)
     theirs = set(other)  # `in` of a mapping would read each array
     shared = [name for name in one if name in theirs]
@@ -51,7 +54,9 @@ def compare(
         rows.append({"name": name, "stored_as": stored_as, **{k: v for k, v in error.to_dict().items() if k in _SHOWN}})
     missing = sorted({*one, *other} - set(shared))
     if plot is not None:
-        _plot([row["name"] for row in rows], [row["relative_l2"] for row in rows], plot)
+        axes = draw_errors({row["name"]: row["relative_l2"] for row in rows})
+        with replacing(plot) as temporary:
+            axes.figure.savefig(temporary, format=plot.suffix[1:])
     if json:
         typer.echo(json_.dumps({"arrays": rows, "equal": equal, "only_in_one": missing}, indent=1))
         return
@@ -63,21 +68,11 @@ def compare(
         typer.echo(f"{len(missing)} arrays are in one of them only: {', '.join(missing[:10])}")
 
 
-_SHOWN = {"relative_l2": "relative error", "cosine": "cosine", "sqnr_db": "SQNR, dB", "max_error": "largest error"}
+_PICTURES = (".svg", ".png", ".pdf")
+_SHOWN = {"relative_l2": "relative\nerror", "cosine": "cosine", "sqnr_db": "SQNR,\ndB", "max_error": "largest\nerror"}
 
 
 def _is_floating(x: Any) -> bool:
     import jax.numpy as jnp
 
     return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _plot(names: list[str], errors: list[float], path: Path) -> None:
-    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-
-    figure = Figure(figsize=(8, 1 + 0.2 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(names, errors)
-    axes.invert_yaxis()
-    axes.set_xlabel("relative error (L2)")
-    figure.savefig(path)

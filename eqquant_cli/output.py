@@ -1,9 +1,11 @@
-"""Tables on standard output, and a progress bar on standard error."""
+"""Tables on standard output, a progress bar on standard error, and pictures."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 
@@ -14,18 +16,42 @@ if TYPE_CHECKING:
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int]) -> None:
     """Prints a table, as wide as the terminal; where there is none, as wide as it is."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(*headers)
-    for n, column in enumerate(table.columns):
-        column.overflow = "fold"
-        if n in numbers:
-            column.justify, column.no_wrap = "right", True
-    for row in rows:
-        table.add_row(*map(Text, row))
+    from eqquant._report import Name, report_table
+
+    table = report_table(*headers, text=len(headers))
+    for n in numbers:
+        table.columns[n].justify, table.columns[n].no_wrap = "right", True
+    for name, *others in rows:
+        table.add_row(Name(name), *map(Text, others))
     width = None if sys.stdout.isatty() else Console(width=10_000).measure(table).maximum
     Console(width=width).print(table)
+
+
+def draw_errors(errors: Mapping[str, float]) -> Any:
+    """Draws a bar for each array: its relative error. Returns Matplotlib's axes."""
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
+    figure = Figure(figsize=(8, 1 + 0.2 * len(errors)), layout="constrained", facecolor="none")
+    axes = figure.subplots()
+    axes.set_facecolor("none")
+    axes.barh(list(errors), list(errors.values()))
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=7, color="#808080", labelcolor="#808080")
+    axes.set_xlabel("relative error (L2)", color="#808080")
+    return axes
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a path beside `path`. What is written there takes its place if the body raises nothing."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class Progress:

@@ -9,6 +9,7 @@ import typer
 
 from . import arguments
 from .arguments import Axis, Source
+from .output import draw_errors, replacing
 
 
 _PAGE = """<!doctype html>
@@ -57,7 +58,7 @@ def report(
     w = eqq.dequantize(checkpoint[worst[1]])
     q = eqq.quantize(w, picked, axis=-1 if axis is None else axis)
     pictures = [
-        ("The error of each weight", _bars(errors)),
+        ("The error of each weight", _svg(draw_errors(errors))),
         (f"The values of {worst[1]}, whose error is largest", _svg(eqq.analysis.analyze_error(w, q).plot())),
         (f"Error against size, for {worst[1]}", _svg(eqq.analysis.compare_formats(w, axis=q.axis).plot())),
     ]
@@ -73,27 +74,13 @@ def report(
         head=html.escape(head),
         body=f'{body}<h2>All arrays</h2><div class="scroll"><table>{table}</table></div>',
     )
-    temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_text(page)
-    temporary.replace(output)
+    with replacing(output) as temporary:
+        temporary.write_text(page)
     typer.echo(f"{output}: {head}")
 
 
 def _row(tag: str, cells: Any) -> str:
     return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-
-
-def _bars(errors: dict[str, float]) -> str:
-    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-
-    figure = Figure(figsize=(8, 1 + 0.2 * len(errors)), layout="constrained", facecolor="none")
-    axes = figure.subplots()
-    axes.set_facecolor("none")
-    axes.barh(list(errors), list(errors.values()))
-    axes.invert_yaxis()
-    axes.tick_params(labelsize=7, color="#808080", labelcolor="#808080")
-    axes.set_xlabel("relative error (L2)", color="#808080")
-    return _svg(axes)
 
 
 def _svg(axes: Any) -> str:

@@ -51,6 +51,17 @@ def test_inspect(run, checkpoint):
     assert [row["shape"] for row in rows if row["name"] == "embed.weight"] == [[20, 64]]
 
 
+def test_names_are_whole_words(run, tmp_path, monkeypatch):
+    name = "encoder.layer.0.attention.output.LayerNorm_of_the_output.weight"
+    save_file({name: np.ones((1000, 384), np.float32)}, tmp_path / "a.safetensors")
+    save_file({name: np.full((1000, 384), 1.5, np.float32)}, tmp_path / "b.safetensors")
+    out = run("inspect", tmp_path / "a.safetensors")
+    for lines in (out, run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")):
+        words = {word for line in lines.splitlines() for word in line.split()[:1]}
+        assert any(word.endswith("LayerNorm_of_the_output.") or word == name for word in words)
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_quantize(run, checkpoint, tmp_path):
     out = tmp_path / "out.safetensors"
     options = ("--bits", 4, "--group-size", 32, "--skip", "layers.0.*", "--rule", "embed.*=int8")
@@ -233,6 +244,41 @@ def test_no_room_on_the_disk(run, checkpoint, tmp_path, monkeypatch):
     assert "No space left on device" in err and "Traceback" not in err
     assert (tmp_path / "out.safetensors").read_bytes() == b"old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors", "out.safetensors"]
+
+
+@pytest.mark.parametrize("to", ["gguf", "compressed-tensors"])
+def test_what_cannot_be_written_whole_is_not_there(run, checkpoint, tmp_path, monkeypatch, to):
+    original, files = os.fsync, []
+
+    def full(file):
+        files.append(file)
+        if len(files) > (to != "gguf"):  # of a folder, the second file
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        original(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    out = tmp_path / ("out.gguf" if to == "gguf" else "out")
+    assert "File too large: '" in run("convert", checkpoint, out, "--to", to, code=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_picture_that_cannot_be_drawn(run, checkpoint, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    def full(figure, path, **_):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    run("quantize", checkpoint, tmp_path / "out.safetensors")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    compared = ("compare", checkpoint, tmp_path / "out.safetensors", "--plot", tmp_path / "errors.svg")
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", full)
+        assert "No space left" in run(*compared, code=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    run(*compared)
+    assert "`--force` replaces it" in run(*compared, code=1)
+    assert "<svg" in (tmp_path / "errors.svg").read_text()
 
 
 def test_ctrl_c(run, checkpoint, tmp_path, monkeypatch):

@@ -63,6 +63,16 @@ def test_quantize_for_other_libraries(dialect, source, tmp_path, monkeypatch):
     assert {p.name for p in tmp_path.iterdir()} == {"source", out.name}
 
 
+SHAPES = {
+    "model.embed_tokens.weight": (8, 64),
+    "model.layers.0.input_layernorm.weight": (64,),
+    **{f"model.layers.0.self_attn.{part}_proj.weight": (64, 64) for part in "qkvo"},
+    "model.layers.0.post_attention_layernorm.weight": (64,),
+    "model.layers.0.mlp.gate_proj.weight": (32, 64),
+    "model.layers.0.mlp.up_proj.weight": (32, 64),
+    "model.layers.0.mlp.down_proj.weight": (64, 32),
+    "model.norm.weight": (64,),
+}
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 8,
@@ -97,11 +107,9 @@ PIECES = {
 def folder(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
-    weights = {
-        "model.embed_tokens.weight": np.ones((8, 64), np.float32),
-        "model.layers.0.self_attn.q_proj.weight": np.arange(64 * 64, dtype=np.float32).reshape(64, 64),
-        "model.norm.weight": np.ones(64, np.float16),
-    }
+    weights = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+    weights["model.layers.0.self_attn.q_proj.weight"] = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+    weights["model.norm.weight"] = np.ones(64, np.float16)
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(LLAMA))
     return folder
@@ -114,7 +122,8 @@ def to_gguf(folder):
 
 def test_tokenizers_for_llama_cpp(folder):
     out = to_gguf(folder)
-    assert set(out) == {"token_embd.weight", "blk.0.attn_q.weight", "output_norm.weight"}
+    of_layer = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+    assert set(out) == {"token_embd.weight", "output_norm.weight", *(f"blk.0.{name}.weight" for name in of_layer)}
     assert out["output_norm.weight"].dtype == "float32" and out.metadata["llama.attention.head_count_kv"] == 2
     np.testing.assert_array_equal(out["blk.0.attn_q.weight"][:4, 0], np.array([0, 16, 1, 17]) * 64)
     (folder / "tokenizer.json").write_text(json.dumps(BYTES))
@@ -174,27 +183,20 @@ CONFIGS = [
     ("even 'head_dim'", {"num_attention_heads": 64}),
     ("'head_dim'", {"num_attention_heads": 128}),
     (
-        "q_proj.* has the shape .64, 64.. Got .128, 64. from .num_attention_heads",
+        "o_proj.* has the shape .64, 64.. Got .64, 128. from .hidden_size, num_attention_heads",
         {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     ),
     ("k_proj.* has the shape .64, 64.. Got .32, 64.", {"num_key_value_heads": 1}),
     ("'num_key_value_heads' that divide .* Got 3 and 2", {"num_key_value_heads": 3}),
     ("embed_tokens.* Got .8, 32.", {"hidden_size": 32}),
     ("embed_tokens.* Got .30000000, 64.", {"vocab_size": 3 * 10**7}),
-    ("up_proj.* Got .48, 64.", {"intermediate_size": 48}),
+    ("down_proj.* Got .64, 48.", {"intermediate_size": 48}),
     *(("'intermediate_size'", {"intermediate_size": found}) for found in (2**70, 32.0, True)),
     *(("of 1 layers.* Got .* for 'num_hidden_layers'", {"num_hidden_layers": found}) for found in (2, 2**31 - 1)),
     ("'sliding_window'", {"model_type": "mistral", "sliding_window": "x"}),
     *(("below 8, .* for 'eos_token_id'", {"eos_token_id": found}) for found in (8, -2, "2", True, [], [9, 1], 1.0)),
     ("below 8, .* for 'pad_token_id'", {"pad_token_id": 32000}),
 ]
-SHAPES = {
-    "model.embed_tokens.weight": (8, 64),
-    "model.layers.0.self_attn.q_proj.weight": (64, 64),
-    "model.layers.0.self_attn.k_proj.weight": (64, 64),
-    "model.layers.0.mlp.up_proj.weight": (32, 64),
-    "model.norm.weight": (64,),
-}
 ADD = lambda number, content: {**BYTES, "added_tokens": [{"id": number, "content": content}]}
 MODEL = lambda **more: {**BYTES, "model": {**BYTES["model"], **more}}
 TOKENIZERS = [
@@ -256,7 +258,7 @@ def test_what_does_not_agree_is_refused(shared, file, change, message):
         ("model.layers.0.self_attn.q_proj.bias", (32,), "q_proj.bias' has the shape .32,.. Got .64,. from"),
         ("model.layers.0.mlp.up_proj.weight", (32 * 64,), "up_proj.weight' has the shape .2048,.. Got .32, 64."),
         ("model.layers.2.mlp.up_proj.weight", (32, 64), "of 2 layers up to number 2. Got 2 for 'num_hidden_layers'"),
-        ("model.embed_tokens.weight", None, "hold 'model.embed_tokens.weight'"),
+        *((name, None, f"hold {name!r}") for name in SHAPES if "down_proj" in name or "embed" in name),
     ],
 )
 def test_arrays_that_do_not_agree_are_refused(tmp_path, name, shape, message):

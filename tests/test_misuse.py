@@ -207,6 +207,21 @@ def test_a_format_by_the_words_of_others(getkey):
         eqq.quantize_tree([w], num_bits=3, block_size=32, sym=False)
 
 
+@pytest.mark.parametrize(
+    "format, given, says",
+    [
+        (eqq.NF4, {"group_size": 32}, "`NF4` has no argument `group_size`. It is called `block_size`"),
+        (eqq.Int4, {"sym": False}, "It is called `symmetric`"),
+        (eqq.Int4, {"symetric": False}, "Did you mean 'symmetric'"),
+        (eqq.NF4, {"num_bits": 4}, "It takes block_size, double_quant, scale_dtype"),
+        (eqq.MXFP4, {"block_size": 32}, "It takes no arguments"),
+    ],
+)
+def test_fields_that_have_another_name(format, given, says):
+    with pytest.raises(TypeError, match=says):
+        format(**given)
+
+
 def test_swapaxes(getkey):
     q = eqq.quantize(weights(getkey(), (8, 64)))
     with pytest.raises(ValueError, match=r"`axis2` must be one of the 2 axes of \(8, 64\). Got 5"):

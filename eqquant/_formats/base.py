@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
-from .._errors import did_you_mean
+from .._errors import check_keywords, did_you_mean
 from .._numerics.blocks import BlockSize
 from .._numerics.packing import num_planes
 from .._numerics.scale_bits import ScaleDtype
@@ -86,6 +86,12 @@ class AbstractFormat(eqx.Module):
             # A notebook may define a user's class again; the library's own formats cannot be replaced.
             if known is None or not known.__module__.startswith("eqquant."):
                 _FORMATS[name] = cls
+
+    if not TYPE_CHECKING:  # a type checker reads the fields
+
+        def __new__(cls, *args: Any, **fields: Any) -> "AbstractFormat":
+            check_keywords(cls, fields)
+            return super().__new__(cls)
 
     def __check_init__(self) -> None:
         name = type(self).__name__

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._formats.base import AbstractFormat
-from .._report import as_plain, Report, report_table, show_bytes
+from .._report import as_plain, Name, Report, report_table, show_bytes
 
 
 class LeafReport(NamedTuple):
@@ -103,7 +103,7 @@ class TreeReport(Report):
             first = rows[0]
             stored = escape(first.stored_as)
             style = "dim" if first.format is None else None
-            table.add_row(escape(name), stored, escape(first.reason), *_numbers(rows), style=style)
+            table.add_row(Name(name), stored, escape(first.reason), *_numbers(rows), style=style)
         quantized = sum(leaf.format is not None for leaf in self.leaves)
         footers = (f"{quantized} of {len(self.leaves)} quantized", "", "", *_numbers(self.leaves))
         for column, footer in zip(table.columns, footers, strict=True):

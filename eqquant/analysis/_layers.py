@@ -11,7 +11,7 @@ from rich.table import Table
 from .._array.array import QuantizedArray
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
-from .._report import Report, report_table
+from .._report import Name, Report, report_table
 from .._tree.leaves import float_leaves, some
 from .._tree.quantize import quantize_tree, Rules
 from .._tree.select import Where
@@ -67,7 +67,7 @@ class TreeErrorReport(Report):
         for leaf in self.leaves:
             e = leaf.error
             errors = (f"{e.sqnr_db:.2f}", f"{e.rmse:.3e}", f"{e.max_error:.3e}", f"{e.cosine:.6f}")
-            table.add_row(escape(leaf.path), escape(repr(leaf.format)), f"{leaf.bits:.2f}", *errors)
+            table.add_row(Name(leaf.path), escape(repr(leaf.format)), f"{leaf.bits:.2f}", *errors)
         table.add_section()
         total = (f"{self.bits:.2f}", f"{self.sqnr_db:.2f}", f"{math.sqrt(self.mse):.3e}", "", "")
         table.add_row(f"{len(self.leaves)} leaves", "", *total)

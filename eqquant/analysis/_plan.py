@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._formats.base import AbstractFormat
-from .._report import Report, report_table, show_bytes
+from .._report import Name, Report, report_table, show_bytes
 from .._tree.leaves import array_nbytes, named_leaves, some
 from .._tree.use import Use
 from .._tree.weights import ineligible_reason
@@ -82,7 +82,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
         table = report_table("parameter", "stored as", "bits/weight", "size", "loss increase", text=2)
         for leaf in self.leaves:
             numbers = (f"{leaf.bits:.2f}", show_bytes(leaf.nbytes), f"{leaf.increase:.3e}")
-            table.add_row(escape(leaf.group or ", ".join(leaf.paths)), escape(show_format(leaf.format)), *numbers)
+            table.add_row(Name(leaf.group or ", ".join(leaf.paths)), escape(show_format(leaf.format)), *numbers)
         table.add_section()
         nbytes = sum(leaf.nbytes for leaf in self.leaves)
         totals = (f"{self.bits:.3f}", show_bytes(nbytes), f"{self.increase:.3e}")

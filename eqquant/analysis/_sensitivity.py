@@ -19,7 +19,7 @@ from .._array.array import is_quantized
 from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
-from .._report import Report, report_table
+from .._report import Name, Report, report_table
 from .._tree.leaves import some
 from .._tree.quantize import decide
 from .._tree.select import Where
@@ -70,7 +70,7 @@ class SensitivityReport(Report):
         for leaf in self.leaves:
             increase = {f: loss - self.loss for f, loss in zip(leaf.formats, leaf.losses, strict=True)}
             shown = (f"{increase[f]:.3e}" if f in increase else "" for f in formats)
-            table.add_row(escape(leaf.name), *shown)
+            table.add_row(Name(leaf.name), *shown)
         return table
 
     def plot(self, ax: Any = None) -> Any:

@@ -18,7 +18,7 @@ from .._array.mapped import AbstractMappedArray
 from .._array.value import AbstractArrayValue
 from .._formats import Int8
 from .._formats.base import AbstractFormat
-from .._report import as_plain, Report, report_table
+from .._report import as_plain, Name, Report, report_table
 from .._tree.leaves import Leaf, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
@@ -152,12 +152,12 @@ class ActivationStats(Report, Mapping[str, LeafStats]):
         for leaf in self.leaves:
             shape = " x ".join(map(str, leaf.shape))
             if leaf.min is None or leaf.max is None or leaf.second_moment is None:
-                table.add_row(escape(leaf.path), shape, "0", "", "", "", "", escape(leaf.note), style="dim")
+                table.add_row(Name(leaf.path), shape, "0", "", "", "", "", escape(leaf.note), style="dim")
                 continue
             # In a stack, each layer is weighted by its rows.
             rms = math.sqrt(np.average(leaf.second_moment.mean(axis=-1), weights=leaf.rows))
             numbers = (f"{leaf.min.min():.4g}", f"{leaf.max.max():.4g}", f"{rms:.4g}", f"{leaf.outlier_rate:.4%}")
-            table.add_row(escape(leaf.path), shape, f"{leaf.rows.sum():,}", *numbers, escape(leaf.note))
+            table.add_row(Name(leaf.path), shape, f"{leaf.rows.sum():,}", *numbers, escape(leaf.note))
         return table
 
 

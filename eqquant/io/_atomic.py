@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: whoever looks, whenever the process dies, finds the old one or the new one."""
+"""Files and folders that appear whole: whoever looks, whenever the process dies, finds the old one or the new one."""
 
 import contextlib
 import os
@@ -36,10 +36,30 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as e:
         temporary.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.filename is None:  # of a write, such as to a full disk
+            e.filename = str(path)
         raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def making(folder: Path) -> Iterator[Path]:
+    """Yields the folder to write into: the one that exists, or one beside it, which gets its name if nothing raises."""
+    if folder.exists():
+        yield folder
+        return
+    check_folder(folder)
+    temporary = folder.with_name(f".{folder.name[:200]}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        os.replace(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
-from .._report import Report, report_table, show_bytes
+from .._report import Name, Report, report_table, show_bytes
 from ._dialects import bitsandbytes, compressed_tensors, gguf, gpt_oss, gptq, mlx, own, safetensors, torchao
 from ._dialects.item import Item
 from ._files import find_files
@@ -100,11 +100,11 @@ class Checkpoint(Report, Mapping[str, Any]):
             shape = " x ".join(map(str, row.shape)) or "scalar"
             numbers = (f"{row.bits:.2f}", show_bytes(row.nbytes))
             style = "red" if row.problem else "dim" if row.format is None else None
-            table.add_row(escape(row.name), shape, escape(row.stored_as), escape(reads), *numbers, style=style)
+            table.add_row(Name(row.name), shape, escape(row.stored_as), escape(reads), *numbers, style=style)
         quantized = sum(row.format is not None for row in self.rows)
         head = f"{len(self.rows)} arrays, {quantized} of them quantized, {show_bytes(self.nbytes)}"
         # A line for the path, which may be long.
-        return Group(escape(self.path), f"{self.dialect}, {head}, {self.bits:.3f} bits per value", table)
+        return Group(Name(self.path), f"{self.dialect}, {head}, {self.bits:.3f} bits per value", table)
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:

@@ -3,7 +3,6 @@
 import glob
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -21,13 +20,13 @@ from .._tree.quantize import decide, Decision, Rules
 from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import quantized_row, row_of
 from .._types import PyTree
-from ._atomic import check_folder, replacing
+from ._atomic import check_folder
 from ._checkpoint import Checkpoint, open
 from ._deferred import Deferred
 from ._entry import is_one
 from ._llama_cpp import for_llama_cpp
 from ._save import save
-from ._write import write
+from ._write import write, write_beside
 from ._writers import gguf
 
 
@@ -155,12 +154,11 @@ def _write(
         types = {glob.escape(name): kind for name, kind in stored.items() if kind in gguf.OTHER_TYPES}
         write(path, arrays, dialect, metadata=metadata, types=types, shard_nbytes=shard_nbytes)
         return
-    write(path, arrays, dialect, config=source.config, shard_nbytes=shard_nbytes)
     folder = Path(source.path) if Path(source.path).is_dir() else Path(source.path).parent
-    for found in sorted({p for pattern in _COMPANIONS for p in folder.glob(pattern)}) if source.config else ():
-        if found.is_file() and found.resolve() != (path / found.name).resolve():
-            with replacing(path / found.name) as f, found.open("rb") as of:
-                shutil.copyfileobj(of, f)
+    found = {p.name: p for pattern in _COMPANIONS for p in folder.glob(pattern)} if source.config else {}
+    is_other = lambda p: p.is_file() and p.resolve() != (path / p.name).resolve()
+    companions = {name: p for name, p in sorted(found.items()) if is_other(p)}
+    write_beside(companions, path, arrays, dialect, config=source.config, shard_nbytes=shard_nbytes)
 
 
 class _Watched(Mapping[str, Any]):

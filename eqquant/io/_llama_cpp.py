@@ -49,6 +49,7 @@ _PARTS = {
     "mlp.up_proj": ("ffn_up", _INNER, _HIDDEN),
     "mlp.down_proj": ("ffn_down", _HIDDEN, _INNER),
 }
+_OF_QWEN3 = ("self_attn.q_norm", "self_attn.k_norm")
 # The most that it keeps: it has integers of 32 bits, and floats.
 _MOST = {int: 2**31 - 1, float: 3e38}
 # `null` for these says that they follow from the others.
@@ -187,11 +188,14 @@ class _Model:
                 self.fail(must, f"{wanted} from ({', '.join(sizes)})")
             names[name] = row.name
             layers |= set() if layer is None else {layer}
-        if "token_embd.weight" not in names:
-            self.fail("hold 'model.embed_tokens.weight'", "arrays without it", "")
         if len(layers) != self.layers or max(layers) != self.layers - 1:
             must = f"agree with the arrays, of {len(layers)} layers up to number {max(layers, default=None)}"
             self.fail(must, f"{self.layers} for 'num_hidden_layers'")
+        parts = [part for part in _PARTS if self.architecture == "qwen3" or part not in _OF_QWEN3]
+        of_layers = [f"layers.{n}.{part}.weight" for n in range(self.layers) for part in parts]
+        for inner in ("embed_tokens.weight", "norm.weight", *of_layers):
+            if self._renamed(inner)[0] not in names:
+                self.fail(f"hold 'model.{inner}'", "arrays without it", "")
         return names
 
     def _renamed(self, name: str) -> tuple[str, int | None, tuple[str, ...]]:

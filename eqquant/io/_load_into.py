@@ -18,7 +18,7 @@ from .._array.permuted import PermutedArray
 from .._array.value import AbstractArrayValue
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
-from .._report import Report, report_table
+from .._report import Name, Report, report_table
 from .._tree.leaves import named_leaves
 from .._tree.placement import move, Shardings, wanted_shardings
 from .._tree.select import check_patterns, matches, Pattern
@@ -72,10 +72,8 @@ class LoadPlan(Report):
             more = f" and {len(row.sources) - 3} more" if len(row.sources) > 3 else ""
             shape = " x ".join(map(str, row.shape)) or "scalar"
             style = "red" if row.problem else "dim" if row.format is None else None
-            sources = escape(", ".join(row.sources[:3]) + more)
-            table.add_row(
-                escape(row.path), shape, escape(becomes), sources, escape(row.problem or row.how), style=style
-            )
+            sources = Name(", ".join(row.sources[:3]) + more)
+            table.add_row(Name(row.path), shape, escape(becomes), sources, escape(row.problem or row.how), style=style)
         used = sum(len(row.sources) for row in self.rows)
         lines = [f"{len(self.rows)} leaves from {used} arrays"]
         notes = {"left out": self.left_out, "kept from the model": self.kept, "unused": self.unused}

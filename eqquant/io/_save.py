@@ -18,7 +18,7 @@ import numpy as np
 from .._tree.leaves import identity, key_name, Leaf, named_leaves
 from .._types import PyTree
 from ._assemble import parts_of
-from ._atomic import replacing, sync_folder
+from ._atomic import making, replacing, sync_folder
 from ._deferred import Deferred, Latest
 from ._entry import Entry, entry_of_leaf, is_one
 from ._manifest import KEY, leaf_to_json, MAX_KEYS, stored_as, to_stored, VERSION
@@ -170,7 +170,13 @@ def write_shards(
             f"`path` must be a folder with `shard_nbytes`, which writes several files. Got the file {folder}. Remove "
             "it, name another folder, or save without `shard_nbytes`."
         )
-    folder.mkdir(exist_ok=True)
+    with making(folder) as into:
+        _write_shards(into, shards, metadata, of_index)
+
+
+def _write_shards(
+    folder: Path, shards: list[list[ToWrite]], metadata: Mapping[str, str], of_index: Mapping[str, str]
+) -> None:
     token, where = secrets.token_hex(4), {}
     names = [f"model-{n:05}-of-{len(shards):05}-{token}.safetensors" for n in range(1, len(shards) + 1)]
     try:

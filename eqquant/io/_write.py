@@ -1,5 +1,6 @@
 """`eqq.io.write`: arrays as a file that another library opens."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ from .._errors import did_you_mean
 from .._tree.leaves import Leaf, named_leaves, some
 from .._types import PyTree
 from . import _safetensors
-from ._atomic import replacing
+from ._atomic import making, replacing
 from ._entry import is_one
 from ._safetensors import split, ToWrite
 from ._save import check_shard_nbytes, checked_entry, INDEX, shards_in, write_shards
@@ -82,6 +83,21 @@ def write(
     names that repeat, and for a folder with other weights. `TypeError` for values that no such file can hold. In all
     these cases nothing is written.
     """
+    write_beside({}, path, arrays, dialect, names, config, metadata, types, shard_nbytes)
+
+
+def write_beside(
+    companions: Mapping[str, Path],
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, Any] | PyTree,
+    dialect: str,
+    names: Any = None,
+    config: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    types: Mapping[str, str] | None = None,
+    shard_nbytes: int | None = None,
+) -> None:
+    """As `write`; a folder also gets copies of `companions`, files by their names in it."""
     writer = WRITERS.get(dialect)
     if writer is None:
         near = did_you_mean(dialect.lower(), WRITERS)
@@ -105,7 +121,8 @@ def write(
     except TypeError as e:
         raise TypeError(f"`config` must hold what JSON can. {e}") from None
     metadata = {"format": "mlx" if writer is mlx else "pt"} | metadata
-    _write_folder(path, tensors, text, metadata, shard_nbytes)
+    files = {_CONFIG: text.encode(), **{name: file.read_bytes() for name, file in companions.items()}}
+    _write_folder(path, tensors, files, metadata, shard_nbytes)
 
 
 def _sources(arrays: Any, names: Any) -> dict[str, Callable[[], Any]]:
@@ -202,8 +219,13 @@ def _plan(
 
 
 def _write_folder(
-    folder: Path, tensors: list[ToWrite], config: str, metadata: Mapping[str, str], shard_nbytes: int | None
+    folder: Path,
+    tensors: list[ToWrite],
+    files: Mapping[str, bytes],
+    metadata: Mapping[str, str],
+    shard_nbytes: int | None,
 ) -> None:
+    """Writes weights and other files. None of these appears without the others, unless the process is killed."""
     if folder.suffix in (".safetensors", ".gguf") or (folder.exists() and not folder.is_dir()):
         raise ValueError(f"`path` must be a folder, which gets {_FILE} and {_CONFIG}. Got {folder}.")
     if folder.is_dir():
@@ -212,11 +234,12 @@ def _write_folder(
         others = [p.name for p in folder.iterdir() if p.name.endswith(_WEIGHTS) and not ours(p.name)]
         if others:
             raise ValueError(f"{folder} must hold no other weights, which would be read instead. Got {some(others)}.")
-    if shard_nbytes is None:
-        folder.mkdir(exist_ok=True)
-        _safetensors.write(folder / _FILE, tensors, metadata)
-    else:
-        check_shard_nbytes(shard_nbytes)
-        write_shards(folder, split(tensors, shard_nbytes), metadata, {})
-    with replacing(folder / _CONFIG) as f:
-        f.write(config.encode())
+    check_shard_nbytes(shard_nbytes)
+    with contextlib.ExitStack() as whole:
+        into = whole.enter_context(making(folder))
+        for name, content in files.items():
+            whole.enter_context(replacing(into / name)).write(content)
+        if shard_nbytes is None:
+            _safetensors.write(into / _FILE, tensors, metadata)
+        else:
+            write_shards(into, split(tensors, shard_nbytes), metadata, {})

@@ -1,7 +1,8 @@
 """Executes the notebooks of the examples: `python -m tools.notebooks`, and `--write` stores what they show.
 
 Cells run as Jupyter runs them, by IPython, one notebook after the other in one process, so that JAX is imported once.
-An error, a warning, or any output to stderr fails. `EQQUANT_SMOKE=1` makes the notebooks small, as CI runs them.
+An error, a warning, or any output to stderr fails. `EQQUANT_SMOKE=1` makes the notebooks small, as CI runs them: the
+metadata of a cell says which of its words stand for which others then, so that readers do not see it.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
@@ -44,7 +46,14 @@ def _set_figures() -> None:
     )
 
 
-def _outputs(captured: Any, result: Any) -> Iterator[dict[str, Any]]:
+def _source(cell: dict[str, Any], *, smoke: bool) -> str:
+    source = "".join(cell["source"])
+    for whole, small in cell["metadata"].get("smoke", {}).items() if smoke else ():
+        source = source.replace(whole, small)
+    return source
+
+
+def _outputs(captured: Any) -> Iterator[dict[str, Any]]:
     """What the cell has shown, in the form of a notebook."""
     if captured.stdout:
         yield {"name": "stdout", "output_type": "stream", "text": captured.stdout.splitlines(keepends=True)}
@@ -58,7 +67,7 @@ def _lines(svg: str) -> list[str]:
     return [line.strip() + "\n" for line in svg[svg.index("<svg") :].splitlines()]
 
 
-def execute(path: Path, shell: _Shell) -> dict[str, Any]:
+def execute(path: Path, shell: _Shell, *, smoke: bool) -> dict[str, Any]:
     """Returns the notebook with the outputs of its cells."""
     notebook = json.loads(path.read_text())
     shell.reset(new_session=True)
@@ -70,11 +79,11 @@ def execute(path: Path, shell: _Shell) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with capture_output() as captured:
-                result = shell.run_cell("".join(cell["source"]), store_history=False)
+                result = shell.run_cell(_source(cell, smoke=smoke), store_history=False)
         if not result.success or captured.stderr:
             print(captured.stdout, captured.stderr, sep="\n")
             sys.exit(f"{path.name}: cell {n} failed: {result.error_in_exec or result.error_before_exec or 'stderr'}")
-        cell["outputs"] = list(_outputs(captured, result))
+        cell["outputs"] = list(_outputs(captured))
         cell["execution_count"] = count
     return notebook
 
@@ -88,6 +97,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="such as tour; all by default")
     parser.add_argument("--write", action="store_true", help="store the outputs in the notebooks")
     given = parser.parse_args()
+    smoke = "EQQUANT_SMOKE" in os.environ
+    if smoke and given.write:
+        parser.error("What is stored must be of the full size: unset EQQUANT_SMOKE.")
+    # Small programs take longest to compile.
+    jax.config.update("jax_disable_most_optimizations", smoke)
     os.environ["COLUMNS"] = "100"  # the width of tables, whatever terminal this runs in
     shell = _Shell.instance(colors="nocolor")
     _set_figures()
@@ -95,7 +109,7 @@ def main() -> None:
     paths = [FOLDER / f"{name}.ipynb" for name in given.names] or sorted(FOLDER.glob("*.ipynb"))
     for path in paths:
         began = time.perf_counter()
-        notebook = execute(path, shell)
+        notebook = execute(path, shell, smoke=smoke)
         if given.write:
             write(path, notebook)
         print(f"{path.stem}: {time.perf_counter() - began:.0f} s", flush=True)

@@ -240,11 +240,19 @@ def browse(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Runs every example in its small size."""
+    """Runs every example and notebook in its small size."""
     install(session, "examples", weights=True)
     for name in EXAMPLES:
         session.run("python", str(Path("examples") / name), "--smoke", env=shared_programs(session))
+    session.run("python", "-m", "tools.notebooks", env={"EQQUANT_SMOKE": "1", **shared_programs(session)})
     session.run("python", "benchmarks/gpu_matmul.py", "--smoke", "--formats", "NF4")
+
+
+@nox.session
+def notebooks(session: nox.Session) -> None:
+    """Executes the notebooks in full and stores what they show: `-- tour` for one."""
+    install(session, "examples", weights=True)
+    session.run("python", "-m", "tools.notebooks", "--write", *session.posargs, env={"JAX_PLATFORMS": "cpu"})
 
 
 @nox.session

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, PyTree
+from jaxtyping import Array, Float, Float32, Int32
 
 from .._tree.leaves import Leaf
+from .._types import PyTree
 from ._observers import Watch
 
 

@@ -261,7 +261,7 @@ def test_what_cannot_be_written_whole_is_not_there(run, checkpoint, tmp_path, mo
 
     monkeypatch.setattr(os, "fsync", full)
     out = tmp_path / ("out.gguf" if to == "gguf" else "out")
-    assert "File too large: '" in run("convert", checkpoint, out, "--to", to, code=1)
+    assert f"File too large: {out.resolve()}" in run("convert", checkpoint, out, "--to", to, code=1)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 

@@ -24,20 +24,24 @@ WIDTH = 80
 
 
 class Name:
-    """A cell of a table that holds names. Where they do not fit they go on in the next line, indented, after a dot."""
+    """A cell of a table that holds names or formats. What does not fit goes on after a dot or bracket."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._parts = re.findall(r"[^./\s]*[./\s]?", name)[:-1]
+        self._parts = re.findall(r"[^./(\s]*[./(\s]?", name)[:-1]
 
     def __str__(self) -> str:
         return self.name
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        room = options.max_width
+        halves = lambda part: re.findall(r"[^_]*_?", part)[:-1] if cell_len(part.rstrip()) > room else [part]
+        parts = [half for part in self._parts for half in halves(part)]
+        indent = " " * min(2, max(0, room - max((cell_len(part.rstrip()) for part in parts), default=0)))
         lines = [""]
-        for part in self._parts:
-            if lines[-1].strip() and cell_len(lines[-1] + part.rstrip()) > options.max_width:
-                lines.append("  ")
+        for part in parts:
+            if lines[-1].strip() and cell_len(lines[-1] + part.rstrip()) > room:
+                lines.append(indent)
             lines[-1] += part
         yield Text("\n".join(lines), overflow="fold")
 
@@ -47,7 +51,7 @@ class Name:
     @property
     def least_width(self) -> int:
         """The smallest width that breaks no word."""
-        return min(cell_len(self.name), 2 + max((cell_len(part.rstrip()) for part in self._parts), default=0))
+        return max((cell_len(part.rstrip()) for part in self._parts), default=0)
 
 
 class Report(abc.ABC):
@@ -89,7 +93,7 @@ def _console(report: Report, **kwargs: Any) -> Console:
 
 
 def _least_width(shown: RenderableType) -> int:
-    """Returns the smallest width that truncates no number, and leaves names 24 columns to wrap into, and text 12."""
+    """Returns the smallest width that truncates no number, and leaves names 20 columns to wrap into, and text 12."""
     if isinstance(shown, Group):
         return max(map(_least_width, shown.renderables))
     if not isinstance(shown, Table):
@@ -97,7 +101,7 @@ def _least_width(shown: RenderableType) -> int:
 
     def least(cell: Any, wraps: bool) -> int:
         if isinstance(cell, Name):
-            return min(cell.least_width, 24)
+            return min(cell.least_width, 20)
         width = Text.from_markup(str(cell)).cell_len
         return min(width, 12) if wraps else width
 

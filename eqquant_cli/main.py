@@ -43,6 +43,8 @@ def _handle(e: Exception, debug: bool) -> NoReturn:
     if debug:
         raise e
     text = e.args[0] if isinstance(e, KeyError) and e.args else str(e) or type(e).__name__
+    if isinstance(e, OSError) and e.strerror and e.filename:
+        text = f"{e.strerror}: {e.filename}"
     known = isinstance(e, ValueError | TypeError | KeyError | OSError | ImportError)
     _stop(str(text) if known else f"{text}\nThis is a mistake of eqquant: `--debug` shows where.", 1)
 

@@ -60,6 +60,8 @@ def test_names_are_whole_words(run, tmp_path, monkeypatch):
         words = {word for line in lines.splitlines() for word in line.split()[:1]}
         assert any(word.endswith("LayerNorm_of_the_output.") or word == name for word in words)
     assert max(map(len, out.splitlines())) <= 80
+    run("quantize", tmp_path / "a.safetensors", tmp_path / "q.safetensors", "--format", "nf4")
+    assert "  NF4()  " in run("inspect", tmp_path / "q.safetensors")  # without the fields that are defaults
 
 
 def test_quantize(run, checkpoint, tmp_path):
@@ -150,6 +152,7 @@ def test_formats(run):
     rows = {row["name"]: row for row in json.loads(run("formats", "--json"))}
     assert rows["nf4"]["bits"] == 4.5 and rows["codebook"]["bits"] is None
     assert "nf4(block_size=64" in run("formats")
+    assert not any(set(row["what"]) & set("\\$[") for row in rows.values())
 
 
 def test_bench(run):
@@ -258,7 +261,7 @@ def test_what_cannot_be_written_whole_is_not_there(run, checkpoint, tmp_path, mo
 
     monkeypatch.setattr(os, "fsync", full)
     out = tmp_path / ("out.gguf" if to == "gguf" else "out")
-    assert "File too large: '" in run("convert", checkpoint, out, "--to", to, code=1)
+    assert f"File too large: {out.resolve()}" in run("convert", checkpoint, out, "--to", to, code=1)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 

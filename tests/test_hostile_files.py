@@ -317,6 +317,11 @@ def act_order(path):
     save_file({**tensors, "l.g_idx": np.tile(np.arange(2, dtype=np.int32), 32)}, path)
 
 
+def awq(path):
+    words = lambda *shape: np.arange(np.prod(shape), dtype=np.int32).reshape(shape) * 1_234_567
+    save_file({"l.qweight": words(64, 2), "l.qzeros": words(2, 2), "l.scales": np.ones((2, 16), np.float16)}, path)
+
+
 def torchao(path):
     about = lambda kind, **data: json.dumps({"_type": kind, "_data": data, "_tensor_data_names": []})
     parts = {
@@ -345,6 +350,7 @@ SEEDS = {
     "gptq": gptq,
     "mlx": mlx,
     "act-order": act_order,
+    "awq": awq,
     "torchao": torchao,
     "compressed-tensors": compressed,
     "small-floats": small_floats,

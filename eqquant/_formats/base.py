@@ -103,7 +103,10 @@ class AbstractFormat(eqx.Module):
                 )
             # A default is an attribute of the class alone. Equinox marks a module without attributes of its own by
             # objects that a pickle copies, so that it would no longer equal itself.
-            object.__setattr__(self, field.name, getattr(self, field.name))
+            value = getattr(self, field.name)
+            # What equals the default is the default, even if a file says so: `repr` leaves out only that very object.
+            same = type(value) is type(field.default) and value == field.default
+            object.__setattr__(self, field.name, field.default if same else value)
         if self.bits not in range(1, 9):
             raise ValueError(f"`bits` of {name} must be from 1 to 8. Got {self.bits}.")
         if isinstance(self.block_size, np.integer):  # so that it prints, compares and is saved as the number that it is

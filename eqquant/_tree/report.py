@@ -101,7 +101,7 @@ class TreeReport(Report):
         ordered = sorted(self.leaves, key=lambda leaf: leaf.format is None)  # what is quantized comes first
         for name, rows in [(leaf.path, [leaf]) for leaf in ordered] if every_leaf else _grouped(ordered):
             first = rows[0]
-            stored = escape(first.stored_as)
+            stored = Name(first.stored_as)
             style = "dim" if first.format is None else None
             table.add_row(Name(name), stored, escape(first.reason), *_numbers(rows), style=style)
         quantized = sum(leaf.format is not None for leaf in self.leaves)

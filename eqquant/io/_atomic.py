@@ -56,8 +56,10 @@ def making(folder: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, folder)
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(e, OSError) and isinstance(e.filename, str):
+            e.filename = e.filename.replace(temporary.name, folder.name)
         raise
     sync_folder(folder.parent)
 

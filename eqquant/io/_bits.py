@@ -88,10 +88,15 @@ def unpack_high_first(packed: np.ndarray) -> np.ndarray:
     return codes.view(np.uint8)
 
 
-def unpack_columns(words: np.ndarray, bits: int) -> np.ndarray:
-    """Unpacks 32-bit words along the first axis, `(n, rows)`, the first code in the low bits, without gaps."""
+def unpack_columns(words: np.ndarray, bits: int, order: np.ndarray) -> np.ndarray:
+    """Unpacks 32-bit words along the first axis, `(n, rows)`, the first code in the low bits, without gaps.
+
+    Returns the codes in another order, whole lines of them: `order` has the number of each.
+    """
+    if 8 % bits == 0:
+        return _take_columns(words, bits, order)
     count, rows = words.shape
-    period = 1 if 8 % bits == 0 else bits  # the words that end with a whole code
+    period = bits  # the words that end with a whole code
     words = words.reshape(count // period, period, rows)
     # Narrowing a whole array is faster than copying every fourth byte of it.
     byte = [(words[:, n // 4] >> np.int32(n % 4 * 8)).astype(np.uint8) for n in range(4 * period)]
@@ -102,7 +107,23 @@ def unpack_columns(words: np.ndarray, bits: int) -> np.ndarray:
         if low + bits > 8:
             part |= byte[first + 1] << np.uint8(8 - low)
         np.bitwise_and(part, np.uint8(2**bits - 1), out=codes[:, n])
-    return codes.reshape(-1, rows)
+    return codes.reshape(-1, rows).take(order, axis=0, mode="wrap")
+
+
+def _take_columns(words: np.ndarray, bits: int, order: np.ndarray) -> np.ndarray:
+    """As `unpack_columns`, for codes that divide a byte: whole arrays shift, and the order finds where they end up."""
+    count, rows = words.shape
+    per_byte = 8 // bits
+    codes = np.empty((per_byte, 4, count, rows), np.uint8)
+    for n in range(4):
+        np.copyto(codes[-1, n], words >> np.int32(8 * n), casting="unsafe")
+    byte = as_words(codes[-1])
+    for n in range(per_byte if bits < 8 else 0):  # the last one in place
+        part = np.right_shift(byte, byte.dtype.type(n * bits), out=as_words(codes[n]))
+        part &= in_each_byte(2**bits - 1, part)
+    word, within = np.divmod(order, 4 * per_byte)
+    n, code = np.divmod(within, per_byte)
+    return codes.reshape(-1, rows).take((code * 4 + n) * count + word, axis=0, mode="wrap")
 
 
 def _unpack_straddling(packed: np.ndarray, bits: int) -> np.ndarray:

@@ -100,7 +100,7 @@ class Checkpoint(Report, Mapping[str, Any]):
             shape = " x ".join(map(str, row.shape)) or "scalar"
             numbers = (f"{row.bits:.2f}", show_bytes(row.nbytes))
             style = "red" if row.problem else "dim" if row.format is None else None
-            table.add_row(Name(row.name), shape, escape(row.stored_as), escape(reads), *numbers, style=style)
+            table.add_row(Name(row.name), shape, escape(row.stored_as), Name(reads), *numbers, style=style)
         quantized = sum(row.format is not None for row in self.rows)
         head = f"{len(self.rows)} arrays, {quantized} of them quantized, {show_bytes(self.nbytes)}"
         # A line for the path, which may be long.

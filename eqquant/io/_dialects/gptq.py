@@ -86,8 +86,8 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
         def codes(start: int, stop: int) -> np.ndarray:
             # Copied before it is transposed: the stride of the whole tensor is mostly one that caches dislike.
             words = np.ascontiguousarray(t.array()[:, start // 8 : stop // 8] if awq else t.array()[:, start:stop])
-            if order is not None:  # whole lines of codes move, not single ones
-                return unpack_columns(words, bits).take(order, axis=0, mode="wrap")
+            if order is not None:
+                return unpack_columns(words, bits, order)
             words = np.ascontiguousarray(words.T).view(np.uint32)
             return words if awq else unpack_low_first(words.view(np.uint8), bits)
 

@@ -53,11 +53,12 @@ def accuracy(theme: Theme) -> Any:
     ax.set_ylabel("1 - mean cosine with float32", color=theme.muted)
     ax.set_yscale("log")
     # One format for all weights, and mixes by `plan_bits`: a table of the page on mixed precision.
-    table = (ROOT / "docs" / "analysis.md").read_text()
+    table = (ROOT / "docs" / "mixed_precision.md").read_text()
     found = re.findall(r"\*\*mix\*\* \| \*\*([\d.]+)\*\* \| \*\*([\d.]+)", table)
     planned = [(float(bits), 1 - float(cosine)) for bits, cosine in found]
     found = re.findall(r"^\|.*?\| `((?:\w+)\(\))` \| ([\d.]+) \| ([\d.]+) \|", table, re.M)
     uniform = sorted((float(bits), 1 - float(cosine), name) for name, bits, cosine in found)
+    assert planned and uniform, "The table of plans is not on its page."
     ax.plot(*zip(*((x, y) for x, y, _ in uniform), strict=True), "s", color=theme.muted, label="one format for all")
     for x, y, name in uniform:
         ax.annotate(
@@ -74,7 +75,7 @@ def accuracy(theme: Theme) -> Any:
     peers = sorted((float(key.split(",")[0]), 1 - y) for key, y in ACCURACY["peers"].items() if key[0].isdigit())
     ax.plot(*zip(*peers, strict=True), "D", color=theme.orange, markersize=5, label="the best of other libraries")
     mixes = {name: r[-1] for name, r in ACCURACY["recipes"].items() if name[0].isdigit() and name.endswith("seed 0")}
-    for without, style, label in ((True, "^", "a mix, no data"), (False, "o-", "a mix by GPTQ")):
+    for without, style, label in ((True, "^", "a mix, no data"), (False, "o-", "a mix by LearnedRounding")):
         rows = sorted((r["bits"], 1 - r["cosine"]) for name, r in mixes.items() if ("no data" in name) == without)
         colour = theme.green if without else theme.blue
         ax.plot(*zip(*rows, strict=True), style, color=colour, markersize=6, label=label)

@@ -98,17 +98,18 @@ def main(*, smoke: bool, wanted: str) -> None:
     reference = sentences_and_scores.embed_all(model, ids, mask)
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("weights x activations", no_wrap=True)
-    for header in ("mean\ncosine", "time of\nfloat32", "of up, 16 sentences"):
+    for header in ("mean\ncosine", "worst", "time of\nfloat32", "of up, 16 sentences"):
         table.add_column(header, justify="right")
     for name, recipe in rows(recipes).items():
         if wanted not in name or (smoke and not name.startswith(("int8 x int8, per", "int8 x int8, static, whole"))):
             continue
         q = recipe()
-        cosine = float(np.sum(sentences_and_scores.embed_all(q, ids, mask) * reference, axis=1).mean())
+        cosines = np.sum(sentences_and_scores.embed_all(q, ids, mask) * reference, axis=1)
         float32, quantized = seconds_of(model, q, ids[:32], mask[:32], rounds)
         up = q.layers[0].up.weight
         how = eqq.explain_matmul(jax.ShapeDtypeStruct((16 * accuracy.TOKENS, up.shape[1]), np.float32), up.T)
-        row = (name, f"{cosine:.4f}", f"{quantized / float32:.2f}", f"{how.implementation}: {how.types}")
+        accurate = f"{cosines.mean():.4f}", f"{cosines.min():.4f}"
+        row = (name, *accurate, f"{quantized / float32:.2f}", f"{how.implementation}: {how.types}")
         console.print("  ".join(row))
         table.add_row(*row)
     console.print(table)

@@ -31,9 +31,11 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--smoke", action="store_true", help="a smaller model, and fewer steps")
 parser.add_argument("--low-precision", nargs="*", metavar="FORMAT", help="only train in float and in these formats")
 parser.add_argument("--seed", type=int, default=0, help="of the initial weights, with `--low-precision`")
+parser.add_argument("--steps", type=int, help="of training from the start; 900, or 120 with `--smoke`")
 args = parser.parse_args()
 depth, width, heads, context, batch_size = (2, 64, 2, 64, 8) if args.smoke else (4, 128, 4, 128, 16)
 steps, more_steps = (120, 30) if args.smoke else (900, 250)
+steps = args.steps or steps
 formats = ("nf4", "ternary") if args.smoke else ("nf4", "int4", "ternary")
 console = Console(width=120)
 

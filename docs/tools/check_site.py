@@ -1,7 +1,7 @@
 """Checks the site that was built: `python docs/tools/check_site.py site`.
 
-Each member that a page of the reference lists is there; each link within the site leads somewhere; no formula is raw;
-nothing is loaded from another server.
+Each member that a page of the reference lists is there; each link within the site leads somewhere; each picture and each
+script is there; no formula is raw; nothing is loaded from another server.
 """
 
 import re
@@ -59,13 +59,17 @@ def main(site: Path) -> None:
         name = path.relative_to(site)
         wrong += [f"{name}: a raw formula, {raw}" for raw in re.findall(r"\$[^$\n]*[\\^_][^$\n]*\$", page.text)]
         wrong += [f"{name} loads {url} from another server" for url in page.loaded if re.match(r"(https?:)?//", url)]
-    links = 0
     for path, page in pages.items():
+        if path.name == "404.html":  # its addresses are those of the server's root
+            continue
+        for url in page.loaded:
+            address = unquote(re.split("[?#]", url)[0])
+            if address and not re.match(r"(\w+:|//)", url) and not (path.parent / address).is_file():
+                wrong.append(f"{path.relative_to(site)} loads {url}, which is not there")
         for link in page.links:
             address, _, anchor = link.partition("#")
-            if re.match(r"\w+:", link) or path.name == "404.html":
+            if re.match(r"\w+:", link):
                 continue
-            links += 1
             target = (path.parent / unquote(address)).resolve() if address else path.resolve()
             target = target / "index.html" if target.is_dir() else target
             if not target.is_file():

@@ -333,6 +333,8 @@ def smoke() -> None:
     # So do joined products, and rows of a quantized cache.
     packed = eqq.quantize_tree(model, "int8")
     assert texts(packed, both) == texts(joined(packed), both)
+    packed = eqq.quantize_tree(model, "int8", activations="int8")
+    assert texts(packed, both) == texts(joined(packed), both)
     assert texts(model, both, "int8") == texts(model, both[:1], "int8") + texts(model, both[1:], "int8")
     main(["--random", "tiny", "--format", "nf4", "--tokens", "8", "--temperature", "0.8", "--top-p", "0.9", "5 6 7"])
     main(["--random", "tiny", "--format", "int4", "--scan", "--tokens", "8", "5 6 7", "8 9 10 11 12"])

@@ -355,13 +355,18 @@ def joined(model: Llama) -> Llama:
     """
 
     def join(*layers: eqx.nn.Linear) -> tuple[eqx.nn.Linear | None, ...]:
-        weights = [f.weight for f in layers]
+        given = [f.weight for f in layers]
+        of_codes = all(isinstance(w, eqq.ActivationQuantizedArray) and w.scale is None for w in given)
+        weights = [w.array for w in given] if of_codes else given
+        inputs = {w.activations for w in given} if of_codes else set()
         of = lambda w: (w.format, w.dtype, w.ndim, w.shape[-1])
         if not all(map(eqq.is_quantized, weights)) or any(f.bias is not None for f in layers):
             return layers
-        if len({of(w) for w in weights}) > 1:
+        if len({of(w) for w in weights}) > 1 or len(inputs) > 1:
             return layers
         weight = eqq.quaxify(lambda *w: jnp.concatenate(w, axis=-2))(*weights)
+        if of_codes:
+            weight = eqq.ActivationQuantizedArray(weight, inputs.pop())
         rows = sum(f.out_features for f in layers)
         skeleton = eqx.filter_eval_shape(eqx.nn.Linear, layers[0].in_features, rows, False, key=jr.key(0))
         return (eqx.tree_at(lambda f: f.weight, skeleton, weight), *[None] * (len(layers) - 1))

@@ -30,6 +30,7 @@ namespace {
 constexpr int64_t kUnitRows = 48;      // of the weight in a unit, at most
 constexpr int64_t kInt8RowBlock = 256; // rows of `x` for which decoded rows are used
 constexpr int64_t kAhead = 2048;       // bytes of the weight: what is fetched before it is needed
+constexpr int64_t kNear = 4096;        // bytes ahead that have room in L1
 constexpr int64_t kLargeRun = 512;     // codes of a run, from which on its lanes are added up as integers
 
 // A panel of rows of `x`, some rows of the weight, and one step.
@@ -482,44 +483,79 @@ struct Int8Kernels {
     return V::sum(acc[0]);
   }
 
-  // The sum of scaled products of a row in blocks: of 16 or 32 codes, or of `per` vectors.
+  // Sums of scaled products of `kDotRows` rows in blocks: of 16 or 32 codes, or of `per` vectors. They share what is
+  // loaded of `x`. Rows past `count` are the last one again.
   template <int kBits, bool kLookUp, int kBlocks, bool kZero>
-  static float many_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, const uint8_t* x,
-                           const int32_t* lanes, I table) {
-    constexpr int kPlanes = 8 / kBits;
-    const uint8_t* w = p.codes + row * p.words;
+  static void many_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count,
+                          const uint8_t* x, const int32_t* lanes, I table, float* out) {
+    constexpr int kPlanes = 8 / kBits, kRows = V::kDotRows, kRoom = kScaleCodes / 16 + 32 * kPlanes;
     const int64_t per = max64(r.size / 64, 1), step = round_up(kScaleCodes, r.size * kPlanes);
-    float scale[kScaleCodes / 16 + 32 * kPlanes];
-    int32_t offset[kZero ? kScaleCodes / 16 + 32 * kPlanes : 1];
-    F sums[2] = {V::zero_f(), V::zero_f()};
-    I acc = V::zero();
+    // Where floats lie in memory one for each block, they are read there; several are read four at a time.
+    const bool direct = p.scale_kind == kScaleFloat32 && p.row_scale == nullptr && kBlocks == 1;
+    const bool together = step >= p.k && p.row_scale == nullptr && count == kRows;  // one row's lie behind another's
+    // The next rows, as they lie in memory: a line of each in turn would double the time where the weight is not cached.
+    const int64_t ahead = max64(kNear, kRows * p.words);
+    float room[kRows * kRoom];
+    int32_t offset[kRows][kZero ? kRoom : 1];
+    const float* scale[kRows];
+    const uint8_t* w[kRows];
+    F sums[kRows][2];
+    I acc[kRows];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      w[i] = p.codes + (row + min64(i, count - 1)) * p.words;
+      sums[i][0] = sums[i][1] = V::zero_f();
+      acc[i] = V::zero();
+    }
     for (int64_t from = 0; from < p.k; from += step) {
       const int64_t to = min64(from + step, p.k), first = from / r.size, last = div_up(to, r.size);
-      V::scales(&p, row, first, last, scale);
-      if (kZero)
-        offsets(p, v, row, first, last, offset);
+      for (int i = 0; i < kRows; ++i) {
+        const int64_t at = row + min64(i, count - 1);
+        scale[i] = direct ? static_cast<const float*>(p.scale) + at * p.blocks + first
+                          : room + i * (together ? p.blocks : kRoom);
+        if (!direct && !together) V::scales(&p, at, first, last, room + i * kRoom);
+        if (kZero) offsets(p, v, at, first, last, offset[i]);
+      }
+      if (!direct && together) V::scales(&p, row, 0, kRows * p.blocks, room);
       int64_t block = 0, of_block = 0;  // of this step; vectors of the block so far
       for (int64_t s = from / (64 * kPlanes); s * 64 * kPlanes < to; ++s) {
-        __builtin_prefetch(w + 64 * s + kAhead);
-        const I bytes = V::load(w + 64 * s);
+        I bytes[kRows];
 #pragma GCC unroll 8
-        for (int i = 0; i < kPlanes; ++i) {
-          if (of_block == 0) {
-            acc = V::load(lanes + (first / kBlocks + block) * L);
-            if (kZero) acc = V::mul(acc, several(offset + block * kBlocks, kBlocks));
+        for (int i = 0; i < kRows; ++i) {
+          const uint8_t* later = w[0] + 64 * (s * kRows + i) + ahead;
+          if (ahead == kNear) {
+            __builtin_prefetch(later);
+          } else {
+            __builtin_prefetch(later, 0, 2);  // to L2
           }
-          I c = V::template codes<kBits>(bytes, i);
-          if (kLookUp) c = V::lookup(table, c);
-          acc = V::dot(acc, c, V::load(x + 64 * (s * kPlanes + i)));
-          if (++of_block == per) {
-            sums[i % 2] = V::fma(V::to_f(acc), several_f(scale + block * kBlocks, kBlocks), sums[i % 2]);
+          bytes[i] = V::load(w[i] + 64 * s);
+        }
+#pragma GCC unroll 8
+        for (int plane = 0; plane < kPlanes; ++plane) {
+          if (of_block == 0) {
+            const I lane = V::load(lanes + (first / kBlocks + block) * L);
+#pragma GCC unroll 8
+            for (int i = 0; i < kRows; ++i)
+              acc[i] = kZero ? V::mul(lane, several(offset[i] + block * kBlocks, kBlocks)) : lane;
+          }
+          const I xs = V::load(x + 64 * (s * kPlanes + plane));
+          const bool ends = ++of_block == per;
+#pragma GCC unroll 8
+          for (int i = 0; i < kRows; ++i) {
+            I c = V::template codes<kBits>(bytes[i], plane);
+            if (kLookUp) c = V::lookup(table, c);
+            acc[i] = V::dot(acc[i], c, xs);
+            F& sum = sums[i][plane % 2];
+            if (ends) sum = V::fma(V::to_f(acc[i]), several_f(scale[i] + block * kBlocks, kBlocks), sum);
+          }
+          if (ends) {
             of_block = 0;
             ++block;
           }
         }
       }
     }
-    return V::sum_f(V::add_f(sums[0], sums[1]));
+    for (int i = 0; i < kRows; ++i) out[i] = V::sum_f(V::add_f(sums[i][0], sums[i][1]));
   }
 
   template <int kBits, bool kLookUp>
@@ -537,19 +573,23 @@ struct Int8Kernels {
     if (r.size == 32) several_scales = zero ? many_scales<kBits, kLookUp, 2, true> : many_scales<kBits, kLookUp, 2, false>;
     if (r.size == 16) several_scales = zero ? many_scales<kBits, kLookUp, 4, true> : many_scales<kBits, kLookUp, 4, false>;
     const int64_t weight = first_row(&p, batch);
+    if (r.count > 1) {
+      for (int64_t n = first; n < first + count; n += V::kDotRows) {
+        const int64_t rows = min64(V::kDotRows, first + count - n);
+        float sums[V::kDotRows];
+        several_scales(p, r, v, weight + n, rows, x, lanes, table, sums);
+        for (int64_t i = 0; i < rows; ++i) write(p, batch * p.y_batch + (n + i) * p.y_column, sums[i] * x_scale);
+      }
+      return;
+    }
     for (int64_t n = first; n < first + count; ++n) {
       const int64_t row = weight + n;
-      float sum;
-      if (r.count == 1) {
-        float scale[4 + 1];
-        V::scales(&p, row, 0, 1, scale);
-        int32_t factor = 1;
-        if (zero) offsets(p, v, row, 0, 1, &factor);
-        sum = static_cast<float>(one_scale<kBits, kLookUp>(p, p.codes + row * p.words, x, table) + factor * x_sum) * scale[0];
-      } else {
-        sum = several_scales(p, r, v, row, x, lanes, table);
-      }
-      write(p, batch * p.y_batch + n * p.y_column, sum * x_scale);
+      float scale[4 + 1];
+      V::scales(&p, row, 0, 1, scale);
+      int32_t factor = 1;
+      if (zero) offsets(p, v, row, 0, 1, &factor);
+      const int32_t sum = one_scale<kBits, kLookUp>(p, p.codes + row * p.words, x, table);
+      write(p, batch * p.y_batch + n * p.y_column, static_cast<float>(sum + factor * x_sum) * scale[0] * x_scale);
     }
   }
 

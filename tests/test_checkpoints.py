@@ -387,6 +387,21 @@ def test_awq(tmp_path, monkeypatch, shape):
     assert_bits(checkpoint["l.weight"].dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
 
 
+@pytest.mark.parametrize("awq", [False, True])
+def test_group_size_of_the_configuration(tmp_path, awq):
+    def opened(groups, **settings):
+        qweight = np.zeros((96, 1) if awq else (12, 8), np.int32)
+        tensors = {"qweight": qweight, "qzeros": np.zeros((groups, 1), np.int32), "scales": np.ones((groups, 8), "f2")}
+        return write(tmp_path, {f"l.{name}": x for name, x in tensors.items()}, **settings)["l.weight"]
+
+    for groups, size in [(2, 64), (1, 64), (3, 96)]:  # the last group of 64 would be half of one
+        with pytest.raises(ValueError, match=f"'l.scales': .*configuration, {size}. Got groups of {96 // groups} inp"):
+            opened(groups, group_size=size)
+    for groups, size in [(2, 48), (1, -1), (1, 128), (3, None)]:
+        assert opened(groups, group_size=size).shape == (8, 96)
+    assert opened(2, group_size=64, dynamic={"l": {"group_size": 48}}).shape == (8, 96)
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_mlx_affine(tmp_path, bits):
     rng = np.random.default_rng(0)

@@ -269,6 +269,38 @@ def test_lookups_count_for_methods():
     assert quantizing == {"mix"}
 
 
+def test_a_table_that_only_some_batches_multiply():
+    def apply(m, batch):
+        i, x = batch
+        return m["table"][i] @ m["mix"].T if x is None else x @ m["table"].T
+
+    weights = {"table": normal(6, 4), "mix": normal(4, 4, seed=1)}
+    looked_up, multiplied = (jnp.arange(6), None), (jnp.arange(6), normal(9, 4, seed=2))
+    for data in ([looked_up, multiplied], [multiplied, looked_up]):
+        leaf = collect_stats(weights, data, apply=apply, gram=True, lookups=True)["table"]
+        check(leaf, multiplied[1])
+        assert leaf.gram is not None and "depend" not in leaf.note
+
+
+def test_lookups_of_complex_outputs():
+    weights = {"table": normal(8, 4), "mix": normal(4, 4, seed=1)}
+    data = [jnp.arange(8)]
+    both = lambda m, i: (m["table"][i] @ m["mix"].T) * (0 + 2j)
+    leaf = collect_stats(weights, data, apply=both, gram=True, lookups=True)["table"]
+    assert int(leaf.rows) == 8 and np.trace(leaf.gram) > 0
+
+
+def test_lookups_in_a_loop_without_a_gradient():
+    def apply(m, i):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 0, lambda x: x + 1, m["table"][i]) @ m["mix"].T
+
+    weights = {"table": normal(8, 4), "mix": normal(4, 4, seed=1)}
+    with pytest.raises(ValueError, match="can differentiate. Got 'Reverse-mode.*`lookups=False`") as e:
+        collect_stats(weights, [jnp.arange(8)], apply=apply, lookups=True)
+    assert e.value.__cause__ is not None
+    assert collect_stats(weights, [jnp.arange(8)], apply=apply)["table"].looked_up
+
+
 def test_gradients_of_lookups_that_are_not_finite():
     apply = lambda m, i: jnp.sqrt(jnp.abs(m["table"][i])) @ m["mix"].T
     weights = {"table": jnp.zeros((3, 4)), "mix": normal(4, 4)}

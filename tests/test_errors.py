@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._array.quantize import check_quantizable
@@ -77,6 +78,18 @@ def test_not_finite(w, value, dtype):
         eqq.quantize(bad)
     with pytest.raises(ValueError, match="layers.1 must be finite in float32"):
         eqq.quantize_tree({"layers": [w, bad]})
+
+
+def test_not_finite_where_jax_stops_at_nan():
+    bad = jnp.ones((2, 64)).at[1, 2].set(jnp.inf)
+    with jax.debug_nans(True), pytest.raises(ValueError, match="a must be finite in float32"):
+        eqq.quantize_tree({"a": bad}, "int4")
+
+
+def test_a_constant_inside_shard_map():
+    mesh, w = jax.make_mesh((2,), ("data",)), jnp.ones((2, 64))
+    f = jax.shard_map(lambda x: x @ eqq.quantize(w, "int4").mT, mesh=mesh, in_specs=P(), out_specs=P())
+    assert jnp.array_equal(jax.jit(f)(w), f(w))
 
 
 def test_too_large_for_float32():

@@ -247,13 +247,15 @@ def is_known_not_finite(x: Array) -> bool:
         here = isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 and explicit_mesh(x) is None
         if here and x.ndim > 0 and x.size > 0 and x.dtype == jnp.float32:
             # A mark for each row: XLA takes longer to compile their reduction to one value than all the rest.
-            return not np.isfinite(np.asarray(_marks(x))).all()
+            marks = _marks(x)
+            # Inside `shard_map` what is computed from a constant is traced all the same.
+            return not isinstance(marks, jax.core.Tracer) and bool(np.asarray(marks).any())
         return not bool(_all_finite(x))
 
 
 @jax.jit
 def _marks(x: Array) -> Array:
-    return not_finite(x[None])
+    return jnp.isnan(not_finite(x[None]))  # not NaN itself, at which `jax.debug_nans` would stop
 
 
 @jax.jit

@@ -44,7 +44,15 @@ class Lookups:
         # A table that stands in several places is one argument, whose gradient is that of all places.
         own = {id(x): x for x in tables.values()}
         places = {keys: list(own).index(id(x)) for keys, x in tables.items()}
-        found = _moments(self.run, self.model, batch, list(own.values()), tuple(places.items()), jr.key(number))
+        try:
+            found = _moments(self.run, self.model, batch, list(own.values()), tuple(places.items()), jr.key(number))
+        except (ValueError, NotImplementedError) as e:
+            if "ifferentiation" not in str(e):
+                raise
+            raise ValueError(
+                f"`lookups=True` needs a model that JAX can differentiate. Got {str(e).splitlines()[0]!r}. Pass "
+                "`lookups=False`."
+            ) from e
         by_table = dict(zip(own, found, strict=True))
         for leaf, watch in self.watches:
             if leaf.keys not in tables:
@@ -65,6 +73,11 @@ def _only_looked_up(leaf: Leaf, watch: Watch) -> bool:
     return eqx.is_inexact_array(leaf.value) and watch.looked_up and not watch.used and not multiplied
 
 
+def _real_parts(x: Array) -> list[Array]:
+    parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+    return [part.astype(jnp.float32) for part in parts]
+
+
 @eqx.filter_jit
 def _moments(
     run: Callable[[Any, Any], Any],
@@ -80,7 +93,7 @@ def _moments(
     def projected(tables: Sequence[Table]) -> Float32[Array, ""]:
         place = lambda keys, x: tables[at[keys]] if keys in at else x
         outputs = run(jtu.tree_map_with_path(place, model), batch)
-        floats = [x.astype(jnp.float32) for x in jtu.tree_leaves(outputs) if eqx.is_inexact_array(x)]
+        floats = [part for x in jtu.tree_leaves(outputs) if eqx.is_inexact_array(x) for part in _real_parts(x)]
         keys = jr.split(key, len(floats))
         of = lambda x, key: jnp.vdot(x, jr.rademacher(key, x.shape, jnp.float32))
         return sum((of(x, k) for x, k in zip(floats, keys, strict=True)), jnp.zeros((), jnp.float32))

@@ -245,7 +245,7 @@ def collect_stats(
 
 def _with_lookups(stats: LeafStats, tables: Lookups, gram: bool) -> LeafStats:
     rows = tables.rows.get(stats.path)
-    if rows is None:
+    if rows is None or not stats.looked_up:  # a later batch may have multiplied it
         return stats
     features = stats.shape[-1]
     if rows.min() < features:

@@ -174,6 +174,8 @@ def _array(name: str, leaf: Leaf, dialect: str) -> Any:
 
 def _kinds(writer: Any, names: Iterable[str], types: Mapping[str, str]) -> dict[str, str]:
     """Returns the types of GGUF that were asked for, by name. The first glob that matches holds."""
+    if not isinstance(types, Mapping):
+        raise TypeError(f'`types` must map names in the file to types: `{{"blk.*": "TQ1_0"}}`. Got {types!r}.')
     if types and writer is not gguf:
         raise ValueError(f"`types` are for GGUF. Got some for {writer.NAME!r}.")
     if unknown := [kind for kind in types.values() if kind not in gguf.OTHER_TYPES]:

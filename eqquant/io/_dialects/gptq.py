@@ -70,6 +70,12 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
     expect(t, ("I32",), (length, out // 8) if awq else (length * bits // 32, out))
     if groups < 1 or length < 1 or length % groups:
         scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
+    size = settings.get("group_size")
+    # `dynamic` gives some weights another size, and `g_idx` says which groups there are.
+    if isinstance(size, int) and size > 0 and "dynamic" not in settings and "g_idx" not in of:
+        actual = length // groups
+        if size < length if groups == 1 else size != actual:
+            scale.fail(f"It must have the group size of the configuration, {size}. Got groups of {actual} inputs.")
     symmetric = settings.get("sym") is True and not awq
     format = format_of(scale, INTEGERS[bits], None if groups == 1 else length // groups, symmetric)
     stored_as = "awq" if awq else str(settings.get("checkpoint_format", "gptq"))[:20]

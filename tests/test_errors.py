@@ -202,7 +202,9 @@ class TestTree:
         assert f"Did you mean {meant}?" in str(e.value)
 
     def test_pattern_that_is_near_to_nothing(self, call, w):
-        with pytest.raises(ValueError, match="Each pattern of `format` must match.* Paths begin with: embedding, layers"):
+        with pytest.raises(
+            ValueError, match="Each pattern of `format` must match.* Paths begin with: embedding, layers"
+        ):
             call({"embedding": w, "layers": [{"weight": w}]}, {"head.*": None, "*": "int8"})
 
     @pytest.mark.parametrize(

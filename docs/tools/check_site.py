@@ -1,7 +1,7 @@
 """Checks the site that was built: `python docs/tools/check_site.py site`.
 
-Each member that a page of the reference lists is there; each link within the site leads somewhere; each picture and each
-script is there; no formula is raw; nothing is loaded from another server.
+Each member that a page of the reference lists is there; each link within the site leads somewhere; each picture and
+each script is there; no formula is raw; nothing is loaded from another server.
 """
 
 import re

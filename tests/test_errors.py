@@ -204,6 +204,8 @@ class TestTree:
             ("['layers'][0]['weight']", "'layers.0.weight'"),
             ("layers[0].*", "'layers.0.*'"),
             ("layer.0.weight", "'layers.0.weight'"),
+            ("layer.*", "'layers.*'"),
+            ("Layers.*.wieght", "'layers.*.weight'"),
             ("weight", "'*weight*'"),
         ],
     )
@@ -211,6 +213,12 @@ class TestTree:
         with pytest.raises(ValueError, match="Each pattern of `format` must match") as e:
             call({"layers": [{"weight": w}]}, {pattern: "int8"})
         assert f"Did you mean {meant}?" in str(e.value)
+
+    def test_pattern_that_is_near_to_nothing(self, call, w):
+        with pytest.raises(
+            ValueError, match="Each pattern of `format` must match.* Paths begin with: embedding, layers"
+        ):
+            call({"embedding": w, "layers": [{"weight": w}]}, {"head.*": None, "*": "int8"})
 
     @pytest.mark.parametrize(
         "keyword, remedy",

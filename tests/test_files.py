@@ -430,7 +430,7 @@ def test_the_code_of_the_page_runs():
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         for block in blocks:
             exec(compile(block.replace("512", "64"), "files.md", "exec"), names)
-    assert names["step"] == 100 and names["w"].format == eqq.NF4() and len(blocks) == 9
+    assert names["step"] == 100 and names["w"].format == eqq.NF4() and len(blocks) == 10
 
 
 # Shards

@@ -293,6 +293,13 @@ def test_what_does_not_fit_is_an_error_before_reading(names, message):
     assert re.search(message, " ".join(plan.problems) + " `dequantize=True`") and "Problem" in str(plan)
 
 
+def test_names_that_are_paths_already():
+    with pytest.raises(ValueError, match="Got '[*]'.*write `names=lambda name: name`"):
+        eqq.io.load_into(ARRAYS, ARRAYS, {"*": "*"})
+    loaded = eqq.io.load_into(ARRAYS, ARRAYS, lambda name: name)
+    np.testing.assert_array_equal(loaded["b"], ARRAYS["b"])
+
+
 def test_parts_in_different_formats():
     arrays = {"a": eqq.quantize(jnp.ones((4, 64)), "nf4"), "b": eqq.quantize(jnp.ones((4, 64)), "int4")}
     model = {"x": zeros(8, 64)}

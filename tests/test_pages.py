@@ -212,3 +212,7 @@ def test_errors(tmp_path, monkeypatch):
             assert said.split() == message.split(), block
             shown += 1
     assert shown > 10
+
+
+def test_the_check_of_an_installation():
+    run("install.md")

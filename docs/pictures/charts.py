@@ -40,11 +40,9 @@ def block(theme: Theme) -> Any:
     for level in range(-7, 8):
         ax.axhline(level * scale, color=theme.faint, linewidth=0.6, zorder=0)
     places = np.arange(len(values))
-    ax.vlines(places, values, back, color=theme.red, linewidth=3, zorder=2, label="error")
-    ax.scatter(
-        places, values, s=26, facecolor=theme.page, edgecolor=theme.blue, linewidth=1.5, zorder=4, label="weight"
-    )
-    ax.scatter(places, back, s=18, color=theme.orange, marker="s", zorder=3, label="code x scale")
+    ax.vlines(places, values, back, color=theme.red, linewidth=2.5, zorder=2, label="error")
+    ax.scatter(places, values, s=9, color=theme.blue, zorder=6, label="weight")
+    ax.scatter(places, back, s=110, color=theme.orange, marker="_", linewidth=2, zorder=3, label="code x scale")
     ax.set_xticks(places, [f"{code}" for code in codes])
     ax.set_yticks([n * scale for n in (-7, 0, 7)], [f"-7 x {scale:.4f}", "0", f"7 x {scale:.4f}"])
     ax.tick_params(axis="x", colors=theme.text, length=0)
@@ -66,7 +64,13 @@ def accuracy(theme: Theme) -> Any:
     planned = [(float(bits), 1 - float(cosine)) for bits, cosine in found]
     found = rows_of(page, r"^\|.*?\| `((?:\w+)\(\))` \| ([\d.]+) \| ([\d.]+) \|")
     uniform = sorted((float(bits), 1 - float(cosine), name) for name, bits, cosine in found)
-    ax.plot(*zip(*((x, y) for x, y, _ in uniform), strict=True), "s", color=theme.muted, label="one format for all")
+    ax.plot(
+        *zip(*((x, y) for x, y, _ in uniform), strict=True),
+        "s",
+        color=theme.muted,
+        markersize=3.5,
+        label="one format for all",
+    )
     for x, y, name in uniform:
         ax.annotate(
             name.removesuffix("()"),

@@ -82,7 +82,7 @@ def architecture(theme: Theme) -> Any:
         ("L3", (("_methods: how codes are found\nAbsMax, MSE, HQQ, GPTQ, ...", 4, "orange"),)),
         ("L2", (("_formats: what codes mean\nNF4, Int8, MXFP4, ...", 4, "purple"),)),
         ("L1", (("_numerics\npacking, blocks, rounding", 2, ""), ("_mesh\nshardings", 1, ""))),
-        ("L0", (("_compat, _errors, _report, _docs", 4, ""),)),
+        ("L0", (("_compat, _errors, _report, _docs, _types", 4, ""),)),
     )
     y, left = 5.3, 0.42
     for level, boxes in rows:
@@ -103,7 +103,7 @@ def choose(theme: Theme) -> Any:
     ax = canvas(5.75, theme, "Which format?")
     steps = (
         ("Is the checkpoint\nquantized already?", "its own format\neqq.io keeps it packed", "muted"),
-        ("Must it lose\nnext to nothing?", "Int8()\nalike in size: Q8_0(), FP8()", "blue"),
+        ("Must it lose\nnext to nothing?", "Int8()\nsimilar size: Q8_0(), FP8()", "blue"),
         ("Do four bits\nsuffice?", "NF4()\nheavy tails: NVFP4()", "green"),
         ("Can you measure\na loss on some data?", "a mix of formats\nsensitivity, plan_bits", "orange"),
         ("Can you\ntrain?", "Int2(), Ternary()\nwith float_masters: QAT", "purple"),
@@ -119,7 +119,7 @@ def choose(theme: Theme) -> Any:
         ax.text(x + width / 2 + 0.07, y - 0.24, "no", color=theme.muted, fontsize=SMALL)
         y -= high + 0.35
     box(ax, theme, (x, y + 0.1, width, 0.5), "Int3() by a method:\nMSE(), HQQ()", theme.red, shade=0.28)
-    hint = "A method gains in every format\nwith as many bits."
+    hint = "A better method improves any format\nat no extra bits. With examples of the\ninputs: statistics, GPTQ()."
     ax.text(results, y + 0.35, hint, color=theme.muted, va="center", fontsize=SMALL)
     return ax.figure
 

@@ -104,12 +104,19 @@ def check_patterns(patterns: Iterable[Any], leaves: Sequence[Leaf], argument: st
 
 
 def _near(pattern: str, leaves: Sequence[Leaf]) -> str:
-    """Returns "Did you mean ...?" with the nearest path or pattern, or an empty string if none is near."""
+    """Returns "Did you mean ...?" with the nearest path or pattern; if none is near, what paths begin with."""
     dotted = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", pattern).removeprefix(".")
     paths = {path: None for leaf in leaves for path in leaf.paths}
     if any(fnmatch.fnmatchcase(path, dotted) for path in paths):
         return f" Did you mean {dotted!r}? Paths join all keys by dots."
     if any(fnmatch.fnmatchcase(path, f"*{dotted}*") for path in paths):
         return f" Did you mean '*{dotted}*'? A pattern matches whole paths."
-    near = difflib.get_close_matches(dotted, paths, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    keys = {key.lower(): key for path in paths for key in path.split(".")}
+    near = [difflib.get_close_matches(key.lower(), keys, n=1) for key in dotted.split(".")]
+    spelled = ".".join(keys[n[0]] if n else key for n, key in zip(near, dotted.split("."), strict=True))
+    if any(fnmatch.fnmatchcase(path, spelled) for path in paths):
+        return f" Did you mean {spelled!r}?"
+    if near := difflib.get_close_matches(dotted, paths, n=1):
+        return f" Did you mean {near[0]!r}?"
+    first = some(dict.fromkeys(path.split(".")[0] for path in paths))
+    return f" Paths begin with: {first}." if paths else ""

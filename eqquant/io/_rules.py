@@ -164,6 +164,11 @@ def _rule(key: Any, target: Any, literal: bool = False) -> _Rule:
         for path in () if target is None else target.paths:
             if "{" in (rest := GROUP.sub("", path)) or "}" in rest:
                 raise ValueError(f"The paths of `names` must have groups such as {{n}}. Got {path!r}.")
+            if "*" in path and "*" in text:
+                raise ValueError(
+                    f"The paths of `names` must have groups such as {{n}} for what varies. Got {path!r}. Where names "
+                    "are paths already, write `names=lambda name: name`."
+                )
             if unknown := sorted(set(GROUP.findall(path)) - pattern.groupindex.keys()):
                 raise ValueError(
                     f"`names` must name the groups of {path!r} in {text!r}. Got no `{{{unknown[0]}}}` there."

@@ -285,8 +285,12 @@ def test_a_table_that_only_some_batches_multiply():
 def test_lookups_of_complex_outputs():
     weights = {"table": normal(8, 4), "mix": normal(4, 4, seed=1)}
     data = [jnp.arange(8)]
-    both = lambda m, i: (m["table"][i] @ m["mix"].T) * (0 + 2j)
-    leaf = collect_stats(weights, data, apply=both, gram=True, lookups=True)["table"]
+
+    def imaginary(m, i):
+        y = m["table"][i] @ m["mix"].T
+        return jax.lax.complex(jnp.zeros_like(y), y)
+
+    leaf = collect_stats(weights, data, apply=imaginary, gram=True, lookups=True)["table"]
     assert int(leaf.rows) == 8 and np.trace(leaf.gram) > 0
 
 

@@ -255,7 +255,7 @@ def test_types_of_gguf(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             eqq.io.write(tmp_path / "bad", bad, dialect, types=types)
-    with pytest.raises(TypeError, match="`types` must map names in the file to types.*Got 'TQ1_0'"):
+    with pytest.raises(TypeError, match="(?s)types.*'TQ1_0'"):
         eqq.io.write(tmp_path / "bad", arrays, "gguf", types="TQ1_0")
     assert not (tmp_path / "bad").exists()
 

@@ -1,1 +1,1 @@
-"""The command line. It uses public names of `eqquant` and its tables, and imports them when a command needs them."""
+"""The command line. It uses public names, tables and files of `eqquant`, and imports them when a command runs."""

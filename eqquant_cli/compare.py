@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .arguments import check_output, Json, open_source, Source
-from .output import draw_errors, print_table, replacing
+from .output import draw_errors, print_table
 
 
 def compare(
@@ -26,6 +26,7 @@ def compare(
     import numpy as np
 
     import eqquant as eqq
+    from eqquant.io._atomic import replacing
 
     if plot is not None:
         check_output(plot, a, plot.suffix if plot.suffix in _PICTURES else _PICTURES[0], force)
@@ -55,8 +56,8 @@ def compare(
     missing = sorted({*one, *other} - set(shared))
     if plot is not None:
         axes = draw_errors({row["name"]: row["relative_l2"] for row in rows})
-        with replacing(plot) as temporary:
-            axes.figure.savefig(temporary, format=plot.suffix[1:])
+        with replacing(plot) as f:
+            axes.figure.savefig(f, format=plot.suffix[1:])
     if json:
         typer.echo(json_.dumps({"arrays": rows, "equal": equal, "only_in_one": missing}, indent=1))
         return

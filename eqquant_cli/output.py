@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TYPE_CHECKING
 
 
@@ -41,17 +39,6 @@ def draw_errors(errors: Mapping[str, float]) -> Any:
     axes.tick_params(labelsize=7, color="#808080", labelcolor="#808080")
     axes.set_xlabel("relative error (L2)", color="#808080")
     return axes
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path beside `path`. What is written there takes its place if the body raises nothing."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class Progress:

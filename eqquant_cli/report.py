@@ -9,7 +9,7 @@ import typer
 
 from . import arguments
 from .arguments import Axis, Source
-from .output import draw_errors, replacing
+from .output import draw_errors
 
 
 _PAGE = """<!doctype html>
@@ -40,6 +40,7 @@ def report(
     Example: eqquant report model.safetensors -o report.html
     """
     import eqquant as eqq
+    from eqquant.io._atomic import replacing
 
     arguments.check_output(output, source, ".html", force)
     checkpoint, picked = arguments.open_source(source), arguments.parse_format(format)
@@ -74,8 +75,8 @@ def report(
         head=html.escape(head),
         body=f'{body}<h2>All arrays</h2><div class="scroll"><table>{table}</table></div>',
     )
-    with replacing(output) as temporary:
-        temporary.write_text(page)
+    with replacing(output) as f:
+        f.write(page.encode())
     typer.echo(f"{output}: {head}")
 
 

@@ -268,9 +268,9 @@ def test_what_cannot_be_written_whole_is_not_there(run, checkpoint, tmp_path, mo
 def test_a_picture_that_cannot_be_drawn(run, checkpoint, tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
-    def full(figure, path, **_):
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    def full(figure, file, **_):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     run("quantize", checkpoint, tmp_path / "out.safetensors")
     before = sorted(p.name for p in tmp_path.iterdir())

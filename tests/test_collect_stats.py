@@ -202,15 +202,16 @@ def test_along_both_axes():
     assert leaf.axis == -1 and "along its other axis" in leaf.note
 
 
+class Reader(eqx.Module):
+    embedding: eqx.nn.Embedding
+    linear: eqx.nn.Linear
+
+    def __call__(self, i):
+        return self.linear(self.embedding(i))
+
+
 def test_lookups_are_no_products():
-    class Model(eqx.Module):
-        embedding: eqx.nn.Embedding
-        linear: eqx.nn.Linear
-
-        def __call__(self, i):
-            return self.linear(self.embedding(i))
-
-    model = Model(eqx.nn.Embedding(10, 4, key=jr.key(0)), eqx.nn.Linear(4, 2, key=jr.key(1)))
+    model = Reader(eqx.nn.Embedding(10, 4, key=jr.key(0)), eqx.nn.Linear(4, 2, key=jr.key(1)))
     ids = jnp.arange(6) % 3
     for model in (model, eqq.quantize_tree(model, "int8")):
         stats = collect_stats(model, [ids])
@@ -225,14 +226,7 @@ def test_lookups_are_no_products():
 
 
 def test_how_outputs_depend_on_lookups():
-    class Model(eqx.Module):
-        embedding: eqx.nn.Embedding
-        linear: eqx.nn.Linear
-
-        def __call__(self, i):
-            return self.linear(self.embedding(i))
-
-    model = Model(eqx.nn.Embedding(10, 4, key=jr.key(0)), eqx.nn.Linear(4, 1, key=jr.key(1)))
+    model = Reader(eqx.nn.Embedding(10, 4, key=jr.key(0)), eqx.nn.Linear(4, 1, key=jr.key(1)))
     data = [jnp.asarray([0, 1, 2]), jnp.asarray([3, 3, 4, 5])]
     both = lambda m: (m.embedding.weight, m.linear.weight)
     few = collect_stats(model, data[:1], where=both, lookups=True)["embedding.weight"]

@@ -15,7 +15,7 @@ class MSE(AbstractScaleMethod):
     Searches a grid of factors of the format's own scale, then fits the scale to the codes by least squares. The error
     is never larger than with [`eqquant.AbsMax`][]. Works with every format.
 
-    With statistics of the inputs, the mean square of its input weights the squared error of a column.
+    With statistics of the inputs, the squared error of a column is weighted by the mean square of its input.
 
     !!! Example
 

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from .._array.array import is_quantized
 from .._array.mapped import beside
 from .._types import PyTree
-from .leaves import Leaf, some
+from .leaves import as_batches, Leaf, some
 from .patterns import compile_pattern
 from .weights import ineligible_reason, is_embedding, unmappable_reason
 
@@ -319,24 +319,24 @@ def check_outputs(
         return
     treedef = jtu.tree_structure(model, is_leaf=is_quantized)
     run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
-    data = [batches] if isinstance(batches, (jax.Array, np.ndarray)) else list(batches)
+    data = list(as_batches(batches))
     if not data:
         raise ValueError(
             "`batches` must hold at least one batch. Got none. A generator can be used only once: pass a list."
         )
 
-    def differs(numbers: Iterable[int], batch: PyTree) -> bool:
-        return not _alike(run(jtu.tree_unflatten(treedef, values_of(numbers)), batch), run(model, batch))
-
+    model_of = lambda numbers: jtu.tree_unflatten(treedef, values_of(numbers))
+    folded = model_of(range(len(names)))
     for batch in data:
-        outputs = [y for y in jtu.tree_leaves(run(model, batch)) if eqx.is_inexact_array(y)]
+        wanted = run(model, batch)
+        outputs = [y for y in jtu.tree_leaves(wanted) if eqx.is_inexact_array(y)]
         if not any(bool((jnp.isfinite(y) & (y != 0)).any()) for y in outputs):
             raise ValueError(
                 "`batches` must give outputs to compare. Got none that are finite and not zero: look for a NaN in the "
                 "model and in the batches."
             )
-        if differs(range(len(names)), batch):
-            wrong = [name for n, name in enumerate(names) if differs([n], batch)]
+        if not _alike(run(folded, batch), wanted):
+            wrong = [name for n, name in enumerate(names) if not _alike(run(model_of([n]), batch), wanted)]
             raise ValueError(
                 f"Each pair of `fold` must leave the outputs of the model unchanged. Got others with "
                 f"{some(wrong or names)}: something stands between the two that is not linear in each channel, or "

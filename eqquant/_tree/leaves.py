@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from .._array.array import is_quantized
 from .._array.mapped import AbstractMappedArray
@@ -127,6 +128,11 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
     """Returns the children of a node with their keys; for a leaf, the leaf itself with no key."""
     children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(key, child) for key, child in children if child is not None]
+
+
+def as_batches(batches: PyTree | Iterable[PyTree]) -> Iterable[PyTree]:
+    """Returns what to iterate over: an array alone is one batch."""
+    return [batches] if isinstance(batches, (jax.Array, np.ndarray)) else batches
 
 
 def _is_wrapper(node: Any, key: Any) -> bool:

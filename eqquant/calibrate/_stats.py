@@ -19,7 +19,7 @@ from .._array.value import AbstractArrayValue
 from .._formats import Int8
 from .._formats.base import AbstractFormat
 from .._report import as_plain, Name, Report, report_table
-from .._tree.leaves import Leaf, some
+from .._tree.leaves import as_batches, Leaf, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
 from .._types import PyTree
@@ -233,9 +233,9 @@ def collect_stats(
         )
     watched, watches = _watch(model, where, threshold, gram, calibrator)
     run = eqx.filter_jit(default_apply if apply is None else apply)
-    data = [batches] if isinstance(batches, (jax.Array, np.ndarray)) else batches
     tables = Lookups(run, model, watches)
-    count = observe_batches(run, model, watched, tables.after_each(data) if lookups else data, watches)
+    data = tables.after_each(as_batches(batches)) if lookups else batches
+    count = observe_batches(run, model, watched, data, watches)
     leaves = tuple(_with_lookups(stats_of(leaf, watch), tables, gram) for leaf, watch in watches)
     if all(leaf.axis is None for leaf in leaves):
         notes = some(f"{leaf.path}: {leaf.note}" for leaf in leaves)
@@ -272,7 +272,7 @@ def observe_batches(
     count: int = 0,
 ) -> int:
     """Runs the model with observed weights on each batch, and returns how many there were, `count` before them."""
-    for batch in [batches] if isinstance(batches, (jax.Array, np.ndarray)) else batches:
+    for batch in as_batches(batches):
         shapes = [np.shape(x) for x in jtu.tree_leaves(batch)]
         if any(0 in shape for shape in shapes):
             raise ValueError(

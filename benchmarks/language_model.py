@@ -1,4 +1,4 @@
-"""What formats, methods and a quantized cache do to a language model: bits per byte, divergence, agreement, speed.
+"""What formats, methods, quantized activations and caches do to a language model: bits per byte, divergence, speed.
 
     python examples/llama/train.py FOLDER && python benchmarks/language_model.py FOLDER
     python benchmarks/language_model.py --random 300m  # random weights, and the time per token alone
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +65,17 @@ CACHES: dict[str, dict[str, Any]] = {
     "nf4, keys per channel": {"format": "nf4", "per_channel": True},
     "int4 with zero points, keys per channel": {"format": AFFINE, "per_channel": True},
     "keys as before, values int8": {"format": AFFINE, "values": "int8", "per_channel": True},
+}
+# Weights, and what their products quantize activations to.
+ACTIVATIONS = {
+    "int8": ("int8",),
+    "fp8": ("fp8",),
+    "mxfp8": ("mxfp8",),
+    "int4": ("int8", "fp8", "int4"),
+    "q4_0": ("int8",),
+    "mxfp4": ("mxfp8",),
+    "nvfp4": ("nvfp4",),
+    "int2": ("int8",),
 }
 METHODS: dict[str, eqq.AbstractMethod | None] = {
     "rounding": None,
@@ -147,6 +158,19 @@ def formats_table(bench: Bench, names: Sequence[str], methods: Sequence[str], co
             row = (name, f"{bits:.2f}", method, *row_of(bench.measure(model)))
             table.add_row(*row)
             print(*row, f"{time.perf_counter() - began:.0f} s", sep=" | ", file=sys.stderr, flush=True)
+    console.print(table)
+
+
+def activations_table(bench: Bench, pairs: Mapping[str, Sequence[str]], console: Console) -> None:
+    """Quantized activations beside float ones, each with a float cache and with one of int8."""
+    table = Table("weights", "activations", "cache", *_COLUMNS, box=box.MARKDOWN)
+    for weights, kinds in pairs.items():
+        for kind in (None, *kinds):
+            model = eqq.quantize_tree(bench.model, weights, activations=kind)
+            for cache in ("float", "int8"):
+                row = (weights, kind or "float32", cache, *row_of(bench.measure(model, **CACHES[cache])))
+                table.add_row(*row)
+                print(*row, sep=" | ", file=sys.stderr, flush=True)
     console.print(table)
 
 
@@ -260,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="what examples/llama/train.py wrote")
     parser.add_argument("--random", choices=RANDOM, help="random weights instead, and the time per token alone")
     parser.add_argument("--rounds", type=int, default=12, help="of `--random`")
-    parser.add_argument("--tables", nargs="*", default=["formats", "caches", "speed"])
+    parser.add_argument("--tables", nargs="*", default=["formats", "activations", "caches", "speed"])
     parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS, help="of the first table")
     parser.add_argument("--windows", type=int, default=32, help=f"how many windows of {CONTEXT} tokens to measure on")
@@ -275,6 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench = Bench(options.folder, 2 if options.smoke else options.windows)
     if "formats" in options.tables:
         formats_table(bench, ["int4", "int2"] if options.smoke else options.only, options.methods, console)
+    if "activations" in options.tables:
+        activations_table(bench, {"int8": ("int8",)} if options.smoke else ACTIVATIONS, console)
     if "caches" in options.tables:
         caches_table(bench, console)
     if "speed" in options.tables:

@@ -11,7 +11,7 @@ namespace {
 struct Avx512Lanes {
   using I = __m512i;
   using F = __m512;
-  static constexpr int L = 16, kTileRows = 12, kDotRows = 4, kFewRows = 4;
+  static constexpr int L = 16, kTileRows = 12, kDotRows = 4, kFewRows = 4, kRegisterRows = 8;
   static constexpr bool kTiles = false, kInRegisters = false;
 
   EQQ_INLINE I load(const void* p) { return _mm512_loadu_si512(p); }

@@ -14,6 +14,7 @@
 //   from_half, to_half
 //   kTiles, tiles(panel)   whether it multiplies panels by instructions of its own, and that
 //   kInRegisters           whether one row of `x` meets codes that are decoded in registers; for that
+//   kRegisterRows          rows of the weight that it meets at a time: eight hide the latency of a block's sum
 //   load_some(p, n)        the first n bytes, and zeros;  codes<bits>(bytes, plane), lookup(table, codes)   of bytes
 //
 // With groups of four, bytes of the weight are without a sign, and those of `x` have one: the weight's codes are
@@ -83,7 +84,8 @@ struct Int8Kernels {
     d.method = p.m <= V::kFewRows ? kFewMethod : kPanelMethod;
     d.m_padded = d.method == kFewMethod ? p.m : round_up(p.m, L);
     d.row_blocks = d.method == kFewMethod ? 1 : div_up(d.m_padded, kInt8RowBlock);
-    const int64_t grain = d.method == kFewMethod ? V::kDotRows : V::kTileRows;
+    int64_t grain = d.method == kFewMethod ? V::kDotRows : V::kTileRows;
+    if constexpr (V::kInRegisters) grain = in_registers(p, r) ? V::kRegisterRows : grain;
     const int64_t most = d.method == kFewMethod ? 64 : round_up(kUnitRows, grain);
     int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
     rows = max64(rows, (int64_t{1} << 18) / max64(p.m * p.k, 1));
@@ -483,12 +485,12 @@ struct Int8Kernels {
     return V::sum(acc[0]);
   }
 
-  // Sums of scaled products of `kDotRows` rows in blocks: of 16 or 32 codes, or of `per` vectors. They share what is
+  // Sums of scaled products of `kRegisterRows` rows in blocks: of 16 or 32 codes, or of `per` vectors. They share what is
   // loaded of `x`. Rows past `count` are the last one again.
   template <int kBits, bool kLookUp, int kBlocks, bool kZero>
   static void many_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count,
                           const uint8_t* x, const int32_t* lanes, I table, float* out) {
-    constexpr int kPlanes = 8 / kBits, kRows = V::kDotRows, kRoom = kScaleCodes / 16 + 32 * kPlanes;
+    constexpr int kPlanes = 8 / kBits, kRows = V::kRegisterRows, kRoom = kScaleCodes / 16 + 32 * kPlanes;
     const int64_t per = max64(r.size / 64, 1), step = round_up(kScaleCodes, r.size * kPlanes);
     // Where floats lie in memory one for each block, they are read there; several are read four at a time.
     const bool direct = p.scale_kind == kScaleFloat32 && p.row_scale == nullptr && kBlocks == 1;
@@ -499,12 +501,12 @@ struct Int8Kernels {
     int32_t offset[kRows][kZero ? kRoom : 1];
     const float* scale[kRows];
     const uint8_t* w[kRows];
-    F sums[kRows][2];
+    F sums[kRows];
     I acc[kRows];
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       w[i] = p.codes + (row + min64(i, count - 1)) * p.words;
-      sums[i][0] = sums[i][1] = V::zero_f();
+      sums[i] = V::zero_f();
       acc[i] = V::zero();
     }
     for (int64_t from = 0; from < p.k; from += step) {
@@ -545,8 +547,7 @@ struct Int8Kernels {
             I c = V::template codes<kBits>(bytes[i], plane);
             if (kLookUp) c = V::lookup(table, c);
             acc[i] = V::dot(acc[i], c, xs);
-            F& sum = sums[i][plane % 2];
-            if (ends) sum = V::fma(V::to_f(acc[i]), several_f(scale[i] + block * kBlocks, kBlocks), sum);
+            if (ends) sums[i] = V::fma(V::to_f(acc[i]), several_f(scale[i] + block * kBlocks, kBlocks), sums[i]);
           }
           if (ends) {
             of_block = 0;
@@ -555,7 +556,7 @@ struct Int8Kernels {
         }
       }
     }
-    for (int i = 0; i < kRows; ++i) out[i] = V::sum_f(V::add_f(sums[i][0], sums[i][1]));
+    for (int i = 0; i < kRows; ++i) out[i] = V::sum_f(sums[i]);
   }
 
   template <int kBits, bool kLookUp>
@@ -574,9 +575,9 @@ struct Int8Kernels {
     if (r.size == 16) several_scales = zero ? many_scales<kBits, kLookUp, 4, true> : many_scales<kBits, kLookUp, 4, false>;
     const int64_t weight = first_row(&p, batch);
     if (r.count > 1) {
-      for (int64_t n = first; n < first + count; n += V::kDotRows) {
-        const int64_t rows = min64(V::kDotRows, first + count - n);
-        float sums[V::kDotRows];
+      for (int64_t n = first; n < first + count; n += V::kRegisterRows) {
+        const int64_t rows = min64(V::kRegisterRows, first + count - n);
+        float sums[V::kRegisterRows];
         several_scales(p, r, v, weight + n, rows, x, lanes, table, sums);
         for (int64_t i = 0; i < rows; ++i) write(p, batch * p.y_batch + (n + i) * p.y_column, sums[i] * x_scale);
       }

@@ -134,12 +134,12 @@ def products_of_codes(
 
 def recipes() -> dict[str, Recipe]:
     int2, int3, int4, int5 = eqq.Int2(32, **HALF), eqq.Int3(64, **HALF), eqq.Int4(64, **HALF), eqq.Int5(128, **HALF)
-    int3_128, int5_64, int6 = eqq.Int3(128, **HALF), eqq.Int5(64, **HALF), eqq.Int6(128, **HALF)
-    normal3 = eqq.Codebook(NORMAL_3, 64, **HALF)
+    int5_64, int6 = eqq.Int5(64, **HALF), eqq.Int6(128, **HALF)
+    normal3, normal3_128 = (eqq.Codebook(NORMAL_3, size, **HALF) for size in (64, 128))
     nf4, affine4 = eqq.NF4(64, **HALF), eqq.Int4(64, symmetric=False, **HALF)
     int8, affine8 = eqq.Int8(), eqq.Int8(symmetric=False)
     static = eqq.calibrate.MSE(eqq.Int8("tensor", symmetric=False))
-    token4 = eqq.Int4(None, symmetric=False)
+    token4, block4 = eqq.Int4(None, symmetric=False), eqq.Int4(symmetric=False)
     mse = eqq.MSE()
     return {
         "int2 rounded": Recipe(rounded(int2)),
@@ -162,19 +162,22 @@ def recipes() -> dict[str, Recipe]:
         "int4 learned": Recipe(learned(int4, {})),
         "NF4 learned": Recipe(learned(nf4, {})),
         "int3 in order": Recipe(in_order(int3, {}, mse)),
-        "2.57": Recipe(learned(int3_128, words(2, None, 3, mse)), 1),
+        "2.57": Recipe(learned(normal3_128, words(2, None, 3)), 1),
         "2.76": Recipe(learned(normal3, words(2, None, 4), {"value": int5_64, "output": nf4}), 1),
-        "3.30": Recipe(learned(normal3, words(3, None, 4), {"value": int5_64, "output": nf4}), 1),
+        "3.30": Recipe(learned(nf4, words(2, 64, 4), {"value": int5_64, "output": int5_64}), 1),
         "3.78": Recipe(learned(nf4, words(3, 96, None, mse), {"value": int5_64, "output": int5_64}), 1),
         "4.13, no data": Recipe(rounded_by({**words(3, 96), "*.value.weight": int6, "*": int5})),
         "4.25": Recipe(learned(int5, words(3, 64, 4, mse), {"value": int6, "output": int6}), 1),
-        "4.32": Recipe(learned(int5, words(3, 48, 4), {"value": int6, "output": int6}), 1),
+        "4.32": Recipe(learned(int5_64, words(3, 48, 4), {"value": int6, "output": int6}), 1),
         "4.80": Recipe(learned(int5_64, words(4, 64, None, mse), {"value": int6, "output": int6}), 1),
         "W8A8 per token": Recipe(products_of_codes(int8, affine8)),
         "W8A8 per token, rotated": Recipe(products_of_codes(int8, affine8, rotated=True), rotated=True),
         "W8A8 static": Recipe(products_of_codes(int8, static)),
         "W4A4 per token, rotated": Recipe(
-            products_of_codes(affine4, token4, eqq.LearnedRounding, rotated=True), rotated=True
+            products_of_codes(affine4, token4, eqq.LearnedRounding, rotated=True), 1, rotated=True
+        ),
+        "W4A4 in blocks of 64, rotated": Recipe(
+            products_of_codes(affine4, block4, eqq.LearnedRounding, rotated=True), rotated=True
         ),
     }
 
@@ -325,7 +328,7 @@ def one_round(q: minilm.Encoder, model: minilm.Encoder, data: Data, n: int, pass
         held_out=data.chosen_by,
         apply=sentences_and_tokens,
         loss=distance,
-        train="codes",
+        train="scales",
         passes=passes,
         optimizer=optax.adam(optax.cosine_decay_schedule(3e-3 / 2**n, steps)),
     )

@@ -215,9 +215,9 @@ def methods() -> str:
 
 # What the mixes of `benchmarks/accuracy.py` are: linear layers, those with more bits, and words.
 MIXES = {
-    "2.57": "3 bits; words 2",
+    "2.57": "3 bits; words 2, weighed",
     "2.76": "3 bits, value 5, output 4; words 2, weighed",
-    "3.30": "3 bits, value 5, output 4; words 3, weighed",
+    "3.30": "NF4, value and output 5; words 2, weighed",
     "3.78": "NF4, value and output 5; words 3",
     "4.13, no data": "5 bits, value 6; words 3; no data",
     "4.25": "5 bits, value and output 6; words 3",
@@ -226,31 +226,36 @@ MIXES = {
     "W8A8 per token": "8 bits x 8 bits, a scale and a zero point for each token",
     "W8A8 per token, rotated": "the same, rotated",
     "W8A8 static": "8 bits x 8 bits, scales from calibration",
-    "W4A4 per token, rotated": "4 bits x 4 bits, a scale for each token, rotated; words 8",
+    "W4A4 per token, rotated": "4 bits x 4 bits, a scale and a zero point for each token, rotated; words 8",
+    "W4A4 in blocks of 64, rotated": "the same, for each 64 values of a token",
 }
 
 
 def accuracy() -> str:
-    """What `benchmarks/accuracy.py` measured: the last round of each mix, for each seed."""
+    """What `benchmarks/accuracy.py` measured: each mix before and after training, for each seed."""
     results = json.loads((DOCS.parent / "benchmarks" / "accuracy.json").read_text())
     rows = []
     for name, what in MIXES.items():
         keys = [f"{name}, seed {seed}" for seed in range(2)]
-        rounds = [results["recipes"][key] for key in keys if key in results["recipes"]]
-        if not rounds:
+        seeds = [results["recipes"][key] for key in keys if key in results["recipes"]]
+        if not seeds:
             continue
-        last, peers = [of_seed[-1] for of_seed in rounds], results["peers"].get(name)
-        of = lambda key, digits, last=last: " / ".join(f"{row[key]:.{digits}f}" for row in last)
-        seconds = " + ".join(f"{row['seconds']:.0f}" for row in rounds[0])
-        row = (
-            what,
-            f"{last[0]['bits']:.2f}",
-            of("cosine", 4),
-            of("nearest", 3),
-            "" if peers is None else f"{peers:g}",
+        first, peers = seeds[0], results["peers"].get(name)
+        of = lambda key, digits, n, seeds=seeds: " / ".join(f"{r[n][key]:.{digits}f}" for r in seeds if len(r) > n)
+        rows.append(
+            (
+                what,
+                f"{first[0]['bits']:.2f}",
+                of("cosine", 4, 0),
+                of("nearest", 3, 0),
+                of("cosine", 4, 1),
+                of("nearest", 3, 1),
+                "" if peers is None else f"{peers:g}",
+                " + ".join(f"{row['seconds']:.0f}" for row in first),
+                f"{max(row['gigabytes'] for row in first):.1f}",
+            )
         )
-        rows.append((*row, seconds, f"{last[0]['gigabytes']:.1f}"))
-    header = ("Weights", "Bits:", "Cosine:", "Same 10 nearest:", "Others:", "Seconds:", "Peak GB:")
+    header = ("Weights", "Bits:", "Cosine:", "Same 10:", "Trained:", "Same 10:", "Others:", "Seconds:", "Peak GB:")
     return markdown(header, rows)
 
 

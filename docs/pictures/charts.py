@@ -85,11 +85,15 @@ def accuracy(theme: Theme) -> Any:
     # Counted as here: codes, scales of 16 bits and zero points of all arrays of two and more dimensions.
     peers = sorted((float(key.split(",")[0]), 1 - y) for key, y in ACCURACY["peers"].items() if key[0].isdigit())
     ax.plot(*zip(*peers, strict=True), "D", color=theme.orange, markersize=5, label="the best of other libraries")
-    mixes = {name: r[-1] for name, r in ACCURACY["recipes"].items() if name[0].isdigit() and name.endswith("seed 0")}
-    for without, style, label in ((True, "^", "a mix, no data"), (False, "o-", "a mix, statistics of inputs")):
-        rows = sorted((r["bits"], 1 - r["cosine"]) for name, r in mixes.items() if ("no data" in name) == without)
-        colour = theme.green if without else theme.blue
-        ax.plot(*zip(*rows, strict=True), style, color=colour, markersize=6, label=label)
+    mixes = {name: r for name, r in ACCURACY["recipes"].items() if name[0].isdigit() and name.endswith("seed 0")}
+    informed = [rounds for name, rounds in mixes.items() if "no data" not in name]
+    for label, style, colour, rounds in (
+        ("a mix, no data", "^", theme.green, [r[0] for name, r in mixes.items() if "no data" in name]),
+        ("a mix, statistics of inputs", "o:", theme.blue, [r[0] for r in informed]),
+        ("the same, then distill", "o-", theme.blue, [r[1] for r in informed if len(r) > 1]),
+    ):
+        points = sorted((row["bits"], 1 - row["cosine"]) for row in rounds)
+        ax.plot(*zip(*points, strict=True), style, color=colour, markersize=5, label=label)
     ax.set_xlim(2.2, 8.6)
     ticks = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
     ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -258,4 +262,29 @@ def rows(theme: Theme) -> Any:
     return fig
 
 
-ALL = {f.__name__: f for f in (block, accuracy, levels, sensitivity, plan, memory, rows)}
+def methods(theme: Theme) -> Any:
+    """The error of what each layer returns, for methods that know its inputs and one that does not."""
+    layers = ACCURACY["layers"]
+    fig = figure(4.2)
+    panels = fig.subplots(2, 3, sharex=True, sharey=True)
+    title = "The error of each weight's outputs, in three bits"
+    fig.suptitle(title, fontsize=TITLE, color=theme.text, x=0.01, ha="left")
+    styles = zip(("MSE", "GPTQ", "LearnedRounding"), ("s", "^", "o"), theme.series, strict=False)
+    lines = {name: {"marker": marker, "color": colour, "markersize": 5} for name, marker, colour in styles}
+    for n, (ax, (path, kind)) in enumerate(zip(panels.flat, KINDS.items(), strict=True)):
+        dress(ax, theme, x="layer" if n >= 3 else "", y="" if n % 3 else "relative squared error")
+        ax.set_title(kind, fontsize=TEXT, color=theme.text)
+        for name, style in lines.items():
+            errors = [layers[f"layers.{layer}.{path}.weight"][name] for layer in range(6)]
+            ax.plot(range(6), errors, label=name, **style)
+        ax.set_yscale("log")
+        ax.set_xticks(range(6))
+        ticks = (0.001, 0.003, 0.01, 0.03)
+        ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.yaxis.set_minor_locator(NullLocator())
+    handles, names = panels[0, 0].get_legend_handles_labels()
+    fig.legend(handles, names, loc="outside lower center", ncols=3, fontsize=SMALL, framealpha=0, labelcolor=theme.text)
+    return fig
+
+
+ALL = {f.__name__: f for f in (block, accuracy, levels, sensitivity, plan, methods, memory, rows)}

@@ -23,12 +23,17 @@ from rich.text import Text
 WIDTH = 80
 
 
+def printable(text: str) -> str:
+    """Returns text of a file with what a terminal would obey, or cannot show, as in its `repr`."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
 class Name:
     """A cell of a table that holds names or formats. What does not fit goes on after a dot or bracket."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self._parts = re.findall(r"[^./(\s]*[./(\s]?", name)[:-1]
+        self.name = printable(name)
+        self._parts = re.findall(r"[^./(\s]*[./(\s]?", self.name)[:-1]
 
     def __str__(self) -> str:
         return self.name

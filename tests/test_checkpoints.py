@@ -71,6 +71,22 @@ def test_a_checkpoint_prints_as_a_table(tmp_path):
     assert "0 arrays" in str(eqq.io.open(tmp_path / "x.safetensors"))
 
 
+def test_a_table_cannot_control_the_terminal(tmp_path):
+    save_file({"a\x1b[2Jb\n\rc": np.ones(3, np.float32)}, tmp_path / "x.safetensors")
+    assert r"a\x1b[2Jb\n\rc " in str(eqq.io.open(tmp_path / "x.safetensors"))
+
+
+def test_a_mapping_that_reads_only_what_is_asked_for(monkeypatch):
+    checkpoint = eqq.io.open(GOLDEN / "model.gguf")
+    monkeypatch.setattr(type(checkpoint), "__getitem__", lambda self, name: pytest.fail(f"read {name}"))
+    assert "blk.Q4_0.weight" in checkpoint and "other" not in checkpoint and 3 not in checkpoint
+    assert checkpoint == checkpoint and checkpoint != eqq.io.open(GOLDEN / "model.gguf")
+    assert hash(checkpoint) == hash(checkpoint)
+    monkeypatch.undo()
+    with pytest.raises(Exception, match="model.gguf has no 3|parameter 'name'"):
+        checkpoint[3]
+
+
 def test_other_files_are_refused(tmp_path):
     for content in (b"hello world", b"", b"[1]", b"PK\3\4" + bytes(100)):
         (tmp_path / "weights.npz").write_bytes(content)

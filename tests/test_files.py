@@ -237,9 +237,15 @@ def test_odd_paths(tmp_path, path):
     path.chmod(0o600)
     eqq.save(path, tree)
     assert path.stat().st_mode & 0o777 == 0o600
-    long = tmp_path / ("x" * 255)
-    eqq.save(long, tree)
-    assert_equal_trees(eqq.load(long), tree)
+    for name in ("x" * 255, "model.pt"):  # what is in a file says what it is
+        eqq.save(tmp_path / name, tree)
+        assert_equal_trees(eqq.load(tmp_path / name), tree)
+    with pytest.raises(ValueError, match="must be a file of tensors. Got .*, which is the name of an index"):
+        eqq.save(index, tree)
+    link, index = tmp_path / "link", tmp_path / "target" / index.name
+    link.symlink_to(index.parent)
+    eqq.save(link, tree, shard_nbytes=100)
+    assert link.is_symlink() and index.is_file()
 
 
 def test_tied_weights_are_saved_once_and_stay_tied(getkey, path):
@@ -452,7 +458,9 @@ def test_shards(getkey, tmp_path):
             eqq.save(folder, model, shard_nbytes=shard)
 
 
-@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "", "..", "a/b", 3, "gone.safetensors", "..\\x"])
+@pytest.mark.parametrize(
+    "shard", ["../x.safetensors", "/etc/passwd", "", "..", "a/b", 3, "gone.safetensors", "..\\x", "\ud800", "a\0b"]
+)
 def test_an_index_stays_in_its_folder(tmp_path, shard):
     eqq.save(tmp_path / "x.safetensors", {"w": jnp.ones(2)})
     folder = tmp_path / "model"

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
-from eqquant.io import _atomic, _gguf, _safetensors
+from eqquant.io import _atomic, _gguf, _safetensors, _save
 from eqquant.io._stored import MappedFile, NAME_OF
 
 from .test_checkpoints import FP4, small_bnb
@@ -452,6 +452,35 @@ def test_a_death_leaves_the_old_file_or_the_new_one(path, shards):
             assert found == {1.0} and call >= (4 if not shards else 12)
             return
     raise AssertionError("the save did not end")
+
+
+def test_other_processes_read_and_write_at_the_same_time(path, monkeypatch):
+    folder = path.parent / "folder"
+    save = lambda value: eqq.save(folder, {"w": jnp.full(2, value), "v": jnp.full(3, value)}, shard_nbytes=8)
+
+    def during(module, name, value):
+        """Another process saves `value` when this one next calls a function."""
+        original = getattr(module, name)
+
+        def called(*args):
+            monkeypatch.setattr(module, name, original)
+            save(value)
+            return original(*args)
+
+        monkeypatch.setattr(module, name, called)
+
+    def found():
+        loaded = eqq.load(folder)
+        return set(np.concatenate([loaded["w"], loaded["v"]]).tolist())
+
+    save(0.0)
+    during(_safetensors, "read", 1.0)  # removes the shards that the index listed
+    assert found() == {1.0}
+    during(_save, "write", 2.0)
+    save(3.0)
+    assert found() == {3.0}
+    save(4.0)
+    assert found() == {4.0} and len(list(folder.iterdir())) == 3
 
 
 @pytest.mark.slow

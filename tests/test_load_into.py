@@ -300,6 +300,11 @@ def test_names_that_are_paths_already():
     np.testing.assert_array_equal(loaded["b"], ARRAYS["b"])
 
 
+def test_complex_numbers_do_not_become_real():
+    with pytest.raises(ValueError, match=r"z: float32\[2\] in the model; z: complex64\[2\]"):
+        eqq.io.load_into({"z": zeros(2)}, {"z": np.ones(2, np.complex64)}, lambda name: name)
+
+
 def test_parts_in_different_formats():
     arrays = {"a": eqq.quantize(jnp.ones((4, 64)), "nf4"), "b": eqq.quantize(jnp.ones((4, 64)), "int4")}
     model = {"x": zeros(8, 64)}
@@ -312,6 +317,7 @@ def test_parts_in_different_formats():
     "names, error, message",
     [
         ({3: "x"}, TypeError, "The keys of `names` must be names of a checkpoint.* Got 3"),
+        ("a", TypeError, "`names` must be rules, as a mapping, or a function.* Got 'a'|parameter 'names'"),
         ({"a": 3}, TypeError, "must give 'a' the path of a leaf|parameter 'names'"),
         ({"a": "layers.{n}"}, ValueError, "Got no `{n}` there"),
         ({"{3x}": "x"}, ValueError, "must have groups such as"),

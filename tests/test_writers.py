@@ -425,7 +425,7 @@ def test_hostile_arguments(tmp_path):
         bad({"w": q, "w.absmax": x})
     with pytest.raises(ValueError, match="must have all arrays; .* Got none for b"):
         bad({"a": x, "b": x}, names={"a": "y"})
-    for name in ("", "__metadata__", "a\0b", 3):
+    for name in ("", "__metadata__", "a\0b", "\ud800", 3):
         with pytest.raises(ValueError, match="A name in the file must be text"):
             bad({"a": x}, names=lambda _, name=name: name)
     for value in (None, 3, "text", jax.ShapeDtypeStruct((3,), "float32"), jr.key(0), [x], object()):

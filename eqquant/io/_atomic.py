@@ -47,6 +47,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def making(folder: Path) -> Iterator[Path]:
     """Yields the folder to write into: the one that exists, or one beside it, which gets its name if nothing raises."""
+    folder = Path(os.path.realpath(folder))  # a link stays a link
     if folder.exists():
         yield folder
         return

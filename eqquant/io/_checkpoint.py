@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
-from .._report import Name, Report, report_table, show_bytes
+from .._report import Name, printable, Report, report_table, show_bytes
 from ._dialects import bitsandbytes, compressed_tensors, gguf, gpt_oss, gptq, mlx, own, safetensors, torchao
 from ._dialects.item import Item
 from ._files import find_files
@@ -80,10 +80,17 @@ class Checkpoint(Report, Mapping[str, Any]):
         """
         item = self.items_by_name.get(name)
         if item is None:
-            raise KeyError(f"{self.path} has no {name!r}. {did_you_mean(name, self.items_by_name)}".rstrip())
+            raise KeyError(f"{self.path} has no {name!r}. {did_you_mean(str(name), self.items_by_name)}".rstrip())
         if item.problem is not None:
             item.tensors[0].fail(f"{item.problem[0].upper()}{item.problem[1:]}.")
         return item.read()
+
+    # A mapping's own would read arrays, to find out whether one is there, or to compare them.
+    def __contains__(self, name: object) -> bool:
+        return name in self.items_by_name
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.items_by_name)
@@ -100,7 +107,7 @@ class Checkpoint(Report, Mapping[str, Any]):
             shape = " x ".join(map(str, row.shape)) or "scalar"
             numbers = (f"{row.bits:.2f}", show_bytes(row.nbytes))
             style = "red" if row.problem else "dim" if row.format is None else None
-            table.add_row(Name(row.name), shape, escape(row.stored_as), Name(reads), *numbers, style=style)
+            table.add_row(Name(row.name), shape, escape(printable(row.stored_as)), Name(reads), *numbers, style=style)
         quantized = sum(row.format is not None for row in self.rows)
         head = f"{len(self.rows)} arrays, {quantized} of them quantized, {show_bytes(self.nbytes)}"
         # A line for the path, which may be long.

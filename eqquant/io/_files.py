@@ -65,10 +65,10 @@ def _pickles(names: list[str]) -> str:
 
 
 def _of_file(path: Path, config: Mapping[str, Any]) -> Files:
-    if path.suffix in _PICKLES:
-        raise ValueError(f"{path} must be a .safetensors or .gguf file. Got {_pickles([path.name])}.")
     file = MappedFile(path)
     if path.suffix not in (".safetensors", ".gguf") and not _is_known(file):
+        if path.suffix in _PICKLES:
+            file.fail(f"must be a .safetensors or .gguf file. Got {_pickles([path.name])}.")
         file.fail(f"must be a .safetensors or .gguf file. Got another kind, which begins with {file.buffer[:8]!r}.")
     container, reader = ("gguf", _gguf) if file.buffer[:4] == _gguf.MAGIC else ("safetensors", _safetensors)
     contents = reader.read(file)
@@ -94,8 +94,18 @@ def read_json(file: MappedFile) -> dict[str, Any]:
 
 
 def _of_index(path: Path) -> Files:
-    file = MappedFile(path)
-    index = read_json(file)
+    while True:
+        before = path.stat()
+        try:
+            return _of_shards(MappedFile(path))
+        except (FileNotFoundError, ValueError):
+            # A save puts a new index in place of this one, and then removes the shards that this one lists.
+            if os.path.samestat(before, path.stat()):
+                raise
+
+
+def _of_shards(file: MappedFile) -> Files:
+    path, index = file.path, read_json(file)
     where, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(where, dict) or not isinstance(metadata, dict):
         file.fail("must have a `weight_map` from tensors to files. Got none.")
@@ -107,7 +117,7 @@ def _of_index(path: Path) -> Files:
             or Path(shard).name != shard
             or shard in ("", ".", "..")
             or "\\" in shard
-            or len(os.fsencode(shard)) > _MAX_NAME
+            or len(shard.encode(errors="replace")) > _MAX_NAME
         ):
             file.fail(f"must name files of its own folder. Got {str(shard)[:80]!r} for {name!r}.")
         if shard not in shards:

@@ -425,6 +425,8 @@ def _finished(x: Any, place: Entry) -> Any:
 def _plain(x: Any, place: Entry) -> Any:
     dtype = jnp.dtype(place.dtype)
     both = jnp.issubdtype(x.dtype, jnp.inexact) and jnp.issubdtype(dtype, jnp.inexact)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        both = False  # it would lose its imaginary part
     ones = lambda shape: [n for n in shape if n != 1]
     shape = place.shape if ones(x.shape) == ones(place.shape) else x.shape
     to = dtype if both else x.dtype

@@ -90,6 +90,8 @@ def match_names(names: Names, found: Sequence[str]) -> Matched:
         rules = [_rule(name, names(name), literal=True) for name in found]
         matches = {name: _Match(number, 0, {}) for number, name in enumerate(found)}
     else:
+        if not isinstance(names, Mapping):
+            raise TypeError(f"`names` must be rules, as a mapping, or a function of a name. Got {names!r}.")
         rules = [_rule(key, target) for key, target in names.items()]
         matches = {name: match for name in found if (match := _first(rules, name)) is not None}
     # By rule and paths: the arrays of each layer of a stack, and of each part.

@@ -67,9 +67,11 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None
     In all these cases nothing is written.
     """
     check_shard_nbytes(shard_nbytes)
+    path = Path(path)
+    if shard_nbytes is None and path.name.endswith("index.json"):
+        raise ValueError(f"`path` must be a file of tensors. Got {path}, which is the name of an index of shards.")
     saved, tensors = _plan(tree)
     manifest = json.dumps({"version": VERSION, "leaves": saved}, separators=(",", ":"))
-    path = Path(path)
     if shard_nbytes is None:
         write(path, tensors, {KEY: manifest})
     else:
@@ -177,7 +179,7 @@ def write_shards(
 def _write_shards(
     folder: Path, shards: list[list[ToWrite]], metadata: Mapping[str, str], of_index: Mapping[str, str]
 ) -> None:
-    token, where = secrets.token_hex(4), {}
+    token, where, before = secrets.token_hex(4), {}, shards_in(folder)
     names = [f"model-{n:05}-of-{len(shards):05}-{token}.safetensors" for n in range(1, len(shards) + 1)]
     try:
         for name, shard in zip(names, shards, strict=True):
@@ -191,7 +193,6 @@ def _write_shards(
         for name in names:
             (folder / name).unlink(missing_ok=True)
         raise
-    for old in shards_in(folder):
-        if old.name not in names:
-            old.unlink()
+    for old in before:  # what another process writes meanwhile is its own, and so is what it removes
+        old.unlink(missing_ok=True)
     sync_folder(folder)

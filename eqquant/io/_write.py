@@ -139,12 +139,17 @@ def _sources(arrays: Any, names: Any) -> dict[str, Callable[[], Any]]:
         name = path if names is None else names[path] if isinstance(names, Mapping) else names(path)
         if name is None:
             continue
-        if not isinstance(name, str) or not name or name == "__metadata__" or "\0" in name:
+        if not isinstance(name, str) or not name or name == "__metadata__" or not _is_text(name):
             raise ValueError(f"A name in the file must be text, and not '__metadata__'. Got {name!r} for {path!r}.")
         if name in sources:
             raise ValueError(f"Names in the file must differ. Got {name!r} for {before[name]!r} and for {path!r}.")
         sources[name], before[name] = read, path
     return sources
+
+
+def _is_text(name: str) -> bool:
+    """Returns whether every library can read a name: none takes half of a surrogate pair, and C ends text at a zero."""
+    return "\0" not in name and name.encode(errors="replace").decode() == name
 
 
 def _is_array(leaf: Leaf) -> bool:

@@ -17,7 +17,7 @@ import re
 import numpy as np
 
 from ..._array.permuted import permuted
-from .._bits import in_each_byte, pack_codes, pack_columns, unpack_columns, unpack_low_first
+from .._bits import in_each_byte, off_stride, pack_codes, pack_columns, unpack_columns, unpack_low_first
 from .._files import Files
 from .._stored import DTYPES, Stored
 from .._transcode import from_codes
@@ -90,11 +90,12 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
             zeros.fail("Got zero points other than the middle, and a configuration that says `sym`.")
 
         def codes(start: int, stop: int) -> np.ndarray:
-            # Copied before it is transposed: the stride of the whole tensor is mostly one that caches dislike.
-            words = np.ascontiguousarray(t.array()[:, start // 8 : stop // 8] if awq else t.array()[:, start:stop])
+            part = t.array()[:, start // 8 : stop // 8] if awq else t.array()[:, start:stop]
             if order is not None:
-                return unpack_columns(words, bits, order)
-            words = np.ascontiguousarray(words.T).view(np.uint32)
+                return unpack_columns(np.ascontiguousarray(part), bits, order)
+            lines = off_stride(*part.shape, np.uint32)
+            lines[...] = part.view(np.uint32)
+            words = np.ascontiguousarray(lines.T)
             return words if awq else unpack_low_first(words.view(np.uint8), bits)
 
         scales = np.ascontiguousarray(scale.array().T.astype(np.float32))

@@ -48,6 +48,10 @@ class Recipes:
     def static(self, weights: Any, calibrator: Any = None) -> Any:
         return self.dynamic(weights, self.collect(calibrator))
 
+    def smooth(self, weights: Any, activations: Any) -> Any:
+        model, rules = eqq.smooth(self.model, eqq.SmoothQuant(self.collect())), {"embeddings.*": None, "*": weights}
+        return eqq.quantize_tree(model, rules, activations=activations)
+
     def gptq(self, weights: Any, activations: Any) -> Any:
         return self.dynamic(weights, activations, eqq.GPTQ(self.collect(gram=True)))
 
@@ -63,11 +67,16 @@ def rows(recipes: Recipes) -> dict[str, Callable[[], Any]]:
         "int8, weights alone": lambda: recipes.dynamic("int8", None),
         "int8 x int8, per token": lambda: recipes.dynamic("int8", "int8"),
         "int8 x int8 with zero points, per token": lambda: recipes.dynamic("int8", AFFINE),
+        "int8 x int8, SmoothQuant, per token": lambda: recipes.smooth("int8", "int8"),
+        "int8 x int8 with zero points, SmoothQuant, per token": lambda: recipes.smooth("int8", AFFINE),
         "int8 x int8, static, whole range": lambda: recipes.static("int8"),
         "int8 x int8, static, percentile": lambda: recipes.static("int8", eqq.calibrate.Percentile(one)),
         "int8 x int8, static, MSE": lambda: recipes.static("int8", eqq.calibrate.MSE(one)),
         "int4 x int8, per token": lambda: recipes.dynamic("int4", AFFINE),
         "int4 with zero points x int8, per token": lambda: recipes.dynamic(eqq.Int4(64, symmetric=False), AFFINE),
+        "int4 in blocks of 32 with zero points x int8, per token": lambda: recipes.dynamic(
+            eqq.Int4(32, symmetric=False), AFFINE
+        ),
         "int4 GPTQ x int8, per token": lambda: recipes.gptq("int4", AFFINE),
         "int4 GPTQ in order x int8, per token": lambda: recipes.gptq_in_order("int4", AFFINE),
         "fp8 x fp8, per token": lambda: recipes.dynamic("fp8", "fp8"),

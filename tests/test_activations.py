@@ -18,7 +18,7 @@ from eqquant._array.activation import DynamicRows
 from eqquant._matmul import dispatch, native
 from eqquant._matmul.kernels import codes
 from eqquant._matmul.kernels.target import Target
-from eqquant._matmul.problem import layout_of
+from eqquant._matmul.problem import layout_of, problem_of
 from eqquant._numerics import packing
 
 from .helpers import weights
@@ -120,16 +120,39 @@ def test_longest_sums():
     ],
 )
 def test_types_on_accelerators(getkey, of_x, of_w, kind):
-    x, w = (eqq.quantize(weights(getkey(), (n, 128)), FORMATS[of]) for n, of in ((4, of_x), (24, of_w)))
-    layouts, target = [layout_of(q.format, 128) for q in (x, w)], Target("cuda")
+    x, w = (eqq.quantize(weights(getkey(), (n, 200)), FORMATS[of]) for n, of in ((4, of_x), (24, of_w)))
+    layouts, target = [layout_of(q.format, 200) for q in (x, w)], Target("cuda")
     assert codes.kind_of(*layouts, target) == kind
     shown = "float32 x float32 (decoded)" if kind is None else {"float8": "float8_e4m3fn"}.get(kind, kind)
-    assert shown in eqq.explain_matmul(x, w.T, platform="cuda").types
+    many = eqq.quantize(jnp.ones((512, 200)), FORMATS[of_x])
+    assert shown in eqq.explain_matmul(many, w.T, platform="cuda").types
     if kind is not None:
         y = codes.matmul(*map(dispatch.pack_arrays, (x, w)), *layouts, kind, looped=False)
         close(y, x.dequantize(), w.dequantize())
     if kind == "float8":
         assert codes.kind_of(*layouts, Target("cuda", "A100", 8.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "dtype"),
+    [("nvfp4", "nvfp4", jnp.float32), ("mxfp8", "mxfp4", jnp.bfloat16), ("int8", "mxfp4", jnp.float32)],
+)
+def test_few_rows_meet_the_packed_weight(getkey, monkeypatch, of_x, of_w, dtype):
+    """Kernels take the values of small floats, which are exact in the few bits that a GPU multiplies."""
+    x, w = (eqq.quantize(weights(getkey(), (n, 256)), FORMATS[of]) for n, of in ((4, of_x), (24, of_w)))
+    x, w, seen = x.astype(dtype), w.astype(dtype), []
+    kernel = dispatch._kernel("cuda", dispatch._pallas_gpu, interpret=True)
+    spied = kernel._replace(compute=lambda x, *rest: seen.append(x) or kernel.compute(x, *rest))
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "pallas_gpu", spied)
+    problem, target = problem_of(x, w, False, None), Target("cuda")
+    name, _ = dispatch.choose(target, problem, None)
+    y = dispatch.compute(x, w, problem, target, name)
+    assert name == eqq.explain_matmul(x, w.T, platform="cuda").implementation == "pallas_gpu"
+    assert y.dtype == seen[0].dtype == dtype
+    np.testing.assert_array_equal(seen[0], seen[0].astype(jnp.bfloat16).astype(dtype))
+    exact = [a.astype(jnp.float32).dequantize() for a in (x, w)]
+    close(y, *exact, tol=1e-6 if dtype == jnp.float32 else 2**-7)
+    assert dispatch.choose(target, problem._replace(m=512), None)[0] == "xla"
 
 
 def test_explains(getkey):
@@ -582,7 +605,7 @@ def test_in_order(getkey, model):
 )
 def test_programs_for_accelerators(platform, of_x, of_w, wanted):
     """Without the hardware: the program multiplies small types, and holds no float copy of the weight."""
-    shapes = jax.ShapeDtypeStruct((16, 256), jnp.float32), jax.ShapeDtypeStruct((512, 256), jnp.float32)
+    shapes = jax.ShapeDtypeStruct((1024, 256), jnp.float32), jax.ShapeDtypeStruct((512, 256), jnp.float32)
     x, w = (
         jax.eval_shape(ft.partial(eqq.quantize, format=FORMATS[of]), s)
         for of, s in zip((of_x, of_w), shapes, strict=True)

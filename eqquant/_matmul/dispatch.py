@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
@@ -95,6 +95,27 @@ def kind_of_codes(problem: MatmulProblem, target: Target) -> codes.Kind | None:
     if problem.activations is None or problem.transpose or problem.dtype.itemsize > 4:
         return None
     return codes.kind_of(problem.layout_of_x, problem.layout, target)
+
+
+def decoded(problem: MatmulProblem, target: Target) -> MatmulProblem:
+    """Returns the product of the values of the activations, as floats that hold them."""
+    if problem.activations is None:
+        return problem
+    enough = problem.dtype == jnp.bfloat16 and kind_of_codes(problem, target) == "bfloat16"
+    wide = problem.dtype if enough or problem.dtype.itemsize > 4 else jnp.dtype(jnp.float32)
+    return problem._replace(activations=None, dtype=wide)
+
+
+def _without_factor(q: QuantizedArray) -> tuple[QuantizedArray, Float32[Array, "*batch rows 1"] | None]:
+    """Returns rows without the factor of each, which may need all bits of a float32, and the factor."""
+    scale = q.scale_bits
+    if isinstance(scale, QuantizedArray):
+        inner, factor = _without_factor(scale)
+        return dataclasses.replace(q, scale_bits=inner), factor
+    if scale.shape[-1] > 1:
+        return q, None
+    ones = scale_to_bits(jnp.ones(scale.shape, jnp.float32), q.format.scale_dtype)
+    return dataclasses.replace(q, scale_bits=ones), q.scale
 
 
 def as_codes(x: Any) -> QuantizedArray:
@@ -208,7 +229,7 @@ def _codes(problem: MatmulProblem) -> bool:
 # The first row that applies wins, unless its implementation cannot take the product.
 _PREFERENCES = (
     _Preference("cpu", "cpu_int8", lambda p, _: _codes(p) and native.isa() != "generic", _INTEGERS),
-    _Preference("", "xla", lambda p, target: kind_of_codes(p, target) is not None, _SMALL),
+    _Preference("", "xla", lambda p, target: kind_of_codes(p, target) in ("int8", "float8"), _SMALL),
     _Preference("cuda", "xla", lambda p, _: _of_bytes(p), _FUSED),
     _Preference("cuda", "pallas_gpu", lambda p, _: p.m <= 256, _FEW_ROWS),
     _Preference("cuda", "xla", lambda p, _: True, _MANY_ROWS),
@@ -262,8 +283,15 @@ def compute(
         w = w.taken()
     if problem.activations is None or implementation.takes_codes(problem, target):
         return implementation.compute(x, w, problem, target)
-    values = dataclasses.replace(as_codes(x), logical_dtype=problem.decoded.dtype).dequantize()
-    return implementation.compute(values, w, problem.decoded, target).astype(problem.dtype)
+    of_values, q, factor = decoded(problem, target), as_codes(x), None
+    if kind_of_codes(problem, target) == "bfloat16":
+        # Then values are exact in the few bits that the platform multiplies.
+        q, factor = _without_factor(q)
+    values = dataclasses.replace(q, logical_dtype=of_values.dtype).dequantize()
+    y = implementation.compute(values, w, of_values, target)
+    if factor is not None:
+        y = y.astype(jnp.float32) * jnp.broadcast_to(factor, y.shape)
+    return y.astype(problem.dtype)
 
 
 def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
@@ -282,8 +310,8 @@ def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
         return target.no_kernels
     if implementation.platforms and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
-    decoded = problem.activations is not None and not implementation.takes_codes(problem, target)
-    return implementation.supports(problem.decoded if decoded else problem, target)
+    takes_codes = implementation.takes_codes(problem, target)
+    return implementation.supports(problem if takes_codes else decoded(problem, target), target)
 
 
 def multiplied_types(problem: MatmulProblem, target: Target, name: str) -> str:
@@ -294,7 +322,7 @@ def multiplied_types(problem: MatmulProblem, target: Target, name: str) -> str:
     if kind is not None:
         types = [problem.layout_of_x.kind, problem.layout.kind] if kind == "float8" else [kind, kind]
         return f"{' x '.join(types)}, sums in float32"
-    wide = problem.decoded.dtype if problem.activations is not None else problem.dtype
+    wide = decoded(problem, target).dtype
     sums = "float64" if wide.itemsize > 4 else "float32"
     return f"{wide} x {wide} (decoded), sums in {sums}"
 

@@ -44,12 +44,6 @@ class MatmulProblem(NamedTuple):
         """The layout of packed activations."""
         return layout_of(self.activations, self.k)  # pyright: ignore[reportArgumentType]
 
-    @property
-    def decoded(self) -> "MatmulProblem":
-        """The same product, with the values of the activations as floats that are wide enough for them."""
-        wide = self.dtype if self.dtype.itemsize > 4 else jnp.dtype(jnp.float32)
-        return self._replace(activations=None, dtype=wide)
-
 
 def problem_of(
     x: Any, w: Any, transpose: bool, precision: Any, by_columns: tuple[bool, bool] = (False, False)

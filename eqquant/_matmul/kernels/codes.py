@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, Num
 
 from ..._numerics import packing
+from ..._numerics.blocks import expand
 from .packed import decode_scale, Layout, look_up, Packed
 from .target import Target
 
@@ -153,8 +154,7 @@ def operand(packed: Packed, layout: Layout, kind: Kind, unit: int) -> Operand:
     if kind == "bfloat16":
         values = look_up(codes, layout)
         if apart:
-            element = np.minimum(np.arange(length) // layout.block_size, scale.shape[1] - 1)
-            values, scale = values * scale[:, element], packed.row_scale
+            values, scale = values * expand(scale, layout.block_size, length), packed.row_scale
         return Operand(values.astype(jnp.bfloat16).reshape(rows, 1, length), None, scale)
     if layout.bits == 8 and layout.kind == "integer":
         # Flipping the highest bit subtracts 128, and makes the code signed.

@@ -23,7 +23,7 @@ SEEN = """() => {
     page.querySelectorAll("code, pre, math").forEach(e => e.remove());
     const formulas = page.textContent.match(/\\$[^$\\n]*[\\\\^_][^$\\n]*\\$/g) || [];
     const pictures = [...document.querySelectorAll(".md-content img")].filter(e => e.offsetWidth);
-    const named = kind => pictures.filter(e => e.src.endsWith(`-${kind}.svg`)).map(e => e.src);
+    const named = kind => pictures.filter(e => e.src.endsWith(`-${kind}.svg#gh-${kind}-mode-only`)).map(e => e.src);
     return {
         formulas,
         broken: pictures.filter(e => !e.complete || !e.naturalWidth).map(e => e.src),

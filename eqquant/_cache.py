@@ -48,8 +48,8 @@ class QuantizedCache(eqx.Module):
 
     Scales belong to the keys, and the values, of one head of one token. With `per_channel`, those of keys belong to one
     number of one head in a group of tokens, because in many models a few numbers of each key are much larger than the
-    others. Then tokens wait in a float window until their group is full (the way of
-    [KIVI](https://arxiv.org/abs/2402.02750)).
+    others. Then tokens wait in a float window until their group is full, as in
+    [KIVI](https://arxiv.org/abs/2402.02750).
     """
 
     keys: Float[Stored, "*batch heads context size"]

@@ -66,6 +66,12 @@ def _like(sharding: Any, entries: Sequence[Any]) -> Any:
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
 
 
+def on_device(x: jax.Array) -> jax.Array:
+    """Moves an array that lies in host memory (`pinned_host`), where nothing computes, to its devices."""
+    here = jax.typeof(x).memory_space == jax.memory.Space.Device
+    return x if here else jax.device_put(x, jax.memory.Space.Device)
+
+
 def as_named(sharding: Any, current: Any, name: str = "the array") -> NamedSharding:
     """Puts a spec on the mesh of the array, or else on the mesh of `jax.set_mesh`."""
     if isinstance(sharding, NamedSharding):

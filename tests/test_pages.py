@@ -180,10 +180,11 @@ def test_arrays():
 
 def test_concepts():
     q = run("concepts.md")["q"]
-    table = {m[0]: m[1] for m in re.findall(r"^\| (code.*?) \| (.*) \|$", (DOCS / "concepts.md").read_text(), re.M)}
-    assert [int(code) for code in table["code"].split("|")] == (np.asarray(eqq.unpack(q), int) - 8).tolist()
-    shown = [float(value) for value in table["code × scale"].split("|")]
-    np.testing.assert_allclose(np.asarray(q.dequantize()), shown, atol=1e-3)
+    # The columns of the table: value, value / scale, code, code × scale.
+    page = (DOCS / "concepts.md").read_text()
+    rows = re.findall(r"^\| -?[\d.]+ \| -?[\d.]+ \| (-?\d+) \| (-?[\d.]+) \|$", page, re.M)
+    assert [int(code) for code, _ in rows] == (np.asarray(eqq.unpack(q), int) - 8).tolist()
+    np.testing.assert_allclose(np.asarray(q.dequantize()), [float(value) for _, value in rows], atol=1e-3)
 
 
 def test_kernels(capsys):
@@ -200,7 +201,7 @@ def test_errors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names, shown = {}, 0
     page = (DOCS / "errors.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", page, re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```pytb\n(.*?)^```)?", page, re.M | re.S)
     with as_printed():
         for block, message in blocks:
             if not message:

@@ -332,3 +332,17 @@ def test_what_is_no_sharding(getkey):
         q.with_mesh_and_axis(mesh)
     with pytest.raises(TypeError, match="`shardings` must be rules"):
         eqq.quantize_tree({"w": jnp.ones((4, 64))}, "nf4", shardings=mesh)
+
+
+def test_arrays_in_host_memory_are_quantized_on_their_devices(getkey):
+    w = weights(getkey(), (16, 128))
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    for sharding in (one, NamedSharding(mesh, P("model"), memory_kind="pinned_host")):
+        host = jax.device_put(w, sharding)
+        assert host.sharding.memory_kind == "pinned_host"
+        by_tree = eqq.quantize_tree({"w": host}, "int4")["w"]
+        for q in (eqq.quantize(host, "int4"), by_tree, jax.jit(lambda x: eqq.quantize(x, "int4"))(host)):
+            assert q.codes.sharding.memory_kind == "device"
+            assert len(q.codes.sharding.device_set) == len(sharding.device_set)
+            np.testing.assert_array_equal(q.codes, eqq.quantize(w, "int4").codes)

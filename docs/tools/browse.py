@@ -1,7 +1,7 @@
 """Opens every page of the built site in Chromium, narrow and wide, light and dark: `python docs/tools/browse.py site`.
 
-Fails for an error on the console, a page wider than its window, or a request to another server. `--screenshots FOLDER`
-keeps what was seen.
+Fails for an error on the console, a page wider than its window, a request to another server, a formula that is still
+TeX, and a picture that does not show in its scheme of colours. `--screenshots FOLDER` keeps what was seen.
 """
 
 import argparse
@@ -17,6 +17,20 @@ from playwright.sync_api import sync_playwright
 
 
 WIDTHS = {"wide": 1280, "narrow": 390}
+# What a reader sees of a page: its text without code, and the pictures of each scheme of colours.
+SEEN = """() => {
+    const page = document.querySelector(".md-content").cloneNode(true);
+    page.querySelectorAll("code, pre, math").forEach(e => e.remove());
+    const formulas = page.textContent.match(/\\$[^$\\n]*[\\\\^_][^$\\n]*\\$/g) || [];
+    const pictures = [...document.querySelectorAll(".md-content img")].filter(e => e.offsetWidth);
+    const named = kind => pictures.filter(e => e.src.endsWith(`-${kind}.svg#gh-${kind}-mode-only`)).map(e => e.src);
+    return {
+        formulas,
+        broken: pictures.filter(e => !e.complete || !e.naturalWidth).map(e => e.src),
+        light: named("light"),
+        dark: named("dark"),
+    };
+}"""
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -33,7 +47,7 @@ def main() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     root = f"http://127.0.0.1:{server.server_port}/"
     pages = sorted(path.parent.relative_to(given.site).as_posix() for path in given.site.rglob("index.html"))
-    wrong, seen = [], 0
+    wrong, seen, shown = [], 0, set()
     with sync_playwright() as playwright:
         # The Chromium of the system, where there is one, or the one that `playwright install chromium` brings.
         # Chromium refuses to run as root within its sandbox, as in most containers.
@@ -56,6 +70,12 @@ def main() -> None:
                     seen += 1
                     if (wide := page.evaluate("document.documentElement.scrollWidth")) > pixels:
                         wrong.append(f"{name} is {wide} pixels wide, and its window {pixels}")
+                    found = page.evaluate(SEEN)
+                    wrong += [f"{name} shows the raw formula {formula}" for formula in found["formulas"]]
+                    wrong += [f"{name} does not show {picture}" for picture in found["broken"]]
+                    other = "dark" if scheme == "light" else "light"
+                    wrong += [f"{name} shows {picture}" for picture in found[other]]
+                    shown.update(found[scheme])
                     if given.screenshots:
                         given.screenshots.mkdir(parents=True, exist_ok=True)
                         file = f"{path.replace('/', '-').strip('.') or 'home'}-{width}-{scheme}.png"
@@ -64,7 +84,8 @@ def main() -> None:
         browser.close()
     if wrong:
         sys.exit("\n".join(dict.fromkeys(wrong)))
-    print(f"{seen} views of {len(pages)} pages: no error, no overflow, no other server.")
+    print(f"{seen} views of {len(pages)} pages, {len(shown)} pictures in their scheme: no error, no overflow,", end=" ")
+    print("no raw formula, no other server.")
 
 
 if __name__ == "__main__":

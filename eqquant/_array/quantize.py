@@ -17,7 +17,7 @@ from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UIn
 
 from .._errors import FORMAT_KEYWORDS, teach_keywords
 from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_points
-from .._mesh import explicit_mesh, full_spec, in_auto_mode
+from .._mesh import explicit_mesh, full_spec, in_auto_mode, on_device
 from .._methods import AbsMax, AbstractMethod, Encoded
 from .._methods.encode import quantize_packed
 from .._methods.given import GivenScales
@@ -64,7 +64,7 @@ def quantize(
     **Arguments:**
 
     - `x`: a floating point array of at least one dimension, in float32, float16, bfloat16 or float64. The arithmetic
-        is float32.
+        is float32. An array in host memory (`pinned_host`) is moved to its device first.
     - `format`: a format, or its lower-case name.
     - `axis`: the axis along which values share scales: the input axis of a weight. Several axes, as for a convolution,
         are merged into one in the given order.
@@ -96,6 +96,7 @@ def quantize(
             f"`x` must have values. Got a ShapeDtypeStruct of shape {checked.shape}. For the structure of the result "
             "without values, call `jax.eval_shape(eqq.quantize, x)`."
         )
+    checked = on_device(checked)
     check_finite(checked)
     given = _check_given(checked, format, axes, scale, zero_point)
     if given is not None and method is not None:

@@ -11,8 +11,8 @@ from .mapped import AbstractMappedArray, beside
 class ScaledArray(AbstractMappedArray):
     """An array with a scale for each of its inputs: `w @ x` is `w.array @ (w.scale * x)`.
 
-    [`eqquant.smooth`][] makes it where nothing can take the scales up. A product costs one more multiplication for each
-    of its inputs.
+    [`eqquant.smooth`][] makes it where no other layer can take the scales. A product costs one more multiplication for
+    each of its inputs.
 
     !!! Example
 

@@ -106,8 +106,8 @@ def select(tree: PyTree, index: Any) -> PyTree:
 
     The same as `jax.tree_util.tree_map(lambda a: a[index], tree)`, but a product with a weight of the result reads the
     stack where it lies, if a native kernel for CPU computes it. A `scan` over the stack itself copies the weights of
-    each layer before it multiplies. On other platforms, and for everything but products, the weights are copied as
-    they would be there.
+    each layer before it multiplies. On other platforms, and for everything but products, the weights of the selected
+    layer are copied.
 
     !!! Example
 
@@ -121,8 +121,8 @@ def select(tree: PyTree, index: Any) -> PyTree:
         y = jax.vmap(lambda n, x: eqq.select(experts, n)(x))(chosen, tokens)
         ```
 
-    A function that is differentiated with respect to the stack's float arrays sums their gradients by adding to zeros
-    of the whole stack in each step. To train stacked layers, `scan` over them.
+    To train stacked layers, `scan` over the layers themselves. In a `scan` over numbers, each step adds gradients of
+    the size of the whole stack.
 
     **Arguments:**
 

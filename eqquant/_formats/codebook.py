@@ -136,9 +136,9 @@ class Dynamic8(AbstractCodebook):
     are the levels, together with zero and one. $s = \max|x|$ per block.
 
     The unsigned form is for second moments: it cuts each decade into $2^{7-k}$ intervals, and its levels are squares.
-    An optimizer divides by the square root, which must not be zero where the first moment is not. So a value above
-    zero never becomes zero: it takes at least the lowest level. (The paper's levels are not squared. They divide by
-    zero if gradients within a block differ by more than a factor of about 2000.)
+    An optimizer divides by the square root, which must not be zero where the first moment is not. So a value above zero
+    never becomes zero: it takes at least the lowest level. (The paper does not square its levels. An optimizer then
+    divides by zero if gradients within a block differ by more than a factor of about 2000.)
 
     ??? cite
 

@@ -32,7 +32,7 @@ ZeroPoints = UInt8[Array, "*batch blocks"] | Float32[Array, "*batch blocks"] | N
 class Encoded(NamedTuple):
     """What a method returns: one code for each of `(*batch, length)` values, with the scales and zero points.
 
-    `scale` holds the bits of the scales, or an `Encoded` if the format quantizes its scales; `offset` is alike.
+    `scale` holds the bits of the scales, or an `Encoded` if the format quantizes its scales; so does `offset`.
     """
 
     codes: UInt8[Array, "*batch length"]
@@ -48,7 +48,7 @@ class AbstractMethod(eqx.Module):
     simpler [`eqquant.AbstractScaleMethod`][], which rounds to the nearest code for you.
 
     - `inputs`: statistics of the inputs that the weight is multiplied by. Declare it as a field if the method needs
-        them. It may map paths of leaves to statistics, as [`eqquant.calibrate.collect_stats`][] returns them; then
+        them. It may map paths of leaves to statistics, like the result of [`eqquant.calibrate.collect_stats`][]; then
         [`eqquant.quantize_tree`][] passes each leaf its own. A weight that is looked up, such as an embedding, has no
         inputs: it is quantized without them, or by `method`, unless its statistics were collected with `lookups=True`.
     - `method`: another method, which quantizes what has no inputs. Declare it as a field if the method needs `inputs`.

@@ -34,9 +34,9 @@ class GPTQ(AbstractMethod):
     r"""Chooses codes with a small error of the outputs, $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$, where
     $G$ is the mean of $x x^T$ over the inputs of the weight.
 
-    Rounds one column after the other, and changes the columns that are still to come so that they make up for its
-    error. Scales are those of `method` for the weight as it was, so columns may come in any order, and an array
-    remembers none. Works with every format.
+    Rounds one column after the other, and changes the columns still to come so that they make up for its error.
+    `method` chooses the scales from the original weight, so columns may come in any order, and the array need not
+    remember which. Works with every format.
 
     Columns whose input is always zero are rounded to the nearest code. If the Gram matrix is singular even with its
     damping, the damping grows tenfold until it is not.

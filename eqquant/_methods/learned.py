@@ -26,10 +26,10 @@ class LearnedRounding(AbstractMethod):
     $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$, stops falling. $G$ is the mean of $x x^T$ over the
     inputs of the weight.
 
-    Takes one column after the other, and moves its codes to the levels that are best for all other columns as they are.
-    Then does the same with the scale of each block, by least squares. So the error falls with every step, where
-    [`eqquant.GPTQ`][] decides on each column once, before it knows what becomes of those that follow. Works with every
-    format. Scales stay where the format quantizes them, or has one for the whole array.
+    Takes one column after the other, and moves its codes to the best levels given all other columns. Then fits the
+    scale of each block by least squares. So the error falls with every step. ([`eqquant.GPTQ`][] rounds each column
+    once, before it knows how it will round the next ones.) Works with every format. Scales do not change if the format
+    quantizes them, or has one for the whole array.
 
     The error is measured with the damping, in each row. It is never larger than that of `method`.
 

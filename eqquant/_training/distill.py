@@ -120,9 +120,10 @@ def distill_blocks(
 ) -> PyTree:
     """Trains a quantized model as [`eqquant.distill`][] does, one block after the other.
 
-    Each block learns to return what that of the float model returns, from what the blocks before it became. So only one
-    block is differentiated, and trained, at a time: it takes less memory than the whole model, and its loss says more
-    about its own weights. Blocks that are alike, with the same function, share a compiled program.
+    Each block learns to return what the same block of the float model returns, given the outputs of the trained blocks
+    before it. Only one block is differentiated and trained at a time: that takes less memory than the whole model, and
+    the loss says more about the weights of the block. Blocks that are alike, with the same function, share a compiled
+    program.
 
     !!! Example
 

@@ -35,8 +35,8 @@ def checkpoint_quantized(
     """Saves in few bits what the backward pass of a function needs.
 
     The backward pass needs some arrays of the forward pass (*residuals*), which take most of the memory of training.
-    Where `jax.checkpoint` forgets them and computes them again, this quantizes them, along their last axis, and
-    dequantizes them when the backward pass reaches them.
+    `jax.checkpoint` forgets them and computes them again. This function quantizes them along their last axis, and
+    dequantizes them when the backward pass needs them.
 
     The result of the function is exact. Its gradient is computed from rounded residuals: its relative error is about
     that of the format. What the backward pass divides by is not rounded, because rounding sends small numbers to zero.

@@ -24,7 +24,7 @@ from .._array.value import AbstractArrayValue
 from .._docs import fill_doc
 from .._errors import FORMAT_KEYWORDS, teach_keywords
 from .._formats.base import AbstractFormat
-from .._mesh import full_spec
+from .._mesh import full_spec, on_device
 from .._methods import AbsMax, AbstractMethod
 from .._types import PyTree
 from .leaves import Leaf, some
@@ -352,7 +352,7 @@ def _quantize_leaf(
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
         q = jax.eval_shape(lambda x: encode(x, format, axes, dtype), leaf.value)  # pyright: ignore
         return q if sharding is None or simulate else move(q, sharding)
-    x = move(jnp.asarray(leaf.value), sharding)
+    x = on_device(move(jnp.asarray(leaf.value), sharding))
     check_finite(x, leaf.path)
     q = encode(x, format, axes, dtype)  # pyright: ignore
     # Waits, so that the temporaries of one leaf are freed before the next leaf needs memory.

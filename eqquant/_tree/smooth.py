@@ -105,8 +105,8 @@ class SmoothQuant(AbstractSmoothing):
 
 
 class AWQ(AbstractSmoothing):
-    r"""Protects the weights that large inputs multiply: multiplies weights by $\operatorname{mean}|x|^\beta$ of each
-    input, with the $\beta$ for which quantizing them changes their outputs least.
+    r"""Protects the weights that meet large inputs: multiplies weights by $\operatorname{mean}|x|^\beta$ of each input,
+    with the $\beta$ for which quantizing changes the outputs least.
 
     The error is $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$ with the mean $G$ of $x x^T$, so the search
     needs no data besides statistics. It tries `grid` values from 0, which changes nothing, to 1.
@@ -225,8 +225,8 @@ def smooth(
     """Multiplies weights by a factor for each of their inputs, and divides the inputs by it: the same model, which
     loses less when it is quantized. Call it before you quantize.
 
-    Where a norm or a linear layer makes the inputs and nothing else takes its outputs, its own weights are divided.
-    That is exact, and costs nothing at run time. You name such pairs as `fold`. Everywhere else the weight becomes a
+    Where a norm or a linear layer makes the inputs, and nothing else takes its outputs, this divides the weights of
+    that layer instead: exact, and free at run time. You name such pairs as `fold`. Everywhere else the weight becomes a
     [`eqquant.ScaledArray`][], which multiplies its inputs by a vector.
 
     The result has other statistics: collect them again before you use a method that needs them, such as

@@ -55,15 +55,15 @@ def quantize_sequentially(
 ) -> PyTree:
     r"""Quantizes the weights of a model in the order in which it uses them.
 
-    [`eqquant.quantize_tree`][] with [`eqquant.GPTQ`][] takes the statistics of the float model. This function collects
-    those of each weight after all weights before it are quantized. And each weight makes up for the errors of those
-    before it: where the float model multiplies $W$ by $x$ and this one by $\hat x$, it quantizes a weight near the $W'$
-    for which $W' \hat x$ is nearest to $W x$. Weights that do not depend on each other, such as query, key and value of
-    an attention layer, take one step together. Layers that a `scan` runs are quantized one after the other. Weights
-    that are looked up come first.
+    [`eqquant.quantize_tree`][] with [`eqquant.GPTQ`][] uses the statistics of the float model. This function collects
+    the statistics of each weight after it has quantized all weights before it. And each weight makes up for the errors
+    of those before it: where the float model multiplies $W$ by $x$ and this one by $\hat x$, it quantizes a weight near
+    the $W'$ for which $W' \hat x$ is nearest to $W x$. Weights that do not depend on each other, such as query, key and
+    value of an attention layer, take one step together. Layers that a `scan` runs are quantized one after the other.
+    Weights that are looked up come first.
 
-    For each step the quantized model runs once over the data, and the float model too. They are one program, which is
-    compiled once. Only the Gram matrices of one step, and its inputs in one batch, are in memory.
+    In each step, the quantized model and the float model run once over the data, as one program, compiled once. Only
+    the Gram matrices of one step, and its inputs in one batch, are in memory.
 
     !!! Example
 

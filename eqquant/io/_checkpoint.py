@@ -42,10 +42,11 @@ class CheckpointRow:
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Checkpoint(Report, Mapping[str, Any]):
-    """The result of [`eqquant.io.open`][]: a mapping from names to arrays, each read when it is asked for.
+    """The result of [`eqquant.io.open`][]: a mapping from names to arrays. It reads each array when you ask for it.
 
-    Quantized weights are [`eqquant.QuantizedArray`][]s, under one name with all their companions. Other arrays are JAX
-    arrays, or NumPy arrays if JAX is not set to hold their dtype. It prints as a table, and has `.to_dict()`.
+    A quantized weight is one [`eqquant.QuantizedArray`][] under one name, whatever tensors it is stored in. Other
+    arrays are JAX arrays, or NumPy arrays if JAX is not set to hold their dtype. It prints as a table, and has
+    `.to_dict()`.
 
     - `path`: the file or folder.
     - `dialect`: whose layout it is, such as `"gguf"`.

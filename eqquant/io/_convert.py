@@ -67,11 +67,11 @@ def convert(
     shard_nbytes: int | None = None,
     each: Callable[[str, Any, Any], None] | None = None,
 ) -> TreeReport:
-    """Quantizes a checkpoint of any library, and saves it, an array at a time: as [`eqquant.save`][] does, or as
-    [`eqquant.io.write`][] for another library.
+    """Quantizes a checkpoint of any library one array at a time, and saves it: as [`eqquant.save`][] does, or as
+    [`eqquant.io.write`][] does for another library.
 
     At its peak this takes the memory of one array, before and after, so the checkpoint may be larger than memory.
-    For another library, what was quantized goes to a file of ours beside the output first.
+    For another library, it first writes the quantized arrays to a file of ours beside the output.
 
     !!! Example
 

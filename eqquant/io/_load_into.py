@@ -131,9 +131,10 @@ def load_into(
     - An [`eqquant.io.To`][] also transposes, or applies a function.
     - `None`: the array is left out.
 
-    All this moves packed codes and scales, and computes nothing. Where it cannot be exact, as for parts in different
-    formats, it is an error, and dequantizing is the remedy. Floats take the dtype of the leaf, and so does what a
-    quantized array dequantizes to. Axes of length one are added or removed where leaf and array differ in nothing else.
+    All this moves packed codes and scales, and computes nothing. What cannot be exact, such as joining parts in
+    different formats, is an error; `dequantize=True` is the remedy. Floats take the dtype of the leaf, and so does what
+    a quantized array dequantizes to. Axes of length one are added or removed where leaf and array differ in nothing
+    else.
 
     Arrays are read one leaf at a time: at its peak this takes the result and one more leaf of the model, with what it
     is made of.

@@ -41,9 +41,9 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None
         eqq.save("checkpoint.safetensors", (model, optimizer_state, step))
         ```
 
-    Saved are arrays, quantized arrays, PRNG keys, and Python numbers, booleans and strings. Other leaves, such as
-    activation functions, are part of the template, as they are for `equinox.tree_serialise_leaves`. An array that
-    stands in several places is saved once. A method, as in `eqq.MSE()`, is not part of an array.
+    The file holds arrays, quantized arrays, PRNG keys, and Python numbers, booleans and strings. Other leaves, such as
+    activation functions, come from the template, as with `equinox.tree_serialise_leaves`. An array that stands in
+    several places is saved once. A method, such as `eqq.MSE()`, is not part of an array.
 
     A process that dies while saving leaves the old file as it was, if there was one.
 

@@ -51,8 +51,8 @@ def write(
     an array in a format that the library does not have is an error. [Files](../files.md#write-for-other-libraries)
     lists the formats of each.
 
-    One array after another is read and written. What is written takes its place when it is whole; a process that dies
-    leaves the old file as it was.
+    Reads and writes one array after another. The output appears when it is whole; a process that dies leaves the old
+    file as it was.
 
     **Arguments:**
 

@@ -93,7 +93,7 @@ def _item(of: dict[str, Stored], settings: dict) -> Item:
             part = t.array()[:, start // 8 : stop // 8] if awq else t.array()[:, start:stop]
             if order is not None:
                 return unpack_columns(np.ascontiguousarray(part), bits, order)
-            lines = off_stride(part.shape[0], part.shape[1], np.uint32)
+            lines = off_stride(len(part), part.shape[1], np.uint32)
             lines[...] = part.view(np.uint32)
             words = np.ascontiguousarray(lines.T)
             return words if awq else unpack_low_first(words.view(np.uint8), bits)

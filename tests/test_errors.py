@@ -207,12 +207,22 @@ class TestTree:
             ("layer.*", "'layers.*'"),
             ("Layers.*.wieght", "'layers.*.weight'"),
             ("weight", "'*weight*'"),
+            ("*.layers.0.*", "'layers.0.*'"),
         ],
     )
     def test_pattern_that_is_nearly_right(self, call, w, pattern, meant):
         with pytest.raises(ValueError, match="Each pattern of `format` must match") as e:
             call({"layers": [{"weight": w}]}, {pattern: "int8"})
         assert f"Did you mean {meant}?" in str(e.value)
+
+    def test_pattern_behind_a_wider_one(self, call, w):
+        with pytest.raises(ValueError, match="must stand before wider ones.*Got 'a.w' after '\\*'"):
+            call({"a": {"w": w}, "b": {"w": w}}, {"*": "nf4", "a.w": None})
+        call({"a": {"w": w}, "b": {"w": w}}, {"a.*": "nf4", "b.*": None, "*": "int8"})  # the rest, if any
+
+    def test_arguments_in_another_order(self, call, w):
+        with pytest.raises(ValueError, match="Pass the tree first, then the format"):
+            call("int4", lambda path, x: None)  # as a model is callable
 
     def test_pattern_that_is_near_to_nothing(self, call, w):
         with pytest.raises(

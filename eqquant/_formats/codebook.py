@@ -224,6 +224,14 @@ class Codebook(AbstractCodebook):
     def bits(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (len(self.codebook) - 1).bit_length()
 
+    def __repr__(self) -> str:
+        """One line, for tables and messages: a long table in part."""
+        levels = [f"{value:.4g}" for value in self.values]
+        levels = levels if len(levels) <= 8 else [*levels[:3], "...", levels[-1]]
+        size = "" if self.block_size == 64 else f", block_size={self.block_size!r}"
+        dtype = "" if self.scale_dtype == "float32" else f", scale_dtype={self.scale_dtype!r}"
+        return f"Codebook([{', '.join(levels)}]{size}{dtype})"
+
 
 _NF4 = (
     -1.0,

@@ -58,8 +58,16 @@ def check_statistic(
             f"`inputs` of {method} must hold {what} of the {length} inputs of {of}: shape {tuple(features)}, after the "
             f"axes of a stack of layers. Got shape {np.shape(value)}. Collect them on this model, along this axis."
         )
-    if not isinstance(value, jax.core.Tracer) and not np.isfinite(np.asarray(value)).all():
+    if isinstance(value, jax.core.Tracer):
+        return
+    values = np.asarray(value)
+    if not np.isfinite(values).all():
         raise ValueError(
             f"`inputs` of {method} must be finite. Got a NaN or an infinity for {of}. Collect the statistics on data "
             "whose activations are finite."
         )
+    squares = np.diagonal(values, axis1=-2, axis2=-1) if name == "gram" else values
+    if np.iscomplexobj(values) or (squares < 0).any():
+        what = "complex values" if np.iscomplexobj(values) else "negative squares"
+        source = "the mean of x x^T" if name == "gram" else "the mean of x^2"
+        raise ValueError(f"`inputs` of {method} must be {source} of real inputs. Got {what} for {of}.")

@@ -203,6 +203,8 @@ class _Trainer:
     ) -> None:
         import optax
 
+        if passes < 1:
+            raise ValueError(f"`passes` must be at least 1. Got {passes}.")
         run, measure = apply or _default_apply, loss or _relative_error
         optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, passes * batches)) if optimizer is None else optimizer
         self._optimizer, self._passes = optimizer, passes

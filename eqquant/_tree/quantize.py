@@ -30,7 +30,7 @@ from .._types import PyTree
 from .leaves import Leaf, some
 from .placement import move, Shardings, wanted_shardings
 from .report import TreeReport
-from .select import check_patterns, matches, Pattern, select_leaves, show_pattern, Where
+from .select import check_order, check_patterns, matches, Pattern, select_leaves, show_pattern, Where
 from .summary import quantized_row, row_of
 from .use import as_activations, as_use, Use
 from .weights import convolved_axes, ineligible_reason, input_axis, is_embedding
@@ -138,6 +138,7 @@ def _chooser(format: Rules, leaves: Sequence[Leaf]) -> Callable[[Leaf], tuple[Us
     """Returns a function from an eligible leaf to its format, or to `None`, and the reason."""
     if isinstance(format, Mapping):
         check_patterns(format, leaves, "format")
+        check_order(list(format), leaves, "format")
         rules = [(pattern, None if f is None else as_use(f)) for pattern, f in format.items()]
 
         def by_pattern(leaf: Leaf) -> tuple[Use | None, str]:
@@ -171,6 +172,8 @@ def _nothing_message(decisions: Sequence[Decision]) -> str:
     if not decisions:
         return "The tree must hold something to quantize. Got an empty tree. Pass a model, or a tree of its parameters."
     arrays = [d for d in decisions if d.reason != "not an array"]
+    if not arrays:
+        return "The tree must hold something to quantize. Got none with arrays. Pass the tree first, then the format."
     quantized = [d for d in arrays if is_quantized(d.leaf.value)]
     reasons = some(f"{d.leaf.path}: {d.reason}" for d in arrays)
     if quantized:
@@ -179,7 +182,7 @@ def _nothing_message(decisions: Sequence[Decision]) -> str:
             f"float ({reasons}). To quantize it again, call `dequantize_tree` first."
         )
     return (
-        f"The tree must hold something to quantize. Got none among its {len(arrays)} arrays ({reasons or 'none'}). "
+        f"The tree must hold something to quantize. Got none among its {len(arrays)} arrays ({reasons}). "
         "`plan_tree` shows each; `where=` selects leaves that are left alone by default."
     )
 
@@ -207,7 +210,7 @@ _ARGUMENTS = """
 _REMEDIES = {
     **dict.fromkeys(
         ("skip", "exclude", "ignore", "modules_to_not_convert"),
-        'To leave leaves in float, write rules: `{"*.head.*": None, "*": "nf4"}`.',
+        'To leave leaves in float, write rules, these first: `{"layers.2.*": None, "*": "nf4"}`.',
     ),
     **FORMAT_KEYWORDS,
 }

@@ -103,6 +103,19 @@ def check_patterns(patterns: Iterable[Any], leaves: Sequence[Leaf], argument: st
             )
 
 
+def check_order(patterns: Sequence[Pattern], leaves: Sequence[Leaf], argument: str) -> None:
+    """Raises for a pattern behind a wider one, which takes all its leaves."""
+    found: list[set[int]] = []
+    for pattern in patterns:
+        matched = {n for n, leaf in enumerate(leaves) if matches(pattern, leaf)}
+        if wider := [show_pattern(p) for p, others in zip(patterns, found, strict=False) if matched < others]:
+            raise ValueError(
+                f"Each pattern of `{argument}` must stand before wider ones, since the first that matches counts. Got "
+                f"{show_pattern(pattern)!r} after {wider[0]!r}."
+            )
+        found.append(matched)
+
+
 def _near(pattern: str, leaves: Sequence[Leaf]) -> str:
     """Returns "Did you mean ...?" with the nearest path or pattern; if none is near, what paths begin with."""
     dotted = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", pattern).removeprefix(".")
@@ -111,6 +124,8 @@ def _near(pattern: str, leaves: Sequence[Leaf]) -> str:
         return f" Did you mean {dotted!r}? Paths join all keys by dots."
     if any(fnmatch.fnmatchcase(path, f"*{dotted}*") for path in paths):
         return f" Did you mean '*{dotted}*'? A pattern matches whole paths."
+    if any(fnmatch.fnmatchcase(path, dotted.removeprefix("*.")) for path in paths):
+        return f" Did you mean {dotted.removeprefix('*.')!r}? Nothing stands before it."
     keys = {key.lower(): key for path in paths for key in path.split(".")}
     near = [difflib.get_close_matches(key.lower(), keys, n=1) for key in dotted.split(".")]
     spelled = ".".join(keys[n[0]] if n else key for n, key in zip(near, dotted.split("."), strict=True))

@@ -1,6 +1,7 @@
 """Files and folders that appear whole: whoever looks, whenever the process dies, finds the old one or the new one."""
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -56,6 +57,8 @@ def making(folder: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        if folder.exists():
+            raise FileExistsError(errno.EEXIST, "Another process made this folder meanwhile. Write again", str(folder))
         os.replace(temporary, folder)
     except BaseException as e:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -176,8 +176,8 @@ def check_fits(
     if wrong:
         more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         hint = (
-            " The template must have the same wrappers: "
-            "`eqx.filter_eval_shape(lambda: eqq.quantize_tree(model, ...))` makes one that takes no memory."
+            " The template must have the same wrappers: `eqx.filter_eval_shape(make)`, where `make` quantizes, rotates "
+            "or adds factors as you did before you saved, gives one that takes no memory."
         )
         raise ValueError(f"{rule}. Got {'; '.join(wrong[:10])}{more}.{hint if wrapped else ''}")
     return places

@@ -66,6 +66,8 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None
     `path` is a file and `shard_nbytes` needs a folder. `OSError` if `path` is not a file, or its folder does not exist.
     In all these cases nothing is written.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"`path` must be a path. Got {type(path)}. Pass the path first, then the tree.")
     check_shard_nbytes(shard_nbytes)
     path = Path(path)
     if shard_nbytes is None and path.name.endswith("index.json"):
@@ -163,6 +165,15 @@ def shards_in(folder: Path) -> list[Path]:
     return list(folder.glob("model-?????-of-?????-????????.safetensors"))
 
 
+def _listed_in(folder: Path) -> list[Path]:
+    """Returns the shards, of those that are named as ours, that the index of a folder lists."""
+    try:
+        listed = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return []  # no index, or a damaged one, which the new one replaces
+    return [p for p in shards_in(folder) if p.name in listed]
+
+
 def write_shards(
     folder: Path, shards: list[list[ToWrite]], metadata: Mapping[str, str], of_index: Mapping[str, str]
 ) -> None:
@@ -179,7 +190,7 @@ def write_shards(
 def _write_shards(
     folder: Path, shards: list[list[ToWrite]], metadata: Mapping[str, str], of_index: Mapping[str, str]
 ) -> None:
-    token, where, before = secrets.token_hex(4), {}, shards_in(folder)
+    token, where = secrets.token_hex(4), {}
     names = [f"model-{n:05}-of-{len(shards):05}-{token}.safetensors" for n in range(1, len(shards) + 1)]
     try:
         for name, shard in zip(names, shards, strict=True):
@@ -187,12 +198,13 @@ def _write_shards(
             where |= {t.name: name for t in shard}
         total = sum(t.nbytes for shard in shards for t in shard)
         index = {"metadata": {"total_size": total, **of_index}, "weight_map": where}
+        before = _listed_in(folder)
         with replacing(folder / INDEX) as f:
             f.write(json.dumps(index).encode())
     except BaseException:
         for name in names:
             (folder / name).unlink(missing_ok=True)
         raise
-    for old in before:  # what another process writes meanwhile is its own, and so is what it removes
+    for old in before:  # no others: another process may have written shards, and its index is yet to come
         old.unlink(missing_ok=True)
     sync_folder(folder)

@@ -238,7 +238,7 @@ def test_errors(tower):
         (eqq.GPTQ(gram=jnp.eye(31)), r"of the 32 inputs of `x`.*Got shape \(31, 31\)"),
         (eqq.GPTQ(gram=jnp.ones((3, 32, 32))), r"Got shape \(3, 32, 32\)"),
         (eqq.GPTQ(gram=gram.at[1, 2].set(jnp.nan)), "must be finite.*for `x`"),
-        (eqq.GPTQ(gram=-gram), "must be the mean of x x.T of real inputs. Got negative squares for `x`"),
+        (eqq.GPTQ(gram=-gram), "must be means of squares. Got negative ones for `x`"),
         (eqq.GPTQ(gram=gram.astype(jnp.complex64)), "Got complex values for `x`"),
         (eqq.GPTQ(stats["conv.weight"]), "same weight"),
         (eqq.GPTQ(stats), "statistics of this array"),

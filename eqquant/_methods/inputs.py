@@ -66,8 +66,9 @@ def check_statistic(
             f"`inputs` of {method} must be finite. Got a NaN or an infinity for {of}. Collect the statistics on data "
             "whose activations are finite."
         )
-    squares = np.diagonal(values, axis1=-2, axis2=-1) if name == "gram" else values
-    if np.iscomplexobj(values) or (squares < 0).any():
-        what = "complex values" if np.iscomplexobj(values) else "negative squares"
-        source = "the mean of x x^T" if name == "gram" else "the mean of x^2"
-        raise ValueError(f"`inputs` of {method} must be {source} of real inputs. Got {what} for {of}.")
+    if np.iscomplexobj(values):
+        raise ValueError(f"`inputs` of {method} must be statistics of real inputs. Got complex values for {of}.")
+    # Both are means of squares; other statistics may have any sign.
+    squares = {"gram": lambda: np.diagonal(values, axis1=-2, axis2=-1), "second_moment": lambda: values}.get(name)
+    if squares is not None and (squares() < 0).any():
+        raise ValueError(f"`inputs` of {method} must be means of squares. Got negative ones for {of}.")

@@ -215,11 +215,6 @@ class TestTree:
             call({"layers": [{"weight": w}]}, {pattern: "int8"})
         assert f"Did you mean {meant}?" in str(e.value)
 
-    def test_pattern_behind_a_wider_one(self, call, w):
-        with pytest.raises(ValueError, match="must stand before wider ones.*Got 'a.w' after '\\*'"):
-            call({"a": {"w": w}, "b": {"w": w}}, {"*": "nf4", "a.w": None})
-        call({"a": {"w": w}, "b": {"w": w}}, {"a.*": "nf4", "b.*": None, "*": "int8"})  # the rest, if any
-
     def test_arguments_in_another_order(self, call, w):
         with pytest.raises(ValueError, match="Pass the tree first, then the format"):
             call("int4", lambda path, x: None)  # as a model is callable

@@ -30,7 +30,7 @@ from .._types import PyTree
 from .leaves import Leaf, some
 from .placement import move, Shardings, wanted_shardings
 from .report import TreeReport
-from .select import check_order, check_patterns, matches, Pattern, select_leaves, show_pattern, Where
+from .select import check_patterns, matches, Pattern, select_leaves, show_pattern, Where
 from .summary import quantized_row, row_of
 from .use import as_activations, as_use, Use
 from .weights import convolved_axes, ineligible_reason, input_axis, is_embedding
@@ -138,7 +138,6 @@ def _chooser(format: Rules, leaves: Sequence[Leaf]) -> Callable[[Leaf], tuple[Us
     """Returns a function from an eligible leaf to its format, or to `None`, and the reason."""
     if isinstance(format, Mapping):
         check_patterns(format, leaves, "format")
-        check_order(list(format), leaves, "format")
         rules = [(pattern, None if f is None else as_use(f)) for pattern, f in format.items()]
 
         def by_pattern(leaf: Leaf) -> tuple[Use | None, str]:

@@ -103,19 +103,6 @@ def check_patterns(patterns: Iterable[Any], leaves: Sequence[Leaf], argument: st
             )
 
 
-def check_order(patterns: Sequence[Pattern], leaves: Sequence[Leaf], argument: str) -> None:
-    """Raises for a pattern behind a wider one, which takes all its leaves."""
-    found: list[set[int]] = []
-    for pattern in patterns:
-        matched = {n for n, leaf in enumerate(leaves) if matches(pattern, leaf)}
-        if wider := [show_pattern(p) for p, others in zip(patterns, found, strict=False) if matched < others]:
-            raise ValueError(
-                f"Each pattern of `{argument}` must stand before wider ones, since the first that matches counts. Got "
-                f"{show_pattern(pattern)!r} after {wider[0]!r}."
-            )
-        found.append(matched)
-
-
 def _near(pattern: str, leaves: Sequence[Leaf]) -> str:
     """Returns "Did you mean ...?" with the nearest path or pattern; if none is near, what paths begin with."""
     dotted = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", pattern).removeprefix(".")

@@ -34,6 +34,18 @@ EQQ_INLINE void configure(int64_t depth) {
   _tile_loadconfig(&config);
 }
 
+// Likewise for floats: tiles 0 and 1 are results, 4 to 6 terms of x, 7 one of the weight; `depth` codes are multiplied.
+EQQ_INLINE void configure_floats(int64_t depth) {
+  TileConfig config = {};
+  config.palette = 1;
+  for (int i = 0; i < 8; ++i) {
+    config.columns[i] = static_cast<uint16_t>(i == 7 ? 2 * depth : 64);
+    config.rows[i] = static_cast<uint8_t>(i >= 4 && i < 7 ? depth / 2 : 16);
+  }
+  settle(&config);
+  _tile_loadconfig(&config);
+}
+
 }  // namespace
 
 #endif  // EQQUANT_AMX_H_

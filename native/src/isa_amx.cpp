@@ -1,57 +1,85 @@
-// Floats on AMX: tiles of 16 rows. The weight is the left operand, as its rows lie in memory; x is packed to be the right one.
+// Floats on AMX. A tile of the weight has 16 rows of 32 codes, decoded to bfloat16 in the order in which they lie in
+// memory; a tile of x, packed once per call, has the same codes of 16 of its rows.
 //
 // Floats are split into terms of bfloat16: three hold a float32, and one holds any value of a table of integers or of
-// small floats. Terms that are both small are left out: three products of terms, or six where the table needs three of
-// them. One row of x, transposed products, and tables of floats with zero points are AVX-512's.
+// small floats. Products of terms that are both small are left out: three are multiplied, or six where the table needs
+// three terms. One row of x, transposed products, and tables of floats with zero points are AVX-512's.
+//
+// Decoding hides behind multiplying: rows of the tiles that come next are decoded between the products of those that
+// are there. A tile of results is stored while the other one is summed up, since its last product takes long to end.
 #include "amx.h"
-#include "int8_avx512.h"
+#include "avx512.h"
+#include "int8.h"
 
 namespace {
 
-struct Lanes : Avx512Lanes {
-  static constexpr int kGroup = 4;
+using F = __m512;
+using I = __m512i;
+
+constexpr int64_t kTile = 1024;         // bytes
+constexpr int64_t kRange = 128;         // codes of a row that are decoded and multiplied at a time
+constexpr int64_t kTiles = kRange / 32; // of them
+constexpr int64_t kUnitRows = 64;       // of the weight in a unit, at most: they share what is in L1 of x
+constexpr int64_t kUnitPanels = 16;     // of 16 rows of x in a unit, at most
+constexpr int64_t kSlice = 32;          // tiles of x in a part of the preparation
+constexpr int64_t kTables = 2048;       // bytes of tables at the start of shared memory
+
+// How codes become bfloat16.
+enum Kind {
+  kNone,             // they do not: nothing is decoded
+  kSixteen,          // fewer than eight bits: through a table in a register
+  kSixteenLessZero,  // through one of such tables for each zero point
+  kWhole,            // integers of eight bits, less a zero point or what they are off
+  kByte              // through a table of 256
 };
-
-using Kernels8 = Int8Kernels<Lanes>;
-
-//
-// Floats
-//
-
-constexpr int64_t kFloatRows = 32;     // of the weight in a unit, at most
-constexpr int64_t kFloatBlock = 256;   // rows of x for which decoded rows are used
-constexpr int64_t kFloatStride = 2 * kStep + 64;  // bytes of a decoded row of one term
 
 struct Detail {
-  int64_t rows, chunks, row_blocks, m_padded, panels;
-  int64_t x_terms, w_terms;
-  int64_t x, term;  // where packed x is in shared memory, and bytes of one of its terms
-  int64_t scales, sums;
-  int64_t mine;  // 1; AVX-512's own details are zero here
+  int64_t rows, chunks;           // of the weight in a unit, and units that they make
+  int64_t panels, row_blocks;     // of 16 rows of x, and how many units they make
+  int64_t x_terms, w_terms, kind;
+  int64_t slices;                 // parts of the preparation of a panel
+  int64_t grain;                  // codes that are added up before they are scaled
+  int64_t x;                      // where packed x is in shared memory
+  int64_t tiles;                  // of a panel and a term
+  int64_t mine;                   // 1; AVX-512's own details are zero here
 };
 
-// The first three terms of a float: each is the bfloat16 next to what is left.
-EQQ_INLINE void split(float value, float* terms) {
-  for (int i = 0; i < 3; ++i) {
-    uint32_t bits = Kernels8::float_to_bits(value);
-    const bool finite = (bits & 0x7f800000) != 0x7f800000;
-    uint32_t near = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
-    // What would round to infinity is cut; infinity is itself, and NaN stays one.
-    if (!finite || (near & 0x7f800000) == 0x7f800000) near = bits & 0xffff0000;
-    if (value != value) near = 0x7fc00000;
-    terms[i] = Kernels8::bits_to_float(near);
-    value = finite ? value - terms[i] : 0.0f;
-  }
+//
+// Terms
+//
+
+// The bfloat16 next to each float, in the upper half; what would round to infinity is cut, and NaN stays one.
+EQQ_INLINE F next_bf16(F value) {
+  const I bits = _mm512_castps_si512(value), low = _mm512_set1_epi32(0xffff), infinity = _mm512_set1_epi32(0x7f800000);
+  const I odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const I near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 over = _mm512_cmpeq_epi32_mask(_mm512_and_si512(near, infinity), infinity);
+  const I cut = _mm512_andnot_si512(low, _mm512_mask_mov_epi32(near, over, bits));
+  return _mm512_mask_mov_ps(_mm512_castsi512_ps(cut), _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
+                            _mm512_set1_ps(__builtin_nanf("")));
 }
 
-// How many terms the values of a table need: one or three. Those that are not finite are one.
-EQQ_INLINE int64_t table_terms(const Problem& p) {
-  for (int i = 0; i < 1 << p.bits; ++i) {
-    float terms[3];
-    split(p.table[i], terms);
-    if (terms[1] != 0 && terms[1] == terms[1]) return 3;
+// What a term leaves; nothing of what is not finite.
+EQQ_INLINE F rest(F value, F term) {
+  const I infinity = _mm512_set1_epi32(0x7f800000);
+  const __mmask16 finite = _mm512_cmpneq_epi32_mask(_mm512_and_si512(_mm512_castps_si512(value), infinity), infinity);
+  return _mm512_maskz_sub_ps(finite, value, term);
+}
+
+// The terms of `count` values of a table, at most 256, in rows of 256 halves. How many are needed: one, two or three.
+int64_t split_table(const Problem& p, float zero, uint16_t (*terms)[256]) {
+  int64_t needed = 1;
+  for (int i = 0; i < 1 << p.bits; i += 16) {
+    const __mmask16 some = p.bits < 4 ? (1 << (1 << p.bits)) - 1 : 0xffff;
+    F value = _mm512_maskz_sub_ps(some, _mm512_maskz_loadu_ps(some, p.table + i), _mm512_set1_ps(zero));
+    for (int64_t t = 0; t < 3; ++t) {
+      const F term = next_bf16(value);
+      if (_mm512_cmp_ps_mask(term, _mm512_setzero_ps(), _CMP_NEQ_UQ) != 0) needed = max64(needed, t + 1);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(terms[t] + i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(term), 16)));
+      value = rest(value, term);
+    }
   }
-  return 1;
+  return needed;
 }
 
 // Whether values less a zero point are integers that one term holds.
@@ -61,8 +89,306 @@ EQQ_INLINE bool small_integers(const Problem& p) {
   return true;
 }
 
+//
+// x
+//
+
+// Sixteen numbers in a row; those beyond `mask` are zero.
+EQQ_INLINE F load_some(const Problem& p, int64_t at, __mmask16 mask) {
+  if (p.x_type == kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(p.x) + at);
+  const __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(p.x) + at);
+  return p.x_type == kFloat16 ? _mm512_cvtph_ps(half) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+EQQ_INLINE void store_some(const Problem& p, int64_t at, F value, __mmask16 mask) {
+  if (p.x_type == kFloat32) return _mm512_mask_storeu_ps(static_cast<float*>(p.y) + at, mask, value);
+  __m256i half;
+  if (p.x_type == kFloat16) {
+    half = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
+  } else {
+    const I bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    I near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    near = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_or_si512(bits, _mm512_set1_epi32(1 << 22)));
+    half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(near, 16));
+  }
+  _mm256_mask_storeu_epi16(static_cast<uint16_t*>(p.y) + at, mask, half);
+}
+
+EQQ_INLINE __mmask16 first_few(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1); }
+
+// Numbers `k` to `k + 15`, of which `real` are, of 16 rows from `at` on: a vector of rows for each number.
+void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
+  at += k * p.x_column;
+  if (p.x_column == 1) {
+    for (int64_t i = 0; i < 16; ++i) out[i] = load_some(p, at + (i < rows ? i : 0) * p.x_row, i < rows ? first_few(real) : 0);
+    Avx512::transpose(out);
+    return;
+  }
+  for (int64_t j = 0; j < 16; ++j) {
+    const int64_t from = at + (j < real ? j : 0) * p.x_column;
+    if (p.x_row == 1) {
+      out[j] = load_some(p, from, j < real ? first_few(rows) : 0);
+      continue;
+    }
+    float values[16] = {0};
+    for (int64_t i = 0; i < (j < real ? rows : 0); ++i) _mm_store_ss(values + i, _mm512_castps512_ps128(load_some(p, from + i * p.x_row, 1)));
+    out[j] = _mm512_loadu_ps(values);
+  }
+}
+
+// The terms of 16 rows of x from `m` on: pairs of codes below each other, as tiles want them, terms side by side.
+void pack(const Problem& p, const Runs& r, int64_t x_terms, int64_t at, int64_t rows, int64_t first, int64_t last, uint8_t* out) {
+  for (int64_t tile = first; tile < last; ++tile) {
+    for (int64_t q = 32 * tile; q < 32 * tile + 32; q += 16) {  // sixteen codes are never of two runs
+      F values[16];
+      const int64_t run = q / r.size, offset = q % r.size;
+      const int64_t real = run < r.count ? run_length(r, p.k, run) - offset : 0;
+      square(p, at, real > 0 ? run_start(r, run) + offset : 0, min64(real, 16), rows, values);
+      uint8_t* to = out + tile * x_terms * kTile + q % 32 * 32;
+      for (int64_t t = 0; t < x_terms; ++t)
+        for (int64_t j = 0; j < 16; j += 2) {
+          const F one = next_bf16(values[j]), two = next_bf16(values[j + 1]);
+          values[j] = rest(values[j], one);
+          values[j + 1] = rest(values[j + 1], two);
+          const I pair = _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(one), 16), _mm512_castps_si512(two));
+          _mm512_store_si512(to + t * kTile + j * 32, pair);
+        }
+    }
+  }
+}
+
+//
+// The weight
+//
+
+// Where the codes of 16 rows are: of each of the tiles of a range, as bytes that hold them from a bit on.
+struct Source {
+  const uint8_t* codes[kTiles];
+  int64_t stride;          // bytes from one row to the next
+  int shift[kTiles];
+  const uint8_t* zero[kTiles];  // zero points, 16 bytes from one row to the next
+};
+
+template <int kTerms, Kind kKind, int kFirst, int kLast>
+EQQ_INLINE void decode_rows(const Source& s, int64_t tile, const uint8_t* tables, const I* registers, float lowest, uint8_t* out) {
+  const uint8_t* codes = s.codes[tile];
+  if constexpr (kKind == kSixteen || kKind == kSixteenLessZero) {
+    const I shift = _mm512_set1_epi16(static_cast<int16_t>(s.shift[tile]));
+#pragma GCC unroll 16
+    for (int i = kFirst; i < kLast; ++i) {
+      const I some = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i * s.stride)));
+      const I index = _mm512_srlv_epi16(some, shift);  // bits above a code's are not looked at
+      if constexpr (kKind == kSixteenLessZero) {
+        const I table = _mm512_load_si512(tables + 64 * s.zero[tile][16 * i]);
+        _mm512_store_si512(out + 64 * i, _mm512_permutexvar_epi16(index, table));
+      } else {
+#pragma GCC unroll 3
+        for (int t = 0; t < kTerms; ++t) _mm512_store_si512(out + kTile * t + 64 * i, _mm512_permutexvar_epi16(index, registers[t]));
+      }
+    }
+  } else if constexpr (kKind == kWhole) {
+#pragma GCC unroll 16
+    for (int i = kFirst; i < kLast; ++i) {
+      const I some = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i * s.stride)));
+      const F off = _mm512_set1_ps(s.zero[tile] == nullptr ? lowest : lowest - static_cast<float>(s.zero[tile][16 * i]));
+      const I upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+      const F even = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_andnot_si512(upper, some)), off);
+      const F odd = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(some, 16)), off);
+      _mm512_store_si512(out + 64 * i, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16),
+                                                       _mm512_and_si512(_mm512_castps_si512(odd), upper)));
+    }
+  } else if constexpr (kKind == kByte) {
+    // Eight codes of one row and eight of the next in each quarter: interleaving brings each row to its order.
+    const I order = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+#pragma GCC unroll 8
+    for (int i = kFirst; i < kLast; i += 2) {
+      const I one = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i * s.stride)));
+      const I two = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + (i + 1) * s.stride)));
+      const I both = _mm512_permutex2var_epi64(one, order, two);
+      const __mmask64 upper = _mm512_movepi8_mask(both);
+#pragma GCC unroll 3
+      for (int t = 0; t < kTerms; ++t) {
+        I bytes[2];
+#pragma GCC unroll 2
+        for (int b = 0; b < 2; ++b) {
+          const uint8_t* table = tables + 512 * t + 256 * b;
+          const I low = _mm512_permutex2var_epi8(_mm512_load_si512(table), both, _mm512_load_si512(table + 64));
+          const I high = _mm512_permutex2var_epi8(_mm512_load_si512(table + 128), both, _mm512_load_si512(table + 192));
+          bytes[b] = _mm512_mask_blend_epi8(upper, low, high);
+        }
+        _mm512_store_si512(out + kTile * t + 64 * i, _mm512_unpacklo_epi8(bytes[0], bytes[1]));
+        _mm512_store_si512(out + kTile * t + 64 * i + 64, _mm512_unpackhi_epi8(bytes[0], bytes[1]));
+      }
+    }
+  }
+}
+
+//
+// Products
+//
+
+// Results that are to be scaled and added: those of tile `turn`, once they are stored.
+struct Pending {
+  int turn;
+  const float* scale;  // of 16 rows
+  float* sums;
+  float (*results)[256];
+};
+
+// A range of 16 rows of the weight times a panel of x.
+struct Work {
+  const uint8_t *w, *x;
+  int64_t pieces, grain;  // of codes that share a scale, and how many these are
+  const float* scale[kRange / 16];
+  float* sums;
+  const Source* next;     // is decoded meanwhile
+  uint8_t* out;           // to here
+  const uint8_t* tables;
+  float lowest;
+};
+
+template <int kTurn, int kX>
+EQQ_INLINE void multiply() {
+  if constexpr (kTurn == 0 && kX == 0) _tile_dpbf16ps(0, 7, 4);
+  if constexpr (kTurn == 0 && kX == 1) _tile_dpbf16ps(0, 7, 5);
+  if constexpr (kTurn == 0 && kX == 2) _tile_dpbf16ps(0, 7, 6);
+  if constexpr (kTurn == 1 && kX == 0) _tile_dpbf16ps(1, 7, 4);
+  if constexpr (kTurn == 1 && kX == 1) _tile_dpbf16ps(1, 7, 5);
+  if constexpr (kTurn == 1 && kX == 2) _tile_dpbf16ps(1, 7, 6);
+}
+
+EQQ_INLINE void add(const Pending& a) {
+  settle(a.results);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    const F sum = _mm512_loadu_ps(a.sums + 16 * i);
+    _mm512_storeu_ps(a.sums + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(a.results[a.turn] + 16 * i), _mm512_set1_ps(a.scale[i]), sum));
+  }
+}
+
+// Terms of the weight and of x whose products count: those with the sum of their orders at most this.
+template <int kW, int kX>
+constexpr int most_order() {
+  return (kW > kX ? kW : kX) - 1;
+}
+template <int kW, int kX>
+constexpr int count_products() {
+  int count = 0;
+  for (int i = 0; i < kW; ++i)
+    for (int j = 0; j < kX; ++j) count += i + j <= most_order<kW, kX>();
+  return count;
+}
+
+// The products of a tile, from terms `kI` and `kJ` on, with some rows decoded after each.
+template <int kW, int kX, Kind kKind, int kTurn, int kI, int kJ, int kDone>
+EQQ_INLINE void products(const Work& a, int64_t tile, const uint8_t* w, const I* registers) {
+  if constexpr (kI < kW) {
+    if constexpr (kJ >= kX || kI + kJ > most_order<kW, kX>()) {
+      products<kW, kX, kKind, kTurn, kI + 1, 0, kDone>(a, tile, w, registers);
+    } else {
+      constexpr int kAll = count_products<kW, kX>();
+      if constexpr (kJ == 0) _tile_loadd(7, w + kI * kTile, 64);
+      multiply<kTurn, kJ>();
+      if constexpr (kKind != kNone)
+        decode_rows<kW, kKind, 8 * kDone / kAll * 2, 8 * (kDone + 1) / kAll * 2>(*a.next, tile, a.tables, registers, a.lowest,
+                                                                               a.out + tile * kW * kTile);
+      products<kW, kX, kKind, kTurn, kI, kJ + 1, kDone + 1>(a, tile, w, registers);
+    }
+  }
+}
+
+// Codes that share a scale. The results before are stored once there is something to do meanwhile.
+template <int kW, int kX, Kind kKind, int kTurn>
+EQQ_INLINE void piece(const Work& a, int64_t index, Pending& last) {
+  I registers[3];
+  if constexpr (kKind == kSixteen) {
+#pragma GCC unroll 3
+    for (int t = 0; t < kW; ++t) registers[t] = _mm512_load_si512(a.tables + 64 * t);
+  }
+  const int64_t first = index * a.grain / 32, end = max64((index + 1) * a.grain / 32, first + 1);
+  const int64_t half = a.grain == 16 ? index % 2 : 0;
+  if constexpr (kTurn == 0) _tile_zero(0);
+  if constexpr (kTurn == 1) _tile_zero(1);
+  for (int64_t tile = first; tile < end; ++tile) {
+    const uint8_t *w = a.w + tile * kW * kTile + 32 * half, *x = a.x + tile * kX * kTile + 512 * half;
+    settle(w);
+    _tile_loadd(4, x, 64);
+    if constexpr (kX > 1) _tile_loadd(5, x + kTile, 64);
+    if constexpr (kX > 2) _tile_loadd(6, x + 2 * kTile, 64);
+    products<kW, kX, kKind, kTurn, 0, 0, 0>(a, tile, w, registers);
+    if (tile == first) {
+      if constexpr (kTurn == 0) _tile_stored(1, last.results[1], 64);
+      if constexpr (kTurn == 1) _tile_stored(0, last.results[0], 64);
+    }
+  }
+  add(last);
+  last.turn = kTurn;
+  last.scale = a.scale[index];
+  last.sums = a.sums;
+}
+
+template <int kW, int kX, Kind kKind>
+void multiply_range(const Work& a, Pending& last) {
+  for (int64_t i = 0; i < a.pieces; ++i) {
+    if (last.turn == 0) {
+      piece<kW, kX, kKind, 1>(a, i, last);
+    } else {
+      piece<kW, kX, kKind, 0>(a, i, last);
+    }
+  }
+}
+
+template <int kW, Kind kKind>
+void decode_range(const Work& a) {
+  I registers[3];
+  if constexpr (kKind == kSixteen)
+    for (int t = 0; t < kW; ++t) registers[t] = _mm512_load_si512(a.tables + 64 * t);
+  for (int64_t tile = 0; tile < kTiles; ++tile)
+    decode_rows<kW, kKind, 0, 16>(*a.next, tile, a.tables, registers, a.lowest, a.out + tile * kW * kTile);
+}
+
+// Which functions a problem takes: with decoding meanwhile, without, and decoding alone.
+struct Functions {
+  void (*both)(const Work&, Pending&);
+  void (*multiply)(const Work&, Pending&);
+  void (*decode)(const Work&);
+};
+
+template <int kW, int kX, Kind kKind>
+constexpr Functions functions() {
+  return {multiply_range<kW, kX, kKind>, multiply_range<kW, kX, kNone>, decode_range<kW, kKind>};
+}
+
+template <int kW, int kX>
+Functions functions_of(int64_t kind) {
+  if constexpr (kW == 1) {
+    if (kind == kSixteenLessZero) return functions<1, kX, kSixteenLessZero>();
+    if (kind == kWhole) return functions<1, kX, kWhole>();
+  }
+  return kind == kSixteen ? functions<kW, kX, kSixteen>() : functions<kW, kX, kByte>();
+}
+
+Functions functions_of(const Detail& d) {
+  switch (10 * d.w_terms + d.x_terms) {
+    case 33: return functions_of<3, 3>(d.kind);
+    case 13: return functions_of<1, 3>(d.kind);
+    case 22: return functions_of<2, 2>(d.kind);
+    case 12: return functions_of<1, 2>(d.kind);
+    case 21: return functions_of<2, 1>(d.kind);
+    default: return functions_of<1, 1>(d.kind);
+  }
+}
+
+//
+// Problems
+//
+
+EQQ_INLINE int64_t grain_of(const Runs& r) { return r.size % kRange == 0 ? kRange : min64(r.size, 64); }
+
 bool takes(const Problem& p) {
-  return !p.transpose && p.m > 1 && p.k > 0 && (p.zero_point == nullptr || small_integers(p));
+  if (p.transpose || p.m <= 1 || p.k <= 0) return false;
+  if (p.zero_point == nullptr) return true;
+  return (p.bits < 8 || p.values == kValueInteger) && grain_of(runs_of(p)) >= 32 && small_integers(p);
 }
 
 void plan(const Problem* problem, int64_t threads, Plan* out) {
@@ -71,207 +397,235 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Runs r = runs_of(p);
   Detail d;
   d.mine = 1;
-  d.w_terms = table_terms(p);
-  // Two terms have the 11 bits of a float16, and are far more exact than a result of 16 bits.
+  uint16_t terms[3][256];
   const bool exact = p.precision == kExact && p.x_type == kFloat32;
+  const bool whole = p.bits == 8 && (p.values == kValueInteger || p.zero_point != nullptr);
+  d.kind = whole ? kWhole : p.bits == 8 ? kByte : p.zero_point != nullptr ? kSixteenLessZero : kSixteen;
+  d.w_terms = whole || p.zero_point != nullptr ? 1 : split_table(p, 0, terms);
+  // Two terms have the 11 bits of a float16, and are far more exact than a result of 16 bits.
   d.x_terms = p.x_type == kBFloat16 ? 1 : exact ? 3 : 2;
-  if (!exact) d.w_terms = min64(d.w_terms, 2);
-  d.m_padded = round_up(p.m, 16);
-  d.row_blocks = div_up(d.m_padded, kFloatBlock);
+  d.w_terms = !exact ? min64(d.w_terms, 2) : d.w_terms > 1 ? 3 : 1;
+  d.grain = grain_of(r);
+  d.panels = div_up(p.m, 16);
+  d.row_blocks = div_up(d.panels, kUnitPanels);
   int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
   rows = max64(rows, (int64_t{1} << 18) / max64(p.m * p.k, 1));
-  d.rows = max64(min64(round_up(min64(rows, p.n), 16), kFloatRows), 16);
+  d.rows = max64(min64(round_up(min64(rows, p.n), 16), kUnitRows), 16);
   d.chunks = div_up(p.n, d.rows);
-  d.panels = div_up(d.m_padded, 32);
-  d.x = 3 * 1024;
-  d.term = 2 * d.m_padded * r.padded;
-  out->shared_bytes = round_up(d.x + p.batch * d.x_terms * d.term, 64);
-  out->parts = p.batch * d.panels;
+  d.tiles = div_up(r.padded, 32);
+  d.slices = div_up(d.tiles, kSlice);
+  d.x = kTables;
+  out->shared_bytes = d.x + p.batch * d.panels * d.tiles * d.x_terms * kTile;
+  out->parts = p.batch * d.panels * d.slices;
   out->units = p.batch * d.row_blocks * d.chunks;
-  d.scales = round_up(d.rows * d.w_terms * kFloatStride + kStepRoom, 64);
-  d.sums = d.scales + round_up(4 * d.rows * kRunRoom, 64);
-  out->own_bytes = d.sums + 4 * d.rows * min64(d.m_padded, kFloatBlock);
+  const int64_t blocks = d.rows / 16, held = min64(d.panels, kUnitPanels);
+  // Decoded tiles twice, bytes of codes and room to unpack them, results, scales and zero points, sums.
+  out->own_bytes = 2 * kTiles * d.w_terms * kTile + 16 * kRange + round_up(kStepRoom, 64) + 4 * kTile +
+                   blocks * 2 * (kTile + 256) + blocks * held * kTile;
+  // So few rows at a time that packed x stays in the cache, yet units for all threads.
+  out->rows = 16 * kUnitPanels * div_up(4 * threads, p.batch * d.chunks);
   static_assert(sizeof d == sizeof out->detail, "the last detail says whose they are");
   memcpy(out->detail, &d, sizeof d);
 }
 
+void fill_tables(const Problem& p, const Detail& d, uint8_t* tables) {
+  uint16_t terms[3][256];
+  if (d.kind == kWhole) return;
+  for (int zero = 0; zero < (d.kind == kSixteenLessZero ? 1 << p.bits : 1); ++zero) {
+    split_table(p, static_cast<float>(zero), terms);
+    for (int64_t t = 0; t < d.w_terms; ++t) {
+      if (d.kind == kByte) {
+        for (int i = 0; i < 256; ++i) {
+          tables[512 * t + i] = static_cast<uint8_t>(terms[t][i]);
+          tables[512 * t + 256 + i] = static_cast<uint8_t>(terms[t][i] >> 8);
+        }
+      } else {
+        uint16_t* table = reinterpret_cast<uint16_t*>(tables) + 32 * (zero + t);
+        for (int i = 0; i < 32; ++i) table[i] = terms[t][i & ((1 << p.bits) - 1)];
+      }
+    }
+  }
+}
+
 void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t part) {
   const Problem& p = *problem;
-  if (!takes(p)) return kMatmulAvx512Vbmi.prepare(problem, plan, memory, part);
+  if (plan->detail[11] == 0) return kMatmulAvx512Vbmi.prepare(problem, plan, memory, part);
   const Runs r = runs_of(p);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
-  if (part == 0) {  // the terms of the table
-    float* tables = static_cast<float*>(memory);
-    for (int i = 0; i < 256; ++i) {
-      float terms[3];
-      split(p.table[i % (1 << p.bits)], terms);
-      for (int t = 0; t < 3; ++t) tables[256 * t + i] = terms[t];
-    }
-  }
-  const int64_t batch = part / d.panels, first = part % d.panels * 32, lanes = min64(32, d.m_padded - first);
-  uint8_t* x = static_cast<uint8_t*>(memory) + d.x + batch * d.x_terms * d.term + 2 * first * r.padded;
-  for (int64_t run = 0; run < r.count; ++run) {
-    const int64_t length = run_length(r, p.k, run), start = run_start(r, run);
-    for (int64_t at = 0; at < r.size; at += 128) {
-      const int64_t room = min64(128, r.size - at), count = max64(min64(room, length - at), 0);
-      for (int64_t i = 0; i < lanes; ++i) {
-        float values[128] = {0};
-        if (first + i < p.m && count > 0)
-          Kernels8::read_floats(p, batch * p.x_batch + (first + i) * p.x_row + (start + at) * p.x_column, count, values);
-        for (int64_t j = 0; j < room; j += 2) {
-          float one[3], two[3];
-          split(values[j], one);
-          split(values[j + 1], two);
-          for (int64_t t = 0; t < d.x_terms; ++t) {
-            const uint32_t pair = Kernels8::float_to_bits(one[t]) >> 16 | Kernels8::float_to_bits(two[t]);
-            memcpy(x + t * d.term + ((run * r.size + at + j) * lanes + 2 * i) * 2, &pair, 4);
-          }
-        }
-      }
-    }
-  }
+  uint8_t* shared = static_cast<uint8_t*>(memory);
+  if (part == 0) fill_tables(p, d, shared);
+  const int64_t slice = part % d.slices, panel = part / d.slices % d.panels, batch = part / d.slices / d.panels;
+  pack(p, r, d.x_terms, batch * p.x_batch + 16 * panel * p.x_row, min64(16, p.m - 16 * panel), slice * kSlice,
+       min64((slice + 1) * kSlice, d.tiles), shared + d.x + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile);
 }
 
-// The terms of the codes of one run of a step; what is beyond the codes is zero.
-void decode(const Problem& p, const Detail& d, const float* tables, const uint8_t* codes, int64_t count, int64_t length,
-            float zero, uint8_t* out) {
-  const __m512i high = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
-                                        19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-  const __m512 off = _mm512_set1_ps((p.values == kValueInteger ? p.table[0] : 0.0f) - zero);
-  for (int64_t at = 0; at < length; at += 32) {
-    alignas(64) uint8_t some[32] = {0};
-    const int64_t real = max64(min64(32, count - at), 0), room = min64(32, length - at);
-    memcpy(some, codes + at, real);
-    const __m512i c0 = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(some)));
-    const __m512i c1 = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(some + 16)));
-    const __mmask32 keep = real == 32 ? ~0u : (1u << real) - 1;
-    for (int64_t t = 0; t < d.w_terms; ++t) {
-      __m512 w0, w1;
-      if (p.bits < 8) {
-        const __m512 table = _mm512_loadu_ps(tables + 256 * t);
-        w0 = _mm512_sub_ps(_mm512_permutexvar_ps(c0, table), _mm512_set1_ps(zero));
-        w1 = _mm512_sub_ps(_mm512_permutexvar_ps(c1, table), _mm512_set1_ps(zero));
-      } else if (p.values == kValueInteger) {
-        w0 = _mm512_add_ps(_mm512_cvtepi32_ps(c0), off);
-        w1 = _mm512_add_ps(_mm512_cvtepi32_ps(c1), off);
+// Some rows of the weight that a thread multiplies, 16 at a time.
+struct Unit {
+  const Problem& p;
+  const Detail& d;
+  Runs r;
+  int64_t row, count;  // the first, and how many
+  uint8_t filler;      // a code with a finite value, for what is no code
+  uint8_t *bytes, *room;
+  float* scales;       // of 16 rows: those of two groups of 16 blocks
+  uint8_t* zeros;
+  int64_t groups[kUnitRows / 16][2];  // which these are
+
+  // The scales and zero points of a block of 16 rows, and of 15 others.
+  void fetch(int64_t rows16, int64_t block) {
+    const int64_t group = block / 16, slot = group & 1;
+    if (groups[rows16][slot] == group) return;
+    groups[rows16][slot] = group;
+    const int64_t first = 16 * group, end = min64(first + 16, p.blocks);
+    const int64_t size = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
+    F square[16];
+    for (int64_t i = 0; i < 16; ++i) {
+      const int64_t at = row + min64(16 * rows16 + i, count - 1);
+      if (end == first + 16) {
+        const uint8_t* bits = static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size;
+        square[i] = Kernels<Avx512>::some_scales(p.scale_kind, bits);
+        if (p.row_scale != nullptr) square[i] = _mm512_mul_ps(square[i], _mm512_set1_ps(p.row_scale[at]));
       } else {
-        w0 = _mm512_sub_ps(_mm512_i32gather_ps(c0, tables + 256 * t, 4), _mm512_set1_ps(zero));
-        w1 = _mm512_sub_ps(_mm512_i32gather_ps(c1, tables + 256 * t, 4), _mm512_set1_ps(zero));
+        float values[16] = {0};
+        decode_scales_avx512(&p, at, first, end, values);
+        square[i] = _mm512_loadu_ps(values);
       }
-      const __m512i both = _mm512_permutex2var_epi16(_mm512_castps_si512(w0), high, _mm512_castps_si512(w1));
-      _mm512_mask_storeu_epi16(out + t * kFloatStride + 2 * at, room == 32 ? ~0u : 0xffffu, _mm512_maskz_mov_epi16(keep, both));
+      if (p.zero_point != nullptr) unpack_zero_points(p, at, first, end, zeros + (2 * rows16 + slot) * 256 + 16 * i);
+    }
+    Avx512::transpose(square);
+    for (int64_t i = 0; i < 16; ++i) _mm512_store_ps(scales + (2 * rows16 + slot) * 256 + 16 * i, square[i]);
+  }
+
+  int64_t block_of(int64_t code) const { return code / r.size / r.per_block; }
+
+  const float* scale_of(int64_t rows16, int64_t block) const {
+    return scales + (2 * rows16 + (block / 16 & 1)) * 256 + 16 * (block % 16);
+  }
+
+  // Where the codes of a range of 16 rows are; what does not lie in memory as tiles want it is copied.
+  void find(int64_t rows16, int64_t range, Source* out) {
+    const int64_t first = range * kRange, end = min64(first + kRange, r.padded), real = min64(count - 16 * rows16, 16);
+    for (int64_t code = first; code < end; code += d.grain) fetch(rows16, block_of(code));
+    for (int64_t tile = 0; tile < kTiles; ++tile) {
+      const int64_t block = block_of(min64(first + 32 * tile, end - 1));
+      out->zero[tile] = p.zero_point == nullptr ? nullptr : zeros + (2 * rows16 + (block / 16 & 1)) * 256 + block % 16;
+    }
+    const int64_t segment = kSegment * 8 / p.bits, at = row + 16 * rows16;
+    const int64_t whole = p.bits == 8 ? p.k : p.k / segment * segment;
+    if (real == 16 && r.size == r.real && first + kRange <= whole) {
+      const uint8_t* codes = p.codes + at * p.words;
+      out->stride = p.words;
+      for (int64_t tile = 0; tile < kTiles; ++tile) {
+        const int64_t code = first + 32 * tile;
+        out->codes[tile] = codes + (p.bits == 8 ? code : code / segment * kSegment + code % kSegment);
+        out->shift[tile] = p.bits == 8 ? 0 : static_cast<int>(code % segment / kSegment) * p.bits;
+      }
+      const uint8_t* ahead = out->codes[0] + kRange * p.bits / 8;
+      for (int64_t i = 0; i < 16; ++i)
+        for (int64_t b = 0; b < kRange * p.bits / 8; b += 64) Avx512::prefetch(ahead + i * p.words + b);
+      return;
+    }
+    const Integers raw = {};
+    memset(bytes, filler, 16 * kRange);
+    for (int64_t i = 0; i < real; ++i)
+      for (int64_t code = first; code < end; code += 16) {
+        const int64_t run = code / r.size, offset = code % r.size, from = run_start(r, run) + offset;
+        const int64_t some = min64(run_length(r, p.k, run) - offset, 16);
+        if (some > 0) memcpy(bytes + i * kRange + code - first, some_codes(p, raw, at + i, from, from + some, room), some);
+      }
+    out->stride = kRange;
+    for (int64_t tile = 0; tile < kTiles; ++tile) {
+      out->codes[tile] = bytes + 32 * tile;
+      out->shift[tile] = 0;
+    }
+  }
+};
+
+// Results of 16 rows of the weight and 16 of x.
+void write_square(const Problem& p, int64_t at, int64_t rows, int64_t lanes, const float* sums) {
+  if (p.y_column != 1 && p.y_row == 1) {
+    for (int64_t i = 0; i < rows; ++i) store_some(p, at + i * p.y_column, _mm512_load_ps(sums + 16 * i), first_few(lanes));
+    return;
+  }
+  F square[16];
+  for (int64_t i = 0; i < 16; ++i) square[i] = _mm512_load_ps(sums + 16 * i);
+  Avx512::transpose(square);
+  for (int64_t m = 0; m < lanes; ++m) {
+    if (p.y_column == 1) {
+      store_some(p, at + m * p.y_row, square[m], first_few(rows));
+    } else {
+      for (int64_t i = 0; i < rows; ++i)
+        store_some(p, at + m * p.y_row + i * p.y_column, _mm512_set1_ps(sums[16 * i + m]), 1);
     }
   }
 }
 
-// One tile of results for each half of up to 32 rows and 32 lanes, from all products of terms, the smallest first.
-template <bool kTwoRows, bool kTwoLanes>
-void multiply(const Detail& d, const uint8_t* w, const uint8_t* x, int64_t lanes, int64_t length, float (*results)[2][16][16]) {
-  const int64_t depth = min64(length, 32), most = max64(d.w_terms, d.x_terms) - 1;
-  const int64_t w_row = d.w_terms * kFloatStride, x_row = 4 * lanes;
-  settle(w);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t order = most; order >= 0; --order)
-    for (int64_t i = 0; i <= order; ++i) {
-      const int64_t j = order - i;
-      if (i >= d.w_terms || j >= d.x_terms) continue;
-      for (int64_t k = 0; k < length; k += depth) {
-        const uint8_t *ws = w + i * kFloatStride + 2 * k, *xs = x + j * d.term + 2 * k * lanes;
-        _tile_loadd(4, ws, w_row);
-        _tile_loadd(6, xs, x_row);
-        _tile_dpbf16ps(0, 4, 6);
-        if (kTwoLanes) {
-          _tile_loadd(7, xs + 64, x_row);
-          _tile_dpbf16ps(1, 4, 7);
-        }
-        if (kTwoRows) {
-          _tile_loadd(5, ws + 16 * w_row, w_row);
-          _tile_dpbf16ps(2, 5, 6);
-          if (kTwoLanes) _tile_dpbf16ps(3, 5, 7);
-        }
-      }
-    }
-  _tile_stored(0, results[0][0], 64);
-  if (kTwoLanes) _tile_stored(1, results[0][1], 64);
-  if (kTwoRows) _tile_stored(2, results[1][0], 64);
-  if (kTwoRows && kTwoLanes) _tile_stored(3, results[1][1], 64);
-}
-
-void run(const Problem* problem, const Plan* plan, const void* shared, void* memory, int64_t unit) {
+void run(const Problem* problem, const Plan* plan, const void* memory, void* mine, int64_t unit) {
   const Problem& p = *problem;
-  if (!takes(p)) return kMatmulAvx512Vbmi.run(problem, plan, shared, memory, unit);
-  const Runs r = runs_of(p);
+  if (plan->detail[11] == 0) return kMatmulAvx512Vbmi.run(problem, plan, memory, mine, unit);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
-  const Integers raw = {};
+  const uint8_t* shared = static_cast<const uint8_t*>(memory);
+  uint8_t* own = static_cast<uint8_t*>(mine);
   const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
-  const int64_t first = chunk * d.rows, count = min64(d.rows, p.n - first);
-  const int64_t start = block * kFloatBlock, width = min64(kFloatBlock, d.m_padded - start);
-  char* own = static_cast<char*>(memory);
-  uint8_t* decoded = reinterpret_cast<uint8_t*>(own);
-  uint8_t* room = decoded + d.rows * d.w_terms * kFloatStride;
-  float* scales = reinterpret_cast<float*>(own + d.scales);
-  float* sums = reinterpret_cast<float*>(own + d.sums);
-  const float* tables = static_cast<const float*>(shared);
-  const uint8_t* x = static_cast<const uint8_t*>(shared) + d.x + batch * d.x_terms * d.term + 2 * start * r.padded;
-  memset(sums, 0, 4 * d.rows * width);
-  configure(2 * min64(r.size, 32));
-  Step s = first_step(r);
-  do {
-    const int64_t from = run_start(r, s.run) + s.offset;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t row = first_row(&p, batch) + first + i, block0 = s.run / r.per_block;
-      decode_scales_avx512(&p, row, block0, (s.run + s.runs - 1) / r.per_block + 1, scales + i * kRunRoom);
-      const int64_t end = run_start(r, s.run + s.runs - 1) + run_length(r, p.k, s.run + s.runs - 1);
-      const int64_t to = s.runs == 1 ? min64(end, from + s.length) : end;
-      const uint8_t* codes = to > from ? some_codes(p, raw, row, from, to, room) : room;
-      for (int64_t run = 0; run < s.runs; ++run) {
-        const int64_t real = max64(min64(s.length, run_length(r, p.k, s.run + run) - s.offset), 0);
-        float zero = 0.0f;
-        if (p.zero_point != nullptr) {
-          const int64_t block_of_run = (s.run + run) / r.per_block;
-          unpack_zero_points(p, row, block_of_run, block_of_run + 1, &zero);
-        }
-        decode(p, d, tables, real > 0 ? codes + run_start(r, s.run + run) + s.offset - from : codes, real, s.length, zero,
-               decoded + i * d.w_terms * kFloatStride + 2 * run * s.length);
+  const int64_t first = chunk * d.rows, count = min64(d.rows, p.n - first), row_blocks = div_up(count, 16);
+  const int64_t panel = block * kUnitPanels, panels = min64(kUnitPanels, d.panels - panel);
+  const int64_t decoded = kTiles * d.w_terms * kTile;
+  Unit u = {p, d, runs_of(p), first_row(&p, batch) + first, count, 0, own + 2 * decoded, nullptr, nullptr, nullptr, {}};
+  u.room = u.bytes + 16 * kRange;
+  float(*results)[256] = reinterpret_cast<float(*)[256]>(u.room + round_up(kStepRoom, 64));
+  u.scales = results[4];
+  u.zeros = reinterpret_cast<uint8_t*>(u.scales + d.rows / 16 * 2 * 256);
+  float* sums = reinterpret_cast<float*>(u.zeros + d.rows / 16 * 2 * 256);
+  while (p.bits < 8 || p.values != kValueInteger ? !(p.table[u.filler] - p.table[u.filler] == 0) && u.filler < (1 << p.bits) - 1 : false) ++u.filler;
+  memset(u.groups, 0xff, sizeof u.groups);
+  memset(sums, 0, row_blocks * panels * kTile);
+  const Functions f = functions_of(d);
+  const uint8_t* x = shared + d.x + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile;
+  const int64_t ranges = div_up(u.r.padded, kRange);
+  configure_floats(min64(d.grain, 32));
+  Source next;
+  Work a;
+  a.next = &next;
+  a.tables = shared;
+  a.lowest = p.table[0];
+  a.grain = d.grain;
+  memset(results, 0, 4 * kTile);
+  Pending last = {1, results[3], results[2], results};
+  u.find(0, 0, &next);
+  a.out = own;
+  f.decode(a);
+  int64_t turn = 0;
+  for (int64_t range = 0; range < ranges; ++range) {
+    a.pieces = min64(kRange, u.r.padded - range * kRange) / d.grain;
+    int64_t blocks[kRange / 16];
+    for (int64_t i = 0; i < a.pieces; ++i) blocks[i] = u.block_of(range * kRange + i * d.grain);
+    for (int64_t rows16 = 0; rows16 < row_blocks; ++rows16, turn ^= 1) {
+      for (int64_t i = 0; i < a.pieces; ++i) a.scale[i] = u.scale_of(rows16, blocks[i]);
+      a.w = own + turn * decoded;
+      a.out = own + (turn ^ 1) * decoded;
+      const bool more = rows16 + 1 < row_blocks || range + 1 < ranges, meanwhile = more && d.grain > 16;
+      if (more) u.find(rows16 + 1 < row_blocks ? rows16 + 1 : 0, rows16 + 1 < row_blocks ? range : range + 1, &next);
+      for (int64_t i = 0; i < panels; ++i) {
+        a.x = x + (i * d.tiles + range * kTiles) * d.x_terms * kTile;
+        a.sums = sums + (rows16 * panels + i) * 256;
+        i == 0 && meanwhile ? f.both(a, last) : f.multiply(a, last);
       }
+      if (more && !meanwhile) f.decode(a);
     }
-    for (int64_t m = 0; m < width; m += 32) {
-      const int64_t lanes = min64(32, width - m);
-      // Short sums are more exact than one long one.
-      alignas(64) float results[2][2][16][16], step_sums[kFloatRows][2][16] = {};
-      for (int64_t run = 0; run < s.runs; ++run) {
-        const uint8_t* w = decoded + 2 * run * s.length;
-        const uint8_t* xs = x + 2 * (m * r.padded + ((s.run + run) * r.size + s.offset) * lanes);
-        if (lanes > 16) {
-          count > 16 ? multiply<true, true>(d, w, xs, lanes, s.length, results)
-                     : multiply<false, true>(d, w, xs, lanes, s.length, results);
-        } else {
-          count > 16 ? multiply<true, false>(d, w, xs, lanes, s.length, results)
-                     : multiply<false, false>(d, w, xs, lanes, s.length, results);
-        }
-        for (int64_t i = 0; i < count; ++i)
-          for (int64_t v = 0; v < lanes / 16; ++v) {
-            float* sum = step_sums[i][v];
-            const __m512 scale = _mm512_set1_ps(scales[i * kRunRoom + (r.per_block == 1 ? run : 0)]);
-            _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(results[i / 16][v][i % 16]), scale, _mm512_load_ps(sum)));
-          }
-      }
-      for (int64_t i = 0; i < count; ++i)
-        for (int64_t v = 0; v < lanes / 16; ++v) {
-          float* sum = sums + i * width + m + 16 * v;
-          _mm512_storeu_ps(sum, _mm512_add_ps(_mm512_load_ps(step_sums[i][v]), _mm512_loadu_ps(sum)));
-        }
-    }
-  } while (next_step(r, s));
+  }
+  if (last.turn == 0) {
+    _tile_stored(0, results[0], 64);
+  } else {
+    _tile_stored(1, results[1], 64);
+  }
+  add(last);
   _tile_release();
-  const int64_t base = batch * p.y_batch + start * p.y_row + first * p.y_column, real = min64(width, p.m - start);
-  for (int64_t m = 0; m < real; ++m)
-    for (int64_t i = 0; i < count; ++i) Kernels8::write(p, base + m * p.y_row + i * p.y_column, sums[i * width + m]);
+  for (int64_t rows16 = 0; rows16 < row_blocks; ++rows16)
+    for (int64_t i = 0; i < panels; ++i)
+      write_square(p, batch * p.y_batch + 16 * (panel + i) * p.y_row + (first + 16 * rows16) * p.y_column,
+                   min64(16, count - 16 * rows16), min64(16, p.m - 16 * (panel + i)), sums + (rows16 * panels + i) * 256);
 }
 
 }  // namespace

@@ -36,9 +36,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "ints.h"
 #include "isa.h"
-
-#define EQQ_INLINE static inline __attribute__((always_inline))
 
 namespace {
 
@@ -66,10 +65,7 @@ constexpr int per_plane(Mode mode) { return mode == kBy16 ? 4 : mode == kBy32 ? 
 
 enum Method { kDot = 0, kFew = 1, kPanels = 2, kTransposed = 3 };
 
-EQQ_INLINE int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-EQQ_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-EQQ_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-EQQ_INLINE int64_t aligned(int64_t bytes) { return div_up(bytes, 64) * 64; }
+EQQ_INLINE int64_t aligned(int64_t bytes) { return round_up(bytes, 64); }
 
 // Conversions of single values, a base of every `V`.
 struct Bfloat16 {

@@ -9,20 +9,14 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "ints.h"
 #include "isa.h"
-
-#define EQQ_INLINE static inline __attribute__((always_inline))
 
 namespace {
 
 constexpr int64_t kStep = 1024;       // codes that are decoded at a time
 constexpr int64_t kLongest = 32768;   // codes of a run: sums of products of bytes fit in 32 bits
 constexpr int64_t kStepRoom = 2048 + 64;  // bytes that unpacking needs: a step, and the rest of two segments
-
-EQQ_INLINE int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-EQQ_INLINE int64_t round_up(int64_t a, int64_t b) { return div_up(a, b) * b; }
-EQQ_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-EQQ_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct Runs {
   int64_t block;      // codes that share a scale

@@ -19,9 +19,11 @@ using I = __m512i;
 constexpr int64_t kTile = 1024;         // bytes
 constexpr int64_t kRange = 128;         // codes of a row that are decoded and multiplied at a time
 constexpr int64_t kTiles = kRange / 32; // of them
-constexpr int64_t kUnitRows = 64;       // of the weight in a unit, at most: they share what is in L1 of x
+constexpr int64_t kUnitRows = 256;      // of the weight in a unit, at most
+constexpr int64_t kFewRows = 64;        // likewise where all of x stays in L2: they share what is in L1 of it
 constexpr int64_t kUnitPanels = 16;     // of 16 rows of x in a unit, at most
 constexpr int64_t kSlice = 32;          // tiles of x in a part of the preparation
+constexpr int64_t kInL2 = 1 << 20;      // bytes of x that stay there beside all else
 constexpr int64_t kTables = 2048;       // bytes of tables at the start of shared memory
 
 // How codes become bfloat16.
@@ -39,8 +41,8 @@ struct Detail {
   int64_t x_terms, w_terms, kind;
   int64_t slices;                 // parts of the preparation of a panel
   int64_t grain;                  // codes that are added up before they are scaled
-  int64_t x;                      // where packed x is in shared memory
   int64_t tiles;                  // of a panel and a term
+  int64_t together;               // of 16 rows of the weight that meet a panel while it is in L1
   int64_t mine;                   // 1; AVX-512's own details are zero here
 };
 
@@ -114,6 +116,8 @@ EQQ_INLINE void store_some(const Problem& p, int64_t at, F value, __mmask16 mask
   _mm256_mask_storeu_epi16(static_cast<uint16_t*>(p.y) + at, mask, half);
 }
 
+EQQ_INLINE const char* y_at(const Problem& p, int64_t at) { return static_cast<const char*>(p.y) + at * (p.x_type == kFloat32 ? 4 : 2); }
+
 EQQ_INLINE __mmask16 first_few(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1); }
 
 // Numbers `k` to `k + 15`, of which `real` are, of 16 rows from `at` on: a vector of rows for each number.
@@ -161,67 +165,92 @@ void pack(const Problem& p, const Runs& r, int64_t x_terms, int64_t at, int64_t 
 // The weight
 //
 
-// Where the codes of 16 rows are: of each of the tiles of a range, as bytes that hold them from a bit on.
-struct Source {
-  const uint8_t* codes[kTiles];
-  int64_t stride;          // bytes from one row to the next
-  int shift[kTiles];
-  const uint8_t* zero[kTiles];  // zero points, 16 bytes from one row to the next
+// What all rows have in common of some codes that are multiplied at a time.
+struct Range {
+  int64_t first, pieces;           // the first code, and how many pieces have a scale of their own
+  int64_t first_block, last_block;
+  bool direct;                     // whether codes lie in memory as tiles want them
+  int block[kRange / 16];          // where the scales of a piece are
+  int64_t place[kTiles], zero[kTiles];  // where the bytes of a tile are in a row, and its zero points
+  int shift[kTiles];               // the bit from which on a byte holds its code
 };
 
-template <int kTerms, Kind kKind, int kFirst, int kLast>
-EQQ_INLINE void decode_rows(const Source& s, int64_t tile, const uint8_t* tables, const I* registers, float lowest, uint8_t* out) {
-  const uint8_t* codes = s.codes[tile];
-  if constexpr (kKind == kSixteen || kKind == kSixteenLessZero) {
-    const I shift = _mm512_set1_epi16(static_cast<int16_t>(s.shift[tile]));
+// Where those of 16 rows are.
+struct Source {
+  const uint8_t* codes;
+  int64_t stride;         // bytes from one row to the next
+  const int64_t* places;  // of tiles in a row
+  const int* shifts;
+  const uint8_t* zero;    // zero points, 16 bytes from one row to the next; or null
+  const int64_t* zeros;   // where those of tiles are
+};
+
+// A tile that is decoded some rows at a time. All by value: stores of bytes might change what is in memory.
+template <Kind kKind>
+struct Decoder {
+  const uint8_t *codes, *zero, *tables;
+  uint8_t* out;
+  int64_t stride;
+  I shift;
+  F lowest;
+
+  EQQ_INLINE Decoder of(const Source& s, int64_t tile, const uint8_t* tables, float lowest, uint8_t* out) {
+    Decoder a;
+    a.codes = s.codes + s.places[tile];
+    a.zero = s.zero == nullptr ? nullptr : s.zero + s.zeros[tile];
+    a.tables = tables;
+    a.out = out;
+    a.stride = s.stride;
+    a.shift = _mm512_set1_epi16(static_cast<int16_t>(s.shifts[tile]));
+    a.lowest = _mm512_set1_ps(lowest);
+    return a;
+  }
+
+  EQQ_INLINE __m256i load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+  template <int kTerms, int kFirst, int kLast>
+  __attribute__((always_inline)) inline void rows(const I* registers) const {
 #pragma GCC unroll 16
     for (int i = kFirst; i < kLast; ++i) {
-      const I some = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i * s.stride)));
-      const I index = _mm512_srlv_epi16(some, shift);  // bits above a code's are not looked at
-      if constexpr (kKind == kSixteenLessZero) {
-        const I table = _mm512_load_si512(tables + 64 * s.zero[tile][16 * i]);
-        _mm512_store_si512(out + 64 * i, _mm512_permutexvar_epi16(index, table));
-      } else {
+      uint8_t* to = out + 64 * i;
+      if constexpr (kKind == kSixteen || kKind == kSixteenLessZero) {
+        // Bits above those of a code are not looked at.
+        const I index = _mm512_srlv_epi16(_mm512_cvtepu8_epi16(load(codes + i * stride)), shift);
+        if constexpr (kKind == kSixteenLessZero) {
+          _mm512_store_si512(to, _mm512_permutexvar_epi16(index, _mm512_load_si512(tables + 64 * zero[16 * i])));
+        } else {
 #pragma GCC unroll 3
-        for (int t = 0; t < kTerms; ++t) _mm512_store_si512(out + kTile * t + 64 * i, _mm512_permutexvar_epi16(index, registers[t]));
-      }
-    }
-  } else if constexpr (kKind == kWhole) {
-#pragma GCC unroll 16
-    for (int i = kFirst; i < kLast; ++i) {
-      const I some = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i * s.stride)));
-      const F off = _mm512_set1_ps(s.zero[tile] == nullptr ? lowest : lowest - static_cast<float>(s.zero[tile][16 * i]));
-      const I upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-      const F even = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_andnot_si512(upper, some)), off);
-      const F odd = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(some, 16)), off);
-      _mm512_store_si512(out + 64 * i, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16),
-                                                       _mm512_and_si512(_mm512_castps_si512(odd), upper)));
-    }
-  } else if constexpr (kKind == kByte) {
-    // Eight codes of one row and eight of the next in each quarter: interleaving brings each row to its order.
-    const I order = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
-#pragma GCC unroll 8
-    for (int i = kFirst; i < kLast; i += 2) {
-      const I one = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i * s.stride)));
-      const I two = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + (i + 1) * s.stride)));
-      const I both = _mm512_permutex2var_epi64(one, order, two);
-      const __mmask64 upper = _mm512_movepi8_mask(both);
-#pragma GCC unroll 3
-      for (int t = 0; t < kTerms; ++t) {
-        I bytes[2];
-#pragma GCC unroll 2
-        for (int b = 0; b < 2; ++b) {
-          const uint8_t* table = tables + 512 * t + 256 * b;
-          const I low = _mm512_permutex2var_epi8(_mm512_load_si512(table), both, _mm512_load_si512(table + 64));
-          const I high = _mm512_permutex2var_epi8(_mm512_load_si512(table + 128), both, _mm512_load_si512(table + 192));
-          bytes[b] = _mm512_mask_blend_epi8(upper, low, high);
+          for (int t = 0; t < kTerms; ++t) _mm512_store_si512(to + kTile * t, _mm512_permutexvar_epi16(index, registers[t]));
         }
-        _mm512_store_si512(out + kTile * t + 64 * i, _mm512_unpacklo_epi8(bytes[0], bytes[1]));
-        _mm512_store_si512(out + kTile * t + 64 * i + 64, _mm512_unpackhi_epi8(bytes[0], bytes[1]));
+      } else if constexpr (kKind == kWhole) {
+        const I some = _mm512_cvtepu8_epi16(load(codes + i * stride)), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+        const F off = zero == nullptr ? lowest : _mm512_sub_ps(lowest, _mm512_set1_ps(zero[16 * i]));
+        const F even = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_andnot_si512(upper, some)), off);
+        const F odd = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(some, 16)), off);
+        _mm512_store_si512(to, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16),
+                                               _mm512_and_si512(_mm512_castps_si512(odd), upper)));
+      } else if (kKind == kByte && i % 2 == 0) {
+        // Eight codes of one row and eight of the next in each quarter: interleaving brings each row to its order.
+        const I order = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+        const I both = _mm512_permutex2var_epi64(_mm512_castsi256_si512(load(codes + i * stride)), order,
+                                                 _mm512_castsi256_si512(load(codes + (i + 1) * stride)));
+        const __mmask64 upper = _mm512_movepi8_mask(both);
+#pragma GCC unroll 3
+        for (int t = 0; t < kTerms; ++t) {
+          const I low = look_up(both, upper, tables + 512 * t), high = look_up(both, upper, tables + 512 * t + 256);
+          _mm512_store_si512(to + kTile * t, _mm512_unpacklo_epi8(low, high));
+          _mm512_store_si512(to + kTile * t + 64, _mm512_unpackhi_epi8(low, high));
+        }
       }
     }
   }
-}
+
+  EQQ_INLINE I look_up(I codes, __mmask64 upper, const uint8_t* table) {
+    const I low = _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
+    const I high = _mm512_permutex2var_epi8(_mm512_load_si512(table + 128), codes, _mm512_load_si512(table + 192));
+    return _mm512_mask_blend_epi8(upper, low, high);
+  }
+};
 
 //
 // Products
@@ -239,7 +268,8 @@ struct Pending {
 struct Work {
   const uint8_t *w, *x;
   int64_t pieces, grain;  // of codes that share a scale, and how many these are
-  const float* scale[kRange / 16];
+  const float* scale;     // of 16 rows
+  const int* block;       // where the scales of a piece are
   float* sums;
   const Source* next;     // is decoded meanwhile
   uint8_t* out;           // to here
@@ -258,12 +288,12 @@ EQQ_INLINE void multiply() {
 }
 
 EQQ_INLINE void add(const Pending& a) {
-  settle(a.results);
+  const float *results = a.results[a.turn], *scale = a.scale;
+  float* sums = a.sums;
+  settle(results);
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
-    const F sum = _mm512_loadu_ps(a.sums + 16 * i);
-    _mm512_storeu_ps(a.sums + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(a.results[a.turn] + 16 * i), _mm512_set1_ps(a.scale[i]), sum));
-  }
+  for (int i = 0; i < 16; ++i)
+    _mm512_store_ps(sums + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(results + 16 * i), _mm512_set1_ps(scale[i]), _mm512_load_ps(sums + 16 * i)));
 }
 
 // Terms of the weight and of x whose products count: those with the sum of their orders at most this.
@@ -281,19 +311,26 @@ constexpr int count_products() {
 
 // The products of a tile, from terms `kI` and `kJ` on, with some rows decoded after each.
 template <int kW, int kX, Kind kKind, int kTurn, int kI, int kJ, int kDone>
-EQQ_INLINE void products(const Work& a, int64_t tile, const uint8_t* w, const I* registers) {
+EQQ_INLINE void products(const uint8_t* w, Decoder<kKind> decoder, const I* registers) {
   if constexpr (kI < kW) {
     if constexpr (kJ >= kX || kI + kJ > most_order<kW, kX>()) {
-      products<kW, kX, kKind, kTurn, kI + 1, 0, kDone>(a, tile, w, registers);
+      products<kW, kX, kKind, kTurn, kI + 1, 0, kDone>(w, decoder, registers);
     } else {
       constexpr int kAll = count_products<kW, kX>();
       if constexpr (kJ == 0) _tile_loadd(7, w + kI * kTile, 64);
       multiply<kTurn, kJ>();
       if constexpr (kKind != kNone)
-        decode_rows<kW, kKind, 8 * kDone / kAll * 2, 8 * (kDone + 1) / kAll * 2>(*a.next, tile, a.tables, registers, a.lowest,
-                                                                               a.out + tile * kW * kTile);
-      products<kW, kX, kKind, kTurn, kI, kJ + 1, kDone + 1>(a, tile, w, registers);
+        decoder.template rows<kW, 8 * kDone / kAll * 2, 8 * (kDone + 1) / kAll * 2>(registers);
+      products<kW, kX, kKind, kTurn, kI, kJ + 1, kDone + 1>(w, decoder, registers);
     }
+  }
+}
+
+template <int kW, Kind kKind>
+EQQ_INLINE void load_tables(const uint8_t* tables, I* registers) {
+  if constexpr (kKind == kSixteen) {
+#pragma GCC unroll 3
+    for (int t = 0; t < kW; ++t) registers[t] = _mm512_load_si512(tables + 64 * t);
   }
 }
 
@@ -301,10 +338,7 @@ EQQ_INLINE void products(const Work& a, int64_t tile, const uint8_t* w, const I*
 template <int kW, int kX, Kind kKind, int kTurn>
 EQQ_INLINE void piece(const Work& a, int64_t index, Pending& last) {
   I registers[3];
-  if constexpr (kKind == kSixteen) {
-#pragma GCC unroll 3
-    for (int t = 0; t < kW; ++t) registers[t] = _mm512_load_si512(a.tables + 64 * t);
-  }
+  load_tables<kW, kKind>(a.tables, registers);
   const int64_t first = index * a.grain / 32, end = max64((index + 1) * a.grain / 32, first + 1);
   const int64_t half = a.grain == 16 ? index % 2 : 0;
   if constexpr (kTurn == 0) _tile_zero(0);
@@ -315,7 +349,9 @@ EQQ_INLINE void piece(const Work& a, int64_t index, Pending& last) {
     _tile_loadd(4, x, 64);
     if constexpr (kX > 1) _tile_loadd(5, x + kTile, 64);
     if constexpr (kX > 2) _tile_loadd(6, x + 2 * kTile, 64);
-    products<kW, kX, kKind, kTurn, 0, 0, 0>(a, tile, w, registers);
+    Decoder<kKind> decoder;
+    if constexpr (kKind != kNone) decoder = Decoder<kKind>::of(*a.next, tile, a.tables, a.lowest, a.out + tile * kW * kTile);
+    products<kW, kX, kKind, kTurn, 0, 0, 0>(w, decoder, registers);
     if (tile == first) {
       if constexpr (kTurn == 0) _tile_stored(1, last.results[1], 64);
       if constexpr (kTurn == 1) _tile_stored(0, last.results[0], 64);
@@ -323,12 +359,14 @@ EQQ_INLINE void piece(const Work& a, int64_t index, Pending& last) {
   }
   add(last);
   last.turn = kTurn;
-  last.scale = a.scale[index];
+  last.scale = a.scale + a.block[index];
   last.sums = a.sums;
 }
 
 template <int kW, int kX, Kind kKind>
-void multiply_range(const Work& a, Pending& last) {
+void multiply_range(const Work& work, Pending& pending) {
+  const Work a = work;
+  Pending last = pending;
   for (int64_t i = 0; i < a.pieces; ++i) {
     if (last.turn == 0) {
       piece<kW, kX, kKind, 1>(a, i, last);
@@ -336,15 +374,15 @@ void multiply_range(const Work& a, Pending& last) {
       piece<kW, kX, kKind, 0>(a, i, last);
     }
   }
+  pending = last;
 }
 
 template <int kW, Kind kKind>
 void decode_range(const Work& a) {
   I registers[3];
-  if constexpr (kKind == kSixteen)
-    for (int t = 0; t < kW; ++t) registers[t] = _mm512_load_si512(a.tables + 64 * t);
+  load_tables<kW, kKind>(a.tables, registers);
   for (int64_t tile = 0; tile < kTiles; ++tile)
-    decode_rows<kW, kKind, 0, 16>(*a.next, tile, a.tables, registers, a.lowest, a.out + tile * kW * kTile);
+    Decoder<kKind>::of(*a.next, tile, a.tables, a.lowest, a.out + tile * kW * kTile).template rows<kW, 0, 16>(registers);
 }
 
 // Which functions a problem takes: with decoding meanwhile, without, and decoding alone.
@@ -410,17 +448,19 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.row_blocks = div_up(d.panels, kUnitPanels);
   int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
   rows = max64(rows, (int64_t{1} << 18) / max64(p.m * p.k, 1));
-  d.rows = max64(min64(round_up(min64(rows, p.n), 16), kUnitRows), 16);
+  const int64_t held = min64(d.panels, kUnitPanels);
+  const int64_t most = held * d.x_terms * 32 * r.padded > kInL2 ? kUnitRows : kFewRows;
+  d.rows = max64(min64(round_up(min64(rows, p.n), 16), most), 16);
   d.chunks = div_up(p.n, d.rows);
   d.tiles = div_up(r.padded, 32);
   d.slices = div_up(d.tiles, kSlice);
-  d.x = kTables;
-  out->shared_bytes = d.x + p.batch * d.panels * d.tiles * d.x_terms * kTile;
+  d.together = d.panels <= 2 ? 1 : min64(d.rows / 16, d.w_terms > 1 ? 2 : 4);
+  out->shared_bytes = kTables + p.batch * d.panels * d.tiles * d.x_terms * kTile;
   out->parts = p.batch * d.panels * d.slices;
   out->units = p.batch * d.row_blocks * d.chunks;
-  const int64_t blocks = d.rows / 16, held = min64(d.panels, kUnitPanels);
+  const int64_t blocks = d.rows / 16;
   // Decoded tiles twice, bytes of codes and room to unpack them, results, scales and zero points, sums.
-  out->own_bytes = 2 * kTiles * d.w_terms * kTile + 16 * kRange + round_up(kStepRoom, 64) + 4 * kTile +
+  out->own_bytes = 2 * (d.together * kTiles * d.w_terms * kTile + 2048) + 16 * kRange + round_up(kStepRoom, 64) + 4 * kTile +
                    blocks * 2 * (kTile + 256) + blocks * held * kTile;
   // So few rows at a time that packed x stays in the cache, yet units for all threads.
   out->rows = 16 * kUnitPanels * div_up(4 * threads, p.batch * d.chunks);
@@ -457,7 +497,7 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   if (part == 0) fill_tables(p, d, shared);
   const int64_t slice = part % d.slices, panel = part / d.slices % d.panels, batch = part / d.slices / d.panels;
   pack(p, r, d.x_terms, batch * p.x_batch + 16 * panel * p.x_row, min64(16, p.m - 16 * panel), slice * kSlice,
-       min64((slice + 1) * kSlice, d.tiles), shared + d.x + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile);
+       min64((slice + 1) * kSlice, d.tiles), shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile);
 }
 
 // Some rows of the weight that a thread multiplies, 16 at a time.
@@ -497,48 +537,68 @@ struct Unit {
     for (int64_t i = 0; i < 16; ++i) _mm512_store_ps(scales + (2 * rows16 + slot) * 256 + 16 * i, square[i]);
   }
 
-  int64_t block_of(int64_t code) const { return code / r.size / r.per_block; }
-
-  const float* scale_of(int64_t rows16, int64_t block) const {
-    return scales + (2 * rows16 + (block / 16 & 1)) * 256 + 16 * (block % 16);
+  // What all rows have in common of a range.
+  Range range_of(int64_t index) const {
+    Range a;
+    const int64_t first = index * kRange, end = min64(first + kRange, r.padded);
+    const int64_t segment = kSegment * 8 / p.bits, whole = p.bits == 8 ? p.k : p.k / segment * segment;
+    const int64_t within = p.bits == 8 ? 0 : first % segment, codes = r.size * r.per_block;
+    a.first = first;
+    a.direct = r.size == r.real && first + kRange <= whole;
+    a.first_block = first / codes;
+    a.pieces = 0;
+    int64_t block = a.first_block, next = (block + 1) * codes;
+    for (int64_t code = first; code < end; code += d.grain) {
+      if (code == next) {
+        ++block;
+        next += codes;
+      }
+      const int64_t group = 256 * (block / 16 & 1);
+      a.block[a.pieces++] = static_cast<int>(group + 16 * (block % 16));
+      const int64_t tile = (code - first) / 32;
+      for (int64_t t = tile; t < kTiles; ++t) a.zero[t] = group + block % 16;
+    }
+    a.last_block = block;
+    for (int64_t tile = 0; tile < kTiles; ++tile) {
+      a.place[tile] = p.bits == 8 ? first + 32 * tile : (first - within) * p.bits / 8 + tile % 2 * 32;
+      a.shift[tile] = p.bits == 8 ? 0 : static_cast<int>(within / kSegment + tile / 2) * p.bits;
+    }
+    return a;
   }
 
   // Where the codes of a range of 16 rows are; what does not lie in memory as tiles want it is copied.
-  void find(int64_t rows16, int64_t range, Source* out) {
-    const int64_t first = range * kRange, end = min64(first + kRange, r.padded), real = min64(count - 16 * rows16, 16);
-    for (int64_t code = first; code < end; code += d.grain) fetch(rows16, block_of(code));
-    for (int64_t tile = 0; tile < kTiles; ++tile) {
-      const int64_t block = block_of(min64(first + 32 * tile, end - 1));
-      out->zero[tile] = p.zero_point == nullptr ? nullptr : zeros + (2 * rows16 + (block / 16 & 1)) * 256 + block % 16;
-    }
-    const int64_t segment = kSegment * 8 / p.bits, at = row + 16 * rows16;
-    const int64_t whole = p.bits == 8 ? p.k : p.k / segment * segment;
-    if (real == 16 && r.size == r.real && first + kRange <= whole) {
-      const uint8_t* codes = p.codes + at * p.words;
-      out->stride = p.words;
-      for (int64_t tile = 0; tile < kTiles; ++tile) {
-        const int64_t code = first + 32 * tile;
-        out->codes[tile] = codes + (p.bits == 8 ? code : code / segment * kSegment + code % kSegment);
-        out->shift[tile] = p.bits == 8 ? 0 : static_cast<int>(code % segment / kSegment) * p.bits;
-      }
-      const uint8_t* ahead = out->codes[0] + kRange * p.bits / 8;
+  Source find(int64_t rows16, const Range& a) {
+    fetch(rows16, a.first_block);
+    fetch(rows16, a.last_block);
+    const int64_t at = row + 16 * rows16, real = min64(count - 16 * rows16, 16);
+    Source s;
+    s.zero = p.zero_point == nullptr ? nullptr : zeros + 512 * rows16;
+    s.zeros = a.zero;
+    if (a.direct && real == 16) {
+      s.codes = p.codes + at * p.words;
+      s.stride = p.words;
+      s.places = a.place;
+      s.shifts = a.shift;
+      const uint8_t* ahead = s.codes + a.place[0] + kRange * p.bits / 8;
       for (int64_t i = 0; i < 16; ++i)
         for (int64_t b = 0; b < kRange * p.bits / 8; b += 64) Avx512::prefetch(ahead + i * p.words + b);
-      return;
+      return s;
     }
+    static const int64_t places[kTiles] = {0, 32, 64, 96};
+    static const int nothing[kTiles] = {0};
     const Integers raw = {};
     memset(bytes, filler, 16 * kRange);
     for (int64_t i = 0; i < real; ++i)
-      for (int64_t code = first; code < end; code += 16) {
+      for (int64_t code = a.first; code < min64(a.first + kRange, r.padded); code += 16) {
         const int64_t run = code / r.size, offset = code % r.size, from = run_start(r, run) + offset;
         const int64_t some = min64(run_length(r, p.k, run) - offset, 16);
-        if (some > 0) memcpy(bytes + i * kRange + code - first, some_codes(p, raw, at + i, from, from + some, room), some);
+        if (some > 0) memcpy(bytes + i * kRange + code - a.first, some_codes(p, raw, at + i, from, from + some, room), some);
       }
-    out->stride = kRange;
-    for (int64_t tile = 0; tile < kTiles; ++tile) {
-      out->codes[tile] = bytes + 32 * tile;
-      out->shift[tile] = 0;
-    }
+    s.codes = bytes;
+    s.stride = kRange;
+    s.places = places;
+    s.shifts = nothing;
+    return s;
   }
 };
 
@@ -570,9 +630,10 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   uint8_t* own = static_cast<uint8_t*>(mine);
   const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
   const int64_t first = chunk * d.rows, count = min64(d.rows, p.n - first), row_blocks = div_up(count, 16);
+  const int64_t base = batch * p.y_batch + 16 * kUnitPanels * block * p.y_row + first * p.y_column;
   const int64_t panel = block * kUnitPanels, panels = min64(kUnitPanels, d.panels - panel);
-  const int64_t decoded = kTiles * d.w_terms * kTile;
-  Unit u = {p, d, runs_of(p), first_row(&p, batch) + first, count, 0, own + 2 * decoded, nullptr, nullptr, nullptr, {}};
+  const int64_t tiles = kTiles * d.w_terms * kTile, half = d.together * tiles + 2048;  // not a multiple of a page
+  Unit u = {p, d, runs_of(p), first_row(&p, batch) + first, count, 0, own + 2 * half, nullptr, nullptr, nullptr, {}};
   u.room = u.bytes + 16 * kRange;
   float(*results)[256] = reinterpret_cast<float(*)[256]>(u.room + round_up(kStepRoom, 64));
   u.scales = results[4];
@@ -582,7 +643,8 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   memset(u.groups, 0xff, sizeof u.groups);
   memset(sums, 0, row_blocks * panels * kTile);
   const Functions f = functions_of(d);
-  const uint8_t* x = shared + d.x + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile;
+  const bool far = panels * d.x_terms * 32 * u.r.padded > kInL2;
+  const uint8_t* x = shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile;
   const int64_t ranges = div_up(u.r.padded, kRange);
   configure_floats(min64(d.grain, 32));
   Source next;
@@ -593,26 +655,54 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   a.grain = d.grain;
   memset(results, 0, 4 * kTile);
   Pending last = {1, results[3], results[2], results};
-  u.find(0, 0, &next);
-  a.out = own;
-  f.decode(a);
+  // Decoded rows are of one group while those of the next are decoded, in turn.
+  Range now = u.range_of(0), then = now;
+  const int64_t together = min64(d.together, row_blocks), groups = div_up(row_blocks, together);
+  const auto rows_of = [&](int64_t group) { return min64(together, row_blocks - group * together); };
+  for (int64_t i = 0; i < rows_of(0); ++i) {
+    next = u.find(i, now);
+    a.out = own + i * tiles;
+    f.decode(a);
+  }
+  // Results are written far apart, and fetched meanwhile.
+  for (int64_t m = 0; p.y_column == 1 && m < min64(16 * panels, p.m - 16 * panel); ++m)
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(y_at(p, base + m * p.y_row + i), 1);
   int64_t turn = 0;
-  for (int64_t range = 0; range < ranges; ++range) {
-    a.pieces = min64(kRange, u.r.padded - range * kRange) / d.grain;
-    int64_t blocks[kRange / 16];
-    for (int64_t i = 0; i < a.pieces; ++i) blocks[i] = u.block_of(range * kRange + i * d.grain);
-    for (int64_t rows16 = 0; rows16 < row_blocks; ++rows16, turn ^= 1) {
-      for (int64_t i = 0; i < a.pieces; ++i) a.scale[i] = u.scale_of(rows16, blocks[i]);
-      a.w = own + turn * decoded;
-      a.out = own + (turn ^ 1) * decoded;
-      const bool more = rows16 + 1 < row_blocks || range + 1 < ranges, meanwhile = more && d.grain > 16;
-      if (more) u.find(rows16 + 1 < row_blocks ? rows16 + 1 : 0, rows16 + 1 < row_blocks ? range : range + 1, &next);
-      for (int64_t i = 0; i < panels; ++i) {
-        a.x = x + (i * d.tiles + range * kTiles) * d.x_terms * kTile;
-        a.sums = sums + (rows16 * panels + i) * 256;
-        i == 0 && meanwhile ? f.both(a, last) : f.multiply(a, last);
+  for (int64_t range = 0; range < ranges; ++range, now = then) {
+    if (range + 1 < ranges) then = u.range_of(range + 1);
+    a.pieces = now.pieces;
+    a.block = now.block;
+    for (int64_t group = 0; group < groups; ++group, turn ^= 1) {
+      const bool same = group + 1 < groups, more = same || range + 1 < ranges;
+      const int64_t after = same ? group + 1 : 0, count = rows_of(group);
+      const auto decode = [&](int64_t i) {
+        next = u.find(after * together + i, same ? now : then);
+        a.out = own + (turn ^ 1) * half + i * tiles;
+      };
+      for (int64_t j = 0; j < panels; ++j) {
+        a.x = x + (j * d.tiles + range * kTiles) * d.x_terms * kTile;
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t rows16 = group * together + i;
+          // Of x, what the next range takes, a part at a time.
+          if (far)
+            for (int64_t b = rows16 * d.x_terms * kRange * 32 / row_blocks; b < (rows16 + 1) * d.x_terms * kRange * 32 / row_blocks; b += 64)
+              _mm_prefetch(reinterpret_cast<const char*>(a.x + d.x_terms * kRange * 32 + b), _MM_HINT_T1);
+          a.w = own + turn * half + i * tiles;
+          a.scale = u.scales + 512 * rows16;
+          a.sums = sums + (rows16 * panels + j) * 256;
+          if (j == 0 && more && d.grain > 16 && i < rows_of(after)) {
+            decode(i);
+            f.both(a, last);
+          } else {
+            f.multiply(a, last);
+          }
+        }
       }
-      if (more && !meanwhile) f.decode(a);
+      // What could not be decoded meanwhile.
+      for (int64_t i = d.grain > 16 ? count : 0; more && i < rows_of(after); ++i) {
+        decode(i);
+        f.decode(a);
+      }
     }
   }
   if (last.turn == 0) {
@@ -624,7 +714,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   _tile_release();
   for (int64_t rows16 = 0; rows16 < row_blocks; ++rows16)
     for (int64_t i = 0; i < panels; ++i)
-      write_square(p, batch * p.y_batch + 16 * (panel + i) * p.y_row + (first + 16 * rows16) * p.y_column,
+      write_square(p, base + 16 * i * p.y_row + 16 * rows16 * p.y_column,
                    min64(16, count - 16 * rows16), min64(16, p.m - 16 * (panel + i)), sums + (rows16 * panels + i) * 256);
 }
 

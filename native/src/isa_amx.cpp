@@ -341,10 +341,10 @@ EQQ_INLINE void piece(const Work& a, int64_t index, Pending& last) {
   load_tables<kW, kKind>(a.tables, registers);
   const int64_t first = index * a.grain / 32, end = max64((index + 1) * a.grain / 32, first + 1);
   const int64_t half = a.grain == 16 ? index % 2 : 0;
+  const uint8_t *w = a.w + first * kW * kTile + 32 * half, *x = a.x + first * kX * kTile + 512 * half;
   if constexpr (kTurn == 0) _tile_zero(0);
   if constexpr (kTurn == 1) _tile_zero(1);
-  for (int64_t tile = first; tile < end; ++tile) {
-    const uint8_t *w = a.w + tile * kW * kTile + 32 * half, *x = a.x + tile * kX * kTile + 512 * half;
+  for (int64_t tile = first; tile < end; ++tile, w += kW * kTile, x += kX * kTile) {
     settle(w);
     _tile_loadd(4, x, 64);
     if constexpr (kX > 1) _tile_loadd(5, x + kTile, 64);
@@ -364,9 +364,7 @@ EQQ_INLINE void piece(const Work& a, int64_t index, Pending& last) {
 }
 
 template <int kW, int kX, Kind kKind>
-void multiply_range(const Work& work, Pending& pending) {
-  const Work a = work;
-  Pending last = pending;
+void multiply_range(const Work& a, Pending& last) {
   for (int64_t i = 0; i < a.pieces; ++i) {
     if (last.turn == 0) {
       piece<kW, kX, kKind, 1>(a, i, last);
@@ -374,7 +372,6 @@ void multiply_range(const Work& work, Pending& pending) {
       piece<kW, kX, kKind, 0>(a, i, last);
     }
   }
-  pending = last;
 }
 
 template <int kW, Kind kKind>
@@ -567,11 +564,10 @@ struct Unit {
   }
 
   // Where the codes of a range of 16 rows are; what does not lie in memory as tiles want it is copied.
-  Source find(int64_t rows16, const Range& a) {
+  void find(int64_t rows16, const Range& a, Source& s) {
     fetch(rows16, a.first_block);
     fetch(rows16, a.last_block);
     const int64_t at = row + 16 * rows16, real = min64(count - 16 * rows16, 16);
-    Source s;
     s.zero = p.zero_point == nullptr ? nullptr : zeros + 512 * rows16;
     s.zeros = a.zero;
     if (a.direct && real == 16) {
@@ -582,7 +578,7 @@ struct Unit {
       const uint8_t* ahead = s.codes + a.place[0] + kRange * p.bits / 8;
       for (int64_t i = 0; i < 16; ++i)
         for (int64_t b = 0; b < kRange * p.bits / 8; b += 64) Avx512::prefetch(ahead + i * p.words + b);
-      return s;
+      return;
     }
     static const int64_t places[kTiles] = {0, 32, 64, 96};
     static const int nothing[kTiles] = {0};
@@ -598,7 +594,6 @@ struct Unit {
     s.stride = kRange;
     s.places = places;
     s.shifts = nothing;
-    return s;
   }
 };
 
@@ -660,7 +655,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   const int64_t together = min64(d.together, row_blocks), groups = div_up(row_blocks, together);
   const auto rows_of = [&](int64_t group) { return min64(together, row_blocks - group * together); };
   for (int64_t i = 0; i < rows_of(0); ++i) {
-    next = u.find(i, now);
+    u.find(i, now, next);
     a.out = own + i * tiles;
     f.decode(a);
   }
@@ -676,7 +671,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
       const bool same = group + 1 < groups, more = same || range + 1 < ranges;
       const int64_t after = same ? group + 1 : 0, count = rows_of(group);
       const auto decode = [&](int64_t i) {
-        next = u.find(after * together + i, same ? now : then);
+        u.find(after * together + i, same ? now : then, next);
         a.out = own + (turn ^ 1) * half + i * tiles;
       };
       for (int64_t j = 0; j < panels; ++j) {

@@ -34,7 +34,7 @@ EQQ_INLINE void configure(int64_t depth) {
   _tile_loadconfig(&config);
 }
 
-// Likewise for floats: tiles 0 and 1 are results, 4 to 6 terms of x, 7 one of the weight; `depth` codes are multiplied.
+// Likewise for floats: tiles 0 to 3 are results, 4 to 6 terms of x, 7 one of the weight; `depth` codes are multiplied.
 EQQ_INLINE void configure_floats(int64_t depth) {
   TileConfig config = {};
   config.palette = 1;

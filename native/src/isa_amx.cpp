@@ -17,10 +17,11 @@ using F = __m512;
 using I = __m512i;
 
 constexpr int64_t kTile = 1024;         // bytes
-constexpr int64_t kRange = 128;         // codes of a row that are decoded and multiplied at a time
-constexpr int64_t kTiles = kRange / 32; // of them
+constexpr int64_t kStrip = 32;          // rows of the weight that are decoded and multiplied at a time
+constexpr int64_t kMostCodes = 128;     // of each of them, at most
+constexpr int64_t kMostTiles = kMostCodes / 32;
 constexpr int64_t kUnitRows = 256;      // of the weight in a unit, at most
-constexpr int64_t kFewRows = 64;        // likewise where all of x stays in L2: they share what is in L1 of it
+constexpr int64_t kFewRows = 64;         // likewise where all of x stays in L2: they share what is in L1 of it
 constexpr int64_t kUnitPanels = 16;     // of 16 rows of x in a unit, at most
 constexpr int64_t kSlice = 32;          // tiles of x in a part of the preparation
 constexpr int64_t kInL2 = 1 << 20;      // bytes of x that stay there beside all else
@@ -42,7 +43,7 @@ struct Detail {
   int64_t slices;                 // parts of the preparation of a panel
   int64_t grain;                  // codes that are added up before they are scaled
   int64_t tiles;                  // of a panel and a term
-  int64_t together;               // of 16 rows of the weight that meet a panel while it is in L1
+  int64_t together;               // strips that meet a panel while it is in L1
   int64_t mine;                   // 1; AVX-512's own details are zero here
 };
 
@@ -165,17 +166,20 @@ void pack(const Problem& p, const Runs& r, int64_t x_terms, int64_t at, int64_t 
 // The weight
 //
 
-// What all rows have in common of some codes that are multiplied at a time.
+// Codes that are decoded and multiplied at a time: what is decoded, twice, and x fit in L1.
+constexpr int64_t codes_at_once(int64_t w_terms) { return w_terms == 1 ? kMostCodes : kMostCodes / 2; }
+
+// What all rows have in common of these.
 struct Range {
-  int64_t first, pieces;           // the first code, and how many pieces have a scale of their own
+  int64_t first, tiles, pieces;    // the first code, how many tiles, and how many pieces have a scale of their own
   int64_t first_block, last_block;
   bool direct;                     // whether codes lie in memory as tiles want them
-  int block[kRange / 16];          // where the scales of a piece are
-  int64_t place[kTiles], zero[kTiles];  // where the bytes of a tile are in a row, and its zero points
-  int shift[kTiles];               // the bit from which on a byte holds its code
+  int block[kMostCodes / 16];      // where the scales of a piece are
+  int64_t place[kMostTiles], zero[kMostTiles];  // where the bytes of a tile are in a row, and its zero points
+  int shift[kMostTiles];           // the bit from which on a byte holds its code
 };
 
-// Where those of 16 rows are.
+// Where those of a strip are.
 struct Source {
   const uint8_t* codes;
   int64_t stride;         // bytes from one row to the next
@@ -185,61 +189,72 @@ struct Source {
   const int64_t* zeros;   // where those of tiles are
 };
 
-// A tile that is decoded some rows at a time. All by value: stores of bytes might change what is in memory.
-template <Kind kKind>
+// Rows of a strip that are decoded, all tiles of a row at once: a line of memory is read once, since the lines of many
+// rows have room for few in L1. All by value: stores of bytes might change what is in memory.
+template <int kW, Kind kKind>
 struct Decoder {
+  static constexpr int kTiles = static_cast<int>(codes_at_once(kW)) / 32;
   const uint8_t *codes, *zero, *tables;
   uint8_t* out;
   int64_t stride;
-  I shift;
+  int64_t place[kTiles], zeros[kTiles];
+  I shift[kTiles];
   F lowest;
 
-  EQQ_INLINE Decoder of(const Source& s, int64_t tile, const uint8_t* tables, float lowest, uint8_t* out) {
+  EQQ_INLINE Decoder from(const Source& s, int64_t row, const uint8_t* tables, float lowest, uint8_t* out) {
     Decoder a;
-    a.codes = s.codes + s.places[tile];
-    a.zero = s.zero == nullptr ? nullptr : s.zero + s.zeros[tile];
+    a.codes = s.codes + row * s.stride;
+    a.zero = s.zero == nullptr ? nullptr : s.zero + 16 * row;
     a.tables = tables;
-    a.out = out;
+    a.out = out + row / 16 * kW * kTile + row % 16 * 64;
     a.stride = s.stride;
-    a.shift = _mm512_set1_epi16(static_cast<int16_t>(s.shifts[tile]));
+#pragma GCC unroll 4
+    for (int t = 0; t < kTiles; ++t) {
+      a.place[t] = s.places[t];
+      a.zeros[t] = s.zeros[t];
+      a.shift[t] = _mm512_set1_epi16(static_cast<int16_t>(s.shifts[t]));
+    }
     a.lowest = _mm512_set1_ps(lowest);
     return a;
   }
 
   EQQ_INLINE __m256i load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
-  template <int kTerms, int kFirst, int kLast>
+  template <int kFirst, int kLast>
   __attribute__((always_inline)) inline void rows(const I* registers) const {
 #pragma GCC unroll 16
     for (int i = kFirst; i < kLast; ++i) {
-      uint8_t* to = out + 64 * i;
-      if constexpr (kKind == kSixteen || kKind == kSixteenLessZero) {
-        // Bits above those of a code are not looked at.
-        const I index = _mm512_srlv_epi16(_mm512_cvtepu8_epi16(load(codes + i * stride)), shift);
-        if constexpr (kKind == kSixteenLessZero) {
-          _mm512_store_si512(to, _mm512_permutexvar_epi16(index, _mm512_load_si512(tables + 64 * zero[16 * i])));
-        } else {
+#pragma GCC unroll 4
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const uint8_t* row = codes + i * stride + place[tile];
+        uint8_t* to = out + tile * 2 * kW * kTile + 64 * i;
+        if constexpr (kKind == kSixteen || kKind == kSixteenLessZero) {
+          // Bits above those of a code are not looked at.
+          const I index = _mm512_srlv_epi16(_mm512_cvtepu8_epi16(load(row)), shift[tile]);
+          if constexpr (kKind == kSixteenLessZero) {
+            _mm512_store_si512(to, _mm512_permutexvar_epi16(index, _mm512_load_si512(tables + 64 * zero[zeros[tile] + 16 * i])));
+          } else {
 #pragma GCC unroll 3
-          for (int t = 0; t < kTerms; ++t) _mm512_store_si512(to + kTile * t, _mm512_permutexvar_epi16(index, registers[t]));
-        }
-      } else if constexpr (kKind == kWhole) {
-        const I some = _mm512_cvtepu8_epi16(load(codes + i * stride)), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-        const F off = zero == nullptr ? lowest : _mm512_sub_ps(lowest, _mm512_set1_ps(zero[16 * i]));
-        const F even = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_andnot_si512(upper, some)), off);
-        const F odd = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(some, 16)), off);
-        _mm512_store_si512(to, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16),
-                                               _mm512_and_si512(_mm512_castps_si512(odd), upper)));
-      } else if (kKind == kByte && i % 2 == 0) {
-        // Eight codes of one row and eight of the next in each quarter: interleaving brings each row to its order.
-        const I order = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
-        const I both = _mm512_permutex2var_epi64(_mm512_castsi256_si512(load(codes + i * stride)), order,
-                                                 _mm512_castsi256_si512(load(codes + (i + 1) * stride)));
-        const __mmask64 upper = _mm512_movepi8_mask(both);
+            for (int t = 0; t < kW; ++t) _mm512_store_si512(to + kTile * t, _mm512_permutexvar_epi16(index, registers[t]));
+          }
+        } else if constexpr (kKind == kWhole) {
+          const I some = _mm512_cvtepu8_epi16(load(row)), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+          const F off = zero == nullptr ? lowest : _mm512_sub_ps(lowest, _mm512_set1_ps(zero[zeros[tile] + 16 * i]));
+          const F even = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_andnot_si512(upper, some)), off);
+          const F odd = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(some, 16)), off);
+          _mm512_store_si512(to, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16),
+                                                 _mm512_and_si512(_mm512_castps_si512(odd), upper)));
+        } else if (kKind == kByte && i % 2 == 0) {
+          // Eight codes of one row and eight of the next in each quarter: interleaving brings each row to its order.
+          const I order = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+          const I both = _mm512_permutex2var_epi64(_mm512_castsi256_si512(load(row)), order, _mm512_castsi256_si512(load(row + stride)));
+          const __mmask64 upper = _mm512_movepi8_mask(both);
 #pragma GCC unroll 3
-        for (int t = 0; t < kTerms; ++t) {
-          const I low = look_up(both, upper, tables + 512 * t), high = look_up(both, upper, tables + 512 * t + 256);
-          _mm512_store_si512(to + kTile * t, _mm512_unpacklo_epi8(low, high));
-          _mm512_store_si512(to + kTile * t + 64, _mm512_unpackhi_epi8(low, high));
+          for (int t = 0; t < kW; ++t) {
+            const I low = look_up(both, upper, tables + 512 * t), high = look_up(both, upper, tables + 512 * t + 256);
+            _mm512_store_si512(to + kTile * t, _mm512_unpacklo_epi8(low, high));
+            _mm512_store_si512(to + kTile * t + 64, _mm512_unpackhi_epi8(low, high));
+          }
         }
       }
     }
@@ -256,19 +271,19 @@ struct Decoder {
 // Products
 //
 
-// Results that are to be scaled and added: those of tile `turn`, once they are stored.
+// Results that are to be scaled and added, once they are stored.
 struct Pending {
-  int turn;
-  const float* scale;  // of 16 rows
+  int turn;            // which of the two pairs of tiles has them
+  const float* scale;  // of the rows of a strip
   float* sums;
-  float (*results)[256];
+  float (*results)[512];
 };
 
-// A range of 16 rows of the weight times a panel of x.
+// Some codes of a strip times a panel of x.
 struct Work {
   const uint8_t *w, *x;
   int64_t pieces, grain;  // of codes that share a scale, and how many these are
-  const float* scale;     // of 16 rows
+  const float* scale;
   const int* block;       // where the scales of a piece are
   float* sums;
   const Source* next;     // is decoded meanwhile
@@ -277,22 +292,47 @@ struct Work {
   float lowest;
 };
 
-template <int kTurn, int kX>
+template <int kResult, int kX>
 EQQ_INLINE void multiply() {
-  if constexpr (kTurn == 0 && kX == 0) _tile_dpbf16ps(0, 7, 4);
-  if constexpr (kTurn == 0 && kX == 1) _tile_dpbf16ps(0, 7, 5);
-  if constexpr (kTurn == 0 && kX == 2) _tile_dpbf16ps(0, 7, 6);
-  if constexpr (kTurn == 1 && kX == 0) _tile_dpbf16ps(1, 7, 4);
-  if constexpr (kTurn == 1 && kX == 1) _tile_dpbf16ps(1, 7, 5);
-  if constexpr (kTurn == 1 && kX == 2) _tile_dpbf16ps(1, 7, 6);
+#define EQQ_MULTIPLY(RESULT)                                              \
+  if constexpr (kResult == RESULT && kX == 0) _tile_dpbf16ps(RESULT, 7, 4); \
+  if constexpr (kResult == RESULT && kX == 1) _tile_dpbf16ps(RESULT, 7, 5); \
+  if constexpr (kResult == RESULT && kX == 2) _tile_dpbf16ps(RESULT, 7, 6);
+  EQQ_MULTIPLY(0)
+  EQQ_MULTIPLY(1)
+  EQQ_MULTIPLY(2)
+  EQQ_MULTIPLY(3)
+#undef EQQ_MULTIPLY
 }
 
-EQQ_INLINE void add(const Pending& a) {
+template <int kTurn>
+EQQ_INLINE void clear_results() {
+  if constexpr (kTurn == 0) {
+    _tile_zero(0);
+    _tile_zero(1);
+  } else {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+}
+
+template <int kTurn>
+EQQ_INLINE void store_results(float (*results)[512]) {
+  if constexpr (kTurn == 0) {
+    _tile_stored(0, results[0], 64);
+    _tile_stored(1, results[0] + 256, 64);
+  } else {
+    _tile_stored(2, results[1], 64);
+    _tile_stored(3, results[1] + 256, 64);
+  }
+}
+
+EQQ_INLINE void add_results(const Pending& a) {
   const float *results = a.results[a.turn], *scale = a.scale;
   float* sums = a.sums;
   settle(results);
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i)
+#pragma GCC unroll 32
+  for (int i = 0; i < kStrip; ++i)
     _mm512_store_ps(sums + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(results + 16 * i), _mm512_set1_ps(scale[i]), _mm512_load_ps(sums + 16 * i)));
 }
 
@@ -309,19 +349,21 @@ constexpr int count_products() {
   return count;
 }
 
-// The products of a tile, from terms `kI` and `kJ` on, with some rows decoded after each.
-template <int kW, int kX, Kind kKind, int kTurn, int kI, int kJ, int kDone>
-EQQ_INLINE void products(const uint8_t* w, Decoder<kKind> decoder, const I* registers) {
-  if constexpr (kI < kW) {
-    if constexpr (kJ >= kX || kI + kJ > most_order<kW, kX>()) {
-      products<kW, kX, kKind, kTurn, kI + 1, 0, kDone>(w, decoder, registers);
+// The products of both tiles of a strip, from terms `kI` and `kJ` of tile `kHalf` on, with some rows decoded after each.
+template <int kW, int kX, Kind kKind, int kTurn, int kHalf, int kI, int kJ, int kDone>
+EQQ_INLINE void products(const uint8_t* w, Decoder<kW, kKind> decoder, const I* registers) {
+  if constexpr (kHalf < 2) {
+    if constexpr (kI >= kW) {
+      products<kW, kX, kKind, kTurn, kHalf + 1, 0, 0, kDone>(w, decoder, registers);
+    } else if constexpr (kJ >= kX || kI + kJ > most_order<kW, kX>()) {
+      products<kW, kX, kKind, kTurn, kHalf, kI + 1, 0, kDone>(w, decoder, registers);
     } else {
-      constexpr int kAll = count_products<kW, kX>();
-      if constexpr (kJ == 0) _tile_loadd(7, w + kI * kTile, 64);
-      multiply<kTurn, kJ>();
+      constexpr int kAll = 2 * count_products<kW, kX>(), kRows = kStrip / Decoder<kW, kKind>::kTiles / 2;
+      if constexpr (kJ == 0) _tile_loadd(7, w + (kHalf * kW + kI) * kTile, 64);
+      multiply<2 * kTurn + kHalf, kJ>();
       if constexpr (kKind != kNone)
-        decoder.template rows<kW, 8 * kDone / kAll * 2, 8 * (kDone + 1) / kAll * 2>(registers);
-      products<kW, kX, kKind, kTurn, kI, kJ + 1, kDone + 1>(w, decoder, registers);
+        decoder.template rows<kRows * kDone / kAll * 2, kRows * (kDone + 1) / kAll * 2>(registers);
+      products<kW, kX, kKind, kTurn, kHalf, kI, kJ + 1, kDone + 1>(w, decoder, registers);
     }
   }
 }
@@ -341,23 +383,19 @@ EQQ_INLINE void piece(const Work& a, int64_t index, Pending& last) {
   load_tables<kW, kKind>(a.tables, registers);
   const int64_t first = index * a.grain / 32, end = max64((index + 1) * a.grain / 32, first + 1);
   const int64_t half = a.grain == 16 ? index % 2 : 0;
-  const uint8_t *w = a.w + first * kW * kTile + 32 * half, *x = a.x + first * kX * kTile + 512 * half;
-  if constexpr (kTurn == 0) _tile_zero(0);
-  if constexpr (kTurn == 1) _tile_zero(1);
-  for (int64_t tile = first; tile < end; ++tile, w += kW * kTile, x += kX * kTile) {
+  const uint8_t *w = a.w + first * 2 * kW * kTile + 32 * half, *x = a.x + first * kX * kTile + 512 * half;
+  clear_results<kTurn>();
+  for (int64_t tile = first; tile < end; ++tile, w += 2 * kW * kTile, x += kX * kTile) {
     settle(w);
     _tile_loadd(4, x, 64);
     if constexpr (kX > 1) _tile_loadd(5, x + kTile, 64);
     if constexpr (kX > 2) _tile_loadd(6, x + 2 * kTile, 64);
-    Decoder<kKind> decoder;
-    if constexpr (kKind != kNone) decoder = Decoder<kKind>::of(*a.next, tile, a.tables, a.lowest, a.out + tile * kW * kTile);
-    products<kW, kX, kKind, kTurn, 0, 0, 0>(w, decoder, registers);
-    if (tile == first) {
-      if constexpr (kTurn == 0) _tile_stored(1, last.results[1], 64);
-      if constexpr (kTurn == 1) _tile_stored(0, last.results[0], 64);
-    }
+    Decoder<kW, kKind> decoder;
+    if constexpr (kKind != kNone) decoder = decoder.from(*a.next, kStrip / decoder.kTiles * tile, a.tables, a.lowest, a.out);
+    products<kW, kX, kKind, kTurn, 0, 0, 0, 0>(w, decoder, registers);
+    if (tile == first) store_results<1 - kTurn>(last.results);
   }
-  add(last);
+  add_results(last);
   last.turn = kTurn;
   last.scale = a.scale + a.block[index];
   last.sums = a.sums;
@@ -378,8 +416,8 @@ template <int kW, Kind kKind>
 void decode_range(const Work& a) {
   I registers[3];
   load_tables<kW, kKind>(a.tables, registers);
-  for (int64_t tile = 0; tile < kTiles; ++tile)
-    Decoder<kKind>::of(*a.next, tile, a.tables, a.lowest, a.out + tile * kW * kTile).template rows<kW, 0, 16>(registers);
+  for (int64_t row = 0; row < kStrip; row += 16)
+    Decoder<kW, kKind>::from(*a.next, row, a.tables, a.lowest, a.out).template rows<0, 16>(registers);
 }
 
 // Which functions a problem takes: with decoding meanwhile, without, and decoding alone.
@@ -418,13 +456,29 @@ Functions functions_of(const Detail& d) {
 // Problems
 //
 
-EQQ_INLINE int64_t grain_of(const Runs& r) { return r.size % kRange == 0 ? kRange : min64(r.size, 64); }
-
 bool takes(const Problem& p) {
   if (p.transpose || p.m <= 1 || p.k <= 0) return false;
   if (p.zero_point == nullptr) return true;
-  return (p.bits < 8 || p.values == kValueInteger) && grain_of(runs_of(p)) >= 32 && small_integers(p);
+  return (p.bits < 8 || p.values == kValueInteger) && runs_of(p).size >= 32 && small_integers(p);
 }
+
+// The memory of a thread.
+struct Room {
+  int64_t decoded, bytes, unpacked, results, scales, zeros, sums, all;
+
+  explicit Room(const Detail& d) {
+    const int64_t strips = d.rows / kStrip, codes = codes_at_once(d.w_terms);
+    // Rows of a group, and those of the next; not a multiple of a page apart.
+    decoded = d.together * codes / 32 * 2 * d.w_terms * kTile + 512;
+    bytes = 2 * decoded;
+    unpacked = bytes + kStrip * codes;
+    results = unpacked + round_up(kStepRoom, 64);
+    scales = results + 8 * kTile;  // and as much again, for what is before the first
+    zeros = scales + strips * 4 * kTile;
+    sums = zeros + strips * kTile;
+    all = sums + strips * min64(d.panels, kUnitPanels) * 2 * kTile;
+  }
+};
 
 void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = *problem;
@@ -433,32 +487,28 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   Detail d;
   d.mine = 1;
   uint16_t terms[3][256];
-  const bool exact = p.precision == kExact && p.x_type == kFloat32;
-  const bool whole = p.bits == 8 && (p.values == kValueInteger || p.zero_point != nullptr);
+  const bool exact = p.precision == kExact && p.x_type == kFloat32, whole = p.bits == 8 && p.values == kValueInteger;
   d.kind = whole ? kWhole : p.bits == 8 ? kByte : p.zero_point != nullptr ? kSixteenLessZero : kSixteen;
   d.w_terms = whole || p.zero_point != nullptr ? 1 : split_table(p, 0, terms);
   // Two terms have the 11 bits of a float16, and are far more exact than a result of 16 bits.
   d.x_terms = p.x_type == kBFloat16 ? 1 : exact ? 3 : 2;
   d.w_terms = !exact ? min64(d.w_terms, 2) : d.w_terms > 1 ? 3 : 1;
-  d.grain = grain_of(r);
+  const int64_t codes = codes_at_once(d.w_terms);
+  d.grain = r.size % codes == 0 ? codes : min64(r.size, 64);
   d.panels = div_up(p.m, 16);
   d.row_blocks = div_up(d.panels, kUnitPanels);
+  const int64_t most = min64(d.panels, kUnitPanels) * d.x_terms * 32 * r.padded > kInL2 ? kUnitRows : kFewRows;
   int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
   rows = max64(rows, (int64_t{1} << 18) / max64(p.m * p.k, 1));
-  const int64_t held = min64(d.panels, kUnitPanels);
-  const int64_t most = held * d.x_terms * 32 * r.padded > kInL2 ? kUnitRows : kFewRows;
-  d.rows = max64(min64(round_up(min64(rows, p.n), 16), most), 16);
+  d.rows = max64(min64(round_up(min64(rows, p.n), kStrip), most), kStrip);
   d.chunks = div_up(p.n, d.rows);
   d.tiles = div_up(r.padded, 32);
   d.slices = div_up(d.tiles, kSlice);
-  d.together = d.panels <= 2 ? 1 : min64(d.rows / 16, d.w_terms > 1 ? 2 : 4);
+  d.together = d.panels <= 2 ? 1 : min64(d.rows / kStrip, 2);
   out->shared_bytes = kTables + p.batch * d.panels * d.tiles * d.x_terms * kTile;
   out->parts = p.batch * d.panels * d.slices;
   out->units = p.batch * d.row_blocks * d.chunks;
-  const int64_t blocks = d.rows / 16;
-  // Decoded tiles twice, bytes of codes and room to unpack them, results, scales and zero points, sums.
-  out->own_bytes = 2 * (d.together * kTiles * d.w_terms * kTile + 2048) + 16 * kRange + round_up(kStepRoom, 64) + 4 * kTile +
-                   blocks * 2 * (kTile + 256) + blocks * held * kTile;
+  out->own_bytes = Room(d).all;
   // So few rows at a time that packed x stays in the cache, yet units for all threads.
   out->rows = 16 * kUnitPanels * div_up(4 * threads, p.batch * d.chunks);
   static_assert(sizeof d == sizeof out->detail, "the last detail says whose they are");
@@ -497,7 +547,7 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
        min64((slice + 1) * kSlice, d.tiles), shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile);
 }
 
-// Some rows of the weight that a thread multiplies, 16 at a time.
+// Some rows of the weight that a thread multiplies, a strip at a time.
 struct Unit {
   const Problem& p;
   const Detail& d;
@@ -505,93 +555,98 @@ struct Unit {
   int64_t row, count;  // the first, and how many
   uint8_t filler;      // a code with a finite value, for what is no code
   uint8_t *bytes, *room;
-  float* scales;       // of 16 rows: those of two groups of 16 blocks
+  float* scales;       // of the rows of a strip: those of two groups of 16 blocks
   uint8_t* zeros;
-  int64_t groups[kUnitRows / 16][2];  // which these are
+  int64_t groups[kUnitRows / kStrip][2];  // which these are
 
-  // The scales and zero points of a block of 16 rows, and of 15 others.
-  void fetch(int64_t rows16, int64_t block) {
+  // The scales and zero points of a block of a strip, and of 15 others.
+  void fetch(int64_t strip, int64_t block) {
     const int64_t group = block / 16, slot = group & 1;
-    if (groups[rows16][slot] == group) return;
-    groups[rows16][slot] = group;
+    if (groups[strip][slot] == group) return;
+    groups[strip][slot] = group;
     const int64_t first = 16 * group, end = min64(first + 16, p.blocks);
     const int64_t size = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
-    F square[16];
-    for (int64_t i = 0; i < 16; ++i) {
-      const int64_t at = row + min64(16 * rows16 + i, count - 1);
-      if (end == first + 16) {
-        const uint8_t* bits = static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size;
-        square[i] = Kernels<Avx512>::some_scales(p.scale_kind, bits);
-        if (p.row_scale != nullptr) square[i] = _mm512_mul_ps(square[i], _mm512_set1_ps(p.row_scale[at]));
-      } else {
-        float values[16] = {0};
-        decode_scales_avx512(&p, at, first, end, values);
-        square[i] = _mm512_loadu_ps(values);
+    for (int64_t half = 0; half < kStrip; half += 16) {
+      F square[16];
+      for (int64_t i = 0; i < 16; ++i) {
+        const int64_t at = row + min64(kStrip * strip + half + i, count - 1);
+        if (end == first + 16) {
+          const uint8_t* bits = static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size;
+          square[i] = Kernels<Avx512>::some_scales(p.scale_kind, bits);
+          if (p.row_scale != nullptr) square[i] = _mm512_mul_ps(square[i], _mm512_set1_ps(p.row_scale[at]));
+        } else {
+          float values[16] = {0};
+          decode_scales_avx512(&p, at, first, end, values);
+          square[i] = _mm512_loadu_ps(values);
+        }
+        if (p.zero_point != nullptr)
+          unpack_zero_points(p, at, first, end, zeros + (2 * strip + slot) * 512 + 16 * (half + i));
       }
-      if (p.zero_point != nullptr) unpack_zero_points(p, at, first, end, zeros + (2 * rows16 + slot) * 256 + 16 * i);
+      Avx512::transpose(square);
+      for (int64_t i = 0; i < 16; ++i) _mm512_store_ps(scales + (2 * strip + slot) * 512 + kStrip * i + half, square[i]);
     }
-    Avx512::transpose(square);
-    for (int64_t i = 0; i < 16; ++i) _mm512_store_ps(scales + (2 * rows16 + slot) * 256 + 16 * i, square[i]);
   }
 
   // What all rows have in common of a range.
   Range range_of(int64_t index) const {
     Range a;
-    const int64_t first = index * kRange, end = min64(first + kRange, r.padded);
+    const int64_t codes = codes_at_once(d.w_terms), first = index * codes, end = min64(first + codes, r.padded);
     const int64_t segment = kSegment * 8 / p.bits, whole = p.bits == 8 ? p.k : p.k / segment * segment;
-    const int64_t within = p.bits == 8 ? 0 : first % segment, codes = r.size * r.per_block;
+    const int64_t within = p.bits == 8 ? 0 : first % segment, block_codes = r.size * r.per_block;
     a.first = first;
-    a.direct = r.size == r.real && first + kRange <= whole;
-    a.first_block = first / codes;
+    a.tiles = codes / 32;
+    a.direct = r.size == r.real && first + codes <= whole;
+    a.first_block = first / block_codes;
     a.pieces = 0;
-    int64_t block = a.first_block, next = (block + 1) * codes;
+    int64_t block = a.first_block, next = (block + 1) * block_codes;
     for (int64_t code = first; code < end; code += d.grain) {
       if (code == next) {
         ++block;
-        next += codes;
+        next += block_codes;
       }
-      const int64_t group = 256 * (block / 16 & 1);
-      a.block[a.pieces++] = static_cast<int>(group + 16 * (block % 16));
-      const int64_t tile = (code - first) / 32;
-      for (int64_t t = tile; t < kTiles; ++t) a.zero[t] = group + block % 16;
+      const int64_t slot = 512 * (block / 16 & 1);
+      a.block[a.pieces++] = static_cast<int>(slot + kStrip * (block % 16));
+      for (int64_t tile = (code - first) / 32; tile < a.tiles; ++tile) a.zero[tile] = slot + block % 16;
     }
     a.last_block = block;
-    for (int64_t tile = 0; tile < kTiles; ++tile) {
+    for (int64_t tile = 0; tile < a.tiles; ++tile) {
       a.place[tile] = p.bits == 8 ? first + 32 * tile : (first - within) * p.bits / 8 + tile % 2 * 32;
       a.shift[tile] = p.bits == 8 ? 0 : static_cast<int>(within / kSegment + tile / 2) * p.bits;
     }
     return a;
   }
 
-  // Where the codes of a range of 16 rows are; what does not lie in memory as tiles want it is copied.
-  void find(int64_t rows16, const Range& a, Source& s) {
-    fetch(rows16, a.first_block);
-    fetch(rows16, a.last_block);
-    const int64_t at = row + 16 * rows16, real = min64(count - 16 * rows16, 16);
-    s.zero = p.zero_point == nullptr ? nullptr : zeros + 512 * rows16;
+  // Where the codes of a range of a strip are; what does not lie in memory as tiles want it is copied.
+  void find(int64_t strip, const Range& a, Source& s) {
+    fetch(strip, a.first_block);
+    fetch(strip, a.last_block);
+    const int64_t at = row + kStrip * strip, real = min64(count - kStrip * strip, kStrip), codes = 32 * a.tiles;
+    s.zero = p.zero_point == nullptr ? nullptr : zeros + 1024 * strip;
     s.zeros = a.zero;
-    if (a.direct && real == 16) {
+    if (a.direct && real == kStrip) {
       s.codes = p.codes + at * p.words;
       s.stride = p.words;
       s.places = a.place;
       s.shifts = a.shift;
-      const uint8_t* ahead = s.codes + a.place[0] + kRange * p.bits / 8;
-      for (int64_t i = 0; i < 16; ++i)
-        for (int64_t b = 0; b < kRange * p.bits / 8; b += 64) Avx512::prefetch(ahead + i * p.words + b);
+      const uint8_t* ahead = s.codes + a.place[0] + kSegment;
+      for (int64_t i = 0; i < kStrip; ++i) {
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + i * p.words), _MM_HINT_T1);
+        if (p.bits == 8 && codes > 64) _mm_prefetch(reinterpret_cast<const char*>(ahead + kSegment + i * p.words), _MM_HINT_T1);
+      }
       return;
     }
-    static const int64_t places[kTiles] = {0, 32, 64, 96};
-    static const int nothing[kTiles] = {0};
+    static const int64_t places[kMostTiles] = {0, 32, 64, 96};
+    static const int nothing[kMostTiles] = {0};
     const Integers raw = {};
-    memset(bytes, filler, 16 * kRange);
+    memset(bytes, filler, kStrip * codes);
     for (int64_t i = 0; i < real; ++i)
-      for (int64_t code = a.first; code < min64(a.first + kRange, r.padded); code += 16) {
+      for (int64_t code = a.first; code < min64(a.first + codes, r.padded); code += 16) {
         const int64_t run = code / r.size, offset = code % r.size, from = run_start(r, run) + offset;
         const int64_t some = min64(run_length(r, p.k, run) - offset, 16);
-        if (some > 0) memcpy(bytes + i * kRange + code - a.first, some_codes(p, raw, at + i, from, from + some, room), some);
+        if (some > 0) memcpy(bytes + i * codes + code - a.first, some_codes(p, raw, at + i, from, from + some, room), some);
       }
     s.codes = bytes;
-    s.stride = kRange;
+    s.stride = codes;
     s.places = places;
     s.shifts = nothing;
   }
@@ -621,46 +676,47 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   if (plan->detail[11] == 0) return kMatmulAvx512Vbmi.run(problem, plan, memory, mine, unit);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
+  const Room room(d);
   const uint8_t* shared = static_cast<const uint8_t*>(memory);
   uint8_t* own = static_cast<uint8_t*>(mine);
   const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
-  const int64_t first = chunk * d.rows, count = min64(d.rows, p.n - first), row_blocks = div_up(count, 16);
-  const int64_t base = batch * p.y_batch + 16 * kUnitPanels * block * p.y_row + first * p.y_column;
-  const int64_t panel = block * kUnitPanels, panels = min64(kUnitPanels, d.panels - panel);
-  const int64_t tiles = kTiles * d.w_terms * kTile, half = d.together * tiles + 2048;  // not a multiple of a page
-  Unit u = {p, d, runs_of(p), first_row(&p, batch) + first, count, 0, own + 2 * half, nullptr, nullptr, nullptr, {}};
-  u.room = u.bytes + 16 * kRange;
-  float(*results)[256] = reinterpret_cast<float(*)[256]>(u.room + round_up(kStepRoom, 64));
-  u.scales = results[4];
-  u.zeros = reinterpret_cast<uint8_t*>(u.scales + d.rows / 16 * 2 * 256);
-  float* sums = reinterpret_cast<float*>(u.zeros + d.rows / 16 * 2 * 256);
-  while (p.bits < 8 || p.values != kValueInteger ? !(p.table[u.filler] - p.table[u.filler] == 0) && u.filler < (1 << p.bits) - 1 : false) ++u.filler;
+  const int64_t first = chunk * d.rows, count = min64(d.rows, p.n - first), strips = div_up(count, kStrip);
+  const int64_t panel = block * kUnitPanels, panels = min64(kUnitPanels, d.panels - panel), lanes = min64(16 * panels, p.m - 16 * panel);
+  const int64_t base = batch * p.y_batch + 16 * panel * p.y_row + first * p.y_column;
+  const auto floats = [&](int64_t at) { return reinterpret_cast<float*>(own + at); };
+  float(*results)[512] = reinterpret_cast<float(*)[512]>(own + room.results);
+  float* sums = floats(room.sums);
+  Unit u = {p, d, runs_of(p), first_row(&p, batch) + first, count, 0, own + room.bytes, own + room.unpacked,
+            floats(room.scales), own + room.zeros, {}};
+  while (d.kind != kWhole && u.filler + 1 < 1 << p.bits && !(p.table[u.filler] - p.table[u.filler] == 0)) ++u.filler;
   memset(u.groups, 0xff, sizeof u.groups);
-  memset(sums, 0, row_blocks * panels * kTile);
+  memset(sums, 0, strips * panels * 2 * kTile);
+  memset(results, 0, 8 * kTile);
   const Functions f = functions_of(d);
-  const bool far = panels * d.x_terms * 32 * u.r.padded > kInL2;
+  const int64_t codes = codes_at_once(d.w_terms), ranges = div_up(u.r.padded, codes);
+  const int64_t step = codes / 32 * d.x_terms * kTile, tiles = codes / 32 * 2 * d.w_terms * kTile;
   const uint8_t* x = shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile;
-  const int64_t ranges = div_up(u.r.padded, kRange);
+  const bool far = panels * d.x_terms * 32 * u.r.padded > kInL2;
   configure_floats(min64(d.grain, 32));
+  // What is pending before the first piece adds zeros to where nobody looks.
+  Pending last = {1, results[2], results[3], results};
   Source next;
   Work a;
   a.next = &next;
   a.tables = shared;
   a.lowest = p.table[0];
   a.grain = d.grain;
-  memset(results, 0, 4 * kTile);
-  Pending last = {1, results[3], results[2], results};
-  // Decoded rows are of one group while those of the next are decoded, in turn.
+  // Strips are decoded in groups: one while the one before is multiplied.
   Range now = u.range_of(0), then = now;
-  const int64_t together = min64(d.together, row_blocks), groups = div_up(row_blocks, together);
-  const auto rows_of = [&](int64_t group) { return min64(together, row_blocks - group * together); };
-  for (int64_t i = 0; i < rows_of(0); ++i) {
+  const int64_t together = d.together, groups = div_up(strips, together);
+  const auto size_of = [&](int64_t group) { return min64(together, strips - group * together); };
+  for (int64_t i = 0; i < size_of(0); ++i) {
     u.find(i, now, next);
     a.out = own + i * tiles;
     f.decode(a);
   }
   // Results are written far apart, and fetched meanwhile.
-  for (int64_t m = 0; p.y_column == 1 && m < min64(16 * panels, p.m - 16 * panel); ++m)
+  for (int64_t m = 0; p.y_column == 1 && m < lanes; ++m)
     for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(y_at(p, base + m * p.y_row + i), 1);
   int64_t turn = 0;
   for (int64_t range = 0; range < ranges; ++range, now = then) {
@@ -669,23 +725,22 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
     a.block = now.block;
     for (int64_t group = 0; group < groups; ++group, turn ^= 1) {
       const bool same = group + 1 < groups, more = same || range + 1 < ranges;
-      const int64_t after = same ? group + 1 : 0, count = rows_of(group);
+      const int64_t after = same ? group + 1 : 0;
       const auto decode = [&](int64_t i) {
         u.find(after * together + i, same ? now : then, next);
-        a.out = own + (turn ^ 1) * half + i * tiles;
+        a.out = own + (turn ^ 1) * room.decoded + i * tiles;
       };
       for (int64_t j = 0; j < panels; ++j) {
-        a.x = x + (j * d.tiles + range * kTiles) * d.x_terms * kTile;
-        for (int64_t i = 0; i < count; ++i) {
-          const int64_t rows16 = group * together + i;
-          // Of x, what the next range takes, a part at a time.
-          if (far)
-            for (int64_t b = rows16 * d.x_terms * kRange * 32 / row_blocks; b < (rows16 + 1) * d.x_terms * kRange * 32 / row_blocks; b += 64)
-              _mm_prefetch(reinterpret_cast<const char*>(a.x + d.x_terms * kRange * 32 + b), _MM_HINT_T1);
-          a.w = own + turn * half + i * tiles;
-          a.scale = u.scales + 512 * rows16;
-          a.sums = sums + (rows16 * panels + j) * 256;
-          if (j == 0 && more && d.grain > 16 && i < rows_of(after)) {
+        a.x = x + j * d.tiles * d.x_terms * kTile + range * step;
+        for (int64_t i = 0; i < size_of(group); ++i) {
+          const int64_t strip = group * together + i;
+          if (far)  // of x, what the next range takes, a part with each strip
+            for (int64_t b = round_up(strip * step / strips, 64); b < (strip + 1) * step / strips; b += 64)
+              _mm_prefetch(reinterpret_cast<const char*>(a.x + step + b), _MM_HINT_T1);
+          a.w = own + turn * room.decoded + i * tiles;
+          a.scale = u.scales + 1024 * strip;
+          a.sums = sums + (strip * panels + j) * 512;
+          if (j == 0 && more && d.grain > 16 && i < size_of(after)) {
             decode(i);
             f.both(a, last);
           } else {
@@ -694,23 +749,19 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
         }
       }
       // What could not be decoded meanwhile.
-      for (int64_t i = d.grain > 16 ? count : 0; more && i < rows_of(after); ++i) {
+      for (int64_t i = d.grain > 16 ? size_of(group) : 0; more && i < size_of(after); ++i) {
         decode(i);
         f.decode(a);
       }
     }
   }
-  if (last.turn == 0) {
-    _tile_stored(0, results[0], 64);
-  } else {
-    _tile_stored(1, results[1], 64);
-  }
-  add(last);
+  last.turn == 0 ? store_results<0>(results) : store_results<1>(results);
+  add_results(last);
   _tile_release();
-  for (int64_t rows16 = 0; rows16 < row_blocks; ++rows16)
-    for (int64_t i = 0; i < panels; ++i)
-      write_square(p, base + 16 * i * p.y_row + 16 * rows16 * p.y_column,
-                   min64(16, count - 16 * rows16), min64(16, p.m - 16 * (panel + i)), sums + (rows16 * panels + i) * 256);
+  for (int64_t i = 0; i < count; i += 16)
+    for (int64_t m = 0; m < lanes; m += 16)
+      write_square(p, base + m * p.y_row + i * p.y_column, min64(16, count - i), min64(16, lanes - m),
+                   sums + (i / kStrip * panels + m / 16) * 512 + i % kStrip * 16);
 }
 
 }  // namespace

@@ -141,23 +141,51 @@ void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows,
   }
 }
 
-// The terms of 16 rows of x from `m` on: pairs of codes below each other, as tiles want them, terms side by side.
-void pack(const Problem& p, const Runs& r, int64_t x_terms, int64_t at, int64_t rows, int64_t first, int64_t last, uint8_t* out) {
-  for (int64_t tile = first; tile < last; ++tile) {
-    for (int64_t q = 32 * tile; q < 32 * tile + 32; q += 16) {  // sixteen codes are never of two runs
-      F values[16];
-      const int64_t run = q / r.size, offset = q % r.size;
-      const int64_t real = run < r.count ? run_length(r, p.k, run) - offset : 0;
-      square(p, at, real > 0 ? run_start(r, run) + offset : 0, min64(real, 16), rows, values);
-      uint8_t* to = out + tile * x_terms * kTile + q % 32 * 32;
-      for (int64_t t = 0; t < x_terms; ++t)
-        for (int64_t j = 0; j < 16; j += 2) {
-          const F one = next_bf16(values[j]), two = next_bf16(values[j + 1]);
-          values[j] = rest(values[j], one);
-          values[j + 1] = rest(values[j + 1], two);
-          const I pair = _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(one), 16), _mm512_castps_si512(two));
-          _mm512_store_si512(to + t * kTile + j * 32, pair);
-        }
+// Whether all are below 2^127, so that rounding cannot make infinity.
+EQQ_INLINE bool moderate(const F* values) {
+  const I exponent = _mm512_set1_epi32(0x7f800000);
+  I most = _mm512_setzero_si512();
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(values[i]), exponent));
+  return _mm512_cmpge_epu32_mask(most, _mm512_set1_epi32(0x7f000000)) == 0;
+}
+
+// The terms of two codes of 16 rows, side by side. With `kModerate` ties round away from zero: what is left is less a bit.
+template <int kX, bool kModerate>
+EQQ_INLINE void pack_pair(F one, F two, uint8_t* out) {
+  const I upper = _mm512_set1_epi32(static_cast<int>(0xffff0000)), half = _mm512_set1_epi32(0x8000);
+#pragma GCC unroll 3
+  for (int t = 0; t < kX; ++t) {
+    F a, b;
+    if (kModerate) {
+      a = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(one), half), upper));
+      b = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(two), half), upper));
+      one = _mm512_sub_ps(one, a);
+      two = _mm512_sub_ps(two, b);
+    } else {
+      a = next_bf16(one);
+      b = next_bf16(two);
+      one = rest(one, a);
+      two = rest(two, b);
+    }
+    _mm512_store_si512(out + t * kTile, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_castps_si512(b)));
+  }
+}
+
+// The terms of 16 rows of x: pairs of codes below each other, as tiles want them; tiles of terms one after the other.
+template <int kX>
+void pack(const Problem& p, const Runs& r, int64_t at, int64_t rows, int64_t first, int64_t last, uint8_t* out) {
+  for (int64_t q = 32 * first; q < 32 * last; q += 16) {  // sixteen codes are never of two runs
+    F values[16];
+    const int64_t run = q / r.size, offset = q % r.size;
+    const int64_t real = run < r.count ? run_length(r, p.k, run) - offset : 0;
+    square(p, at, real > 0 ? run_start(r, run) + offset : 0, min64(real, 16), rows, values);
+    uint8_t* to = out + q / 32 * kX * kTile + q % 32 * 32;
+    if (moderate(values)) {
+#pragma GCC unroll 8
+      for (int j = 0; j < 16; j += 2) pack_pair<kX, true>(values[j], values[j + 1], to + 32 * j);
+    } else {
+      for (int j = 0; j < 16; j += 2) pack_pair<kX, false>(values[j], values[j + 1], to + 32 * j);
     }
   }
 }
@@ -543,8 +571,9 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   uint8_t* shared = static_cast<uint8_t*>(memory);
   if (part == 0) fill_tables(p, d, shared);
   const int64_t slice = part % d.slices, panel = part / d.slices % d.panels, batch = part / d.slices / d.panels;
-  pack(p, r, d.x_terms, batch * p.x_batch + 16 * panel * p.x_row, min64(16, p.m - 16 * panel), slice * kSlice,
-       min64((slice + 1) * kSlice, d.tiles), shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile);
+  const auto pack_terms = d.x_terms == 3 ? pack<3> : d.x_terms == 2 ? pack<2> : pack<1>;
+  pack_terms(p, r, batch * p.x_batch + 16 * panel * p.x_row, min64(16, p.m - 16 * panel), slice * kSlice,
+             min64((slice + 1) * kSlice, d.tiles), shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile);
 }
 
 // Some rows of the weight that a thread multiplies, a strip at a time.

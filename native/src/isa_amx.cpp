@@ -484,10 +484,12 @@ Functions functions_of(const Detail& d) {
 // Problems
 //
 
-bool takes(const Problem& p) {
-  if (p.transpose || p.m <= 1 || p.k <= 0) return false;
-  if (p.zero_point == nullptr) return true;
-  return (p.bits < 8 || p.values == kValueInteger) && runs_of(p).size >= 32 && small_integers(p);
+// Whether tiles can multiply it, and do so faster: their time is that of 16 rows of x, however few there are.
+bool takes(const Problem& p, int64_t w_terms) {
+  if (p.transpose || p.k <= 0) return false;
+  const bool halves = runs_of(p).size < 32;  // of tiles
+  if (p.zero_point != nullptr && (halves || (p.bits == 8 && p.values != kValueInteger) || !small_integers(p))) return false;
+  return p.m >= (halves || w_terms > 1 ? 8 : 3);
 }
 
 // The memory of a thread.
@@ -510,17 +512,17 @@ struct Room {
 
 void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = *problem;
-  if (!takes(p)) return kMatmulAvx512Vbmi.plan(problem, threads, out);
-  const Runs r = runs_of(p);
   Detail d;
   d.mine = 1;
   uint16_t terms[3][256];
   const bool exact = p.precision == kExact && p.x_type == kFloat32, whole = p.bits == 8 && p.values == kValueInteger;
   d.kind = whole ? kWhole : p.bits == 8 ? kByte : p.zero_point != nullptr ? kSixteenLessZero : kSixteen;
-  d.w_terms = whole || p.zero_point != nullptr ? 1 : split_table(p, 0, terms);
+  d.w_terms = whole || p.zero_point != nullptr || p.m == 1 ? 1 : split_table(p, 0, terms);
   // Two terms have the 11 bits of a float16, and are far more exact than a result of 16 bits.
   d.x_terms = p.x_type == kBFloat16 ? 1 : exact ? 3 : 2;
   d.w_terms = !exact ? min64(d.w_terms, 2) : d.w_terms > 1 ? 3 : 1;
+  if (!takes(p, d.w_terms)) return kMatmulAvx512Vbmi.plan(problem, threads, out);
+  const Runs r = runs_of(p);
   const int64_t codes = codes_at_once(d.w_terms);
   d.grain = r.size % codes == 0 ? codes : min64(r.size, 64);
   d.panels = div_up(p.m, 16);
@@ -752,6 +754,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
     if (range + 1 < ranges) then = u.range_of(range + 1);
     a.pieces = now.pieces;
     a.block = now.block;
+    const bool meanwhile = d.grain > 16 && now.pieces * d.grain == codes;  // rows are decoded with each tile
     for (int64_t group = 0; group < groups; ++group, turn ^= 1) {
       const bool same = group + 1 < groups, more = same || range + 1 < ranges;
       const int64_t after = same ? group + 1 : 0;
@@ -769,7 +772,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
           a.w = own + turn * room.decoded + i * tiles;
           a.scale = u.scales + 1024 * strip;
           a.sums = sums + (strip * panels + j) * 512;
-          if (j == 0 && more && d.grain > 16 && i < size_of(after)) {
+          if (j == 0 && more && meanwhile && i < size_of(after)) {
             decode(i);
             f.both(a, last);
           } else {
@@ -778,7 +781,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
         }
       }
       // What could not be decoded meanwhile.
-      for (int64_t i = d.grain > 16 ? size_of(group) : 0; more && i < size_of(after); ++i) {
+      for (int64_t i = meanwhile ? size_of(group) : 0; more && i < size_of(after); ++i) {
         decode(i);
         f.decode(a);
       }

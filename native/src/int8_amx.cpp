@@ -37,7 +37,7 @@ struct Detail {
   int64_t scale, results;             // likewise in the memory of a thread
 };
 
-bool takes(const Problem& p) { return p.m > 4 && p.k > 0; }
+bool takes(const Int8Problem& q) { return q.p.m + q.affine > 1 && q.p.k > 0; }
 
 EQQ_INLINE int64_t depth_of(const Runs& r) { return min64(r.size, 64); }
 EQQ_INLINE int64_t row_codes(const Runs& r) { return round_up(r.padded, 64); }
@@ -50,7 +50,7 @@ EQQ_INLINE int64_t row_tiles(const Runs& r) { return row_codes(r) / depth_of(r);
 
 void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = problem->p;
-  if (!takes(p)) return Kernels8::plan(problem, threads, out);
+  if (!takes(*problem)) return Kernels8::plan(problem, threads, out);
   const Runs r = runs_of(p);
   Detail d;
   d.panels = div_up(p.m, 16);
@@ -64,13 +64,13 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   const int64_t groups = div_up(d.panels, d.group);
   // Where there are fewer panels than threads, several share one: each finds the scales of all rows for itself.
   d.pieces = groups == d.panels ? max64(min64(div_up(threads, groups * p.batch), 16 * p.k / kPartValues), 1) : 1;
-  d.sums = round_up(4 * p.batch * d.panels * 16, 64);
+  d.sums = round_up(8 * p.batch * d.panels * 16, 64);
   d.x = d.sums + 64 * p.batch * d.panels * row_tiles(r);
-  out->shared_bytes = d.x + 4096 + p.batch * d.panels * panel_bytes(r);
+  out->shared_bytes = d.x + 4096 + (p.batch * d.panels + problem->affine) * panel_bytes(r);  // and a panel of ones
   out->parts = p.batch * groups * d.pieces;
   out->units = p.batch * d.row_blocks * d.chunks;
   d.scale = kGroupRows * kDecoded;
-  d.results = round_up(d.scale + 2 * 4 * kGroupRows * kStretch, 4096);
+  d.results = round_up(d.scale + 3 * 4 * kGroupRows * kStretch, 4096);
   out->own_bytes = 4096 + d.results + 2 * max64(d.block, 2) * 4 * kGroupRows * 16;
   static_assert(sizeof d <= sizeof out->detail, "a detail too much");
   memcpy(out->detail, &d, sizeof d);
@@ -91,52 +91,59 @@ EQQ_INLINE F read(const void* x, int64_t at, __mmask16 mask) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-// As `Kernels8::row_scale`, of a row in which values lie side by side.
+// As `Kernels8::row_at`, of a row of floats that lie side by side.
 template <int kType>
-float row_scale(const void* x, int64_t count) {
+Kernels8::Row row_at(const void* x, int64_t count, bool affine) {
   const I magnitude = _mm512_set1_epi32(0x7fffffff);
-  I most[4] = {};
-  for (int64_t k = 0; k < count; k += 64)
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const I bits = _mm512_castps_si512(read<kType>(x, k + 16 * i, first_lanes(count - k - 16 * i)));
-      most[i] = _mm512_max_epu32(most[i], _mm512_and_si512(bits, magnitude));
+  I most[2] = {};
+  F low[2] = {}, high[2] = {};
+  for (int64_t k = 0; k < count; k += 32)
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const F values = read<kType>(x, k + 16 * i, first_lanes(count - k - 16 * i));
+      most[i] = _mm512_max_epu32(most[i], _mm512_and_si512(_mm512_castps_si512(values), magnitude));
+      if (affine) low[i] = _mm512_min_ps(low[i], values), high[i] = _mm512_max_ps(high[i], values);
     }
-  const I two = _mm512_max_epu32(most[0], most[1]), other = _mm512_max_epu32(most[2], most[3]);
-  const uint32_t largest = _mm512_reduce_max_epu32(_mm512_max_epu32(two, other));
-  return largest >= 0x7f800000 ? Kernels8::bits_to_float(0x7fc00000) : Kernels8::bits_to_float(largest) / 127;
+  return Kernels8::row_of(_mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1])),
+                          _mm512_reduce_min_ps(_mm512_min_ps(low[0], low[1])),
+                          _mm512_reduce_max_ps(_mm512_max_ps(high[0], high[1])), affine);
 }
 
-// How a row is brought to codes. Products with the inverse of the scale are rounded as quotients are, but for those
-// so near the middle of two integers that the quotient may be on its other side: at most two units in the last place
-// of 128.
+// How a row is brought to codes. Products with the inverse of the scale are rounded as quotients are, but for those so
+// near the middle of two integers that the quotient may be on its other side: some units in the last place of 256.
 struct Quantizer {
-  F scale, inverse;
+  F scale, inverse, zero;
+  I flip;      // of 16 bits: what codes without a sign are less those with one
   bool exact;  // whether there is an inverse
 };
 
-EQQ_INLINE Quantizer quantizer(float scale) {
-  // With a tiny scale the inverse is none, and quotients are not below 128.
-  const bool exact = scale >= 0x1p-120f && scale <= 0x1p120f;
-  return {_mm512_set1_ps(scale), _mm512_set1_ps(exact ? 1 / scale : 0), exact};
+EQQ_INLINE Quantizer quantizer(const Kernels8::Row& row, bool affine) {
+  const bool exact = row.scale >= 0x1p-120f && row.scale <= 0x1p120f;  // of a tiny scale the inverse is infinite
+  return {_mm512_set1_ps(row.scale), _mm512_set1_ps(exact ? 1 / row.scale : 0), _mm512_set1_ps(row.zero),
+          _mm512_set1_epi16(affine ? 128 : 0), exact};
 }
 
-// 64 floats as bytes: those of vector `j` are in the `j`th group of each quarter.
-EQQ_INLINE I quantize(const Quantizer& q, const F* values) {
+// 64 floats as bytes, of which `count` are real: those of vector `j` are in the `j`th group of each quarter.
+EQQ_INLINE I quantize(const Quantizer& q, const F* values, int64_t count) {
   I codes[4];
   __mmask16 near = q.exact ? 0 : 1;
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
-    const F v = _mm512_mul_ps(values[j], q.inverse);
+    const F v = _mm512_add_ps(_mm512_mul_ps(values[j], q.inverse), q.zero);
     codes[j] = _mm512_cvtps_epi32(v);
-    near |= _mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_reduce_ps(v, 0)), _mm512_set1_ps(0.5f - 0x1p-15f), _CMP_GT_OQ);
+    near |= _mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_reduce_ps(v, 0)), _mm512_set1_ps(0.5f - 0x1p-13f), _CMP_GT_OQ);
   }
   if (__builtin_expect(near != 0, 0))
     for (int j = 0; j < 4; ++j) {
-      F v = _mm512_min_ps(_mm512_div_ps(values[j], q.scale), _mm512_set1_ps(127));
-      codes[j] = _mm512_cvtps_epi32(_mm512_max_ps(v, _mm512_set1_ps(-128)));
+      const F v = _mm512_add_ps(_mm512_div_ps(values[j], q.scale), q.zero);
+      codes[j] = _mm512_cvtps_epi32(_mm512_min_ps(v, _mm512_set1_ps(1000)));
     }
-  return _mm512_packs_epi16(_mm512_packs_epi32(codes[0], codes[1]), _mm512_packs_epi32(codes[2], codes[3]));
+  if (count < 64)
+    for (int j = 0; j < 4; ++j)
+      codes[j] = _mm512_mask_mov_epi32(_mm512_srli_epi32(q.flip, 16), first_lanes(count - 16 * j), codes[j]);
+  // Both steps saturate, and so clip.
+  const I low = _mm512_sub_epi16(_mm512_packs_epi32(codes[0], codes[1]), q.flip);
+  return _mm512_packs_epi16(low, _mm512_sub_epi16(_mm512_packs_epi32(codes[2], codes[3]), q.flip));
 }
 
 EQQ_INLINE void transpose(I* a) {
@@ -182,16 +189,19 @@ void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, in
   float* scales = reinterpret_cast<float*>(shared) + (batch * d.panels + panel) * 16;
   const bool beside = p.x_column == 1;
   float scale[16] = {0};
+  int32_t shift[16] = {0};
   Quantizer quantizers[16];
   for (int64_t i = 0; i < rows; ++i) {
-    if (!kFloatsHere) {
-      scale[i] = q.x_scale[batch * p.m + first + i];
-    } else {
-      scale[i] = beside ? row_scale<kType>(x + i * p.x_row * item, p.k) : Kernels8::row_scale(p, at + i * p.x_row);
-      quantizers[i] = quantizer(scale[i]);
-    }
+    const Kernels8::Row row = kFloatsHere && beside ? row_at<kType>(x + i * p.x_row * item, p.k, q.affine)
+                                                   : Kernels8::row_at(q, batch * p.m + first + i, at + i * p.x_row);
+    scale[i] = row.scale;
+    shift[i] = row.shift;
+    quantizers[i] = quantizer(row, q.affine);
   }
-  if (piece == 0) memcpy(scales, scale, sizeof scale);
+  if (piece == 0) {
+    memcpy(scales, scale, sizeof scale);
+    memcpy(scales + 16 * p.batch * d.panels, shift, sizeof shift);
+  }
   const I factor = Amx::spread(p.zero_point != nullptr ? 1 : integers_of(p).lowest), ones = _mm512_set1_epi8(1);
   const I flip = _mm512_set1_epi8(static_cast<char>(q.form == kUnsigned ? 128 : 0));
   // Without padding between runs, codes are taken 64 at a time whatever the runs are.
@@ -219,7 +229,7 @@ void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, in
           const __mmask16 mask = first_lanes(count - 16 * j);
           values[j] = beside ? read<kType>(x, start + 16 * j, mask) : _mm512_maskz_loadu_ps(mask, some + 16 * j);
         }
-        codes[i] = quantize(quantizers[i], values);
+        codes[i] = quantize(quantizers[i], values, count);
       } else {
         alignas(64) char some[64];
         if (!beside)
@@ -245,12 +255,25 @@ void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, in
   }
 }
 
+// A panel of rows that are all ones: its products are sums of the weight.
+void pack_ones(const Problem& p, const Runs& r, uint8_t* out) {
+  memset(out, 0, 16 * row_codes(r));
+  for (int64_t run = 0; run < r.count; ++run, out += 16 * r.size) {
+    const int64_t length = run_length(r, p.k, run);
+    memset(out, 1, 64 * (length / 4));
+    for (int64_t i = length / 4 * 4; i < length; ++i)
+      for (int64_t lane = 0; lane < 16; ++lane) out[16 * (i / 4 * 4) + 4 * lane + i % 4] = 1;
+  }
+}
+
 void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t part) {
   const Problem& p = problem->p;
-  if (!takes(p)) return Kernels8::prepare(problem, plan, memory, part);
+  if (!takes(*problem)) return Kernels8::prepare(problem, plan, memory, part);
   const Runs r = runs_of(p);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
+  if (problem->affine && part == 0)
+    pack_ones(p, r, reinterpret_cast<uint8_t*>(page(static_cast<char*>(memory) + d.x)) + p.batch * d.panels * panel_bytes(r));
   auto* pack_some = pack<kFloat32, false>;
   if (problem->form == kFloats)
     pack_some = p.x_type == kFloat32 ? pack<kFloat32, true> : p.x_type == kFloat16 ? pack<kFloat16, true> : pack<kBFloat16, true>;
@@ -339,6 +362,8 @@ struct Block {
   int64_t sums_panel;
   const float* scale;    // for rows and runs, `kStretch` apart
   const int32_t* offset;  // likewise what codes are off; null if it is in `sums_x`
+  const int32_t* shift;   // of the panels, what their codes are too much
+  int32_t* weights;       // for rows and runs, `kStretch` apart: sums of the weight; null without zero points of x
   float* sums;           // of the tiles of results: 16 x 16; those of a panel lie side by side
   int32_t* partial;      // likewise those of a run that has not ended, or room for a page
   int64_t runs, length, depth;
@@ -353,15 +378,23 @@ EQQ_INLINE I sum_of_tiles(const int32_t* sums, int64_t tiles) {
   return sum;
 }
 
+// Sums of products of codes are brought to those of what they mean.
+EQQ_INLINE I corrected(const Block& a, I sum, I off, I shift, int64_t row, int64_t run) {
+  sum = Amx::add(sum, a.offset != nullptr ? Amx::mul(off, Amx::spread(a.offset[row * kStretch + run])) : off);
+  if (a.weights == nullptr) return sum;
+  return _mm512_sub_epi32(sum, Amx::mul(shift, Amx::spread(a.weights[row * kStretch + run])));
+}
+
 // Runs of some blocks. Four tiles take turns: a result is stored two runs after it was multiplied, and scaled one run
 // later. It is stored in the quarter of a page of what was just loaded: a load of a tile waits for earlier stores to
 // addresses that are a multiple of 4 KB away.
-template <bool kZero>
+template <bool kCorrects>
 void short_runs(const Block& a, Ahead& ahead) {
   F sums[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) sums[i] = Amx::load_f(a.sums + 16 * i);
   const int64_t tiles = a.length / a.depth;
+  const I shift = kCorrects ? Amx::load(a.shift) : Amx::zero();
   settle(a.w);
 #define EQQ_RUN(TILE, STORED, A, B)                                                                               \
   {                                                                                                               \
@@ -382,7 +415,7 @@ void short_runs(const Block& a, Ahead& ahead) {
       const I off = sum_of_tiles(a.sums_x + 16 * (run - 3) * tiles, tiles);                                       \
       _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {                                                     \
         I sum = Amx::load(results + 16 * i);                                                                      \
-        sum = Amx::add(sum, kZero ? Amx::mul(off, Amx::spread(a.offset[i * kStretch + run - 3])) : off);          \
+        sum = kCorrects ? corrected(a, sum, off, shift, i, run - 3) : Amx::add(sum, off);                         \
         sums[i] = Amx::fma(Amx::to_f(sum), Amx::spread_f(a.scale[i * kStretch + run - 3]), sums[i]);              \
       }                                                                                                           \
     }                                                                                                             \
@@ -437,12 +470,35 @@ void long_run(const Block& a, Ahead& ahead) {
   if (kTwoPanels) _tile_stored(3, out + 768, 64);
   if (!a.ends) return;
   for (int64_t panel = 0; panel < (kTwoPanels ? 2 : 1); ++panel) {
-    const I off = sum_of_tiles(a.sums_x + panel * a.sums_panel, a.run_tiles);
+    const I off = sum_of_tiles(a.sums_x + panel * a.sums_panel, a.run_tiles), shift = Amx::load(a.shift + 16 * panel);
     for (int64_t i = 0; i < kGroupRows; ++i) {
       float* sums = a.sums + 512 * panel + 16 * i;
       I sum = Amx::load(results[panel][0][0] + 16 * i);
-      sum = Amx::add(sum, a.offset != nullptr ? Amx::mul(off, Amx::spread(a.offset[i * kStretch])) : off);
+      sum = corrected(a, sum, off, shift, i, 0);
       Amx::store_f(sums, Amx::fma(Amx::to_f(sum), Amx::spread_f(a.scale[i * kStretch]), Amx::load_f(sums)));
+    }
+  }
+}
+
+// Sums of the weight in the runs of a step, or in what it has of one: the products of the panel of ones.
+void sum_weights(const Problem& p, const Runs& r, const Integers& v, const Step& s, const Block& a, const uint8_t* ones, int64_t rows) {
+  alignas(64) int32_t results[32][16];
+  settle(a.w);
+  for (int64_t run = 0; run < s.runs; ++run) {
+    for (int64_t half = 0; half < rows; half += 16) {
+      _tile_zero(0);
+      for (int64_t k = run * s.length; k < (run + 1) * s.length; k += a.depth) {
+        _tile_loadd(4, a.w + half / 16 * a.w_below + k / 64 * a.w_next + k % 64, a.w_row);
+        _tile_loadd(6, ones + 16 * k, 64);
+        _tile_dpbusd(0, 4, 6);
+      }
+      _tile_stored(0, results[half], 64);
+    }
+    const int32_t count = static_cast<int32_t>(run_length(r, p.k, s.run + run));
+    for (int64_t i = 0; i < rows; ++i) {
+      int32_t* sum = a.weights + i * kStretch + run;
+      if (s.begins) *sum = (a.offset != nullptr ? a.offset[i * kStretch + run] : v.lowest) * count;
+      *sum += results[i][0];
     }
   }
 }
@@ -482,7 +538,7 @@ void write_tile(const Problem& p, int64_t batch, int64_t m, int64_t lanes, int64
 
 void run(const Int8Problem* problem, const Plan* plan, const void* memory, void* own_memory, int64_t unit) {
   const Problem& p = problem->p;
-  if (!takes(p)) return Kernels8::run(problem, plan, memory, own_memory, unit);
+  if (!takes(*problem)) return Kernels8::run(problem, plan, memory, own_memory, unit);
   const Runs r = runs_of(p);
   const Integers v = integers_of(p);
   Detail d;
@@ -495,11 +551,14 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
   uint8_t* decoded = reinterpret_cast<uint8_t*>(own);
   float* scale = reinterpret_cast<float*>(own + d.scale);
   int32_t* offset = reinterpret_cast<int32_t*>(scale + kGroupRows * kStretch);
+  int32_t* weights = offset + kGroupRows * kStretch;
   int32_t* partial = reinterpret_cast<int32_t*>(own + d.results);
   float* sums = reinterpret_cast<float*>(partial + max64(d.block, 2) * kGroupRows * 16);
   const float* x_scale = reinterpret_cast<const float*>(shared) + 16 * at;
   const uint8_t* x = reinterpret_cast<const uint8_t*>(page(shared + d.x)) + at * panel_bytes(r);
   const int32_t* x_sums = reinterpret_cast<const int32_t*>(shared + d.sums) + at * 16 * row_tiles(r);
+  const uint8_t* ones = reinterpret_cast<const uint8_t*>(page(shared + d.x)) + p.batch * d.panels * panel_bytes(r);
+  const int32_t* shift = reinterpret_cast<const int32_t*>(x_scale) + 16 * p.batch * d.panels;
   const bool is_long = r.count == 1 || r.size > kLongRun;
   Block a;
   a.depth = depth_of(r);
@@ -537,19 +596,22 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
       a.w = direct ? p.codes + row * p.words + position : decoded;
       a.scale = scale + (s.run - stretch);
       if (a.offset != nullptr) a.offset = offset + (s.run - stretch);
+      a.weights = problem->affine ? weights + (s.run - stretch) : nullptr;
       a.runs = s.runs;
       a.length = s.length;
       a.begins = s.begins;
       a.ends = s.ends;
+      if (problem->affine) sum_weights(p, r, v, s, a, ones + 16 * position, count);
       for (int64_t i = 0; i < panels; i += is_long ? 2 : 1) {
         Ahead none = {nullptr, nullptr};
         Ahead& some = !direct_rows && i == 0 ? ahead : none;
         a.x = x + i * a.x_panel + 16 * position;
         a.sums_x = x_sums + i * a.sums_panel + 16 * s.run * a.run_tiles;
+        a.shift = shift + 16 * i;
         a.sums = sums + i * kGroupRows * 16;
         a.partial = is_long ? partial + i * kGroupRows * 16 : partial;
         if (!is_long) {
-          a.offset != nullptr ? short_runs<true>(a, some) : short_runs<false>(a, some);
+          a.offset != nullptr || problem->affine ? short_runs<true>(a, some) : short_runs<false>(a, some);
         } else {
           panels - i > 1 ? long_run<true>(a, some) : long_run<false>(a, some);
         }

@@ -148,7 +148,7 @@ struct Int8Kernels {
     }
   }
 
-  // How a row of `x` becomes codes of a sign. Results are those of XLA's operations.
+  // How a row of `x` becomes codes of a sign.
   struct Row {
     float scale;    // NaN if one of the floats is not finite
     float zero;     // its code, without a sign
@@ -158,7 +158,8 @@ struct Int8Kernels {
   EQQ_INLINE Row row_of(uint32_t most, float low, float high, bool affine) {
     Row row = {bits_to_float(most) / 127, 0, 0};
     if (affine) {
-      row.scale = high / 255 - low / 255;
+      // As XLA computes `high / 255 - low / 255`.
+      row.scale = __builtin_fmaf(high, 1 / 255.0f, -(low * (1 / 255.0f)));
       if (row.scale != 0) {
         const float zero = -low / row.scale + 12582912.0f;
         row.zero = zero > 12582912.0f + 255 ? 255 : zero - 12582912.0f;

@@ -145,7 +145,7 @@ MadeInt8 make_int8(Random& random) {
         low = fminf(low, floats[k]);
         high = fmaxf(high, floats[k]);
       }
-      if (q.affine && q.form == kFloats && scale == scale) scale = high / 255 - low / 255;
+      if (q.affine && q.form == kFloats && scale == scale) scale = fmaf(high, 1 / 255.0f, -(low * (1 / 255.0f)));
       const float zero = q.affine && scale > 0 ? fminf(nearbyintf(-low / scale), 255) : 0;
       if (q.form == kFloats) {
         const float least = q.affine ? 0 : -128, most = q.affine ? 255 : 127;

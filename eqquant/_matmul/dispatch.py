@@ -130,7 +130,7 @@ def _cpu_int8_supports(problem: MatmulProblem, target: Target) -> str | None:
     if problem.transpose:
         return "the sum runs across the blocks of the weight"
     layout = problem.layout_of_x
-    if layout.kind != "integer" or layout.bits != 8 or not layout.one_scale:
+    if layout.kind != "integer" or layout.bits != 8 or not layout.one_scale or not -255 <= layout.offset <= 0:
         return f"it takes eight-bit integers with one scale for each row of activations, not {problem.activations!r}"
     return _cpu_int8_kernel().supports(problem.layout, problem.m, problem.n, problem.dtype, target=target)
 
@@ -138,20 +138,17 @@ def _cpu_int8_supports(problem: MatmulProblem, target: Target) -> str | None:
 def _cpu_int8_product(x: Any, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target) -> Array:
     product = ft.partial(_cpu_int8_kernel().matmul, layout=problem.layout, target=target, by_columns=problem.by_columns)
     weight = pack_arrays(w, as_stored=True)
-    if isinstance(x, DynamicRows) and x.format in (Int8(), Int8("tensor")):
-        return product(x.rows, weight)
+    if isinstance(x, DynamicRows) and x.format in _ROWS_INSIDE:
+        return product(x.rows, weight, affine=not x.format.symmetric)
     q = as_codes(x)
-    x, scale, zero = q.codes, q.scale, q.zero_point
-    # The kernel subtracts 128 from codes.
-    shift = jnp.float32(-128 - problem.layout_of_x.offset) if zero is None else zero.astype(jnp.float32) - 128
-    if zero is None and problem.layout_of_x.offset == -128:
-        return product(x, weight, x_scale=scale, dtype=problem.dtype)
-    # A row of ones sums the rows of the weight.
-    ones = jnp.full((*x.shape[:-2], 1, x.shape[-1]), 129, x.dtype)
-    scales = jnp.concatenate([scale, jnp.ones((*x.shape[:-2], 1, 1), jnp.float32)], axis=-2)
-    y = product(jnp.concatenate([x, ones], axis=-2), weight, x_scale=scales, dtype=jnp.dtype(jnp.float32))
-    y, sums = y[..., :-1, :], y[..., -1:, :]
-    return (y - jnp.broadcast_to(shift * scale, y.shape) * jnp.broadcast_to(sums, y.shape)).astype(problem.dtype)
+    x, scale, zero, offset = q.codes, q.scale, q.zero_point, problem.layout_of_x.offset
+    if zero is None and offset != -128:
+        zero = jnp.full(scale.shape, -offset, jnp.uint8)
+    return product(x, weight, x_scale=scale, x_zero=zero, dtype=problem.dtype)
+
+
+# What the kernel quantizes rows of floats to.
+_ROWS_INSIDE = tuple(Int8(size, symmetric=symmetric) for size in (None, "tensor") for symmetric in (True, False))
 
 
 def _of_bytes(p: MatmulProblem) -> bool:

@@ -41,8 +41,8 @@ ffi::Error done(bool enough) {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eqquant_cpu: there is not enough memory");
 }
 
-// Fills in what describes the weight. Null, or what is wrong. With `one_more`, `rest` has an argument more at its end.
-const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest, bool one_more,
+// Fills in what describes the weight. Null, or what is wrong. `rest` has `more` arguments at its end.
+const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest, size_t more,
                        ffi::Span<const float> table, int32_t bits, int64_t length, int64_t block_size, int32_t scale_kind, int32_t values,
                        bool row_scale, bool zero_points, bool selected, Problem* out) {
   Problem& p = *out;
@@ -56,7 +56,7 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
   if (scale.element_type() != scale_type) return "scales must be unsigned integers of the width of their kind";
   if (bits != 1 && bits != 2 && bits != 4 && bits != 8) return "codes must have 1, 2, 4 or 8 bits";
   if (table.size() != size_t{1} << bits) return "the table must have a value for each code";
-  if (rest.size() != size_t{row_scale} + size_t{zero_points} + size_t{selected} + size_t{one_more}) return "the number of arguments is not that of the flags";
+  if (rest.size() != size_t{row_scale} + size_t{zero_points} + size_t{selected} + more) return "the number of arguments is not that of the flags";
   if (ss.batch != cs.batch) return "batches differ";
   if (ss.rows != cs.rows) return "codes and scales differ in their rows";
   p.batch = p.stack = cs.batch;
@@ -110,7 +110,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   Problem p = {};
   Matrix xs, ys;
   if (const char* wrong =
-          set_weight(codes, scale, rest, false, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, selected, &p))
+          set_weight(codes, scale, rest, 0, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, selected, &p))
     return bad(wrong);
   if (!as_matrix(x, &xs) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
   if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
@@ -139,11 +139,12 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
 }
 
 // The same for integers. x is floats of the type of the result, or int8, or uint8 that are 128 more than what they mean;
-// then the last argument has the scales of its rows.
+// then the last argument has the scales of its rows. With `affine`, rows have zero points: floats are quantized to such,
+// or x is uint8, and an argument after the scales has them.
 ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                        ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table,
                        int32_t bits, int64_t length, int64_t block_size, int32_t scale_kind, int32_t values,
-                       bool row_scale, bool zero_points, bool selected, bool x_transposed, bool y_transposed) {
+                       bool row_scale, bool zero_points, bool selected, bool x_transposed, bool y_transposed, bool affine) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
@@ -156,7 +157,9 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");
   if (q.form == kFloats && x.element_type() != y->element_type())
     return bad("x must be int8, uint8 or of the type of the result");
-  if (const char* wrong = set_weight(codes, scale, rest, q.form != kFloats, table, bits, length, block_size, scale_kind,
+  q.affine = affine;
+  const size_t more = q.form == kFloats ? 0 : affine ? 2 : 1;
+  if (const char* wrong = set_weight(codes, scale, rest, more, table, bits, length, block_size, scale_kind,
                                      values, row_scale, zero_points, selected, &p))
     return bad(wrong);
   if (!as_matrix(x, &xs) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
@@ -166,12 +169,20 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   if ((y_transposed ? ys.columns : ys.rows) != p.m || (y_transposed ? ys.rows : ys.columns) != p.n)
     return bad("the result has a wrong shape");
   if (q.form != kFloats) {
-    auto found = rest.get<ffi::AnyBuffer>(rest.size() - 1);
+    auto found = rest.get<ffi::AnyBuffer>(rest.size() - more);
     Matrix scales;
     if (!found.has_value() || found->element_type() != ffi::DataType::F32 || !as_matrix(*found, &scales) ||
         scales.batch != p.batch || scales.rows != p.m || scales.columns != 1)
       return bad("the scales of x must be float32, one for each row");
     q.x_scale = static_cast<const float*>(found->untyped_data());
+  }
+  if (q.form != kFloats && affine) {
+    auto found = rest.get<ffi::AnyBuffer>(rest.size() - 1);
+    Matrix zeros;
+    if (!found.has_value() || found->element_type() != ffi::DataType::U8 || !as_matrix(*found, &zeros) ||
+        zeros.batch != p.batch || zeros.rows != p.m || zeros.columns != 1)
+      return bad("the zero points of x must be uint8, one for each row");
+    q.x_zero = static_cast<const uint8_t*>(found->untyped_data());
   }
 
   p.x = x.untyped_data();
@@ -197,7 +208,7 @@ ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer sca
   if (isa == nullptr) return bad(why);
   Problem p = {};
   Matrix ys;
-  if (const char* wrong = set_weight(codes, scale, rest, false, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, selected, &p))
+  if (const char* wrong = set_weight(codes, scale, rest, 0, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, selected, &p))
     return bad(wrong);
   if (!as_matrix(*y, &ys) || ys.batch != p.batch || ys.rows != p.n || ys.columns != p.k)
     return bad("the result has a wrong shape");
@@ -327,6 +338,7 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul_int8(XLA_FFI_CallFrame* call_frame)
   static auto* handler = bind_weight(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>())
                              .Attr<bool>("x_transposed")
                              .Attr<bool>("y_transposed")
+                             .Attr<bool>("affine")
                              .To(matmul_int8)
                              .release();
   return handler->Call(call_frame);

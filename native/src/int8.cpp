@@ -17,6 +17,9 @@ const char* check_int8(const Int8Problem& problem, char* text, size_t room) {
   EQQ_CHECK(problem.form >= kFloats && problem.form <= kUnsigned, "no x of form %d is known", problem.form);
   EQQ_CHECK(problem.form == kFloats || p.batch == 0 || p.m == 0 || problem.x_scale != nullptr,
             "the scales of x are missing");
+  EQQ_CHECK(!problem.affine || problem.form != kSigned, "codes with zero points must be uint8");
+  EQQ_CHECK(!problem.affine || problem.form == kFloats || p.batch == 0 || p.m == 0 || problem.x_zero != nullptr,
+            "the zero points of x are missing");
   const int codes = 1 << p.bits;
   float lowest = p.table[0], highest = p.table[0];
   for (int i = 0; i < codes; ++i) {

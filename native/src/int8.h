@@ -2,6 +2,8 @@
 // times a weight of integers. Sums of a block are exact in 32 bits, and scaled in float32.
 //
 //   y(b, m, n) = x_scale(b, m) * sum over blocks of scale * row_scale * sum over k of code(b, m, k) (table[code] - zero_point)
+//
+// With zero points of x too, products with a row of ones are the sums of the weight, which are subtracted as integers.
 #ifndef EQQUANT_INT8_H_
 #define EQQUANT_INT8_H_
 
@@ -10,7 +12,7 @@
 #include "isa.h"
 
 enum Int8Form {
-  kFloats = 0,    // of the type of y; the scale of a row is its absolute maximum / 127
+  kFloats = 0,    // of the type of y; the scale of a row is its absolute maximum / 127, or spans its range if affine
   kSigned = 1,    // int8
   kUnsigned = 2,  // uint8, 128 more than what they mean
 };
@@ -18,7 +20,9 @@ enum Int8Form {
 typedef struct Int8Problem {
   Problem p;             // `x_type` is the type of y; no `transpose`; `x_batch` and so on count elements of `form`
   const float* x_scale;  // (batch, m), of codes
+  const uint8_t* x_zero;  // (batch, m), of affine codes, which are `kUnsigned`: they mean what they are less that
   int32_t form;          // Int8Form
+  int32_t affine;        // whether rows of x have zero points
 } Int8Problem;
 
 typedef struct Int8Kernel {

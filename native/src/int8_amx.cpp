@@ -1,83 +1,630 @@
-// Integer products on AMX: `tdpbusd` multiplies tiles of 16 rows of the weight, as they lie in memory, by packed `x`.
+// Integer products on AMX: `tdpbusd` multiplies 16 rows of the weight by 16 of x, 64 codes at a time. Few rows of x stay
+// with AVX-512.
+//
+// x is packed in panels of 16 rows: a tile of it, 16 groups of four codes of each row, is 1 KB in a row. Rows of the weight
+// are multiplied where they lie if they have a byte for each code, and decoded a step at a time otherwise: well before
+// tiles are loaded, since a load stalls on bytes that are still on their way to the cache.
 #include "amx.h"
 #include "int8_avx512.h"
 
 namespace {
 
 struct Amx : Avx512Lanes {
-  static constexpr int kGroup = 4, kTileRows = 16;
-  static constexpr bool kTiles = true, kInRegisters = true;
+  static constexpr int kGroup = 4;
+  static constexpr bool kInRegisters = true;
   EQQ_INLINE I dot(I acc, I w, I x) { return _mm512_dpbusd_epi32(acc, w, x); }
-
-  template <bool kTwoRows, bool kTwoLanes>
-  static void block(const Panel& a, int64_t row) {
-    alignas(64) int32_t results[2][2][16][16];
-    const int64_t length = a.step.length, depth = min64(length, 64), x_row = 4 * a.lanes;
-    settle(a.w);
-    for (int64_t run = 0; run < a.step.runs; ++run) {
-      const uint8_t* w = a.w + row * kStepRoom + run * length;
-      const uint8_t* x = a.x + run * length * a.lanes;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t k = 0; k < length; k += depth) {
-        _tile_loadd(4, w + k, kStepRoom);
-        _tile_loadd(6, x + k * a.lanes, x_row);
-        _tile_dpbusd(0, 4, 6);
-        if (kTwoLanes) {
-          _tile_loadd(7, x + k * a.lanes + 64, x_row);
-          _tile_dpbusd(1, 4, 7);
-        }
-        if (kTwoRows) {
-          _tile_loadd(5, w + k + 16 * kStepRoom, kStepRoom);
-          _tile_dpbusd(2, 5, 6);
-          if (kTwoLanes) _tile_dpbusd(3, 5, 7);
-        }
-      }
-      _tile_stored(0, results[0][0], 64);
-      if (kTwoLanes) _tile_stored(1, results[0][1], 64);
-      if (kTwoRows) _tile_stored(2, results[1][0], 64);
-      if (kTwoRows && kTwoLanes) _tile_stored(3, results[1][1], 64);
-      for (int64_t i = 0; i < (kTwoRows ? 32 : 16); ++i)
-        for (int64_t v = 0; v < (kTwoLanes ? 2 : 1); ++v) {
-          const int64_t at = (row + i) * a.stride + v * L;
-          I sum = load(results[i / 16][v][i % 16]);
-          if (!a.step.begins) {
-            sum = _mm512_add_epi32(sum, load(a.partial + at));
-          } else {
-            I off = load(a.sums_x + run * a.sums_stride + v * L);
-            if (a.offset != nullptr) off = mul(off, spread(a.offset[(row + i) * kRunRoom + run]));
-            sum = _mm512_add_epi32(sum, off);
-          }
-          if (a.step.ends) {
-            store_f(a.sums + at, fma(to_f(sum), spread_f(a.scale[(row + i) * kRunRoom + run]), load_f(a.sums + at)));
-          } else {
-            store(a.partial + at, sum);
-          }
-        }
-    }
-  }
-
-  static void tiles(const Panel& a) {
-    for (int64_t row = 0; row < a.rows; row += 32) {
-      if (a.rows - row > 16) {
-        a.lanes > L ? block<true, true>(a, row) : block<true, false>(a, row);
-      } else {
-        a.lanes > L ? block<false, true>(a, row) : block<false, false>(a, row);
-      }
-    }
-  }
 };
 
 using Kernels8 = Int8Kernels<Amx>;
+using I = __m512i;
+using F = __m512;
 
-void run_int8(const Int8Problem* problem, const Plan* plan, const void* shared, void* own, int64_t unit) {
-  configure(min64(runs_of(problem->p).size, 64));
-  Kernels8::run(problem, plan, shared, own, unit);
+constexpr int64_t kGroupRows = 32;          // of the weight that are multiplied at a time: two tiles
+constexpr int64_t kMostRows = 256;          // of the weight in a unit
+constexpr int64_t kPanelBytes = 1 << 20;    // of x that a unit reads again and again: they stay in L2
+constexpr int64_t kMostPanels = 16;
+constexpr int64_t kLongRun = 512;           // codes of a run, above which tiles add up whole steps
+constexpr int64_t kDecoded = 1024;          // codes of a row that are decoded at a time
+constexpr int64_t kStretchRuns = 256;       // whose scales are decoded at a time
+constexpr int64_t kStretch = kStretchRuns + 16;  // and room to write more
+constexpr int64_t kPartValues = 1 << 14;    // of x, for which another thread is worth while
+
+struct Detail {
+  int64_t rows, chunks;               // of the weight in a unit; units of all its rows
+  int64_t panels, block, row_blocks;  // of x; those in a unit; units of all of them
+  int64_t group, pieces;              // panels of a part of the preparation, and parts of those
+  int64_t sums, x;                    // where they are in shared memory: sums of codes for each tile, and codes
+  int64_t scale, results;             // likewise in the memory of a thread
+};
+
+bool takes(const Int8Problem& q) { return q.p.m + q.affine > 1 && q.p.k > 0; }
+
+EQQ_INLINE int64_t depth_of(const Runs& r) { return min64(r.size, 64); }
+EQQ_INLINE int64_t row_codes(const Runs& r) { return round_up(r.padded, 64); }
+// Panels begin where pages do.
+EQQ_INLINE int64_t panel_bytes(const Runs& r) { return round_up(16 * row_codes(r), 4096); }
+EQQ_INLINE char* page(const void* p) {
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + 4095) & ~uintptr_t{4095});
+}
+EQQ_INLINE int64_t row_tiles(const Runs& r) { return row_codes(r) / depth_of(r); }
+
+void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
+  const Problem& p = problem->p;
+  if (!takes(*problem)) return Kernels8::plan(problem, threads, out);
+  const Runs r = runs_of(p);
+  Detail d;
+  d.panels = div_up(p.m, 16);
+  d.block = min64(max64(kPanelBytes / (16 * row_codes(r)), 2), min64(kMostPanels, d.panels));
+  d.row_blocks = div_up(d.panels, d.block);
+  int64_t rows = div_up(p.n * p.batch * d.row_blocks, 8 * threads);
+  rows = max64(rows, (int64_t{1} << 19) / (p.m * p.k));
+  d.rows = min64(round_up(min64(rows, p.n), 16), kMostRows);
+  d.chunks = div_up(p.n, d.rows);
+  d.group = min64(max64(kPartValues / (16 * p.k), 1), d.panels);
+  const int64_t groups = div_up(d.panels, d.group);
+  // Where there are fewer panels than threads, several share one: each finds the scales of all rows for itself.
+  d.pieces = groups == d.panels ? max64(min64(div_up(threads, groups * p.batch), 16 * p.k / kPartValues), 1) : 1;
+  d.sums = round_up(8 * p.batch * d.panels * 16, 64);
+  d.x = d.sums + 64 * p.batch * d.panels * row_tiles(r);
+  out->shared_bytes = d.x + 4096 + (p.batch * d.panels + problem->affine) * panel_bytes(r);  // and a panel of ones
+  out->parts = p.batch * groups * d.pieces;
+  out->units = p.batch * d.row_blocks * d.chunks;
+  d.scale = kGroupRows * kDecoded;
+  d.results = round_up(d.scale + 3 * 4 * kGroupRows * kStretch, 4096);
+  out->own_bytes = 4096 + d.results + 2 * max64(d.block, 2) * 4 * kGroupRows * 16;
+  static_assert(sizeof d <= sizeof out->detail, "a detail too much");
+  memcpy(out->detail, &d, sizeof d);
+}
+
+//
+// x
+//
+
+EQQ_INLINE __mmask16 first_lanes(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1); }
+
+// Sixteen floats from the `at`th on, and zeros for those that the mask leaves out.
+template <int kType>
+EQQ_INLINE F read(const void* x, int64_t at, __mmask16 mask) {
+  if (kType == kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(x) + at);
+  const __m256i halves = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(x) + at);
+  if (kType == kFloat16) return _mm512_cvtph_ps(halves);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// As `Kernels8::row_at`, of a row of floats that lie side by side.
+template <int kType>
+Kernels8::Row row_at(const void* x, int64_t count, bool affine) {
+  const I magnitude = _mm512_set1_epi32(0x7fffffff);
+  I most[2] = {};
+  F low[2] = {}, high[2] = {};
+  for (int64_t k = 0; k < count; k += 32)
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const F values = read<kType>(x, k + 16 * i, first_lanes(count - k - 16 * i));
+      most[i] = _mm512_max_epu32(most[i], _mm512_and_si512(_mm512_castps_si512(values), magnitude));
+      if (affine) low[i] = _mm512_min_ps(low[i], values), high[i] = _mm512_max_ps(high[i], values);
+    }
+  return Kernels8::row_of(_mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1])),
+                          _mm512_reduce_min_ps(_mm512_min_ps(low[0], low[1])),
+                          _mm512_reduce_max_ps(_mm512_max_ps(high[0], high[1])), affine);
+}
+
+// How a row is brought to codes. Products with the inverse of the scale are rounded as quotients are, but for those so
+// near the middle of two integers that the quotient may be on its other side: some units in the last place of 256.
+struct Quantizer {
+  F scale, inverse, zero;
+  I flip;      // of 16 bits: what codes without a sign are less those with one
+  bool exact;  // whether there is an inverse
+};
+
+EQQ_INLINE Quantizer quantizer(const Kernels8::Row& row, bool affine) {
+  const bool exact = row.scale >= 0x1p-120f && row.scale <= 0x1p120f;  // of a tiny scale the inverse is infinite
+  return {_mm512_set1_ps(row.scale), _mm512_set1_ps(exact ? 1 / row.scale : 0), _mm512_set1_ps(row.zero),
+          _mm512_set1_epi16(affine ? 128 : 0), exact};
+}
+
+// 64 floats as bytes, of which `count` are real: those of vector `j` are in the `j`th group of each quarter.
+EQQ_INLINE I quantize(const Quantizer& q, const F* values, int64_t count) {
+  I codes[4];
+  __mmask16 near = q.exact ? 0 : 1;
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const F v = _mm512_add_ps(_mm512_mul_ps(values[j], q.inverse), q.zero);
+    codes[j] = _mm512_cvtps_epi32(v);
+    near |= _mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_reduce_ps(v, 0)), _mm512_set1_ps(0.5f - 0x1p-13f), _CMP_GT_OQ);
+  }
+  if (__builtin_expect(near != 0, 0))
+    for (int j = 0; j < 4; ++j) {
+      const F v = _mm512_add_ps(_mm512_div_ps(values[j], q.scale), q.zero);
+      codes[j] = _mm512_cvtps_epi32(_mm512_min_ps(v, _mm512_set1_ps(1000)));
+    }
+  if (count < 64)
+    for (int j = 0; j < 4; ++j)
+      codes[j] = _mm512_mask_mov_epi32(_mm512_srli_epi32(q.flip, 16), first_lanes(count - 16 * j), codes[j]);
+  // Both steps saturate, and so clip.
+  const I low = _mm512_sub_epi16(_mm512_packs_epi32(codes[0], codes[1]), q.flip);
+  return _mm512_packs_epi16(low, _mm512_sub_epi16(_mm512_packs_epi32(codes[2], codes[3]), q.flip));
+}
+
+EQQ_INLINE void transpose(I* a) {
+  I b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  // Now vector 4 i + j has elements j, j + 4, ... of rows 4 i to 4 i + 3.
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+    b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+    b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+    b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+    a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
+    a[i + 4] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
+    a[i + 12] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
+  }
+}
+
+// Packs some of a panel: `pieces` of them, of which this is one.
+template <int kType, bool kFloatsHere>
+void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, int64_t batch, int64_t panel, int64_t piece) {
+  const Problem& p = q.p;
+  const int64_t first = 16 * panel, rows = min64(16, p.m - first), at = batch * p.x_batch + first * p.x_row;
+  const int64_t depth = depth_of(r), item = kFloatsHere ? (kType == kFloat32 ? 4 : 2) : 1;
+  const char* x = static_cast<const char*>(p.x) + at * item;
+  uint8_t* out = reinterpret_cast<uint8_t*>(page(shared + d.x)) + (batch * d.panels + panel) * panel_bytes(r);
+  int32_t* sums = reinterpret_cast<int32_t*>(shared + d.sums) + (batch * d.panels + panel) * 16 * row_tiles(r);
+  float* scales = reinterpret_cast<float*>(shared) + (batch * d.panels + panel) * 16;
+  const bool beside = p.x_column == 1;
+  float scale[16] = {0};
+  int32_t shift[16] = {0};
+  Quantizer quantizers[16];
+  for (int64_t i = 0; i < rows; ++i) {
+    const Kernels8::Row row = kFloatsHere && beside ? row_at<kType>(x + i * p.x_row * item, p.k, q.affine)
+                                                   : Kernels8::row_at(q, batch * p.m + first + i, at + i * p.x_row);
+    scale[i] = row.scale;
+    shift[i] = row.shift;
+    quantizers[i] = quantizer(row, q.affine);
+  }
+  if (piece == 0) {
+    memcpy(scales, scale, sizeof scale);
+    memcpy(scales + 16 * p.batch * d.panels, shift, sizeof shift);
+  }
+  const I factor = Amx::spread(p.zero_point != nullptr ? 1 : integers_of(p).lowest), ones = _mm512_set1_epi8(1);
+  const I flip = _mm512_set1_epi8(static_cast<char>(q.form == kUnsigned ? 128 : 0));
+  // Without padding between runs, codes are taken 64 at a time whatever the runs are.
+  const bool whole = r.count == 1 || (r.per_block == 1 && r.size == r.real);
+  const int64_t width = whole ? 64 : depth, chunks = whole ? row_codes(r) / 64 : r.padded / depth;
+  for (int64_t c = chunks * piece / d.pieces; c < chunks * (piece + 1) / d.pieces; ++c) {
+    int64_t from = c * 64, count = min64(64, p.k - from);
+    if (!whole) {
+      const int64_t run = c * depth / r.size, offset = c * depth % r.size;
+      from = run_start(r, run) + offset;
+      count = min64(depth, run_length(r, p.k, run) - offset);
+    }
+    I codes[16];
+    for (int64_t i = 0; i < 16; ++i) {
+      codes[i] = _mm512_setzero_si512();
+      if (i >= rows || count <= 0) continue;
+      const int64_t start = i * p.x_row + from * p.x_column;
+      if (kFloatsHere) {
+        if (!(scale[i] > 0)) continue;
+        F values[4];
+        alignas(64) float some[64];
+        if (!beside) Kernels8::read_floats(p, at + start, count, some);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          const __mmask16 mask = first_lanes(count - 16 * j);
+          values[j] = beside ? read<kType>(x, start + 16 * j, mask) : _mm512_maskz_loadu_ps(mask, some + 16 * j);
+        }
+        codes[i] = quantize(quantizers[i], values, count);
+      } else {
+        alignas(64) char some[64];
+        if (!beside)
+          for (int64_t j = 0; j < count; ++j) some[j] = x[start + j * p.x_column];
+        const __mmask64 mask = ~uint64_t{0} >> (64 - count);
+        codes[i] = _mm512_maskz_loadu_epi8(mask, beside ? x + start : some);
+        codes[i] = _mm512_mask_xor_epi32(codes[i], 0xffff, codes[i], _mm512_maskz_mov_epi8(mask, flip));
+      }
+    }
+    transpose(codes);
+    const int64_t position = c * width;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const int order = kFloatsHere ? 4 * (i % 4) + i / 4 : i;
+      if (4 * i < width) Amx::store(out + 16 * position + 64 * i, codes[order]);
+    }
+    for (int64_t tile = 0; tile < width / depth; ++tile) {
+      I sum = Amx::zero();
+      for (int64_t i = tile * depth / 4; i < (tile + 1) * depth / 4; ++i)
+        sum = Amx::dot(sum, ones, Amx::load(out + 16 * position + 64 * i));
+      Amx::store(sums + 16 * (position / depth + tile), Amx::mul(sum, factor));
+    }
+  }
+}
+
+// A panel of rows that are all ones: its products are sums of the weight.
+void pack_ones(const Problem& p, const Runs& r, uint8_t* out) {
+  memset(out, 0, 16 * row_codes(r));
+  for (int64_t run = 0; run < r.count; ++run, out += 16 * r.size) {
+    const int64_t length = run_length(r, p.k, run);
+    memset(out, 1, 64 * (length / 4));
+    for (int64_t i = length / 4 * 4; i < length; ++i)
+      for (int64_t lane = 0; lane < 16; ++lane) out[16 * (i / 4 * 4) + 4 * lane + i % 4] = 1;
+  }
+}
+
+void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t part) {
+  const Problem& p = problem->p;
+  if (!takes(*problem)) return Kernels8::prepare(problem, plan, memory, part);
+  const Runs r = runs_of(p);
+  Detail d;
+  memcpy(&d, plan->detail, sizeof d);
+  if (problem->affine && part == 0)
+    pack_ones(p, r, reinterpret_cast<uint8_t*>(page(static_cast<char*>(memory) + d.x)) + p.batch * d.panels * panel_bytes(r));
+  auto* pack_some = pack<kFloat32, false>;
+  if (problem->form == kFloats)
+    pack_some = p.x_type == kFloat32 ? pack<kFloat32, true> : p.x_type == kFloat16 ? pack<kFloat16, true> : pack<kBFloat16, true>;
+  const int64_t piece = part % d.pieces, groups = div_up(d.panels, d.group);
+  const int64_t group = part / d.pieces % groups, batch = part / d.pieces / groups;
+  for (int64_t i = group * d.group; i < min64((group + 1) * d.group, d.panels); ++i)
+    pack_some(*problem, r, d, static_cast<char*>(memory), batch, i, piece);
+}
+
+//
+// The weight
+//
+
+// Memory that is fetched while something else is computed, in its order: hardware gives up on sixteen rows in turn.
+struct Ahead {
+  const uint8_t *at, *end;
+  EQQ_INLINE void lines(Ahead& a, int64_t n) {
+    const uint8_t* to = a.end - a.at < 64 * n ? a.end : a.at + 64 * n;
+    for (; a.at < to; a.at += 64) _mm_prefetch(a.at, _MM_HINT_T1);
+  }
+};
+
+// Whole segments of a row as bytes, 64 codes 1 KB after the other.
+template <int kBits>
+EQQ_INLINE void unpack(const uint8_t* bytes, int64_t segments, I table, bool look_up, uint8_t* out) {
+  for (int64_t s = 0; s < segments; ++s) {
+    const I all = Amx::load(bytes + 64 * s);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8 / kBits; ++i, out += 1024) {
+      const I codes = Amx::codes<kBits>(all, i);
+      Amx::store(out, look_up ? Amx::lookup(table, codes) : codes);
+    }
+  }
+}
+
+// The codes of a step of some rows as tiles of 16 rows and 64 codes, each 1 KB; those of the next 16 rows are
+// `16 * kDecoded` bytes on.
+void decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, int64_t row, int64_t count, uint8_t* decoded) {
+  const int64_t from = Kernels8::step_start(r, s), segment = 64 * (8 / p.bits), codes = step_codes(s);
+  const uint8_t* bytes = p.codes + row * p.words + from * p.bits / 8;
+  const bool whole = in_a_row(r, s) && from % segment == 0 && codes % segment == 0 && from + codes <= p.k;
+  const bool look_up = v.looks_up || v.shift > 0;
+  const I table = look_up ? Amx::table(v.table) : Amx::zero();
+  for (int64_t i = 0; i < count; ++i, bytes += p.words) {
+    uint8_t* out = decoded + i / 16 * 16 * kDecoded + i % 16 * 64;
+    if (whole) {
+      if (p.bits == 8) unpack<8>(bytes, codes / segment, table, false, out);
+      if (p.bits == 4) unpack<4>(bytes, codes / segment, table, look_up, out);
+      if (p.bits == 2) unpack<2>(bytes, codes / segment, table, look_up, out);
+      if (p.bits == 1) unpack<1>(bytes, codes / segment, table, look_up, out);
+    } else {
+      uint8_t room[kStepRoom], codes_of_row[kStepRoom];
+      int32_t unused[kRunRoom];
+      const uint8_t* at = Kernels8::decode(p, r, v, s, row + i, unused, true, room, codes_of_row);
+      for (int64_t j = 0; j < codes; j += 64) Amx::store(out + 16 * j, Amx::load(at + j));
+    }
+  }
+}
+
+// Scales of runs `first` to `last`, and what codes are off, of some rows `kStretch` apart.
+void decode_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count, int64_t first, int64_t last,
+                   float* scale, int32_t* offset) {
+  const int64_t from = first / r.per_block, to = (last - 1) / r.per_block + 1;
+  for (int64_t i = 0; i < count; ++i, ++row, scale += kStretch, offset += kStretch) {
+    if (p.scale_kind == kScaleFloat32 && p.row_scale == nullptr) {
+      const float* scales = static_cast<const float*>(p.scale) + row * p.blocks + from;
+      for (int64_t j = 0; j < to - from; j += 16) Amx::store_f(scale + j, _mm512_maskz_loadu_ps(first_lanes(to - from - j), scales + j));
+    } else {
+      Amx::scales(&p, row, from, to, scale);
+    }
+    if (p.zero_point != nullptr) Kernels8::offsets(p, v, row, from, to, offset);
+  }
+}
+
+//
+// Products
+//
+
+// `kGroupRows` rows of the weight, one or two panels, and one step.
+struct Block {
+  const uint8_t* w;
+  int64_t w_row, w_next, w_below;  // bytes to the next row, 64 codes and 16 rows
+  const uint8_t* x;
+  int64_t x_panel;       // bytes
+  const int32_t* sums_x;  // of the tiles of these runs
+  int64_t sums_panel;
+  const float* scale;    // for rows and runs, `kStretch` apart
+  const int32_t* offset;  // likewise what codes are off; null if it is in `sums_x`
+  const int32_t* shift;   // of the panels, what their codes are too much
+  int32_t* weights;       // for rows and runs, `kStretch` apart: sums of the weight; null without zero points of x
+  float* sums;           // of the tiles of results: 16 x 16; those of a panel lie side by side
+  int32_t* partial;      // likewise those of a run that has not ended, or room for a page
+  int64_t runs, length, depth;
+  bool begins, ends;
+  int64_t run_tiles;     // of a whole run
+  int64_t lines;         // to fetch ahead for each pair of tiles of the weight
+};
+
+EQQ_INLINE I sum_of_tiles(const int32_t* sums, int64_t tiles) {
+  I sum = Amx::load(sums);
+  for (int64_t i = 1; i < tiles; ++i) sum = Amx::add(sum, Amx::load(sums + 16 * i));
+  return sum;
+}
+
+// Sums of products of codes are brought to those of what they mean.
+EQQ_INLINE I corrected(const Block& a, I sum, I off, I shift, int64_t row, int64_t run) {
+  sum = Amx::add(sum, a.offset != nullptr ? Amx::mul(off, Amx::spread(a.offset[row * kStretch + run])) : off);
+  if (a.weights == nullptr) return sum;
+  return _mm512_sub_epi32(sum, Amx::mul(shift, Amx::spread(a.weights[row * kStretch + run])));
+}
+
+// Runs of some blocks. Four tiles take turns: a result is stored two runs after it was multiplied, and scaled one run
+// later. It is stored in the quarter of a page of what was just loaded: a load of a tile waits for earlier stores to
+// addresses that are a multiple of 4 KB away.
+template <bool kCorrects>
+void short_runs(const Block& a, Ahead& ahead) {
+  F sums[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) sums[i] = Amx::load_f(a.sums + 16 * i);
+  const int64_t tiles = a.length / a.depth;
+  const I shift = kCorrects ? Amx::load(a.shift) : Amx::zero();
+  settle(a.w);
+#define EQQ_RUN(TILE, STORED, A, B)                                                                               \
+  {                                                                                                               \
+    const int64_t run = first + TILE;                                                                             \
+    if (run < a.runs) {                                                                                           \
+      _tile_zero(TILE);                                                                                           \
+      for (int64_t t = 0; t < tiles; ++t) {                                                                       \
+        const int64_t k = run * a.length + t * a.depth;                                                           \
+        _tile_loadd(A, a.w + k / 64 * a.w_next + k % 64, a.w_row);                                                \
+        _tile_loadd(B, a.x + 16 * k, 64);                                                                         \
+        _tile_dpbusd(TILE, A, B);                                                                                 \
+        Ahead::lines(ahead, a.lines);                                                                             \
+      }                                                                                                           \
+    }                                                                                                             \
+    if (run >= 2 && run - 2 < a.runs) _tile_stored(STORED, a.partial + 256 * TILE, 64);                           \
+    if (run >= 3 && run - 3 < a.runs) {                                                                           \
+      const int32_t* results = a.partial + 256 * ((TILE + 3) % 4);                                                \
+      const I off = sum_of_tiles(a.sums_x + 16 * (run - 3) * tiles, tiles);                                       \
+      _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {                                                     \
+        I sum = Amx::load(results + 16 * i);                                                                      \
+        sum = kCorrects ? corrected(a, sum, off, shift, i, run - 3) : Amx::add(sum, off);                         \
+        sums[i] = Amx::fma(Amx::to_f(sum), Amx::spread_f(a.scale[i * kStretch + run - 3]), sums[i]);              \
+      }                                                                                                           \
+    }                                                                                                             \
+  }
+  for (int64_t first = 0; first < a.runs + 3; first += 4) {
+    EQQ_RUN(0, 2, 4, 6)
+    EQQ_RUN(1, 3, 5, 7)
+    EQQ_RUN(2, 0, 4, 6)
+    EQQ_RUN(3, 1, 5, 7)
+  }
+#undef EQQ_RUN
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) Amx::store_f(a.sums + 16 * i, sums[i]);
+}
+
+// A long run, or a part of it.
+template <bool kTwoPanels>
+void long_run(const Block& a, Ahead& ahead) {
+  alignas(64) int32_t results[2][2][16][16];
+  const uint8_t *w = a.w, *below = a.w + a.w_below, *x = a.x, *beside = a.x + a.x_panel;
+  int32_t* partial = a.partial;
+  settle(a.w);
+  settle(a.x);
+  if (a.begins) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, partial, 64);
+    _tile_loadd(2, partial + 256, 64);
+    if (kTwoPanels) _tile_loadd(1, partial + 512, 64);
+    if (kTwoPanels) _tile_loadd(3, partial + 768, 64);
+  }
+  for (int64_t k = 0; k < a.length; k += 64, w += a.w_next, below += a.w_next) {
+    _tile_loadd(4, w, a.w_row);
+    _tile_loadd(6, x + 16 * k, 64);
+    _tile_dpbusd(0, 4, 6);
+    if (kTwoPanels) {
+      _tile_loadd(7, beside + 16 * k, 64);
+      _tile_dpbusd(1, 4, 7);
+    }
+    _tile_loadd(5, below, a.w_row);
+    _tile_dpbusd(2, 5, 6);
+    if (kTwoPanels) _tile_dpbusd(3, 5, 7);
+    Ahead::lines(ahead, a.lines);
+  }
+  int32_t* out = a.ends ? results[0][0][0] : partial;
+  _tile_stored(0, out, 64);
+  _tile_stored(2, out + 256, 64);
+  if (kTwoPanels) _tile_stored(1, out + 512, 64);
+  if (kTwoPanels) _tile_stored(3, out + 768, 64);
+  if (!a.ends) return;
+  for (int64_t panel = 0; panel < (kTwoPanels ? 2 : 1); ++panel) {
+    const I off = sum_of_tiles(a.sums_x + panel * a.sums_panel, a.run_tiles), shift = Amx::load(a.shift + 16 * panel);
+    for (int64_t i = 0; i < kGroupRows; ++i) {
+      float* sums = a.sums + 512 * panel + 16 * i;
+      I sum = Amx::load(results[panel][0][0] + 16 * i);
+      sum = corrected(a, sum, off, shift, i, 0);
+      Amx::store_f(sums, Amx::fma(Amx::to_f(sum), Amx::spread_f(a.scale[i * kStretch]), Amx::load_f(sums)));
+    }
+  }
+}
+
+// Sums of the weight in the runs of a step, or in what it has of one: the products of the panel of ones.
+void sum_weights(const Problem& p, const Runs& r, const Integers& v, const Step& s, const Block& a, const uint8_t* ones, int64_t rows) {
+  alignas(64) int32_t results[32][16];
+  settle(a.w);
+  for (int64_t run = 0; run < s.runs; ++run) {
+    for (int64_t half = 0; half < rows; half += 16) {
+      _tile_zero(0);
+      for (int64_t k = run * s.length; k < (run + 1) * s.length; k += a.depth) {
+        _tile_loadd(4, a.w + half / 16 * a.w_below + k / 64 * a.w_next + k % 64, a.w_row);
+        _tile_loadd(6, ones + 16 * k, 64);
+        _tile_dpbusd(0, 4, 6);
+      }
+      _tile_stored(0, results[half], 64);
+    }
+    const int32_t count = static_cast<int32_t>(run_length(r, p.k, s.run + run));
+    for (int64_t i = 0; i < rows; ++i) {
+      int32_t* sum = a.weights + i * kStretch + run;
+      if (s.begins) *sum = (a.offset != nullptr ? a.offset[i * kStretch + run] : v.lowest) * count;
+      *sum += results[i][0];
+    }
+  }
+}
+
+//
+// Results
+//
+
+EQQ_INLINE void write(const Problem& p, int64_t at, F values, __mmask16 mask) {
+  if (p.x_type == kFloat32) return _mm512_mask_storeu_ps(static_cast<float*>(p.y) + at, mask, values);
+  const I bits = _mm512_castps_si512(values);
+  I near = _mm512_add_epi32(bits, _mm512_and_si512(_mm512_srli_epi32(bits, 16), Amx::spread(1)));
+  near = _mm512_srli_epi32(_mm512_add_epi32(near, Amx::spread(0x7fff)), 16);
+  near = _mm512_mask_or_epi32(near, _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q), _mm512_srli_epi32(bits, 16), Amx::spread(64));
+  const __m256i halves = p.x_type == kFloat16 ? _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT) : _mm512_cvtepi32_epi16(near);
+  _mm256_mask_storeu_epi16(static_cast<uint16_t*>(p.y) + at, mask, halves);
+}
+
+// A tile of results: `count` rows of the weight from `n` on, and `lanes` rows of x from `m` on.
+void write_tile(const Problem& p, int64_t batch, int64_t m, int64_t lanes, int64_t n, int64_t count, const float* sums,
+                const float* x_scale) {
+  const F scale = Amx::load_f(x_scale);
+  const int64_t base = batch * p.y_batch + m * p.y_row + n * p.y_column;
+  I tile[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) tile[i] = _mm512_castps_si512(_mm512_mul_ps(Amx::load_f(sums + 16 * i), scale));
+  if (p.y_row == 1) {
+    for (int64_t i = 0; i < count; ++i) write(p, base + i * p.y_column, _mm512_castsi512_ps(tile[i]), first_lanes(lanes));
+  } else if (p.y_column == 1) {
+    transpose(tile);
+    for (int64_t i = 0; i < lanes; ++i) write(p, base + i * p.y_row, _mm512_castsi512_ps(tile[i]), first_lanes(count));
+  } else {
+    for (int64_t j = 0; j < lanes; ++j)
+      for (int64_t i = 0; i < count; ++i) Kernels8::write(p, base + j * p.y_row + i * p.y_column, sums[16 * i + j] * x_scale[j]);
+  }
+}
+
+void run(const Int8Problem* problem, const Plan* plan, const void* memory, void* own_memory, int64_t unit) {
+  const Problem& p = problem->p;
+  if (!takes(*problem)) return Kernels8::run(problem, plan, memory, own_memory, unit);
+  const Runs r = runs_of(p);
+  const Integers v = integers_of(p);
+  Detail d;
+  memcpy(&d, plan->detail, sizeof d);
+  const int64_t chunk = unit % d.chunks, x_block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
+  const int64_t first = chunk * d.rows, rows = min64(d.rows, p.n - first), weight = first_row(&p, batch) + first;
+  const int64_t panel = x_block * d.block, panels = min64(d.block, d.panels - panel), at = batch * d.panels + panel;
+  const char* shared = static_cast<const char*>(memory);
+  char* own = page(own_memory);
+  uint8_t* decoded = reinterpret_cast<uint8_t*>(own);
+  float* scale = reinterpret_cast<float*>(own + d.scale);
+  int32_t* offset = reinterpret_cast<int32_t*>(scale + kGroupRows * kStretch);
+  int32_t* weights = offset + kGroupRows * kStretch;
+  int32_t* partial = reinterpret_cast<int32_t*>(own + d.results);
+  float* sums = reinterpret_cast<float*>(partial + max64(d.block, 2) * kGroupRows * 16);
+  const float* x_scale = reinterpret_cast<const float*>(shared) + 16 * at;
+  const uint8_t* x = reinterpret_cast<const uint8_t*>(page(shared + d.x)) + at * panel_bytes(r);
+  const int32_t* x_sums = reinterpret_cast<const int32_t*>(shared + d.sums) + at * 16 * row_tiles(r);
+  const uint8_t* ones = reinterpret_cast<const uint8_t*>(page(shared + d.x)) + p.batch * d.panels * panel_bytes(r);
+  const int32_t* shift = reinterpret_cast<const int32_t*>(x_scale) + 16 * p.batch * d.panels;
+  const bool is_long = r.count == 1 || r.size > kLongRun;
+  Block a;
+  a.depth = depth_of(r);
+  a.run_tiles = r.size / a.depth;
+  a.lines = a.depth * p.bits / (is_long ? 16 : 32);
+  a.x_panel = panel_bytes(r);
+  a.sums_panel = 16 * row_tiles(r);
+  a.scale = scale;
+  a.offset = p.zero_point != nullptr ? offset : nullptr;
+  configure(a.depth);
+  const uint8_t* codes = p.codes + weight * p.words;
+  const int64_t group_rows = is_long ? kGroupRows : 16;
+  const bool direct_rows = p.bits == 8 && r.padded == p.k;
+  Ahead ahead = {codes, codes + min64(group_rows, rows) * p.words};
+  if (!direct_rows) Ahead::lines(ahead, group_rows * p.words);
+  for (int64_t group = 0; group < rows; group += group_rows) {
+    const int64_t count = min64(group_rows, rows - group), tiles = div_up(count, 16), row = weight + group;
+    const bool direct = direct_rows && count == group_rows;
+    const int64_t most = !is_long ? kDecoded : direct ? r.size : kDecoded / 2;  // so many stay in L1
+    ahead = {codes + (group + count) * p.words, codes + min64(group + count + group_rows, rows) * p.words};
+    memset(sums, 0, 4 * panels * kGroupRows * 16);
+    a.w_row = direct ? p.words : 64;
+    a.w_next = direct ? 64 : 1024;
+    a.w_below = direct ? 16 * p.words : 16 * kDecoded;
+    Step s = first_step(r, most);
+    int64_t stretch = 0, known = 0;  // runs whose scales are decoded
+    do {
+      const int64_t position = s.run * r.size + s.offset;
+      if (s.run + s.runs > known) {
+        stretch = s.run;
+        known = r.per_block > 1 ? s.run + 1 : min64(s.run + kStretchRuns, r.count);
+        decode_scales(p, r, v, row, count, stretch, known, scale, offset);
+      }
+      if (!direct) decode(p, r, v, s, row, count, decoded);
+      a.w = direct ? p.codes + row * p.words + position : decoded;
+      a.scale = scale + (s.run - stretch);
+      if (a.offset != nullptr) a.offset = offset + (s.run - stretch);
+      a.weights = problem->affine ? weights + (s.run - stretch) : nullptr;
+      a.runs = s.runs;
+      a.length = s.length;
+      a.begins = s.begins;
+      a.ends = s.ends;
+      if (problem->affine) sum_weights(p, r, v, s, a, ones + 16 * position, count);
+      for (int64_t i = 0; i < panels; i += is_long ? 2 : 1) {
+        Ahead none = {nullptr, nullptr};
+        Ahead& some = !direct_rows && i == 0 ? ahead : none;
+        a.x = x + i * a.x_panel + 16 * position;
+        a.sums_x = x_sums + i * a.sums_panel + 16 * s.run * a.run_tiles;
+        a.shift = shift + 16 * i;
+        a.sums = sums + i * kGroupRows * 16;
+        a.partial = is_long ? partial + i * kGroupRows * 16 : partial;
+        if (!is_long) {
+          a.offset != nullptr || problem->affine ? short_runs<true>(a, some) : short_runs<false>(a, some);
+        } else {
+          panels - i > 1 ? long_run<true>(a, some) : long_run<false>(a, some);
+        }
+      }
+    } while (next_step(r, s, most));
+    for (int64_t i = 0; i < panels; ++i)
+      for (int64_t t = 0; t < tiles; ++t)
+        write_tile(p, batch, 16 * (panel + i), min64(16, p.m - 16 * (panel + i)), first + group + 16 * t,
+                   min64(16, count - 16 * t), sums + (i * kGroupRows + 16 * t) * 16, x_scale + 16 * i);
+  }
   _tile_release();
 }
 
 }  // namespace
 
-extern const Int8Kernel kInt8Amx = {Kernels8::plan, Kernels8::prepare, run_int8};
+extern const Int8Kernel kInt8Amx = {plan, prepare, run};

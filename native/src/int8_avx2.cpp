@@ -15,6 +15,7 @@ struct Avx2Int8 {
   EQQ_INLINE I load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   EQQ_INLINE void store(void* p, I a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
   EQQ_INLINE I zero() { return _mm256_setzero_si256(); }
+  EQQ_INLINE I add(I a, I b) { return _mm256_add_epi32(a, b); }
   EQQ_INLINE I spread(int32_t a) { return _mm256_set1_epi32(a); }
   EQQ_INLINE I mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
   EQQ_INLINE int32_t sum(I a) {

@@ -31,6 +31,7 @@ struct Generic8 {
   }
   EQQ_INLINE void store(void* p, I a) { memcpy(p, &a, sizeof a); }
   EQQ_INLINE I zero() { return I{0, 0, 0, 0}; }
+  EQQ_INLINE I add(I a, I b) { return a + b; }
   EQQ_INLINE I spread(int32_t a) { return I{a, a, a, a}; }
   EQQ_INLINE I mul(I a, I b) { return a * b; }
   EQQ_INLINE int32_t sum(I a) { return a[0] + a[1] + a[2] + a[3]; }

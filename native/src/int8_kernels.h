@@ -43,6 +43,8 @@ struct Panel {
   const int32_t* sums_x;  // of the lanes for each run, runs `sums_stride` apart
   int64_t sums_stride;
   const int32_t* offset;  // what codes are off, for rows and runs: null if it is in `sums_x`
+  const int32_t* shift;   // what codes of the lanes are too much; null without zero points of x
+  const int32_t* weights;  // for rows and runs: sums of the weight in this step
   const float* scale;     // for rows and runs, `kRunRoom` apart
   float* sums;            // results so far, rows `stride` apart
   int32_t* partial;       // those of runs that have not ended, likewise
@@ -82,10 +84,11 @@ struct Int8Kernels {
     const Runs r = runs_of(p);
     Detail d;
     d.method = p.m <= V::kFewRows ? kFewMethod : kPanelMethod;
-    d.m_padded = d.method == kFewMethod ? p.m : round_up(p.m, L);
+    // After few rows of `x` with zero points there is one of ones.
+    d.m_padded = d.method == kFewMethod ? p.m + problem->affine : round_up(p.m, L);
     d.row_blocks = d.method == kFewMethod ? 1 : div_up(d.m_padded, kInt8RowBlock);
     int64_t grain = d.method == kFewMethod ? V::kDotRows : V::kTileRows;
-    if constexpr (V::kInRegisters) grain = in_registers(p, r) ? V::kRegisterRows : grain;
+    if constexpr (V::kInRegisters) grain = in_registers(*problem, r) ? V::kRegisterRows : grain;
     const int64_t most = d.method == kFewMethod ? 64 : round_up(kUnitRows, grain);
     int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
     rows = max64(rows, (int64_t{1} << 18) / max64(p.m * p.k, 1));
@@ -93,20 +96,20 @@ struct Int8Kernels {
     d.rows = rows;
     d.chunks = div_up(p.n, rows);
     d.panels = d.method == kFewMethod ? 1 : div_up(d.m_padded, 2 * L);
-    d.sums = round_up(4 * p.batch * d.m_padded, 64);
+    d.sums = round_up(8 * p.batch * d.m_padded, 64);
     d.lanes = d.sums + round_up(4 * p.batch * (r.count + 1) * d.m_padded, 64);
     const bool lanes = kCorrects && d.method == kFewMethod && by_lanes(r);
-    d.x = d.lanes + (lanes ? 4 * L * p.batch * p.m * lane_vectors(r) : 0);
+    d.x = d.lanes + (lanes ? 4 * L * p.batch * d.m_padded * lane_vectors(r) : 0);
     out->shared_bytes = round_up(d.x + p.batch * d.m_padded * row_codes(r) * kBytes, 64);
     out->parts = p.batch * d.panels;
     out->units = p.batch * d.row_blocks * d.chunks;
     // Decoded rows, and one more to decode in; scales and offsets; sums.
     const int64_t held = d.method == kFewMethod ? V::kDotRows : rows;
-    const int64_t width = d.method == kFewMethod ? p.m * L : min64(d.m_padded, kInt8RowBlock);
+    const int64_t width = d.method == kFewMethod ? d.m_padded * L : min64(d.m_padded, kInt8RowBlock);
     d.scale_at = round_up((held + 1) * kStepRoom, 64);
-    d.partial_at = d.scale_at + 2 * round_up(4 * (held + 1) * kRunRoom, 64);
+    d.partial_at = d.scale_at + 3 * round_up(4 * (held + 1) * kRunRoom, 64);
     d.sum_at = d.partial_at + round_up(4 * held * width, 64);
-    out->own_bytes = d.sum_at + round_up(4 * held * (width + (d.method == kFewMethod ? p.m : 0)), 64);
+    out->own_bytes = d.sum_at + round_up(4 * held * (width + (d.method == kFewMethod ? d.m_padded : 0)), 64);
     static_assert(sizeof d <= sizeof out->detail, "a detail too much");
     memcpy(out->detail, &d, sizeof d);
   }
@@ -145,10 +148,35 @@ struct Int8Kernels {
     }
   }
 
-  // The scale of a row of floats: NaN if one of them is not finite.
-  static float row_scale(const Problem& p, int64_t at) {
+  // How a row of `x` becomes codes of a sign.
+  struct Row {
+    float scale;    // NaN if one of the floats is not finite
+    float zero;     // its code, without a sign
+    int32_t shift;  // what codes of a sign are too much
+  };
+
+  EQQ_INLINE Row row_of(uint32_t most, float low, float high, bool affine) {
+    Row row = {bits_to_float(most) / 127, 0, 0};
+    if (affine) {
+      // As XLA computes `high / 255 - low / 255`.
+      row.scale = __builtin_fmaf(high, 1 / 255.0f, -(low * (1 / 255.0f)));
+      if (row.scale != 0) {
+        const float zero = -low / row.scale + 12582912.0f;
+        row.zero = zero > 12582912.0f + 255 ? 255 : zero - 12582912.0f;
+      }
+      row.shift = static_cast<int32_t>(row.zero) - 128;
+    }
+    if (most >= 0x7f800000) row = {bits_to_float(0x7fc00000), 0, 0};
+    return row;
+  }
+
+  // That of row `m`, which begins at `at`.
+  static Row row_at(const Int8Problem& q, int64_t m, int64_t at) {
+    const Problem& p = q.p;
+    if (q.form != kFloats) return {q.x_scale[m], 0, q.affine ? q.x_zero[m] - 128 : 0};
     float values[256];
     uint32_t most = 0;  // magnitudes compare as integers
+    float low = 0, high = 0;
     for (int64_t k = 0; k < p.k; k += 256) {
       const int64_t count = min64(256, p.k - k);
       read_floats(p, at + k * p.x_column, count, values);
@@ -156,12 +184,17 @@ struct Int8Kernels {
         const uint32_t magnitude = float_to_bits(values[i]) & 0x7fffffff;
         most = magnitude > most ? magnitude : most;
       }
+      if (!q.affine) continue;
+      for (int64_t i = 0; i < count; ++i) {
+        low = values[i] < low ? values[i] : low;
+        high = values[i] > high ? values[i] : high;
+      }
     }
-    return most >= 0x7f800000 ? bits_to_float(0x7fc00000) : bits_to_float(most) / 127;
+    return row_of(most, low, high, q.affine);
   }
 
   // `count` codes of a row, at most 256.
-  static void read_codes(const Int8Problem& q, int64_t at, int64_t count, float scale, int8_t* out) {
+  static void read_codes(const Int8Problem& q, int64_t at, int64_t count, const Row& row, int8_t* out) {
     const Problem& p = q.p;
     if (q.form != kFloats) {
       const uint8_t* x = static_cast<const uint8_t*>(p.x) + at;
@@ -169,18 +202,20 @@ struct Int8Kernels {
       for (int64_t i = 0; i < count; ++i) out[i] = static_cast<int8_t>(x[i * p.x_column] ^ flip);
       return;
     }
-    if (!(scale > 0)) {
+    if (!(row.scale > 0)) {
       memset(out, 0, count);
       return;
     }
     float values[256];
     read_floats(p, at, count, values);
+    const float least = q.affine ? 0 : -128, most = q.affine ? 255 : 127;
+    const uint32_t flip = q.affine ? 128 : 0;
     // Adding 1.5 * 2^23 rounds to an integer, half to even, and leaves it in the low bits.
     for (int64_t i = 0; i < count; ++i) {
-      float v = values[i] / scale;
-      v = v > 127.0f ? 127.0f : v;
-      v = v < -128.0f ? -128.0f : v;
-      out[i] = static_cast<int8_t>(float_to_bits(v + 12582912.0f));
+      float v = values[i] / row.scale + row.zero;
+      v = v > most ? most : v;
+      v = v < least ? least : v;
+      out[i] = static_cast<int8_t>(float_to_bits(v + 12582912.0f) - flip);
     }
   }
 
@@ -193,18 +228,20 @@ struct Int8Kernels {
     char* shared = static_cast<char*>(memory);
     const int64_t batch = part / d.panels, first = part % d.panels * 2 * L;
     const int64_t width = d.method == kFewMethod ? 1 : min64(2 * L, d.m_padded - first);  // of a panel
-    const int64_t rows = d.method == kFewMethod ? p.m : width;
+    const int64_t rows = d.method == kFewMethod ? d.m_padded : width;
+    const int64_t ones = d.method == kFewMethod && problem->affine ? p.m : -1;
     float* scales = reinterpret_cast<float*>(shared) + batch * d.m_padded;
+    int32_t* shifts = reinterpret_cast<int32_t*>(shared) + (p.batch + batch) * d.m_padded;
+    Row all[2 * L + 8];
     int32_t* sums = reinterpret_cast<int32_t*>(shared + d.sums) + batch * (r.count + 1) * d.m_padded;
     uint8_t* x = reinterpret_cast<uint8_t*>(shared + d.x) + (batch * d.m_padded + first) * row_codes(r) * kBytes;
     const int32_t factor = p.zero_point != nullptr ? 1 : v.lowest;
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t m = first + i;
-      float scale = 0;
-      if (m < p.m)
-        scale = problem->form == kFloats ? row_scale(p, batch * p.x_batch + m * p.x_row)
-                                         : problem->x_scale[batch * p.m + m];
-      scales[m] = scale;
+      all[i] = Row{0, 0, 0};
+      if (m < p.m) all[i] = row_at(*problem, batch * p.m + m, batch * p.x_batch + m * p.x_row);
+      scales[m] = all[i].scale;
+      shifts[m] = all[i].shift;
     }
     // Some codes of all rows, and then the next: so what is written stays in L1.
     for (int64_t run = 0; run < r.count; ++run) {
@@ -217,7 +254,8 @@ struct Int8Kernels {
           int8_t codes[256];
           memset(codes, 0, sizeof codes);
           if (m < p.m && count > 0)
-            read_codes(*problem, batch * p.x_batch + m * p.x_row + (start + at) * p.x_column, count, scales[m], codes);
+            read_codes(*problem, batch * p.x_batch + m * p.x_row + (start + at) * p.x_column, count, all[i], codes);
+          if (m == ones) memset(codes, 1, count);
           int32_t sum = 0;
           for (int64_t j = 0; j < 256; ++j) sum += codes[j];
           sums[run * d.m_padded + m] += factor * sum;
@@ -241,7 +279,7 @@ struct Int8Kernels {
     if (d.method == kFewMethod) {
       for (int64_t i = 0; i < rows; ++i) memset(x + (i * row_codes(r) + r.padded) * kBytes, 0, rest * kBytes);
       if (kCorrects && by_lanes(r)) {
-        int32_t* lanes = reinterpret_cast<int32_t*>(shared + d.lanes) + batch * p.m * lane_vectors(r) * L;
+        int32_t* lanes = reinterpret_cast<int32_t*>(shared + d.lanes) + batch * rows * lane_vectors(r) * L;
         for (int64_t i = 0; i < rows; ++i) lane_sums(r, factor, x + i * row_codes(r), lanes + i * lane_vectors(r) * L);
       }
     } else {
@@ -332,13 +370,14 @@ struct Int8Kernels {
     int64_t x_row;           // bytes
     const int32_t* lanes;    // sums of lanes, if they correct
     int64_t lane_row;
+    const int32_t* shift;    // of rows of `x`, if they have zero points
     const float* scale;      // `kRunRoom` apart
     const int32_t* offset;
     int64_t runs, size;      // of the step
     void* sums;              // vectors of rows and rows of `x`: floats if summed by lanes, else integers
   };
 
-  template <int kRows, int kM, bool kZero>
+  template <int kRows, int kM, bool kZero, bool kShift>
   static void dot_lanes(const Dot& a) {
     F sums[kRows][kM];
     float* memory = static_cast<float*>(a.sums);
@@ -346,16 +385,17 @@ struct Int8Kernels {
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
       for (int m = 0; m < kM; ++m) sums[i][m] = V::load_f(memory + (i * kM + m) * L);
+    constexpr int kAll = kM + kShift;  // and the row of ones
     const int64_t vectors = a.size < kCodes ? 1 : a.size / kCodes, together = a.size < kCodes ? kCodes / a.size : 1;
     int64_t at = 0;
     for (int64_t run = 0, v = 0; run < a.runs; run += together, ++v) {
-      I acc[kRows][kM];
+      I acc[kRows][kAll];
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         I offset = V::zero();
         if (kCorrects && kZero) offset = several(a.offset + i * kRunRoom + run, together);
 #pragma GCC unroll 8
-        for (int m = 0; m < kM; ++m) {
+        for (int m = 0; m < kAll; ++m) {
           acc[i][m] = V::zero();
           if (kCorrects) acc[i][m] = V::load(a.lanes + m * a.lane_row + v * L);
           if (kCorrects && kZero) acc[i][m] = V::mul(acc[i][m], offset);
@@ -366,7 +406,7 @@ struct Int8Kernels {
 #pragma GCC unroll 8
         for (int i = 0; i < kRows; ++i) w[i] = V::load(a.w[i] + at);
 #pragma GCC unroll 8
-        for (int m = 0; m < kM; ++m) {
+        for (int m = 0; m < kAll; ++m) {
           const I x = V::load(a.x + m * a.x_row + at);
 #pragma GCC unroll 8
           for (int i = 0; i < kRows; ++i) acc[i][m] = V::dot(acc[i][m], w[i], x);
@@ -376,7 +416,10 @@ struct Int8Kernels {
       for (int i = 0; i < kRows; ++i) {
         const F scale = several_f(a.scale + i * kRunRoom + run, together);
 #pragma GCC unroll 8
-        for (int m = 0; m < kM; ++m) sums[i][m] = V::fma(V::to_f(acc[i][m]), scale, sums[i][m]);
+        for (int m = 0; m < kM; ++m) {
+          if (kShift) acc[i][m] = V::add(acc[i][m], V::mul(acc[i][kM], V::spread(-a.shift[m])));
+          sums[i][m] = V::fma(V::to_f(acc[i][m]), scale, sums[i][m]);
+        }
       }
     }
 #pragma GCC unroll 8
@@ -396,7 +439,7 @@ struct Int8Kernels {
     return V::spread_f(*p);
   }
 
-  template <int kRows, int kM, bool kZero>
+  template <int kRows, int kM>
   static void dot_whole(const Dot& a) {
     I acc[kRows][kM];
     int32_t* memory = static_cast<int32_t*>(a.sums);
@@ -422,14 +465,25 @@ struct Int8Kernels {
   }
 
   using DotStep = void (*)(const Dot&);
-  template <bool kLanes, bool kZero>
-  EQQ_INLINE DotStep dot_of(int64_t m) {
+  template <bool kZero, bool kShift>
+  EQQ_INLINE DotStep lanes_of(int64_t m) {
     constexpr int kRows = V::kDotRows;
     switch (m) {
-      case 1: return kLanes ? dot_lanes<kRows, 1, kZero> : dot_whole<kRows, 1, kZero>;
-      case 2: return kLanes ? dot_lanes<kRows, 2, kZero> : dot_whole<kRows, 2, kZero>;
-      case 3: return kLanes ? dot_lanes<kRows, 3, kZero> : dot_whole<kRows, 3, kZero>;
-      default: return kLanes ? dot_lanes<kRows, 4, kZero> : dot_whole<kRows, 4, kZero>;
+      case 1: return dot_lanes<kRows, 1, kZero, kShift>;
+      case 2: return dot_lanes<kRows, 2, kZero, kShift>;
+      case 3: return dot_lanes<kRows, 3, kZero, kShift>;
+      default: return dot_lanes<kRows, 4, kZero, kShift>;
+    }
+  }
+  // `m`: with the row of ones, if there is one.
+  EQQ_INLINE DotStep whole_of(int64_t m) {
+    constexpr int kRows = V::kDotRows;
+    switch (m) {
+      case 1: return dot_whole<kRows, 1>;
+      case 2: return dot_whole<kRows, 2>;
+      case 3: return dot_whole<kRows, 3>;
+      case 4: return dot_whole<kRows, 4>;
+      default: return dot_whole<kRows, 5>;
     }
   }
 
@@ -440,8 +494,9 @@ struct Int8Kernels {
   static constexpr int64_t kScaleCodes = 4096;  // of a row, whose scales are decoded at a time
 
   // Whether all vectors of codes are of whole blocks, or parts of them, and those have sums by lanes.
-  EQQ_INLINE bool in_registers(const Problem& p, const Runs& r) {
-    if (!V::kInRegisters || p.m != 1 || r.per_block != 1) return false;
+  EQQ_INLINE bool in_registers(const Int8Problem& q, const Runs& r) {
+    const Problem& p = q.p;
+    if (!V::kInRegisters || q.affine || p.m != 1 || r.per_block != 1) return false;
     return r.count == 1 || (by_lanes(r) && r.padded == p.k && p.k % (64 * (8 / p.bits)) == 0);
   }
 
@@ -614,24 +669,28 @@ struct Int8Kernels {
     const Runs r = runs_of(p);
     const Integers v = integers_of(p);
     const bool lanes = by_lanes(r), zero = p.zero_point != nullptr;
-    const DotStep step = lanes ? (zero ? dot_of<true, true>(p.m) : dot_of<true, false>(p.m)) : dot_of<false, false>(p.m);
+    const int64_t all = p.m + problem.affine;  // rows of `x`, and the one of ones
+    DotStep step = whole_of(all);
+    if (lanes) step = zero ? lanes_of<true, false>(p.m) : lanes_of<false, false>(p.m);
+    if (lanes && problem.affine) step = zero ? lanes_of<true, true>(p.m) : lanes_of<false, true>(p.m);
     float* scale = reinterpret_cast<float*>(own + d.scale_at);
     int32_t* offset = reinterpret_cast<int32_t*>(scale + (kRows + 1) * kRunRoom + 16);
     int32_t* partial = reinterpret_cast<int32_t*>(own + d.partial_at);
     float* sums = reinterpret_cast<float*>(own + d.sum_at);
-    float* totals = sums + kRows * p.m * L;
+    float* totals = sums + kRows * all * L;
     const float* x_scale = reinterpret_cast<const float*>(shared) + batch * d.m_padded;
     const int32_t* x_sums = reinterpret_cast<const int32_t*>(shared + d.sums) + batch * (r.count + 1) * d.m_padded;
     uint8_t* rooms = reinterpret_cast<uint8_t*>(own);
     Dot a;
     a.x_row = row_codes(r) * kBytes;
     a.lane_row = lane_vectors(r) * L;
+    a.shift = reinterpret_cast<const int32_t*>(shared) + (p.batch + batch) * d.m_padded;
     a.scale = scale;
     a.offset = offset;
     for (int64_t i = 0; i < count; i += kRows) {
       const int64_t rows = min64(kRows, count - i), row = first_row(&p, batch) + first + i;
-      memset(partial, 0, 4 * kRows * p.m * L);
-      memset(sums, 0, 4 * kRows * p.m * (L + 1));
+      memset(partial, 0, 4 * kRows * all * L);
+      memset(sums, 0, 4 * kRows * all * (L + 1));
       Step s = first_step(r);
       if (r.count > 0) do {
         const int64_t position = s.run * r.size + s.offset;
@@ -642,13 +701,13 @@ struct Int8Kernels {
           step_scales(p, r, v, s, at, scale + j * kRunRoom, offset + j * kRunRoom);
           a.w[j] = decode(p, r, v, s, at, offset + j * kRunRoom, true, rooms + kRows * kStepRoom, rooms + j * kStepRoom);
         }
-        a.x = reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * p.m * row_codes(r) + position) * kBytes;
+        a.x = reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * all * row_codes(r) + position) * kBytes;
         a.runs = s.runs;
         a.size = s.length;
         a.sums = lanes ? static_cast<void*>(sums) : partial;
         a.lanes = nullptr;
         if (kCorrects && lanes)
-          a.lanes = reinterpret_cast<const int32_t*>(shared + d.lanes) + batch * p.m * a.lane_row +
+          a.lanes = reinterpret_cast<const int32_t*>(shared + d.lanes) + batch * all * a.lane_row +
                     position / max64(r.size, kCodes) * L;
         if (lanes) {
           step(a);
@@ -659,14 +718,20 @@ struct Int8Kernels {
           for (int64_t j = 0; j < kRows; ++j) a.w[j] += s.length * kBytes;
           a.x += s.length * kBytes;
           if (!s.ends) continue;
-          for (int64_t j = 0; j < rows; ++j)
-            for (int64_t m = 0; m < p.m; ++m) {
-              int32_t sum = V::sum(V::load(partial + (j * p.m + m) * L));
+          for (int64_t j = 0; j < rows; ++j) {
+            int32_t ones = 0;
+            for (int64_t m = all - 1; m >= 0; --m) {
+              int32_t sum = V::sum(V::load(partial + (j * all + m) * L));
               const int32_t x_sum = x_sums[(s.run + run) * d.m_padded + m];
               if (kCorrects) sum += zero ? offset[j * kRunRoom + run] * x_sum : x_sum;
-              totals[j * p.m + m] += static_cast<float>(sum) * scale[j * kRunRoom + run];
+              if (m == p.m) {
+                ones = sum;
+              } else {
+                totals[j * p.m + m] += static_cast<float>(sum - a.shift[m] * ones) * scale[j * kRunRoom + run];
+              }
             }
-          memset(partial, 0, 4 * kRows * p.m * L);
+          }
+          memset(partial, 0, 4 * kRows * all * L);
         }
       } while (next_step(r, s));
       for (int64_t j = 0; j < rows; ++j)
@@ -712,6 +777,8 @@ struct Int8Kernels {
             acc[i][v] = V::load(a.sums_x + run * a.sums_stride + v * L);
             if (kZero) acc[i][v] = V::mul(acc[i][v], V::spread(a.offset[(row + i) * kRunRoom + run]));
           }
+          if (a.shift != nullptr)
+            acc[i][v] = V::add(acc[i][v], V::mul(V::load(a.shift + v * L), V::spread(-a.weights[(row + i) * kRunRoom + run])));
         }
       for (int64_t at = 0; at < a.step.length * kBytes; at += 4, w += 4, x += 4 * L * kVectors) {
         I xs[kVectors];
@@ -750,6 +817,21 @@ struct Int8Kernels {
     }
   }
 
+  // Sums of the weight in each run of a step, over codes that are no padding.
+  static void sum_weights(const Runs& r, int64_t k, const Step& s, const uint8_t* w, const int32_t* offset, int32_t* out) {
+    for (int64_t run = 0; run < s.runs; ++run, w += s.length * kBytes) {
+      const int64_t count = max64(min64(s.length, run_length(r, k, s.run + run) - s.offset), 0);
+      int32_t sum = kCorrects ? offset[run] * static_cast<int32_t>(count) : 0;
+      if (kBytes == 1) {
+        for (int64_t i = 0; i < count; ++i) sum += w[i];
+      } else {
+        const int16_t* values = reinterpret_cast<const int16_t*>(w);
+        for (int64_t i = 0; i < count; ++i) sum += values[i];
+      }
+      out[run] = sum;
+    }
+  }
+
   static void run_panels(const Int8Problem& problem, const Detail& d, const char* shared, char* own, int64_t batch,
                          int64_t block, int64_t first, int64_t count) {
     const Problem& p = problem.p;
@@ -757,6 +839,8 @@ struct Int8Kernels {
     const Integers v = integers_of(p);
     float* scale = reinterpret_cast<float*>(own + d.scale_at);
     int32_t* offset = reinterpret_cast<int32_t*>(scale + (d.rows + 1) * kRunRoom + 16);
+    int32_t* weights = offset + (d.rows + 1) * kRunRoom;
+    const int32_t* shifts = reinterpret_cast<const int32_t*>(shared) + (p.batch + batch) * d.m_padded;
     float* sums = reinterpret_cast<float*>(own + d.sum_at);
     uint8_t* rooms = reinterpret_cast<uint8_t*>(own);
     const float* x_scale = reinterpret_cast<const float*>(shared) + batch * d.m_padded;
@@ -769,6 +853,7 @@ struct Int8Kernels {
     a.sums_stride = d.m_padded;
     a.stride = width;
     a.scale = scale;
+    a.weights = weights;
     a.offset = p.zero_point != nullptr ? offset : nullptr;
     Step s = first_step(r);
     if (r.count > 0) do {
@@ -780,11 +865,13 @@ struct Int8Kernels {
         const uint8_t* w = decode(p, r, v, s, row, offset + i * kRunRoom, false, rooms + d.rows * kStepRoom,
                                   rooms + i * kStepRoom);
         if (i == 0) a.w = w;  // all rows begin at the same place of their memory
+        if (problem.affine) sum_weights(r, p.k, s, w, offset + i * kRunRoom, weights + i * kRunRoom);
       }
       for (int64_t m = 0; m < width; m += 2 * L) {
         a.lanes = min64(2 * L, width - m);
         a.x = x + (m * row_codes(r) + position * a.lanes) * kBytes;
         a.sums_x = x_sums + s.run * d.m_padded + start + m;
+        a.shift = problem.affine ? shifts + start + m : nullptr;
         a.sums = sums + m;
         a.partial = reinterpret_cast<int32_t*>(own + d.partial_at) + m;
         if constexpr (V::kTiles) {
@@ -814,7 +901,7 @@ struct Int8Kernels {
     const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
     const int64_t first = chunk * d.rows, count = min64(d.rows, problem->p.n - first);
     const char* memory = static_cast<const char*>(shared);
-    if (in_registers(problem->p, runs_of(problem->p))) {
+    if (in_registers(*problem, runs_of(problem->p))) {
       run_one(problem->p, d, memory, batch, first, count);
     } else if (d.method == kFewMethod) {
       run_few(*problem, d, memory, static_cast<char*>(own), batch, first, count);

@@ -55,18 +55,19 @@ struct Step {
   bool begins, ends;   // whether the step has the first codes of its runs, and the last
 };
 
-EQQ_INLINE Step first_step(const Runs& r) {
+// The first step of a row, of at most `most` codes.
+EQQ_INLINE Step first_step(const Runs& r, int64_t most = kStep) {
   Step s;
   s.run = s.offset = 0;
   s.begins = true;
-  s.ends = r.size <= kStep;
-  s.runs = s.ends ? min64(kStep / r.size, r.count) : 1;
-  s.length = min64(r.size, kStep);
+  s.ends = r.size <= most;
+  s.runs = s.ends ? min64(most / r.size, r.count) : 1;
+  s.length = min64(r.size, most);
   return s;
 }
 
 // Whether there is a further one.
-EQQ_INLINE bool next_step(const Runs& r, Step& s) {
+EQQ_INLINE bool next_step(const Runs& r, Step& s, int64_t most = kStep) {
   if (s.ends) {
     s.run += s.runs;
     s.offset = 0;
@@ -74,7 +75,7 @@ EQQ_INLINE bool next_step(const Runs& r, Step& s) {
   } else {
     s.offset += s.length;
   }
-  if (r.size > kStep) s.length = min64(kStep, r.size - s.offset);
+  if (r.size > most) s.length = min64(most, r.size - s.offset);
   s.begins = s.offset == 0;
   s.ends = s.offset + s.length == r.size;
   return s.run < r.count;

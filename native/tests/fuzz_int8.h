@@ -37,6 +37,7 @@ MadeInt8 make_int8(Random& random) {
   p.scale_kind = static_cast<int>(below(random, 7));
   p.x_type = static_cast<int>(below(random, 3));
   q.form = static_cast<int>(below(random, 3));
+  q.affine = q.form != kSigned && coin(random, 40);
   const bool x_turned = coin(random, 30), y_turned = coin(random, 30), zeros = coin(random, 30), rows = coin(random, 20);
   const int64_t x_pad = coin(random, 20) ? below(random, 5) : 0, y_pad = coin(random, 20) ? below(random, 5) : 0;
   p.x_row = x_turned ? 1 : p.k + x_pad;
@@ -47,7 +48,7 @@ MadeInt8 make_int8(Random& random) {
   p.y_batch = (y_turned ? p.n : p.m) * (y_turned ? p.y_column : p.y_row);
 
   struct Arrays {
-    Exact<uint8_t> codes, scale, zero;
+    Exact<uint8_t> codes, scale, zero, x_zero;
     Exact<float> row_scale, x_scale, table;
     Exact<uint8_t> x, y;
     Exact<int32_t> selected;
@@ -56,7 +57,7 @@ MadeInt8 make_int8(Random& random) {
   const int64_t x_item = q.form == kFloats ? item : 1;
   auto arrays = std::make_shared<Arrays>(Arrays{
       Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * p.blocks * width),
-      Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<float>(p.stack * p.n), Exact<float>(p.batch * p.m),
+      Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<uint8_t>(p.batch * p.m), Exact<float>(p.stack * p.n), Exact<float>(p.batch * p.m),
       Exact<float>(int64_t{1} << p.bits), Exact<uint8_t>(p.batch * p.x_batch * x_item),
       Exact<uint8_t>(p.batch * p.y_batch * item), Exact<int32_t>(p.batch)});
   Arrays& a = *arrays;
@@ -88,6 +89,7 @@ MadeInt8 make_int8(Random& random) {
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
   for (int64_t i = 0; i < a.x_scale.size; ++i) a.x_scale[i] = 0.01f * fabsf(normal(random));
   const bool extreme = coin(random, 10);
+  for (int64_t i = 0; i < a.x_zero.size; ++i) a.x_zero[i] = static_cast<uint8_t>(extreme ? 255 : random());
   for (int64_t i = 0; i < p.batch * p.x_batch; ++i) {
     if (q.form != kFloats) {
       a.x[i] = static_cast<uint8_t>(extreme ? (q.form == kUnsigned ? 0 : 128) : random());
@@ -114,6 +116,7 @@ MadeInt8 make_int8(Random& random) {
   for (int64_t b = 0; b < p.batch; ++b) a.selected[b] = static_cast<int32_t>(below(random, p.stack + 2) - 1);
   p.selected = selects ? a.selected.data.get() : nullptr;
   q.x_scale = q.form == kFloats ? nullptr : a.x_scale.data.get();
+  q.x_zero = q.affine && q.form != kFloats ? a.x_zero.data.get() : nullptr;
 
   made.expected.assign(p.batch * p.m * p.n, 0);
   made.magnitude.assign(p.batch * p.m * p.n, 0);
@@ -124,12 +127,12 @@ MadeInt8 make_int8(Random& random) {
                          (zeros ? code_at(&a.zero[row * p.zero_words], p.blocks, p.bits, k / p.block_size) : 0);
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t m = 0; m < p.m; ++m) {
-      float scale = 0;
+      float scale = 0, low = 0, high = 0;
       std::vector<float> floats(p.k);
       for (int64_t k = 0; k < p.k; ++k) {
         const int64_t at = b * p.x_batch + m * p.x_row + k * p.x_column;
         if (q.form != kFloats) {
-          x[k] = q.form == kUnsigned ? a.x[at] - 128 : static_cast<int8_t>(a.x[at]);
+          x[k] = q.form == kUnsigned ? a.x[at] - (q.affine ? a.x_zero[b * p.m + m] : 128) : static_cast<int8_t>(a.x[at]);
           continue;
         }
         uint32_t word = 0;
@@ -139,9 +142,17 @@ MadeInt8 make_int8(Random& random) {
                     : (word & 0x7c00) == 0x7c00 ? NAN
                                                 : static_cast<float>(half(static_cast<uint16_t>(word)));
         scale = !(fabsf(floats[k]) <= 3e38f) || scale != scale ? NAN : fmaxf(scale, fabsf(floats[k]) / 127);
+        low = fminf(low, floats[k]);
+        high = fmaxf(high, floats[k]);
       }
+      if (q.affine && q.form == kFloats && scale == scale) scale = fmaf(high, 1 / 255.0f, -(low * (1 / 255.0f)));
+      const float zero = q.affine && scale > 0 ? fminf(nearbyintf(-low / scale), 255) : 0;
       if (q.form == kFloats) {
-        for (int64_t k = 0; k < p.k; ++k) x[k] = scale > 0 ? static_cast<int32_t>(nearbyintf(floats[k] / scale)) : 0;
+        const float least = q.affine ? 0 : -128, most = q.affine ? 255 : 127;
+        for (int64_t k = 0; k < p.k; ++k) {
+          const float code = scale > 0 ? fminf(fmaxf(nearbyintf(floats[k] / scale + zero), least), most) : zero;
+          x[k] = static_cast<int32_t>(code - zero);
+        }
       } else {
         scale = a.x_scale[b * p.m + m];
       }
@@ -162,9 +173,9 @@ MadeInt8 make_int8(Random& random) {
     }
   char text[300];
   snprintf(text, sizeof text,
-           "int8: batch %ld m %ld n %ld k %ld bits %d table %d block %ld scale %d form %d y %d zeros %d rows %d turned %d%d",
+           "int8: batch %ld m %ld n %ld k %ld bits %d table %d block %ld scale %d form %d affine %d y %d zeros %d rows %d turned %d%d",
            static_cast<long>(p.batch), static_cast<long>(p.m), static_cast<long>(p.n), static_cast<long>(p.k), p.bits, kind,
-           static_cast<long>(p.block_size), p.scale_kind, q.form, p.x_type, zeros, rows, x_turned, y_turned);
+           static_cast<long>(p.block_size), p.scale_kind, q.form, q.affine, p.x_type, zeros, rows, x_turned, y_turned);
   made.text = text;
   return made;
 }

@@ -2,7 +2,8 @@
 
 Sums of products are exact integers, and scaled in float32, by the block. `x` is codes with a scale for each row, or
 floats that the kernel quantizes itself: the scale of a row is its absolute maximum divided by 127, and a row with a
-value that is not finite gives NaN. The kernels are those of `native/`, as in `cpu.py`.
+value that is not finite gives NaN. Rows may have zero points too; products with them are corrected as integers. The
+kernels are those of `native/`, as in `cpu.py`.
 """
 
 from typing import Any
@@ -38,6 +39,8 @@ def matmul(
     layout: Layout,
     *,
     x_scale: Float32[Array, "*batch m 1"] | None = None,
+    x_zero: UInt8[Array, "*batch m 1"] | None = None,
+    affine: bool = False,
     dtype: Any = None,
     target: Target = Target("cpu"),
     by_columns: tuple[bool, bool] = (False, False),
@@ -45,10 +48,13 @@ def matmul(
     """Computes the product, for operands that `supports` accepts.
 
     Codes of `x` are `int8`, or `uint8` that are 128 more than what they mean, as an array stores them; `x_scale` has
-    their scales, and `dtype` is that of the result. Without `x_scale`, `x` is floats and the result has their dtype.
+    their scales, and `dtype` is that of the result. With `x_zero`, the codes are `uint8` that mean what they are less
+    that. Without `x_scale`, `x` is floats and the result has their dtype; `affine` quantizes them with zero points.
     `by_columns` is that of `cpu.matmul`.
     """
     del target
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    scales = [] if x_scale is None else [x_scale]
-    return call_product(native.MATMUL_INT8, x, weight, layout, weight.codes.shape[-2], dtype, by_columns, *scales)
+    more = [a for a in (x_scale, x_zero) if a is not None]
+    affine = affine or x_zero is not None
+    outer = weight.codes.shape[-2]
+    return call_product(native.MATMUL_INT8, x, weight, layout, outer, dtype, by_columns, *more, affine=affine)

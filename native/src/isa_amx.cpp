@@ -377,22 +377,26 @@ constexpr int count_products() {
   return count;
 }
 
-// The products of both tiles of a strip, from terms `kI` and `kJ` of tile `kHalf` on, with some rows decoded after each.
+// The last term of x that term `i` of the weight meets.
+template <int kW, int kX>
+constexpr int last_x(int i) {
+  return kX - 1 < most_order<kW, kX>() - i ? kX - 1 : most_order<kW, kX>() - i;
+}
+
+// The products of both tiles of a strip, from terms `kI` and `kJ` of tile `kHalf` on: small ones first, which rounds
+// less. Some rows are decoded after each.
 template <int kW, int kX, Kind kKind, int kTurn, int kHalf, int kI, int kJ, int kDone>
 EQQ_INLINE void products(const uint8_t* w, Decoder<kW, kKind> decoder, const I* registers) {
-  if constexpr (kHalf < 2) {
-    if constexpr (kI >= kW) {
-      products<kW, kX, kKind, kTurn, kHalf + 1, 0, 0, kDone>(w, decoder, registers);
-    } else if constexpr (kJ >= kX || kI + kJ > most_order<kW, kX>()) {
-      products<kW, kX, kKind, kTurn, kHalf, kI + 1, 0, kDone>(w, decoder, registers);
-    } else {
-      constexpr int kAll = 2 * count_products<kW, kX>(), kRows = kStrip / Decoder<kW, kKind>::kTiles / 2;
-      if constexpr (kJ == 0) _tile_loadd(7, w + (kHalf * kW + kI) * kTile, 64);
-      multiply<2 * kTurn + kHalf, kJ>();
-      if constexpr (kKind != kNone)
-        decoder.template rows<kRows * kDone / kAll * 2, kRows * (kDone + 1) / kAll * 2>(registers);
-      products<kW, kX, kKind, kTurn, kHalf, kI, kJ + 1, kDone + 1>(w, decoder, registers);
-    }
+  if constexpr (kI < 0) {
+    if constexpr (kHalf == 0) products<kW, kX, kKind, kTurn, 1, kW - 1, last_x<kW, kX>(kW - 1), kDone>(w, decoder, registers);
+  } else if constexpr (kJ < 0) {
+    products<kW, kX, kKind, kTurn, kHalf, kI - 1, last_x<kW, kX>(kI - 1), kDone>(w, decoder, registers);
+  } else {
+    constexpr int kAll = 2 * count_products<kW, kX>(), kRows = kStrip / Decoder<kW, kKind>::kTiles / 2;
+    if constexpr (kJ == last_x<kW, kX>(kI)) _tile_loadd(7, w + (kHalf * kW + kI) * kTile, 64);
+    multiply<2 * kTurn + kHalf, kJ>();
+    if constexpr (kKind != kNone) decoder.template rows<kRows * kDone / kAll * 2, kRows*(kDone + 1) / kAll * 2>(registers);
+    products<kW, kX, kKind, kTurn, kHalf, kI, kJ - 1, kDone + 1>(w, decoder, registers);
   }
 }
 
@@ -420,7 +424,7 @@ EQQ_INLINE void piece(const Work& a, int64_t index, Pending& last) {
     if constexpr (kX > 2) _tile_loadd(6, x + 2 * kTile, 64);
     Decoder<kW, kKind> decoder;
     if constexpr (kKind != kNone) decoder = decoder.from(*a.next, kStrip / decoder.kTiles * tile, a.tables, a.lowest, a.out);
-    products<kW, kX, kKind, kTurn, 0, 0, 0, 0>(w, decoder, registers);
+    products<kW, kX, kKind, kTurn, 0, kW - 1, last_x<kW, kX>(kW - 1), 0>(w, decoder, registers);
     if (tile == first) store_results<1 - kTurn>(last.results);
   }
   add_results(last);

@@ -158,7 +158,7 @@ struct Int8Kernels {
   EQQ_INLINE Row row_of(uint32_t most, float low, float high, bool affine) {
     Row row = {bits_to_float(most) / 127, 0, 0};
     if (affine) {
-      // As XLA computes `high / 255 - low / 255`.
+      // As XLA computes `high / 255 - low / 255`, mostly: it fuses either product.
       row.scale = __builtin_fmaf(high, 1 / 255.0f, -(low * (1 / 255.0f)));
       if (row.scale != 0) {
         const float zero = -low / row.scale + 12582912.0f;

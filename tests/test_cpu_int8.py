@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._array.activation import DynamicRows
 from eqquant._matmul import dispatch, native
 from eqquant._matmul.kernels import cpu_int8
 from eqquant._matmul.problem import layout_of
@@ -110,12 +111,38 @@ def test_quantizes_rows_inside(getkey, m, dtype):
     check(y, np.rint(floats / x_scale), x_scale, q)
 
 
+@pytest.mark.parametrize("weight", ["int8", "int4", "int4_odd", "ternary"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("m", [1, 4, 33])
+def test_quantizes_rows_with_zero_points_inside(getkey, m, dtype, weight):
+    """A range of 255 units has codes without a tie, so that the last bit of its scale changes none of them."""
+    whole = jr.randint(getkey(), (m, 300), -64, 192).at[:, 5].set(-64).at[:, 7].set(191)
+    x = (whole / 8).astype(dtype)
+    rows = DynamicRows(x, eqq.Int8(symmetric=False)).quantized()
+    q = eqq.quantize(weights(getkey(), (24, 300)), FORMATS[weight])
+    y = product(x, q, affine=True)
+    assert y.dtype == x.dtype
+    check(y, whole, jnp.full((m, 1), 1 / 8), q)
+    check(product(rows.codes, q, x_scale=rows.scale, x_zero=rows.zero_point, dtype=x.dtype), whole, rows.scale, q)
+
+
+def test_zero_points_at_the_ends(getkey):
+    """Codes less zero points have nine bits."""
+    x = jnp.stack([jnp.zeros(500, jnp.uint8), jnp.full(500, 255, jnp.uint8)])
+    w = jnp.full((3, 500), 127.0).at[1].set(-127)
+    x_zero = jnp.array([[255], [0]], jnp.uint8)
+    y = product(x, eqq.quantize(w, "int8"), x_scale=jnp.ones((2, 1)), x_zero=x_zero, dtype=jnp.float32)
+    most = 255 * 127 * 500
+    np.testing.assert_array_equal(y, [[-most, most, -most], [most, -most, most]])
+
+
 def test_rows_that_are_zero_or_not_finite(getkey):
     q = eqq.quantize(weights(getkey(), (24, 300)), "int8")
     for m in (4, 30):
         x = weights(getkey(), (m, 300)).at[0].set(0).at[1, 7].set(jnp.nan).at[2, 9].set(jnp.inf)
-        y = np.asarray(product(x, q))
-        assert (y[0] == 0).all() and np.isnan(y[1:3]).all() and np.isfinite(y[3:]).all()
+        for affine in (False, True):
+            y = np.asarray(product(x, q, affine=affine))
+            assert (y[0] == 0).all() and np.isnan(y[1:3]).all() and np.isfinite(y[3:]).all()
     assert np.isnan(np.asarray(product(jnp.full((1, 300), -jnp.inf), q))).all()
 
 
@@ -143,7 +170,7 @@ def test_refuses_what_is_no_integer(getkey):
 def test_wrong_operands_are_not_crashes(getkey):
     q = eqq.quantize(weights(getkey(), (8, 256)), "int8")
     layout, packed = layout_of(q.format, 256), dispatch.pack_arrays(q, as_stored=True)
-    x, ones = codes_of(getkey(), (2, 256)), jnp.ones((2, 1))
+    x, ones, one = codes_of(getkey(), (2, 256)), jnp.ones((2, 1)), jnp.ones((2, 1), jnp.uint8)
     for args, options, why in (
         ((x[:, :255], packed, layout), {"x_scale": ones}, "x and the weight do not fit"),
         ((x, packed, layout), {}, "number of arguments"),
@@ -151,6 +178,7 @@ def test_wrong_operands_are_not_crashes(getkey):
         ((x, packed, layout._replace(table=tuple(np.arange(256.0) / 2))), {"x_scale": ones}, "not integers"),
         ((x, packed._replace(codes=packed.codes[:, :100]), layout), {"x_scale": ones}, "bytes"),
         ((x.astype(jnp.float16), packed, layout), {"x_scale": ones}, "int8, uint8 or of the type of the result"),
+        ((x, packed, layout), {"x_scale": ones, "x_zero": one}, "must be uint8"),
     ):
         with pytest.raises(Exception, match=why):
             jax.block_until_ready(cpu_int8.matmul(*args, dtype=jnp.float32, **options))

@@ -1,4 +1,4 @@
-// Integer products on AMX: `tdpbusd` multiplies 16 rows of the weight by 16 of x, 64 codes at a time. Few rows of x stay
+// Integer products on AMX: `tdpbusd` multiplies 16 rows of the weight by 16 of x, 64 codes at a time. One row of x stays
 // with AVX-512.
 //
 // x is packed in panels of 16 rows: a tile of it, 16 groups of four codes of each row, is 1 KB in a row. Rows of the weight

@@ -12,7 +12,7 @@ struct Avx512Lanes {
   using I = __m512i;
   using F = __m512;
   static constexpr int L = 16, kTileRows = 12, kDotRows = 4, kFewRows = 4, kRegisterRows = 8;
-  static constexpr bool kTiles = false, kInRegisters = false;
+  static constexpr bool kInRegisters = false;
 
   EQQ_INLINE I load(const void* p) { return _mm512_loadu_si512(p); }
   EQQ_INLINE void store(void* p, I a) { _mm512_storeu_si512(p, a); }

@@ -12,7 +12,6 @@
 //   word(p)                four bytes in every lane
 //   scales                 `decode_scales_*` of `isa.h`
 //   from_half, to_half
-//   kTiles, tiles(panel)   whether it multiplies panels by instructions of its own, and that
 //   kInRegisters           whether one row of `x` meets codes that are decoded in registers; for that
 //   kRegisterRows          rows of the weight that it meets at a time: eight hide the latency of a block's sum
 //   load_some(p, n)        the first n bytes, and zeros;  codes<bits>(bytes, plane), lookup(table, codes)   of bytes
@@ -158,7 +157,7 @@ struct Int8Kernels {
   EQQ_INLINE Row row_of(uint32_t most, float low, float high, bool affine) {
     Row row = {bits_to_float(most) / 127, 0, 0};
     if (affine) {
-      // As XLA computes `high / 255 - low / 255`.
+      // As XLA computes `high / 255 - low / 255`, mostly: it fuses either product.
       row.scale = __builtin_fmaf(high, 1 / 255.0f, -(low * (1 / 255.0f)));
       if (row.scale != 0) {
         const float zero = -low / row.scale + 12582912.0f;
@@ -848,6 +847,7 @@ struct Int8Kernels {
     const int64_t start = block * kInt8RowBlock, width = min64(kInt8RowBlock, d.m_padded - start);
     const uint8_t* x = reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * d.m_padded + start) * row_codes(r) * kBytes;
     memset(sums, 0, 4 * d.rows * width);
+    memset(weights, 0, 4 * d.rows * kRunRoom);  // of rows past the last one too
     Panel a;
     a.rows = count;
     a.sums_stride = d.m_padded;
@@ -874,9 +874,7 @@ struct Int8Kernels {
         a.shift = problem.affine ? shifts + start + m : nullptr;
         a.sums = sums + m;
         a.partial = reinterpret_cast<int32_t*>(own + d.partial_at) + m;
-        if constexpr (V::kTiles) {
-          V::tiles(a);
-        } else if (a.lanes == L) {
+        if (a.lanes == L) {
           panel_of<1>(a);
         } else {
           panel_of<2>(a);

@@ -3,10 +3,11 @@
 //
 // Floats are split into terms of bfloat16: three hold a float32, and one holds any value of a table of integers or of
 // small floats. Products of terms that are both small are left out: three are multiplied, or six where the table needs
-// three terms. One row of x, transposed products, and tables of floats with zero points are AVX-512's.
+// three terms. Few rows of x, transposed products, and tables of floats with zero points are AVX-512's.
 //
-// Decoding hides behind multiplying: rows of the tiles that come next are decoded between the products of those that
-// are there. A tile of results is stored while the other one is summed up, since its last product takes long to end.
+// Decoding hides behind multiplying: rows of the strip that comes next are decoded between the products of the one that
+// is there. Results of a block are stored and scaled while those of the next are summed up, since a tile's last product
+// takes long to end. Nothing is copied from where it was just written by smaller stores: such a copy waits for them.
 #include "amx.h"
 #include "avx512.h"
 #include "int8.h"
@@ -21,7 +22,7 @@ constexpr int64_t kStrip = 32;          // rows of the weight that are decoded a
 constexpr int64_t kMostCodes = 128;     // of each of them, at most
 constexpr int64_t kMostTiles = kMostCodes / 32;
 constexpr int64_t kUnitRows = 256;      // of the weight in a unit, at most
-constexpr int64_t kFewRows = 64;         // likewise where all of x stays in L2: they share what is in L1 of it
+constexpr int64_t kFewRows = 64;        // likewise where all of x stays in L2: they share what is in L1 of it
 constexpr int64_t kUnitPanels = 16;     // of 16 rows of x in a unit, at most
 constexpr int64_t kSlice = 32;          // tiles of x in a part of the preparation
 constexpr int64_t kInL2 = 1 << 20;      // bytes of x that stay there beside all else
@@ -69,7 +70,7 @@ EQQ_INLINE F rest(F value, F term) {
   return _mm512_maskz_sub_ps(finite, value, term);
 }
 
-// The terms of `count` values of a table, at most 256, in rows of 256 halves. How many are needed: one, two or three.
+// The terms of the values of a table, less a zero point, as halves. Returns how many are needed: one, two or three.
 int64_t split_table(const Problem& p, float zero, uint16_t (*terms)[256]) {
   int64_t needed = 1;
   for (int i = 0; i < 1 << p.bits; i += 16) {

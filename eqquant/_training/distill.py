@@ -88,8 +88,8 @@ def distill(
 
     **Raises:**
 
-    `ValueError` if `model` has no quantized arrays, if `float_model` has another structure, without enough batches, or
-    if the loss of the start is not finite.
+    `ValueError` if `model` has no quantized arrays, if `float_model` has another structure, without enough batches or
+    `passes`, or if the loss of the start is not finite.
     """
     if train not in ("scales", "codes"):
         raise ValueError(f'`train` must be "scales" or "codes". Got {train!r}.')

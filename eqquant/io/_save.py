@@ -205,7 +205,7 @@ def _write_shards(
         with replacing(folder / INDEX) as f:
             f.write(json.dumps(index).encode())
     except BaseException:
-        for name in names:
+        for name in {*names} - {p.name for p in _listed_in(folder)}:  # unless the new index is there already
             (folder / name).unlink(missing_ok=True)
         raise
     for old in before:  # no others: another process may have written shards, and its index is yet to come

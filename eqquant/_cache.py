@@ -218,7 +218,12 @@ class QuantizedCache(eqx.Module):
         **Returns:**
 
         The products, without a factor and without a mask.
+
+        **Raises:**
+
+        `ValueError` for other shapes.
         """
+        self._check_rows(queries, "queries", "size", self.values.shape[-1])
         old = _products(queries, _as(self.keys, queries))
         if self.recent is None:
             return old
@@ -234,11 +239,33 @@ class QuantizedCache(eqx.Module):
         **Returns:**
 
         For each row, one vector.
+
+        **Raises:**
+
+        `ValueError` for other shapes.
         """
+        self._check_rows(shares, "shares", "places", self.context + self.window)
         old = shares[..., : self.context] @ _as(self.values, shares)
         if self.recent is None:
             return old
         return old + shares[..., self.context :] @ self.recent[1].astype(shares.dtype)
+
+    def _check_rows(self, x: Array, name: str, last: str, length: int) -> None:
+        """Raises unless the last axis has this length, and those before the rows broadcast to batch and heads."""
+        front = self.values.shape[:-2]
+        try:
+            jnp.broadcast_shapes(x.shape[:-2], front)
+            fits = x.shape[-1:] == (length,)
+        except ValueError:
+            fits = False
+        if not fits:
+            here = ", ".join(map(str, (*front, "rows", length)))
+            remedy = ""
+            if x.ndim == self.values.ndim and (*x.shape[:-3], x.shape[-1]) == (*front[:-1], length):
+                shared, rest = divmod(x.shape[-3], front[-1])
+                shape = (*front, shared * x.shape[-2], length)
+                remedy = "" if rest else f" Heads that share keys are rows of one: write `{name}.reshape{shape}`."
+            raise ValueError(f"`{name}` must be (*batch, heads, rows, {last}), here ({here}). Got {x.shape}.{remedy}")
 
     def with_sharding(self, sharding: NamedSharding) -> "QuantizedCache":
         """Moves the cache to a mesh; under `jit`, constrains it.

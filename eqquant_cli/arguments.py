@@ -90,7 +90,7 @@ def rules_of(
 ) -> dict[str, eqq.AbstractFormat | None]:
     """Returns the rules of `--skip` and `--rule`, in this order, and then `format` for everything else.
 
-    Embeddings and the last layer among `names` stay in float if the library `to` loads them only so.
+    Embeddings and the last layer among the weights `names` stay in float if the library `to` loads them only so.
     """
     rules: dict[str, Any] = dict.fromkeys(skip)
     for text in rule:
@@ -100,9 +100,14 @@ def rules_of(
         rules[pattern] = None if spelled.lower() in ("none", "float") else parse_format(spelled)
     if "*" in rules:
         return rules
-    names = list(names) if to in _LINEAR_ALONE else []
+    names = left(names, rules) if to in _LINEAR_ALONE else []
     others = [pattern for pattern in _OTHERS if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
-    return {**rules, **{pattern: None for pattern in others if pattern not in rules}, "*": format}
+    return {**rules, **dict.fromkeys(others), "*": format}
+
+
+def left(names: Iterable[str], rules: Iterable[str]) -> list[str]:
+    """Returns the names that no rule matches."""
+    return [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in rules)]
 
 
 def check_patterns(names: Iterable[str], rule: Sequence[str], skip: Sequence[str]) -> None:
@@ -161,6 +166,4 @@ def open_source(path: Path) -> eqq.io.Checkpoint:
     """Opens a checkpoint. Raises if it does not exist."""
     import eqquant as eqq
 
-    if not path.exists():
-        raise ValueError(f"There must be a checkpoint at {path}. Got no such file or folder.")
     return eqq.io.open(path)

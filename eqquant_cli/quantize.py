@@ -38,17 +38,19 @@ def quantize(
     checkpoint = arguments.open_source(source)
     found_by = arguments.method_of(method)
     arguments.check_patterns(checkpoint, rule or (), skip or ())
+    weights = [row.name for row in checkpoint.rows if len(row.shape) > 1]
     if budget is not None:
         if format is not None or bits is not None or group_size is not None:
             raise typer.BadParameter("--budget chooses the formats. Leave out --format, --bits and --group-size.")
         from .plan import plan_of
 
         chosen = dict(plan_of(checkpoint, budget, axis, found_by))
-        rules = {**arguments.rules_of(eqq.NF4(), rule or (), skip or (), checkpoint, to), **chosen}
+        rules = arguments.rules_of(eqq.NF4(), rule or (), skip or (), weights, to)
         rules.pop("*", None)
+        rules |= {name: chosen[name] for name in arguments.left(chosen, rules)}
     else:
         found = arguments.format_of(format, bits, group_size)
-        rules = arguments.rules_of(found, rule or (), skip or (), checkpoint, to)
+        rules = arguments.rules_of(found, rule or (), skip or (), weights, to)
     plan = eqq.plan_tree(eqq.io.skeleton(checkpoint), rules, axis=axis, method=found_by)
     if dry_run:
         typer.echo(plan)

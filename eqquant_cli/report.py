@@ -40,6 +40,7 @@ def report(
     Example: eqquant report model.safetensors -o report.html
     """
     import eqquant as eqq
+    from eqquant._report import show_bytes
     from eqquant.io._atomic import replacing
 
     arguments.check_output(output, source, ".html", force)
@@ -67,7 +68,7 @@ def report(
     headers = ("array", "shape", "stored as", "bits/weight", "bytes", "relative error", "cosine")
     table = _row("th", headers) + "".join(_row("td", row) for row in rows)
     head = (
-        f"{checkpoint.nbytes / 1e6:,.1f} MB -> {plan.nbytes / 1e6:,.1f} MB in {picked!r}, {plan.bits:.2f} bits per "
+        f"{show_bytes(checkpoint.nbytes)} -> {show_bytes(plan.nbytes)} in {picked!r}, {plan.bits:.2f} bits per "
         f"weight, scales included. The largest relative error is {worst[0]:.4f}, in {worst[1]}."
     )
     page = _PAGE.format(

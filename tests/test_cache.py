@@ -233,6 +233,18 @@ def test_what_does_not_fit():
         cache.append(keys, values)
     with pytest.raises(ValueError, match=r"here \(2, 9, 32\). Got \(3, 9, 32\)"):
         cache.append(*(jnp.ones((3, 9, SIZE)) for _ in range(2)))
+    for name, last, size in (("queries", "size", SIZE), ("shares", "places", 8)):
+        call = cache.scores if name == "queries" else cache.mix
+        for shape, more in [
+            ((3 * HEADS, 5, size), rf"Heads that share keys.*: write `{name}.reshape\(2, 15, {size}\)`"),
+            ((HEADS + 1, 5, size), "$"),
+            ((HEADS, 5, size + 1), "$"),
+            ((), "$"),
+        ]:
+            here = rf"`{name}` must be \(\*batch, heads, rows, {last}\), here \(2, rows, {size}\)"
+            with pytest.raises(ValueError, match=rf"{here}. Got {re.escape(str(shape))}. ?{more}"):
+                call(jnp.ones(shape))
+        assert call(jnp.ones((4, 1, 5, size))).shape[:-1] == (4, HEADS, 5)
     # Inside `jit` nobody can know; then what is there stays.
     full = append(cache, keys[:, :8], values[:, :8])
     over = append(full, keys[:, 8:], values[:, 8:])

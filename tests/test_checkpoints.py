@@ -103,8 +103,12 @@ def test_pickles_are_refused(tmp_path):
         eqq.io.open(tmp_path)
     with pytest.raises(ValueError, match="pickles can run code"):
         eqq.io.open(tmp_path / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError):
-        eqq.io.open(tmp_path / "none.safetensors")
+    for name, meant in (("pytorch_mode.bin", "Did you mean 'pytorch_model.bin'?"), ("none", "Got neither.")):
+        with pytest.raises(FileNotFoundError, match=f"{name} must be a file or folder that exists. Got neither") as e:
+            eqq.load(tmp_path / name)
+        assert str(e.value).endswith(meant)
+    with pytest.raises(FileNotFoundError, match="must be a file or folder that exists"):
+        eqq.io.open(tmp_path / "no folder" / "model.safetensors")
     with pytest.raises(ValueError, match="must be written by `eqq.save`"):
         eqq.load(GOLDEN / "model.gguf")
 

@@ -69,6 +69,7 @@ def test_quantize(run, checkpoint, tmp_path):
     options = ("--bits", 4, "--group-size", 32, "--skip", "layers.0.*", "--rule", "embed.*=int8")
     line = run("quantize", checkpoint, out, *options)
     assert line.count("\n") == 1 and "times smaller" in line and "in layers.1.proj.weight" in line
+    assert ": 21.89 KB -> " in line
     loaded, floats = eqq.load(out), load_file(checkpoint)
     assert loaded["embed"]["weight"].format == eqq.Int8()
     assert loaded["layers"]["1"]["proj"]["weight"].format == eqq.Int4(32)
@@ -127,6 +128,10 @@ def test_budget(run, checkpoint, tmp_path):
     run("quantize", checkpoint, tmp_path / "out.safetensors", "--budget", 4.0)
     report = eqq.summary(eqq.load(tmp_path / "out.safetensors"))
     assert report.quantized_bits == pytest.approx(plan["bits"])
+    for skip, left in (("embed.weight", "embed.weight"), ("layers.*", "layers.0.proj.weight")):
+        out = tmp_path / f"{left}.safetensors"
+        run("quantize", checkpoint, out, "--budget", 4.0, "--skip", skip)
+        assert eqq.io.open(out).items_by_name[left].format is None
     err = run("plan", checkpoint, "--budget", 1.0, code=1)
     assert "--budget must be at least" in err and "needs with its scales. Got 1.0" in err
 
@@ -214,6 +219,7 @@ WRONG = {
     "a page nowhere": (("report", "model.safetensors", "-o", "no/r.html"), 1, "which does not"),
     "it exists": (("quantize", "model.safetensors", "other.safetensors"), 1, "`--force` replaces it"),
     "no folder": (("quantize", "model.safetensors", "no/such/folder.safetensors"), 1, "which does not"),
+    "no input": (("inspect", "modl.safetensors"), 1, "Did you mean 'model.safetensors'?"),
     "no output": (("quantize", "model.safetensors"), 2, "Missing argument"),
     "no such command": (("quantise",), 2, "No such command"),
     "nothing shared": (("compare", "model.safetensors", "other.safetensors"), 1, "must have arrays of the names"),

@@ -110,5 +110,8 @@ def test_errors(setting):
         of(x=x[:1])
     with pytest.raises(ValueError, match="Got another at layers.0.weight"):
         of(model=eqx.tree_at(lambda m: m[0].weight, model, jnp.zeros((32, 15))))
+    for name, count in (("passes", 0), ("patience", -1), ("patience", 0)):
+        with pytest.raises(ValueError, match=f"`{name}` must be at least 1. Got {count}"):
+            of(**{name: count})
     with pytest.raises(ValueError, match="must be finite at the start"):
         of(x=[jnp.full((4, 16), jnp.nan)] * 5)

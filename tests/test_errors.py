@@ -5,6 +5,7 @@ no such checker: those are tested in an interpreter of their own, without one.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,20 @@ class TestTree:
         with pytest.raises(ValueError, match="Each pattern of `format` must match") as e:
             call({"layers": [{"weight": w}]}, {pattern: "int8"})
         assert f"Did you mean {meant}?" in str(e.value)
+
+    def test_pattern_behind_a_wider_one(self, call, w):
+        tree = {"a": {"w": w, "b": jnp.ones(3)}, "b": {"w": w}}
+        for rules, said in [
+            ({"*": "nf4", "a.*": None}, r"`format` should .* take none: 'a\.\*' behind '\*'\. Put the narrower first"),
+            ({"*.w": "nf4", re.compile("^a"): None}, r"'\^a' behind '\*\.w'"),  # the bias is no weight
+            ({"*.w": "nf4", "a.*": None, "b.w": None}, r"'a\.\*' behind '\*\.w', 'b\.w' behind '\*\.w'\."),
+            ({"?.w": "nf4", "[ab].w": None, "a.w": None}, r"none: 'a\.w' behind '\?\.w'"),  # as wide is not wider
+        ]:
+            with pytest.warns(UserWarning, match=said):
+                call(tree, rules)
+        call(tree, {"a.*": "nf4", "b.*": None, "*": "int8"})  # the rest, if any
+        call(tree, {"*": "nf4", "a.b": None})  # takes nothing in any order
+        call(tree, {"*": "nf4", "b.w": None}, where=lambda tree: tree["a"])
 
     def test_arguments_in_another_order(self, call, w):
         with pytest.raises(ValueError, match="Pass the tree first, then the format"):

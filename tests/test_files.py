@@ -458,32 +458,6 @@ def test_shards(getkey, tmp_path):
             eqq.save(folder, model, shard_nbytes=shard)
 
 
-@pytest.mark.parametrize("there", (True, False))
-def test_saves_at_the_same_time(monkeypatch, tmp_path, there):
-    """Another save begins and ends between the shards and the index of one."""
-    folder, replacing = tmp_path / "model", eqq.io._save.replacing
-    save = lambda value: eqq.save(folder, {"a": np.full(64, value), "b": np.full(64, value)}, shard_nbytes=300)
-    others = []
-
-    def then_index(path, *args):
-        if path.name.endswith("index.json") and not others:
-            others.append(2.0)
-            save(2.0)
-        return replacing(path, *args)
-
-    if there:
-        save(0.0)
-    monkeypatch.setattr(eqq.io._save, "replacing", then_index)
-    if there:
-        save(1.0)
-    else:
-        with pytest.raises(FileExistsError, match="Another process made this folder meanwhile"):
-            save(1.0)
-    assert [float(eqq.load(folder)[name][0]) for name in "ab"] == ([1.0] if there else [2.0]) * 2
-    save(3.0)
-    assert (eqq.load(folder)["a"] == 3).all()
-
-
 @pytest.mark.parametrize(
     "shard", ["../x.safetensors", "/etc/passwd", "", "..", "a/b", 3, "gone.safetensors", "..\\x", "\ud800", "a\0b"]
 )

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -89,6 +90,31 @@ def test_mxfp4_is_that_of_ggml(case, x):
     tie = (dense != expected) & (np.abs(x - dense) == np.abs(x - expected))
     assert tie.sum() <= 1
     np.testing.assert_array_equal(dense[~tie], expected[~tie])
+
+
+# Formats of one's own
+
+
+def test_codes_of_too_many_bits():
+    class _Long(eqq.AbstractFormat):
+        top: int = eqx.field(static=True)
+        block_size: int | None = eqx.field(static=True, default=32)
+        bits = 3
+
+        def choose_scale(self, blocks):
+            return jnp.max(jnp.abs(blocks), axis=-1, initial=0) / 4
+
+        def encode(self, values):
+            return (jnp.clip(jnp.round(values), -4, self.top) + 4).astype(jnp.uint8)
+
+        def decode(self, codes):
+            return codes.astype(jnp.float32) - 4
+
+    x = jnp.linspace(-1, 1, 64)
+    for run in (eqq.quantize, jax.jit(eqq.quantize, static_argnums=1)):
+        with pytest.raises(ValueError, match=r"`encode` of _Long must return codes below 8.*Got 8 for 4. Clip"):
+            run(x, _Long(4))
+        assert eqq.unpack(run(x, _Long(3))).max() == 7
 
 
 # Small floats

@@ -327,6 +327,8 @@ def test_explain(q, platform):
     for name in (*told.verdicts, repr(q.format), told.platform, "float32"):
         assert name in str(told)
     assert json.loads(json.dumps(told.to_dict()))["implementation"] == told.implementation
+    if platform == "cuda":
+        assert "cpu, cpu_int8 " in str(told) and str(told).count("it is for cpu, and this is cuda") == 1
     assert eqq.explain_matmul(jnp.ones(N), q, platform=platform).problem.transpose
     assert eqq.explain_matmul(q, jnp.ones((2, K, 4)), platform=platform).problem.m == 8
     with pytest.raises(TypeError, match="quantized operand"):

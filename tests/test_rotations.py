@@ -222,6 +222,11 @@ def test_errors(model):
         eqq.rotate(model, fold={WRITERS: eqq.Residual({})})
     with pytest.raises(TypeError, match="must map several patterns at once to an `eqq.Residual`"):
         eqq.rotate(model, fold={WRITERS: "head.weight"})
+    for path, where in (("embedding.weight", lambda m: m.embedding), ("norm.weight", lambda m: m.norm)):
+        spoiled = eqx.tree_at(lambda m, where=where: where(m).weight, model, replace_fn=lambda x: x.at[0].set(jnp.nan))
+        with pytest.raises(ValueError, match=f"^{path} must be finite in float32"):
+            eqq.rotate(spoiled, fold=FOLD)
+    eqq.rotate(spoiled, fold={}, where=lambda m: m.head)  # leaves that norm alone
     tied = eqx.tree_at(lambda m: m.head.weight, model, model.embedding.weight)
     with pytest.raises(ValueError, match=r"Got embedding.weight, which is the same array as head.weight"):
         eqq.rotate(tied, fold=FOLD)

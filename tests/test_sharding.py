@@ -203,6 +203,8 @@ def test_tree_shardings(getkey):
     sharded = eqq.quantize_tree(model, "nf4", shardings=rules)
     arrays, static = eqx.partition(eqq.quantize_tree(model, "nf4"), eqx.is_array)
     wanted = eqq.tree_shardings(arrays, {**rules, "*": on(mesh, P())})
+    with pytest.warns(UserWarning, match="`shardings` should stand before wider ones"):
+        eqq.tree_shardings(arrays, {"*": on(mesh, P()), **rules})
     moved = jax.device_put(arrays, wanted)
     for x, s in zip(jtu.tree_leaves(moved), jtu.tree_leaves(wanted), strict=True):
         assert x.sharding.is_equivalent_to(s, x.ndim)

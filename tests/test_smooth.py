@@ -234,6 +234,12 @@ def test_statistics_that_do_not_fit(model, stats):
     spoiled = dataclasses.replace(stats["layers.0.up.weight"], gram=np.full((SIZE, SIZE), np.nan))
     with pytest.raises(ValueError, match="must be finite.*layers.0.up.weight"):
         eqq.smooth(model, eqq.AWQ({**stats, "layers.0.up.weight": spoiled}))
+    for leaf in ("up", "norm"):  # multiplied, divided
+        spoiled = eqx.tree_at(
+            lambda m, leaf=leaf: getattr(m.layers[0], leaf).weight, model, replace_fn=lambda x: x.at[0].set(jnp.inf)
+        )
+        with pytest.raises(ValueError, match=f"^layers.0.{leaf}.weight must be finite in float32"):
+            eqq.smooth(spoiled, eqq.SmoothQuant(stats), fold=FOLD)
     no_gram = {path: dataclasses.replace(s, gram=None) for path, s in stats.items()}
     with pytest.raises(ValueError, match="inputs.gram"):
         eqq.smooth(model, eqq.AWQ(no_gram))

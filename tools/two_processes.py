@@ -75,7 +75,7 @@ def run(mesh):
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
     where = {pattern: on(spec) for pattern, spec in RULES.items()}
-    formats = {"*.weight": "nf4", "*.down.weight": eqq.NF4(double_quant=True)}
+    formats = {"*.down.weight": eqq.NF4(double_quant=True), "*.weight": "nf4"}
     q = eqq.quantize_tree(model, formats, shardings=where)
     losses = [float(eqx.filter_jit(loss)(q, batch))]
     optim = eqq.float_masters(optax.adam(3e-3), masters=model)

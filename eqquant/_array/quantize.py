@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
 from .._errors import FORMAT_KEYWORDS, teach_keywords
-from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_points
+from .._formats.base import AbstractFormat, as_format, check_codes, has_offsets, has_zero_points
 from .._mesh import explicit_mesh, full_spec, in_auto_mode, on_device
 from .._methods import AbsMax, AbstractMethod, Encoded
 from .._methods.encode import quantize_packed
@@ -317,6 +317,7 @@ def _quantize_here(
     axes: tuple[int, ...],
     chunked: bool,
 ) -> QuantizedArray:
+    check_codes(format)  # here, once for each compiled program
     rows = memory_order(x, axes)
     chunk = max(_CHUNK // max(rows.shape[-1], 1), 1) if chunked else None
     encoded = quantize_packed(method, rows, format, chunk) if key is None else None

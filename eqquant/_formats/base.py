@@ -132,7 +132,7 @@ class AbstractFormat(eqx.Module):
 
     @abc.abstractmethod
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-        """Returns the nearest code of each value.
+        """Returns the nearest code of each value, below `2**bits`.
 
         Values are already divided by the scale and shifted by the zero point. Values beyond the range take the nearest
         end.
@@ -224,6 +224,22 @@ def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
     with jax.ensure_compile_time_eval():
         values, used = there_and_back(np.arange(2**format.bits, dtype=np.uint8))
         return np.asarray(values), np.asarray(used)
+
+
+@ft.lru_cache
+def check_codes(format: AbstractFormat) -> None:
+    """Raises if a user's `encode` returns codes with more bits than the format has: they would change other codes."""
+    if is_ours(format, "encode"):
+        return
+    sizes = np.exp2(np.arange(-20, 20, 0.25))
+    values = np.concatenate([-sizes, [0], sizes]).astype(np.float32)
+    with jax.ensure_compile_time_eval():
+        codes = np.asarray(jax.jit(format.encode)(values))
+    if (too_large := codes >= 2**format.bits).any():
+        raise ValueError(
+            f"`encode` of {type(format).__name__} must return codes below {2**format.bits}, since `bits` is "
+            f"{format.bits}. Got {codes[too_large][0]} for {values[too_large][0]:g}. Clip values to the nearest end."
+        )
 
 
 _OF_METHODS = "That names a method, not a format: write a format such as 'int4', and pass a method as `method`."

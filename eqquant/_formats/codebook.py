@@ -1,6 +1,7 @@
 """Formats whose codes index a table of real values: NF4, Dynamic8 and your own tables."""
 
 import abc
+import dataclasses
 import functools as ft
 from collections.abc import Sequence
 from typing import ClassVar
@@ -228,9 +229,9 @@ class Codebook(AbstractCodebook):
         """One line, for tables and messages: a long table in part."""
         levels = [f"{value:.4g}" for value in self.values]
         levels = levels if len(levels) <= 8 else [*levels[:3], "...", levels[-1]]
-        size = "" if self.block_size == 64 else f", block_size={self.block_size!r}"
-        dtype = "" if self.scale_dtype == "float32" else f", scale_dtype={self.scale_dtype!r}"
-        return f"Codebook([{', '.join(levels)}]{size}{dtype})"
+        others = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)[1:]]
+        shown = [f", {name}={value!r}" for name, value, default in others if value != default]
+        return f"{type(self).__name__}([{', '.join(levels)}]{''.join(shown)})"
 
 
 _NF4 = (

@@ -37,8 +37,11 @@ class MatmulExplanation(Report):
         table.title = f"{p.dtype}{weight}, {p.format!r}, on {self.platform}"
         if p.activations is not None:
             table.title = f"{p.dtype}{weight}, {p.format!r} x {p.activations!r}, on {self.platform}: {self.types}"
+        alike: dict[str, list[str]] = {}  # those with the same verdict share a row
         for name, verdict in self.verdicts.items():
-            table.add_row(name, verdict, style="bold" if name == self.implementation else None)
+            alike.setdefault(verdict, []).append(name)
+        for verdict, names in alike.items():
+            table.add_row(", ".join(names), verdict, style="bold" if self.implementation in names else None)
         return table
 
 

@@ -68,7 +68,7 @@ def check_statistic(
         )
     if np.iscomplexobj(values):
         raise ValueError(f"`inputs` of {method} must be statistics of real inputs. Got complex values for {of}.")
-    # Both are means of squares; other statistics may have any sign.
-    squares = {"gram": lambda: np.diagonal(values, axis1=-2, axis2=-1), "second_moment": lambda: values}.get(name)
-    if squares is not None and (squares() < 0).any():
+    if name == "gram":
+        values = np.diagonal(values, axis1=-2, axis2=-1)
+    if name in ("gram", "second_moment") and (values < 0).any():  # others may have any sign
         raise ValueError(f"`inputs` of {method} must be means of squares. Got negative ones for {of}.")

@@ -88,19 +88,19 @@ def distill(
 
     **Raises:**
 
-    `ValueError` if `model` has no quantized arrays, if `float_model` has another structure, without enough batches, or
-    if the loss of the start is not finite.
+    `ValueError` if `model` has no quantized arrays, if `float_model` has another structure, without enough batches,
+    `passes` or `patience`, or if the loss of the start is not finite.
     """
     if train not in ("scales", "codes"):
         raise ValueError(f'`train` must be "scales" or "codes". Got {train!r}.')
     data, chosen_by = _split(batches, held_out)
     _check_models(model, float_model)
-    trainer = _Trainer(apply, loss, optimizer, passes, len(data))
+    trainer = _Trainer(apply, loss, optimizer, passes, patience, len(data))
     wanted = [trainer.outputs(float_model, batch) for batch in data]
     wanted_held_out = [trainer.outputs(float_model, batch) for batch in chosen_by]
     kept = _Pairs(list(zip(data, wanted, strict=True)), list(zip(chosen_by, wanted_held_out, strict=True)))
     console = Console(quiet=not progress, soft_wrap=True)
-    return trainer.train(model, kept, train == "codes", patience, lambda text: console.print(f"distill: {text}"))
+    return trainer.train(model, kept, train == "codes", lambda text: console.print(f"distill: {text}"))
 
 
 def distill_blocks(
@@ -169,13 +169,13 @@ def distill_blocks(
     console = Console(quiet=not progress, soft_wrap=True)
     for n, (part_of, apply) in enumerate(blocks):
         if apply not in trainers:
-            trainers[apply] = _Trainer(apply, loss, optimizer, passes, len(data))
+            trainers[apply] = _Trainer(apply, loss, optimizer, passes, patience, len(data))
         trainer, part, float_part = trainers[apply], part_of(model), part_of(float_model)
         wanted = tuple([trainer.outputs(float_part, x) for x in half] for half in wanted)
         kept = _Pairs(*(list(zip(x, y, strict=True)) for x, y in zip(inputs, wanted, strict=True)))
         say = lambda text, n=n: console.print(f"distill: block {n + 1} of {len(blocks)}, {text}")
         if any(is_quantized(leaf.value) for leaf in named_leaves(part)):
-            part = trainer.train(part, kept, train == "codes", patience, say)
+            part = trainer.train(part, kept, train == "codes", say)
             model = eqx.tree_at(part_of, model, part, is_leaf=is_quantized)
         inputs = tuple([trainer.outputs(part, x) for x in half] for half in inputs)
         if after_each is not None:
@@ -199,15 +199,17 @@ class _Trainer:
         loss: Callable[[Any, Any], Float[Array, ""]] | None,
         optimizer: "optax.GradientTransformation | None",
         passes: int,
+        patience: int,
         batches: int,
     ) -> None:
         import optax
 
-        if passes < 1:
-            raise ValueError(f"`passes` must be at least 1. Got {passes}.")
+        for name, count in (("passes", passes), ("patience", patience)):
+            if not count >= 1:
+                raise ValueError(f"`{name}` must be at least 1. Got {count}.")
         run, measure = apply or _default_apply, loss or _relative_error
         optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, passes * batches)) if optimizer is None else optimizer
-        self._optimizer, self._passes = optimizer, passes
+        self._optimizer, self._passes, self._patience = optimizer, passes, patience
         self.outputs = eqx.filter_jit(run)
 
         def loss_of(changes: Any, fixed: Any, values: Any, treedef: Any, batch: Any, wanted: Any) -> Array:
@@ -222,7 +224,7 @@ class _Trainer:
 
         self._loss, self._step = eqx.filter_jit(loss_of), eqx.filter_jit(step)
 
-    def train(self, model: PyTree, pairs: _Pairs, codes: bool, patience: int, say: Callable[[str], None]) -> PyTree:
+    def train(self, model: PyTree, pairs: _Pairs, codes: bool, say: Callable[[str], None]) -> PyTree:
         """Returns the best model that it found, and says what it does."""
         leaves = list(named_leaves(model))
         treedef = jtu.tree_structure(model, is_leaf=is_quantized)
@@ -249,7 +251,7 @@ class _Trainer:
             if now < least:
                 best, least, since = changes, now, 0
             say(f"pass {n + 1} of {self._passes}, loss {total / len(pairs.train_on):.4g}, held-out {now:.4g}")
-            if since >= patience:
+            if since >= self._patience:
                 break
         # What did not become better stays as it was, to the bit.
         if best is start:

@@ -13,6 +13,8 @@ from jaxtyping import Array
 
 from .._array.array import is_quantized
 from .._array.mapped import beside
+from .._array.quantize import check_finite
+from .._mesh import on_device
 from .._types import PyTree
 from .leaves import as_batches, Leaf, some
 from .patterns import compile_pattern
@@ -301,6 +303,13 @@ def multiplied(x: Array, by: Array, axis: int) -> Array:
     """Returns a weight whose inputs, along an axis, are multiplied by one number each."""
     by = beside(by, x.ndim, axis)
     return (x.astype(jnp.float32) * by).astype(x.dtype)
+
+
+def check_changed(leaves: Sequence[Leaf], numbers: Iterable[int]) -> None:
+    """Raises if a leaf that changes holds a NaN or an infinity, which would spread."""
+    for leaf in (leaves[n] for n in sorted(numbers)):
+        if not isinstance(leaf.value, jax.ShapeDtypeStruct):
+            check_finite(on_device(jnp.asarray(leaf.value)), leaf.path)
 
 
 def check_outputs(

@@ -14,7 +14,7 @@ from .._array.sharding import leaf_shardings
 from .._mesh import as_named, full_spec, place
 from .._types import PyTree
 from .leaves import Leaf, named_leaves
-from .select import check_patterns, matches, Pattern
+from .select import check_order, check_patterns, matches, Pattern
 
 
 Spec = NamedSharding | PartitionSpec
@@ -103,6 +103,7 @@ def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[A
     is_spec = lambda x: x is None or isinstance(x, (NamedSharding, PartitionSpec))
     if isinstance(shardings, Mapping) and all(map(is_spec, shardings.values())):
         check_patterns(shardings, leaves, "shardings")
+        check_order(shardings, leaves, "shardings")
         first = lambda leaf: next((spec for pattern, spec in shardings.items() if matches(pattern, leaf)), None)
         return [first(leaf) for leaf in leaves]
     if callable(shardings) and jtu.all_leaves([shardings]):  # a model may be callable too

@@ -30,7 +30,7 @@ from .._types import PyTree
 from .leaves import Leaf, some
 from .placement import move, Shardings, wanted_shardings
 from .report import TreeReport
-from .select import check_patterns, matches, Pattern, select_leaves, show_pattern, Where
+from .select import check_order, check_patterns, matches, Pattern, select_leaves, Selection, show_pattern, Where
 from .summary import quantized_row, row_of
 from .use import as_activations, as_use, Use
 from .weights import convolved_axes, ineligible_reason, input_axis, is_embedding
@@ -70,7 +70,7 @@ def decide(tree: PyTree, format: Rules, where: Where | None, axis: Any, activati
     """Returns one decision per leaf. Raises before anything is quantized."""
     activations = as_activations(activations)
     selections = select_leaves(tree, where, ineligible=_ineligible_reason)
-    choose = _chooser(format, [leaf for leaf, _ in selections])
+    choose = _chooser(format, selections)
     decisions = []
     for leaf, refusal in selections:
         picked, reason = choose(leaf) if refusal is None else (None, refusal)
@@ -134,10 +134,11 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
     return ineligible_reason(leaf.value) or simulated
 
 
-def _chooser(format: Rules, leaves: Sequence[Leaf]) -> Callable[[Leaf], tuple[Use | None, str]]:
+def _chooser(format: Rules, selections: Sequence[Selection]) -> Callable[[Leaf], tuple[Use | None, str]]:
     """Returns a function from an eligible leaf to its format, or to `None`, and the reason."""
     if isinstance(format, Mapping):
-        check_patterns(format, leaves, "format")
+        check_patterns(format, [leaf for leaf, _ in selections], "format")
+        check_order(format, [leaf for leaf, refusal in selections if refusal is None], "format")
         rules = [(pattern, None if f is None else as_use(f)) for pattern, f in format.items()]
 
         def by_pattern(leaf: Leaf) -> tuple[Use | None, str]:

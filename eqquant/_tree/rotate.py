@@ -13,7 +13,18 @@ from .._array.array import is_quantized
 from .._array.rotated import RotatedArray
 from .._numerics import hadamard
 from .._types import PyTree
-from .folds import check_outputs, find_folds, find_stream, Fold, multiplied, output_axis, Residual, Rotations, Stream
+from .folds import (
+    check_changed,
+    check_outputs,
+    find_folds,
+    find_stream,
+    Fold,
+    multiplied,
+    output_axis,
+    Residual,
+    Rotations,
+    Stream,
+)
 from .leaves import Leaf, some
 from .select import select_leaves, Selection, Where
 from .weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
@@ -87,11 +98,11 @@ def rotate(
 
     **Raises:**
 
-    `ValueError` if nothing is selected, for another `axis`, or if `seed` is not a whole number, or negative; if `fold`
-    does not fit: a pattern matches nothing, shapes differ, an array stands in several places, a norm subtracts a mean
-    or adds a bias, only some of the weights that take the same channels are selected, or the outputs on `batches`
-    change. `TypeError` if `where` selects a leaf that is not a floating point weight, is quantized, or belongs to a
-    convolution. The message names the leaf.
+    `ValueError` if nothing is selected, for another `axis`, or if `seed` is not a whole number, or negative; if a leaf
+    that changes is not finite; if `fold` does not fit: a pattern matches nothing, shapes differ, an array stands in
+    several places, a norm subtracts a mean or adds a bias, only some of the weights that take the same channels are
+    selected, or the outputs on `batches` change. `TypeError` if `where` selects a leaf that is not a floating point
+    weight, is quantized, or belongs to a convolution. The message names the leaf.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(
@@ -121,6 +132,7 @@ def rotate(
             f"`rotate` needs weights in float. Got none among the leaves ({some(left_out) or 'none'}). Rotate before "
             "you quantize."
         )
+    check_changed(leaves, {*alone, *(n for turn in turns for n, _ in turn.changes)})
     before = [leaf.value for leaf in leaves]
     treedef = jtu.tree_structure(model, is_leaf=is_quantized)
 

@@ -4,7 +4,8 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -101,6 +102,28 @@ def check_patterns(patterns: Iterable[Any], leaves: Sequence[Leaf], argument: st
                 f"Each pattern of `{argument}` must match a leaf. Got {show_pattern(pattern)!r}, which matches none "
                 f"of: {some(leaf.path for leaf in leaves)}.{_near(show_pattern(pattern), leaves)}"
             )
+
+
+def check_order(patterns: Collection[Pattern], leaves: Sequence[Leaf], argument: str) -> None:
+    """Warns of patterns whose leaves all go to wider ones before them.
+
+    It is no error, since rules of one's own may stand before rules for many models. A pattern for the rest, such as a
+    last `"*"`, may find none left: none before it is wider.
+    """
+    takers = [next((p for p in patterns if matches(p, leaf)), None) for leaf in leaves]
+    behind = []
+    for pattern in [p for p in patterns if p not in {*takers}]:
+        mine, others = set(), set()
+        for leaf, taker in zip(leaves, takers, strict=True):
+            (mine if matches(pattern, leaf) else others).add(taker)
+        if wider := [repr(show_pattern(p)) for p in patterns if p in mine & others]:
+            behind.append(f"{show_pattern(pattern)!r} behind {some(wider)}")
+    if behind:
+        warnings.warn(
+            f"Each pattern of `{argument}` should stand before wider ones: the first that matches a leaf takes it. "
+            f"These take none: {some(behind)}. Put the narrower first.",
+            stacklevel=6,  # of `quantize_tree`
+        )
 
 
 def _near(pattern: str, leaves: Sequence[Leaf]) -> str:

@@ -19,7 +19,7 @@ from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.inputs import check_statistic
 from .._types import PyTree
-from .folds import check_outputs, divided, find_folds, Fold, Folds, multiplied
+from .folds import check_changed, check_outputs, divided, find_folds, Fold, Folds, multiplied
 from .leaves import Leaf, some
 from .select import select_leaves, Where
 from .weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
@@ -263,10 +263,10 @@ def smooth(
 
     **Raises:**
 
-    `ValueError` if statistics are missing, not finite or of another weight; if a pair is not foldable: its shapes
-    differ, its weights see different inputs, an array stands in several places, or the outputs on `batches` change; if
-    a pattern matches nothing, or nothing is selected; for another `axis`. The message names the leaf, and nothing is
-    changed.
+    `ValueError` if statistics are missing, not finite or of another weight; if a leaf that changes is not finite;
+    if a pair is not foldable: its shapes differ, its weights see different inputs, an array stands in several places,
+    or the outputs on `batches` change; if a pattern matches nothing, or nothing is selected; for another `axis`. The
+    message names the leaf, and nothing is changed.
     """
     if not isinstance(method, AbstractSmoothing):
         raise TypeError(f"`method` must be an `eqq.AWQ` or an `eqq.SmoothQuant`, with statistics. Got {method!r}.")
@@ -289,6 +289,7 @@ def smooth(
             f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). Name pairs in "
             "`fold`, or pass `online=True`."
         )
+    check_changed(leaves, {*alone, *(n for f in folds for n in (*f.producers, *f.consumers))})
     factors = [_factors(method, leaves, axes, f.consumers, f.pooled) for f in folds]
     own = {n: _factors(method, leaves, axes, [n], lambda v, pool: v) for n in alone}
     treedef = jtu.tree_structure(model, is_leaf=is_quantized)

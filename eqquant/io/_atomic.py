@@ -57,9 +57,13 @@ def making(folder: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        if folder.exists():
-            raise FileExistsError(errno.EEXIST, "Another process made this folder meanwhile. Write again", str(folder))
-        os.replace(temporary, folder)
+        try:
+            os.replace(temporary, folder)
+        except OSError as e:
+            if not folder.exists():
+                raise
+            message = "Another process made this folder meanwhile. Write again"
+            raise FileExistsError(errno.EEXIST, message, str(folder)) from e
     except BaseException as e:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(e, OSError) and isinstance(e.filename, str):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._errors import did_you_mean
 from . import _gguf, _safetensors
 from ._json import parse_json
 from ._stored import MappedFile, Stored
@@ -41,6 +42,8 @@ def find_files(path: str | os.PathLike[str]) -> Files:
     `FileNotFoundError` if there is no such file. `ValueError` if a file is damaged, or neither safetensors nor GGUF.
     """
     path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} must be a file or folder that exists. Got neither. {_near(path)}".rstrip())
     if not path.is_dir():
         return _of_index(path) if path.name.endswith("index.json") else _of_file(path, _config(path.parent))
     indices = sorted(path.glob("*.safetensors.index.json"))
@@ -58,6 +61,14 @@ def find_files(path: str | os.PathLike[str]) -> Files:
         )
     names = ", ".join(p.name for p in found[:10])
     raise ValueError(f"{path} must hold one file, or an index of several. Got {names}. Open one of them.")
+
+
+def _near(path: Path) -> str:
+    """Returns "Did you mean ...?" with the nearest name in the folder of a path, or "" if none is near."""
+    try:
+        return did_you_mean(path.name, os.listdir(path.parent))
+    except OSError:  # no such folder either, or one that may not be listed
+        return ""
 
 
 def _pickles(names: list[str]) -> str:

@@ -21,8 +21,10 @@ from ._assemble import parts_of
 from ._atomic import making, replacing, sync_folder
 from ._deferred import Deferred, Latest
 from ._entry import Entry, entry_of_leaf, is_one
+from ._files import read_json
 from ._manifest import KEY, leaf_to_json, MAX_KEYS, stored_as, to_stored, VERSION
 from ._safetensors import split, ToWrite, write
+from ._stored import MappedFile
 
 
 INDEX = "model.safetensors.index.json"
@@ -168,9 +170,10 @@ def shards_in(folder: Path) -> list[Path]:
 def _listed_in(folder: Path) -> list[Path]:
     """Returns the shards, of those that are named as ours, that the index of a folder lists."""
     try:
-        listed = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        where = read_json(MappedFile(folder / INDEX)).get("weight_map")
+    except (OSError, ValueError):
         return []  # no index, or a damaged one, which the new one replaces
+    listed = {name for name in where.values() if isinstance(name, str)} if isinstance(where, dict) else set()
     return [p for p in shards_in(folder) if p.name in listed]
 
 
@@ -202,7 +205,7 @@ def _write_shards(
         with replacing(folder / INDEX) as f:
             f.write(json.dumps(index).encode())
     except BaseException:
-        for name in names:
+        for name in {*names} - {p.name for p in _listed_in(folder)}:  # unless the new index is there already
             (folder / name).unlink(missing_ok=True)
         raise
     for old in before:  # no others: another process may have written shards, and its index is yet to come

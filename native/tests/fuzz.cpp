@@ -322,7 +322,7 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
         }
       }
   // With many results the errors are at most twice those of a plain product in float32, which rounds every sum.
-  if (p.x_type == kFloat32 && p.precision == kExact && p.batch * p.m * outer >= 200 && inner >= 8 && !(error <= 4 * made.error)) {
+  if (p.x_type == kFloat32 && p.precision == kExact && p.batch * p.m * outer >= 200 && inner >= 16 && !(error <= 4 * made.error)) {
     printf("%s: errors are %.3g times those of a plain product (%s)\n", isa.name, sqrt(error / made.error), made.text.c_str());
     return false;
   }

@@ -168,7 +168,7 @@ MadeInt8 make_int8(Random& random) {
           const int64_t index = (b * p.m + m) * p.n + n;
           made.expected[index] += static_cast<double>(sum) * s * scale;
           made.magnitude[index] += fabs(static_cast<double>(sum) * s * scale);
-          if (p.blocks > 1) made.magnitude[index] += 0.2 * fabs(static_cast<double>(terms) * s * scale);
+          if (p.blocks > 1 || p.k > 32768) made.magnitude[index] += 0.2 * fabs(static_cast<double>(terms) * s * scale);
         }
     }
   char text[300];

@@ -1,6 +1,7 @@
 """`cpu`, the native kernels, against the dense product; and what becomes of products where they are missing."""
 
 import concurrent.futures
+import dataclasses
 import os
 import re
 import subprocess
@@ -163,6 +164,34 @@ def test_as_exact_as_float32(getkey, name, m, precision):
     expected = np.asarray(x, np.float64) @ np.asarray(dense, np.float64).T
     ours = relative_error(eqq.matmul(x, q.T, implementation="cpu", precision=precision), expected)
     assert ours < 2 * relative_error(jax.jit(lambda x, w: x @ w.T)(x, dense), expected)
+
+
+@needs_native
+@pytest.mark.parametrize("size", [1e-36, 1e38])
+@pytest.mark.parametrize("name", ["nf4", "int8", "mxfp4"])
+def test_tiny_and_huge_numbers(getkey, name, size):
+    """Tiles of AMX take subnormal terms for zero, and sums that are not scaled yet may overflow."""
+    q = eqq.quantize(weights(getkey(), (40, 192)) / jnp.float32(size) ** 0.5, FORMATS[name].format)
+    x = jax.random.uniform(getkey(), (16, 192), minval=-1, maxval=1) * size
+    expected = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T
+    assert relative_error(eqq.matmul(x, q.T, implementation="cpu"), expected) < 1e-6
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_infinities(getkey, dtype):
+    """Of `x` and of the weight, with few rows of `x` and with many. None becomes NaN where no zero meets it."""
+    q = eqq.quantize(weights(getkey(), (40, 64)).astype(dtype), eqq.NF4())
+    x = jnp.ones((16, 64), dtype).at[1, 3].set(jnp.inf)
+    y = eqq.matmul(x, q.T, implementation="cpu")
+    column = np.asarray(q.dequantize(), np.float32)[:, 3]
+    infinite = np.where(column == 0, np.nan, np.copysign(np.inf, column))
+    assert np.array_equal(np.asarray(y[1], np.float32), infinite, equal_nan=True)
+    assert np.isfinite(np.asarray(y[jnp.arange(16) != 1], np.float32)).all()
+    q = eqq.quantize(weights(getkey(), (40, 64)).astype(dtype), eqq.FP8("e5m2"))
+    q = dataclasses.replace(q, codes=q.codes.at[5, 7].set(0x7C))
+    y = np.asarray(eqq.matmul(jnp.full((16, 64), 1.5, dtype), q.T, implementation="cpu"), np.float32)
+    assert (y[:, 5] == np.inf).all() and np.isfinite(np.delete(y, 5, axis=1)).all()
 
 
 @needs_native

@@ -19,6 +19,7 @@ from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
 from .._array.selected import SelectedArray
 from .._formats import Int8
+from .._formats.base import has_zero_points
 from .._numerics.scale_bits import scale_to_bits
 from . import native
 from .kernels import codes, xla, xla_cpu
@@ -139,7 +140,7 @@ def _cpu_int8_product(x: Any, w: QuantizedArray | SelectedArray, problem: Matmul
     product = ft.partial(_cpu_int8_kernel().matmul, layout=problem.layout, target=target, by_columns=problem.by_columns)
     weight = pack_arrays(w, as_stored=True)
     if isinstance(x, DynamicRows) and x.format in _ROWS_INSIDE:
-        return product(x.rows, weight, affine=not x.format.symmetric)
+        return product(x.rows, weight, affine=has_zero_points(x.format))
     q = as_codes(x)
     x, scale, zero, offset = q.codes, q.scale, q.zero_point, problem.layout_of_x.offset
     if zero is None and offset != -128:

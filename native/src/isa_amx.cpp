@@ -86,6 +86,24 @@ int64_t split_table(const Problem& p, float zero, uint16_t (*terms)[256]) {
   return needed;
 }
 
+// Whether a number is zero or between 2^-`range` and 2^`range`.
+EQQ_INLINE __mmask16 ordinary(F value, int range) {
+  const I magnitude = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff));
+  const I low = _mm512_set1_epi32((127 - range) << 23), high = _mm512_set1_epi32((127 + range) << 23);
+  return _mm512_cmplt_epu32_mask(magnitude, high) &
+         (_mm512_cmpge_epu32_mask(magnitude, low) | _mm512_cmpeq_epi32_mask(magnitude, _mm512_setzero_si512()));
+}
+
+// Whether all values of a table are; NaN may be among them.
+bool ordinary_table(const Problem& p) {
+  for (int i = 0; i < 1 << p.bits; i += 16) {
+    const __mmask16 some = p.bits < 4 ? (1 << (1 << p.bits)) - 1 : 0xffff;
+    const F values = _mm512_maskz_loadu_ps(some, p.table + i);
+    if ((ordinary(values, 32) | _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q)) != 0xffff) return false;
+  }
+  return true;
+}
+
 // Whether values less a zero point are integers that one term holds.
 EQQ_INLINE bool small_integers(const Problem& p) {
   for (int i = 0; i < 1 << p.bits; ++i)
@@ -121,6 +139,26 @@ EQQ_INLINE void store_some(const Problem& p, int64_t at, F value, __mmask16 mask
 EQQ_INLINE const char* y_at(const Problem& p, int64_t at) { return static_cast<const char*>(p.y) + at * (p.x_type == kFloat32 ? 4 : 2); }
 
 EQQ_INLINE __mmask16 first_few(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1); }
+
+// Whether all of x is ordinary; NaN may be in it.
+bool ordinary_x(const Problem& p) {
+  const bool by_columns = p.x_column != 1 && p.x_row == 1;
+  const int64_t lines = by_columns ? p.k : p.m, length = by_columns ? p.m : p.k, line = by_columns ? p.x_column : p.x_row;
+  const int64_t step = by_columns ? p.x_row : p.x_column;
+  for (int64_t batch = 0; batch < p.batch; ++batch)
+    for (int64_t i = 0; i < lines; ++i) {
+      __mmask16 all = 0xffff;
+      for (int64_t j = 0; j < length; j += 16) {
+        const int64_t at = batch * p.x_batch + i * line + j * step;
+        F values = load_some(p, at, step == 1 ? first_few(length - j) : 1);
+        for (int64_t rest = 1; step != 1 && rest < min64(16, length - j); ++rest)
+          values = _mm512_mask_mov_ps(values, 1 << rest, _mm512_set1_ps(_mm512_cvtss_f32(load_some(p, at + rest * step, 1))));
+        all &= ordinary(values, 64) | _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+      }
+      if (all != 0xffff) return false;
+    }
+  return true;
+}
 
 // Numbers `k` to `k + 15`, of which `real` are, of 16 rows from `at` on: a vector of rows for each number.
 void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
@@ -490,11 +528,15 @@ Functions functions_of(const Detail& d) {
 //
 
 // Whether tiles can multiply it, and do so faster: their time is that of 16 rows of x, however few there are.
+//
+// They take subnormal numbers for zero, and the last term of a small number is one. An infinity times a term that is zero
+// is NaN.
+// Sums that are not scaled yet may overflow. So what is very small or large is left to AVX-512.
 bool takes(const Problem& p, int64_t w_terms) {
   if (p.transpose || p.k <= 0) return false;
   const bool halves = runs_of(p).size < 32;  // of tiles
   if (p.zero_point != nullptr && (halves || (p.bits == 8 && p.values != kValueInteger) || !small_integers(p))) return false;
-  return p.m >= (halves || w_terms > 1 ? 8 : 3);
+  return p.m >= (halves || w_terms > 1 ? 8 : 3) && ordinary_table(p) && ordinary_x(p);
 }
 
 // The memory of a thread.

@@ -20,6 +20,9 @@ typedef struct MatmulKernel {
   void (*plan)(const Problem*, int64_t threads, Plan*);
   void (*prepare)(const Problem*, const Plan*, void* shared, int64_t part);
   void (*run)(const Problem*, const Plan*, const void* shared, void* own, int64_t unit);
+  // Where the values of x decide: whether the kernel can multiply what it prepared, and which one does otherwise.
+  bool (*suits)(const Plan*, const void* shared) = nullptr;
+  const struct MatmulKernel* otherwise = nullptr;
 } MatmulKernel;
 
 // A further kind of kernel (int8 x int8, encoding, ...) is a further struct of functions and a further pointer here,

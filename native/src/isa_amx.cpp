@@ -86,22 +86,31 @@ int64_t split_table(const Problem& p, float zero, uint16_t (*terms)[256]) {
   return needed;
 }
 
-// Whether a number is zero or between 2^-`range` and 2^`range`.
-EQQ_INLINE __mmask16 ordinary(F value, int range) {
-  const I magnitude = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff));
-  const I low = _mm512_set1_epi32((127 - range) << 23), high = _mm512_set1_epi32((127 + range) << 23);
-  return _mm512_cmplt_epu32_mask(magnitude, high) &
-         (_mm512_cmpge_epu32_mask(magnitude, low) | _mm512_cmpeq_epi32_mask(magnitude, _mm512_setzero_si512()));
-}
+// Whether all numbers are zero or between 2^-`range` and 2^`range`, of which these are the largest magnitudes, and the
+// smallest, less one bit: so zero is none.
+struct Magnitudes {
+  I most = _mm512_setzero_si512(), least = _mm512_set1_epi32(-1);
 
-// Whether all values of a table are; NaN may be among them.
+  __attribute__((always_inline)) inline void see(F value) {
+    const I magnitude = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff));
+    most = _mm512_max_epu32(most, magnitude);
+    least = _mm512_min_epu32(least, _mm512_sub_epi32(magnitude, _mm512_set1_epi32(1)));
+  }
+  __attribute__((always_inline)) inline bool ordinary(int range) const {
+    const I low = _mm512_set1_epi32(((127 - range) << 23) - 1), high = _mm512_set1_epi32((127 + range) << 23);
+    return _mm512_cmpgt_epu32_mask(most, high) == 0 && _mm512_cmplt_epu32_mask(least, low) == 0;
+  }
+};
+
+// Whether all values of a table are ordinary; NaN may be among them.
 bool ordinary_table(const Problem& p) {
+  Magnitudes all;
   for (int i = 0; i < 1 << p.bits; i += 16) {
     const __mmask16 some = p.bits < 4 ? (1 << (1 << p.bits)) - 1 : 0xffff;
     const F values = _mm512_maskz_loadu_ps(some, p.table + i);
-    if ((ordinary(values, 32) | _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q)) != 0xffff) return false;
+    all.see(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(values, values, _CMP_ORD_Q), values));
   }
-  return true;
+  return all.ordinary(32);
 }
 
 // Whether values less a zero point are integers that one term holds.
@@ -140,26 +149,6 @@ EQQ_INLINE const char* y_at(const Problem& p, int64_t at) { return static_cast<c
 
 EQQ_INLINE __mmask16 first_few(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1); }
 
-// Whether all of x is ordinary; NaN may be in it.
-bool ordinary_x(const Problem& p) {
-  const bool by_columns = p.x_column != 1 && p.x_row == 1;
-  const int64_t lines = by_columns ? p.k : p.m, length = by_columns ? p.m : p.k, line = by_columns ? p.x_column : p.x_row;
-  const int64_t step = by_columns ? p.x_row : p.x_column;
-  for (int64_t batch = 0; batch < p.batch; ++batch)
-    for (int64_t i = 0; i < lines; ++i) {
-      __mmask16 all = 0xffff;
-      for (int64_t j = 0; j < length; j += 16) {
-        const int64_t at = batch * p.x_batch + i * line + j * step;
-        F values = load_some(p, at, step == 1 ? first_few(length - j) : 1);
-        for (int64_t rest = 1; step != 1 && rest < min64(16, length - j); ++rest)
-          values = _mm512_mask_mov_ps(values, 1 << rest, _mm512_set1_ps(_mm512_cvtss_f32(load_some(p, at + rest * step, 1))));
-        all &= ordinary(values, 64) | _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-      }
-      if (all != 0xffff) return false;
-    }
-  return true;
-}
-
 // Numbers `k` to `k + 15`, of which `real` are, of 16 rows from `at` on: a vector of rows for each number.
 void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
   at += k * p.x_column;
@@ -180,53 +169,39 @@ void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows,
   }
 }
 
-// Whether all are below 2^127, so that rounding cannot make infinity.
-EQQ_INLINE bool moderate(const F* values) {
-  const I exponent = _mm512_set1_epi32(0x7f800000);
-  I most = _mm512_setzero_si512();
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(values[i]), exponent));
-  return _mm512_cmpge_epu32_mask(most, _mm512_set1_epi32(0x7f000000)) == 0;
-}
-
-// The terms of two codes of 16 rows, side by side. With `kModerate` ties round away from zero: what is left is less a bit.
-template <int kX, bool kModerate>
+// The terms of two codes of 16 rows, side by side. Ties round away from zero: what is left is a bit less.
+template <int kX>
 EQQ_INLINE void pack_pair(F one, F two, uint8_t* out) {
   const I upper = _mm512_set1_epi32(static_cast<int>(0xffff0000)), half = _mm512_set1_epi32(0x8000);
 #pragma GCC unroll 3
   for (int t = 0; t < kX; ++t) {
-    F a, b;
-    if (kModerate) {
-      a = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(one), half), upper));
-      b = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(two), half), upper));
-      one = _mm512_sub_ps(one, a);
-      two = _mm512_sub_ps(two, b);
-    } else {
-      a = next_bf16(one);
-      b = next_bf16(two);
-      one = rest(one, a);
-      two = rest(two, b);
-    }
+    const F a = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(one), half), upper));
+    const F b = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(two), half), upper));
     _mm512_store_si512(out + t * kTile, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_castps_si512(b)));
+    one = _mm512_sub_ps(one, a);
+    two = _mm512_sub_ps(two, b);
   }
 }
 
 // The terms of 16 rows of x: pairs of codes below each other, as tiles want them; tiles of terms one after the other.
+// Returns whether all numbers are ordinary. Of others the terms may be wrong.
 template <int kX>
-void pack(const Problem& p, const Runs& r, int64_t at, int64_t rows, int64_t first, int64_t last, uint8_t* out) {
+bool pack(const Problem& p, const Runs& r, int64_t at, int64_t rows, int64_t first, int64_t last, uint8_t* out) {
+  Magnitudes all;
   for (int64_t q = 32 * first; q < 32 * last; q += 16) {  // sixteen codes are never of two runs
     F values[16];
     const int64_t run = q / r.size, offset = q % r.size;
     const int64_t real = run < r.count ? run_length(r, p.k, run) - offset : 0;
     square(p, at, real > 0 ? run_start(r, run) + offset : 0, min64(real, 16), rows, values);
     uint8_t* to = out + q / 32 * kX * kTile + q % 32 * 32;
-    if (moderate(values)) {
 #pragma GCC unroll 8
-      for (int j = 0; j < 16; j += 2) pack_pair<kX, true>(values[j], values[j + 1], to + 32 * j);
-    } else {
-      for (int j = 0; j < 16; j += 2) pack_pair<kX, false>(values[j], values[j + 1], to + 32 * j);
+    for (int j = 0; j < 16; j += 2) {
+      all.see(values[j]);
+      all.see(values[j + 1]);
+      pack_pair<kX>(values[j], values[j + 1], to + 32 * j);
     }
   }
+  return all.ordinary(64);
 }
 
 //
@@ -531,12 +506,12 @@ Functions functions_of(const Detail& d) {
 //
 // They take subnormal numbers for zero, and the last term of a small number is one. An infinity times a term that is zero
 // is NaN.
-// Sums that are not scaled yet may overflow. So what is very small or large is left to AVX-512.
+// Sums that are not scaled yet may overflow. So what is very small or large is left to AVX-512: of x, once that is seen.
 bool takes(const Problem& p, int64_t w_terms) {
   if (p.transpose || p.k <= 0) return false;
   const bool halves = runs_of(p).size < 32;  // of tiles
   if (p.zero_point != nullptr && (halves || (p.bits == 8 && p.values != kValueInteger) || !small_integers(p))) return false;
-  return p.m >= (halves || w_terms > 1 ? 8 : 3) && ordinary_table(p) && ordinary_x(p);
+  return p.m >= (halves || w_terms > 1 ? 8 : 3) && ordinary_table(p);
 }
 
 // The memory of a thread.
@@ -556,6 +531,9 @@ struct Room {
     all = sums + strips * min64(d.panels, kUnitPanels) * 2 * kTile;
   }
 };
+
+// Of x. Behind it is a byte for each part of the preparation: whether its numbers are ordinary.
+EQQ_INLINE int64_t packed_bytes(int64_t batch, const Detail& d) { return batch * d.panels * d.tiles * d.x_terms * kTile; }
 
 void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = *problem;
@@ -582,8 +560,8 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.tiles = div_up(r.padded, 32);
   d.slices = div_up(d.tiles, kSlice);
   d.together = d.panels <= 2 ? 1 : min64(d.rows / kStrip, 2);
-  out->shared_bytes = kTables + p.batch * d.panels * d.tiles * d.x_terms * kTile;
   out->parts = p.batch * d.panels * d.slices;
+  out->shared_bytes = kTables + packed_bytes(p.batch, d) + round_up(out->parts, 64);
   out->units = p.batch * d.row_blocks * d.chunks;
   out->own_bytes = Room(d).all;
   // So few rows at a time that packed x stays in the cache, yet units for all threads.
@@ -621,8 +599,17 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   if (part == 0) fill_tables(p, d, shared);
   const int64_t slice = part % d.slices, panel = part / d.slices % d.panels, batch = part / d.slices / d.panels;
   const auto pack_terms = d.x_terms == 3 ? pack<3> : d.x_terms == 2 ? pack<2> : pack<1>;
-  pack_terms(p, r, batch * p.x_batch + 16 * panel * p.x_row, min64(16, p.m - 16 * panel), slice * kSlice,
-             min64((slice + 1) * kSlice, d.tiles), shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile);
+  uint8_t *x = shared + kTables, *flags = x + packed_bytes(p.batch, d);
+  flags[part] = pack_terms(p, r, batch * p.x_batch + 16 * panel * p.x_row, min64(16, p.m - 16 * panel), slice * kSlice,
+                           min64((slice + 1) * kSlice, d.tiles), x + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile);
+}
+
+bool suits(const Plan* plan, const void* memory) {
+  if (plan->detail[11] == 0) return true;
+  const uint8_t* flags = static_cast<const uint8_t*>(memory) + plan->shared_bytes - round_up(plan->parts, 64);
+  for (int64_t part = 0; part < plan->parts; ++part)
+    if (!flags[part]) return false;
+  return true;
 }
 
 // Some rows of the weight that a thread multiplies, a strip at a time.
@@ -845,5 +832,5 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
 
 }  // namespace
 
-extern const MatmulKernel kMatmulAmx = {plan, prepare, run};
+extern const MatmulKernel kMatmulAmx = {plan, prepare, run, suits, &kMatmulAvx512Vbmi};
 extern const Isa kIsaAmx = {"amx", &kMatmulAmx, &kDecodeAvx512Vbmi, &kInt8Amx};

@@ -56,6 +56,15 @@ void run_units(Pool& pool, int64_t units, int64_t workers, const Work& work) {
   }
 }
 
+// Another kernel that must compute what one has prepared, or null.
+template <typename Kernel>
+const Kernel* instead(const Kernel&, const Plan&, const void*) {
+  return nullptr;
+}
+inline const MatmulKernel* instead(const MatmulKernel& kernel, const Plan& plan, const void* shared) {
+  return kernel.suits == nullptr || kernel.suits(&plan, shared) ? nullptr : kernel.otherwise;
+}
+
 // Has a kernel compute a problem of its own type. Whether there was enough memory.
 template <typename Kernel, typename Task, typename Pool>
 bool run_kernel(const Kernel& kernel, const Task& problem, Pool& pool, int64_t threads) {
@@ -69,6 +78,10 @@ bool run_kernel(const Kernel& kernel, const Task& problem, Pool& pool, int64_t t
   const Plan* q = &plan;
   const Kernel* k = &kernel;
   run_units(pool, plan.parts, threads, [=](int64_t part, int64_t) { k->prepare(p, q, memory, part); });
+  if (const Kernel* other = instead(kernel, plan, memory)) {
+    free_aligned(memory);
+    return run_kernel(*other, problem, pool, threads);
+  }
   run_units(pool, plan.units, workers, [=](int64_t unit, int64_t worker) {
     k->run(p, q, memory, memory + q->shared_bytes + worker * q->own_bytes, unit);
   });

@@ -1,4 +1,4 @@
-// The configuration of tiles, for kernels that use AMX.
+// What kernels on AMX share: the configuration of tiles, and vectors of x and y.
 #ifndef EQQUANT_AMX_H_
 #define EQQUANT_AMX_H_
 
@@ -22,28 +22,42 @@ struct alignas(64) TileConfig {
 // What was written before is in memory after. GCC does not know that loads of tiles and of their configuration read it.
 EQQ_INLINE void settle(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-// Tiles 0 to 3 are results, 4 and 5 rows of the weight, 6 and 7 of x; `depth` bytes are multiplied at a time.
-EQQ_INLINE void configure(int64_t depth) {
+// Tiles 0 to 3 are results. Of the others, those of `weights`, a bit for each, are rows of the weight, and the rest is of
+// x; `bytes` of a row are multiplied at a time.
+EQQ_INLINE void configure(int64_t bytes, int weights) {
   TileConfig config = {};
   config.palette = 1;
   for (int i = 0; i < 8; ++i) {
-    config.columns[i] = static_cast<uint16_t>(i == 4 || i == 5 ? depth : 64);
-    config.rows[i] = static_cast<uint8_t>(i < 6 ? 16 : depth / 4);
+    const bool of_weight = weights >> i & 1;
+    config.columns[i] = static_cast<uint16_t>(of_weight ? bytes : 64);
+    config.rows[i] = static_cast<uint8_t>(i < 4 || of_weight ? 16 : bytes / 4);
   }
   settle(&config);
   _tile_loadconfig(&config);
 }
 
-// Likewise for floats: tiles 0 to 3 are results, 4 to 6 terms of x, 7 one of the weight; `depth` codes are multiplied.
-EQQ_INLINE void configure_floats(int64_t depth) {
-  TileConfig config = {};
-  config.palette = 1;
-  for (int i = 0; i < 8; ++i) {
-    config.columns[i] = static_cast<uint16_t>(i == 7 ? 2 * depth : 64);
-    config.rows[i] = static_cast<uint8_t>(i >= 4 && i < 7 ? depth / 2 : 16);
+EQQ_INLINE __mmask16 first_few(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1); }
+
+// Sixteen numbers of x in a row, from element `at` on; those that the mask leaves out are zero, and not read.
+EQQ_INLINE __m512 load_some(const void* x, int type, int64_t at, __mmask16 mask) {
+  if (type == kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(x) + at);
+  const __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(x) + at);
+  return type == kFloat16 ? _mm512_cvtph_ps(half) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+// Likewise to y, rounded to its type.
+EQQ_INLINE void store_some(const Problem& p, int64_t at, __m512 value, __mmask16 mask) {
+  if (p.x_type == kFloat32) return _mm512_mask_storeu_ps(static_cast<float*>(p.y) + at, mask, value);
+  __m256i half;
+  if (p.x_type == kFloat16) {
+    half = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
+  } else {
+    const __m512i bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    near = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_or_si512(bits, _mm512_set1_epi32(1 << 22)));
+    half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(near, 16));
   }
-  settle(&config);
-  _tile_loadconfig(&config);
+  _mm256_mask_storeu_epi16(static_cast<uint16_t*>(p.y) + at, mask, half);
 }
 
 }  // namespace

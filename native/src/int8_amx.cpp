@@ -5,22 +5,17 @@
 // are multiplied where they lie if they have a byte for each code, and decoded a step at a time otherwise: well before
 // tiles are loaded, since a load stalls on bytes that are still on their way to the cache.
 #include "amx.h"
-#include "int8_avx512.h"
+#include "avx512.h"
+#include "int8_vnni.h"
 
 namespace {
 
-struct Amx : Avx512Lanes {
-  static constexpr int kGroup = 4;
-  static constexpr bool kInRegisters = true;
-  EQQ_INLINE I dot(I acc, I w, I x) { return _mm512_dpbusd_epi32(acc, w, x); }
-};
-
-using Kernels8 = Int8Kernels<Amx>;
+using Kernels8 = Int8Kernels<Vnni>;
 using I = __m512i;
 using F = __m512;
 
 constexpr int64_t kGroupRows = 32;          // of the weight that are multiplied at a time: two tiles
-constexpr int64_t kMostRows = 256;          // of the weight in a unit
+constexpr int64_t kMostUnitRows = 256;          // of the weight in a unit
 constexpr int64_t kPanelBytes = 1 << 20;    // of x that a unit reads again and again: they stay in L2
 constexpr int64_t kMostPanels = 16;
 constexpr int64_t kLongRun = 512;           // codes of a run, above which tiles add up whole steps
@@ -50,7 +45,7 @@ EQQ_INLINE int64_t row_tiles(const Runs& r) { return row_codes(r) / depth_of(r);
 
 void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = problem->p;
-  if (!takes(*problem)) return Kernels8::plan(problem, threads, out);
+  if (!takes(*problem)) return kInt8Avx512Vnni.plan(problem, threads, out);
   const Runs r = runs_of(p);
   Detail d;
   d.panels = div_up(p.m, 16);
@@ -58,7 +53,7 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   d.row_blocks = div_up(d.panels, d.block);
   int64_t rows = div_up(p.n * p.batch * d.row_blocks, 8 * threads);
   rows = max64(rows, (int64_t{1} << 19) / (p.m * p.k));
-  d.rows = min64(round_up(min64(rows, p.n), 16), kMostRows);
+  d.rows = min64(round_up(min64(rows, p.n), 16), kMostUnitRows);
   d.chunks = div_up(p.n, d.rows);
   d.group = min64(max64(kPartValues / (16 * p.k), 1), d.panels);
   const int64_t groups = div_up(d.panels, d.group);
@@ -80,17 +75,6 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
 // x
 //
 
-EQQ_INLINE __mmask16 first_lanes(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1); }
-
-// Sixteen floats from the `at`th on, and zeros for those that the mask leaves out.
-template <int kType>
-EQQ_INLINE F read(const void* x, int64_t at, __mmask16 mask) {
-  if (kType == kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(x) + at);
-  const __m256i halves = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(x) + at);
-  if (kType == kFloat16) return _mm512_cvtph_ps(halves);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-}
-
 // As `Kernels8::row_at`, of a row of floats that lie side by side.
 template <int kType>
 Kernels8::Row row_at(const void* x, int64_t count, bool affine) {
@@ -100,7 +84,7 @@ Kernels8::Row row_at(const void* x, int64_t count, bool affine) {
   for (int64_t k = 0; k < count; k += 32)
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      const F values = read<kType>(x, k + 16 * i, first_lanes(count - k - 16 * i));
+      const F values = load_some(x, kType, k + 16 * i, first_few(count - k - 16 * i));
       most[i] = _mm512_max_epu32(most[i], _mm512_and_si512(_mm512_castps_si512(values), magnitude));
       if (affine) low[i] = _mm512_min_ps(low[i], values), high[i] = _mm512_max_ps(high[i], values);
     }
@@ -140,41 +124,10 @@ EQQ_INLINE I quantize(const Quantizer& q, const F* values, int64_t count) {
     }
   if (count < 64)
     for (int j = 0; j < 4; ++j)
-      codes[j] = _mm512_mask_mov_epi32(_mm512_srli_epi32(q.flip, 16), first_lanes(count - 16 * j), codes[j]);
+      codes[j] = _mm512_mask_mov_epi32(_mm512_srli_epi32(q.flip, 16), first_few(count - 16 * j), codes[j]);
   // Both steps saturate, and so clip.
   const I low = _mm512_sub_epi16(_mm512_packs_epi32(codes[0], codes[1]), q.flip);
   return _mm512_packs_epi16(low, _mm512_sub_epi16(_mm512_packs_epi32(codes[2], codes[3]), q.flip));
-}
-
-EQQ_INLINE void transpose(I* a) {
-  I b[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-  }
-  // Now vector 4 i + j has elements j, j + 4, ... of rows 4 i to 4 i + 3.
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-    b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-    b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-    b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
-    a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
-    a[i + 4] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
-    a[i + 12] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
-  }
 }
 
 // Packs some of a panel: `pieces` of them, of which this is one.
@@ -202,7 +155,7 @@ void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, in
     memcpy(scales, scale, sizeof scale);
     memcpy(scales + 16 * p.batch * d.panels, shift, sizeof shift);
   }
-  const I factor = Amx::spread(p.zero_point != nullptr ? 1 : integers_of(p).lowest), ones = _mm512_set1_epi8(1);
+  const I factor = Vnni::spread(p.zero_point != nullptr ? 1 : integers_of(p).lowest), ones = _mm512_set1_epi8(1);
   const I flip = _mm512_set1_epi8(static_cast<char>(q.form == kUnsigned ? 128 : 0));
   // Without padding between runs, codes are taken 64 at a time whatever the runs are.
   const bool whole = r.count == 1 || (r.per_block == 1 && r.size == r.real);
@@ -214,9 +167,9 @@ void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, in
       from = run_start(r, run) + offset;
       count = min64(depth, run_length(r, p.k, run) - offset);
     }
-    I codes[16];
+    F square[16];  // of bytes, four in each lane
     for (int64_t i = 0; i < 16; ++i) {
-      codes[i] = _mm512_setzero_si512();
+      square[i] = _mm512_setzero_ps();
       if (i >= rows || count <= 0) continue;
       const int64_t start = i * p.x_row + from * p.x_column;
       if (kFloatsHere) {
@@ -226,31 +179,31 @@ void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, in
         if (!beside) Kernels8::read_floats(p, at + start, count, some);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
-          const __mmask16 mask = first_lanes(count - 16 * j);
-          values[j] = beside ? read<kType>(x, start + 16 * j, mask) : _mm512_maskz_loadu_ps(mask, some + 16 * j);
+          const __mmask16 mask = first_few(count - 16 * j);
+          values[j] = beside ? load_some(x, kType, start + 16 * j, mask) : _mm512_maskz_loadu_ps(mask, some + 16 * j);
         }
-        codes[i] = quantize(quantizers[i], values, count);
+        square[i] = _mm512_castsi512_ps(quantize(quantizers[i], values, count));
       } else {
         alignas(64) char some[64];
         if (!beside)
           for (int64_t j = 0; j < count; ++j) some[j] = x[start + j * p.x_column];
         const __mmask64 mask = ~uint64_t{0} >> (64 - count);
-        codes[i] = _mm512_maskz_loadu_epi8(mask, beside ? x + start : some);
-        codes[i] = _mm512_mask_xor_epi32(codes[i], 0xffff, codes[i], _mm512_maskz_mov_epi8(mask, flip));
+        const I codes = _mm512_maskz_loadu_epi8(mask, beside ? x + start : some);
+        square[i] = _mm512_castsi512_ps(_mm512_xor_si512(codes, _mm512_maskz_mov_epi8(mask, flip)));
       }
     }
-    transpose(codes);
+    Avx512::transpose(square);
     const int64_t position = c * width;
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) {
       const int order = kFloatsHere ? 4 * (i % 4) + i / 4 : i;
-      if (4 * i < width) Amx::store(out + 16 * position + 64 * i, codes[order]);
+      if (4 * i < width) Vnni::store(out + 16 * position + 64 * i, _mm512_castps_si512(square[order]));
     }
     for (int64_t tile = 0; tile < width / depth; ++tile) {
-      I sum = Amx::zero();
+      I sum = Vnni::zero();
       for (int64_t i = tile * depth / 4; i < (tile + 1) * depth / 4; ++i)
-        sum = Amx::dot(sum, ones, Amx::load(out + 16 * position + 64 * i));
-      Amx::store(sums + 16 * (position / depth + tile), Amx::mul(sum, factor));
+        sum = Vnni::dot(sum, ones, Vnni::load(out + 16 * position + 64 * i));
+      Vnni::store(sums + 16 * (position / depth + tile), Vnni::mul(sum, factor));
     }
   }
 }
@@ -268,7 +221,7 @@ void pack_ones(const Problem& p, const Runs& r, uint8_t* out) {
 
 void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t part) {
   const Problem& p = problem->p;
-  if (!takes(*problem)) return Kernels8::prepare(problem, plan, memory, part);
+  if (!takes(*problem)) return kInt8Avx512Vnni.prepare(problem, plan, memory, part);
   const Runs r = runs_of(p);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
@@ -300,11 +253,11 @@ struct Ahead {
 template <int kBits>
 EQQ_INLINE void unpack(const uint8_t* bytes, int64_t segments, I table, bool look_up, uint8_t* out) {
   for (int64_t s = 0; s < segments; ++s) {
-    const I all = Amx::load(bytes + 64 * s);
+    const I all = Vnni::load(bytes + 64 * s);
 #pragma GCC unroll 8
     for (int i = 0; i < 8 / kBits; ++i, out += 1024) {
-      const I codes = Amx::codes<kBits>(all, i);
-      Amx::store(out, look_up ? Amx::lookup(table, codes) : codes);
+      const I codes = Vnni::codes<kBits>(all, i);
+      Vnni::store(out, look_up ? Vnni::lookup(table, codes) : codes);
     }
   }
 }
@@ -316,7 +269,7 @@ void decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, i
   const uint8_t* bytes = p.codes + row * p.words + from * p.bits / 8;
   const bool whole = in_a_row(r, s) && from % segment == 0 && codes % segment == 0 && from + codes <= p.k;
   const bool look_up = v.looks_up || v.shift > 0;
-  const I table = look_up ? Amx::table(v.table) : Amx::zero();
+  const I table = look_up ? Vnni::table(v.table) : Vnni::zero();
   for (int64_t i = 0; i < count; ++i, bytes += p.words) {
     uint8_t* out = decoded + i / 16 * 16 * kDecoded + i % 16 * 64;
     if (whole) {
@@ -328,7 +281,7 @@ void decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, i
       uint8_t room[kStepRoom], codes_of_row[kStepRoom];
       int32_t unused[kRunRoom];
       const uint8_t* at = Kernels8::decode(p, r, v, s, row + i, unused, true, room, codes_of_row);
-      for (int64_t j = 0; j < codes; j += 64) Amx::store(out + 16 * j, Amx::load(at + j));
+      for (int64_t j = 0; j < codes; j += 64) Vnni::store(out + 16 * j, Vnni::load(at + j));
     }
   }
 }
@@ -340,9 +293,9 @@ void decode_scales(const Problem& p, const Runs& r, const Integers& v, int64_t r
   for (int64_t i = 0; i < count; ++i, ++row, scale += kStretch, offset += kStretch) {
     if (p.scale_kind == kScaleFloat32 && p.row_scale == nullptr) {
       const float* scales = static_cast<const float*>(p.scale) + row * p.blocks + from;
-      for (int64_t j = 0; j < to - from; j += 16) Amx::store_f(scale + j, _mm512_maskz_loadu_ps(first_lanes(to - from - j), scales + j));
+      for (int64_t j = 0; j < to - from; j += 16) Vnni::store_f(scale + j, _mm512_maskz_loadu_ps(first_few(to - from - j), scales + j));
     } else {
-      Amx::scales(&p, row, from, to, scale);
+      Vnni::scales(&p, row, from, to, scale);
     }
     if (p.zero_point != nullptr) Kernels8::offsets(p, v, row, from, to, offset);
   }
@@ -373,16 +326,16 @@ struct Block {
 };
 
 EQQ_INLINE I sum_of_tiles(const int32_t* sums, int64_t tiles) {
-  I sum = Amx::load(sums);
-  for (int64_t i = 1; i < tiles; ++i) sum = Amx::add(sum, Amx::load(sums + 16 * i));
+  I sum = Vnni::load(sums);
+  for (int64_t i = 1; i < tiles; ++i) sum = Vnni::add(sum, Vnni::load(sums + 16 * i));
   return sum;
 }
 
 // Sums of products of codes are brought to those of what they mean.
 EQQ_INLINE I corrected(const Block& a, I sum, I off, I shift, int64_t row, int64_t run) {
-  sum = Amx::add(sum, a.offset != nullptr ? Amx::mul(off, Amx::spread(a.offset[row * kStretch + run])) : off);
+  sum = Vnni::add(sum, a.offset != nullptr ? Vnni::mul(off, Vnni::spread(a.offset[row * kStretch + run])) : off);
   if (a.weights == nullptr) return sum;
-  return _mm512_sub_epi32(sum, Amx::mul(shift, Amx::spread(a.weights[row * kStretch + run])));
+  return _mm512_sub_epi32(sum, Vnni::mul(shift, Vnni::spread(a.weights[row * kStretch + run])));
 }
 
 // Runs of some blocks. Four tiles take turns: a result is stored two runs after it was multiplied, and scaled one run
@@ -392,9 +345,9 @@ template <bool kCorrects>
 void short_runs(const Block& a, Ahead& ahead) {
   F sums[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) sums[i] = Amx::load_f(a.sums + 16 * i);
+  for (int i = 0; i < 16; ++i) sums[i] = Vnni::load_f(a.sums + 16 * i);
   const int64_t tiles = a.length / a.depth;
-  const I shift = kCorrects ? Amx::load(a.shift) : Amx::zero();
+  const I shift = kCorrects ? Vnni::load(a.shift) : Vnni::zero();
   settle(a.w);
 #define EQQ_RUN(TILE, STORED, A, B)                                                                               \
   {                                                                                                               \
@@ -414,9 +367,9 @@ void short_runs(const Block& a, Ahead& ahead) {
       const int32_t* results = a.partial + 256 * ((TILE + 3) % 4);                                                \
       const I off = sum_of_tiles(a.sums_x + 16 * (run - 3) * tiles, tiles);                                       \
       _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {                                                     \
-        I sum = Amx::load(results + 16 * i);                                                                      \
-        sum = kCorrects ? corrected(a, sum, off, shift, i, run - 3) : Amx::add(sum, off);                         \
-        sums[i] = Amx::fma(Amx::to_f(sum), Amx::spread_f(a.scale[i * kStretch + run - 3]), sums[i]);              \
+        I sum = Vnni::load(results + 16 * i);                                                                      \
+        sum = kCorrects ? corrected(a, sum, off, shift, i, run - 3) : Vnni::add(sum, off);                         \
+        sums[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[i * kStretch + run - 3]), sums[i]);              \
       }                                                                                                           \
     }                                                                                                             \
   }
@@ -428,7 +381,7 @@ void short_runs(const Block& a, Ahead& ahead) {
   }
 #undef EQQ_RUN
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) Amx::store_f(a.sums + 16 * i, sums[i]);
+  for (int i = 0; i < 16; ++i) Vnni::store_f(a.sums + 16 * i, sums[i]);
 }
 
 // A long run, or a part of it.
@@ -470,12 +423,12 @@ void long_run(const Block& a, Ahead& ahead) {
   if (kTwoPanels) _tile_stored(3, out + 768, 64);
   if (!a.ends) return;
   for (int64_t panel = 0; panel < (kTwoPanels ? 2 : 1); ++panel) {
-    const I off = sum_of_tiles(a.sums_x + panel * a.sums_panel, a.run_tiles), shift = Amx::load(a.shift + 16 * panel);
+    const I off = sum_of_tiles(a.sums_x + panel * a.sums_panel, a.run_tiles), shift = Vnni::load(a.shift + 16 * panel);
     for (int64_t i = 0; i < kGroupRows; ++i) {
       float* sums = a.sums + 512 * panel + 16 * i;
-      I sum = Amx::load(results[panel][0][0] + 16 * i);
+      I sum = Vnni::load(results[panel][0][0] + 16 * i);
       sum = corrected(a, sum, off, shift, i, 0);
-      Amx::store_f(sums, Amx::fma(Amx::to_f(sum), Amx::spread_f(a.scale[i * kStretch]), Amx::load_f(sums)));
+      Vnni::store_f(sums, Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[i * kStretch]), Vnni::load_f(sums)));
     }
   }
 }
@@ -507,29 +460,19 @@ void sum_weights(const Problem& p, const Runs& r, const Integers& v, const Step&
 // Results
 //
 
-EQQ_INLINE void write(const Problem& p, int64_t at, F values, __mmask16 mask) {
-  if (p.x_type == kFloat32) return _mm512_mask_storeu_ps(static_cast<float*>(p.y) + at, mask, values);
-  const I bits = _mm512_castps_si512(values);
-  I near = _mm512_add_epi32(bits, _mm512_and_si512(_mm512_srli_epi32(bits, 16), Amx::spread(1)));
-  near = _mm512_srli_epi32(_mm512_add_epi32(near, Amx::spread(0x7fff)), 16);
-  near = _mm512_mask_or_epi32(near, _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q), _mm512_srli_epi32(bits, 16), Amx::spread(64));
-  const __m256i halves = p.x_type == kFloat16 ? _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT) : _mm512_cvtepi32_epi16(near);
-  _mm256_mask_storeu_epi16(static_cast<uint16_t*>(p.y) + at, mask, halves);
-}
-
 // A tile of results: `count` rows of the weight from `n` on, and `lanes` rows of x from `m` on.
 void write_tile(const Problem& p, int64_t batch, int64_t m, int64_t lanes, int64_t n, int64_t count, const float* sums,
                 const float* x_scale) {
-  const F scale = Amx::load_f(x_scale);
+  const F scale = Vnni::load_f(x_scale);
   const int64_t base = batch * p.y_batch + m * p.y_row + n * p.y_column;
-  I tile[16];
+  F tile[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) tile[i] = _mm512_castps_si512(_mm512_mul_ps(Amx::load_f(sums + 16 * i), scale));
+  for (int i = 0; i < 16; ++i) tile[i] = _mm512_mul_ps(Vnni::load_f(sums + 16 * i), scale);
   if (p.y_row == 1) {
-    for (int64_t i = 0; i < count; ++i) write(p, base + i * p.y_column, _mm512_castsi512_ps(tile[i]), first_lanes(lanes));
+    for (int64_t i = 0; i < count; ++i) store_some(p, base + i * p.y_column, tile[i], first_few(lanes));
   } else if (p.y_column == 1) {
-    transpose(tile);
-    for (int64_t i = 0; i < lanes; ++i) write(p, base + i * p.y_row, _mm512_castsi512_ps(tile[i]), first_lanes(count));
+    Avx512::transpose(tile);
+    for (int64_t i = 0; i < lanes; ++i) store_some(p, base + i * p.y_row, tile[i], first_few(count));
   } else {
     for (int64_t j = 0; j < lanes; ++j)
       for (int64_t i = 0; i < count; ++i) Kernels8::write(p, base + j * p.y_row + i * p.y_column, sums[16 * i + j] * x_scale[j]);
@@ -538,7 +481,7 @@ void write_tile(const Problem& p, int64_t batch, int64_t m, int64_t lanes, int64
 
 void run(const Int8Problem* problem, const Plan* plan, const void* memory, void* own_memory, int64_t unit) {
   const Problem& p = problem->p;
-  if (!takes(*problem)) return Kernels8::run(problem, plan, memory, own_memory, unit);
+  if (!takes(*problem)) return kInt8Avx512Vnni.run(problem, plan, memory, own_memory, unit);
   const Runs r = runs_of(p);
   const Integers v = integers_of(p);
   Detail d;
@@ -568,7 +511,7 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
   a.sums_panel = 16 * row_tiles(r);
   a.scale = scale;
   a.offset = p.zero_point != nullptr ? offset : nullptr;
-  configure(a.depth);
+  configure(a.depth, 1 << 4 | 1 << 5);
   const uint8_t* codes = p.codes + weight * p.words;
   const int64_t group_rows = is_long ? kGroupRows : 16;
   const bool direct_rows = p.bits == 8 && r.padded == p.k;

@@ -124,47 +124,24 @@ EQQ_INLINE bool small_integers(const Problem& p) {
 // x
 //
 
-// Sixteen numbers in a row; those beyond `mask` are zero.
-EQQ_INLINE F load_some(const Problem& p, int64_t at, __mmask16 mask) {
-  if (p.x_type == kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(p.x) + at);
-  const __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(p.x) + at);
-  return p.x_type == kFloat16 ? _mm512_cvtph_ps(half) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-
-EQQ_INLINE void store_some(const Problem& p, int64_t at, F value, __mmask16 mask) {
-  if (p.x_type == kFloat32) return _mm512_mask_storeu_ps(static_cast<float*>(p.y) + at, mask, value);
-  __m256i half;
-  if (p.x_type == kFloat16) {
-    half = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
-  } else {
-    const I bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    I near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    near = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_or_si512(bits, _mm512_set1_epi32(1 << 22)));
-    half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(near, 16));
-  }
-  _mm256_mask_storeu_epi16(static_cast<uint16_t*>(p.y) + at, mask, half);
-}
-
 EQQ_INLINE const char* y_at(const Problem& p, int64_t at) { return static_cast<const char*>(p.y) + at * (p.x_type == kFloat32 ? 4 : 2); }
-
-EQQ_INLINE __mmask16 first_few(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1); }
 
 // Numbers `k` to `k + 15`, of which `real` are, of 16 rows from `at` on: a vector of rows for each number.
 void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
   at += k * p.x_column;
   if (p.x_column == 1) {
-    for (int64_t i = 0; i < 16; ++i) out[i] = load_some(p, at + (i < rows ? i : 0) * p.x_row, i < rows ? first_few(real) : 0);
+    for (int64_t i = 0; i < 16; ++i) out[i] = load_some(p.x, p.x_type, at + (i < rows ? i : 0) * p.x_row, i < rows ? first_few(real) : 0);
     Avx512::transpose(out);
     return;
   }
   for (int64_t j = 0; j < 16; ++j) {
     const int64_t from = at + (j < real ? j : 0) * p.x_column;
     if (p.x_row == 1) {
-      out[j] = load_some(p, from, j < real ? first_few(rows) : 0);
+      out[j] = load_some(p.x, p.x_type, from, j < real ? first_few(rows) : 0);
       continue;
     }
     float values[16] = {0};
-    for (int64_t i = 0; i < (j < real ? rows : 0); ++i) _mm_store_ss(values + i, _mm512_castps512_ps128(load_some(p, from + i * p.x_row, 1)));
+    for (int64_t i = 0; i < (j < real ? rows : 0); ++i) _mm_store_ss(values + i, _mm512_castps512_ps128(load_some(p.x, p.x_type, from + i * p.x_row, 1)));
     out[j] = _mm512_loadu_ps(values);
   }
 }
@@ -505,8 +482,8 @@ Functions functions_of(const Detail& d) {
 // Whether tiles can multiply it, and do so faster: their time is that of 16 rows of x, however few there are.
 //
 // They take subnormal numbers for zero, and the last term of a small number is one. An infinity times a term that is zero
-// is NaN.
-// Sums that are not scaled yet may overflow. So what is very small or large is left to AVX-512: of x, once that is seen.
+// is NaN. Sums that are not scaled yet may overflow. So what is very small or large is left to AVX-512: of x, once that
+// is seen.
 bool takes(const Problem& p, int64_t w_terms) {
   if (p.transpose || p.k <= 0) return false;
   const bool halves = runs_of(p).size < 32;  // of tiles
@@ -532,8 +509,10 @@ struct Room {
   }
 };
 
-// Of x. Behind it is a byte for each part of the preparation: whether its numbers are ordinary.
-EQQ_INLINE int64_t packed_bytes(int64_t batch, const Detail& d) { return batch * d.panels * d.tiles * d.x_terms * kTile; }
+// Behind packed x there is a byte for each part of the preparation: whether its numbers are ordinary.
+EQQ_INLINE int64_t flags_at(const Plan* plan) { return plan->shared_bytes - round_up(plan->parts, 64); }
+
+EQQ_INLINE bool is_mine(const Plan* plan) { return plan->detail[11] != 0; }
 
 void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = *problem;
@@ -561,7 +540,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.slices = div_up(d.tiles, kSlice);
   d.together = d.panels <= 2 ? 1 : min64(d.rows / kStrip, 2);
   out->parts = p.batch * d.panels * d.slices;
-  out->shared_bytes = kTables + packed_bytes(p.batch, d) + round_up(out->parts, 64);
+  out->shared_bytes = kTables + p.batch * d.panels * d.tiles * d.x_terms * kTile + round_up(out->parts, 64);
   out->units = p.batch * d.row_blocks * d.chunks;
   out->own_bytes = Room(d).all;
   // So few rows at a time that packed x stays in the cache, yet units for all threads.
@@ -591,7 +570,7 @@ void fill_tables(const Problem& p, const Detail& d, uint8_t* tables) {
 
 void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t part) {
   const Problem& p = *problem;
-  if (plan->detail[11] == 0) return kMatmulAvx512Vbmi.prepare(problem, plan, memory, part);
+  if (!is_mine(plan)) return kMatmulAvx512Vbmi.prepare(problem, plan, memory, part);
   const Runs r = runs_of(p);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
@@ -599,14 +578,15 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   if (part == 0) fill_tables(p, d, shared);
   const int64_t slice = part % d.slices, panel = part / d.slices % d.panels, batch = part / d.slices / d.panels;
   const auto pack_terms = d.x_terms == 3 ? pack<3> : d.x_terms == 2 ? pack<2> : pack<1>;
-  uint8_t *x = shared + kTables, *flags = x + packed_bytes(p.batch, d);
-  flags[part] = pack_terms(p, r, batch * p.x_batch + 16 * panel * p.x_row, min64(16, p.m - 16 * panel), slice * kSlice,
-                           min64((slice + 1) * kSlice, d.tiles), x + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile);
+  uint8_t* x = shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile;
+  shared[flags_at(plan) + part] =
+      pack_terms(p, r, batch * p.x_batch + 16 * panel * p.x_row, min64(16, p.m - 16 * panel), slice * kSlice,
+                 min64((slice + 1) * kSlice, d.tiles), x);
 }
 
 bool suits(const Plan* plan, const void* memory) {
-  if (plan->detail[11] == 0) return true;
-  const uint8_t* flags = static_cast<const uint8_t*>(memory) + plan->shared_bytes - round_up(plan->parts, 64);
+  if (!is_mine(plan)) return true;
+  const uint8_t* flags = static_cast<const uint8_t*>(memory) + flags_at(plan);
   for (int64_t part = 0; part < plan->parts; ++part)
     if (!flags[part]) return false;
   return true;
@@ -738,7 +718,7 @@ void write_square(const Problem& p, int64_t at, int64_t rows, int64_t lanes, con
 
 void run(const Problem* problem, const Plan* plan, const void* memory, void* mine, int64_t unit) {
   const Problem& p = *problem;
-  if (plan->detail[11] == 0) return kMatmulAvx512Vbmi.run(problem, plan, memory, mine, unit);
+  if (!is_mine(plan)) return kMatmulAvx512Vbmi.run(problem, plan, memory, mine, unit);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
   const Room room(d);
@@ -762,7 +742,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   const int64_t step = codes / 32 * d.x_terms * kTile, tiles = codes / 32 * 2 * d.w_terms * kTile;
   const uint8_t* x = shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile;
   const bool far = panels * d.x_terms * 32 * u.r.padded > kInL2;
-  configure_floats(min64(d.grain, 32));
+  configure(2 * min64(d.grain, 32), 1 << 7);
   // What is pending before the first piece adds zeros to where nobody looks.
   Pending last = {1, results[2], results[3], results};
   Source next;

@@ -155,7 +155,7 @@ def test_no_transpose_is_written(getkey, name):
 @needs_native
 @pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("name", ["nf4", "int8", "binary", "mxfp4"])
-@pytest.mark.parametrize("m", [1, 4, 64])
+@pytest.mark.parametrize("m", [1, 2, 4, 64])
 def test_as_exact_as_float32(getkey, name, m, precision):
     """The errors are at most twice those of XLA's own product."""
     q = eqq.quantize(weights(getkey(), (256, 4096)), FORMATS[name].format)
@@ -175,6 +175,18 @@ def test_tiny_and_huge_numbers(getkey, name, size):
     x = jax.random.uniform(getkey(), (16, 192), minval=-1, maxval=1) * size
     expected = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T
     assert relative_error(eqq.matmul(x, q.T, implementation="cpu"), expected) < 1e-6
+
+
+@needs_native
+@pytest.mark.parametrize("m", [1, 3, 16])
+@pytest.mark.parametrize("name", ["nf4", "int8", "ternary"])
+def test_an_outlier_that_meets_zeros(getkey, name, m):
+    """Numbers that are much smaller than another keep their bits."""
+    w = weights(getkey(), (40, 192)).at[:, 5].set(0)
+    q = eqq.quantize(w, FORMATS[name].format)
+    x = weights(getkey(), (m, 192)).at[:, 5].set(1e7)
+    assert np.asarray(q.dequantize()[:, 5] == 0).all()
+    check(x, q)
 
 
 @needs_native

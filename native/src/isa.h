@@ -20,8 +20,10 @@ typedef struct MatmulKernel {
   void (*plan)(const Problem*, int64_t threads, Plan*);
   void (*prepare)(const Problem*, const Plan*, void* shared, int64_t part);
   void (*run)(const Problem*, const Plan*, const void* shared, void* own, int64_t unit);
-  // Where the values of x decide: whether the kernel can multiply what it prepared, and which one does otherwise.
-  bool (*suits)(const Plan*, const void* shared) = nullptr;
+  // Whether the kernel takes a problem, and, where the values of x decide, whether it can multiply what it prepared; null
+  // if it always does. And the kernel that is asked next if not.
+  bool (*takes)(const Problem*) = nullptr;
+  bool (*suits)(const Problem*, const Plan*, const void* shared) = nullptr;
   const struct MatmulKernel* otherwise = nullptr;
 } MatmulKernel;
 
@@ -42,6 +44,7 @@ extern const MatmulKernel kMatmulAvx512, kDecodeAvx512;  // of those that add to
 extern const Isa kIsaAvx512Vnni;
 extern const MatmulKernel kMatmulAvx512Vbmi, kDecodeAvx512Vbmi;
 extern const Isa kIsaAvx512Vbmi;
+extern const MatmulKernel kMatmulAmx, kMatmulFewAmx;
 extern const Isa kIsaAmx;
 #elif defined(__aarch64__) || defined(_M_ARM64)
 extern const Isa kIsaNeon;

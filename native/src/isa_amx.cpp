@@ -45,7 +45,6 @@ struct Detail {
   int64_t grain;                  // codes that are added up before they are scaled
   int64_t tiles;                  // of a panel and a term
   int64_t together;               // strips that meet a panel while it is in L1
-  int64_t mine;                   // 1; AVX-512's own details are zero here
 };
 
 //
@@ -111,6 +110,11 @@ bool ordinary_table(const Problem& p) {
     all.see(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(values, values, _CMP_ORD_Q), values));
   }
   return all.ordinary(32);
+}
+
+int64_t terms_of_table(const Problem& p) {
+  uint16_t terms[3][256];
+  return (p.bits == 8 && p.values == kValueInteger) || p.zero_point != nullptr ? 1 : split_table(p, 0, terms);
 }
 
 // Whether values less a zero point are integers that one term holds.
@@ -484,11 +488,12 @@ Functions functions_of(const Detail& d) {
 // They take subnormal numbers for zero, and the last term of a small number is one. An infinity times a term that is zero
 // is NaN. Sums that are not scaled yet may overflow. So what is very small or large is left to AVX-512: of x, once that
 // is seen.
-bool takes(const Problem& p, int64_t w_terms) {
+bool takes(const Problem* problem) {
+  const Problem& p = *problem;
   if (p.transpose || p.k <= 0) return false;
   const bool halves = runs_of(p).size < 32;  // of tiles
   if (p.zero_point != nullptr && (halves || (p.bits == 8 && p.values != kValueInteger) || !small_integers(p))) return false;
-  return p.m >= (halves || w_terms > 1 ? 8 : 3) && ordinary_table(p);
+  return p.m >= (halves || terms_of_table(p) > 1 ? 8 : 3) && ordinary_table(p);
 }
 
 // The memory of a thread.
@@ -512,20 +517,15 @@ struct Room {
 // Behind packed x there is a byte for each part of the preparation: whether its numbers are ordinary.
 EQQ_INLINE int64_t flags_at(const Plan* plan) { return plan->shared_bytes - round_up(plan->parts, 64); }
 
-EQQ_INLINE bool is_mine(const Plan* plan) { return plan->detail[11] != 0; }
-
 void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = *problem;
   Detail d;
-  d.mine = 1;
-  uint16_t terms[3][256];
   const bool exact = p.precision == kExact && p.x_type == kFloat32, whole = p.bits == 8 && p.values == kValueInteger;
   d.kind = whole ? kWhole : p.bits == 8 ? kByte : p.zero_point != nullptr ? kSixteenLessZero : kSixteen;
-  d.w_terms = whole || p.zero_point != nullptr || p.m == 1 ? 1 : split_table(p, 0, terms);
+  d.w_terms = terms_of_table(p);
   // Two terms have the 11 bits of a float16, and are far more exact than a result of 16 bits.
   d.x_terms = p.x_type == kBFloat16 ? 1 : exact ? 3 : 2;
   d.w_terms = !exact ? min64(d.w_terms, 2) : d.w_terms > 1 ? 3 : 1;
-  if (!takes(p, d.w_terms)) return kMatmulAvx512Vbmi.plan(problem, threads, out);
   const Runs r = runs_of(p);
   const int64_t codes = codes_at_once(d.w_terms);
   d.grain = r.size % codes == 0 ? codes : min64(r.size, 64);
@@ -545,7 +545,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   out->own_bytes = Room(d).all;
   // So few rows at a time that packed x stays in the cache, yet units for all threads.
   out->rows = 16 * kUnitPanels * div_up(4 * threads, p.batch * d.chunks);
-  static_assert(sizeof d == sizeof out->detail, "the last detail says whose they are");
+  static_assert(sizeof d <= sizeof out->detail, "a detail too much");
   memcpy(out->detail, &d, sizeof d);
 }
 
@@ -570,7 +570,6 @@ void fill_tables(const Problem& p, const Detail& d, uint8_t* tables) {
 
 void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t part) {
   const Problem& p = *problem;
-  if (!is_mine(plan)) return kMatmulAvx512Vbmi.prepare(problem, plan, memory, part);
   const Runs r = runs_of(p);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
@@ -584,8 +583,7 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
                  min64((slice + 1) * kSlice, d.tiles), x);
 }
 
-bool suits(const Plan* plan, const void* memory) {
-  if (!is_mine(plan)) return true;
+bool suits(const Problem*, const Plan* plan, const void* memory) {
   const uint8_t* flags = static_cast<const uint8_t*>(memory) + flags_at(plan);
   for (int64_t part = 0; part < plan->parts; ++part)
     if (!flags[part]) return false;
@@ -718,7 +716,6 @@ void write_square(const Problem& p, int64_t at, int64_t rows, int64_t lanes, con
 
 void run(const Problem* problem, const Plan* plan, const void* memory, void* mine, int64_t unit) {
   const Problem& p = *problem;
-  if (!is_mine(plan)) return kMatmulAvx512Vbmi.run(problem, plan, memory, mine, unit);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
   const Room room(d);
@@ -812,5 +809,5 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
 
 }  // namespace
 
-extern const MatmulKernel kMatmulAmx = {plan, prepare, run, suits, &kMatmulAvx512Vbmi};
-extern const Isa kIsaAmx = {"amx", &kMatmulAmx, &kDecodeAvx512Vbmi, &kInt8Amx};
+extern const MatmulKernel kMatmulAmx = {plan, prepare, run, takes, suits, &kMatmulAvx512Vbmi};
+extern const Isa kIsaAmx = {"amx", &kMatmulFewAmx, &kDecodeAvx512Vbmi, &kInt8Amx};

@@ -56,13 +56,19 @@ void run_units(Pool& pool, int64_t units, int64_t workers, const Work& work) {
   }
 }
 
+// The first kernel that takes a problem, of this one and those that are asked next.
+inline const MatmulKernel& taking(const MatmulKernel* kernel, const Problem& problem) {
+  while (kernel->takes != nullptr && !kernel->takes(&problem)) kernel = kernel->otherwise;
+  return *kernel;
+}
+
 // Another kernel that must compute what one has prepared, or null.
-template <typename Kernel>
-const Kernel* instead(const Kernel&, const Plan&, const void*) {
+template <typename Kernel, typename Task>
+const Kernel* instead(const Kernel&, const Task&, const Plan&, const void*) {
   return nullptr;
 }
-inline const MatmulKernel* instead(const MatmulKernel& kernel, const Plan& plan, const void* shared) {
-  return kernel.suits == nullptr || kernel.suits(&plan, shared) ? nullptr : kernel.otherwise;
+inline const MatmulKernel* instead(const MatmulKernel& kernel, const Problem& problem, const Plan& plan, const void* shared) {
+  return kernel.suits == nullptr || kernel.suits(&problem, &plan, shared) ? nullptr : &taking(kernel.otherwise, problem);
 }
 
 // Has a kernel compute a problem of its own type. Whether there was enough memory.
@@ -78,7 +84,7 @@ bool run_kernel(const Kernel& kernel, const Task& problem, Pool& pool, int64_t t
   const Plan* q = &plan;
   const Kernel* k = &kernel;
   run_units(pool, plan.parts, threads, [=](int64_t part, int64_t) { k->prepare(p, q, memory, part); });
-  if (const Kernel* other = instead(kernel, plan, memory)) {
+  if (const Kernel* other = instead(kernel, problem, plan, memory)) {
     free_aligned(memory);
     return run_kernel(*other, problem, pool, threads);
   }
@@ -94,11 +100,12 @@ template <typename Pool>
 bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
   Plan plan = {};
-  isa.matmul->plan(&problem, threads, &plan);
+  const MatmulKernel& kernel = taking(isa.matmul, problem);
+  kernel.plan(&problem, threads, &plan);
   const int64_t total = problem.m, step = plan.rows > 0 ? plan.rows : total, item = problem.x_type == kFloat32 ? 4 : 2;
   for (int64_t first = 0; first < total; first += step) {
     problem.m = total - first < step ? total - first : step;
-    if (!run_kernel(*isa.matmul, problem, pool, threads)) return false;
+    if (!run_kernel(kernel, problem, pool, threads)) return false;
     problem.x = static_cast<const char*>(problem.x) + step * problem.x_row * item;
     problem.y = static_cast<char*>(problem.y) + step * problem.y_row * item;
   }

@@ -77,7 +77,9 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
 
 // As `Kernels8::row_at`, of a row of floats that lie side by side.
 template <int kType>
-Kernels8::Row row_at(const void* x, int64_t count, bool affine) {
+Kernels8::Row row_at(const Int8Problem& q, int64_t m, const void* x) {
+  const int64_t count = q.p.k;
+  const bool ranges = q.affine && Kernels8::finds_scales(q);
   const I magnitude = _mm512_set1_epi32(0x7fffffff);
   I most[2] = {};
   F low[2] = {}, high[2] = {};
@@ -86,11 +88,11 @@ Kernels8::Row row_at(const void* x, int64_t count, bool affine) {
     for (int i = 0; i < 2; ++i) {
       const F values = load_some(x, kType, k + 16 * i, first_few(count - k - 16 * i));
       most[i] = _mm512_max_epu32(most[i], _mm512_and_si512(_mm512_castps_si512(values), magnitude));
-      if (affine) low[i] = _mm512_min_ps(low[i], values), high[i] = _mm512_max_ps(high[i], values);
+      if (ranges) low[i] = _mm512_min_ps(low[i], values), high[i] = _mm512_max_ps(high[i], values);
     }
-  return Kernels8::row_of(_mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1])),
+  return Kernels8::row_of(q, m, _mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1])),
                           _mm512_reduce_min_ps(_mm512_min_ps(low[0], low[1])),
-                          _mm512_reduce_max_ps(_mm512_max_ps(high[0], high[1])), affine);
+                          _mm512_reduce_max_ps(_mm512_max_ps(high[0], high[1])));
 }
 
 // How a row is brought to codes. Products with the inverse of the scale are rounded as quotients are, but for those so
@@ -107,27 +109,28 @@ EQQ_INLINE Quantizer quantizer(const Kernels8::Row& row, bool affine) {
           _mm512_set1_epi16(affine ? 128 : 0), exact};
 }
 
+// Far beyond the last code, but an integer: without this one that is too large becomes the least.
+EQQ_INLINE F below(F v) { return _mm512_min_ps(v, _mm512_set1_ps(1000)); }
+
 // 64 floats as bytes, of which `count` are real: those of vector `j` are in the `j`th group of each quarter.
 EQQ_INLINE I quantize(const Quantizer& q, const F* values, int64_t count) {
   I codes[4];
   __mmask16 near = q.exact ? 0 : 1;
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
-    const F v = _mm512_add_ps(_mm512_mul_ps(values[j], q.inverse), q.zero);
+    const F v = below(_mm512_add_ps(_mm512_mul_ps(values[j], q.inverse), q.zero));
     codes[j] = _mm512_cvtps_epi32(v);
     near |= _mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_reduce_ps(v, 0)), _mm512_set1_ps(0.5f - 0x1p-13f), _CMP_GT_OQ);
   }
   if (__builtin_expect(near != 0, 0))
-    for (int j = 0; j < 4; ++j) {
-      const F v = _mm512_add_ps(_mm512_div_ps(values[j], q.scale), q.zero);
-      codes[j] = _mm512_cvtps_epi32(_mm512_min_ps(v, _mm512_set1_ps(1000)));
-    }
+    for (int j = 0; j < 4; ++j)
+      codes[j] = _mm512_cvtps_epi32(below(_mm512_add_ps(_mm512_div_ps(values[j], q.scale), q.zero)));
   if (count < 64)
     for (int j = 0; j < 4; ++j)
       codes[j] = _mm512_mask_mov_epi32(_mm512_srli_epi32(q.flip, 16), first_few(count - 16 * j), codes[j]);
-  // Both steps saturate, and so clip.
-  const I low = _mm512_sub_epi16(_mm512_packs_epi32(codes[0], codes[1]), q.flip);
-  return _mm512_packs_epi16(low, _mm512_sub_epi16(_mm512_packs_epi32(codes[2], codes[3]), q.flip));
+  // All steps saturate, and so clip.
+  const I low = _mm512_subs_epi16(_mm512_packs_epi32(codes[0], codes[1]), q.flip);
+  return _mm512_packs_epi16(low, _mm512_subs_epi16(_mm512_packs_epi32(codes[2], codes[3]), q.flip));
 }
 
 // Packs some of a panel: `pieces` of them, of which this is one.
@@ -143,12 +146,14 @@ void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, in
   const bool beside = p.x_column == 1;
   float scale[16] = {0};
   int32_t shift[16] = {0};
+  bool coded[16];
   Quantizer quantizers[16];
   for (int64_t i = 0; i < rows; ++i) {
-    const Kernels8::Row row = kFloatsHere && beside ? row_at<kType>(x + i * p.x_row * item, p.k, q.affine)
+    const Kernels8::Row row = kFloatsHere && beside ? row_at<kType>(q, batch * p.m + first + i, x + i * p.x_row * item)
                                                    : Kernels8::row_at(q, batch * p.m + first + i, at + i * p.x_row);
     scale[i] = row.scale;
     shift[i] = row.shift;
+    coded[i] = Kernels8::has_codes(row);
     quantizers[i] = quantizer(row, q.affine);
   }
   if (piece == 0) {
@@ -173,7 +178,7 @@ void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, in
       if (i >= rows || count <= 0) continue;
       const int64_t start = i * p.x_row + from * p.x_column;
       if (kFloatsHere) {
-        if (!(scale[i] > 0)) continue;
+        if (!coded[i]) continue;
         F values[4];
         alignas(64) float some[64];
         if (!beside) Kernels8::read_floats(p, at + start, count, some);

@@ -29,13 +29,11 @@ class AbstractRows(eqx.Module):
     """Floats `(*batch, rows, length)`, each row of which a product quantizes on its own.
 
     An operand of the product's primitive. An implementation quantizes the rows where that is cheapest. Rows do not
-    depend on each other, so a `vmap` may add more of them. `gradient_of` receives the gradient of the result, as in a
-    `QuantizedArray`.
+    depend on each other, so a `vmap` may add more of them. `gradient_of` is that of a `QuantizedArray`.
     """
 
     rows: eqx.AbstractVar[Float[Array, "*batch rows length"]]
     format: eqx.AbstractVar[AbstractFormat]
-    gradient_of: eqx.AbstractVar[Any]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,7 +51,7 @@ class AbstractRows(eqx.Module):
         """Returns the values of the quantized rows."""
         return self.quantized().dequantize()
 
-    def _quantized(self, method: AbstractMethod) -> QuantizedArray:
+    def _quantized(self, method: AbstractMethod, gradient_of: Array | None) -> QuantizedArray:
         rows = jax.lax.stop_gradient(self.rows)
         quantized = lambda rows, method: quantize_array(rows, self.format, (-1,), None, None, method)
         nested = self.format.scale_format
@@ -63,7 +61,7 @@ class AbstractRows(eqx.Module):
             q = jtu.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
         else:
             q = quantized(rows, method)
-        return dataclasses.replace(q, logical_sharding=None, gradient_of=self.gradient_of)
+        return dataclasses.replace(q, logical_sharding=None, gradient_of=gradient_of)
 
 
 class DynamicRows(AbstractRows):
@@ -77,20 +75,20 @@ class DynamicRows(AbstractRows):
         return self.rows
 
     def quantized(self) -> QuantizedArray:
-        return self._quantized(AbsMax())
+        return self._quantized(AbsMax(), self.gradient_of)
 
 
 class StaticRows(AbstractRows):
     """Rows with scales, and perhaps zero points, that are known before. A row that is not finite becomes NaN."""
 
     rows: Float[Array, "*batch rows length"]
+    format: AbstractFormat
     scale: Float32[Array, "*batch rows 1"]
     zero_point: UInt8[Array, "*batch rows 1"] | None
     gradient_of: Float[Array, "*batch rows length"] | None
-    format: AbstractFormat
 
     def quantized(self) -> QuantizedArray:
-        return self._quantized(GivenScales(self.scale, self.zero_point))
+        return self._quantized(GivenScales(self.scale, self.zero_point), self.gradient_of)
 
 
 class ActivationQuantizedArray(AbstractWrappedArray):
@@ -241,7 +239,8 @@ class ActivationQuantizedArray(AbstractWrappedArray):
             return DynamicRows(rows, self.activations)
         of_rows = lambda value: jnp.broadcast_to(value, (*rows.shape[:-1], 1))
         given = jtu.tree_map(of_rows, (self.scale, self.zero_point))
-        static = StaticRows(*_compat.vary_alike((rows, *given)), None, self.activations)
+        rows, scale, zero_point = _compat.vary_alike((rows, *given))
+        static = StaticRows(rows, self.activations, scale, zero_point, None)
         return dataclasses.replace(static, gradient_of=clipped(rows, static.quantized(), self.log_factor))
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:

@@ -477,6 +477,59 @@ def test_static_scales_of_a_stack(getkey):
     np.testing.assert_allclose((q.weight @ x.T)[1], of_layer @ x.T, rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [None, "tensor"])
+def test_rows_that_are_not_finite_spoil_no_others(getkey, size):
+    """A static scale of a whole tensor is that of every row, and NaN or infinity is that of one."""
+    w, x = eqq.quantize(weights(getkey(), (8, 32)), "int8"), weights(getkey(), (4, 32))
+    x = x.at[1, 3].set(jnp.nan).at[2, 5].set(-jnp.inf)
+    for format, zero in ((eqq.Int8(size), None), (eqq.Int8(size, symmetric=False), 120)):
+        a = eqq.ActivationQuantizedArray(w, format, 0.02, zero)
+        for implementation in (None, "xla"):
+            y = a._matmul(x.T, left=True, implementation=implementation)
+            np.testing.assert_array_equal(jnp.isnan(y).any(0), [False, True, True, False])
+
+
+@pytest.mark.parametrize("format", [eqq.Int8("tensor"), AFFINE])
+def test_static_scales_inside_the_product(getkey, format):
+    """The product quantizes rows itself: under `jit`, `vmap`, `scan` and `grad`, in stacks, and on every platform."""
+    w, x = eqq.quantize(weights(getkey(), (3, 24, 64)), "int8"), weights(getkey(), (3, 6, 64))
+    zero = None if format.symmetric else jnp.array([0, 120, 255], jnp.uint8)
+    stack = eqq.ActivationQuantizedArray(w, format, jnp.array([0.01, 0.03, 1e-3]), zero)
+    layers = [jax.tree.map(lambda a, n=n: a[n], stack) for n in range(3)]
+
+    def rounded(layer, x):
+        start = 0 if layer.zero_point is None else np.float32(layer.zero_point)
+        whole = np.rint(np.asarray(x) / np.asarray(layer.scale) + start)
+        return (np.clip(whole, *((-128, 127) if format.symmetric else (0, 255))) - start) * np.asarray(layer.scale)
+
+    wanted = [rounded(layer, x[n]) @ layer.dequantize().T for n, layer in enumerate(layers)]
+    near = ft.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    alone = jnp.stack([jax.jit(lambda layer, x: x @ layer.T)(layer, x[n]) for n, layer in enumerate(layers)])
+    near(alone, wanted)
+    same = ft.partial(np.testing.assert_array_equal, alone)
+    product = lambda layer, x: x @ layer.T
+    same(jax.vmap(product)(stack, x))
+    same(jax.vmap(lambda layer, x: jax.vmap(lambda x: layer @ x)(x))(stack, x))
+    same(jax.lax.scan(lambda _, of: (None, product(*of)), None, (stack, x))[1])
+    same(jnp.stack([(layer @ x[n].T).T for n, layer in enumerate(layers)]))
+    same((stack @ x.mT).mT)
+    shared = jax.vmap(product, (0, None))(stack, x[0])  # one operand, a scale for each layer
+    near(shared, [rounded(layer, x[0]) @ layer.dequantize().T for layer in layers])
+
+    clipped = jax.grad(lambda x: jnp.sum(product(layers[0], x)))(x[0])
+    levels = np.array([-128.5, 127.5] if format.symmetric else [-0.5, 255.5]) * 0.01
+    inside = (x[0] >= levels[0]) & (x[0] <= levels[1])
+    assert 0 < inside.mean() < 1
+    near(clipped, jnp.where(inside, layers[0].dequantize().sum(0), 0))
+
+    text = jax.jit(product).trace(layers[1], x[0]).lower(lowering_platforms=("cpu",)).as_text()
+    if native.refusal() is None and native.isa() != "generic":
+        assert "eqquant_cpu_matmul_int8" in text and "eqquant_cpu_encode" not in text
+        assert "rows of floats are quantized inside" in str(eqq.explain_matmul(x[0], layers[1].T).verdicts)
+    text = jax.jit(product).trace(layers[1], x[0]).lower(lowering_platforms=("tpu",)).as_text()
+    assert any("xi8>" in line and "xi32>" in line for line in text.splitlines() if "stablehlo.dot_general" in line)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("static", [False, True])
 def test_beside_the_float_model(getkey, static):

@@ -126,6 +126,34 @@ def test_quantizes_rows_with_zero_points_inside(getkey, m, dtype, weight):
     check(product(rows.codes, q, x_scale=rows.scale, x_zero=rows.zero_point, dtype=x.dtype), whole, rows.scale, q)
 
 
+@pytest.mark.parametrize("scale", [0.02, 1 / 3, 1e-12, 3e-38, 1e37])
+@pytest.mark.parametrize("zero", [None, 0, 131, 255])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_quantizes_rows_by_given_scales_inside(getkey, dtype, zero, scale):
+    """As it multiplies codes by NumPy's division: with ties, values that are clipped, and rows that are not finite."""
+    scale, most = np.float32(scale), float(jnp.finfo(dtype).max)
+    q = eqq.quantize(weights(getkey(), (24, 300)) / 1e6, "int4")
+    for m, by_columns in ((1, False), (4, False), (35, False), (35, True)):
+        units = np.array(300 * weights(getkey(), (m, 300)))
+        units[0, :150] = np.arange(150) - 75.5  # ties
+        with np.errstate(over="ignore"):
+            x = jnp.asarray(np.clip(units * scale, -most, most)).astype(dtype)
+        x = x.at[m - 1, :3].set(jnp.asarray([0, most, -most]).astype(dtype))
+        floats = np.asarray(x.astype(jnp.float32))
+        with np.errstate(over="ignore"):
+            whole = np.rint(floats / scale + np.float32(zero or 0))
+        codes = np.clip(whole, *((-128, 127) if zero is None else (0, 255))) + (128 if zero is None else 0)
+        x_scale, x_zero = jnp.full((m, 1), scale), None if zero is None else jnp.full((m, 1), zero, jnp.uint8)
+        given = {"x_scale": x_scale, "x_zero": x_zero, "by_columns": (by_columns, False)}
+        wanted = product(jnp.asarray(codes.astype(np.uint8)), q, dtype=x.dtype, **given).astype(jnp.float32)
+        y = product(x, q, **given)
+        assert y.dtype == x.dtype
+        np.testing.assert_array_equal(y.astype(jnp.float32), wanted)
+        for odd in (jnp.nan, jnp.inf, -jnp.inf):
+            y = product(x.at[m // 2, 299].set(odd), q, **given)
+            np.testing.assert_array_equal(y.astype(jnp.float32), wanted.at[m // 2].set(jnp.nan))
+
+
 def test_zero_points_at_the_ends(getkey):
     """Codes less zero points have nine bits."""
     x = jnp.stack([jnp.zeros(500, jnp.uint8), jnp.full(500, 255, jnp.uint8)])
@@ -179,6 +207,8 @@ def test_wrong_operands_are_not_crashes(getkey):
         ((x, packed._replace(codes=packed.codes[:, :100]), layout), {"x_scale": ones}, "bytes"),
         ((x.astype(jnp.float16), packed, layout), {"x_scale": ones}, "int8, uint8 or of the type of the result"),
         ((x, packed, layout), {"x_scale": ones, "x_zero": one}, "must be uint8"),
+        ((x.astype(jnp.float32), packed, layout), {"x_scale": ones[:1]}, "scales of x"),
+        ((x.astype(jnp.float32), packed, layout), {"x_scale": ones, "affine": True}, "number of arguments"),
     ):
         with pytest.raises(Exception, match=why):
             jax.block_until_ready(cpu_int8.matmul(*args, dtype=jnp.float32, **options))

@@ -372,7 +372,7 @@ def test_a_library_that_does_not_load(fresh, tmp_path):
 @needs_native
 def test_of_another_version(fresh):
     fresh.setattr(native, "VERSION", "9.9.9")
-    falls_back("`eqquant-cpu` is version 0.1.3")
+    falls_back("`eqquant-cpu` is version 0.1.4")
 
 
 @needs_native

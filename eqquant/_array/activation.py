@@ -1,5 +1,6 @@
 """Quantized activations: rows that a product quantizes, and weights whose products quantize what they multiply."""
 
+import abc
 import dataclasses
 import math
 from typing import Any
@@ -13,9 +14,10 @@ import numpy as np
 import wadler_lindig as wl
 from jaxtyping import Array, Float, Float32, UInt8, UInt32
 
+from .. import _compat
 from .._formats.base import AbstractFormat, as_format, has_zero_points
+from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
-from .._numerics.blocks import not_finite
 from .array import QuantizedArray
 from .clipped import clipped
 from .quantize import check_parameters, quantize_array
@@ -23,15 +25,15 @@ from .value import AbstractArrayValue, as_permutation, multiply
 from .wrapped import AbstractWrappedArray
 
 
-class DynamicRows(eqx.Module):
+class AbstractRows(eqx.Module):
     """Floats `(*batch, rows, length)`, each row of which a product quantizes on its own.
 
     An operand of the product's primitive. An implementation quantizes the rows where that is cheapest. Rows do not
-    depend on each other, so a `vmap` may add more of them.
+    depend on each other, so a `vmap` may add more of them. `gradient_of` is that of a `QuantizedArray`.
     """
 
-    rows: Float[Array, "*batch rows length"]
-    format: AbstractFormat
+    rows: eqx.AbstractVar[Float[Array, "*batch rows length"]]
+    format: eqx.AbstractVar[AbstractFormat]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,26 +43,52 @@ class DynamicRows(eqx.Module):
     def dtype(self) -> np.dtype:
         return np.dtype(self.rows.dtype)
 
-    @property
-    def gradient_of(self) -> Any:
-        """What receives the gradient, under the name that it has in a `QuantizedArray`."""
-        return self.rows
-
+    @abc.abstractmethod
     def quantized(self) -> QuantizedArray:
-        """Quantizes each row. Gradients with respect to the result go to the rows."""
-        rows = jax.lax.stop_gradient(self.rows)
-        quantized = lambda rows: quantize_array(rows, self.format, (-1,), None, None)
-        nested = self.format.scale_format
-        if "tensor" in (self.format.block_size, None if nested is None else nested.block_size):
-            one_by_one = jax.vmap(quantized)(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]))
-            q = jtu.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
-        else:
-            q = quantized(rows)
-        return dataclasses.replace(q, logical_sharding=None, gradient_of=self.rows)
+        """Quantizes each row."""
 
     def dequantize(self) -> Float[Array, "*batch rows length"]:
         """Returns the values of the quantized rows."""
         return self.quantized().dequantize()
+
+    def _quantized(self, method: AbstractMethod, gradient_of: Array | None) -> QuantizedArray:
+        rows = jax.lax.stop_gradient(self.rows)
+        quantized = lambda rows, method: quantize_array(rows, self.format, (-1,), None, None, method)
+        nested = self.format.scale_format
+        if "tensor" in (self.format.block_size, None if nested is None else nested.block_size):
+            flat = lambda leaf: leaf.reshape(math.prod(rows.shape[:-1]), leaf.shape[-1])
+            one_by_one = jax.vmap(quantized)(*jtu.tree_map(flat, (rows, method)))
+            q = jtu.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
+        else:
+            q = quantized(rows, method)
+        return dataclasses.replace(q, logical_sharding=None, gradient_of=gradient_of)
+
+
+class DynamicRows(AbstractRows):
+    """Rows that get scales by their own values, and all of the gradient."""
+
+    rows: Float[Array, "*batch rows length"]
+    format: AbstractFormat
+
+    @property
+    def gradient_of(self) -> Any:
+        return self.rows
+
+    def quantized(self) -> QuantizedArray:
+        return self._quantized(AbsMax(), self.gradient_of)
+
+
+class StaticRows(AbstractRows):
+    """Rows with scales, and perhaps zero points, that are known before. A row that is not finite becomes NaN."""
+
+    rows: Float[Array, "*batch rows length"]
+    format: AbstractFormat
+    scale: Float32[Array, "*batch rows 1"]
+    zero_point: UInt8[Array, "*batch rows 1"] | None
+    gradient_of: Float[Array, "*batch rows length"] | None
+
+    def quantized(self) -> QuantizedArray:
+        return self._quantized(GivenScales(self.scale, self.zero_point), self.gradient_of)
 
 
 class ActivationQuantizedArray(AbstractWrappedArray):
@@ -205,19 +233,15 @@ class ActivationQuantizedArray(AbstractWrappedArray):
             return jax.vmap(product, (0, None if shared else ahead), max(ahead, 0))(self, x)
         return multiply(self.array, other, left=left, activations=self.quantize_rows, **options)
 
-    def quantize_rows(self, rows: Float[Array, "*batch rows length"]) -> DynamicRows | QuantizedArray:
-        """Returns rows of the other operand, quantized or to be quantized by the product."""
+    def quantize_rows(self, rows: Float[Array, "*batch rows length"]) -> AbstractRows:
+        """Returns rows of the other operand, to be quantized by the product."""
         if self.scale is None:
             return DynamicRows(rows, self.activations)
-        source = jax.lax.stop_gradient(rows)
-        # A scale from calibration knows nothing of NaN and infinity, which would become codes.
-        scale = self.scale + not_finite(source.astype(jnp.float32))[..., None]
-        zero = self.zero_point
-        zero = None if zero is None else jnp.broadcast_to(zero, scale.shape)
-        method = GivenScales(scale, zero)
-        q = quantize_array(source, self.activations, (-1,), None, None, method)
-        q = dataclasses.replace(q, logical_sharding=None)
-        return dataclasses.replace(q, gradient_of=clipped(rows, q, self.log_factor))
+        of_rows = lambda value: jnp.broadcast_to(value, (*rows.shape[:-1], 1))
+        given = jtu.tree_map(of_rows, (self.scale, self.zero_point))
+        rows, scale, zero_point = _compat.vary_alike((rows, *given))
+        static = StaticRows(rows, self.activations, scale, zero_point, None)
+        return dataclasses.replace(static, gradient_of=clipped(rows, static.quantized(), self.log_factor))
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         learned = "" if self.log_factor is None else ", learned"

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int8, Int32, Num
 
-from .._array.activation import ActivationQuantizedArray, DynamicRows
+from .._array.activation import ActivationQuantizedArray
 from .._array.array import QuantizedArray
 from .._array.axes import logical_order
 from .._array.simulated import SimulatedArray
@@ -41,11 +41,10 @@ def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: dict[s
     """
     batch = params["dimension_numbers"].lhs_spec[0]
     examples = jnp.moveaxis(x, batch, 0)
-    rows = w.quantize_rows(examples.reshape(examples.shape[0], math.prod(examples.shape[1:])))
+    q = w.quantize_rows(examples.reshape(examples.shape[0], math.prod(examples.shape[1:]))).quantized()
     restored = lambda values: jnp.moveaxis(values.reshape(examples.shape), 0, batch)
     dense = ft.partial(lax.conv_general_dilated_p.bind, **params)
     weight = w.array.quantized() if isinstance(w.array, SimulatedArray) else w.array
-    q = rows.quantized() if isinstance(rows, DynamicRows) else rows
     # Its gradient reaches what `gradient_of` of the rows names: a learned scale too, and nothing that is clipped.
     expected = dense(restored(q.dequantize()).astype(x.dtype), w.dequantize())
     if not _takes_codes(q, weight, params):

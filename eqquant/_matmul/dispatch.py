@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, Float32
 
-from .._array.activation import DynamicRows
+from .._array.activation import AbstractRows, StaticRows
 from .._array.array import QuantizedArray
 from .._array.selected import SelectedArray
 from .._formats import Int8
@@ -121,7 +121,7 @@ def _without_factor(q: QuantizedArray) -> tuple[QuantizedArray, Float32[Array, "
 
 def as_codes(x: Any) -> QuantizedArray:
     """Returns quantized activations."""
-    x = x.quantized() if isinstance(x, DynamicRows) else x
+    x = x.quantized() if isinstance(x, AbstractRows) else x
     return dataclasses.replace(x, gradient_of=None)
 
 
@@ -139,8 +139,9 @@ def _cpu_int8_supports(problem: MatmulProblem, target: Target) -> str | None:
 def _cpu_int8_product(x: Any, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target) -> Array:
     product = ft.partial(_cpu_int8_kernel().matmul, layout=problem.layout, target=target, by_columns=problem.by_columns)
     weight = pack_arrays(w, as_stored=True)
-    if isinstance(x, DynamicRows) and x.format in _ROWS_INSIDE:
-        return product(x.rows, weight, affine=has_zero_points(x.format))
+    if isinstance(x, AbstractRows) and x.format in _ROWS_INSIDE:
+        given = {"x_scale": x.scale, "x_zero": x.zero_point} if isinstance(x, StaticRows) else {}
+        return product(x.rows, weight, affine=has_zero_points(x.format), **given)
     q = as_codes(x)
     x, scale, zero, offset = q.codes, q.scale, q.zero_point, problem.layout_of_x.offset
     if zero is None and offset != -128:

@@ -138,13 +138,14 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   return done(run_problem(*isa, p, pool, pool.num_threads()));
 }
 
-// The same for integers. x is floats of the type of the result, or int8, or uint8 that are 128 more than what they mean;
-// then the last argument has the scales of its rows. With `affine`, rows have zero points: floats are quantized to such,
-// or x is uint8, and an argument after the scales has them.
+// The same for integers. x is floats of the type of the result, or int8, or uint8 that are 128 more than what they mean.
+// The last argument has the scales of its rows; of floats only if they are `scaled`, and otherwise these get their own.
+// With `affine`, rows have zero points, floats are quantized to such, or x is uint8; after scales, an argument has them.
 ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                        ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table,
                        int32_t bits, int64_t length, int64_t block_size, int32_t scale_kind, int32_t values,
-                       bool row_scale, bool zero_points, bool selected, bool x_transposed, bool y_transposed, bool affine) {
+                       bool row_scale, bool zero_points, bool selected, bool x_transposed, bool y_transposed, bool affine,
+                       bool scaled) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
@@ -158,7 +159,7 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   if (q.form == kFloats && x.element_type() != y->element_type())
     return bad("x must be int8, uint8 or of the type of the result");
   q.affine = affine;
-  const size_t more = q.form == kFloats ? 0 : affine ? 2 : 1;
+  const size_t more = q.form == kFloats && !scaled ? 0 : affine ? 2 : 1;
   if (const char* wrong = set_weight(codes, scale, rest, more, table, bits, length, block_size, scale_kind,
                                      values, row_scale, zero_points, selected, &p))
     return bad(wrong);
@@ -168,7 +169,7 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   if ((x_transposed ? xs.rows : xs.columns) != p.k) return bad("x and the weight do not fit");
   if ((y_transposed ? ys.columns : ys.rows) != p.m || (y_transposed ? ys.rows : ys.columns) != p.n)
     return bad("the result has a wrong shape");
-  if (q.form != kFloats) {
+  if (more > 0) {
     auto found = rest.get<ffi::AnyBuffer>(rest.size() - more);
     Matrix scales;
     if (!found.has_value() || found->element_type() != ffi::DataType::F32 || !as_matrix(*found, &scales) ||
@@ -176,7 +177,7 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
       return bad("the scales of x must be float32, one for each row");
     q.x_scale = static_cast<const float*>(found->untyped_data());
   }
-  if (q.form != kFloats && affine) {
+  if (more > 1) {
     auto found = rest.get<ffi::AnyBuffer>(rest.size() - 1);
     Matrix zeros;
     if (!found.has_value() || found->element_type() != ffi::DataType::U8 || !as_matrix(*found, &zeros) ||
@@ -339,6 +340,7 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul_int8(XLA_FFI_CallFrame* call_frame)
                              .Attr<bool>("x_transposed")
                              .Attr<bool>("y_transposed")
                              .Attr<bool>("affine")
+                             .Attr<bool>("scaled")
                              .To(matmul_int8)
                              .release();
   return handler->Call(call_frame);

@@ -18,7 +18,7 @@ const char* check_int8(const Int8Problem& problem, char* text, size_t room) {
   EQQ_CHECK(problem.form == kFloats || p.batch == 0 || p.m == 0 || problem.x_scale != nullptr,
             "the scales of x are missing");
   EQQ_CHECK(!problem.affine || problem.form != kSigned, "codes with zero points must be uint8");
-  EQQ_CHECK(!problem.affine || problem.form == kFloats || p.batch == 0 || p.m == 0 || problem.x_zero != nullptr,
+  EQQ_CHECK(!problem.affine || problem.x_scale == nullptr || p.batch == 0 || p.m == 0 || problem.x_zero != nullptr,
             "the zero points of x are missing");
   const int codes = 1 << p.bits;
   float lowest = p.table[0], highest = p.table[0];

@@ -1,5 +1,5 @@
 // The product of integers: x as int8 codes and a scale per row, or floats that are quantized to that inside the call,
-// times a weight of integers. Sums of a block are exact in 32 bits, and scaled in float32.
+// with given scales or their own, times a weight of integers. Sums of a block are exact in 32 bits, and scaled in float32.
 //
 //   y(b, m, n) = x_scale(b, m) * sum over blocks of scale * row_scale * sum over k of code(b, m, k) (table[code] - zero_point)
 //
@@ -12,15 +12,15 @@
 #include "isa.h"
 
 enum Int8Form {
-  kFloats = 0,    // of the type of y; the scale of a row is its absolute maximum / 127, or spans its range if affine
+  kFloats = 0,    // of the type of y; without `x_scale` that of a row is its absolute maximum / 127, or spans its range
   kSigned = 1,    // int8
   kUnsigned = 2,  // uint8, 128 more than what they mean
 };
 
 typedef struct Int8Problem {
   Problem p;             // `x_type` is the type of y; no `transpose`; `x_batch` and so on count elements of `form`
-  const float* x_scale;  // (batch, m), of codes
-  const uint8_t* x_zero;  // (batch, m), of affine codes, which are `kUnsigned`: they mean what they are less that
+  const float* x_scale;  // (batch, m), of codes, or given to floats; or null
+  const uint8_t* x_zero;  // (batch, m), with `x_scale` of affine rows: codes, without a sign, mean what they are less that
   int32_t form;          // Int8Form
   int32_t affine;        // whether rows of x have zero points
 } Int8Problem;

@@ -154,25 +154,34 @@ struct Int8Kernels {
     int32_t shift;  // what codes of a sign are too much
   };
 
-  EQQ_INLINE Row row_of(uint32_t most, float low, float high, bool affine) {
+  // Whether its floats become codes that are not all alike: a scale may be zero or NaN.
+  EQQ_INLINE bool has_codes(const Row& row) { return __builtin_fabsf(row.scale) > 0; }
+
+  EQQ_INLINE bool finds_scales(const Int8Problem& q) { return q.x_scale == nullptr; }
+
+  // That of row `m`, by the largest magnitude of its floats, as an integer; and by their range, if it must be found.
+  EQQ_INLINE Row row_of(const Int8Problem& q, int64_t m, uint32_t most, float low, float high) {
     Row row = {bits_to_float(most) / 127, 0, 0};
-    if (affine) {
+    if (!finds_scales(q)) {
+      row.scale = q.x_scale[m];
+      if (q.affine) row.zero = q.x_zero[m];
+    } else if (q.affine) {
       // As XLA computes `high / 255 - low / 255`, mostly: it fuses either product.
       row.scale = __builtin_fmaf(high, 1 / 255.0f, -(low * (1 / 255.0f)));
       if (row.scale != 0) {
         const float zero = -low / row.scale + 12582912.0f;
         row.zero = zero > 12582912.0f + 255 ? 255 : zero - 12582912.0f;
       }
-      row.shift = static_cast<int32_t>(row.zero) - 128;
     }
+    if (q.affine) row.shift = static_cast<int32_t>(row.zero) - 128;
     if (most >= 0x7f800000) row = {bits_to_float(0x7fc00000), 0, 0};
     return row;
   }
 
-  // That of row `m`, which begins at `at`.
+  // The same, of a row that begins at `at`.
   static Row row_at(const Int8Problem& q, int64_t m, int64_t at) {
     const Problem& p = q.p;
-    if (q.form != kFloats) return {q.x_scale[m], 0, q.affine ? q.x_zero[m] - 128 : 0};
+    if (q.form != kFloats) return row_of(q, m, 0, 0, 0);
     float values[256];
     uint32_t most = 0;  // magnitudes compare as integers
     float low = 0, high = 0;
@@ -183,13 +192,13 @@ struct Int8Kernels {
         const uint32_t magnitude = float_to_bits(values[i]) & 0x7fffffff;
         most = magnitude > most ? magnitude : most;
       }
-      if (!q.affine) continue;
+      if (!q.affine || !finds_scales(q)) continue;
       for (int64_t i = 0; i < count; ++i) {
         low = values[i] < low ? values[i] : low;
         high = values[i] > high ? values[i] : high;
       }
     }
-    return row_of(most, low, high, q.affine);
+    return row_of(q, m, most, low, high);
   }
 
   // `count` codes of a row, at most 256.
@@ -201,7 +210,7 @@ struct Int8Kernels {
       for (int64_t i = 0; i < count; ++i) out[i] = static_cast<int8_t>(x[i * p.x_column] ^ flip);
       return;
     }
-    if (!(row.scale > 0)) {
+    if (!has_codes(row)) {
       memset(out, 0, count);
       return;
     }

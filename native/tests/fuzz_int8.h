@@ -38,6 +38,7 @@ MadeInt8 make_int8(Random& random) {
   p.x_type = static_cast<int>(below(random, 3));
   q.form = static_cast<int>(below(random, 3));
   q.affine = q.form != kSigned && coin(random, 40);
+  const bool scaled = q.form != kFloats || coin(random, 40);
   const bool x_turned = coin(random, 30), y_turned = coin(random, 30), zeros = coin(random, 30), rows = coin(random, 20);
   const int64_t x_pad = coin(random, 20) ? below(random, 5) : 0, y_pad = coin(random, 20) ? below(random, 5) : 0;
   p.x_row = x_turned ? 1 : p.k + x_pad;
@@ -87,7 +88,9 @@ MadeInt8 make_int8(Random& random) {
   }
   for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(random());
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
-  for (int64_t i = 0; i < a.x_scale.size; ++i) a.x_scale[i] = 0.01f * fabsf(normal(random));
+  // Scales that are given to floats clip some of them, or all: quotients may even be beyond 32 bits.
+  const float unit = coin(random, 80) ? 0.01f : 1e-12f;
+  for (int64_t i = 0; i < a.x_scale.size; ++i) a.x_scale[i] = unit * fabsf(normal(random));
   const bool extreme = coin(random, 10);
   for (int64_t i = 0; i < a.x_zero.size; ++i) a.x_zero[i] = static_cast<uint8_t>(extreme ? 255 : random());
   for (int64_t i = 0; i < p.batch * p.x_batch; ++i) {
@@ -115,8 +118,8 @@ MadeInt8 make_int8(Random& random) {
   p.row_scale = rows ? a.row_scale.data.get() : nullptr;
   for (int64_t b = 0; b < p.batch; ++b) a.selected[b] = static_cast<int32_t>(below(random, p.stack + 2) - 1);
   p.selected = selects ? a.selected.data.get() : nullptr;
-  q.x_scale = q.form == kFloats ? nullptr : a.x_scale.data.get();
-  q.x_zero = q.affine && q.form != kFloats ? a.x_zero.data.get() : nullptr;
+  q.x_scale = scaled ? a.x_scale.data.get() : nullptr;
+  q.x_zero = q.affine && scaled ? a.x_zero.data.get() : nullptr;
 
   made.expected.assign(p.batch * p.m * p.n, 0);
   made.magnitude.assign(p.batch * p.m * p.n, 0);
@@ -145,16 +148,16 @@ MadeInt8 make_int8(Random& random) {
         low = fminf(low, floats[k]);
         high = fmaxf(high, floats[k]);
       }
-      if (q.affine && q.form == kFloats && scale == scale) scale = fmaf(high, 1 / 255.0f, -(low * (1 / 255.0f)));
-      const float zero = q.affine && scale > 0 ? fminf(nearbyintf(-low / scale), 255) : 0;
+      if (q.affine && !scaled && scale == scale) scale = fmaf(high, 1 / 255.0f, -(low * (1 / 255.0f)));
+      if (scaled && scale == scale) scale = a.x_scale[b * p.m + m];
+      const float given = q.affine && scaled ? a.x_zero[b * p.m + m] : 0;
+      const float zero = scaled ? given : q.affine && scale > 0 ? fminf(nearbyintf(-low / scale), 255) : 0;
       if (q.form == kFloats) {
         const float least = q.affine ? 0 : -128, most = q.affine ? 255 : 127;
         for (int64_t k = 0; k < p.k; ++k) {
           const float code = scale > 0 ? fminf(fmaxf(nearbyintf(floats[k] / scale + zero), least), most) : zero;
           x[k] = static_cast<int32_t>(code - zero);
         }
-      } else {
-        scale = a.x_scale[b * p.m + m];
       }
       for (int64_t n = 0; n < p.n; ++n)
         for (int64_t block = 0; block < p.blocks && p.k > 0; ++block) {
@@ -173,9 +176,9 @@ MadeInt8 make_int8(Random& random) {
     }
   char text[300];
   snprintf(text, sizeof text,
-           "int8: batch %ld m %ld n %ld k %ld bits %d table %d block %ld scale %d form %d affine %d y %d zeros %d rows %d turned %d%d",
+           "int8: batch %ld m %ld n %ld k %ld bits %d table %d block %ld scale %d form %d scaled %d affine %d y %d zeros %d rows %d turned %d%d",
            static_cast<long>(p.batch), static_cast<long>(p.m), static_cast<long>(p.n), static_cast<long>(p.k), p.bits, kind,
-           static_cast<long>(p.block_size), p.scale_kind, q.form, q.affine, p.x_type, zeros, rows, x_turned, y_turned);
+           static_cast<long>(p.block_size), p.scale_kind, q.form, scaled, q.affine, p.x_type, zeros, rows, x_turned, y_turned);
   made.text = text;
   return made;
 }

@@ -1,9 +1,9 @@
 """Computes `x(m, k) . w(n, k)^T` on CPU where both are integers: int8 codes of `x`, and a weight of integers.
 
 Sums of products are exact integers, and scaled in float32, by the block. `x` is codes with a scale for each row, or
-floats that the kernel quantizes itself: the scale of a row is its absolute maximum divided by 127, and a row with a
-value that is not finite gives NaN. Rows may have zero points too; products with them are corrected as integers. The
-kernels are those of `native/`, as in `cpu.py`.
+floats that the kernel quantizes itself: with a scale for each row, or by default its absolute maximum divided by 127. A
+row with a value that is not finite gives NaN. Rows may have zero points too; products with them are corrected as
+integers. The kernels are those of `native/`, as in `cpu.py`.
 """
 
 from typing import Any
@@ -49,12 +49,12 @@ def matmul(
 
     Codes of `x` are `int8`, or `uint8` that are 128 more than what they mean, as an array stores them; `x_scale` has
     their scales, and `dtype` is that of the result. With `x_zero`, the codes are `uint8` that mean what they are less
-    that. Without `x_scale`, `x` is floats and the result has their dtype; `affine` quantizes them with zero points.
-    `by_columns` is that of `cpu.matmul`.
+    that. Or `x` is floats, and the result has their dtype: they are quantized with `x_scale` and `x_zero`, or without
+    those with scales of their own, and zero points if `affine`. `by_columns` is that of `cpu.matmul`.
     """
     del target
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     more = [a for a in (x_scale, x_zero) if a is not None]
-    affine = affine or x_zero is not None
+    attributes = {"affine": affine or x_zero is not None, "scaled": x_scale is not None}
     outer = weight.codes.shape[-2]
-    return call_product(native.MATMUL_INT8, x, weight, layout, outer, dtype, by_columns, *more, affine=affine)
+    return call_product(native.MATMUL_INT8, x, weight, layout, outer, dtype, by_columns, *more, **attributes)

@@ -10,9 +10,9 @@ a sum of outer products, one for each example. Here the batching rule makes exam
 product over them.
 
 With delayed scaling, the largest magnitudes are a third operand. The product has no slope along them, so their gradient
-is free to carry what it saw. `record` is linear in their tangent and zero; its transpose returns magnitudes, that of the
-incoming gradient among them. They belong to all examples, so under a `vmap` they stay without an axis of examples:
-JAX would sum one.
+is free to carry what it saw. `record` is linear in their tangent, and zero; its transpose returns magnitudes, that of
+the incoming gradient among them. They belong to all examples, so under a `vmap` they have no axis of examples, along
+which JAX would sum.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from .._array.primitive import bind_matmul, OF_W, OF_X, rounded_matmul_p, Roundi
 from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat
 from .._methods import AbsMax
-from .._methods.given import OneScale
+from .._methods.given import UpTo
 from .._numerics.blocks import absmax
 from .._numerics.hashing import hashed_key, seed_of
 from .._numerics.primitives import compiled, moved, without_tangent
@@ -81,37 +81,31 @@ def _rounded(x: Float[Array, "*batch m k"], rounding: Rounding | None, *largest:
 
     # One matrix at a time: a scale of a whole tensor is that of a product. Its own bits seed its rounding: runs repeat
     # bit for bit, and two gradients share a seed about once in 2**32.
-    def quantize(x: Array, *scale: Array) -> QuantizedArray:
+    def quantize(x: Array, *expected: Array) -> QuantizedArray:
         key = hashed_key(seed_of(x)) if stochastic else None
-        q = quantize_array(x, format, (-1,), None, key, OneScale(*scale) if scale else AbsMax())
-        return _marked(q, x) if scale else q
+        q = quantize_array(x, format, (-1,), None, key, UpTo(*expected) if expected else AbsMax())
+        return _marked(q, x) if expected else q
 
-    scale, batch = [_delayed_scale(x, format, array[..., place]) for array in largest], x.shape[:-2]
-    flat = [a.reshape(math.prod(batch), *a.shape[len(batch) :]) for a in (x, *scale)] if batch else (x, *scale)
+    operands, batch = (x, *(_expected(x, array[..., place]) for array in largest)), x.shape[:-2]
+    flat = [a.reshape(math.prod(batch), *a.shape[len(batch) :]) for a in operands] if batch else operands
     q = jax.vmap(quantize)(*flat) if batch else quantize(*flat)
     q = jax.tree_util.tree_map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), q) if batch else q
     return dataclasses.replace(q, logical_sharding=None)
 
 
-def _delayed_scale(
-    x: Float[Array, "*batch m k"], format: AbstractFormat, largest: Float32[Array, "*lead"]
-) -> Float32[Array, "*batch"]:
-    """Returns the scale of each matrix, by the largest magnitude of earlier ones, or where that is not known by its
-    own."""
+def _expected(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead"]) -> Float32[Array, "*batch"]:
+    """Returns the largest magnitude that each matrix is scaled by; that of now, where none is known."""
     x, largest = _compat.vary_alike((x, largest))
     known = largest > 0
     # A branch, so that encoding need not wait for a pass over the values.
     now = lambda: jnp.where(known, largest, _largest_seen(x, largest[..., None]))
-    found = jax.lax.cond(jnp.all(known), lambda: largest, now)
-    return jnp.broadcast_to(format.choose_scale(found[..., None]), x.shape[:-2])
+    return jnp.broadcast_to(jax.lax.cond(jnp.all(known), lambda: largest, now), x.shape[:-2])
 
 
 def _marked(q: QuantizedArray, x: Float[Array, "m k"]) -> QuantizedArray:
     """Makes the scale NaN if a value is not finite: such a value has no code."""
     bad = jnp.isnan(_largest_seen(x, jnp.zeros(1)))
-    return dataclasses.replace(
-        q, scale_bits=scale_to_bits(jnp.where(bad, jnp.nan, q.scale), q.format.scale_dtype)
-    )
+    return dataclasses.replace(q, scale_bits=scale_to_bits(jnp.where(bad, jnp.nan, q.scale), q.format.scale_dtype))
 
 
 def _largest_seen(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead n"]) -> Float32[Array, "*lead"]:
@@ -119,7 +113,7 @@ def _largest_seen(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead 
     lead, ndim = largest.shape[:-1], x.ndim - 2
     rows = absmax(x.astype(jnp.float32))  # along an axis first, so that devices that divide another need no other's
     rows = jnp.moveaxis(rows, range(ndim - len(lead)), range(len(lead), ndim))
-    return absmax(rows.reshape(*lead, math.prod(rows.shape[len(lead) :])))
+    return absmax(rows.reshape(*lead, 1, math.prod(rows.shape[len(lead) :])))[..., 0]
 
 
 def largest_seen(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead 3"]) -> Float32[Array, "*lead"]:
@@ -138,24 +132,30 @@ def _batch_seen(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Array, Any]:
     return largest_seen_p.bind(jnp.moveaxis(x, 0, x.ndim - largest.ndim - 1), jnp.moveaxis(largest, of_largest, 0)), 0
 
 
-def _record(dlargest: Any, seen: Any, largest: Any, *, result: jax.core.ShapedArray) -> Array:
-    del dlargest, seen, largest
+def _record(
+    dlargest: Array, seen: Array, largest: Array, nothing: Array, *, result: jax.core.ShapedArray
+) -> Float[Array, "*batch m n"]:
+    """Returns zeros. The transpose returns `seen`, and the largest magnitude of the gradient of these zeros."""
+    del dlargest, seen, largest, nothing
     return jnp.zeros(result.shape, result.dtype)
 
 
-def _transpose_record(dy: Any, dlargest: Any, seen: Any, largest: Any, *, result: Any) -> list[Any]:
-    del dlargest, result
+def _transpose_record(dy: Any, dlargest: Any, seen: Any, largest: Any, nothing: Any, *, result: Any) -> list[Any]:
+    del dlargest, nothing, result
     if type(dy) is ad.Zero:
-        return [None, None, None]
-    return [jnp.concatenate([seen, largest_seen(dy, largest)[..., None]], axis=-1), None, None]
+        return [None, None, None, None]
+    return [jnp.concatenate([seen, largest_seen(dy, largest)[..., None]], axis=-1), None, None, None]
 
 
 def _batch_record(args: Sequence[Any], dims: Sequence[Any], *, result: jax.core.ShapedArray) -> tuple[Array, int]:
+    (*of_largest, nothing), (*places, of_nothing) = args, dims
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    args = [moved(a, d, size) for a, d in zip(args, dims, strict=True)]
-    place = result.ndim - args[0].ndim  # before as many axes of a batch as the largest magnitudes have
-    shape = (*result.shape[:place], size, *result.shape[place:])
-    return record_p.bind(*args, result=result.update(shape=shape)), place
+    place = 0
+    if any(d is not None for d in places):  # of models, each with its own
+        of_largest = [moved(a, d, size) for a, d in zip(of_largest, places, strict=True)]
+        place = result.ndim - of_largest[0].ndim  # before as many axes of a batch as the largest magnitudes have
+    result = result.update(shape=(*result.shape[:place], size, *result.shape[place:]))
+    return record_p.bind(*of_largest, moved(nothing, of_nothing, size, place), result=result), place
 
 
 def _abstract(x: Any, w: Any, *largest: Any, **params: Any) -> jax.core.ShapedArray:
@@ -178,7 +178,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of_x: Any, of_w: An
     if forward and type(dlargest[0]) is not ad.Zero:
         of_both = sorted(((of_x.largest, x), (of_w.largest, w)), key=lambda pair: pair[0])
         seen = jnp.stack([largest_seen(a, *largest) for _, a in of_both], axis=-1)
-        dys.append(record_p.bind(*dlargest, seen, *largest, result=jax.typeof(y)))
+        # No values of the result, but under a `vmap` as many axes: without it examples would be summed before `record`
+        # is transposed, if its own operands have no axis of them.
+        nothing = jax.lax.slice_in_dim(y, 0, 0, axis=-1)
+        dys.append(record_p.bind(*dlargest, seen, *largest, nothing, result=jax.typeof(y)))
     if not dys:
         return y, _compat.zero_tangent(y)
     return y, ft.reduce(ad.add_jaxvals, dys)
@@ -203,7 +206,9 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     if any(d is not None for d in of_largest):  # of models, each with its own
         largest = [moved(a, d, size) for a, d in zip(largest, of_largest, strict=True)]
         place = max(x.ndim - (of_x is not None), w.ndim - (of_w is not None)) - largest[0].ndim
-        return rounded_matmul_p.bind(moved(x, of_x, size, place), moved(w, of_w, size, place), *largest, **params), place
+        return rounded_matmul_p.bind(
+            moved(x, of_x, size, place), moved(w, of_w, size, place), *largest, **params
+        ), place
     bind = lambda x, w: rounded_matmul_p.bind(x, w, *largest, **params)
     if of_w is None:
         # All examples share the weight: they become rows, so that the gradient of the weight sums over them.

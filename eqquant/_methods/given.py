@@ -24,10 +24,12 @@ class GivenScales(AbstractMethod):
         return encode_rows(rows, self.scale, self.zero_point, format, key=key, chunk=chunk)
 
 
-class OneScale(AbstractMethod):
-    """Takes one scale for all values, and looks at none before it encodes them: not even for NaN."""
+class UpTo(AbstractMethod):
+    """Takes the scale that a format chooses for a largest magnitude, and clips values beyond. It looks at no value
+    before it encodes them: NaN is clipped too.
+    """
 
-    scale: Float32[Array, ""]
+    largest: Float32[Array, ""]
 
     def quantize_rows(
         self,
@@ -37,5 +39,6 @@ class OneScale(AbstractMethod):
         key: PRNGKeyArray | None = None,
         chunk: int | None = None,
     ) -> Encoded:
-        stored = store_scale(jnp.broadcast_to(self.scale, (*rows.shape[:-1], 1)), format)
-        return encode_stored(rows, stored, None, format, key, chunk)
+        scale = jnp.broadcast_to(format.choose_scale(self.largest.reshape(1, 1)), (*rows.shape[:-1], 1))
+        clipped = jnp.clip(rows.astype(jnp.float32), -self.largest, self.largest)  # an integer format has a code more
+        return encode_stored(clipped, store_scale(scale, format), None, format, key, chunk)

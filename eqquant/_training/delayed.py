@@ -1,4 +1,4 @@
-"""Delayed scaling: an optax wrapper that keeps the largest magnitudes of earlier steps, by which products are scaled."""
+"""Delayed scaling: an optax wrapper that keeps the largest magnitudes of earlier steps, which scale products."""
 
 import dataclasses
 import functools as ft

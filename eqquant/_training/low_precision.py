@@ -123,8 +123,8 @@ def _check_delayed(*formats: AbstractFormat) -> None:
         one_scale = format.block_size in (None, "tensor") and format.scale_format is None
         if not one_scale or has_zero_points(format) or has_offsets(format):
             raise ValueError(
-                f"`delayed` needs formats of one symmetric scale, with a block size of None or 'tensor'. Got {format!r}. "
-                "Take 'fp8' or 'int8', or leave `delayed` out: each product then computes its own scales."
+                f"`delayed` needs formats of one scale, without blocks, zero points or offsets. Got {format!r}. Take "
+                "'fp8' or 'int8', or leave `delayed` out: each product then computes its own scales."
             )
 
 

@@ -33,7 +33,6 @@ from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
 from .._array.primitive import bind_matmul, OF_W, OF_X, rounded_matmul_p, Rounding
 from .._array.quantize import quantize_array
-from .._formats.base import AbstractFormat
 from .._methods import AbsMax
 from .._methods.given import UpTo
 from .._numerics.blocks import absmax
@@ -174,10 +173,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of_x: Any, of_w: An
         dys.append(rounded_matmul_p.bind(dx, w, *largest, of_x=None, of_w=of_w, **params))
     if type(dw) is not ad.Zero:
         dys.append(rounded_matmul_p.bind(x, dw, *largest, of_x=of_x, of_w=None, **params))
-    forward = of_x is not None and of_w is not None and {of_x.largest, of_w.largest} == {OF_X, OF_W}
-    if forward and type(dlargest[0]) is not ad.Zero:
-        of_both = sorted(((of_x.largest, x), (of_w.largest, w)), key=lambda pair: pair[0])
-        seen = jnp.stack([largest_seen(a, *largest) for _, a in of_both], axis=-1)
+    places = {rounding.largest: a for rounding, a in ((of_x, x), (of_w, w)) if rounding is not None}
+    if places.keys() == {OF_X, OF_W} and type(dlargest[0]) is not ad.Zero:  # the product of the forward pass
+        seen = jnp.stack([largest_seen(places[OF_X], *largest), largest_seen(places[OF_W], *largest)], axis=-1)
         # No values of the result, but under a `vmap` as many axes: without it examples would be summed before `record`
         # is transposed, if its own operands have no axis of them.
         nothing = jax.lax.slice_in_dim(y, 0, 0, axis=-1)

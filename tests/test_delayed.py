@@ -309,7 +309,7 @@ def test_low_rank_factors(operands):
         optax.masked(eqq.delayed_scaling(optax.sgd(0.1)), mask),
     ):
         grads = eqq.filter_grad(product)(model, x, dy)
-        updates, _ = optim.update(grads, optim.init(eqx.filter(model, eqx.is_array)), eqx.filter(model, eqx.is_array))
+        updates, _ = optim.update(grads, optim.init(model), model)
         after = eqx.apply_updates(model, updates)
         np.testing.assert_array_equal(after["w"].base.array, w)
         np.testing.assert_array_equal(after["w"].base.largest, magnitudes(x, w, dy))
@@ -326,28 +326,32 @@ def test_16_bits(operands):
 
 
 @pytest.mark.long
-def test_training_a_model():
-    model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (8, 33), 0, 11)
-    low = eqq.low_precision(model, "fp8", delayed=True)
+@pytest.mark.parametrize("whole", [False, True])
+def test_training_a_model(whole):
+    """An ordinary loop, which passes the optimizer the parameters, or the model with its functions."""
+    tokens = jr.randint(jr.key(1), (8, 33), 0, 11)
+    low = {"network": Network(jr.key(0)), "function": jax.nn.gelu}
+    low = eqq.low_precision(low, "fp8", delayed=True)
     optim = eqq.delayed_scaling(optax.adamw(1e-2))
 
     @eqx.filter_jit
     @eqx.debug.assert_max_traces(max_traces=1)
     def step(model, state):
-        value, grads = eqx.filter_value_and_grad(loss)(model, tokens)
+        value, grads = eqx.filter_value_and_grad(lambda model: loss(model["network"], tokens))(model)
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+            updates, state = optim.update(grads, state, model if whole else eqx.filter(model, eqx.is_inexact_array))
         return eqx.apply_updates(model, updates), state, value
 
-    state, values = optim.init(eqx.filter(low, eqx.is_inexact_array)), []
+    state, values = optim.init(low if whole else eqx.filter(low, eqx.is_inexact_array)), []
     for _ in range(20):
         low, state, value = step(low, state)
         values.append(float(value))
     assert values[-1] < 0.9 * values[0]
-    assert low.layers.weight.largest.shape == (3, 3) and bool((low.layers.weight.largest > 0).all())
+    largest = low["network"].layers.weight.largest
+    assert largest.shape == (3, 3) and bool((largest > 0).all())
     assert {path: x.shape for path, x in state.history.items()} == {
-        ".layers.weight": (3, 3, 16),
-        ".head.weight": (3, 16),
+        "['network'].layers.weight": (3, 3, 16),
+        "['network'].head.weight": (3, 16),
     }
 
 

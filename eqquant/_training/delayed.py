@@ -1,15 +1,16 @@
 """Delayed scaling: an optax wrapper that keeps the largest magnitudes of earlier steps, which scale products."""
 
 import dataclasses
-import functools as ft
 from typing import Any, NamedTuple, TYPE_CHECKING
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from .._array.array import is_quantized
 from .._array.low_precision import LowPrecisionArray, map_largest
 from .._tree.leaves import named_leaves, some
 from .._types import PyTree
@@ -63,10 +64,10 @@ def delayed_scaling(
             return eqx.apply_updates(model, updates), state, loss
         ```
 
-    Wrap the whole optimizer, chains, clipping, `optax.MultiSteps` and [`eqquant.float_masters`][] included: gradients
-    must come to the wrapper as they are. Without the wrapper an optimizer takes magnitudes for gradients, which
-    spoils their norm; it moves what products expect below zero, so they take the magnitudes of now, as before the first
-    step.
+    `init` and `update` take the model itself, or its parameters. Wrap the whole optimizer, chains, clipping,
+    `optax.MultiSteps` and [`eqquant.float_masters`][] included: gradients must come to the wrapper as they are. Without
+    the wrapper an optimizer takes magnitudes for gradients, which spoils their norm; it moves what products expect
+    below zero, so they take the magnitudes of now, as before the first step.
 
     ??? cite
 
@@ -95,7 +96,7 @@ def delayed_scaling(
 
     if isinstance(history, bool) or not isinstance(history, int) or history < 1:
         raise ValueError(f"`history` must be a number of steps, at least 1. Got {history!r}.")
-    inner, without_largest = as_optimizer(optimizer), ft.partial(map_largest, lambda _: None)
+    inner = as_optimizer(optimizer)
 
     def init(params: PyTree) -> DelayedScalingState:
         found = _largest(params)
@@ -107,7 +108,7 @@ def delayed_scaling(
             )
         # What the model holds already was the largest of a history.
         start = {path: _shift(jnp.zeros((*x.shape, history)), x * 2.0**-margin) for path, x in found.items()}
-        return DelayedScalingState(start, inner.init(without_largest(params)))
+        return DelayedScalingState(start, inner.init(_bare(params)))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -124,8 +125,7 @@ def delayed_scaling(
             )
         kept = {path: _shift(x, seen[path]) if path in seen else x for path, x in state.history.items()}
         new = {path: jnp.max(x, axis=-1) * 2.0**margin for path, x in kept.items()}
-        bare = without_largest(updates), state.inner_state, without_largest(params)
-        steps, inner_state = inner.update(*bare, **extra_args)
+        steps, inner_state = inner.update(_bare(updates), state.inner_state, _bare(params), **extra_args)
         steps = _with_largest(steps, updates, {path: (new[path] - old[path]).astype(old[path].dtype) for path in seen})
         return steps, DelayedScalingState(kept, inner_state)
 
@@ -142,6 +142,12 @@ def _largest(tree: PyTree) -> dict[str, Float[Array, "*stack 3"]]:
     """Returns the largest magnitudes that the weights of a tree hold, by path; not those that a mask has taken away."""
     of = {path: x.largest for path, x in _nodes(tree)[0] if isinstance(x, LowPrecisionArray)}
     return {path: x for path, x in of.items() if isinstance(x, (jax.Array, np.ndarray))}
+
+
+def _bare(tree: PyTree) -> PyTree:
+    """Returns what the wrapped optimizer sees: parameters without largest magnitudes, and nothing else."""
+    keep = lambda x: x if is_quantized(x) or eqx.is_inexact_array(x) else None
+    return jtu.tree_map(keep, map_largest(lambda _: None, tree), is_leaf=is_quantized)
 
 
 def _with_largest(steps: PyTree, like: PyTree, values: dict[str, Array]) -> PyTree:

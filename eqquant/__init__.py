@@ -104,6 +104,7 @@ from ._training import (
     merge_lora as merge_lora,
     quantize_state as quantize_state,
 )
+from ._training.delayed import delayed_scaling as delayed_scaling, DelayedScalingState as DelayedScalingState
 from ._training.low_precision import low_precision as low_precision
 from ._training.mask import trainable_mask as trainable_mask
 from ._training.residuals import checkpoint_quantized as checkpoint_quantized, residual_nbytes as residual_nbytes

@@ -74,10 +74,15 @@ def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Any]) -> bool:
     return True
 
 
+def varying_axes(x: Any) -> frozenset[str]:
+    """Returns the mesh axes that an array varies along inside `shard_map`."""
+    return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
+
+
 def vary_alike(tree: _T) -> _T:
     """Inside `shard_map`, makes every array of a tree vary along all mesh axes that any of them varies along."""
     leaves, treedef = jax.tree_util.tree_flatten(tree)
-    varying = [getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset()) for x in leaves]
+    varying = [varying_axes(x) for x in leaves]
     all_axes = frozenset().union(*varying)
     leaves = [
         jax.lax.pcast(x, tuple(all_axes - axes), to="varying") if axes != all_axes else x

@@ -3,7 +3,8 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 
@@ -18,7 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     debug = "--debug" in given
     try:
-        code = app([a for a in given if a != "--debug"], prog_name="eqquant", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warner()
+            code = app([a for a in given if a != "--debug"], prog_name="eqquant", standalone_mode=False)
     except KeyboardInterrupt:
         _stop("stopped. No file was written.", 130)
     except BrokenPipeError:  # `eqquant inspect ... | head`
@@ -52,6 +55,18 @@ def _handle(e: Exception, debug: bool) -> NoReturn:
 def _is_of(e: Exception, name: str) -> bool:
     """Whether an error is one of click's, which typer brings in one way or another."""
     return any(cls.__name__ == name and "click" in cls.__module__ for cls in type(e).__mro__)
+
+
+def _warner() -> Callable[..., None]:
+    """Returns what prints warnings as sentences, each once: a command may plan before it quantizes."""
+    said: set[str] = set()
+
+    def say(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            print(f"eqquant: {message}", file=sys.stderr)
+
+    return say
 
 
 def _stop(message: str, code: int) -> NoReturn:

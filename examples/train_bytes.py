@@ -1,6 +1,7 @@
 """A byte-level transformer on real text: quantized after training, trained quantized, and finetuned through QLoRA.
 
-With `--low-precision` it is trained from scratch instead, by products of eight bits forward and backward.
+With `--low-precision` it is trained from scratch instead, by products of eight bits forward and backward: `int8`,
+`fp8`, or `fp8-delayed`, whose scales follow from earlier steps.
 
 The text is Python's own: the help pages of `pydoc` to train on, the source of its standard library to finetune on. The
 last tenth of both is held out. The measure is bits per byte, the size of the text if the model compressed it.
@@ -161,9 +162,11 @@ def adamw(peak: float, steps: int) -> optax.GradientTransformation:
 # %% Training in low precision, from scratch: the same steps on the same windows
 def train_in_low_precision(formats: tuple[str, ...]) -> dict[str, float]:
     untrained, found = Transformer(key=jr.key(args.seed)), {}
-    candidates = {"float32": untrained, **{name: eqq.low_precision(untrained, name) for name in formats}}
-    for name, candidate in candidates.items():
-        trained = train(name, candidate, adamw(3e-3, steps), english, steps)
+    for name in ("float32", *formats):
+        format, delayed, _ = name.partition("-delayed")
+        candidate = eqq.low_precision(untrained, format, delayed=bool(delayed)) if name != "float32" else untrained
+        optim = eqq.delayed_scaling(adamw(3e-3, steps)) if delayed else adamw(3e-3, steps)
+        trained = train(name, candidate, optim, english, steps)
         # Evaluated as it trains, and with the same weights in float.
         as_trained, dense = (bits_per_byte(m, english_held_out) for m in (trained, eqq.dequantize_tree(trained)))
         found[name] = float(as_trained)

@@ -100,6 +100,17 @@ def test_equals_integers_of_numpy(getkey, of_x, of_w, looped):
     np.testing.assert_array_equal(operands[0] @ operands[1].T, y)
 
 
+def test_only_a_scale_that_clips_reaches_the_lowest_code(getkey):
+    """Codes of int8 are from -127 where the scale is of the row's own largest, and from -128 where one is given."""
+    x = jnp.array([[-300.0, -128, -127.4, 5, 126.6, 300]])
+    q = eqq.quantize(weights(getkey(), (3, 6)), "int8")
+    w = eqq.ActivationQuantizedArray(q, "int8", 1.0)
+    clipped = jnp.array([[-128.0, -128, -127, 5, 127, 127]])
+    np.testing.assert_array_equal(w.quantize_rows(x).dequantize(), clipped)
+    np.testing.assert_allclose(x @ w.T, clipped @ q.dequantize().T, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(eqq.unpack(DynamicRows(x, eqq.Int8()).quantized())[0, [0, 5]], [1, 255])
+
+
 def test_longest_sums():
     """Partial sums fit 32 bits, however long the row."""
     k = 70_000

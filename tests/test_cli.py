@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import equinox as eqx
 import jax
@@ -139,6 +140,15 @@ def test_budget(run, checkpoint, tmp_path):
 def test_dry_run_writes_nothing(run, checkpoint, tmp_path):
     assert "A plan" in run("quantize", checkpoint, tmp_path / "out.safetensors", "--dry-run")
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_warnings_are_sentences(capsys, checkpoint, tmp_path):
+    rules = ["--rule", "layers.*=int4", "--rule", "layers.0.*=int8"]
+    with warnings.catch_warnings(), pytest.raises(SystemExit):
+        warnings.simplefilter("always")
+        main(["quantize", str(checkpoint), str(tmp_path / "out.safetensors"), "--format", "nf4", *rules])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("eqquant: Each pattern of") and "'layers.0.*' behind 'layers.*'" in line
 
 
 def test_compare(run, checkpoint, tmp_path):

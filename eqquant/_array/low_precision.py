@@ -1,12 +1,14 @@
 """Weights whose products are computed in low precision, forward and backward."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import wadler_lindig as wl
 from jax import lax
 from jax.sharding import NamedSharding
@@ -15,7 +17,9 @@ from jaxtyping import Array, Float
 from .. import _compat
 from .._formats.base import AbstractFormat, as_format
 from .._mesh import as_spec, explicit_mesh, in_auto_mode, names_in
-from .primitive import bind_rounded_matmul, Rounding
+from .._types import PyTree
+from .primitive import bind_rounded_matmul, OF_GRADIENT, OF_W, OF_X, Rounding
+from .straight_through import value_of
 from .value import as_permutation, multiply
 from .wrapped import AbstractWrappedArray
 
@@ -45,33 +49,53 @@ class LowPrecisionArray(AbstractWrappedArray):
     - `forward`: the format of $x$ and $W$, or its lower-case name.
     - `gradient`: the format of $\mathrm d y$.
     - `stochastic`: whether $\mathrm d y$ is rounded at random, so that the mean is the value.
+    - `largest`: with [delayed scaling][eqquant.delayed_scaling], the largest magnitudes of $x$, $W$ and
+        $\mathrm d y$ that scales follow from: floats `(*stack, 3)`, zeros at first.
     """
 
     array: Any
     forward: AbstractFormat
     gradient: AbstractFormat
     stochastic: bool = eqx.field(static=True)
+    largest: Float[Array, "*stack 3"] | None
 
     def __init__(
-        self, array: Any, forward: AbstractFormat | str, gradient: AbstractFormat | str, stochastic: bool = True
+        self,
+        array: Any,
+        forward: AbstractFormat | str,
+        gradient: AbstractFormat | str,
+        stochastic: bool = True,
+        largest: Float[Array, "*stack 3"] | None = None,
     ) -> None:
         self.array = array
         self.forward = as_format(forward)
         self.gradient = as_format(gradient)
         self.stochastic = stochastic
+        self.largest = largest
 
     def transpose(self, *axes: Any) -> Any:
         """Permutes the logical axes of the weight."""
-        return self._around(self.array.transpose(as_permutation(axes, self.ndim)))
+        order = as_permutation(axes, self.ndim)
+        moved = self._around(self.array.transpose(order))
+        return moved if order[: self.ndim - 2] == list(range(self.ndim - 2)) else moved._sharing()
 
     def reshape(self, *shape: Any, **kwargs: Any) -> Any:
         """Reshapes the weight."""
-        return self._around(self.array.reshape(*shape, **kwargs))
+        return self._around(self.array.reshape(*shape, **kwargs))._sharing()
 
     def _around(self, array: Any) -> Any:
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return array
-        return LowPrecisionArray(array, self.forward, self.gradient, self.stochastic)
+        return dataclasses.replace(self, array=array)
+
+    def _sharing(self) -> "LowPrecisionArray":
+        """Returns the array with one scale for all of a stack, if scales are delayed."""
+        if self.largest is None or self.largest.ndim == 1:
+            return self
+        of_each = self.largest.reshape(-1, 3)
+        # What the products see are magnitudes of each.
+        one = value_of(jnp.max(of_each, axis=0), gradient_of=jnp.sum(of_each, axis=0))
+        return dataclasses.replace(self, largest=one)
 
     def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
         x, w = jnp.asarray(other), self.dequantize()
@@ -84,14 +108,18 @@ class LowPrecisionArray(AbstractWrappedArray):
         vector = x.ndim == 1
         matrices = ("(n,k)", "(k)" if vector else "(k,m)") if left else ("(k)" if vector else "(m,k)", "(k,n)")
         result = f"({'' if vector or left else 'm,'}n{'' if vector or not left else ',m'})"
-        product = jnp.vectorize(
-            lambda a, b: self._around(a if left else b)._matmul(b if left else a, left=left, **options),
-            signature=f"{','.join(matrices)}->{result}",
-        )
+        of_each = self.largest is not None and self.largest.ndim > 1
+
+        def one(a: Array, b: Array, *largest: Array) -> Array:
+            own = dataclasses.replace(self, array=a if left else b, largest=largest[0] if largest else self.largest)
+            return own._matmul(b if left else a, left=left, **options)
+
+        product = jnp.vectorize(one, signature=f"{','.join((*matrices, *['(s)'] * of_each))}->{result}")
         # Of as many batch axes, since ranks may not promote themselves.
         ahead = (x.ndim - min(x.ndim, 2)) - (w.ndim - 2)
-        x, w = x.reshape(*[1] * -ahead, *x.shape), w.reshape(*[1] * ahead, *w.shape)
-        return product(w, x) if left else product(x, w)
+        lead = lambda a, count: a.reshape(*[1] * count, *a.shape)
+        x, w, largest = lead(x, -ahead), lead(w, ahead), [lead(self.largest, ahead)] if of_each else []
+        return product(w, x, *largest) if left else product(x, w, *largest)
 
     def dot_general(
         self,
@@ -99,6 +127,7 @@ class LowPrecisionArray(AbstractWrappedArray):
         w: Float[Array, "..."],
         numbers: lax.DotDimensionNumbers,
         *,
+        left: bool = False,
         precision: Any = None,
         implementation: str | None = None,
     ) -> Float[Array, "..."]:
@@ -112,8 +141,9 @@ class LowPrecisionArray(AbstractWrappedArray):
 
         **Arguments:**
 
-        - `x`, `w`: floats, in either order of the operands: both are rounded alike.
+        - `x`, `w`: floats, the operands.
         - `numbers`: the axes that the sum runs along, and those of a batch, as in `jax.lax.dot_general`.
+        - `left`: whether the first operand is the weight. Only delayed scales depend on it.
         - `precision`, `implementation`: as in [`eqquant.matmul`][].
 
         **Returns:**
@@ -132,32 +162,46 @@ class LowPrecisionArray(AbstractWrappedArray):
             )
         dtype = jnp.result_type(x, w)
         x, w = _compat.vary_alike((x.astype(dtype), w.astype(dtype)))
-        forward, gradient = Rounding(self.forward), Rounding(self.gradient, self.stochastic)
+        largest = self._sharing().largest
+        of_x, of_w, of_gradient = (OF_W, OF_X, OF_GRADIENT) if left else (OF_X, OF_W, OF_GRADIENT)
+        delayed = lambda rounding, place: rounding if largest is None else rounding._replace(largest=place)
 
-        def product(x: Array, w: Array) -> Array:
-            x_rows, (batch, of_x) = _as_rows(x, *(pair[0] for pair in numbers))
-            w_rows, (_, of_w) = _as_rows(w, *(pair[1] for pair in numbers))
+        def product(x: Array, w: Array, *largest: Array) -> Array:
+            x_rows, (batch, free_of_x) = _as_rows(x, *(pair[0] for pair in numbers))
+            w_rows, (_, free_of_w) = _as_rows(w, *(pair[1] for pair in numbers))
             y = bind_rounded_matmul(
                 x_rows,
                 w_rows,
-                of_x=forward,
-                of_w=forward,
-                of_gradient=gradient,
+                *largest,
+                of_x=delayed(Rounding(self.forward), of_x),
+                of_w=delayed(Rounding(self.forward), of_w),
+                of_gradient=delayed(Rounding(self.gradient, self.stochastic), of_gradient),
                 precision=precision,
                 implementation=implementation,
             )
-            return y.reshape(*batch, *of_x, *of_w)
+            return y.reshape(*batch, *free_of_x, *free_of_w)
 
         mesh = explicit_mesh(x, w)
         if mesh is not None:
             product = in_auto_mode(product, NamedSharding(mesh, _result_spec(x, w, numbers)))
-        return product(x, w)
+        return product(x, w, *([] if largest is None else [largest.astype(jnp.float32)]))
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         rounding = ", rounded to nearest" * (not self.stochastic)
-        return wl.TextDoc(
-            f"LowPrecisionArray({wl.pformat(self.array)}, {self.forward!r}, gradient={self.gradient!r}{rounding})"
-        )
+        delayed = ", delayed scales" * (self.largest is not None)
+        formats = f"{self.forward!r}, gradient={self.gradient!r}"
+        return wl.TextDoc(f"LowPrecisionArray({wl.pformat(self.array)}, {formats}{rounding}{delayed})")
+
+
+def map_largest(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """Applies a function to the largest magnitudes that scales follow from, wherever a tree has them."""
+
+    def mapped(x: Any) -> Any:
+        if not isinstance(x, LowPrecisionArray) or x.largest is None:
+            return x
+        return eqx.tree_at(lambda w: w.largest, x, function(x.largest))  # what takes their place may be no array
+
+    return jtu.tree_map(mapped, tree, is_leaf=lambda x: isinstance(x, LowPrecisionArray))
 
 
 def _as_rows(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend
 import jax.tree_util as jtu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from .. import _compat
 from .._formats.base import AbstractFormat
@@ -65,16 +65,27 @@ def bind_matmul(
     )
 
 
+# Where the largest magnitudes of the three arrays that a layer rounds stand in an array of them.
+OF_X, OF_W, OF_GRADIENT = 0, 1, 2
+
+
 class Rounding(NamedTuple):
-    """How a product rounds an operand: to which format, and whether at random, so that the mean is the value."""
+    """How a product rounds an operand.
+
+    - `format`: to which format.
+    - `stochastic`: whether at random, so that the mean is the value.
+    - `largest`: with delayed scaling, which of the largest magnitudes is that of this operand.
+    """
 
     format: AbstractFormat
     stochastic: bool = False
+    largest: int | None = None
 
 
 def bind_rounded_matmul(
     x: Float[Array, "*batch rows inner"],
     w: Float[Array, "*batch outer inner"],
+    largest: Float32[Array, "*lead 3"] | None = None,
     *,
     of_x: Rounding | None,
     of_w: Rounding | None,
@@ -89,6 +100,9 @@ def bind_rounded_matmul(
     **Arguments:**
 
     - `x`, `w`: floats.
+    - `largest`: with delayed scaling, the largest magnitudes of `x`, `w` and the gradient of the result, by which they
+        are scaled; one that is not positive is not known yet. `lead` are the last axes of `batch`, or fewer. What
+        arrives as their gradient are the magnitudes that this product saw.
     - `of_x`, `of_w`: how each is rounded; `None` for a tangent, which stays as it is.
     - `of_gradient`: how the gradient of the result is rounded, in the products of the backward pass.
     - `precision`, `implementation`: as in `bind_matmul`; the latter is of the forward pass.
@@ -96,7 +110,14 @@ def bind_rounded_matmul(
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     return rounded_matmul_p.bind(
-        x, w, of_x=of_x, of_w=of_w, of_gradient=of_gradient, precision=precision, implementation=implementation
+        x,
+        w,
+        *([] if largest is None else [largest]),
+        of_x=of_x,
+        of_w=of_w,
+        of_gradient=of_gradient,
+        precision=precision,
+        implementation=implementation,
     )
 
 

@@ -52,8 +52,9 @@ class AbstractInteger(AbstractAffineFormat):
 class Int8(AbstractInteger):
     r"""Eight-bit integers, by default with one scale per channel.
 
-    Symmetric: $s = \max|x| / 127$, codes $-127 \ldots 127$. Affine: $s = (\max x - \min x) / 255$ over a range that
-    includes zero, codes $0 \ldots 255$; the zero point is $z = -\min x / s$, rounded.
+    Symmetric: $s = \max|x| / 127$, codes $-127 \ldots 127$; a smaller scale, from calibration or a search, clips to
+    $-128 \ldots 127$. Affine: $s = (\max x - \min x) / 255$ over a range that includes zero, codes $0 \ldots 255$; the
+    zero point is $z = -\min x / s$, rounded.
     """
 
     block_size: BlockSize = eqx.field(static=True, default=None)

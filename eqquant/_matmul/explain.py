@@ -81,7 +81,8 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
         axes = getattr(q, "axis", "")
         part = f"the sum is over a part of the quantized axes {axes}, or copies of the other operand would be larger"
         why = "it has one dimension" if q.ndim < 2 else part
-        shape, dtype = (math.prod(q.shape[:-1]), q.shape[-1]), traced.out_avals[0].dtype
+        result: Any = traced.out_avals[0]
+        shape, dtype = (math.prod(q.shape[:-1]), q.shape[-1]), result.dtype
         problem = MatmulProblem(1, *shape, dtype, getattr(q, "format", None), False)  # pyright: ignore
         verdicts = {"dense": f"{why}: dequantize, then multiply"}
         return MatmulExplanation(problem, platform, "dense", verdicts, f"{dtype} x {dtype}")

@@ -223,20 +223,22 @@ def _dot_general_by_layers(w: ActivationQuantizedArray, x: Any, params: dict[str
 
 @quax.register(lax.dot_general_p)
 def _dot_general_low_precision_left(w: LowPrecisionArray, x: ArrayLike, **params: Any) -> Array:
-    return _dot_general_low_precision(w, w.dequantize(), x, params)
+    return _dot_general_low_precision(w, w.dequantize(), x, params, left=True)
 
 
 @quax.register(lax.dot_general_p)
 def _dot_general_low_precision_right(x: ArrayLike, w: LowPrecisionArray, **params: Any) -> Array:
-    return _dot_general_low_precision(w, x, w.dequantize(), params)
+    return _dot_general_low_precision(w, x, w.dequantize(), params, left=False)
 
 
-def _dot_general_low_precision(w: LowPrecisionArray, first: Any, second: Any, params: dict[str, Any]) -> Array:
+def _dot_general_low_precision(
+    w: LowPrecisionArray, first: Any, second: Any, params: dict[str, Any], *, left: bool
+) -> Array:
     first, second, contract = jnp.asarray(first), jnp.asarray(second), params["dimension_numbers"][0][0]
     floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (first, second))
     if not floats or not contract or params.get("out_sharding") is not None:
         return _dense(lax.dot_general_p, first, second, **params)
-    y = w.dot_general(first, second, params["dimension_numbers"], precision=params.get("precision"))
+    y = w.dot_general(first, second, params["dimension_numbers"], left=left, precision=params.get("precision"))
     return y.astype(params.get("preferred_element_type") or y.dtype)
 
 

@@ -8,6 +8,11 @@ gradient of the result, which is rounded as a gradient.
 A `custom_vjp` would lose forward mode. And under a `vmap` over examples it would compute the gradient of the weight as
 a sum of outer products, one for each example. Here the batching rule makes examples rows, and that gradient is one
 product over them.
+
+With delayed scaling, the largest magnitudes are a third operand. The product has no slope along them, so their gradient
+is free to carry what it saw. `record` is linear in their tangent, and zero; its transpose returns magnitudes, that of
+the incoming gradient among them. They belong to all examples, so under a `vmap` they have no axis of examples, along
+which JAX would sum.
 """
 
 import dataclasses
@@ -18,23 +23,32 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.extend
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from .. import _compat
 from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
-from .._array.primitive import bind_matmul, rounded_matmul_p, Rounding
+from .._array.primitive import bind_matmul, OF_W, OF_X, rounded_matmul_p, Rounding
 from .._array.quantize import quantize_array
+from .._methods import AbsMax
+from .._methods.given import UpTo
+from .._numerics.blocks import absmax
 from .._numerics.hashing import hashed_key, seed_of
-from .._numerics.primitives import compiled, moved
+from .._numerics.primitives import compiled, moved, without_tangent
+from .._numerics.scale_bits import scale_to_bits
+
+
+largest_seen_p = jax.extend.core.Primitive("largest_seen")
+record_p = jax.extend.core.Primitive("record")
 
 
 def compute_rounded(
     x: Float[Array, "*batch m k"],
     w: Float[Array, "*batch n k"],
-    *,
+    *largest: Float32[Array, "*lead 3"],
     of_x: Rounding | None,
     of_w: Rounding | None,
     of_gradient: Rounding,
@@ -49,63 +63,151 @@ def compute_rounded(
         return jnp.matmul(x, jnp.swapaxes(w, -1, -2), precision=precision)
     product = ft.partial(bind_matmul, transpose=False, precision=precision, implementation=implementation)
     if of_w is None:
-        return jnp.swapaxes(product(w, _rounded(x, of_x)), -1, -2)
-    return product(x if of_x is None else _rows(x, of_x), _rounded(w, of_w))
+        return jnp.swapaxes(product(w, _rounded(x, of_x, *largest)), -1, -2)
+    return product(x if of_x is None else _rows(x, of_x, *largest), _rounded(w, of_w, *largest))
 
 
-def _rows(x: Float[Array, "*batch m k"], rounding: Rounding) -> DynamicRows | QuantizedArray:
+def _rows(x: Float[Array, "*batch m k"], rounding: Rounding, *largest: Array) -> DynamicRows | QuantizedArray:
     """Returns the left operand: rows that an implementation quantizes where that is cheapest, if it may."""
     nested = rounding.format.scale_format
     of_tensor = "tensor" in (rounding.format.block_size, None if nested is None else nested.block_size)
-    return _rounded(x, rounding) if rounding.stochastic or of_tensor else DynamicRows(x, rounding.format)
+    whole = of_tensor or rounding.stochastic or bool(largest)
+    return _rounded(x, rounding, *largest) if whole else DynamicRows(x, rounding.format)
 
 
-def _rounded(x: Float[Array, "*batch m k"], rounding: Rounding | None) -> QuantizedArray:
-    format, stochastic = rounding  # pyright: ignore[reportGeneralTypeIssues]
+def _rounded(x: Float[Array, "*batch m k"], rounding: Rounding | None, *largest: Array) -> QuantizedArray:
+    format, stochastic, place = rounding  # pyright: ignore[reportGeneralTypeIssues]
+
     # One matrix at a time: a scale of a whole tensor is that of a product. Its own bits seed its rounding: runs repeat
     # bit for bit, and two gradients share a seed about once in 2**32.
-    quantize = lambda x: quantize_array(x, format, (-1,), None, hashed_key(seed_of(x)) if stochastic else None)
-    batch = x.shape[:-2]
-    q = jax.vmap(quantize)(x.reshape(math.prod(batch), *x.shape[-2:])) if batch else quantize(x)
+    def quantize(x: Array, *expected: Array) -> QuantizedArray:
+        key = hashed_key(seed_of(x)) if stochastic else None
+        q = quantize_array(x, format, (-1,), None, key, UpTo(*expected) if expected else AbsMax())
+        return _marked(q, x) if expected else q
+
+    operands, batch = (x, *(_expected(x, array[..., place]) for array in largest)), x.shape[:-2]
+    flat = [a.reshape(math.prod(batch), *a.shape[len(batch) :]) for a in operands] if batch else operands
+    q = jax.vmap(quantize)(*flat) if batch else quantize(*flat)
     q = jax.tree_util.tree_map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), q) if batch else q
     return dataclasses.replace(q, logical_sharding=None)
 
 
-def _abstract(x: Any, w: Any, **params: Any) -> jax.core.ShapedArray:
-    del params
+def _expected(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead"]) -> Float32[Array, "*batch"]:
+    """Returns the largest magnitude that each matrix is scaled by; that of now, where none is known."""
+    x, largest = _compat.vary_alike((x, largest))
+    known = largest > 0
+    # A branch, so that encoding need not wait for a pass over the values.
+    now = lambda: jnp.where(known, largest, _largest_seen(x, largest[..., None]))
+    return jnp.broadcast_to(jax.lax.cond(jnp.all(known), lambda: largest, now), x.shape[:-2])
+
+
+def _marked(q: QuantizedArray, x: Float[Array, "m k"]) -> QuantizedArray:
+    """Makes the scale NaN if a value is not finite: such a value has no code."""
+    bad = jnp.isnan(_largest_seen(x, jnp.zeros(1)))
+    return dataclasses.replace(q, scale_bits=scale_to_bits(jnp.where(bad, jnp.nan, q.scale), q.format.scale_dtype))
+
+
+def _largest_seen(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead n"]) -> Float32[Array, "*lead"]:
+    """Returns the largest magnitude for each of `lead`, the last axes of `batch`; NaN if a value is not finite."""
+    lead, ndim = largest.shape[:-1], x.ndim - 2
+    rows = absmax(x.astype(jnp.float32))  # along an axis first, so that devices that divide another need no other's
+    rows = jnp.moveaxis(rows, range(ndim - len(lead)), range(len(lead), ndim))
+    return absmax(rows.reshape(*lead, 1, math.prod(rows.shape[len(lead) :])))[..., 0]
+
+
+def largest_seen(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead 3"]) -> Float32[Array, "*lead"]:
+    """As `_largest_seen`, of all examples of a `vmap` and of all devices of a `shard_map` that share `largest`."""
+    others = tuple(sorted(_compat.varying_axes(x) - _compat.varying_axes(largest)))
+    seen = largest_seen_p.bind(*_compat.vary_alike((x, largest)))
+    return jax.lax.pmax(seen, others) if others else seen
+
+
+def _batch_seen(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Array, Any]:
+    (x, largest), (of_x, of_largest) = args, dims
+    size = x.shape[of_x] if of_x is not None else largest.shape[of_largest]
+    x = moved(x, of_x, size)
+    if of_largest is None:
+        return largest_seen_p.bind(x, largest), None
+    return largest_seen_p.bind(jnp.moveaxis(x, 0, x.ndim - largest.ndim - 1), jnp.moveaxis(largest, of_largest, 0)), 0
+
+
+def _record(
+    dlargest: Array, seen: Array, largest: Array, nothing: Array, *, result: jax.core.ShapedArray
+) -> Float[Array, "*batch m n"]:
+    """Returns zeros. The transpose returns `seen`, and the largest magnitude of the gradient of these zeros."""
+    del dlargest, seen, largest, nothing
+    return jnp.zeros(result.shape, result.dtype)
+
+
+def _transpose_record(dy: Any, dlargest: Any, seen: Any, largest: Any, nothing: Any, *, result: Any) -> list[Any]:
+    del dlargest, nothing, result
+    if type(dy) is ad.Zero:
+        return [None, None, None, None]
+    return [jnp.concatenate([seen, largest_seen(dy, largest)[..., None]], axis=-1), None, None, None]
+
+
+def _batch_record(args: Sequence[Any], dims: Sequence[Any], *, result: jax.core.ShapedArray) -> tuple[Array, int]:
+    (*of_largest, nothing), (*places, of_nothing) = args, dims
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    place = 0
+    if any(d is not None for d in places):  # of models, each with its own
+        of_largest = [moved(a, d, size) for a, d in zip(of_largest, places, strict=True)]
+        place = result.ndim - of_largest[0].ndim  # before as many axes of a batch as the largest magnitudes have
+    result = result.update(shape=(*result.shape[:place], size, *result.shape[place:]))
+    return record_p.bind(*of_largest, moved(nothing, of_nothing, size, place), result=result), place
+
+
+def _abstract(x: Any, w: Any, *largest: Any, **params: Any) -> jax.core.ShapedArray:
+    del params, largest
     if x.shape[-1] != w.shape[-1] or x.shape[:-2] != w.shape[:-2] or x.dtype != w.dtype:
         raise ValueError(f"rounded_matmul: {x.str_short()} and {w.str_short()} do not fit.")
     return x.update(shape=(*x.shape[:-1], w.shape[-2]))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of_x: Any, of_w: Any, **params: Any) -> tuple[Any, Any]:
-    (x, w), (dx, dw) = primals, tangents
-    y = rounded_matmul_p.bind(x, w, of_x=of_x, of_w=of_w, **params)
+    (x, w, *largest), (dx, dw, *dlargest) = primals, tangents
+    y = rounded_matmul_p.bind(x, w, *largest, of_x=of_x, of_w=of_w, **params)
     params["implementation"] = None
     dys = []
     if type(dx) is not ad.Zero:
-        dys.append(rounded_matmul_p.bind(dx, w, of_x=None, of_w=of_w, **params))
+        dys.append(rounded_matmul_p.bind(dx, w, *largest, of_x=None, of_w=of_w, **params))
     if type(dw) is not ad.Zero:
-        dys.append(rounded_matmul_p.bind(x, dw, of_x=of_x, of_w=None, **params))
+        dys.append(rounded_matmul_p.bind(x, dw, *largest, of_x=of_x, of_w=None, **params))
+    places = {rounding.largest: a for rounding, a in ((of_x, x), (of_w, w)) if rounding is not None}
+    if places.keys() == {OF_X, OF_W} and type(dlargest[0]) is not ad.Zero:  # the product of the forward pass
+        seen = jnp.stack([largest_seen(places[OF_X], *largest), largest_seen(places[OF_W], *largest)], axis=-1)
+        # No values of the result, but under a `vmap` as many axes: without it examples would be summed before `record`
+        # is transposed, if its own operands have no axis of them.
+        nothing = jax.lax.slice_in_dim(y, 0, 0, axis=-1)
+        dys.append(record_p.bind(*dlargest, seen, *largest, nothing, result=jax.typeof(y)))
     if not dys:
         return y, _compat.zero_tangent(y)
     return y, ft.reduce(ad.add_jaxvals, dys)
 
 
-def _transpose(dy: Any, x: Any, w: Any, *, of_x: Any, of_w: Any, of_gradient: Any, **params: Any) -> list[Any]:
+def _transpose(
+    dy: Any, x: Any, w: Any, *largest: Any, of_x: Any, of_w: Any, of_gradient: Any, **params: Any
+) -> list[Any]:
+    none = [None] * len(largest)
     if type(dy) is ad.Zero:
-        return [None, None]
+        return [None, None, *none]
     turn = lambda a: jnp.swapaxes(a, -1, -2)
     bind = ft.partial(rounded_matmul_p.bind, of_x=of_gradient, of_gradient=of_gradient, **params)
     if ad.is_undefined_primal(x):
-        return [bind(dy, turn(w), of_w=of_w), None]
-    return [None, bind(turn(dy), turn(x), of_w=of_x)]
+        return [bind(dy, turn(w), *largest, of_w=of_w), None, *none]
+    return [None, bind(turn(dy), turn(x), *largest, of_w=of_x), *none]
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    (x, w), (of_x, of_w) = args, dims
-    size = x.shape[of_x] if of_x is not None else w.shape[of_w]
-    bind = ft.partial(rounded_matmul_p.bind, **params)
+    (x, w, *largest), (of_x, of_w, *of_largest) = args, dims
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    if any(d is not None for d in of_largest):  # of models, each with its own
+        largest = [moved(a, d, size) for a, d in zip(largest, of_largest, strict=True)]
+        place = max(x.ndim - (of_x is not None), w.ndim - (of_w is not None)) - largest[0].ndim
+        return rounded_matmul_p.bind(
+            moved(x, of_x, size, place), moved(w, of_w, size, place), *largest, **params
+        ), place
+    bind = lambda x, w: rounded_matmul_p.bind(x, w, *largest, **params)
     if of_w is None:
         # All examples share the weight: they become rows, so that the gradient of the weight sums over them.
         x = moved(x, of_x, size, to=-3)
@@ -119,6 +221,19 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         return y.reshape(*y.shape[:-1], size, n), y.ndim - 1
     return bind(moved(x, of_x, size), moved(w, of_w, size)), 0
 
+
+largest_seen_p.def_abstract_eval(lambda x, largest: largest.update(shape=largest.shape[:-1]))
+largest_seen_p.def_impl(compiled(largest_seen_p, _largest_seen, []))
+ad.primitive_jvps[largest_seen_p] = without_tangent(largest_seen_p)
+batching.primitive_batchers[largest_seen_p] = _batch_seen
+mlir.register_lowering(largest_seen_p, mlir.lower_fun(_largest_seen, multiple_results=False))
+
+record_p.def_abstract_eval(lambda *args, result: result)
+record_p.def_impl(_record)
+ad.primitive_jvps[record_p] = without_tangent(record_p)
+ad.primitive_transposes[record_p] = _transpose_record
+batching.primitive_batchers[record_p] = _batch_record
+mlir.register_lowering(record_p, mlir.lower_fun(_record, multiple_results=False))
 
 rounded_matmul_p.def_abstract_eval(_abstract)
 rounded_matmul_p.def_impl(

@@ -2,12 +2,17 @@
 
 from typing import Any
 
+import jax
+import jax.core
+import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._array.array import is_quantized
 from .._array.low_precision import LowPrecisionArray
 from .._formats import FP8
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_points
+from .._mesh import follow
 from .._tree.leaves import identity, key_name, Leaf, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
@@ -22,12 +27,14 @@ def low_precision(
     *,
     where: Where | None = None,
     stochastic: bool = True,
+    delayed: bool = False,
 ) -> PyTree:
     r"""Makes the products of a model run in low precision, in the forward and in the backward pass.
 
     The weights stay floats, and train as before, in any loop: the optimizer changes these floats. But each of the
     three products of a layer, $x W^\top$, $\mathrm d y\, W$ and $\mathrm d y^\top x$, rounds both operands, and
-    multiplies codes with codes. Each product computes its own scales, along the axis that it sums over.
+    multiplies codes with codes. Each product computes its own scales, along the axis that it sums over; or with
+    `delayed`, takes one for each operand from the steps before.
 
     !!! Example
 
@@ -35,6 +42,7 @@ def low_precision(
         model = eqq.low_precision(model)                    # int8, gradients rounded stochastically
         model = eqq.low_precision(model, "fp8")             # e4m3 forward, e5m2 for gradients
         model = eqq.low_precision(model, eqq.MXFP8())       # blocks of 32 along each sum
+        model = eqq.low_precision(model, "fp8", delayed=True)       # scales of earlier steps
         grads = eqx.filter_grad(loss)(model, x, y)          # no other change to the training loop
         ...
         model = eqq.dequantize_tree(model)                  # the float model again
@@ -61,6 +69,9 @@ def low_precision(
     - `stochastic`: whether gradients are rounded at random, up or down, so that their mean is exact. The randomness
         comes from the bits of the gradient itself: no key is needed, and runs repeat bit for bit. `False` rounds to
         the nearest code, which takes less time.
+    - `delayed`: whether scales follow from the largest magnitudes of earlier steps: *delayed scaling*. Wrap the
+        optimizer in [`eqquant.delayed_scaling`][], which keeps them. Each operand has one scale, whether the block size
+        is `"tensor"` or `None`; formats with blocks or zero points have no delayed scales.
 
     **Returns:**
 
@@ -69,7 +80,8 @@ def low_precision(
 
     **Raises:**
 
-    `ValueError` if nothing is selected or for an unknown format name; `TypeError` if `where` selects an array that is
+    `ValueError` if nothing is selected, for an unknown format name, or for a format that has no delayed scales;
+    `TypeError` if `where` selects an array that is
     not floating point, has fewer than two dimensions, belongs to a convolution, or multiplies otherwise already. The
     message names the leaf.
     """
@@ -83,8 +95,18 @@ def low_precision(
             "The model must hold weights that products use. Got none among its leaves "
             f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects others."
         )
+    if delayed:
+        _check_delayed(forward, gradient)
     done: dict[Any, LowPrecisionArray] = {}  # an array that appears twice is wrapped once
-    wrapped = lambda x: done.setdefault(identity(x), LowPrecisionArray(x, forward, gradient, stochastic))
+
+    def wrapped(x: Any) -> LowPrecisionArray:
+        # Zeros are no magnitudes: the first products take those of now.
+        largest = jnp.zeros((*x.shape[:-2], 3), jnp.float32) if delayed else None
+        sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding):  # on its mesh, or the second step would compile again
+            largest = follow(largest, NamedSharding(sharding.mesh, PartitionSpec()))
+        return done.setdefault(identity(x), LowPrecisionArray(x, forward, gradient, stochastic, largest))
+
     values = [leaf.value if reason else wrapped(leaf.value) for leaf, reason in selections]
     return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_quantized), values)
 
@@ -94,6 +116,16 @@ def _fitting(forward: AbstractFormat) -> AbstractFormat:
     if isinstance(forward, FP8) and forward.kind == "e4m3":
         return FP8("e5m2", forward.block_size)
     return forward
+
+
+def _check_delayed(*formats: AbstractFormat) -> None:
+    for format in formats:
+        one_scale = format.block_size in (None, "tensor") and format.scale_format is None
+        if not one_scale or has_zero_points(format) or has_offsets(format):
+            raise ValueError(
+                f"`delayed` needs formats of one scale, without blocks, zero points or offsets. Got {format!r}. Take "
+                "'fp8' or 'int8', or leave `delayed` out: each product then computes its own scales."
+            )
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:

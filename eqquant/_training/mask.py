@@ -6,16 +6,21 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._array.array import is_quantized
+from .._array.low_precision import map_largest
 from .._array.value import AbstractArrayValue
 from .._array.wrapped import AbstractArrayAround
 from .._types import PyTree
+
+
+_LARGEST = object()  # stands for the largest magnitudes of delayed scaling, which change whatever else is frozen
 
 
 def trainable_mask(tree: PyTree) -> PyTree[bool]:
     """Returns the mask of the leaves that training changes.
 
     In a model with low-rank factors ([`eqquant.loraify`][]), it selects only the factors. In any other model, it
-    selects every floating point array and every quantized array.
+    selects every floating point array and every quantized array. What [`eqquant.delayed_scaling`][] changes it always
+    selects.
 
     !!! Example
 
@@ -35,17 +40,19 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     """
     # What is stored in an array that maps or rounds its inputs trains as if it stood alone.
     is_leaf = lambda x: isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractArrayAround)
-    nodes, treedef = jtu.tree_flatten(tree, is_leaf=is_leaf)
+    nodes, treedef = jtu.tree_flatten(map_largest(lambda _: _LARGEST, tree), is_leaf=is_leaf)
     adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)
 
     def mask(x: Any) -> PyTree[bool]:
+        if x is _LARGEST:
+            return True
         if is_quantized(x):
             return not adapted
         if not isinstance(x, AbstractArrayValue):
             return eqx.is_inexact_array(x) and not adapted
         if adapted and not x.frozen:
             return False
-        of_field = lambda path, leaf: path[0].name not in x.frozen and eqx.is_inexact_array(leaf)
+        of_field = lambda path, leaf: leaf is _LARGEST or path[0].name not in x.frozen and eqx.is_inexact_array(leaf)
         return jtu.tree_map_with_path(of_field, x, is_leaf=is_quantized)
 
     return jtu.tree_unflatten(treedef, [mask(x) for x in nodes])

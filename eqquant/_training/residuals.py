@@ -208,7 +208,9 @@ def residual_nbytes(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 
     jaxpr = jax.make_jaxpr(residuals)(*arrays).jaxpr
     known = {*jaxpr.invars, *jaxpr.constvars}
-    saved = {v: v.aval for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal) and v not in known}
+    saved: dict[Any, Any] = {
+        v: v.aval for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal) and v not in known
+    }
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in saved.values())
 
 

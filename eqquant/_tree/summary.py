@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.low_precision import LowPrecisionArray
+from .._array.low_precision import LowPrecisionArray, map_largest
 from .._array.mapped import AbstractMappedArray
 from .._array.simulated import SimulatedArray
 from .._array.wrapped import AbstractWrappedArray
@@ -61,8 +61,9 @@ def _rows_within(leaf: Leaf) -> list[LeafReport]:
     """Returns the rows of a weight whose products quantize the other operand, or both operands."""
     w = leaf.value
     if isinstance(w, LowPrecisionArray) or not is_quantized(w.array):
+        delayed = ", by delayed scales" * (isinstance(w, LowPrecisionArray) and w.largest is not None)
         how = (
-            f"; its products round both operands to {w.forward!r}, and gradients to {w.gradient!r}"
+            f"; its products round both operands to {w.forward!r}, and gradients to {w.gradient!r}{delayed}"
             if isinstance(w, LowPrecisionArray)
             else f"; its products quantize the other operand, to {w.activations!r}"
         )
@@ -153,7 +154,7 @@ def count_params(tree: PyTree) -> int:
     once.
     """
     seen: dict[int, int] = {}
-    for x in jtu.tree_leaves(tree, is_leaf=is_quantized):
+    for x in jtu.tree_leaves(map_largest(lambda _: None, tree), is_leaf=is_quantized):
         if is_quantized(x):
             seen[id(x.codes)] = x.size
         elif ineligible_reason(x) in (None, "a scalar"):

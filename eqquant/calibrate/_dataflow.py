@@ -57,7 +57,8 @@ def _visit_inner(jaxpr: Any, given: list[int], equation: Any, loop: int | None, 
 
 
 def _programs_in(params: dict[str, Any]) -> list[Any]:
-    programs = (jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr)
+    core: Any = jax.extend.core  # types of JAX 0.12 hide one of the two
+    programs = (core.ClosedJaxpr, core.Jaxpr)
     is_program = lambda x: isinstance(x, programs)
     leaves = [x for value in params.values() for x in jtu.tree_leaves(value, is_leaf=is_program)]
     return [getattr(x, "jaxpr", x) for x in leaves if is_program(x)]

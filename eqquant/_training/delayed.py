@@ -1,0 +1,166 @@
+"""Delayed scaling: an optax wrapper that keeps the largest magnitudes of earlier steps, which scale products."""
+
+import dataclasses
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from .._array.array import is_quantized
+from .._array.low_precision import LowPrecisionArray, map_largest
+from .._tree.leaves import named_leaves, some
+from .._types import PyTree
+from .masters import as_optimizer
+
+
+if TYPE_CHECKING:
+    import optax  # imported on first use: it takes as long to import as this package
+
+
+class DelayedScalingState(NamedTuple):
+    """The state of [`eqquant.delayed_scaling`][].
+
+    - `history`: for each weight, by its path, the largest magnitudes of $x$, $W$ and $\\mathrm d y$ in the last steps,
+        `(*stack, 3, history)`, those of the last step first; zero for a step that saw none.
+    - `inner_state`: the state of the wrapped optimizer, which sees no magnitudes.
+
+    **Arguments:** the two above. `init` makes the state; do not make it by hand.
+    """
+
+    history: dict[str, Float32[Array, "*stack 3 history"]]
+    inner_state: PyTree
+
+
+def delayed_scaling(
+    optimizer: "optax.GradientTransformation", *, history: int = 16, margin: float = 0.0
+) -> "optax.GradientTransformationExtraArgs":
+    r"""Keeps the scales of a model that was made by `eqq.low_precision(..., delayed=True)`: *delayed scaling*.
+
+    Each [`eqquant.LowPrecisionArray`][] of such a model holds three floats, the largest magnitudes that its products
+    expect of $x$, $W$ and $\mathrm d y$. Their gradients are no gradients, but the magnitudes that the products of
+    this step saw. The wrapper puts these into a history, and returns updates by which the model then holds the largest
+    of the history. All else is left to the wrapped optimizer, which sees no magnitudes: neither its moments nor its
+    weight decay nor the clipping of gradients.
+
+    A value beyond the largest that is expected is clipped. Before the first step nothing is expected, and each product
+    takes the largest magnitudes of now. A NaN or an infinity turns its product into NaN; a step that saw one enters the
+    history as zero, so later steps do not suffer from it.
+
+    !!! Example
+
+        ```python
+        model = eqq.low_precision(model, "fp8", delayed=True)
+        optim = eqq.delayed_scaling(optax.adamw(1e-3))
+        state = optim.init(model)
+
+        @eqx.filter_jit
+        def step(model, state, x, y):
+            loss, grads = eqx.filter_value_and_grad(loss_fn)(model, x, y)
+            updates, state = optim.update(grads, state, model)
+            return eqx.apply_updates(model, updates), state, loss
+        ```
+
+    `init` and `update` take the model itself, or its parameters. Wrap the whole optimizer, chains, clipping,
+    `optax.MultiSteps` and [`eqquant.float_masters`][] included: gradients must come to the wrapper as they are. Without
+    the wrapper an optimizer takes magnitudes for gradients, which spoils their norm; it moves what products expect
+    below zero, so they take the magnitudes of now, as before the first step.
+
+    ??? cite
+
+        [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433)
+
+    **Arguments:**
+
+    - `optimizer`: an optax optimizer.
+    - `history`: how many steps the history has.
+    - `margin`: the model holds the largest magnitude of the history times $2^{\text{margin}}$. Some room keeps values
+        that grow from being clipped. A weight that a step uses $n$ times, tied or in a recurrence, sees the sum of
+        the largest magnitudes of its uses, which is up to $n$ times the largest: a margin of $-\log_2 n$ makes up
+        for that.
+
+    **Returns:**
+
+    An `optax.GradientTransformationExtraArgs`, whose state is a [`eqquant.DelayedScalingState`][].
+
+    **Raises:**
+
+    `TypeError` if `optimizer` is not an optax optimizer; `ValueError` if `history` is not positive. `init` raises
+    `ValueError` if no weight has delayed scales. `update` raises `ValueError` without parameters, or if the state
+    belongs to other parameters.
+    """
+    import optax
+
+    if isinstance(history, bool) or not isinstance(history, int) or history < 1:
+        raise ValueError(f"`history` must be a number of steps, at least 1. Got {history!r}.")
+    inner = as_optimizer(optimizer)
+
+    def init(params: PyTree) -> DelayedScalingState:
+        found = _largest(params)
+        if not found and jtu.tree_leaves(params):  # `optax.tree_map_params` passes a tree without leaves
+            raise ValueError(
+                "`delayed_scaling` needs weights with delayed scales. Got none among the leaves of the parameters "
+                f"({some(leaf.path for leaf in named_leaves(params)) or 'none'}). Make the model with "
+                "`eqq.low_precision(model, 'fp8', delayed=True)`, or use the optimizer without the wrapper."
+            )
+        # What the model holds already was the largest of a history.
+        start = {path: _shift(jnp.zeros((*x.shape, history)), x * 2.0**-margin) for path, x in found.items()}
+        return DelayedScalingState(start, inner.init(_bare(params)))
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, DelayedScalingState]:
+        if params is None:
+            raise ValueError(
+                "`delayed_scaling` needs the parameters. Got none. Call `optim.update(grads, state, model)`."
+            )
+        old, seen = _largest(params), _largest(updates)
+        if not isinstance(state, DelayedScalingState) or state.history.keys() != old.keys():
+            raise ValueError(
+                "`delayed_scaling` needs the state that its `init` returns for these parameters. Got another. Make it "
+                "with `state = optim.init(model)`."
+            )
+        kept = {path: _shift(x, seen[path]) if path in seen else x for path, x in state.history.items()}
+        new = {path: jnp.max(x, axis=-1) * 2.0**margin for path, x in kept.items()}
+        steps, inner_state = inner.update(_bare(updates), state.inner_state, _bare(params), **extra_args)
+        steps = _with_largest(steps, updates, {path: (new[path] - old[path]).astype(old[path].dtype) for path in seen})
+        return steps, DelayedScalingState(kept, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _nodes(tree: PyTree) -> tuple[list[tuple[str, Any]], Any]:
+    """Returns the paths and values of the leaves of a tree, of which weights with delayed scales are some."""
+    flat, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, LowPrecisionArray))
+    return [(jtu.keystr(path), x) for path, x in flat], treedef
+
+
+def _largest(tree: PyTree) -> dict[str, Float[Array, "*stack 3"]]:
+    """Returns the largest magnitudes that the weights of a tree hold, by path; not those that a mask has taken away."""
+    of = {path: x.largest for path, x in _nodes(tree)[0] if isinstance(x, LowPrecisionArray)}
+    return {path: x for path, x in of.items() if isinstance(x, (jax.Array, np.ndarray))}
+
+
+def _bare(tree: PyTree) -> PyTree:
+    """Returns what the wrapped optimizer sees: parameters without largest magnitudes, and nothing else."""
+    keep = lambda x: x if is_quantized(x) or eqx.is_inexact_array(x) else None
+    return jtu.tree_map(keep, map_largest(lambda _: None, tree), is_leaf=is_quantized)
+
+
+def _with_largest(steps: PyTree, like: PyTree, values: dict[str, Array]) -> PyTree:
+    """Puts values, or else what stands in `like`, to where the steps of the wrapped optimizer have none."""
+    others = {path: x.largest for path, x in _nodes(like)[0] if isinstance(x, LowPrecisionArray)}
+    leaves, treedef = _nodes(steps)
+    filled = [
+        dataclasses.replace(x, largest=values.get(path, others[path])) if path in others else x for path, x in leaves
+    ]
+    return jtu.tree_unflatten(treedef, filled)
+
+
+def _shift(history: Float32[Array, "*stack 3 history"], seen: Float[Array, "*stack 3"]) -> Float32[Array, "..."]:
+    """Puts what was seen first and forgets what is last. What is not finite, or no magnitude, counts as zero."""
+    seen = jnp.where(jnp.isfinite(seen), jnp.maximum(seen, 0), 0).astype(jnp.float32)
+    return jnp.concatenate([seen[..., None], history[..., :-1]], axis=-1)

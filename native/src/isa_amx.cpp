@@ -21,7 +21,7 @@ constexpr int64_t kTile = 1024;         // bytes
 constexpr int64_t kStrip = 32;          // rows of the weight that are decoded and multiplied at a time
 constexpr int64_t kMostCodes = 128;     // of each of them, at most
 constexpr int64_t kMostTiles = kMostCodes / 32;
-constexpr int64_t kUnitRows = 256;      // of the weight in a unit, at most
+constexpr int64_t kUnitRows = 512;      // of the weight in a unit, at most
 constexpr int64_t kFewRows = 64;        // likewise where all of x stays in L2: they share what is in L1 of it
 constexpr int64_t kUnitPanels = 16;     // of 16 rows of x in a unit, at most
 constexpr int64_t kSlice = 32;          // tiles of x in a part of the preparation
@@ -297,7 +297,7 @@ struct Decoder {
 // Results that are to be scaled and added, once they are stored.
 struct Pending {
   int turn;            // which of the two pairs of tiles has them
-  const float* scale;  // of the rows of a strip
+  const float* scale;  // of the rows of a strip, 16 floats apart
   float* sums;
   float (*results)[512];
 };
@@ -356,7 +356,7 @@ EQQ_INLINE void add_results(const Pending& a) {
   settle(results);
 #pragma GCC unroll 32
   for (int i = 0; i < kStrip; ++i)
-    _mm512_store_ps(sums + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(results + 16 * i), _mm512_set1_ps(scale[i]), _mm512_load_ps(sums + 16 * i)));
+    _mm512_store_ps(sums + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(results + 16 * i), _mm512_set1_ps(scale[16 * i]), _mm512_load_ps(sums + 16 * i)));
 }
 
 // Terms of the weight and of x whose products count: those with the sum of their orders at most this.
@@ -609,24 +609,18 @@ struct Unit {
     groups[strip][slot] = group;
     const int64_t first = 16 * group, end = min64(first + 16, p.blocks);
     const int64_t size = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
-    for (int64_t half = 0; half < kStrip; half += 16) {
-      F square[16];
-      for (int64_t i = 0; i < 16; ++i) {
-        const int64_t at = row + min64(kStrip * strip + half + i, count - 1);
-        if (end == first + 16) {
-          const uint8_t* bits = static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size;
-          square[i] = Kernels<Avx512>::some_scales(p.scale_kind, bits);
-          if (p.row_scale != nullptr) square[i] = _mm512_mul_ps(square[i], _mm512_set1_ps(p.row_scale[at]));
-        } else {
-          float values[16] = {0};
-          decode_scales_avx512(&p, at, first, end, values);
-          square[i] = _mm512_loadu_ps(values);
-        }
-        if (p.zero_point != nullptr)
-          unpack_zero_points(p, at, first, end, zeros + (2 * strip + slot) * 512 + 16 * (half + i));
+    float* out = scales + (2 * strip + slot) * 512;
+    for (int64_t i = 0; i < kStrip; ++i, out += 16) {
+      const int64_t at = row + min64(kStrip * strip + i, count - 1);
+      if (end == first + 16) {
+        const uint8_t* bits = static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size;
+        F values = Kernels<Avx512>::some_scales(p.scale_kind, bits);
+        if (p.row_scale != nullptr) values = _mm512_mul_ps(values, _mm512_set1_ps(p.row_scale[at]));
+        _mm512_store_ps(out, values);
+      } else {
+        decode_scales_avx512(&p, at, first, end, out);
       }
-      Avx512::transpose(square);
-      for (int64_t i = 0; i < 16; ++i) _mm512_store_ps(scales + (2 * strip + slot) * 512 + kStrip * i + half, square[i]);
+      if (p.zero_point != nullptr) unpack_zero_points(p, at, first, end, zeros + (2 * strip + slot) * 512 + 16 * i);
     }
   }
 
@@ -634,8 +628,9 @@ struct Unit {
   Range range_of(int64_t index) const {
     Range a;
     const int64_t codes = codes_at_once(d.w_terms), first = index * codes, end = min64(first + codes, r.padded);
-    const int64_t segment = kSegment * 8 / p.bits, whole = p.bits == 8 ? p.k : p.k / segment * segment;
-    const int64_t within = p.bits == 8 ? 0 : first % segment, block_codes = r.size * r.per_block;
+    // Of a power of two codes: dividing takes long.
+    const int64_t segment = p.bits == 8 ? 64 : p.bits == 4 ? 128 : p.bits == 2 ? 256 : 512, whole = p.bits == 8 ? p.k : p.k & -segment;
+    const int64_t within = p.bits == 8 ? 0 : first & (segment - 1), block_codes = r.size * r.per_block;
     a.first = first;
     a.tiles = codes / 32;
     a.direct = r.size == r.real && first + codes <= whole;
@@ -648,7 +643,7 @@ struct Unit {
         next += block_codes;
       }
       const int64_t slot = 512 * (block / 16 & 1);
-      a.block[a.pieces++] = static_cast<int>(slot + kStrip * (block % 16));
+      a.block[a.pieces++] = static_cast<int>(slot + block % 16);
       for (int64_t tile = (code - first) / 32; tile < a.tiles; ++tile) a.zero[tile] = slot + block % 16;
     }
     a.last_block = block;
@@ -738,7 +733,6 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   const int64_t codes = codes_at_once(d.w_terms), ranges = div_up(u.r.padded, codes);
   const int64_t step = codes / 32 * d.x_terms * kTile, tiles = codes / 32 * 2 * d.w_terms * kTile;
   const uint8_t* x = shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile;
-  const bool far = panels * d.x_terms * 32 * u.r.padded > kInL2;
   configure(2 * min64(d.grain, 32), 1 << 7);
   // What is pending before the first piece adds zeros to where nobody looks.
   Pending last = {1, results[2], results[3], results};
@@ -777,9 +771,6 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
         a.x = x + j * d.tiles * d.x_terms * kTile + range * step;
         for (int64_t i = 0; i < size_of(group); ++i) {
           const int64_t strip = group * together + i;
-          if (far)  // of x, what the next range takes, a part with each strip
-            for (int64_t b = round_up(strip * step / strips, 64); b < (strip + 1) * step / strips; b += 64)
-              _mm_prefetch(reinterpret_cast<const char*>(a.x + step + b), _MM_HINT_T1);
           a.w = own + turn * room.decoded + i * tiles;
           a.scale = u.scales + 1024 * strip;
           a.sums = sums + (strip * panels + j) * 512;

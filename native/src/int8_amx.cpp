@@ -15,17 +15,17 @@ using I = __m512i;
 using F = __m512;
 
 constexpr int64_t kGroupRows = 32;          // of the weight that are multiplied at a time: two tiles
-constexpr int64_t kMostUnitRows = 256;          // of the weight in a unit
-constexpr int64_t kPanelBytes = 1 << 20;    // of x that a unit reads again and again: they stay in L2
+constexpr int64_t kMostUnitRows = 256;      // of the weight in a unit
+constexpr int64_t kMostStripRows = 1024;    // of the weight that a panel of x meets in turn
+constexpr int64_t kCachedBytes = 1 << 20;   // of x or of the weight that a unit reads again and again: they stay in L2
 constexpr int64_t kMostPanels = 16;
 constexpr int64_t kLongRun = 512;           // codes of a run, above which tiles add up whole steps
 constexpr int64_t kDecoded = 1024;          // codes of a row that are decoded at a time
 constexpr int64_t kStretchRuns = 256;       // whose scales are decoded at a time
-constexpr int64_t kStretch = kStretchRuns + 16;  // and room to write more
 constexpr int64_t kPartValues = 1 << 14;    // of x, for which another thread is worth while
 
 struct Detail {
-  int64_t rows, chunks;               // of the weight in a unit; units of all its rows
+  int64_t rows, chunks, strip;        // of the weight in a unit; units of all its rows; rows that a panel meets in turn
   int64_t panels, block, row_blocks;  // of x; those in a unit; units of all of them
   int64_t group, pieces;              // panels of a part of the preparation, and parts of those
   int64_t sums, x;                    // where they are in shared memory: sums of codes for each tile, and codes
@@ -42,6 +42,11 @@ EQQ_INLINE char* page(const void* p) {
   return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + 4095) & ~uintptr_t{4095});
 }
 EQQ_INLINE int64_t row_tiles(const Runs& r) { return row_codes(r) / depth_of(r); }
+EQQ_INLINE bool is_long(const Runs& r) { return r.count == 1 || r.size > kLongRun; }
+// Scales of a row that are decoded at a time, and room to write more.
+EQQ_INLINE int64_t stretch_of(const Runs& r) { return round_up(min64(r.count, kStretchRuns), 16) + 16; }
+// Whether rows of the weight are multiplied where they lie.
+EQQ_INLINE bool is_direct(const Problem& p, const Runs& r) { return p.bits == 8 && r.padded == p.k; }
 
 void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = problem->p;
@@ -49,12 +54,24 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   const Runs r = runs_of(p);
   Detail d;
   d.panels = div_up(p.m, 16);
-  d.block = min64(max64(kPanelBytes / (16 * row_codes(r)), 2), min64(kMostPanels, d.panels));
-  d.row_blocks = div_up(d.panels, d.block);
-  int64_t rows = div_up(p.n * p.batch * d.row_blocks, 8 * threads);
-  rows = max64(rows, (int64_t{1} << 19) / (p.m * p.k));
-  d.rows = min64(round_up(min64(rows, p.n), 16), kMostUnitRows);
-  d.chunks = div_up(p.n, d.rows);
+  // With many rows of x the weight stays in L2, and each pair of panels meets many of its rows: so y is written nearly in
+  // its order. With fewer it is x that stays.
+  if (d.panels > kMostPanels && r.count == 1 && (is_direct(p, r) || row_codes(r) <= kDecoded)) {
+    d.chunks = div_up(p.n, min64(max64(kCachedBytes / row_codes(r) / kGroupRows * kGroupRows, kGroupRows), kMostStripRows));
+    d.rows = d.strip = round_up(div_up(p.n, d.chunks), kGroupRows);
+    d.chunks = div_up(p.n, d.rows);
+    const int64_t least = max64(div_up(d.panels * d.chunks * p.batch, 8 * threads), (int64_t{1} << 19) / (16 * d.rows * p.k));
+    d.block = min64(round_up(max64(least, 1), 2), kMostPanels);
+    d.row_blocks = div_up(d.panels, d.block);
+  } else {
+    d.block = min64(max64(kCachedBytes / (16 * row_codes(r)), 2), min64(kMostPanels, d.panels));
+    d.row_blocks = div_up(d.panels, d.block);
+    int64_t rows = div_up(p.n * p.batch * d.row_blocks, 8 * threads);
+    rows = max64(rows, (int64_t{1} << 19) / (p.m * p.k));
+    d.rows = min64(round_up(min64(rows, p.n), 16), kMostUnitRows);
+    d.chunks = div_up(p.n, d.rows);
+    d.strip = is_long(r) ? kGroupRows : 16;
+  }
   d.group = min64(max64(kPartValues / (16 * p.k), 1), d.panels);
   const int64_t groups = div_up(d.panels, d.group);
   // Where there are fewer panels than threads, several share one: each finds the scales of all rows for itself.
@@ -64,8 +81,8 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   out->shared_bytes = d.x + 4096 + (p.batch * d.panels + problem->affine) * panel_bytes(r);  // and a panel of ones
   out->parts = p.batch * groups * d.pieces;
   out->units = p.batch * d.row_blocks * d.chunks;
-  d.scale = kGroupRows * kDecoded;
-  d.results = round_up(d.scale + 3 * 4 * kGroupRows * kStretch, 4096);
+  d.scale = d.strip * kDecoded;
+  d.results = round_up(d.scale + 2 * 3 * 4 * d.strip * stretch_of(r), 4096);
   out->own_bytes = 4096 + d.results + 2 * max64(d.block, 2) * 4 * kGroupRows * 16;
   static_assert(sizeof d <= sizeof out->detail, "a detail too much");
   memcpy(out->detail, &d, sizeof d);
@@ -286,11 +303,12 @@ void decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, i
   }
 }
 
-// Scales of runs `first` to `last`, and what codes are off, of some rows `kStretch` apart.
+// Scales of runs `first` to `last`, and what codes are off, of some rows `stretch_of` apart.
 void decode_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count, int64_t first, int64_t last,
                    float* scale, int32_t* offset) {
+  const int64_t stretch = stretch_of(r);
   const int64_t from = first / r.per_block, to = (last - 1) / r.per_block + 1;
-  for (int64_t i = 0; i < count; ++i, ++row, scale += kStretch, offset += kStretch) {
+  for (int64_t i = 0; i < count; ++i, ++row, scale += stretch, offset += stretch) {
     if (p.scale_kind == kScaleFloat32 && p.row_scale == nullptr) {
       const float* scales = static_cast<const float*>(p.scale) + row * p.blocks + from;
       for (int64_t j = 0; j < to - from; j += 16) Vnni::store_f(scale + j, _mm512_maskz_loadu_ps(first_few(to - from - j), scales + j));
@@ -310,19 +328,25 @@ struct Block {
   const uint8_t* w;
   int64_t w_row, w_next, w_below;  // bytes to the next row, 64 codes and 16 rows
   const uint8_t* x;
-  int64_t x_panel;       // bytes
+  int64_t x_panel;        // bytes
   const int32_t* sums_x;  // of the tiles of these runs
   int64_t sums_panel;
-  const float* scale;    // for rows and runs, `kStretch` apart
+  I off[2];               // of long runs, their sums for either panel
+  const float* scale;     // for rows and runs, `stretch` apart
   const int32_t* offset;  // likewise what codes are off; null if it is in `sums_x`
   const int32_t* shift;   // of the panels, what their codes are too much
-  int32_t* weights;       // for rows and runs, `kStretch` apart: sums of the weight; null without zero points of x
-  float* sums;           // of the tiles of results: 16 x 16; those of a panel lie side by side
-  int32_t* partial;      // likewise those of a run that has not ended, or room for a page
+  int32_t* weights;       // for rows and runs, `stretch` apart: sums of the weight; null without zero points of x
+  int64_t stretch;
+  float* sums;            // of the tiles of results: 16 x 16; those of a panel lie side by side
+  int32_t* partial;       // likewise those of a run that has not ended, or room for a page
   int64_t runs, length, depth;
-  bool begins, ends;
-  int64_t run_tiles;     // of a whole run
-  int64_t lines;         // to fetch ahead for each pair of tiles of the weight
+  bool begins, ends;      // runs
+  bool first, last;       // whether there are no runs before, or after
+  int64_t run_tiles;      // of a whole run
+  int64_t lines;          // to fetch ahead for each pair of tiles of the weight
+  int64_t y;              // where results begin
+  int64_t lanes, count;   // of those: rows of x, and of the weight
+  const float* x_scale;
 };
 
 EQQ_INLINE I sum_of_tiles(const int32_t* sums, int64_t tiles) {
@@ -332,20 +356,67 @@ EQQ_INLINE I sum_of_tiles(const int32_t* sums, int64_t tiles) {
 }
 
 // Sums of products of codes are brought to those of what they mean.
+template <bool kCorrects>
 EQQ_INLINE I corrected(const Block& a, I sum, I off, I shift, int64_t row, int64_t run) {
-  sum = Vnni::add(sum, a.offset != nullptr ? Vnni::mul(off, Vnni::spread(a.offset[row * kStretch + run])) : off);
+  if (!kCorrects) return Vnni::add(sum, off);
+  sum = Vnni::add(sum, a.offset != nullptr ? Vnni::mul(off, Vnni::spread(a.offset[row * a.stretch + run])) : off);
   if (a.weights == nullptr) return sum;
-  return _mm512_sub_epi32(sum, Vnni::mul(shift, Vnni::spread(a.weights[row * kStretch + run])));
+  return _mm512_sub_epi32(sum, Vnni::mul(shift, Vnni::spread(a.weights[row * a.stretch + run])));
+}
+
+// Fetches what results of a block will be written over: stores to so many places do not by themselves.
+EQQ_INLINE void fetch_results(const Problem& p, const Block& a) {
+  const bool by_rows = p.y_column == 1;
+  if (!by_rows && p.y_row != 1) return;
+  const int64_t item = p.x_type == kFloat32 ? 4 : 2, next = item * (by_rows ? p.y_row : p.y_column);
+  const int64_t rows = by_rows ? a.lanes : a.count, bytes = item * (by_rows ? a.count : a.lanes);
+  const char* y = static_cast<const char*>(p.y) + item * a.y;
+  for (int64_t i = 0; i < rows; ++i, y += next)
+    for (int64_t j = 0; j < bytes; j += 64) _mm_prefetch(y + j, _MM_HINT_T0);
+}
+
+// Takes a tile of sums, of 16 rows of the weight and a panel: keeps it for the runs to come, or scales and writes it.
+EQQ_INLINE void put_tile(const Problem& p, const Block& a, int64_t half, int64_t panel, F* tile) {
+  if (!a.last) {
+    float* sums = a.sums + 256 * (2 * panel + half);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) Vnni::store_f(sums + 16 * i, tile[i]);
+    return;
+  }
+  const int64_t lanes = min64(16, a.lanes - 16 * panel), count = min64(16, a.count - 16 * half);
+  const int64_t base = a.y + 16 * panel * p.y_row + 16 * half * p.y_column;
+  const F scale = Vnni::load_f(a.x_scale + 16 * panel);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) tile[i] = _mm512_mul_ps(tile[i], scale);
+  if (p.y_row == 1) {
+    for (int64_t i = 0; i < count; ++i) store_some(p, base + i * p.y_column, tile[i], first_few(lanes));
+  } else if (p.y_column == 1) {
+    Avx512::transpose(tile);
+    for (int64_t i = 0; i < lanes; ++i) store_some(p, base + i * p.y_row, tile[i], first_few(count));
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      alignas(64) float row[16];
+      Vnni::store_f(row, tile[i]);
+      for (int64_t j = 0; j < lanes; ++j) Kernels8::write(p, base + j * p.y_row + i * p.y_column, row[j]);
+    }
+  }
+}
+
+// Sums so far of a tile.
+EQQ_INLINE void take_tile(const Block& a, int64_t half, int64_t panel, F* tile) {
+  const float* sums = a.sums + 256 * (2 * panel + half);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) tile[i] = a.first ? Vnni::zero_f() : Vnni::load_f(sums + 16 * i);
 }
 
 // Runs of some blocks. Four tiles take turns: a result is stored two runs after it was multiplied, and scaled one run
 // later. It is stored in the quarter of a page of what was just loaded: a load of a tile waits for earlier stores to
 // addresses that are a multiple of 4 KB away.
 template <bool kCorrects>
-void short_runs(const Block& a, Ahead& ahead) {
+void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
   F sums[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) sums[i] = Vnni::load_f(a.sums + 16 * i);
+  take_tile(a, 0, 0, sums);
+  if (a.last) fetch_results(p, a);
   const int64_t tiles = a.length / a.depth;
   const I shift = kCorrects ? Vnni::load(a.shift) : Vnni::zero();
   settle(a.w);
@@ -367,9 +438,8 @@ void short_runs(const Block& a, Ahead& ahead) {
       const int32_t* results = a.partial + 256 * ((TILE + 3) % 4);                                                \
       const I off = sum_of_tiles(a.sums_x + 16 * (run - 3) * tiles, tiles);                                       \
       _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {                                                     \
-        I sum = Vnni::load(results + 16 * i);                                                                      \
-        sum = kCorrects ? corrected(a, sum, off, shift, i, run - 3) : Vnni::add(sum, off);                         \
-        sums[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[i * kStretch + run - 3]), sums[i]);              \
+        const I sum = corrected<kCorrects>(a, Vnni::load(results + 16 * i), off, shift, i, run - 3);                \
+        sums[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[i * a.stretch + run - 3]), sums[i]);           \
       }                                                                                                           \
     }                                                                                                             \
   }
@@ -380,18 +450,40 @@ void short_runs(const Block& a, Ahead& ahead) {
     EQQ_RUN(3, 1, 5, 7)
   }
 #undef EQQ_RUN
+  put_tile(p, a, 0, 0, sums);
+}
+
+// A block whose long run has ended. Its sums are scaled and written while the next block is multiplied: a tile is stored
+// some time after its last product.
+struct Finished {
+  Block block;
+  int64_t tiles;  // that are not done
+  alignas(64) int32_t results[4][16][16];
+};
+
+template <bool kCorrects>
+EQQ_INLINE void finish_tile(const Problem& p, Finished& f) {
+  const Block& a = f.block;
+  const int64_t which = --f.tiles, half = which % 2, panel = which / 2, row = 16 * half;
+  const I shift = kCorrects ? Vnni::load(a.shift + 16 * panel) : Vnni::zero();
+  F tile[16];
+  take_tile(a, half, panel, tile);
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) Vnni::store_f(a.sums + 16 * i, sums[i]);
+  for (int i = 0; i < 16; ++i) {
+    const I sum = corrected<kCorrects>(a, Vnni::load(f.results[which][i]), a.off[panel], shift, row + i, 0);
+    tile[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[(row + i) * a.stretch]), tile[i]);
+  }
+  put_tile(p, a, half, panel, tile);
 }
 
 // A long run, or a part of it.
-template <bool kTwoPanels>
-void long_run(const Block& a, Ahead& ahead) {
-  alignas(64) int32_t results[2][2][16][16];
+template <bool kTwoPanels, bool kCorrects>
+void long_run(const Problem& p, const Block& a, Finished& finished, Ahead& ahead) {
   const uint8_t *w = a.w, *below = a.w + a.w_below, *x = a.x, *beside = a.x + a.x_panel;
   int32_t* partial = a.partial;
   settle(a.w);
   settle(a.x);
+  if (a.ends && a.last) fetch_results(p, a);
   if (a.begins) {
     _tile_zero(0);
     _tile_zero(1);
@@ -399,8 +491,8 @@ void long_run(const Block& a, Ahead& ahead) {
     _tile_zero(3);
   } else {
     _tile_loadd(0, partial, 64);
-    _tile_loadd(2, partial + 256, 64);
-    if (kTwoPanels) _tile_loadd(1, partial + 512, 64);
+    _tile_loadd(1, partial + 256, 64);
+    if (kTwoPanels) _tile_loadd(2, partial + 512, 64);
     if (kTwoPanels) _tile_loadd(3, partial + 768, 64);
   }
   for (int64_t k = 0; k < a.length; k += 64, w += a.w_next, below += a.w_next) {
@@ -409,28 +501,23 @@ void long_run(const Block& a, Ahead& ahead) {
     _tile_dpbusd(0, 4, 6);
     if (kTwoPanels) {
       _tile_loadd(7, beside + 16 * k, 64);
-      _tile_dpbusd(1, 4, 7);
+      _tile_dpbusd(2, 4, 7);
     }
     _tile_loadd(5, below, a.w_row);
-    _tile_dpbusd(2, 5, 6);
+    _tile_dpbusd(1, 5, 6);
     if (kTwoPanels) _tile_dpbusd(3, 5, 7);
     Ahead::lines(ahead, a.lines);
+    if (k > 0 && finished.tiles > 0) finish_tile<kCorrects>(p, finished);
   }
-  int32_t* out = a.ends ? results[0][0][0] : partial;
+  while (finished.tiles > 0) finish_tile<kCorrects>(p, finished);
+  int32_t* out = a.ends ? finished.results[0][0] : partial;
   _tile_stored(0, out, 64);
-  _tile_stored(2, out + 256, 64);
-  if (kTwoPanels) _tile_stored(1, out + 512, 64);
+  _tile_stored(1, out + 256, 64);
+  if (kTwoPanels) _tile_stored(2, out + 512, 64);
   if (kTwoPanels) _tile_stored(3, out + 768, 64);
   if (!a.ends) return;
-  for (int64_t panel = 0; panel < (kTwoPanels ? 2 : 1); ++panel) {
-    const I off = sum_of_tiles(a.sums_x + panel * a.sums_panel, a.run_tiles), shift = Vnni::load(a.shift + 16 * panel);
-    for (int64_t i = 0; i < kGroupRows; ++i) {
-      float* sums = a.sums + 512 * panel + 16 * i;
-      I sum = Vnni::load(results[panel][0][0] + 16 * i);
-      sum = corrected(a, sum, off, shift, i, 0);
-      Vnni::store_f(sums, Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[i * kStretch]), Vnni::load_f(sums)));
-    }
-  }
+  finished.block = a;
+  finished.tiles = kTwoPanels ? 4 : 2;
 }
 
 // Sums of the weight in the runs of a step, or in what it has of one: the products of the panel of ones.
@@ -449,33 +536,10 @@ void sum_weights(const Problem& p, const Runs& r, const Integers& v, const Step&
     }
     const int32_t count = static_cast<int32_t>(run_length(r, p.k, s.run + run));
     for (int64_t i = 0; i < rows; ++i) {
-      int32_t* sum = a.weights + i * kStretch + run;
-      if (s.begins) *sum = (a.offset != nullptr ? a.offset[i * kStretch + run] : v.lowest) * count;
+      int32_t* sum = a.weights + i * a.stretch + run;
+      if (s.begins) *sum = (a.offset != nullptr ? a.offset[i * a.stretch + run] : v.lowest) * count;
       *sum += results[i][0];
     }
-  }
-}
-
-//
-// Results
-//
-
-// A tile of results: `count` rows of the weight from `n` on, and `lanes` rows of x from `m` on.
-void write_tile(const Problem& p, int64_t batch, int64_t m, int64_t lanes, int64_t n, int64_t count, const float* sums,
-                const float* x_scale) {
-  const F scale = Vnni::load_f(x_scale);
-  const int64_t base = batch * p.y_batch + m * p.y_row + n * p.y_column;
-  F tile[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) tile[i] = _mm512_mul_ps(Vnni::load_f(sums + 16 * i), scale);
-  if (p.y_row == 1) {
-    for (int64_t i = 0; i < count; ++i) store_some(p, base + i * p.y_column, tile[i], first_few(lanes));
-  } else if (p.y_column == 1) {
-    Avx512::transpose(tile);
-    for (int64_t i = 0; i < lanes; ++i) store_some(p, base + i * p.y_row, tile[i], first_few(count));
-  } else {
-    for (int64_t j = 0; j < lanes; ++j)
-      for (int64_t i = 0; i < count; ++i) Kernels8::write(p, base + j * p.y_row + i * p.y_column, sums[16 * i + j] * x_scale[j]);
   }
 }
 
@@ -492,9 +556,6 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
   const char* shared = static_cast<const char*>(memory);
   char* own = page(own_memory);
   uint8_t* decoded = reinterpret_cast<uint8_t*>(own);
-  float* scale = reinterpret_cast<float*>(own + d.scale);
-  int32_t* offset = reinterpret_cast<int32_t*>(scale + kGroupRows * kStretch);
-  int32_t* weights = offset + kGroupRows * kStretch;
   int32_t* partial = reinterpret_cast<int32_t*>(own + d.results);
   float* sums = reinterpret_cast<float*>(partial + max64(d.block, 2) * kGroupRows * 16);
   const float* x_scale = reinterpret_cast<const float*>(shared) + 16 * at;
@@ -502,69 +563,87 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
   const int32_t* x_sums = reinterpret_cast<const int32_t*>(shared + d.sums) + at * 16 * row_tiles(r);
   const uint8_t* ones = reinterpret_cast<const uint8_t*>(page(shared + d.x)) + p.batch * d.panels * panel_bytes(r);
   const int32_t* shift = reinterpret_cast<const int32_t*>(x_scale) + 16 * p.batch * d.panels;
-  const bool is_long = r.count == 1 || r.size > kLongRun;
+  const bool is_long = ::is_long(r), corrects = p.zero_point != nullptr || problem->affine;
   Block a;
   a.depth = depth_of(r);
   a.run_tiles = r.size / a.depth;
   a.lines = a.depth * p.bits / (is_long ? 16 : 32);
   a.x_panel = panel_bytes(r);
   a.sums_panel = 16 * row_tiles(r);
-  a.scale = scale;
-  a.offset = p.zero_point != nullptr ? offset : nullptr;
+  a.stretch = stretch_of(r);
+  Finished finished;
+  finished.tiles = 0;
   configure(a.depth, 1 << 4 | 1 << 5);
   const uint8_t* codes = p.codes + weight * p.words;
   const int64_t group_rows = is_long ? kGroupRows : 16;
-  const bool direct_rows = p.bits == 8 && r.padded == p.k;
-  Ahead ahead = {codes, codes + min64(group_rows, rows) * p.words};
-  if (!direct_rows) Ahead::lines(ahead, group_rows * p.words);
-  for (int64_t group = 0; group < rows; group += group_rows) {
-    const int64_t count = min64(group_rows, rows - group), tiles = div_up(count, 16), row = weight + group;
-    const bool direct = direct_rows && count == group_rows;
-    const int64_t most = !is_long ? kDecoded : direct ? r.size : kDecoded / 2;  // so many stay in L1
-    ahead = {codes + (group + count) * p.words, codes + min64(group + count + group_rows, rows) * p.words};
-    memset(sums, 0, 4 * panels * kGroupRows * 16);
+  Ahead ahead = {codes, codes + min64(d.strip, rows) * p.words};
+  if (!is_direct(p, r)) Ahead::lines(ahead, group_rows * p.words);
+  int64_t turn = 0;  // of scales: those of the last block may still be needed
+  for (int64_t strip = 0, count; strip < rows; strip += count) {
+    count = min64(d.strip, rows - strip);
+    if (count > group_rows) count = count / group_rows * group_rows;
+    const bool direct = is_direct(p, r) && count >= group_rows;
+    const int64_t row = weight + strip, most = !is_long || d.strip > kGroupRows ? kDecoded : kDecoded / 2;  // so many stay in L1
+    const int64_t next = strip + count;
+    ahead = {codes + next * p.words, codes + min64(next + d.strip, rows) * p.words};
     a.w_row = direct ? p.words : 64;
     a.w_next = direct ? 64 : 1024;
     a.w_below = direct ? 16 * p.words : 16 * kDecoded;
-    Step s = first_step(r, most);
+    Step s = first_step(r, is_long && direct ? r.size : most);
     int64_t stretch = 0, known = 0;  // runs whose scales are decoded
+    float* scale = nullptr;
+    int32_t *offset = nullptr, *weights = nullptr;
     do {
       const int64_t position = s.run * r.size + s.offset;
       if (s.run + s.runs > known) {
         stretch = s.run;
         known = r.per_block > 1 ? s.run + 1 : min64(s.run + kStretchRuns, r.count);
+        scale = reinterpret_cast<float*>(own + d.scale) + (turn ^= 1) * 3 * d.strip * a.stretch;
+        offset = reinterpret_cast<int32_t*>(scale + d.strip * a.stretch);
+        weights = offset + d.strip * a.stretch;
         decode_scales(p, r, v, row, count, stretch, known, scale, offset);
       }
       if (!direct) decode(p, r, v, s, row, count, decoded);
-      a.w = direct ? p.codes + row * p.words + position : decoded;
-      a.scale = scale + (s.run - stretch);
-      if (a.offset != nullptr) a.offset = offset + (s.run - stretch);
-      a.weights = problem->affine ? weights + (s.run - stretch) : nullptr;
       a.runs = s.runs;
       a.length = s.length;
       a.begins = s.begins;
       a.ends = s.ends;
-      if (problem->affine) sum_weights(p, r, v, s, a, ones + 16 * position, count);
+      a.first = s.run == 0;
+      a.last = s.run + s.runs == r.count;
       for (int64_t i = 0; i < panels; i += is_long ? 2 : 1) {
+        const bool two = is_long && panels - i > 1;
         Ahead none = {nullptr, nullptr};
-        Ahead& some = !direct_rows && i == 0 ? ahead : none;
+        Ahead& some = !is_direct(p, r) && i == 0 ? ahead : none;
         a.x = x + i * a.x_panel + 16 * position;
         a.sums_x = x_sums + i * a.sums_panel + 16 * s.run * a.run_tiles;
+        for (int j = 0; is_long && s.ends && j <= two; ++j) a.off[j] = sum_of_tiles(a.sums_x + j * a.sums_panel, a.run_tiles);
         a.shift = shift + 16 * i;
+        a.x_scale = x_scale + 16 * i;
         a.sums = sums + i * kGroupRows * 16;
         a.partial = is_long ? partial + i * kGroupRows * 16 : partial;
-        if (!is_long) {
-          a.offset != nullptr || problem->affine ? short_runs<true>(a, some) : short_runs<false>(a, some);
-        } else {
-          panels - i > 1 ? long_run<true>(a, some) : long_run<false>(a, some);
+        const int64_t m = 16 * (panel + i);
+        a.lanes = min64(two ? 32 : 16, p.m - m);
+        for (int64_t group = 0; group < count; group += group_rows) {
+          const int64_t at = group * a.stretch + (s.run - stretch);
+          a.w = direct ? p.codes + (row + group) * p.words + position : decoded + group * kDecoded;
+          a.scale = scale + at;
+          a.offset = p.zero_point != nullptr ? offset + at : nullptr;
+          a.weights = problem->affine ? weights + at : nullptr;
+          a.count = min64(group_rows, count - group);
+          a.y = batch * p.y_batch + m * p.y_row + (first + strip + group) * p.y_column;
+          if (problem->affine && i == 0) sum_weights(p, r, v, s, a, ones + 16 * position, a.count);
+          if (!is_long) {
+            corrects ? short_runs<true>(p, a, some) : short_runs<false>(p, a, some);
+          } else if (two) {
+            corrects ? long_run<true, true>(p, a, finished, some) : long_run<true, false>(p, a, finished, some);
+          } else {
+            corrects ? long_run<false, true>(p, a, finished, some) : long_run<false, false>(p, a, finished, some);
+          }
         }
       }
-    } while (next_step(r, s, most));
-    for (int64_t i = 0; i < panels; ++i)
-      for (int64_t t = 0; t < tiles; ++t)
-        write_tile(p, batch, 16 * (panel + i), min64(16, p.m - 16 * (panel + i)), first + group + 16 * t,
-                   min64(16, count - 16 * t), sums + (i * kGroupRows + 16 * t) * 16, x_scale + 16 * i);
+    } while (next_step(r, s, is_long && direct ? r.size : most));
   }
+  while (finished.tiles > 0) corrects ? finish_tile<true>(p, finished) : finish_tile<false>(p, finished);
   _tile_release();
 }
 

@@ -43,8 +43,10 @@ EQQ_INLINE char* page(const void* p) {
 }
 EQQ_INLINE int64_t row_tiles(const Runs& r) { return row_codes(r) / depth_of(r); }
 EQQ_INLINE bool is_long(const Runs& r) { return r.count == 1 || r.size > kLongRun; }
-// Scales of a row that are decoded at a time, and room to write more.
-EQQ_INLINE int64_t stretch_of(const Runs& r) { return round_up(min64(r.count, kStretchRuns), 16) + 16; }
+// Scales of a row that are decoded at a time; with several there is room to write more, which the next row is otherwise.
+EQQ_INLINE int64_t stretch_of(const Runs& r) { return r.count == 1 ? 1 : round_up(min64(r.count, kStretchRuns), 16) + 16; }
+// Those of all rows of a strip.
+EQQ_INLINE int64_t stretches(const Runs& r, int64_t strip) { return round_up(strip * stretch_of(r), 16) + 16; }
 // Whether rows of the weight are multiplied where they lie.
 EQQ_INLINE bool is_direct(const Problem& p, const Runs& r) { return p.bits == 8 && r.padded == p.k; }
 
@@ -82,7 +84,7 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   out->parts = p.batch * groups * d.pieces;
   out->units = p.batch * d.row_blocks * d.chunks;
   d.scale = d.strip * kDecoded;
-  d.results = round_up(d.scale + 2 * 3 * 4 * d.strip * stretch_of(r), 4096);
+  d.results = round_up(d.scale + 2 * 3 * 4 * stretches(r, d.strip), 4096);
   out->own_bytes = 4096 + d.results + 2 * max64(d.block, 2) * 4 * kGroupRows * 16;
   static_assert(sizeof d <= sizeof out->detail, "a detail too much");
   memcpy(out->detail, &d, sizeof d);
@@ -257,11 +259,12 @@ void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t
 // The weight
 //
 
-// Memory that is fetched while something else is computed, in its order: hardware gives up on sixteen rows in turn.
+// Memory that is fetched while something else is computed, some lines at a time: hardware gives up on many rows in turn.
 struct Ahead {
-  const uint8_t *at, *end;
-  EQQ_INLINE void lines(Ahead& a, int64_t n) {
-    const uint8_t* to = a.end - a.at < 64 * n ? a.end : a.at + 64 * n;
+  const char *at = nullptr, *end = nullptr;
+  int64_t lines = 0;
+  EQQ_INLINE void some(Ahead& a, int64_t lines) {
+    const char* to = a.end - a.at < 64 * lines ? a.end : a.at + 64 * lines;
     for (; a.at < to; a.at += 64) _mm_prefetch(a.at, _MM_HINT_T1);
   }
 };
@@ -306,13 +309,14 @@ void decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, i
 // Scales of runs `first` to `last`, and what codes are off, of some rows `stretch_of` apart.
 void decode_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count, int64_t first, int64_t last,
                    float* scale, int32_t* offset) {
-  const int64_t stretch = stretch_of(r);
-  const int64_t from = first / r.per_block, to = (last - 1) / r.per_block + 1;
+  const int64_t from = first / r.per_block, to = (last - 1) / r.per_block + 1, stretch = stretch_of(r);
+  const bool together = r.count == 1 && p.row_scale == nullptr;
+  if (together) Vnni::scales(&p, row, 0, count, scale);
   for (int64_t i = 0; i < count; ++i, ++row, scale += stretch, offset += stretch) {
-    if (p.scale_kind == kScaleFloat32 && p.row_scale == nullptr) {
+    if (!together && p.scale_kind == kScaleFloat32 && p.row_scale == nullptr) {
       const float* scales = static_cast<const float*>(p.scale) + row * p.blocks + from;
       for (int64_t j = 0; j < to - from; j += 16) Vnni::store_f(scale + j, _mm512_maskz_loadu_ps(first_few(to - from - j), scales + j));
-    } else {
+    } else if (!together) {
       Vnni::scales(&p, row, from, to, scale);
     }
     if (p.zero_point != nullptr) Kernels8::offsets(p, v, row, from, to, offset);
@@ -330,8 +334,7 @@ struct Block {
   const uint8_t* x;
   int64_t x_panel;        // bytes
   const int32_t* sums_x;  // of the tiles of these runs
-  int64_t sums_panel;
-  I off[2];               // of long runs, their sums for either panel
+  const int32_t* off;     // of long runs, their sums for either panel
   const float* scale;     // for rows and runs, `stretch` apart
   const int32_t* offset;  // likewise what codes are off; null if it is in `sums_x`
   const int32_t* shift;   // of the panels, what their codes are too much
@@ -342,8 +345,6 @@ struct Block {
   int64_t runs, length, depth;
   bool begins, ends;      // runs
   bool first, last;       // whether there are no runs before, or after
-  int64_t run_tiles;      // of a whole run
-  int64_t lines;          // to fetch ahead for each pair of tiles of the weight
   int64_t y;              // where results begin
   int64_t lanes, count;   // of those: rows of x, and of the weight
   const float* x_scale;
@@ -364,15 +365,22 @@ EQQ_INLINE I corrected(const Block& a, I sum, I off, I shift, int64_t row, int64
   return _mm512_sub_epi32(sum, Vnni::mul(shift, Vnni::spread(a.weights[row * a.stretch + run])));
 }
 
-// Fetches what results of a block will be written over: stores to so many places do not by themselves.
-EQQ_INLINE void fetch_results(const Problem& p, const Block& a) {
-  const bool by_rows = p.y_column == 1;
-  if (!by_rows && p.y_row != 1) return;
-  const int64_t item = p.x_type == kFloat32 ? 4 : 2, next = item * (by_rows ? p.y_row : p.y_column);
-  const int64_t rows = by_rows ? a.lanes : a.count, bytes = item * (by_rows ? a.count : a.lanes);
+// Memory that results of a block will be written over: stores to so many places do not fetch it in time.
+struct Lines {
+  const char* at;
+  int64_t rows, bytes, next;
+  EQQ_INLINE void some(Lines& l, int64_t rows) {
+    for (const int64_t rest = max64(l.rows - rows, 0); l.rows > rest; --l.rows, l.at += l.next)
+      for (int64_t i = 0; i < l.bytes; i += 64) _mm_prefetch(l.at + i, _MM_HINT_T1);
+  }
+};
+
+EQQ_INLINE Lines results_of(const Problem& p, const Block& a) {
+  const int64_t item = p.x_type == kFloat32 ? 4 : 2;
   const char* y = static_cast<const char*>(p.y) + item * a.y;
-  for (int64_t i = 0; i < rows; ++i, y += next)
-    for (int64_t j = 0; j < bytes; j += 64) _mm_prefetch(y + j, _MM_HINT_T0);
+  if (!a.ends || !a.last) return {y, 0, 0, 0};
+  if (p.y_row == 1) return {y, a.count, item * a.lanes, item * p.y_column};
+  return {y, a.lanes, p.y_column == 1 ? item * a.count : 0, item * p.y_row};
 }
 
 // Takes a tile of sums, of 16 rows of the weight and a panel: keeps it for the runs to come, or scales and writes it.
@@ -389,10 +397,14 @@ EQQ_INLINE void put_tile(const Problem& p, const Block& a, int64_t half, int64_t
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) tile[i] = _mm512_mul_ps(tile[i], scale);
   if (p.y_row == 1) {
-    for (int64_t i = 0; i < count; ++i) store_some(p, base + i * p.y_column, tile[i], first_few(lanes));
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+      if (i < count) store_some(p, base + i * p.y_column, tile[i], first_few(lanes));
   } else if (p.y_column == 1) {
     Avx512::transpose(tile);
-    for (int64_t i = 0; i < lanes; ++i) store_some(p, base + i * p.y_row, tile[i], first_few(count));
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+      if (i < lanes) store_some(p, base + i * p.y_row, tile[i], first_few(count));
   } else {
     for (int64_t i = 0; i < count; ++i) {
       alignas(64) float row[16];
@@ -416,7 +428,8 @@ template <bool kCorrects>
 void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
   F sums[16];
   take_tile(a, 0, 0, sums);
-  if (a.last) fetch_results(p, a);
+  Lines y = results_of(p, a);
+  Lines::some(y, y.rows);
   const int64_t tiles = a.length / a.depth;
   const I shift = kCorrects ? Vnni::load(a.shift) : Vnni::zero();
   settle(a.w);
@@ -430,7 +443,7 @@ void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
         _tile_loadd(A, a.w + k / 64 * a.w_next + k % 64, a.w_row);                                                \
         _tile_loadd(B, a.x + 16 * k, 64);                                                                         \
         _tile_dpbusd(TILE, A, B);                                                                                 \
-        Ahead::lines(ahead, a.lines);                                                                             \
+        Ahead::some(ahead, ahead.lines);                                                                          \
       }                                                                                                           \
     }                                                                                                             \
     if (run >= 2 && run - 2 < a.runs) _tile_stored(STORED, a.partial + 256 * TILE, 64);                           \
@@ -456,21 +469,21 @@ void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
 // A block whose long run has ended. Its sums are scaled and written while the next block is multiplied: a tile is stored
 // some time after its last product.
 struct Finished {
-  Block block;
-  int64_t tiles;  // that are not done
+  const Block* block;
+  int64_t tiles = 0;  // that are not done
   alignas(64) int32_t results[4][16][16];
 };
 
 template <bool kCorrects>
 EQQ_INLINE void finish_tile(const Problem& p, Finished& f) {
-  const Block& a = f.block;
+  const Block& a = *f.block;
   const int64_t which = --f.tiles, half = which % 2, panel = which / 2, row = 16 * half;
-  const I shift = kCorrects ? Vnni::load(a.shift + 16 * panel) : Vnni::zero();
+  const I off = Vnni::load(a.off + 16 * panel), shift = kCorrects ? Vnni::load(a.shift + 16 * panel) : Vnni::zero();
   F tile[16];
   take_tile(a, half, panel, tile);
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {
-    const I sum = corrected<kCorrects>(a, Vnni::load(f.results[which][i]), a.off[panel], shift, row + i, 0);
+    const I sum = corrected<kCorrects>(a, Vnni::load(f.results[which][i]), off, shift, row + i, 0);
     tile[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[(row + i) * a.stretch]), tile[i]);
   }
   put_tile(p, a, half, panel, tile);
@@ -478,12 +491,14 @@ EQQ_INLINE void finish_tile(const Problem& p, Finished& f) {
 
 // A long run, or a part of it.
 template <bool kTwoPanels, bool kCorrects>
-void long_run(const Problem& p, const Block& a, Finished& finished, Ahead& ahead) {
+void long_run(const Problem& p, const Block& a, Finished& finished, Ahead& shared_ahead) {
   const uint8_t *w = a.w, *below = a.w + a.w_below, *x = a.x, *beside = a.x + a.x_panel;
   int32_t* partial = a.partial;
   settle(a.w);
   settle(a.x);
-  if (a.ends && a.last) fetch_results(p, a);
+  Lines y = results_of(p, a);
+  const int64_t y_rows = div_up(64 * y.rows, a.length);
+  Ahead ahead = shared_ahead;
   if (a.begins) {
     _tile_zero(0);
     _tile_zero(1);
@@ -506,9 +521,11 @@ void long_run(const Problem& p, const Block& a, Finished& finished, Ahead& ahead
     _tile_loadd(5, below, a.w_row);
     _tile_dpbusd(1, 5, 6);
     if (kTwoPanels) _tile_dpbusd(3, 5, 7);
-    Ahead::lines(ahead, a.lines);
+    Ahead::some(ahead, ahead.lines);
+    Lines::some(y, y_rows);
     if (k > 0 && finished.tiles > 0) finish_tile<kCorrects>(p, finished);
   }
+  shared_ahead = ahead;
   while (finished.tiles > 0) finish_tile<kCorrects>(p, finished);
   int32_t* out = a.ends ? finished.results[0][0] : partial;
   _tile_stored(0, out, 64);
@@ -516,7 +533,7 @@ void long_run(const Problem& p, const Block& a, Finished& finished, Ahead& ahead
   if (kTwoPanels) _tile_stored(2, out + 512, 64);
   if (kTwoPanels) _tile_stored(3, out + 768, 64);
   if (!a.ends) return;
-  finished.block = a;
+  finished.block = &a;
   finished.tiles = kTwoPanels ? 4 : 2;
 }
 
@@ -564,32 +581,33 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
   const uint8_t* ones = reinterpret_cast<const uint8_t*>(page(shared + d.x)) + p.batch * d.panels * panel_bytes(r);
   const int32_t* shift = reinterpret_cast<const int32_t*>(x_scale) + 16 * p.batch * d.panels;
   const bool is_long = ::is_long(r), corrects = p.zero_point != nullptr || problem->affine;
-  Block a;
-  a.depth = depth_of(r);
-  a.run_tiles = r.size / a.depth;
-  a.lines = a.depth * p.bits / (is_long ? 16 : 32);
-  a.x_panel = panel_bytes(r);
-  a.sums_panel = 16 * row_tiles(r);
-  a.stretch = stretch_of(r);
+  const bool strips = d.strip > kGroupRows;
+  const int64_t group_rows = is_long ? kGroupRows : 16, pair = is_long ? 2 : 1;
+  Block blocks[2];  // the last one may still be needed, and so are its scales
+  alignas(64) int32_t offs[2][32];
   Finished finished;
-  finished.tiles = 0;
-  configure(a.depth, 1 << 4 | 1 << 5);
-  const uint8_t* codes = p.codes + weight * p.words;
-  const int64_t group_rows = is_long ? kGroupRows : 16;
-  Ahead ahead = {codes, codes + min64(d.strip, rows) * p.words};
-  if (!is_direct(p, r)) Ahead::lines(ahead, group_rows * p.words);
-  int64_t turn = 0;  // of scales: those of the last block may still be needed
+  int turn = 0, scale_turn = 0, off_turn = 0;
+  configure(depth_of(r), 1 << 4 | 1 << 5);
+  // Of a weight that is decoded the next rows; with strips instead the next panels of x.
+  const char* codes = reinterpret_cast<const char*>(p.codes + weight * p.words);
+  const bool w_ahead = !is_direct(p, r) && !strips;
+  Ahead ahead;
+  ahead.at = ahead.end = codes;
+  if (w_ahead) {
+    ahead.end = codes + min64(d.strip, rows) * p.words;
+    Ahead::some(ahead, d.strip * p.words);
+  }
   for (int64_t strip = 0, count; strip < rows; strip += count) {
     count = min64(d.strip, rows - strip);
     if (count > group_rows) count = count / group_rows * group_rows;
     const bool direct = is_direct(p, r) && count >= group_rows;
-    const int64_t row = weight + strip, most = !is_long || d.strip > kGroupRows ? kDecoded : kDecoded / 2;  // so many stay in L1
-    const int64_t next = strip + count;
-    ahead = {codes + next * p.words, codes + min64(next + d.strip, rows) * p.words};
-    a.w_row = direct ? p.words : 64;
-    a.w_next = direct ? 64 : 1024;
-    a.w_below = direct ? 16 * p.words : 16 * kDecoded;
-    Step s = first_step(r, is_long && direct ? r.size : most);
+    const int64_t row = weight + strip, next = strip + count;
+    const int64_t most = is_long && direct ? r.size : is_long && !strips ? kDecoded / 2 : kDecoded;  // some stay in L1
+    if (w_ahead) {
+      ahead.end = codes + min64(next + d.strip, rows) * p.words;
+      ahead.lines = depth_of(r) * p.bits / (is_long ? 16 : 32);
+    }
+    Step s = first_step(r, most);
     int64_t stretch = 0, known = 0;  // runs whose scales are decoded
     float* scale = nullptr;
     int32_t *offset = nullptr, *weights = nullptr;
@@ -598,50 +616,64 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
       if (s.run + s.runs > known) {
         stretch = s.run;
         known = r.per_block > 1 ? s.run + 1 : min64(s.run + kStretchRuns, r.count);
-        scale = reinterpret_cast<float*>(own + d.scale) + (turn ^= 1) * 3 * d.strip * a.stretch;
-        offset = reinterpret_cast<int32_t*>(scale + d.strip * a.stretch);
-        weights = offset + d.strip * a.stretch;
+        scale = reinterpret_cast<float*>(own + d.scale) + (scale_turn ^= 1) * 3 * stretches(r, d.strip);
+        offset = reinterpret_cast<int32_t*>(scale + stretches(r, d.strip));
+        weights = offset + stretches(r, d.strip);
         decode_scales(p, r, v, row, count, stretch, known, scale, offset);
       }
       if (!direct) decode(p, r, v, s, row, count, decoded);
-      a.runs = s.runs;
-      a.length = s.length;
-      a.begins = s.begins;
-      a.ends = s.ends;
-      a.first = s.run == 0;
-      a.last = s.run + s.runs == r.count;
-      for (int64_t i = 0; i < panels; i += is_long ? 2 : 1) {
+      for (int64_t i = 0; i < panels; i += pair) {
         const bool two = is_long && panels - i > 1;
-        Ahead none = {nullptr, nullptr};
-        Ahead& some = !is_direct(p, r) && i == 0 ? ahead : none;
-        a.x = x + i * a.x_panel + 16 * position;
-        a.sums_x = x_sums + i * a.sums_panel + 16 * s.run * a.run_tiles;
-        for (int j = 0; is_long && s.ends && j <= two; ++j) a.off[j] = sum_of_tiles(a.sums_x + j * a.sums_panel, a.run_tiles);
-        a.shift = shift + 16 * i;
-        a.x_scale = x_scale + 16 * i;
-        a.sums = sums + i * kGroupRows * 16;
-        a.partial = is_long ? partial + i * kGroupRows * 16 : partial;
-        const int64_t m = 16 * (panel + i);
-        a.lanes = min64(two ? 32 : 16, p.m - m);
+        const int64_t m = 16 * (panel + i), run_tiles = r.size / depth_of(r);
+        const int32_t* sums_x = x_sums + i * 16 * row_tiles(r) + 16 * s.run * run_tiles;
+        int32_t* off = offs[off_turn ^= 1];
+        for (int64_t j = 0; is_long && s.ends && j <= two; ++j)
+          Vnni::store(off + 16 * j, sum_of_tiles(sums_x + j * 16 * row_tiles(r), run_tiles));
+        if (strips && i + 2 < panels) {
+          ahead.at = reinterpret_cast<const char*>(x + (i + 2) * panel_bytes(r));
+          ahead.end = ahead.at + min64(2, panels - i - 2) * panel_bytes(r);
+          ahead.lines = div_up(ahead.end - ahead.at, div_up(count, group_rows) * s.length);
+        }
         for (int64_t group = 0; group < count; group += group_rows) {
-          const int64_t at = group * a.stretch + (s.run - stretch);
+          const int64_t at = group * stretch_of(r) + (s.run - stretch);
+          Block& a = blocks[turn ^= 1];
           a.w = direct ? p.codes + (row + group) * p.words + position : decoded + group * kDecoded;
+          a.w_row = direct ? p.words : 64;
+          a.w_next = direct ? 64 : 1024;
+          a.w_below = direct ? 16 * p.words : 16 * kDecoded;
+          a.x = x + i * panel_bytes(r) + 16 * position;
+          a.x_panel = panel_bytes(r);
+          a.sums_x = sums_x;
+          a.off = off;
           a.scale = scale + at;
           a.offset = p.zero_point != nullptr ? offset + at : nullptr;
+          a.shift = shift + 16 * i;
           a.weights = problem->affine ? weights + at : nullptr;
-          a.count = min64(group_rows, count - group);
+          a.stretch = stretch_of(r);
+          a.sums = sums + i * kGroupRows * 16;
+          a.partial = is_long ? partial + i * kGroupRows * 16 : partial;
+          a.runs = s.runs;
+          a.length = s.length;
+          a.depth = depth_of(r);
+          a.begins = s.begins;
+          a.ends = s.ends;
+          a.first = s.run == 0;
+          a.last = s.run + s.runs == r.count;
           a.y = batch * p.y_batch + m * p.y_row + (first + strip + group) * p.y_column;
+          a.lanes = min64(two ? 32 : 16, p.m - m);
+          a.count = min64(group_rows, count - group);
+          a.x_scale = x_scale + 16 * i;
           if (problem->affine && i == 0) sum_weights(p, r, v, s, a, ones + 16 * position, a.count);
           if (!is_long) {
-            corrects ? short_runs<true>(p, a, some) : short_runs<false>(p, a, some);
+            corrects ? short_runs<true>(p, a, ahead) : short_runs<false>(p, a, ahead);
           } else if (two) {
-            corrects ? long_run<true, true>(p, a, finished, some) : long_run<true, false>(p, a, finished, some);
+            corrects ? long_run<true, true>(p, a, finished, ahead) : long_run<true, false>(p, a, finished, ahead);
           } else {
-            corrects ? long_run<false, true>(p, a, finished, some) : long_run<false, false>(p, a, finished, some);
+            corrects ? long_run<false, true>(p, a, finished, ahead) : long_run<false, false>(p, a, finished, ahead);
           }
         }
       }
-    } while (next_step(r, s, is_long && direct ? r.size : most));
+    } while (next_step(r, s, most));
   }
   while (finished.tiles > 0) corrects ? finish_tile<true>(p, finished) : finish_tile<false>(p, finished);
   _tile_release();

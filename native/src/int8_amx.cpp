@@ -595,6 +595,7 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
   ahead.at = ahead.end = codes;
   if (w_ahead) {
     ahead.end = codes + min64(d.strip, rows) * p.words;
+    ahead.lines = div_up(depth_of(r) * p.bits, (is_long ? 16 : 32) * div_up(panels, pair));
     Ahead::some(ahead, d.strip * p.words);
   }
   for (int64_t strip = 0, count; strip < rows; strip += count) {
@@ -603,10 +604,7 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
     const bool direct = is_direct(p, r) && count >= group_rows;
     const int64_t row = weight + strip, next = strip + count;
     const int64_t most = is_long && direct ? r.size : is_long && !strips ? kDecoded / 2 : kDecoded;  // some stay in L1
-    if (w_ahead) {
-      ahead.end = codes + min64(next + d.strip, rows) * p.words;
-      ahead.lines = depth_of(r) * p.bits / (is_long ? 16 : 32);
-    }
+    if (w_ahead) ahead.end = codes + min64(next + d.strip, rows) * p.words;
     Step s = first_step(r, most);
     int64_t stretch = 0, known = 0;  // runs whose scales are decoded
     float* scale = nullptr;

@@ -74,7 +74,7 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
     d.chunks = div_up(p.n, d.rows);
     d.strip = is_long(r) ? kGroupRows : 16;
   }
-  d.group = min64(max64(kPartValues / (16 * p.k), 1), d.panels);
+  d.group = min64(max64(max64(kPartValues / (16 * p.k), d.panels / (8 * threads)), 1), d.panels);
   const int64_t groups = div_up(d.panels, d.group);
   // Where there are fewer panels than threads, several share one: each finds the scales of all rows for itself.
   d.pieces = groups == d.panels ? max64(min64(div_up(threads, groups * p.batch), 16 * p.k / kPartValues), 1) : 1;
@@ -179,6 +179,7 @@ void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, in
   // Without padding between runs, codes are taken 64 at a time whatever the runs are.
   const bool whole = r.count == 1 || (r.per_block == 1 && r.size == r.real);
   const int64_t width = whole ? 64 : depth, chunks = whole ? row_codes(r) / 64 : r.padded / depth;
+  const bool fetches = beside && kFloatsHere && first + 32 <= p.m && (panel + 1) % d.group > 0;
   for (int64_t c = chunks * piece / d.pieces; c < chunks * (piece + 1) / d.pieces; ++c) {
     int64_t from = c * 64, count = min64(64, p.k - from);
     if (!whole) {
@@ -191,6 +192,8 @@ void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, in
       square[i] = _mm512_setzero_ps();
       if (i >= rows || count <= 0) continue;
       const int64_t start = i * p.x_row + from * p.x_column;
+      if (fetches)  // of the next panel: what has many streams is not fetched by itself
+        for (int64_t j = 0; j < 64 * item; j += 64) _mm_prefetch(x + (start + 16 * p.x_row) * item + j, _MM_HINT_T1);
       if (kFloatsHere) {
         if (!(scale[i] > 0)) continue;
         F values[4];

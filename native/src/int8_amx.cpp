@@ -59,8 +59,9 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   // With many rows of x the weight stays in L2, and each pair of panels meets many of its rows: so y is written nearly in
   // its order. With fewer it is x that stays.
   if (d.panels > kMostPanels && r.count == 1 && (is_direct(p, r) || row_codes(r) <= kDecoded)) {
-    d.chunks = div_up(p.n, min64(max64(kCachedBytes / row_codes(r) / kGroupRows * kGroupRows, kGroupRows), kMostStripRows));
-    d.rows = d.strip = round_up(div_up(p.n, d.chunks), kGroupRows);
+    const int64_t chunks = div_up(p.n, max64(min64(kCachedBytes / row_codes(r), kMostStripRows), kGroupRows));
+    const int64_t enough = div_up(4 * threads, div_up(d.panels, 2) * p.batch);  // for all threads
+    d.rows = d.strip = round_up(div_up(p.n, max64(chunks, enough)), kGroupRows);
     d.chunks = div_up(p.n, d.rows);
     const int64_t least = max64(div_up(d.panels * d.chunks * p.batch, 8 * threads), (int64_t{1} << 19) / (16 * d.rows * p.k));
     d.block = min64(round_up(max64(least, 1), 2), kMostPanels);

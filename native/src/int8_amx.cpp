@@ -22,6 +22,7 @@ constexpr int64_t kMostPanels = 16;
 constexpr int64_t kLongRun = 512;           // codes of a run, above which tiles add up whole steps
 constexpr int64_t kDecoded = 1024;          // codes of a row that are decoded at a time
 constexpr int64_t kStretchRuns = 256;       // whose scales are decoded at a time
+constexpr int64_t kStretch = kStretchRuns + 16;  // and room to write more
 constexpr int64_t kPartValues = 1 << 14;    // of x, for which another thread is worth while
 
 struct Detail {
@@ -43,8 +44,8 @@ EQQ_INLINE char* page(const void* p) {
 }
 EQQ_INLINE int64_t row_tiles(const Runs& r) { return row_codes(r) / depth_of(r); }
 EQQ_INLINE bool is_long(const Runs& r) { return r.count == 1 || r.size > kLongRun; }
-// Scales of a row that are decoded at a time; with several there is room to write more, which the next row is otherwise.
-EQQ_INLINE int64_t stretch_of(const Runs& r) { return r.count == 1 ? 1 : round_up(min64(r.count, kStretchRuns), 16) + 16; }
+// How far scales of rows are apart. A single one of each needs no room: what is too much the next row writes over.
+EQQ_INLINE int64_t stretch_of(const Runs& r) { return r.count == 1 ? 1 : kStretch; }
 // Those of all rows of a strip.
 EQQ_INLINE int64_t stretches(const Runs& r, int64_t strip) { return round_up(strip * stretch_of(r), 16) + 16; }
 // Whether rows of the weight are multiplied where they lie.
@@ -360,13 +361,13 @@ EQQ_INLINE I sum_of_tiles(const int32_t* sums, int64_t tiles) {
   return sum;
 }
 
-// Sums of products of codes are brought to those of what they mean.
+// Sums of products of codes are brought to those of what they mean. `at`: where the row and run are among scales.
 template <bool kCorrects>
-EQQ_INLINE I corrected(const Block& a, I sum, I off, I shift, int64_t row, int64_t run) {
+EQQ_INLINE I corrected(const Block& a, I sum, I off, I shift, int64_t at) {
   if (!kCorrects) return Vnni::add(sum, off);
-  sum = Vnni::add(sum, a.offset != nullptr ? Vnni::mul(off, Vnni::spread(a.offset[row * a.stretch + run])) : off);
+  sum = Vnni::add(sum, a.offset != nullptr ? Vnni::mul(off, Vnni::spread(a.offset[at])) : off);
   if (a.weights == nullptr) return sum;
-  return _mm512_sub_epi32(sum, Vnni::mul(shift, Vnni::spread(a.weights[row * a.stretch + run])));
+  return _mm512_sub_epi32(sum, Vnni::mul(shift, Vnni::spread(a.weights[at])));
 }
 
 // Memory that results of a block will be written over: stores to so many places do not fetch it in time.
@@ -455,8 +456,9 @@ void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
       const int32_t* results = a.partial + 256 * ((TILE + 3) % 4);                                                \
       const I off = sum_of_tiles(a.sums_x + 16 * (run - 3) * tiles, tiles);                                       \
       _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {                                                     \
-        const I sum = corrected<kCorrects>(a, Vnni::load(results + 16 * i), off, shift, i, run - 3);                \
-        sums[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[i * a.stretch + run - 3]), sums[i]);           \
+        const int64_t at = i * kStretch + run - 3;                                                                \
+        const I sum = corrected<kCorrects>(a, Vnni::load(results + 16 * i), off, shift, at);                      \
+        sums[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[at]), sums[i]);                               \
       }                                                                                                           \
     }                                                                                                             \
   }
@@ -467,7 +469,8 @@ void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
     EQQ_RUN(3, 1, 5, 7)
   }
 #undef EQQ_RUN
-  put_tile(p, a, 0, 0, sums);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) Vnni::store_f(a.sums + 16 * i, sums[i]);
 }
 
 // A block whose long run has ended. Its sums are scaled and written while the next block is multiplied: a tile is stored
@@ -487,8 +490,9 @@ EQQ_INLINE void finish_tile(const Problem& p, Finished& f) {
   take_tile(a, half, panel, tile);
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {
-    const I sum = corrected<kCorrects>(a, Vnni::load(f.results[which][i]), off, shift, row + i, 0);
-    tile[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[(row + i) * a.stretch]), tile[i]);
+    const int64_t at = (row + i) * a.stretch;
+    const I sum = corrected<kCorrects>(a, Vnni::load(f.results[which][i]), off, shift, at);
+    tile[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[at]), tile[i]);
   }
   put_tile(p, a, half, panel, tile);
 }
@@ -676,6 +680,21 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
         }
       }
     } while (next_step(r, s, most));
+    // Results of short runs: other panels were multiplied since their lines were prefetched.
+    for (int64_t i = 0; !is_long && i < panels; ++i) {
+      Block& a = blocks[0];
+      const int64_t m = 16 * (panel + i);
+      a.first = false;
+      a.last = true;
+      a.sums = sums + i * kGroupRows * 16;
+      a.y = batch * p.y_batch + m * p.y_row + (first + strip) * p.y_column;
+      a.lanes = min64(16, p.m - m);
+      a.count = count;
+      a.x_scale = x_scale + 16 * i;
+      F tile[16];
+      take_tile(a, 0, 0, tile);
+      put_tile(p, a, 0, 0, tile);
+    }
   }
   while (finished.tiles > 0) corrects ? finish_tile<true>(p, finished) : finish_tile<false>(p, finished);
   _tile_release();

@@ -17,7 +17,7 @@ MadeInt8 make_int8(Random& random) {
   p.bits = bits[below(random, 6)];
   p.values = p.bits == 8 ? kValueInteger : kValueTable;
   p.batch = coin(random, 80) ? 1 : below(random, 4);
-  p.m = coin(random, 30) ? 1 : coin(random) ? below(random, 8) : coin(random, 90) ? below(random, 70) : below(random, 600);
+  p.m = coin(random, 30) ? 1 : coin(random) ? below(random, 8) : coin(random, 80) ? below(random, 70) : below(random, 600);
   p.n = coin(random, 90) ? below(random, 40) : below(random, 300);
   p.k = coin(random, 70) ? below(random, 700) : coin(random) ? 128 * below(random, 9) : below(random, 5000);
   if (coin(random, 1)) {  // longer than a sum of products of bytes may be

@@ -47,6 +47,7 @@ constexpr int64_t kChunkStride = 528;    // floats from one decoded row to the n
 constexpr int64_t kRowChunk = 64;        // rows of the weight, decoded at a time by transposed products
 constexpr int64_t kRowChunkStride = 80;
 constexpr int64_t kScaleChunk = 4096;    // codes of a row, whose scales are decoded at a time: a multiple of `kChunk`
+constexpr int64_t kAheadOfDots = 16384;  // bytes of the weight: memory takes as long as groups of short rows
 constexpr int64_t kMostDots = 64;        // rows of the weight in a unit of one row of `x`
 constexpr int64_t kMostRows = 48;        // of the weight in a unit of many rows of `x`: what is decoded stays in L2
 constexpr int64_t kRowBlock = 256;       // rows of `x` for which a decoded tile is used
@@ -600,6 +601,7 @@ struct Kernels {
   // What groups of rows have in common: divisions that are too slow to repeat for each.
   struct Group {
     int64_t chunk, room, step;
+    int64_t ahead;  // bytes to what is fetched meanwhile: the same part of a later group
     bool direct;    // the loop can read scales where they are
     bool together;  // it can once they are floats, and those of the next row lie behind
   };
@@ -630,11 +632,10 @@ struct Kernels {
         factor[r] = s.mode == kOneScale ? scales[r].scale[0] : 1.0f;
       }
       const float* xs = x + first * s.codes;
-      const int64_t ahead = kRows * p.words;
       if (count == 1) {
-        dot_of_mode<kBits, kValues, kZero, 1>(s, bytes, ahead, scales, g.step, last - first, values, xs, sums);
+        dot_of_mode<kBits, kValues, kZero, 1>(s, bytes, g.ahead, scales, g.step, last - first, values, xs, sums);
       } else {
-        dot_of_mode<kBits, kValues, kZero, kRows>(s, bytes, ahead, scales, g.step, last - first, values, xs, sums);
+        dot_of_mode<kBits, kValues, kZero, kRows>(s, bytes, g.ahead, scales, g.step, last - first, values, xs, sums);
       }
     }
     float totals[kRows];
@@ -661,6 +662,7 @@ struct Kernels {
     g.chunk = scale_segments(s);
     g.room = 2 * scale_room(p, s, g.chunk);
     g.step = s.mode == kOneScale ? 0 : s.codes / s.grain;
+    g.ahead = round_up(kAheadOfDots, V::kDotRows * p.words);
     const bool as_stored = (s.mode == kOneScale || p.block_size == s.grain) && !kZero && p.row_scale == nullptr;
     g.direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
     g.together = g.direct || (as_stored && (s.mode == kOneScale || s.whole <= g.chunk));

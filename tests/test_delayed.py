@@ -325,6 +325,28 @@ def test_16_bits(operands):
     np.testing.assert_array_equal(got, [float(jnp.max(jnp.abs(cast(a)))) for a in (x, w, dy)])
 
 
+def test_64_bits(operands):
+    """What a model of 64 bits expects has 32, and so has the history, from the first step on."""
+    with jax.enable_x64(True):
+        x, w, dy = (jnp.asarray(a, jnp.float64) for a in operands)
+        model, optim = delayed(w), eqq.delayed_scaling(optax.sgd(0.1))
+        start = optim.init(model)
+        updates, state = optim.update(jax.grad(product)(model, x, dy), start, model)
+        after = eqx.apply_updates(model, updates)["w"]
+    assert after.array.dtype == jnp.float64 and after.largest.dtype == jnp.float32
+    assert {a.dtype.name for s in (start, state) for a in s.history.values()} == {"float32"}
+
+
+def test_optax_finds_the_parameters_in_the_state(operands):
+    """Those of the wrapped optimizer; the history is none."""
+    _, w, _ = operands
+    optim = eqq.delayed_scaling(optax.adam(1e-3))
+    state = optim.init(delayed(w))
+    specs = optax.tree_map_params(optim, lambda x: x.shape, state, transform_non_params=lambda _: "other")
+    assert specs.history == "other" and specs.inner_state[0].mu["w"].array == w.shape
+    np.testing.assert_array_equal(optax.tree_map_params(optim, jnp.shape, state).history["['w']"], np.zeros((3, 16)))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("whole", [False, True])
 def test_training_a_model(whole):
@@ -391,6 +413,9 @@ def test_bad_input(operands):
     for history in (0, True):
         with pytest.raises(ValueError, match="`history` must be a number of steps"):
             eqq.delayed_scaling(optax.sgd(0.1), history=history)
+    for margin in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="`margin` must be a finite number"):
+            eqq.delayed_scaling(optax.sgd(0.1), margin=margin)
     optim = eqq.delayed_scaling(optax.sgd(0.1))
     with pytest.raises(ValueError, match="needs weights with delayed scales"):
         optim.init(eqq.low_precision({"w": w}))

@@ -103,7 +103,7 @@ def _expected(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead"]) -
 
 def _marked(q: QuantizedArray, x: Float[Array, "m k"]) -> QuantizedArray:
     """Makes the scale NaN if a value is not finite: such a value has no code."""
-    bad = jnp.isnan(_largest_seen(x, jnp.zeros(1)))
+    bad = jnp.isnan(_largest_seen(x, jnp.zeros(1, jnp.float32)))
     return dataclasses.replace(q, scale_bits=scale_to_bits(jnp.where(bad, jnp.nan, q.scale), q.format.scale_dtype))
 
 

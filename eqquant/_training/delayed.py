@@ -1,6 +1,7 @@
 """Delayed scaling: an optax wrapper that keeps the largest magnitudes of earlier steps, which scale products."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import equinox as eqx
@@ -88,26 +89,31 @@ def delayed_scaling(
 
     **Raises:**
 
-    `TypeError` if `optimizer` is not an optax optimizer; `ValueError` if `history` is not positive. `init` raises
-    `ValueError` if no weight has delayed scales. `update` raises `ValueError` without parameters, or if the state
-    belongs to other parameters.
+    `TypeError` if `optimizer` is not an optax optimizer; `ValueError` if `history` is not positive or `margin` not
+    finite. `init` raises `ValueError` if no weight has delayed scales. `update` raises `ValueError` without
+    parameters, or if the state belongs to other parameters.
     """
     import optax
 
     if isinstance(history, bool) or not isinstance(history, int) or history < 1:
         raise ValueError(f"`history` must be a number of steps, at least 1. Got {history!r}.")
+    if not math.isfinite(margin):
+        raise ValueError(f"`margin` must be a finite number. Got {margin!r}.")
     inner = as_optimizer(optimizer)
 
     def init(params: PyTree) -> DelayedScalingState:
+        if not jtu.tree_leaves(params):  # from `optax.tree_map_params`, to which the history must be one leaf
+            return DelayedScalingState(jnp.zeros(()), inner.init(params))  # pyright: ignore[reportArgumentType]
         found = _largest(params)
-        if not found and jtu.tree_leaves(params):  # `optax.tree_map_params` passes a tree without leaves
+        if not found:
             raise ValueError(
                 "`delayed_scaling` needs weights with delayed scales. Got none among the leaves of the parameters "
-                f"({some(leaf.path for leaf in named_leaves(params)) or 'none'}). Make the model with "
+                f"({some(leaf.path for leaf in named_leaves(params))}). Make the model with "
                 "`eqq.low_precision(model, 'fp8', delayed=True)`, or use the optimizer without the wrapper."
             )
         # What the model holds already was the largest of a history.
-        start = {path: _shift(jnp.zeros((*x.shape, history)), x * 2.0**-margin) for path, x in found.items()}
+        empty = lambda x: jnp.zeros((*x.shape, history), jnp.float32)
+        start = {path: _shift(empty(x), x * 2.0**-margin) for path, x in found.items()}
         return DelayedScalingState(start, inner.init(_bare(params)))
 
     def update(

@@ -78,6 +78,7 @@ def test_is_the_sum(base, getkey):
     for use in uses:
         assert_close(jax.jit(use)(x), use(dense), 1e-5)
     assert "LoraArray" in repr(x) and "rank=3" in repr(x)
+    assert "rank=True" in repr(eqq.trainable_mask({"w": x}))
 
 
 @pytest.mark.long

@@ -132,7 +132,8 @@ class LoraArray(AbstractArrayValue):
         return self.base if isinstance(self.base, AbstractArrayValue) else jax.lax.stop_gradient(self.base)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
-        rank = self.b.shape[-1] if eqx.is_array_like(self.b) else self.b
+        shape = getattr(self.b, "shape", ())  # a mask holds booleans
+        rank = shape[-1] if shape else self.b
         return wl.TextDoc(f"LoraArray({wl.pformat(self.base)}, rank={rank}, alpha={self.alpha})")
 
 

@@ -179,6 +179,14 @@ def test_tiny_and_huge_numbers(getkey, name, size):
 
 @needs_native
 @pytest.mark.parametrize("m", [1, 3, 16])
+@pytest.mark.parametrize("name", ["nf4", "int8", "mxfp4"])
+def test_huge_weights_and_tiny_numbers(getkey, name, m):
+    """What is added up has the size of the result."""
+    check(weights(getkey(), (m, 192)) * 1e-10, eqq.quantize(weights(getkey(), (40, 192)) * 1e34, FORMATS[name].format))
+
+
+@needs_native
+@pytest.mark.parametrize("m", [1, 3, 16])
 @pytest.mark.parametrize("name", ["nf4", "int8", "ternary"])
 def test_an_outlier_that_meets_zeros(getkey, name, m):
     """Numbers that are much smaller than another keep their bits."""

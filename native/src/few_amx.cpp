@@ -1,11 +1,11 @@
 // Two to four rows of floats on AMX, times a weight of small integers.
 //
-// Numbers of x become integers of 31 bits, so many parts of the largest of their row, and these four digits of a byte.
-// Each digit is a row of a tile of its own: one product of tiles, of 16 rows of the weight and 64 codes, meets all digits
+// Numbers of x become integers of 31 bits, so many parts of the largest of a group of codes, and these four digits of a
+// byte. Each digit is a row of a tile of its own: one product of tiles, of 16 rows of the weight and 64 codes, meets all digits
 // of all rows. That is eight times the codes that tiles of bfloat16 take at a time, and sums of digits are exact.
 //
-// Digits of codes that share a scale stand in one group of rows of a tile, and those of the next codes in the next group,
-// with zeros in between: so two blocks are added up in one tile of results, each on its own, before they are scaled.
+// With two rows of x, digits of a group of codes stand in half of a tile, and those of the next group in the other half, with
+// zeros in between: so both are added up in one tile of results, each on its own, before they are scaled.
 //
 // One row stays with AVX-512, which need not write decoded codes to memory for tiles to load them.
 #include "amx.h"
@@ -34,16 +34,15 @@ struct Detail {
   int64_t batch_bytes;    // of shared memory
 };
 
-// Shared memory of a batch: this, what codes are off and sums of digits for each tile of results, and tiles of x.
-struct alignas(64) Header {
-  float factor[kMostRowsOfX];  // of results
-  bool ordinary;
+// Shared memory of a batch: this for each tile of results, tiles of x, and a byte: whether its numbers are ordinary.
+struct alignas(64) Flush {
+  int32_t off[16];     // sums of digits times what all codes are off
+  int32_t digits[16];  // sums of digits
+  float factor[16];    // what a digit stands for
 };
 
-EQQ_INLINE const int32_t* sums_at(const char* shared) { return reinterpret_cast<const int32_t*>(shared + sizeof(Header)); }
-EQQ_INLINE const uint8_t* tiles_at(const Detail& d, const char* shared) {
-  return reinterpret_cast<const uint8_t*>(shared + sizeof(Header) + 128 * (d.tiles / d.flush));
-}
+EQQ_INLINE int64_t flushes_of(const Detail& d) { return d.tiles / d.flush; }
+EQQ_INLINE int64_t flag_at(const Detail& d) { return flushes_of(d) * static_cast<int64_t>(sizeof(Flush)) + d.tiles * kTile; }
 
 // The power of two that makes a table integers of a byte, or 0.
 int64_t factor_of(const Problem& p) {
@@ -79,7 +78,7 @@ I table_of(const Problem& p, int64_t factor) {
 
 int64_t grain_of(const Problem& p) {
   if (p.blocks <= 1 || p.block_size % 64 == 0) return 64;
-  return p.block_size == 32 || p.block_size == 16 ? p.block_size : 0;
+  return p.block_size == 32 ? 32 : 0;
 }
 
 EQQ_INLINE int64_t x_rows_of(const Problem& p) { return p.m > 2 ? 4 : 2; }
@@ -103,7 +102,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   const int64_t rows = max64(div_up(p.n * p.batch, 8 * threads), (int64_t{1} << 18) / p.k);
   d.rows = min64(round_up(min64(rows, p.n), kStrip), kUnitRows);
   d.chunks = div_up(p.n, d.rows);
-  d.batch_bytes = static_cast<int64_t>(sizeof(Header)) + d.tiles * kTile + 128 * (d.tiles / d.flush);
+  d.batch_bytes = flag_at(d) + 64;
   out->shared_bytes = p.batch * d.batch_bytes;
   out->parts = p.batch;
   out->units = p.batch * d.chunks;
@@ -133,67 +132,78 @@ EQQ_INLINE float power_of_two(int exponent) {
   return value;
 }
 
+// Sixteen numbers as digits: those of four numbers in each quarter, low digits first. They go to rows of a tile below each
+// other. Returns the sums of each digit.
+EQQ_INLINE __m128i write_digits(I numbers, uint8_t* out) {
+  const I flip = _mm512_set1_epi32(static_cast<int>(0x80808080));
+  const I by_digit = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const I digits = _mm512_shuffle_epi8(_mm512_xor_si512(_mm512_add_epi32(numbers, flip), flip), by_digit);
+  _mm_store_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(digits));
+  _mm_store_si128(reinterpret_cast<__m128i*>(out + 64), _mm512_extracti32x4_epi32(digits, 1));
+  _mm_store_si128(reinterpret_cast<__m128i*>(out + 128), _mm512_extracti32x4_epi32(digits, 2));
+  _mm_store_si128(reinterpret_cast<__m128i*>(out + 192), _mm512_extracti32x4_epi32(digits, 3));
+  const I four = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), digits);
+  const __m256i two = _mm256_add_epi32(_mm512_castsi512_si256(four), _mm512_extracti64x4_epi64(four, 1));
+  return _mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1));
+}
+
+// Packs x. Returns whether its numbers are ordinary.
+//
+// What is much smaller than the largest of its group keeps few bits. Where that is so of many, they may be all that a row of
+// the weight takes.
+bool pack(const Problem& p, const Detail& d, int64_t batch, char* shared) {
+  Flush* flushes = reinterpret_cast<Flush*>(shared);
+  uint8_t* tiles = reinterpret_cast<uint8_t*>(flushes + flushes_of(d));
+  int64_t tiny = 0;
+  for (int64_t row = 0; row < p.m; ++row) {
+    const int64_t at = batch * p.x_batch + row * p.x_row;
+    for (int64_t group = 0; group * d.grain < p.k; ++group) {
+      F values[4];
+      I most = _mm512_setzero_si512();
+      for (int64_t i = 0; i < d.grain / 16; ++i) {
+        values[i] = read_some(p, at, group * d.grain + 16 * i);
+        most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(values[i]), _mm512_set1_epi32(0x7fffffff)));
+      }
+      const uint32_t largest = _mm512_reduce_max_epu32(most);
+      const int exponent = static_cast<int>(largest >> 23) - 127;
+      if (largest == 0) continue;
+      if (exponent < -64 || exponent > 64) return false;
+      const int64_t slot = group % d.groups * d.x_rows + row;
+      Flush& flush = flushes[group / d.groups];
+      __m128i sums = _mm_setzero_si128();
+      for (int64_t i = 0; i < d.grain / 16; ++i) {
+        const I numbers = _mm512_cvtps_epi32(_mm512_mul_ps(values[i], _mm512_set1_ps(power_of_two(29 - exponent))));
+        tiny += __builtin_popcount(_mm512_cmplt_epu32_mask(_mm512_abs_epi32(numbers), _mm512_set1_epi32(1 << 16)) &
+                                   _mm512_cmp_ps_mask(values[i], _mm512_setzero_ps(), _CMP_NEQ_OQ));
+        const int64_t k = group * d.grain + 16 * i;
+        sums = _mm_add_epi32(sums, write_digits(numbers, tiles + k / 64 * kTile + k % 64 * 16 + 16 * slot));
+      }
+      _mm_store_si128(reinterpret_cast<__m128i*>(flush.digits + 4 * slot), sums);
+      for (int digit = 0; digit < 4; ++digit)
+        flush.factor[4 * slot + digit] = power_of_two(exponent - 29 + 8 * digit) / static_cast<float>(d.factor);
+    }
+    if (tiny > p.k / 64) return false;
+    tiny = 0;
+  }
+  const I lowest = _mm512_set1_epi32(p.zero_point == nullptr ? lowest_of(p, d.factor) : 0);
+  for (Flush* flush = flushes; flush < flushes + flushes_of(d); ++flush)
+    _mm512_store_si512(flush->off, _mm512_mullo_epi32(_mm512_load_si512(flush->digits), lowest));
+  return true;
+}
+
 void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t batch) {
-  const Problem& p = *problem;
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
   char* shared = static_cast<char*>(memory) + batch * d.batch_bytes;
   memset(shared, 0, d.batch_bytes);
-  Header& header = *reinterpret_cast<Header*>(shared);
-  int32_t* sums = const_cast<int32_t*>(sums_at(shared));
-  uint8_t* tiles = const_cast<uint8_t*>(tiles_at(d, shared));
-  const I magnitude = _mm512_set1_epi32(0x7fffffff), flip = _mm512_set1_epi32(static_cast<int>(0x80808080));
-  const I by_digit = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  header.ordinary = true;
-  for (int64_t row = 0; row < p.m; ++row) {
-    const int64_t at = batch * p.x_batch + row * p.x_row;
-    I most = _mm512_setzero_si512();
-    for (int64_t k = 0; k < p.k; k += 16)
-      most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(read_some(p, at, k)), magnitude));
-    const uint32_t largest = _mm512_reduce_max_epu32(most);
-    const int exponent = static_cast<int>(largest >> 23) - 127;
-    if (largest == 0) continue;
-    if (exponent < -64 || exponent > 64) {
-      header.ordinary = false;
-      return;
-    }
-    header.factor[row] = power_of_two(exponent - 29) / static_cast<float>(d.factor);
-    const F scale = _mm512_set1_ps(power_of_two(29 - exponent));
-    int64_t tiny = 0;
-    for (int64_t k = 0; k < p.k; k += 16) {
-      const F value = read_some(p, at, k);
-      const I whole = _mm512_cvtps_epi32(_mm512_mul_ps(value, scale));
-      tiny += __builtin_popcount(_mm512_cmplt_epu32_mask(_mm512_abs_epi32(whole), _mm512_set1_epi32(1 << 14)) &
-                                 _mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_NEQ_OQ));
-      const I digits = _mm512_shuffle_epi8(_mm512_xor_si512(_mm512_add_epi32(whole, flip), flip), by_digit);
-      const int64_t slot = k / d.grain % d.groups * d.x_rows + row;
-      uint8_t* out = tiles + k / 64 * kTile + k % 64 * 16 + 16 * slot;
-      _mm_store_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(digits));
-      _mm_store_si128(reinterpret_cast<__m128i*>(out + 64), _mm512_extracti32x4_epi32(digits, 1));
-      _mm_store_si128(reinterpret_cast<__m128i*>(out + 128), _mm512_extracti32x4_epi32(digits, 2));
-      _mm_store_si128(reinterpret_cast<__m128i*>(out + 192), _mm512_extracti32x4_epi32(digits, 3));
-      const I four = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), digits);
-      const __m256i two = _mm256_add_epi32(_mm512_castsi512_si256(four), _mm512_extracti64x4_epi64(four, 1));
-      __m128i* sum = reinterpret_cast<__m128i*>(sums + k / 64 / d.flush * 32 + 16 + 4 * slot);
-      _mm_store_si128(sum, _mm_add_epi32(_mm_load_si128(sum), _mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1))));
-    }
-    // What is much smaller than the largest has few bits. Where that is so of many, they may be all that a row of the
-    // weight takes.
-    if (tiny > p.k / 32) {
-      header.ordinary = false;
-      return;
-    }
-  }
-  const I lowest = _mm512_set1_epi32(p.zero_point == nullptr ? lowest_of(p, d.factor) : 0);
-  for (int64_t i = 0; i < d.tiles / d.flush; ++i)
-    _mm512_store_si512(sums + 32 * i, _mm512_mullo_epi32(_mm512_load_si512(sums + 32 * i + 16), lowest));
+  shared[flag_at(d)] = pack(*problem, d, batch, shared);
 }
 
 bool suits(const Problem* problem, const Plan* plan, const void* memory) {
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
   for (int64_t batch = 0; batch < problem->batch; ++batch)
-    if (!reinterpret_cast<const Header*>(static_cast<const char*>(memory) + batch * d.batch_bytes)->ordinary) return false;
+    if (!static_cast<const char*>(memory)[batch * d.batch_bytes + flag_at(d)]) return false;
   return true;
 }
 
@@ -246,7 +256,7 @@ struct Pending {
   int64_t group;         // the first, of the stretch
   const float* scale;    // of rows and the groups of a stretch
   const int32_t* off;    // likewise what codes are off, or null
-  const int32_t* sums;   // of digits times what all codes are off, and sums of digits
+  const Flush* flush;
 };
 
 // A step of a strip, and what is done meanwhile.
@@ -264,23 +274,17 @@ struct Work {
 EQQ_INLINE void add_results(const Work& a, const Pending& last) {
   const int32_t* results = reinterpret_cast<const int32_t*>(a.results[last.turn]);
   const I lanes = _mm512_add_epi32(a.lanes, _mm512_set1_epi32(static_cast<int>(last.group)));
-  const I off = _mm512_load_si512(last.sums);
+  const I off = _mm512_load_si512(last.flush->off), digits = _mm512_load_si512(last.flush->digits);
+  const F factor = _mm512_load_ps(last.flush->factor);
   settle(results);
-  if (last.off == nullptr) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kStrip; ++i) {
-      const F sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(results + 16 * i), off));
-      const F scale = _mm512_permutexvar_ps(lanes, _mm512_load_ps(last.scale + 16 * i));
-      _mm512_store_ps(a.sums + 16 * i, _mm512_fmadd_ps(sum, scale, _mm512_load_ps(a.sums + 16 * i)));
-    }
-    return;
-  }
-  const I digits = _mm512_load_si512(last.sums + 16);
   for (int i = 0; i < kStrip; ++i) {
-    const I less = _mm512_mullo_epi32(digits, _mm512_permutexvar_epi32(lanes, _mm512_load_si512(last.off + 16 * i)));
-    const F sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(results + 16 * i), less));
+    I sum = _mm512_add_epi32(_mm512_load_si512(results + 16 * i), off);
+    if (last.off != nullptr)
+      sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(digits, _mm512_permutexvar_epi32(lanes, _mm512_load_si512(last.off + 16 * i))));
     const F scale = _mm512_permutexvar_ps(lanes, _mm512_load_ps(last.scale + 16 * i));
-    _mm512_store_ps(a.sums + 16 * i, _mm512_fmadd_ps(sum, scale, _mm512_load_ps(a.sums + 16 * i)));
+    const F part = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), factor);
+    _mm512_store_ps(a.sums + 16 * i, _mm512_fmadd_ps(part, scale, _mm512_load_ps(a.sums + 16 * i)));
   }
 }
 
@@ -391,9 +395,8 @@ struct Unit {
 
 template <int kBits>
 void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, int64_t batch, int64_t first, int64_t count) {
-  const Header& header = *reinterpret_cast<const Header*>(shared);
-  const int32_t* sums_x = sums_at(shared);
-  const uint8_t* x = tiles_at(d, shared);
+  const Flush* flushes_x = reinterpret_cast<const Flush*>(shared);
+  const uint8_t* x = reinterpret_cast<const uint8_t*>(flushes_x + flushes_of(d));
   uint8_t* decoded[2] = {reinterpret_cast<uint8_t*>(own), reinterpret_cast<uint8_t*>(own) + d.step * 2 * kTile};
   own += 2 * d.step * 2 * kTile;
   Work a;
@@ -438,9 +441,8 @@ void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, 
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    Pending last = {1, 0, scale, nullptr, nullptr};
-    alignas(64) const int32_t none[16] = {0};
-    last.sums = none;
+    static const Flush none = {};
+    Pending last = {1, 0, scale, nullptr, &none};
     a.ahead = {codes + (strip + 1) * strip_bytes, codes + min64(kStrip * (strip + 2), count) * p.words};
     u.fetch(strip, 0);
     for (int64_t step = 0; step < steps; ++step, turn ^= 1) {
@@ -465,7 +467,7 @@ void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, 
         } else {
           multiply_some<kBits, 0>(a, i * d.flush, end, last);
         }
-        last = {1 - last.turn, group % kStretch, scale + 512 * slot, p.zero_point == nullptr ? nullptr : off + 512 * slot, sums_x + 32 * flush};
+        last = {1 - last.turn, group % kStretch, scale + 512 * slot, p.zero_point == nullptr ? nullptr : off + 512 * slot, flushes_x + flush};
       }
       finish();
     }
@@ -477,13 +479,9 @@ void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, 
       Avx512::transpose(square);
       const int64_t at = batch * p.y_batch + (first + kStrip * strip + half) * p.y_column, rows = min64(16, count - kStrip * strip - half);
       for (int64_t m = 0; m < p.m; ++m) {
-        F sum = _mm512_setzero_ps();
-        for (int digit = 3; digit >= 0; --digit) {
-          F of_groups = square[4 * m + digit];
-          for (int64_t slot = d.x_rows + m; slot < kSlots; slot += d.x_rows) of_groups = _mm512_add_ps(of_groups, square[4 * slot + digit]);
-          sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(256), of_groups);
-        }
-        sum = _mm512_mul_ps(sum, _mm512_set1_ps(header.factor[m]));
+        F sum = _mm512_setzero_ps();  // small digits first
+        for (int digit = 0; digit < 4; ++digit)
+          for (int64_t slot = m; slot < kSlots; slot += d.x_rows) sum = _mm512_add_ps(sum, square[4 * slot + digit]);
         if (p.y_column == 1) {
           store_some(p, at + m * p.y_row, sum, first_few(rows));
         } else {

@@ -662,7 +662,7 @@ struct Kernels {
     g.chunk = scale_segments(s);
     g.room = 2 * scale_room(p, s, g.chunk);
     g.step = s.mode == kOneScale ? 0 : s.codes / s.grain;
-    g.ahead = round_up(kAheadOfDots, V::kDotRows * p.words);
+    g.ahead = round_up(kAheadOfDots, V::kDotRows * max64(p.words, 1));
     const bool as_stored = (s.mode == kOneScale || p.block_size == s.grain) && !kZero && p.row_scale == nullptr;
     g.direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
     g.together = g.direct || (as_stored && (s.mode == kOneScale || s.whole <= g.chunk));

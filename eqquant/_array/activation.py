@@ -175,7 +175,8 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         with jax.ensure_compile_time_eval():
             if not bool((scale > 0).all()):
                 raise ValueError(
-                    "`scale` must be positive. Got one that is not. Calibrate on data whose values are not zero or subnormal everywhere."
+                    "`scale` must be positive. Got one that is not. Calibrate on data whose values are not zero or "
+                    "subnormal everywhere."
                 )
 
     @property

@@ -15,7 +15,7 @@ import wadler_lindig as wl
 from jaxtyping import Array, Float, Float32, UInt8, UInt32
 
 from .. import _compat
-from .._formats.base import AbstractFormat, as_format, has_zero_points
+from .._formats.base import AbstractFormat, as_format, has_one_scale, has_zero_points, spans_rows
 from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
 from .array import QuantizedArray
@@ -54,8 +54,7 @@ class AbstractRows(eqx.Module):
     def _quantized(self, method: AbstractMethod, gradient_of: Array | None) -> QuantizedArray:
         rows = jax.lax.stop_gradient(self.rows)
         quantized = lambda rows, method: quantize_array(rows, self.format, (-1,), None, None, method)
-        nested = self.format.scale_format
-        if "tensor" in (self.format.block_size, None if nested is None else nested.block_size):
+        if spans_rows(self.format):
             flat = lambda leaf: leaf.reshape(math.prod(rows.shape[:-1]), leaf.shape[-1])
             one_by_one = jax.vmap(quantized)(*jtu.tree_map(flat, (rows, method)))
             q = jtu.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
@@ -146,7 +145,7 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         static = scale is not None
         self.scale_bits = jax.lax.bitcast_convert_type(jnp.asarray(scale, jnp.float32), jnp.uint32) if static else None
         self.zero_point = None if zero_point is None else jnp.asarray(zero_point).astype(jnp.uint8)
-        if static and (self.activations.block_size not in (None, "tensor") or self.activations.scale_format):
+        if static and not has_one_scale(self.activations):
             raise ValueError(
                 f"`scale` must come with a format of one scale. Got {self.activations!r}. A scale for each block is "
                 "found for each example: leave `scale` out."

@@ -191,6 +191,17 @@ def has_zero_points(format: AbstractFormat) -> bool:
     return isinstance(format, AbstractAffineFormat) and format.has_zero_points
 
 
+def has_one_scale(format: AbstractFormat) -> bool:
+    """Returns whether the values of a row share one scale, stored as it is: no blocks, and no nested scales."""
+    return format.block_size in (None, "tensor") and format.scale_format is None
+
+
+def spans_rows(format: AbstractFormat) -> bool:
+    """Returns whether rows that are quantized together share a scale, or a scale of scales."""
+    nested = format.scale_format
+    return "tensor" in (format.block_size, None if nested is None else nested.block_size)
+
+
 def has_offsets(format: AbstractFormat) -> bool:
     """Returns whether blocks in a format have offsets."""
     return isinstance(format, AbstractOffsetFormat)

@@ -33,6 +33,7 @@ from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
 from .._array.primitive import bind_matmul, OF_W, OF_X, rounded_matmul_p, Rounding
 from .._array.quantize import quantize_array
+from .._formats.base import spans_rows
 from .._methods import AbsMax
 from .._methods.given import UpTo
 from .._numerics.blocks import absmax
@@ -69,9 +70,7 @@ def compute_rounded(
 
 def _rows(x: Float[Array, "*batch m k"], rounding: Rounding, *largest: Array) -> DynamicRows | QuantizedArray:
     """Returns the left operand: rows that an implementation quantizes where that is cheapest, if it may."""
-    nested = rounding.format.scale_format
-    of_tensor = "tensor" in (rounding.format.block_size, None if nested is None else nested.block_size)
-    whole = of_tensor or rounding.stochastic or bool(largest)
+    whole = spans_rows(rounding.format) or rounding.stochastic or bool(largest)
     return _rounded(x, rounding, *largest) if whole else DynamicRows(x, rounding.format)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._array.array import is_quantized
 from .._array.low_precision import LowPrecisionArray
 from .._formats import FP8
-from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_points
+from .._formats.base import AbstractFormat, as_format, has_offsets, has_one_scale, has_zero_points
 from .._mesh import follow
 from .._tree.leaves import identity, key_name, Leaf, some
 from .._tree.select import select_leaves, Where
@@ -120,8 +120,7 @@ def _fitting(forward: AbstractFormat) -> AbstractFormat:
 
 def _check_delayed(*formats: AbstractFormat) -> None:
     for format in formats:
-        one_scale = format.block_size in (None, "tensor") and format.scale_format is None
-        if not one_scale or has_zero_points(format) or has_offsets(format):
+        if not has_one_scale(format) or has_zero_points(format) or has_offsets(format):
             raise ValueError(
                 f"`delayed` needs formats of one scale, without blocks, zero points or offsets. Got {format!r}. Take "
                 "'fp8' or 'int8', or leave `delayed` out: each product then computes its own scales."

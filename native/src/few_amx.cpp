@@ -136,8 +136,7 @@ EQQ_INLINE float power_of_two(int exponent) {
 // other. Returns the sums of each digit.
 EQQ_INLINE __m128i write_digits(I numbers, uint8_t* out) {
   const I flip = _mm512_set1_epi32(static_cast<int>(0x80808080));
-  const I by_digit = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  const I digits = _mm512_shuffle_epi8(_mm512_xor_si512(_mm512_add_epi32(numbers, flip), flip), by_digit);
+  const I digits = bytes_apart(_mm512_xor_si512(_mm512_add_epi32(numbers, flip), flip));
   _mm_store_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(digits));
   _mm_store_si128(reinterpret_cast<__m128i*>(out + 64), _mm512_extracti32x4_epi32(digits, 1));
   _mm_store_si128(reinterpret_cast<__m128i*>(out + 128), _mm512_extracti32x4_epi32(digits, 2));
@@ -237,15 +236,6 @@ struct Decoding {
   }
 };
 
-// Memory that is fetched while something else is computed, in its order.
-struct Ahead {
-  const uint8_t *at, *end;
-  EQQ_INLINE void lines(Ahead& a, int64_t n) {
-    const uint8_t* to = a.end - a.at < 64 * n ? a.end : a.at + 64 * n;
-    for (; a.at < to; a.at += 64) _mm_prefetch(a.at, _MM_HINT_T1);
-  }
-};
-
 //
 // Products
 //
@@ -288,27 +278,10 @@ EQQ_INLINE void add_results(const Work& a, const Pending& last) {
   }
 }
 
-template <int kTurn>
-EQQ_INLINE void store_results(float (*results)[512]) {
-  if constexpr (kTurn == 0) {
-    _tile_stored(0, results[0], 64);
-    _tile_stored(1, results[0] + 256, 64);
-  } else {
-    _tile_stored(2, results[1], 64);
-    _tile_stored(3, results[1] + 256, 64);
-  }
-}
-
 // Some tiles whose results are added up. Those before are stored once there is something to do meanwhile.
 template <int kBits, int kTurn>
 EQQ_INLINE void multiply_some(Work& a, int64_t first, int64_t last, const Pending& before) {
-  if constexpr (kTurn == 0) {
-    _tile_zero(0);
-    _tile_zero(1);
-  } else {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  clear_results<kTurn>();
   for (int64_t tile = first; tile < last; ++tile) {
     const uint8_t* w = a.w + tile * a.w_next;
     settle(w);
@@ -316,12 +289,12 @@ EQQ_INLINE void multiply_some(Work& a, int64_t first, int64_t last, const Pendin
     _tile_loadd(6, w, a.w_row);
     if constexpr (kTurn == 0) _tile_dpbusd(0, 6, 4);
     if constexpr (kTurn == 1) _tile_dpbusd(2, 6, 4);
-    Ahead::lines(a.ahead, 2 * kBits);
+    Ahead::some(a.ahead, 2 * kBits);
     if constexpr (kBits < 8) Decoding::rows<kBits, 2 * kBits>(a.decoding);
     _tile_loadd(7, w + a.w_below, a.w_row);
     if constexpr (kTurn == 0) _tile_dpbusd(1, 7, 4);
     if constexpr (kTurn == 1) _tile_dpbusd(3, 7, 4);
-    Ahead::lines(a.ahead, 2 * kBits);
+    Ahead::some(a.ahead, 2 * kBits);
     if constexpr (kBits < 8) Decoding::rows<kBits, 2 * kBits>(a.decoding);
     if (tile == first) store_results<1 - kTurn>(a.results);
   }
@@ -431,19 +404,17 @@ void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, 
   configure(64, 1 << 6 | 1 << 7);
   int64_t turn = 0;
   begin(0, 0, decoded[0]);
-  a.ahead = {nullptr, nullptr};
   finish();
   for (int64_t strip = 0; strip < strips; ++strip) {
     memset(a.sums, 0, 2 * kTile);
     // What is pending before the first results is zero.
     memset(a.results, 0, 4 * kTile);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    clear_results<0>();
+    clear_results<1>();
     static const Flush none = {};
     Pending last = {1, 0, scale, nullptr, &none};
-    a.ahead = {codes + (strip + 1) * strip_bytes, codes + min64(kStrip * (strip + 2), count) * p.words};
+    a.ahead.at = reinterpret_cast<const char*>(codes + (strip + 1) * strip_bytes);
+    a.ahead.end = reinterpret_cast<const char*>(codes + min64(kStrip * (strip + 2), count) * p.words);
     u.fetch(strip, 0);
     for (int64_t step = 0; step < steps; ++step, turn ^= 1) {
       const bool direct = kBits == 8 && is_direct(strip, step);

@@ -182,8 +182,7 @@ EQQ_INLINE I columns(const Problem& p, const Quantizer& across, __mmask16 coded,
   F values[4];
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) values[j] = load_some(x, kType, (first + j) * p.x_column, j < count ? coded : 0);
-  const I order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  const I codes = _mm512_shuffle_epi8(quantize(across, values, 64), order);
+  const I codes = bytes_apart(quantize(across, values, 64));
   const uint32_t real = count >= 4 ? ~uint32_t{0} : count <= 0 ? 0 : (uint32_t{1} << 8 * count) - 1;
   return _mm512_maskz_and_epi32(coded, codes, Vnni::spread(static_cast<int32_t>(real)));
 }
@@ -306,16 +305,6 @@ void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t
 //
 // The weight
 //
-
-// Memory that is fetched while something else is computed, some lines at a time: hardware gives up on many rows in turn.
-struct Ahead {
-  const char *at = nullptr, *end = nullptr;
-  int64_t lines = 0;
-  EQQ_INLINE void some(Ahead& a, int64_t lines) {
-    const char* to = a.end - a.at < 64 * lines ? a.end : a.at + 64 * lines;
-    for (; a.at < to; a.at += 64) _mm_prefetch(a.at, _MM_HINT_T1);
-  }
-};
 
 // Whole segments of a row as bytes, 64 codes 1 KB after the other.
 template <int kBits>

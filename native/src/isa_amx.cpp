@@ -328,28 +328,6 @@ EQQ_INLINE void multiply() {
 #undef EQQ_MULTIPLY
 }
 
-template <int kTurn>
-EQQ_INLINE void clear_results() {
-  if constexpr (kTurn == 0) {
-    _tile_zero(0);
-    _tile_zero(1);
-  } else {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-}
-
-template <int kTurn>
-EQQ_INLINE void store_results(float (*results)[512]) {
-  if constexpr (kTurn == 0) {
-    _tile_stored(0, results[0], 64);
-    _tile_stored(1, results[0] + 256, 64);
-  } else {
-    _tile_stored(2, results[1], 64);
-    _tile_stored(3, results[1] + 256, 64);
-  }
-}
-
 EQQ_INLINE void add_results(const Pending& a) {
   const float *results = a.results[a.turn], *scale = a.scale;
   float* sums = a.sums;

@@ -69,6 +69,38 @@ struct Ahead {
   }
 };
 
+// The power of two that makes a table integers of a byte, or 0.
+EQQ_INLINE int64_t integer_factor(const Problem& p) {
+  if (p.bits == 8) return p.values == kValueInteger && p.table[0] >= -255 && p.table[0] <= 0 ? 1 : 0;
+  for (int64_t factor = 1; factor <= (p.zero_point == nullptr ? 8 : 1); factor *= 2) {
+    float low = p.table[0], high = low;
+    bool whole = true;
+    for (int i = 0; i < 1 << p.bits; ++i) {
+      const float value = p.table[i] * static_cast<float>(factor);
+      whole = whole && value >= -255 && value <= 255 && value == static_cast<float>(static_cast<int>(value));
+      low = value < low ? value : low;
+      high = value > high ? value : high;
+    }
+    if (whole && high - low <= 255) return factor;
+  }
+  return 0;
+}
+
+EQQ_INLINE int32_t lowest_integer(const Problem& p, int64_t factor) {
+  float low = p.table[0];
+  for (int i = 1; i < (p.bits == 8 ? 1 : 1 << p.bits); ++i) low = p.table[i] < low ? p.table[i] : low;
+  return static_cast<int32_t>(low * static_cast<float>(factor));
+}
+
+// Codes of whatever bits, upper ones ignored, to bytes without a sign.
+EQQ_INLINE __m512i integers_table(const Problem& p, int64_t factor) {
+  alignas(64) uint8_t table[64];
+  const int32_t lowest = lowest_integer(p, factor);
+  for (int i = 0; i < 64; ++i)
+    table[i] = p.bits == 8 ? 0 : static_cast<uint8_t>(p.table[i & ((1 << p.bits) - 1)] * static_cast<float>(factor) - static_cast<float>(lowest));
+  return _mm512_load_si512(table);
+}
+
 // Of four integers in each quarter first all low bytes, then all second ones, and so on.
 EQQ_INLINE __m512i bytes_apart(__m512i integers) {
   return _mm512_shuffle_epi8(integers, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));

@@ -1,5 +1,5 @@
-// The tile instructions of AMX in plain C++, for tests on machines that lack them. Results are those of the hardware to
-// the bit: which terms are added in which order, and that subnormal numbers are zero, is the architecture's.
+// The tile instructions of AMX in plain C++, for tests on machines that lack them. Sums of
+// integers are those of the hardware to the bit.
 #ifndef EQQUANT_EMULATE_AMX_H_
 #define EQQUANT_EMULATE_AMX_H_
 
@@ -33,38 +33,15 @@ static inline void store(int t, void* p, int64_t stride) {
     memcpy(static_cast<uint8_t*>(p) + i * stride, tiles[t].bytes[i], tiles[t].columns);
 }
 
-// Bytes of `a` without a sign, those of `b` with one.
+// Bytes of `a`, with a sign or without one, and those of `b` with one.
+template <typename A>
 static inline void dot_bytes(int c, int a, int b) {
   for (int m = 0; m < tiles[c].rows; ++m)
     for (int n = 0; n < tiles[c].columns / 4; ++n) {
       uint32_t sum;
       memcpy(&sum, &tiles[c].bytes[m][4 * n], 4);
       for (int k = 0; k < tiles[a].columns; ++k)
-        sum += static_cast<uint32_t>(tiles[a].bytes[m][k] * static_cast<int8_t>(tiles[b].bytes[k / 4][4 * n + k % 4]));
-      memcpy(&tiles[c].bytes[m][4 * n], &sum, 4);
-    }
-}
-
-static inline float flushed(float a) { return __builtin_fabsf(a) < 0x1p-126f ? __builtin_copysignf(0.0f, a) : a; }
-static inline float bf16(const uint8_t* p) {
-  const uint32_t bits = static_cast<uint32_t>(p[0]) << 16 | static_cast<uint32_t>(p[1]) << 24;
-  float value;
-  memcpy(&value, &bits, 4);
-  return flushed(value);
-}
-
-// Even and odd terms are added up apart, by fused multiply-adds; their sum is then added to what was there.
-static inline void dot_bf16(int c, int a, int b) {
-  for (int m = 0; m < tiles[c].rows; ++m)
-    for (int n = 0; n < tiles[c].columns / 4; ++n) {
-      float even = 0, odd = 0, sum;
-      for (int k = 0; k < tiles[a].columns / 4; ++k) {
-        const uint8_t *x = &tiles[a].bytes[m][4 * k], *y = &tiles[b].bytes[k][4 * n];
-        even = flushed(__builtin_fmaf(bf16(x), bf16(y), even));
-        odd = flushed(__builtin_fmaf(bf16(x + 2), bf16(y + 2), odd));
-      }
-      memcpy(&sum, &tiles[c].bytes[m][4 * n], 4);
-      sum = flushed(flushed(sum) + flushed(even + odd));
+        sum += static_cast<uint32_t>(static_cast<A>(tiles[a].bytes[m][k]) * static_cast<int8_t>(tiles[b].bytes[k / 4][4 * n + k % 4]));
       memcpy(&tiles[c].bytes[m][4 * n], &sum, 4);
     }
 }
@@ -77,13 +54,13 @@ static inline void dot_bf16(int c, int a, int b) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbusd
-#undef _tile_dpbf16ps
+#undef _tile_dpbssd
 #define _tile_loadconfig(p) emulated::load_config(p)
 #define _tile_release() ((void)0)
 #define _tile_zero(t) emulated::zero(t)
 #define _tile_loadd(t, p, stride) emulated::load(t, p, stride)
 #define _tile_stored(t, p, stride) emulated::store(t, p, stride)
-#define _tile_dpbusd(c, a, b) emulated::dot_bytes(c, a, b)
-#define _tile_dpbf16ps(c, a, b) emulated::dot_bf16(c, a, b)
+#define _tile_dpbusd(c, a, b) emulated::dot_bytes<uint8_t>(c, a, b)
+#define _tile_dpbssd(c, a, b) emulated::dot_bytes<int8_t>(c, a, b)
 
 #endif  // EQQUANT_EMULATE_AMX_H_

@@ -44,38 +44,6 @@ struct alignas(64) Flush {
 EQQ_INLINE int64_t flushes_of(const Detail& d) { return d.tiles / d.flush; }
 EQQ_INLINE int64_t flag_at(const Detail& d) { return flushes_of(d) * static_cast<int64_t>(sizeof(Flush)) + d.tiles * kTile; }
 
-// The power of two that makes a table integers of a byte, or 0.
-int64_t factor_of(const Problem& p) {
-  if (p.bits == 8) return p.values == kValueInteger && p.table[0] >= -255 && p.table[0] <= 0 ? 1 : 0;
-  for (int64_t factor = 1; factor <= (p.zero_point == nullptr ? 8 : 1); factor *= 2) {
-    float low = p.table[0], high = low;
-    bool whole = true;
-    for (int i = 0; i < 1 << p.bits; ++i) {
-      const float value = p.table[i] * static_cast<float>(factor);
-      whole = whole && value >= -255 && value <= 255 && value == static_cast<float>(static_cast<int>(value));
-      low = value < low ? value : low;
-      high = value > high ? value : high;
-    }
-    if (whole && high - low <= 255) return factor;
-  }
-  return 0;
-}
-
-int32_t lowest_of(const Problem& p, int64_t factor) {
-  float low = p.table[0];
-  for (int i = 1; i < (p.bits == 8 ? 1 : 1 << p.bits); ++i) low = p.table[i] < low ? p.table[i] : low;
-  return static_cast<int32_t>(low * static_cast<float>(factor));
-}
-
-// Codes of whatever bits, upper ones ignored, to bytes without a sign.
-I table_of(const Problem& p, int64_t factor) {
-  alignas(64) uint8_t table[64];
-  const int32_t lowest = lowest_of(p, factor);
-  for (int i = 0; i < 64; ++i)
-    table[i] = p.bits == 8 ? 0 : static_cast<uint8_t>(p.table[i & ((1 << p.bits) - 1)] * static_cast<float>(factor) - static_cast<float>(lowest));
-  return _mm512_load_si512(table);
-}
-
 int64_t grain_of(const Problem& p) {
   if (p.blocks <= 1 || p.block_size % 64 == 0) return 64;
   return p.block_size == 32 ? 32 : 0;
@@ -86,7 +54,7 @@ EQQ_INLINE int64_t x_rows_of(const Problem& p) { return p.m > 2 ? 4 : 2; }
 bool takes(const Problem* problem) {
   const Problem& p = *problem;
   // A group of codes with digits of all rows fills no more than a tile.
-  return !p.transpose && p.k > 0 && p.m > 1 && p.m <= kMostRowsOfX && x_rows_of(p) * 64 <= kSlots * grain_of(p) && factor_of(p) > 0;
+  return !p.transpose && p.k > 0 && p.m > 1 && p.m <= kMostRowsOfX && x_rows_of(p) * 64 <= kSlots * grain_of(p) && integer_factor(p) > 0;
 }
 
 void plan(const Problem* problem, int64_t threads, Plan* out) {
@@ -98,7 +66,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.flush = d.groups * d.grain / 64;
   d.step = p.bits == 1 ? kMostTiles : 4;
   d.tiles = round_up(div_up(p.k, 64), d.step);
-  d.factor = factor_of(p);
+  d.factor = integer_factor(p);
   const int64_t rows = max64(div_up(p.n * p.batch, 8 * threads), (int64_t{1} << 18) / p.k);
   d.rows = min64(round_up(min64(rows, p.n), kStrip), kUnitRows);
   d.chunks = div_up(p.n, d.rows);
@@ -184,7 +152,7 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, char* shared) {
     if (tiny > p.k / 64) return false;
     tiny = 0;
   }
-  const I lowest = _mm512_set1_epi32(p.zero_point == nullptr ? lowest_of(p, d.factor) : 0);
+  const I lowest = _mm512_set1_epi32(p.zero_point == nullptr ? lowest_integer(p, d.factor) : 0);
   for (Flush* flush = flushes; flush < flushes + flushes_of(d); ++flush)
     _mm512_store_si512(flush->off, _mm512_mullo_epi32(_mm512_load_si512(flush->digits), lowest));
   return true;
@@ -380,7 +348,7 @@ void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, 
   int32_t* off = reinterpret_cast<int32_t*>(scale + 2 * kStrip * kStretch);
   own += 4 * kStrip * kStretch * 4;
   const int64_t weight = first_row(&p, batch) + first;
-  Unit u = {p, d, weight, count, p.k / (512 / kBits) * (512 / kBits), table_of(p, d.factor), lowest_of(p, d.factor), scale, off,
+  Unit u = {p, d, weight, count, p.k / (512 / kBits) * (512 / kBits), integers_table(p, d.factor), lowest_integer(p, d.factor), scale, off,
             reinterpret_cast<uint8_t*>(own), reinterpret_cast<uint8_t*>(own) + 64 * kMostTiles};
   alignas(64) int32_t lanes[16];
   for (int i = 0; i < 16; ++i) lanes[i] = static_cast<int32_t>(i / 4 / d.x_rows);

@@ -1,13 +1,16 @@
-// Floats on AMX. A tile of the weight has 16 rows of 32 codes, decoded to bfloat16 in the order in which they lie in
-// memory; a tile of x, packed once per call, has the same codes of 16 of its rows.
+// Floats on AMX, as integers.
 //
-// Floats are split into terms of bfloat16: three hold a float32, and one holds any value of a table of integers or of
-// small floats. Products of terms that are both small are left out: three are multiplied, or six where the table needs
-// three terms. Few rows of x, transposed products, and tables of floats with zero points are AVX-512's.
+// Numbers of x and of the weight become integers of 24 bits: so many parts of the largest of 512 codes of a row. Their three
+// digits of a byte are tiles of their own. Products of digits are exact, and those of one order are added up in one tile of
+// results; orders that are below the last bit are left out, so three digits need six products. This is Ozaki's scheme
+// (https://arxiv.org/abs/2306.11975). It takes half the products that terms of bfloat16 take, and scales of blocks cost
+// nothing: they are in the digits. A weight of small integers with one scale for a row has one digit, and three products.
 //
-// Decoding hides behind multiplying: rows of the strip that comes next are decoded between the products of the one that
-// is there. Results of a block are stored and scaled while those of the next are summed up, since a tile's last product
-// takes long to end. Nothing is copied from where it was just written by smaller stores: such a copy waits for them.
+// What is much smaller than the largest keeps few bits. So x is looked at while it is packed: where the largest of 512
+// numbers stands out, all of x gets another digit; where one is not finite, or very large or small, AVX-512 multiplies. A
+// row of the weight with such a number is AVX-512's as well.
+//
+// Sixteen rows are decoded and then multiplied, not both at once: that is as fast, since what limits both is L1.
 #include "amx.h"
 #include "avx512.h"
 #include "int8.h"
@@ -17,118 +20,63 @@ namespace {
 using F = __m512;
 using I = __m512i;
 
-constexpr int64_t kTile = 1024;         // bytes
-constexpr int64_t kStrip = 32;          // rows of the weight that are decoded and multiplied at a time
-constexpr int64_t kMostCodes = 128;     // of each of them, at most
-constexpr int64_t kMostTiles = kMostCodes / 32;
-constexpr int64_t kUnitRows = 512;      // of the weight in a unit, at most
-constexpr int64_t kFewRows = 64;        // likewise where all of x stays in L2: they share what is in L1 of it
-constexpr int64_t kUnitPanels = 16;     // of 16 rows of x in a unit, at most
-constexpr int64_t kSlice = 32;          // tiles of x in a part of the preparation
-constexpr int64_t kInL2 = 1 << 20;      // bytes of x that stay there beside all else
-constexpr int64_t kTables = 2048;       // bytes of tables at the start of shared memory
+constexpr int64_t kTile = 1024;        // bytes
+constexpr int64_t kRows = 16;          // of a tile: of the weight, or of x
+constexpr int64_t kSpan = 512;        // codes of a row that share the scale of their integers
+constexpr int64_t kPiece = 256;        // of them that are decoded at a time: they stay in L1
+constexpr int64_t kSteps = kSpan / 64;
+constexpr int64_t kMostBlocks = 48;    // of a chunk, and room to write more
+constexpr int64_t kUnitRows = 512;     // of the weight in a unit, at most
+constexpr int64_t kUnitPanels = 16;    // of 16 rows of x in a unit, at most
+constexpr int64_t kFewest = 5;         // rows of x that are worth a tile
+constexpr int64_t kShort = 256;        // codes of a row, below which a product of floats has few sums to round
+constexpr int64_t kTables = 1024;      // bytes of tables at the start of shared memory
 
-// How codes become bfloat16.
+constexpr int kDigits = 3;             // of a weight that is not of integers with one scale
+
+// How codes become digits.
 enum Kind {
-  kNone,             // they do not: nothing is decoded
-  kSixteen,          // fewer than eight bits: through a table in a register
-  kSixteenLessZero,  // through one of such tables for each zero point
-  kWhole,            // integers of eight bits, less a zero point or what they are off
-  kByte              // through a table of 256
+  kDirect,     // they are digits where they lie
+  kPlain,      // through a table of bytes: one digit
+  kScaled,     // fewer than eight bits: through a table for each block
+  kLookUp,     // eight bits: through a table of 256 for each digit
+  kFloats      // through floats
 };
 
 struct Detail {
-  int64_t rows, chunks;           // of the weight in a unit, and units that they make
-  int64_t panels, row_blocks;     // of 16 rows of x, and how many units they make
-  int64_t x_terms, w_terms, kind;
-  int64_t slices;                 // parts of the preparation of a panel
-  int64_t grain;                  // codes that are added up before they are scaled
-  int64_t tiles;                  // of a panel and a term
-  int64_t together;               // strips that meet a panel while it is in L1
+  int64_t kind, w_digits, x_digits;
+  int64_t rows, chunks;        // of the weight in a unit, and units that they make
+  int64_t panels, row_blocks;  // of x, and how many units they make
+  int64_t parts;               // chunks of a row of codes
+  int64_t together;            // tiles of rows that meet some x in turn
+  int64_t packed;              // bytes of a panel of x
+  int64_t spare;               // bytes for rows that AVX-512 multiplies
 };
 
-//
-// Terms
-//
-
-// The bfloat16 next to each float, in the upper half; what would round to infinity is cut, and NaN stays one.
-EQQ_INLINE F next_bf16(F value) {
-  const I bits = _mm512_castps_si512(value), low = _mm512_set1_epi32(0xffff), infinity = _mm512_set1_epi32(0x7f800000);
-  const I odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const I near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __mmask16 over = _mm512_cmpeq_epi32_mask(_mm512_and_si512(near, infinity), infinity);
-  const I cut = _mm512_andnot_si512(low, _mm512_mask_mov_epi32(near, over, bits));
-  return _mm512_mask_mov_ps(_mm512_castsi512_ps(cut), _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
-                            _mm512_set1_ps(__builtin_nanf("")));
-}
-
-// What a term leaves; nothing of what is not finite.
-EQQ_INLINE F rest(F value, F term) {
-  const I infinity = _mm512_set1_epi32(0x7f800000);
-  const __mmask16 finite = _mm512_cmpneq_epi32_mask(_mm512_and_si512(_mm512_castps_si512(value), infinity), infinity);
-  return _mm512_maskz_sub_ps(finite, value, term);
-}
-
-// The terms of the values of a table, less a zero point, as halves. Returns how many are needed: one, two or three.
-int64_t split_table(const Problem& p, float zero, uint16_t (*terms)[256]) {
-  int64_t needed = 1;
-  for (int i = 0; i < 1 << p.bits; i += 16) {
-    const __mmask16 some = p.bits < 4 ? (1 << (1 << p.bits)) - 1 : 0xffff;
-    F value = _mm512_maskz_sub_ps(some, _mm512_maskz_loadu_ps(some, p.table + i), _mm512_set1_ps(zero));
-    for (int64_t t = 0; t < 3; ++t) {
-      const F term = next_bf16(value);
-      if (_mm512_cmp_ps_mask(term, _mm512_setzero_ps(), _CMP_NEQ_UQ) != 0) needed = max64(needed, t + 1);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(terms[t] + i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(term), 16)));
-      value = rest(value, term);
-    }
-  }
-  return needed;
-}
-
-// Whether all numbers are zero or between 2^-`range` and 2^`range`, of which these are the largest magnitudes, and the
-// smallest, less one bit: so zero is none.
-struct Magnitudes {
-  I most = _mm512_setzero_si512(), least = _mm512_set1_epi32(-1);
-
-  __attribute__((always_inline)) inline void see(F value) {
-    const I magnitude = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff));
-    most = _mm512_max_epu32(most, magnitude);
-    least = _mm512_min_epu32(least, _mm512_sub_epi32(magnitude, _mm512_set1_epi32(1)));
-  }
-  __attribute__((always_inline)) inline bool ordinary(int range) const {
-    const I low = _mm512_set1_epi32(((127 - range) << 23) - 1), high = _mm512_set1_epi32((127 + range) << 23);
-    return _mm512_cmpgt_epu32_mask(most, high) == 0 && _mm512_cmplt_epu32_mask(least, low) == 0;
-  }
+// Where the blocks of a chunk of a row are: the first, how many, and which has each 16 codes.
+struct alignas(64) Place {
+  int64_t first, count;
+  int block[kSpan / 16];
 };
 
-// Whether all values of a table are ordinary; NaN may be among them.
-bool ordinary_table(const Problem& p) {
-  Magnitudes all;
-  for (int i = 0; i < 1 << p.bits; i += 16) {
-    const __mmask16 some = p.bits < 4 ? (1 << (1 << p.bits)) - 1 : 0xffff;
-    const F values = _mm512_maskz_loadu_ps(some, p.table + i);
-    all.see(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(values, values, _CMP_ORD_Q), values));
-  }
-  return all.ordinary(32);
-}
+// What a chunk of a panel begins with; tiles of digits follow.
+struct alignas(64) Head {
+  float scale[16];       // of a row
+  int32_t sums[4][16];   // of digits
+  int32_t start[4][16];  // that times what codes are off
+};
 
-int64_t terms_of_table(const Problem& p) {
-  uint16_t terms[3][256];
-  return (p.bits == 8 && p.values == kValueInteger) || p.zero_point != nullptr ? 1 : split_table(p, 0, terms);
-}
+// The largest integer of so many digits, with room for rounding.
+constexpr float largest_of(int64_t digits) { return digits == 3 ? 8355000 : 2139000000; }
 
-// Whether values less a zero point are integers that one term holds.
-EQQ_INLINE bool small_integers(const Problem& p) {
-  for (int i = 0; i < 1 << p.bits; ++i)
-    if (!(p.table[i] >= -1 && p.table[i] <= 256) || p.table[i] != static_cast<float>(static_cast<int>(p.table[i]))) return false;
-  return true;
-}
+EQQ_INLINE int64_t head_at(const Detail& d, int64_t chunk) { return chunk * (static_cast<int64_t>(sizeof(Head)) + kSteps * d.x_digits * kTile); }
+EQQ_INLINE int64_t x_at(const Detail& d) { return kTables + d.parts * static_cast<int64_t>(sizeof(Place)); }
+EQQ_INLINE bool is_ordinary(float most, float range) { return most == 0 || (most >= 1 / range && most <= range); }
+constexpr float kRangeOfX = 0x1p64f, kRangeOfW = 0x1p96f;
 
 //
 // x
 //
-
-EQQ_INLINE const char* y_at(const Problem& p, int64_t at) { return static_cast<const char*>(p.y) + at * (p.x_type == kFloat32 ? 4 : 2); }
 
 // Numbers `k` to `k + 15`, of which `real` are, of 16 rows from `at` on: a vector of rows for each number.
 void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
@@ -150,310 +98,473 @@ void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows,
   }
 }
 
-// The terms of two codes of 16 rows, side by side. Ties round away from zero: what is left is a bit less.
-template <int kX>
-EQQ_INLINE void pack_pair(F one, F two, uint8_t* out) {
-  const I upper = _mm512_set1_epi32(static_cast<int>(0xffff0000)), half = _mm512_set1_epi32(0x8000);
-#pragma GCC unroll 3
-  for (int t = 0; t < kX; ++t) {
-    const F a = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(one), half), upper));
-    const F b = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(two), half), upper));
-    _mm512_store_si512(out + t * kTile, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_castps_si512(b)));
-    one = _mm512_sub_ps(one, a);
-    two = _mm512_sub_ps(two, b);
-  }
-}
+// The largest magnitudes, their sum, and how many are not zero: of lanes. The largest of NaN is NaN.
+struct Magnitudes {
+  I most = _mm512_setzero_si512(), count = _mm512_setzero_si512();
+  F sum = _mm512_setzero_ps();
 
-// The terms of 16 rows of x: pairs of codes below each other, as tiles want them; tiles of terms one after the other.
-// Returns whether all numbers are ordinary. Of others the terms may be wrong.
-template <int kX>
-bool pack(const Problem& p, const Runs& r, int64_t at, int64_t rows, int64_t first, int64_t last, uint8_t* out) {
+  EQQ_INLINE void see(Magnitudes& a, F value) {
+    const I magnitude = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff));
+    a.most = _mm512_max_epu32(a.most, magnitude);
+    a.sum = _mm512_add_ps(a.sum, _mm512_castsi512_ps(magnitude));
+    a.count = _mm512_sub_epi32(a.count, _mm512_movm_epi32(_mm512_test_epi32_mask(magnitude, magnitude)));
+  }
+};
+
+// The scales of 16 rows of a chunk, and what numbers are multiplied by. Whether numbers are ordinary, none of them many times
+// what they are on average.
+bool scales_of(const Problem& p, int64_t at, int64_t first, int64_t count, int64_t rows, int64_t digits, F* scale, F* inverse) {
   Magnitudes all;
-  for (int64_t q = 32 * first; q < 32 * last; q += 16) {  // sixteen codes are never of two runs
-    F values[16];
-    const int64_t run = q / r.size, offset = q % r.size;
-    const int64_t real = run < r.count ? run_length(r, p.k, run) - offset : 0;
-    square(p, at, real > 0 ? run_start(r, run) + offset : 0, min64(real, 16), rows, values);
-    uint8_t* to = out + q / 32 * kX * kTile + q % 32 * 32;
-#pragma GCC unroll 8
-    for (int j = 0; j < 16; j += 2) {
-      all.see(values[j]);
-      all.see(values[j + 1]);
-      pack_pair<kX>(values[j], values[j + 1], to + 32 * j);
+  if (p.x_column == 1) {
+    alignas(64) float sum[16] = {0};
+    alignas(64) uint32_t most[16] = {0};
+    alignas(64) int32_t nonzero[16] = {0};
+    for (int64_t i = 0; i < rows; ++i) {
+      Magnitudes row;
+      for (int64_t k = 0; k < count; k += 16) Magnitudes::see(row, load_some(p.x, p.x_type, at + i * p.x_row + first + k, first_few(count - k)));
+      most[i] = _mm512_reduce_max_epu32(row.most);
+      sum[i] = _mm512_reduce_add_ps(row.sum);
+      nonzero[i] = _mm512_reduce_add_epi32(row.count);
+    }
+    all.most = _mm512_load_si512(most);
+    all.count = _mm512_load_si512(nonzero);
+    all.sum = _mm512_load_ps(sum);
+  } else {
+    for (int64_t k = 0; k < count; k += 16) {
+      F values[16];
+      square(p, at, first + k, min64(16, count - k), rows, values);
+      for (int j = 0; j < 16; ++j) Magnitudes::see(all, values[j]);
     }
   }
-  return all.ordinary(64);
+  const F most = _mm512_castsi512_ps(all.most), zero = _mm512_setzero_ps();
+  const __mmask16 some = _mm512_cmp_ps_mask(most, zero, _CMP_NEQ_UQ);
+  const F mean = _mm512_div_ps(all.sum, _mm512_cvtepi32_ps(all.count));
+  const __mmask16 ordinary = _mm512_mask_cmp_ps_mask(some, most, _mm512_set1_ps(1 / kRangeOfX), _CMP_GE_OQ) &
+                             _mm512_cmp_ps_mask(most, _mm512_set1_ps(kRangeOfX), _CMP_LE_OQ);
+  const __mmask16 outstanding = digits == 4 ? 0 : _mm512_mask_cmp_ps_mask(some, most, _mm512_mul_ps(mean, _mm512_set1_ps(16)), _CMP_NLE_UQ);
+  const F largest = _mm512_set1_ps(largest_of(digits));
+  *scale = _mm512_div_ps(most, largest);
+  *inverse = _mm512_maskz_div_ps(some, largest, most);
+  return ordinary == some && outstanding == 0;
+}
+
+// Packs a chunk of 16 rows of x. Whether it can be multiplied so.
+template <int kX>
+bool pack(const Problem& p, const Detail& d, int64_t at, int64_t rows, int64_t first, int32_t lowest, char* out) {
+  const int64_t count = min64(kSpan, p.k - first);
+  Head* head = reinterpret_cast<Head*>(out);
+  uint8_t* tiles = reinterpret_cast<uint8_t*>(head + 1);
+  F scale, inverse;
+  if (!scales_of(p, at, first, count, rows, kX, &scale, &inverse)) return false;
+  _mm512_store_ps(head->scale, scale);
+  const I flip = _mm512_set1_epi32(static_cast<int>(0x80808080)), ones = _mm512_set1_epi8(1);
+  I sums[4] = {};
+  for (int64_t k = 0; k < round_up(count, 64); k += 16) {
+    F values[16];
+    square(p, at, first + k, min64(16, count - k), rows, values);
+    uint8_t* to = tiles + k / 64 * kX * kTile + k % 64 * 16;
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j, to += 64) {
+      I digits[4];  // in each quarter the low digits of four rows, then the next ones
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const I number = _mm512_cvtps_epi32(_mm512_mul_ps(values[4 * j + i], inverse));
+        digits[i] = bytes_apart(_mm512_xor_si512(_mm512_add_epi32(number, flip), flip));
+      }
+      const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
+      const I high0 = _mm512_unpackhi_epi32(digits[0], digits[1]), high1 = _mm512_unpackhi_epi32(digits[2], digits[3]);
+      const I all[4] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1), _mm512_unpacklo_epi64(high0, high1),
+                        _mm512_unpackhi_epi64(high0, high1)};
+#pragma GCC unroll 4
+      for (int digit = 0; digit < kX; ++digit) {  // high ones first
+        const I codes = bytes_apart(all[kX - 1 - digit]);
+        _mm512_store_si512(to + digit * kTile, codes);
+        if (d.w_digits == 1) sums[digit] = _mm512_dpbusd_epi32(sums[digit], ones, codes);
+      }
+    }
+  }
+  for (int digit = 0; digit < 4; ++digit) {
+    _mm512_store_si512(head->sums[digit], sums[digit]);
+    _mm512_store_si512(head->start[digit], _mm512_mullo_epi32(sums[digit], _mm512_set1_epi32(lowest)));
+  }
+  return true;
 }
 
 //
 // The weight
 //
 
-// Codes that are decoded and multiplied at a time: what is decoded, twice, and x fit in L1.
-constexpr int64_t codes_at_once(int64_t w_terms) { return w_terms == 1 ? kMostCodes : kMostCodes / 2; }
-
-// What all rows have in common of these.
-struct Range {
-  int64_t first, tiles, pieces;    // the first code, how many tiles, and how many pieces have a scale of their own
-  int64_t first_block, last_block;
-  bool direct;                     // whether codes lie in memory as tiles want them
-  int block[kMostCodes / 16];      // where the scales of a piece are
-  int64_t place[kMostTiles], zero[kMostTiles];  // where the bytes of a tile are in a row, and its zero points
-  int shift[kMostTiles];           // the bit from which on a byte holds its code
+// Bytes without their sign that stand for numbers, but for zero: others are NaN or infinite, or too small for integers that
+// hold the largest as well.
+struct Numbers {
+  int first, last;
 };
+EQQ_INLINE Numbers numbers_of(const Problem& p) {
+  return p.values == kValueE4M3 ? Numbers{1, 126} : p.values == kValueE5M2 ? Numbers{40, 123} : Numbers{1, 127};
+}
 
-// Where those of a strip are.
-struct Source {
-  const uint8_t* codes;
-  int64_t stride;         // bytes from one row to the next
-  const int64_t* places;  // of tiles in a row
-  const int* shifts;
-  const uint8_t* zero;    // zero points, 16 bytes from one row to the next; or null
-  const int64_t* zeros;   // where those of tiles are
-};
-
-// Rows of a strip that are decoded, all tiles of a row at once: a line of memory is read once, since the lines of many
-// rows have room for few in L1. All by value: stores of bytes might change what is in memory.
-template <int kW, Kind kKind>
-struct Decoder {
-  static constexpr int kTiles = static_cast<int>(codes_at_once(kW)) / 32;
-  const uint8_t *codes, *zero, *tables;
-  uint8_t* out;
-  int64_t stride;
-  int64_t place[kTiles], zeros[kTiles];
-  I shift[kTiles];
-  F lowest;
-
-  EQQ_INLINE Decoder from(const Source& s, int64_t row, const uint8_t* tables, float lowest, uint8_t* out) {
-    Decoder a;
-    a.codes = s.codes + row * s.stride;
-    a.zero = s.zero == nullptr ? nullptr : s.zero + 16 * row;
-    a.tables = tables;
-    a.out = out + row / 16 * kW * kTile + row % 16 * 64;
-    a.stride = s.stride;
-#pragma GCC unroll 4
-    for (int t = 0; t < kTiles; ++t) {
-      a.place[t] = s.places[t];
-      a.zeros[t] = s.zeros[t];
-      a.shift[t] = _mm512_set1_epi16(static_cast<int16_t>(s.shifts[t]));
-    }
-    a.lowest = _mm512_set1_ps(lowest);
-    return a;
+// The largest magnitude of the values of codes, or NaN if some code stands for no finite number without a byte telling so.
+float most_of(const Problem& p) {
+  float low = 0, high = 0;
+  for (int i = 0; i < 1 << p.bits; ++i) {
+    if (p.bits == 8 && (i & 127) > numbers_of(p).last) continue;
+    if (!(p.table[i] - p.table[i] == 0)) return __builtin_nanf("");
+    low = p.table[i] < low ? p.table[i] : low;
+    high = p.table[i] > high ? p.table[i] : high;
   }
+  if (p.zero_point != nullptr) low -= static_cast<float>((1 << p.bits) - 1);
+  return high > -low ? high : -low;
+}
 
-  EQQ_INLINE __m256i load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+// Whether most values are far below the largest, and so lose bits that products without a further digit of x leave out.
+bool is_wide(const Problem& p) {
+  float sum = 0;
+  for (int i = 0; i < 1 << p.bits; ++i)
+    if (p.table[i] - p.table[i] == 0) sum += p.table[i] < 0 ? -p.table[i] : p.table[i];
+  return sum < most_of(p) * static_cast<float>(1 << p.bits) / 8;
+}
 
-  template <int kFirst, int kLast>
-  __attribute__((always_inline)) inline void rows(const I* registers) const {
-#pragma GCC unroll 16
-    for (int i = kFirst; i < kLast; ++i) {
+// Some codes of 16 rows, and where they go.
+struct Codes {
+  const uint8_t* from;
+  int64_t stride, last;     // bytes from one row to the next; the last row
+  int64_t steps;            // of 64 codes
+  const float *scale, *less;  // of rows and blocks: `kMostBlocks` apart. Values times scale less this are integers
+  const int* block;         // of each 16 codes
+  uint8_t* out;
+};
+
+template <int kBits>
+EQQ_INLINE I shifted(I codes, int plane) {  // code `plane` of a byte to bit 2 and up
+  const int by = (kBits == 8 ? 0 : plane * kBits) - 2;
+  return by < 0 ? _mm512_slli_epi16(codes, -by) : _mm512_srli_epi16(codes, by);
+}
+
+EQQ_INLINE I digits_of(F integers) {
+  const I flip = _mm512_set1_epi32(static_cast<int>(0x80808080));
+  return _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(integers), flip), flip);
+}
+
+// Through a table of integers for each block, whose bytes are digits. A step has codes of `kBlocks` blocks. With eight bits
+// there is a code of at most four in each byte.
+template <int kBits, int kBlocks, bool kZero>
+void decode_scaled(const Problem& p, const Codes& a) {
+  alignas(64) float values[16];
+  for (int i = 0; i < 16; ++i) values[i] = p.table[i & ((1 << p.bits) - 1)];
+  const F table = _mm512_load_ps(values);
+  const I mask = _mm512_set1_epi8(0x3c);
+  constexpr int kPlanes = 8 / kBits;
+  for (int64_t segment = 0; segment * kPlanes < a.steps; ++segment) {
+    uint8_t* to = a.out + segment * kPlanes * kDigits * kTile;
+    const int* block = a.block + segment * kPlanes * 4;
 #pragma GCC unroll 4
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const uint8_t* row = codes + i * stride + place[tile];
-        uint8_t* to = out + tile * 2 * kW * kTile + 64 * i;
-        if constexpr (kKind == kSixteen || kKind == kSixteenLessZero) {
-          // Bits above those of a code are not looked at.
-          const I index = _mm512_srlv_epi16(_mm512_cvtepu8_epi16(load(row)), shift[tile]);
-          if constexpr (kKind == kSixteenLessZero) {
-            _mm512_store_si512(to, _mm512_permutexvar_epi16(index, _mm512_load_si512(tables + 64 * zero[zeros[tile] + 16 * i])));
-          } else {
+    for (int64_t i = 0; i < kRows; ++i) {
+      const I codes = _mm512_loadu_si512(a.from + min64(i, a.last) * a.stride + 64 * segment);
+      const float *scale = a.scale + i * kMostBlocks, *less = a.less + i * kMostBlocks;
+#pragma GCC unroll 8
+      for (int plane = 0; plane < kPlanes; ++plane) {
+        I digits[kBlocks];
+#pragma GCC unroll 4
+        for (int b = 0; b < kBlocks; ++b) {
+          const int at = block[4 * plane + b * (4 / kBlocks)];
+          const F s = _mm512_set1_ps(scale[at]);
+          digits[b] = digits_of(kZero ? _mm512_fmsub_ps(table, s, _mm512_set1_ps(less[at])) : _mm512_mul_ps(table, s));
+        }
+        const I index = shifted<kBits>(codes, plane);
 #pragma GCC unroll 3
-            for (int t = 0; t < kW; ++t) _mm512_store_si512(to + kTile * t, _mm512_permutexvar_epi16(index, registers[t]));
-          }
-        } else if constexpr (kKind == kWhole) {
-          const I some = _mm512_cvtepu8_epi16(load(row)), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-          const F off = zero == nullptr ? lowest : _mm512_sub_ps(lowest, _mm512_set1_ps(zero[zeros[tile] + 16 * i]));
-          const F even = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_andnot_si512(upper, some)), off);
-          const F odd = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(some, 16)), off);
-          _mm512_store_si512(to, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16),
-                                                 _mm512_and_si512(_mm512_castps_si512(odd), upper)));
-        } else if (kKind == kByte && i % 2 == 0) {
-          // Eight codes of one row and eight of the next in each quarter: interleaving brings each row to its order.
-          const I order = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
-          const I both = _mm512_permutex2var_epi64(_mm512_castsi256_si512(load(row)), order, _mm512_castsi256_si512(load(row + stride)));
-          const __mmask64 upper = _mm512_movepi8_mask(both);
-#pragma GCC unroll 3
-          for (int t = 0; t < kW; ++t) {
-            const I low = look_up(both, upper, tables + 512 * t), high = look_up(both, upper, tables + 512 * t + 256);
-            _mm512_store_si512(to + kTile * t, _mm512_unpacklo_epi8(low, high));
-            _mm512_store_si512(to + kTile * t + 64, _mm512_unpackhi_epi8(low, high));
-          }
+        for (int digit = 0; digit < kDigits; ++digit) {
+          const I some = _mm512_ternarylogic_epi32(index, mask, _mm512_set1_epi8(static_cast<char>(kDigits - 1 - digit)), 0xea);
+          I bytes = _mm512_permutexvar_epi8(some, digits[0]);
+#pragma GCC unroll 4
+          for (int b = 1; b < kBlocks; ++b)
+            bytes = _mm512_mask_permutexvar_epi8(bytes, ~uint64_t{0} << (64 / kBlocks * b), some, digits[b]);
+          _mm512_store_si512(to + (plane * kDigits + digit) * kTile + 64 * i, bytes);
         }
       }
     }
   }
+}
 
-  EQQ_INLINE I look_up(I codes, __mmask64 upper, const uint8_t* table) {
-    const I low = _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
-    const I high = _mm512_permutex2var_epi8(_mm512_load_si512(table + 128), codes, _mm512_load_si512(table + 192));
-    return _mm512_mask_blend_epi8(upper, low, high);
-  }
-};
+// Through a table of bytes in a register.
+template <int kBits>
+void decode_plain(const Codes& a, I table) {
+  constexpr int kPlanes = 8 / kBits;
+  for (int64_t segment = 0; segment * kPlanes < a.steps; ++segment)
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kRows; ++i) {
+      const I codes = _mm512_loadu_si512(a.from + min64(i, a.last) * a.stride + 64 * segment);
+#pragma GCC unroll 8
+      for (int plane = 0; plane < kPlanes; ++plane)
+        _mm512_store_si512(a.out + (segment * kPlanes + plane) * kTile + 64 * i, _mm512_permutexvar_epi8(_mm512_srli_epi16(codes, plane * kBits), table));
+    }
+}
+
+EQQ_INLINE bool has_others(I codes, Numbers numbers) {
+  const I some = _mm512_and_si512(codes, _mm512_set1_epi8(127));
+  const __mmask64 low = _mm512_mask_cmplt_epu8_mask(_mm512_test_epi8_mask(some, some), some, _mm512_set1_epi8(static_cast<char>(numbers.first)));
+  return (low | _mm512_cmpgt_epu8_mask(some, _mm512_set1_epi8(static_cast<char>(numbers.last)))) != 0;
+}
+
+// Through a table of 256 bytes for each digit. Returns the rows with codes that are no such numbers.
+uint32_t decode_look_up(const Problem& p, const Codes& a, const uint8_t* tables) {
+  const Numbers numbers = numbers_of(p);
+  uint32_t rows = 0;
+  for (int64_t step = 0; step < a.steps; ++step)
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < kRows; ++i) {
+      const I codes = _mm512_loadu_si512(a.from + min64(i, a.last) * a.stride + 64 * step);
+      const __mmask64 upper = _mm512_movepi8_mask(codes);
+#pragma GCC unroll 3
+      for (int digit = 0; digit < kDigits; ++digit) {
+        const uint8_t* table = tables + 256 * digit;
+        const I low = _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
+        const I high = _mm512_permutex2var_epi8(_mm512_load_si512(table + 128), codes, _mm512_load_si512(table + 192));
+        _mm512_store_si512(a.out + (step * kDigits + digit) * kTile + 64 * i, _mm512_mask_blend_epi8(upper, low, high));
+      }
+      rows |= static_cast<uint32_t>(has_others(codes, numbers)) << i;
+    }
+  return rows;
+}
+
+// Through floats, 64 of a row at a time. Returns the same.
+uint32_t decode_floats(const Problem& p, const Codes& a) {
+  // Groups of four codes go where the bytes of their integers, taken apart, are in order.
+  const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const I quarters = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  const Numbers numbers = numbers_of(p);
+  uint32_t rows = 0;
+  for (int64_t step = 0; step < a.steps; ++step)
+    for (int64_t i = 0; i < kRows; ++i) {
+      const I codes = _mm512_loadu_si512(a.from + min64(i, a.last) * a.stride + 64 * step);
+      alignas(64) uint8_t bytes[64];
+      _mm512_store_si512(bytes, _mm512_permutexvar_epi32(order, codes));
+      const auto spread = [&](const float* of) {
+        const float* row = of + i * kMostBlocks;
+        const __m128 some = _mm_setr_ps(row[a.block[4 * step]], row[a.block[4 * step + 1]], row[a.block[4 * step + 2]], row[a.block[4 * step + 3]]);
+        return _mm512_permutexvar_ps(quarters, _mm512_castps128_ps512(some));
+      };
+      const F scale = spread(a.scale), less = p.zero_point == nullptr ? _mm512_setzero_ps() : spread(a.less);
+      I digits[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const uint8_t* from = bytes + 16 * j;
+        const F value = p.values == kValueInteger ? _mm512_add_ps(Avx512::integers(from), _mm512_set1_ps(p.table[0]))
+                        : p.values == kValueE4M3  ? Avx512::e4m3(from)
+                        : p.values == kValueE5M2  ? Avx512::e5m2(from)
+                                                  : Avx512::bytes256(from, p.table);
+        digits[j] = bytes_apart(digits_of(_mm512_fmsub_ps(value, scale, less)));
+      }
+      const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
+      const I all[3] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1),
+                        _mm512_unpacklo_epi64(_mm512_unpackhi_epi32(digits[0], digits[1]), _mm512_unpackhi_epi32(digits[2], digits[3]))};
+#pragma GCC unroll 3
+      for (int digit = 0; digit < kDigits; ++digit) _mm512_store_si512(a.out + (step * kDigits + digit) * kTile + 64 * i, all[kDigits - 1 - digit]);
+      rows |= static_cast<uint32_t>(has_others(codes, numbers)) << i;
+    }
+  return rows;
+}
 
 //
 // Products
 //
 
-// Results that are to be scaled and added, once they are stored.
-struct Pending {
-  int turn;            // which of the two pairs of tiles has them
-  const float* scale;  // of the rows of a strip, 16 floats apart
-  float* sums;
-  float (*results)[512];
-};
+// Digits of the weight and of x whose products count: those with the sum of their orders at most this.
+constexpr int last_order(int w, int x) { return (w > x ? w : x) - 1; }
 
-// Some codes of a strip times a panel of x.
-struct Work {
-  const uint8_t *w, *x;
-  int64_t pieces, grain;  // of codes that share a scale, and how many these are
-  const float* scale;
-  const int* block;       // where the scales of a piece are
-  float* sums;
-  const Source* next;     // is decoded meanwhile
-  uint8_t* out;           // to here
-  const uint8_t* tables;
-  float lowest;
-};
-
-template <int kResult, int kX>
+// Tiles 0 to 3 are results, by their order; then there are three of the weight and one of x.
+template <int kOrder, int kDigit, bool kSigned>
 EQQ_INLINE void multiply() {
-#define EQQ_MULTIPLY(RESULT)                                              \
-  if constexpr (kResult == RESULT && kX == 0) _tile_dpbf16ps(RESULT, 7, 4); \
-  if constexpr (kResult == RESULT && kX == 1) _tile_dpbf16ps(RESULT, 7, 5); \
-  if constexpr (kResult == RESULT && kX == 2) _tile_dpbf16ps(RESULT, 7, 6);
-  EQQ_MULTIPLY(0)
-  EQQ_MULTIPLY(1)
-  EQQ_MULTIPLY(2)
-  EQQ_MULTIPLY(3)
+#define EQQ_MULTIPLY(ORDER, DIGIT, TILE)               \
+  if constexpr (kOrder == ORDER && kDigit == DIGIT) {  \
+    if constexpr (kSigned) _tile_dpbssd(ORDER, TILE, 7);  \
+    if constexpr (!kSigned) _tile_dpbusd(ORDER, TILE, 7); \
+  }
+  EQQ_MULTIPLY(0, 0, 4)
+  EQQ_MULTIPLY(1, 0, 4)
+  EQQ_MULTIPLY(2, 0, 4)
+  EQQ_MULTIPLY(3, 0, 4)
+  EQQ_MULTIPLY(1, 1, 5)
+  EQQ_MULTIPLY(2, 1, 5)
+  EQQ_MULTIPLY(3, 1, 5)
+  EQQ_MULTIPLY(2, 2, 6)
+  EQQ_MULTIPLY(3, 2, 6)
 #undef EQQ_MULTIPLY
 }
 
-EQQ_INLINE void add_results(const Pending& a) {
-  const float *results = a.results[a.turn], *scale = a.scale;
-  float* sums = a.sums;
-  settle(results);
-#pragma GCC unroll 32
-  for (int i = 0; i < kStrip; ++i)
-    _mm512_store_ps(sums + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(results + 16 * i), _mm512_set1_ps(scale[16 * i]), _mm512_load_ps(sums + 16 * i)));
-}
-
-// Terms of the weight and of x whose products count: those with the sum of their orders at most this.
-template <int kW, int kX>
-constexpr int most_order() {
-  return (kW > kX ? kW : kX) - 1;
-}
-template <int kW, int kX>
-constexpr int count_products() {
-  int count = 0;
-  for (int i = 0; i < kW; ++i)
-    for (int j = 0; j < kX; ++j) count += i + j <= most_order<kW, kX>();
-  return count;
-}
-
-// The last term of x that term `i` of the weight meets.
-template <int kW, int kX>
-constexpr int last_x(int i) {
-  return kX - 1 < most_order<kW, kX>() - i ? kX - 1 : most_order<kW, kX>() - i;
-}
-
-// The products of both tiles of a strip, from terms `kI` and `kJ` of tile `kHalf` on: small ones first, which rounds
-// less. Some rows are decoded after each.
-template <int kW, int kX, Kind kKind, int kTurn, int kHalf, int kI, int kJ, int kDone>
-EQQ_INLINE void products(const uint8_t* w, Decoder<kW, kKind> decoder, const I* registers) {
-  if constexpr (kI < 0) {
-    if constexpr (kHalf == 0) products<kW, kX, kKind, kTurn, 1, kW - 1, last_x<kW, kX>(kW - 1), kDone>(w, decoder, registers);
-  } else if constexpr (kJ < 0) {
-    products<kW, kX, kKind, kTurn, kHalf, kI - 1, last_x<kW, kX>(kI - 1), kDone>(w, decoder, registers);
-  } else {
-    constexpr int kAll = 2 * count_products<kW, kX>(), kRows = kStrip / Decoder<kW, kKind>::kTiles / 2;
-    if constexpr (kJ == last_x<kW, kX>(kI)) _tile_loadd(7, w + (kHalf * kW + kI) * kTile, 64);
-    multiply<2 * kTurn + kHalf, kJ>();
-    if constexpr (kKind != kNone) decoder.template rows<kRows * kDone / kAll * 2, kRows*(kDone + 1) / kAll * 2>(registers);
-    products<kW, kX, kKind, kTurn, kHalf, kI, kJ - 1, kDone + 1>(w, decoder, registers);
+// A digit of x times those of the weight that count, which are loaded with the first.
+template <int kW, int kX, int kDigit>
+EQQ_INLINE void multiply_digit(const uint8_t* w, int64_t w_row, const uint8_t* x) {
+  if constexpr (kDigit < kX) {
+    constexpr int kLast = last_order(kW, kX);
+    _tile_loadd(7, x + kDigit * kTile, 64);
+    if constexpr (kDigit == 0) _tile_loadd(4, w, w_row);
+    multiply<kDigit, 0, (kW > 1)>();
+    if constexpr (kDigit == 0 && kW > 1) _tile_loadd(5, w + kTile, w_row);
+    if constexpr (kW > 1 && kDigit + 1 <= kLast) multiply<kDigit + 1, 1, true>();
+    if constexpr (kDigit == 0 && kW > 2) _tile_loadd(6, w + 2 * kTile, w_row);
+    if constexpr (kW > 2 && kDigit + 2 <= kLast) multiply<kDigit + 2, 2, true>();
   }
 }
 
-template <int kW, Kind kKind>
-EQQ_INLINE void load_tables(const uint8_t* tables, I* registers) {
-  if constexpr (kKind == kSixteen) {
-#pragma GCC unroll 3
-    for (int t = 0; t < kW; ++t) registers[t] = _mm512_load_si512(tables + 64 * t);
+// Bytes of 16 rows that come to L2 while something else is multiplied, some lines in each step: all at once they would
+// stand in each other's way, and hardware does not fetch so many rows by itself.
+struct Lines {
+  const char* from = nullptr;
+  int64_t stride = 0, bytes = 0, rows = 0, lines = 0;  // how far apart rows are, bytes of each, and lines in a step
+  int64_t row = 0, at = 0;
+
+  EQQ_INLINE void some(Lines& a) {
+    for (int64_t i = 0; i < a.lines && a.row < a.rows; ++i) {
+      _mm_prefetch(a.from + a.row * a.stride + a.at, _MM_HINT_T1);
+      a.at += 64;
+      if (a.at >= a.bytes) a.at = 0, ++a.row;
+    }
   }
+};
+
+struct Next {
+  Lines codes, scales;
+};
+
+// Some codes of 16 rows of the weight, and a panel of x.
+struct Piece {
+  const uint8_t* w;
+  int64_t w_row, w_next;     // bytes to the next row, and to the next 64 codes
+  const uint8_t* x;
+  int64_t steps;             // of 64 codes
+  const Head* start;         // what results begin with, or null
+  bool first, last;          // whether results begin, or are to be stored:
+  int32_t (*results)[256];   // here
+};
+
+template <int kOrders>
+EQQ_INLINE void begin_results(const Head* start) {
+  if (start == nullptr) {
+    _tile_zero(0);
+    if constexpr (kOrders > 1) _tile_zero(1);
+    if constexpr (kOrders > 2) _tile_zero(2);
+    if constexpr (kOrders > 3) _tile_zero(3);
+    return;
+  }
+  // All rows of a result start alike.
+  settle(start);
+  _tile_loadd(0, start->start[0], 0);
+  if constexpr (kOrders > 1) _tile_loadd(1, start->start[1], 0);
+  if constexpr (kOrders > 2) _tile_loadd(2, start->start[2], 0);
+  if constexpr (kOrders > 3) _tile_loadd(3, start->start[3], 0);
 }
 
-// Codes that share a scale. The results before are stored once there is something to do meanwhile.
-template <int kW, int kX, Kind kKind, int kTurn>
-EQQ_INLINE void piece(const Work& a, int64_t index, Pending& last) {
-  I registers[3];
-  load_tables<kW, kKind>(a.tables, registers);
-  const int64_t first = index * a.grain / 32, end = max64((index + 1) * a.grain / 32, first + 1);
-  const int64_t half = a.grain == 16 ? index % 2 : 0;
-  const uint8_t *w = a.w + first * 2 * kW * kTile + 32 * half, *x = a.x + first * kX * kTile + 512 * half;
-  clear_results<kTurn>();
-  for (int64_t tile = first; tile < end; ++tile, w += 2 * kW * kTile, x += kX * kTile) {
-    settle(w);
-    _tile_loadd(4, x, 64);
-    if constexpr (kX > 1) _tile_loadd(5, x + kTile, 64);
-    if constexpr (kX > 2) _tile_loadd(6, x + 2 * kTile, 64);
-    Decoder<kW, kKind> decoder;
-    if constexpr (kKind != kNone) decoder = decoder.from(*a.next, kStrip / decoder.kTiles * tile, a.tables, a.lowest, a.out);
-    products<kW, kX, kKind, kTurn, 0, kW - 1, last_x<kW, kX>(kW - 1), 0>(w, decoder, registers);
-    if (tile == first) store_results<1 - kTurn>(last.results);
+// Writes results of 16 rows of the weight and 16 of x.
+void write_square(const Problem& p, int64_t at, int64_t rows, int64_t lanes, const float* all) {
+  F sums[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) sums[i] = _mm512_load_ps(all + 16 * i);
+  if (p.y_column != 1 && p.y_row == 1) {
+    for (int64_t i = 0; i < rows; ++i) store_some(p, at + i * p.y_column, sums[i], first_few(lanes));
+    return;
   }
-  add_results(last);
-  last.turn = kTurn;
-  last.scale = a.scale + a.block[index];
-  last.sums = a.sums;
-}
-
-template <int kW, int kX, Kind kKind>
-void multiply_range(const Work& a, Pending& last) {
-  for (int64_t i = 0; i < a.pieces; ++i) {
-    if (last.turn == 0) {
-      piece<kW, kX, kKind, 1>(a, i, last);
+  Avx512::transpose(sums);
+  for (int64_t m = 0; m < lanes; ++m) {
+    if (p.y_column == 1) {
+      store_some(p, at + m * p.y_row, sums[m], first_few(rows));
     } else {
-      piece<kW, kX, kKind, 0>(a, i, last);
+      alignas(64) float values[16];
+      _mm512_store_ps(values, sums[m]);
+      for (int64_t i = 0; i < rows; ++i) store_some(p, at + m * p.y_row + i * p.y_column, _mm512_set1_ps(values[i]), 1);
     }
   }
 }
 
-template <int kW, Kind kKind>
-void decode_range(const Work& a) {
-  I registers[3];
-  load_tables<kW, kKind>(a.tables, registers);
-  for (int64_t row = 0; row < kStrip; row += 16)
-    Decoder<kW, kKind>::from(*a.next, row, a.tables, a.lowest, a.out).template rows<0, 16>(registers);
-}
-
-// Which functions a problem takes: with decoding meanwhile, without, and decoding alone.
-struct Functions {
-  void (*both)(const Work&, Pending&);
-  void (*multiply)(const Work&, Pending&);
-  void (*decode)(const Work&);
+// What tiles held: is added to the sums of 16 rows and a panel while others are multiplied.
+struct Pending {
+  int32_t (*results)[256];  // for each order
+  const Head* head;
+  float factor[16];         // what a result of a row is, but for the scale of x
+  int32_t zero[16];         // what codes of a row are less
+  bool zeros;               // whether they are
+  float* sums;
+  int64_t done = kRows;     // rows
+  bool first, last;         // whether sums begin, or are to be written:
+  int64_t at, rows, lanes;  // here, so many of them
 };
 
-template <int kW, int kX, Kind kKind>
-constexpr Functions functions() {
-  return {multiply_range<kW, kX, kKind>, multiply_range<kW, kX, kNone>, decode_range<kW, kKind>};
+template <int kOrders>
+EQQ_INLINE void store_results(int32_t (*results)[256]) {
+  _tile_stored(0, results[0], 64);
+  if constexpr (kOrders > 1) _tile_stored(1, results[1], 64);
+  if constexpr (kOrders > 2) _tile_stored(2, results[2], 64);
+  if constexpr (kOrders > 3) _tile_stored(3, results[3], 64);
 }
 
-template <int kW, int kX>
-Functions functions_of(int64_t kind) {
-  if constexpr (kW == 1) {
-    if (kind == kSixteenLessZero) return functions<1, kX, kSixteenLessZero>();
-    if (kind == kWhole) return functions<1, kX, kWhole>();
+// The next rows of what is pending.
+template <int kOrders, bool kZeros>
+EQQ_INLINE void finish_rows(const Pending& a, int64_t rows) {
+  const F scale = _mm512_load_ps(a.head->scale);
+  for (int64_t i = a.done; i < a.done + rows; ++i) {
+    F sum;
+#pragma GCC unroll 4
+    for (int order = 0; order < kOrders; ++order) {
+      I result = _mm512_load_si512(a.results[order] + 16 * i);
+      if (kZeros) result = _mm512_sub_epi32(result, _mm512_mullo_epi32(_mm512_load_si512(a.head->sums[order]), _mm512_set1_epi32(a.zero[i])));
+      const F part = _mm512_cvtepi32_ps(result);
+      sum = order == 0 ? part : _mm512_fmadd_ps(sum, _mm512_set1_ps(256), part);
+    }
+    const F before = a.first ? _mm512_setzero_ps() : _mm512_load_ps(a.sums + 16 * i);
+    _mm512_store_ps(a.sums + 16 * i, _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), _mm512_set1_ps(a.factor[i]), before));
   }
-  return kind == kSixteen ? functions<kW, kX, kSixteen>() : functions<kW, kX, kByte>();
+}
+
+template <int kOrders>
+EQQ_INLINE void finish_some(const Problem& p, Pending& a, int64_t rows) {
+  if (a.done == kRows) return;
+  settle(a.results);
+  a.zeros ? finish_rows<kOrders, true>(a, rows) : finish_rows<kOrders, false>(a, rows);
+  a.done += rows;
+  if (a.done == kRows && a.last) write_square(p, a.at, a.rows, a.lanes, a.sums);
+}
+
+template <int kOrders>
+void finish(const Problem& p, Pending& a) {
+  while (a.done < kRows) finish_some<kOrders>(p, a, kRows / 4);
+}
+
+// Some steps. The results before are finished meanwhile.
+template <int kW, int kX>
+void multiply_piece(const Problem& p, const Piece& a, Next& next, Pending& before) {
+  constexpr int kOrders = last_order(kW, kX) + 1;
+  if (a.first) begin_results<kOrders>(a.start);
+  const uint8_t *w = a.w, *x = a.x;
+  for (int64_t step = 0; step < a.steps; ++step, w += a.w_next, x += kX * kTile) {
+    settle(w);
+    multiply_digit<kW, kX, 0>(w, a.w_row, x);
+    Lines::some(next.codes);
+    multiply_digit<kW, kX, 1>(w, a.w_row, x);
+    Lines::some(next.scales);
+    multiply_digit<kW, kX, 2>(w, a.w_row, x);
+    multiply_digit<kW, kX, 3>(w, a.w_row, x);
+    finish_some<kOrders>(p, before, kRows / 4);
+  }
+  finish<kOrders>(p, before);
+  if (a.last) store_results<kOrders>(a.results);
+}
+
+// Functions for so many digits.
+struct Functions {
+  void (*multiply)(const Problem& p, const Piece& a, Next& next, Pending& before);
+  void (*finish)(const Problem& p, Pending& a);
+};
+
+template <int kW, int kX>
+Functions functions() {
+  return {multiply_piece<kW, kX>, finish<last_order(kW, kX) + 1>};
 }
 
 Functions functions_of(const Detail& d) {
-  switch (10 * d.w_terms + d.x_terms) {
-    case 33: return functions_of<3, 3>(d.kind);
-    case 13: return functions_of<1, 3>(d.kind);
-    case 22: return functions_of<2, 2>(d.kind);
-    case 12: return functions_of<1, 2>(d.kind);
-    case 21: return functions_of<2, 1>(d.kind);
-    default: return functions_of<1, 1>(d.kind);
+  switch (10 * d.w_digits + d.x_digits) {
+    case 33: return functions<3, 3>();
+    case 34: return functions<3, 4>();
+    case 13: return functions<1, 3>();
+    default: return functions<1, 4>();
   }
 }
 
@@ -461,230 +572,290 @@ Functions functions_of(const Detail& d) {
 // Problems
 //
 
-// Whether tiles can multiply it, and do so faster: their time is that of 16 rows of x, however few there are.
-//
-// They take subnormal numbers for zero, and the last term of a small number is one. An infinity times a term that is zero
-// is NaN. Sums that are not scaled yet may overflow. So what is very small or large is left to AVX-512: of x, once that
-// is seen.
 bool takes(const Problem* problem) {
   const Problem& p = *problem;
-  if (p.transpose || p.k <= 0) return false;
-  const bool halves = runs_of(p).size < 32;  // of tiles
-  if (p.zero_point != nullptr && (halves || (p.bits == 8 && p.values != kValueInteger) || !small_integers(p))) return false;
-  return p.m >= (halves || terms_of_table(p) > 1 ? 8 : 3) && ordinary_table(p);
+  if (p.transpose || p.k <= 0 || p.m < kFewest || (p.blocks > 1 && p.block_size % 16 != 0)) return false;
+  const float most = most_of(p);
+  return most > 0 && is_ordinary(most, 0x1p32f);
 }
 
 // The memory of a thread.
 struct Room {
-  int64_t decoded, bytes, unpacked, results, scales, zeros, sums, all;
+  int64_t decoded, bytes, unpacked, results, scales, sums, spare, all;
 
   explicit Room(const Detail& d) {
-    const int64_t strips = d.rows / kStrip, codes = codes_at_once(d.w_terms);
-    // Rows of a group, and those of the next; not a multiple of a page apart.
-    decoded = d.together * codes / 32 * 2 * d.w_terms * kTile + 512;
-    bytes = 2 * decoded;
-    unpacked = bytes + kStrip * codes;
+    decoded = 0;
+    bytes = decoded + kSteps * d.w_digits * kTile;
+    unpacked = bytes + kRows * kSpan;
     results = unpacked + round_up(kStepRoom, 64);
-    scales = results + 8 * kTile;  // and as much again, for what is before the first
-    zeros = scales + strips * 4 * kTile;
-    sums = zeros + strips * kTile;
-    all = sums + strips * min64(d.panels, kUnitPanels) * 2 * kTile;
+    scales = results + 8 * kTile;
+    sums = scales + 2 * 4 * kRows * kMostBlocks;
+    spare = sums + d.together * min64(d.panels, kUnitPanels) * kTile;
+    all = spare + d.spare;
   }
 };
 
-// Behind packed x there is a byte for each part of the preparation: whether its numbers are ordinary.
+// Some rows of x times one row of the weight.
+Problem one_row(const Problem& p, int64_t batch, int64_t first, int64_t n) {
+  Problem q = p;
+  const int64_t row = first_row(&p, batch) + n, item = p.x_type == kFloat32 ? 4 : 2;
+  const int64_t size = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
+  q.batch = q.n = 1;
+  q.m = min64(kRows, p.m - first);
+  q.selected = nullptr;
+  q.x = static_cast<const char*>(p.x) + (batch * p.x_batch + first * p.x_row) * item;
+  q.y = static_cast<char*>(p.y) + (batch * p.y_batch + first * p.y_row + n * p.y_column) * item;
+  q.codes += row * p.words;
+  q.scale = static_cast<const char*>(p.scale) + row * p.blocks * size;
+  if (p.row_scale != nullptr) q.row_scale += row;
+  if (p.zero_point != nullptr) q.zero_point += row * p.zero_words;
+  return q;
+}
+
+// Behind packed x there is a byte for each part of the preparation: whether it can be multiplied so.
 EQQ_INLINE int64_t flags_at(const Plan* plan) { return plan->shared_bytes - round_up(plan->parts, 64); }
 
+template <bool kOneMore>
 void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = *problem;
   Detail d;
-  const bool exact = p.precision == kExact && p.x_type == kFloat32, whole = p.bits == 8 && p.values == kValueInteger;
-  d.kind = whole ? kWhole : p.bits == 8 ? kByte : p.zero_point != nullptr ? kSixteenLessZero : kSixteen;
-  d.w_terms = terms_of_table(p);
-  // Two terms have the 11 bits of a float16, and are far more exact than a result of 16 bits.
-  d.x_terms = p.x_type == kBFloat16 ? 1 : exact ? 3 : 2;
-  d.w_terms = !exact ? min64(d.w_terms, 2) : d.w_terms > 1 ? 3 : 1;
-  const Runs r = runs_of(p);
-  const int64_t codes = codes_at_once(d.w_terms);
-  d.grain = r.size % codes == 0 ? codes : min64(r.size, 64);
-  d.panels = div_up(p.m, 16);
+  const bool integers = p.blocks <= 1 && integer_factor(p) > 0;
+  d.kind = integers ? (p.bits == 8 ? kDirect : kPlain) : p.bits < 8 ? kScaled : p.blocks <= 1 && p.zero_point == nullptr ? kLookUp : kFloats;
+  d.w_digits = integers ? 1 : 3;
+  d.x_digits = kOneMore || (!integers && (is_wide(p) || p.k < kShort)) ? 4 : 3;
+  d.panels = div_up(p.m, kRows);
   d.row_blocks = div_up(d.panels, kUnitPanels);
-  const int64_t most = min64(d.panels, kUnitPanels) * d.x_terms * 32 * r.padded > kInL2 ? kUnitRows : kFewRows;
-  int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
-  rows = max64(rows, (int64_t{1} << 18) / max64(p.m * p.k, 1));
-  d.rows = max64(min64(round_up(min64(rows, p.n), kStrip), most), kStrip);
+  d.parts = div_up(p.k, kSpan);
+  d.packed = head_at(d, d.parts);
+  int64_t rows = div_up(p.n * p.batch * d.row_blocks, (d.panels > 1 ? 4 : 16) * threads);
+  rows = max64(rows, (int64_t{1} << 18) / (p.m * p.k));
+  d.rows = min64(round_up(min64(rows, p.n), kRows), kUnitRows);
   d.chunks = div_up(p.n, d.rows);
-  d.tiles = div_up(r.padded, 32);
-  d.slices = div_up(d.tiles, kSlice);
-  d.together = d.panels <= 2 ? 1 : min64(d.rows / kStrip, 2);
-  out->parts = p.batch * d.panels * d.slices;
-  out->shared_bytes = kTables + p.batch * d.panels * d.tiles * d.x_terms * kTile + round_up(out->parts, 64);
+  d.together = d.panels > 1 && d.parts > 1 ? d.rows / kRows : 1;
+  const Problem one = one_row(p, 0, 0, 0);
+  Plan spare = {};
+  kMatmulAvx512Vbmi.plan(&one, 1, &spare);
+  d.spare = round_up(spare.shared_bytes, 64) + spare.own_bytes;
+  out->parts = p.batch * d.panels * d.parts;
+  out->shared_bytes = x_at(d) + p.batch * d.panels * d.packed + round_up(out->parts, 64);
   out->units = p.batch * d.row_blocks * d.chunks;
-  out->own_bytes = Room(d).all;
+  out->own_bytes = round_up(Room(d).all, 64);
   // So few rows at a time that packed x stays in the cache, yet units for all threads.
-  out->rows = 16 * kUnitPanels * div_up(4 * threads, p.batch * d.chunks);
+  out->rows = kRows * kUnitPanels * div_up(4 * threads, p.batch * d.chunks);
   static_assert(sizeof d <= sizeof out->detail, "a detail too much");
   memcpy(out->detail, &d, sizeof d);
 }
 
-void fill_tables(const Problem& p, const Detail& d, uint8_t* tables) {
-  uint16_t terms[3][256];
-  if (d.kind == kWhole) return;
-  for (int zero = 0; zero < (d.kind == kSixteenLessZero ? 1 << p.bits : 1); ++zero) {
-    split_table(p, static_cast<float>(zero), terms);
-    for (int64_t t = 0; t < d.w_terms; ++t) {
-      if (d.kind == kByte) {
-        for (int i = 0; i < 256; ++i) {
-          tables[512 * t + i] = static_cast<uint8_t>(terms[t][i]);
-          tables[512 * t + 256 + i] = static_cast<uint8_t>(terms[t][i] >> 8);
-        }
-      } else {
-        uint16_t* table = reinterpret_cast<uint16_t*>(tables) + 32 * (zero + t);
-        for (int i = 0; i < 32; ++i) table[i] = terms[t][i & ((1 << p.bits) - 1)];
-      }
-    }
+// What makes integers of the values of codes. A power of two keeps floats of eight bits as they are.
+float integers_in_one(const Problem& p) {
+  float power = 1;
+  const float largest = largest_of(kDigits) / most_of(p);
+  while (power > largest) power /= 2;
+  while (power * 2 <= largest) power *= 2;
+  return power;
+}
+
+// The bytes of the digits of 256 values, high ones first.
+void fill_tables(const Problem& p, uint8_t* tables) {
+  const float factor = integers_in_one(p);
+  for (int i = 0; i < 256; i += 16) {
+    const F values = _mm512_loadu_ps(p.table + i);
+    const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(values), _mm512_set1_ps(most_of(p)), _CMP_LE_OQ);
+    alignas(64) uint8_t bytes[64];
+    _mm512_store_si512(bytes, digits_of(_mm512_maskz_mul_ps(finite, values, _mm512_set1_ps(factor))));
+    for (int j = 0; j < 16; ++j)
+      for (int digit = 0; digit < kDigits; ++digit) tables[256 * digit + i + j] = bytes[4 * j + kDigits - 1 - digit];
   }
+}
+
+void find_blocks(const Problem& p, int64_t first, Place* out) {
+  const int64_t size = p.blocks <= 1 ? p.k : p.block_size, last = (min64(first + kSpan, p.k) - 1) / size;
+  out->first = first / size;
+  out->count = last + 1 - out->first;
+  for (int64_t i = 0; i < kSpan / 16; ++i) out->block[i] = static_cast<int>(min64((first + 16 * i) / size, last) - out->first);
 }
 
 void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t part) {
   const Problem& p = *problem;
-  const Runs r = runs_of(p);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
-  uint8_t* shared = static_cast<uint8_t*>(memory);
-  if (part == 0) fill_tables(p, d, shared);
-  const int64_t slice = part % d.slices, panel = part / d.slices % d.panels, batch = part / d.slices / d.panels;
-  const auto pack_terms = d.x_terms == 3 ? pack<3> : d.x_terms == 2 ? pack<2> : pack<1>;
-  uint8_t* x = shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile;
-  shared[flags_at(plan) + part] =
-      pack_terms(p, r, batch * p.x_batch + 16 * panel * p.x_row, min64(16, p.m - 16 * panel), slice * kSlice,
-                 min64((slice + 1) * kSlice, d.tiles), x);
+  char* shared = static_cast<char*>(memory);
+  if (part == 0 && d.kind == kLookUp) fill_tables(p, reinterpret_cast<uint8_t*>(shared));
+  const int64_t chunk = part % d.parts, panel = part / d.parts % d.panels, batch = part / d.parts / d.panels;
+  if (part < d.parts) find_blocks(p, chunk * kSpan, reinterpret_cast<Place*>(shared + kTables) + chunk);
+  const auto pack_digits = d.x_digits == 4 ? pack<4> : pack<3>;
+  const int32_t lowest = d.w_digits == 1 ? lowest_integer(p, integer_factor(p)) : 0;
+  char* out = shared + x_at(d) + (batch * d.panels + panel) * d.packed + head_at(d, chunk);
+  shared[flags_at(plan) + part] = pack_digits(p, d, batch * p.x_batch + kRows * panel * p.x_row, min64(kRows, p.m - kRows * panel), chunk * kSpan, lowest, out);
 }
 
 bool suits(const Problem*, const Plan* plan, const void* memory) {
-  const uint8_t* flags = static_cast<const uint8_t*>(memory) + flags_at(plan);
+  const char* flags = static_cast<const char*>(memory) + flags_at(plan);
   for (int64_t part = 0; part < plan->parts; ++part)
     if (!flags[part]) return false;
   return true;
 }
 
-// Some rows of the weight that a thread multiplies, a strip at a time.
+// Rows of the weight that a thread multiplies.
 struct Unit {
   const Problem& p;
   const Detail& d;
-  Runs r;
-  int64_t row, count;  // the first, and how many
-  uint8_t filler;      // a code with a finite value, for what is no code
-  uint8_t *bytes, *room;
-  float* scales;       // of the rows of a strip: those of two groups of 16 blocks
-  uint8_t* zeros;
-  int64_t groups[kUnitRows / kStrip][2];  // which these are
+  int64_t row, count;         // the first, and how many
+  const uint8_t* tables;
+  I table;                    // of bytes
+  float most;                 // of the values of codes
+  uint8_t *decoded, *bytes, *room;
+  float *scales, *less;       // of 16 rows and the blocks of a chunk
+  const Place* places;        // of chunks
+  int64_t all_scales;         // of the whole weight
+  bool scaled_in_blocks;      // whether scales are in digits
+  float integer;              // what one is if the largest scale is 1
+  F factor;                   // what an integer of a row is
+  I zero;                     // what codes of a row are less, if they are digits
+  uint32_t odd[kUnitRows / kRows];  // rows that are not ordinary
 
-  // The scales and zero points of a block of a strip, and of 15 others.
-  void fetch(int64_t strip, int64_t block) {
-    const int64_t group = block / 16, slot = group & 1;
-    if (groups[strip][slot] == group) return;
-    groups[strip][slot] = group;
-    const int64_t first = 16 * group, end = min64(first + 16, p.blocks);
-    const int64_t size = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
-    float* out = scales + (2 * strip + slot) * 512;
-    for (int64_t i = 0; i < kStrip; ++i, out += 16) {
-      const int64_t at = row + min64(kStrip * strip + i, count - 1);
-      if (end == first + 16) {
-        const uint8_t* bits = static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size;
-        F values = Kernels<Avx512>::some_scales(p.scale_kind, bits);
-        if (p.row_scale != nullptr) values = _mm512_mul_ps(values, _mm512_set1_ps(p.row_scale[at]));
-        _mm512_store_ps(out, values);
-      } else {
-        decode_scales_avx512(&p, at, first, end, out);
-      }
-      if (p.zero_point != nullptr) unpack_zero_points(p, at, first, end, zeros + (2 * strip + slot) * 512 + 16 * i);
+  // Sixteen scales of 16 rows, of which `some` are real.
+  template <int kKind>
+  EQQ_INLINE void load_scales(const Problem& p, int64_t first, int64_t last, int64_t block, __mmask16 some, F* out) {
+    const int64_t width = kKind == kScaleFloat32 ? 4 : kKind <= kScaleBFloat16 ? 2 : 1;
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kRows; ++i) {
+      const int64_t row = min64(first + i, last);
+      out[i] = Kernels<Avx512>::some_scales(kKind, static_cast<const uint8_t*>(p.scale) + (row * p.blocks + block) * width);
+      if (p.row_scale != nullptr) out[i] = _mm512_mul_ps(out[i], _mm512_set1_ps(p.row_scale[row]));
+      out[i] = _mm512_maskz_mov_ps(some, out[i]);
     }
   }
-
-  // What all rows have in common of a range.
-  Range range_of(int64_t index) const {
-    Range a;
-    const int64_t codes = codes_at_once(d.w_terms), first = index * codes, end = min64(first + codes, r.padded);
-    // Of a power of two codes: dividing takes long.
-    const int64_t segment = p.bits == 8 ? 64 : p.bits == 4 ? 128 : p.bits == 2 ? 256 : 512, whole = p.bits == 8 ? p.k : p.k & -segment;
-    const int64_t within = p.bits == 8 ? 0 : first & (segment - 1), block_codes = r.size * r.per_block;
-    a.first = first;
-    a.tiles = codes / 32;
-    a.direct = r.size == r.real && first + codes <= whole;
-    a.first_block = first / block_codes;
-    a.pieces = 0;
-    int64_t block = a.first_block, next = (block + 1) * block_codes;
-    for (int64_t code = first; code < end; code += d.grain) {
-      if (code == next) {
-        ++block;
-        next += block_codes;
-      }
-      const int64_t slot = 512 * (block / 16 & 1);
-      a.block[a.pieces++] = static_cast<int>(slot + block % 16);
-      for (int64_t tile = (code - first) / 32; tile < a.tiles; ++tile) a.zero[tile] = slot + block % 16;
-    }
-    a.last_block = block;
-    for (int64_t tile = 0; tile < a.tiles; ++tile) {
-      a.place[tile] = p.bits == 8 ? first + 32 * tile : (first - within) * p.bits / 8 + tile % 2 * 32;
-      a.shift[tile] = p.bits == 8 ? 0 : static_cast<int>(within / kSegment + tile / 2) * p.bits;
-    }
-    return a;
-  }
-
-  // Where the codes of a range of a strip are; what does not lie in memory as tiles want it is copied.
-  void find(int64_t strip, const Range& a, Source& s) {
-    fetch(strip, a.first_block);
-    fetch(strip, a.last_block);
-    const int64_t at = row + kStrip * strip, real = min64(count - kStrip * strip, kStrip), codes = 32 * a.tiles;
-    s.zero = p.zero_point == nullptr ? nullptr : zeros + 1024 * strip;
-    s.zeros = a.zero;
-    if (a.direct && real == kStrip) {
-      s.codes = p.codes + at * p.words;
-      s.stride = p.words;
-      s.places = a.place;
-      s.shifts = a.shift;
-      const uint8_t* ahead = s.codes + a.place[0] + kSegment;
-      for (int64_t i = 0; i < kStrip; ++i) {
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + i * p.words), _MM_HINT_T1);
-        if (p.bits == 8 && codes > 64) _mm_prefetch(reinterpret_cast<const char*>(ahead + kSegment + i * p.words), _MM_HINT_T1);
+  void load_scales(int64_t first, int64_t last, int64_t block, int64_t count, F* out) const {
+    if (last * p.blocks + block + 16 > all_scales) {
+      for (int64_t i = 0; i < kRows; ++i) {
+        float rest[16] = {0};
+        decode_scales_avx512(&p, min64(first + i, last), block, block + min64(count, 16), rest);
+        out[i] = _mm512_loadu_ps(rest);
       }
       return;
     }
-    static const int64_t places[kMostTiles] = {0, 32, 64, 96};
-    static const int nothing[kMostTiles] = {0};
-    const Integers raw = {};
-    memset(bytes, filler, kStrip * codes);
-    for (int64_t i = 0; i < real; ++i)
-      for (int64_t code = a.first; code < min64(a.first + codes, r.padded); code += 16) {
-        const int64_t run = code / r.size, offset = code % r.size, from = run_start(r, run) + offset;
-        const int64_t some = min64(run_length(r, p.k, run) - offset, 16);
-        if (some > 0) memcpy(bytes + i * codes + code - a.first, some_codes(p, raw, at + i, from, from + some, room), some);
-      }
-    s.codes = bytes;
-    s.stride = codes;
-    s.places = places;
-    s.shifts = nothing;
+    switch (p.scale_kind) {
+      case kScaleFloat16: return load_scales<kScaleFloat16>(p, first, last, block, first_few(count), out);
+      case kScaleBFloat16: return load_scales<kScaleBFloat16>(p, first, last, block, first_few(count), out);
+      case kScaleE8M0: return load_scales<kScaleE8M0>(p, first, last, block, first_few(count), out);
+      case kScaleE4M3: return load_scales<kScaleE4M3>(p, first, last, block, first_few(count), out);
+      case kScaleE5M2: return load_scales<kScaleE5M2>(p, first, last, block, first_few(count), out);
+      case kScaleUE4M4: return load_scales<kScaleUE4M4>(p, first, last, block, first_few(count), out);
+      default: return load_scales<kScaleFloat32>(p, first, last, block, first_few(count), out);
+    }
+  }
+
+  // The scales of the blocks of a chunk of 16 rows, as factors of integers. Nothing is loaded that was just stored in smaller
+  // pieces: such a load waits for all products before it.
+  void fetch(int64_t tile, int64_t part) {
+    const Place& place = places[part];
+    const int64_t at = row + kRows * tile, last = row + count - 1, begin = place.first;
+    F most_scale = _mm512_setzero_ps();  // of rows
+    for (int64_t b = 0; b < place.count; b += 16) {
+      F values[16];
+      load_scales(at, min64(at + kRows - 1, last), begin + b, place.count - b, values);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kRows; ++i) _mm512_storeu_ps(scales + i * kMostBlocks + b, values[i]);
+      Avx512::transpose(values);
+      if (!scaled_in_blocks) factor = _mm512_mul_ps(values[0], _mm512_set1_ps(integer));
+      const I magnitude = _mm512_set1_epi32(0x7fffffff);
+      I most_bits = _mm512_castps_si512(most_scale);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) most_bits = _mm512_max_epu32(most_bits, _mm512_and_si512(_mm512_castps_si512(values[i]), magnitude));
+      most_scale = _mm512_castsi512_ps(most_bits);
+    }
+    const F range = _mm512_mul_ps(most_scale, _mm512_set1_ps(most));
+    const __mmask16 some = _mm512_cmp_ps_mask(most_scale, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    const __mmask16 ordinary = _mm512_mask_cmp_ps_mask(some, range, _mm512_set1_ps(1 / kRangeOfW), _CMP_GE_OQ) & _mm512_cmp_ps_mask(range, _mm512_set1_ps(kRangeOfW), _CMP_LE_OQ);
+    odd[tile] |= some & static_cast<__mmask16>(~ordinary);
+    if (!scaled_in_blocks) {
+      int32_t zeros[16] = {0};
+      for (int64_t i = 0; i < (p.zero_point == nullptr ? 0 : kRows); ++i) unpack_zero_points(p, min64(at + i, last), 0, 1, zeros + i);
+      zero = _mm512_loadu_si512(zeros);
+      return;
+    }
+    factor = _mm512_mul_ps(most_scale, _mm512_set1_ps(integer));
+    alignas(64) float inverse[16];
+    _mm512_store_ps(inverse, _mm512_maskz_div_ps(ordinary, _mm512_set1_ps(1 / integer), most_scale));
+    for (int64_t i = 0; i < kRows; ++i)
+      for (int64_t b = 0; b < place.count; b += 16)
+        _mm512_storeu_ps(scales + i * kMostBlocks + b, _mm512_mul_ps(_mm512_loadu_ps(scales + i * kMostBlocks + b), _mm512_set1_ps(inverse[i])));
+    if (p.zero_point == nullptr) return;
+    for (int64_t i = 0; i < kRows; ++i) {
+      float* out = less + i * kMostBlocks;
+      unpack_zero_points(p, min64(at + i, last), begin, begin + place.count, out);
+      for (int64_t b = 0; b < place.count; ++b) out[b] *= scales[i * kMostBlocks + b];
+    }
+  }
+
+  // What multiplying these codes of 16 rows reads, if it is fetched in so many steps.
+  Next lines_of(int64_t tile, int64_t first, int64_t last, int64_t steps) const {
+    const int64_t at = row + kRows * tile, rows = min64(count - kRows * tile, kRows);
+    const int64_t width = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
+    const int64_t begin = places[first / kSpan].first, end = places[(last - 1) / kSpan].first + places[(last - 1) / kSpan].count;
+    Next next;
+    if (rows <= 0 || d.kind == kDirect) return next;
+    next.codes = {reinterpret_cast<const char*>(p.codes) + at * p.words + first * p.bits / 8, p.words, (last - first) * p.bits / 8, rows, 0, 0, 0};
+    next.codes.lines = div_up(div_up(next.codes.bytes, 64) * rows, steps);
+    if (!scaled_in_blocks) return next;
+    next.scales = {static_cast<const char*>(p.scale) + (at * p.blocks + begin) * width, p.blocks * width, (end - begin) * width, rows, 0, 0, 0};
+    next.scales.lines = div_up(div_up(next.scales.bytes, 64) * rows, steps);
+    return next;
+  }
+
+  // Codes `first` to `last` of 16 rows as tiles: where they are, and how far apart their rows and steps. What does not lie in
+  // memory as whole segments do is copied, a byte for each code.
+  const uint8_t* decode(int64_t tile, int64_t first, int64_t last, int64_t chunk, int64_t* w_row, int64_t* w_next) {
+    const int64_t segment = 512 / p.bits, steps = div_up(last - first, 64), real = min64(count - kRows * tile, kRows);
+    Codes a = {p.codes + (row + kRows * tile) * p.words + first * p.bits / 8, p.words, real - 1, steps, scales, less, places[chunk / kSpan].block + (first - chunk) / 16, decoded};
+    const bool direct = first + round_up(last - first, segment) <= p.k;
+    if (!direct) {
+      const Integers raw = {};
+      memset(bytes, 0, kRows * kSpan);
+      for (int64_t i = 0; i < real; ++i)
+        for (int64_t k = first; k < last; k += kStep / 2) {
+          const int64_t end = min64(k + kStep / 2, last);
+          memcpy(bytes + i * kSpan + k - first, some_codes(p, raw, row + kRows * tile + i, k, end, room), end - k);
+        }
+      a.from = bytes;
+      a.stride = kSpan;
+    }
+    *w_row = 64;
+    *w_next = d.w_digits * kTile;
+    const int64_t bits = direct ? p.bits : 8;
+    switch (d.kind) {
+      case kDirect:
+        if (!direct || real == kRows) {
+          *w_row = a.stride;
+          *w_next = 64;
+          return a.from;
+        }
+        for (int64_t step = 0; step < steps; ++step)
+          for (int64_t i = 0; i < real; ++i) _mm512_store_si512(decoded + step * kTile + 64 * i, _mm512_loadu_si512(a.from + i * a.stride + 64 * step));
+        break;
+      case kPlain: bits == 8 ? decode_plain<8>(a, table) : bits == 4 ? decode_plain<4>(a, table) : bits == 2 ? decode_plain<2>(a, table) : decode_plain<1>(a, table); break;
+      case kScaled: bits == 8 ? scaled<8>(a) : bits == 4 ? scaled<4>(a) : bits == 2 ? scaled<2>(a) : scaled<1>(a); break;
+      case kLookUp: odd[tile] |= decode_look_up(p, a, tables); break;
+      default: odd[tile] |= decode_floats(p, a);
+    }
+    return decoded;
+  }
+
+  template <int kBits>
+  void scaled(const Codes& a) const {
+    const int64_t size = p.blocks <= 1 ? 64 : p.block_size;
+    if (p.zero_point != nullptr) return size % 64 == 0 ? decode_scaled<kBits, 1, true>(p, a) : decode_scaled<kBits, 4, true>(p, a);
+    size % 64 == 0 ? decode_scaled<kBits, 1, false>(p, a) : size % 32 == 0 ? decode_scaled<kBits, 2, false>(p, a) : decode_scaled<kBits, 4, false>(p, a);
   }
 };
 
-// Results of 16 rows of the weight and 16 of x.
-void write_square(const Problem& p, int64_t at, int64_t rows, int64_t lanes, const float* sums) {
-  if (p.y_column != 1 && p.y_row == 1) {
-    for (int64_t i = 0; i < rows; ++i) store_some(p, at + i * p.y_column, _mm512_load_ps(sums + 16 * i), first_few(lanes));
-    return;
-  }
-  F square[16];
-  for (int64_t i = 0; i < 16; ++i) square[i] = _mm512_load_ps(sums + 16 * i);
-  Avx512::transpose(square);
-  for (int64_t m = 0; m < lanes; ++m) {
-    if (p.y_column == 1) {
-      store_some(p, at + m * p.y_row, square[m], first_few(rows));
-    } else {
-      for (int64_t i = 0; i < rows; ++i)
-        store_some(p, at + m * p.y_row + i * p.y_column, _mm512_set1_ps(sums[16 * i + m]), 1);
-    }
-  }
+// A row that is not ordinary, and 16 rows of x.
+void multiply_row(const Problem& q, char* memory) {
+  Plan plan = {};
+  kMatmulAvx512Vbmi.plan(&q, 1, &plan);
+  for (int64_t part = 0; part < plan.parts; ++part) kMatmulAvx512Vbmi.prepare(&q, &plan, memory, part);
+  for (int64_t unit = 0; unit < plan.units; ++unit) kMatmulAvx512Vbmi.run(&q, &plan, memory, memory + round_up(plan.shared_bytes, 64), unit);
 }
 
 void run(const Problem* problem, const Plan* plan, const void* memory, void* mine, int64_t unit) {
@@ -692,91 +863,83 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
   const Room room(d);
-  const uint8_t* shared = static_cast<const uint8_t*>(memory);
-  uint8_t* own = static_cast<uint8_t*>(mine);
-  const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
-  const int64_t first = chunk * d.rows, count = min64(d.rows, p.n - first), strips = div_up(count, kStrip);
-  const int64_t panel = block * kUnitPanels, panels = min64(kUnitPanels, d.panels - panel), lanes = min64(16 * panels, p.m - 16 * panel);
-  const int64_t base = batch * p.y_batch + 16 * panel * p.y_row + first * p.y_column;
+  const char* shared = static_cast<const char*>(memory);
+  char* own = static_cast<char*>(mine);
+  const int64_t at = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
+  const int64_t first = at * d.rows, count = min64(d.rows, p.n - first), tiles = div_up(count, kRows);
+  const int64_t panel = block * kUnitPanels, panels = min64(kUnitPanels, d.panels - panel);
+  const char* x = shared + x_at(d) + (batch * d.panels + panel) * d.packed;
+  const auto bytes = [&](int64_t at) { return reinterpret_cast<uint8_t*>(own + at); };
   const auto floats = [&](int64_t at) { return reinterpret_cast<float*>(own + at); };
-  float(*results)[512] = reinterpret_cast<float(*)[512]>(own + room.results);
+  const bool scaled = d.kind == kScaled || d.kind == kFloats;
+  const float most = most_of(p), integer = d.w_digits == 1 ? 1.0f / static_cast<float>(integer_factor(p)) : d.kind == kLookUp ? 1 / integers_in_one(p) : most / largest_of(kDigits);
+  Unit u = {p, d, first_row(&p, batch) + first, count, reinterpret_cast<const uint8_t*>(shared), _mm512_setzero_si512(), most,
+            bytes(room.decoded), bytes(room.bytes), bytes(room.unpacked), floats(room.scales), floats(room.scales) + kRows * kMostBlocks,
+            reinterpret_cast<const Place*>(shared + kTables), (p.selected == nullptr ? p.batch : p.stack) * p.n * p.blocks, scaled, integer, {}, {}, {}};
+  if (d.w_digits == 1) u.table = integers_table(p, integer_factor(p));
+  int32_t(*results)[256] = reinterpret_cast<int32_t(*)[256]>(own + room.results);
   float* sums = floats(room.sums);
-  Unit u = {p, d, runs_of(p), first_row(&p, batch) + first, count, 0, own + room.bytes, own + room.unpacked,
-            floats(room.scales), own + room.zeros, {}};
-  while (d.kind != kWhole && u.filler + 1 < 1 << p.bits && !(p.table[u.filler] - p.table[u.filler] == 0)) ++u.filler;
-  memset(u.groups, 0xff, sizeof u.groups);
-  memset(sums, 0, strips * panels * 2 * kTile);
-  memset(results, 0, 8 * kTile);
   const Functions f = functions_of(d);
-  const int64_t codes = codes_at_once(d.w_terms), ranges = div_up(u.r.padded, codes);
-  const int64_t step = codes / 32 * d.x_terms * kTile, tiles = codes / 32 * 2 * d.w_terms * kTile;
-  const uint8_t* x = shared + kTables + (batch * d.panels + panel) * d.tiles * d.x_terms * kTile;
-  configure(2 * min64(d.grain, 32), 1 << 7);
-  // What is pending before the first piece adds zeros to where nobody looks.
-  Pending last = {1, results[2], results[3], results};
-  Source next;
-  Work a;
-  a.next = &next;
-  a.tables = shared;
-  a.lowest = p.table[0];
-  a.grain = d.grain;
-  // Strips are decoded in groups: one while the one before is multiplied.
-  Range now = u.range_of(0), then = now;
-  const int64_t together = d.together, groups = div_up(strips, together);
-  const auto size_of = [&](int64_t group) { return min64(together, strips - group * together); };
-  for (int64_t i = 0; i < size_of(0); ++i) {
-    u.find(i, now, next);
-    a.out = own + i * tiles;
-    f.decode(a);
-  }
-  // Results are written far apart, and fetched meanwhile.
-  for (int64_t m = 0; p.y_column == 1 && m < lanes; ++m)
-    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(y_at(p, base + m * p.y_row + i), 1);
-  int64_t turn = 0;
-  for (int64_t range = 0; range < ranges; ++range, now = then) {
-    if (range + 1 < ranges) then = u.range_of(range + 1);
-    a.pieces = now.pieces;
-    a.block = now.block;
-    const bool meanwhile = d.grain > 16 && now.pieces * d.grain == codes;  // rows are decoded with each tile
-    for (int64_t group = 0; group < groups; ++group, turn ^= 1) {
-      const bool same = group + 1 < groups, more = same || range + 1 < ranges;
-      const int64_t after = same ? group + 1 : 0;
-      const auto decode = [&](int64_t i) {
-        u.find(after * together + i, same ? now : then, next);
-        a.out = own + (turn ^ 1) * room.decoded + i * tiles;
-      };
-      for (int64_t j = 0; j < panels; ++j) {
-        a.x = x + j * d.tiles * d.x_terms * kTile + range * step;
-        for (int64_t i = 0; i < size_of(group); ++i) {
-          const int64_t strip = group * together + i;
-          a.w = own + turn * room.decoded + i * tiles;
-          a.scale = u.scales + 1024 * strip;
-          a.sums = sums + (strip * panels + j) * 512;
-          if (j == 0 && more && meanwhile && i < size_of(after)) {
-            decode(i);
-            f.both(a, last);
-          } else {
-            f.multiply(a, last);
+  // What a product of the lowest digits stands for, if their order is the last.
+  float power = 1;
+  for (int64_t i = last_order(static_cast<int>(d.w_digits), static_cast<int>(d.x_digits)); i < d.w_digits + d.x_digits - 2; ++i) power *= 256;
+  configure(64, 1 << 4 | 1 << 5 | 1 << 6);
+  Next next;
+  Piece a;
+  Pending pending;
+  a.results = results;
+  for (int64_t group = 0; group < tiles; group += d.together) {
+    for (int64_t part = 0; part < d.parts; ++part) {
+      const int64_t k = part * kSpan, end = min64(k + kSpan, p.k), size = max64(kPiece, 512 / p.bits);
+      for (int64_t tile = group; tile < min64(group + d.together, tiles); ++tile) {
+        u.fetch(tile, part);
+        if (d.together > 1) {
+          next = u.lines_of(tile + 1, k, end, panels * kSteps);
+        } else if (part == 0) {
+          next = u.lines_of(tile + 1, 0, p.k, panels * d.parts * kSteps);
+        }
+        for (int64_t from = k; from < end; from += size) {
+          const int64_t to = min64(from + size, end);
+          a.w = u.decode(tile, from, to, k, &a.w_row, &a.w_next);
+          a.steps = div_up(to - from, 64);
+          // Results of one panel stay in tiles as long as their scales are the same.
+          a.first = panels > 1 || from == k;
+          a.last = panels > 1 || to == end;
+          for (int64_t j = 0; j < panels; ++j) {
+            const Head* head = reinterpret_cast<const Head*>(x + j * d.packed + head_at(d, part));
+            a.start = d.w_digits == 1 && from == k ? head : nullptr;
+            a.x = reinterpret_cast<const uint8_t*>(head + 1) + (from - k) / 64 * d.x_digits * kTile;
+            f.multiply(p, a, next, pending);
+            if (!a.last) continue;
+            const int64_t m = kRows * (panel + j), n = kRows * tile;
+            pending.done = 0;
+            pending.results = a.results;
+            pending.head = head;
+            _mm512_storeu_ps(pending.factor, _mm512_mul_ps(u.factor, _mm512_set1_ps(power)));
+            _mm512_storeu_si512(pending.zero, u.zero);
+            pending.zeros = d.w_digits == 1 && p.zero_point != nullptr && (panels == 1 || from == k);
+            pending.sums = sums + ((tile - group) * panels + j) * 256;
+            pending.first = part == 0 && (panels == 1 || from == k);
+            pending.last = to == p.k;
+            pending.at = batch * p.y_batch + m * p.y_row + (first + n) * p.y_column;
+            pending.rows = min64(kRows, count - n);
+            pending.lanes = min64(kRows, p.m - m);
+            a.results = a.results == results ? results + 4 : results;
           }
         }
       }
-      // What could not be decoded meanwhile.
-      for (int64_t i = meanwhile ? size_of(group) : 0; more && i < size_of(after); ++i) {
-        decode(i);
-        f.decode(a);
-      }
     }
   }
-  last.turn == 0 ? store_results<0>(results) : store_results<1>(results);
-  add_results(last);
+  f.finish(p, pending);
   _tile_release();
-  for (int64_t i = 0; i < count; i += 16)
-    for (int64_t m = 0; m < lanes; m += 16)
-      write_square(p, base + m * p.y_row + i * p.y_column, min64(16, count - i), min64(16, lanes - m),
-                   sums + (i / kStrip * panels + m / 16) * 512 + i % kStrip * 16);
+  for (int64_t n = 0; n < count; ++n)
+    if (u.odd[n / kRows] >> n % kRows & 1)
+      for (int64_t j = 0; j < panels; ++j) multiply_row(one_row(p, batch, kRows * (panel + j), first + n), own + room.spare);
 }
+
+const MatmulKernel kOneMoreDigit = {plan<true>, prepare, run, takes, suits, &kMatmulAvx512Vbmi};
 
 }  // namespace
 
-extern const MatmulKernel kMatmulAmx = {plan, prepare, run, takes, suits, &kMatmulAvx512Vbmi};
+extern const MatmulKernel kMatmulAmx = {plan<false>, prepare, run, takes, suits, &kOneMoreDigit};
 extern const Isa kIsaAmx = {"amx", &kMatmulFewAmx, &kDecodeAvx512Vbmi, &kInt8Amx};

@@ -102,7 +102,7 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table, int32_t bits,
                   int64_t length, int64_t block_size, int32_t scale_kind, int32_t values, bool row_scale,
-                  bool zero_points, bool selected, bool transpose, bool x_transposed, bool y_transposed, int32_t precision) {
+                  bool zero_points, bool selected, bool transpose, bool x_transposed, bool y_transposed) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
@@ -117,7 +117,6 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   if (y->element_type() != x.element_type()) return bad("the result must have the type of x");
   p.transpose = transpose;
   p.m = x_transposed ? xs.columns : xs.rows;
-  p.precision = precision;
   const int64_t inner = transpose ? p.n : p.k, outer = transpose ? p.k : p.n;
   if (xs.batch != p.batch || ys.batch != p.batch) return bad("batches differ");
   if ((x_transposed ? xs.rows : xs.columns) != inner) return bad("x and the weight do not fit");
@@ -329,7 +328,6 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul(XLA_FFI_CallFrame* call_frame) {
                              .Attr<bool>("transpose")
                              .Attr<bool>("x_transposed")
                              .Attr<bool>("y_transposed")
-                             .Attr<int32_t>("precision")
                              .To(matmul)
                              .release();
   return handler->Call(call_frame);

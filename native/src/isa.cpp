@@ -62,8 +62,8 @@ void find(Found& found) {
   for (int i = found.count++; i > 0; --i) found.all[i] = found.all[i - 1];
   found.all[0] = &kIsaAmx;  // the slowest
 #else
-  // Bfloat16, tiles, and integers; tiles are saved only for programs that ask.
-  if (bit(d7, 22) && bit(d7, 24) && bit(d7, 25) && (saved & 0x60000) == 0x60000 && may_use_tiles())
+  // Tiles, and integers; tiles are saved only for programs that ask.
+  if (bit(d7, 24) && bit(d7, 25) && (saved & 0x60000) == 0x60000 && may_use_tiles())
     found.all[found.count++] = &kIsaAmx;
 #endif
 }

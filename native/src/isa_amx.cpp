@@ -22,13 +22,15 @@ using I = __m512i;
 
 constexpr int64_t kTile = 1024;        // bytes
 constexpr int64_t kRows = 16;          // of a tile: of the weight, or of x
-constexpr int64_t kSpan = 512;        // codes of a row that share the scale of their integers
+constexpr int64_t kSpan = 1024;       // codes of a row that share the scale of their integers
 constexpr int64_t kPiece = 256;        // of them that are decoded at a time: they stay in L1
+constexpr int64_t kMostPiece = 512;    // or those of a whole segment of single bits
 constexpr int64_t kSteps = kSpan / 64;
-constexpr int64_t kMostBlocks = 48;    // of a chunk, and room to write more
+constexpr int64_t kMostBlocks = 80;    // of a chunk, and room to write more
 constexpr int64_t kUnitRows = 512;     // of the weight in a unit, at most
 constexpr int64_t kUnitPanels = 16;    // of 16 rows of x in a unit, at most
-constexpr int64_t kFewest = 5;         // rows of x that are worth a tile
+constexpr int64_t kFewest = 5;         // rows of x that are worth a tile: with many scales more
+constexpr int64_t kFewestOfMany = 8;
 constexpr int64_t kShort = 256;        // codes of a row, below which a product of floats has few sums to round
 constexpr int64_t kTables = 1024;      // bytes of tables at the start of shared memory
 
@@ -59,16 +61,27 @@ struct alignas(64) Place {
   int block[kSpan / 16];
 };
 
+// Of digits of x.
+struct Sums {
+  int32_t all[4][16];
+  int32_t start[4][16];  // what results begin with, since digits of the weight have no sign
+};
+
 // What a chunk of a panel begins with; tiles of digits follow.
 struct alignas(64) Head {
-  float scale[16];       // of a row
-  int32_t sums[4][16];   // of digits
-  int32_t start[4][16];  // that times what codes are off
+  float scale[16];  // of a row
+  Sums chunk, pieces[kSpan / kPiece];
 };
 
 // The largest integer of so many digits, with room for rounding.
-constexpr float largest_of(int64_t digits) { return digits == 3 ? 8355000 : 2139000000; }
+constexpr float largest_of(int64_t digits) { return digits == kDigits ? 8355000 : 2139000000; }
 
+// Digits of the weight have no sign: each is so much more, and all of them so much.
+constexpr int32_t kMore = 128;
+constexpr float kAllMore = kMore * (65536 + 256 + 1);
+
+// Codes of a row that are decoded at a time: whole segments.
+EQQ_INLINE int64_t piece_of(const Problem& p) { return max64(kPiece, 512 / p.bits); }
 EQQ_INLINE int64_t head_at(const Detail& d, int64_t chunk) { return chunk * (static_cast<int64_t>(sizeof(Head)) + kSteps * d.x_digits * kTile); }
 EQQ_INLINE int64_t x_at(const Detail& d) { return kTables + d.parts * static_cast<int64_t>(sizeof(Place)); }
 EQQ_INLINE bool is_ordinary(float most, float range) { return most == 0 || (most >= 1 / range && most <= range); }
@@ -148,9 +161,20 @@ bool scales_of(const Problem& p, int64_t at, int64_t first, int64_t count, int64
   return ordinary == some && outstanding == 0;
 }
 
+void keep_sums(const Problem& p, const Detail& d, const I* sums, Sums& out) {
+  const int32_t more = d.w_digits == 1 ? -lowest_integer(p, integer_factor(p)) : kMore;
+  for (int order = 0; order < 4; ++order) {
+    I start = _mm512_setzero_si512();
+    for (int digit = 0; digit <= order && digit < d.w_digits; ++digit)
+      start = _mm512_sub_epi32(start, _mm512_mullo_epi32(sums[order - digit], _mm512_set1_epi32(more)));
+    _mm512_store_si512(out.all[order], sums[order]);
+    _mm512_store_si512(out.start[order], start);
+  }
+}
+
 // Packs a chunk of 16 rows of x. Whether it can be multiplied so.
 template <int kX>
-bool pack(const Problem& p, const Detail& d, int64_t at, int64_t rows, int64_t first, int32_t lowest, char* out) {
+bool pack(const Problem& p, const Detail& d, int64_t at, int64_t rows, int64_t first, char* out) {
   const int64_t count = min64(kSpan, p.k - first);
   Head* head = reinterpret_cast<Head*>(out);
   uint8_t* tiles = reinterpret_cast<uint8_t*>(head + 1);
@@ -158,7 +182,7 @@ bool pack(const Problem& p, const Detail& d, int64_t at, int64_t rows, int64_t f
   if (!scales_of(p, at, first, count, rows, kX, &scale, &inverse)) return false;
   _mm512_store_ps(head->scale, scale);
   const I flip = _mm512_set1_epi32(static_cast<int>(0x80808080)), ones = _mm512_set1_epi8(1);
-  I sums[4] = {};
+  I all[4] = {}, sums[4] = {}, tiny = {};
   for (int64_t k = 0; k < round_up(count, 64); k += 16) {
     F values[16];
     square(p, at, first + k, min64(16, count - k), rows, values);
@@ -169,25 +193,35 @@ bool pack(const Problem& p, const Detail& d, int64_t at, int64_t rows, int64_t f
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         const I number = _mm512_cvtps_epi32(_mm512_mul_ps(values[4 * j + i], inverse));
+        if (kX == 4) {
+          const __mmask16 small = _mm512_cmplt_epu32_mask(_mm512_abs_epi32(number), _mm512_set1_epi32(1 << 16));
+          tiny = _mm512_sub_epi32(tiny, _mm512_movm_epi32(small & _mm512_cmp_ps_mask(values[4 * j + i], _mm512_setzero_ps(), _CMP_NEQ_OQ)));
+        }
         digits[i] = bytes_apart(_mm512_xor_si512(_mm512_add_epi32(number, flip), flip));
       }
       const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
       const I high0 = _mm512_unpackhi_epi32(digits[0], digits[1]), high1 = _mm512_unpackhi_epi32(digits[2], digits[3]);
-      const I all[4] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1), _mm512_unpacklo_epi64(high0, high1),
-                        _mm512_unpackhi_epi64(high0, high1)};
+      const I apart[4] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1), _mm512_unpacklo_epi64(high0, high1),
+                          _mm512_unpackhi_epi64(high0, high1)};
 #pragma GCC unroll 4
       for (int digit = 0; digit < kX; ++digit) {  // high ones first
-        const I codes = bytes_apart(all[kX - 1 - digit]);
+        const I codes = bytes_apart(apart[kX - 1 - digit]);
         _mm512_store_si512(to + digit * kTile, codes);
-        if (d.w_digits == 1) sums[digit] = _mm512_dpbusd_epi32(sums[digit], ones, codes);
+        sums[digit] = _mm512_dpbusd_epi32(sums[digit], ones, codes);
       }
     }
+    if ((k + 16) % piece_of(p) > 0 && k + 16 < round_up(count, 64)) continue;
+    keep_sums(p, d, sums, head->pieces[k / piece_of(p)]);
+#pragma GCC unroll 4
+    for (int digit = 0; digit < 4; ++digit) {
+      all[digit] = _mm512_add_epi32(all[digit], sums[digit]);
+      sums[digit] = _mm512_setzero_si512();
+    }
   }
-  for (int digit = 0; digit < 4; ++digit) {
-    _mm512_store_si512(head->sums[digit], sums[digit]);
-    _mm512_store_si512(head->start[digit], _mm512_mullo_epi32(sums[digit], _mm512_set1_epi32(lowest)));
-  }
-  return true;
+  keep_sums(p, d, all, head->chunk);
+  // What is much smaller than the largest keeps few bits. Where that is so of many, they may be all that a row of the weight
+  // takes.
+  return _mm512_cmpgt_epi32_mask(tiny, _mm512_set1_epi32(static_cast<int>(count / 64))) == 0;
 }
 
 //
@@ -203,17 +237,26 @@ EQQ_INLINE Numbers numbers_of(const Problem& p) {
   return p.values == kValueE4M3 ? Numbers{1, 126} : p.values == kValueE5M2 ? Numbers{40, 123} : Numbers{1, 127};
 }
 
-// The largest magnitude of the values of codes, or NaN if some code stands for no finite number without a byte telling so.
-float most_of(const Problem& p) {
-  float low = 0, high = 0;
+// The least and the largest of the values of codes, or NaN if some code stands for no finite number without a byte telling so.
+struct Reach {
+  float low, high;
+};
+Reach reach_of(const Problem& p) {
+  Reach a = {0, 0};
   for (int i = 0; i < 1 << p.bits; ++i) {
     if (p.bits == 8 && (i & 127) > numbers_of(p).last) continue;
-    if (!(p.table[i] - p.table[i] == 0)) return __builtin_nanf("");
-    low = p.table[i] < low ? p.table[i] : low;
-    high = p.table[i] > high ? p.table[i] : high;
+    if (!(p.table[i] - p.table[i] == 0)) return {__builtin_nanf(""), __builtin_nanf("")};
+    a.low = p.table[i] < a.low ? p.table[i] : a.low;
+    a.high = p.table[i] > a.high ? p.table[i] : a.high;
   }
-  if (p.zero_point != nullptr) low -= static_cast<float>((1 << p.bits) - 1);
-  return high > -low ? high : -low;
+  return a;
+}
+
+// The largest magnitude of values of codes less a zero point.
+float most_of(const Problem& p) {
+  const Reach a = reach_of(p);
+  const float low = p.zero_point == nullptr ? a.low : a.low - static_cast<float>((1 << p.bits) - 1);
+  return a.high > -low ? a.high : -low;
 }
 
 // Whether most values are far below the largest, and so lose bits that products without a further digit of x leave out.
@@ -229,7 +272,7 @@ struct Codes {
   const uint8_t* from;
   int64_t stride, last;     // bytes from one row to the next; the last row
   int64_t steps;            // of 64 codes
-  const float *scale, *less;  // of rows and blocks: `kMostBlocks` apart. Values times scale less this are integers
+  const float *scale, *zero;  // of rows and blocks: `kMostBlocks` apart. Values less a zero point times a scale are integers
   const int* block;         // of each 16 codes
   uint8_t* out;
 };
@@ -240,18 +283,12 @@ EQQ_INLINE I shifted(I codes, int plane) {  // code `plane` of a byte to bit 2 a
   return by < 0 ? _mm512_slli_epi16(codes, -by) : _mm512_srli_epi16(codes, by);
 }
 
-EQQ_INLINE I digits_of(F integers) {
-  const I flip = _mm512_set1_epi32(static_cast<int>(0x80808080));
-  return _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(integers), flip), flip);
-}
+EQQ_INLINE I digits_of(F value, F scale) { return _mm512_cvtps_epi32(_mm512_fmadd_ps(value, scale, _mm512_set1_ps(kAllMore))); }
 
 // Through a table of integers for each block, whose bytes are digits. A step has codes of `kBlocks` blocks. With eight bits
 // there is a code of at most four in each byte.
 template <int kBits, int kBlocks, bool kZero>
-void decode_scaled(const Problem& p, const Codes& a) {
-  alignas(64) float values[16];
-  for (int i = 0; i < 16; ++i) values[i] = p.table[i & ((1 << p.bits) - 1)];
-  const F table = _mm512_load_ps(values);
+void decode_scaled(const Codes& a, F table) {
   const I mask = _mm512_set1_epi8(0x3c);
   constexpr int kPlanes = 8 / kBits;
   for (int64_t segment = 0; segment * kPlanes < a.steps; ++segment) {
@@ -260,15 +297,14 @@ void decode_scaled(const Problem& p, const Codes& a) {
 #pragma GCC unroll 4
     for (int64_t i = 0; i < kRows; ++i) {
       const I codes = _mm512_loadu_si512(a.from + min64(i, a.last) * a.stride + 64 * segment);
-      const float *scale = a.scale + i * kMostBlocks, *less = a.less + i * kMostBlocks;
+      const float *scale = a.scale + i * kMostBlocks, *zero = a.zero + i * kMostBlocks;
 #pragma GCC unroll 8
       for (int plane = 0; plane < kPlanes; ++plane) {
         I digits[kBlocks];
 #pragma GCC unroll 4
         for (int b = 0; b < kBlocks; ++b) {
           const int at = block[4 * plane + b * (4 / kBlocks)];
-          const F s = _mm512_set1_ps(scale[at]);
-          digits[b] = digits_of(kZero ? _mm512_fmsub_ps(table, s, _mm512_set1_ps(less[at])) : _mm512_mul_ps(table, s));
+          digits[b] = digits_of(kZero ? _mm512_sub_ps(table, _mm512_set1_ps(zero[at])) : table, _mm512_set1_ps(scale[at]));
         }
         const I index = shifted<kBits>(codes, plane);
 #pragma GCC unroll 3
@@ -343,7 +379,7 @@ uint32_t decode_floats(const Problem& p, const Codes& a) {
         const __m128 some = _mm_setr_ps(row[a.block[4 * step]], row[a.block[4 * step + 1]], row[a.block[4 * step + 2]], row[a.block[4 * step + 3]]);
         return _mm512_permutexvar_ps(quarters, _mm512_castps128_ps512(some));
       };
-      const F scale = spread(a.scale), less = p.zero_point == nullptr ? _mm512_setzero_ps() : spread(a.less);
+      const F scale = spread(a.scale), zero = p.zero_point == nullptr ? _mm512_setzero_ps() : spread(a.zero);
       I digits[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
@@ -352,7 +388,7 @@ uint32_t decode_floats(const Problem& p, const Codes& a) {
                         : p.values == kValueE4M3  ? Avx512::e4m3(from)
                         : p.values == kValueE5M2  ? Avx512::e5m2(from)
                                                   : Avx512::bytes256(from, p.table);
-        digits[j] = bytes_apart(digits_of(_mm512_fmsub_ps(value, scale, less)));
+        digits[j] = bytes_apart(digits_of(_mm512_sub_ps(value, zero), scale));
       }
       const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
       const I all[3] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1),
@@ -372,13 +408,10 @@ uint32_t decode_floats(const Problem& p, const Codes& a) {
 constexpr int last_order(int w, int x) { return (w > x ? w : x) - 1; }
 
 // Tiles 0 to 3 are results, by their order; then there are three of the weight and one of x.
-template <int kOrder, int kDigit, bool kSigned>
+template <int kOrder, int kDigit>
 EQQ_INLINE void multiply() {
-#define EQQ_MULTIPLY(ORDER, DIGIT, TILE)               \
-  if constexpr (kOrder == ORDER && kDigit == DIGIT) {  \
-    if constexpr (kSigned) _tile_dpbssd(ORDER, TILE, 7);  \
-    if constexpr (!kSigned) _tile_dpbusd(ORDER, TILE, 7); \
-  }
+#define EQQ_MULTIPLY(ORDER, DIGIT, TILE) \
+  if constexpr (kOrder == ORDER && kDigit == DIGIT) _tile_dpbusd(ORDER, TILE, 7);
   EQQ_MULTIPLY(0, 0, 4)
   EQQ_MULTIPLY(1, 0, 4)
   EQQ_MULTIPLY(2, 0, 4)
@@ -398,11 +431,11 @@ EQQ_INLINE void multiply_digit(const uint8_t* w, int64_t w_row, const uint8_t* x
     constexpr int kLast = last_order(kW, kX);
     _tile_loadd(7, x + kDigit * kTile, 64);
     if constexpr (kDigit == 0) _tile_loadd(4, w, w_row);
-    multiply<kDigit, 0, (kW > 1)>();
+    multiply<kDigit, 0>();
     if constexpr (kDigit == 0 && kW > 1) _tile_loadd(5, w + kTile, w_row);
-    if constexpr (kW > 1 && kDigit + 1 <= kLast) multiply<kDigit + 1, 1, true>();
+    if constexpr (kW > 1 && kDigit + 1 <= kLast) multiply<kDigit + 1, 1>();
     if constexpr (kDigit == 0 && kW > 2) _tile_loadd(6, w + 2 * kTile, w_row);
-    if constexpr (kW > 2 && kDigit + 2 <= kLast) multiply<kDigit + 2, 2, true>();
+    if constexpr (kW > 2 && kDigit + 2 <= kLast) multiply<kDigit + 2, 2>();
   }
 }
 
@@ -432,26 +465,19 @@ struct Piece {
   int64_t w_row, w_next;     // bytes to the next row, and to the next 64 codes
   const uint8_t* x;
   int64_t steps;             // of 64 codes
-  const Head* start;         // what results begin with, or null
+  const Sums* sums;          // of x, for all codes whose results are stored together
   bool first, last;          // whether results begin, or are to be stored:
   int32_t (*results)[256];   // here
 };
 
+// All rows of a result begin alike.
 template <int kOrders>
-EQQ_INLINE void begin_results(const Head* start) {
-  if (start == nullptr) {
-    _tile_zero(0);
-    if constexpr (kOrders > 1) _tile_zero(1);
-    if constexpr (kOrders > 2) _tile_zero(2);
-    if constexpr (kOrders > 3) _tile_zero(3);
-    return;
-  }
-  // All rows of a result start alike.
-  settle(start);
-  _tile_loadd(0, start->start[0], 0);
-  if constexpr (kOrders > 1) _tile_loadd(1, start->start[1], 0);
-  if constexpr (kOrders > 2) _tile_loadd(2, start->start[2], 0);
-  if constexpr (kOrders > 3) _tile_loadd(3, start->start[3], 0);
+EQQ_INLINE void begin_results(const Sums& sums) {
+  settle(&sums);
+  _tile_loadd(0, sums.start[0], 0);
+  if constexpr (kOrders > 1) _tile_loadd(1, sums.start[1], 0);
+  if constexpr (kOrders > 2) _tile_loadd(2, sums.start[2], 0);
+  if constexpr (kOrders > 3) _tile_loadd(3, sums.start[3], 0);
 }
 
 // Writes results of 16 rows of the weight and 16 of x.
@@ -478,7 +504,8 @@ void write_square(const Problem& p, int64_t at, int64_t rows, int64_t lanes, con
 // What tiles held: is added to the sums of 16 rows and a panel while others are multiplied.
 struct Pending {
   int32_t (*results)[256];  // for each order
-  const Head* head;
+  const float* x_scale;     // of rows of x
+  const Sums* x_sums;
   float factor[16];         // what a result of a row is, but for the scale of x
   int32_t zero[16];         // what codes of a row are less
   bool zeros;               // whether they are
@@ -499,13 +526,13 @@ EQQ_INLINE void store_results(int32_t (*results)[256]) {
 // The next rows of what is pending.
 template <int kOrders, bool kZeros>
 EQQ_INLINE void finish_rows(const Pending& a, int64_t rows) {
-  const F scale = _mm512_load_ps(a.head->scale);
+  const F scale = _mm512_load_ps(a.x_scale);
   for (int64_t i = a.done; i < a.done + rows; ++i) {
     F sum;
 #pragma GCC unroll 4
     for (int order = 0; order < kOrders; ++order) {
       I result = _mm512_load_si512(a.results[order] + 16 * i);
-      if (kZeros) result = _mm512_sub_epi32(result, _mm512_mullo_epi32(_mm512_load_si512(a.head->sums[order]), _mm512_set1_epi32(a.zero[i])));
+      if (kZeros) result = _mm512_sub_epi32(result, _mm512_mullo_epi32(_mm512_load_si512(a.x_sums->all[order]), _mm512_set1_epi32(a.zero[i])));
       const F part = _mm512_cvtepi32_ps(result);
       sum = order == 0 ? part : _mm512_fmadd_ps(sum, _mm512_set1_ps(256), part);
     }
@@ -532,7 +559,7 @@ void finish(const Problem& p, Pending& a) {
 template <int kW, int kX>
 void multiply_piece(const Problem& p, const Piece& a, Next& next, Pending& before) {
   constexpr int kOrders = last_order(kW, kX) + 1;
-  if (a.first) begin_results<kOrders>(a.start);
+  if (a.first) begin_results<kOrders>(*a.sums);
   const uint8_t *w = a.w, *x = a.x;
   for (int64_t step = 0; step < a.steps; ++step, w += a.w_next, x += kX * kTile) {
     settle(w);
@@ -574,7 +601,8 @@ Functions functions_of(const Detail& d) {
 
 bool takes(const Problem* problem) {
   const Problem& p = *problem;
-  if (p.transpose || p.k <= 0 || p.m < kFewest || (p.blocks > 1 && p.block_size % 16 != 0)) return false;
+  if (p.transpose || p.k <= 0 || (p.blocks > 1 && p.block_size % 16 != 0)) return false;
+  if (p.m < (p.blocks > 1 && p.block_size % 32 != 0 ? kFewestOfMany : kFewest)) return false;
   const float most = most_of(p);
   return most > 0 && is_ordinary(most, 0x1p32f);
 }
@@ -585,8 +613,8 @@ struct Room {
 
   explicit Room(const Detail& d) {
     decoded = 0;
-    bytes = decoded + kSteps * d.w_digits * kTile;
-    unpacked = bytes + kRows * kSpan;
+    bytes = decoded + kMostPiece / 64 * d.w_digits * kTile;
+    unpacked = bytes + kRows * kMostPiece;
     results = unpacked + round_up(kStepRoom, 64);
     scales = results + 8 * kTile;
     sums = scales + 2 * 4 * kRows * kMostBlocks;
@@ -662,7 +690,7 @@ void fill_tables(const Problem& p, uint8_t* tables) {
     const F values = _mm512_loadu_ps(p.table + i);
     const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(values), _mm512_set1_ps(most_of(p)), _CMP_LE_OQ);
     alignas(64) uint8_t bytes[64];
-    _mm512_store_si512(bytes, digits_of(_mm512_maskz_mul_ps(finite, values, _mm512_set1_ps(factor))));
+    _mm512_store_si512(bytes, digits_of(_mm512_maskz_mov_ps(finite, values), _mm512_set1_ps(factor)));
     for (int j = 0; j < 16; ++j)
       for (int digit = 0; digit < kDigits; ++digit) tables[256 * digit + i + j] = bytes[4 * j + kDigits - 1 - digit];
   }
@@ -684,9 +712,8 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   const int64_t chunk = part % d.parts, panel = part / d.parts % d.panels, batch = part / d.parts / d.panels;
   if (part < d.parts) find_blocks(p, chunk * kSpan, reinterpret_cast<Place*>(shared + kTables) + chunk);
   const auto pack_digits = d.x_digits == 4 ? pack<4> : pack<3>;
-  const int32_t lowest = d.w_digits == 1 ? lowest_integer(p, integer_factor(p)) : 0;
   char* out = shared + x_at(d) + (batch * d.panels + panel) * d.packed + head_at(d, chunk);
-  shared[flags_at(plan) + part] = pack_digits(p, d, batch * p.x_batch + kRows * panel * p.x_row, min64(kRows, p.m - kRows * panel), chunk * kSpan, lowest, out);
+  shared[flags_at(plan) + part] = pack_digits(p, d, batch * p.x_batch + kRows * panel * p.x_row, min64(kRows, p.m - kRows * panel), chunk * kSpan, out);
 }
 
 bool suits(const Problem*, const Plan* plan, const void* memory) {
@@ -702,17 +729,34 @@ struct Unit {
   const Detail& d;
   int64_t row, count;         // the first, and how many
   const uint8_t* tables;
-  I table;                    // of bytes
-  float most;                 // of the values of codes
+  I table;                    // of bytes, and of values
+  F values;
+  float low, high, most;      // values of codes, and the largest magnitude
   uint8_t *decoded, *bytes, *room;
-  float *scales, *less;       // of 16 rows and the blocks of a chunk
+  float *scales, *zeros;      // of 16 rows and the blocks of a chunk
   const Place* places;        // of chunks
   int64_t all_scales;         // of the whole weight
   bool scaled_in_blocks;      // whether scales are in digits
-  float integer;              // what one is if the largest scale is 1
+  float integer;              // what one is if the scale of its row is 1
   F factor;                   // what an integer of a row is
   I zero;                     // what codes of a row are less, if they are digits
   uint32_t odd[kUnitRows / kRows];  // rows that are not ordinary
+
+  // The largest magnitude in each of 16 vectors.
+  EQQ_INLINE I largest_in_rows(const F* rows) {
+    const auto larger = [](I a, I b) { return _mm512_max_epu32(a, b); };
+    const I magnitude = _mm512_set1_epi32(0x7fffffff);
+    I a[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_and_si512(_mm512_castps_si512(rows[i]), magnitude);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) a[i] = larger(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) a[i] = larger(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
+#pragma GCC unroll 3
+    for (int i = 0, j = 4; i < 6; i += 2, ++j) a[j] = larger(_mm512_shuffle_i32x4(a[i], a[i + 1], 0x88), _mm512_shuffle_i32x4(a[i], a[i + 1], 0xdd));
+    return a[6];
+  }
 
   // Sixteen scales of 16 rows, of which `some` are real.
   template <int kKind>
@@ -746,47 +790,62 @@ struct Unit {
     }
   }
 
+  // Notes which rows are not ordinary, and returns those that are.
+  __mmask16 see(int64_t tile, F largest) {
+    const __mmask16 some = _mm512_cmp_ps_mask(largest, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    const __mmask16 ordinary = _mm512_mask_cmp_ps_mask(some, largest, _mm512_set1_ps(1 / kRangeOfW), _CMP_GE_OQ) & _mm512_cmp_ps_mask(largest, _mm512_set1_ps(kRangeOfW), _CMP_LE_OQ);
+    odd[tile] |= some & static_cast<__mmask16>(~ordinary);
+    return ordinary;
+  }
+
+  // The scales of 16 rows that have one each, and their zero points.
+  void fetch_rows(int64_t tile) {
+    const int64_t at = row + kRows * tile, last = min64(at + kRows, row + count) - 1;
+    const int64_t width = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
+    F values;
+    if (at + kRows <= all_scales) {
+      values = Kernels<Avx512>::some_scales(p.scale_kind, static_cast<const uint8_t*>(p.scale) + at * width);
+      if (p.row_scale != nullptr) values = _mm512_mul_ps(values, _mm512_loadu_ps(p.row_scale + at));
+    } else {
+      float all[16] = {0};
+      for (int64_t i = 0; i <= last - at; ++i) decode_scales_avx512(&p, at + i, 0, 1, all + i);
+      values = _mm512_loadu_ps(all);
+    }
+    see(tile, _mm512_mul_ps(_mm512_abs_ps(_mm512_maskz_mov_ps(first_few(last + 1 - at), values)), _mm512_set1_ps(most)));
+    factor = _mm512_mul_ps(values, _mm512_set1_ps(integer));
+    if (p.zero_point == nullptr) return;
+    int32_t all[16] = {0};
+    for (int64_t i = 0; i <= last - at; ++i) unpack_zero_points(p, at + i, 0, 1, all + i);
+    zero = _mm512_loadu_si512(all);
+  }
+
   // The scales of the blocks of a chunk of 16 rows, as factors of integers. Nothing is loaded that was just stored in smaller
   // pieces: such a load waits for all products before it.
   void fetch(int64_t tile, int64_t part) {
     const Place& place = places[part];
-    const int64_t at = row + kRows * tile, last = row + count - 1, begin = place.first;
-    F most_scale = _mm512_setzero_ps();  // of rows
+    const int64_t at = row + kRows * tile, last = min64(at + kRows, row + count) - 1, begin = place.first;
+    I most_bits = _mm512_setzero_si512();  // of rows
     for (int64_t b = 0; b < place.count; b += 16) {
       F values[16];
-      load_scales(at, min64(at + kRows - 1, last), begin + b, place.count - b, values);
+      load_scales(at, last, begin + b, place.count - b, values);
 #pragma GCC unroll 16
       for (int64_t i = 0; i < kRows; ++i) _mm512_storeu_ps(scales + i * kMostBlocks + b, values[i]);
-      Avx512::transpose(values);
-      if (!scaled_in_blocks) factor = _mm512_mul_ps(values[0], _mm512_set1_ps(integer));
-      const I magnitude = _mm512_set1_epi32(0x7fffffff);
-      I most_bits = _mm512_castps_si512(most_scale);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) most_bits = _mm512_max_epu32(most_bits, _mm512_and_si512(_mm512_castps_si512(values[i]), magnitude));
-      most_scale = _mm512_castsi512_ps(most_bits);
+      for (int64_t i = 0; i < (p.zero_point == nullptr ? 0 : kRows); ++i) {
+        float* zero = zeros + i * kMostBlocks + b;
+        unpack_zero_points(p, min64(at + i, last), begin + b, begin + min64(b + 16, place.count), zero);
+        const F from = _mm512_loadu_ps(zero), above = _mm512_sub_ps(_mm512_set1_ps(high), from), below = _mm512_sub_ps(from, _mm512_set1_ps(low));
+        values[i] = _mm512_mul_ps(values[i], _mm512_max_ps(above, below));
+      }
+      most_bits = _mm512_max_epu32(most_bits, largest_in_rows(values));
     }
-    const F range = _mm512_mul_ps(most_scale, _mm512_set1_ps(most));
-    const __mmask16 some = _mm512_cmp_ps_mask(most_scale, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-    const __mmask16 ordinary = _mm512_mask_cmp_ps_mask(some, range, _mm512_set1_ps(1 / kRangeOfW), _CMP_GE_OQ) & _mm512_cmp_ps_mask(range, _mm512_set1_ps(kRangeOfW), _CMP_LE_OQ);
-    odd[tile] |= some & static_cast<__mmask16>(~ordinary);
-    if (!scaled_in_blocks) {
-      int32_t zeros[16] = {0};
-      for (int64_t i = 0; i < (p.zero_point == nullptr ? 0 : kRows); ++i) unpack_zero_points(p, min64(at + i, last), 0, 1, zeros + i);
-      zero = _mm512_loadu_si512(zeros);
-      return;
-    }
-    factor = _mm512_mul_ps(most_scale, _mm512_set1_ps(integer));
+    const F largest = _mm512_mul_ps(_mm512_castsi512_ps(most_bits), _mm512_set1_ps(p.zero_point == nullptr ? most : 1));
+    const __mmask16 ordinary = see(tile, largest);
+    factor = _mm512_mul_ps(largest, _mm512_set1_ps(1 / largest_of(kDigits)));
     alignas(64) float inverse[16];
-    _mm512_store_ps(inverse, _mm512_maskz_div_ps(ordinary, _mm512_set1_ps(1 / integer), most_scale));
+    _mm512_store_ps(inverse, _mm512_maskz_div_ps(ordinary, _mm512_set1_ps(largest_of(kDigits)), largest));
     for (int64_t i = 0; i < kRows; ++i)
       for (int64_t b = 0; b < place.count; b += 16)
         _mm512_storeu_ps(scales + i * kMostBlocks + b, _mm512_mul_ps(_mm512_loadu_ps(scales + i * kMostBlocks + b), _mm512_set1_ps(inverse[i])));
-    if (p.zero_point == nullptr) return;
-    for (int64_t i = 0; i < kRows; ++i) {
-      float* out = less + i * kMostBlocks;
-      unpack_zero_points(p, min64(at + i, last), begin, begin + place.count, out);
-      for (int64_t b = 0; b < place.count; ++b) out[b] *= scales[i * kMostBlocks + b];
-    }
   }
 
   // What multiplying these codes of 16 rows reads, if it is fetched in so many steps.
@@ -808,18 +867,15 @@ struct Unit {
   // memory as whole segments do is copied, a byte for each code.
   const uint8_t* decode(int64_t tile, int64_t first, int64_t last, int64_t chunk, int64_t* w_row, int64_t* w_next) {
     const int64_t segment = 512 / p.bits, steps = div_up(last - first, 64), real = min64(count - kRows * tile, kRows);
-    Codes a = {p.codes + (row + kRows * tile) * p.words + first * p.bits / 8, p.words, real - 1, steps, scales, less, places[chunk / kSpan].block + (first - chunk) / 16, decoded};
+    Codes a = {p.codes + (row + kRows * tile) * p.words + first * p.bits / 8, p.words, real - 1, steps, scales, zeros, places[chunk / kSpan].block + (first - chunk) / 16, decoded};
     const bool direct = first + round_up(last - first, segment) <= p.k;
     if (!direct) {
       const Integers raw = {};
-      memset(bytes, 0, kRows * kSpan);
+      memset(bytes, 0, kRows * kMostPiece);
       for (int64_t i = 0; i < real; ++i)
-        for (int64_t k = first; k < last; k += kStep / 2) {
-          const int64_t end = min64(k + kStep / 2, last);
-          memcpy(bytes + i * kSpan + k - first, some_codes(p, raw, row + kRows * tile + i, k, end, room), end - k);
-        }
+        memcpy(bytes + i * kMostPiece, some_codes(p, raw, row + kRows * tile + i, first, last, room), last - first);
       a.from = bytes;
-      a.stride = kSpan;
+      a.stride = kMostPiece;
     }
     *w_row = 64;
     *w_next = d.w_digits * kTile;
@@ -845,8 +901,8 @@ struct Unit {
   template <int kBits>
   void scaled(const Codes& a) const {
     const int64_t size = p.blocks <= 1 ? 64 : p.block_size;
-    if (p.zero_point != nullptr) return size % 64 == 0 ? decode_scaled<kBits, 1, true>(p, a) : decode_scaled<kBits, 4, true>(p, a);
-    size % 64 == 0 ? decode_scaled<kBits, 1, false>(p, a) : size % 32 == 0 ? decode_scaled<kBits, 2, false>(p, a) : decode_scaled<kBits, 4, false>(p, a);
+    if (p.zero_point != nullptr) return size % 64 == 0 ? decode_scaled<kBits, 1, true>(a, values) : decode_scaled<kBits, 4, true>(a, values);
+    size % 64 == 0 ? decode_scaled<kBits, 1, false>(a, values) : size % 32 == 0 ? decode_scaled<kBits, 2, false>(a, values) : decode_scaled<kBits, 4, false>(a, values);
   }
 };
 
@@ -872,11 +928,15 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   const auto bytes = [&](int64_t at) { return reinterpret_cast<uint8_t*>(own + at); };
   const auto floats = [&](int64_t at) { return reinterpret_cast<float*>(own + at); };
   const bool scaled = d.kind == kScaled || d.kind == kFloats;
-  const float most = most_of(p), integer = d.w_digits == 1 ? 1.0f / static_cast<float>(integer_factor(p)) : d.kind == kLookUp ? 1 / integers_in_one(p) : most / largest_of(kDigits);
-  Unit u = {p, d, first_row(&p, batch) + first, count, reinterpret_cast<const uint8_t*>(shared), _mm512_setzero_si512(), most,
+  const float low = reach_of(p).low, high = reach_of(p).high, most = most_of(p);
+  const float integer = d.w_digits == 1 ? 1.0f / static_cast<float>(integer_factor(p)) : d.kind == kLookUp ? 1 / integers_in_one(p) : 0;
+  Unit u = {p, d, first_row(&p, batch) + first, count, reinterpret_cast<const uint8_t*>(shared), _mm512_setzero_si512(), _mm512_setzero_ps(), low, high, most,
             bytes(room.decoded), bytes(room.bytes), bytes(room.unpacked), floats(room.scales), floats(room.scales) + kRows * kMostBlocks,
             reinterpret_cast<const Place*>(shared + kTables), (p.selected == nullptr ? p.batch : p.stack) * p.n * p.blocks, scaled, integer, {}, {}, {}};
   if (d.w_digits == 1) u.table = integers_table(p, integer_factor(p));
+  alignas(64) float values[16];
+  for (int i = 0; i < 16; ++i) values[i] = p.table[i & ((1 << min64(p.bits, 4)) - 1)];
+  u.values = _mm512_load_ps(values);
   int32_t(*results)[256] = reinterpret_cast<int32_t(*)[256]>(own + room.results);
   float* sums = floats(room.sums);
   const Functions f = functions_of(d);
@@ -890,9 +950,9 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   a.results = results;
   for (int64_t group = 0; group < tiles; group += d.together) {
     for (int64_t part = 0; part < d.parts; ++part) {
-      const int64_t k = part * kSpan, end = min64(k + kSpan, p.k), size = max64(kPiece, 512 / p.bits);
+      const int64_t k = part * kSpan, end = min64(k + kSpan, p.k), size = piece_of(p);
       for (int64_t tile = group; tile < min64(group + d.together, tiles); ++tile) {
-        u.fetch(tile, part);
+        scaled ? u.fetch(tile, part) : u.fetch_rows(tile);
         if (d.together > 1) {
           next = u.lines_of(tile + 1, k, end, panels * kSteps);
         } else if (part == 0) {
@@ -907,17 +967,18 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
           a.last = panels > 1 || to == end;
           for (int64_t j = 0; j < panels; ++j) {
             const Head* head = reinterpret_cast<const Head*>(x + j * d.packed + head_at(d, part));
-            a.start = d.w_digits == 1 && from == k ? head : nullptr;
+            a.sums = panels > 1 ? head->pieces + (from - k) / size : &head->chunk;
             a.x = reinterpret_cast<const uint8_t*>(head + 1) + (from - k) / 64 * d.x_digits * kTile;
             f.multiply(p, a, next, pending);
             if (!a.last) continue;
             const int64_t m = kRows * (panel + j), n = kRows * tile;
             pending.done = 0;
             pending.results = a.results;
-            pending.head = head;
+            pending.x_scale = head->scale;
+            pending.x_sums = a.sums;
             _mm512_storeu_ps(pending.factor, _mm512_mul_ps(u.factor, _mm512_set1_ps(power)));
             _mm512_storeu_si512(pending.zero, u.zero);
-            pending.zeros = d.w_digits == 1 && p.zero_point != nullptr && (panels == 1 || from == k);
+            pending.zeros = d.w_digits == 1 && p.zero_point != nullptr;
             pending.sums = sums + ((tile - group) * panels + j) * 256;
             pending.first = part == 0 && (panels == 1 || from == k);
             pending.last = to == p.k;

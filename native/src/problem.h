@@ -28,12 +28,6 @@ enum ScaleKind {
 // What codes of eight bits stand for, where there is something faster than looking them up.
 enum ValueKind { kValueTable = 0, kValueInteger = 1, kValueE4M3 = 2, kValueE5M2 = 3 };
 
-// How exact a float32 product must be.
-enum Precision {
-  kExact = 0,      // as exact as XLA's own float32 product
-  kThreeTerms = 1  // three products of bfloat16 are enough
-};
-
 // Codes that share a byte stand a plane apart: byte `j` of a segment of 64 bytes holds code `j` of each of `8 / bits`
 // planes of 64 codes, plane 0 in the low bits. A last, shorter segment is split into equal planes the same way.
 enum { kPlane = 64 };
@@ -64,7 +58,6 @@ typedef struct Problem {
   int32_t scale_kind;  // ScaleKind
   int32_t x_type;      // FloatType
   int32_t transpose;   // 0 or 1
-  int32_t precision;   // Precision
   int32_t clip;        // when decoding, whether results are clipped to the finite range of their type
 } Problem;
 

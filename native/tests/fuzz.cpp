@@ -171,7 +171,6 @@ Made make(Random& random) {
   p.scale_kind = static_cast<int>(below(random, 7));
   p.x_type = static_cast<int>(below(random, 3));
   p.transpose = coin(random, 30);
-  p.precision = coin(random, 20) ? kThreeTerms : kExact;
   const bool x_turned = coin(random, 30), y_turned = coin(random, 30), zeros = coin(random, 30), rows = coin(random, 20);
   const int64_t inner = p.transpose ? p.n : p.k, outer = p.transpose ? p.k : p.n;
   // Rows may be further apart than they are long.
@@ -289,10 +288,9 @@ Made make(Random& random) {
   for (size_t i = 0; i < plain.size(); ++i) made.error += (plain[i] - made.expected[i]) * (plain[i] - made.expected[i]);
   char text[300];
   snprintf(text, sizeof text,
-           "batch %ld of %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d x %d transpose %d zeros %d rows %d turned %d%d precision %d",
+           "batch %ld of %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d x %d transpose %d zeros %d rows %d turned %d%d",
            static_cast<long>(p.batch), selects ? static_cast<long>(p.stack) : 0L, static_cast<long>(p.m),
-           static_cast<long>(p.n), static_cast<long>(p.k), p.bits, p.values, static_cast<long>(p.block_size), p.scale_kind, p.x_type, p.transpose, zeros, rows, x_turned, y_turned,
-           p.precision);
+           static_cast<long>(p.n), static_cast<long>(p.k), p.bits, p.values, static_cast<long>(p.block_size), p.scale_kind, p.x_type, p.transpose, zeros, rows, x_turned, y_turned);
   made.text = text;
   return made;
 }

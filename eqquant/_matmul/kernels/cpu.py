@@ -52,15 +52,13 @@ def matmul(
 ) -> Float[Array, "*batch results of_results"]:
     """Computes the product, for operands that `supports` accepts.
 
-    `precision`: products are as exact as XLA's own in float32, unless it is `"fastest"`. Then three products of
-    bfloat16 are enough.
+    Products are as exact as XLA's own in float32, whatever the precision.
     `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
     so that the transposes of its caller cancel.
     """
-    del target
+    del precision, target
     outer = layout.length if transpose else weight.codes.shape[-2]
-    attributes = {"transpose": transpose, "precision": np.int32(precision == "fastest")}
-    return call_product(native.MATMUL, x, weight, layout, outer, x.dtype, by_columns, **attributes)
+    return call_product(native.MATMUL, x, weight, layout, outer, x.dtype, by_columns, transpose=transpose)
 
 
 def decodes(layout: Layout, dtype: Any) -> str | None:

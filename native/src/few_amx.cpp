@@ -286,7 +286,7 @@ struct Unit {
     const bool one = p.blocks <= 1;
     const int64_t slot = stretch & 1, ratio = one ? 1 : p.block_size / d.grain, group = kStretch * stretch;
     const int64_t first = one ? 0 : group / ratio, end = one ? 1 : min64((group + kStretch - 1) / ratio + 1, p.blocks);
-    const int64_t size = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
+    const int64_t size = scale_bytes(p.scale_kind);
     alignas(64) int32_t blocks[16];
     for (int64_t i = 0, block = 0, within = group - first * ratio; i < kStretch; ++i) {
       blocks[i] = static_cast<int32_t>(min64(block, end - first - 1));

@@ -1,16 +1,20 @@
 // Floats on AMX, as integers.
 //
-// Numbers of x and of the weight become integers of 24 bits: so many parts of the largest of 512 codes of a row. Their three
-// digits of a byte are tiles of their own. Products of digits are exact, and those of one order are added up in one tile of
-// results; orders that are below the last bit are left out, so three digits need six products. This is Ozaki's scheme
-// (https://arxiv.org/abs/2306.11975). It takes half the products that terms of bfloat16 take, and scales of blocks cost
+// Numbers of x and of the weight become integers of 24 bits: so many parts of the largest of 1024 numbers of a row. Their three
+// bytes, digits, are tiles of their own. Products of digits are exact, and those of one order are added up in one tile of
+// results. Orders below the last bit are left out, so three digits need six products. This is Ozaki's scheme
+// (https://arxiv.org/abs/2306.11975). It takes half the time of three terms of bfloat16 each, and scales of blocks cost
 // nothing: they are in the digits. A weight of small integers with one scale for a row has one digit, and three products.
 //
-// What is much smaller than the largest keeps few bits. So x is looked at while it is packed: where the largest of 512
-// numbers stands out, all of x gets another digit; where one is not finite, or very large or small, AVX-512 multiplies. A
-// row of the weight with such a number is AVX-512's as well.
+// Digits of x have a sign. Those of the weight have none: what each is more than it should be is what results begin with.
 //
-// Sixteen rows are decoded and then multiplied, not both at once: that is as fast, since what limits both is L1.
+// What is much smaller than the largest keeps few bits. So x is looked at while it is packed. Where the largest number is more
+// than 16 times the mean, all of x gets a fourth digit; where one is not finite, very large or very small, or many are tiny
+// beside the largest, AVX-512 multiplies. Rows of the weight whose scales are not ordinary, or which hold NaN, are AVX-512's as
+// well. So are few rows of x, transposed products, and blocks that are no multiple of 16.
+//
+// Rows are decoded and then multiplied, 16 at a time. Decoding one step while another is multiplied was not faster: what limits
+// both are loads and stores.
 #include "amx.h"
 #include "avx512.h"
 #include "int8.h"
@@ -22,7 +26,7 @@ using I = __m512i;
 
 constexpr int64_t kTile = 1024;        // bytes
 constexpr int64_t kRows = 16;          // of a tile: of the weight, or of x
-constexpr int64_t kSpan = 1024;       // codes of a row that share the scale of their integers
+constexpr int64_t kSpan = 1024;        // codes of a row that share the scale of their integers
 constexpr int64_t kPiece = 256;        // of them that are decoded at a time: they stay in L1
 constexpr int64_t kMostPiece = 512;    // or those of a whole segment of single bits
 constexpr int64_t kSteps = kSpan / 64;
@@ -33,8 +37,7 @@ constexpr int64_t kFewest = 5;         // rows of x that are worth a tile: with 
 constexpr int64_t kFewestOfMany = 8;
 constexpr int64_t kShort = 256;        // codes of a row, below which a product of floats has few sums to round
 constexpr int64_t kTables = 1024;      // bytes of tables at the start of shared memory
-
-constexpr int kDigits = 3;             // of a weight that is not of integers with one scale
+constexpr int kDigits = 3;             // of a weight that is not of integers with one scale for a row
 
 // How codes become digits.
 enum Kind {
@@ -609,11 +612,10 @@ bool takes(const Problem* problem) {
 
 // The memory of a thread.
 struct Room {
-  int64_t decoded, bytes, unpacked, results, scales, sums, spare, all;
+  int64_t bytes, unpacked, results, scales, sums, spare, all;  // where these are, behind what is decoded
 
   explicit Room(const Detail& d) {
-    decoded = 0;
-    bytes = decoded + kMostPiece / 64 * d.w_digits * kTile;
+    bytes = kMostPiece / 64 * d.w_digits * kTile;
     unpacked = bytes + kRows * kMostPiece;
     results = unpacked + round_up(kStepRoom, 64);
     scales = results + 8 * kTile;
@@ -627,7 +629,7 @@ struct Room {
 Problem one_row(const Problem& p, int64_t batch, int64_t first, int64_t n) {
   Problem q = p;
   const int64_t row = first_row(&p, batch) + n, item = p.x_type == kFloat32 ? 4 : 2;
-  const int64_t size = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
+  const int64_t size = scale_bytes(p.scale_kind);
   q.batch = q.n = 1;
   q.m = min64(kRows, p.m - first);
   q.selected = nullptr;
@@ -649,7 +651,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   Detail d;
   const bool integers = p.blocks <= 1 && integer_factor(p) > 0;
   d.kind = integers ? (p.bits == 8 ? kDirect : kPlain) : p.bits < 8 ? kScaled : p.blocks <= 1 && p.zero_point == nullptr ? kLookUp : kFloats;
-  d.w_digits = integers ? 1 : 3;
+  d.w_digits = integers ? 1 : kDigits;
   d.x_digits = kOneMore || (!integers && (is_wide(p) || p.k < kShort)) ? 4 : 3;
   d.panels = div_up(p.m, kRows);
   d.row_blocks = div_up(d.panels, kUnitPanels);
@@ -727,20 +729,40 @@ bool suits(const Problem*, const Plan* plan, const void* memory) {
 struct Unit {
   const Problem& p;
   const Detail& d;
-  int64_t row, count;         // the first, and how many
-  const uint8_t* tables;
-  I table;                    // of bytes, and of values
-  F values;
-  float low, high, most;      // values of codes, and the largest magnitude
-  uint8_t *decoded, *bytes, *room;
-  float *scales, *zeros;      // of 16 rows and the blocks of a chunk
-  const Place* places;        // of chunks
-  int64_t all_scales;         // of the whole weight
-  bool scaled_in_blocks;      // whether scales are in digits
-  float integer;              // what one is if the scale of its row is 1
-  F factor;                   // what an integer of a row is
-  I zero;                     // what codes of a row are less, if they are digits
-  uint32_t odd[kUnitRows / kRows];  // rows that are not ordinary
+  const int64_t row, count;          // the first, and how many
+  const uint8_t* const tables;       // of 256
+  const Place* const places;         // of chunks
+  uint8_t *const decoded, *const bytes, *const room;
+  float *const scales, *const zeros;  // of 16 rows and the blocks of a chunk
+  const int64_t all_scales;          // of the whole weight
+  const Reach reach;                 // of values of codes
+  const float most;                  // the largest magnitude, zero points too
+  float integer = 0;                 // what one is if the scale of its row is 1
+  I table = _mm512_setzero_si512();  // of bytes
+  F values;                          // the table, again and again
+  F factor = _mm512_setzero_ps();    // what an integer of a row is
+  I zero = _mm512_setzero_si512();   // what codes of a row are less, if they are digits
+  uint32_t odd[kUnitRows / kRows] = {0};  // rows that are not ordinary
+
+  Unit(const Problem& p, const Detail& d, int64_t batch, int64_t first, int64_t count, const char* shared, char* own)
+      : p(p), d(d), row(first_row(&p, batch) + first), count(count), tables(reinterpret_cast<const uint8_t*>(shared)),
+        places(reinterpret_cast<const Place*>(shared + kTables)), decoded(reinterpret_cast<uint8_t*>(own)),
+        bytes(decoded + Room(d).bytes), room(decoded + Room(d).unpacked), scales(reinterpret_cast<float*>(own + Room(d).scales)),
+        zeros(scales + kRows * kMostBlocks), all_scales((p.selected == nullptr ? p.batch : p.stack) * p.n * p.blocks),
+        reach(reach_of(p)), most(most_of(p)) {
+    if (d.w_digits == 1) {
+      const int64_t factor = integer_factor(p);
+      integer = 1.0f / static_cast<float>(factor);
+      table = integers_table(p, factor);
+    }
+    if (d.kind == kLookUp) integer = 1 / integers_in_one(p);
+    alignas(64) float some[16];
+    for (int i = 0; i < 16; ++i) some[i] = p.table[i & ((1 << min64(p.bits, 4)) - 1)];
+    values = _mm512_load_ps(some);
+  }
+
+  // Whether scales are in digits.
+  bool in_blocks() const { return d.kind == kScaled || d.kind == kFloats; }
 
   // The largest magnitude in each of 16 vectors.
   EQQ_INLINE I largest_in_rows(const F* rows) {
@@ -761,7 +783,7 @@ struct Unit {
   // Sixteen scales of 16 rows, of which `some` are real.
   template <int kKind>
   EQQ_INLINE void load_scales(const Problem& p, int64_t first, int64_t last, int64_t block, __mmask16 some, F* out) {
-    const int64_t width = kKind == kScaleFloat32 ? 4 : kKind <= kScaleBFloat16 ? 2 : 1;
+    const int64_t width = scale_bytes(kKind);
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kRows; ++i) {
       const int64_t row = min64(first + i, last);
@@ -801,7 +823,7 @@ struct Unit {
   // The scales of 16 rows that have one each, and their zero points.
   void fetch_rows(int64_t tile) {
     const int64_t at = row + kRows * tile, last = min64(at + kRows, row + count) - 1;
-    const int64_t width = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
+    const int64_t width = scale_bytes(p.scale_kind);
     F values;
     if (at + kRows <= all_scales) {
       values = Kernels<Avx512>::some_scales(p.scale_kind, static_cast<const uint8_t*>(p.scale) + at * width);
@@ -833,7 +855,7 @@ struct Unit {
       for (int64_t i = 0; i < (p.zero_point == nullptr ? 0 : kRows); ++i) {
         float* zero = zeros + i * kMostBlocks + b;
         unpack_zero_points(p, min64(at + i, last), begin + b, begin + min64(b + 16, place.count), zero);
-        const F from = _mm512_loadu_ps(zero), above = _mm512_sub_ps(_mm512_set1_ps(high), from), below = _mm512_sub_ps(from, _mm512_set1_ps(low));
+        const F from = _mm512_loadu_ps(zero), above = _mm512_sub_ps(_mm512_set1_ps(reach.high), from), below = _mm512_sub_ps(from, _mm512_set1_ps(reach.low));
         values[i] = _mm512_mul_ps(values[i], _mm512_max_ps(above, below));
       }
       most_bits = _mm512_max_epu32(most_bits, largest_in_rows(values));
@@ -851,13 +873,13 @@ struct Unit {
   // What multiplying these codes of 16 rows reads, if it is fetched in so many steps.
   Next lines_of(int64_t tile, int64_t first, int64_t last, int64_t steps) const {
     const int64_t at = row + kRows * tile, rows = min64(count - kRows * tile, kRows);
-    const int64_t width = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
+    const int64_t width = scale_bytes(p.scale_kind);
     const int64_t begin = places[first / kSpan].first, end = places[(last - 1) / kSpan].first + places[(last - 1) / kSpan].count;
     Next next;
     if (rows <= 0 || d.kind == kDirect) return next;
     next.codes = {reinterpret_cast<const char*>(p.codes) + at * p.words + first * p.bits / 8, p.words, (last - first) * p.bits / 8, rows, 0, 0, 0};
     next.codes.lines = div_up(div_up(next.codes.bytes, 64) * rows, steps);
-    if (!scaled_in_blocks) return next;
+    if (!in_blocks()) return next;
     next.scales = {static_cast<const char*>(p.scale) + (at * p.blocks + begin) * width, p.blocks * width, (end - begin) * width, rows, 0, 0, 0};
     next.scales.lines = div_up(div_up(next.scales.bytes, 64) * rows, steps);
     return next;
@@ -925,20 +947,9 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   const int64_t first = at * d.rows, count = min64(d.rows, p.n - first), tiles = div_up(count, kRows);
   const int64_t panel = block * kUnitPanels, panels = min64(kUnitPanels, d.panels - panel);
   const char* x = shared + x_at(d) + (batch * d.panels + panel) * d.packed;
-  const auto bytes = [&](int64_t at) { return reinterpret_cast<uint8_t*>(own + at); };
-  const auto floats = [&](int64_t at) { return reinterpret_cast<float*>(own + at); };
-  const bool scaled = d.kind == kScaled || d.kind == kFloats;
-  const float low = reach_of(p).low, high = reach_of(p).high, most = most_of(p);
-  const float integer = d.w_digits == 1 ? 1.0f / static_cast<float>(integer_factor(p)) : d.kind == kLookUp ? 1 / integers_in_one(p) : 0;
-  Unit u = {p, d, first_row(&p, batch) + first, count, reinterpret_cast<const uint8_t*>(shared), _mm512_setzero_si512(), _mm512_setzero_ps(), low, high, most,
-            bytes(room.decoded), bytes(room.bytes), bytes(room.unpacked), floats(room.scales), floats(room.scales) + kRows * kMostBlocks,
-            reinterpret_cast<const Place*>(shared + kTables), (p.selected == nullptr ? p.batch : p.stack) * p.n * p.blocks, scaled, integer, {}, {}, {}};
-  if (d.w_digits == 1) u.table = integers_table(p, integer_factor(p));
-  alignas(64) float values[16];
-  for (int i = 0; i < 16; ++i) values[i] = p.table[i & ((1 << min64(p.bits, 4)) - 1)];
-  u.values = _mm512_load_ps(values);
+  Unit u(p, d, batch, first, count, shared, own);
   int32_t(*results)[256] = reinterpret_cast<int32_t(*)[256]>(own + room.results);
-  float* sums = floats(room.sums);
+  float* sums = reinterpret_cast<float*>(own + room.sums);
   const Functions f = functions_of(d);
   // What a product of the lowest digits stands for, if their order is the last.
   float power = 1;
@@ -952,7 +963,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
     for (int64_t part = 0; part < d.parts; ++part) {
       const int64_t k = part * kSpan, end = min64(k + kSpan, p.k), size = piece_of(p);
       for (int64_t tile = group; tile < min64(group + d.together, tiles); ++tile) {
-        scaled ? u.fetch(tile, part) : u.fetch_rows(tile);
+        u.in_blocks() ? u.fetch(tile, part) : u.fetch_rows(tile);
         if (d.together > 1) {
           next = u.lines_of(tile + 1, k, end, panels * kSteps);
         } else if (part == 0) {

@@ -204,7 +204,7 @@ struct Kernels {
   static void decode_scales(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
     const int64_t count = last - first, at = row * p.blocks + first;
     const F factor = V::broadcast(p.row_scale ? p.row_scale[row] : 1.0f);
-    const int size = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
+    const int64_t size = scale_bytes(p.scale_kind);
     const uint8_t* bits = static_cast<const uint8_t*>(p.scale) + at * size;
     int64_t i = 0;
     for (; i + L <= count; i += L) V::store(out + i, V::mul(some_scales(p.scale_kind, bits + i * size), factor));

@@ -42,7 +42,7 @@ const char* check_problem(const Problem& p, char* text, size_t room) {
                 product(p.batch, p.m, outer) >= 0 && product(p.m + 64, inner + 1024, 4 * (p.batch + 1)) >= 0,
             "the product is too large");
   const int64_t item = p.x_type == kFloat32 ? 4 : 2;
-  const int64_t scale = p.scale_kind == kScaleFloat32 ? 4 : p.scale_kind <= kScaleBFloat16 ? 2 : 1;
+  const int64_t scale = scale_bytes(p.scale_kind);
   EQQ_CHECK(p.table != nullptr && !misaligned(p.table, 4), "the table is missing or misaligned");
   EQQ_CHECK(p.selected == nullptr || p.batch == 0 || p.stack > 0, "nothing can be selected from an empty stack");
   const bool some = p.batch > 0 && p.n > 0 && p.k > 0;

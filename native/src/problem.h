@@ -25,6 +25,8 @@ enum ScaleKind {
   kScaleUE4M4 = 6,
 };
 
+static inline int64_t scale_bytes(int kind) { return kind == kScaleFloat32 ? 4 : kind <= kScaleBFloat16 ? 2 : 1; }
+
 // What codes of eight bits stand for, where there is something faster than looking them up.
 enum ValueKind { kValueTable = 0, kValueInteger = 1, kValueE4M3 = 2, kValueE5M2 = 3 };
 

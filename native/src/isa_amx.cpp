@@ -28,7 +28,7 @@ constexpr int64_t kTile = 1024;        // bytes
 constexpr int64_t kRows = 16;          // of a tile: of the weight, or of x
 constexpr int64_t kSpan = 1024;        // codes of a row that share the scale of their integers
 constexpr int64_t kPiece = 256;        // of them that are decoded at a time: they stay in L1
-constexpr int64_t kMostPiece = 512;    // or those of a whole segment of single bits
+constexpr int64_t kMostPiece = 512;    // or those of one digit, or of a segment of single bits
 constexpr int64_t kSteps = kSpan / 64;
 constexpr int64_t kMostBlocks = 80;    // of a chunk, and room to write more
 constexpr int64_t kUnitRows = 512;     // of the weight in a unit, at most
@@ -84,7 +84,7 @@ constexpr int32_t kMore = 128;
 constexpr float kAllMore = kMore * (65536 + 256 + 1);
 
 // Codes of a row that are decoded at a time: whole segments.
-EQQ_INLINE int64_t piece_of(const Problem& p) { return max64(kPiece, 512 / p.bits); }
+EQQ_INLINE int64_t piece_of(const Problem& p, const Detail& d) { return d.w_digits == 1 ? kMostPiece : max64(kPiece, 512 / p.bits); }
 EQQ_INLINE int64_t head_at(const Detail& d, int64_t chunk) { return chunk * (static_cast<int64_t>(sizeof(Head)) + kSteps * d.x_digits * kTile); }
 EQQ_INLINE int64_t x_at(const Detail& d) { return kTables + d.parts * static_cast<int64_t>(sizeof(Place)); }
 EQQ_INLINE bool is_ordinary(float most, float range) { return most == 0 || (most >= 1 / range && most <= range); }
@@ -213,8 +213,8 @@ bool pack(const Problem& p, const Detail& d, int64_t at, int64_t rows, int64_t f
         sums[digit] = _mm512_dpbusd_epi32(sums[digit], ones, codes);
       }
     }
-    if ((k + 16) % piece_of(p) > 0 && k + 16 < round_up(count, 64)) continue;
-    keep_sums(p, d, sums, head->pieces[k / piece_of(p)]);
+    if ((k + 16) % piece_of(p, d) > 0 && k + 16 < round_up(count, 64)) continue;
+    keep_sums(p, d, sums, head->pieces[k / piece_of(p, d)]);
 #pragma GCC unroll 4
     for (int digit = 0; digit < 4; ++digit) {
       all[digit] = _mm512_add_epi32(all[digit], sums[digit]);
@@ -961,7 +961,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   a.results = results;
   for (int64_t group = 0; group < tiles; group += d.together) {
     for (int64_t part = 0; part < d.parts; ++part) {
-      const int64_t k = part * kSpan, end = min64(k + kSpan, p.k), size = piece_of(p);
+      const int64_t k = part * kSpan, end = min64(k + kSpan, p.k), size = piece_of(p, d);
       for (int64_t tile = group; tile < min64(group + d.together, tiles); ++tile) {
         u.in_blocks() ? u.fetch(tile, part) : u.fetch_rows(tile);
         if (d.together > 1) {

@@ -70,7 +70,7 @@ struct Sums {
   int32_t start[4][16];  // what results begin with, since digits of the weight have no sign
 };
 
-// What a chunk of a panel begins with; tiles of digits follow.
+// What is known of a chunk of a panel.
 struct alignas(64) Head {
   float scale[16];  // of a row
   Sums chunk, pieces[kSpan / kPiece];
@@ -85,8 +85,19 @@ constexpr float kAllMore = kMore * (65536 + 256 + 1);
 
 // Codes of a row that are decoded at a time: whole segments.
 EQQ_INLINE int64_t piece_of(const Problem& p, const Detail& d) { return d.w_digits == 1 ? kMostPiece : max64(kPiece, 512 / p.bits); }
-EQQ_INLINE int64_t head_at(const Detail& d, int64_t chunk) { return chunk * (static_cast<int64_t>(sizeof(Head)) + kSteps * d.x_digits * kTile); }
-EQQ_INLINE int64_t x_at(const Detail& d) { return kTables + d.parts * static_cast<int64_t>(sizeof(Place)); }
+
+// Shared memory: tables, places, heads, and tiles of x. The panels of a unit lie side by side for each piece, in the order in
+// which they are read.
+EQQ_INLINE int64_t heads_at(const Detail& d) { return kTables + d.parts * static_cast<int64_t>(sizeof(Place)); }
+EQQ_INLINE int64_t head_of(const Detail& d, int64_t batch, int64_t panel, int64_t chunk) {
+  return heads_at(d) + ((batch * d.panels + panel) * d.parts + chunk) * static_cast<int64_t>(sizeof(Head));
+}
+EQQ_INLINE int64_t x_at(const Problem& p, const Detail& d) { return head_of(d, p.batch, 0, 0); }
+EQQ_INLINE int64_t piece_at(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first) {
+  const int64_t block = panel / kUnitPanels * kUnitPanels, panels = min64(kUnitPanels, d.panels - block);
+  const int64_t steps = min64(div_up(p.k - first, 64), piece_of(p, d) / 64);
+  return x_at(p, d) + (batch * d.panels + block) * d.packed + (panels * (first / 64) + (panel - block) * steps) * d.x_digits * kTile;
+}
 EQQ_INLINE bool is_ordinary(float most, float range) { return most == 0 || (most >= 1 / range && most <= range); }
 constexpr float kRangeOfX = 0x1p64f, kRangeOfW = 0x1p96f;
 
@@ -177,10 +188,10 @@ void keep_sums(const Problem& p, const Detail& d, const I* sums, Sums& out) {
 
 // Packs a chunk of 16 rows of x. Whether it can be multiplied so.
 template <int kX>
-bool pack(const Problem& p, const Detail& d, int64_t at, int64_t rows, int64_t first, char* out) {
-  const int64_t count = min64(kSpan, p.k - first);
-  Head* head = reinterpret_cast<Head*>(out);
-  uint8_t* tiles = reinterpret_cast<uint8_t*>(head + 1);
+bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first, char* shared) {
+  const int64_t count = min64(kSpan, p.k - first), size = piece_of(p, d);
+  const int64_t at = batch * p.x_batch + kRows * panel * p.x_row, rows = min64(kRows, p.m - kRows * panel);
+  Head* head = reinterpret_cast<Head*>(shared + head_of(d, batch, panel, first / kSpan));
   F scale, inverse;
   if (!scales_of(p, at, first, count, rows, kX, &scale, &inverse)) return false;
   _mm512_store_ps(head->scale, scale);
@@ -189,7 +200,7 @@ bool pack(const Problem& p, const Detail& d, int64_t at, int64_t rows, int64_t f
   for (int64_t k = 0; k < round_up(count, 64); k += 16) {
     F values[16];
     square(p, at, first + k, min64(16, count - k), rows, values);
-    uint8_t* to = tiles + k / 64 * kX * kTile + k % 64 * 16;
+    uint8_t* to = reinterpret_cast<uint8_t*>(shared) + piece_at(p, d, batch, panel, first + k / size * size) + k % size / 64 * kX * kTile + k % 64 * 16;
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j, to += 64) {
       I digits[4];  // in each quarter the low digits of four rows, then the next ones
@@ -213,8 +224,8 @@ bool pack(const Problem& p, const Detail& d, int64_t at, int64_t rows, int64_t f
         sums[digit] = _mm512_dpbusd_epi32(sums[digit], ones, codes);
       }
     }
-    if ((k + 16) % piece_of(p, d) > 0 && k + 16 < round_up(count, 64)) continue;
-    keep_sums(p, d, sums, head->pieces[k / piece_of(p, d)]);
+    if ((k + 16) % size > 0 && k + 16 < round_up(count, 64)) continue;
+    keep_sums(p, d, sums, head->pieces[k / size]);
 #pragma GCC unroll 4
     for (int digit = 0; digit < 4; ++digit) {
       all[digit] = _mm512_add_epi32(all[digit], sums[digit]);
@@ -656,7 +667,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.panels = div_up(p.m, kRows);
   d.row_blocks = div_up(d.panels, kUnitPanels);
   d.parts = div_up(p.k, kSpan);
-  d.packed = head_at(d, d.parts);
+  d.packed = div_up(p.k, 64) * d.x_digits * kTile;
   int64_t rows = div_up(p.n * p.batch * d.row_blocks, (d.panels > 1 ? 4 : 16) * threads);
   rows = max64(rows, (int64_t{1} << 18) / (p.m * p.k));
   d.rows = min64(round_up(min64(rows, p.n), kRows), kUnitRows);
@@ -667,7 +678,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   kMatmulAvx512Vbmi.plan(&one, 1, &spare);
   d.spare = round_up(spare.shared_bytes, 64) + spare.own_bytes;
   out->parts = p.batch * d.panels * d.parts;
-  out->shared_bytes = x_at(d) + p.batch * d.panels * d.packed + round_up(out->parts, 64);
+  out->shared_bytes = x_at(p, d) + p.batch * d.panels * d.packed + round_up(out->parts, 64);
   out->units = p.batch * d.row_blocks * d.chunks;
   out->own_bytes = round_up(Room(d).all, 64);
   // So few rows at a time that packed x stays in the cache, yet units for all threads.
@@ -714,8 +725,7 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   const int64_t chunk = part % d.parts, panel = part / d.parts % d.panels, batch = part / d.parts / d.panels;
   if (part < d.parts) find_blocks(p, chunk * kSpan, reinterpret_cast<Place*>(shared + kTables) + chunk);
   const auto pack_digits = d.x_digits == 4 ? pack<4> : pack<3>;
-  char* out = shared + x_at(d) + (batch * d.panels + panel) * d.packed + head_at(d, chunk);
-  shared[flags_at(plan) + part] = pack_digits(p, d, batch * p.x_batch + kRows * panel * p.x_row, min64(kRows, p.m - kRows * panel), chunk * kSpan, out);
+  shared[flags_at(plan) + part] = pack_digits(p, d, batch, panel, chunk * kSpan, shared);
 }
 
 bool suits(const Problem*, const Plan* plan, const void* memory) {
@@ -946,7 +956,6 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   const int64_t at = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
   const int64_t first = at * d.rows, count = min64(d.rows, p.n - first), tiles = div_up(count, kRows);
   const int64_t panel = block * kUnitPanels, panels = min64(kUnitPanels, d.panels - panel);
-  const char* x = shared + x_at(d) + (batch * d.panels + panel) * d.packed;
   Unit u(p, d, batch, first, count, shared, own);
   int32_t(*results)[256] = reinterpret_cast<int32_t(*)[256]>(own + room.results);
   float* sums = reinterpret_cast<float*>(own + room.sums);
@@ -976,10 +985,10 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
           // Results of one panel stay in tiles as long as their scales are the same.
           a.first = panels > 1 || from == k;
           a.last = panels > 1 || to == end;
-          for (int64_t j = 0; j < panels; ++j) {
-            const Head* head = reinterpret_cast<const Head*>(x + j * d.packed + head_at(d, part));
+          a.x = reinterpret_cast<const uint8_t*>(shared) + piece_at(p, d, batch, panel, from);
+          for (int64_t j = 0; j < panels; ++j, a.x += a.steps * d.x_digits * kTile) {
+            const Head* head = reinterpret_cast<const Head*>(shared + head_of(d, batch, panel + j, part));
             a.sums = panels > 1 ? head->pieces + (from - k) / size : &head->chunk;
-            a.x = reinterpret_cast<const uint8_t*>(head + 1) + (from - k) / 64 * d.x_digits * kTile;
             f.multiply(p, a, next, pending);
             if (!a.last) continue;
             const int64_t m = kRows * (panel + j), n = kRows * tile;

@@ -28,7 +28,7 @@ constexpr int64_t kTile = 1024;        // bytes
 constexpr int64_t kRows = 16;          // of a tile: of the weight, or of x
 constexpr int64_t kSpan = 1024;        // codes of a row that share the scale of their integers
 constexpr int64_t kPiece = 256;        // of them that are decoded at a time: they stay in L1
-constexpr int64_t kMostPiece = 512;    // or those of one digit, or of a segment of single bits
+constexpr int64_t kMostPiece = 512;    // of one digit, of whole rows, or of a segment of single bits
 constexpr int64_t kSteps = kSpan / 64;
 constexpr int64_t kMostBlocks = 80;    // of a chunk, and room to write more
 constexpr int64_t kUnitRows = 512;     // of the weight in a unit, at most
@@ -84,7 +84,7 @@ constexpr int32_t kMore = 128;
 constexpr float kAllMore = kMore * (65536 + 256 + 1);
 
 // Codes of a row that are decoded at a time: whole segments.
-EQQ_INLINE int64_t piece_of(const Problem& p, const Detail& d) { return d.w_digits == 1 ? kMostPiece : max64(kPiece, 512 / p.bits); }
+EQQ_INLINE int64_t piece_of(const Problem& p, const Detail& d) { return d.w_digits == 1 || p.k <= kMostPiece ? kMostPiece : max64(kPiece, 512 / p.bits); }
 
 // Shared memory: tables, places, heads, and tiles of x. The panels of a unit lie side by side for each piece, in the order in
 // which they are read.

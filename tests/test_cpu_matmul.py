@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import itertools as it
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 import types
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,6 +197,41 @@ def test_an_outlier_that_meets_zeros(getkey, name, m):
     x = weights(getkey(), (m, 192)).at[:, 5].set(1e7)
     assert np.asarray(q.dequantize()[:, 5] == 0).all()
     check(x, q)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        *it.product(["one of eight", "one of ten that are not zero", "half"], ["nf4", "int8", "mxfp4"]),
+        *it.product(["blocks of the weight"], ["nf4", "mxfp4"]),
+    ],
+)
+def test_numbers_of_very_different_size(getkey, name, kind):
+    """Kernels that take numbers as parts of the largest leave these to others, or take more digits."""
+    k = 8 if kind == "one of eight" else 1024
+    w, x = weights(getkey(), (40, k)), weights(getkey(), (17, k))
+    if kind == "blocks of the weight":
+        w, x = w.at[:, :64].multiply(1e6), x.at[:, :64].set(0)
+    elif kind == "half":
+        w, x = w.at[:, ::2].set(0), x.at[:, ::2].multiply(1e6)
+    else:
+        x = (x if k == 8 else x.at[:, 10:].set(0)).at[:, 5].set(1e9)
+        w = w.at[:, 5].set(0)
+    check(x, eqq.quantize(w, FORMATS[name].format))
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["ternary", "nf4", "fp8_e4m3"])
+@pytest.mark.parametrize("m", [16, 17, 33])
+def test_a_row_whose_scale_is_infinite(getkey, name, m):
+    """Its results are those of XLA, of a last row alone in its tile too."""
+    q = eqq.quantize(weights(getkey(), (20, 512)), FORMATS[name].format)
+    infinite = jax.lax.bitcast_convert_type(jnp.float32(jnp.inf), q.scale_bits.dtype)
+    q = eqx.tree_at(lambda q: q.scale_bits, q, q.scale_bits.at[3].set(infinite))
+    x = weights(getkey(), (m, 512))
+    y = eqq.matmul(x, q.T, implementation="cpu")
+    assert jnp.isnan(y[:, 3]).all() and jnp.isfinite(jnp.delete(y, 3, 1)).all()
 
 
 @needs_native

@@ -8,10 +8,10 @@
 //
 // Digits of x have a sign. Those of the weight have none: what each is more than it should be is what results begin with.
 //
-// What is much smaller than the largest keeps few bits. So x is looked at while it is packed. Where the largest number is more
-// than 16 times the mean, all of x gets a fourth digit; where one is not finite, very large or very small, or many are tiny
-// beside the largest, AVX-512 multiplies. Rows of the weight whose scales are not ordinary, or which hold NaN, are AVX-512's as
-// well. So are few rows of x, transposed products, and blocks that are no multiple of 16.
+// What is much smaller than the largest keeps few bits. So x is looked at while it is packed, 16 rows of it at a time: a panel.
+// Where a number stands out of 1024, these have a fourth digit; where one is not finite, very large or very small, or most are
+// tiny beside the largest, AVX-512 multiplies the panel. Rows of the weight whose scales are not ordinary, or which hold NaN,
+// are AVX-512's as well. So are few rows of x, transposed products, and blocks that are no multiple of 16.
 //
 // Rows are decoded and then multiplied, 16 at a time. Decoding one step while another is multiplied was not faster: what limits
 // both are loads and stores.
@@ -37,6 +37,7 @@ constexpr int64_t kFewest = 5;         // rows of x that are worth a tile: with 
 constexpr int64_t kFewestOfMany = 8;
 constexpr int64_t kShort = 256;        // codes of a row, below which a product of floats has few sums to round
 constexpr int64_t kTables = 1024;      // bytes of tables at the start of shared memory
+constexpr int kMostDigits = 4;         // of x
 constexpr int kDigits = 3;             // of a weight that is not of integers with one scale for a row
 
 // How codes become digits.
@@ -49,13 +50,13 @@ enum Kind {
 };
 
 struct Detail {
-  int64_t kind, w_digits, x_digits;
+  int64_t kind, w_digits, x_digits;  // these at least
   int64_t rows, chunks;        // of the weight in a unit, and units that they make
   int64_t panels, row_blocks;  // of x, and how many units they make
   int64_t parts;               // chunks of a row of codes
   int64_t together;            // tiles of rows that meet some x in turn
   int64_t packed;              // bytes of a panel of x
-  int64_t spare;               // bytes for rows that AVX-512 multiplies
+  int64_t spare;               // bytes for what AVX-512 multiplies
 };
 
 // Where the blocks of a chunk of a row are: the first, how many, and which has each 16 codes.
@@ -72,7 +73,8 @@ struct Sums {
 
 // What is known of a chunk of a panel.
 struct alignas(64) Head {
-  float scale[16];  // of a row
+  int64_t digits;  // of its numbers; 0 if they must not be digits
+  alignas(64) float scale[16];  // of a row
   Sums chunk, pieces[kSpan / kPiece];
 };
 
@@ -96,10 +98,11 @@ EQQ_INLINE int64_t x_at(const Problem& p, const Detail& d) { return head_of(d, p
 EQQ_INLINE int64_t piece_at(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first) {
   const int64_t block = panel / kUnitPanels * kUnitPanels, panels = min64(kUnitPanels, d.panels - block);
   const int64_t steps = min64(div_up(p.k - first, 64), piece_of(p, d) / 64);
-  return x_at(p, d) + (batch * d.panels + block) * d.packed + (panels * (first / 64) + (panel - block) * steps) * d.x_digits * kTile;
+  return x_at(p, d) + (batch * d.panels + block) * d.packed + (panels * (first / 64) + (panel - block) * steps) * kMostDigits * kTile;
 }
 EQQ_INLINE bool is_ordinary(float most, float range) { return most == 0 || (most >= 1 / range && most <= range); }
 constexpr float kRangeOfX = 0x1p64f, kRangeOfW = 0x1p96f;
+constexpr float kNoScale = 0x1p-120f;  // the largest of a block of zeros, in any kind of scale
 
 //
 // x
@@ -125,54 +128,59 @@ void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows,
   }
 }
 
-// The largest magnitudes, their sum, and how many are not zero: of lanes. The largest of NaN is NaN.
+// The largest magnitudes, sums of squares, and how many numbers are not zero: of lanes. The largest of NaN is NaN.
 struct Magnitudes {
   I most = _mm512_setzero_si512(), count = _mm512_setzero_si512();
-  F sum = _mm512_setzero_ps();
+  F squares = _mm512_setzero_ps();
 
   EQQ_INLINE void see(Magnitudes& a, F value) {
     const I magnitude = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff));
     a.most = _mm512_max_epu32(a.most, magnitude);
-    a.sum = _mm512_add_ps(a.sum, _mm512_castsi512_ps(magnitude));
+    a.squares = _mm512_fmadd_ps(value, value, a.squares);
     a.count = _mm512_sub_epi32(a.count, _mm512_movm_epi32(_mm512_test_epi32_mask(magnitude, magnitude)));
   }
 };
 
-// The scales of 16 rows of a chunk, and what numbers are multiplied by. Whether numbers are ordinary, none of them many times
-// what they are on average.
-bool scales_of(const Problem& p, int64_t at, int64_t first, int64_t count, int64_t rows, int64_t digits, F* scale, F* inverse) {
+// Those of 16 rows of a chunk.
+Magnitudes magnitudes_of(const Problem& p, int64_t at, int64_t first, int64_t count, int64_t rows) {
   Magnitudes all;
-  if (p.x_column == 1) {
-    alignas(64) float sum[16] = {0};
-    alignas(64) uint32_t most[16] = {0};
-    alignas(64) int32_t nonzero[16] = {0};
-    for (int64_t i = 0; i < rows; ++i) {
-      Magnitudes row;
-      for (int64_t k = 0; k < count; k += 16) Magnitudes::see(row, load_some(p.x, p.x_type, at + i * p.x_row + first + k, first_few(count - k)));
-      most[i] = _mm512_reduce_max_epu32(row.most);
-      sum[i] = _mm512_reduce_add_ps(row.sum);
-      nonzero[i] = _mm512_reduce_add_epi32(row.count);
-    }
-    all.most = _mm512_load_si512(most);
-    all.count = _mm512_load_si512(nonzero);
-    all.sum = _mm512_load_ps(sum);
-  } else {
+  if (p.x_column != 1) {
     for (int64_t k = 0; k < count; k += 16) {
       F values[16];
       square(p, at, first + k, min64(16, count - k), rows, values);
       for (int j = 0; j < 16; ++j) Magnitudes::see(all, values[j]);
     }
+    return all;
   }
-  const F most = _mm512_castsi512_ps(all.most), zero = _mm512_setzero_ps();
-  const __mmask16 some = _mm512_cmp_ps_mask(most, zero, _CMP_NEQ_UQ);
-  const F mean = _mm512_div_ps(all.sum, _mm512_cvtepi32_ps(all.count));
-  const __mmask16 ordinary = _mm512_mask_cmp_ps_mask(some, most, _mm512_set1_ps(1 / kRangeOfX), _CMP_GE_OQ) &
-                             _mm512_cmp_ps_mask(most, _mm512_set1_ps(kRangeOfX), _CMP_LE_OQ);
-  const __mmask16 outstanding = digits == 4 ? 0 : _mm512_mask_cmp_ps_mask(some, most, _mm512_mul_ps(mean, _mm512_set1_ps(16)), _CMP_NLE_UQ);
-  const F largest = _mm512_set1_ps(largest_of(digits));
-  *scale = _mm512_div_ps(most, largest);
-  *inverse = _mm512_maskz_div_ps(some, largest, most);
-  return ordinary == some && outstanding == 0;
+  alignas(64) float squares[16] = {0};
+  alignas(64) uint32_t most[16] = {0};
+  alignas(64) int32_t nonzero[16] = {0};
+  for (int64_t i = 0; i < rows; ++i) {
+    Magnitudes row;
+    for (int64_t k = 0; k < count; k += 16) Magnitudes::see(row, load_some(p.x, p.x_type, at + i * p.x_row + first + k, first_few(count - k)));
+    most[i] = _mm512_reduce_max_epu32(row.most);
+    squares[i] = _mm512_reduce_add_ps(row.squares);
+    nonzero[i] = _mm512_reduce_add_epi32(row.count);
+  }
+  all.most = _mm512_load_si512(most);
+  all.count = _mm512_load_si512(nonzero);
+  all.squares = _mm512_load_ps(squares);
+  return all;
+}
+
+// Whether all numbers are finite, and none is very large or very small.
+bool are_ordinary(const Magnitudes& all) {
+  const F most = _mm512_castsi512_ps(all.most);
+  const __mmask16 some = _mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+  return some == (_mm512_mask_cmp_ps_mask(some, most, _mm512_set1_ps(1 / kRangeOfX), _CMP_GE_OQ) &
+                  _mm512_cmp_ps_mask(most, _mm512_set1_ps(kRangeOfX), _CMP_LE_OQ));
+}
+
+// Whether the largest is not many times the root of the mean square, of which errors are to be a small part.
+bool are_near(const Magnitudes& all) {
+  const F most = _mm512_castsi512_ps(all.most), mean = _mm512_div_ps(all.squares, _mm512_cvtepi32_ps(all.count));
+  const __mmask16 some = _mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+  return _mm512_mask_cmp_ps_mask(some, most, _mm512_mul_ps(_mm512_sqrt_ps(mean), _mm512_set1_ps(8)), _CMP_NLE_UQ) == 0;
 }
 
 void keep_sums(const Problem& p, const Detail& d, const I* sums, Sums& out) {
@@ -186,15 +194,15 @@ void keep_sums(const Problem& p, const Detail& d, const I* sums, Sums& out) {
   }
 }
 
-// Packs a chunk of 16 rows of x. Whether it can be multiplied so.
+// Packs a chunk of a panel. Whether its numbers may be so many digits.
 template <int kX>
-bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first, char* shared) {
+bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first, const Magnitudes& magnitudes, char* shared) {
   const int64_t count = min64(kSpan, p.k - first), size = piece_of(p, d);
   const int64_t at = batch * p.x_batch + kRows * panel * p.x_row, rows = min64(kRows, p.m - kRows * panel);
   Head* head = reinterpret_cast<Head*>(shared + head_of(d, batch, panel, first / kSpan));
-  F scale, inverse;
-  if (!scales_of(p, at, first, count, rows, kX, &scale, &inverse)) return false;
-  _mm512_store_ps(head->scale, scale);
+  const F most = _mm512_castsi512_ps(magnitudes.most), largest = _mm512_set1_ps(largest_of(kX));
+  const F inverse = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ), largest, most);
+  _mm512_store_ps(head->scale, _mm512_div_ps(most, largest));
   const I flip = _mm512_set1_epi32(static_cast<int>(0x80808080)), ones = _mm512_set1_epi8(1);
   I all[4] = {}, sums[4] = {}, tiny = {};
   for (int64_t k = 0; k < round_up(count, 64); k += 16) {
@@ -207,10 +215,8 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         const I number = _mm512_cvtps_epi32(_mm512_mul_ps(values[4 * j + i], inverse));
-        if (kX == 4) {
-          const __mmask16 small = _mm512_cmplt_epu32_mask(_mm512_abs_epi32(number), _mm512_set1_epi32(1 << 16));
-          tiny = _mm512_sub_epi32(tiny, _mm512_movm_epi32(small & _mm512_cmp_ps_mask(values[4 * j + i], _mm512_setzero_ps(), _CMP_NEQ_OQ)));
-        }
+        const __mmask16 small = _mm512_cmplt_epu32_mask(_mm512_abs_epi32(number), _mm512_set1_epi32(1 << 16));
+        tiny = _mm512_mask_add_epi32(tiny, small & _mm512_cmp_ps_mask(values[4 * j + i], _mm512_setzero_ps(), _CMP_NEQ_OQ), tiny, _mm512_set1_epi32(1));
         digits[i] = bytes_apart(_mm512_xor_si512(_mm512_add_epi32(number, flip), flip));
       }
       const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
@@ -235,7 +241,18 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64
   keep_sums(p, d, all, head->chunk);
   // What is much smaller than the largest keeps few bits. Where that is so of many, they may be all that a row of the weight
   // takes.
-  return _mm512_cmpgt_epi32_mask(tiny, _mm512_set1_epi32(static_cast<int>(count / 64))) == 0;
+  return _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(magnitudes.count, 3)) == 0;
+}
+
+void pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first, char* shared) {
+  const int64_t at = batch * p.x_batch + kRows * panel * p.x_row;
+  const Magnitudes all = magnitudes_of(p, at, first, min64(kSpan, p.k - first), min64(kRows, p.m - kRows * panel));
+  int64_t digits = 0;
+  if (are_ordinary(all)) {
+    if (d.x_digits == 3 && are_near(all) && pack<3>(p, d, batch, panel, first, all, shared)) digits = 3;
+    if (digits == 0 && pack<4>(p, d, batch, panel, first, all, shared)) digits = 4;
+  }
+  reinterpret_cast<Head*>(shared + head_of(d, batch, panel, first / kSpan))->digits = digits;
 }
 
 //
@@ -518,6 +535,7 @@ void write_square(const Problem& p, int64_t at, int64_t rows, int64_t lanes, con
 // What tiles held: is added to the sums of 16 rows and a panel while others are multiplied.
 struct Pending {
   int32_t (*results)[256];  // for each order
+  int64_t orders;
   const float* x_scale;     // of rows of x
   const Sums* x_sums;
   float factor[16];         // what a result of a row is, but for the scale of x
@@ -555,18 +573,20 @@ EQQ_INLINE void finish_rows(const Pending& a, int64_t rows) {
   }
 }
 
-template <int kOrders>
 EQQ_INLINE void finish_some(const Problem& p, Pending& a, int64_t rows) {
   if (a.done == kRows) return;
   settle(a.results);
-  a.zeros ? finish_rows<kOrders, true>(a, rows) : finish_rows<kOrders, false>(a, rows);
+  if (a.zeros) {
+    a.orders == 3 ? finish_rows<3, true>(a, rows) : finish_rows<4, true>(a, rows);
+  } else {
+    a.orders == 3 ? finish_rows<3, false>(a, rows) : finish_rows<4, false>(a, rows);
+  }
   a.done += rows;
   if (a.done == kRows && a.last) write_square(p, a.at, a.rows, a.lanes, a.sums);
 }
 
-template <int kOrders>
 void finish(const Problem& p, Pending& a) {
-  while (a.done < kRows) finish_some<kOrders>(p, a, kRows / 4);
+  while (a.done < kRows) finish_some(p, a, kRows / 4);
 }
 
 // Some steps. The results before are finished meanwhile.
@@ -583,30 +603,24 @@ void multiply_piece(const Problem& p, const Piece& a, Next& next, Pending& befor
     Lines::some(next.scales);
     multiply_digit<kW, kX, 2>(w, a.w_row, x);
     multiply_digit<kW, kX, 3>(w, a.w_row, x);
-    finish_some<kOrders>(p, before, kRows / 4);
+    finish_some(p, before, kRows / 4);
   }
-  finish<kOrders>(p, before);
+  finish(p, before);
   if (a.last) store_results<kOrders>(a.results);
 }
 
-// Functions for so many digits.
-struct Functions {
-  void (*multiply)(const Problem& p, const Piece& a, Next& next, Pending& before);
-  void (*finish)(const Problem& p, Pending& a);
-};
+using Multiply = void (*)(const Problem& p, const Piece& a, Next& next, Pending& before);
 
-template <int kW, int kX>
-Functions functions() {
-  return {multiply_piece<kW, kX>, finish<last_order(kW, kX) + 1>};
+Multiply multiply_of(int64_t w_digits, int64_t x_digits) {
+  if (w_digits == 1) return x_digits == 3 ? multiply_piece<1, 3> : multiply_piece<1, 4>;
+  return x_digits == 3 ? multiply_piece<kDigits, 3> : multiply_piece<kDigits, 4>;
 }
 
-Functions functions_of(const Detail& d) {
-  switch (10 * d.w_digits + d.x_digits) {
-    case 33: return functions<3, 3>();
-    case 34: return functions<3, 4>();
-    case 13: return functions<1, 3>();
-    default: return functions<1, 4>();
-  }
+// What a product of the lowest digits stands for, if their order is the last.
+float lowest_power(int64_t w_digits, int64_t x_digits) {
+  float power = 1;
+  for (int64_t i = last_order(static_cast<int>(w_digits), static_cast<int>(x_digits)); i < w_digits + x_digits - 2; ++i) power *= 256;
+  return power;
 }
 
 //
@@ -636,49 +650,46 @@ struct Room {
   }
 };
 
-// Some rows of x times one row of the weight.
-Problem one_row(const Problem& p, int64_t batch, int64_t first, int64_t n) {
+// A panel of x times some rows of the weight.
+Problem part_of(const Problem& p, int64_t batch, int64_t panel, int64_t n, int64_t count) {
   Problem q = p;
-  const int64_t row = first_row(&p, batch) + n, item = p.x_type == kFloat32 ? 4 : 2;
-  const int64_t size = scale_bytes(p.scale_kind);
-  q.batch = q.n = 1;
+  // A single row would be multiplied in another way, which makes infinities of NaN.
+  const int64_t row = first_row(&p, batch) + n, item = p.x_type == kFloat32 ? 4 : 2, first = min64(kRows * panel, p.m - 2);
+  q.batch = 1;
   q.m = min64(kRows, p.m - first);
+  q.n = count;
   q.selected = nullptr;
   q.x = static_cast<const char*>(p.x) + (batch * p.x_batch + first * p.x_row) * item;
   q.y = static_cast<char*>(p.y) + (batch * p.y_batch + first * p.y_row + n * p.y_column) * item;
   q.codes += row * p.words;
-  q.scale = static_cast<const char*>(p.scale) + row * p.blocks * size;
+  q.scale = static_cast<const char*>(p.scale) + row * p.blocks * scale_bytes(p.scale_kind);
   if (p.row_scale != nullptr) q.row_scale += row;
   if (p.zero_point != nullptr) q.zero_point += row * p.zero_words;
   return q;
 }
 
-// Behind packed x there is a byte for each part of the preparation: whether it can be multiplied so.
-EQQ_INLINE int64_t flags_at(const Plan* plan) { return plan->shared_bytes - round_up(plan->parts, 64); }
-
-template <bool kOneMore>
 void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = *problem;
   Detail d;
   const bool integers = p.blocks <= 1 && integer_factor(p) > 0;
   d.kind = integers ? (p.bits == 8 ? kDirect : kPlain) : p.bits < 8 ? kScaled : p.blocks <= 1 && p.zero_point == nullptr ? kLookUp : kFloats;
   d.w_digits = integers ? 1 : kDigits;
-  d.x_digits = kOneMore || (!integers && (is_wide(p) || p.k < kShort)) ? 4 : 3;
+  d.x_digits = !integers && (is_wide(p) || p.k < kShort) ? 4 : 3;
   d.panels = div_up(p.m, kRows);
   d.row_blocks = div_up(d.panels, kUnitPanels);
   d.parts = div_up(p.k, kSpan);
-  d.packed = div_up(p.k, 64) * d.x_digits * kTile;
+  d.packed = div_up(p.k, 64) * kMostDigits * kTile;
   int64_t rows = div_up(p.n * p.batch * d.row_blocks, (d.panels > 1 ? 4 : 16) * threads);
   rows = max64(rows, (int64_t{1} << 18) / (p.m * p.k));
   d.rows = min64(round_up(min64(rows, p.n), kRows), kUnitRows);
   d.chunks = div_up(p.n, d.rows);
   d.together = d.panels > 1 && d.parts > 1 ? d.rows / kRows : 1;
-  const Problem one = one_row(p, 0, 0, 0);
+  const Problem part = part_of(p, 0, 0, 0, d.rows);
   Plan spare = {};
-  kMatmulAvx512Vbmi.plan(&one, 1, &spare);
+  kMatmulAvx512Vbmi.plan(&part, 1, &spare);
   d.spare = round_up(spare.shared_bytes, 64) + spare.own_bytes;
   out->parts = p.batch * d.panels * d.parts;
-  out->shared_bytes = x_at(p, d) + p.batch * d.panels * d.packed + round_up(out->parts, 64);
+  out->shared_bytes = x_at(p, d) + p.batch * d.panels * d.packed;
   out->units = p.batch * d.row_blocks * d.chunks;
   out->own_bytes = round_up(Room(d).all, 64);
   // So few rows at a time that packed x stays in the cache, yet units for all threads.
@@ -724,15 +735,7 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   if (part == 0 && d.kind == kLookUp) fill_tables(p, reinterpret_cast<uint8_t*>(shared));
   const int64_t chunk = part % d.parts, panel = part / d.parts % d.panels, batch = part / d.parts / d.panels;
   if (part < d.parts) find_blocks(p, chunk * kSpan, reinterpret_cast<Place*>(shared + kTables) + chunk);
-  const auto pack_digits = d.x_digits == 4 ? pack<4> : pack<3>;
-  shared[flags_at(plan) + part] = pack_digits(p, d, batch, panel, chunk * kSpan, shared);
-}
-
-bool suits(const Problem*, const Plan* plan, const void* memory) {
-  const char* flags = static_cast<const char*>(memory) + flags_at(plan);
-  for (int64_t part = 0; part < plan->parts; ++part)
-    if (!flags[part]) return false;
-  return true;
+  pack(p, d, batch, panel, chunk * kSpan, shared);
 }
 
 // Rows of the weight that a thread multiplies.
@@ -875,9 +878,15 @@ struct Unit {
     factor = _mm512_mul_ps(largest, _mm512_set1_ps(1 / largest_of(kDigits)));
     alignas(64) float inverse[16];
     _mm512_store_ps(inverse, _mm512_maskz_div_ps(ordinary, _mm512_set1_ps(largest_of(kDigits)), largest));
+    // A block that is far below the largest would keep few bits.
+    const F least = _mm512_set1_ps(largest_of(kDigits) / 1024 / most);
     for (int64_t i = 0; i < kRows; ++i)
-      for (int64_t b = 0; b < place.count; b += 16)
-        _mm512_storeu_ps(scales + i * kMostBlocks + b, _mm512_mul_ps(_mm512_loadu_ps(scales + i * kMostBlocks + b), _mm512_set1_ps(inverse[i])));
+      for (int64_t b = 0; b < place.count; b += 16) {
+        const F one = _mm512_loadu_ps(scales + i * kMostBlocks + b), scaled = _mm512_mul_ps(one, _mm512_set1_ps(inverse[i]));
+        const __mmask16 real = _mm512_cmp_ps_mask(_mm512_abs_ps(one), _mm512_set1_ps(kNoScale), _CMP_GT_OQ) & first_few(place.count - b);
+        odd[tile] |= static_cast<uint32_t>(_mm512_mask_cmp_ps_mask(real, _mm512_abs_ps(scaled), least, _CMP_LT_OQ) != 0) << i;
+        _mm512_storeu_ps(scales + i * kMostBlocks + b, scaled);
+      }
   }
 
   // What multiplying these codes of 16 rows reads, if it is fetched in so many steps.
@@ -938,8 +947,8 @@ struct Unit {
   }
 };
 
-// A row that is not ordinary, and 16 rows of x.
-void multiply_row(const Problem& q, char* memory) {
+// What is not ordinary.
+void multiply_by_avx512(const Problem& q, char* memory) {
   Plan plan = {};
   kMatmulAvx512Vbmi.plan(&q, 1, &plan);
   for (int64_t part = 0; part < plan.parts; ++part) kMatmulAvx512Vbmi.prepare(&q, &plan, memory, part);
@@ -959,10 +968,12 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   Unit u(p, d, batch, first, count, shared, own);
   int32_t(*results)[256] = reinterpret_cast<int32_t(*)[256]>(own + room.results);
   float* sums = reinterpret_cast<float*>(own + room.sums);
-  const Functions f = functions_of(d);
-  // What a product of the lowest digits stands for, if their order is the last.
-  float power = 1;
-  for (int64_t i = last_order(static_cast<int>(d.w_digits), static_cast<int>(d.x_digits)); i < d.w_digits + d.x_digits - 2; ++i) power *= 256;
+  const auto head_at = [&](int64_t j, int64_t chunk) { return reinterpret_cast<const Head*>(shared + head_of(d, batch, panel + j, chunk)); };
+  bool ordinary[kUnitPanels];
+  for (int64_t j = 0; j < panels; ++j) {
+    ordinary[j] = true;
+    for (int64_t chunk = 0; chunk < d.parts; ++chunk) ordinary[j] = ordinary[j] && head_at(j, chunk)->digits > 0;
+  }
   configure(64, 1 << 4 | 1 << 5 | 1 << 6);
   Next next;
   Piece a;
@@ -986,17 +997,19 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
           a.first = panels > 1 || from == k;
           a.last = panels > 1 || to == end;
           a.x = reinterpret_cast<const uint8_t*>(shared) + piece_at(p, d, batch, panel, from);
-          for (int64_t j = 0; j < panels; ++j, a.x += a.steps * d.x_digits * kTile) {
-            const Head* head = reinterpret_cast<const Head*>(shared + head_of(d, batch, panel + j, part));
+          for (int64_t j = 0; j < panels; ++j, a.x += a.steps * kMostDigits * kTile) {
+            if (!ordinary[j]) continue;
+            const Head* head = head_at(j, part);
             a.sums = panels > 1 ? head->pieces + (from - k) / size : &head->chunk;
-            f.multiply(p, a, next, pending);
+            multiply_of(d.w_digits, head->digits)(p, a, next, pending);
             if (!a.last) continue;
             const int64_t m = kRows * (panel + j), n = kRows * tile;
             pending.done = 0;
             pending.results = a.results;
+            pending.orders = last_order(static_cast<int>(d.w_digits), static_cast<int>(head->digits)) + 1;
             pending.x_scale = head->scale;
             pending.x_sums = a.sums;
-            _mm512_storeu_ps(pending.factor, _mm512_mul_ps(u.factor, _mm512_set1_ps(power)));
+            _mm512_storeu_ps(pending.factor, _mm512_mul_ps(u.factor, _mm512_set1_ps(lowest_power(d.w_digits, head->digits))));
             _mm512_storeu_si512(pending.zero, u.zero);
             pending.zeros = d.w_digits == 1 && p.zero_point != nullptr;
             pending.sums = sums + ((tile - group) * panels + j) * 256;
@@ -1005,22 +1018,22 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
             pending.at = batch * p.y_batch + m * p.y_row + (first + n) * p.y_column;
             pending.rows = min64(kRows, count - n);
             pending.lanes = min64(kRows, p.m - m);
-            a.results = a.results == results ? results + 4 : results;
+            a.results = a.results == results ? results + kMostDigits : results;
           }
         }
       }
     }
   }
-  f.finish(p, pending);
+  finish(p, pending);
   _tile_release();
-  for (int64_t n = 0; n < count; ++n)
-    if (u.odd[n / kRows] >> n % kRows & 1)
-      for (int64_t j = 0; j < panels; ++j) multiply_row(one_row(p, batch, kRows * (panel + j), first + n), own + room.spare);
+  for (int64_t j = 0; j < panels; ++j) {
+    if (!ordinary[j]) multiply_by_avx512(part_of(p, batch, panel + j, first, count), own + room.spare);
+    for (int64_t n = 0; ordinary[j] && n < count; ++n)
+      if (u.odd[n / kRows] >> n % kRows & 1) multiply_by_avx512(part_of(p, batch, panel + j, first + n, 1), own + room.spare);
+  }
 }
-
-const MatmulKernel kOneMoreDigit = {plan<true>, prepare, run, takes, suits, &kMatmulAvx512Vbmi};
 
 }  // namespace
 
-extern const MatmulKernel kMatmulAmx = {plan<false>, prepare, run, takes, suits, &kOneMoreDigit};
+extern const MatmulKernel kMatmulAmx = {plan, prepare, run, takes, nullptr, &kMatmulAvx512Vbmi};
 extern const Isa kIsaAmx = {"amx", &kMatmulFewAmx, &kDecodeAvx512Vbmi, &kInt8Amx};

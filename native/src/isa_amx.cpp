@@ -9,9 +9,9 @@
 // Digits of x have a sign. Those of the weight have none: what each is more than it should be is what results begin with.
 //
 // What is much smaller than the largest keeps few bits. So x is looked at while it is packed, 16 rows of it at a time: a panel.
-// Where a number stands out of 1024, these have a fourth digit; where one is not finite, very large or very small, or most are
-// tiny beside the largest, AVX-512 multiplies the panel. Rows of the weight whose scales are not ordinary, or which hold NaN,
-// are AVX-512's as well. So are few rows of x, transposed products, and blocks that are no multiple of 16.
+// Where a number stands out of 1024, these have a fourth digit; where that is too little for many, or one is not finite, very
+// large or very small, AVX-512 multiplies the panel. Rows of the weight whose scales are not ordinary, or which hold NaN, are
+// AVX-512's as well. So are few rows of x, transposed products, and blocks that are no multiple of 16.
 //
 // Rows are decoded and then multiplied, 16 at a time. Decoding one step while another is multiplied was not faster: what limits
 // both are loads and stores.
@@ -78,6 +78,10 @@ struct alignas(64) Head {
   Sums chunk, pieces[kSpan / kPiece];
 };
 
+// Magnitudes that are ordinary: up to these, and down to one by them.
+constexpr float kRangeOfX = 0x1p64f, kRangeOfW = 0x1p96f;
+constexpr float kNoScale = 0x1p-120f;  // the largest scale of a block of zeros, of any kind
+
 // The largest integer of so many digits, with room for rounding.
 constexpr float largest_of(int64_t digits) { return digits == kDigits ? 8355000 : 2139000000; }
 
@@ -100,9 +104,6 @@ EQQ_INLINE int64_t piece_at(const Problem& p, const Detail& d, int64_t batch, in
   const int64_t steps = min64(div_up(p.k - first, 64), piece_of(p, d) / 64);
   return x_at(p, d) + (batch * d.panels + block) * d.packed + (panels * (first / 64) + (panel - block) * steps) * kMostDigits * kTile;
 }
-EQQ_INLINE bool is_ordinary(float most, float range) { return most == 0 || (most >= 1 / range && most <= range); }
-constexpr float kRangeOfX = 0x1p64f, kRangeOfW = 0x1p96f;
-constexpr float kNoScale = 0x1p-120f;  // the largest of a block of zeros, in any kind of scale
 
 //
 // x
@@ -632,7 +633,7 @@ bool takes(const Problem* problem) {
   if (p.transpose || p.k <= 0 || (p.blocks > 1 && p.block_size % 16 != 0)) return false;
   if (p.m < (p.blocks > 1 && p.block_size % 32 != 0 ? kFewestOfMany : kFewest)) return false;
   const float most = most_of(p);
-  return most > 0 && is_ordinary(most, 0x1p32f);
+  return most >= 0x1p-32f && most <= 0x1p32f;
 }
 
 // The memory of a thread.
@@ -653,8 +654,10 @@ struct Room {
 // A panel of x times some rows of the weight.
 Problem part_of(const Problem& p, int64_t batch, int64_t panel, int64_t n, int64_t count) {
   Problem q = p;
-  // A single row would be multiplied in another way, which makes infinities of NaN.
-  const int64_t row = first_row(&p, batch) + n, item = p.x_type == kFloat32 ? 4 : 2, first = min64(kRows * panel, p.m - 2);
+  // A single row would be multiplied in another way, which makes infinities of NaN: it takes the one before it along, if this
+  // thread has both.
+  const bool alone = kRows * panel + 1 == p.m && panel % kUnitPanels > 0;
+  const int64_t row = first_row(&p, batch) + n, item = p.x_type == kFloat32 ? 4 : 2, first = kRows * panel - alone;
   q.batch = 1;
   q.m = min64(kRows, p.m - first);
   q.n = count;

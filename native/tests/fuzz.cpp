@@ -233,8 +233,10 @@ Made make(Random& random) {
   for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(random());
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
   std::vector<double> x(p.batch * p.x_batch);
+  const int outliers = p.x_type == kFloat32 && coin(random, 20) ? 1 + static_cast<int>(below(random, 30)) : 0;  // one in so many
   for (size_t i = 0; i < x.size(); ++i) {
-    const float value = normal(random);
+    float value = normal(random);
+    if (outliers > 0 && below(random, outliers) == 0) value = ldexpf(value, static_cast<int>(below(random, 40)));
     if (p.x_type == kFloat32) {
       memcpy(&a.x[4 * i], &value, 4);
       x[i] = value;

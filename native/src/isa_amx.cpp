@@ -291,14 +291,6 @@ float most_of(const Problem& p) {
   return a.high > -low ? a.high : -low;
 }
 
-// Whether most values are far below the largest, and so lose bits that products without a further digit of x leave out.
-bool is_wide(const Problem& p) {
-  float sum = 0;
-  for (int i = 0; i < 1 << p.bits; ++i)
-    if (p.table[i] - p.table[i] == 0) sum += p.table[i] < 0 ? -p.table[i] : p.table[i];
-  return sum < most_of(p) * static_cast<float>(1 << p.bits) / 8;
-}
-
 // Some codes of 16 rows, and where they go.
 struct Codes {
   const uint8_t* from;
@@ -677,7 +669,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   const bool integers = p.blocks <= 1 && integer_factor(p) > 0;
   d.kind = integers ? (p.bits == 8 ? kDirect : kPlain) : p.bits < 8 ? kScaled : p.blocks <= 1 && p.zero_point == nullptr ? kLookUp : kFloats;
   d.w_digits = integers ? 1 : kDigits;
-  d.x_digits = !integers && (is_wide(p) || p.k < kShort) ? 4 : 3;
+  d.x_digits = !integers && p.k < kShort ? 4 : 3;
   d.panels = div_up(p.m, kRows);
   d.row_blocks = div_up(d.panels, kUnitPanels);
   d.parts = div_up(p.k, kSpan);

@@ -50,8 +50,8 @@ PLANS: Mapping[str, eqq.AbstractFormat | Mapping[str, eqq.AbstractFormat | None]
     "mixed plan": MIXED,
 }
 CAPTION = (
-    "On CPU, a time below that of float32 is no gain of quantization: under vmap, eqx.nn.Linear transposes its "
-    "activations around each product, and the quantized matmul does not."
+    "On CPU, a part of what float32 takes longer is no matter of quantization: under vmap, eqx.nn.Linear transposes "
+    "its activations around each product, and the quantized matmul does not."
 )
 
 

@@ -36,29 +36,6 @@ EQQ_INLINE void configure(int64_t bytes, int weights) {
   _tile_loadconfig(&config);
 }
 
-// Two results take turns, so that those of one are stored while others are summed up: tiles 0 and 1, and 2 and 3.
-template <int kTurn>
-EQQ_INLINE void clear_results() {
-  if constexpr (kTurn == 0) {
-    _tile_zero(0);
-    _tile_zero(1);
-  } else {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-}
-
-template <int kTurn>
-EQQ_INLINE void store_results(float (*results)[512]) {
-  if constexpr (kTurn == 0) {
-    _tile_stored(0, results[0], 64);
-    _tile_stored(1, results[0] + 256, 64);
-  } else {
-    _tile_stored(2, results[1], 64);
-    _tile_stored(3, results[1] + 256, 64);
-  }
-}
-
 // Memory that is fetched while something else is computed, some lines at a time: hardware gives up on many rows in turn.
 struct Ahead {
   const char *at = nullptr, *end = nullptr;
@@ -104,6 +81,12 @@ EQQ_INLINE __m512i integers_table(const Problem& p, int64_t factor) {
 // Of four integers in each quarter first all low bytes, then all second ones, and so on.
 EQQ_INLINE __m512i bytes_apart(__m512i integers) {
   return _mm512_shuffle_epi8(integers, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+}
+
+// The same of integers as digits of a byte with a sign, which a carry makes of bytes without one.
+EQQ_INLINE __m512i digits_apart(__m512i integers) {
+  const __m512i flip = _mm512_set1_epi32(static_cast<int>(0x80808080));
+  return bytes_apart(_mm512_xor_si512(_mm512_add_epi32(integers, flip), flip));
 }
 
 EQQ_INLINE __mmask16 first_few(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1); }

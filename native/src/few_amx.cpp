@@ -103,8 +103,7 @@ EQQ_INLINE float power_of_two(int exponent) {
 // Sixteen numbers as digits: those of four numbers in each quarter, low digits first. They go to rows of a tile below each
 // other. Returns the sums of each digit.
 EQQ_INLINE __m128i write_digits(I numbers, uint8_t* out) {
-  const I flip = _mm512_set1_epi32(static_cast<int>(0x80808080));
-  const I digits = bytes_apart(_mm512_xor_si512(_mm512_add_epi32(numbers, flip), flip));
+  const I digits = digits_apart(numbers);
   _mm_store_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(digits));
   _mm_store_si128(reinterpret_cast<__m128i*>(out + 64), _mm512_extracti32x4_epi32(digits, 1));
   _mm_store_si128(reinterpret_cast<__m128i*>(out + 128), _mm512_extracti32x4_epi32(digits, 2));
@@ -228,6 +227,29 @@ struct Work {
   Decoding decoding;
   Ahead ahead;
 };
+
+// Two results take turns, so that those of one are stored while others are summed up: tiles 0 and 1, and 2 and 3.
+template <int kTurn>
+EQQ_INLINE void clear_results() {
+  if constexpr (kTurn == 0) {
+    _tile_zero(0);
+    _tile_zero(1);
+  } else {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+}
+
+template <int kTurn>
+EQQ_INLINE void store_results(float (*results)[512]) {
+  if constexpr (kTurn == 0) {
+    _tile_stored(0, results[0], 64);
+    _tile_stored(1, results[0] + 256, 64);
+  } else {
+    _tile_stored(2, results[1], 64);
+    _tile_stored(3, results[1] + 256, 64);
+  }
+}
 
 EQQ_INLINE void add_results(const Work& a, const Pending& last) {
   const int32_t* results = reinterpret_cast<const int32_t*>(a.results[last.turn]);

@@ -204,7 +204,7 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64
   const F most = _mm512_castsi512_ps(magnitudes.most), largest = _mm512_set1_ps(largest_of(kX));
   const F inverse = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ), largest, most);
   _mm512_store_ps(head->scale, _mm512_div_ps(most, largest));
-  const I flip = _mm512_set1_epi32(static_cast<int>(0x80808080)), ones = _mm512_set1_epi8(1);
+  const I ones = _mm512_set1_epi8(1);
   I all[4] = {}, sums[4] = {}, tiny = {};
   for (int64_t k = 0; k < round_up(count, 64); k += 16) {
     F values[16];
@@ -218,7 +218,7 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64
         const I number = _mm512_cvtps_epi32(_mm512_mul_ps(values[4 * j + i], inverse));
         const __mmask16 small = _mm512_cmplt_epu32_mask(_mm512_abs_epi32(number), _mm512_set1_epi32(1 << 16));
         tiny = _mm512_mask_add_epi32(tiny, small & _mm512_cmp_ps_mask(values[4 * j + i], _mm512_setzero_ps(), _CMP_NEQ_OQ), tiny, _mm512_set1_epi32(1));
-        digits[i] = bytes_apart(_mm512_xor_si512(_mm512_add_epi32(number, flip), flip));
+        digits[i] = digits_apart(number);
       }
       const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
       const I high0 = _mm512_unpackhi_epi32(digits[0], digits[1]), high1 = _mm512_unpackhi_epi32(digits[2], digits[3]);
@@ -285,8 +285,7 @@ Reach reach_of(const Problem& p) {
 }
 
 // The largest magnitude of values of codes less a zero point.
-float most_of(const Problem& p) {
-  const Reach a = reach_of(p);
+float most_of(const Problem& p, const Reach& a) {
   const float low = p.zero_point == nullptr ? a.low : a.low - static_cast<float>((1 << p.bits) - 1);
   return a.high > -low ? a.high : -low;
 }
@@ -624,7 +623,7 @@ bool takes(const Problem* problem) {
   const Problem& p = *problem;
   if (p.transpose || p.k <= 0 || (p.blocks > 1 && p.block_size % 16 != 0)) return false;
   if (p.m < (p.blocks > 1 && p.block_size % 32 != 0 ? kFewestOfMany : kFewest)) return false;
-  const float most = most_of(p);
+  const float most = most_of(p, reach_of(p));
   return most >= 0x1p-32f && most <= 0x1p32f;
 }
 
@@ -694,9 +693,9 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
 }
 
 // What makes integers of the values of codes. A power of two keeps floats of eight bits as they are.
-float integers_in_one(const Problem& p) {
+float integers_in_one(float most) {
   float power = 1;
-  const float largest = largest_of(kDigits) / most_of(p);
+  const float largest = largest_of(kDigits) / most;
   while (power > largest) power /= 2;
   while (power * 2 <= largest) power *= 2;
   return power;
@@ -704,10 +703,10 @@ float integers_in_one(const Problem& p) {
 
 // The bytes of the digits of 256 values, high ones first.
 void fill_tables(const Problem& p, uint8_t* tables) {
-  const float factor = integers_in_one(p);
+  const float most = most_of(p, reach_of(p)), factor = integers_in_one(most);
   for (int i = 0; i < 256; i += 16) {
     const F values = _mm512_loadu_ps(p.table + i);
-    const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(values), _mm512_set1_ps(most_of(p)), _CMP_LE_OQ);
+    const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(values), _mm512_set1_ps(most), _CMP_LE_OQ);
     alignas(64) uint8_t bytes[64];
     _mm512_store_si512(bytes, digits_of(_mm512_maskz_mov_ps(finite, values), _mm512_set1_ps(factor)));
     for (int j = 0; j < 16; ++j)
@@ -757,13 +756,13 @@ struct Unit {
         places(reinterpret_cast<const Place*>(shared + kTables)), decoded(reinterpret_cast<uint8_t*>(own)),
         bytes(decoded + Room(d).bytes), room(decoded + Room(d).unpacked), scales(reinterpret_cast<float*>(own + Room(d).scales)),
         zeros(scales + kRows * kMostBlocks), all_scales((p.selected == nullptr ? p.batch : p.stack) * p.n * p.blocks),
-        reach(reach_of(p)), most(most_of(p)) {
+        reach(reach_of(p)), most(most_of(p, reach)) {
     if (d.w_digits == 1) {
       const int64_t factor = integer_factor(p);
       integer = 1.0f / static_cast<float>(factor);
       table = integers_table(p, factor);
     }
-    if (d.kind == kLookUp) integer = 1 / integers_in_one(p);
+    if (d.kind == kLookUp) integer = 1 / integers_in_one(most);
     alignas(64) float some[16];
     for (int i = 0; i < 16; ++i) some[i] = p.table[i & ((1 << min64(p.bits, 4)) - 1)];
     values = _mm512_load_ps(some);

@@ -286,7 +286,8 @@ Made make(Random& random) {
           plain[at] += static_cast<float>(x[b * p.x_batch + m * p.x_row + (p.transpose ? n : k) * p.x_column]) * static_cast<float>(w);
         }
       }
-  made.error = hole && p.bits < 8 ? INFINITY : 0;  // where few codes are left, errors are much the same, and may all be large
+  // Where few codes are left, or few numbers of x decide, errors are much the same, and may all be large.
+  made.error = (hole && p.bits < 8) || outliers > 0 ? INFINITY : 0;
   for (size_t i = 0; i < plain.size(); ++i) made.error += (plain[i] - made.expected[i]) * (plain[i] - made.expected[i]);
   char text[300];
   snprintf(text, sizeof text,

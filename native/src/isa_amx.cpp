@@ -16,17 +16,12 @@
 // Rows are decoded and then multiplied, 16 at a time. Decoding one step while another is multiplied was not faster: what limits
 // both are loads and stores.
 #include "amx.h"
-#include "avx512.h"
 #include "int8.h"
+#include "panels.h"
 
 namespace {
 
-using F = __m512;
-using I = __m512i;
-
 constexpr int64_t kTile = 1024;        // bytes
-constexpr int64_t kRows = 16;          // of a tile: of the weight, or of x
-constexpr int64_t kSpan = 1024;        // codes of a row that share the scale of their integers
 constexpr int64_t kPiece = 256;        // of them that are decoded at a time: they stay in L1
 constexpr int64_t kMostPiece = 512;    // of one digit, of whole rows, or of a segment of single bits
 constexpr int64_t kSteps = kSpan / 64;
@@ -37,7 +32,6 @@ constexpr int64_t kFewest = 5;         // rows of x that are worth a tile: with 
 constexpr int64_t kFewestOfMany = 8;
 constexpr int64_t kShort = 256;        // codes of a row, below which a product of floats has few sums to round
 constexpr int64_t kTables = 1024;      // bytes of tables at the start of shared memory
-constexpr int kMostDigits = 4;         // of x
 constexpr int kDigits = 3;             // of a weight that is not of integers with one scale for a row
 
 // How codes become digits.
@@ -78,12 +72,8 @@ struct alignas(64) Head {
   Sums chunk, pieces[kSpan / kPiece];
 };
 
-// Magnitudes that are ordinary: up to these, and down to one by them.
-constexpr float kRangeOfX = 0x1p64f, kRangeOfW = 0x1p96f;
+constexpr float kRangeOfW = 0x1p96f;   // magnitudes that are ordinary: up to this, and down to one by it
 constexpr float kNoScale = 0x1p-120f;  // the largest scale of a block of zeros, of any kind
-
-// The largest integer of so many digits, with room for rounding.
-constexpr float largest_of(int64_t digits) { return digits == kDigits ? 8355000 : 2139000000; }
 
 // Digits of the weight have no sign: each is so much more, and all of them so much.
 constexpr int32_t kMore = 128;
@@ -109,81 +99,6 @@ EQQ_INLINE int64_t piece_at(const Problem& p, const Detail& d, int64_t batch, in
 // x
 //
 
-// Numbers `k` to `k + 15`, of which `real` are, of 16 rows from `at` on: a vector of rows for each number.
-void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
-  at += k * p.x_column;
-  if (p.x_column == 1) {
-    for (int64_t i = 0; i < 16; ++i) out[i] = load_some(p.x, p.x_type, at + (i < rows ? i : 0) * p.x_row, i < rows ? first_few(real) : 0);
-    Avx512::transpose(out);
-    return;
-  }
-  for (int64_t j = 0; j < 16; ++j) {
-    const int64_t from = at + (j < real ? j : 0) * p.x_column;
-    if (p.x_row == 1) {
-      out[j] = load_some(p.x, p.x_type, from, j < real ? first_few(rows) : 0);
-      continue;
-    }
-    float values[16] = {0};
-    for (int64_t i = 0; i < (j < real ? rows : 0); ++i) _mm_store_ss(values + i, _mm512_castps512_ps128(load_some(p.x, p.x_type, from + i * p.x_row, 1)));
-    out[j] = _mm512_loadu_ps(values);
-  }
-}
-
-// The largest magnitudes, sums of squares, and how many numbers are not zero: of lanes. The largest of NaN is NaN.
-struct Magnitudes {
-  I most = _mm512_setzero_si512(), count = _mm512_setzero_si512();
-  F squares = _mm512_setzero_ps();
-
-  EQQ_INLINE void see(Magnitudes& a, F value) {
-    const I magnitude = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff));
-    a.most = _mm512_max_epu32(a.most, magnitude);
-    a.squares = _mm512_fmadd_ps(value, value, a.squares);
-    a.count = _mm512_sub_epi32(a.count, _mm512_movm_epi32(_mm512_test_epi32_mask(magnitude, magnitude)));
-  }
-};
-
-// Those of 16 rows of a chunk.
-Magnitudes magnitudes_of(const Problem& p, int64_t at, int64_t first, int64_t count, int64_t rows) {
-  Magnitudes all;
-  if (p.x_column != 1) {
-    for (int64_t k = 0; k < count; k += 16) {
-      F values[16];
-      square(p, at, first + k, min64(16, count - k), rows, values);
-      for (int j = 0; j < 16; ++j) Magnitudes::see(all, values[j]);
-    }
-    return all;
-  }
-  alignas(64) float squares[16] = {0};
-  alignas(64) uint32_t most[16] = {0};
-  alignas(64) int32_t nonzero[16] = {0};
-  for (int64_t i = 0; i < rows; ++i) {
-    Magnitudes row;
-    for (int64_t k = 0; k < count; k += 16) Magnitudes::see(row, load_some(p.x, p.x_type, at + i * p.x_row + first + k, first_few(count - k)));
-    most[i] = _mm512_reduce_max_epu32(row.most);
-    squares[i] = _mm512_reduce_add_ps(row.squares);
-    nonzero[i] = _mm512_reduce_add_epi32(row.count);
-  }
-  all.most = _mm512_load_si512(most);
-  all.count = _mm512_load_si512(nonzero);
-  all.squares = _mm512_load_ps(squares);
-  return all;
-}
-
-// Whether all numbers are finite, and none is very large or very small.
-bool are_ordinary(const Magnitudes& all) {
-  const F most = _mm512_castsi512_ps(all.most);
-  const __mmask16 some = _mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-  return some == (_mm512_mask_cmp_ps_mask(some, most, _mm512_set1_ps(1 / kRangeOfX), _CMP_GE_OQ) &
-                  _mm512_cmp_ps_mask(most, _mm512_set1_ps(kRangeOfX), _CMP_LE_OQ));
-}
-
-// Whether the largest is not many times the root of the mean square, of which errors are to be a small part.
-bool are_near(const Magnitudes& all) {
-  const F most = _mm512_castsi512_ps(all.most), mean = _mm512_div_ps(all.squares, _mm512_cvtepi32_ps(all.count));
-  const __mmask16 some = _mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-  return _mm512_mask_cmp_ps_mask(some, most, _mm512_mul_ps(_mm512_sqrt_ps(mean), _mm512_set1_ps(8)), _CMP_NLE_UQ) == 0;
-}
-
 void keep_sums(const Problem& p, const Detail& d, const I* sums, Sums& out) {
   const int32_t more = d.w_digits == 1 ? -lowest_integer(p, integer_factor(p)) : kMore;
   for (int order = 0; order < 4; ++order) {
@@ -195,63 +110,33 @@ void keep_sums(const Problem& p, const Detail& d, const I* sums, Sums& out) {
   }
 }
 
-// Packs a chunk of a panel. Whether its numbers may be so many digits.
+// Packs a chunk of a panel. Whether so many digits are enough.
 template <int kX>
-bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first, const Magnitudes& magnitudes, char* shared) {
-  const int64_t count = min64(kSpan, p.k - first), size = piece_of(p, d);
-  const int64_t at = batch * p.x_batch + kRows * panel * p.x_row, rows = min64(kRows, p.m - kRows * panel);
-  Head* head = reinterpret_cast<Head*>(shared + head_of(d, batch, panel, first / kSpan));
-  const F most = _mm512_castsi512_ps(magnitudes.most), largest = _mm512_set1_ps(largest_of(kX));
-  const F inverse = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ), largest, most);
-  _mm512_store_ps(head->scale, _mm512_div_ps(most, largest));
-  const I ones = _mm512_set1_epi8(1);
-  I all[4] = {}, sums[4] = {}, tiny = {};
-  for (int64_t k = 0; k < round_up(count, 64); k += 16) {
-    F values[16];
-    square(p, at, first + k, min64(16, count - k), rows, values);
-    uint8_t* to = reinterpret_cast<uint8_t*>(shared) + piece_at(p, d, batch, panel, first + k / size * size) + k % size / 64 * kX * kTile + k % 64 * 16;
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j, to += 64) {
-      I digits[4];  // in each quarter the low digits of four rows, then the next ones
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const I number = _mm512_cvtps_epi32(_mm512_mul_ps(values[4 * j + i], inverse));
-        const __mmask16 small = _mm512_cmplt_epu32_mask(_mm512_abs_epi32(number), _mm512_set1_epi32(1 << 16));
-        tiny = _mm512_mask_add_epi32(tiny, small & _mm512_cmp_ps_mask(values[4 * j + i], _mm512_setzero_ps(), _CMP_NEQ_OQ), tiny, _mm512_set1_epi32(1));
-        digits[i] = digits_apart(number);
-      }
-      const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
-      const I high0 = _mm512_unpackhi_epi32(digits[0], digits[1]), high1 = _mm512_unpackhi_epi32(digits[2], digits[3]);
-      const I apart[4] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1), _mm512_unpacklo_epi64(high0, high1),
-                          _mm512_unpackhi_epi64(high0, high1)};
-#pragma GCC unroll 4
-      for (int digit = 0; digit < kX; ++digit) {  // high ones first
-        const I codes = bytes_apart(apart[kX - 1 - digit]);
-        _mm512_store_si512(to + digit * kTile, codes);
-        sums[digit] = _mm512_dpbusd_epi32(sums[digit], ones, codes);
-      }
-    }
-    if ((k + 16) % size > 0 && k + 16 < round_up(count, 64)) continue;
-    keep_sums(p, d, sums, head->pieces[k / size]);
-#pragma GCC unroll 4
-    for (int digit = 0; digit < 4; ++digit) {
-      all[digit] = _mm512_add_epi32(all[digit], sums[digit]);
-      sums[digit] = _mm512_setzero_si512();
-    }
-  }
+bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const Span& span, char* shared) {
+  const int64_t size = piece_of(p, d);
+  Head* head = reinterpret_cast<Head*>(shared + head_of(d, batch, panel, span.first / kSpan));
+  I all[4] = {};
+  const auto where = [&](int64_t k) {
+    const int64_t piece = piece_at(p, d, batch, panel, span.first + k / size * size);
+    return Digits{reinterpret_cast<uint8_t*>(shared) + piece + k % size / 64 * kX * kTile + k % 64 * 16, 64, kTile};
+  };
+  const auto keep = [&](int64_t end, const I* sums) {
+    if (end % size > 0 && end < round_up(span.count, 64)) return false;
+    keep_sums(p, d, sums, head->pieces[(end - 1) / size]);
+    for (int digit = 0; digit < 4; ++digit) all[digit] = _mm512_add_epi32(all[digit], sums[digit]);
+    return true;
+  };
+  const bool enough = pack_digits<kX>(p, span, head->scale, where, keep);
   keep_sums(p, d, all, head->chunk);
-  // What is much smaller than the largest keeps few bits. Where that is so of many, they may be all that a row of the weight
-  // takes.
-  return _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(magnitudes.count, 3)) == 0;
+  return enough;
 }
 
 void pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first, char* shared) {
-  const int64_t at = batch * p.x_batch + kRows * panel * p.x_row;
-  const Magnitudes all = magnitudes_of(p, at, first, min64(kSpan, p.k - first), min64(kRows, p.m - kRows * panel));
+  const Span span(p, batch, panel, first);
   int64_t digits = 0;
-  if (are_ordinary(all)) {
-    if (d.x_digits == 3 && are_near(all) && pack<3>(p, d, batch, panel, first, all, shared)) digits = 3;
-    if (digits == 0 && pack<4>(p, d, batch, panel, first, all, shared)) digits = 4;
+  if (are_ordinary(span.magnitudes)) {
+    if (d.x_digits == 3 && are_near(span.magnitudes) && pack<3>(p, d, batch, panel, span, shared)) digits = 3;
+    if (digits == 0 && pack<4>(p, d, batch, panel, span, shared)) digits = 4;
   }
   reinterpret_cast<Head*>(shared + head_of(d, batch, panel, first / kSpan))->digits = digits;
 }
@@ -503,27 +388,6 @@ EQQ_INLINE void begin_results(const Sums& sums) {
   if constexpr (kOrders > 3) _tile_loadd(3, sums.start[3], 0);
 }
 
-// Writes results of 16 rows of the weight and 16 of x.
-void write_square(const Problem& p, int64_t at, int64_t rows, int64_t lanes, const float* all) {
-  F sums[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) sums[i] = _mm512_load_ps(all + 16 * i);
-  if (p.y_column != 1 && p.y_row == 1) {
-    for (int64_t i = 0; i < rows; ++i) store_some(p, at + i * p.y_column, sums[i], first_few(lanes));
-    return;
-  }
-  Avx512::transpose(sums);
-  for (int64_t m = 0; m < lanes; ++m) {
-    if (p.y_column == 1) {
-      store_some(p, at + m * p.y_row, sums[m], first_few(rows));
-    } else {
-      alignas(64) float values[16];
-      _mm512_store_ps(values, sums[m]);
-      for (int64_t i = 0; i < rows; ++i) store_some(p, at + m * p.y_row + i * p.y_column, _mm512_set1_ps(values[i]), 1);
-    }
-  }
-}
-
 // What tiles held: is added to the sums of 16 rows and a panel while others are multiplied.
 struct Pending {
   int32_t (*results)[256];  // for each order
@@ -642,26 +506,6 @@ struct Room {
   }
 };
 
-// A panel of x times some rows of the weight.
-Problem part_of(const Problem& p, int64_t batch, int64_t panel, int64_t n, int64_t count) {
-  Problem q = p;
-  // A single row would be multiplied in another way, which makes infinities of NaN: it takes the one before it along, if this
-  // thread has both.
-  const bool alone = kRows * panel + 1 == p.m && panel % kUnitPanels > 0;
-  const int64_t row = first_row(&p, batch) + n, item = p.x_type == kFloat32 ? 4 : 2, first = kRows * panel - alone;
-  q.batch = 1;
-  q.m = min64(kRows, p.m - first);
-  q.n = count;
-  q.selected = nullptr;
-  q.x = static_cast<const char*>(p.x) + (batch * p.x_batch + first * p.x_row) * item;
-  q.y = static_cast<char*>(p.y) + (batch * p.y_batch + first * p.y_row + n * p.y_column) * item;
-  q.codes += row * p.words;
-  q.scale = static_cast<const char*>(p.scale) + row * p.blocks * scale_bytes(p.scale_kind);
-  if (p.row_scale != nullptr) q.row_scale += row;
-  if (p.zero_point != nullptr) q.zero_point += row * p.zero_words;
-  return q;
-}
-
 void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = *problem;
   Detail d;
@@ -678,10 +522,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.rows = min64(round_up(min64(rows, p.n), kRows), kUnitRows);
   d.chunks = div_up(p.n, d.rows);
   d.together = d.panels > 1 && d.parts > 1 ? d.rows / kRows : 1;
-  const Problem part = part_of(p, 0, 0, 0, d.rows);
-  Plan spare = {};
-  kMatmulAvx512Vbmi.plan(&part, 1, &spare);
-  d.spare = round_up(spare.shared_bytes, 64) + spare.own_bytes;
+  d.spare = memory_of(kMatmulAvx512Vbmi, part_of(p, 0, 0, 0, d.rows, false));
   out->parts = p.batch * d.panels * d.parts;
   out->shared_bytes = x_at(p, d) + p.batch * d.panels * d.packed;
   out->units = p.batch * d.row_blocks * d.chunks;
@@ -941,14 +782,6 @@ struct Unit {
   }
 };
 
-// What is not ordinary.
-void multiply_by_avx512(const Problem& q, char* memory) {
-  Plan plan = {};
-  kMatmulAvx512Vbmi.plan(&q, 1, &plan);
-  for (int64_t part = 0; part < plan.parts; ++part) kMatmulAvx512Vbmi.prepare(&q, &plan, memory, part);
-  for (int64_t unit = 0; unit < plan.units; ++unit) kMatmulAvx512Vbmi.run(&q, &plan, memory, memory + round_up(plan.shared_bytes, 64), unit);
-}
-
 void run(const Problem* problem, const Plan* plan, const void* memory, void* mine, int64_t unit) {
   const Problem& p = *problem;
   Detail d;
@@ -1020,10 +853,14 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   }
   finish(p, pending);
   _tile_release();
+  // What is not ordinary. A last row takes the one before it along if this thread has both.
   for (int64_t j = 0; j < panels; ++j) {
-    if (!ordinary[j]) multiply_by_avx512(part_of(p, batch, panel + j, first, count), own + room.spare);
+    const auto multiply = [&](int64_t n, int64_t rows) {
+      multiply_by(kMatmulAvx512Vbmi, part_of(p, batch, panel + j, n, rows, j > 0), own + room.spare);
+    };
+    if (!ordinary[j]) multiply(first, count);
     for (int64_t n = 0; ordinary[j] && n < count; ++n)
-      if (u.odd[n / kRows] >> n % kRows & 1) multiply_by_avx512(part_of(p, batch, panel + j, first + n, 1), own + room.spare);
+      if (u.odd[n / kRows] >> n % kRows & 1) multiply(first + n, 1);
   }
 }
 

@@ -41,6 +41,7 @@ extern const Isa kIsaGeneric;
 extern const Isa kIsaAvx2;
 extern const Isa kIsaAvx512;
 extern const MatmulKernel kMatmulAvx512, kDecodeAvx512;  // of those that add to it
+extern const MatmulKernel kMatmulVnni, kMatmulVnniVbmi;  // these ask the first or second kind of AVX-512 next
 extern const Isa kIsaAvx512Vnni;
 extern const MatmulKernel kMatmulAvx512Vbmi, kDecodeAvx512Vbmi;
 extern const Isa kIsaAvx512Vbmi;

@@ -41,4 +41,4 @@ struct Vbmi : Avx512 {
 extern const MatmulKernel kMatmulAvx512Vbmi = {Kernels<Vbmi>::plan, Kernels<Vbmi>::prepare, Kernels<Vbmi>::run};
 extern const MatmulKernel kDecodeAvx512Vbmi = {Kernels<Vbmi>::plan_decode, Kernels<Vbmi>::prepare_decode,
                                                Kernels<Vbmi>::run_decode};
-extern const Isa kIsaAvx512Vbmi = {"avx512vbmi", &kMatmulAvx512Vbmi, &kDecodeAvx512Vbmi, &kInt8Avx512Vnni};
+extern const Isa kIsaAvx512Vbmi = {"avx512vbmi", &kMatmulVnniVbmi, &kDecodeAvx512Vbmi, &kInt8Avx512Vnni};

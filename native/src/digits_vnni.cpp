@@ -1,0 +1,396 @@
+// Floats times small integers on AVX-512 with VNNI.
+//
+// Numbers of x become integers of 24 bits, whose bytes, digits, are multiplied by the codes of the weight (`panels.h`). Three
+// such products take three quarters of the time of one of floats, and bytes of the weight need no conversion to floats. Sums
+// are exact until a block ends, and are scaled then. So blocks are not very short; few rows of x, whose panels would be mostly
+// empty, transposed products, and other tables are AVX-512's.
+//
+// Codes have no sign: each is its value less the lowest of all. What that is too little is where sums begin.
+#include "panels.h"
+
+namespace {
+
+constexpr int64_t kPiece = 256;         // codes of a row that are decoded and multiplied at a time: they stay in L1
+constexpr int64_t kPieces = kSpan / kPiece;
+constexpr int64_t kRowRoom = kPiece + 64;  // bytes from one decoded row to the next: powers of two would share sets of L1
+constexpr int64_t kUnitRows = 48;       // of the weight in a unit, at most: whole tiles of any number of digits
+constexpr int64_t kUnitPanels = 16;
+constexpr int64_t kFewest = 7;          // rows of x that are worth a panel
+constexpr int64_t kShortest = 32;       // block
+constexpr int64_t kMostRuns = kPiece / kShortest + 2;
+constexpr int64_t kScaleRoom = kSpan / kShortest + 24;  // scales of a row in a span
+constexpr float kRangeOfScales = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
+
+// Rows of the weight in a tile: twenty-four sums and a few more vectors fit in registers.
+constexpr int tile_rows(int digits) { return 24 / digits; }
+
+// Codes of a piece that share a scale: groups of four, and their block less the first of the span.
+struct Run {
+  int32_t groups, block;
+};
+
+// What all rows of the weight share in a piece.
+struct Place {
+  int64_t first, blocks;  // those of the span: the first, and how many
+  int64_t count;          // of runs
+  Run runs[kMostRuns];
+};
+
+// A piece of a panel.
+struct alignas(64) Head {
+  int32_t start[kMostRuns][kMostDigits][16];  // sums of digits, times what codes are too little unless zero points tell
+  float scale[16];                            // of the span
+  int64_t digits;                             // likewise; 0 if its numbers must not be digits
+};
+
+struct Detail {
+  int64_t rows, chunks;        // of the weight in a unit, and units that they make
+  int64_t panels, row_blocks;  // of x, and how many units they make
+  int64_t pieces, spans;       // of a row of codes
+  int64_t heads, x;            // where they are in shared memory
+  int64_t spare;               // bytes for what AVX-512 multiplies
+  int64_t factor;              // that makes the table integers
+};
+
+constexpr int64_t kPanelPiece = 16 * kPiece * kMostDigits;  // bytes
+
+EQQ_INLINE int64_t head_of(const Detail& d, int64_t batch, int64_t panel, int64_t piece) {
+  return d.heads + ((batch * d.panels + panel) * d.pieces + piece) * static_cast<int64_t>(sizeof(Head));
+}
+EQQ_INLINE int64_t x_of(const Detail& d, int64_t batch, int64_t panel, int64_t piece) {
+  return d.x + ((batch * d.panels + panel) * d.pieces + piece) * kPanelPiece;
+}
+
+bool takes(const Problem* problem) {
+  const Problem& p = *problem;
+  return !p.transpose && p.k > 0 && p.m >= kFewest && (p.blocks <= 1 || (p.block_size >= kShortest && p.block_size % 16 == 0)) && integer_factor(p) > 0;
+}
+
+// The memory of a thread.
+struct Room {
+  int64_t raw, scales, zeros, sums, totals, spare, all;  // where these are, behind decoded rows
+
+  explicit Room(const Detail& d) {
+    raw = d.rows * kRowRoom;
+    scales = raw + round_up(kStepRoom, 64);
+    zeros = scales + 4 * d.rows * kScaleRoom;
+    sums = zeros + 4 * d.rows * kScaleRoom;
+    totals = sums + 64 * d.rows * min64(d.panels, kUnitPanels);
+    spare = totals + 64 * d.rows * min64(d.panels, kUnitPanels);
+    all = spare + d.spare;
+  }
+};
+
+void plan(const Problem* problem, int64_t threads, Plan* out) {
+  const Problem& p = *problem;
+  Detail d;
+  d.factor = integer_factor(p);
+  d.panels = div_up(p.m, kRows);
+  d.row_blocks = div_up(d.panels, kUnitPanels);
+  d.pieces = div_up(p.k, kPiece);
+  d.spans = div_up(p.k, kSpan);
+  int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
+  rows = max64(rows, (int64_t{1} << 18) / (p.m * p.k));
+  d.rows = min64(round_up(min64(rows, p.n), 24), kUnitRows);
+  d.chunks = div_up(p.n, d.rows);
+  d.heads = d.pieces * static_cast<int64_t>(round_up(sizeof(Place), 64));
+  d.x = head_of(d, p.batch, 0, 0);
+  d.spare = memory_of(kMatmulAvx512, part_of(p, 0, 0, 0, d.rows, false));
+  out->parts = p.batch * d.panels * d.spans;
+  out->shared_bytes = x_of(d, p.batch, 0, 0);
+  out->units = p.batch * d.row_blocks * d.chunks;
+  out->own_bytes = round_up(Room(d).all, 64);
+  // So few rows at a time that packed x stays in the cache, yet units for all threads.
+  out->rows = kRows * kUnitPanels * div_up(4 * threads, p.batch * d.chunks);
+  static_assert(sizeof d <= sizeof out->detail, "a detail too much");
+  memcpy(out->detail, &d, sizeof d);
+}
+
+//
+// x
+//
+
+Place place_of(const Problem& p, int64_t piece) {
+  Place a;
+  const int64_t size = p.blocks <= 1 ? p.k : p.block_size, begin = piece * kPiece, end = min64(begin + kPiece, p.k);
+  const int64_t span = begin / kSpan * kSpan;
+  a.first = span / size;
+  a.blocks = (min64(span + kSpan, p.k) - 1) / size + 1 - a.first;
+  a.count = 0;
+  for (int64_t k = begin; k < end; ++a.count) {
+    const int64_t next = min64((k / size + 1) * size, end);
+    a.runs[a.count] = {static_cast<int32_t>(div_up(next - k, 4)), static_cast<int32_t>(k / size - a.first)};
+    k = next;
+  }
+  return a;
+}
+
+template <int kX>
+bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const Span& span, char* shared) {
+  const int64_t first = span.first / kPiece;
+  const I lowest = _mm512_set1_epi32(p.zero_point == nullptr ? lowest_integer(p, d.factor) : 1);
+  Place places[kPieces];
+  for (int64_t i = 0; i < min64(kPieces, d.pieces - first); ++i) places[i] = place_of(p, first + i);
+  const auto head = [&](int64_t piece) { return reinterpret_cast<Head*>(shared + head_of(d, batch, panel, piece)); };
+  const auto where = [&](int64_t k) {
+    uint8_t* to = reinterpret_cast<uint8_t*>(shared) + x_of(d, batch, panel, first + k / kPiece);
+    return Digits{to + k % kPiece / 4 * 64 * kX, 64 * kX, 64};
+  };
+  int64_t run = 0, groups = 0;  // of a piece: that which is being packed, and groups of it
+  const auto keep = [&](int64_t end, const I* sums) {
+    const int64_t piece = first + (end - 1) / kPiece;
+    groups += 4;
+    const Place& a = places[piece - first];
+    if (run == a.count || groups < a.runs[run].groups) return false;  // the end is padded
+    for (int i = 0; i < kX; ++i) _mm512_store_si512(head(piece)->start[run][i], _mm512_mullo_epi32(sums[i], lowest));
+    groups = 0;
+    run = end % kPiece == 0 ? 0 : run + 1;
+    return true;
+  };
+  alignas(64) float scale[16];
+  const bool enough = pack_digits<kX>(p, span, scale, where, keep);
+  for (int64_t piece = first; piece < min64(first + kPieces, d.pieces); ++piece) memcpy(head(piece)->scale, scale, sizeof scale);
+  return enough;
+}
+
+void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t part) {
+  const Problem& p = *problem;
+  Detail d;
+  memcpy(&d, plan->detail, sizeof d);
+  char* shared = static_cast<char*>(memory);
+  const int64_t at = part % d.spans, panel = part / d.spans % d.panels, batch = part / d.spans / d.panels;
+  for (int64_t i = 0; batch == 0 && panel == 0 && i < min64(kPieces, d.pieces - at * kPieces); ++i)
+    reinterpret_cast<Place*>(shared)[at * kPieces + i] = place_of(p, at * kPieces + i);
+  const Span span(p, batch, panel, at * kSpan);
+  int64_t digits = 0;
+  if (are_ordinary(span.magnitudes)) {
+    if (are_near(span.magnitudes) && pack<3>(p, d, batch, panel, span, shared)) digits = 3;
+    if (digits == 0 && pack<4>(p, d, batch, panel, span, shared)) digits = 4;
+  }
+  for (int64_t piece = at * kPieces; piece < min64((at + 1) * kPieces, d.pieces); ++piece)
+    reinterpret_cast<Head*>(shared + head_of(d, batch, panel, piece))->digits = digits;
+}
+
+//
+// The weight
+//
+
+// Codes of whole segments as bytes without a sign.
+template <int kBits>
+void decode_segments(const uint8_t* codes, int64_t segments, I table, uint8_t* out) {
+  for (int64_t i = 0; i < segments; ++i) {
+    const I bytes = _mm512_loadu_si512(codes + 64 * i);
+#pragma GCC unroll 8
+    for (int plane = 0; plane < 8 / kBits; ++plane, out += 64) {
+      const I index = _mm512_and_si512(_mm512_srli_epi16(bytes, plane * kBits), _mm512_set1_epi8((1 << kBits) - 1));
+      _mm512_storeu_si512(out, _mm512_shuffle_epi8(table, index));
+    }
+  }
+}
+
+// Rows of the weight that a thread multiplies.
+struct Unit {
+  const Problem& p;
+  const Detail& d;
+  const int64_t row, count;  // the first, and how many
+  uint8_t *const decoded, *const raw;
+  float* const scales;    // of rows, `kScaleRoom` apart, and the blocks of a span: what an integer is
+  int32_t* const zeros;   // likewise: what codes are too little
+  const int32_t lowest;
+  const I table;          // of bytes, in each quarter
+  uint64_t odd = 0;       // rows whose scales are not ordinary
+
+  Unit(const Problem& p, const Detail& d, int64_t batch, int64_t first, int64_t count, char* own)
+      : p(p), d(d), row(first_row(&p, batch) + first), count(count), decoded(reinterpret_cast<uint8_t*>(own)),
+        raw(decoded + Room(d).raw), scales(reinterpret_cast<float*>(own + Room(d).scales)),
+        zeros(reinterpret_cast<int32_t*>(own + Room(d).zeros)), lowest(lowest_integer(p, d.factor)),
+        table(_mm512_shuffle_i32x4(integers_table(p, d.factor), integers_table(p, d.factor), 0)) {}
+
+  // The scales and zero points of a span.
+  void fetch(const Place& place) {
+    const F factor = _mm512_set1_ps(1 / static_cast<float>(d.factor));
+    for (int64_t i = 0; i < count; ++i) {
+      float* scale = scales + i * kScaleRoom;
+      decode_scales_avx512(&p, row + i, place.first, place.first + place.blocks, scale);
+      for (int64_t b = 0; b < place.blocks; b += 16) {
+        const F one = _mm512_mul_ps(_mm512_maskz_loadu_ps(first_few(place.blocks - b), scale + b), factor), size = _mm512_abs_ps(one);
+        const __mmask16 ordinary = _mm512_cmp_ps_mask(size, _mm512_set1_ps(1 / kRangeOfScales), _CMP_GE_OQ) & _mm512_cmp_ps_mask(size, _mm512_set1_ps(kRangeOfScales), _CMP_LE_OQ);
+        odd |= static_cast<uint64_t>((ordinary | _mm512_cmp_ps_mask(size, _mm512_setzero_ps(), _CMP_EQ_OQ)) != 0xffff) << i;
+        _mm512_storeu_ps(scale + b, one);
+      }
+      if (p.zero_point == nullptr) continue;
+      int32_t* zero = zeros + i * kScaleRoom;
+      unpack_zero_points(p, row + i, place.first, place.first + place.blocks, zero);
+      for (int64_t b = 0; b < place.blocks; ++b) zero[b] = lowest - zero[b];
+    }
+  }
+
+  // Codes `first` to `last` of all rows as bytes: where they are, and how far apart. Fetches what is needed after them.
+  const uint8_t* decode(int64_t first, int64_t last, int64_t* stride) const {
+    const int64_t segment = 512 / p.bits;
+    const bool whole = first + round_up(last - first, segment) <= p.k;
+    const uint8_t* codes = p.codes + row * p.words + first * p.bits / 8;
+    const uint8_t* next = last < p.k ? codes + kPiece * p.bits / 8 : p.codes + (row + count) * p.words;
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t b = 0; b < kPiece * p.bits / 8; b += 64) _mm_prefetch(reinterpret_cast<const char*>(next + i * p.words + b), _MM_HINT_T1);
+    *stride = p.words;
+    if (whole && p.bits == 8) return codes;
+    *stride = kRowRoom;
+    for (int64_t i = 0; i < count; ++i, codes += p.words) {
+      uint8_t* out = decoded + i * kRowRoom;
+      if (whole) {
+        const int64_t segments = div_up(last - first, segment);
+        p.bits == 4   ? decode_segments<4>(codes, segments, table, out)
+        : p.bits == 2 ? decode_segments<2>(codes, segments, table, out)
+                      : decode_segments<1>(codes, segments, table, out);
+        continue;
+      }
+      const Integers as_stored = {};
+      const uint8_t* some = some_codes(p, as_stored, row + i, first, last, raw);
+      for (int64_t k = 0; k < last - first; k += 64) {
+        const I bytes = _mm512_loadu_si512(some + k);
+        _mm512_storeu_si512(out + k, p.bits == 8 ? bytes : _mm512_shuffle_epi8(table, bytes));
+      }
+    }
+    return decoded;
+  }
+};
+
+//
+// Products
+//
+
+// Some rows of the weight and a piece of a panel.
+struct Tile {
+  const uint8_t* w;
+  int64_t stride, rows;
+  const uint8_t* x;
+  const Head* head;
+  const Place* place;
+  const float* scales;   // of the first row
+  const int32_t* zeros;
+  float *sums, *totals;  // of rows: of the span so far, and of spans before
+  bool begins, ends;     // whether the span does
+};
+
+template <int kX, bool kZero>
+void multiply(const Tile& a) {
+  constexpr int kTall = tile_rows(kX);
+  const uint8_t* w[kTall];
+#pragma GCC unroll 8
+  for (int i = 0; i < kTall; ++i) w[i] = a.w + min64(i, a.rows - 1) * a.stride;
+  const uint8_t* x = a.x;
+  const F power = _mm512_set1_ps(256);
+  for (int64_t run = 0; run < a.place->count; ++run) {
+    const int64_t groups = a.place->runs[run].groups, block = a.place->runs[run].block;
+    I sums[kTall][kX];
+#pragma GCC unroll 8
+    for (int i = 0; i < kTall; ++i)
+#pragma GCC unroll 4
+      for (int digit = 0; digit < kX; ++digit) {
+        sums[i][digit] = _mm512_load_si512(a.head->start[run][digit]);
+        if (kZero) sums[i][digit] = _mm512_mullo_epi32(sums[i][digit], _mm512_set1_epi32(a.zeros[i * kScaleRoom + block]));
+      }
+    for (int64_t group = 0; group < groups; ++group, x += 64 * kX) {
+      I xs[kX];
+#pragma GCC unroll 4
+      for (int digit = 0; digit < kX; ++digit) xs[digit] = _mm512_load_si512(x + 64 * digit);
+#pragma GCC unroll 8
+      for (int i = 0; i < kTall; ++i) {
+        int32_t four;
+        memcpy(&four, w[i] + 4 * group, 4);
+        const I ws = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+        for (int digit = 0; digit < kX; ++digit) sums[i][digit] = _mm512_dpbusd_epi32(sums[i][digit], ws, xs[digit]);
+      }
+    }
+    const bool begins = a.begins && run == 0;
+#pragma GCC unroll 8
+    for (int i = 0; i < kTall; ++i) {
+      w[i] += 4 * groups;
+      F sum = _mm512_cvtepi32_ps(sums[i][0]);
+#pragma GCC unroll 4
+      for (int digit = 1; digit < kX; ++digit) sum = _mm512_fmadd_ps(sum, power, _mm512_cvtepi32_ps(sums[i][digit]));
+      const F before = begins ? _mm512_setzero_ps() : _mm512_load_ps(a.sums + 16 * i);
+      _mm512_store_ps(a.sums + 16 * i, _mm512_fmadd_ps(sum, _mm512_set1_ps(a.scales[i * kScaleRoom + block]), before));
+    }
+  }
+  if (!a.ends) return;
+  const F scale = _mm512_load_ps(a.head->scale);
+#pragma GCC unroll 8
+  for (int i = 0; i < kTall; ++i)
+    _mm512_store_ps(a.totals + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(a.sums + 16 * i), scale, _mm512_load_ps(a.totals + 16 * i)));
+}
+
+template <int kX>
+EQQ_INLINE void multiply_rows(const Problem& p, Tile a, int64_t count) {
+  constexpr int kTall = tile_rows(kX);
+  for (int64_t i = 0; i < count; i += kTall) {
+    a.rows = min64(kTall, count - i);
+    p.zero_point == nullptr ? multiply<kX, false>(a) : multiply<kX, true>(a);
+    a.w += kTall * a.stride;
+    a.scales += kTall * kScaleRoom;
+    a.zeros += kTall * kScaleRoom;
+    a.sums += kTall * 16;
+    a.totals += kTall * 16;
+  }
+}
+
+void run(const Problem* problem, const Plan* plan, const void* memory, void* mine, int64_t unit) {
+  const Problem& p = *problem;
+  Detail d;
+  memcpy(&d, plan->detail, sizeof d);
+  const Room room(d);
+  const char* shared = static_cast<const char*>(memory);
+  char* own = static_cast<char*>(mine);
+  const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
+  const int64_t first = chunk * d.rows, count = min64(d.rows, p.n - first);
+  const int64_t panel = block * kUnitPanels, panels = min64(kUnitPanels, d.panels - panel);
+  const Place* places = reinterpret_cast<const Place*>(shared);
+  const auto head_at = [&](int64_t j, int64_t piece) { return reinterpret_cast<const Head*>(shared + head_of(d, batch, panel + j, piece)); };
+  bool ordinary[kUnitPanels];
+  for (int64_t j = 0; j < panels; ++j) {
+    ordinary[j] = true;
+    for (int64_t piece = 0; piece < d.pieces; piece += kPieces) ordinary[j] = ordinary[j] && head_at(j, piece)->digits > 0;
+  }
+  Unit u(p, d, batch, first, count, own);
+  float *sums = reinterpret_cast<float*>(own + room.sums), *totals = reinterpret_cast<float*>(own + room.totals);
+  memset(totals, 0, 64 * d.rows * panels);
+  Tile a;
+  a.scales = u.scales;
+  a.zeros = u.zeros;
+  for (int64_t piece = 0; piece < d.pieces; ++piece) {
+    a.begins = piece % kPieces == 0;
+    a.ends = (piece + 1) % kPieces == 0 || piece + 1 == d.pieces;
+    a.place = places + piece;
+    if (a.begins) u.fetch(*a.place);
+    a.w = u.decode(piece * kPiece, min64((piece + 1) * kPiece, p.k), &a.stride);
+    for (int64_t j = 0; j < panels; ++j) {
+      if (!ordinary[j]) continue;
+      a.head = head_at(j, piece);
+      a.x = reinterpret_cast<const uint8_t*>(shared) + x_of(d, batch, panel + j, piece);
+      a.sums = sums + j * d.rows * 16;
+      a.totals = totals + j * d.rows * 16;
+      a.head->digits == 3 ? multiply_rows<3>(p, a, count) : multiply_rows<4>(p, a, count);
+    }
+  }
+  for (int64_t j = 0; j < panels; ++j) {
+    const auto multiply = [&](int64_t n, int64_t rows) {
+      multiply_by(kMatmulAvx512, part_of(p, batch, panel + j, n, rows, j > 0), own + room.spare);
+    };
+    if (!ordinary[j]) {
+      multiply(first, count);
+      continue;
+    }
+    const int64_t m = kRows * (panel + j);
+    for (int64_t n = 0; n < count; n += 16)
+      write_square(p, batch * p.y_batch + m * p.y_row + (first + n) * p.y_column, min64(16, count - n), min64(kRows, p.m - m), totals + (j * d.rows + n) * 16);
+    for (int64_t n = 0; n < count; ++n)
+      if (u.odd >> n & 1) multiply(first + n, 1);
+  }
+}
+
+}  // namespace
+
+extern const MatmulKernel kMatmulVnni = {plan, prepare, run, takes, nullptr, &kMatmulAvx512};
+extern const MatmulKernel kMatmulVnniVbmi = {plan, prepare, run, takes, nullptr, &kMatmulAvx512Vbmi};

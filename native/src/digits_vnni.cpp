@@ -225,14 +225,17 @@ struct Unit {
     }
   }
 
-  // Codes `first` to `last` of all rows as bytes: where they are, and how far apart. Fetches what is needed after them.
+  // The codes of the next piece; after the last, those of the next rows.
+  const char* after(int64_t piece) const {
+    const bool ends = piece + 1 == d.pieces;
+    return reinterpret_cast<const char*>(p.codes + (row + (ends ? count : 0)) * p.words) + (ends ? 0 : (piece + 1) * kPiece * p.bits / 8);
+  }
+
+  // Codes `first` to `last` of all rows as bytes: where they are, and how far apart.
   const uint8_t* decode(int64_t first, int64_t last, int64_t* stride) const {
     const int64_t segment = 512 / p.bits;
     const bool whole = first + round_up(last - first, segment) <= p.k;
     const uint8_t* codes = p.codes + row * p.words + first * p.bits / 8;
-    const uint8_t* next = last < p.k ? codes + kPiece * p.bits / 8 : p.codes + (row + count) * p.words;
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t b = 0; b < kPiece * p.bits / 8; b += 64) _mm_prefetch(reinterpret_cast<const char*>(next + i * p.words + b), _MM_HINT_T1);
     *stride = p.words;
     if (whole && p.bits == 8) return codes;
     *stride = kRowRoom;
@@ -271,6 +274,8 @@ struct Tile {
   const int32_t* zeros;
   float *sums, *totals;  // of rows: of the span so far, and of spans before
   bool begins, ends;     // whether the span does
+  const char* next;      // what is fetched meanwhile: lines of eight rows of the weight, so far apart
+  int64_t next_row;
 };
 
 template <int kX, bool kZero>
@@ -292,6 +297,7 @@ void multiply(const Tile& a) {
         if (kZero) sums[i][digit] = _mm512_mullo_epi32(sums[i][digit], _mm512_set1_epi32(a.zeros[i * kScaleRoom + block]));
       }
     for (int64_t group = 0; group < groups; ++group, x += 64 * kX) {
+      _mm_prefetch(a.next + group % 8 * a.next_row + group / 8 * 64, _MM_HINT_T1);
       I xs[kX];
 #pragma GCC unroll 4
       for (int digit = 0; digit < kX; ++digit) xs[digit] = _mm512_load_si512(x + 64 * digit);
@@ -329,6 +335,7 @@ EQQ_INLINE void multiply_rows(const Problem& p, Tile a, int64_t count) {
     a.rows = min64(kTall, count - i);
     p.zero_point == nullptr ? multiply<kX, false>(a) : multiply<kX, true>(a);
     a.w += kTall * a.stride;
+    a.next += kTall * a.next_row;
     a.scales += kTall * kScaleRoom;
     a.zeros += kTall * kScaleRoom;
     a.sums += kTall * 16;
@@ -371,6 +378,8 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
       a.x = reinterpret_cast<const uint8_t*>(shared) + x_of(d, batch, panel + j, piece);
       a.sums = sums + j * d.rows * 16;
       a.totals = totals + j * d.rows * 16;
+      a.next = u.after(piece);
+      a.next_row = j == 0 ? p.words : 0;
       a.head->digits == 3 ? multiply_rows<3>(p, a, count) : multiply_rows<4>(p, a, count);
     }
   }

@@ -13,9 +13,10 @@ namespace {
 constexpr int64_t kPiece = 256;         // codes of a row that are decoded and multiplied at a time: they stay in L1
 constexpr int64_t kPieces = kSpan / kPiece;
 constexpr int64_t kRowRoom = kPiece + 64;  // bytes from one decoded row to the next: powers of two would share sets of L1
+constexpr int64_t kLater = 2;           // pieces until what is fetched is needed
 constexpr int64_t kUnitRows = 48;       // of the weight in a unit, at most: whole tiles of any number of digits
 constexpr int64_t kUnitPanels = 16;
-constexpr int64_t kFewest = 7;          // rows of x that are worth a panel
+constexpr int64_t kFewest = 9;          // rows of x that are worth a panel
 constexpr int64_t kShortest = 32;       // block
 constexpr int64_t kMostRuns = kPiece / kShortest + 2;
 constexpr int64_t kScaleRoom = kSpan / kShortest + 24;  // scales of a row in a span
@@ -188,6 +189,23 @@ void decode_segments(const uint8_t* codes, int64_t segments, I table, uint8_t* o
   }
 }
 
+// Some rows of the weight and a piece of a panel.
+struct Tile {
+  const uint8_t* w;
+  int64_t stride, rows;
+  const uint8_t* x;
+  const Head* head;
+  const Place* place;
+  const float* scales;   // of the first row
+  const int32_t* zeros;
+  float *sums, *totals;  // of rows: of the span so far, and of spans before
+  bool begins, ends;     // whether the span does
+  const char* next;      // what is fetched meanwhile: lines of eight rows of the weight, so far apart
+  int64_t next_row;
+  const char* next_scale;  // and scales of the next span, so far apart, so many bytes
+  int64_t scale_row, next_scales;
+};
+
 // Rows of the weight that a thread multiplies.
 struct Unit {
   const Problem& p;
@@ -225,10 +243,18 @@ struct Unit {
     }
   }
 
-  // The codes of the next piece; after the last, those of the next rows.
+  // Where the codes of a later piece are: after the last, those of the next rows. One piece is too short for memory.
   const char* after(int64_t piece) const {
-    const bool ends = piece + 1 == d.pieces;
-    return reinterpret_cast<const char*>(p.codes + (row + (ends ? count : 0)) * p.words) + (ends ? 0 : (piece + 1) * kPiece * p.bits / 8);
+    const int64_t later = piece + kLater, rows = later < d.pieces ? 0 : count;
+    return reinterpret_cast<const char*>(p.codes + (row + rows) * p.words) + later % d.pieces * kPiece * p.bits / 8;
+  }
+
+  // Likewise their scales, of the span after this one.
+  void scales_after(int64_t piece, Tile* a) const {
+    const int64_t width = scale_bytes(p.scale_kind), block = piece + 1 < d.pieces ? (piece + 1) * kPiece / p.block_size : 0;
+    a->scale_row = p.blocks * width;
+    a->next_scale = static_cast<const char*>(p.scale) + (row + (block > 0 ? 0 : count)) * a->scale_row + block * width;
+    a->next_scales = p.blocks <= 1 ? 0 : min64(a->scale_row, kSpan / p.block_size * width + 1);
   }
 
   // Codes `first` to `last` of all rows as bytes: where they are, and how far apart.
@@ -262,21 +288,6 @@ struct Unit {
 //
 // Products
 //
-
-// Some rows of the weight and a piece of a panel.
-struct Tile {
-  const uint8_t* w;
-  int64_t stride, rows;
-  const uint8_t* x;
-  const Head* head;
-  const Place* place;
-  const float* scales;   // of the first row
-  const int32_t* zeros;
-  float *sums, *totals;  // of rows: of the span so far, and of spans before
-  bool begins, ends;     // whether the span does
-  const char* next;      // what is fetched meanwhile: lines of eight rows of the weight, so far apart
-  int64_t next_row;
-};
 
 template <int kX, bool kZero>
 void multiply(const Tile& a) {
@@ -322,6 +333,8 @@ void multiply(const Tile& a) {
     }
   }
   if (!a.ends) return;
+  for (int64_t i = 0; i < kTall; ++i)
+    for (int64_t line = 0; line < a.next_scales; line += 64) _mm_prefetch(a.next_scale + i * a.scale_row + line, _MM_HINT_T1);
   const F scale = _mm512_load_ps(a.head->scale);
 #pragma GCC unroll 8
   for (int i = 0; i < kTall; ++i)
@@ -336,6 +349,7 @@ EQQ_INLINE void multiply_rows(const Problem& p, Tile a, int64_t count) {
     p.zero_point == nullptr ? multiply<kX, false>(a) : multiply<kX, true>(a);
     a.w += kTall * a.stride;
     a.next += kTall * a.next_row;
+    a.next_scale += kTall * a.scale_row;
     a.scales += kTall * kScaleRoom;
     a.zeros += kTall * kScaleRoom;
     a.sums += kTall * 16;
@@ -380,6 +394,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
       a.totals = totals + j * d.rows * 16;
       a.next = u.after(piece);
       a.next_row = j == 0 ? p.words : 0;
+      u.scales_after(piece, &a);
       a.head->digits == 3 ? multiply_rows<3>(p, a, count) : multiply_rows<4>(p, a, count);
     }
   }

@@ -11,14 +11,13 @@
 namespace {
 
 constexpr int64_t kPiece = 256;         // codes of a row that are decoded and multiplied at a time: they stay in L1
-constexpr int64_t kPieces = kSpan / kPiece;
-constexpr int64_t kRowRoom = kPiece + 64;  // bytes from one decoded row to the next: powers of two would share sets of L1
+constexpr int64_t kMostPiece = 512;     // a segment of single bits
 constexpr int64_t kLater = 2;           // pieces until what is fetched is needed
 constexpr int64_t kUnitRows = 48;       // of the weight in a unit, at most: whole tiles of any number of digits
 constexpr int64_t kUnitPanels = 16;
 constexpr int64_t kFewest = 9;          // rows of x that are worth a panel
 constexpr int64_t kShortest = 32;       // block
-constexpr int64_t kMostRuns = kPiece / kShortest + 2;
+constexpr int64_t kMostRuns = kMostPiece / kShortest + 2;
 constexpr int64_t kScaleRoom = kSpan / kShortest + 24;  // scales of a row in a span
 constexpr float kRangeOfScales = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
 
@@ -47,19 +46,23 @@ struct alignas(64) Head {
 struct Detail {
   int64_t rows, chunks;        // of the weight in a unit, and units that they make
   int64_t panels, row_blocks;  // of x, and how many units they make
+  int64_t piece;               // codes of a piece: whole segments
   int64_t pieces, spans;       // of a row of codes
   int64_t heads, x;            // where they are in shared memory
   int64_t spare;               // bytes for what AVX-512 multiplies
   int64_t factor;              // that makes the table integers
 };
 
-constexpr int64_t kPanelPiece = 16 * kPiece * kMostDigits;  // bytes
+EQQ_INLINE int64_t pieces_of_span(const Detail& d) { return kSpan / d.piece; }
+
+// Bytes from one decoded row to the next: powers of two would share sets of L1.
+EQQ_INLINE int64_t row_room(const Detail& d) { return d.piece + 64; }
 
 EQQ_INLINE int64_t head_of(const Detail& d, int64_t batch, int64_t panel, int64_t piece) {
   return d.heads + ((batch * d.panels + panel) * d.pieces + piece) * static_cast<int64_t>(sizeof(Head));
 }
 EQQ_INLINE int64_t x_of(const Detail& d, int64_t batch, int64_t panel, int64_t piece) {
-  return d.x + ((batch * d.panels + panel) * d.pieces + piece) * kPanelPiece;
+  return d.x + ((batch * d.panels + panel) * d.pieces + piece) * 16 * d.piece * kMostDigits;
 }
 
 bool takes(const Problem* problem) {
@@ -72,7 +75,7 @@ struct Room {
   int64_t raw, scales, zeros, sums, totals, spare, all;  // where these are, behind decoded rows
 
   explicit Room(const Detail& d) {
-    raw = d.rows * kRowRoom;
+    raw = d.rows * row_room(d);
     scales = raw + round_up(kStepRoom, 64);
     zeros = scales + 4 * d.rows * kScaleRoom;
     sums = zeros + 4 * d.rows * kScaleRoom;
@@ -88,7 +91,8 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.factor = integer_factor(p);
   d.panels = div_up(p.m, kRows);
   d.row_blocks = div_up(d.panels, kUnitPanels);
-  d.pieces = div_up(p.k, kPiece);
+  d.piece = max64(kPiece, 512 / p.bits);
+  d.pieces = div_up(p.k, d.piece);
   d.spans = div_up(p.k, kSpan);
   int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
   rows = max64(rows, (int64_t{1} << 18) / (p.m * p.k));
@@ -111,9 +115,9 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
 // x
 //
 
-Place place_of(const Problem& p, int64_t piece) {
+Place place_of(const Problem& p, const Detail& d, int64_t piece) {
   Place a;
-  const int64_t size = p.blocks <= 1 ? p.k : p.block_size, begin = piece * kPiece, end = min64(begin + kPiece, p.k);
+  const int64_t size = p.blocks <= 1 ? p.k : p.block_size, begin = piece * d.piece, end = min64(begin + d.piece, p.k);
   const int64_t span = begin / kSpan * kSpan;
   a.first = span / size;
   a.blocks = (min64(span + kSpan, p.k) - 1) / size + 1 - a.first;
@@ -128,29 +132,29 @@ Place place_of(const Problem& p, int64_t piece) {
 
 template <int kX>
 bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const Span& span, char* shared) {
-  const int64_t first = span.first / kPiece;
+  const int64_t first = span.first / d.piece, last = min64(first + pieces_of_span(d), d.pieces);
   const I lowest = _mm512_set1_epi32(p.zero_point == nullptr ? lowest_integer(p, d.factor) : 1);
-  Place places[kPieces];
-  for (int64_t i = 0; i < min64(kPieces, d.pieces - first); ++i) places[i] = place_of(p, first + i);
+  Place places[kSpan / kPiece];
+  for (int64_t i = 0; i < last - first; ++i) places[i] = place_of(p, d, first + i);
   const auto head = [&](int64_t piece) { return reinterpret_cast<Head*>(shared + head_of(d, batch, panel, piece)); };
   const auto where = [&](int64_t k) {
-    uint8_t* to = reinterpret_cast<uint8_t*>(shared) + x_of(d, batch, panel, first + k / kPiece);
-    return Digits{to + k % kPiece / 4 * 64 * kX, 64 * kX, 64};
+    uint8_t* to = reinterpret_cast<uint8_t*>(shared) + x_of(d, batch, panel, first + k / d.piece);
+    return Digits{to + k % d.piece / 4 * 64 * kX, 64 * kX, 64};
   };
   int64_t run = 0, groups = 0;  // of a piece: that which is being packed, and groups of it
   const auto keep = [&](int64_t end, const I* sums) {
-    const int64_t piece = first + (end - 1) / kPiece;
+    const int64_t piece = first + (end - 1) / d.piece;
     groups += 4;
     const Place& a = places[piece - first];
     if (run == a.count || groups < a.runs[run].groups) return false;  // the end is padded
     for (int i = 0; i < kX; ++i) _mm512_store_si512(head(piece)->start[run][i], _mm512_mullo_epi32(sums[i], lowest));
     groups = 0;
-    run = end % kPiece == 0 ? 0 : run + 1;
+    run = end % d.piece == 0 ? 0 : run + 1;
     return true;
   };
   alignas(64) float scale[16];
   const bool enough = pack_digits<kX>(p, span, scale, where, keep);
-  for (int64_t piece = first; piece < min64(first + kPieces, d.pieces); ++piece) memcpy(head(piece)->scale, scale, sizeof scale);
+  for (int64_t piece = first; piece < last; ++piece) memcpy(head(piece)->scale, scale, sizeof scale);
   return enough;
 }
 
@@ -160,15 +164,16 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   memcpy(&d, plan->detail, sizeof d);
   char* shared = static_cast<char*>(memory);
   const int64_t at = part % d.spans, panel = part / d.spans % d.panels, batch = part / d.spans / d.panels;
-  for (int64_t i = 0; batch == 0 && panel == 0 && i < min64(kPieces, d.pieces - at * kPieces); ++i)
-    reinterpret_cast<Place*>(shared)[at * kPieces + i] = place_of(p, at * kPieces + i);
+  const int64_t first = at * pieces_of_span(d), last = min64(first + pieces_of_span(d), d.pieces);
+  for (int64_t piece = first; batch == 0 && panel == 0 && piece < last; ++piece)
+    reinterpret_cast<Place*>(shared)[piece] = place_of(p, d, piece);
   const Span span(p, batch, panel, at * kSpan);
   int64_t digits = 0;
   if (are_ordinary(span.magnitudes)) {
     if (are_near(span.magnitudes) && pack<3>(p, d, batch, panel, span, shared)) digits = 3;
     if (digits == 0 && pack<4>(p, d, batch, panel, span, shared)) digits = 4;
   }
-  for (int64_t piece = at * kPieces; piece < min64((at + 1) * kPieces, d.pieces); ++piece)
+  for (int64_t piece = first; piece < last; ++piece)
     reinterpret_cast<Head*>(shared + head_of(d, batch, panel, piece))->digits = digits;
 }
 
@@ -246,12 +251,12 @@ struct Unit {
   // Where the codes of a later piece are: after the last, those of the next rows. One piece is too short for memory.
   const char* after(int64_t piece) const {
     const int64_t later = piece + kLater, rows = later < d.pieces ? 0 : count;
-    return reinterpret_cast<const char*>(p.codes + (row + rows) * p.words) + later % d.pieces * kPiece * p.bits / 8;
+    return reinterpret_cast<const char*>(p.codes + (row + rows) * p.words) + later % d.pieces * d.piece * p.bits / 8;
   }
 
   // Likewise their scales, of the span after this one.
   void scales_after(int64_t piece, Tile* a) const {
-    const int64_t width = scale_bytes(p.scale_kind), block = piece + 1 < d.pieces ? (piece + 1) * kPiece / p.block_size : 0;
+    const int64_t width = scale_bytes(p.scale_kind), block = piece + 1 < d.pieces ? (piece + 1) * d.piece / p.block_size : 0;
     a->scale_row = p.blocks * width;
     a->next_scale = static_cast<const char*>(p.scale) + (row + (block > 0 ? 0 : count)) * a->scale_row + block * width;
     a->next_scales = p.blocks <= 1 ? 0 : min64(a->scale_row, kSpan / p.block_size * width + 1);
@@ -264,9 +269,9 @@ struct Unit {
     const uint8_t* codes = p.codes + row * p.words + first * p.bits / 8;
     *stride = p.words;
     if (whole && p.bits == 8) return codes;
-    *stride = kRowRoom;
+    *stride = row_room(d);
     for (int64_t i = 0; i < count; ++i, codes += p.words) {
-      uint8_t* out = decoded + i * kRowRoom;
+      uint8_t* out = decoded + i * *stride;
       if (whole) {
         const int64_t segments = div_up(last - first, segment);
         p.bits == 4   ? decode_segments<4>(codes, segments, table, out)
@@ -372,7 +377,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   bool ordinary[kUnitPanels];
   for (int64_t j = 0; j < panels; ++j) {
     ordinary[j] = true;
-    for (int64_t piece = 0; piece < d.pieces; piece += kPieces) ordinary[j] = ordinary[j] && head_at(j, piece)->digits > 0;
+    for (int64_t piece = 0; piece < d.pieces; piece += pieces_of_span(d)) ordinary[j] = ordinary[j] && head_at(j, piece)->digits > 0;
   }
   Unit u(p, d, batch, first, count, own);
   float *sums = reinterpret_cast<float*>(own + room.sums), *totals = reinterpret_cast<float*>(own + room.totals);
@@ -381,11 +386,11 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   a.scales = u.scales;
   a.zeros = u.zeros;
   for (int64_t piece = 0; piece < d.pieces; ++piece) {
-    a.begins = piece % kPieces == 0;
-    a.ends = (piece + 1) % kPieces == 0 || piece + 1 == d.pieces;
+    a.begins = piece % pieces_of_span(d) == 0;
+    a.ends = (piece + 1) % pieces_of_span(d) == 0 || piece + 1 == d.pieces;
     a.place = places + piece;
     if (a.begins) u.fetch(*a.place);
-    a.w = u.decode(piece * kPiece, min64((piece + 1) * kPiece, p.k), &a.stride);
+    a.w = u.decode(piece * d.piece, min64((piece + 1) * d.piece, p.k), &a.stride);
     for (int64_t j = 0; j < panels; ++j) {
       if (!ordinary[j]) continue;
       a.head = head_at(j, piece);

@@ -12,6 +12,7 @@
 //   word(p)                four bytes in every lane
 //   scales                 `decode_scales_*` of `isa.h`
 //   from_half, to_half
+//   kPacks                 whether it packs `L` rows of `x`, and writes squares of results, by vectors of its own: `pack`, `put`
 //   kInRegisters           whether one row of `x` meets codes that are decoded in registers; for that
 //   kRegisterRows          rows of the weight that it meets at a time: eight hide the latency of a block's sum
 //   load_some(p, n)        the first n bytes, and zeros;  codes<bits>(bytes, plane), lookup(table, codes)   of bytes
@@ -33,11 +34,15 @@ constexpr int64_t kAhead = 2048;       // bytes of the weight: what is fetched b
 constexpr int64_t kNear = 4096;        // bytes ahead that have room in L1
 constexpr int64_t kLargeRun = 512;     // codes of a run, from which on its lanes are added up as integers
 
-// A panel of rows of `x`, some rows of the weight, and one step.
+// One or two panels of as many rows of `x` as a vector has lanes, a tile of rows of the weight, and one step.
 struct Panel {
-  const uint8_t* w;       // decoded rows, `kStepRoom` bytes apart
+  const uint8_t* w;       // rows of bytes, `w_row` apart
+  int64_t w_row;
   const uint8_t* x;       // groups of each row of `x`, one after the other
-  int64_t rows, lanes;    // of the weight; and of `x`, one or two vectors
+  int64_t x_panel;        // bytes of a panel
+  const uint8_t* next;    // the same bytes of the next tile, which are fetched; or null
+  int64_t next_row;       // how far its rows are apart, and the weight's bits
+  int64_t bits;
   Step step;
   const int32_t* sums_x;  // of the lanes for each run, runs `sums_stride` apart
   int64_t sums_stride;
@@ -94,7 +99,7 @@ struct Int8Kernels {
     rows = max64(min64(round_up(min64(rows, p.n), grain), most), grain);
     d.rows = rows;
     d.chunks = div_up(p.n, rows);
-    d.panels = d.method == kFewMethod ? 1 : div_up(d.m_padded, 2 * L);
+    d.panels = d.method == kFewMethod ? 1 : d.m_padded / L;
     d.sums = round_up(8 * p.batch * d.m_padded, 64);
     d.lanes = d.sums + round_up(4 * p.batch * (r.count + 1) * d.m_padded, 64);
     const bool lanes = kCorrects && d.method == kFewMethod && by_lanes(r);
@@ -234,16 +239,23 @@ struct Int8Kernels {
     Detail d;
     memcpy(&d, plan->detail, sizeof d);
     char* shared = static_cast<char*>(memory);
-    const int64_t batch = part / d.panels, first = part % d.panels * 2 * L;
-    const int64_t width = d.method == kFewMethod ? 1 : min64(2 * L, d.m_padded - first);  // of a panel
+    const int64_t batch = part / d.panels, first = part % d.panels * L;
+    const int64_t width = d.method == kFewMethod ? 1 : L;  // of a panel
     const int64_t rows = d.method == kFewMethod ? d.m_padded : width;
     const int64_t ones = d.method == kFewMethod && problem->affine ? p.m : -1;
     float* scales = reinterpret_cast<float*>(shared) + batch * d.m_padded;
     int32_t* shifts = reinterpret_cast<int32_t*>(shared) + (p.batch + batch) * d.m_padded;
-    Row all[2 * L + 8];
+    Row all[L + 8];
     int32_t* sums = reinterpret_cast<int32_t*>(shared + d.sums) + batch * (r.count + 1) * d.m_padded;
     uint8_t* x = reinterpret_cast<uint8_t*>(shared + d.x) + (batch * d.m_padded + first) * row_codes(r) * kBytes;
     const int32_t factor = p.zero_point != nullptr ? 1 : v.lowest;
+    if constexpr (V::kPacks) {
+      if (d.method == kPanelMethod) {
+        V::template pack<Int8Kernels>(*problem, r, batch, first, scales + first, shifts + first, x);
+        V::run_sums(r, factor, x, d.m_padded, sums + first);
+        return;
+      }
+    }
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t m = first + i;
       all[i] = Row{0, 0, 0};
@@ -766,18 +778,33 @@ struct Int8Kernels {
   // Many rows: lanes run along the rows of x
   //
 
-  template <int kVectors, bool kZero>
+  // Of a step of several whole runs, sums stay in registers: so a tile has fewer rows.
+  template <int kVectors, bool kSeveral>
+  static constexpr int tile_rows() { return kSeveral ? V::kTileRows / kVectors : V::kTileRows; }
+
+  // Rows `row` on of a tile. `kFetches`: and fetches the same rows of the next one.
+  template <int kVectors, bool kZero, bool kShift, bool kSeveral>
   static void tile(const Panel& a, int64_t row) {
-    constexpr int kRows = V::kTileRows;
-    const uint8_t* w = a.w + row * kStepRoom;
+    constexpr int kRows = tile_rows<kVectors, kSeveral>();
+    const uint8_t* w = a.w + row * a.w_row;
     const uint8_t* x = a.x;
-    for (int64_t run = 0; run < a.step.runs; ++run) {
+    const int64_t w_row = a.w_row, x_panel = a.x_panel;
+    const uint8_t* next = a.next + row * a.next_row;
+    int64_t bits = 0;  // of each row so far
+    F sums[kRows][kVectors];
+    if (kSeveral) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) sums[i][v] = V::load_f(a.sums + (row + i) * a.stride + v * L);
+    }
+    for (int64_t run = 0; run < (kSeveral ? a.step.runs : 1); ++run) {
       I acc[kRows][kVectors];
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-          if (!a.step.begins) {
+          if (!kSeveral && !a.step.begins) {
             acc[i][v] = V::load(a.partial + (row + i) * a.stride + v * L);
           } else if (!kCorrects) {
             acc[i][v] = V::zero();
@@ -785,18 +812,26 @@ struct Int8Kernels {
             acc[i][v] = V::load(a.sums_x + run * a.sums_stride + v * L);
             if (kZero) acc[i][v] = V::mul(acc[i][v], V::spread(a.offset[(row + i) * kRunRoom + run]));
           }
-          if (a.shift != nullptr)
+          if (kShift)
             acc[i][v] = V::add(acc[i][v], V::mul(V::load(a.shift + v * L), V::spread(-a.weights[(row + i) * kRunRoom + run])));
         }
-      for (int64_t at = 0; at < a.step.length * kBytes; at += 4, w += 4, x += 4 * L * kVectors) {
-        I xs[kVectors];
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) xs[v] = V::load(x + 4 * v * L);
+      for (int64_t left = a.step.length; left > 0; left -= 64) {
+        const int64_t codes = min64(left, 64);
+        if (a.next != nullptr && bits % 512 == 0) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kRows; ++i) {
-          const I ws = V::word(w + i * kStepRoom);
+          for (int i = 0; i < kRows; ++i) __builtin_prefetch(next + i * a.next_row + bits / 8, 0, 2);
+        }
+        bits += codes * a.bits;
+        for (const uint8_t* end = w + codes * kBytes; w < end; w += 4, x += 4 * L) {
+          I xs[kVectors];
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) acc[i][v] = V::dot(acc[i][v], ws, xs[v]);
+          for (int v = 0; v < kVectors; ++v) xs[v] = V::load(x + v * x_panel);
+#pragma GCC unroll 16
+          for (int i = 0; i < kRows; ++i) {
+            const I ws = V::word(w + i * w_row);
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; ++v) acc[i][v] = V::dot(acc[i][v], ws, xs[v]);
+          }
         }
       }
 #pragma GCC unroll 16
@@ -804,25 +839,34 @@ struct Int8Kernels {
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
           const int64_t at = (row + i) * a.stride + v * L;
-          if (a.step.ends) {
-            const F scale = V::spread_f(a.scale[(row + i) * kRunRoom + run]);
+          const F scale = V::spread_f(a.scale[(row + i) * kRunRoom + run]);
+          if (kSeveral) {
+            sums[i][v] = V::fma(V::to_f(acc[i][v]), scale, sums[i][v]);
+          } else if (a.step.ends) {
             V::store_f(a.sums + at, V::fma(V::to_f(acc[i][v]), scale, V::load_f(a.sums + at)));
           } else {
             V::store(a.partial + at, acc[i][v]);
           }
         }
     }
+    if (kSeveral) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) V::store_f(a.sums + (row + i) * a.stride + v * L, sums[i][v]);
+    }
+  }
+
+  template <int kVectors, bool kZero, bool kShift>
+  EQQ_INLINE void tiles(const Panel& a) {
+    if (a.step.runs == 1) return tile<kVectors, kZero, kShift, false>(a, 0);
+    for (int64_t row = 0; row < V::kTileRows; row += tile_rows<kVectors, true>()) tile<kVectors, kZero, kShift, true>(a, row);
   }
 
   template <int kVectors>
-  EQQ_INLINE void panel_of(const Panel& a) {
-    for (int64_t row = 0; row < a.rows; row += V::kTileRows) {
-      if (a.offset != nullptr) {
-        tile<kVectors, true>(a, row);
-      } else {
-        tile<kVectors, false>(a, row);
-      }
-    }
+  EQQ_INLINE void tiles_of(const Panel& a) {
+    if (a.shift == nullptr) return a.offset != nullptr ? tiles<kVectors, true, false>(a) : tiles<kVectors, false, false>(a);
+    a.offset != nullptr ? tiles<kVectors, true, true>(a) : tiles<kVectors, false, true>(a);
   }
 
   // Sums of the weight in each run of a step, over codes that are no padding.
@@ -856,42 +900,66 @@ struct Int8Kernels {
     const int64_t start = block * kInt8RowBlock, width = min64(kInt8RowBlock, d.m_padded - start);
     const uint8_t* x = reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * d.m_padded + start) * row_codes(r) * kBytes;
     memset(sums, 0, 4 * d.rows * width);
-    memset(weights, 0, 4 * d.rows * kRunRoom);  // of rows past the last one too
+    memset(weights, 0, 4 * V::kTileRows * kRunRoom);  // of rows past the last one too
     Panel a;
-    a.rows = count;
+    a.x_panel = L * row_codes(r) * kBytes;
     a.sums_stride = d.m_padded;
     a.stride = width;
     a.scale = scale;
     a.weights = weights;
     a.offset = p.zero_point != nullptr ? offset : nullptr;
+    a.bits = p.bits;
+    a.next_row = p.words;
     Step s = first_step(r);
+    Step next = s;  // behind a step of the last rows comes the next one of the first
     if (r.count > 0) do {
-      const int64_t position = s.run * r.size + s.offset;
+      const bool more = next_step(r, next);
+      const int64_t position = s.run * r.size + s.offset, from = step_start(r, s);
       a.step = s;
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t row = first_row(&p, batch) + first + i;
-        step_scales(p, r, v, s, row, scale + i * kRunRoom, offset + i * kRunRoom);
-        const uint8_t* w = decode(p, r, v, s, row, offset + i * kRunRoom, false, rooms + d.rows * kStepRoom,
-                                  rooms + i * kStepRoom);
-        if (i == 0) a.w = w;  // all rows begin at the same place of their memory
-        if (problem.affine) sum_weights(r, p.k, s, w, offset + i * kRunRoom, weights + i * kRunRoom);
-      }
-      for (int64_t m = 0; m < width; m += 2 * L) {
-        a.lanes = min64(2 * L, width - m);
-        a.x = x + (m * row_codes(r) + position * a.lanes) * kBytes;
-        a.sums_x = x_sums + s.run * d.m_padded + start + m;
-        a.shift = problem.affine ? shifts + start + m : nullptr;
-        a.sums = sums + m;
-        a.partial = reinterpret_cast<int32_t*>(own + d.partial_at) + m;
-        if (a.lanes == L) {
-          panel_of<1>(a);
-        } else {
-          panel_of<2>(a);
+      for (int64_t tile = 0; tile < count; tile += V::kTileRows) {
+        const int64_t rows = min64(V::kTileRows, count - tile), row = first_row(&p, batch) + first + tile;
+        // Rows that all have the whole step as bytes are multiplied where they lie.
+        const bool direct = kBytes == 1 && p.bits == 8 && rows == V::kTileRows && in_a_row(r, s) && from + step_codes(s) <= p.k;
+        a.w = direct ? p.codes + row * p.words + from : nullptr;
+        a.w_row = direct ? p.words : kStepRoom;
+        for (int64_t i = 0; i < rows; ++i) {
+          step_scales(p, r, v, s, row + i, scale + i * kRunRoom, offset + i * kRunRoom);
+          const uint8_t* w = direct ? a.w + i * p.words
+                                    : decode(p, r, v, s, row + i, offset + i * kRunRoom, false,
+                                             rooms + V::kTileRows * kStepRoom, rooms + i * kStepRoom);
+          if (i == 0) a.w = w;  // all rows begin at the same place of their memory
+          if (problem.affine) sum_weights(r, p.k, s, w, offset + i * kRunRoom, weights + i * kRunRoom);
+        }
+        a.next = nullptr;
+        if (tile + 2 * V::kTileRows <= count) {
+          a.next = p.codes + (row + V::kTileRows) * p.words + from * p.bits / 8;
+        } else if (more && tile + V::kTileRows >= count && count >= V::kTileRows) {
+          a.next = p.codes + (first_row(&p, batch) + first) * p.words + step_start(r, next) * p.bits / 8;
+        }
+        for (int64_t m = 0; m < width; m += 2 * L) {
+          a.x = x + (m * row_codes(r) + position * L) * kBytes;
+          a.sums_x = x_sums + s.run * d.m_padded + start + m;
+          a.shift = problem.affine ? shifts + start + m : nullptr;
+          a.sums = sums + tile * width + m;
+          a.partial = reinterpret_cast<int32_t*>(own + d.partial_at) + tile * width + m;
+          if (width - m == L) {
+            tiles_of<1>(a);
+          } else {
+            tiles_of<2>(a);
+          }
+          a.next = nullptr;
         }
       }
-    } while (next_step(r, s));
+      s = next;
+      if (!more) break;
+    } while (true);
     const int64_t real = min64(width, p.m - start), base = batch * p.y_batch + start * p.y_row + first * p.y_column;
-    if (p.y_row == 1) {
+    if constexpr (V::kPacks) {
+      for (int64_t m = 0; m < real; m += L)
+        for (int64_t i = 0; i < count; i += L)
+          V::template put<Int8Kernels>(p, base + m * p.y_row + i * p.y_column, sums + i * width + m, width, x_scale + start + m,
+                                       min64(L, count - i), min64(L, real - m));
+    } else if (p.y_row == 1) {
       for (int64_t i = 0; i < count; ++i)
         for (int64_t m = 0; m < real; ++m)
           write(p, base + m + i * p.y_column, sums[i * width + m] * x_scale[start + m]);

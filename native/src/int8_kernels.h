@@ -50,9 +50,8 @@ struct Panel {
   const int32_t* shift;   // what codes of the lanes are too much; null without zero points of x
   const int32_t* weights;  // for rows and runs: sums of the weight in this step
   const float* scale;     // for rows and runs, `kRunRoom` apart
-  float* sums;            // results so far, rows `stride` apart
+  float* sums;            // results so far, a row of the tile after the other
   int32_t* partial;       // those of runs that have not ended, likewise
-  int64_t stride;
 };
 
 constexpr int64_t kRunRoom = kStep / 16 + 16;
@@ -778,26 +777,23 @@ struct Int8Kernels {
   // Many rows: lanes run along the rows of x
   //
 
-  // Of a step of several whole runs, sums stay in registers: so a tile has fewer rows.
-  template <int kVectors, bool kSeveral>
-  static constexpr int tile_rows() { return kSeveral ? V::kTileRows / kVectors : V::kTileRows; }
+  // GCC would have a pointer for each row, and keep sums of all runs in registers: it has not so many.
+  template <typename T>
+  EQQ_INLINE void hide(T*& p) {
+    __asm__("" : "+r"(p));
+  }
 
-  // Rows `row` on of a tile. `kFetches`: and fetches the same rows of the next one.
+  // `kSeveral`: whether the step has several runs.
   template <int kVectors, bool kZero, bool kShift, bool kSeveral>
-  static void tile(const Panel& a, int64_t row) {
-    constexpr int kRows = tile_rows<kVectors, kSeveral>();
-    const uint8_t* w = a.w + row * a.w_row;
+  static __attribute__((noinline)) void tile(const Panel& a) {
+    constexpr int kRows = V::kTileRows, kWidth = kVectors * L;
+    constexpr int kThirds = (kRows + 2) / 3;
+    const uint8_t* w[kThirds];  // every third row
+#pragma GCC unroll 4
+    for (int i = 0; i < kThirds; ++i) w[i] = a.w + 3 * i * a.w_row;
     const uint8_t* x = a.x;
     const int64_t w_row = a.w_row, x_panel = a.x_panel;
-    const uint8_t* next = a.next + row * a.next_row;
     int64_t bits = 0;  // of each row so far
-    F sums[kRows][kVectors];
-    if (kSeveral) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) sums[i][v] = V::load_f(a.sums + (row + i) * a.stride + v * L);
-    }
     for (int64_t run = 0; run < (kSeveral ? a.step.runs : 1); ++run) {
       I acc[kRows][kVectors];
 #pragma GCC unroll 16
@@ -805,32 +801,39 @@ struct Int8Kernels {
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
           if (!kSeveral && !a.step.begins) {
-            acc[i][v] = V::load(a.partial + (row + i) * a.stride + v * L);
+            acc[i][v] = V::load(a.partial + i * kWidth + v * L);
           } else if (!kCorrects) {
             acc[i][v] = V::zero();
           } else {
             acc[i][v] = V::load(a.sums_x + run * a.sums_stride + v * L);
-            if (kZero) acc[i][v] = V::mul(acc[i][v], V::spread(a.offset[(row + i) * kRunRoom + run]));
+            if (kZero) acc[i][v] = V::mul(acc[i][v], V::spread(a.offset[i * kRunRoom + run]));
           }
           if (kShift)
-            acc[i][v] = V::add(acc[i][v], V::mul(V::load(a.shift + v * L), V::spread(-a.weights[(row + i) * kRunRoom + run])));
+            acc[i][v] = V::add(acc[i][v], V::mul(V::load(a.shift + v * L), V::spread(-a.weights[i * kRunRoom + run])));
         }
+      float* sums = a.sums;
+      hide(sums);
       for (int64_t left = a.step.length; left > 0; left -= 64) {
         const int64_t codes = min64(left, 64);
         if (a.next != nullptr && bits % 512 == 0) {
 #pragma GCC unroll 16
-          for (int i = 0; i < kRows; ++i) __builtin_prefetch(next + i * a.next_row + bits / 8, 0, 2);
+          for (int i = 0; i < kRows; ++i) __builtin_prefetch(a.next + i * a.next_row + bits / 8, 0, 2);
         }
         bits += codes * a.bits;
-        for (const uint8_t* end = w + codes * kBytes; w < end; w += 4, x += 4 * L) {
+        for (const uint8_t* end = x + codes * kBytes * L; x < end; x += 4 * L) {
           I xs[kVectors];
 #pragma GCC unroll 2
           for (int v = 0; v < kVectors; ++v) xs[v] = V::load(x + v * x_panel);
 #pragma GCC unroll 16
           for (int i = 0; i < kRows; ++i) {
-            const I ws = V::word(w + i * w_row);
+            const I ws = V::word(w[i / 3] + i % 3 * w_row);
 #pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) acc[i][v] = V::dot(acc[i][v], ws, xs[v]);
+          }
+#pragma GCC unroll 4
+          for (int i = 0; i < kThirds; ++i) {
+            w[i] += 4;
+            hide(w[i]);
           }
         }
       }
@@ -838,29 +841,20 @@ struct Int8Kernels {
       for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-          const int64_t at = (row + i) * a.stride + v * L;
-          const F scale = V::spread_f(a.scale[(row + i) * kRunRoom + run]);
-          if (kSeveral) {
-            sums[i][v] = V::fma(V::to_f(acc[i][v]), scale, sums[i][v]);
-          } else if (a.step.ends) {
-            V::store_f(a.sums + at, V::fma(V::to_f(acc[i][v]), scale, V::load_f(a.sums + at)));
+          const int at = i * kWidth + v * L;
+          const F scale = V::spread_f(a.scale[i * kRunRoom + run]);
+          if (kSeveral || a.step.ends) {
+            V::store_f(sums + at, V::fma(V::to_f(acc[i][v]), scale, V::load_f(sums + at)));
           } else {
             V::store(a.partial + at, acc[i][v]);
           }
         }
     }
-    if (kSeveral) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) V::store_f(a.sums + (row + i) * a.stride + v * L, sums[i][v]);
-    }
   }
 
   template <int kVectors, bool kZero, bool kShift>
   EQQ_INLINE void tiles(const Panel& a) {
-    if (a.step.runs == 1) return tile<kVectors, kZero, kShift, false>(a, 0);
-    for (int64_t row = 0; row < V::kTileRows; row += tile_rows<kVectors, true>()) tile<kVectors, kZero, kShift, true>(a, row);
+    a.step.runs > 1 ? tile<kVectors, kZero, kShift, true>(a) : tile<kVectors, kZero, kShift, false>(a);
   }
 
   template <int kVectors>
@@ -904,7 +898,6 @@ struct Int8Kernels {
     Panel a;
     a.x_panel = L * row_codes(r) * kBytes;
     a.sums_stride = d.m_padded;
-    a.stride = width;
     a.scale = scale;
     a.weights = weights;
     a.offset = p.zero_point != nullptr ? offset : nullptr;
@@ -940,9 +933,10 @@ struct Int8Kernels {
           a.x = x + (m * row_codes(r) + position * L) * kBytes;
           a.sums_x = x_sums + s.run * d.m_padded + start + m;
           a.shift = problem.affine ? shifts + start + m : nullptr;
-          a.sums = sums + tile * width + m;
-          a.partial = reinterpret_cast<int32_t*>(own + d.partial_at) + tile * width + m;
-          if (width - m == L) {
+          const int64_t lanes = min64(2 * L, width - m);
+          a.sums = sums + m * d.rows + tile * lanes;
+          a.partial = reinterpret_cast<int32_t*>(own + d.partial_at) + m * d.rows + tile * lanes;
+          if (lanes == L) {
             tiles_of<1>(a);
           } else {
             tiles_of<2>(a);
@@ -954,19 +948,23 @@ struct Int8Kernels {
       if (!more) break;
     } while (true);
     const int64_t real = min64(width, p.m - start), base = batch * p.y_batch + start * p.y_row + first * p.y_column;
-    if constexpr (V::kPacks) {
-      for (int64_t m = 0; m < real; m += L)
-        for (int64_t i = 0; i < count; i += L)
-          V::template put<Int8Kernels>(p, base + m * p.y_row + i * p.y_column, sums + i * width + m, width, x_scale + start + m,
-                                       min64(L, count - i), min64(L, real - m));
-    } else if (p.y_row == 1) {
-      for (int64_t i = 0; i < count; ++i)
-        for (int64_t m = 0; m < real; ++m)
-          write(p, base + m + i * p.y_column, sums[i * width + m] * x_scale[start + m]);
-    } else {
-      for (int64_t m = 0; m < real; ++m)
+    for (int64_t m = 0; m < real; m += 2 * L) {
+      const int64_t lanes = min64(2 * L, width - m), some = min64(2 * L, real - m);
+      const float* tiles = sums + m * d.rows;
+      const int64_t at = base + m * p.y_row;
+      if constexpr (V::kPacks) {
+        for (int64_t l = 0; l < some; l += L)
+          for (int64_t i = 0; i < count; i += L)
+            V::template put<Int8Kernels>(p, at + l * p.y_row + i * p.y_column, tiles + i * lanes + l, lanes,
+                                         x_scale + start + m + l, min64(L, count - i), min64(L, some - l));
+      } else if (p.y_row == 1) {
         for (int64_t i = 0; i < count; ++i)
-          write(p, base + m * p.y_row + i * p.y_column, sums[i * width + m] * x_scale[start + m]);
+          for (int64_t l = 0; l < some; ++l) write(p, at + l + i * p.y_column, tiles[i * lanes + l] * x_scale[start + m + l]);
+      } else {
+        for (int64_t l = 0; l < some; ++l)
+          for (int64_t i = 0; i < count; ++i)
+            write(p, at + l * p.y_row + i * p.y_column, tiles[i * lanes + l] * x_scale[start + m + l]);
+      }
     }
   }
 

@@ -10,7 +10,10 @@ namespace {
 struct Vnni : Avx512Lanes {
   static constexpr int kGroup = 4;
   static constexpr bool kInRegisters = true, kPacks = true;
-  EQQ_INLINE I dot(I acc, I w, I x) { return _mm512_dpbusd_epi32(acc, w, x); }
+  EQQ_INLINE I dot(I acc, I w, I x) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
+    return acc;
+  }
 
   template <class K>
   static void pack(const Int8Problem& q, const Runs& r, int64_t batch, int64_t first, float* scales, int32_t* shifts, uint8_t* out) {

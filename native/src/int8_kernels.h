@@ -363,6 +363,16 @@ struct Int8Kernels {
     for (int64_t i = 0; i < last - first; ++i) out[i] = v.lowest - out[i];
   }
 
+  // Fetches scales and zero points of the runs of a step, of some rows.
+  EQQ_INLINE void fetch_scales(const Problem& p, const Runs& r, const Step& s, int64_t row, int64_t rows) {
+    const int64_t block = s.run / r.per_block, item = scale_bytes(p.scale_kind);
+    for (int64_t i = row; i < row + rows; ++i) {
+      const char* scales = static_cast<const char*>(p.scale) + (i * p.blocks + block) * item;
+      for (int64_t at = 0; at < s.runs * item; at += 64) __builtin_prefetch(scales + at);
+      if (p.zero_point != nullptr) __builtin_prefetch(p.zero_point + i * p.zero_words + block * p.bits / 8);
+    }
+  }
+
   // Scales of the runs of a step, and what codes are off.
   static void step_scales(const Problem& p, const Runs& r, const Integers& v, const Step& s, int64_t row, float* scale,
                           int32_t* offset) {
@@ -792,28 +802,32 @@ struct Int8Kernels {
 #pragma GCC unroll 4
     for (int i = 0; i < kThirds; ++i) w[i] = a.w + 3 * i * a.w_row;
     const uint8_t* x = a.x;
-    const int64_t w_row = a.w_row, x_panel = a.x_panel;
+    // Copies, since vectors that are stored might be of what `a` points to, for all that GCC knows.
+    const int64_t w_row = a.w_row, x_panel = a.x_panel, runs = kSeveral ? a.step.runs : 1, length = a.step.length;
+    const int32_t *sums_x = a.sums_x, *offset = a.offset, *weights = a.weights;
+    const float* scale = a.scale;
+    const bool begins = kSeveral || a.step.begins, ends = kSeveral || a.step.ends;
     int64_t bits = 0;  // of each row so far
-    for (int64_t run = 0; run < (kSeveral ? a.step.runs : 1); ++run) {
+    for (int64_t run = 0; run < runs; ++run, sums_x += a.sums_stride, ++offset, ++weights, ++scale) {
       I acc[kRows][kVectors];
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-          if (!kSeveral && !a.step.begins) {
+          if (!begins) {
             acc[i][v] = V::load(a.partial + i * kWidth + v * L);
           } else if (!kCorrects) {
             acc[i][v] = V::zero();
           } else {
-            acc[i][v] = V::load(a.sums_x + run * a.sums_stride + v * L);
-            if (kZero) acc[i][v] = V::mul(acc[i][v], V::spread(a.offset[i * kRunRoom + run]));
+            acc[i][v] = V::load(sums_x + v * L);
+            if (kZero) acc[i][v] = V::mul(acc[i][v], V::spread(offset[i * kRunRoom]));
           }
           if (kShift)
-            acc[i][v] = V::add(acc[i][v], V::mul(V::load(a.shift + v * L), V::spread(-a.weights[i * kRunRoom + run])));
+            acc[i][v] = V::add(acc[i][v], V::mul(V::load(a.shift + v * L), V::spread(-weights[i * kRunRoom])));
         }
       float* sums = a.sums;
       hide(sums);
-      for (int64_t left = a.step.length; left > 0; left -= 64) {
+      for (int64_t left = length; left > 0; left -= 64) {
         const int64_t codes = min64(left, 64);
         if (a.next != nullptr && bits % 512 == 0) {
 #pragma GCC unroll 16
@@ -842,9 +856,8 @@ struct Int8Kernels {
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
           const int at = i * kWidth + v * L;
-          const F scale = V::spread_f(a.scale[i * kRunRoom + run]);
-          if (kSeveral || a.step.ends) {
-            V::store_f(sums + at, V::fma(V::to_f(acc[i][v]), scale, V::load_f(sums + at)));
+          if (ends) {
+            V::store_f(sums + at, V::fma(V::to_f(acc[i][v]), V::spread_f(scale[i * kRunRoom]), V::load_f(sums + at)));
           } else {
             V::store(a.partial + at, acc[i][v]);
           }
@@ -923,12 +936,10 @@ struct Int8Kernels {
           if (i == 0) a.w = w;  // all rows begin at the same place of their memory
           if (problem.affine) sum_weights(r, p.k, s, w, offset + i * kRunRoom, weights + i * kRunRoom);
         }
-        a.next = nullptr;
-        if (tile + 2 * V::kTileRows <= count) {
-          a.next = p.codes + (row + V::kTileRows) * p.words + from * p.bits / 8;
-        } else if (more && tile + V::kTileRows >= count && count >= V::kTileRows) {
-          a.next = p.codes + (first_row(&p, batch) + first) * p.words + step_start(r, next) * p.bits / 8;
-        }
+        const bool here = tile + V::kTileRows < count;
+        const int64_t next_row = here ? row + V::kTileRows : row - tile;
+        a.next = here || more ? p.codes + next_row * p.words + step_start(r, here ? s : next) * p.bits / 8 : nullptr;
+        if (a.next != nullptr) fetch_scales(p, r, here ? s : next, next_row, V::kTileRows);
         for (int64_t m = 0; m < width; m += 2 * L) {
           a.x = x + (m * row_codes(r) + position * L) * kBytes;
           a.sums_x = x_sums + s.run * d.m_padded + start + m;

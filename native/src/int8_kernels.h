@@ -891,6 +891,18 @@ struct Int8Kernels {
     }
   }
 
+  // Memory that results will be written over, of some rows of the weight and of x: stores to so many places do not fetch
+  // it in time.
+  static void fetch_results(const Problem& p, int64_t at, int64_t count, int64_t lanes) {
+    const int64_t item = p.x_type == kFloat32 ? 4 : 2;
+    const char* y = static_cast<const char*>(p.y) + at * item;
+    const bool across = p.y_row == 1;
+    const int64_t rows = across ? count : lanes, next = item * (across ? p.y_column : p.y_row);
+    const int64_t bytes = across ? item * lanes : p.y_column == 1 ? item * count : 0;
+    for (int64_t i = 0; i < rows; ++i, y += next)
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(y + b, 0, 2);
+  }
+
   static void run_panels(const Int8Problem& problem, const Detail& d, const char* shared, char* own, int64_t batch,
                          int64_t block, int64_t first, int64_t count) {
     const Problem& p = problem.p;
@@ -906,6 +918,7 @@ struct Int8Kernels {
     const int32_t* x_sums = reinterpret_cast<const int32_t*>(shared + d.sums) + batch * (r.count + 1) * d.m_padded;
     const int64_t start = block * kInt8RowBlock, width = min64(kInt8RowBlock, d.m_padded - start);
     const uint8_t* x = reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * d.m_padded + start) * row_codes(r) * kBytes;
+    const int64_t real = min64(width, p.m - start), base = batch * p.y_batch + start * p.y_row + first * p.y_column;
     memset(sums, 0, 4 * d.rows * width);
     memset(weights, 0, 4 * V::kTileRows * kRunRoom);  // of rows past the last one too
     Panel a;
@@ -945,6 +958,7 @@ struct Int8Kernels {
           a.sums_x = x_sums + s.run * d.m_padded + start + m;
           a.shift = problem.affine ? shifts + start + m : nullptr;
           const int64_t lanes = min64(2 * L, width - m);
+          if (!more && tile == 0) fetch_results(p, base + m * p.y_row, count, min64(lanes, real - m));
           a.sums = sums + m * d.rows + tile * lanes;
           a.partial = reinterpret_cast<int32_t*>(own + d.partial_at) + m * d.rows + tile * lanes;
           if (lanes == L) {
@@ -958,7 +972,6 @@ struct Int8Kernels {
       s = next;
       if (!more) break;
     } while (true);
-    const int64_t real = min64(width, p.m - start), base = batch * p.y_batch + start * p.y_row + first * p.y_column;
     for (int64_t m = 0; m < real; m += 2 * L) {
       const int64_t lanes = min64(2 * L, width - m), some = min64(2 * L, real - m);
       const float* tiles = sums + m * d.rows;

@@ -10,6 +10,7 @@ namespace {
 struct Vnni : Avx512Lanes {
   static constexpr int kGroup = 4;
   static constexpr bool kInRegisters = true, kPacks = true;
+  // In so many words, since GCC would copy sums from register to register in each step of a loop.
   EQQ_INLINE I dot(I acc, I w, I x) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
     return acc;

@@ -457,6 +457,19 @@ struct Int8Kernels {
       for (int m = 0; m < kM; ++m) V::store_f(memory + (i * kM + m) * L, sums[i][m]);
   }
 
+  // The same of half of the rows at a time: there are not registers for all sums.
+  template <int kRows, int kM, bool kZero, bool kShift>
+  static void dot_halves(const Dot& a) {
+    constexpr int kHalf = kRows / 2;
+    Dot b = a;
+    dot_lanes<kHalf, kM, kZero, kShift>(b);
+    for (int i = 0; i < kHalf; ++i) b.w[i] = a.w[kHalf + i];
+    b.scale += kHalf * kRunRoom;
+    b.offset += kHalf * kRunRoom;
+    b.sums = static_cast<float*>(b.sums) + kHalf * kM * L;
+    dot_lanes<kHalf, kM, kZero, kShift>(b);
+  }
+
   EQQ_INLINE I several(const int32_t* p, int64_t n) {
     if constexpr (kCodes > 16)
       if (n > 1) return V::lanes(p, static_cast<int>(n));
@@ -500,8 +513,8 @@ struct Int8Kernels {
     switch (m) {
       case 1: return dot_lanes<kRows, 1, kZero, kShift>;
       case 2: return dot_lanes<kRows, 2, kZero, kShift>;
-      case 3: return dot_lanes<kRows, 3, kZero, kShift>;
-      default: return dot_lanes<kRows, 4, kZero, kShift>;
+      case 3: return dot_halves<kRows, 3, kZero, kShift>;
+      default: return dot_halves<kRows, 4, kZero, kShift>;
     }
   }
   // `m`: with the row of ones, if there is one.

@@ -41,8 +41,8 @@ struct Panel {
   const uint8_t* x;       // groups of each row of `x`, one after the other
   int64_t x_panel;        // bytes of a panel
   const uint8_t* next;    // the same bytes of the next tile, which are fetched; or null
-  int64_t next_row;       // how far its rows are apart, and the weight's bits
-  int64_t bits;
+  int64_t next_row;       // bytes from one of its rows to the next
+  int64_t bits;           // of a code
   Step step;
   const int32_t* sums_x;  // of the lanes for each run, runs `sums_stride` apart
   int64_t sums_stride;
@@ -109,8 +109,9 @@ struct Int8Kernels {
     // Decoded rows, and one more to decode in; scales and offsets; sums.
     const int64_t held = d.method == kFewMethod ? V::kDotRows : rows;
     const int64_t width = d.method == kFewMethod ? d.m_padded * L : min64(d.m_padded, kInt8RowBlock);
-    d.scale_at = round_up((held + 1) * kStepRoom, 64);
-    d.partial_at = d.scale_at + 3 * round_up(4 * (held + 1) * kRunRoom, 64);
+    const int64_t decoded = d.method == kFewMethod ? V::kDotRows : V::kTileRows;
+    d.scale_at = round_up((decoded + 1) * kStepRoom, 64);
+    d.partial_at = d.scale_at + 3 * round_up(4 * (decoded + 1) * kRunRoom, 64);
     d.sum_at = d.partial_at + round_up(4 * held * width, 64);
     out->own_bytes = d.sum_at + round_up(4 * held * (width + (d.method == kFewMethod ? d.m_padded : 0)), 64);
     static_assert(sizeof d <= sizeof out->detail, "a detail too much");
@@ -922,8 +923,8 @@ struct Int8Kernels {
     const Runs r = runs_of(p);
     const Integers v = integers_of(p);
     float* scale = reinterpret_cast<float*>(own + d.scale_at);
-    int32_t* offset = reinterpret_cast<int32_t*>(scale + (d.rows + 1) * kRunRoom + 16);
-    int32_t* weights = offset + (d.rows + 1) * kRunRoom;
+    int32_t* offset = reinterpret_cast<int32_t*>(scale + (V::kTileRows + 1) * kRunRoom + 16);
+    int32_t* weights = offset + (V::kTileRows + 1) * kRunRoom;
     const int32_t* shifts = reinterpret_cast<const int32_t*>(shared) + (p.batch + batch) * d.m_padded;
     float* sums = reinterpret_cast<float*>(own + d.sum_at);
     uint8_t* rooms = reinterpret_cast<uint8_t*>(own);
@@ -944,8 +945,8 @@ struct Int8Kernels {
     a.next_row = p.words;
     Step s = first_step(r);
     Step next = s;  // behind a step of the last rows comes the next one of the first
-    if (r.count > 0) do {
-      const bool more = next_step(r, next);
+    for (bool more = r.count > 0; more; s = next) {
+      more = next_step(r, next);
       const int64_t position = s.run * r.size + s.offset, from = step_start(r, s);
       a.step = s;
       for (int64_t tile = 0; tile < count; tile += V::kTileRows) {
@@ -982,9 +983,7 @@ struct Int8Kernels {
           a.next = nullptr;
         }
       }
-      s = next;
-      if (!more) break;
-    } while (true);
+    }
     for (int64_t m = 0; m < real; m += 2 * L) {
       const int64_t lanes = min64(2 * L, width - m), some = min64(2 * L, real - m);
       const float* tiles = sums + m * d.rows;

@@ -9,7 +9,7 @@
 #include "emulate_amx.h"
 #endif
 
-#include "vectors.h"
+#include "digits.h"
 
 namespace {
 

@@ -413,7 +413,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
     }
     const int64_t m = kRows * (panel + j);
     for (int64_t n = 0; n < count; n += 16)
-      write_square(p, batch * p.y_batch + m * p.y_row + (first + n) * p.y_column, min64(16, count - n), min64(kRows, p.m - m), totals + (j * d.rows + n) * 16);
+      write_results(p, batch * p.y_batch + m * p.y_row + (first + n) * p.y_column, min64(16, count - n), min64(kRows, p.m - m), totals + (j * d.rows + n) * 16);
     for (int64_t n = 0; n < count; ++n)
       if (u.odd >> n & 1) multiply(first + n, 1);
   }

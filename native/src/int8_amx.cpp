@@ -11,8 +11,6 @@
 namespace {
 
 using Kernels8 = Int8Kernels<Vnni>;
-using I = __m512i;
-using F = __m512;
 
 constexpr int64_t kGroupRows = 32;          // of the weight that are multiplied at a time: two tiles
 constexpr int64_t kMostUnitRows = 256;      // of the weight in a unit
@@ -35,7 +33,6 @@ struct Detail {
 
 bool takes(const Int8Problem& q) { return q.p.m + q.affine > 1 && q.p.k > 0; }
 
-EQQ_INLINE int64_t depth_of(const Runs& r) { return min64(r.size, 64); }
 EQQ_INLINE int64_t row_codes(const Runs& r) { return round_up(r.padded, 64); }
 // Panels begin where pages do.
 EQQ_INLINE int64_t panel_bytes(const Runs& r) { return round_up(16 * row_codes(r), 4096); }
@@ -96,182 +93,26 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
 // x
 //
 
-// As `Kernels8::row_at`, of a row of floats that lie side by side.
-template <int kType>
-Kernels8::Row row_at(const Int8Problem& q, int64_t m, const void* x) {
-  const int64_t count = q.p.k;
-  const bool ranges = q.affine && Kernels8::finds_scales(q);
-  const I magnitude = _mm512_set1_epi32(0x7fffffff);
-  I most[2] = {};
-  F low[2] = {}, high[2] = {};
-  for (int64_t k = 0; k < count; k += 32)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      const F values = load_some(x, kType, k + 16 * i, first_few(count - k - 16 * i));
-      most[i] = _mm512_max_epu32(most[i], _mm512_and_si512(_mm512_castps_si512(values), magnitude));
-      if (ranges) low[i] = _mm512_min_ps(low[i], values), high[i] = _mm512_max_ps(high[i], values);
-    }
-  return Kernels8::row_of(q, m, _mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1])),
-                          _mm512_reduce_min_ps(_mm512_min_ps(low[0], low[1])),
-                          _mm512_reduce_max_ps(_mm512_max_ps(high[0], high[1])));
-}
-
-// The same of `rows` floats across, each a lane of what lies side by side.
-template <int kType>
-void rows_at(const Int8Problem& q, int64_t m, const void* x, int64_t rows, Kernels8::Row* out) {
-  const bool ranges = q.affine && Kernels8::finds_scales(q);
-  const I magnitude = _mm512_set1_epi32(0x7fffffff);
-  I most = {};
-  F low = {}, high = {};
-  for (int64_t k = 0; k < q.p.k; ++k) {
-    const F values = load_some(x, kType, k * q.p.x_column, first_few(rows));
-    most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(values), magnitude));
-    if (ranges) low = _mm512_min_ps(low, values), high = _mm512_max_ps(high, values);
-  }
-  uint32_t mosts[16];
-  float lows[16], highs[16];
-  Vnni::store(mosts, most);
-  Vnni::store_f(lows, low);
-  Vnni::store_f(highs, high);
-  for (int64_t i = 0; i < rows; ++i) out[i] = Kernels8::row_of(q, m + i, mosts[i], lows[i], highs[i]);
-}
-
-// How a row is brought to codes, or that of each lane. Products with the inverse of the scale are rounded as quotients
-// are, but for those so near the middle of two integers that the quotient may be on its other side: some units in the
-// last place of 256.
-struct Quantizer {
-  F scale, inverse, zero;
-  I flip;      // of 16 bits: what codes without a sign are less those with one
-  bool exact;  // whether there is an inverse
-};
-
-EQQ_INLINE Quantizer quantizer(F scale, F zero, bool affine) {
-  const __mmask16 large = _mm512_cmp_ps_mask(scale, _mm512_set1_ps(0x1p-120f), _CMP_GE_OQ);  // the inverse is finite
-  const __mmask16 small = _mm512_cmp_ps_mask(scale, _mm512_set1_ps(0x1p120f), _CMP_LE_OQ);   // and no subnormal number
-  const F inverse = _mm512_div_ps(_mm512_set1_ps(1), scale);
-  return {scale, inverse, zero, _mm512_set1_epi16(affine ? 128 : 0), (large & small) == 0xffff};
-}
-
-// Far beyond the last code, but an integer: without this one that is too large becomes the least.
-EQQ_INLINE F below(F v) { return _mm512_min_ps(v, _mm512_set1_ps(1000)); }
-
-// 64 floats as bytes, of which `count` are real: those of vector `j` are in the `j`th group of each quarter.
-EQQ_INLINE I quantize(const Quantizer& q, const F* values, int64_t count) {
-  I codes[4];
-  __mmask16 near = q.exact ? 0 : 1;
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const F v = below(_mm512_add_ps(_mm512_mul_ps(values[j], q.inverse), q.zero));
-    codes[j] = _mm512_cvtps_epi32(v);
-    near |= _mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_reduce_ps(v, 0)), _mm512_set1_ps(0.5f - 0x1p-13f), _CMP_GT_OQ);
-  }
-  if (__builtin_expect(near != 0, 0))
-    for (int j = 0; j < 4; ++j)
-      codes[j] = _mm512_cvtps_epi32(below(_mm512_add_ps(_mm512_div_ps(values[j], q.scale), q.zero)));
-  if (count < 64)
-    for (int j = 0; j < 4; ++j)
-      codes[j] = _mm512_mask_mov_epi32(_mm512_srli_epi32(q.flip, 16), first_few(count - 16 * j), codes[j]);
-  // All steps saturate, and so clip.
-  const I low = _mm512_subs_epi16(_mm512_packs_epi32(codes[0], codes[1]), q.flip);
-  return _mm512_packs_epi16(low, _mm512_subs_epi16(_mm512_packs_epi32(codes[2], codes[3]), q.flip));
-}
-
-// Four columns of a panel, of which `count` are real, for rows that have codes: four bytes of each row.
-template <int kType>
-EQQ_INLINE I columns(const Problem& p, const Quantizer& across, __mmask16 coded, const void* x, int64_t first, int64_t count) {
-  F values[4];
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) values[j] = load_some(x, kType, (first + j) * p.x_column, j < count ? coded : 0);
-  const I codes = bytes_apart(quantize(across, values, 64));
-  const uint32_t real = count >= 4 ? ~uint32_t{0} : count <= 0 ? 0 : (uint32_t{1} << 8 * count) - 1;
-  return _mm512_maskz_and_epi32(coded, codes, Vnni::spread(static_cast<int32_t>(real)));
-}
-
 // Packs some of a panel: `pieces` of them, of which this is one.
-template <int kType, bool kFloatsHere>
-void pack(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, int64_t batch, int64_t panel, int64_t piece) {
+void pack_panel(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, int64_t batch, int64_t panel, int64_t piece) {
   const Problem& p = q.p;
-  const int64_t first = 16 * panel, rows = min64(16, p.m - first), at = batch * p.x_batch + first * p.x_row;
-  const int64_t depth = depth_of(r), item = kFloatsHere ? (kType == kFloat32 ? 4 : 2) : 1;
-  const char* x = static_cast<const char*>(p.x) + at * item;
-  uint8_t* out = reinterpret_cast<uint8_t*>(page(shared + d.x)) + (batch * d.panels + panel) * panel_bytes(r);
-  int32_t* sums = reinterpret_cast<int32_t*>(shared + d.sums) + (batch * d.panels + panel) * 16 * row_tiles(r);
-  float* scales = reinterpret_cast<float*>(shared) + (batch * d.panels + panel) * 16;
-  const bool beside = p.x_column == 1;
-  Kernels8::Row all[16];
-  if (kFloatsHere && !beside) rows_at<kType>(q, batch * p.m + first, x, rows, all);
-  float scale[16] = {0}, zero[16] = {0};
-  int32_t shift[16] = {0};
-  __mmask16 coded = 0;
-  Quantizer quantizers[16];
-  for (int64_t i = 0; i < rows; ++i) {
-    if (kFloatsHere && beside) all[i] = row_at<kType>(q, batch * p.m + first + i, x + i * p.x_row * item);
-    if (!kFloatsHere) all[i] = Kernels8::row_at(q, batch * p.m + first + i, at + i * p.x_row);
-    scale[i] = all[i].scale;
-    zero[i] = all[i].zero;
-    shift[i] = all[i].shift;
-    coded |= static_cast<__mmask16>(Kernels8::has_codes(all[i]) << i);
-    quantizers[i] = quantizer(_mm512_set1_ps(scale[i]), _mm512_set1_ps(zero[i]), q.affine);
-  }
-  const Quantizer across = quantizer(_mm512_mask_loadu_ps(_mm512_set1_ps(1), coded, scale), Vnni::load_f(zero), q.affine);
+  const int64_t depth = depth_of(r), at = batch * d.panels + panel;
+  Packed a = {batch, 16 * panel, piece, d.pieces, (panel + 1) % d.group > 0, nullptr, nullptr, nullptr};
+  a.out = reinterpret_cast<uint8_t*>(page(shared + d.x)) + at * panel_bytes(r);
   if (piece == 0) {
-    memcpy(scales, scale, sizeof scale);
-    memcpy(scales + 16 * p.batch * d.panels, shift, sizeof shift);
+    a.scales = reinterpret_cast<float*>(shared) + 16 * at;
+    a.shifts = reinterpret_cast<int32_t*>(a.scales) + 16 * p.batch * d.panels;
   }
+  int32_t* sums = reinterpret_cast<int32_t*>(shared + d.sums) + 16 * at * row_tiles(r);
   const I factor = Vnni::spread(p.zero_point != nullptr ? 1 : integers_of(p).lowest), ones = _mm512_set1_epi8(1);
-  const I flip = _mm512_set1_epi8(static_cast<char>(q.form == kUnsigned ? 128 : 0));
-  // Without padding between runs, codes are taken 64 at a time whatever the runs are.
-  const bool whole = r.count == 1 || (r.per_block == 1 && r.size == r.real);
-  const int64_t width = whole ? 64 : depth, chunks = whole ? row_codes(r) / 64 : r.padded / depth;
-  const bool fetches = beside && kFloatsHere && first + 32 <= p.m && (panel + 1) % d.group > 0;
-  for (int64_t c = chunks * piece / d.pieces; c < chunks * (piece + 1) / d.pieces; ++c) {
-    int64_t from = c * 64, count = min64(64, p.k - from);
-    if (!whole) {
-      const int64_t run = c * depth / r.size, offset = c * depth % r.size;
-      from = run_start(r, run) + offset;
-      count = min64(depth, run_length(r, p.k, run) - offset);
-    }
-    const int64_t position = c * width;
-    F square[16];  // of bytes, four in each lane
-    if (kFloatsHere && !beside) {
-      for (int64_t i = 0; i < width; i += 4)
-        Vnni::store(out + 16 * (position + i), columns<kType>(p, across, coded, x, from + i, count - i));
-    } else {
-      for (int64_t i = 0; i < 16; ++i) {
-        square[i] = _mm512_setzero_ps();
-        if (i >= rows || count <= 0) continue;
-        const int64_t start = i * p.x_row + from * p.x_column;
-        if (fetches)  // of the next panel: what has many streams is not fetched by itself
-          for (int64_t j = 0; j < 64 * item; j += 64) _mm_prefetch(x + (start + 16 * p.x_row) * item + j, _MM_HINT_T1);
-        if (kFloatsHere) {
-          if (!(coded >> i & 1)) continue;
-          F values[4];
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j) values[j] = load_some(x, kType, start + 16 * j, first_few(count - 16 * j));
-          square[i] = _mm512_castsi512_ps(quantize(quantizers[i], values, count));
-        } else {
-          alignas(64) char some[64];
-          if (!beside)
-            for (int64_t j = 0; j < count; ++j) some[j] = x[start + j * p.x_column];
-          const __mmask64 mask = ~uint64_t{0} >> (64 - count);
-          const I codes = _mm512_maskz_loadu_epi8(mask, beside ? x + start : some);
-          square[i] = _mm512_castsi512_ps(_mm512_xor_si512(codes, _mm512_maskz_mov_epi8(mask, flip)));
-        }
-      }
-      Avx512::transpose(square);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        const int order = kFloatsHere ? 4 * (i % 4) + i / 4 : i;
-        if (4 * i < width) Vnni::store(out + 16 * position + 64 * i, _mm512_castps_si512(square[order]));
-      }
-    }
+  pack_rows<Kernels8>(q, r, a, [=](int64_t position, int64_t width) {
     for (int64_t tile = 0; tile < width / depth; ++tile) {
       I sum = Vnni::zero();
       for (int64_t i = tile * depth / 4; i < (tile + 1) * depth / 4; ++i)
-        sum = Vnni::dot(sum, ones, Vnni::load(out + 16 * position + 64 * i));
+        sum = Vnni::dot(sum, ones, Vnni::load(a.out + 16 * position + 64 * i));
       Vnni::store(sums + 16 * (position / depth + tile), Vnni::mul(sum, factor));
     }
-  }
+  });
 }
 
 // A panel of rows that are all ones: its products are sums of the weight.
@@ -293,13 +134,10 @@ void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t
   memcpy(&d, plan->detail, sizeof d);
   if (problem->affine && part == 0)
     pack_ones(p, r, reinterpret_cast<uint8_t*>(page(static_cast<char*>(memory) + d.x)) + p.batch * d.panels * panel_bytes(r));
-  auto* pack_some = pack<kFloat32, false>;
-  if (problem->form == kFloats)
-    pack_some = p.x_type == kFloat32 ? pack<kFloat32, true> : p.x_type == kFloat16 ? pack<kFloat16, true> : pack<kBFloat16, true>;
   const int64_t piece = part % d.pieces, groups = div_up(d.panels, d.group);
   const int64_t group = part / d.pieces % groups, batch = part / d.pieces / groups;
   for (int64_t i = group * d.group; i < min64((group + 1) * d.group, d.panels); ++i)
-    pack_some(*problem, r, d, static_cast<char*>(memory), batch, i, piece);
+    pack_panel(*problem, r, d, static_cast<char*>(memory), batch, i, piece);
 }
 
 //
@@ -433,22 +271,7 @@ EQQ_INLINE void put_tile(const Problem& p, const Block& a, int64_t half, int64_t
   const F scale = Vnni::load_f(a.x_scale + 16 * panel);
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) tile[i] = _mm512_mul_ps(tile[i], scale);
-  if (p.y_row == 1) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i)
-      if (i < count) store_some(p, base + i * p.y_column, tile[i], first_few(lanes));
-  } else if (p.y_column == 1) {
-    Avx512::transpose(tile);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i)
-      if (i < lanes) store_some(p, base + i * p.y_row, tile[i], first_few(count));
-  } else {
-    for (int64_t i = 0; i < count; ++i) {
-      alignas(64) float row[16];
-      Vnni::store_f(row, tile[i]);
-      for (int64_t j = 0; j < lanes; ++j) Kernels8::write(p, base + j * p.y_row + i * p.y_column, row[j]);
-    }
-  }
+  write_square(p, base, count, lanes, tile);
 }
 
 // Sums so far of a tile.

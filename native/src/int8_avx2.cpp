@@ -9,7 +9,7 @@ struct Avx2Int8 {
   using I = __m256i;
   using F = __m256;
   static constexpr int L = 8, kGroup = 2, kTileRows = 4, kDotRows = 4, kFewRows = 4;
-  static constexpr bool kInRegisters = false;
+  static constexpr bool kInRegisters = false, kPacks = false;
 
   EQQ_INLINE I dot(I acc, I w, I x) { return _mm256_add_epi32(acc, _mm256_madd_epi16(w, x)); }
   EQQ_INLINE I load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }

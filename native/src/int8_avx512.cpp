@@ -5,6 +5,7 @@ namespace {
 
 struct Avx512Int8 : Avx512Lanes {
   static constexpr int kGroup = 2;
+  static constexpr bool kPacks = false;
   EQQ_INLINE I dot(I acc, I w, I x) { return _mm512_add_epi32(acc, _mm512_madd_epi16(w, x)); }
 };
 

@@ -11,7 +11,7 @@ struct Generic8 {
   typedef int32_t I __attribute__((vector_size(16), aligned(16)));
   typedef float F __attribute__((vector_size(16), aligned(16)));
   static constexpr int L = 4, kGroup = 2, kTileRows = 4, kDotRows = 2, kFewRows = 3;
-  static constexpr bool kInRegisters = false;
+  static constexpr bool kInRegisters = false, kPacks = false;
 
   EQQ_INLINE I dot(I acc, I w, I x) {
 #ifdef __SSE2__

@@ -12,6 +12,7 @@
 //   word(p)                four bytes in every lane
 //   scales                 `decode_scales_*` of `isa.h`
 //   from_half, to_half
+//   kPacks                 whether it packs `L` rows of `x`, and writes squares of results, by vectors of its own: `pack`, `put`
 //   kInRegisters           whether one row of `x` meets codes that are decoded in registers; for that
 //   kRegisterRows          rows of the weight that it meets at a time: eight hide the latency of a block's sum
 //   load_some(p, n)        the first n bytes, and zeros;  codes<bits>(bytes, plane), lookup(table, codes)   of bytes
@@ -33,11 +34,15 @@ constexpr int64_t kAhead = 2048;       // bytes of the weight: what is fetched b
 constexpr int64_t kNear = 4096;        // bytes ahead that have room in L1
 constexpr int64_t kLargeRun = 512;     // codes of a run, from which on its lanes are added up as integers
 
-// A panel of rows of `x`, some rows of the weight, and one step.
+// One or two panels of as many rows of `x` as a vector has lanes, a tile of rows of the weight, and one step.
 struct Panel {
-  const uint8_t* w;       // decoded rows, `kStepRoom` bytes apart
+  const uint8_t* w;       // rows of bytes, `w_row` apart
+  int64_t w_row;
   const uint8_t* x;       // groups of each row of `x`, one after the other
-  int64_t rows, lanes;    // of the weight; and of `x`, one or two vectors
+  int64_t x_panel;        // bytes of a panel
+  const uint8_t* next;    // the same bytes of the next tile, which are fetched; or null
+  int64_t next_row;       // bytes from one of its rows to the next
+  int64_t bits;           // of a code
   Step step;
   const int32_t* sums_x;  // of the lanes for each run, runs `sums_stride` apart
   int64_t sums_stride;
@@ -45,9 +50,8 @@ struct Panel {
   const int32_t* shift;   // what codes of the lanes are too much; null without zero points of x
   const int32_t* weights;  // for rows and runs: sums of the weight in this step
   const float* scale;     // for rows and runs, `kRunRoom` apart
-  float* sums;            // results so far, rows `stride` apart
+  float* sums;            // results so far, a row of the tile after the other
   int32_t* partial;       // those of runs that have not ended, likewise
-  int64_t stride;
 };
 
 constexpr int64_t kRunRoom = kStep / 16 + 16;
@@ -94,7 +98,7 @@ struct Int8Kernels {
     rows = max64(min64(round_up(min64(rows, p.n), grain), most), grain);
     d.rows = rows;
     d.chunks = div_up(p.n, rows);
-    d.panels = d.method == kFewMethod ? 1 : div_up(d.m_padded, 2 * L);
+    d.panels = d.method == kFewMethod ? 1 : d.m_padded / L;
     d.sums = round_up(8 * p.batch * d.m_padded, 64);
     d.lanes = d.sums + round_up(4 * p.batch * (r.count + 1) * d.m_padded, 64);
     const bool lanes = kCorrects && d.method == kFewMethod && by_lanes(r);
@@ -105,8 +109,9 @@ struct Int8Kernels {
     // Decoded rows, and one more to decode in; scales and offsets; sums.
     const int64_t held = d.method == kFewMethod ? V::kDotRows : rows;
     const int64_t width = d.method == kFewMethod ? d.m_padded * L : min64(d.m_padded, kInt8RowBlock);
-    d.scale_at = round_up((held + 1) * kStepRoom, 64);
-    d.partial_at = d.scale_at + 3 * round_up(4 * (held + 1) * kRunRoom, 64);
+    const int64_t decoded = d.method == kFewMethod ? V::kDotRows : V::kTileRows;
+    d.scale_at = round_up((decoded + 1) * kStepRoom, 64);
+    d.partial_at = d.scale_at + 3 * round_up(4 * (decoded + 1) * kRunRoom, 64);
     d.sum_at = d.partial_at + round_up(4 * held * width, 64);
     out->own_bytes = d.sum_at + round_up(4 * held * (width + (d.method == kFewMethod ? d.m_padded : 0)), 64);
     static_assert(sizeof d <= sizeof out->detail, "a detail too much");
@@ -234,16 +239,23 @@ struct Int8Kernels {
     Detail d;
     memcpy(&d, plan->detail, sizeof d);
     char* shared = static_cast<char*>(memory);
-    const int64_t batch = part / d.panels, first = part % d.panels * 2 * L;
-    const int64_t width = d.method == kFewMethod ? 1 : min64(2 * L, d.m_padded - first);  // of a panel
+    const int64_t batch = part / d.panels, first = part % d.panels * L;
+    const int64_t width = d.method == kFewMethod ? 1 : L;  // of a panel
     const int64_t rows = d.method == kFewMethod ? d.m_padded : width;
     const int64_t ones = d.method == kFewMethod && problem->affine ? p.m : -1;
     float* scales = reinterpret_cast<float*>(shared) + batch * d.m_padded;
     int32_t* shifts = reinterpret_cast<int32_t*>(shared) + (p.batch + batch) * d.m_padded;
-    Row all[2 * L + 8];
+    Row all[L + 8];
     int32_t* sums = reinterpret_cast<int32_t*>(shared + d.sums) + batch * (r.count + 1) * d.m_padded;
     uint8_t* x = reinterpret_cast<uint8_t*>(shared + d.x) + (batch * d.m_padded + first) * row_codes(r) * kBytes;
     const int32_t factor = p.zero_point != nullptr ? 1 : v.lowest;
+    if constexpr (V::kPacks) {
+      if (d.method == kPanelMethod) {
+        V::template pack<Int8Kernels>(*problem, r, batch, first, scales + first, shifts + first, x);
+        V::run_sums(r, factor, x, d.m_padded, sums + first);
+        return;
+      }
+    }
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t m = first + i;
       all[i] = Row{0, 0, 0};
@@ -352,6 +364,16 @@ struct Int8Kernels {
     for (int64_t i = 0; i < last - first; ++i) out[i] = v.lowest - out[i];
   }
 
+  // Fetches scales and zero points of the runs of a step, of some rows.
+  EQQ_INLINE void fetch_scales(const Problem& p, const Runs& r, const Step& s, int64_t row, int64_t rows) {
+    const int64_t block = s.run / r.per_block, item = scale_bytes(p.scale_kind);
+    for (int64_t i = row; i < row + rows; ++i) {
+      const char* scales = static_cast<const char*>(p.scale) + (i * p.blocks + block) * item;
+      for (int64_t at = 0; at < s.runs * item; at += 64) __builtin_prefetch(scales + at);
+      if (p.zero_point != nullptr) __builtin_prefetch(p.zero_point + i * p.zero_words + block * p.bits / 8);
+    }
+  }
+
   // Scales of the runs of a step, and what codes are off.
   static void step_scales(const Problem& p, const Runs& r, const Integers& v, const Step& s, int64_t row, float* scale,
                           int32_t* offset) {
@@ -436,6 +458,19 @@ struct Int8Kernels {
       for (int m = 0; m < kM; ++m) V::store_f(memory + (i * kM + m) * L, sums[i][m]);
   }
 
+  // The same of half of the rows at a time: there are not registers for all sums.
+  template <int kRows, int kM, bool kZero, bool kShift>
+  static void dot_halves(const Dot& a) {
+    constexpr int kHalf = kRows / 2;
+    Dot b = a;
+    dot_lanes<kHalf, kM, kZero, kShift>(b);
+    for (int i = 0; i < kHalf; ++i) b.w[i] = a.w[kHalf + i];
+    b.scale += kHalf * kRunRoom;
+    b.offset += kHalf * kRunRoom;
+    b.sums = static_cast<float*>(b.sums) + kHalf * kM * L;
+    dot_lanes<kHalf, kM, kZero, kShift>(b);
+  }
+
   EQQ_INLINE I several(const int32_t* p, int64_t n) {
     if constexpr (kCodes > 16)
       if (n > 1) return V::lanes(p, static_cast<int>(n));
@@ -479,8 +514,8 @@ struct Int8Kernels {
     switch (m) {
       case 1: return dot_lanes<kRows, 1, kZero, kShift>;
       case 2: return dot_lanes<kRows, 2, kZero, kShift>;
-      case 3: return dot_lanes<kRows, 3, kZero, kShift>;
-      default: return dot_lanes<kRows, 4, kZero, kShift>;
+      case 3: return dot_halves<kRows, 3, kZero, kShift>;
+      default: return dot_halves<kRows, 4, kZero, kShift>;
     }
   }
   // `m`: with the row of ones, if there is one.
@@ -766,47 +801,77 @@ struct Int8Kernels {
   // Many rows: lanes run along the rows of x
   //
 
-  template <int kVectors, bool kZero>
-  static void tile(const Panel& a, int64_t row) {
-    constexpr int kRows = V::kTileRows;
-    const uint8_t* w = a.w + row * kStepRoom;
+  // GCC would have a pointer for each row, and keep sums of all runs in registers: it has not so many.
+  template <typename T>
+  EQQ_INLINE void hide(T*& p) {
+    __asm__("" : "+r"(p));
+  }
+
+  // `kSeveral`: whether the step has several runs.
+  template <int kVectors, bool kZero, bool kShift, bool kSeveral>
+  static __attribute__((noinline)) void tile(const Panel& a) {
+    constexpr int kRows = V::kTileRows, kWidth = kVectors * L;
+    constexpr int kThirds = (kRows + 2) / 3;
+    const uint8_t* w[kThirds];  // every third row
+#pragma GCC unroll 4
+    for (int i = 0; i < kThirds; ++i) w[i] = a.w + 3 * i * a.w_row;
     const uint8_t* x = a.x;
-    for (int64_t run = 0; run < a.step.runs; ++run) {
+    // Copies, since vectors that are stored might be of what `a` points to, for all that GCC knows.
+    const int64_t w_row = a.w_row, x_panel = a.x_panel, runs = kSeveral ? a.step.runs : 1, length = a.step.length;
+    const int32_t *sums_x = a.sums_x, *offset = a.offset, *weights = a.weights;
+    const float* scale = a.scale;
+    const bool begins = kSeveral || a.step.begins, ends = kSeveral || a.step.ends;
+    int64_t bits = 0;  // of each row so far
+    for (int64_t run = 0; run < runs; ++run, sums_x += a.sums_stride, ++offset, ++weights, ++scale) {
       I acc[kRows][kVectors];
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-          if (!a.step.begins) {
-            acc[i][v] = V::load(a.partial + (row + i) * a.stride + v * L);
+          if (!begins) {
+            acc[i][v] = V::load(a.partial + i * kWidth + v * L);
           } else if (!kCorrects) {
             acc[i][v] = V::zero();
           } else {
-            acc[i][v] = V::load(a.sums_x + run * a.sums_stride + v * L);
-            if (kZero) acc[i][v] = V::mul(acc[i][v], V::spread(a.offset[(row + i) * kRunRoom + run]));
+            acc[i][v] = V::load(sums_x + v * L);
+            if (kZero) acc[i][v] = V::mul(acc[i][v], V::spread(offset[i * kRunRoom]));
           }
-          if (a.shift != nullptr)
-            acc[i][v] = V::add(acc[i][v], V::mul(V::load(a.shift + v * L), V::spread(-a.weights[(row + i) * kRunRoom + run])));
+          if (kShift)
+            acc[i][v] = V::add(acc[i][v], V::mul(V::load(a.shift + v * L), V::spread(-weights[i * kRunRoom])));
         }
-      for (int64_t at = 0; at < a.step.length * kBytes; at += 4, w += 4, x += 4 * L * kVectors) {
-        I xs[kVectors];
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) xs[v] = V::load(x + 4 * v * L);
+      float* sums = a.sums;
+      hide(sums);
+      for (int64_t left = length; left > 0; left -= 64) {
+        const int64_t codes = min64(left, 64);
+        if (a.next != nullptr && bits % 512 == 0) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kRows; ++i) {
-          const I ws = V::word(w + i * kStepRoom);
+          for (int i = 0; i < kRows; ++i) __builtin_prefetch(a.next + i * a.next_row + bits / 8, 0, 2);
+        }
+        bits += codes * a.bits;
+        for (const uint8_t* end = x + codes * kBytes * L; x < end; x += 4 * L) {
+          I xs[kVectors];
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) acc[i][v] = V::dot(acc[i][v], ws, xs[v]);
+          for (int v = 0; v < kVectors; ++v) xs[v] = V::load(x + v * x_panel);
+#pragma GCC unroll 16
+          for (int i = 0; i < kRows; ++i) {
+            const I ws = V::word(w[i / 3] + i % 3 * w_row);
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; ++v) acc[i][v] = V::dot(acc[i][v], ws, xs[v]);
+          }
+#pragma GCC unroll 4
+          for (int i = 0; i < kThirds; ++i) {
+            w[i] += 4;
+            hide(w[i]);
+          }
         }
       }
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-          const int64_t at = (row + i) * a.stride + v * L;
-          if (a.step.ends) {
-            const F scale = V::spread_f(a.scale[(row + i) * kRunRoom + run]);
-            V::store_f(a.sums + at, V::fma(V::to_f(acc[i][v]), scale, V::load_f(a.sums + at)));
+          const int at = i * kWidth + v * L;
+          if (ends) {
+            V::store_f(sums + at, V::fma(V::to_f(acc[i][v]), V::spread_f(scale[i * kRunRoom]), V::load_f(sums + at)));
           } else {
             V::store(a.partial + at, acc[i][v]);
           }
@@ -814,15 +879,15 @@ struct Int8Kernels {
     }
   }
 
+  template <int kVectors, bool kZero, bool kShift>
+  EQQ_INLINE void tiles(const Panel& a) {
+    a.step.runs > 1 ? tile<kVectors, kZero, kShift, true>(a) : tile<kVectors, kZero, kShift, false>(a);
+  }
+
   template <int kVectors>
-  EQQ_INLINE void panel_of(const Panel& a) {
-    for (int64_t row = 0; row < a.rows; row += V::kTileRows) {
-      if (a.offset != nullptr) {
-        tile<kVectors, true>(a, row);
-      } else {
-        tile<kVectors, false>(a, row);
-      }
-    }
+  EQQ_INLINE void tiles_of(const Panel& a) {
+    if (a.shift == nullptr) return a.offset != nullptr ? tiles<kVectors, true, false>(a) : tiles<kVectors, false, false>(a);
+    a.offset != nullptr ? tiles<kVectors, true, true>(a) : tiles<kVectors, false, true>(a);
   }
 
   // Sums of the weight in each run of a step, over codes that are no padding.
@@ -840,14 +905,26 @@ struct Int8Kernels {
     }
   }
 
+  // Memory that results will be written over, of some rows of the weight and of x: stores to so many places do not fetch
+  // it in time.
+  static void fetch_results(const Problem& p, int64_t at, int64_t count, int64_t lanes) {
+    const int64_t item = p.x_type == kFloat32 ? 4 : 2;
+    const char* y = static_cast<const char*>(p.y) + at * item;
+    const bool across = p.y_row == 1;
+    const int64_t rows = across ? count : lanes, next = item * (across ? p.y_column : p.y_row);
+    const int64_t bytes = across ? item * lanes : p.y_column == 1 ? item * count : 0;
+    for (int64_t i = 0; i < rows; ++i, y += next)
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(y + b, 0, 2);
+  }
+
   static void run_panels(const Int8Problem& problem, const Detail& d, const char* shared, char* own, int64_t batch,
                          int64_t block, int64_t first, int64_t count) {
     const Problem& p = problem.p;
     const Runs r = runs_of(p);
     const Integers v = integers_of(p);
     float* scale = reinterpret_cast<float*>(own + d.scale_at);
-    int32_t* offset = reinterpret_cast<int32_t*>(scale + (d.rows + 1) * kRunRoom + 16);
-    int32_t* weights = offset + (d.rows + 1) * kRunRoom;
+    int32_t* offset = reinterpret_cast<int32_t*>(scale + (V::kTileRows + 1) * kRunRoom + 16);
+    int32_t* weights = offset + (V::kTileRows + 1) * kRunRoom;
     const int32_t* shifts = reinterpret_cast<const int32_t*>(shared) + (p.batch + batch) * d.m_padded;
     float* sums = reinterpret_cast<float*>(own + d.sum_at);
     uint8_t* rooms = reinterpret_cast<uint8_t*>(own);
@@ -855,50 +932,75 @@ struct Int8Kernels {
     const int32_t* x_sums = reinterpret_cast<const int32_t*>(shared + d.sums) + batch * (r.count + 1) * d.m_padded;
     const int64_t start = block * kInt8RowBlock, width = min64(kInt8RowBlock, d.m_padded - start);
     const uint8_t* x = reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * d.m_padded + start) * row_codes(r) * kBytes;
+    const int64_t real = min64(width, p.m - start), base = batch * p.y_batch + start * p.y_row + first * p.y_column;
     memset(sums, 0, 4 * d.rows * width);
-    memset(weights, 0, 4 * d.rows * kRunRoom);  // of rows past the last one too
+    memset(weights, 0, 4 * V::kTileRows * kRunRoom);  // of rows past the last one too
     Panel a;
-    a.rows = count;
+    a.x_panel = L * row_codes(r) * kBytes;
     a.sums_stride = d.m_padded;
-    a.stride = width;
     a.scale = scale;
     a.weights = weights;
     a.offset = p.zero_point != nullptr ? offset : nullptr;
+    a.bits = p.bits;
+    a.next_row = p.words;
     Step s = first_step(r);
-    if (r.count > 0) do {
-      const int64_t position = s.run * r.size + s.offset;
+    Step next = s;  // behind a step of the last rows comes the next one of the first
+    for (bool more = r.count > 0; more; s = next) {
+      more = next_step(r, next);
+      const int64_t position = s.run * r.size + s.offset, from = step_start(r, s);
       a.step = s;
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t row = first_row(&p, batch) + first + i;
-        step_scales(p, r, v, s, row, scale + i * kRunRoom, offset + i * kRunRoom);
-        const uint8_t* w = decode(p, r, v, s, row, offset + i * kRunRoom, false, rooms + d.rows * kStepRoom,
-                                  rooms + i * kStepRoom);
-        if (i == 0) a.w = w;  // all rows begin at the same place of their memory
-        if (problem.affine) sum_weights(r, p.k, s, w, offset + i * kRunRoom, weights + i * kRunRoom);
-      }
-      for (int64_t m = 0; m < width; m += 2 * L) {
-        a.lanes = min64(2 * L, width - m);
-        a.x = x + (m * row_codes(r) + position * a.lanes) * kBytes;
-        a.sums_x = x_sums + s.run * d.m_padded + start + m;
-        a.shift = problem.affine ? shifts + start + m : nullptr;
-        a.sums = sums + m;
-        a.partial = reinterpret_cast<int32_t*>(own + d.partial_at) + m;
-        if (a.lanes == L) {
-          panel_of<1>(a);
-        } else {
-          panel_of<2>(a);
+      for (int64_t tile = 0; tile < count; tile += V::kTileRows) {
+        const int64_t rows = min64(V::kTileRows, count - tile), row = first_row(&p, batch) + first + tile;
+        // Rows that all have the whole step as bytes are multiplied where they lie.
+        const bool direct = kBytes == 1 && p.bits == 8 && rows == V::kTileRows && in_a_row(r, s) && from + step_codes(s) <= p.k;
+        a.w = direct ? p.codes + row * p.words + from : nullptr;
+        a.w_row = direct ? p.words : kStepRoom;
+        for (int64_t i = 0; i < rows; ++i) {
+          step_scales(p, r, v, s, row + i, scale + i * kRunRoom, offset + i * kRunRoom);
+          const uint8_t* w = direct ? a.w + i * p.words
+                                    : decode(p, r, v, s, row + i, offset + i * kRunRoom, false,
+                                             rooms + V::kTileRows * kStepRoom, rooms + i * kStepRoom);
+          if (i == 0) a.w = w;  // all rows begin at the same place of their memory
+          if (problem.affine) sum_weights(r, p.k, s, w, offset + i * kRunRoom, weights + i * kRunRoom);
+        }
+        const bool here = tile + V::kTileRows < count;
+        const int64_t next_row = here ? row + V::kTileRows : row - tile;
+        a.next = here || more ? p.codes + next_row * p.words + step_start(r, here ? s : next) * p.bits / 8 : nullptr;
+        if (a.next != nullptr) fetch_scales(p, r, here ? s : next, next_row, V::kTileRows);
+        for (int64_t m = 0; m < width; m += 2 * L) {
+          a.x = x + (m * row_codes(r) + position * L) * kBytes;
+          a.sums_x = x_sums + s.run * d.m_padded + start + m;
+          a.shift = problem.affine ? shifts + start + m : nullptr;
+          const int64_t lanes = min64(2 * L, width - m);
+          if (!more && tile == 0) fetch_results(p, base + m * p.y_row, count, min64(lanes, real - m));
+          a.sums = sums + m * d.rows + tile * lanes;
+          a.partial = reinterpret_cast<int32_t*>(own + d.partial_at) + m * d.rows + tile * lanes;
+          if (lanes == L) {
+            tiles_of<1>(a);
+          } else {
+            tiles_of<2>(a);
+          }
+          a.next = nullptr;
         }
       }
-    } while (next_step(r, s));
-    const int64_t real = min64(width, p.m - start), base = batch * p.y_batch + start * p.y_row + first * p.y_column;
-    if (p.y_row == 1) {
-      for (int64_t i = 0; i < count; ++i)
-        for (int64_t m = 0; m < real; ++m)
-          write(p, base + m + i * p.y_column, sums[i * width + m] * x_scale[start + m]);
-    } else {
-      for (int64_t m = 0; m < real; ++m)
+    }
+    for (int64_t m = 0; m < real; m += 2 * L) {
+      const int64_t lanes = min64(2 * L, width - m), some = min64(2 * L, real - m);
+      const float* tiles = sums + m * d.rows;
+      const int64_t at = base + m * p.y_row;
+      if constexpr (V::kPacks) {
+        for (int64_t l = 0; l < some; l += L)
+          for (int64_t i = 0; i < count; i += L)
+            V::template put<Int8Kernels>(p, at + l * p.y_row + i * p.y_column, tiles + i * lanes + l, lanes,
+                                         x_scale + start + m + l, min64(L, count - i), min64(L, some - l));
+      } else if (p.y_row == 1) {
         for (int64_t i = 0; i < count; ++i)
-          write(p, base + m * p.y_row + i * p.y_column, sums[i * width + m] * x_scale[start + m]);
+          for (int64_t l = 0; l < some; ++l) write(p, at + l + i * p.y_column, tiles[i * lanes + l] * x_scale[start + m + l]);
+      } else {
+        for (int64_t l = 0; l < some; ++l)
+          for (int64_t i = 0; i < count; ++i)
+            write(p, at + l * p.y_row + i * p.y_column, tiles[i * lanes + l] * x_scale[start + m + l]);
+      }
     }
   }
 

@@ -438,7 +438,7 @@ EQQ_INLINE void finish_some(const Problem& p, Pending& a, int64_t rows) {
     a.orders == 3 ? finish_rows<3, false>(a, rows) : finish_rows<4, false>(a, rows);
   }
   a.done += rows;
-  if (a.done == kRows && a.last) write_square(p, a.at, a.rows, a.lanes, a.sums);
+  if (a.done == kRows && a.last) write_results(p, a.at, a.rows, a.lanes, a.sums);
 }
 
 void finish(const Problem& p, Pending& a) {

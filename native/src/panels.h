@@ -9,8 +9,7 @@
 #ifndef EQQUANT_PANELS_H_
 #define EQQUANT_PANELS_H_
 
-#include "avx512.h"
-#include "vectors.h"
+#include "digits.h"
 
 namespace {
 
@@ -162,25 +161,12 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
   return _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(span.magnitudes.count, 3)) == 0;
 }
 
-// Writes results of 16 rows of the weight and 16 of x.
-void write_square(const Problem& p, int64_t at, int64_t rows, int64_t lanes, const float* all) {
-  F sums[16];
+// Writes results of 16 rows of the weight and a panel, which lie one row after the other.
+void write_results(const Problem& p, int64_t at, int64_t rows, int64_t lanes, const float* results) {
+  F square[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) sums[i] = _mm512_load_ps(all + 16 * i);
-  if (p.y_column != 1 && p.y_row == 1) {
-    for (int64_t i = 0; i < rows; ++i) store_some(p, at + i * p.y_column, sums[i], first_few(lanes));
-    return;
-  }
-  Avx512::transpose(sums);
-  for (int64_t m = 0; m < lanes; ++m) {
-    if (p.y_column == 1) {
-      store_some(p, at + m * p.y_row, sums[m], first_few(rows));
-    } else {
-      alignas(64) float values[16];
-      _mm512_store_ps(values, sums[m]);
-      for (int64_t i = 0; i < rows; ++i) store_some(p, at + m * p.y_row + i * p.y_column, _mm512_set1_ps(values[i]), 1);
-    }
-  }
+  for (int i = 0; i < 16; ++i) square[i] = _mm512_load_ps(results + 16 * i);
+  write_square(p, at, rows, lanes, square);
 }
 
 // A panel times some rows of the weight, as a problem of its own. A single row would be multiplied in another way, which makes

@@ -1248,6 +1248,12 @@ struct Kernels {
     for (int64_t block = 0; block < count; block += kFewBlock) {
       const int64_t some = min64(kFewBlock, count - block), row0 = weight + first + block;
       memset(sums, 0, 4 * div_up(some, kRows) * size);
+      // Scales of the next block are fetched meanwhile.
+      const int64_t scale_row = p.blocks * scale_bytes(p.scale_kind), after = min64(kFewBlock, weight + p.n - row0 - some);
+      const char* fetched = static_cast<const char*>(p.scale) + (row0 + some) * scale_row;
+      const char* const fetch_end = fetched + after * scale_row;
+      const int64_t steps = div_up(s.segments, step) * div_up(some, kRows);
+      const int64_t share = round_up(div_up(after * scale_row, max64(steps, 1)), 64);
       RowScales scale[kFewBlock];
       bool ready = false;  // whether the next first segments are decoded
       int64_t origin = 0;
@@ -1274,6 +1280,7 @@ struct Kernels {
         const bool continues = end % scales_step != 0 && min64(end + step, s.segments) <= s.whole;
         for (int64_t r = 0; r < some; r += kRows) {
           const int64_t rows = min64(kRows, some - r), row = row0 + r;
+          for (const char* upto = fetched + share; fetched < fetch_end && fetched < upto; fetched += 64) V::prefetch(fetched);
           float* tile_sums = sums + r / kRows * size;
           const float* xs = x + segment * s.codes;
           if (fused != nullptr && rows == kRows && end <= s.whole) {
@@ -1419,6 +1426,8 @@ struct Kernels {
     const DecodeRow decode = row_decoder(p);
     const int64_t start = block * kRowBlock, rows = min64(kRowBlock, p.m - start), width = count * s.codes;
     const int64_t room = 2 * scale_room(p, s, d.rows), weight = first_row(&p, batch);
+    const int64_t scale_row = p.blocks * scale_bytes(p.scale_kind);
+    const int64_t first_scale = first * s.codes / p.block_size * scale_bytes(p.scale_kind);
     memset(sums, 0, 4 * rows * width);
     for (int64_t n = 0; n < p.n; n += kRowChunk) {
       const int64_t some = min64(kRowChunk, p.n - n);
@@ -1426,6 +1435,9 @@ struct Kernels {
         const int64_t row = weight + n + i, end = min64(first + count, s.whole);
         RowScales r = {scales, scales};
         if (first < end) r = row_scales(p, s, row, first, end, scales);
+        const int64_t next = min64(row + kRowChunk, weight + p.n - 1);
+        for (int64_t j = first; j < end; ++j) V::prefetch(p.codes + next * p.words + j * kSegment);
+        V::prefetch(static_cast<const char*>(p.scale) + next * scale_row + first_scale);
         decode(p, s, shared, row, first, first + count, r, first, scales + room, decoded + i * width);
       }
       const float* xs = x + (n / kRowChunk * p.m + start) * kRowChunkStride;

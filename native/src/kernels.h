@@ -1418,6 +1418,15 @@ struct Kernels {
     }
   }
 
+  // Fetches segments `first` to `last` of a row, and where their scales begin. Inlined, it would take registers of tiles;
+  // and a compiler may drop calls of what does nothing but fetch.
+  static __attribute__((noinline)) void fetch_row(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last) {
+    for (int64_t j = first; j < last; ++j) V::prefetch(p.codes + row * p.words + j * kSegment);
+    const int64_t scale = row * p.blocks + first * s.codes / p.block_size;
+    V::prefetch(static_cast<const char*>(p.scale) + scale * scale_bytes(p.scale_kind));
+    __asm__ volatile("");
+  }
+
   static void run_transposed(const Problem& p, const Shape& s, const Detail& d, const void* shared, const float* x,
                              int64_t batch, int64_t block, int64_t first, int64_t count, char* own) {
     float* decoded = reinterpret_cast<float*>(own);
@@ -1426,8 +1435,6 @@ struct Kernels {
     const DecodeRow decode = row_decoder(p);
     const int64_t start = block * kRowBlock, rows = min64(kRowBlock, p.m - start), width = count * s.codes;
     const int64_t room = 2 * scale_room(p, s, d.rows), weight = first_row(&p, batch);
-    const int64_t scale_row = p.blocks * scale_bytes(p.scale_kind);
-    const int64_t first_scale = first * s.codes / p.block_size * scale_bytes(p.scale_kind);
     memset(sums, 0, 4 * rows * width);
     for (int64_t n = 0; n < p.n; n += kRowChunk) {
       const int64_t some = min64(kRowChunk, p.n - n);
@@ -1435,9 +1442,7 @@ struct Kernels {
         const int64_t row = weight + n + i, end = min64(first + count, s.whole);
         RowScales r = {scales, scales};
         if (first < end) r = row_scales(p, s, row, first, end, scales);
-        const int64_t next = min64(row + kRowChunk, weight + p.n - 1);
-        for (int64_t j = first; j < end; ++j) V::prefetch(p.codes + next * p.words + j * kSegment);
-        V::prefetch(static_cast<const char*>(p.scale) + next * scale_row + first_scale);
+        fetch_row(p, s, min64(row + kRowChunk, weight + p.n - 1), first, end);
         decode(p, s, shared, row, first, first + count, r, first, scales + room, decoded + i * width);
       }
       const float* xs = x + (n / kRowChunk * p.m + start) * kRowChunkStride;

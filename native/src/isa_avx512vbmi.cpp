@@ -20,15 +20,21 @@ struct Vbmi : Avx512 {
     // Groups of four codes go where interleaving, which keeps to quarters of a vector, brings them to their order.
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const I codes = _mm512_permutexvar_epi32(order, bytes(p));
-    const __mmask64 upper = _mm512_movepi8_mask(codes);
-    const I b2 = look_up(codes, upper, planes + 512), b3 = look_up(codes, upper, planes + 768);
-    const I high0 = _mm512_unpacklo_epi8(b2, b3), high1 = _mm512_unpackhi_epi8(b2, b3);
-    I low0 = _mm512_setzero_si512(), low1 = low0;
+    I b2, b3, low0 = _mm512_setzero_si512(), low1 = low0;
     if (kBytes == 4) {
+      const __mmask64 upper = _mm512_movepi8_mask(codes);
       const I b0 = look_up(codes, upper, planes), b1 = look_up(codes, upper, planes + 256);
+      b2 = look_up(codes, upper, planes + 512);
+      b3 = look_up(codes, upper, planes + 768);
       low0 = _mm512_unpacklo_epi8(b0, b1);
       low1 = _mm512_unpackhi_epi8(b0, b1);
+    } else {
+      // The upper bit is the sign.
+      b2 = _mm512_permutex2var_epi8(bytes(planes + 512), codes, bytes(planes + 576));
+      b3 = _mm512_permutex2var_epi8(bytes(planes + 768), codes, bytes(planes + 832));
+      b3 = _mm512_ternarylogic_epi32(b3, codes, _mm512_set1_epi8(-128), 0xf8);
     }
+    const I high0 = _mm512_unpacklo_epi8(b2, b3), high1 = _mm512_unpackhi_epi8(b2, b3);
     out[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low0, high0));
     out[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low0, high0));
     out[2] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low1, high1));

@@ -10,6 +10,8 @@
 //   kDotRows                rows of the weight that a product with one row of `x` takes at a time
 //   kFewTile, kFewGroup     with a few rows of `x`: the same, and how many of `x` at a time
 //   kFewRows                up to how many rows these are
+//   kFusesFew               whether there are registers to decode while few rows of `x` are multiplied; then `kFusedGroup`
+//                           of more than `kFewGroup` at a time, and `kFusedRows` instead of `kFewRows`
 //   load, store, broadcast, zero, add, sub, mul, fma(a, b, c) = a * b + c, sum
 //   bytes(p)                L 32-bit integers from 4 L bytes, and shift<n>(i) to the right
 //   Table, table(p)         sixteen floats; lookup(t, i) reads the low four bits of each lane; scale(t, s), offset(t, z)
@@ -48,6 +50,8 @@ constexpr int64_t kRowChunk = 64;        // rows of the weight, decoded at a tim
 constexpr int64_t kRowChunkStride = 80;
 constexpr int64_t kScaleChunk = 4096;    // codes of a row, whose scales are decoded at a time: a multiple of `kChunk`
 constexpr int64_t kAheadOfDots = 16384;  // bytes of the weight: memory takes as long as groups of short rows
+constexpr int64_t kFewBlock = 16;        // rows of the weight for which a piece of few rows of `x` stays in L1
+constexpr int64_t kFewFloats = 8192;     // of that piece
 constexpr int64_t kMostDots = 64;        // rows of the weight in a unit of one row of `x`
 constexpr int64_t kMostRows = 48;        // of the weight in a unit of many rows of `x`: what is decoded stays in L2
 constexpr int64_t kRowBlock = 256;       // rows of `x` for which a decoded tile is used
@@ -70,7 +74,8 @@ EQQ_INLINE int64_t aligned(int64_t bytes) { return round_up(bytes, 64); }
 
 // Conversions of single values, a base of every `V`.
 struct Bfloat16 {
-  static constexpr bool kTablesOfBytes = false, kSumsRows = false;
+  static constexpr bool kTablesOfBytes = false, kSumsRows = false, kFusesFew = false;
+  static constexpr int kFusedGroup = 1, kFusedRows = 1;
   EQQ_INLINE float one_bf16(uint16_t bits) {
     const uint32_t wide = static_cast<uint32_t>(bits) << 16;
     float value;
@@ -341,7 +346,7 @@ struct Kernels {
         if (kMode == kAnyBlock) {
           if (kZero) w = V::sub(w, V::gather(zero, index + v * L));
           w = V::mul(w, V::gather(scale, index + v * L));
-        } else {
+        } else if (kMode != kOneScale) {  // which is left to whoever asks
           const int at = v * L * per_plane(kMode) / 64;
           if (kZero) w = V::sub(w, V::broadcast(zero[at]));
           w = V::mul(w, V::broadcast(scale[at]));
@@ -716,6 +721,101 @@ struct Kernels {
       for (int m = 0; m < kM; ++m) V::store(sums + (r * kM + m) * L, acc[r][m]);
   }
 
+  // Some whole segments of `kFewTile` rows of the weight, and those that come next.
+  struct FewStep {
+    const uint8_t *bytes, *next, *ahead;  // codes of now, of those to decode last, and of those to fetch
+    const float *scale, *next_scale;
+    float *decoded, *next_decoded;        // segment `i` lies at place `(start + i) & mask`
+    int64_t start, mask, segments;
+    int64_t words, room, step;            // bytes from row to row; scales from row to row, and from segment to segment
+  };
+
+  // The same, while the segment after each is decoded, one row at a time: units that permute are others than those that
+  // multiply. The first segment is there already; the last is followed by the first of the next rows.
+  template <int kBits, int kValues, Mode kMode, int kM>
+  static void few_fused(const FewStep& f, const float* values, const float* x, int64_t x_row, float* sums) {
+    constexpr int kRows = V::kFewTile, kCodes = kSegment * (8 / kBits), kSteps = kCodes / L / kRows;
+    const Table plain = V::table(values);
+    F acc[kRows][kM];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) acc[r][m] = V::load(sums + (r * kM + m) * L);
+    const uint8_t *bytes = f.bytes, *ahead = f.ahead;
+    const float* scale = f.scale;
+    for (int64_t i = 0; i < f.segments; ++i) {
+      const float* w = f.decoded + ((f.start + i) & f.mask) * kCodes;
+      const bool last = i + 1 == f.segments;
+      float* to = last ? f.next_decoded : f.decoded + ((f.start + i + 1) & f.mask) * kCodes;
+      bytes = last ? f.next : bytes + kSegment;
+      scale = last ? f.next_scale : scale + f.step;
+#pragma GCC unroll 8
+      for (int part = 0; part < kRows; ++part) {
+        V::prefetch(ahead + part * f.words);
+        const float* own = scale + part * f.room;
+        const Table table = kMode == kOneScale && kBits < 8 ? V::scale(plain, V::broadcast(own[0])) : plain;
+        decode_segment<kBits, kValues, kMode, false, false>(bytes + part * f.words, values, table, own, nullptr, nullptr,
+                                                            nullptr, to + part * kChunkStride);
+#pragma GCC unroll 8
+        for (int j = 0; j < kSteps; ++j, w += L, x += L) {
+          F ws[kRows];
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) ws[r] = V::load(w + r * kChunkStride);
+#pragma GCC unroll 8
+          for (int m = 0; m < kM; ++m) {
+            const F xs = V::load(x + m * x_row);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) acc[r][m] = V::fma(ws[r], xs, acc[r][m]);
+          }
+        }
+      }
+      ahead += kSegment;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) V::store(sums + (r * kM + m) * L, acc[r][m]);
+  }
+
+  using FewFused = void (*)(const FewStep&, const float*, const float*, int64_t, float*);
+
+  // How many rows of `x` are multiplied at a time. All groups are about equally large.
+  EQQ_INLINE int64_t few_group(const Problem& p, const Shape& s) {
+    const bool fused = p.m > V::kFewGroup && fused_kernel(p, s, p.m) != nullptr;
+    return div_up(p.m, div_up(p.m, fused ? V::kFusedGroup : V::kFewGroup));
+  }
+
+  // For up to `m` rows of `x`; null where there is none.
+  static FewFused fused_kernel(const Problem& p, const Shape& s, int64_t m) {
+    if constexpr (V::kFusesFew) {
+      if (p.zero_point != nullptr) return nullptr;
+      if (p.bits == 4) return fused_of_mode<4, 0>(s, m);
+      if (p.bits == 8 && V::kTablesOfBytes && !(s.mode == kOneScale && s.whole < s.segments)) {
+        if (p.values == kValueTable) return fused_of_mode<8, kValueTable>(s, m);
+        if (p.values != kValueInteger) return fused_of_mode<8, kValueE4M3>(s, m);  // tables differ, the code does not
+      }
+    }
+    return nullptr;
+  }
+
+  template <int kBits, int kValues>
+  static FewFused fused_of_mode(const Shape& s, int64_t m) {
+    switch (s.mode) {
+      case kOneScale: return fused_of<kBits, kValues, kOneScale, V::kFewGroup>(m);
+      case kUniform: return fused_of<kBits, kValues, kUniform, V::kFewGroup>(m);
+      case kBy32: return fused_of<kBits, kValues, kBy32, V::kFewGroup>(m);
+      case kBy16: return fused_of<kBits, kValues, kBy16, V::kFewGroup>(m);
+      default: return nullptr;
+    }
+  }
+
+  template <int kBits, int kValues, Mode kMode, int kM>
+  EQQ_INLINE FewFused fused_of(int64_t m) {
+    if constexpr (kM > 2)
+      if (m < kM) return fused_of<kBits, kValues, kMode, kM - 1>(m);
+    return few_fused<kBits, kValues, kMode, kM>;
+  }
+
   using FewMicro = void (*)(const float*, const float*, int64_t, int64_t, float*);
 
   EQQ_INLINE FewMicro few_kernel(int64_t m) {
@@ -796,6 +896,8 @@ struct Kernels {
     int64_t scales;       // where in the scratch memory of a thread scales are decoded, and results summed
     int64_t sums;
     int64_t x_parts;      // parts of the preparation of one batch
+    int64_t x_row;        // floats from one row of packed `x` to the next, but with panels
+    int64_t few_step;     // with `kFew`: segments at a time
   };
 
   EQQ_INLINE int64_t scale_segments(const Shape& s) { return kScaleChunk / s.codes; }
@@ -807,12 +909,17 @@ struct Kernels {
     return min64(last * s.codes, s.padded) - first * s.codes;
   }
 
+  // Pieces of rows that lie so far apart fill all sets of a cache alike.
+  EQQ_INLINE int64_t few_row(const Shape& s) { return s.padded < 1024 ? s.padded : (s.padded + 767) / 1024 * 1024 + 256; }
+
   static void plan(const Problem* problem, int64_t threads, Plan* out) {
     const Problem& p = *problem;
     const Shape s = shape_of(p);
+    const bool fused = !p.transpose && fused_kernel(p, s, p.m) != nullptr;
     Detail d;
-    d.method = p.transpose ? kTransposed : p.m == 1 ? kDot : p.m <= V::kFewRows ? kFew : kPanels;
+    d.method = p.transpose ? kTransposed : p.m == 1 ? kDot : p.m <= (fused ? V::kFusedRows : V::kFewRows) ? kFew : kPanels;
     d.row_blocks = 1;
+    d.x_row = s.padded;
     const int64_t wanted = 4 * threads;  // units, so that threads end at about the same time
     const int64_t outer = p.transpose ? s.segments : p.n;
     int64_t grain = 1, most = 1;
@@ -830,10 +937,15 @@ struct Kernels {
       grain = V::kFewTile;
       most = 16 * grain;
       d.m_padded = p.m;
-      d.x_batch = p.m * s.padded;
-      d.scales = aligned(4 * V::kFewTile * kChunkStride);
-      d.sums = d.scales + (V::kFewTile + 1) * scale_bytes;
-      own = d.sums + aligned(4 * V::kFewTile * V::kFewRows * L);
+      d.x_row = few_row(s);
+      d.x_batch = p.m * d.x_row;
+      d.scales = aligned(4 * 2 * V::kFewTile * kChunkStride);
+      int64_t codes = fused ? kScaleChunk : kChunk;
+      while (codes > kChunk / 2 && codes * p.m > kFewFloats) codes /= 2;
+      if (p.m > V::kFewGroup) codes = min64(codes, kChunk);
+      d.few_step = max64(codes / s.codes, 1);
+      d.sums = d.scales + (kFewBlock + 1) * scale_bytes;
+      own = d.sums + aligned(4 * kFewBlock * p.m * L);
     } else if (d.method == kPanels) {
       grain = V::kTileRows;
       most = kMostRows;
@@ -1000,7 +1112,7 @@ struct Kernels {
       const int64_t whole = min64(last, s.whole);
       for (int64_t m = 0; m < p.m; ++m)
         for (int64_t i = first; i < whole; ++i)
-          pack_segment<kType>(p, s, base + m * p.x_row + i * s.codes, out + m * s.padded + i * s.codes);
+          pack_segment<kType>(p, s, base + m * p.x_row + i * s.codes, out + m * d.x_row + i * s.codes);
       segment = max64(first, whole);
     }
     int32_t order[512], inverse[512];
@@ -1022,7 +1134,7 @@ struct Kernels {
       const int64_t start = base + segment * s.codes * p.x_column;
       if (d.method != kPanels) {
         for (int64_t m = 0; m < p.m; ++m) {
-          float* row = out + m * s.padded + segment * s.codes;
+          float* row = out + m * d.x_row + segment * s.codes;
           const int64_t from = start + m * p.x_row;
           for (int64_t i = 0; i < codes; ++i) row[i] = order[i] < 0 ? 0.0f : read<kType>(p.x, from + order[i] * p.x_column);
         }
@@ -1108,40 +1220,140 @@ struct Kernels {
                       int64_t batch, int64_t first, int64_t count, char* own) {
     constexpr int kRows = V::kFewTile;
     float* decoded = reinterpret_cast<float*>(own);
+    float* other = decoded + kRows * kChunkStride;
     float* scales = reinterpret_cast<float*>(own + d.scales);
     float* sums = reinterpret_cast<float*>(own + d.sums);
     const DecodeRow decode = row_decoder(p);
-    // Groups are about equally large.
-    const int64_t group = div_up(p.m, div_up(p.m, V::kFewGroup));
-    const int64_t step = chunk_segments(s), scales_step = scale_segments(s);
-    const int64_t room = 2 * scale_room(p, s, scales_step), weight = first_row(&p, batch);
-    for (int64_t r = 0; r < count; r += kRows) {
-      const int64_t rows = min64(kRows, count - r), row = weight + first + r;
-      memset(sums, 0, 4 * kRows * p.m * L);
-      RowScales scale[kRows];
+    const int64_t group = few_group(p, s);
+    const FewFused fused = fused_kernel(p, s, group);
+    const int64_t step = d.few_step, scales_step = scale_segments(s), piece = chunk_segments(s);
+    const int64_t room = 2 * scale_room(p, s, scales_step), weight = first_row(&p, batch), size = kRows * p.m * L;
+    // Scales that are floats can be read where they are, and those of rows side by side be decoded together.
+    const bool short_rows = s.mode != kAnyBlock && p.block_size == s.grain && s.whole <= scales_step;
+    const bool as_stored = (s.mode == kOneScale || short_rows) && s.whole == s.segments && p.zero_point == nullptr &&
+                           p.row_scale == nullptr;
+    // With one scale, sums are scaled, not what they are made of.
+    const bool scales_sums = fused != nullptr && s.mode == kOneScale && p.bits == 8;
+    const float one = 1.0f;
+    const bool direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
+    const int64_t grains = s.mode == kOneScale ? 0 : s.codes / s.grain;
+    const bool single = group >= p.m;  // then only two segments are kept
+    FewStep f;
+    f.words = p.words;
+    f.room = scales_sums ? 0 : as_stored ? p.blocks : room;
+    f.step = grains;
+    f.start = 0;
+    f.mask = single ? 1 : -1;
+    // Some rows together, so that a piece of `x` stays in the nearest cache for them.
+    for (int64_t block = 0; block < count; block += kFewBlock) {
+      const int64_t some = min64(kFewBlock, count - block), row0 = weight + first + block;
+      memset(sums, 0, 4 * div_up(some, kRows) * size);
+      // Scales of the next block are fetched meanwhile.
+      const int64_t scale_row = p.blocks * scale_bytes(p.scale_kind), after = min64(kFewBlock, weight + p.n - row0 - some);
+      const char* fetched = static_cast<const char*>(p.scale) + (row0 + some) * scale_row;
+      const char* const fetch_end = fetched + after * scale_row;
+      const int64_t steps = div_up(s.segments, step) * div_up(some, kRows);
+      const int64_t share = round_up(div_up(after * scale_row, max64(steps, 1)), 64);
+      RowScales scale[kFewBlock];
+      bool ready = false;  // whether the next first segments are decoded
       int64_t origin = 0;
       for (int64_t segment = 0; segment < s.segments; segment += step) {
         const int64_t end = min64(segment + step, s.segments);
-        for (int64_t i = 0; i < kRows; ++i) {
-          const int64_t at = row + min64(i, rows - 1);
-          if (segment % scales_step == 0) {
-            origin = segment;
-            scale[i] = whole_scales(p, s, at, segment, scales + (i + 1) * room);
+        if (segment % scales_step == 0) {
+          origin = segment;
+          ready = false;
+          float* to = scales + room;
+          if (scales_sums) {
+            for (int64_t i = 0; i < some; ++i) scale[i].scale = scale[i].zero = &one;
+          } else if (as_stored) {
+            const float* from = static_cast<const float*>(p.scale) + row0 * p.blocks;
+            if (!direct) {
+              decode_scales(p, row0, 0, some * p.blocks, to);
+              from = to;
+            }
+            for (int64_t i = 0; i < some; ++i) scale[i].scale = scale[i].zero = from + i * p.blocks;
+          } else {
+            for (int64_t i = 0; i < some; ++i) scale[i] = whole_scales(p, s, row0 + i, segment, to + i * room);
           }
-          const int64_t next = min64(at + kRows, weight + p.n - 1);
-          for (int64_t j = segment; j < min64(end, s.whole); ++j) V::prefetch(p.codes + next * p.words + j * kSegment);
-          decode(p, s, shared, at, segment, end, scale[i], origin, scales, decoded + i * kChunkStride);
         }
-        for (int64_t m = 0; m < p.m; m += group)
-          few_kernel(min64(group, p.m - m))(decoded, x + m * s.padded + segment * s.codes, s.padded,
-                                            span(s, segment, end), sums + m * kRows * L);
+        const int64_t offset = (segment - origin) * grains;
+        const bool continues = end % scales_step != 0 && min64(end + step, s.segments) <= s.whole;
+        for (int64_t r = 0; r < some; r += kRows) {
+          const int64_t rows = min64(kRows, some - r), row = row0 + r;
+          for (const char* upto = fetched + share; fetched < fetch_end && fetched < upto; fetched += 64) V::prefetch(fetched);
+          float* tile_sums = sums + r / kRows * size;
+          const float* xs = x + segment * s.codes;
+          if (fused != nullptr && rows == kRows && end <= s.whole) {
+            f.bytes = p.codes + row * p.words + segment * kSegment;
+            f.scale = scale[r].scale + offset;
+            f.decoded = decoded;
+            f.segments = end - segment;
+            if (!ready)
+              for (int64_t i = 0; i < kRows; ++i)
+                decode(p, s, shared, row + i, segment, segment + 1, scale[r + i], origin, scales,
+                       decoded + (f.start & f.mask) * s.codes + i * kChunkStride);
+            const bool below = r + 2 * kRows <= some;
+            ready = below || (r + kRows >= some && continues);
+            f.next = f.bytes;
+            f.next_scale = f.scale;
+            if (ready) {
+              const int64_t at = below ? r + kRows : 0;
+              f.next = p.codes + (row0 + at) * p.words + (below ? segment : end) * kSegment;
+              f.next_scale = scale[at].scale + (below ? offset : (end - origin) * grains);
+            }
+            f.ahead = ready ? f.next : p.codes + min64(row + kRows, weight + p.n - kRows) * p.words;
+            f.next_decoded = single ? decoded + ((f.start + f.segments) & 1) * s.codes : other;
+            fused(f, table256(shared), xs, d.x_row, tile_sums);
+            for (int64_t m = group; m < p.m; m += group)
+              few_kernel(min64(group, p.m - m))(decoded, xs + m * d.x_row, d.x_row, span(s, segment, end),
+                                                tile_sums + m * kRows * L);
+            if (single) {
+              f.start = (f.start + f.segments) & 1;
+            } else {
+              float* swap = decoded;
+              decoded = other;
+              other = swap;
+            }
+            continue;
+          }
+          ready = false;
+          for (int64_t from = segment; from < end; from += piece, xs += piece * s.codes) {
+            const int64_t to = min64(from + piece, end);
+            for (int64_t i = 0; i < kRows; ++i) {
+              const int64_t at = min64(i, rows - 1), next = min64(row + at + kRows, weight + p.n - 1);
+              for (int64_t j = from; j < min64(to, s.whole); ++j) V::prefetch(p.codes + next * p.words + j * kSegment);
+              decode(p, s, shared, row + at, from, to, scale[r + at], origin, scales, decoded + i * kChunkStride);
+            }
+            for (int64_t m = 0; m < p.m; m += group)
+              few_kernel(min64(group, p.m - m))(decoded, xs + m * d.x_row, d.x_row, span(s, from, to),
+                                                tile_sums + m * kRows * L);
+          }
+        }
       }
-      for (int64_t i = 0; i < rows; ++i)
-        for (int64_t m = 0; m < p.m; ++m) {
-          const int64_t start = m / group * group, width = min64(group, p.m - start);
-          const float sum = V::sum(V::load(sums + (start * kRows + i * width + m - start) * L));
-          write(p, batch * p.y_batch + m * p.y_row + (first + r + i) * p.y_column, sum);
+      float factors[kFewBlock];
+      if (scales_sums)
+        for (int64_t i = 0; i < some; ++i) decode_scales(p, row0 + i, 0, 1, factors + i);
+      for (int64_t r = 0; r < some; r += kRows) {
+        const int64_t rows = min64(kRows, some - r);
+        for (int64_t start = 0; start < p.m; start += group) {
+          const int64_t width = min64(group, p.m - start);
+          for (int64_t m = 0; m < width; ++m) {
+            const float* from = sums + r / kRows * size + (start * kRows + m) * L;
+            float totals[kRows];
+            if constexpr (V::kSumsRows) {
+              static_assert(kRows == V::kDotRows, "sum_rows takes as many");
+              F a[kRows];
+              for (int i = 0; i < kRows; ++i) a[i] = V::load(from + i * width * L);
+              V::sum_rows(a, totals);
+            } else {
+              for (int i = 0; i < kRows; ++i) totals[i] = V::sum(V::load(from + i * width * L));
+            }
+            const int64_t at = batch * p.y_batch + (start + m) * p.y_row + (first + block + r) * p.y_column;
+            for (int64_t i = 0; i < rows; ++i)
+              write(p, at + i * p.y_column, scales_sums ? totals[i] * factors[r + i] : totals[i]);
+          }
         }
+      }
     }
   }
 
@@ -1166,6 +1378,10 @@ struct Kernels {
           scale[i] = whole_scales(p, s, row, segment, scales + (i + 1) * room);
         }
         decode(p, s, shared, row, segment, end, scale[i], origin, scales, decoded + i * kChunkStride);
+        // What comes next: the next piece of this row, or the first of one of the next unit.
+        const uint8_t* next = p.codes + (end < s.whole ? row * p.words + end * kSegment
+                                                       : min64(row + d.rows, weight + p.n - 1) * p.words);
+        for (int64_t j = 0; j < min64(step, s.whole); ++j) V::prefetch(next + j * kSegment);
       }
       for (int64_t m = 0; m < rows; m += 2 * L) {
         const int64_t lanes = min64(2 * L, rows - m);
@@ -1202,6 +1418,15 @@ struct Kernels {
     }
   }
 
+  // Fetches segments `first` to `last` of a row, and where their scales begin. Inlined, it would take registers of tiles;
+  // and a compiler may drop calls of what does nothing but fetch.
+  static __attribute__((noinline)) void fetch_row(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last) {
+    for (int64_t j = first; j < last; ++j) V::prefetch(p.codes + row * p.words + j * kSegment);
+    const int64_t scale = row * p.blocks + first * s.codes / p.block_size;
+    V::prefetch(static_cast<const char*>(p.scale) + scale * scale_bytes(p.scale_kind));
+    __asm__ volatile("");
+  }
+
   static void run_transposed(const Problem& p, const Shape& s, const Detail& d, const void* shared, const float* x,
                              int64_t batch, int64_t block, int64_t first, int64_t count, char* own) {
     float* decoded = reinterpret_cast<float*>(own);
@@ -1217,6 +1442,7 @@ struct Kernels {
         const int64_t row = weight + n + i, end = min64(first + count, s.whole);
         RowScales r = {scales, scales};
         if (first < end) r = row_scales(p, s, row, first, end, scales);
+        fetch_row(p, s, min64(row + kRowChunk, weight + p.n - 1), first, end);
         decode(p, s, shared, row, first, first + count, r, first, scales + room, decoded + i * width);
       }
       const float* xs = x + (n / kRowChunk * p.m + start) * kRowChunkStride;

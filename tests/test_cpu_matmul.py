@@ -416,7 +416,7 @@ def test_a_library_that_does_not_load(fresh, tmp_path):
 @needs_native
 def test_of_another_version(fresh):
     fresh.setattr(native, "VERSION", "9.9.9")
-    falls_back("`eqquant-cpu` is version 0.1.5")
+    falls_back("`eqquant-cpu` is version 0.1.6")
 
 
 @needs_native

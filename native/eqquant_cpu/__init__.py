@@ -3,5 +3,5 @@
 import pathlib
 
 
-__version__ = "0.1.5"
+__version__ = "0.1.6"
 LIBRARY = pathlib.Path(__file__).parent / "kernels.lib"

@@ -15,7 +15,8 @@ constexpr int64_t kMostPiece = 512;     // a segment of single bits
 constexpr int64_t kLater = 2;           // pieces until what is fetched is needed
 constexpr int64_t kUnitRows = 48;       // of the weight in a unit, at most: whole tiles of any number of digits
 constexpr int64_t kUnitPanels = 16;
-constexpr int64_t kFewest = 9;          // rows of x that are worth a panel
+constexpr int64_t kFewest = 12;         // rows of x that are worth a panel; with short blocks more:
+constexpr int64_t kFewestOfMany = 25;
 constexpr int64_t kShortest = 32;       // block
 constexpr int64_t kMostRuns = kMostPiece / kShortest + 2;
 constexpr int64_t kScaleRoom = kSpan / kShortest + 24;  // scales of a row in a span
@@ -67,7 +68,8 @@ EQQ_INLINE int64_t x_of(const Detail& d, int64_t batch, int64_t panel, int64_t p
 
 bool takes(const Problem* problem) {
   const Problem& p = *problem;
-  return !p.transpose && p.k > 0 && p.m >= kFewest && (p.blocks <= 1 || (p.block_size >= kShortest && p.block_size % 16 == 0)) && integer_factor(p) > 0;
+  if (p.transpose || p.k <= 0 || p.m < kFewest || integer_factor(p) == 0) return false;
+  return p.blocks <= 1 || (p.block_size >= (p.m < kFewestOfMany ? 2 * kShortest : kShortest) && p.block_size % 16 == 0);
 }
 
 // The memory of a thread.
@@ -254,12 +256,12 @@ struct Unit {
     return reinterpret_cast<const char*>(p.codes + (row + rows) * p.words) + later % d.pieces * d.piece * p.bits / 8;
   }
 
-  // Likewise their scales, of the span after this one.
+  // Likewise scales, if a span begins with that piece.
   void scales_after(int64_t piece, Tile* a) const {
-    const int64_t width = scale_bytes(p.scale_kind), block = piece + 1 < d.pieces ? (piece + 1) * d.piece / p.block_size : 0;
+    const int64_t later = (piece + kLater) % d.pieces, width = scale_bytes(p.scale_kind), block = later * d.piece / p.block_size;
     a->scale_row = p.blocks * width;
-    a->next_scale = static_cast<const char*>(p.scale) + (row + (block > 0 ? 0 : count)) * a->scale_row + block * width;
-    a->next_scales = p.blocks <= 1 ? 0 : min64(a->scale_row, kSpan / p.block_size * width + 1);
+    a->next_scale = static_cast<const char*>(p.scale) + (row + (piece + kLater < d.pieces ? 0 : count)) * a->scale_row + block * width;
+    a->next_scales = p.blocks <= 1 || later % pieces_of_span(d) > 0 ? 0 : min64(a->scale_row, kSpan / p.block_size * width + 63);
   }
 
   // Codes `first` to `last` of all rows as bytes: where they are, and how far apart.
@@ -337,9 +339,9 @@ void multiply(const Tile& a) {
       _mm512_store_ps(a.sums + 16 * i, _mm512_fmadd_ps(sum, _mm512_set1_ps(a.scales[i * kScaleRoom + block]), before));
     }
   }
+  for (int64_t line = 0; line < a.next_scales; line += 64)
+    for (int64_t i = 0; i < kTall; ++i) _mm_prefetch(a.next_scale + i * a.scale_row + line, _MM_HINT_T1);
   if (!a.ends) return;
-  for (int64_t i = 0; i < kTall; ++i)
-    for (int64_t line = 0; line < a.next_scales; line += 64) _mm_prefetch(a.next_scale + i * a.scale_row + line, _MM_HINT_T1);
   const F scale = _mm512_load_ps(a.head->scale);
 #pragma GCC unroll 8
   for (int i = 0; i < kTall; ++i)

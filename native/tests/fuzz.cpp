@@ -145,6 +145,7 @@ struct Made {
   std::shared_ptr<void> keep;
   std::vector<double> expected, magnitude, reach;  // the last: of the largest numbers of both rows
   double error;  // of a plain product in float32: the sum of squares
+  bool integers;  // whether the table may be of integers
   std::string text;
 };
 
@@ -211,6 +212,7 @@ Made make(Random& random) {
     }
   }
   // What stands in padding must not matter, so a code that no weight has may be anything.
+  made.integers = p.values == kValueInteger || whole == 1 || whole == 2;
   const bool hole = p.values == kValueTable && coin(random, 30);
   if (hole) a.table[0] = coin(random) ? NAN : INFINITY;
   for (int64_t i = 0; i < a.codes.size; ++i) a.codes[i] = static_cast<uint8_t>(random());
@@ -331,8 +333,9 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
         if (p.x_type == kFloat16 && fabs(expected) > 65000 && fabs(y) > 60000) continue;
         const double rounding = p.x_type == kFloat32 ? 0 : p.x_type == kFloat16 ? 6e-4 * fabs(expected) + 1e-7 : 4.1e-3 * fabs(expected);
         error += (y - expected) * (y - expected);
-        // With AMX, numbers are integers relative to the largest of some.
-        const double integers = strcmp(isa.name, "amx") == 0 ? 3e-7 * made.reach[index] : 0;
+        // With AMX numbers are integers relative to the largest of some, and with VNNI where the weight is of integers.
+        const bool relative = strcmp(isa.name, "amx") == 0 || (made.integers && strstr(isa.name, "avx512v") != nullptr);
+        const double integers = relative ? 3e-7 * made.reach[index] : 0;
         reach += integers * integers;
         if (!(fabs(y - expected) <= 4e-6 * made.magnitude[index] + rounding + integers + 1e-30)) {
           printf("%s: y[%ld, %ld, %ld] is %.9g, not %.9g (%s)\n", isa.name, static_cast<long>(b), static_cast<long>(m),

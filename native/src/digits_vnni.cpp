@@ -172,7 +172,7 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   const Span span(p, batch, panel, at * kSpan);
   int64_t digits = 0;
   if (are_ordinary(span.magnitudes)) {
-    if (are_near(span.magnitudes) && pack<3>(p, d, batch, panel, span, shared)) digits = 3;
+    if (p.k >= kShort && are_near(span.magnitudes) && pack<3>(p, d, batch, panel, span, shared)) digits = 3;
     if (digits == 0 && pack<4>(p, d, batch, panel, span, shared)) digits = 4;
   }
   for (int64_t piece = first; piece < last; ++piece)

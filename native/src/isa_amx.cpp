@@ -30,7 +30,6 @@ constexpr int64_t kUnitRows = 512;     // of the weight in a unit, at most
 constexpr int64_t kUnitPanels = 16;    // of 16 rows of x in a unit, at most
 constexpr int64_t kFewest = 5;         // rows of x that are worth a tile: with many scales more
 constexpr int64_t kFewestOfMany = 8;
-constexpr int64_t kShort = 256;        // codes of a row, below which a product of floats has few sums to round
 constexpr int64_t kTables = 1024;      // bytes of tables at the start of shared memory
 constexpr int kDigits = 3;             // of a weight that is not of integers with one scale for a row
 

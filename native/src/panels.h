@@ -18,6 +18,7 @@ using I = __m512i;
 
 constexpr int64_t kRows = 16;     // of a panel
 constexpr int64_t kSpan = 1024;   // codes of a row that share the scale of their integers
+constexpr int64_t kShort = 256;   // codes of a row, below which a product of floats has few sums to round
 constexpr int kMostDigits = 4;
 
 constexpr float kRangeOfX = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "int8.h"
 #include "isa.h"
@@ -21,6 +22,9 @@ void free_aligned(void* memory);
 // Runs `work(unit, worker)` for every unit below `units`, in the calling thread and in tasks of `pool`, and returns
 // when all are done.
 //
+// Each worker has a range of units, whose rows of the weight follow each other: what a kernel fetches ahead at the end of a
+// unit it needs itself. Who is done with its own helps with the next one's, also with those of workers that never begin.
+//
 // It cannot deadlock, however many callers share the pool: the caller works as well, and waits only for units that some
 // thread has begun. A task that begins later finds nothing to do; it touches nothing but `state`, which it owns a part
 // of, so it may begin long after the caller is gone.
@@ -31,26 +35,39 @@ void run_units(Pool& pool, int64_t units, int64_t workers, const Work& work) {
     for (int64_t unit = 0; unit < units; ++unit) work(unit, int64_t{0});
     return;
   }
-  struct State {
-    std::atomic<int64_t> next{0}, done{0}, worker{1};
+  struct alignas(64) Range {  // a line of its own
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
   };
-  auto state = std::make_shared<State>();
-  const auto loop = [](State& s, const Work* work, int64_t units, int64_t worker) {
-    for (;;) {
-      const int64_t unit = s.next.fetch_add(1, std::memory_order_relaxed);
-      if (unit >= units) return;
-      (*work)(unit, worker);
-      s.done.fetch_add(1, std::memory_order_release);
+  struct State {
+    explicit State(int64_t workers) : ranges(workers) {}
+    std::vector<Range> ranges;
+    std::atomic<int64_t> done{0}, worker{1};
+  };
+  auto state = std::make_shared<State>(workers);
+  for (int64_t i = 0; i < workers; ++i) {
+    state->ranges[i].next = units * i / workers;
+    state->ranges[i].end = units * (i + 1) / workers;
+  }
+  const auto loop = [](State& s, const Work* work, int64_t workers, int64_t worker) {
+    for (int64_t i = 0; i < workers; ++i) {
+      Range& range = s.ranges[(worker + i) % workers];
+      for (;;) {
+        const int64_t unit = range.next.fetch_add(1, std::memory_order_relaxed);
+        if (unit >= range.end) break;
+        (*work)(unit, worker);
+        s.done.fetch_add(1, std::memory_order_release);
+      }
     }
   };
   const Work* pointer = &work;
   for (int64_t i = 1; i < workers; ++i) {
-    pool.Schedule([state, pointer, units, loop] {
-      if (state->next.load(std::memory_order_relaxed) >= units) return;
-      loop(*state, pointer, units, state->worker.fetch_add(1, std::memory_order_relaxed));
+    pool.Schedule([state, pointer, units, workers, loop] {
+      if (state->done.load(std::memory_order_relaxed) >= units) return;
+      loop(*state, pointer, workers, state->worker.fetch_add(1, std::memory_order_relaxed));
     });
   }
-  loop(*state, pointer, units, 0);
+  loop(*state, pointer, workers, 0);
   for (int spins = 0; state->done.load(std::memory_order_acquire) < units; ++spins) {
     if (spins > 64) std::this_thread::yield();
   }

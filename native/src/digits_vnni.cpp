@@ -102,7 +102,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.chunks = div_up(p.n, d.rows);
   d.heads = d.pieces * static_cast<int64_t>(round_up(sizeof(Place), 64));
   d.x = head_of(d, p.batch, 0, 0);
-  d.spare = memory_of(kMatmulAvx512, part_of(p, 0, 0, 0, d.rows, false));
+  d.spare = spare_of(kMatmulAvx512, p, d.rows);
   out->parts = p.batch * d.panels * d.spans;
   out->shared_bytes = x_of(d, p.batch, 0, 0);
   out->units = p.batch * d.row_blocks * d.chunks;
@@ -407,7 +407,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   }
   for (int64_t j = 0; j < panels; ++j) {
     const auto multiply = [&](int64_t n, int64_t rows) {
-      multiply_by(kMatmulAvx512, part_of(p, batch, panel + j, n, rows, j > 0), own + room.spare);
+      multiply_by(kMatmulAvx512, part_of(p, batch, panel + j, n, rows), own + room.spare);
     };
     if (!ordinary[j]) {
       multiply(first, count);

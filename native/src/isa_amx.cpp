@@ -521,7 +521,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.rows = min64(round_up(min64(rows, p.n), kRows), kUnitRows);
   d.chunks = div_up(p.n, d.rows);
   d.together = d.panels > 1 && d.parts > 1 ? d.rows / kRows : 1;
-  d.spare = memory_of(kMatmulAvx512Vbmi, part_of(p, 0, 0, 0, d.rows, false));
+  d.spare = spare_of(kMatmulAvx512Vbmi, p, d.rows);
   out->parts = p.batch * d.panels * d.parts;
   out->shared_bytes = x_at(p, d) + p.batch * d.panels * d.packed;
   out->units = p.batch * d.row_blocks * d.chunks;
@@ -852,10 +852,10 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   }
   finish(p, pending);
   _tile_release();
-  // What is not ordinary. A last row takes the one before it along if this thread has both.
+  // What is not ordinary.
   for (int64_t j = 0; j < panels; ++j) {
     const auto multiply = [&](int64_t n, int64_t rows) {
-      multiply_by(kMatmulAvx512Vbmi, part_of(p, batch, panel + j, n, rows, j > 0), own + room.spare);
+      multiply_by(kMatmulAvx512Vbmi, part_of(p, batch, panel + j, n, rows), own + room.spare);
     };
     if (!ordinary[j]) multiply(first, count);
     for (int64_t n = 0; ordinary[j] && n < count; ++n)

@@ -1277,7 +1277,7 @@ struct Kernels {
           }
         }
         const int64_t offset = (segment - origin) * grains;
-        const bool continues = end % scales_step != 0 && min64(end + step, s.segments) <= s.whole;
+        const bool continues = end < s.segments && end % scales_step != 0 && min64(end + step, s.segments) <= s.whole;
         for (int64_t r = 0; r < some; r += kRows) {
           const int64_t rows = min64(kRows, some - r), row = row0 + r;
           for (const char* upto = fetched + share; fetched < fetch_end && fetched < upto; fetched += 64) V::prefetch(fetched);

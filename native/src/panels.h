@@ -170,14 +170,17 @@ void write_results(const Problem& p, int64_t at, int64_t rows, int64_t lanes, co
   write_square(p, at, rows, lanes, square);
 }
 
-// A panel times some rows of the weight, as a problem of its own. A single row would be multiplied in another way, which makes
-// infinities of NaN: with `two` it takes the one before it along.
-Problem part_of(const Problem& p, int64_t batch, int64_t panel, int64_t n, int64_t count, bool two) {
+// A panel times some rows of the weight, as a problem of its own. A single row of x would be multiplied in another way, which
+// makes infinities of NaN: it is multiplied twice, and written to one place.
+Problem part_of(const Problem& p, int64_t batch, int64_t panel, int64_t n, int64_t count) {
   Problem q = p;
-  const bool alone = two && kRows * panel + 1 == p.m;
-  const int64_t row = first_row(&p, batch) + n, item = p.x_type == kFloat32 ? 4 : 2, first = kRows * panel - alone;
+  const int64_t row = first_row(&p, batch) + n, item = p.x_type == kFloat32 ? 4 : 2, first = kRows * panel;
   q.batch = 1;
   q.m = min64(kRows, p.m - first);
+  if (q.m == 1) {
+    q.m = 2;
+    q.x_row = q.y_row = 0;
+  }
   q.n = count;
   q.selected = nullptr;
   q.x = static_cast<const char*>(p.x) + (batch * p.x_batch + first * p.x_row) * item;
@@ -189,12 +192,19 @@ Problem part_of(const Problem& p, int64_t batch, int64_t panel, int64_t n, int64
   return q;
 }
 
-// Bytes that a kernel needs to compute such a part, and has it do so.
+// Bytes that a kernel needs to compute such a part.
 int64_t memory_of(const MatmulKernel& kernel, const Problem& part) {
   Plan plan = {};
   kernel.plan(&part, 1, &plan);
   return round_up(plan.shared_bytes, 64) + plan.own_bytes;
 }
+
+// The same for each part of up to `count` rows of the weight. Units of fewer rows of x are larger, so a last panel may need more.
+int64_t spare_of(const MatmulKernel& kernel, const Problem& p, int64_t count) {
+  return max64(memory_of(kernel, part_of(p, 0, 0, 0, count)), memory_of(kernel, part_of(p, 0, div_up(p.m, kRows) - 1, 0, count)));
+}
+
+// Has a kernel compute it.
 void multiply_by(const MatmulKernel& kernel, const Problem& part, char* memory) {
   Plan plan = {};
   kernel.plan(&part, 1, &plan);

@@ -284,7 +284,8 @@ struct Unit {
       const Integers as_stored = {};
       const uint8_t* some = some_codes(p, as_stored, row + i, first, last, raw);
       for (int64_t k = 0; k < last - first; k += 64) {
-        const I bytes = _mm512_loadu_si512(some + k);
+        // Codes of eight bits are read where they lie, which may be the end of the weight.
+        const I bytes = _mm512_maskz_loadu_epi8(~uint64_t{0} >> (64 - min64(last - first - k, 64)), some + k);
         _mm512_storeu_si512(out + k, p.bits == 8 ? bytes : _mm512_shuffle_epi8(table, bytes));
       }
     }

@@ -1233,7 +1233,7 @@ struct Kernels {
     const bool as_stored = (s.mode == kOneScale || short_rows) && s.whole == s.segments && p.zero_point == nullptr &&
                            p.row_scale == nullptr;
     // With one scale, sums are scaled, not what they are made of.
-    const bool scales_sums = fused != nullptr && s.mode == kOneScale && p.bits == 8;
+    const bool scales_sums = fused != nullptr && s.mode == kOneScale && p.bits == 8 && p.k > 0;
     const float one = 1.0f;
     const bool direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
     const int64_t grains = s.mode == kOneScale ? 0 : s.codes / s.grain;

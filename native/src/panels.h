@@ -127,7 +127,8 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
   const F inverse = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ), largest, most);
   _mm512_store_ps(scale, _mm512_div_ps(most, largest));
   const I ones = _mm512_set1_epi8(1);
-  I sums[4] = {}, tiny = {};
+  I sums[4] = {}, tiny = {}, before = {};
+  __mmask16 lost = 0;  // rows with some numbers side by side of which most keep few bits
   for (int64_t k = 0; k < round_up(span.count, 64); k += 16) {
     F values[16];
     square(p, span.at, span.first + k, min64(16, span.count - k), span.rows, values);
@@ -153,13 +154,17 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
         sums[digit] = _mm512_dpbusd_epi32(sums[digit], ones, codes);
       }
     }
+    if (k % 32 == 16) {
+      lost |= _mm512_cmpgt_epi32_mask(_mm512_sub_epi32(tiny, before), _mm512_set1_epi32(16));
+      before = tiny;
+    }
     if (!keep(k + 16, sums)) continue;
 #pragma GCC unroll 4
     for (int digit = 0; digit < 4; ++digit) sums[digit] = _mm512_setzero_si512();
   }
-  // What is much smaller than the largest keeps few bits. Where that is so of many, they may be all that a row of the weight
-  // takes.
-  return _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(span.magnitudes.count, 3)) == 0;
+  // What is much smaller than the largest keeps few bits. Where that is so of many, or of a block, they may be all that a row of
+  // the weight takes.
+  return (lost | _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(span.magnitudes.count, 3))) == 0;
 }
 
 // Writes results of 16 rows of the weight and a panel, which lie one row after the other.

@@ -295,8 +295,10 @@ Made make(Random& random) {
           plain[at] += static_cast<float>(x[b * p.x_batch + m * p.x_row + (p.transpose ? n : k) * p.x_column]) * static_cast<float>(w);
         }
       }
-  // Where few codes are left, or few numbers of x decide, errors are much the same, and may all be large.
-  made.error = (hole && p.bits < 8) || outliers > 0 || hostile > 0 ? INFINITY : 0;
+  // Where few codes are left, all stand for one number, or few numbers of x decide, errors are much the same, and may all be large.
+  bool alike = true;
+  for (int i = 0; i < codes; ++i) alike = alike && a.table[i] == a.table[0];
+  made.error = (hole && p.bits < 8) || alike || outliers > 0 || hostile > 0 ? INFINITY : 0;
   for (size_t i = 0; i < plain.size() && std::isfinite(made.error); ++i) made.error += (plain[i] - made.expected[i]) * (plain[i] - made.expected[i]);
   char text[300];
   snprintf(text, sizeof text,

@@ -18,6 +18,8 @@ constexpr int64_t kUnitPanels = 16;
 constexpr int64_t kFewest = 12;         // rows of x that are worth a panel; with short blocks more:
 constexpr int64_t kFewestOfMany = 25;
 constexpr int64_t kShortest = 32;       // block
+constexpr int64_t kMany = 256;          // rows of x, from which on packing them takes what products save, unless there are
+constexpr int64_t kTall = 2048;         // so many rows of the weight
 constexpr int64_t kMostRuns = kMostPiece / kShortest + 2;
 constexpr int64_t kScaleRoom = kSpan / kShortest + 24;  // scales of a row in a span
 constexpr float kRangeOfScales = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
@@ -68,7 +70,7 @@ EQQ_INLINE int64_t x_of(const Detail& d, int64_t batch, int64_t panel, int64_t p
 
 bool takes(const Problem* problem) {
   const Problem& p = *problem;
-  if (p.transpose || p.k <= 0 || p.m < kFewest || integer_factor(p) == 0) return false;
+  if (p.transpose || p.k <= 0 || p.m < kFewest || (p.m > kMany && p.n < kTall) || integer_factor(p) == 0) return false;
   return p.blocks <= 1 || (p.block_size >= (p.m < kFewestOfMany ? 2 * kShortest : kShortest) && p.block_size % 16 == 0);
 }
 
@@ -299,17 +301,17 @@ struct Unit {
 
 template <int kX, bool kZero>
 void multiply(const Tile& a) {
-  constexpr int kTall = tile_rows(kX);
-  const uint8_t* w[kTall];
+  constexpr int kHigh = tile_rows(kX);
+  const uint8_t* w[kHigh];
 #pragma GCC unroll 8
-  for (int i = 0; i < kTall; ++i) w[i] = a.w + min64(i, a.rows - 1) * a.stride;
+  for (int i = 0; i < kHigh; ++i) w[i] = a.w + min64(i, a.rows - 1) * a.stride;
   const uint8_t* x = a.x;
   const F power = _mm512_set1_ps(256);
   for (int64_t run = 0; run < a.place->count; ++run) {
     const int64_t groups = a.place->runs[run].groups, block = a.place->runs[run].block;
-    I sums[kTall][kX];
+    I sums[kHigh][kX];
 #pragma GCC unroll 8
-    for (int i = 0; i < kTall; ++i)
+    for (int i = 0; i < kHigh; ++i)
 #pragma GCC unroll 4
       for (int digit = 0; digit < kX; ++digit) {
         sums[i][digit] = _mm512_load_si512(a.head->start[run][digit]);
@@ -321,7 +323,7 @@ void multiply(const Tile& a) {
 #pragma GCC unroll 4
       for (int digit = 0; digit < kX; ++digit) xs[digit] = _mm512_load_si512(x + 64 * digit);
 #pragma GCC unroll 8
-      for (int i = 0; i < kTall; ++i) {
+      for (int i = 0; i < kHigh; ++i) {
         int32_t four;
         memcpy(&four, w[i] + 4 * group, 4);
         const I ws = _mm512_set1_epi32(four);
@@ -331,7 +333,7 @@ void multiply(const Tile& a) {
     }
     const bool begins = a.begins && run == 0;
 #pragma GCC unroll 8
-    for (int i = 0; i < kTall; ++i) {
+    for (int i = 0; i < kHigh; ++i) {
       w[i] += 4 * groups;
       F sum = _mm512_cvtepi32_ps(sums[i][0]);
 #pragma GCC unroll 4
@@ -341,27 +343,27 @@ void multiply(const Tile& a) {
     }
   }
   for (int64_t line = 0; line < a.next_scales; line += 64)
-    for (int64_t i = 0; i < kTall; ++i) _mm_prefetch(a.next_scale + i * a.scale_row + line, _MM_HINT_T1);
+    for (int64_t i = 0; i < kHigh; ++i) _mm_prefetch(a.next_scale + i * a.scale_row + line, _MM_HINT_T1);
   if (!a.ends) return;
   const F scale = _mm512_load_ps(a.head->scale);
 #pragma GCC unroll 8
-  for (int i = 0; i < kTall; ++i)
+  for (int i = 0; i < kHigh; ++i)
     _mm512_store_ps(a.totals + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(a.sums + 16 * i), scale, _mm512_load_ps(a.totals + 16 * i)));
 }
 
 template <int kX>
 EQQ_INLINE void multiply_rows(const Problem& p, Tile a, int64_t count) {
-  constexpr int kTall = tile_rows(kX);
-  for (int64_t i = 0; i < count; i += kTall) {
-    a.rows = min64(kTall, count - i);
+  constexpr int kHigh = tile_rows(kX);
+  for (int64_t i = 0; i < count; i += kHigh) {
+    a.rows = min64(kHigh, count - i);
     p.zero_point == nullptr ? multiply<kX, false>(a) : multiply<kX, true>(a);
-    a.w += kTall * a.stride;
-    a.next += kTall * a.next_row;
-    a.next_scale += kTall * a.scale_row;
-    a.scales += kTall * kScaleRoom;
-    a.zeros += kTall * kScaleRoom;
-    a.sums += kTall * 16;
-    a.totals += kTall * 16;
+    a.w += kHigh * a.stride;
+    a.next += kHigh * a.next_row;
+    a.next_scale += kHigh * a.scale_row;
+    a.scales += kHigh * kScaleRoom;
+    a.zeros += kHigh * kScaleRoom;
+    a.sums += kHigh * 16;
+    a.totals += kHigh * 16;
   }
 }
 

@@ -1232,15 +1232,13 @@ struct Kernels {
     const bool short_rows = s.mode != kAnyBlock && p.block_size == s.grain && s.whole <= scales_step;
     const bool as_stored = (s.mode == kOneScale || short_rows) && s.whole == s.segments && p.zero_point == nullptr &&
                            p.row_scale == nullptr;
-    // With one scale, sums are scaled, not what they are made of.
-    const bool scales_sums = fused != nullptr && s.mode == kOneScale && p.bits == 8 && p.k > 0;
+    const bool one_scale = fused != nullptr && s.mode == kOneScale && p.bits == 8 && p.k > 0;
     const float one = 1.0f;
     const bool direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
     const int64_t grains = s.mode == kOneScale ? 0 : s.codes / s.grain;
     const bool single = group >= p.m;  // then only two segments are kept
     FewStep f;
     f.words = p.words;
-    f.room = scales_sums ? 0 : as_stored ? p.blocks : room;
     f.step = grains;
     f.start = 0;
     f.mask = single ? 1 : -1;
@@ -1254,6 +1252,14 @@ struct Kernels {
       const char* const fetch_end = fetched + after * scale_row;
       const int64_t steps = div_up(s.segments, step) * div_up(some, kRows);
       const int64_t share = round_up(div_up(after * scale_row, max64(steps, 1)), 64);
+      // With one scale, sums are scaled, not what they are made of; but an infinite one makes NaN of zeros.
+      float factors[kFewBlock];
+      bool scales_sums = one_scale;
+      for (int64_t i = 0; one_scale && i < some; ++i) {
+        decode_scales(p, row0 + i, 0, 1, factors + i);
+        scales_sums &= __builtin_fabsf(factors[i]) <= 3.4028234663852886e38f;
+      }
+      f.room = scales_sums ? 0 : as_stored ? p.blocks : room;
       RowScales scale[kFewBlock];
       bool ready = false;  // whether the next first segments are decoded
       int64_t origin = 0;
@@ -1330,9 +1336,6 @@ struct Kernels {
           }
         }
       }
-      float factors[kFewBlock];
-      if (scales_sums)
-        for (int64_t i = 0; i < some; ++i) decode_scales(p, row0 + i, 0, 1, factors + i);
       for (int64_t r = 0; r < some; r += kRows) {
         const int64_t rows = min64(kRows, some - r);
         for (int64_t start = 0; start < p.m; start += group) {

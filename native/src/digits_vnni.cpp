@@ -14,7 +14,6 @@ constexpr int64_t kPiece = 256;         // codes of a row that are decoded and m
 constexpr int64_t kMostPiece = 512;     // a segment of single bits
 constexpr int64_t kLater = 2;           // pieces until what is fetched is needed
 constexpr int64_t kUnitRows = 48;       // of the weight in a unit, at most: whole tiles of any number of digits
-constexpr int64_t kUnitPanels = 16;
 constexpr int64_t kFewest = 12;         // rows of x that are worth a panel; with short blocks more:
 constexpr int64_t kFewestOfMany = 25;
 constexpr int64_t kShortest = 32;       // block
@@ -374,9 +373,8 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   const Room room(d);
   const char* shared = static_cast<const char*>(memory);
   char* own = static_cast<char*>(mine);
-  const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
-  const int64_t first = chunk * d.rows, count = min64(d.rows, p.n - first);
-  const int64_t panel = block * kUnitPanels, panels = min64(kUnitPanels, d.panels - panel);
+  const Extent e(p, d, unit);
+  const int64_t batch = e.batch, first = e.first, count = e.count, panel = e.panel, panels = e.panels;
   const Place* places = reinterpret_cast<const Place*>(shared);
   const auto head_at = [&](int64_t j, int64_t piece) { return reinterpret_cast<const Head*>(shared + head_of(d, batch, panel + j, piece)); };
   bool ordinary[kUnitPanels];
@@ -409,18 +407,10 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
     }
   }
   for (int64_t j = 0; j < panels; ++j) {
-    const auto multiply = [&](int64_t n, int64_t rows) {
-      multiply_by(kMatmulAvx512, part_of(p, batch, panel + j, n, rows), own + room.spare);
-    };
-    if (!ordinary[j]) {
-      multiply(first, count);
-      continue;
-    }
     const int64_t m = kRows * (panel + j);
-    for (int64_t n = 0; n < count; n += 16)
+    for (int64_t n = 0; ordinary[j] && n < count; n += 16)
       write_results(p, batch * p.y_batch + m * p.y_row + (first + n) * p.y_column, min64(16, count - n), min64(kRows, p.m - m), totals + (j * d.rows + n) * 16);
-    for (int64_t n = 0; n < count; ++n)
-      if (u.odd >> n & 1) multiply(first + n, 1);
+    multiply_rest(kMatmulAvx512, p, e, j, ordinary[j], [&](int64_t n) { return (u.odd >> n & 1) != 0; }, own + room.spare);
   }
 }
 

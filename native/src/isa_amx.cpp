@@ -27,7 +27,6 @@ constexpr int64_t kMostPiece = 512;    // of one digit, of whole rows, or of a s
 constexpr int64_t kSteps = kSpan / 64;
 constexpr int64_t kMostBlocks = 80;    // of a chunk, and room to write more
 constexpr int64_t kUnitRows = 512;     // of the weight in a unit, at most
-constexpr int64_t kUnitPanels = 16;    // of 16 rows of x in a unit, at most
 constexpr int64_t kFewest = 5;         // rows of x that are worth a tile: with many scales more
 constexpr int64_t kFewestOfMany = 8;
 constexpr int64_t kTables = 1024;      // bytes of tables at the start of shared memory
@@ -788,9 +787,8 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   const Room room(d);
   const char* shared = static_cast<const char*>(memory);
   char* own = static_cast<char*>(mine);
-  const int64_t at = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
-  const int64_t first = at * d.rows, count = min64(d.rows, p.n - first), tiles = div_up(count, kRows);
-  const int64_t panel = block * kUnitPanels, panels = min64(kUnitPanels, d.panels - panel);
+  const Extent e(p, d, unit);
+  const int64_t batch = e.batch, first = e.first, count = e.count, panel = e.panel, panels = e.panels, tiles = div_up(count, kRows);
   Unit u(p, d, batch, first, count, shared, own);
   int32_t(*results)[256] = reinterpret_cast<int32_t(*)[256]>(own + room.results);
   float* sums = reinterpret_cast<float*>(own + room.sums);
@@ -852,15 +850,8 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   }
   finish(p, pending);
   _tile_release();
-  // What is not ordinary.
-  for (int64_t j = 0; j < panels; ++j) {
-    const auto multiply = [&](int64_t n, int64_t rows) {
-      multiply_by(kMatmulAvx512Vbmi, part_of(p, batch, panel + j, n, rows), own + room.spare);
-    };
-    if (!ordinary[j]) multiply(first, count);
-    for (int64_t n = 0; ordinary[j] && n < count; ++n)
-      if (u.odd[n / kRows] >> n % kRows & 1) multiply(first + n, 1);
-  }
+  const auto odd = [&](int64_t n) { return (u.odd[n / kRows] >> n % kRows & 1) != 0; };
+  for (int64_t j = 0; j < panels; ++j) multiply_rest(kMatmulAvx512Vbmi, p, e, j, ordinary[j], odd, own + room.spare);
 }
 
 }  // namespace

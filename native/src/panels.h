@@ -20,6 +20,7 @@ constexpr int64_t kRows = 16;     // of a panel
 constexpr int64_t kSpan = 1024;   // codes of a row that share the scale of their integers
 constexpr int64_t kShort = 256;   // codes of a row, below which a product of floats has few sums to round
 constexpr int kMostDigits = 4;
+constexpr int64_t kUnitPanels = 16;  // in a unit, at most
 
 constexpr float kRangeOfX = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
 
@@ -167,6 +168,16 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
   return (lost | _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(span.magnitudes.count, 3))) == 0;
 }
 
+// What a unit multiplies: rows of the weight, and panels.
+struct Extent {
+  int64_t batch, first, count, panel, panels;
+
+  template <class Detail>
+  Extent(const Problem& p, const Detail& d, int64_t unit)
+      : batch(unit / d.chunks / d.row_blocks), first(unit % d.chunks * d.rows), count(min64(d.rows, p.n - first)),
+        panel(unit / d.chunks % d.row_blocks * kUnitPanels), panels(min64(kUnitPanels, d.panels - panel)) {}
+};
+
 // Writes results of 16 rows of the weight and a panel, which lie one row after the other.
 void write_results(const Problem& p, int64_t at, int64_t rows, int64_t lanes, const float* results) {
   F square[16];
@@ -215,6 +226,14 @@ void multiply_by(const MatmulKernel& kernel, const Problem& part, char* memory) 
   kernel.plan(&part, 1, &plan);
   for (int64_t i = 0; i < plan.parts; ++i) kernel.prepare(&part, &plan, memory, i);
   for (int64_t i = 0; i < plan.units; ++i) kernel.run(&part, &plan, memory, memory + round_up(plan.shared_bytes, 64), i);
+}
+
+// Has a kernel multiply what is not ordinary: all rows of a unit and its panel `j`, or those for which `odd(n)` holds.
+template <class Odd>
+void multiply_rest(const MatmulKernel& kernel, const Problem& p, const Extent& a, int64_t j, bool ordinary, const Odd& odd, char* memory) {
+  if (!ordinary) return multiply_by(kernel, part_of(p, a.batch, a.panel + j, a.first, a.count), memory);
+  for (int64_t n = 0; n < a.count; ++n)
+    if (odd(n)) multiply_by(kernel, part_of(p, a.batch, a.panel + j, a.first + n, 1), memory);
 }
 
 }  // namespace

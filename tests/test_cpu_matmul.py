@@ -69,6 +69,17 @@ def test_dtypes(getkey, name, dtype):
 
 
 @needs_native
+@pytest.mark.parametrize("m", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("size", [64, 80, 96, 128])
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "nf4", "ternary", eqq.Int4(32), eqq.Int8(32), eqq.Int4(symmetric=False)])
+def test_short_rows(getkey, format, size, m):
+    """Of a cache: heads, places, and numbers of each place; scores are the product, the mix is its transpose."""
+    q = eqq.quantize(weights(getkey(), (3, 70, size)), format)
+    check(weights(getkey(), (3, m, size)), q)
+    check(weights(getkey(), (3, m, 70)), q, transpose=True)
+
+
+@needs_native
 @pytest.mark.parametrize("k", [1, 9, 63, 64, 65, 127, 130, 784, 1030])
 @pytest.mark.parametrize("name", ["nf4", "int8", "int2_affine", "binary", "mxfp4", "nf4_double", "q8_0"])
 def test_ragged_lengths(getkey, name, k):
@@ -416,7 +427,7 @@ def test_a_library_that_does_not_load(fresh, tmp_path):
 @needs_native
 def test_of_another_version(fresh):
     fresh.setattr(native, "VERSION", "9.9.9")
-    falls_back("`eqquant-cpu` is version 0.1.6")
+    falls_back("`eqquant-cpu` is version 0.1.7")
 
 
 @needs_native

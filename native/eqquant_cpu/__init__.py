@@ -3,5 +3,5 @@
 import pathlib
 
 
-__version__ = "0.1.6"
+__version__ = "0.1.7"
 LIBRARY = pathlib.Path(__file__).parent / "kernels.lib"

@@ -17,7 +17,7 @@ struct Avx512 : Bfloat16 {
   static constexpr int L = 16;
   static constexpr bool kLooksUpBytes = false, kScalesTables = true, kSumsRows = true, kFusesFew = true;
   static constexpr int kTileRows = 12, kTileRows1 = 24, kWideRows = 6, kDotRows = 4, kFewTile = 4, kFewGroup = 6, kFewRows = 12;
-  static constexpr int kFusedGroup = 5, kFusedRows = 24;
+  static constexpr int kFusedGroup = 5, kFusedRows = 24, kDirectRows = 8, kMixedRows = 4;
 
   EQQ_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
   EQQ_INLINE F load_bytes(const uint8_t* p) { return _mm512_loadu_ps(p); }

@@ -16,6 +16,7 @@ struct Avx2 : Bfloat16 {
   static constexpr int L = 8;
   static constexpr bool kLooksUpBytes = false, kScalesTables = true;
   static constexpr int kTileRows = 6, kTileRows1 = 12, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2, kFewRows = 6;
+  static constexpr int kMixedRows = 2;
 
   EQQ_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
   EQQ_INLINE F load_bytes(const uint8_t* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }

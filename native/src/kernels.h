@@ -12,6 +12,7 @@
 //   kFewRows                up to how many rows these are
 //   kFusesFew               whether there are registers to decode while few rows of `x` are multiplied; then `kFusedGroup`
 //                           of more than `kFewGroup` at a time, and `kFusedRows` instead of `kFewRows`
+//   kDirectRows, kMixedRows  up to how many rows of `x` codes are decoded in registers (`direct.h`); the second transposed
 //   load, store, broadcast, zero, add, sub, mul, fma(a, b, c) = a * b + c, sum
 //   bytes(p)                L 32-bit integers from 4 L bytes, and shift<n>(i) to the right
 //   Table, table(p)         sixteen floats; lookup(t, i) reads the low four bits of each lane; scale(t, s), offset(t, z)
@@ -68,14 +69,14 @@ enum Mode {
 // How many scales a plane has.
 constexpr int per_plane(Mode mode) { return mode == kBy16 ? 4 : mode == kBy32 ? 2 : 1; }
 
-enum Method { kDot = 0, kFew = 1, kPanels = 2, kTransposed = 3 };
+enum Method { kDot = 0, kFew = 1, kPanels = 2, kTransposed = 3, kMix = 4 };
 
 EQQ_INLINE int64_t aligned(int64_t bytes) { return round_up(bytes, 64); }
 
 // Conversions of single values, a base of every `V`.
 struct Bfloat16 {
   static constexpr bool kTablesOfBytes = false, kSumsRows = false, kFusesFew = false;
-  static constexpr int kFusedGroup = 1, kFusedRows = 1;
+  static constexpr int kFusedGroup = 1, kFusedRows = 1, kDirectRows = 2, kMixedRows = 1;
   EQQ_INLINE float one_bf16(uint16_t bits) {
     const uint32_t wide = static_cast<uint32_t>(bits) << 16;
     float value;
@@ -101,16 +102,14 @@ struct Shape {
   int64_t grain;             // codes for which there is one scale, once they are expanded: 64, 32 or 16
 };
 
-EQQ_INLINE Shape shape_of(const Problem& p) {
+// `direct`: up to how many rows of `x` codes are taken in the order of decoding to their end.
+EQQ_INLINE Shape shape_of(const Problem& p, int64_t direct) {
   Shape s;
   s.planes = 8 / p.bits;
   s.codes = kSegment * s.planes;
   s.whole = p.k / s.codes;
   s.tail_bytes = p.words - s.whole * kSegment;
   s.segments = s.whole + (s.tail_bytes > 0);
-  // With several rows of `x`, multiplying padding would cost more than bringing the codes of the tail to their order.
-  s.tail = !p.transpose && p.m > 1 ? min64(div_up(p.k - s.whole * s.codes, 16) * 16, s.codes) : s.codes;
-  s.padded = s.whole * s.codes + (s.segments - s.whole) * s.tail;
   s.grain = 64;
   if (p.blocks <= 1) {
     s.mode = kOneScale;
@@ -125,6 +124,10 @@ EQQ_INLINE Shape shape_of(const Problem& p) {
   } else {
     s.mode = kAnyBlock;
   }
+  // With more rows, multiplying padding would cost more than bringing the codes of the tail to their order.
+  const bool in_order = !p.transpose && p.m > (s.mode == kAnyBlock ? 1 : direct);
+  s.tail = in_order ? min64(div_up(p.k - s.whole * s.codes, 16) * 16, s.codes) : s.codes;
+  s.padded = s.whole * s.codes + (s.segments - s.whole) * s.tail;
   return s;
 }
 
@@ -141,6 +144,9 @@ struct Shared {
 };
 
 template <class V>
+struct Direct;
+
+template <class V>
 struct Kernels {
   using F = typename V::F;
   using I = typename V::I;
@@ -152,6 +158,8 @@ struct Kernels {
   static constexpr bool after_lookup(Mode mode) {
     return per_plane(mode) > 1 || (mode == kUniform && !V::kScalesTables);
   }
+
+  static Shape shape_of(const Problem& p) { return ::shape_of(p, V::kDirectRows); }
 
   //
   // Order
@@ -603,6 +611,9 @@ struct Kernels {
     }
   }
 
+  // A sum of codes, scaled. An infinite scale makes NaN of codes of zero, which a sum does not show.
+  EQQ_INLINE float scaled(float sum, float scale) { return sum * scale + 0.0f * scale; }
+
   // What groups of rows have in common: divisions that are too slow to repeat for each.
   struct Group {
     int64_t chunk, room, step;
@@ -611,24 +622,21 @@ struct Kernels {
     bool together;  // it can once they are floats, and those of the next row lie behind
   };
 
-  // Rows `row` to `row + count` of the weight, at most `kDotRows` (rows of all batches in one count).
-  template <int kBits, int kValues, bool kZero>
-  EQQ_INLINE void dot_group(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t row,
+  // Rows `row` to `row + count` of the weight, at most `kDotRows` (rows of all batches in one count), and `kM` of x.
+  template <int kBits, int kValues, bool kZero, int kM>
+  EQQ_INLINE void dot_group(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t x_row, int64_t row,
                             int64_t count, const Group& g, float* own, float* results) {
     constexpr int kRows = V::kDotRows;
     const float* values = table256(shared);
-    F sums[kRows];
-    for (int r = 0; r < kRows; ++r) sums[r] = V::zero();
-    float factor[kRows];
+    F sums[kM * kRows];
+    for (int r = 0; r < kM * kRows; ++r) sums[r] = V::zero();
+    float factor[kRows] = {0};
     RowScales scales[kRows];
     const float* floats = g.direct ? static_cast<const float*>(p.scale) + row * p.blocks : own;
     if (g.together && !g.direct) decode_scales(p, row, 0, count * p.blocks, own);
-    for (int64_t first = 0; first < s.whole; first += g.chunk) {
-      const int64_t last = min64(first + g.chunk, s.whole);
-      const uint8_t* bytes[kRows];
+    const auto set_scales = [&](int64_t first, int64_t last) {
       for (int r = 0; r < kRows; ++r) {
         const int64_t within = min64(r, count - 1), at = row + within;  // past the end the last row again
-        bytes[r] = p.codes + at * p.words + first * kSegment;
         if (g.together) {
           scales[r].scale = scales[r].zero = floats + within * p.blocks + first * g.step;
         } else {
@@ -636,33 +644,53 @@ struct Kernels {
         }
         factor[r] = s.mode == kOneScale ? scales[r].scale[0] : 1.0f;
       }
+    };
+    for (int64_t first = 0; first < s.whole; first += g.chunk) {
+      const int64_t last = min64(first + g.chunk, s.whole);
+      set_scales(first, last);
+      const uint8_t* bytes[kRows];
+      for (int r = 0; r < kRows; ++r) bytes[r] = p.codes + (row + min64(r, count - 1)) * p.words + first * kSegment;
       const float* xs = x + first * s.codes;
-      if (count == 1) {
+      if (kM > 1) {
+        Direct<V>::template dots_of_mode<kBits, kValues, kZero, kM>(s.mode, bytes, g.ahead, scales, g.step, last - first,
+                                                                    values, xs, x_row, sums);
+      } else if (count == 1) {
         dot_of_mode<kBits, kValues, kZero, 1>(s, bytes, g.ahead, scales, g.step, last - first, values, xs, sums);
       } else {
         dot_of_mode<kBits, kValues, kZero, kRows>(s, bytes, g.ahead, scales, g.step, last - first, values, xs, sums);
       }
     }
-    float totals[kRows];
-    if constexpr (V::kSumsRows) {
-      V::sum_rows(sums, totals);
-    } else {
-      for (int r = 0; r < kRows; ++r) totals[r] = V::sum(sums[r]);
+    if (s.segments > s.whole && s.mode == kOneScale) {
+      if (s.whole == 0) set_scales(0, 1);
+      F rest[kM * kRows];  // not added to `sums` there: whose address is known, a compiler keeps in memory
+      Direct<V>::template dots_of_tail<kBits, kValues, kZero, kM>(p, s, shared, row, count, scales, x + s.whole * s.codes, x_row, rest);
+      for (int r = 0; r < kM * kRows; ++r) sums[r] = V::add(sums[r], rest[r]);
     }
-    for (int64_t r = 0; r < count; ++r) results[r] = totals[r] * (s.whole > 0 ? factor[r] : 0.0f);
-    if (s.segments == s.whole) return;
+    for (int m = 0; m < kM; ++m) {
+      float totals[kRows];
+      if constexpr (V::kSumsRows) {
+        V::sum_rows(sums + m * kRows, totals);
+      } else {
+        for (int r = 0; r < kRows; ++r) totals[r] = V::sum(sums[m * kRows + r]);
+      }
+      for (int64_t r = 0; r < count; ++r) results[m * kMostDots + r] = scaled(totals[r], factor[r]);
+    }
+    if (s.segments == s.whole || s.mode == kOneScale) return;
     float* tail = own + kRows * g.room;
     for (int64_t r = 0; r < count; ++r) {
       decode_tail<kBits, kValues, kZero>(p, s, shared, row + r, own, tail);
-      F sum = V::zero();
-      for (int64_t i = 0; i < s.codes; i += L) sum = V::fma(V::load(tail + i), V::load(x + s.whole * s.codes + i), sum);
-      results[r] += V::sum(sum);
+      for (int m = 0; m < kM; ++m) {
+        const float* xs = x + m * x_row + s.whole * s.codes;
+        F sum = V::zero();
+        for (int64_t i = 0; i < s.codes; i += L) sum = V::fma(V::load(tail + i), V::load(xs + i), sum);
+        results[m * kMostDots + r] += V::sum(sum);
+      }
     }
   }
 
-  template <int kBits, int kValues, bool kZero>
-  static void dot_rows(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t row, int64_t count,
-                       float* own, float* results) {
+  template <int kBits, int kValues, bool kZero, int kM>
+  static void dot_rows(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t x_row, int64_t row,
+                       int64_t count, float* own, float* results) {
     Group g;
     g.chunk = scale_segments(s);
     g.room = 2 * scale_room(p, s, g.chunk);
@@ -672,24 +700,30 @@ struct Kernels {
     g.direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
     g.together = g.direct || (as_stored && (s.mode == kOneScale || s.whole <= g.chunk));
     for (int64_t r = 0; r < count; r += V::kDotRows)
-      dot_group<kBits, kValues, kZero>(p, s, shared, x, row + r, min64(V::kDotRows, count - r), g, own, results + r);
+      dot_group<kBits, kValues, kZero, kM>(p, s, shared, x, x_row, row + r, min64(V::kDotRows, count - r), g, own, results + r);
   }
 
-  using DotRows = void (*)(const Problem&, const Shape&, const void*, const float*, int64_t, int64_t, float*, float*);
+  using DotRows = void (*)(const Problem&, const Shape&, const void*, const float*, int64_t, int64_t, int64_t, float*, float*);
 
-  static DotRows dot_kernel(const Problem& p) {
-    const bool zero = p.zero_point != nullptr;
+  static DotRows dot_kernel(const Problem& p, int64_t m) {
     switch (p.bits) {
-      case 1: return zero ? dot_rows<1, 0, true> : dot_rows<1, 0, false>;
-      case 2: return zero ? dot_rows<2, 0, true> : dot_rows<2, 0, false>;
-      case 4: return zero ? dot_rows<4, 0, true> : dot_rows<4, 0, false>;
+      case 1: return dot_kernel_of<1, 0, Direct<V>::kMost>(p, m);
+      case 2: return dot_kernel_of<2, 0, Direct<V>::kMost>(p, m);
+      case 4: return dot_kernel_of<4, 0, Direct<V>::kMost>(p, m);
     }
     switch (p.values) {
-      case kValueInteger: return zero ? dot_rows<8, kValueInteger, true> : dot_rows<8, kValueInteger, false>;
-      case kValueE4M3: return zero ? dot_rows<8, kValueE4M3, true> : dot_rows<8, kValueE4M3, false>;
-      case kValueE5M2: return zero ? dot_rows<8, kValueE5M2, true> : dot_rows<8, kValueE5M2, false>;
+      case kValueInteger: return dot_kernel_of<8, kValueInteger, Direct<V>::kMost>(p, m);
+      case kValueE4M3: return dot_kernel_of<8, kValueE4M3, Direct<V>::kMost>(p, m);
+      case kValueE5M2: return dot_kernel_of<8, kValueE5M2, Direct<V>::kMost>(p, m);
     }
-    return zero ? dot_rows<8, kValueTable, true> : dot_rows<8, kValueTable, false>;
+    return dot_kernel_of<8, kValueTable, Direct<V>::kMost>(p, m);
+  }
+
+  template <int kBits, int kValues, int kM>
+  static DotRows dot_kernel_of(const Problem& p, int64_t m) {
+    if constexpr (kM > 1)
+      if (m < kM) return dot_kernel_of<kBits, kValues, kM - 1>(p, m);
+    return p.zero_point != nullptr ? dot_rows<kBits, kValues, true, kM> : dot_rows<kBits, kValues, false, kM>;
   }
 
   //
@@ -917,7 +951,12 @@ struct Kernels {
     const Shape s = shape_of(p);
     const bool fused = !p.transpose && fused_kernel(p, s, p.m) != nullptr;
     Detail d;
-    d.method = p.transpose ? kTransposed : p.m == 1 ? kDot : p.m <= (fused ? V::kFusedRows : V::kFewRows) ? kFew : kPanels;
+    // What decodes while it multiplies more rows is faster from the fourth on, but slow at a segment that is cut short.
+    const int64_t dots = fused && s.whole >= 4 * (s.segments - s.whole) ? min64(3, V::kDirectRows) : Direct<V>::most(p);
+    d.method = p.transpose                                    ? Direct<V>::mixes(p, s) ? kMix : kTransposed
+               : p.m <= (s.mode == kAnyBlock ? 1 : dots)      ? kDot
+               : p.m <= (fused ? V::kFusedRows : V::kFewRows) ? kFew
+                                                              : kPanels;
     d.row_blocks = 1;
     d.x_row = s.padded;
     const int64_t wanted = 4 * threads;  // units, so that threads end at about the same time
@@ -929,8 +968,9 @@ struct Kernels {
     if (d.method == kDot) {
       grain = V::kDotRows;
       most = kMostDots;
-      d.m_padded = 1;
-      d.x_batch = s.padded;
+      d.m_padded = p.m;
+      d.x_row = few_row(s);
+      d.x_batch = p.m * d.x_row;
       d.scales = d.sums = 0;
       own = aligned(4 * (V::kDotRows * 2 * scale_room(p, s, scale_segments(s)) + s.codes));
     } else if (d.method == kFew) {
@@ -970,6 +1010,8 @@ struct Kernels {
       d.scales = aligned(4 * rows * kChunkStride);
       d.sums = d.scales + (rows + 1) * scale_bytes;
       own = d.sums + aligned(4 * rows * min64(d.m_padded, kRowBlock));
+    } else if (d.method == kMix) {
+      own = typename Direct<V>::Room(p, s, rows).all;
     } else if (d.method == kTransposed) {
       const int64_t width = rows * s.codes;
       d.scales = aligned(4 * kRowChunk * width);
@@ -1176,7 +1218,8 @@ struct Kernels {
     const int64_t first = chunk * d.rows, outer = p.transpose ? s.segments : p.n;
     const int64_t count = min64(d.rows, outer - first);
     switch (d.method) {
-      case kDot: return run_dot(p, s, shared, x, batch, first, count, static_cast<float*>(own));
+      case kDot: return run_dot(p, s, d, shared, x, batch, first, count, static_cast<float*>(own));
+      case kMix: return Direct<V>::run(p, s, shared, x, batch, first, count, static_cast<char*>(own));
       case kFew: return run_few(p, s, d, shared, x, batch, first, count, static_cast<char*>(own));
       case kPanels: return run_panels(p, s, d, shared, x, batch, block, first, count, static_cast<char*>(own));
       default: return run_transposed(p, s, d, shared, x, batch, block, first, count, static_cast<char*>(own));
@@ -1191,12 +1234,14 @@ struct Kernels {
     }
   }
 
-  static void run_dot(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t batch, int64_t first,
-                      int64_t count, float* own) {
-    float results[kMostDots];
+  static void run_dot(const Problem& p, const Shape& s, const Detail& d, const void* shared, const float* x, int64_t batch,
+                      int64_t first, int64_t count, float* own) {
+    float results[V::kDirectRows * kMostDots];
     const int64_t weight = first_row(&p, batch);
     if (s.mode != kAnyBlock) {
-      dot_kernel(p)(p, s, shared, x, weight + first, count, own, results);
+      const int64_t group = div_up(p.m, div_up(p.m, Direct<V>::kMost));
+      for (int64_t m = 0; m < p.m; m += group)
+        dot_kernel(p, min64(group, p.m - m))(p, s, shared, x + m * d.x_row, d.x_row, weight + first, count, own, results + m * kMostDots);
     } else {
       const DecodeRow decode = row_decoder(p);
       const int64_t room = 2 * scale_room(p, s, scale_segments(s));
@@ -1213,7 +1258,9 @@ struct Kernels {
         results[i] = V::sum(sum);
       }
     }
-    for (int64_t i = 0; i < count; ++i) write(p, batch * p.y_batch + (first + i) * p.y_column, results[i]);
+    for (int64_t m = 0; m < p.m; ++m)
+      for (int64_t i = 0; i < count; ++i)
+        write(p, batch * p.y_batch + m * p.y_row + (first + i) * p.y_column, results[m * kMostDots + i]);
   }
 
   static void run_few(const Problem& p, const Shape& s, const Detail& d, const void* shared, const float* x,
@@ -1232,13 +1279,15 @@ struct Kernels {
     const bool short_rows = s.mode != kAnyBlock && p.block_size == s.grain && s.whole <= scales_step;
     const bool as_stored = (s.mode == kOneScale || short_rows) && s.whole == s.segments && p.zero_point == nullptr &&
                            p.row_scale == nullptr;
-    const bool one_scale = fused != nullptr && s.mode == kOneScale && p.bits == 8 && p.k > 0;
+    // With one scale, sums are scaled, not what they are made of.
+    const bool scales_sums = fused != nullptr && s.mode == kOneScale && p.bits == 8 && p.k > 0;
     const float one = 1.0f;
     const bool direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
     const int64_t grains = s.mode == kOneScale ? 0 : s.codes / s.grain;
     const bool single = group >= p.m;  // then only two segments are kept
     FewStep f;
     f.words = p.words;
+    f.room = scales_sums ? 0 : as_stored ? p.blocks : room;
     f.step = grains;
     f.start = 0;
     f.mask = single ? 1 : -1;
@@ -1252,14 +1301,6 @@ struct Kernels {
       const char* const fetch_end = fetched + after * scale_row;
       const int64_t steps = div_up(s.segments, step) * div_up(some, kRows);
       const int64_t share = round_up(div_up(after * scale_row, max64(steps, 1)), 64);
-      // With one scale, sums are scaled, not what they are made of; but an infinite one makes NaN of zeros.
-      float factors[kFewBlock];
-      bool scales_sums = one_scale;
-      for (int64_t i = 0; one_scale && i < some; ++i) {
-        decode_scales(p, row0 + i, 0, 1, factors + i);
-        scales_sums &= __builtin_fabsf(factors[i]) <= 3.4028234663852886e38f;
-      }
-      f.room = scales_sums ? 0 : as_stored ? p.blocks : room;
       RowScales scale[kFewBlock];
       bool ready = false;  // whether the next first segments are decoded
       int64_t origin = 0;
@@ -1336,6 +1377,9 @@ struct Kernels {
           }
         }
       }
+      float factors[kFewBlock];
+      if (scales_sums)
+        for (int64_t i = 0; i < some; ++i) decode_scales(p, row0 + i, 0, 1, factors + i);
       for (int64_t r = 0; r < some; r += kRows) {
         const int64_t rows = min64(kRows, some - r);
         for (int64_t start = 0; start < p.m; start += group) {
@@ -1353,7 +1397,7 @@ struct Kernels {
             }
             const int64_t at = batch * p.y_batch + (start + m) * p.y_row + (first + block + r) * p.y_column;
             for (int64_t i = 0; i < rows; ++i)
-              write(p, at + i * p.y_column, scales_sums ? totals[i] * factors[r + i] : totals[i]);
+              write(p, at + i * p.y_column, scales_sums ? scaled(totals[i], factors[r + i]) : totals[i]);
           }
         }
       }
@@ -1455,14 +1499,23 @@ struct Kernels {
         for (int64_t c = 0; c < width; c += 2 * L) tiles<2, V::kTileRows, kRowChunkStride>(rows, xs, decoded + c, width, some, sums + c, width);
       }
     }
-    const int64_t base = batch * p.y_batch + start * p.y_row;
+    write_turned(p, s, batch, start, rows, first, count, sums, width);
+  }
+
+  // Writes results of rows `start` to `start + rows` of x, and of segments of the weight in the order of decoding.
+  static void write_turned(const Problem& p, const Shape& s, int64_t batch, int64_t start, int64_t rows, int64_t first,
+                           int64_t count, const float* sums, int64_t width) {
+    int64_t at[512];
     for (int64_t segment = first; segment < first + count; ++segment) {
+      // The same in all whole segments.
+      if (segment == first || segment >= s.whole)
+        for (int64_t i = 0; i < s.codes; ++i) at[i] = logical(p, s, segment, i) - segment * s.codes;
       const float* from = sums + (segment - first) * s.codes;
-      int64_t at[512];
-      for (int64_t i = 0; i < s.codes; ++i) at[i] = logical(p, s, segment, i);
-      for (int64_t m = 0; m < rows; ++m)
+      for (int64_t m = 0; m < rows; ++m) {
+        const int64_t base = batch * p.y_batch + (start + m) * p.y_row + segment * s.codes * p.y_column;
         for (int64_t i = 0; i < s.codes; ++i)
-          if (at[i] >= 0) write(p, base + m * p.y_row + at[i] * p.y_column, from[m * width + i]);
+          if (at[i] >= 0) write(p, base + at[i] * p.y_column, from[m * width + i]);
+      }
     }
   }
 
@@ -1554,5 +1607,7 @@ struct Kernels {
 };
 
 }  // namespace
+
+#include "direct.h"
 
 #endif  // EQQUANT_KERNELS_H_

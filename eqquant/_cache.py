@@ -191,10 +191,14 @@ class QuantizedCache(eqx.Module):
         window, (of_keys, of_values) = self.window, self.recent
         windows = -(-(window - 1 + new) // window)
         before = self.length // window
-        strips = [
-            _strip(old, x, self.length % window, windows * window)
-            for old, x in zip((of_keys, of_values), (keys, values), strict=True)
-        ]
+        within = self.length % window
+        # One token fills a window at most. What that held may stay in it: `positions` hides it.
+        put = (
+            (lambda old, x: _write(old, x.astype(old.dtype), within[..., None]))
+            if windows == 1
+            else (lambda old, x: _strip(old, x, within, windows * window))
+        )
+        strips = [put(old, x) for old, x in zip((of_keys, of_values), (keys, values), strict=True)]
         at = before[..., None] * window + self._count(windows * window)
         # Most steps fill no window. Then zeros take the place of what a later step will write.
         filled = length // window > before
@@ -202,7 +206,7 @@ class QuantizedCache(eqx.Module):
             _put(old, x, at, jnp.any(filled), window) for old, x in zip((self.keys, self.values), strips, strict=True)
         ]
         start = (length // window - before) * window
-        recent = [_cut(strip, start, window) for strip in strips]
+        recent = strips if windows == 1 else [_cut(strip, start, window) for strip in strips]
         return QuantizedCache(stored[0], stored[1], (recent[0], recent[1]), length)
 
     def _count(self, n: int) -> Int[Array, "*ones n"]:

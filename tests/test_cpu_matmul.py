@@ -69,9 +69,9 @@ def test_dtypes(getkey, name, dtype):
 
 
 @needs_native
-@pytest.mark.parametrize("m", [1, 2, 3, 6, 9])
-@pytest.mark.parametrize("size", [64, 80, 96, 128])
-@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "nf4", "ternary", eqq.Int4(32), eqq.Int8(32), eqq.Int4(symmetric=False)])
+@pytest.mark.parametrize("m", [2, 3, 9])
+@pytest.mark.parametrize("size", [64, 80, 128])
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "ternary", eqq.Int4(32), eqq.Int4(symmetric=False)])
 def test_short_rows(getkey, format, size, m):
     """Of a cache: heads, places, and numbers of each place; scores are the product, the mix is its transpose."""
     q = eqq.quantize(weights(getkey(), (3, 70, size)), format)

@@ -145,6 +145,43 @@ struct Direct {
     }
   }
 
+  // Rows `row` on in whole groups, whose scales are decoded together: how many of `count` these are. Not the last of all
+  // codes, where these end within a segment.
+  template <int kBits, int kValues, bool kZero, int kM>
+  static __attribute__((noinline)) int64_t short_rows(const Problem& p, const Shape& s, const void* shared, const float* x,
+                                                      int64_t x_row, int64_t row, int64_t count,
+                                                      const typename K::Group& g, float* own, float* results) {
+    const float* floats = static_cast<const float*>(p.scale) + row * p.blocks;
+    const uint8_t* codes = p.codes + row * p.words;
+    if (!g.direct) {
+      K::decode_scales(p, row, 0, count * p.blocks, own);
+      floats = own;
+    }
+    int64_t r = 0;
+    for (; r + kRows <= count; r += kRows, codes += kRows * p.words, floats += kRows * p.blocks) {
+      const uint8_t* bytes[kRows];
+      RowScales scales[kRows];
+      F sums[kM * kRows];
+      for (int i = 0; i < kRows; ++i) bytes[i] = codes + i * p.words;
+      for (int i = 0; i < kRows; ++i) scales[i].scale = scales[i].zero = floats + i * p.blocks;
+      for (int i = 0; i < kM * kRows; ++i) sums[i] = V::zero();
+      const float* values = K::table256(shared);
+      dots_of_mode<kBits, kValues, kZero, kM>(s.mode, bytes, g.ahead, scales, g.step, s.whole, values, x, x_row, sums);
+      if (s.whole < s.segments) {
+        for (int i = 0; i < kRows; ++i) bytes[i] += s.whole * kSegment;
+        if (!can_read_on(p, bytes[kRows - 1])) break;
+        dots<kBits, kValues, kOneScale, kZero, kM, true>(bytes, 0, scales, 0, 1, values, K::open_shared(s, shared).mask,
+                                                         x + s.whole * s.codes, x_row, sums);
+      }
+      for (int m = 0; m < kM; ++m) {
+        float* to = results + m * kMostDots + r;
+        K::sum_group(sums + m * kRows, to);
+        for (int i = 0; s.mode == kOneScale && i < kRows; ++i) to[i] = K::scaled(to[i], floats[i]);
+      }
+    }
+    return r;
+  }
+
   // The last segment of rows `row` to `row + count`, which is cut short, where each row has one scale.
   template <int kBits, int kValues, bool kZero, int kM>
   static __attribute__((noinline)) void dots_of_tail(const Problem& p, const Shape& s, const void* shared, int64_t row, int64_t count,

@@ -54,6 +54,7 @@ constexpr int64_t kAheadOfDots = 8192;   // bytes of the weight: memory takes as
 constexpr int64_t kFewBlock = 16;        // rows of the weight for which a piece of few rows of `x` stays in L1
 constexpr int64_t kFewFloats = 8192;     // of that piece
 constexpr int64_t kMostDots = 64;        // rows of the weight in a unit of one row of `x`
+constexpr int64_t kShortRow = 2;         // segments of a row of which what happens once for each row takes longest
 constexpr int64_t kMostRows = 48;        // of the weight in a unit of many rows of `x`: what is decoded stays in L2
 constexpr int64_t kRowBlock = 256;       // rows of `x` for which a decoded tile is used
 
@@ -614,6 +615,14 @@ struct Kernels {
   // A sum of codes, scaled. An infinite scale makes NaN of codes of zero, which a sum does not show.
   EQQ_INLINE float scaled(float sum, float scale) { return sum * scale + 0.0f * scale; }
 
+  EQQ_INLINE void sum_group(const F* sums, float* totals) {
+    if constexpr (V::kSumsRows) {
+      V::sum_rows(sums, totals);
+    } else {
+      for (int r = 0; r < V::kDotRows; ++r) totals[r] = V::sum(sums[r]);
+    }
+  }
+
   // What groups of rows have in common: divisions that are too slow to repeat for each.
   struct Group {
     int64_t chunk, room, step;
@@ -668,11 +677,7 @@ struct Kernels {
     }
     for (int m = 0; m < kM; ++m) {
       float totals[kRows];
-      if constexpr (V::kSumsRows) {
-        V::sum_rows(sums + m * kRows, totals);
-      } else {
-        for (int r = 0; r < kRows; ++r) totals[r] = V::sum(sums[m * kRows + r]);
-      }
+      sum_group(sums + m * kRows, totals);
       for (int64_t r = 0; r < count; ++r) results[m * kMostDots + r] = scaled(totals[r], factor[r]);
     }
     if (s.segments == s.whole || s.mode == kOneScale) return;
@@ -699,7 +704,10 @@ struct Kernels {
     const bool as_stored = (s.mode == kOneScale || p.block_size == s.grain) && !kZero && p.row_scale == nullptr;
     g.direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
     g.together = g.direct || (as_stored && (s.mode == kOneScale || s.whole <= g.chunk));
-    for (int64_t r = 0; r < count; r += V::kDotRows)
+    int64_t r = 0;
+    if (g.together && 0 < s.segments && s.segments <= kShortRow && (s.whole == s.segments || s.mode == kOneScale))
+      r = Direct<V>::template short_rows<kBits, kValues, kZero, kM>(p, s, shared, x, x_row, row, count, g, own, results);
+    for (; r < count; r += V::kDotRows)
       dot_group<kBits, kValues, kZero, kM>(p, s, shared, x, x_row, row + r, min64(V::kDotRows, count - r), g, own, results + r);
   }
 
@@ -973,6 +981,7 @@ struct Kernels {
       d.x_batch = p.m * d.x_row;
       d.scales = d.sums = 0;
       own = aligned(4 * (V::kDotRows * 2 * scale_room(p, s, scale_segments(s)) + s.codes));
+      if (s.segments <= kShortRow) own = max64(own, aligned(4 * kMostDots * (p.blocks + 16)));
     } else if (d.method == kFew) {
       grain = V::kFewTile;
       most = 16 * grain;

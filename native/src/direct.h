@@ -280,17 +280,7 @@ struct Direct {
   using Mix = void (*)(const Rows&, const float*, const float*, int64_t, float*, int64_t);
 
   static Mix mixer(const Problem& p, Mode mode) {
-    switch (p.bits) {
-      case 1: return mixer_of<1, 0>(p, mode);
-      case 2: return mixer_of<2, 0>(p, mode);
-      case 4: return mixer_of<4, 0>(p, mode);
-    }
-    switch (p.values) {
-      case kValueInteger: return mixer_of<8, kValueInteger>(p, mode);
-      case kValueE4M3: return mixer_of<8, kValueE4M3>(p, mode);
-      case kValueE5M2: return mixer_of<8, kValueE5M2>(p, mode);
-    }
-    return mixer_of<8, kValueTable>(p, mode);
+    return K::by_codes(p, [&](auto codes) { return mixer_of<decltype(codes)::kBits, decltype(codes)::kValues>(p, mode); });
   }
 
   template <int kBits, int kValues>

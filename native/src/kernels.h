@@ -479,19 +479,32 @@ struct Kernels {
   using DecodeRow = void (*)(const Problem&, const Shape&, const void*, int64_t, int64_t, int64_t, RowScales, int64_t,
                              float*, float*);
 
-  static DecodeRow row_decoder(const Problem& p) {
-    const bool zero = p.zero_point != nullptr;
+  // What a template yields for the codes of a problem: `choose(Codes<bits, values>())`.
+  template <int bits, int values>
+  struct Codes {
+    static constexpr int kBits = bits, kValues = values;
+  };
+
+  template <class Choose>
+  static auto by_codes(const Problem& p, const Choose& choose) {
     switch (p.bits) {
-      case 1: return zero ? decode_row<1, 0, true> : decode_row<1, 0, false>;
-      case 2: return zero ? decode_row<2, 0, true> : decode_row<2, 0, false>;
-      case 4: return zero ? decode_row<4, 0, true> : decode_row<4, 0, false>;
+      case 1: return choose(Codes<1, 0>());
+      case 2: return choose(Codes<2, 0>());
+      case 4: return choose(Codes<4, 0>());
     }
     switch (p.values) {
-      case kValueInteger: return zero ? decode_row<8, kValueInteger, true> : decode_row<8, kValueInteger, false>;
-      case kValueE4M3: return zero ? decode_row<8, kValueE4M3, true> : decode_row<8, kValueE4M3, false>;
-      case kValueE5M2: return zero ? decode_row<8, kValueE5M2, true> : decode_row<8, kValueE5M2, false>;
+      case kValueInteger: return choose(Codes<8, kValueInteger>());
+      case kValueE4M3: return choose(Codes<8, kValueE4M3>());
+      case kValueE5M2: return choose(Codes<8, kValueE5M2>());
     }
-    return zero ? decode_row<8, kValueTable, true> : decode_row<8, kValueTable, false>;
+    return choose(Codes<8, kValueTable>());
+  }
+
+  static DecodeRow row_decoder(const Problem& p) {
+    return by_codes(p, [&](auto codes) -> DecodeRow {
+      using C = decltype(codes);
+      return p.zero_point != nullptr ? decode_row<C::kBits, C::kValues, true> : decode_row<C::kBits, C::kValues, false>;
+    });
   }
 
   //
@@ -714,17 +727,9 @@ struct Kernels {
   using DotRows = void (*)(const Problem&, const Shape&, const void*, const float*, int64_t, int64_t, int64_t, float*, float*);
 
   static DotRows dot_kernel(const Problem& p, int64_t m) {
-    switch (p.bits) {
-      case 1: return dot_kernel_of<1, 0, Direct<V>::kMost>(p, m);
-      case 2: return dot_kernel_of<2, 0, Direct<V>::kMost>(p, m);
-      case 4: return dot_kernel_of<4, 0, Direct<V>::kMost>(p, m);
-    }
-    switch (p.values) {
-      case kValueInteger: return dot_kernel_of<8, kValueInteger, Direct<V>::kMost>(p, m);
-      case kValueE4M3: return dot_kernel_of<8, kValueE4M3, Direct<V>::kMost>(p, m);
-      case kValueE5M2: return dot_kernel_of<8, kValueE5M2, Direct<V>::kMost>(p, m);
-    }
-    return dot_kernel_of<8, kValueTable, Direct<V>::kMost>(p, m);
+    return by_codes(p, [&](auto codes) {
+      return dot_kernel_of<decltype(codes)::kBits, decltype(codes)::kValues, Direct<V>::kMost>(p, m);
+    });
   }
 
   template <int kBits, int kValues, int kM>

@@ -152,6 +152,14 @@ EQQ_INLINE void store_some(const Problem& p, int64_t at, __m512 value, __mmask16
 
 // Writes a square of results, of rows of the weight and sixteen rows of x; `count` and `lanes` of them are real.
 EQQ_INLINE void write_square(const Problem& p, int64_t base, int64_t count, int64_t lanes, __m512* square) {
+  // Most squares are whole and of float32: without a condition for each store, all sixteen vectors stay in registers.
+  if (p.x_type == kFloat32 && p.y_column == 1 && count == 16 && lanes == 16) {
+    Avx512::transpose(square);
+    float* y = static_cast<float*>(p.y) + base;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) _mm512_storeu_ps(y + i * p.y_row, square[i]);
+    return;
+  }
   if (p.y_row == 1) {
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i)

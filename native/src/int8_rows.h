@@ -20,13 +20,14 @@ typename K::Row row_at(const Int8Problem& q, int64_t m, const void* x) {
   const I magnitude = _mm512_set1_epi32(0x7fffffff);
   I most[2] = {};
   F low[2] = {}, high[2] = {};
-  for (int64_t k = 0; k < count; k += 32)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      const F values = load_some(x, kType, k + 16 * i, first_few(count - k - 16 * i));
-      most[i] = _mm512_max_epu32(most[i], _mm512_and_si512(_mm512_castps_si512(values), magnitude));
-      if (ranges) low[i] = _mm512_min_ps(low[i], values), high[i] = _mm512_max_ps(high[i], values);
-    }
+  const auto take = [&](int i, int64_t k, __mmask16 mask) {
+    const F values = load_some(x, kType, k, mask);
+    most[i] = _mm512_max_epu32(most[i], _mm512_and_si512(_mm512_castps_si512(values), magnitude));
+    if (ranges) low[i] = _mm512_min_ps(low[i], values), high[i] = _mm512_max_ps(high[i], values);
+  };
+  int64_t k = 0;
+  for (; k + 32 <= count; k += 32) take(0, k, 0xffff), take(1, k + 16, 0xffff);
+  for (; k < count; k += 16) take(0, k, first_few(count - k));
   return K::row_of(q, m, _mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1])),
                    _mm512_reduce_min_ps(_mm512_min_ps(low[0], low[1])), _mm512_reduce_max_ps(_mm512_max_ps(high[0], high[1])));
 }
@@ -73,14 +74,15 @@ EQQ_INLINE F below(F v) { return _mm512_min_ps(v, _mm512_set1_ps(1000)); }
 // 64 floats as bytes, of which `count` are real: those of vector `j` are in the `j`th group of each quarter.
 EQQ_INLINE I quantize(const Quantizer& q, const F* values, int64_t count) {
   I codes[4];
-  __mmask16 near = q.exact ? 0 : 1;
+  F middle = _mm512_setzero_ps();  // how far they are from integers, at most
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
     const F v = below(_mm512_add_ps(_mm512_mul_ps(values[j], q.inverse), q.zero));
     codes[j] = _mm512_cvtps_epi32(v);
-    near |= _mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_reduce_ps(v, 0)), _mm512_set1_ps(0.5f - 0x1p-13f), _CMP_GT_OQ);
+    middle = _mm512_range_ps(middle, _mm512_reduce_ps(v, 0), 3 | 2 << 2);  // the larger magnitude
   }
-  if (__builtin_expect(near != 0, 0))
+  const __mmask16 near = _mm512_cmp_ps_mask(middle, _mm512_set1_ps(0.5f - 0x1p-13f), _CMP_GT_OQ);
+  if (__builtin_expect(near != 0 || !q.exact, 0))
     for (int j = 0; j < 4; ++j)
       codes[j] = _mm512_cvtps_epi32(below(_mm512_add_ps(_mm512_div_ps(values[j], q.scale), q.zero)));
   if (count < 64)

@@ -74,9 +74,15 @@ Magnitudes magnitudes_of(const Problem& p, int64_t at, int64_t first, int64_t co
   alignas(64) float squares[16] = {0};
   alignas(64) uint32_t most[16] = {0};
   alignas(64) int32_t nonzero[16] = {0};
+  const int64_t item = p.x_type == kFloat32 ? 4 : 2;
   for (int64_t i = 0; i < rows; ++i) {
     Magnitudes row;
-    for (int64_t k = 0; k < count; k += 16) Magnitudes::see(row, load_some(p.x, p.x_type, at + i * p.x_row + first + k, first_few(count - k)));
+    for (int64_t k = 0; k < count; k += 16) {
+      const int64_t from = at + i * p.x_row + first + k;
+      // A row is too short for the processor to see that others follow.
+      _mm_prefetch(static_cast<const char*>(p.x) + (from + 2 * p.x_row) * item, _MM_HINT_T1);
+      Magnitudes::see(row, load_some(p.x, p.x_type, from, first_few(count - k)));
+    }
     most[i] = _mm512_reduce_max_epu32(row.most);
     squares[i] = _mm512_reduce_add_ps(row.squares);
     nonzero[i] = _mm512_reduce_add_epi32(row.count);

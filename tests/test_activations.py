@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import itertools
+import math
 import re
 
 import equinox as eqx
@@ -178,12 +179,14 @@ def test_explains(getkey):
         eqq.matmul(eqq.quantize(jnp.ones((4, 64)), "int4"), w.array.T, implementation="cpu_int8")
 
 
-def test_a_single_row_does_not_widen_the_weight(getkey):
-    q = eqq.quantize(weights(getkey(), (512, 256)), "int8")
+@pytest.mark.parametrize("of_x", [eqq.Int8(), eqq.Int8(symmetric=False)])
+@pytest.mark.parametrize("of_w", [eqq.Int8(), eqq.Int8(symmetric=False), eqq.Int4(None), eqq.Int4(64, symmetric=False)])
+def test_a_single_row_does_not_widen_the_weight(getkey, of_x, of_w):
+    w = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (512, 256)), of_w), of_x)
     product = jax.jit(ft.partial(eqq.matmul, implementation="xla"))
-    text = product.lower(eqq.quantize(jnp.ones((1, 256)), "int8"), q.T).compile().as_text()
-    assert re.search(r"= s32\[(512,256|256,512)\]", text) is None
-    assert re.search(r"= f32\[(512,256|256,512)\]", text) is None
+    text = product.lower(jnp.ones((1, 256)), w.T).compile().as_text()
+    wide = re.findall(r"= [sf]32\[([\d,]+)\]", text)
+    assert all(math.prod(map(int, shape.split(","))) < 512 * 256 for shape in wide)
 
 
 def test_transformations(getkey):

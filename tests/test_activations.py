@@ -291,6 +291,45 @@ def test_what_no_product_uses(getkey):
         eqq.quantize_tree(table, "int8", activations="int88")
 
 
+def test_rules_that_reach_no_product(getkey, model):
+    w8a8, linear = eqq.Use("int8", activations="int8"), eqx.nn.Linear(32, 8, key=getkey())
+    tables, tree = (
+        eqx.nn.Embedding(16, 32, key=getkey()),
+        {"table": eqx.nn.Embedding(16, 32, key=getkey()), "x": linear},
+    )
+    for quantize in (eqq.quantize_tree, eqq.plan_tree):
+        for tree_, rules, named in (
+            (tables, w8a8, "weight .*looked up"),
+            (tree, {"table.*": w8a8, "*": "int8"}, "table.weight .*looked up"),
+            (tree, {"table.*": w8a8, "*": w8a8}, "table.weight .*looked up"),
+            (tree, {"x.*": None, "*": w8a8}, "table.weight .*looked up"),
+            (tables, lambda path, leaf: eqq.Use("int8", activations="int8"), "weight .*looked up"),
+        ):
+            with pytest.raises(ValueError, match=f"weights that products use. Got none among {named}.*wrap it"):
+                quantize(tree_, rules)
+    norms = {"norm": eqx.nn.LayerNorm((4, 32)), "x": linear}
+    for tree_, where, named in (
+        (model, lambda m: [m.layers[0].bias], r"layers.0.bias .*a bias"),
+        (norms, lambda m: m["norm"].weight, r"norm.weight .*normalisation"),
+    ):
+        for arguments, options in ((("int8",), {"activations": "int8"}), ((w8a8,), {})):
+            with pytest.raises(ValueError, match=f"Got none among {named}"):
+                eqq.quantize_tree(tree_, *arguments, where=where, **options)
+    # One product is enough for a rule, and for the whole call.
+    wrapped = lambda q: isinstance(q, eqq.ActivationQuantizedArray)
+    for rules, options in (
+        (w8a8, {}),
+        ({"*": w8a8}, {}),
+        ({"table.*": "int8", "*": w8a8}, {"activations": "fp8"}),
+        ({"table.*": None, "*": "int8"}, {"activations": "int8"}),
+        (lambda path, leaf: eqq.Use("int8", activations="int8"), {}),
+    ):
+        q = eqq.quantize_tree(tree, rules, **options)
+        assert wrapped(q["x"].weight) and not wrapped(q["table"].weight)
+    q = eqq.quantize_tree(model, "int8", activations="int8", where=lambda m: [m.layers[0].weight, m.layers[0].bias])
+    assert wrapped(q.layers[0].weight) and eqq.is_quantized(q.layers[0].bias)
+
+
 @pytest.mark.long
 def test_training(getkey, model):
     x, loss = weights(getkey(), (16, 32)), lambda m, x: jnp.mean(jnp.square(jax.vmap(m)(x) - 1))

@@ -1,5 +1,6 @@
 """Quantizes whole models: decides about each leaf, then quantizes, or plans what it would do."""
 
+import collections
 import functools as ft
 import math
 import re
@@ -33,7 +34,7 @@ from .report import TreeReport
 from .select import check_order, check_patterns, matches, Pattern, select_leaves, Selection, show_pattern, Where
 from .summary import quantized_row, row_of
 from .use import as_activations, as_use, Use
-from .weights import convolved_axes, ineligible_reason, input_axis, is_embedding
+from .weights import convolved_axes, ineligible_reason, input_axis, use_without_product
 
 
 FormatLike = AbstractFormat | str | Use
@@ -71,7 +72,7 @@ def decide(tree: PyTree, format: Rules, where: Where | None, axis: Any, activati
     activations = as_activations(activations)
     selections = select_leaves(tree, where, ineligible=_ineligible_reason)
     choose = _chooser(format, selections)
-    decisions = []
+    decisions, of_rules = [], collections.defaultdict(list)
     for leaf, refusal in selections:
         picked, reason = choose(leaf) if refusal is None else (None, refusal)
         if picked is None:
@@ -83,22 +84,34 @@ def decide(tree: PyTree, format: Rules, where: Where | None, axis: Any, activati
         of_inputs = activations if picked.activations is None else picked.activations
         of_inputs, note = _activations_of(leaf, of_inputs, axes)
         decisions.append(Decision(leaf, picked.format, axes, reason + unknown + note, picked.method, of_inputs))
+        if picked.activations is not None:
+            of_rules[reason].append(decisions[-1])
     if not any(d.format is not None for d in decisions):
         raise ValueError(_nothing_message(decisions))
-    if activations is not None and not any(d.activations for d in decisions):
-        raise ValueError(
-            "`activations` must be for a model with weights that products use. Got none among those to quantize "
-            f"({some(f'{d.leaf.path}: {d.reason}' for d in decisions if d.format is not None)}). Leave it out."
-        )
+    # Where a rule, or the whole call, reaches no product, activations were left out without a word.
+    for taken in of_rules.values():
+        _check_products(taken)
+    if activations is not None:
+        _check_products([d for d in decisions if d.format is not None])
     return decisions
+
+
+def _check_products(decisions: Sequence[Decision]) -> None:
+    """Raises if activations were asked for, and none of these weights gets them."""
+    if not any(d.activations for d in decisions):
+        raise ValueError(
+            "`activations` must be for weights that products use. Got none among "
+            f"{some(f'{d.leaf.path} ({d.reason})' for d in decisions)}. Leave it out. If your code multiplies by one, "
+            'wrap it: `eqq.ActivationQuantizedArray(eqq.quantize(w), "int8")`.'
+        )
 
 
 def _activations_of(leaf: Leaf, activations: Any, axes: tuple[int, ...]) -> tuple[Activations | None, str]:
     """Returns the activations of a weight and a note, or `None` and the note why its products take floats."""
     if activations is None:
         return None, ""
-    if is_embedding(leaf):
-        return None, "; looked up, so no activations"
+    if (use := use_without_product(leaf)) is not None:
+        return None, f"; {use}, so no activations"
     chosen, note = (
         _calibrated(leaf, activations) if isinstance(activations, Mapping) else (Activations(activations), "")
     )
@@ -262,7 +275,8 @@ def quantize_tree(
     - `activations`: the format that products quantize the other operand to, or its lower-case name: each example gets
         scales of its own. Or the statistics of inputs that [`eqquant.calibrate.collect_stats`][] returns, which hold
         one scale for each weight. By default products take floats. A [`eqquant.Use`][] sets it for one rule. Weights
-        that no product uses, such as embeddings, stay without; convolutions multiply codes under [`eqquant.quaxify`][].
+        that no product uses, such as embeddings, stay without, and if a rule reaches no others, that is an error;
+        convolutions multiply codes under [`eqquant.quaxify`][].
     - `learn_scales`: with `simulate`, whether scales train beside the masters, those of calibrated activations too
         (learned step sizes). They need a format with plain scales: integers, `NF4`, `FP8`.
 

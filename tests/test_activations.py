@@ -237,6 +237,21 @@ def test_rows_that_are_not_finite(getkey, of_x, static):
     assert np.isnan(y[:2]).all() and (y[2] == 0).all() and np.isfinite(y[3]).all()
 
 
+def test_complex_operands(getkey):
+    """Their real and imaginary parts are quantized apart."""
+    q, x = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8"), weights(getkey(), (2, 4, 32))
+    x = jax.lax.complex(x[0], x[1])
+    for w in (
+        eqq.ActivationQuantizedArray(q, "int8"),
+        eqq.ActivationQuantizedArray(q, "int8", jnp.full(3, 0.03)),
+        eqq.quantize_tree(q.dequantize(), "int8", activations="int8", simulate=True),
+    ):
+        for y, parts in ((x @ w.mT, (x.real @ w.mT, x.imag @ w.mT)), (w @ x.T, (w @ x.real.T, w @ x.imag.T))):
+            np.testing.assert_array_equal(y, jax.lax.complex(*parts))
+    dense = jnp.stack([part @ w.dequantize().mT for part in (x.real, x.imag)])
+    assert relative(dense, jnp.stack([(x @ w.mT).real, (x @ w.mT).imag])) < 0.02
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes(getkey, dtype):
     a = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 96)).astype(dtype), "int8"), AFFINE)

@@ -306,6 +306,31 @@ def test_what_no_product_uses(getkey):
         eqq.quantize_tree(table, "int8", activations="int88")
 
 
+def test_bad_activations(getkey, model):
+    for bad in ("int7", "float16"):
+        for make in (
+            lambda bad: eqq.quantize_tree(model, "int8", activations=bad),
+            lambda bad: eqq.Use("int8", activations=bad),
+            lambda bad: eqq.ActivationQuantizedArray(eqq.quantize(model.layers[0].weight), bad),
+        ):
+            with pytest.raises(ValueError, match="^`activations` must be one of"):
+                make(bad)
+    for bad in ({}, {"layers.0.*": "int8"}, {"*": eqq.Int8()}, {"*": eqq.Use("int8")}):
+        with pytest.raises(
+            TypeError, match=r'^`activations` must be one format.*Got \{.*eqq.Use\("int8", activations='
+        ):
+            eqq.quantize_tree(model, "int8", activations=bad)
+    with pytest.raises(ValueError, match=r"no scales from calibration in formats with blocks: take `eqq.Int8\("):
+        eqq.calibrate.collect_stats(model, [jnp.ones((4, 32))], calibrator=eqq.calibrate.MinMax("mxfp8"))
+    for format in (eqq.Int8("tensor"), eqq.FP8()):  # what the message names
+        eqq.calibrate.collect_stats(model, [jnp.ones((4, 32))], calibrator=eqq.calibrate.MinMax(format))
+    conv = eqq.quantize_tree(eqx.nn.Conv2d(3, 8, 3, key=getkey()), "int8", activations="int8")
+    for w in (conv.weight, conv.weight.array):
+        with pytest.raises(ValueError, match=r"matmuls alone.*\(4, 3, 16, 16\) @ \(8, 3, 3, 3\).*quaxify\(layer\)"):
+            eqq.explain_matmul(jnp.ones((4, 3, 16, 16)), w)
+    assert "conv_general_dilated" in str(jax.make_jaxpr(eqq.quaxify(conv))(jnp.ones((3, 16, 16))))
+
+
 def test_rules_that_reach_no_product(getkey, model):
     w8a8, linear = eqq.Use("int8", activations="int8"), eqx.nn.Linear(32, 8, key=getkey())
     tables, tree = (

@@ -133,7 +133,7 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         learn_scale: bool = False,
     ) -> None:
         self.array = array
-        self.activations = as_format(activations)
+        self.activations = as_format(activations, "activations")
         if not isinstance(array, AbstractArrayValue):
             raise TypeError(
                 f"`array` must be a quantized weight. Got a {type(array).__name__}. Quantize it: `eqq.quantize(w)`."

@@ -331,6 +331,40 @@ def test_bad_activations(getkey, model):
     assert "conv_general_dilated" in str(jax.make_jaxpr(eqq.quaxify(conv))(jnp.ones((3, 16, 16))))
 
 
+def test_a_model_that_is_quantized_already(getkey, model):
+    x, tree = weights(getkey(), (16, 32)), {"mlp": model, "table": eqx.nn.Embedding(16, 32, key=getkey())}
+    stats = eqq.calibrate.collect_stats(tree, [x], gram=True, apply=lambda m, x: jax.vmap(m["mlp"])(x))
+    codes = eqq.quantize_tree(tree, {"mlp.layers.2.*": None, "table.*": "int8", "*": eqq.Use("int4", eqq.GPTQ(stats))})
+    for activations in ("int8", stats):
+        q = eqq.quantize_tree(codes, None, activations=activations)
+        first, rest = q["mlp"].layers[0].weight, (q["mlp"].layers[2].weight, q["table"].weight)
+        assert isinstance(first, eqq.ActivationQuantizedArray) and (first.scale is None) == (activations == "int8")
+        assert eqx.tree_equal(first.array, codes["mlp"].layers[0].weight)
+        assert eqx.tree_equal(rest, (codes["mlp"].layers[2].weight, codes["table"].weight))
+        assert 0 < relative(jax.vmap(codes["mlp"])(x), jax.vmap(q["mlp"])(x)) < 0.05
+    planned = {row.path: row.activations for row in eqq.plan_tree(codes, None, activations="int8").leaves}
+    assert planned["mlp.layers.0.weight"] == eqq.Int8() and planned["table.weight"] is None
+    one = eqq.quantize_tree(codes, None, activations="fp8", where=lambda m: m["mlp"].layers[1].weight)
+    two = eqq.quantize_tree(one, None, activations="int8")["mlp"].layers  # those that have activations keep them
+    assert (two[0].weight.activations, two[1].weight.activations) == (eqq.Int8(), eqq.FP8())
+    rotated = eqq.quantize_tree(eqq.quantize_tree(eqq.rotate(model), "int8"), None, activations="int8")
+    assert isinstance(rotated.layers[0].weight.array, eqq.ActivationQuantizedArray)
+    for tree_, options, message in (
+        (model, {}, r"Got none to take them \(layers.0.weight: not quantized.*Give a format"),
+        (q["mlp"], {}, "layers.0.weight.array: part of a ActivationQuantizedArray"),
+        (codes["table"], {}, "weights that products use. Got none among weight .*looked up"),
+        (codes, {"method": eqq.MSE()}, "`method` is for arrays in float.*Leave it out"),
+        (codes, {"simulate": True}, "`simulate` is for arrays in float"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            eqq.quantize_tree(tree_, None, activations="int8", **options)
+    with pytest.raises(TypeError, match="`where` must select quantized arrays"):
+        eqq.quantize_tree(codes, None, activations="int8", where=lambda m: m["mlp"].layers[2].weight)
+    whole = eqq.quantize_tree(model, "int8")
+    with pytest.raises(ValueError, match=r"To quantize activations alone: `quantize_tree\(model, None, activations="):
+        eqq.quantize_tree(whole, "int8", activations="int8")
+
+
 def test_rules_that_reach_no_product(getkey, model):
     w8a8, linear = eqq.Use("int8", activations="int8"), eqx.nn.Linear(32, 8, key=getkey())
     tables, tree = (

@@ -76,9 +76,10 @@ class QuantizedCache(eqx.Module):
         - `values`: the format of the values; by default that of the keys.
         - `per_channel`: whether scales of keys belong to a channel in a group of tokens, and not to a token. For four
             bits and fewer. The groups are the blocks of the format.
-        - `window`: how many tokens are quantized together, once they are all there; until then they are floats. `0`,
-            the default, quantizes each token at once. With `per_channel` the default is the fewest that can be packed:
-            128 for four bits. The context is rounded up to whole windows.
+        - `window`: how many tokens are quantized together, once they are all there; until then they are floats. A full
+            window empties, so the newest 0 to `window - 1` tokens are floats. `0`, the default, quantizes each token at
+            once. With `per_channel` the default is the fewest that can be packed: 128 for four bits. The context is
+            rounded up to whole windows.
         - `dtype`: the dtype of floats, and of what the cache dequantizes to.
 
         **Returns:**

@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import itertools
+import math
 import re
 
 import equinox as eqx
@@ -178,12 +179,14 @@ def test_explains(getkey):
         eqq.matmul(eqq.quantize(jnp.ones((4, 64)), "int4"), w.array.T, implementation="cpu_int8")
 
 
-def test_a_single_row_does_not_widen_the_weight(getkey):
-    q = eqq.quantize(weights(getkey(), (512, 256)), "int8")
+@pytest.mark.parametrize("of_x", [eqq.Int8(), eqq.Int8(symmetric=False)])
+@pytest.mark.parametrize("of_w", [eqq.Int8(), eqq.Int8(symmetric=False), eqq.Int4(None), eqq.Int4(64, symmetric=False)])
+def test_a_single_row_does_not_widen_the_weight(getkey, of_x, of_w):
+    w = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (512, 256)), of_w), of_x)
     product = jax.jit(ft.partial(eqq.matmul, implementation="xla"))
-    text = product.lower(eqq.quantize(jnp.ones((1, 256)), "int8"), q.T).compile().as_text()
-    assert re.search(r"= s32\[(512,256|256,512)\]", text) is None
-    assert re.search(r"= f32\[(512,256|256,512)\]", text) is None
+    text = product.lower(jnp.ones((1, 256)), w.T).compile().as_text()
+    wide = re.findall(r"= [sf]32\[([\d,]+)\]", text)
+    assert all(math.prod(map(int, shape.split(","))) < 512 * 256 for shape in wide)
 
 
 def test_transformations(getkey):
@@ -232,6 +235,21 @@ def test_rows_that_are_not_finite(getkey, of_x, static):
     x = weights(getkey(), (4, 96)).at[0, 3].set(jnp.nan).at[1, 4].set(jnp.inf).at[2].set(0)
     y = np.asarray(x @ a.T)
     assert np.isnan(y[:2]).all() and (y[2] == 0).all() and np.isfinite(y[3]).all()
+
+
+def test_complex_operands(getkey):
+    """Their real and imaginary parts are quantized apart."""
+    q, x = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8"), weights(getkey(), (2, 4, 32))
+    x = jax.lax.complex(x[0], x[1])
+    for w in (
+        eqq.ActivationQuantizedArray(q, "int8"),
+        eqq.ActivationQuantizedArray(q, "int8", jnp.full(3, 0.03)),
+        eqq.quantize_tree(q.dequantize(), "int8", activations="int8", simulate=True),
+    ):
+        for y, parts in ((x @ w.mT, (x.real @ w.mT, x.imag @ w.mT)), (w @ x.T, (w @ x.real.T, w @ x.imag.T))):
+            np.testing.assert_array_equal(y, jax.lax.complex(*parts))
+    dense = jnp.stack([part @ w.dequantize().mT for part in (x.real, x.imag)])
+    assert relative(dense, jnp.stack([(x @ w.mT).real, (x @ w.mT).imag])) < 0.02
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -286,6 +304,104 @@ def test_what_no_product_uses(getkey):
         eqq.quantize_tree(table, "int8", activations="int8")
     with pytest.raises(ValueError, match="must be one of"):
         eqq.quantize_tree(table, "int8", activations="int88")
+
+
+def test_bad_activations(getkey, model):
+    for bad in ("int7", "float16"):
+        for make in (
+            lambda bad: eqq.quantize_tree(model, "int8", activations=bad),
+            lambda bad: eqq.Use("int8", activations=bad),
+            lambda bad: eqq.ActivationQuantizedArray(eqq.quantize(model.layers[0].weight), bad),
+        ):
+            with pytest.raises(ValueError, match="^`activations` must be one of"):
+                make(bad)
+    for bad in ({}, {"layers.0.*": "int8"}, {"*": eqq.Int8()}, {"*": eqq.Use("int8")}):
+        with pytest.raises(
+            TypeError, match=r'^`activations` must be one format.*Got \{.*eqq.Use\("int8", activations='
+        ):
+            eqq.quantize_tree(model, "int8", activations=bad)
+    with pytest.raises(ValueError, match=r"no scales from calibration in formats with blocks: take `eqq.Int8\("):
+        eqq.calibrate.collect_stats(model, [jnp.ones((4, 32))], calibrator=eqq.calibrate.MinMax("mxfp8"))
+    for format in (eqq.Int8("tensor"), eqq.FP8()):  # what the message names
+        eqq.calibrate.collect_stats(model, [jnp.ones((4, 32))], calibrator=eqq.calibrate.MinMax(format))
+    conv = eqq.quantize_tree(eqx.nn.Conv2d(3, 8, 3, key=getkey()), "int8", activations="int8")
+    for w in (conv.weight, conv.weight.array):
+        with pytest.raises(ValueError, match=r"matmuls alone.*\(4, 3, 16, 16\) @ \(8, 3, 3, 3\).*quaxify\(layer\)"):
+            eqq.explain_matmul(jnp.ones((4, 3, 16, 16)), w)
+    assert "conv_general_dilated" in str(jax.make_jaxpr(eqq.quaxify(conv))(jnp.ones((3, 16, 16))))
+
+
+def test_a_model_that_is_quantized_already(getkey, model):
+    x, tree = weights(getkey(), (16, 32)), {"mlp": model, "table": eqx.nn.Embedding(16, 32, key=getkey())}
+    stats = eqq.calibrate.collect_stats(tree, [x], gram=True, apply=lambda m, x: jax.vmap(m["mlp"])(x))
+    codes = eqq.quantize_tree(tree, {"mlp.layers.2.*": None, "table.*": "int8", "*": eqq.Use("int4", eqq.GPTQ(stats))})
+    for activations in ("int8", stats):
+        q = eqq.quantize_tree(codes, None, activations=activations)
+        first, rest = q["mlp"].layers[0].weight, (q["mlp"].layers[2].weight, q["table"].weight)
+        assert isinstance(first, eqq.ActivationQuantizedArray) and (first.scale is None) == (activations == "int8")
+        assert eqx.tree_equal(first.array, codes["mlp"].layers[0].weight)
+        assert eqx.tree_equal(rest, (codes["mlp"].layers[2].weight, codes["table"].weight))
+        assert 0 < relative(jax.vmap(codes["mlp"])(x), jax.vmap(q["mlp"])(x)) < 0.05
+    planned = {row.path: row.activations for row in eqq.plan_tree(codes, None, activations="int8").leaves}
+    assert planned["mlp.layers.0.weight"] == eqq.Int8() and planned["table.weight"] is None
+    one = eqq.quantize_tree(codes, None, activations="fp8", where=lambda m: m["mlp"].layers[1].weight)
+    two = eqq.quantize_tree(one, None, activations="int8")["mlp"].layers  # those that have activations keep them
+    assert (two[0].weight.activations, two[1].weight.activations) == (eqq.Int8(), eqq.FP8())
+    rotated = eqq.quantize_tree(eqq.quantize_tree(eqq.rotate(model), "int8"), None, activations="int8")
+    assert isinstance(rotated.layers[0].weight.array, eqq.ActivationQuantizedArray)
+    for tree_, options, message in (
+        (model, {}, r"Got none to take them \(layers.0.weight: not quantized.*Give a format"),
+        (q["mlp"], {}, "layers.0.weight.array: part of a ActivationQuantizedArray"),
+        (codes["table"], {}, "weights that products use. Got none among weight .*looked up"),
+        (codes, {"method": eqq.MSE()}, "`method` is for arrays in float.*Leave it out"),
+        (codes, {"simulate": True}, "`simulate` is for arrays in float"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            eqq.quantize_tree(tree_, None, activations="int8", **options)
+    with pytest.raises(TypeError, match="`where` must select quantized arrays"):
+        eqq.quantize_tree(codes, None, activations="int8", where=lambda m: m["mlp"].layers[2].weight)
+    whole = eqq.quantize_tree(model, "int8")
+    with pytest.raises(ValueError, match=r"To quantize activations alone: `quantize_tree\(model, None, activations="):
+        eqq.quantize_tree(whole, "int8", activations="int8")
+
+
+def test_rules_that_reach_no_product(getkey, model):
+    w8a8, linear = eqq.Use("int8", activations="int8"), eqx.nn.Linear(32, 8, key=getkey())
+    tables, tree = (
+        eqx.nn.Embedding(16, 32, key=getkey()),
+        {"table": eqx.nn.Embedding(16, 32, key=getkey()), "x": linear},
+    )
+    for quantize in (eqq.quantize_tree, eqq.plan_tree):
+        for tree_, rules, named in (
+            (tables, w8a8, "weight .*looked up"),
+            (tree, {"table.*": w8a8, "*": "int8"}, "table.weight .*looked up"),
+            (tree, {"table.*": w8a8, "*": w8a8}, "table.weight .*looked up"),
+            (tree, {"x.*": None, "*": w8a8}, "table.weight .*looked up"),
+            (tables, lambda path, leaf: eqq.Use("int8", activations="int8"), "weight .*looked up"),
+        ):
+            with pytest.raises(ValueError, match=f"weights that products use. Got none among {named}.*wrap it"):
+                quantize(tree_, rules)
+    norms = {"norm": eqx.nn.LayerNorm((4, 32)), "x": linear}
+    for tree_, where, named in (
+        (model, lambda m: [m.layers[0].bias], r"layers.0.bias .*a bias"),
+        (norms, lambda m: m["norm"].weight, r"norm.weight .*normalisation"),
+    ):
+        for arguments, options in ((("int8",), {"activations": "int8"}), ((w8a8,), {})):
+            with pytest.raises(ValueError, match=f"Got none among {named}"):
+                eqq.quantize_tree(tree_, *arguments, where=where, **options)
+    # One product is enough for a rule, and for the whole call.
+    wrapped = lambda q: isinstance(q, eqq.ActivationQuantizedArray)
+    for rules, options in (
+        (w8a8, {}),
+        ({"*": w8a8}, {}),
+        ({"table.*": "int8", "*": w8a8}, {"activations": "fp8"}),
+        ({"table.*": None, "*": "int8"}, {"activations": "int8"}),
+        (lambda path, leaf: eqq.Use("int8", activations="int8"), {}),
+    ):
+        q = eqq.quantize_tree(tree, rules, **options)
+        assert wrapped(q["x"].weight) and not wrapped(q["table"].weight)
+    q = eqq.quantize_tree(model, "int8", activations="int8", where=lambda m: [m.layers[0].weight, m.layers[0].bias])
+    assert wrapped(q.layers[0].weight) and eqq.is_quantized(q.layers[0].bias)
 
 
 @pytest.mark.long

@@ -94,8 +94,9 @@ class ActivationQuantizedArray(AbstractWrappedArray):
     r"""A quantized weight whose products quantize the other operand too, and multiply codes with codes.
 
     [`eqquant.quantize_tree`][] makes it with `activations=`. `w @ x` quantizes each column of `x` (each example, or
-    token) to the format `activations`, multiplies, and scales the result. Gradients pass straight through the rounding
-    of `x`. Apart from products it behaves as the weight: a lookup `w[i]` returns its rows.
+    token) to the format `activations`, multiplies, and scales the result; of a complex `x`, the real and the imaginary
+    part apart. Gradients pass straight through the rounding of `x`. Apart from products it behaves as the weight: a
+    lookup `w[i]` returns its rows.
 
     !!! Example
 
@@ -132,7 +133,7 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         learn_scale: bool = False,
     ) -> None:
         self.array = array
-        self.activations = as_format(activations)
+        self.activations = as_format(activations, "activations")
         if not isinstance(array, AbstractArrayValue):
             raise TypeError(
                 f"`array` must be a quantized weight. Got a {type(array).__name__}. Quantize it: `eqq.quantize(w)`."
@@ -221,6 +222,9 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         return eqx.tree_at(lambda w: w.array, self, array, is_leaf=lambda x: x is self.array)
 
     def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
+        if not isinstance(other, AbstractArrayValue) and jnp.iscomplexobj(other):
+            parts = (jnp.real(other), jnp.imag(other))  # each is quantized as real numbers are
+            return jax.lax.complex(*(self._matmul(part, left=left, **options) for part in parts))
         if self.scale_bits is not None and self.scale_bits.ndim > 0:
             # A stack: each layer has its scale, and its part of an operand with as many axes.
             x = jnp.asarray(other)

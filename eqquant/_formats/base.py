@@ -270,24 +270,30 @@ _REMEDIES = {
 }
 
 
-def as_format(format: AbstractFormat | str) -> AbstractFormat:
-    """Returns the format of a lower-case name (`"nf4"`, `"int8"`, `"q4_0"`); returns a format unchanged."""
+def as_format(format: AbstractFormat | str, argument: str = "format") -> AbstractFormat:
+    """Returns the format of a lower-case name (`"nf4"`, `"int8"`, `"q4_0"`); returns a format unchanged.
+
+    Errors name the `argument` that it was given as.
+    """
     if isinstance(format, AbstractFormat):
         return format
     if isinstance(format, type) and issubclass(format, AbstractFormat):
-        raise TypeError(f"`format` must be an instance. Got the class {format.__name__}. Write `{format.__name__}()`.")
+        name = format.__name__
+        raise TypeError(f"`{argument}` must be an instance. Got the class {name}. Write `{name}()`.")
     if not isinstance(format, str):
-        raise TypeError(f"`format` must be a format or the name of one. Got {format!r}. For instance `eqq.NF4()`.")
+        raise TypeError(f"`{argument}` must be a format or the name of one. Got {format!r}. For instance `eqq.NF4()`.")
     cls = _FORMATS.get(format.lower())
     if cls is None:
         remedy = _REMEDIES.get(format.lower().replace("-", "").replace("_", "")) or did_you_mean(
             format.lower(), _FORMATS
         )
-        raise ValueError(f"`format` must be one of {', '.join(sorted(_FORMATS))}. Got {format!r}. {remedy}".rstrip())
+        raise ValueError(
+            f"`{argument}` must be one of {', '.join(sorted(_FORMATS))}. Got {format!r}. {remedy}".rstrip()
+        )
     try:
         return cls()  # pyright: ignore[reportCallIssue]
     except TypeError:
         raise ValueError(
-            f"`format` {format!r} has no defaults, so its name is not enough. Got {format!r}. Construct it: "
+            f"`{argument}` {format!r} has no defaults, so its name is not enough. Got {format!r}. Construct it: "
             f"`{cls.__name__}(...)`."
         ) from None

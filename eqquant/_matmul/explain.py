@@ -13,6 +13,7 @@ from rich.table import Table
 
 from .._array.primitive import operands_of, quantized_matmul_p, rounded_matmul_p
 from .._array.value import AbstractArrayValue
+from .._array.wrapped import AbstractWrappedArray
 from .._report import Report, report_table
 from .api import matmul
 from .dispatch import choose, IMPLEMENTATIONS, multiplied_types, refusal_of, why_decoded
@@ -75,7 +76,18 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
         raise TypeError("`explain_matmul` needs a quantized operand. Got none. Quantize `x` or `w` first.")
     platform = _platform(platform)
     known = lambda a: a if isinstance(a, (AbstractArrayValue, jax.ShapeDtypeStruct)) else jnp.asarray(a)
-    traced = jax.make_jaxpr(matmul)(known(x), known(w))
+    operands = known(x), known(w)
+    try:
+        traced = jax.make_jaxpr(matmul)(*operands)
+    except (TypeError, ValueError) as e:
+        within = q.array if isinstance(q, AbstractWrappedArray) else q
+        if isinstance(axes := getattr(within, "axis", -1), int):
+            raise
+        raise ValueError(
+            "`explain_matmul` explains matmuls alone, and these shapes fit none. Got "
+            f"{' @ '.join(str(tuple(a.shape)) for a in operands)}, and a weight quantized along {axes}, as that of a "
+            "convolution is. To see what a convolution computes, `print(jax.make_jaxpr(eqq.quaxify(layer))(x))`."
+        ) from e
     product = next(_products(traced.jaxpr), None)
     if product is None:
         axes = getattr(q, "axis", "")

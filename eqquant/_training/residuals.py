@@ -41,6 +41,9 @@ def checkpoint_quantized(
     The result of the function is exact. Its gradient is computed from rounded residuals: its relative error is about
     that of the format. What the backward pass divides by is not rounded, because rounding sends small numbers to zero.
 
+    Use it in the body of a `scan`. In a Python loop over layers XLA for CPU may decode all residuals early, and then no
+    memory is saved.
+
     !!! Example
 
         ```python

@@ -1,5 +1,6 @@
 """Quantizes whole models: decides about each leaf, then quantizes, or plans what it would do."""
 
+import collections
 import functools as ft
 import math
 import re
@@ -27,13 +28,13 @@ from .._formats.base import AbstractFormat
 from .._mesh import full_spec, on_device
 from .._methods import AbsMax, AbstractMethod
 from .._types import PyTree
-from .leaves import Leaf, some
+from .leaves import is_mapped, Leaf, some
 from .placement import move, Shardings, wanted_shardings
 from .report import TreeReport
 from .select import check_order, check_patterns, matches, Pattern, select_leaves, Selection, show_pattern, Where
 from .summary import quantized_row, row_of
 from .use import as_activations, as_use, Use
-from .weights import convolved_axes, ineligible_reason, input_axis, is_embedding
+from .weights import convolved_axes, ineligible_reason, input_axis, use_without_product
 
 
 FormatLike = AbstractFormat | str | Use
@@ -71,7 +72,7 @@ def decide(tree: PyTree, format: Rules, where: Where | None, axis: Any, activati
     activations = as_activations(activations)
     selections = select_leaves(tree, where, ineligible=_ineligible_reason)
     choose = _chooser(format, selections)
-    decisions = []
+    decisions, of_rules = [], collections.defaultdict(list)
     for leaf, refusal in selections:
         picked, reason = choose(leaf) if refusal is None else (None, refusal)
         if picked is None:
@@ -83,22 +84,72 @@ def decide(tree: PyTree, format: Rules, where: Where | None, axis: Any, activati
         of_inputs = activations if picked.activations is None else picked.activations
         of_inputs, note = _activations_of(leaf, of_inputs, axes)
         decisions.append(Decision(leaf, picked.format, axes, reason + unknown + note, picked.method, of_inputs))
+        if picked.activations is not None:
+            of_rules[reason].append(decisions[-1])
     if not any(d.format is not None for d in decisions):
         raise ValueError(_nothing_message(decisions))
-    if activations is not None and not any(d.activations for d in decisions):
-        raise ValueError(
-            "`activations` must be for a model with weights that products use. Got none among those to quantize "
-            f"({some(f'{d.leaf.path}: {d.reason}' for d in decisions if d.format is not None)}). Leave it out."
-        )
+    # Where a rule, or the whole call, reaches no product, activations were left out without a word.
+    for taken in of_rules.values():
+        _check_products(taken)
+    if activations is not None:
+        _check_products([d for d in decisions if d.format is not None])
     return decisions
+
+
+def _decide_all(
+    tree: PyTree, format: Rules | None, where: Where | None, axis: Any, activations: Any, **others: Any
+) -> list[Decision]:
+    """As `decide`. With activations and no format, arrays that are quantized keep their codes and get activations."""
+    if format is not None or activations is None:
+        return decide(tree, format, where, axis, activations)  # pyright: ignore[reportArgumentType]
+    if unused := [name for name, given in {"axis": axis, **others}.items() if given is not None]:
+        raise ValueError(
+            f"`{unused[0]}` is for arrays in float, and with `format=None` those that are quantized get activations "
+            f"alone. Got {unused[0]}={({'axis': axis} | others)[unused[0]]!r}. Leave it out, or give a format."
+        )
+    activations, decisions = as_activations(activations), []
+    selections = select_leaves(tree, where, ineligible=_no_codes_reason, kind="quantized arrays")
+    for leaf, refusal in selections:
+        if refusal is not None:
+            decisions.append(Decision(leaf, None, (), refusal))
+            continue
+        axes = leaf.value.axis if isinstance(leaf.value.axis, tuple) else (leaf.value.axis,)
+        of_inputs, note = _activations_of(leaf, activations, axes)
+        decisions.append(Decision(leaf, None, axes, f"quantized, and keeps its codes{note}", None, of_inputs))
+    if all(refusal is not None for _, refusal in selections):
+        raise ValueError(
+            "`format=None` is for a tree of quantized arrays, which get activations. Got none to take them "
+            f"({some(f'{d.leaf.path}: {d.reason}' for d in decisions if d.reason != 'not an array')}). Give a format: "
+            '`quantize_tree(model, "int8", activations="int8")`.'
+        )
+    _check_products([d for d in decisions if d.axes])
+    return decisions
+
+
+def _no_codes_reason(leaf: Leaf) -> str | None:
+    """Returns why a leaf is no quantized array whose products can change, or `None` if it is one."""
+    if not is_quantized(leaf.value):
+        return ineligible_reason(leaf.value) or "not quantized"
+    part = isinstance(leaf.parent, AbstractArrayValue) and not is_mapped(leaf)
+    return f"part of a {type(leaf.parent).__name__}" if part else None
+
+
+def _check_products(decisions: Sequence[Decision]) -> None:
+    """Raises if activations were asked for, and none of these weights gets them."""
+    if not any(d.activations for d in decisions):
+        raise ValueError(
+            "`activations` must be for weights that products use. Got none among "
+            f"{some(f'{d.leaf.path} ({d.reason})' for d in decisions)}. Leave it out. If your code multiplies by one, "
+            'wrap it: `eqq.ActivationQuantizedArray(eqq.quantize(w), "int8")`.'
+        )
 
 
 def _activations_of(leaf: Leaf, activations: Any, axes: tuple[int, ...]) -> tuple[Activations | None, str]:
     """Returns the activations of a weight and a note, or `None` and the note why its products take floats."""
     if activations is None:
         return None, ""
-    if is_embedding(leaf):
-        return None, "; looked up, so no activations"
+    if (use := use_without_product(leaf)) is not None:
+        return None, f"; {use}, so no activations"
     chosen, note = (
         _calibrated(leaf, activations) if isinstance(activations, Mapping) else (Activations(activations), "")
     )
@@ -179,7 +230,8 @@ def _nothing_message(decisions: Sequence[Decision]) -> str:
     if quantized:
         return (
             "The tree must hold something to quantize. Got one that is already quantized, with no other weights in "
-            f"float ({reasons}). To quantize it again, call `dequantize_tree` first."
+            f"float ({reasons}). To quantize it again, call `dequantize_tree` first. To quantize activations alone: "
+            '`quantize_tree(model, None, activations="int8")`, which keeps the codes.'
         )
     return (
         f"The tree must hold something to quantize. Got none among its {len(arrays)} arrays ({reasons}). "
@@ -194,7 +246,8 @@ _ARGUMENTS = """
         leaf in float; or a function `(path, leaf) -> format or None`. A path reads `layers.0.weight`; a pattern is a
         glob (`"*.attention.*"`), which matches the whole path, or a compiled regular expression, which may match any
         part of it. Both match a path with or without the key of a wrapper, such as `value` in Flax's `bias.value`. A
-        leaf that no pattern matches stays in float.
+        leaf that no pattern matches stays in float. `None` with `activations` is for a tree of quantized arrays: these
+        keep their codes, and get activations; floats stay floats.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized. A selected leaf is
         always quantized, even a bias. In a selected node, and in the whole tree without `where`, only weights are:
         floating point arrays with two or more dimensions longer than one, except biases and the parameters of
@@ -220,7 +273,7 @@ _REMEDIES = {
 @teach_keywords(**_REMEDIES)
 def quantize_tree(
     tree: PyTree,
-    format: Rules = "nf4",
+    format: Rules | None = "nf4",
     *,
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
@@ -243,6 +296,7 @@ def quantize_tree(
         model = eqq.quantize_tree(model, "int8", where=lambda m: m.layers[1].weight)
         model = eqq.quantize_tree(model, {"*.down.*": eqq.Use("int4", eqq.HQQ()), "*": "int4"}, method=eqq.MSE())
         model = eqq.quantize_tree(model, "int8", activations="int8")                   # W8A8
+        model = eqq.quantize_tree(quantized, None, activations="int8")                 # keeps the codes
         model = eqq.quantize_tree(model, shardings={"*.up.weight": P("model"), "*.down.weight": P(None, "model")})
         ```
 
@@ -262,7 +316,8 @@ def quantize_tree(
     - `activations`: the format that products quantize the other operand to, or its lower-case name: each example gets
         scales of its own. Or the statistics of inputs that [`eqquant.calibrate.collect_stats`][] returns, which hold
         one scale for each weight. By default products take floats. A [`eqquant.Use`][] sets it for one rule. Weights
-        that no product uses, such as embeddings, stay without; convolutions multiply codes under [`eqquant.quaxify`][].
+        that no product uses, such as embeddings, stay without, and if a rule reaches no others, that is an error;
+        convolutions multiply codes under [`eqquant.quaxify`][].
     - `learn_scales`: with `simulate`, whether scales train beside the masters, those of calibrated activations too
         (learned step sizes). They need a format with plain scales: integers, `NF4`, `FP8`.
 
@@ -288,11 +343,13 @@ def quantize_tree(
     if learn_scales and not simulate:
         raise ValueError("`learn_scales=True` must come with `simulate=True`, whose scales can train. Got it alone.")
     default = as_method(method)
-    decisions = decide(tree, format, where, axis, activations)
+    others = {"dtype": dtype, "key": key, "method": method, "simulate": simulate or None}
+    decisions = _decide_all(tree, format, where, axis, activations, **others)
     wanted = wanted_shardings(tree, [d.leaf for d in decisions], shardings)
     wanted = [_sharding_of(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)]
     work = [n for n, d in enumerate(decisions) if d.format is not None]
     values = [move(d.leaf.value, None if d.format else s) for d, s in zip(decisions, wanted, strict=True)]
+    values = [x if d.format else with_activations(d, x) for d, x in zip(decisions, values, strict=True)]
     methods = {n: _method_of(decisions[n], default) for n in work}
     keys = dict(zip(work, [None] * len(work) if key is None else jr.split(key, max(len(work), 1)), strict=True))
     done: dict[Any, Any] = {}  # an array that appears twice is quantized once
@@ -366,7 +423,7 @@ def _quantize_leaf(
 @teach_keywords(**_REMEDIES)
 def plan_tree(
     tree: PyTree,
-    format: Rules = "nf4",
+    format: Rules | None = "nf4",
     *,
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
@@ -399,9 +456,11 @@ def plan_tree(
     As [`eqquant.quantize_tree`][], except that it does not check whether values are finite.
     """
     rows, default = [], as_method(method)
-    for leaf, picked, axes, reason, found_by, of_inputs in decide(tree, format, where, axis, activations):
+    decisions = _decide_all(tree, format, where, axis, activations, dtype=dtype, method=method)
+    for leaf, picked, axes, reason, found_by, of_inputs in decisions:
         if picked is None:
-            rows.extend(row_of(leaf, reason))
+            kept = row_of(leaf, reason)
+            rows.extend(kept if of_inputs is None else [row._replace(activations=of_inputs.format) for row in kept])
             continue
         x = _struct(leaf.value)
         q = jax.eval_shape(lambda x, f=picked, a=axes: quantize_array(x, f, a, dtype, None), x)

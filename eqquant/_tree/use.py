@@ -50,7 +50,13 @@ class Use:
 
 def as_activations(x: Any) -> Any:
     """Returns a format, or statistics by path, of activations; `None` for floats."""
-    return x if x is None or isinstance(x, Mapping) else as_format(x)
+    if isinstance(x, Mapping) and (not x or any(isinstance(v, (AbstractFormat, str, Use)) for v in x.values())):
+        raise TypeError(
+            "`activations` must be one format, its name, or what `eqq.calibrate.collect_stats` returns. Got "
+            f"{dict(x)!r}. To choose by rule, write `eqq.Use` in the rules of `format`: "
+            '`{"layers.0.*": eqq.Use("int8", activations="int8"), "*": "int8"}`.'
+        )
+    return x if x is None or isinstance(x, Mapping) else as_format(x, "activations")
 
 
 def as_use(x: Any) -> Use:

@@ -78,6 +78,15 @@ def is_embedding(leaf: Leaf) -> bool:
     return type(leaf.layer).__name__ in ("Embedding", "Embed") or leaf.name == "embedding"
 
 
+def use_without_product(leaf: Leaf) -> str | None:
+    """Returns how a model uses a leaf that it multiplies nothing by, or `None` if products use it."""
+    if is_embedding(leaf):
+        return "looked up"
+    if _is_norm_parameter(leaf):
+        return "a parameter of a normalisation layer"
+    return "a bias" if _is_bias(leaf) else None
+
+
 def convolved_axes(leaf: Leaf) -> tuple[int, ...] | None:
     """Returns the input axes of an Equinox convolution (all but the first), or `None` for any other weight."""
     layer = leaf.parent

@@ -89,7 +89,7 @@ def as_blocks(block_size: BlockSize, like: Any, axis: int | Sequence[int]) -> Bl
     if isinstance(block_size, int) and min(axes) < -len(shape):
         raise ValueError(
             f"`shape` must say how long `axis` is, for blocks of {block_size}. Got shape {shape} and `axis={axis!r}`. "
-            "Give the array, or the shape that every batch ends in; or a format with one scale, "
-            '`block_size="tensor"`.'
+            "Give the array, or the shape that every batch ends in. Inputs of weights, for `collect_stats`, have no "
+            'scales from calibration in formats with blocks: take `eqq.Int8("tensor")` or `eqq.FP8()`.'
         )
     return Blocks(block_size, axes, () if block_size == "tensor" else shape)

@@ -229,7 +229,8 @@ def collect_stats(
     if calibrator is not None and (calibrator.shape or calibrator.format.block_size not in (None, "tensor")):
         raise ValueError(
             "`calibrator` must find one range for all values. Got one for "
-            f"{calibrator.format!r} and shape {calibrator.shape}. Make it without a shape, for a format of one scale."
+            f"{calibrator.format!r} and shape {calibrator.shape}. Make it without a shape, for a format of one "
+            'scale: `eqq.Int8("tensor")` or `eqq.FP8()`. Formats with blocks have no scales from calibration.'
         )
     watched, watches = _watch(model, where, threshold, gram, calibrator)
     run = eqx.filter_jit(default_apply if apply is None else apply)

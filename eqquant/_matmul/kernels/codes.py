@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Num
+from jaxtyping import Array, Float32, Int8, Int32, Num
 
 from ..._numerics import packing
 from ..._numerics.blocks import expand
@@ -77,7 +77,7 @@ def _product(
     padded = 2 if m == 1 and looped else m
     x = jax.tree.map(lambda a: jnp.pad(a, ((0, padded - m), (0, 0))), x) if padded > m else x
     left = operand(x, x_layout, kind, unit)
-    columns = ft.partial(_columns, left, w_layout=w_layout, kind=kind, unit=unit)
+    columns = ft.partial(_columns, left, w_layout=w_layout, kind=kind, unit=unit, looped=looped)
     rows = max(_ROWS_BYTES // max(w_layout.length, 1), 1)
     if not looped or n <= rows:
         return columns(w)[:m]
@@ -89,16 +89,19 @@ def _product(
     return (jnp.concatenate([y, columns(rest)], axis=1) if n % rows else y)[:m]
 
 
-def _columns(left: Operand, w: Packed, *, w_layout: Layout, kind: Kind, unit: int) -> Float32[Array, "m n"]:
+def _columns(
+    left: Operand, w: Packed, *, w_layout: Layout, kind: Kind, unit: int, looped: bool
+) -> Float32[Array, "m n"]:
     """Returns the product with some rows of the weight."""
     right = operand(w, w_layout, kind, unit)
     blocks, of_x, of_w = left.values.shape[1], w_layout.length, right.values.shape[0]
     lengths = jnp.asarray(np.minimum(unit, of_x - unit * np.arange(blocks)), jnp.int32)
+    scaled_sums = ft.partial(_scaled_sums, looped=looped)
     if blocks == 1:
-        return _scaled_sums(left, right, lengths)[..., 0]
+        return scaled_sums(left, right, lengths)[..., 0]
     size = 4 * left.values.shape[0] * of_w
     together = max(min(_PARTIAL_BYTES // max(size, 1), blocks), 1)
-    add = lambda left, right, lengths: jnp.sum(_scaled_sums(left, right, lengths), axis=-1)
+    add = lambda left, right, lengths: jnp.sum(scaled_sums(left, right, lengths), axis=-1)
     if together == blocks:
         return add(left, right, lengths)
     steps = blocks // together
@@ -115,26 +118,36 @@ def _columns(left: Operand, w: Packed, *, w_layout: Layout, kind: Kind, unit: in
     return total + add(last_left, last_right, lengths[steps * together :])
 
 
-def _scaled_sums(left: Operand, right: Operand, lengths: Int32[Array, " blocks"]) -> Float32[Array, "m n blocks"]:
-    whole = jnp.issubdtype(left.values.dtype, jnp.integer)
-    wide = jnp.int32 if whole else jnp.float32
-    dot = ft.partial(jax.lax.dot_general, preferred_element_type=jnp.dtype(wide))
-    if left.values.shape[1] == 1:
-        y = dot(left.values[:, 0], right.values[:, 0], (((1,), (1,)), ((), ())))[..., None]
-    else:
-        y = jnp.moveaxis(dot(left.values, right.values, (((2,), (2,)), ((1,), (1,)))), 0, -1)
+def _scaled_sums(
+    left: Operand, right: Operand, lengths: Int32[Array, " blocks"], *, looped: bool
+) -> Float32[Array, "m n blocks"]:
+    y = _dots(left.values, right.values)
     shape = y.shape
     of_x, of_w = lambda a: jnp.broadcast_to(a[:, None], shape), lambda a: jnp.broadcast_to(a[None], shape)
-    sums = lambda values: jnp.sum(values, axis=2, dtype=jnp.int32)
     if right.zero is not None:
-        y = y - of_x(sums(left.values)) * of_w(right.zero)
+        y = y - of_x(_sums(left.values, looped)) * of_w(right.zero)
     if left.zero is not None:
-        y = y - of_x(left.zero) * of_w(sums(right.values))
+        y = y - of_x(left.zero) * of_w(_sums(right.values, looped))
     if left.zero is not None and right.zero is not None:
         y = y + of_x(left.zero) * of_w(right.zero) * jnp.broadcast_to(lengths, shape)
     y = y.astype(jnp.float32)
     y = y if left.scale is None else y * of_x(left.scale)
     return y if right.scale is None else y * of_w(right.scale)
+
+
+def _dots(left: Num[Array, "m blocks unit"], right: Num[Array, "n blocks unit"]) -> Num[Array, "m n blocks"]:
+    wide = jnp.dtype(jnp.int32 if jnp.issubdtype(left.dtype, jnp.integer) else jnp.float32)
+    dot = ft.partial(jax.lax.dot_general, preferred_element_type=wide)
+    if left.shape[1] == 1:
+        return dot(left[:, 0], right[:, 0], (((1,), (1,)), ((), ())))[..., None]
+    return jnp.moveaxis(dot(left, right, (((2,), (2,)), ((1,), (1,)))), 0, -1)
+
+
+def _sums(values: Int8[Array, "rows blocks unit"], looped: bool) -> Int32[Array, "rows blocks"]:
+    """Returns the sums of the codes of each block. XLA on CPU would write codes of 32 bits to memory to add them."""
+    if looped:  # two rows of ones, for the reason in `_product`
+        return _dots(jnp.ones((2, *values.shape[1:]), values.dtype), values)[0]
+    return jnp.sum(values, axis=2, dtype=jnp.int32)
 
 
 def operand(packed: Packed, layout: Layout, kind: Kind, unit: int) -> Operand:

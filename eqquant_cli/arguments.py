@@ -135,18 +135,21 @@ def method_of(name: str | None) -> Any:
     return None if name is None else methods[name.lower()]()
 
 
-def check_checkpoint(path: Path, source: Path, to: str | None, force: bool) -> None:
+def check_checkpoint(path: Path, source: eqq.io.Checkpoint, to: str | None, force: bool) -> None:
     """Raises unless a checkpoint may be written there, in the layout of `--to`."""
     if to not in (None, *LAYOUTS):
         raise typer.BadParameter(f"--to must be {', '.join(LAYOUTS)}. Got {to!r}.")
-    check_output(path, source, {None: ".safetensors", "gguf": ".gguf"}.get(to, ""), force)
+    check_output(path, {None: ".safetensors", "gguf": ".gguf"}.get(to, ""), force, source)
 
 
 LAYOUTS = ("gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx")
 
 
-def check_output(path: Path, source: Path, suffix: str, force: bool) -> None:
-    """Raises unless a file may be written there, or without a suffix a folder: before anything is computed."""
+def check_output(path: Path, suffix: str, force: bool, *sources: eqq.io.Checkpoint) -> None:
+    """Raises unless a file may be written there, or without a suffix a folder: before anything is computed.
+
+    No file that `sources` are read from may be replaced, under any of its names.
+    """
     if suffix and path.suffix != suffix:
         other = " `--to` writes those of other libraries." if suffix == ".safetensors" else ""
         raise ValueError(f"The output must end in {suffix}. Got {str(path)!r}.{other}")
@@ -154,12 +157,18 @@ def check_output(path: Path, source: Path, suffix: str, force: bool) -> None:
         raise ValueError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")
     if path.is_dir() == bool(suffix) and path.exists():
         raise ValueError(f"{path} must be a {'file. Got a folder' if suffix else 'folder. Got a file'}.")
-    if source.exists() and path.exists() and path.resolve() == source.resolve().parent:
-        raise ValueError(f"The output must not be the folder of the input. Got {path}.")
-    if path.exists() and source.exists() and path.samefile(source):
-        raise ValueError(f"The output must not be the input. Got {path} for both.")
+    replaced = list(path.iterdir()) if path.is_dir() else [path]
+    for file in {file for source in sources for file in _files(source)}:
+        if any(p.exists() and p.samefile(file) for p in replaced):
+            what = "be the input" if replaced == [path] else "be the folder of the input, or link to its files"
+            raise ValueError(f"The output must not {what}. Got {path}, and {file}, which is read.")
     if path.exists() and not force:
         raise ValueError(f"{path} must not exist. Got one that does. `--force` replaces it.")
+
+
+def _files(source: eqq.io.Checkpoint) -> set[Path]:
+    """Returns the path of a checkpoint, and those of the files that its arrays are read from."""
+    return {Path(source.path), *(t.file.path for item in source.items_by_name.values() for t in item.tensors)}
 
 
 def open_source(path: Path) -> eqq.io.Checkpoint:

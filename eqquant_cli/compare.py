@@ -28,9 +28,13 @@ def compare(
     import eqquant as eqq
     from eqquant.io._atomic import replacing
 
-    if plot is not None:
-        check_output(plot, a, plot.suffix if plot.suffix in _PICTURES else _PICTURES[0], force)
     one, other = open_source(a), open_source(b)
+    if plot is not None:
+        if plot.suffix not in _PICTURES:
+            raise ValueError(
+                f"The picture must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}. Got {str(plot)!r}."
+            )
+        check_output(plot, plot.suffix, force, one, other)
     theirs = set(other)  # `in` of a mapping would read each array
     shared = [name for name in one if name in theirs]
     if not shared:

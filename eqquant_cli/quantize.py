@@ -33,9 +33,8 @@ def quantize(
     """
     import eqquant as eqq
 
-    if not dry_run:
-        arguments.check_checkpoint(output, source, to, force)
     checkpoint = arguments.open_source(source)
+    arguments.check_checkpoint(output, checkpoint, to, force)
     found_by = arguments.method_of(method)
     arguments.check_patterns(checkpoint, rule or (), skip or ())
     weights = [row.name for row in checkpoint.rows if len(row.shape) > 1]

@@ -246,6 +246,62 @@ def test_errors(run, checkpoint, monkeypatch, arguments, code, says):
     assert checkpoint.read_bytes() == before
 
 
+@pytest.fixture
+def sources(checkpoint, tmp_path):
+    """The folders of a checkpoint: one file, two shards with an index, one GGUF file; and a folder of links to it."""
+    floats = load_file(checkpoint)
+    for folder in ("one", "shards", "gguf", "links"):
+        (tmp_path / folder).mkdir()
+    save_file(floats, tmp_path / "one" / "model.safetensors")
+    where = {name: f"model-{n % 2}.safetensors" for n, name in enumerate(floats)}
+    for shard in set(where.values()):
+        save_file({n: floats[n] for n in floats if where[n] == shard}, tmp_path / "shards" / shard)
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    eqq.io.write(tmp_path / "gguf" / "model.gguf", floats, "gguf")
+    (tmp_path / "links" / "model.safetensors").symlink_to(tmp_path / "one" / "model.safetensors")
+    (tmp_path / "again.safetensors").hardlink_to(tmp_path / "one" / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "source, output, options",
+    [
+        ("one", "one/model.safetensors", ()),
+        ("one", "links/model.safetensors", ()),
+        ("one", "again.safetensors", ()),
+        ("one", "one", ("--to", "mlx")),
+        ("one", "links", ("--to", "mlx")),
+        ("links", "one/../one/model.safetensors", ()),
+        ("shards", "shards/model-1.safetensors", ()),
+        ("shards", "shards", ("--to", "gptq")),
+        ("shards/model.safetensors.index.json", "shards/model-0.safetensors", ()),
+        ("shards/model.safetensors.index.json", "shards", ("--to", "bitsandbytes")),
+        ("gguf", "gguf/model.gguf", ("--to", "gguf")),
+        ("gguf/model.gguf", "gguf", ("--to", "mlx")),
+    ],
+)
+@pytest.mark.parametrize("command", ["quantize", "convert"])
+def test_no_file_of_the_input_is_replaced(run, sources, command, source, output, options):
+    before = {p: p.read_bytes() for p in sources.rglob("*") if p.is_file()}
+    err = run(command, sources / source, sources / output, *options, "--force", code=1)
+    assert "The output must not be the" in err
+    assert {p: p.read_bytes() for p in sources.rglob("*") if p.is_file()} == before
+
+
+def test_no_picture_or_page_replaces_a_checkpoint(run, checkpoint, tmp_path):
+    # Files are read by what they hold, whatever their name.
+    for name in ("page.html", "a.svg", "b.png"):
+        (tmp_path / name).write_bytes(checkpoint.read_bytes())
+    a, b = tmp_path / "a.svg", tmp_path / "b.png"
+    assert "must not be the input" in run(
+        "report", tmp_path / "page.html", "-o", tmp_path / "page.html", "--force", code=1
+    )
+    for plot in (a, b):
+        assert "must not be the input" in run("compare", a, b, "--plot", plot, "--force", code=1)
+        assert plot.read_bytes() == checkpoint.read_bytes()
+    assert ".svg, .png or .pdf" in run("compare", a, b, "--plot", tmp_path / "errors.jpg", code=1)
+
+
 def test_values_that_are_not_finite(run, tmp_path):
     save_file({"a": np.full((4, 4), np.nan, np.float32)}, tmp_path / "nan.safetensors")
     (tmp_path / "out.safetensors").write_bytes(b"old")

@@ -152,6 +152,12 @@ def show_bytes(nbytes: int) -> str:
     return f"{nbytes:.0f} B"
 
 
+def show_change(before: int, after: int) -> str:
+    """Formats two sizes, and how many times smaller, or larger, the second is."""
+    ratio, word = (before / max(after, 1), "smaller") if after <= before else (after / max(before, 1), "larger")
+    return f"{show_bytes(before)} -> {show_bytes(after)}, {ratio:.1f} times {word}"
+
+
 def report_table(*headers: str, text: int = 1) -> Table:
     """Makes a table whose first `text` columns hold text, which wraps; the others hold numbers, which never wrap."""
     table = Table(*headers, box=SIMPLE_HEAD, show_edge=False, pad_edge=False)

@@ -137,6 +137,78 @@ def test_budget(run, checkpoint, tmp_path):
     assert "--budget must be at least" in err and "needs with its scales. Got 1.0" in err
 
 
+@pytest.mark.parametrize(
+    "to, budget",
+    [("gguf", 5.0), ("bitsandbytes", 10.0), ("compressed-tensors", 4.6), ("gptq", 5.0), ("mlx", 4.0)],
+)
+def test_a_budget_in_the_layouts_of_others(run, checkpoint, tmp_path, to, budget):
+    out = tmp_path / ("out.gguf" if to == "gguf" else "out")
+    options = ("--to", to, "--budget", budget, "--rule", "embed.*=none")
+    run("quantize", checkpoint, out, *options, "--dry-run")
+    run("quantize", checkpoint, out, *options)
+    quantized = [row for row in eqq.io.open(out).rows if row.format is not None]
+    assert quantized and 8 * sum(row.nbytes for row in quantized) <= budget * 64 * 64 + 1e4  # and small tables
+
+
+def test_a_budget_counts_the_weights_of_rules(run, checkpoint, tmp_path):
+    options = ("--budget", 6.0, "--rule", "layers.0.proj.weight=int8")
+    run("quantize", checkpoint, tmp_path / "out.safetensors", *options)
+    loaded = eqq.load(tmp_path / "out.safetensors")
+    assert loaded["layers"]["0"]["proj"]["weight"].format == eqq.Int8()
+    assert eqq.summary(loaded).quantized_bits <= 6.0
+    err = run("quantize", checkpoint, tmp_path / "b.safetensors", "--budget", 4.2, *options[2:], code=1)
+    assert "beside the formats of --rule. Got 4.2" in err
+    for command in (("plan", checkpoint), ("quantize", checkpoint, tmp_path / "b.safetensors")):
+        assert "--budget must leave something to quantize. Got 40.0" in run(*command, "--budget", 40, code=1)
+
+
+@pytest.mark.parametrize("to", ["gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx"])
+def test_each_layout_has_a_format_of_its_own(run, checkpoint, tmp_path, to):
+    out = tmp_path / ("out.gguf" if to == "gguf" else "out")
+    assert "1 of 5 quantized" in run(
+        "quantize", checkpoint, out, "--to", to, "--skip", "layers.0.*", "--skip", "embed*", "--dry-run"
+    )
+    run("quantize", checkpoint, out, "--to", to, "--skip", "layers.0.*", "--skip", "embed*")
+    assert sum(row.format is not None for row in eqq.io.open(out).rows) == 1
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_dry_run_refuses_what_the_real_run_refuses(run, checkpoint, tmp_path, monkeypatch, dry):
+    def quantized(*_, **__):
+        raise AssertionError("A weight was quantized before the error.")
+
+    monkeypatch.setattr(eqq.io.Checkpoint, "__getitem__", quantized)
+    (tmp_path / "folder").mkdir()
+    quantize = ("quantize", checkpoint, tmp_path / "out")
+    assert "--to must be" in run(*quantize, "--to", "onnx", *dry, code=2)
+    for to in ("gptq", "mlx", "compressed-tensors"):
+        err = run(*quantize, "--to", to, "--format", "nf4", *dry, code=1)
+        assert "an array that the file can hold" in err and "or leave it in float with --skip" in err
+    save_file({"w.weight": np.ones((96, 64), np.float32)}, tmp_path / "folder" / "w.safetensors")
+    err = run("quantize", tmp_path / "folder", tmp_path / "out", "--to", "mlx", "--format", "nf4", *dry, code=1)
+    assert "Got float32[96, 64] in NF4()" in err
+    assert "same bits" in run(*quantize, "--to", "gptq", "--rule", "*.0.*=int8(64)", *dry, code=1)
+    assert "must end in .safetensors" in run(*quantize, *dry, code=1)
+    assert "must not exist" in run("quantize", checkpoint, tmp_path / "folder", "--to", "mlx", *dry, code=1)
+    assert "must not be the input" in run("quantize", checkpoint, checkpoint, "--force", *dry, code=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "model.safetensors"]
+
+
+def test_sizes_of_a_dry_run_are_those_of_the_real_run(run, checkpoint, tmp_path):
+    run("quantize", checkpoint, tmp_path / "a.safetensors", "--format", "nf4")
+    again = ("quantize", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--format", "int8")
+    planned, line = run(*again, "--dry-run"), run(*again)
+    size = line.split(": ")[1].split(", ")
+    assert f"{size[0]}, {size[1]}" in planned and "times larger" in size[1]
+
+
+def test_nothing_to_quantize(run, tmp_path):
+    for arrays in ({}, {"bias": np.zeros(3, np.float32)}):
+        save_file(arrays, tmp_path / "few.safetensors")
+        err = run("quantize", tmp_path / "few.safetensors", tmp_path / "out.safetensors", code=1)
+        assert f"must hold weights to quantize: float arrays of two dimensions or more. Got {len(arrays)} arrays" in err
+
+
 def test_dry_run_writes_nothing(run, checkpoint, tmp_path):
     assert "A plan" in run("quantize", checkpoint, tmp_path / "out.safetensors", "--dry-run")
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
@@ -199,6 +271,11 @@ WRONG = {
         ("quantize", "model.safetensors", "out.safetensors", "--skip", "head.*"),
         1,
         "--skip 'head.*' matches none of",
+    ),
+    "a part of names, misspelled": (
+        ("quantize", "model.safetensors", "out.safetensors", "--skip", "prj"),
+        1,
+        "Did you mean '*proj*'?",
     ),
     "a part of names": (
         ("quantize", "model.safetensors", "out.safetensors", "--rule", "proj=int8"),
@@ -306,7 +383,13 @@ def test_values_that_are_not_finite(run, tmp_path):
     save_file({"a": np.full((4, 4), np.nan, np.float32)}, tmp_path / "nan.safetensors")
     (tmp_path / "out.safetensors").write_bytes(b"old")
     err = run("quantize", tmp_path / "nan.safetensors", tmp_path / "out.safetensors", "--force", code=1)
-    assert "a" in err and "finite" in err and (tmp_path / "out.safetensors").read_bytes() == b"old"
+    assert (
+        "a" in err
+        and "finite" in err
+        and "in float with --skip" in err
+        and "jnp" not in err
+        and (tmp_path / "out.safetensors").read_bytes() == b"old"
+    )
 
 
 def test_no_room_on_the_disk(run, checkpoint, tmp_path, monkeypatch):

@@ -98,10 +98,7 @@ def write_beside(
     shard_nbytes: int | None = None,
 ) -> None:
     """As `write`; a folder also gets copies of `companions`, files by their names in it."""
-    writer = WRITERS.get(dialect)
-    if writer is None:
-        near = did_you_mean(dialect.lower(), WRITERS)
-        raise ValueError(f"`dialect` must be one of {', '.join(WRITERS)}. Got {dialect!r}. {near}".rstrip())
+    writer = _writer(dialect)
     sources = _sources(arrays, names)
     kinds = _kinds(writer, sources, types or {})
     tensors, schemes = _plan(writer, sources, kinds)
@@ -123,6 +120,23 @@ def write_beside(
     metadata = {"format": "mlx" if writer is mlx else "pt"} | metadata
     files = {_CONFIG: text.encode(), **{name: file.read_bytes() for name, file in companions.items()}}
     _write_folder(path, tensors, files, metadata, shard_nbytes)
+
+
+def schemes_of(dialect: str, arrays: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns what the layout says of each array, by its name. Raises unless it can hold them, one beside another."""
+    writer = _writer(dialect)
+    schemes = {name: writer.layout(name, x).scheme for name, x in arrays}
+    if writer is not gguf:
+        writer.settings(schemes)
+    return schemes
+
+
+def _writer(dialect: str) -> Any:
+    writer = WRITERS.get(dialect)
+    if writer is None:
+        near = did_you_mean(dialect.lower(), WRITERS)
+        raise ValueError(f"`dialect` must be one of {', '.join(WRITERS)}. Got {dialect!r}. {near}".rstrip())
+    return writer
 
 
 def _sources(arrays: Any, names: Any) -> dict[str, Callable[[], Any]]:

@@ -62,6 +62,9 @@ def test_names_are_whole_words(run, tmp_path, monkeypatch):
         assert any(word.endswith("LayerNorm_of_the_output.") or word == name for word in words)
     assert max(map(len, out.splitlines())) <= 80
     run("quantize", tmp_path / "a.safetensors", tmp_path / "q.safetensors", "--format", "nf4")
+    save_file({"embeddings.word_embeddings.weight": np.ones((30522, 384), np.float32)}, tmp_path / "c.safetensors")
+    run("quantize", tmp_path / "c.safetensors", tmp_path / "d.safetensors", "--bits", 4, "--group-size", 32)
+    assert max(map(len, run("inspect", tmp_path / "d.safetensors").splitlines())) <= 80
     assert "  NF4()  " in run("inspect", tmp_path / "q.safetensors")  # without the fields that are defaults
 
 
@@ -244,7 +247,9 @@ def test_formats(run):
 
 def test_bench(run):
     out = run("bench", "--size", 64, "--rows", 1, "--rounds", 1, "--format", "int8")
-    assert "float32" in out and "Int8()" in out
+    assert "float32" in out and "Int8()" in out and f" {os.cpu_count()} cores, JAX " in out.splitlines()[0]
+    for rows in (0, -3):
+        assert "--rows" in run("bench", "--size", 64, "--rows", rows, code=2)
 
 
 def test_report(run, checkpoint, tmp_path):

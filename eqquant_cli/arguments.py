@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 Source = Annotated[Path, typer.Argument(help="A .safetensors or .gguf file, a folder, or an index of several files.")]
 To = Annotated[str | None, typer.Option(help="gguf, bitsandbytes, compressed-tensors, gptq or mlx: whose layout.")]
-Output = Annotated[Path, typer.Argument(help="The .safetensors or .gguf file to write; other layouts are folders.")]
+Output = Annotated[
+    Path, typer.Argument(help="The .safetensors or .gguf file to write, or a folder, for layouts of others too.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Prints JSON.")]
 Axis = Annotated[int | None, typer.Option(help="The input axis of weights: -2 for those stored as (in, out).")]
 
@@ -161,7 +163,17 @@ def check_checkpoint(path: Path, source: eqq.io.Checkpoint, to: str | None, forc
     """Raises unless a checkpoint may be written there, in the layout of `--to`."""
     if to not in (None, *LAYOUTS):
         raise typer.BadParameter(f"--to must be {', '.join(LAYOUTS)}. Got {to!r}.")
-    check_output(path, {None: ".safetensors", "gguf": ".gguf"}.get(to, ""), force, source)
+    check_output(path, {None: path.suffix and ".safetensors", "gguf": ".gguf"}.get(to, ""), force, source)
+
+
+def write_checkpoint(source: eqq.io.Checkpoint, path: Path, *rules: Any, to: str | None, **kwargs: Any) -> Any:
+    """Converts a checkpoint to a file or folder, which is one of ours without `to`. Returns the report."""
+    import eqquant as eqq
+    from eqquant.io._convert import convert_into
+
+    if to is None and not path.suffix:
+        return convert_into(source, path, *rules, **kwargs)
+    return eqq.io.convert(source, path, *rules, dialect=to, **kwargs)
 
 
 LAYOUTS = ("gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx")
@@ -173,7 +185,7 @@ def check_output(path: Path, suffix: str, force: bool, *sources: eqq.io.Checkpoi
     No file that `sources` are read from may be replaced, under any of its names.
     """
     if suffix and path.suffix != suffix:
-        other = " `--to` writes those of other libraries." if suffix == ".safetensors" else ""
+        other = " Without a suffix it is a folder; `--to` writes other libraries'." if suffix == ".safetensors" else ""
         raise ValueError(f"The output must end in {suffix}. Got {str(path)!r}.{other}")
     if not path.parent.is_dir():
         raise ValueError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")

@@ -34,8 +34,6 @@ def quantize(
 
     Example: eqquant quantize model.safetensors model.nf4.safetensors --format nf4 --skip '*pooler*'
     """
-    import eqquant as eqq
-
     checkpoint = arguments.open_source(source)
     arguments.check_checkpoint(output, checkpoint, to, force)
     found_by = arguments.method_of(method)
@@ -61,7 +59,7 @@ def quantize(
         typer.echo(dataclasses.replace(planned, leaves=leaves))
         return
     with Progress("Quantizing", len(checkpoint)) as progress:
-        report = eqq.io.convert(
-            checkpoint, output, rules, axis=axis, method=found_by, dialect=to, each=progress.measured
+        report = arguments.write_checkpoint(
+            checkpoint, output, rules, axis=axis, method=found_by, to=to, each=progress.measured
         )
     typer.echo(f"{output}: {progress.headline(checkpoint.nbytes, report)}")

@@ -191,7 +191,7 @@ def test_a_dry_run_refuses_what_the_real_run_refuses(run, checkpoint, tmp_path, 
     err = run("quantize", tmp_path / "folder", tmp_path / "out", "--to", "mlx", "--format", "nf4", *dry, code=1)
     assert "Got float32[96, 64] in NF4()" in err
     assert "same bits" in run(*quantize, "--to", "gptq", "--rule", "*.0.*=int8(64)", *dry, code=1)
-    assert "must end in .safetensors" in run(*quantize, *dry, code=1)
+    assert "must end in .safetensors" in run("quantize", checkpoint, tmp_path / "out.pt", *dry, code=1)
     assert "must not exist" in run("quantize", checkpoint, tmp_path / "folder", "--to", "mlx", *dry, code=1)
     assert "must not be the input" in run("quantize", checkpoint, checkpoint, "--force", *dry, code=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "model.safetensors"]

@@ -195,6 +195,24 @@ def test_the_command(generate, tmp_path, capsys):
         assert str(e.value.code).startswith("Error: ")
 
 
+def test_a_folder_of_ours_is_read(generate, tmp_path, capsys):
+    from eqquant_cli.main import main
+
+    (tmp_path / "model").mkdir()
+    checkpoint_of("llama", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    for arguments in (["quantize", "model", "ours"], ["convert", "ours", "again"]):
+        with pytest.raises(SystemExit, match="0"):
+            main([arguments[0], *(str(tmp_path / name) for name in arguments[1:])])
+    capsys.readouterr()
+    for name in ("ours", "again"):
+        generate.main([str(tmp_path / name), "5 6 7", "--ids", "--tokens", "3"])
+        assert capsys.readouterr().out.startswith("5 6 7 ")
+        names = ["config.json", "model.safetensors", "tokenizer_config.json"]
+        assert sorted(p.name for p in (tmp_path / name).iterdir()) == names
+    assert any(row.format is not None for row in eqq.io.open(tmp_path / "again").rows)
+
+
 def test_what_does_not_fit(llama, generate, tmp_path):
     with pytest.raises(ValueError, match="must be one of llama, .* Got 'gpt_neox'"):
         llama.load(checkpoint_of("llama", tmp_path, model_type="gpt_neox"))

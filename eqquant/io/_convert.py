@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import glob
 import itertools
+import json
 import math
 import os
 import tempfile
@@ -24,13 +25,13 @@ from .._tree.quantize import decide, Decision, Rules
 from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import quantized_row, row_of
 from .._types import PyTree
-from ._atomic import check_folder
+from ._atomic import check_folder, making, replacing
 from ._checkpoint import Checkpoint, open
 from ._deferred import Deferred
 from ._entry import is_one
 from ._llama_cpp import for_llama_cpp
 from ._save import save
-from ._write import schemes_of, write, write_beside
+from ._write import check_no_others, CONFIG, FILE, of_model, schemes_of, write, write_beside
 from ._writers import gguf
 
 
@@ -128,6 +129,20 @@ def convert(
     return report
 
 
+def convert_into(checkpoint: Checkpoint, folder: Path, format: Rules | None = None, **kwargs: Any) -> TreeReport:
+    """As `convert`, to a file of ours in a folder, which also gets `config.json` and the files of the tokenizer."""
+    check_no_others(folder)
+    with making(folder) as into:
+        report = convert(checkpoint, into / FILE, format, **kwargs)
+        files = {name: p.read_bytes() for name, p in _companions(checkpoint, folder).items()}
+        if checkpoint.config:
+            files[CONFIG] = json.dumps(of_model(checkpoint.config), indent=2).encode()
+        for name, content in files.items():
+            with replacing(into / name) as f:
+                f.write(content)
+    return report
+
+
 def plan(
     checkpoint: Checkpoint,
     format: Rules | None = None,
@@ -215,11 +230,16 @@ def _write(
         types = {glob.escape(name): kind for name, kind in stored.items() if kind in gguf.OTHER_TYPES}
         write(path, arrays, dialect, metadata=metadata, types=types, shard_nbytes=shard_nbytes)
         return
+    companions = _companions(source, path)
+    write_beside(companions, path, arrays, dialect, config=source.config, shard_nbytes=shard_nbytes)
+
+
+def _companions(source: Checkpoint, path: Path) -> dict[str, Path]:
+    """Returns the files to copy into the folder `path`, by their names."""
     folder = Path(source.path) if Path(source.path).is_dir() else Path(source.path).parent
     found = {p.name: p for pattern in _COMPANIONS for p in folder.glob(pattern)} if source.config else {}
     is_other = lambda p: p.is_file() and p.resolve() != (path / p.name).resolve()
-    companions = {name: p for name, p in sorted(found.items()) if is_other(p)}
-    write_beside(companions, path, arrays, dialect, config=source.config, shard_nbytes=shard_nbytes)
+    return {name: p for name, p in sorted(found.items()) if is_other(p)}
 
 
 class _Watched(Mapping[str, Any]):

@@ -98,7 +98,7 @@ def _console(report: Report, **kwargs: Any) -> Console:
 
 
 def _least_width(shown: RenderableType) -> int:
-    """Returns the smallest width that truncates no number, and leaves names 20 columns to wrap into, and text 12."""
+    """Returns the smallest width that truncates no number, and leaves names 18 columns to wrap into, and text 12."""
     if isinstance(shown, Group):
         return max(map(_least_width, shown.renderables))
     if not isinstance(shown, Table):
@@ -106,11 +106,12 @@ def _least_width(shown: RenderableType) -> int:
 
     def least(cell: Any, wraps: bool) -> int:
         if isinstance(cell, Name):
-            return min(cell.least_width, 20)
+            return min(cell.least_width, 18)
         width = Text.from_markup(str(cell)).cell_len
         return min(width, 12) if wraps else width
 
-    return sum(3 + max(least(cell, not c.no_wrap) for cell in (c.header, *c.cells, c.footer)) for c in shown.columns)
+    widths = [max(least(cell, not c.no_wrap) for cell in (c.header, *c.cells, c.footer)) for c in shown.columns]
+    return sum(widths) + 3 * (len(widths) - 1)
 
 
 def as_plain(x: Any) -> Any:
@@ -150,6 +151,12 @@ def show_bytes(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:,.{2 if nbytes < 100 * size else 0}f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def show_change(before: int, after: int) -> str:
+    """Formats two sizes, and how many times smaller, or larger, the second is."""
+    ratio, word = (before / max(after, 1), "smaller") if after <= before else (after / max(before, 1), "larger")
+    return f"{show_bytes(before)} -> {show_bytes(after)}, {ratio:.1f} times {word}"
 
 
 def report_table(*headers: str, text: int = 1) -> Table:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 Source = Annotated[Path, typer.Argument(help="A .safetensors or .gguf file, a folder, or an index of several files.")]
 To = Annotated[str | None, typer.Option(help="gguf, bitsandbytes, compressed-tensors, gptq or mlx: whose layout.")]
-Output = Annotated[Path, typer.Argument(help="The .safetensors or .gguf file to write; other layouts are folders.")]
+Output = Annotated[
+    Path, typer.Argument(help="The .safetensors or .gguf file to write, or a folder, for layouts of others too.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Prints JSON.")]
 Axis = Annotated[int | None, typer.Option(help="The input axis of weights: -2 for those stored as (in, out).")]
 
@@ -58,10 +60,13 @@ def parse_format(text: str) -> eqq.AbstractFormat:
         raise ValueError(f"{name} takes {fields}. Got {text!r}.") from None
 
 
-def format_of(format: str | None, bits: int | None, group_size: int | None) -> eqq.AbstractFormat:
-    """Returns the format of `--format`, or of `--bits` and `--group-size`."""
-    import eqquant as eqq
+# The format without `--format`, by whose layout is written: 4 bits in blocks of 64 or 32.
+_DEFAULTS = {None: "nf4", "bitsandbytes": "nf4", "compressed-tensors": "int4", "gptq": "int4", "mlx": "mlx"}
+_DEFAULTS |= {"gguf": "q4_0"}
 
+
+def format_of(format: str | None, bits: int | None, group_size: int | None, to: str | None = None) -> Any:
+    """Returns the format of `--format`, or of `--bits` and `--group-size`, or the one that suits `--to`."""
     if format is not None and (bits is not None or group_size is not None):
         spelled = f"--format '{format}(block_size={group_size or 64})'"
         raise typer.BadParameter(f"--format says both already. Write {spelled}, or --bits without --format.")
@@ -70,10 +75,11 @@ def format_of(format: str | None, bits: int | None, group_size: int | None) -> e
     if bits is None:
         if group_size is not None:
             raise typer.BadParameter(f"--group-size goes with --bits. Write --format 'nf4({group_size})' for NF4.")
-        return eqq.NF4()
+        return parse_format(_DEFAULTS[to])
     if not 2 <= bits <= 8 or bits == 7:
         raise typer.BadParameter(f"--bits must be 2, 3, 4, 5, 6 or 8. Got {bits}.")
-    return parse_format(f"int{bits}({group_size if group_size is not None else 64})")
+    block_size = 64 if group_size is None else group_size
+    return parse_format(f"mlx({bits}, {block_size})" if to == "mlx" else f"int{bits}({block_size})")
 
 
 # Loaders of these put quantized weights into linear layers alone, and of these not into the last.
@@ -82,13 +88,13 @@ _OTHERS = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
 
 
 def rules_of(
-    format: eqq.AbstractFormat,
+    format: eqq.AbstractFormat | None,
     rule: Sequence[str],
     skip: Sequence[str],
     names: Iterable[str] = (),
     to: str | None = None,
 ) -> dict[str, eqq.AbstractFormat | None]:
-    """Returns the rules of `--skip` and `--rule`, in this order, and then `format` for everything else.
+    """Returns the rules of `--skip` and `--rule`, in this order, and then `format`, if there is one, for all others.
 
     Embeddings and the last layer among the weights `names` stay in float if the library `to` loads them only so.
     """
@@ -102,7 +108,7 @@ def rules_of(
         return rules
     names = left(names, rules) if to in _LINEAR_ALONE else []
     others = [pattern for pattern in _OTHERS if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
-    return {**rules, **dict.fromkeys(others), "*": format}
+    return {**rules, **dict.fromkeys(others), **({} if format is None else {"*": format})}
 
 
 def left(names: Iterable[str], rules: Iterable[str]) -> list[str]:
@@ -120,9 +126,27 @@ def check_patterns(names: Iterable[str], rule: Sequence[str], skip: Sequence[str
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = f"*{pattern}*" if any(fnmatch.fnmatchcase(name, f"*{pattern}*") for name in names) else None
             near = near or next(iter(difflib.get_close_matches(pattern, names, n=1)), None)
+            if near is None and (
+                part := difflib.get_close_matches(pattern.strip("*"), ".".join(names).split("."), n=1)
+            ):
+                near = f"*{part[0]}*"
             hint = "" if near is None else f" Did you mean '{near}'?"
             shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise ValueError(f"{option} '{pattern}' matches none of the {len(names)} arrays: {shown}.{hint}")
+
+
+def weights_of(checkpoint: eqq.io.Checkpoint) -> list[str]:
+    """Returns the names of the arrays that a format for everything quantizes. Raises if there are none."""
+    import eqquant as eqq
+
+    try:
+        plan = eqq.plan_tree(eqq.io.skeleton(checkpoint), "nf4")
+    except ValueError:
+        raise ValueError(
+            f"{checkpoint.path} must hold weights to quantize: float arrays of two dimensions or more. Got "
+            f"{len(checkpoint)} arrays, none of them such."
+        ) from None
+    return [leaf.path for leaf in plan.leaves if leaf.format is not None]
 
 
 def method_of(name: str | None) -> Any:
@@ -135,31 +159,50 @@ def method_of(name: str | None) -> Any:
     return None if name is None else methods[name.lower()]()
 
 
-def check_checkpoint(path: Path, source: Path, to: str | None, force: bool) -> None:
+def check_checkpoint(path: Path, source: eqq.io.Checkpoint, to: str | None, force: bool) -> None:
     """Raises unless a checkpoint may be written there, in the layout of `--to`."""
     if to not in (None, *LAYOUTS):
         raise typer.BadParameter(f"--to must be {', '.join(LAYOUTS)}. Got {to!r}.")
-    check_output(path, source, {None: ".safetensors", "gguf": ".gguf"}.get(to, ""), force)
+    check_output(path, {None: path.suffix and ".safetensors", "gguf": ".gguf"}.get(to, ""), force, source)
+
+
+def write_checkpoint(source: eqq.io.Checkpoint, path: Path, *rules: Any, to: str | None, **kwargs: Any) -> Any:
+    """Converts a checkpoint to a file or folder, which is one of ours without `to`. Returns the report."""
+    import eqquant as eqq
+    from eqquant.io._convert import convert_into
+
+    if to is None and not path.suffix:
+        return convert_into(source, path, *rules, **kwargs)
+    return eqq.io.convert(source, path, *rules, dialect=to, **kwargs)
 
 
 LAYOUTS = ("gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx")
 
 
-def check_output(path: Path, source: Path, suffix: str, force: bool) -> None:
-    """Raises unless a file may be written there, or without a suffix a folder: before anything is computed."""
+def check_output(path: Path, suffix: str, force: bool, *sources: eqq.io.Checkpoint) -> None:
+    """Raises unless a file may be written there, or without a suffix a folder: before anything is computed.
+
+    No file that `sources` are read from may be replaced, under any of its names.
+    """
     if suffix and path.suffix != suffix:
-        other = " `--to` writes those of other libraries." if suffix == ".safetensors" else ""
+        other = " Without a suffix it is a folder; `--to` writes other libraries'." if suffix == ".safetensors" else ""
         raise ValueError(f"The output must end in {suffix}. Got {str(path)!r}.{other}")
     if not path.parent.is_dir():
         raise ValueError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")
     if path.is_dir() == bool(suffix) and path.exists():
         raise ValueError(f"{path} must be a {'file. Got a folder' if suffix else 'folder. Got a file'}.")
-    if source.exists() and path.exists() and path.resolve() == source.resolve().parent:
-        raise ValueError(f"The output must not be the folder of the input. Got {path}.")
-    if path.exists() and source.exists() and path.samefile(source):
-        raise ValueError(f"The output must not be the input. Got {path} for both.")
+    replaced = list(path.iterdir()) if path.is_dir() else [path]
+    for file in {file for source in sources for file in _files(source)}:
+        if any(p.exists() and p.samefile(file) for p in replaced):
+            what = "be the input" if replaced == [path] else "be the folder of the input, or link to its files"
+            raise ValueError(f"The output must not {what}. Got {path}, and {file}, which is read.")
     if path.exists() and not force:
         raise ValueError(f"{path} must not exist. Got one that does. `--force` replaces it.")
+
+
+def _files(source: eqq.io.Checkpoint) -> set[Path]:
+    """Returns the path of a checkpoint, and those of the files that its arrays are read from."""
+    return {Path(source.path), *(t.file.path for item in source.items_by_name.values() for t in item.tensors)}
 
 
 def open_source(path: Path) -> eqq.io.Checkpoint:

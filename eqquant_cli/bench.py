@@ -1,7 +1,10 @@
 """`eqquant bench`."""
 
+import os
+import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +15,7 @@ from .arguments import parse_format
 def bench(
     formats: Annotated[list[str] | None, typer.Option("--format", "-f", help="A format to time.")] = None,
     size: Annotated[int, typer.Option(min=64, help="Multiplies by weights of size x size.")] = 4096,
-    rows: Annotated[list[int] | None, typer.Option(help="How many rows are multiplied at once.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="How many rows are multiplied at once.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times each product so often, in turns.")] = 9,
 ) -> None:
     """Times products on this machine.
@@ -31,8 +34,7 @@ def bench(
     picked = [parse_format(f) for f in formats or ("nf4", "int4", "int8")]
     weights = {repr(f): eqq.quantize(w, f) for f in picked}
     speed = _copy_speed()
-    device = jax.devices()[0]
-    typer.echo(f"{device.device_kind}, JAX {jax.__version__}; copies {speed / 1e9:.1f} GB/s")
+    typer.echo(f"{_machine(jax.devices()[0])}, JAX {jax.__version__}; copies {speed / 1e9:.1f} GB/s")
     width = max(map(len, ("float32", *weights)))
     typer.echo(f"{'rows':>5}  {'weight':<{width}} {'ms':>8} {'x float32':>10} {'of copy':>8}  computed by")
     for m in rows or (1, 16, 128):
@@ -45,6 +47,16 @@ def bench(
             by = "xla" if name == "float32" else eqq.explain_matmul(q, x).implementation
             numbers = f"{1e3 * np.median(seconds[name]):>8.3f} {ratio:>10.2f} {share:>8.0%}"
             typer.echo(f"{m:>5}  {name:<{width}} {numbers}  {by}")
+
+
+def _machine(device: Any) -> str:
+    """Returns the name of the device; of a CPU its model and cores."""
+    if device.platform != "cpu":
+        return device.device_kind
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else ()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{model or platform.machine()}, {os.cpu_count()} cores"
 
 
 def _copy_speed() -> float:

@@ -1,6 +1,7 @@
 """`eqquant compare`."""
 
 import json as json_
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,11 +29,17 @@ def compare(
     import eqquant as eqq
     from eqquant.io._atomic import replacing
 
-    if plot is not None:
-        check_output(plot, a, plot.suffix if plot.suffix in _PICTURES else _PICTURES[0], force)
     one, other = open_source(a), open_source(b)
-    theirs = set(other)  # `in` of a mapping would read each array
-    shared = [name for name in one if name in theirs]
+    if plot is not None:
+        if plot.suffix not in _PICTURES:
+            raise ValueError(
+                f"The picture must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}. Got {str(plot)!r}."
+            )
+        check_output(plot, plot.suffix, force, one, other)
+    shared = _shared(one, other)
+    if not shared:  # a folder and the file that was made of it for llama.cpp
+        one, other = _renamed(one, other), _renamed(other, one)
+        shared = _shared(one, other)
     if not shared:
         raise ValueError(f"{b} must have arrays of the names of {a}. Got none, such as {next(iter(other), 'none')!r}.")
     rows: list[dict[str, Any]] = []
@@ -67,6 +74,18 @@ def compare(
         typer.echo(f"{equal} other arrays are equal.")
     if missing:
         typer.echo(f"{len(missing)} arrays are in one of them only: {', '.join(missing[:10])}")
+
+
+def _shared(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    theirs = set(other)  # `in` of a mapping would read each array
+    return [name for name in one if name in theirs]
+
+
+def _renamed(checkpoint: Any, other: Any) -> Mapping[str, Any]:
+    """Returns a checkpoint, by the names of llama.cpp if the other one is a GGUF file."""
+    from eqquant.io._llama_cpp import for_llama_cpp
+
+    return for_llama_cpp(checkpoint, checkpoint)[0] if other.dialect == "gguf" else checkpoint
 
 
 _PICTURES = (".svg", ".png", ".pdf")

@@ -22,10 +22,8 @@ def convert(
 
     Example: eqquant convert model-gptq model-ct --to compressed-tensors
     """
-    import eqquant as eqq
-
-    arguments.check_checkpoint(output, source, to, force)
     checkpoint = arguments.open_source(source)
+    arguments.check_checkpoint(output, checkpoint, to, force)
     with Progress("Converting", len(checkpoint)) as progress:
-        report = eqq.io.convert(checkpoint, output, dialect=to, each=progress.counted)
+        report = arguments.write_checkpoint(checkpoint, output, to=to, each=progress.counted)
     typer.echo(f"{output}: {progress.headline(checkpoint.nbytes, report)}")

@@ -79,10 +79,9 @@ class Progress:
 
     def headline(self, before: int, report: eqq.TreeReport) -> str:  # pyright: ignore
         """Returns one line: the sizes, bits per weight, and the array of largest error."""
-        from eqquant._report import show_bytes
+        from eqquant._report import show_change
 
-        size = f"{show_bytes(before)} -> {show_bytes(report.nbytes)}, {before / max(report.nbytes, 1):.1f} times"
-        line = f"{size} smaller, {report.bits:.2f} bits per weight"
+        line = f"{show_change(before, report.nbytes)}, {report.bits:.2f} bits per weight"
         if self.worst is not None:
             line += f"; largest relative error {self.worst[0]:.2%}, in {self.worst[1]}"
         return line

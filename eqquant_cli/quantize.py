@@ -1,5 +1,6 @@
 """`eqquant quantize`."""
 
+import dataclasses
 from typing import Annotated
 
 import typer
@@ -15,7 +16,9 @@ def quantize(
     format: Annotated[str | None, typer.Option("--format", "-f", help="nf4, or 'int4(block_size=32)'.")] = None,
     bits: Annotated[int | None, typer.Option(help="Integers of so many bits, instead of --format.")] = None,
     group_size: Annotated[int | None, typer.Option(help="With --bits: how many weights share a scale.")] = None,
-    budget: Annotated[float | None, typer.Option(help="Mixes formats within so many bits per weight.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Mixes formats within so many bits per weight, those of --rule included.")
+    ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="A pattern of names to leave as they are.")] = None,
     rule: Annotated[list[str] | None, typer.Option(help="'PATTERN=FORMAT', before --format; the first wins.")] = None,
     method: Annotated[str | None, typer.Option(help="absmax, mse or hqq.")] = None,
@@ -31,32 +34,32 @@ def quantize(
 
     Example: eqquant quantize model.safetensors model.nf4.safetensors --format nf4 --skip '*pooler*'
     """
-    import eqquant as eqq
-
-    if not dry_run:
-        arguments.check_checkpoint(output, source, to, force)
     checkpoint = arguments.open_source(source)
+    arguments.check_checkpoint(output, checkpoint, to, force)
     found_by = arguments.method_of(method)
     arguments.check_patterns(checkpoint, rule or (), skip or ())
-    weights = [row.name for row in checkpoint.rows if len(row.shape) > 1]
+    weights = arguments.weights_of(checkpoint)
     if budget is not None:
         if format is not None or bits is not None or group_size is not None:
             raise typer.BadParameter("--budget chooses the formats. Leave out --format, --bits and --group-size.")
         from .plan import plan_of
 
-        chosen = dict(plan_of(checkpoint, budget, axis, found_by))
-        rules = arguments.rules_of(eqq.NF4(), rule or (), skip or (), weights, to)
-        rules.pop("*", None)
-        rules |= {name: chosen[name] for name in arguments.left(chosen, rules)}
+        rules = arguments.rules_of(None, rule or (), skip or (), weights, to)
+        chosen = plan_of(checkpoint, budget, axis, found_by, to=to, rules=rules)
+        rules |= chosen
     else:
-        found = arguments.format_of(format, bits, group_size)
+        found = arguments.format_of(format, bits, group_size, to)
         rules = arguments.rules_of(found, rule or (), skip or (), weights, to)
-    plan = eqq.plan_tree(eqq.io.skeleton(checkpoint), rules, axis=axis, method=found_by)
     if dry_run:
-        typer.echo(plan)
+        from eqquant.io._convert import plan
+
+        planned = plan(checkpoint, rules, axis=axis, method=found_by, dialect=to)
+        stored = {row.name: row.nbytes for row in checkpoint.rows}
+        leaves = tuple(leaf._replace(dense_nbytes=stored[leaf.path]) for leaf in planned.leaves)
+        typer.echo(dataclasses.replace(planned, leaves=leaves))
         return
     with Progress("Quantizing", len(checkpoint)) as progress:
-        report = eqq.io.convert(
-            checkpoint, output, rules, axis=axis, method=found_by, dialect=to, each=progress.measured
+        report = arguments.write_checkpoint(
+            checkpoint, output, rules, axis=axis, method=found_by, to=to, each=progress.measured
         )
     typer.echo(f"{output}: {progress.headline(checkpoint.nbytes, report)}")

@@ -43,8 +43,8 @@ def report(
     from eqquant._report import show_bytes
     from eqquant.io._atomic import replacing
 
-    arguments.check_output(output, source, ".html", force)
     checkpoint, picked = arguments.open_source(source), arguments.parse_format(format)
+    arguments.check_output(output, ".html", force, checkpoint)
     plan = eqq.plan_tree(eqq.io.skeleton(checkpoint), picked, axis=axis)
     rows, worst = [], (0.0, "")
     for leaf in plan.leaves:

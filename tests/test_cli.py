@@ -62,6 +62,9 @@ def test_names_are_whole_words(run, tmp_path, monkeypatch):
         assert any(word.endswith("LayerNorm_of_the_output.") or word == name for word in words)
     assert max(map(len, out.splitlines())) <= 80
     run("quantize", tmp_path / "a.safetensors", tmp_path / "q.safetensors", "--format", "nf4")
+    save_file({"embeddings.word_embeddings.weight": np.ones((30522, 384), np.float32)}, tmp_path / "c.safetensors")
+    run("quantize", tmp_path / "c.safetensors", tmp_path / "d.safetensors", "--bits", 4, "--group-size", 32)
+    assert max(map(len, run("inspect", tmp_path / "d.safetensors").splitlines())) <= 80
     assert "  NF4()  " in run("inspect", tmp_path / "q.safetensors")  # without the fields that are defaults
 
 
@@ -137,6 +140,78 @@ def test_budget(run, checkpoint, tmp_path):
     assert "--budget must be at least" in err and "needs with its scales. Got 1.0" in err
 
 
+@pytest.mark.parametrize(
+    "to, budget",
+    [("gguf", 5.0), ("bitsandbytes", 10.0), ("compressed-tensors", 4.6), ("gptq", 5.0), ("mlx", 4.0)],
+)
+def test_a_budget_in_the_layouts_of_others(run, checkpoint, tmp_path, to, budget):
+    out = tmp_path / ("out.gguf" if to == "gguf" else "out")
+    options = ("--to", to, "--budget", budget, "--rule", "embed.*=none")
+    run("quantize", checkpoint, out, *options, "--dry-run")
+    run("quantize", checkpoint, out, *options)
+    quantized = [row for row in eqq.io.open(out).rows if row.format is not None]
+    assert quantized and 8 * sum(row.nbytes for row in quantized) <= budget * 64 * 64 + 1e4  # and small tables
+
+
+def test_a_budget_counts_the_weights_of_rules(run, checkpoint, tmp_path):
+    options = ("--budget", 6.0, "--rule", "layers.0.proj.weight=int8")
+    run("quantize", checkpoint, tmp_path / "out.safetensors", *options)
+    loaded = eqq.load(tmp_path / "out.safetensors")
+    assert loaded["layers"]["0"]["proj"]["weight"].format == eqq.Int8()
+    assert eqq.summary(loaded).quantized_bits <= 6.0
+    err = run("quantize", checkpoint, tmp_path / "b.safetensors", "--budget", 4.2, *options[2:], code=1)
+    assert "beside the formats of --rule. Got 4.2" in err
+    for command in (("plan", checkpoint), ("quantize", checkpoint, tmp_path / "b.safetensors")):
+        assert "--budget must leave something to quantize. Got 40.0" in run(*command, "--budget", 40, code=1)
+
+
+@pytest.mark.parametrize("to", ["gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx"])
+def test_each_layout_has_a_format_of_its_own(run, checkpoint, tmp_path, to):
+    out = tmp_path / ("out.gguf" if to == "gguf" else "out")
+    assert "1 of 5 quantized" in run(
+        "quantize", checkpoint, out, "--to", to, "--skip", "layers.0.*", "--skip", "embed*", "--dry-run"
+    )
+    run("quantize", checkpoint, out, "--to", to, "--skip", "layers.0.*", "--skip", "embed*")
+    assert sum(row.format is not None for row in eqq.io.open(out).rows) == 1
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_dry_run_refuses_what_the_real_run_refuses(run, checkpoint, tmp_path, monkeypatch, dry):
+    def quantized(*_, **__):
+        raise AssertionError("A weight was quantized before the error.")
+
+    monkeypatch.setattr(eqq.io.Checkpoint, "__getitem__", quantized)
+    (tmp_path / "folder").mkdir()
+    quantize = ("quantize", checkpoint, tmp_path / "out")
+    assert "--to must be" in run(*quantize, "--to", "onnx", *dry, code=2)
+    for to in ("gptq", "mlx", "compressed-tensors"):
+        err = run(*quantize, "--to", to, "--format", "nf4", *dry, code=1)
+        assert "an array that the file can hold" in err and "or leave it in float with --skip" in err
+    save_file({"w.weight": np.ones((96, 64), np.float32)}, tmp_path / "folder" / "w.safetensors")
+    err = run("quantize", tmp_path / "folder", tmp_path / "out", "--to", "mlx", "--format", "nf4", *dry, code=1)
+    assert "Got float32[96, 64] in NF4()" in err
+    assert "same bits" in run(*quantize, "--to", "gptq", "--rule", "*.0.*=int8(64)", *dry, code=1)
+    assert "must end in .safetensors" in run("quantize", checkpoint, tmp_path / "out.pt", *dry, code=1)
+    assert "must not exist" in run("quantize", checkpoint, tmp_path / "folder", "--to", "mlx", *dry, code=1)
+    assert "must not be the input" in run("quantize", checkpoint, checkpoint, "--force", *dry, code=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "model.safetensors"]
+
+
+def test_sizes_of_a_dry_run_are_those_of_the_real_run(run, checkpoint, tmp_path):
+    run("quantize", checkpoint, tmp_path / "a.safetensors", "--format", "nf4")
+    again = ("quantize", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--format", "int8")
+    planned, line = run(*again, "--dry-run"), run(*again)
+    size = line.split(": ")[1].split(", ")
+    assert f"{size[0]}, {size[1]}" in planned and "times larger" in size[1]
+
+
+def test_nothing_to_quantize(run, tmp_path):
+    for arrays in ({}, {"bias": np.zeros(3, np.float32)}):
+        save_file(arrays, tmp_path / "few.safetensors")
+        err = run("quantize", tmp_path / "few.safetensors", tmp_path / "out.safetensors", code=1)
+        assert f"must hold weights to quantize: float arrays of two dimensions or more. Got {len(arrays)} arrays" in err
+
+
 def test_dry_run_writes_nothing(run, checkpoint, tmp_path):
     assert "A plan" in run("quantize", checkpoint, tmp_path / "out.safetensors", "--dry-run")
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
@@ -172,7 +247,9 @@ def test_formats(run):
 
 def test_bench(run):
     out = run("bench", "--size", 64, "--rows", 1, "--rounds", 1, "--format", "int8")
-    assert "float32" in out and "Int8()" in out
+    assert "float32" in out and "Int8()" in out and f" {os.cpu_count()} cores, JAX " in out.splitlines()[0]
+    for rows in (0, -3):
+        assert "--rows" in run("bench", "--size", 64, "--rows", rows, code=2)
 
 
 def test_report(run, checkpoint, tmp_path):
@@ -199,6 +276,11 @@ WRONG = {
         ("quantize", "model.safetensors", "out.safetensors", "--skip", "head.*"),
         1,
         "--skip 'head.*' matches none of",
+    ),
+    "a part of names, misspelled": (
+        ("quantize", "model.safetensors", "out.safetensors", "--skip", "prj"),
+        1,
+        "Did you mean '*proj*'?",
     ),
     "a part of names": (
         ("quantize", "model.safetensors", "out.safetensors", "--rule", "proj=int8"),
@@ -246,11 +328,73 @@ def test_errors(run, checkpoint, monkeypatch, arguments, code, says):
     assert checkpoint.read_bytes() == before
 
 
+@pytest.fixture
+def sources(checkpoint, tmp_path):
+    """The folders of a checkpoint: one file, two shards with an index, one GGUF file; and a folder of links to it."""
+    floats = load_file(checkpoint)
+    for folder in ("one", "shards", "gguf", "links"):
+        (tmp_path / folder).mkdir()
+    save_file(floats, tmp_path / "one" / "model.safetensors")
+    where = {name: f"model-{n % 2}.safetensors" for n, name in enumerate(floats)}
+    for shard in set(where.values()):
+        save_file({n: floats[n] for n in floats if where[n] == shard}, tmp_path / "shards" / shard)
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    eqq.io.write(tmp_path / "gguf" / "model.gguf", floats, "gguf")
+    (tmp_path / "links" / "model.safetensors").symlink_to(tmp_path / "one" / "model.safetensors")
+    (tmp_path / "again.safetensors").hardlink_to(tmp_path / "one" / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "source, output, options",
+    [
+        ("one", "one/model.safetensors", ()),
+        ("one", "links/model.safetensors", ()),
+        ("one", "again.safetensors", ()),
+        ("one", "one", ("--to", "mlx")),
+        ("one", "links", ("--to", "mlx")),
+        ("links", "one/../one/model.safetensors", ()),
+        ("shards", "shards/model-1.safetensors", ()),
+        ("shards", "shards", ("--to", "gptq")),
+        ("shards/model.safetensors.index.json", "shards/model-0.safetensors", ()),
+        ("shards/model.safetensors.index.json", "shards", ("--to", "bitsandbytes")),
+        ("gguf", "gguf/model.gguf", ("--to", "gguf")),
+        ("gguf/model.gguf", "gguf", ("--to", "mlx")),
+    ],
+)
+@pytest.mark.parametrize("command", ["quantize", "convert"])
+def test_no_file_of_the_input_is_replaced(run, sources, command, source, output, options):
+    before = {p: p.read_bytes() for p in sources.rglob("*") if p.is_file()}
+    err = run(command, sources / source, sources / output, *options, "--force", code=1)
+    assert "The output must not be the" in err
+    assert {p: p.read_bytes() for p in sources.rglob("*") if p.is_file()} == before
+
+
+def test_no_picture_or_page_replaces_a_checkpoint(run, checkpoint, tmp_path):
+    # Files are read by what they hold, whatever their name.
+    for name in ("page.html", "a.svg", "b.png"):
+        (tmp_path / name).write_bytes(checkpoint.read_bytes())
+    a, b = tmp_path / "a.svg", tmp_path / "b.png"
+    assert "must not be the input" in run(
+        "report", tmp_path / "page.html", "-o", tmp_path / "page.html", "--force", code=1
+    )
+    for plot in (a, b):
+        assert "must not be the input" in run("compare", a, b, "--plot", plot, "--force", code=1)
+        assert plot.read_bytes() == checkpoint.read_bytes()
+    assert ".svg, .png or .pdf" in run("compare", a, b, "--plot", tmp_path / "errors.jpg", code=1)
+
+
 def test_values_that_are_not_finite(run, tmp_path):
     save_file({"a": np.full((4, 4), np.nan, np.float32)}, tmp_path / "nan.safetensors")
     (tmp_path / "out.safetensors").write_bytes(b"old")
     err = run("quantize", tmp_path / "nan.safetensors", tmp_path / "out.safetensors", "--force", code=1)
-    assert "a" in err and "finite" in err and (tmp_path / "out.safetensors").read_bytes() == b"old"
+    assert (
+        "a" in err
+        and "finite" in err
+        and "in float with --skip" in err
+        and "jnp" not in err
+        and (tmp_path / "out.safetensors").read_bytes() == b"old"
+    )
 
 
 def test_no_room_on_the_disk(run, checkpoint, tmp_path, monkeypatch):

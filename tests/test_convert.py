@@ -366,6 +366,15 @@ def run(capsys):
     return run
 
 
+def test_compare_with_the_file_for_llama_cpp(run, folder, tmp_path):
+    run("quantize", folder, tmp_path / "out.gguf", "--to", "gguf", "--rule", "*_proj.*=q8_0", "--skip", "*embed*")
+    for pair in ((folder, tmp_path / "out.gguf"), (tmp_path / "out.gguf", folder)):
+        found = json.loads(run("compare", *pair, "--json"))
+        errors = {row["name"]: row["relative_l2"] for row in found["arrays"]}
+        assert 0 < errors["blk.0.attn_q.weight"] < 0.01  # rows are in llama.cpp's order
+        assert found["only_in_one"] == [] and found["equal"] + len(errors) == len(eqq.io.open(folder))
+
+
 def test_command_line(run, source, tmp_path):
     run("quantize", source, tmp_path / "nf4", "--to", "bitsandbytes")
     w = eqq.io.open(source)["layers.0.proj.weight"]

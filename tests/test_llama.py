@@ -177,6 +177,13 @@ def test_the_command(generate, tmp_path, capsys):
     for arguments, message in [
         ([folder, "5", "--ids", "--context", "8"], r"8 places.*Got 1 \+ 64"),
         ([folder, "5", "--ids", "--context", "80"], "at most 64 tokens, for which the model was made. Got 80"),
+        ([folder, "5", "--ids", "--context", "-5"], "at least 1 token.* Got -5"),
+        ([folder, "5", "--ids", "--context", "0"], "at least 1 token.* Got 0"),
+        ([folder, "5", "--ids", "--temperature", "-1"], "--temperature` must be a number from 0 on. Got -1.0"),
+        ([folder, "5", "--ids", "--temperature", "nan"], "--temperature` must be a number from 0 on. Got nan"),
+        ([folder, "5", "--ids", "--top-p", "0"], "--top-p` must be above 0, and at most 1.* Got 0.0"),
+        ([folder, "5", "--ids", "--top-p", "1.5"], "--top-p` must be above 0, and at most 1.* Got 1.5"),
+        ([folder, "5", "--ids", "--top-k", "-5"], "--top-k` must be at least 0.* Got -5"),
         ([folder, "64", "--ids", "--tokens", "4"], "must be below 64, the vocabulary. Got 64"),
         ([folder, "a", "--ids"], "must be numbers.*Got 'a'"),
         ([folder, "a"], "tokenizer.json must be the tokenizer. Got no such file"),
@@ -186,6 +193,24 @@ def test_the_command(generate, tmp_path, capsys):
         with pytest.raises(SystemExit, match=message) as e:
             generate.main(arguments)
         assert str(e.value.code).startswith("Error: ")
+
+
+def test_a_folder_of_ours_is_read(generate, tmp_path, capsys):
+    from eqquant_cli.main import main
+
+    (tmp_path / "model").mkdir()
+    checkpoint_of("llama", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    for arguments in (["quantize", "model", "ours"], ["convert", "ours", "again"]):
+        with pytest.raises(SystemExit, match="0"):
+            main([arguments[0], *(str(tmp_path / name) for name in arguments[1:])])
+    capsys.readouterr()
+    for name in ("ours", "again"):
+        generate.main([str(tmp_path / name), "5 6 7", "--ids", "--tokens", "3"])
+        assert capsys.readouterr().out.startswith("5 6 7 ")
+        names = ["config.json", "model.safetensors", "tokenizer_config.json"]
+        assert sorted(p.name for p in (tmp_path / name).iterdir()) == names
+    assert any(row.format is not None for row in eqq.io.open(tmp_path / "again").rows)
 
 
 def test_what_does_not_fit(llama, generate, tmp_path):
@@ -201,6 +226,8 @@ def test_what_does_not_fit(llama, generate, tmp_path):
     with pytest.raises(ValueError, match=r"layers.1.mlp.up.weight: float32\[48, 32\] in the model, and no array"):
         llama.load(checkpoint_of("llama", tmp_path, without=("model.layers.1.mlp.up_proj.weight",)))
     tokenizers = pytest.importorskip("tokenizers")
+    with pytest.raises(ValueError, match=r"config.json must be a tokenizer.json of the tokenizers library. Got: "):
+        generate.Text(tmp_path / "config.json", 64)
     words = tokenizers.models.WordLevel({f"w{n}": n for n in range(70)}, unk_token="w0")
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

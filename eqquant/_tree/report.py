@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._formats.base import AbstractFormat
-from .._report import as_plain, Name, Report, report_table, show_bytes
+from .._report import as_plain, Name, Report, report_table, show_bytes, show_change
 
 
 class LeafReport(NamedTuple):
@@ -111,13 +111,11 @@ class TreeReport(Report):
         return table
 
     def __rich__(self) -> Group:
-        before, after = show_bytes(self.dense_nbytes), show_bytes(self.nbytes)
         if all(leaf.format is None for leaf in self.leaves):
-            return Group(f"{after}, nothing is quantized", self.table())
+            return Group(f"{show_bytes(self.nbytes)}, nothing is quantized", self.table())
         plan = "A plan, nothing is quantized yet:\n" if self.planned else ""
-        smaller = f"{self.dense_nbytes / max(self.nbytes, 1):.1f} times smaller"
         return Group(
-            f"{plan}{before} -> {after}, {smaller}, {self.bits:.2f} bits per weight",
+            f"{plan}{show_change(self.dense_nbytes, self.nbytes)}, {self.bits:.2f} bits per weight",
             self.table(),
             f"{self.quantized_bits:.3f} bits per weight in the quantized arrays, {self.bits:.3f} over all "
             f"{self.params:,} values.",

@@ -1,6 +1,10 @@
 """`eqq.io.convert`: from a checkpoint to one of our files, or another library's, an array at a time."""
 
+import contextlib
+import dataclasses
 import glob
+import itertools
+import json
 import math
 import os
 import tempfile
@@ -14,19 +18,20 @@ import jax.numpy as jnp
 from .._array.permuted import PermutedArray
 from .._array.quantize import as_method, check_finite, quantize_array
 from .._array.value import AbstractArrayValue
+from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._tree.leaves import named_leaves
 from .._tree.quantize import decide, Decision, Rules
 from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import quantized_row, row_of
 from .._types import PyTree
-from ._atomic import check_folder
+from ._atomic import check_folder, making, replacing
 from ._checkpoint import Checkpoint, open
 from ._deferred import Deferred
 from ._entry import is_one
 from ._llama_cpp import for_llama_cpp
 from ._save import save
-from ._write import write, write_beside
+from ._write import check_no_others, CONFIG, FILE, of_model, schemes_of, write, write_beside
 from ._writers import gguf
 
 
@@ -108,14 +113,7 @@ def convert(
     with the arrays. Then `path` is as it was.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open(checkpoint)
-    for row in opened.rows:
-        if row.problem:
-            opened[row.name]  # raises, with the name of the file
-    default, decisions = as_method(method), _decisions(opened, format, axis)
-    leaves, rows = {}, []
-    for row in opened.rows:
-        leaves[row.name] = deferred = _deferred(opened, row, decisions.get(row.name), default, each)
-        rows += _rows(row.name, deferred.struct, decisions.get(row.name))
+    decisions, leaves, report = _planned(opened, format, axis, method, dialect, each)
     path = Path(path)
     if dialect is None:
         save(path, _nested(leaves), shard_nbytes=shard_nbytes)
@@ -123,14 +121,92 @@ def convert(
         _write(opened, opened if each is None else _Watched(opened, each), path, dialect, shard_nbytes, leaves)
     else:
         check_folder(path)
-        if dialect == gguf.NAME:
-            for_llama_cpp(opened, opened)  # raises before hours of quantizing
         # An array is laid out twice, for the header and when it is written, and should be quantized once.
         with tempfile.TemporaryDirectory(prefix=".eqquant-", dir=path.parent) as folder:
             made = Path(folder) / "model.safetensors"
             save(made, leaves)
             _write(opened, open(made), path, dialect, shard_nbytes, leaves.keys() - decisions.keys())
-    return TreeReport(tuple(rows))
+    return report
+
+
+def convert_into(checkpoint: Checkpoint, folder: Path, format: Rules | None = None, **kwargs: Any) -> TreeReport:
+    """As `convert`, to a file of ours in a folder, which also gets `config.json` and the files of the tokenizer."""
+    check_no_others(folder)
+    with making(folder) as into:
+        report = convert(checkpoint, into / FILE, format, **kwargs)
+        files = {name: p.read_bytes() for name, p in _companions(checkpoint, folder).items()}
+        if checkpoint.config:
+            files[CONFIG] = json.dumps(of_model(checkpoint.config), indent=2).encode()
+        for name, content in files.items():
+            with replacing(into / name) as f:
+                f.write(content)
+    return report
+
+
+def plan(
+    checkpoint: Checkpoint,
+    format: Rules | None = None,
+    *,
+    axis: Any = None,
+    method: AbstractMethod | None = None,
+    dialect: str | None = None,
+) -> TreeReport:
+    """Returns what `convert` would return, and raises what it would raise before it quantizes."""
+    return dataclasses.replace(_planned(checkpoint, format, axis, method, dialect, None)[2], planned=True)
+
+
+def fitting(checkpoint: Checkpoint, format: AbstractFormat, axis: Any, dialect: str) -> set[str]:
+    """Returns the names of the weights that the layout of another library holds in a format."""
+    found = set()
+    for name, decision in _decisions(checkpoint, format, axis).items():
+        with contextlib.suppress(ValueError):
+            if decision.format is not None and schemes_of(dialect, [(name, _sample(decision))]):
+                found.add(name)
+    return found
+
+
+def _planned(
+    opened: Checkpoint,
+    format: Rules | None,
+    axis: Any,
+    method: AbstractMethod | None,
+    dialect: str | None,
+    each: Callable[[str, Any, Any], None] | None,
+) -> tuple[dict[str, Decision], dict[str, Deferred], TreeReport]:
+    """Returns what to quantize, all arrays, and the report. Raises what can be known before hours of quantizing."""
+    for row in opened.rows:
+        if row.problem:
+            opened[row.name]  # raises, with the name of the file
+    default, all_decisions = as_method(method), _decisions(opened, format, axis)
+    decisions = {name: d for name, d in all_decisions.items() if d.format is not None}
+    if dialect is not None and decisions:
+        kept = (row.name for row in opened.rows if row.format is not None and row.name not in decisions)
+        made = ((name, _sample(decision)) for name, decision in decisions.items())
+        try:
+            schemes_of(dialect, itertools.chain(made, ((name, opened[name]) for name in kept)))
+        except ValueError:
+            for name, decision in decisions.items():  # the message should have the shape of the weight
+                schemes_of(dialect, [(name, _sample(decision, rows=None))])
+            raise
+        if dialect == gguf.NAME:
+            for_llama_cpp(opened, opened)
+    leaves, rows = {}, []
+    for row in opened.rows:
+        leaves[row.name] = deferred = _deferred(opened, row, decisions.get(row.name), default, each)
+        rows += _rows(row.name, deferred.struct, all_decisions.get(row.name))
+    return decisions, leaves, TreeReport(tuple(rows))
+
+
+def _sample(decision: Decision, rows: int | None = 32) -> Any:
+    """Returns an array of ones that a layout holds if it holds the weight: with as long blocks, and few rows.
+
+    Layouts ask whether lengths fill words of 32 bits, so what is left over a multiple of `rows` stays.
+    """
+    leaf, axes = decision.leaf.value, decision.axes
+    along = {a % len(leaf.shape) for a in axes}
+    fewer = lambda n: n if rows is None or n <= rows else rows + n % rows
+    shape = tuple(n if a in along else fewer(n) for a, n in enumerate(leaf.shape))
+    return quantize_array(jnp.ones(shape, leaf.dtype), decision.format, axes, None, None, as_method(None))
 
 
 # What loaders look for beside the weights.
@@ -154,11 +230,16 @@ def _write(
         types = {glob.escape(name): kind for name, kind in stored.items() if kind in gguf.OTHER_TYPES}
         write(path, arrays, dialect, metadata=metadata, types=types, shard_nbytes=shard_nbytes)
         return
+    companions = _companions(source, path)
+    write_beside(companions, path, arrays, dialect, config=source.config, shard_nbytes=shard_nbytes)
+
+
+def _companions(source: Checkpoint, path: Path) -> dict[str, Path]:
+    """Returns the files to copy into the folder `path`, by their names."""
     folder = Path(source.path) if Path(source.path).is_dir() else Path(source.path).parent
     found = {p.name: p for pattern in _COMPANIONS for p in folder.glob(pattern)} if source.config else {}
     is_other = lambda p: p.is_file() and p.resolve() != (path / p.name).resolve()
-    companions = {name: p for name, p in sorted(found.items()) if is_other(p)}
-    write_beside(companions, path, arrays, dialect, config=source.config, shard_nbytes=shard_nbytes)
+    return {name: p for name, p in sorted(found.items()) if is_other(p)}
 
 
 class _Watched(Mapping[str, Any]):
@@ -182,10 +263,10 @@ class _Watched(Mapping[str, Any]):
 
 
 def _decisions(checkpoint: Checkpoint, format: Rules | None, axis: Any) -> dict[str, Decision]:
-    """Returns a decision for each array to quantize, by its name."""
+    """Returns a decision for each array, by its name; none if all stay as they are."""
     if format is None:
         return {}
-    decisions = [d for d in decide(skeleton(checkpoint), format, None, axis) if d.format is not None]
+    decisions = decide(skeleton(checkpoint), format, None, axis)
     if dropped := [d.leaf.path for d in decisions if d.activations is not None]:
         raise ValueError(
             f"A file holds no format of what a weight is multiplied with. Got `activations` for {dropped[0]}. "
@@ -225,9 +306,9 @@ def _deferred(
 def _rows(name: str, struct: Any, decision: Decision | None) -> list[LeafReport]:
     if is_one(struct):
         q = struct.array if isinstance(struct, PermutedArray) else struct
-        reason = "as in the checkpoint" if decision is None else decision.reason
+        reason = "as in the checkpoint" if decision is None or decision.format is None else decision.reason
         return [quantized_row(name, q, reason, math.prod(struct.shape) * struct.dtype.itemsize)]
-    return row_of(next(named_leaves({name: struct})), "left as it is")
+    return row_of(next(named_leaves({name: struct})), "left as it is" if decision is None else decision.reason)
 
 
 def _nested(values: Mapping[str, Any]) -> PyTree:

@@ -350,7 +350,7 @@ def of(checkpoint: Any, overrides: Overrides = None) -> Names:
     """Returns the rules for a checkpoint, by what it says of itself.
 
     That is `model_type` in `config.json`, or the architecture of a GGUF file. Arrays of our own files, and of
-    dictionaries, keep their names.
+    dictionaries, keep their names; unless a file was converted, and has the names of the family of its `config.json`.
 
     **Arguments:**
 
@@ -365,7 +365,7 @@ def of(checkpoint: Any, overrides: Overrides = None) -> Names:
 
     `ValueError` for a family without ready names.
     """
-    if not isinstance(checkpoint, Checkpoint) or checkpoint.dialect == "eqquant":
+    if not isinstance(checkpoint, Checkpoint) or (checkpoint.dialect == "eqquant" and not _is_converted(checkpoint)):
         return _rules(overrides, {re.compile("(?P<path>.*)", re.DOTALL): "{path}"})
     if checkpoint.dialect == "gguf":
         return gguf(checkpoint, overrides)
@@ -377,6 +377,12 @@ def of(checkpoint: Any, overrides: Overrides = None) -> Names:
         )
     family, prefix = _FAMILIES[kind]
     return family(overrides, prefix=prefix if any(name.startswith(prefix) for name in checkpoint) else "")
+
+
+def _is_converted(checkpoint: Checkpoint) -> bool:
+    """Whether a file of ours has the names of another library: those of the family of its `config.json`."""
+    prefix = _FAMILIES.get(str(checkpoint.config.get("model_type")), (None, ""))[1]
+    return prefix != "" and any(name.startswith(prefix) for name in checkpoint)
 
 
 def rename(names: Mapping[Any, Target], changes: Mapping[str, str]) -> Rules:

@@ -23,7 +23,7 @@ from ._writers.layout import Layout
 
 
 WRITERS = {writer.NAME: writer for writer in (gguf, bitsandbytes, compressed_tensors, gptq, mlx)}
-_FILE, _CONFIG = "model.safetensors", "config.json"
+FILE, CONFIG = "model.safetensors", "config.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf")
 
 
@@ -98,10 +98,7 @@ def write_beside(
     shard_nbytes: int | None = None,
 ) -> None:
     """As `write`; a folder also gets copies of `companions`, files by their names in it."""
-    writer = WRITERS.get(dialect)
-    if writer is None:
-        near = did_you_mean(dialect.lower(), WRITERS)
-        raise ValueError(f"`dialect` must be one of {', '.join(WRITERS)}. Got {dialect!r}. {near}".rstrip())
+    writer = _writer(dialect)
     sources = _sources(arrays, names)
     kinds = _kinds(writer, sources, types or {})
     tensors, schemes = _plan(writer, sources, kinds)
@@ -115,14 +112,35 @@ def write_beside(
         return
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise TypeError(f"`metadata` of safetensors must map text to text. Got {metadata!r}.")
-    kept = {key: value for key, value in (config or {}).items() if key not in ("quantization_config", "quantization")}
     try:
-        text = json.dumps(kept | writer.settings(schemes), indent=2)
+        text = json.dumps(of_model(config or {}) | writer.settings(schemes), indent=2)
     except TypeError as e:
         raise TypeError(f"`config` must hold what JSON can. {e}") from None
     metadata = {"format": "mlx" if writer is mlx else "pt"} | metadata
-    files = {_CONFIG: text.encode(), **{name: file.read_bytes() for name, file in companions.items()}}
+    files = {CONFIG: text.encode(), **{name: file.read_bytes() for name, file in companions.items()}}
     _write_folder(path, tensors, files, metadata, shard_nbytes)
+
+
+def of_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a `config.json` says of the model alone."""
+    return {key: value for key, value in config.items() if key not in ("quantization_config", "quantization")}
+
+
+def schemes_of(dialect: str, arrays: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns what the layout says of each array, by its name. Raises unless it can hold them, one beside another."""
+    writer = _writer(dialect)
+    schemes = {name: writer.layout(name, x).scheme for name, x in arrays}
+    if writer is not gguf:
+        writer.settings(schemes)
+    return schemes
+
+
+def _writer(dialect: str) -> Any:
+    writer = WRITERS.get(dialect)
+    if writer is None:
+        near = did_you_mean(dialect.lower(), WRITERS)
+        raise ValueError(f"`dialect` must be one of {', '.join(WRITERS)}. Got {dialect!r}. {near}".rstrip())
+    return writer
 
 
 def _sources(arrays: Any, names: Any) -> dict[str, Callable[[], Any]]:
@@ -225,6 +243,15 @@ def _plan(
     return tensors, schemes
 
 
+def check_no_others(folder: Path, shard_nbytes: int | None = None) -> None:
+    """Raises if a folder holds weights that would not be replaced: shards replace shards, and a file a file."""
+    if folder.is_dir():
+        ours = lambda name: name in {p.name for p in shards_in(folder)} | {INDEX} if shard_nbytes else name == FILE
+        others = [p.name for p in folder.iterdir() if p.name.endswith(_WEIGHTS) and not ours(p.name)]
+        if others:
+            raise ValueError(f"{folder} must hold no other weights, which would be read instead. Got {some(others)}.")
+
+
 def _write_folder(
     folder: Path,
     tensors: list[ToWrite],
@@ -234,19 +261,14 @@ def _write_folder(
 ) -> None:
     """Writes weights and other files. None of these appears without the others, unless the process is killed."""
     if folder.suffix in (".safetensors", ".gguf") or (folder.exists() and not folder.is_dir()):
-        raise ValueError(f"`path` must be a folder, which gets {_FILE} and {_CONFIG}. Got {folder}.")
-    if folder.is_dir():
-        # Shards replace shards, and a file a file.
-        ours = lambda name: name in {p.name for p in shards_in(folder)} | {INDEX} if shard_nbytes else name == _FILE
-        others = [p.name for p in folder.iterdir() if p.name.endswith(_WEIGHTS) and not ours(p.name)]
-        if others:
-            raise ValueError(f"{folder} must hold no other weights, which would be read instead. Got {some(others)}.")
+        raise ValueError(f"`path` must be a folder, which gets {FILE} and {CONFIG}. Got {folder}.")
+    check_no_others(folder, shard_nbytes)
     check_shard_nbytes(shard_nbytes)
     with contextlib.ExitStack() as whole:
         into = whole.enter_context(making(folder))
         for name, content in files.items():
             whole.enter_context(replacing(into / name)).write(content)
         if shard_nbytes is None:
-            _safetensors.write(into / _FILE, tensors, metadata)
+            _safetensors.write(into / FILE, tensors, metadata)
         else:
             write_shards(into, split(tensors, shard_nbytes), metadata, {})

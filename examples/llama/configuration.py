@@ -129,7 +129,7 @@ def config_of(checkpoint: eqq.io.Checkpoint) -> Config:
     if checkpoint.dialect == "gguf":
         return _from_gguf(checkpoint)
     if not checkpoint.config:
-        raise ValueError(f"{checkpoint.path} must have a config.json, in its folder. Got none.")
+        raise ValueError(f"{checkpoint.path} must have a config.json, in its folder. Got none. Copy it there.")
     try:
         return from_json(checkpoint.config, head="lm_head.weight" in checkpoint)
     except KeyError as e:

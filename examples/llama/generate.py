@@ -56,6 +56,14 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"`--temperature` must be a number from 0 on. Got {self.temperature}.")
+        if self.top_k < 0:
+            raise ValueError(f"`--top-k` must be at least 0, which takes all tokens. Got {self.top_k}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"`--top-p` must be above 0, and at most 1, which takes all tokens. Got {self.top_p}.")
+
     def __call__(self, logits: Float[Array, "batch vocabulary"], key: PRNGKeyArray) -> Int[Array, " batch"]:
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1)
@@ -96,8 +104,8 @@ class Generator:
     ) -> None:
         if not 0 < context <= model.config.positions:
             raise ValueError(
-                f"The context must be at most {model.config.positions:,} tokens, for which the model was made. Got "
-                f"{context:,}."
+                f"The context must be at least 1 token, and at most {model.config.positions:,} tokens, for which "
+                f"the model was made. Got {context:,}."
             )
         self.config, self.context = model.config, context
         layout = {"per_channel": _suits_channels(cache), "stacked": not isinstance(model.layers, list)}
@@ -183,7 +191,10 @@ class Text:
             raise FileNotFoundError(f"{file} must be the tokenizer. Got no such file. Set `--tokenizer`, or `--ids`.")
         from tokenizers import Tokenizer
 
-        self.tokenizer = Tokenizer.from_file(str(file))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(file))
+        except Exception as e:  # tokenizers raises no other class
+            raise ValueError(f"{file} must be a tokenizer.json of the tokenizers library. Got: {e}.") from None
         if (most := max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=0)) >= vocabulary:
             raise ValueError(f"{file} must fit the model, which has {vocabulary:,} tokens. Got the token {most}.")
 
@@ -263,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> list[list[int]]:
     """Loads, generates and prints."""
     began = time.perf_counter()
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
     mesh = _mesh(options.mesh)
     given = list(options.prompts)
     if options.random:
@@ -283,8 +295,8 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     prompts = [text.encode(prompt) for prompt in given]
     stop = stop if options.stop is None else frozenset(options.stop)
     needed = max(map(len, prompts), default=0) + options.tokens
-    context = options.context or max(needed, min(_padded(needed), model.config.positions))
-    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    fits = max(needed, min(_padded(needed), model.config.positions))
+    context = fits if options.context is None else options.context
     generate = Generator(model, context, sampling, options.cache, mesh)
     loaded = time.perf_counter()
 

@@ -163,7 +163,12 @@ def check_checkpoint(path: Path, source: eqq.io.Checkpoint, to: str | None, forc
     """Raises unless a checkpoint may be written there, in the layout of `--to`."""
     if to not in (None, *LAYOUTS):
         raise typer.BadParameter(f"--to must be {', '.join(LAYOUTS)}. Got {to!r}.")
-    check_output(path, {None: path.suffix and ".safetensors", "gguf": ".gguf"}.get(to, ""), force, source)
+    check_output(path, {None: ".safetensors" if _names_file(path) else "", "gguf": ".gguf"}.get(to, ""), force, source)
+
+
+def _names_file(path: Path) -> bool:
+    """Whether a path ends as files do: in letters, unlike the folder `Llama-3.2-1B-nf4`."""
+    return path.suffix[1:].isalpha()
 
 
 def write_checkpoint(source: eqq.io.Checkpoint, path: Path, *rules: Any, to: str | None, **kwargs: Any) -> Any:
@@ -171,7 +176,7 @@ def write_checkpoint(source: eqq.io.Checkpoint, path: Path, *rules: Any, to: str
     import eqquant as eqq
     from eqquant.io._convert import convert_into
 
-    if to is None and not path.suffix:
+    if to is None and not _names_file(path):
         return convert_into(source, path, *rules, **kwargs)
     return eqq.io.convert(source, path, *rules, dialect=to, **kwargs)
 

@@ -201,11 +201,12 @@ def test_a_folder_of_ours_is_read(generate, tmp_path, capsys):
     (tmp_path / "model").mkdir()
     checkpoint_of("llama", tmp_path / "model")
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
-    for arguments in (["quantize", "model", "ours"], ["convert", "ours", "again"]):
+    ours = "ours-3.2-1B"  # no suffix, though there is a dot
+    for arguments in (["quantize", "model", ours], ["convert", ours, "again"]):
         with pytest.raises(SystemExit, match="0"):
             main([arguments[0], *(str(tmp_path / name) for name in arguments[1:])])
     capsys.readouterr()
-    for name in ("ours", "again"):
+    for name in (ours, "again"):
         generate.main([str(tmp_path / name), "5 6 7", "--ids", "--tokens", "3"])
         assert capsys.readouterr().out.startswith("5 6 7 ")
         names = ["config.json", "model.safetensors", "tokenizer_config.json"]

@@ -81,11 +81,11 @@ def plan_of(
         raise ValueError(f"--to {to} must be able to hold a weight. Got none that it can, such as {weights[0]!r}.")
     given, size = sum(leaf.nbytes for leaf in ruled), sum(row.size for row in rows)
     total = size + sum(math.prod(leaf.shape) for leaf in ruled)
-    mixes = [{f} for f in options] if to in _ALIKE else [set(options)]
+    mixes = [[f] for f in options] if to in _ALIKE else [options]
     reports = [SensitivityReport(0.0, tuple(_only(row, mix) for row in rows)) for mix in mixes]
     least = [8 * (given + sum(min(row.nbytes) for row in report.leaves if row.nbytes)) / total for report in reports]
     if not budget >= min(least):
-        smallest = min({f for row in rows for f in row.formats}, key=lambda f: f.bits)
+        smallest = min((f for row in rows for f in row.formats), key=lambda f: f.bits)
         reach = f"{math.ceil(100 * min(least)) / 100:.2f} bits per weight"
         smaller = ", or let `eqquant plan` choose from smaller formats, such as --format binary" if to is None else ""
         raise ValueError(

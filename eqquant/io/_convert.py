@@ -206,7 +206,8 @@ def _sample(decision: Decision, rows: int | None = 32) -> Any:
     along = {a % len(leaf.shape) for a in axes}
     fewer = lambda n: n if rows is None or n <= rows else rows + n % rows
     shape = tuple(n if a in along else fewer(n) for a, n in enumerate(leaf.shape))
-    return quantize_array(jnp.ones(shape, leaf.dtype), decision.format, axes, None, None, as_method(None))
+    ones = jnp.ones(shape, leaf.dtype)
+    return quantize_array(ones, decision.format, axes, None, None, as_method(None))  # pyright: ignore
 
 
 # What loaders look for beside the weights.

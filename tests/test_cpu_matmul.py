@@ -69,6 +69,23 @@ def test_dtypes(getkey, name, dtype):
 
 
 @needs_native
+@pytest.mark.parametrize("m", [1, 16, 300])
+@pytest.mark.parametrize("format", ["q4_1", "q4_k", "q2_k", eqq.MLX(2), eqq.MLX(4), eqq.MLX(8)], ids=str)
+def test_offsets(getkey, format, m):
+    q = eqq.quantize(weights(getkey(), (3, 40, 512)), format)
+    assert eqq.explain_matmul(jax.ShapeDtypeStruct((3, m, 512), jnp.float32), q.mT).implementation == "cpu"
+    # With a mean, large parts cancel: those of codes, and those of offsets.
+    x, z = weights(getkey(), (3, m, 512)) + 0.5, weights(getkey(), (3, m, 40)) + 0.5
+    check(x, q)
+    check(z, q, transpose=True)
+    check(x.astype("bfloat16"), q)
+    picked = jax.jit(lambda q, n: (x[0] @ eqq.select(q, n).T, z[0] @ eqq.select(q, n)))(q, 2)
+    dense = np.asarray(q.dequantize(), np.float64)[2]
+    assert relative_error(picked[0], np.asarray(x[0], np.float64) @ dense.T) < 1e-6
+    assert relative_error(picked[1], np.asarray(z[0], np.float64) @ dense) < 1e-6
+
+
+@needs_native
 @pytest.mark.parametrize("m", [2, 3, 9])
 @pytest.mark.parametrize("size", [64, 80, 128])
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8", "ternary", eqq.Int4(32), eqq.Int4(symmetric=False)])
@@ -167,7 +184,7 @@ def test_no_transpose_is_written(getkey, name):
 
 @needs_native
 @pytest.mark.parametrize("precision", [None, "highest"])
-@pytest.mark.parametrize("name", ["nf4", "int8", "binary", "mxfp4"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "binary", "mxfp4", "q4_k", "q2_k"])
 @pytest.mark.parametrize("m", [1, 2, 4, 64])
 def test_as_exact_as_float32(getkey, name, m, precision):
     """The errors are at most twice those of XLA's own product."""

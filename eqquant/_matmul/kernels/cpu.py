@@ -3,8 +3,11 @@
 The kernels are in `native/`; its README explains them. They read the packed weight as it is: they pack nothing again
 and never write a dense weight to memory. Sums are float32. One call handles all leading batch axes, and takes `x` and
 the result in either memory order. Of a stack of weights it takes those that indices select, where they lie.
+
+Offsets of blocks are a product of their own, which XLA adds: each is multiplied by the sum of a block of `x`.
 """
 
+import functools as ft
 from typing import Any
 
 import jax
@@ -13,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from .. import native
-from .packed import Layout, only_xla_reads, Packed
+from .packed import decode_scale, Layout, only_xla_reads, Packed
 from .target import Target
 
 
@@ -37,7 +40,7 @@ def supports(
         return f"it multiplies float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
     if m == 0 or n == 0 or layout.length == 0:
         return "there is nothing to multiply"
-    return only_xla_reads(layout) or native.refusal()
+    return only_xla_reads(layout._replace(offsets=False)) or native.refusal()
 
 
 def matmul(
@@ -57,8 +60,38 @@ def matmul(
     so that the transposes of its caller cancel.
     """
     del precision, target
-    outer = layout.length if transpose else weight.codes.shape[-2]
-    return call_product(native.MATMUL, x, weight, layout, outer, x.dtype, by_columns, transpose=transpose)
+    outer, dtype = layout.length if transpose else weight.codes.shape[-2], x.dtype
+    if weight.offset is None:
+        return call_product(native.MATMUL, x, weight, layout, outer, dtype, by_columns, transpose=transpose)
+    x = x.astype(jnp.float32)  # the sum of two products is rounded once
+    weight, layout = _centred(weight, layout)
+    y = call_product(native.MATMUL, x, weight, layout, outer, x.dtype, by_columns, transpose=transpose)
+    offset = weight.offset if weight.selected is None else weight.offset[weight.selected]  # pyright: ignore
+    return (y + _product_of_offsets(x, offset, layout, transpose)).astype(dtype)
+
+
+def _centred(weight: Packed, layout: Layout) -> tuple[Packed, Layout]:
+    """Moves the middle of the table into the offsets: large parts that cancel would cost the sum its digits."""
+    middle = np.float32(np.mean(layout.table))
+    middle = np.trunc(middle) if layout.bits == 8 else middle  # tables of 256 values are slower than integers
+    scale = decode_scale(weight.scale, layout.scale)
+    scale = scale if weight.row_scale is None else scale * weight.row_scale
+    table = tuple(float(np.float32(value) - middle) for value in layout.table)
+    return weight._replace(offset=weight.offset + middle * scale), layout._replace(table=table)
+
+
+def _product_of_offsets(
+    x: Float[Array, "*batch rows columns"], offset: Float[Array, "*batch n blocks"], layout: Layout, transpose: bool
+) -> Float[Array, "*batch rows results"]:
+    product = ft.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    blocks, size = offset.shape[-1], min(layout.block_size, layout.length)
+    if transpose:
+        return jnp.repeat(product(x, offset), size, axis=-1)[..., : layout.length]
+    whole = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, blocks * size - layout.length)])
+    sums = jnp.sum(whole.reshape(*x.shape[:-1], blocks, size), axis=-1)
+    # XLA for CPU transposes its right operand in memory: better that of few rows.
+    few = x.shape[-2] < offset.shape[-2]
+    return product(offset, sums.mT).mT if few else product(sums, offset.mT)
 
 
 def decodes(layout: Layout, dtype: Any) -> str | None:

@@ -64,20 +64,22 @@ def matmul(
     if weight.offset is None:
         return call_product(native.MATMUL, x, weight, layout, outer, dtype, by_columns, transpose=transpose)
     x = x.astype(jnp.float32)  # the sum of two products is rounded once
-    weight, layout = _centred(weight, layout)
+    offset, layout = _centred(weight, weight.offset, layout)
     y = call_product(native.MATMUL, x, weight, layout, outer, x.dtype, by_columns, transpose=transpose)
-    offset = weight.offset if weight.selected is None else weight.offset[weight.selected]  # pyright: ignore
+    offset = offset if weight.selected is None else offset[weight.selected]
     return (y + _product_of_offsets(x, offset, layout, transpose)).astype(dtype)
 
 
-def _centred(weight: Packed, layout: Layout) -> tuple[Packed, Layout]:
+def _centred(
+    weight: Packed, offset: Float[Array, "*batch n blocks"], layout: Layout
+) -> tuple[Float[Array, "*batch n blocks"], Layout]:
     """Moves the middle of the table into the offsets: large parts that cancel would cost the sum its digits."""
     middle = np.float32(np.mean(layout.table))
     middle = np.trunc(middle) if layout.bits == 8 else middle  # tables of 256 values are slower than integers
     scale = decode_scale(weight.scale, layout.scale)
     scale = scale if weight.row_scale is None else scale * weight.row_scale
     table = tuple(float(np.float32(value) - middle) for value in layout.table)
-    return weight._replace(offset=weight.offset + middle * scale), layout._replace(table=table)
+    return offset + middle * scale, layout._replace(table=table)
 
 
 def _product_of_offsets(

@@ -28,13 +28,13 @@ from .._formats.base import AbstractFormat
 from .._mesh import full_spec, on_device
 from .._methods import AbsMax, AbstractMethod
 from .._types import PyTree
-from .leaves import is_mapped, Leaf, some
+from .leaves import Leaf, some
 from .placement import move, Shardings, wanted_shardings
 from .report import TreeReport
 from .select import check_order, check_patterns, matches, Pattern, select_leaves, Selection, show_pattern, Where
 from .summary import quantized_row, row_of
 from .use import as_activations, as_use, Use
-from .weights import convolved_axes, ineligible_reason, input_axis, use_without_product
+from .weights import convolved_axes, ineligible_reason, input_axis, part_reason, use_without_product
 
 
 FormatLike = AbstractFormat | str | Use
@@ -130,8 +130,7 @@ def _no_codes_reason(leaf: Leaf) -> str | None:
     """Returns why a leaf is no quantized array whose products can change, or `None` if it is one."""
     if not is_quantized(leaf.value):
         return ineligible_reason(leaf.value) or "not quantized"
-    part = isinstance(leaf.parent, AbstractArrayValue) and not is_mapped(leaf)
-    return f"part of a {type(leaf.parent).__name__}" if part else None
+    return part_reason(leaf)
 
 
 def _check_products(decisions: Sequence[Decision]) -> None:

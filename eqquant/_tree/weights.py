@@ -28,15 +28,24 @@ def ineligible_reason(x: Any) -> str | None:
 
 def default_skip_reason(leaf: Leaf) -> str | None:
     """Returns why an eligible leaf stays in float by default, or `None` for a weight."""
-    if isinstance(leaf.parent, AbstractArrayValue) and not is_mapped(leaf):
-        return f"part of a {type(leaf.parent).__name__}"
-    if _is_norm_parameter(leaf):
-        return "a parameter of a normalisation layer"
-    if _is_bias(leaf):
-        return "a bias"  # whatever its shape: the biases of stacked layers have two dimensions
+    if (reason := part_reason(leaf) or _added_or_scaled_by(leaf)) is not None:
+        return reason
     if sum(length > 1 for length in leaf.value.shape) < 2:
         return "fewer than two dimensions longer than one"
     return None
+
+
+def part_reason(leaf: Leaf) -> str | None:
+    """Returns which array a leaf is a part of, or `None`."""
+    part = isinstance(leaf.parent, AbstractArrayValue) and not is_mapped(leaf)
+    return f"part of a {type(leaf.parent).__name__}" if part else None
+
+
+def _added_or_scaled_by(leaf: Leaf) -> str | None:
+    """Returns what a leaf is that a model adds, or multiplies by value by value, or `None`."""
+    if _is_norm_parameter(leaf):
+        return "a parameter of a normalisation layer"
+    return "a bias" if _is_bias(leaf) else None  # whatever its shape: those of stacked layers have two dimensions
 
 
 _BIAS = re.compile(r"(^|_)bias")
@@ -80,11 +89,7 @@ def is_embedding(leaf: Leaf) -> bool:
 
 def use_without_product(leaf: Leaf) -> str | None:
     """Returns how a model uses a leaf that it multiplies nothing by, or `None` if products use it."""
-    if is_embedding(leaf):
-        return "looked up"
-    if _is_norm_parameter(leaf):
-        return "a parameter of a normalisation layer"
-    return "a bias" if _is_bias(leaf) else None
+    return "looked up" if is_embedding(leaf) else _added_or_scaled_by(leaf)
 
 
 def convolved_axes(leaf: Leaf) -> tuple[int, ...] | None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
+from ..._numerics.blocks import expand, split_blocks
 from .. import native
 from .packed import decode_scale, Layout, only_xla_reads, Packed
 from .target import Target
@@ -86,11 +87,9 @@ def _product_of_offsets(
     x: Float[Array, "*batch rows columns"], offset: Float[Array, "*batch n blocks"], layout: Layout, transpose: bool
 ) -> Float[Array, "*batch rows results"]:
     product = ft.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    blocks, size = offset.shape[-1], min(layout.block_size, layout.length)
     if transpose:
-        return jnp.repeat(product(x, offset), size, axis=-1)[..., : layout.length]
-    whole = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, blocks * size - layout.length)])
-    sums = jnp.sum(whole.reshape(*x.shape[:-1], blocks, size), axis=-1)
+        return expand(product(x, offset), layout.block_size, layout.length)
+    sums = jnp.concatenate([jnp.sum(part, axis=-1) for part in split_blocks(x, layout.block_size)], axis=-1)
     # XLA for CPU transposes its right operand in memory: better that of few rows.
     few = x.shape[-2] < offset.shape[-2]
     return product(offset, sums.mT).mT if few else product(sums, offset.mT)

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 import eqquant as eqq
-from eqquant._matmul.kernels.packed import only_xla_reads
+from eqquant._matmul.kernels.packed import no_pallas_reads
 from eqquant._matmul.problem import layout_of
 
 
@@ -96,7 +96,7 @@ KINDS = (
 )
 
 # Those that kernels read, and not only `xla`.
-IN_KERNELS = [name for name, row in FORMATS.items() if only_xla_reads(layout_of(row.format, 4096)) is None]
+IN_KERNELS = [name for name, row in FORMATS.items() if no_pallas_reads(layout_of(row.format, 4096)) is None]
 KINDS_IN_KERNELS = [name for name in KINDS if name in IN_KERNELS]
 
 NEWEST = jax.__version_info__ >= (0, 11)

@@ -9,17 +9,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._array.array import dense_rows
+from eqquant._formats.base import has_offsets
 from eqquant._matmul import native
 
-from .helpers import FORMATS, IN_KERNELS, weights
+from .helpers import FORMATS, weights
 
 
 pytestmark = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
 
 CALL = "eqquant_cpu_decode"
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-NARROW = [name for name in IN_KERNELS if FORMATS[name].format.bits < 8]
-KINDS = ["nf4", "nf4_double", "int4_affine", "mxfp4", "nvfp4", "q4_0", "int2", "binary"]
+NARROW = [name for name, row in FORMATS.items() if row.format.bits < 8 and not has_offsets(row.format)]
+KINDS = ["nf4", "nf4_double", "int4_affine", "mxfp4", "nvfp4", "q4_0", "int2", "binary", "int5_affine", "q6_k"]
 
 
 def same_bits(a, b):

@@ -20,9 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import eqquant as eqq
 from eqquant._matmul import dispatch, native
 from eqquant._matmul.kernels import cpu
+from eqquant._matmul.kernels.packed import Packed
 from eqquant._matmul.problem import layout_of
 
-from .helpers import FORMATS, IN_KERNELS, KINDS_IN_KERNELS, primitives, relative_error, temp_bytes, weights
+from .helpers import FORMATS, KINDS, primitives, relative_error, temp_bytes, weights
 
 
 needs_native = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
@@ -51,7 +52,7 @@ def check_terms(y, x, w):
 
 @needs_native
 @pytest.mark.parametrize("m", [1, 7, 16, 64, 300])
-@pytest.mark.parametrize("name", IN_KERNELS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_product(getkey, name, m):
     q = eqq.quantize(weights(getkey(), (72, 582)), FORMATS[name].format)
     check(weights(getkey(), (m, 582)), q)
@@ -60,7 +61,7 @@ def test_product(getkey, name, m):
 
 @needs_native
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("name", KINDS_IN_KERNELS)
+@pytest.mark.parametrize("name", KINDS)
 def test_dtypes(getkey, name, dtype):
     q = eqq.quantize(weights(getkey(), (40, 520)), FORMATS[name].format)
     for m in (1, 3, 40):
@@ -70,7 +71,7 @@ def test_dtypes(getkey, name, dtype):
 
 @needs_native
 @pytest.mark.parametrize("m", [1, 16, 300])
-@pytest.mark.parametrize("format", ["q4_1", "q4_k", "q2_k", eqq.MLX(2), eqq.MLX(4), eqq.MLX(8)], ids=str)
+@pytest.mark.parametrize("format", ["q4_1", "q5_1", "q4_k", "q5_k", "q2_k", *map(eqq.MLX, (2, 3, 4, 6, 8))], ids=str)
 def test_offsets(getkey, format, m):
     q = eqq.quantize(weights(getkey(), (3, 40, 512)), format)
     # With a mean, large parts cancel: those of codes, and those of offsets.
@@ -97,7 +98,7 @@ def test_short_rows(getkey, format, size, m):
 
 @needs_native
 @pytest.mark.parametrize("k", [1, 9, 63, 64, 65, 127, 130, 784, 1030])
-@pytest.mark.parametrize("name", ["nf4", "int8", "int2_affine", "binary", "mxfp4", "nf4_double", "q8_0"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "int2_affine", "binary", "mxfp4", "nf4_double", "q8_0", "int5_affine", "q3_k"])
 def test_ragged_lengths(getkey, name, k):
     for n in (1, 7, 50):
         q = eqq.quantize(weights(getkey(), (n, k)), FORMATS[name].format)
@@ -110,7 +111,7 @@ def test_ragged_lengths(getkey, name, k):
 
 @needs_native
 @pytest.mark.parametrize("block_size", [4, 12, 16, 32, 48, 64, 96, 100, 192, 1000])
-@pytest.mark.parametrize("format", [eqq.Int4, eqq.Int8, eqq.Int2], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("format", [eqq.Int4, eqq.Int8, eqq.Int2, eqq.Int6], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_every_block_size(getkey, format, block_size, symmetric):
     q = eqq.quantize(weights(getkey(), (20, 700)), format(block_size=block_size, symmetric=symmetric))
@@ -120,7 +121,7 @@ def test_every_block_size(getkey, format, block_size, symmetric):
 
 
 @needs_native
-@pytest.mark.parametrize("name", KINDS_IN_KERNELS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_batch_is_one_call(getkey, name):
     q = eqq.quantize(weights(getkey(), (2, 3, 24, 130)), FORMATS[name].format)
     x = weights(getkey(), (2, 3, 5, 130))
@@ -359,7 +360,12 @@ def test_random_operands_are_not_crashes(getkey):
         ((x, packed._replace(scale=packed.scale[:7]), layout), "differ in their rows"),
         ((x, packed._replace(scale=packed.scale.astype(jnp.uint16)), layout), "unsigned integers of the width"),
         ((x, packed, layout._replace(block_size=0)), "at least one code"),
-        ((x, packed, layout._replace(bits=3)), "1, 2, 4 or 8 bits"),
+        ((x, packed, layout._replace(bits=3)), "a value for each code"),
+        ((x, packed, layout._replace(bits=9)), "1 to 8 bits"),
+        ((x, packed, layout._replace(bits=3, table=layout.table[:8])), "bytes"),
+        ((x, packed, layout._replace(nested=layout)), "codes of scales|blocks"),
+        ((x, packed._replace(scale=Packed(packed.scale.astype(jnp.uint8), packed.scale)), layout), "codes of scales"),
+        ((x, packed._replace(offset=packed.scale[:, :2]), layout), "offsets"),
         ((x, packed, layout._replace(table=layout.table[:5])), "a value for each code"),
         ((x.astype(jnp.float8_e4m3fn), packed, layout), "float32, bfloat16 or float16"),
         ((x, packed._replace(row_scale=jnp.ones((7, 1))), layout), "scales of rows"),
@@ -377,8 +383,8 @@ def test_each_instruction_set(name):
 import jax, numpy as np, eqquant as eqq
 from eqquant._matmul import native
 assert native.refusal() is None and native.isa() == {name!r}, (native.refusal(), native.isa())
-for format in ("nf4", "int8", eqq.NVFP4()):
-    for m, k in ((1, 640), (40, 1030)):
+for format in ("nf4", "int8", eqq.NVFP4(), "q4_k", "q6_k", eqq.Int5(32)):
+    for m, k in ((1, 768), (40, 1030)):
         w = jax.random.normal(jax.random.key(m), (100, k))
         x = jax.random.normal(jax.random.key(k), (m, k))
         q = eqq.quantize(w, format)
@@ -442,8 +448,9 @@ def test_a_library_that_does_not_load(fresh, tmp_path):
 
 @needs_native
 def test_of_another_version(fresh):
+    version = native.VERSION
     fresh.setattr(native, "VERSION", "9.9.9")
-    falls_back("`eqquant-cpu` is version 0.1.7")
+    falls_back(f"`eqquant-cpu` is version {version}")
 
 
 @needs_native

@@ -24,7 +24,7 @@ from .._numerics.scale_bits import scale_to_bits
 from . import native
 from .kernels import codes, xla, xla_cpu
 from .kernels.packed import decode_bytes, Packed
-from .problem import MatmulProblem, nested_scale_kind, Target
+from .problem import has_nested_scales, MatmulProblem, nested_scale_kind, Target
 
 
 class _Implementation(NamedTuple):
@@ -341,17 +341,26 @@ def why_decoded(problem: MatmulProblem, target: Target, name: str) -> str | None
 
 
 def pack_arrays(w: QuantizedArray | SelectedArray, *, as_stored: bool = False) -> Packed:
-    """Returns the arrays of a weight for a kernel. Unpacks zero points unless they are wanted `as_stored`."""
+    """Returns the arrays of a weight for a kernel.
+
+    Unpacks zero points, and decodes offsets and scales that are codes, unless they are wanted `as_stored`.
+    """
     if isinstance(w, SelectedArray):
         return pack_arrays(w.stack, as_stored=as_stored)._replace(selected=w.index)
     scale, row_scale = w.scale_bits, None
-    if isinstance(scale, QuantizedArray):
-        if nested_scale_kind(w.format, w._length) is None:
-            scale = scale_to_bits(scale.dequantize(), "float32")
-        else:
-            scale, row_scale = scale.codes, scale.scale
+    if isinstance(scale, QuantizedArray) and nested_scale_kind(w.format, w._length) is not None:
+        scale, row_scale = scale.codes, scale.scale
+    nested = as_stored and has_nested_scales(w.format)
     zero_point = w.zero_point_bits if as_stored else w.zero_point
-    return Packed(w.codes, scale, row_scale, zero_point, w.offset)
+    offset = _scales(w.offset_bits, nested) if as_stored else w.offset
+    return Packed(w.codes, _scales(scale, nested), row_scale, zero_point, offset)
+
+
+def _scales(bits: Any, nested: bool) -> Any:
+    """Returns the bits of scales or offsets, or if they are codes and wanted `nested` these and their scales."""
+    if not isinstance(bits, QuantizedArray):
+        return bits
+    return Packed(bits.codes, bits.scale_bits) if nested else scale_to_bits(bits.dequantize(), "float32")
 
 
 def _precision(problem: MatmulProblem) -> str | None:

@@ -64,7 +64,8 @@ struct Direct {
 
   // Whether a whole segment can be read here, although a row ends before: what follows is codes of the weight too.
   EQQ_INLINE bool can_read_on(const Problem& p, const uint8_t* bytes) {
-    return bytes + kSegment <= p.codes + (p.selected != nullptr ? p.stack : p.batch) * p.n * p.words;
+    const int64_t rows = (p.selected != nullptr ? p.stack : p.batch) * p.n;
+    return bytes + kSegment <= p.codes + (rows - 1) * p.words + packed_bytes(p.k, p.bits);
   }
 
   //

@@ -41,52 +41,88 @@ ffi::Error done(bool enough) {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eqquant_cpu: there is not enough memory");
 }
 
+// What Python says of a weight, in this order: numbers of the attribute `weight`.
+enum Told {
+  kBits,
+  kLength,
+  kBlockSize,
+  kScaleKind,
+  kValues,
+  kScaleBits,       // 0 if scales are no codes
+  kScaleBlockSize,
+  // Whether there are such arguments behind the scales, in this order.
+  kRowScale,
+  kZeroPoint,
+  kScaleCodes,
+  kOffset,
+  kOffsetCodes,
+  kSelected,
+  kNumTold
+};
+using Numbers = ffi::Span<const int64_t>;
+using Table = ffi::Span<const float>;
+
 // Fills in what describes the weight. Null, or what is wrong. `rest` has `more` arguments at its end.
-const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest, size_t more,
-                       ffi::Span<const float> table, int32_t bits, int64_t length, int64_t block_size, int32_t scale_kind, int32_t values,
-                       bool row_scale, bool zero_points, bool selected, Problem* out) {
+const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest, size_t more, Table table,
+                       Table scale_table, Numbers told, Problem* out) {
   Problem& p = *out;
+  if (told.size() != kNumTold) return "another version of eqquant describes the weight";
+  for (int64_t number : told)
+    if (number < 0 || number >= int64_t{1} << 40) return "a number that describes the weight is out of range";
+  p.bits = static_cast<int32_t>(told[kBits]);
+  p.scale_bits = static_cast<int32_t>(told[kScaleBits]);
+  p.scale_kind = static_cast<int32_t>(told[kScaleKind]);
+  p.values = static_cast<int32_t>(told[kValues]);
+  p.k = told[kLength];
+  p.block_size = told[kBlockSize];
+  p.scale_block_size = told[kScaleBlockSize];
+  const bool coded = p.scale_bits > 0;
+  if (p.bits < 1 || p.bits > 8 || p.scale_bits > 8) return "codes must have 1 to 8 bits";
+  if (table.size() != size_t{1} << p.bits || scale_table.size() != (coded ? size_t{1} << p.scale_bits : 0))
+    return "a table must have a value for each code";
+  if (p.scale_kind > kScaleUE4M4) return "the kind of scales is not known";
+  size_t given = 0;
+  for (int i = kRowScale; i < kNumTold; ++i) given += told[i] != 0;
+  if (rest.size() != given + more) return "the number of arguments is not that of the flags";
+  const ffi::DataType scale_type = p.scale_kind == kScaleFloat32    ? ffi::DataType::U32
+                                   : p.scale_kind <= kScaleBFloat16 ? ffi::DataType::U16
+                                                                    : ffi::DataType::U8;
+  if (codes.element_type() != ffi::DataType::U8) return "codes must be uint8";
+  if (scale.element_type() != scale_type) return "scales must be unsigned integers of the width of their kind";
   Matrix cs, ss;
   if (!as_matrix(codes, &cs) || !as_matrix(scale, &ss)) return "arrays must have at least two dimensions";
-  if (codes.element_type() != ffi::DataType::U8) return "codes must be uint8";
-  if (scale_kind < kScaleFloat32 || scale_kind > kScaleUE4M4) return "the kind of scales is not known";
-  const ffi::DataType scale_type = scale_kind == kScaleFloat32    ? ffi::DataType::U32
-                                   : scale_kind <= kScaleBFloat16 ? ffi::DataType::U16
-                                                                  : ffi::DataType::U8;
-  if (scale.element_type() != scale_type) return "scales must be unsigned integers of the width of their kind";
-  if (bits != 1 && bits != 2 && bits != 4 && bits != 8) return "codes must have 1, 2, 4 or 8 bits";
-  if (table.size() != size_t{1} << bits) return "the table must have a value for each code";
-  if (rest.size() != size_t{row_scale} + size_t{zero_points} + size_t{selected} + more) return "the number of arguments is not that of the flags";
   if (ss.batch != cs.batch) return "batches differ";
   if (ss.rows != cs.rows) return "codes and scales differ in their rows";
   p.batch = p.stack = cs.batch;
   p.n = cs.rows;
   p.words = cs.columns;
-  p.k = length;
-  p.blocks = ss.columns;
-  p.block_size = block_size;
-  p.bits = bits;
-  p.values = values;
-  p.scale_kind = scale_kind;
+  if (p.block_size < 1 || p.scale_block_size < 0) return "blocks must have at least one code";
+  p.blocks = coded ? (p.k + p.block_size - 1) / p.block_size : ss.columns;
+  p.scale_blocks = ss.columns;
+  if (coded && p.blocks < 1) p.blocks = 1;
+
   size_t at = 0;
-  if (row_scale) {
+  bool fits = true;
+  // The next argument, if it is given: of so many numbers in a row.
+  const auto next = [&](Told which, ffi::DataType type, int64_t columns) -> const void* {
+    if (told[which] == 0) return nullptr;
     auto found = rest.get<ffi::AnyBuffer>(at++);
-    Matrix rs;
-    if (!found.has_value() || found->element_type() != ffi::DataType::F32 || !as_matrix(*found, &rs) ||
-        rs.batch != p.stack || rs.rows != p.n || rs.columns != 1)
-      return "the scales of rows must be float32, one for each";
-    p.row_scale = static_cast<const float*>(found->untyped_data());
-  }
-  if (zero_points) {
-    auto found = rest.get<ffi::AnyBuffer>(at++);
-    Matrix zs;
-    if (!found.has_value() || found->element_type() != ffi::DataType::U8 || !as_matrix(*found, &zs) ||
-        zs.batch != p.stack || zs.rows != p.n || zs.columns != (p.blocks * p.bits + 7) / 8)
-      return "zero points must be uint8, one for each scale, packed as codes are";
-    p.zero_words = zs.columns;
-    p.zero_point = static_cast<const uint8_t*>(found->untyped_data());
-  }
-  if (selected) {
+    Matrix a;
+    fits = fits && found.has_value() && found->element_type() == type && as_matrix(*found, &a) && a.batch == p.stack &&
+           a.rows == p.n && a.columns == columns;
+    return fits ? found->untyped_data() : nullptr;
+  };
+  p.row_scale = static_cast<const float*>(next(kRowScale, ffi::DataType::F32, 1));
+  if (!fits) return "the scales of rows must be float32, one for each";
+  p.zero_words = packed_bytes(p.blocks, p.bits);
+  p.zero_point = static_cast<const uint8_t*>(next(kZeroPoint, ffi::DataType::U8, p.zero_words));
+  if (!fits) return "zero points must be uint8, one for each scale, packed as codes are";
+  p.scale_words = coded ? packed_bytes(p.blocks, p.scale_bits) : 0;
+  p.scale_codes = static_cast<const uint8_t*>(next(kScaleCodes, ffi::DataType::U8, p.scale_words));
+  p.offset = next(kOffset, scale_type, ss.columns);
+  p.offset_codes = static_cast<const uint8_t*>(next(kOffsetCodes, ffi::DataType::U8, p.scale_words));
+  if (!fits || coded != (told[kScaleCodes] != 0)) return "codes of scales must be uint8, and offsets be stored as scales are";
+  if (told[kSelected] != 0) {
     auto found = rest.get<ffi::AnyBuffer>(at);
     if (!found.has_value() || found->element_type() != ffi::DataType::S32) return "what is selected must be int32";
     p.batch = static_cast<int64_t>(found->element_count());
@@ -95,23 +131,21 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
   p.codes = static_cast<const uint8_t*>(codes.untyped_data());
   p.scale = scale.untyped_data();
   p.table = table.begin();
+  p.scale_table = coded ? scale_table.begin() : nullptr;
   return nullptr;
 }
 
-// Arguments: x, codes, scale, and then row_scale, zero_point and selected if there are any.
+// Arguments: x, codes, scale, and then those that `told` announces.
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table, int32_t bits,
-                  int64_t length, int64_t block_size, int32_t scale_kind, int32_t values, bool row_scale,
-                  bool zero_points, bool selected, bool transpose, bool x_transposed, bool y_transposed) {
+                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table, Numbers told,
+                  bool transpose, bool x_transposed, bool y_transposed) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
 
   Problem p = {};
   Matrix xs, ys;
-  if (const char* wrong =
-          set_weight(codes, scale, rest, 0, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, selected, &p))
-    return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, rest, 0, table, scale_table, told, &p)) return bad(wrong);
   if (!as_matrix(x, &xs) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
   if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
   if (y->element_type() != x.element_type()) return bad("the result must have the type of x");
@@ -141,10 +175,8 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
 // The last argument has the scales of its rows; of floats only if they are `scaled`, and otherwise these get their own.
 // With `affine`, rows have zero points, floats are quantized to such, or x is uint8; after scales, an argument has them.
 ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                       ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table,
-                       int32_t bits, int64_t length, int64_t block_size, int32_t scale_kind, int32_t values,
-                       bool row_scale, bool zero_points, bool selected, bool x_transposed, bool y_transposed, bool affine,
-                       bool scaled) {
+                       ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table, Numbers told,
+                       bool x_transposed, bool y_transposed, bool affine, bool scaled) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
@@ -159,9 +191,7 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
     return bad("x must be int8, uint8 or of the type of the result");
   q.affine = affine;
   const size_t more = q.form == kFloats && !scaled ? 0 : affine ? 2 : 1;
-  if (const char* wrong = set_weight(codes, scale, rest, more, table, bits, length, block_size, scale_kind,
-                                     values, row_scale, zero_points, selected, &p))
-    return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, rest, more, table, scale_table, told, &p)) return bad(wrong);
   if (!as_matrix(x, &xs) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
   p.m = x_transposed ? xs.columns : xs.rows;
   if (xs.batch != p.batch || ys.batch != p.batch) return bad("batches differ");
@@ -199,20 +229,19 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   return done(run_int8(*isa, q, pool, pool.num_threads()));
 }
 
-// Arguments: codes, scale, and then row_scale, zero_point and selected if there are any.
+// Arguments: codes, scale, and then those that `told` announces.
 ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
-                  ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table, int32_t bits, int64_t length,
-                  int64_t block_size, int32_t scale_kind, int32_t values, bool row_scale, bool zero_points, bool selected, bool clip) {
+                  ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table, Numbers told, bool clip) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
   Problem p = {};
   Matrix ys;
-  if (const char* wrong = set_weight(codes, scale, rest, 0, table, bits, length, block_size, scale_kind, values, row_scale, zero_points, selected, &p))
-    return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, rest, 0, table, scale_table, told, &p)) return bad(wrong);
   if (!as_matrix(*y, &ys) || ys.batch != p.batch || ys.rows != p.n || ys.columns != p.k)
     return bad("the result has a wrong shape");
   if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");
+  if (p.offset != nullptr) return bad("weights with offsets are not decoded");
   p.clip = clip;
   p.y = y->untyped_data();
   char text[200];
@@ -304,15 +333,9 @@ auto bind_weight(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()
       .RemainingArgs()
       .template Ret<ffi::AnyBuffer>()
-      .template Attr<ffi::Span<const float>>("table")
-      .template Attr<int32_t>("bits")
-      .template Attr<int64_t>("length")
-      .template Attr<int64_t>("block_size")
-      .template Attr<int32_t>("scale_kind")
-      .template Attr<int32_t>("values")
-      .template Attr<bool>("row_scale")
-      .template Attr<bool>("zero_points")
-      .template Attr<bool>("selected");
+      .template Attr<Table>("table")
+      .template Attr<Table>("scale_table")
+      .template Attr<Numbers>("weight");
 }
 
 }  // namespace

@@ -28,9 +28,11 @@ const char* check_int8(const Int8Problem& problem, char* text, size_t room) {
     highest = p.table[i] > highest ? p.table[i] : highest;
   }
   EQQ_CHECK(highest - lowest <= 255, "the integers of the table span more than eight bits");
-  EQQ_CHECK(p.bits < 8 || p.values == kValueInteger, "codes of eight bits must be consecutive integers");
-  for (int i = 1; p.bits == 8 && i < codes; ++i)
-    EQQ_CHECK(p.table[i] == p.table[0] + static_cast<float>(i), "codes of eight bits must be consecutive integers");
+  const bool bytes = p.bits == 8 || is_split(p.bits);
+  EQQ_CHECK(!bytes || p.values == kValueInteger, "codes of %d bits must be consecutive integers", p.bits);
+  for (int i = 1; bytes && i < codes; ++i)
+    EQQ_CHECK(p.table[i] == p.table[0] + static_cast<float>(i), "codes of %d bits must be consecutive integers", p.bits);
+  EQQ_CHECK(p.offset == nullptr, "integer products have no offsets");
 #undef EQQ_CHECK
   return nullptr;
 }

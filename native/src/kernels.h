@@ -109,7 +109,7 @@ EQQ_INLINE Shape shape_of(const Problem& p, int64_t direct) {
   s.planes = 8 / p.bits;
   s.codes = kSegment * s.planes;
   s.whole = p.k / s.codes;
-  s.tail_bytes = p.words - s.whole * kSegment;
+  s.tail_bytes = packed_bytes(p.k, p.bits) - s.whole * kSegment;
   s.segments = s.whole + (s.tail_bytes > 0);
   s.grain = 64;
   if (p.blocks <= 1) {

@@ -2,7 +2,9 @@
 //
 //   y(b, m, n) = sum over k of x(b, m, k) w(b, n, k)          or with `transpose`
 //   y(b, m, k) = sum over n of x(b, m, n) w(b, n, k),         where
-//   w(b, n, k) = (table[code] - zero_point) * (scale * row_scale).
+//   w(b, n, k) = (table[code] - zero_point) * (scale * row_scale) + offset.
+//
+// Kernels see no offsets, no scales that are codes themselves, and only codes that lie in one byte: `slabs.h`.
 //
 // With `selected`, `w(b)` is array `selected[b]` of a stack, which is read where it lies.
 //
@@ -32,7 +34,22 @@ enum ValueKind { kValueTable = 0, kValueInteger = 1, kValueE4M3 = 2, kValueE5M2 
 
 // Codes that share a byte stand a plane apart: byte `j` of a segment of 64 bytes holds code `j` of each of `8 / bits`
 // planes of 64 codes, plane 0 in the low bits. A last, shorter segment is split into equal planes the same way.
+// Codes of another width are split into parts of these, the widest in the low bits. A segment is as long as one of the
+// narrowest part, and holds the bytes of one part after those of another.
 enum { kPlane = 64 };
+
+static inline bool is_split(int bits) { return (bits & (bits - 1)) != 0; }
+
+// How many codes are packed together.
+static inline int64_t segment_codes(int bits) { return bits % 2 ? kPlane * 8 : bits % 4 ? kPlane * 4 : bits % 8 ? kPlane * 2 : kPlane; }
+
+// Bytes of so many codes.
+static inline int64_t packed_bytes(int64_t length, int bits) {
+  int64_t bytes = 0;
+  for (int width = 8; width > 0; width /= 2)
+    if (bits & width) bytes += (length * width + 7) / 8;
+  return bytes;
+}
 
 typedef struct Problem {
   const void* x;              // (batch, m, inner) by strides
@@ -43,20 +60,27 @@ typedef struct Problem {
   const uint8_t* zero_point;  // (batch, n, zero_words), packed as codes are; or null
   const float* table;         // 2^bits values
   const int32_t* selected;    // (batch,), or null; then codes, scales and so on are (stack, n, ...)
+  const void* offset;         // (batch, n, blocks), as scales; or null
+  // Scales that are codes, `scale_table[code] * scale`, and offsets likewise: (batch, n, scale_words), or null.
+  const uint8_t *scale_codes, *offset_codes;
+  const float* scale_table;  // 2^scale_bits values
 
   int64_t batch, m, n, k;
   int64_t stack;       // with `selected`
-  int64_t words;       // bytes of a row: k * bits / 8, rounded up
+  int64_t words;       // bytes of a row of codes; of columns of a matrix those of all of it
   int64_t blocks;      // scales of a row: k / block_size, rounded up
-  int64_t zero_words;  // bytes of the zero points of a row: blocks * bits / 8, rounded up
+  int64_t zero_words;  // bytes of the zero points of a row
   int64_t block_size;  // at most k
+  // Where scales are codes: bytes of those of a row, how many share one of `scale`, and how many of these a row has.
+  int64_t scale_words, scale_block_size, scale_blocks;
 
   // In elements. Either stride of a matrix may be the one that is 1.
   int64_t x_batch, x_row, x_column;
   int64_t y_batch, y_row, y_column;
 
-  int32_t bits;        // 1, 2, 4 or 8
-  int32_t values;      // ValueKind; kValueTable for fewer than 8 bits
+  int32_t bits;        // 1 to 8
+  int32_t scale_bits;  // of the codes of scales: 1 to 8
+  int32_t values;      // ValueKind; kValueTable for 1, 2 and 4 bits
   int32_t scale_kind;  // ScaleKind
   int32_t x_type;      // FloatType
   int32_t transpose;   // 0 or 1

@@ -129,6 +129,18 @@ uint16_t to_bfloat16(float value) { return static_cast<uint16_t>((float_to_bits(
 // Code `k` of a row, by the definition of the packing.
 int code_at(const uint8_t* row, int64_t length, int bits, int64_t k) {
   if (bits == 8) return row[k];
+  if (is_split(bits)) {  // each part is packed as if there were no other
+    const int64_t segment = 64 * (8 / (bits & -bits)), first = k / segment * segment, count = std::min(segment, length - first);
+    int code = 0, shift = 0;
+    row += first / segment * segment * bits / 8;
+    for (int width = 4; width > 0; width /= 2) {
+      if ((bits & width) == 0) continue;
+      code |= code_at(row, count, width, k - first) << shift;
+      shift += width;
+      row += (count * width + 7) / 8;
+    }
+    return code;
+  }
   const int64_t planes = 8 / bits, segment = 64 * planes, whole = length / segment;
   const int64_t index = k / segment, rest = k % segment;
   const int64_t plane = index < whole ? 64 : ((length - whole * segment) * bits + 7) / 8;
@@ -138,6 +150,15 @@ int code_at(const uint8_t* row, int64_t length, int bits, int64_t k) {
 // The matrix of the weight that a batch has, by its definition.
 int64_t matrix_of(const Problem& p, int64_t batch) {
   return p.selected == nullptr ? batch : std::min<int64_t>(std::max<int64_t>(p.selected[batch], 0), p.stack - 1);
+}
+
+// Scales of a weight, or its offsets, by their definition. Bytes are those of the codes, or of the floats.
+double scale_at(const Problem& p, int64_t row, int64_t block, bool offset = false) {
+  const uint8_t* floats = static_cast<const uint8_t*>(offset ? p.offset : p.scale);
+  const uint8_t* codes = offset ? p.offset_codes : p.scale_codes;
+  if (codes == nullptr) return scale_value(p.scale_kind, floats + (row * p.blocks + block) * scale_bytes(p.scale_kind));
+  const double outer = scale_value(p.scale_kind, floats + (row * p.scale_blocks + block / p.scale_block_size) * scale_bytes(p.scale_kind));
+  return static_cast<float>(p.scale_table[code_at(codes + row * p.scale_words, p.blocks, p.scale_bits, block)] * static_cast<float>(outer));
 }
 
 struct Made {
@@ -153,9 +174,9 @@ Made make(Random& random) {
   Made made;
   Problem& p = made.problem;
   p = Problem{};
-  const int bits[] = {1, 2, 4, 4, 8, 8};
-  p.bits = bits[below(random, 6)];
-  p.values = p.bits == 8 ? static_cast<int>(below(random, 4)) : 0;
+  const int bits[] = {1, 2, 4, 4, 8, 8, 3, 5, 6, 7};
+  p.bits = bits[below(random, coin(random) ? 6 : 10)];
+  p.values = p.bits == 8 ? static_cast<int>(below(random, 4)) : is_split(p.bits) ? static_cast<int>(below(random, 2)) : 0;
   p.batch = coin(random, 80) ? 1 : below(random, 4);
   p.m = coin(random, 40) ? 1 : coin(random) ? below(random, 12) : coin(random, 90) ? below(random, 70) : below(random, 600);
   p.n = coin(random, 90) ? below(random, 40) : below(random, 300);
@@ -164,15 +185,25 @@ Made make(Random& random) {
   p.block_size = sizes[below(random, 9)];
   if (p.block_size > p.k) p.block_size = p.k;
   if (p.block_size < 1) p.block_size = 1;
-  p.words = (p.k * p.bits + 7) / 8;
+  p.words = packed_bytes(p.k, p.bits);
   const bool selects = coin(random, 30);  // from a stack, also what is beyond its ends
   p.stack = selects ? 1 + below(random, 4) : p.batch;
   p.blocks = (p.k + p.block_size - 1) / p.block_size;
-  p.zero_words = (p.blocks * p.bits + 7) / 8;
+  p.zero_words = packed_bytes(p.blocks, p.bits);
   p.scale_kind = static_cast<int>(below(random, 7));
   p.x_type = static_cast<int>(below(random, 3));
   p.transpose = coin(random, 30);
-  const bool x_turned = coin(random, 30), y_turned = coin(random, 30), zeros = coin(random, 30), rows = coin(random, 20);
+  const bool coded = coin(random, 30), offsets = coin(random, p.bits == 3 ? 50 : 20);
+  if (coded) {
+    p.scale_bits = 1 + static_cast<int>(below(random, 8));
+    const int64_t some[] = {8, 16, 32, 256, 1 + below(random, 40)};
+    p.scale_block_size = some[below(random, 5)];
+    p.scale_words = packed_bytes(p.blocks, p.scale_bits);
+    p.scale_blocks = (p.blocks + p.scale_block_size - 1) / p.scale_block_size;
+  }
+  if (offsets) p.x_type = kFloat32;
+  const int64_t scales = coded ? p.scale_blocks : p.blocks;  // of a row
+  const bool x_turned = coin(random, 30), y_turned = coin(random, 30), zeros = !offsets && coin(random, 30), rows = !coded && coin(random, 20);
   const int64_t inner = p.transpose ? p.n : p.k, outer = p.transpose ? p.k : p.n;
   // Rows may be further apart than they are long.
   const int64_t x_pad = coin(random, 20) ? below(random, 5) : 0, y_pad = coin(random, 20) ? below(random, 5) : 0;
@@ -184,15 +215,17 @@ Made make(Random& random) {
   p.y_batch = (y_turned ? outer : p.m) * (y_turned ? p.y_column : p.y_row);
 
   struct Arrays {
-    Exact<uint8_t> codes, scale, zero;
-    Exact<float> row_scale, table;
+    Exact<uint8_t> codes, scale, offset, scale_codes, offset_codes, zero;
+    Exact<float> row_scale, table, scale_table;
     Exact<uint8_t> x, y;
     Exact<int32_t> selected;
   };
-  const int64_t item = p.x_type == kFloat32 ? 4 : 2, width = p.scale_kind == 0 ? 4 : p.scale_kind <= 2 ? 2 : 1;
+  const int64_t item = p.x_type == kFloat32 ? 4 : 2, width = scale_bytes(p.scale_kind);
   auto arrays = std::make_shared<Arrays>(Arrays{
-      Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * p.blocks * width),
+      Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * scales * width),
+      Exact<uint8_t>(p.stack * p.n * scales * width), Exact<uint8_t>(p.stack * p.n * p.scale_words), Exact<uint8_t>(p.stack * p.n * p.scale_words),
       Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<float>(p.stack * p.n), Exact<float>(int64_t{1} << p.bits),
+      Exact<float>(int64_t{1} << p.scale_bits),
       Exact<uint8_t>(p.batch * p.x_batch * item), Exact<uint8_t>(p.batch * p.y_batch * item),
       Exact<int32_t>(p.batch)});
   Arrays& a = *arrays;
@@ -202,7 +235,7 @@ Made make(Random& random) {
   const int whole = static_cast<int>(below(random, 4));  // tables of integers, or of parts of them, have kernels of their own
   for (int i = 0; i < codes; ++i) {
     switch (p.values) {
-      case kValueInteger: a.table[i] = static_cast<float>(i - 128); break;
+      case kValueInteger: a.table[i] = static_cast<float>(i - codes / 2); break;
       case kValueE4M3: a.table[i] = (i & 127) == 127 ? NAN : static_cast<float>(small_float(i, 4, 3, 7, true)); break;
       case kValueE5M2: a.table[i] = (i & 127) >= 124 ? NAN : static_cast<float>(small_float(i, 5, 2, 15, true)); break;
       default:
@@ -220,22 +253,29 @@ Made make(Random& random) {
     for (int64_t i = 0; i < a.codes.size; ++i)
       if ((a.codes[i] & 127) >= 120) a.codes[i] &= 0x8f;
   if (hole)  // all codes are ones
-    for (int64_t i = 0; i < a.codes.size; ++i) a.codes[i] |= p.bits == 1 ? 255 : p.bits == 2 ? 0x55 : p.bits == 4 ? 0x11 : 1;
-  for (int64_t i = 0; i < a.scale.size / width; ++i) {
-    const float value = 0.5f + 0.1f * fabsf(normal(random));
-    const uint32_t word = float_to_bits(coin(random, 20) ? -value : value);
-    const uint16_t two = p.scale_kind == kScaleFloat16 ? to_half(bits_to_float(word)) : to_bfloat16(bits_to_float(word));
-    switch (p.scale_kind) {
-      case kScaleFloat32: memcpy(&a.scale[4 * i], &word, 4); break;
-      case kScaleFloat16:
-      case kScaleBFloat16: memcpy(&a.scale[2 * i], &two, 2); break;
-      case kScaleE8M0: a.scale[i] = static_cast<uint8_t>(120 + below(random, 12)); break;
-      // The smallest, which are subnormal, among them.
-      case kScaleE5M2: a.scale[i] = static_cast<uint8_t>(below(random, 80) + (coin(random, 20) ? 128 : 0)); break;
-      case kScaleE4M3: a.scale[i] = static_cast<uint8_t>(below(random, 100) + (coin(random, 20) ? 128 : 0)); break;
-      default: a.scale[i] = static_cast<uint8_t>(below(random, 256));
+    for (int64_t i = 0; i < a.codes.size; ++i) a.codes[i] |= is_split(p.bits) ? 255 : p.bits == 1 ? 255 : p.bits == 2 ? 0x55 : p.bits == 4 ? 0x11 : 1;
+  for (Exact<uint8_t>* floats : {&a.scale, &a.offset})
+    for (int64_t i = 0; i < floats->size / width; ++i) {
+      Exact<uint8_t>& scale = *floats;
+      const float value = 0.5f + 0.1f * fabsf(normal(random));
+      const uint32_t word = float_to_bits(coin(random, 20) ? -value : value);
+      const uint16_t two = p.scale_kind == kScaleFloat16 ? to_half(bits_to_float(word)) : to_bfloat16(bits_to_float(word));
+      switch (p.scale_kind) {
+        case kScaleFloat32: memcpy(&scale[4 * i], &word, 4); break;
+        case kScaleFloat16:
+        case kScaleBFloat16: memcpy(&scale[2 * i], &two, 2); break;
+        case kScaleE8M0: scale[i] = static_cast<uint8_t>(120 + below(random, 12)); break;
+        // The smallest, which are subnormal, among them.
+        case kScaleE5M2: scale[i] = static_cast<uint8_t>(below(random, 80) + (coin(random, 20) ? 128 : 0)); break;
+        case kScaleE4M3: scale[i] = static_cast<uint8_t>(below(random, 100) + (coin(random, 20) ? 128 : 0)); break;
+        default: scale[i] = static_cast<uint8_t>(below(random, 256));
+      }
     }
-  }
+  for (Exact<uint8_t>* packed : {&a.scale_codes, &a.offset_codes})
+    for (int64_t i = 0; i < packed->size; ++i) (*packed)[i] = static_cast<uint8_t>(random());
+  const bool consecutive = coin(random);
+  for (int64_t i = 0; i < a.scale_table.size; ++i)
+    a.scale_table[i] = consecutive ? static_cast<float>(i - (p.scale_bits == 8 ? 128 : 0)) : 0.5f + normal(random);
   for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(random());
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
   std::vector<double> x(p.batch * p.x_batch);
@@ -262,6 +302,12 @@ Made make(Random& random) {
   p.table = a.table.data.get();
   p.zero_point = zeros ? a.zero.data.get() : nullptr;
   p.row_scale = rows ? a.row_scale.data.get() : nullptr;
+  p.offset = offsets ? a.offset.data.get() : nullptr;
+  if (coded) {
+    p.scale_codes = a.scale_codes.data.get();
+    p.scale_table = a.scale_table.data.get();
+    if (offsets) p.offset_codes = a.offset_codes.data.get();
+  }
   for (int64_t b = 0; b < p.batch; ++b) a.selected[b] = static_cast<int32_t>(below(random, p.stack + 2) - 1);
   p.selected = selects ? a.selected.data.get() : nullptr;
 
@@ -277,22 +323,28 @@ Made make(Random& random) {
     const int64_t b = i / (p.m * p.n), m = i / p.n % p.m, row = matrix_of(p, b) * p.n + i % p.n;
     double most_x = 0, most_w = 0;
     for (int64_t k = 0; k < p.k; ++k) most_x = std::max(most_x, fabs(x[b * p.x_batch + m * p.x_row + k * p.x_column]));
-    for (int64_t block = 0; block < p.blocks; ++block) most_w = std::max(most_w, fabs(scale_value(p.scale_kind, &a.scale[(row * p.blocks + block) * width])));
+    for (int64_t block = 0; block < p.blocks; ++block) most_w = std::max(most_w, fabs(scale_at(p, row, block)));
     made.reach[i] = most_x * most_w * largest * (rows ? fabs(a.row_scale[row]) : 1) * sqrt(static_cast<double>(p.k));
   }
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t n = 0; n < p.n; ++n)
       for (int64_t k = 0; k < p.k; ++k) {
-        const int64_t row = matrix_of(p, b) * p.n + n, block = row * p.blocks + k / p.block_size;
+        const int64_t row = matrix_of(p, b) * p.n + n, block = k / p.block_size;
         const double value = a.table[code_at(&a.codes[row * p.words], p.k, p.bits, k)];
-        double w = (value - (zeros ? code_at(&a.zero[row * p.zero_words], p.blocks, p.bits, k / p.block_size) : 0)) * scale_value(p.scale_kind, &a.scale[block * width]);
+        double w = (value - (zeros ? code_at(&a.zero[row * p.zero_words], p.blocks, p.bits, block) : 0)) * scale_at(p, row, block);
         if (rows) w *= a.row_scale[row];
+        double size = fabs(w);
+        if (offsets) {  // a product of their own, with the middle of the table
+          const double offset = scale_at(p, row, block, true);
+          w += offset;
+          size = fabs(largest * scale_at(p, row, block) * (rows ? a.row_scale[row] : 1)) + fabs(offset);
+        }
         for (int64_t m = 0; m < p.m; ++m) {
-          const double term = x[b * p.x_batch + m * p.x_row + (p.transpose ? n : k) * p.x_column] * w;
+          const double number = x[b * p.x_batch + m * p.x_row + (p.transpose ? n : k) * p.x_column];
           const int64_t at = (b * p.m + m) * outer + (p.transpose ? k : n);
-          made.expected[at] += term;
-          made.magnitude[at] += fabs(term);
-          plain[at] += static_cast<float>(x[b * p.x_batch + m * p.x_row + (p.transpose ? n : k) * p.x_column]) * static_cast<float>(w);
+          made.expected[at] += number * w;
+          made.magnitude[at] += fabs(number) * size;
+          plain[at] += static_cast<float>(number) * static_cast<float>(w);
         }
       }
   // Where few codes are left, all stand for one number, or few numbers of x decide, errors are much the same, and may all be large.
@@ -302,9 +354,9 @@ Made make(Random& random) {
   for (size_t i = 0; i < plain.size() && std::isfinite(made.error); ++i) made.error += (plain[i] - made.expected[i]) * (plain[i] - made.expected[i]);
   char text[300];
   snprintf(text, sizeof text,
-           "batch %ld of %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d x %d transpose %d zeros %d rows %d turned %d%d",
+           "batch %ld of %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d of %d bits, %ld x %d transpose %d zeros %d rows %d offsets %d turned %d%d",
            static_cast<long>(p.batch), selects ? static_cast<long>(p.stack) : 0L, static_cast<long>(p.m),
-           static_cast<long>(p.n), static_cast<long>(p.k), p.bits, p.values, static_cast<long>(p.block_size), p.scale_kind, p.x_type, p.transpose, zeros, rows, x_turned, y_turned);
+           static_cast<long>(p.n), static_cast<long>(p.k), p.bits, p.values, static_cast<long>(p.block_size), p.scale_kind, p.scale_bits, static_cast<long>(p.scale_block_size), p.x_type, p.transpose, zeros, rows, offsets, x_turned, y_turned);
   made.text = text;
   return made;
 }
@@ -354,8 +406,10 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
           return false;
         }
       }
-  // With many results the errors are at most twice those of a plain product in float32, which rounds every sum.
-  if (p.x_type == kFloat32 && p.batch * p.m * outer >= 200 && inner >= 16 && !(error <= 4 * made.error + reach / 8)) {
+  // With many results the errors are at most twice those of a plain product in float32, which rounds every sum. If there are
+  // few scales, they are much the same where x is scaled first.
+  const double most = p.scale_bits > 0 && p.scale_bits < 3 ? 9 : 4;
+  if (p.x_type == kFloat32 && p.batch * p.m * outer >= 200 && inner >= 16 && !(error <= most * made.error + reach / 8)) {
     printf("%s: errors are %.3g times those of a plain product (%s)\n", isa.name, sqrt(error / made.error), made.text.c_str());
     return false;
   }
@@ -365,7 +419,9 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
 // Whether decoding has exactly the values of the formula in float32, rounded to the type of the result.
 bool decodes(const Isa& isa, const Made& made, Pool& pool, int threads) {
   Problem p = made.problem;
-  const int64_t item = p.x_type == kFloat32 ? 4 : 2, width = p.scale_kind == 0 ? 4 : p.scale_kind <= 2 ? 2 : 1;
+  p.offset = nullptr;
+  p.offset_codes = nullptr;
+  const int64_t item = p.x_type == kFloat32 ? 4 : 2;
   Exact<uint8_t> dense(p.batch * p.n * p.k * item);
   memset(dense.data.get(), 0xff, dense.size);
   p.x = nullptr;
@@ -380,11 +436,10 @@ bool decodes(const Isa& isa, const Made& made, Pool& pool, int threads) {
   for (int64_t to = 0; to < p.batch * p.n; ++to)
     for (int64_t k = 0; k < p.k; ++k) {
       const int64_t row = matrix_of(p, to / p.n) * p.n + to % p.n;
-      const int64_t block = row * p.blocks + k / p.block_size, at = to * p.k + k;
+      const int64_t at = to * p.k + k;
       const float value = p.table[code_at(p.codes + row * p.words, p.k, p.bits, k)] -
                           static_cast<float>(p.zero_point ? code_at(p.zero_point + row * p.zero_words, p.blocks, p.bits, k / p.block_size) : 0);
-      const float scale = static_cast<float>(scale_value(p.scale_kind, static_cast<const uint8_t*>(p.scale) + block * width)) *
-                          (p.row_scale ? p.row_scale[row] : 1.0f);
+      const float scale = static_cast<float>(scale_at(p, row, k / p.block_size)) * (p.row_scale ? p.row_scale[row] : 1.0f);
       const double expected = value * scale;
       double y;
       uint16_t two;

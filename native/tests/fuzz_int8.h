@@ -13,9 +13,9 @@ MadeInt8 make_int8(Random& random) {
   Int8Problem& q = made.problem;
   q = Int8Problem{};
   Problem& p = q.p;
-  const int bits[] = {1, 2, 4, 4, 8, 8};
-  p.bits = bits[below(random, 6)];
-  p.values = p.bits == 8 ? kValueInteger : kValueTable;
+  const int bits[] = {1, 2, 4, 4, 8, 8, 3, 5, 6, 7};
+  p.bits = bits[below(random, coin(random) ? 6 : 10)];
+  p.values = p.bits == 8 || is_split(p.bits) ? kValueInteger : kValueTable;
   p.batch = coin(random, 80) ? 1 : below(random, 4);
   p.m = coin(random, 30) ? 1 : coin(random) ? below(random, 8) : coin(random, 80) ? below(random, 70) : below(random, 600);
   p.n = coin(random, 90) ? below(random, 40) : below(random, 300);
@@ -29,11 +29,11 @@ MadeInt8 make_int8(Random& random) {
   p.block_size = sizes[below(random, 10)];
   if (p.block_size > p.k) p.block_size = p.k;
   if (p.block_size < 1) p.block_size = 1;
-  p.words = (p.k * p.bits + 7) / 8;
+  p.words = packed_bytes(p.k, p.bits);
   const bool selects = coin(random, 30);
   p.stack = selects ? 1 + below(random, 4) : p.batch;
   p.blocks = (p.k + p.block_size - 1) / p.block_size;
-  p.zero_words = (p.blocks * p.bits + 7) / 8;
+  p.zero_words = packed_bytes(p.blocks, p.bits);
   p.scale_kind = static_cast<int>(below(random, 7));
   p.x_type = static_cast<int>(below(random, 3));
   q.form = static_cast<int>(below(random, 3));
@@ -65,7 +65,7 @@ MadeInt8 make_int8(Random& random) {
   made.keep = arrays;
 
   // Consecutive integers, a multiple of them, or any.
-  const int codes = 1 << p.bits, kind = p.bits == 8 ? 0 : static_cast<int>(below(random, 3));
+  const int codes = 1 << p.bits, kind = p.values == kValueInteger ? 0 : static_cast<int>(below(random, 3));
   const int lowest = p.bits == 8 ? (coin(random) ? -128 : 0) : static_cast<int>(below(random, 20)) - 15;
   for (int i = 0; i < codes; ++i)
     a.table[i] = static_cast<float>(kind == 0   ? lowest + i

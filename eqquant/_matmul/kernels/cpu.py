@@ -4,10 +4,8 @@ The kernels are in `native/`; its README explains them. They read the packed wei
 and never write a dense weight to memory. Sums are float32. One call handles all leading batch axes, and takes `x` and
 the result in either memory order. Of a stack of weights it takes those that indices select, where they lie.
 
-Offsets of blocks are a product of their own, which XLA adds: each is multiplied by the sum of a block of `x`.
 """
 
-import functools as ft
 from typing import Any
 
 import jax
@@ -15,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from ..._numerics.blocks import expand, split_blocks
+from ..._numerics.packing import widths
 from .. import native
-from .packed import decode_scale, Layout, only_xla_reads, Packed
+from .packed import Layout, Packed
 from .target import Target
 
 
@@ -41,7 +39,7 @@ def supports(
         return f"it multiplies float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
     if m == 0 or n == 0 or layout.length == 0:
         return "there is nothing to multiply"
-    return only_xla_reads(layout._replace(offsets=False)) or native.refusal()
+    return native.refusal()
 
 
 def matmul(
@@ -62,44 +60,19 @@ def matmul(
     """
     del precision, target
     outer, dtype = layout.length if transpose else weight.codes.shape[-2], x.dtype
-    if weight.offset is None:
-        return call_product(native.MATMUL, x, weight, layout, outer, dtype, by_columns, transpose=transpose)
-    x = x.astype(jnp.float32)  # the sum of two products is rounded once
-    offset, layout = _centred(weight, weight.offset, layout)
+    if layout.offsets:
+        x = x.astype(jnp.float32)  # the sum of two products is rounded once
     y = call_product(native.MATMUL, x, weight, layout, outer, x.dtype, by_columns, transpose=transpose)
-    offset = offset if weight.selected is None else offset[weight.selected]
-    return (y + _product_of_offsets(x, offset, layout, transpose)).astype(dtype)
-
-
-def _centred(
-    weight: Packed, offset: Float[Array, "*batch n blocks"], layout: Layout
-) -> tuple[Float[Array, "*batch n blocks"], Layout]:
-    """Moves the middle of the table into the offsets: large parts that cancel would cost the sum its digits."""
-    middle = np.float32(np.mean(layout.table))
-    middle = np.trunc(middle) if layout.bits == 8 else middle  # tables of 256 values are slower than integers
-    scale = decode_scale(weight.scale, layout.scale)
-    scale = scale if weight.row_scale is None else scale * weight.row_scale
-    table = tuple(float(np.float32(value) - middle) for value in layout.table)
-    return offset + middle * scale, layout._replace(table=table)
-
-
-def _product_of_offsets(
-    x: Float[Array, "*batch rows columns"], offset: Float[Array, "*batch n blocks"], layout: Layout, transpose: bool
-) -> Float[Array, "*batch rows results"]:
-    product = ft.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    if transpose:
-        return expand(product(x, offset), layout.block_size, layout.length)
-    sums = jnp.concatenate([jnp.sum(part, axis=-1) for part in split_blocks(x, layout.block_size)], axis=-1)
-    # XLA for CPU transposes its right operand in memory: better that of few rows.
-    few = x.shape[-2] < offset.shape[-2]
-    return product(offset, sums.mT).mT if few else product(sums, offset.mT)
+    return y.astype(dtype)
 
 
 def decodes(layout: Layout, dtype: Any) -> str | None:
     """Returns why `decode` cannot return values of this dtype, or `None` if it can."""
     if jnp.dtype(dtype) not in DTYPES:
         return f"it decodes to float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
-    return "there is nothing to decode" if layout.length == 0 else only_xla_reads(layout) or native.refusal()
+    if layout.offsets:
+        return "it adds no offsets of blocks"
+    return "there is nothing to decode" if layout.length == 0 else native.refusal()
 
 
 def decode(weight: Packed, layout: Layout, dtype: Any, *, clip: bool) -> Float[Array, "*batch k"]:
@@ -108,7 +81,8 @@ def decode(weight: Packed, layout: Layout, dtype: Any, *, clip: bool) -> Float[A
     The weight may have a single row without an axis for it. With `clip`, clips to the finite range of `dtype`.
     """
     shape = (*weight.codes.shape[:-1], layout.length)
-    rows = [a.reshape(-1, a.shape[-1]) if a.ndim < 2 else a for a in _arrays(weight)]
+    arrays = [a for a in _arrays(weight) if a is not None]
+    rows = [a.reshape(-1, a.shape[-1]) if a.ndim < 2 else a for a in arrays]
     call = jax.ffi.ffi_call(
         native.DECODE,
         jax.ShapeDtypeStruct((*rows[0].shape[:-1], layout.length), dtype),
@@ -135,7 +109,7 @@ def call_product(
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((*x.shape[:-2], *shape), dtype), vmap_method="broadcast_all")
     y = call(
         turn(x, x_by_columns),
-        *_arrays(weight),
+        *[a for a in _arrays(weight) if a is not None],
         *more,
         **_attributes(weight, layout),
         x_transposed=x_by_columns,
@@ -145,29 +119,37 @@ def call_product(
     return turn(y, y_by_columns)
 
 
-def _arrays(weight: Packed) -> list[Array]:
-    """Returns the arguments of the C++ interface that hold a weight."""
-    arrays = (weight.codes, weight.scale, weight.row_scale, weight.zero_point, weight.selected)
-    return [a for a in arrays if a is not None]
+def _arrays(weight: Packed) -> list[Array | None]:
+    """Returns the arguments of the C++ interface that hold a weight, `None` for those that it lacks."""
+    scale, scale_codes = _scales_and_codes(weight.scale)
+    offset, offset_codes = _scales_and_codes(weight.offset)
+    of_rows = (weight.row_scale, weight.zero_point)
+    return [weight.codes, scale, *of_rows, scale_codes, offset, offset_codes, weight.selected]
+
+
+def _scales_and_codes(scales: Any) -> tuple[Array | None, Array | None]:
+    return (scales.scale, scales.codes) if isinstance(scales, Packed) else (scales, None)
 
 
 def _attributes(weight: Packed, layout: Layout) -> dict[str, Any]:
-    """Returns the attributes of the C++ interface that describe a weight."""
+    """Returns the attributes of the C++ interface that describe a weight: `Told` in `native/src/ffi.cpp`."""
+    nested = layout.nested
+    codes = (layout.bits, layout.length, layout.block_size)
+    scales = (0, 0) if nested is None else (nested.bits, nested.block_size)
+    given = [a is not None for a in _arrays(weight)[2:]]
+    numbers = (*codes, _SCALES.index((nested or layout).scale), _values(layout), *scales, *given)
     return {
         "table": np.asarray(layout.table, np.float32),
-        "bits": np.int32(layout.bits),
-        "length": np.int64(layout.length),
-        "block_size": np.int64(layout.block_size),
-        "scale_kind": np.int32(_SCALES.index(layout.scale)),
-        "values": np.int32(_values(layout)),
-        "row_scale": weight.row_scale is not None,
-        "zero_points": weight.zero_point is not None,
-        "selected": weight.selected is not None,
+        "scale_table": np.asarray(() if nested is None else nested.table, np.float32),
+        "weight": np.asarray(numbers, np.int64),
     }
+
+
+def in_bytes(layout: Layout) -> bool:
+    """Returns whether kernels multiply codes of eight bits: those, and the ones that lie in several bytes."""
+    return layout.bits == 8 or len(widths(layout.bits)) > 1
 
 
 def _values(layout: Layout) -> int:
     """Returns the fastest way to decode codes of eight bits, as a number of the C++ interface."""
-    if layout.bits < 8:
-        return 0
-    return ("table", "integer", "float8_e4m3fn", "float8_e5m2").index(layout.kind)
+    return ("table", "integer", "float8_e4m3fn", "float8_e5m2").index(layout.kind) if in_bytes(layout) else 0

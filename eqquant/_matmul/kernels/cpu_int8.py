@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int8, UInt8
 
 from .. import native
-from .cpu import call_product, DTYPES
-from .packed import Layout, only_xla_reads, Packed
+from .cpu import call_product, DTYPES, in_bytes
+from .packed import Layout, Packed
 from .target import Target
 
 
@@ -24,13 +24,13 @@ def supports(layout: Layout, m: int, n: int, dtype: Any, *, target: Target = Tar
     if jnp.dtype(dtype) not in DTYPES:
         return f"its results are float32, bfloat16 or float16, not {jnp.dtype(dtype)}"
     table = np.asarray(layout.table)
-    if layout.bits == 8 and layout.kind != "integer":
-        return "it multiplies integers, and these codes of eight bits are not consecutive ones"
+    if in_bytes(layout) and layout.kind != "integer":
+        return f"it multiplies integers, and these codes of {layout.bits} bits are not consecutive ones"
     if not (table == np.trunc(table)).all() or np.abs(table).max() > 255 or np.ptp(table) > 255:
         return "it multiplies integers of at most eight bits, which the codes of this weight are not"
     if m == 0 or n == 0 or layout.length == 0:
         return "there is nothing to multiply"
-    return only_xla_reads(layout) or native.refusal()
+    return "it adds no offsets of blocks" if layout.offsets else native.refusal()
 
 
 def matmul(

@@ -22,13 +22,17 @@ ScaleKind = Literal["float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "u
 
 
 class Packed(NamedTuple):
-    """The arrays of a weight of `n` rows, `(table[codes] - zero_point) * scale * row_scale + offset`."""
+    """The arrays of a weight of `n` rows, `(table[codes] - zero_point) * scale * row_scale + offset`.
+
+    For `cpu` they are as stored: zero points packed as codes are, offsets as scales are, and both codes with scales of
+    their own if `Layout.nested` says so.
+    """
 
     codes: UInt8[Array, "*batch n bytes"]
-    scale: UInt[Array, "*batch n blocks"]  # the bits of scales, of the type `Layout.scale`
+    scale: "UInt[Array, '*batch n blocks'] | Packed"  # the bits of scales, of the type `Layout.scale`
     row_scale: Float32[Array, "*batch n 1"] | None = None  # multiplies the scales of a row
-    zero_point: UInt8[Array, "*batch n blocks"] | None = None  # for `cpu` packed as codes are
-    offset: Float32[Array, "*batch n blocks"] | None = None
+    zero_point: UInt8[Array, "*batch n blocks"] | None = None
+    offset: "Float32[Array, '*batch n blocks'] | UInt[Array, '*batch n blocks'] | Packed | None" = None
     selected: Int32[Array, "*selected"] | None = None  # then the axis in front is a stack, of which these are meant
 
 
@@ -42,6 +46,7 @@ class Layout(NamedTuple):
     scale: ScaleKind = "float32"
     zero_points: bool = False
     offsets: bool = False
+    nested: "Layout | None" = None  # of the codes of scales, which only `cpu` reads; others get float32
 
     @property
     def planes(self) -> int:
@@ -103,8 +108,8 @@ def _stretch(table: tuple[float, ...], dtype: str) -> float:
     return float(factors[np.argmin(error**2 @ share + 4096 * (error @ share) ** 2)])
 
 
-def only_xla_reads(layout: Layout) -> str | None:
-    """Returns why only `xla` reads a weight, or `None` if kernels do too."""
+def no_pallas_reads(layout: Layout) -> str | None:
+    """Returns why the kernels in Pallas cannot read a weight, or `None` if they can."""
     if len(packing.widths(layout.bits)) > 1:
         return f"it reads codes that lie in one byte, and those of {layout.bits} bits lie in several"
     return "it adds no offsets of blocks" if layout.offsets else None

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Float32
 from ... import _compat
 from ..._compat import pallas_triton as plgpu
 from ..._numerics import packing
-from .packed import alignment, decode_scale, Layout, only_xla_reads, Packed
+from .packed import alignment, decode_scale, Layout, no_pallas_reads, Packed
 from .ptx import decode, table_of
 from .target import Target
 from .xla import add_rest
@@ -117,8 +117,8 @@ def supports(
         return "the format has zero points, but its codes are not integers"
     if m * n == 0:
         return "there is nothing to compute"
-    if only_xla_reads(layout) is not None:
-        return only_xla_reads(layout)
+    if no_pallas_reads(layout) is not None:
+        return no_pallas_reads(layout)
     if _body(layout) == 0:
         step = _step_bytes(layout) * layout.planes
         return f"rows of {layout.length} are shorter than the {step} that it takes at a time"

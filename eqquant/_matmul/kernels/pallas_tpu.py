@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Float32
 
 from ... import _compat
 from ..._numerics import packing
-from .packed import alignment, decode_scale, Layout, only_xla_reads, Packed
+from .packed import alignment, decode_scale, Layout, no_pallas_reads, Packed
 from .target import Target
 from .vpu import decode_float16, Decoder, is_looked_up, LANES
 from .xla import add_rest
@@ -130,8 +130,8 @@ def supports(
         return f"{jnp.dtype(dtype).name} is not native to TPUs"
     if m == 0 or n == 0:
         return "there is nothing to multiply"
-    if only_xla_reads(layout) is not None:
-        return only_xla_reads(layout)
+    if no_pallas_reads(layout) is not None:
+        return no_pallas_reads(layout)
     if _whole_bytes(layout) == 0:
         return f"rows of {layout.length} codes are less than the {LANES} bytes that it takes at a time"
     if layout.bits == 8 and is_looked_up(layout):

@@ -167,9 +167,10 @@ Reach reach_of(const Problem& p) {
   return a;
 }
 
-// The largest magnitude of values of codes less a zero point.
+// The largest magnitude of values of codes less a zero point, which is a code as well. Of a byte fewer codes may occur.
 float most_of(const Problem& p, const Reach& a) {
-  const float low = p.zero_point == nullptr ? a.low : a.low - static_cast<float>((1 << p.bits) - 1);
+  const float last = p.values == kValueInteger ? a.high - a.low : static_cast<float>((1 << p.bits) - 1);
+  const float low = p.zero_point == nullptr ? a.low : a.low - last;
   return a.high > -low ? a.high : -low;
 }
 

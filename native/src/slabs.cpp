@@ -50,7 +50,8 @@ Slabs::Slabs(const Problem& p, int64_t threads) {
     middle_ = std::isfinite(sum) ? static_cast<float>(sum / static_cast<double>(codes)) : 0;
     if (integers) middle_ = static_cast<float>(static_cast<int64_t>(middle_));  // kernels compute integers faster than they look them up
   }
-  for (int64_t i = 0; i < 256; ++i) table_[i] = i < codes ? p.table[i] - middle_ : integers ? table_[i - 1] + 1 : 0;
+  // Kernels take the range of values from the table, so codes of a byte that do not occur stand for one that does.
+  for (int64_t i = 0; i < 256; ++i) table_[i] = p.table[min64(i, codes - 1)] - middle_;
 
   for (int64_t i = 1; p.scale_codes != nullptr && i < int64_t{1} << p.scale_bits; ++i)
     consecutive_ = consecutive_ && p.scale_table[i] == p.scale_table[i - 1] + 1;

@@ -220,7 +220,7 @@ def floats(q: eqq.QuantizedArray, x: Any) -> Any:
 
 @jax.jit
 def integers(q: eqq.QuantizedArray, x: Any) -> Any:
-    return cpu_int8.matmul(x, dispatch.pack_arrays(q, as_stored=True), layout_of(q.format, q.shape[-1]))
+    return cpu_int8.matmul(x, dispatch.stored_arrays(q), layout_of(q.format, q.shape[-1]))
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ def product(x, q, **options):
     layout = layout_of(q.format, q.shape[-1])
     dtype = options.get("dtype", x.dtype)
     assert cpu_int8.supports(layout, x.shape[-2], q.shape[-2], dtype) is None
-    return cpu_int8.matmul(x, dispatch.pack_arrays(q, as_stored=True), layout, **options)
+    return cpu_int8.matmul(x, dispatch.stored_arrays(q), layout, **options)
 
 
 def expected(x, x_scale, q):
@@ -184,7 +184,7 @@ def test_batches_and_orders(getkey, m):
     y = product(x, q, x_scale=x_scale, dtype=jnp.float32)
     check(y, x, x_scale, q)
     options = dict(x_scale=x_scale, dtype=jnp.float32)
-    packed, layout = dispatch.pack_arrays(q, as_stored=True), layout_of(q.format, 130)
+    packed, layout = dispatch.stored_arrays(q), layout_of(q.format, 130)
     np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, by_columns=(True, False), **options), y)
     np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, by_columns=(False, True), **options), y)
 
@@ -200,7 +200,7 @@ def test_refuses_what_is_no_integer(getkey):
 
 def test_wrong_operands_are_not_crashes(getkey):
     q = eqq.quantize(weights(getkey(), (8, 256)), "int8")
-    layout, packed = layout_of(q.format, 256), dispatch.pack_arrays(q, as_stored=True)
+    layout, packed = layout_of(q.format, 256), dispatch.stored_arrays(q)
     x, ones, one = codes_of(getkey(), (2, 256)), jnp.ones((2, 1)), jnp.ones((2, 1), jnp.uint8)
     for args, options, why in (
         ((x[:, :255], packed, layout), {"x_scale": ones}, "x and the weight do not fit"),
@@ -233,7 +233,7 @@ for m in (1, 4, 40):
     x = jax.random.randint(jax.random.key(9), (m, 700), -127, 128, jnp.int8)
     q = eqq.quantize(w.astype(jnp.float32), "int8")
     options = dict(x_scale=jnp.ones((m, 1)), dtype=jnp.float32)
-    y = cpu_int8.matmul(x, dispatch.pack_arrays(q, as_stored=True), layout_of(q.format, 700), **options)
+    y = cpu_int8.matmul(x, dispatch.stored_arrays(q), layout_of(q.format, 700), **options)
     np.testing.assert_array_equal(y, np.asarray(x, np.int64) @ np.asarray(w, np.int64).T)
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "EQQUANT_CPU_ISA": name})

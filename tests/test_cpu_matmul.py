@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import eqquant as eqq
 from eqquant._matmul import dispatch, native
 from eqquant._matmul.kernels import cpu
-from eqquant._matmul.kernels.packed import Packed
 from eqquant._matmul.problem import layout_of
 
 from .helpers import FORMATS, KINDS, primitives, relative_error, temp_bytes, weights
@@ -35,9 +34,7 @@ def check(x, q, transpose=False, tol=None, **options):
     layout = layout_of(q.format, q.shape[-1])
     dtype = jnp.dtype(x.dtype)
     assert cpu.supports(layout, x.shape[-2], q.shape[-2], dtype, transpose=transpose, precision="default") is None
-    y = cpu.matmul(
-        x, dispatch.pack_arrays(q, as_stored=True), layout, transpose=transpose, precision="default", **options
-    )
+    y = cpu.matmul(x, dispatch.stored_arrays(q), layout, transpose=transpose, precision="default", **options)
     dense = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (dense if transpose else np.swapaxes(dense, -1, -2))
     assert y.dtype == dtype and y.shape == expected.shape
@@ -98,7 +95,9 @@ def test_short_rows(getkey, format, size, m):
 
 @needs_native
 @pytest.mark.parametrize("k", [1, 9, 63, 64, 65, 127, 130, 784, 1030])
-@pytest.mark.parametrize("name", ["nf4", "int8", "int2_affine", "binary", "mxfp4", "nf4_double", "q8_0", "int5_affine", "q3_k"])
+@pytest.mark.parametrize(
+    "name", ["nf4", "int8", "int2_affine", "binary", "mxfp4", "nf4_double", "q8_0", "int5_affine", "q3_k"]
+)
 def test_ragged_lengths(getkey, name, k):
     for n in (1, 7, 50):
         q = eqq.quantize(weights(getkey(), (n, k)), FORMATS[name].format)
@@ -350,7 +349,7 @@ def test_sharded(getkey):
 def test_random_operands_are_not_crashes(getkey):
     """XLA hands over what Python gave; a call that does not fit is an error with a sentence."""
     q = eqq.quantize(weights(getkey(), (8, 256)), "nf4")
-    layout, packed = layout_of(q.format, 256), dispatch.pack_arrays(q, as_stored=True)
+    layout, packed = layout_of(q.format, 256), dispatch.stored_arrays(q)
     x = weights(getkey(), (2, 256))
     run = lambda x, packed, layout: cpu.matmul(x, packed, layout, transpose=False, precision="default")
     for wrong, why in (
@@ -364,7 +363,7 @@ def test_random_operands_are_not_crashes(getkey):
         ((x, packed, layout._replace(bits=9)), "1 to 8 bits"),
         ((x, packed, layout._replace(bits=3, table=layout.table[:8])), "bytes"),
         ((x, packed, layout._replace(nested=layout)), "codes of scales|blocks"),
-        ((x, packed._replace(scale=Packed(packed.scale.astype(jnp.uint8), packed.scale)), layout), "codes of scales"),
+        ((x, packed._replace(scale_codes=packed.scale.astype(jnp.uint8)), layout), "codes of scales"),
         ((x, packed._replace(offset=packed.scale[:, :2]), layout), "offsets"),
         ((x, packed, layout._replace(table=layout.table[:5])), "a value for each code"),
         ((x.astype(jnp.float8_e4m3fn), packed, layout), "float32, bfloat16 or float16"),

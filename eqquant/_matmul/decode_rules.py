@@ -37,7 +37,7 @@ def _on_cpu(*args: Array, tree: Any) -> Array:
     layout = layout_of(q.format, q._length, has_plain_scales(q))
     if cpu.decodes(layout, q.dtype) is not None or q.size == 0:
         return dense_rows(q)
-    return cpu.decode(dispatch.pack_arrays(q, as_stored=True), layout, q.dtype, clip=clips(q))
+    return cpu.decode(dispatch.stored_arrays(q), layout, q.dtype, clip=clips(q))
 
 
 dequantize_p.def_abstract_eval(_abstract)

@@ -23,7 +23,7 @@ from .._formats.base import has_zero_points
 from .._numerics.scale_bits import scale_to_bits
 from . import native
 from .kernels import codes, xla, xla_cpu
-from .kernels.packed import decode_bytes, Packed
+from .kernels.packed import decode_bytes, Packed, Stored
 from .problem import has_nested_scales, MatmulProblem, nested_scale_kind, Target
 
 
@@ -40,8 +40,8 @@ def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False,
     """Returns the implementation of a kernel, which takes raw arrays. Imports its module at first use.
 
     The module has the functions `supports` and `matmul`. `matmul` takes operands of two dimensions; if `any_layout`,
-    with any number of leading batch axes, matrices by rows or by columns, zero points packed as they are stored, and
-    selections from a stack.
+    with any number of leading batch axes, matrices by rows or by columns, all arrays as they are stored, and selections
+    from a stack.
     """
 
     def supports(problem: MatmulProblem, target: Target) -> str | None:
@@ -61,10 +61,13 @@ def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False,
             **options,
             **({"by_columns": problem.by_columns} if any_layout else {}),
         )
-        weight, batch = pack_arrays(w, as_stored=any_layout), x.shape[:-2]
+        batch = x.shape[:-2]
         if math.prod(batch) == 0:
             return _xla(x, w, problem, target)
-        if not batch or any_layout:
+        if any_layout:
+            return product(x, stored_arrays(w))
+        weight = pack_arrays(w)
+        if not batch:
             return product(x, weight)
         one_batch = jtu.tree_map(lambda a: a.reshape(math.prod(batch), *a.shape[-2:]), (x, weight))
         y = jax.vmap(product)(*one_batch)
@@ -138,7 +141,7 @@ def _cpu_int8_supports(problem: MatmulProblem, target: Target) -> str | None:
 
 def _cpu_int8_product(x: Any, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target) -> Array:
     product = ft.partial(_cpu_int8_kernel().matmul, layout=problem.layout, target=target, by_columns=problem.by_columns)
-    weight = pack_arrays(w, as_stored=True)
+    weight = stored_arrays(w)
     if isinstance(x, AbstractRows) and x.format in _ROWS_INSIDE:
         given = {"x_scale": x.scale, "x_zero": x.zero_point} if isinstance(x, StaticRows) else {}
         return product(x.rows, weight, affine=has_zero_points(x.format), **given)
@@ -340,27 +343,36 @@ def why_decoded(problem: MatmulProblem, target: Target, name: str) -> str | None
     return "too few codes share both scales"
 
 
-def pack_arrays(w: QuantizedArray | SelectedArray, *, as_stored: bool = False) -> Packed:
-    """Returns the arrays of a weight for a kernel.
+def pack_arrays(w: QuantizedArray) -> Packed:
+    """Returns the arrays of a weight for a kernel: unpacks zero points, decodes offsets and scales that are codes."""
+    scale, row_scale = _scales(w)
+    if isinstance(scale, QuantizedArray):
+        scale = scale_to_bits(scale.dequantize(), "float32")
+    return Packed(w.codes, scale, row_scale, w.zero_point, w.offset)
 
-    Unpacks zero points, and decodes offsets and scales that are codes, unless they are wanted `as_stored`.
-    """
+
+def stored_arrays(w: QuantizedArray | SelectedArray) -> Stored:
+    """Returns the arrays of a weight for `cpu`, as they are stored. Decodes scales of scales of scales."""
     if isinstance(w, SelectedArray):
-        return pack_arrays(w.stack, as_stored=as_stored)._replace(selected=w.index)
-    scale, row_scale = w.scale_bits, None
+        return stored_arrays(w.stack)._replace(selected=w.index)
+    scale, row_scale = _scales(w)
+    stored = Stored(w.codes, w.codes, row_scale, w.zero_point_bits)
+    for name, bits in (("scale", scale), ("offset", w.offset_bits)):
+        if isinstance(bits, QuantizedArray) and has_nested_scales(w.format):
+            stored = stored._replace(**{name: bits.scale_bits, f"{name}_codes": bits.codes})
+        elif isinstance(bits, QuantizedArray):
+            stored = stored._replace(**{name: scale_to_bits(bits.dequantize(), "float32")})
+        else:
+            stored = stored._replace(**{name: bits})
+    return stored
+
+
+def _scales(w: QuantizedArray) -> tuple[Any, Float32[Array, "*batch n 1"] | None]:
+    """Returns the scales of a weight, and what multiplies those of a row if they are small floats."""
+    scale = w.scale_bits
     if isinstance(scale, QuantizedArray) and nested_scale_kind(w.format, w._length) is not None:
-        scale, row_scale = scale.codes, scale.scale
-    nested = as_stored and has_nested_scales(w.format)
-    zero_point = w.zero_point_bits if as_stored else w.zero_point
-    offset = _scales(w.offset_bits, nested) if as_stored else w.offset
-    return Packed(w.codes, _scales(scale, nested), row_scale, zero_point, offset)
-
-
-def _scales(bits: Any, nested: bool) -> Any:
-    """Returns the bits of scales or offsets, or if they are codes and wanted `nested` these and their scales."""
-    if not isinstance(bits, QuantizedArray):
-        return bits
-    return Packed(bits.codes, bits.scale_bits) if nested else scale_to_bits(bits.dequantize(), "float32")
+        return scale.codes, scale.scale
+    return scale, None
 
 
 def _precision(problem: MatmulProblem) -> str | None:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Shaped
 
 from ..._numerics.packing import widths
 from .. import native
-from .packed import Layout, Packed
+from .packed import Layout, Stored
 from .target import Target
 
 
@@ -44,7 +44,7 @@ def supports(
 
 def matmul(
     x: Float[Array, "*batch rows columns"],
-    weight: Packed,
+    weight: Stored,
     layout: Layout,
     *,
     transpose: bool,
@@ -75,14 +75,13 @@ def decodes(layout: Layout, dtype: Any) -> str | None:
     return "there is nothing to decode" if layout.length == 0 else native.refusal()
 
 
-def decode(weight: Packed, layout: Layout, dtype: Any, *, clip: bool) -> Float[Array, "*batch k"]:
+def decode(weight: Stored, layout: Layout, dtype: Any, *, clip: bool) -> Float[Array, "*batch k"]:
     """Decodes to a dense weight, for arguments that `decodes` accepts. The bits are those of XLA's operations.
 
     The weight may have a single row without an axis for it. With `clip`, clips to the finite range of `dtype`.
     """
     shape = (*weight.codes.shape[:-1], layout.length)
-    arrays = [a for a in _arrays(weight) if a is not None]
-    rows = [a.reshape(-1, a.shape[-1]) if a.ndim < 2 else a for a in arrays]
+    rows = [a.reshape(-1, a.shape[-1]) if a.ndim < 2 else a for a in _arrays(weight)]
     call = jax.ffi.ffi_call(
         native.DECODE,
         jax.ShapeDtypeStruct((*rows[0].shape[:-1], layout.length), dtype),
@@ -94,7 +93,7 @@ def decode(weight: Packed, layout: Layout, dtype: Any, *, clip: bool) -> Float[A
 def call_product(
     name: str,
     x: Shaped[Array, "*batch rows columns"],
-    weight: Packed,
+    weight: Stored,
     layout: Layout,
     outer: int,
     dtype: Any,
@@ -109,7 +108,7 @@ def call_product(
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((*x.shape[:-2], *shape), dtype), vmap_method="broadcast_all")
     y = call(
         turn(x, x_by_columns),
-        *[a for a in _arrays(weight) if a is not None],
+        *_arrays(weight),
         *more,
         **_attributes(weight, layout),
         x_transposed=x_by_columns,
@@ -119,24 +118,17 @@ def call_product(
     return turn(y, y_by_columns)
 
 
-def _arrays(weight: Packed) -> list[Array | None]:
-    """Returns the arguments of the C++ interface that hold a weight, `None` for those that it lacks."""
-    scale, scale_codes = _scales_and_codes(weight.scale)
-    offset, offset_codes = _scales_and_codes(weight.offset)
-    of_rows = (weight.row_scale, weight.zero_point)
-    return [weight.codes, scale, *of_rows, scale_codes, offset, offset_codes, weight.selected]
+def _arrays(weight: Stored) -> list[Array]:
+    """Returns the arguments of the C++ interface that hold a weight."""
+    return [a for a in weight if a is not None]
 
 
-def _scales_and_codes(scales: Any) -> tuple[Array | None, Array | None]:
-    return (scales.scale, scales.codes) if isinstance(scales, Packed) else (scales, None)
-
-
-def _attributes(weight: Packed, layout: Layout) -> dict[str, Any]:
+def _attributes(weight: Stored, layout: Layout) -> dict[str, Any]:
     """Returns the attributes of the C++ interface that describe a weight: `Told` in `native/src/ffi.cpp`."""
     nested = layout.nested
     codes = (layout.bits, layout.length, layout.block_size)
     scales = (0, 0) if nested is None else (nested.bits, nested.block_size)
-    given = [a is not None for a in _arrays(weight)[2:]]
+    given = [a is not None for a in weight[2:]]
     numbers = (*codes, _SCALES.index((nested or layout).scale), _values(layout), *scales, *given)
     return {
         "table": np.asarray(layout.table, np.float32),

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int8, UInt8
 
 from .. import native
 from .cpu import call_product, DTYPES, in_bytes
-from .packed import Layout, Packed
+from .packed import Layout, Stored
 from .target import Target
 
 
@@ -35,7 +35,7 @@ def supports(layout: Layout, m: int, n: int, dtype: Any, *, target: Target = Tar
 
 def matmul(
     x: Int8[Array, "*batch rows columns"] | UInt8[Array, "*batch rows columns"] | Float[Array, "*batch rows columns"],
-    weight: Packed,
+    weight: Stored,
     layout: Layout,
     *,
     x_scale: Float32[Array, "*batch m 1"] | None = None,

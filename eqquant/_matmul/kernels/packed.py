@@ -22,17 +22,28 @@ ScaleKind = Literal["float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "u
 
 
 class Packed(NamedTuple):
-    """The arrays of a weight of `n` rows, `(table[codes] - zero_point) * scale * row_scale + offset`.
+    """The arrays of a weight of `n` rows, `(table[codes] - zero_point) * scale * row_scale + offset`."""
 
-    For `cpu` they are as stored: zero points packed as codes are, offsets as scales are, and both codes with scales of
-    their own if `Layout.nested` says so.
+    codes: UInt8[Array, "*batch n bytes"]
+    scale: UInt[Array, "*batch n blocks"]  # the bits of scales, of the type `Layout.scale`
+    row_scale: Float32[Array, "*batch n 1"] | None = None  # multiplies the scales of a row
+    zero_point: UInt8[Array, "*batch n blocks"] | None = None
+    offset: Float32[Array, "*batch n blocks"] | None = None
+
+
+class Stored(NamedTuple):
+    """The same as stored, for `cpu`: zero points packed as codes are, and offsets stored as scales are.
+
+    With `Layout.nested` scales are `scale_codes`, with scales of their own, and offsets likewise.
     """
 
     codes: UInt8[Array, "*batch n bytes"]
-    scale: "UInt[Array, '*batch n blocks'] | Packed"  # the bits of scales, of the type `Layout.scale`
-    row_scale: Float32[Array, "*batch n 1"] | None = None  # multiplies the scales of a row
-    zero_point: UInt8[Array, "*batch n blocks"] | None = None
-    offset: "Float32[Array, '*batch n blocks'] | UInt[Array, '*batch n blocks'] | Packed | None" = None
+    scale: UInt[Array, "*batch n blocks"]
+    row_scale: Float32[Array, "*batch n 1"] | None = None
+    zero_point: UInt8[Array, "*batch n bytes_of_zero_points"] | None = None
+    scale_codes: UInt8[Array, "*batch n bytes_of_scales"] | None = None
+    offset: UInt[Array, "*batch n blocks"] | None = None
+    offset_codes: UInt8[Array, "*batch n bytes_of_scales"] | None = None
     selected: Int32[Array, "*selected"] | None = None  # then the axis in front is a stack, of which these are meant
 
 

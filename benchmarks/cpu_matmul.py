@@ -8,11 +8,13 @@ Each figure is the time relative to that of the float32 product of the same shap
 of the rounds' ratios. Cold, every call takes the next of so many copies of the weight that they fill half a GB; warm,
 the same one was used just before. The last column is the bytes of the packed weight per second, cold, beside those that
 a copy reads and writes. Every instruction set of the machine runs in a process of its own. `int8 x int4` and the like
-quantize `x` inside the time.
+quantize `x` inside the time. `--dtype bfloat16` and `--precision tensorfloat32` are those of quantized products; the
+float32 product stays what it is.
 """
 
 import argparse
 import datetime
+import functools as ft
 import itertools as it
 import json
 import os
@@ -213,9 +215,9 @@ def _torch(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
 #
 
 
-@jax.jit
-def floats(q: eqq.QuantizedArray, x: Any) -> Any:
-    return eqq.matmul(x, q.T, implementation="cpu")
+@ft.partial(jax.jit, static_argnames="precision")
+def floats(q: eqq.QuantizedArray, x: Any, precision: str | None) -> Any:
+    return eqq.matmul(x, q.T, implementation="cpu", precision=precision)
 
 
 @jax.jit
@@ -230,14 +232,14 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         w = jr.normal(jr.key(0), (n, k))
         dense = copies(w, arguments.smoke)
         for name in arguments.formats:
-            rowwise = integers if name.startswith("int8 x") else floats
-            quantized = copies(eqq.quantize(w, FORMATS[name]), arguments.smoke)
+            rowwise = integers if name.startswith("int8 x") else ft.partial(floats, precision=arguments.precision)
+            quantized = copies(eqq.quantize(w.astype(arguments.dtype), FORMATS[name]), arguments.smoke)
             for m in arguments.rows:
                 x = jr.normal(jr.key(1), (m, k))
                 column = x[0] if m == 1 else x.T  # XLA is slow at `x @ w.T`
                 variants = {
                     "float32": Variant(lambda w, x=column: dot(w, x), dense),
-                    name: Variant(lambda q, x=x, rowwise=rowwise: rowwise(q, x), quantized),
+                    name: Variant(lambda q, x=x.astype(arguments.dtype), rowwise=rowwise: rowwise(q, x), quantized),
                 }
                 if arguments.peers and name == arguments.formats[0]:
                     variants |= peers(np.array(w), np.array(x))
@@ -293,6 +295,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128])
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--sizes", nargs="+", default=["4096x4096", "4096x14336"])
+    parser.add_argument("--dtype", default="float32", help="of x and of the result")
+    parser.add_argument("--precision", help="such as tensorfloat32: products may be less exact than float32")
     parser.add_argument("--isa", nargs="+", help="instruction sets; all that this machine has unless given")
     parser.add_argument("--peers", action="store_true", help="other libraries too, where they are installed")
     parser.add_argument("--save", type=pathlib.Path, help="a file to add the results to")

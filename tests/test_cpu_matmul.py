@@ -196,6 +196,39 @@ def test_as_exact_as_float32(getkey, name, m, precision):
 
 
 @needs_native
+@pytest.mark.parametrize("precision", ["tensorfloat32", "bfloat16", jax.lax.Precision.DEFAULT, "highest"], ids=str)
+@pytest.mark.parametrize("format", ["int8", "int4", "ternary", "nf4", "fp8", "q4_k", eqq.Int4(32, symmetric=False)], ids=str)
+def test_precision(getkey, format, precision):
+    """Fewer bits of `x` only where the precision allows them, and there fewer digits, which take less time."""
+    q = eqq.quantize(weights(getkey(), (48, 1024)), format)
+    x = weights(getkey(), (40, 1024))
+    expected = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T
+    error = relative_error(eqq.matmul(x, q.T, implementation="cpu", precision=precision), expected)
+    coarse = isinstance(precision, str) and precision != "highest"
+    assert error < (1e-4 if coarse else 1e-6)
+    if coarse and format in ("int8", "int4", "ternary") and native.isa() in ("avx512vnni", "avx512vbmi", "amx"):
+        assert error > 1e-6
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["int8", "int4", "nf4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["outlier", "half", "blocks", "mean", "ordinary"])
+def test_results_of_16_bits(getkey, name, kind, dtype):
+    """Rounding `x` to 16 bits, parts of the largest number, shows in no result of 16 bits."""
+    w, x = weights(getkey(), (40, 1024)), weights(getkey(), (17, 1024))
+    if kind == "outlier":
+        w, x = w.at[:, 5].set(0), x.at[:, 5].set(3e3)
+    elif kind == "half":
+        w, x = w.at[:, ::2].set(0), x.at[:, ::2].multiply(1e3)
+    elif kind == "blocks":
+        w, x = w.at[:, 64:].set(0), x.at[:, :64].multiply(1e-2)
+    elif kind == "mean":
+        x = x + 4
+    check(x.astype(dtype), eqq.quantize(w, FORMATS[name].format))
+
+
+@needs_native
 @pytest.mark.parametrize("size", [1e-36, 1e38])
 @pytest.mark.parametrize("name", ["nf4", "int8", "mxfp4"])
 def test_tiny_and_huge_numbers(getkey, name, size):

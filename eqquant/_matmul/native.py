@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from .. import _compat
 
 
-VERSION = "0.1.8"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
+VERSION = "0.1.9"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
 MATMUL, MATMUL_INT8, DECODE = "eqquant_cpu_matmul", "eqquant_cpu_matmul_int8", "eqquant_cpu_decode"
 ENCODE, REDUCE = "eqquant_cpu_encode", "eqquant_cpu_reduce"
 

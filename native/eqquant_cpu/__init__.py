@@ -3,5 +3,5 @@
 import pathlib
 
 
-__version__ = "0.1.8"
+__version__ = "0.1.9"
 LIBRARY = pathlib.Path(__file__).parent / "kernels.lib"

@@ -70,7 +70,7 @@ EQQ_INLINE int64_t x_of(const Detail& d, int64_t batch, int64_t panel, int64_t p
 bool takes(const Problem* problem) {
   const Problem& p = *problem;
   if (p.transpose || p.k <= 0 || p.m < kFewest || (p.m > kMany && p.n < kTall) || integer_factor(p) == 0) return false;
-  return p.blocks <= 1 || (p.block_size >= (p.m < kFewestOfMany ? 2 * kShortest : kShortest) && p.block_size % 16 == 0);
+  return p.blocks <= 1 || (p.block_size >= (p.m < kFewestOfMany && !p.coarse ? 2 * kShortest : kShortest) && p.block_size % 16 == 0);
 }
 
 // The memory of a thread.
@@ -171,11 +171,7 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   for (int64_t piece = first; batch == 0 && panel == 0 && piece < last; ++piece)
     reinterpret_cast<Place*>(shared)[piece] = place_of(p, d, piece);
   const Span span(p, batch, panel, at * kSpan);
-  int64_t digits = 0;
-  if (are_ordinary(span.magnitudes)) {
-    if (p.k >= kShort && are_near(span.magnitudes) && pack<3>(p, d, batch, panel, span, shared)) digits = 3;
-    if (digits == 0 && pack<4>(p, d, batch, panel, span, shared)) digits = 4;
-  }
+  const int64_t digits = pack_fewest(p, span, p.k < kShort, [&](auto count) { return pack<count.value>(p, d, batch, panel, span, shared); });
   for (int64_t piece = first; piece < last; ++piece)
     reinterpret_cast<Head*>(shared + head_of(d, batch, panel, piece))->digits = digits;
 }
@@ -208,7 +204,7 @@ struct Tile {
   const int32_t* zeros;
   float *sums, *totals;  // of rows: of the span so far, and of spans before
   bool begins, ends;     // whether the span does
-  const char* next;      // what is fetched meanwhile: lines of eight rows of the weight, so far apart
+  const char* next;      // what is fetched meanwhile: lines of eight rows of the weight or more, so far apart
   int64_t next_row;
   const char* next_scale;  // and scales of the next span, so far apart, so many bytes
   int64_t scale_row, next_scales;
@@ -300,16 +296,16 @@ struct Unit {
 
 template <int kX, bool kZero>
 void multiply(const Tile& a) {
-  constexpr int kHigh = tile_rows(kX);
+  constexpr int kHigh = tile_rows(kX), kFetched = kHigh < 8 ? 8 : kHigh;
   const uint8_t* w[kHigh];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int i = 0; i < kHigh; ++i) w[i] = a.w + min64(i, a.rows - 1) * a.stride;
   const uint8_t* x = a.x;
   const F power = _mm512_set1_ps(256);
   for (int64_t run = 0; run < a.place->count; ++run) {
     const int64_t groups = a.place->runs[run].groups, block = a.place->runs[run].block;
     I sums[kHigh][kX];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int i = 0; i < kHigh; ++i)
 #pragma GCC unroll 4
       for (int digit = 0; digit < kX; ++digit) {
@@ -317,11 +313,11 @@ void multiply(const Tile& a) {
         if (kZero) sums[i][digit] = _mm512_mullo_epi32(sums[i][digit], _mm512_set1_epi32(a.zeros[i * kScaleRoom + block]));
       }
     for (int64_t group = 0; group < groups; ++group, x += 64 * kX) {
-      _mm_prefetch(a.next + group % 8 * a.next_row + group / 8 * 64, _MM_HINT_T1);
+      _mm_prefetch(a.next + group % kFetched * a.next_row + group / kFetched * 64, _MM_HINT_T1);
       I xs[kX];
 #pragma GCC unroll 4
       for (int digit = 0; digit < kX; ++digit) xs[digit] = _mm512_load_si512(x + 64 * digit);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int i = 0; i < kHigh; ++i) {
         int32_t four;
         memcpy(&four, w[i] + 4 * group, 4);
@@ -331,7 +327,7 @@ void multiply(const Tile& a) {
       }
     }
     const bool begins = a.begins && run == 0;
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int i = 0; i < kHigh; ++i) {
       w[i] += 4 * groups;
       F sum = _mm512_cvtepi32_ps(sums[i][0]);
@@ -345,7 +341,7 @@ void multiply(const Tile& a) {
     for (int64_t i = 0; i < kHigh; ++i) _mm_prefetch(a.next_scale + i * a.scale_row + line, _MM_HINT_T1);
   if (!a.ends) return;
   const F scale = _mm512_load_ps(a.head->scale);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int i = 0; i < kHigh; ++i)
     _mm512_store_ps(a.totals + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(a.sums + 16 * i), scale, _mm512_load_ps(a.totals + 16 * i)));
 }
@@ -403,7 +399,9 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
       a.next = u.after(piece);
       a.next_row = j == 0 ? p.words : 0;
       u.scales_after(piece, &a);
-      a.head->digits == 3 ? multiply_rows<3>(p, a, count) : multiply_rows<4>(p, a, count);
+      a.head->digits == 2   ? multiply_rows<2>(p, a, count)
+      : a.head->digits == 3 ? multiply_rows<3>(p, a, count)
+                            : multiply_rows<4>(p, a, count);
     }
   }
   for (int64_t j = 0; j < panels; ++j) {

@@ -138,7 +138,7 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
 // Arguments: x, codes, scale, and then those that `told` announces.
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table, Numbers told,
-                  bool transpose, bool x_transposed, bool y_transposed) {
+                  bool transpose, bool coarse, bool x_transposed, bool y_transposed) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
@@ -150,6 +150,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
   if (y->element_type() != x.element_type()) return bad("the result must have the type of x");
   p.transpose = transpose;
+  p.coarse = coarse;
   p.m = x_transposed ? xs.columns : xs.rows;
   const int64_t inner = transpose ? p.n : p.k, outer = transpose ? p.k : p.n;
   if (xs.batch != p.batch || ys.batch != p.batch) return bad("batches differ");
@@ -349,6 +350,7 @@ auto bind_weight(Binding&& binding) {
 EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul(XLA_FFI_CallFrame* call_frame) {
   static auto* handler = bind_weight(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>())
                              .Attr<bool>("transpose")
+                             .Attr<bool>("coarse")
                              .Attr<bool>("x_transposed")
                              .Attr<bool>("y_transposed")
                              .To(matmul)

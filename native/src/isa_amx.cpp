@@ -42,7 +42,7 @@ enum Kind {
 };
 
 struct Detail {
-  int64_t kind, w_digits, x_digits;  // these at least
+  int64_t kind, w_digits;
   int64_t rows, chunks;        // of the weight in a unit, and units that they make
   int64_t panels, row_blocks;  // of x, and how many units they make
   int64_t parts;               // chunks of a row of codes
@@ -131,11 +131,8 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const
 
 void pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first, char* shared) {
   const Span span(p, batch, panel, first);
-  int64_t digits = 0;
-  if (are_ordinary(span.magnitudes)) {
-    if (d.x_digits == 3 && are_near(span.magnitudes) && pack<3>(p, d, batch, panel, span, shared)) digits = 3;
-    if (digits == 0 && pack<4>(p, d, batch, panel, span, shared)) digits = 4;
-  }
+  const bool short_rows = d.w_digits > 1 && p.k < kShort;
+  const int64_t digits = pack_fewest(p, span, short_rows, [&](auto count) { return pack<count.value>(p, d, batch, panel, span, shared); });
   reinterpret_cast<Head*>(shared + head_of(d, batch, panel, first / kSpan))->digits = digits;
 }
 
@@ -311,8 +308,8 @@ uint32_t decode_floats(const Problem& p, const Codes& a) {
 // Products
 //
 
-// Digits of the weight and of x whose products count: those with the sum of their orders at most this.
-constexpr int last_order(int w, int x) { return (w > x ? w : x) - 1; }
+// Digits of the weight and of x whose products count: those with the sum of their orders at most this, that of the last of x.
+constexpr int last_order(int x) { return x - 1; }
 
 // Tiles 0 to 3 are results, by their order; then there are three of the weight and one of x.
 template <int kOrder, int kDigit>
@@ -335,13 +332,13 @@ EQQ_INLINE void multiply() {
 template <int kW, int kX, int kDigit>
 EQQ_INLINE void multiply_digit(const uint8_t* w, int64_t w_row, const uint8_t* x) {
   if constexpr (kDigit < kX) {
-    constexpr int kLast = last_order(kW, kX);
+    constexpr int kLast = last_order(kX);
     _tile_loadd(7, x + kDigit * kTile, 64);
     if constexpr (kDigit == 0) _tile_loadd(4, w, w_row);
     multiply<kDigit, 0>();
     if constexpr (kDigit == 0 && kW > 1) _tile_loadd(5, w + kTile, w_row);
     if constexpr (kW > 1 && kDigit + 1 <= kLast) multiply<kDigit + 1, 1>();
-    if constexpr (kDigit == 0 && kW > 2) _tile_loadd(6, w + 2 * kTile, w_row);
+    if constexpr (kDigit == 0 && kW > 2 && kLast >= 2) _tile_loadd(6, w + 2 * kTile, w_row);
     if constexpr (kW > 2 && kDigit + 2 <= kLast) multiply<kDigit + 2, 2>();
   }
 }
@@ -428,13 +425,18 @@ EQQ_INLINE void finish_rows(const Pending& a, int64_t rows) {
   }
 }
 
+template <bool kZeros>
+EQQ_INLINE void finish_rows_of(const Pending& a, int64_t rows) {
+  a.orders == 2 ? finish_rows<2, kZeros>(a, rows) : a.orders == 3 ? finish_rows<3, kZeros>(a, rows) : finish_rows<4, kZeros>(a, rows);
+}
+
 EQQ_INLINE void finish_some(const Problem& p, Pending& a, int64_t rows) {
   if (a.done == kRows) return;
   settle(a.results);
   if (a.zeros) {
-    a.orders == 3 ? finish_rows<3, true>(a, rows) : finish_rows<4, true>(a, rows);
+    finish_rows_of<true>(a, rows);
   } else {
-    a.orders == 3 ? finish_rows<3, false>(a, rows) : finish_rows<4, false>(a, rows);
+    finish_rows_of<false>(a, rows);
   }
   a.done += rows;
   if (a.done == kRows && a.last) write_results(p, a.at, a.rows, a.lanes, a.sums);
@@ -447,7 +449,7 @@ void finish(const Problem& p, Pending& a) {
 // Some steps. The results before are finished meanwhile.
 template <int kW, int kX>
 void multiply_piece(const Problem& p, const Piece& a, Next& next, Pending& before) {
-  constexpr int kOrders = last_order(kW, kX) + 1;
+  constexpr int kOrders = last_order(kX) + 1;
   if (a.first) begin_results<kOrders>(*a.sums);
   const uint8_t *w = a.w, *x = a.x;
   for (int64_t step = 0; step < a.steps; ++step, w += a.w_next, x += kX * kTile) {
@@ -467,16 +469,12 @@ void multiply_piece(const Problem& p, const Piece& a, Next& next, Pending& befor
 using Multiply = void (*)(const Problem& p, const Piece& a, Next& next, Pending& before);
 
 Multiply multiply_of(int64_t w_digits, int64_t x_digits) {
-  if (w_digits == 1) return x_digits == 3 ? multiply_piece<1, 3> : multiply_piece<1, 4>;
-  return x_digits == 3 ? multiply_piece<kDigits, 3> : multiply_piece<kDigits, 4>;
+  if (w_digits == 1) return x_digits == 2 ? multiply_piece<1, 2> : x_digits == 3 ? multiply_piece<1, 3> : multiply_piece<1, 4>;
+  return x_digits == 2 ? multiply_piece<kDigits, 2> : x_digits == 3 ? multiply_piece<kDigits, 3> : multiply_piece<kDigits, 4>;
 }
 
-// What a product of the lowest digits stands for, if their order is the last.
-float lowest_power(int64_t w_digits, int64_t x_digits) {
-  float power = 1;
-  for (int64_t i = last_order(static_cast<int>(w_digits), static_cast<int>(x_digits)); i < w_digits + x_digits - 2; ++i) power *= 256;
-  return power;
-}
+// What the lowest of these products stands for.
+float lowest_power(int64_t w_digits) { return w_digits == 1 ? 1 : 65536; }
 
 //
 // Problems
@@ -511,7 +509,6 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   const bool integers = p.blocks <= 1 && integer_factor(p) > 0;
   d.kind = integers ? (p.bits == 8 ? kDirect : kPlain) : p.bits < 8 ? kScaled : p.blocks <= 1 && p.zero_point == nullptr ? kLookUp : kFloats;
   d.w_digits = integers ? 1 : kDigits;
-  d.x_digits = !integers && p.k < kShort ? 4 : 3;
   d.panels = div_up(p.m, kRows);
   d.row_blocks = div_up(d.panels, kUnitPanels);
   d.parts = div_up(p.k, kSpan);
@@ -831,10 +828,10 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
             const int64_t m = kRows * (panel + j), n = kRows * tile;
             pending.done = 0;
             pending.results = a.results;
-            pending.orders = last_order(static_cast<int>(d.w_digits), static_cast<int>(head->digits)) + 1;
+            pending.orders = last_order(static_cast<int>(head->digits)) + 1;
             pending.x_scale = head->scale;
             pending.x_sums = a.sums;
-            _mm512_storeu_ps(pending.factor, _mm512_mul_ps(u.factor, _mm512_set1_ps(lowest_power(d.w_digits, head->digits))));
+            _mm512_storeu_ps(pending.factor, _mm512_mul_ps(u.factor, _mm512_set1_ps(lowest_power(d.w_digits))));
             _mm512_storeu_si512(pending.zero, u.zero);
             pending.zeros = d.w_digits == 1 && p.zero_point != nullptr;
             pending.sums = sums + ((tile - group) * panels + j) * 256;

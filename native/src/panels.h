@@ -1,11 +1,11 @@
-// Panels: 16 rows of x as integers of 24 or 31 bits, whose bytes, digits, are multiplied by bytes of the weight.
+// Panels: 16 rows of x as integers of 16, 24 or 31 bits, whose bytes, digits, are multiplied by bytes of the weight.
 //
 // The integers are parts of the largest of 1024 numbers of a row. Products of digits are exact, and so are their sums. This is
 // Ozaki's scheme (https://arxiv.org/abs/2306.11975).
 //
-// What is much smaller than the largest keeps few bits. So x is looked at while it is packed. Where a number stands out of 1024,
-// these have a fourth digit; where that is too little for many, or one is not finite, very large or very small, another kernel
-// multiplies the panel.
+// What is much smaller than the largest keeps few bits. So x is looked at while it is packed. Two digits are tried if the problem
+// is coarse, and three otherwise. Where a number stands out of 1024, these have one more; where four are too little for many, or one
+// is not finite, very large or very small, another kernel multiplies the panel.
 #ifndef EQQUANT_PANELS_H_
 #define EQQUANT_PANELS_H_
 
@@ -25,7 +25,10 @@ constexpr int64_t kUnitPanels = 16;  // in a unit, at most
 constexpr float kRangeOfX = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
 
 // The largest integer of so many digits, with room for rounding.
-constexpr float largest_of(int64_t digits) { return digits == 3 ? 8355000 : 2139000000; }
+constexpr float largest_of(int64_t digits) { return digits == 2 ? 32600 : digits == 3 ? 8355000 : 2139000000; }
+
+// Integers of less than this keep few bits.
+constexpr int smallest_of(int64_t digits) { return digits == 2 ? 1 << 7 : 1 << 16; }
 
 // Numbers `k` to `k + 15`, of which `real` are, of 16 rows from `at` on: a vector of rows for each number.
 void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
@@ -101,11 +104,11 @@ bool are_ordinary(const Magnitudes& all) {
                   _mm512_cmp_ps_mask(most, _mm512_set1_ps(kRangeOfX), _CMP_LE_OQ));
 }
 
-// Whether the largest is not many times the root of the mean square, of which errors are to be a small part.
-bool are_near(const Magnitudes& all) {
+// Whether the largest is at most so many times the root of the mean square, of which errors are to be a small part.
+bool are_near(const Magnitudes& all, float times) {
   const F most = _mm512_castsi512_ps(all.most), mean = _mm512_div_ps(all.squares, _mm512_cvtepi32_ps(all.count));
   const __mmask16 some = _mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-  return _mm512_mask_cmp_ps_mask(some, most, _mm512_mul_ps(_mm512_sqrt_ps(mean), _mm512_set1_ps(8)), _CMP_NLE_UQ) == 0;
+  return _mm512_mask_cmp_ps_mask(some, most, _mm512_mul_ps(_mm512_sqrt_ps(mean), _mm512_set1_ps(times)), _CMP_NLE_UQ) == 0;
 }
 
 // What numbers `first` to `first + count` of the rows of a panel that begin at element `at` become.
@@ -146,7 +149,7 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         const I number = _mm512_cvtps_epi32(_mm512_mul_ps(values[4 * j + i], inverse));
-        const __mmask16 small = _mm512_cmplt_epu32_mask(_mm512_abs_epi32(number), _mm512_set1_epi32(1 << 16));
+        const __mmask16 small = _mm512_cmplt_epu32_mask(_mm512_abs_epi32(number), _mm512_set1_epi32(smallest_of(kX)));
         tiny = _mm512_mask_add_epi32(tiny, small & _mm512_cmp_ps_mask(values[4 * j + i], _mm512_setzero_ps(), _CMP_NEQ_OQ), tiny, _mm512_set1_epi32(1));
         digits[i] = digits_apart(number);
       }
@@ -172,6 +175,21 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
   // What is much smaller than the largest keeps few bits. Where that is so of many, or of a block, they may be all that a row of
   // the weight takes.
   return (lost | _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(span.magnitudes.count, 3))) == 0;
+}
+
+template <int kX>
+struct Count {
+  static constexpr int value = kX;
+};
+
+// Packs a span by `pack(Count<digits>)`, which tells whether so many are enough. Returns how many are, or 0 if its numbers must not
+// be digits.
+template <class Pack>
+int64_t pack_fewest(const Problem& p, const Span& span, bool short_rows, const Pack& pack) {
+  if (!are_ordinary(span.magnitudes)) return 0;
+  if (p.coarse && are_near(span.magnitudes, 16) && pack(Count<2>())) return 2;
+  if ((p.coarse || !short_rows) && are_near(span.magnitudes, 8) && pack(Count<3>())) return 3;
+  return pack(Count<4>()) ? 4 : 0;
 }
 
 // What a unit multiplies: rows of the weight, and panels.

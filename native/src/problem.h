@@ -85,6 +85,7 @@ typedef struct Problem {
   int32_t x_type;      // FloatType
   int32_t transpose;   // 0 or 1
   int32_t clip;        // when decoding, whether results are clipped to the finite range of their type
+  int32_t coarse;      // whether 16 bits of x are enough: results have no more, or the caller wants no more
 } Problem;
 
 // Unpacks the zero points of blocks `first` to `last` of a row.

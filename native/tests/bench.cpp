@@ -1,7 +1,7 @@
 // Times of single products in one thread, without XLA: what a kernel reaches while it is being written. The figures
 // that count are those of `benchmarks/cpu_matmul.py`.
 //
-//   bench [rounds] [isa]
+//   bench [rounds] [isa] [coarse]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -35,8 +35,9 @@ struct Data {
   std::vector<float> table, x, y;
 };
 
-Problem problem_of(const Case& c, int64_t n, int64_t k, int64_t m, Data& data) {
+Problem problem_of(const Case& c, int64_t n, int64_t k, int64_t m, bool coarse, Data& data) {
   Problem p = {};
+  p.coarse = coarse;
   p.transpose = m < 0;
   p.m = m < 0 ? -m : m;
   p.batch = 1;
@@ -83,6 +84,7 @@ void print_heading(const Isa& isa, const char* what, const std::vector<int64_t>&
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 5;
   const char* only = argc > 2 ? argv[2] : nullptr;
+  const bool coarse = argc > 3;
   const Case cases[] = {{"nf4", 4, 0, kScaleFloat32, 64},   {"mxfp4", 4, 0, kScaleE8M0, 32},
                         {"nvfp4", 4, 0, kScaleE4M3, 16},    {"q4_0", 4, 0, kScaleFloat16, 32},
                         {"int2", 2, 0, kScaleFloat32, 64},  {"ternary", 2, 0, kScaleFloat32, 0},
@@ -109,7 +111,7 @@ int main(int argc, char** argv) {
     for (const Case& c : cases) {
       printf("%-10s", c.name);
       for (int64_t m : rows) {
-        const Problem p = problem_of(c, n, k, m, data);
+        const Problem p = problem_of(c, n, k, m, coarse, data);
         print_best(rounds, p, [&] { return run_problem(isa, p, pool, 1); });
       }
       printf("\n");
@@ -120,7 +122,7 @@ int main(int argc, char** argv) {
       printf("%-10s", c.name);
       for (int64_t m : few) {
         Int8Problem q = {};
-        q.p = problem_of(c, n, k, m, data);
+        q.p = problem_of(c, n, k, m, coarse, data);
         for (int j = 0; j < 256; ++j) whole[j] = static_cast<float>(j - (1 << (c.bits - 1)));
         q.p.table = whole.data();
         print_best(rounds, q.p, [&] { return run_int8(isa, q, pool, 1); });

@@ -54,15 +54,18 @@ def matmul(
 ) -> Float[Array, "*batch results of_results"]:
     """Computes the product, for operands that `supports` accepts.
 
-    Products are as exact as XLA's own in float32, whatever the precision.
+    Products are as exact as XLA's own in float32. With results of 16 bits, or with precision "fastest", the kernel may
+    round `x` to 16 bits.
     `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
     so that the transposes of its caller cancel.
     """
-    del precision, target
+    del target
     outer, dtype = layout.length if transpose else weight.codes.shape[-2], x.dtype
+    coarse = dtype.itemsize < 4 or precision == "fastest"
     if layout.offsets:
         x = x.astype(jnp.float32)  # the sum of two products is rounded once
-    y = call_product(native.MATMUL, x, weight, layout, outer, x.dtype, by_columns, transpose=transpose)
+    options = {"transpose": transpose, "coarse": coarse}
+    y = call_product(native.MATMUL, x, weight, layout, outer, x.dtype, by_columns, **options)
     return y.astype(dtype)
 
 

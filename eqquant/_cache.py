@@ -96,8 +96,8 @@ class QuantizedCache(eqx.Module):
             raise TypeError(
                 f"`dtype` must be of floats. Got {jnp.dtype(dtype)}. `keys` and `values` say what is stored."
             )
-        of_keys = None if keys is None else as_format(keys)
-        of_values = of_keys if values is None else as_format(values)
+        of_keys = None if keys is None else as_format(keys, "keys")
+        of_values = of_keys if values is None else as_format(values, "values")
         if window is not None and not _is_whole(window):
             raise TypeError(f"`window` must be a whole number. Got {window!r}.")
         if per_channel:

@@ -10,6 +10,12 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable)
 
 
+def a_type(x: Any) -> str:
+    """Returns the name of the type of `x` with its article: a list, an Array."""
+    name = type(x).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns "Did you mean ...?" with the nearest known name, or an empty string if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)

@@ -173,6 +173,8 @@ def test_explains(getkey):
     assert found.types == "int8 x int8, sums in int32"
     assert found.implementation == ("xla" if native.refusal() or native.isa() == "generic" else "cpu_int8")
     assert "Int8() x Int8()" in str(found).replace("\n", " ")
+    across = eqq.quantize(weights(getkey(), (4, 64)), "int8", axis=0)
+    assert "both must have blocks along the sum" in str(eqq.explain_matmul(across, w.array.T).verdicts)
     with pytest.raises(ValueError, match="it multiplies codes with codes, and one operand is in float"):
         eqq.matmul(jnp.ones((4, 64)), w.array.T, implementation="cpu_int8")
     with pytest.raises(ValueError, match="eight-bit integers with one scale"):
@@ -351,7 +353,8 @@ def test_a_model_that_is_quantized_already(getkey, model):
     assert isinstance(rotated.layers[0].weight.array, eqq.ActivationQuantizedArray)
     for tree_, options, message in (
         (model, {}, r"Got none to take them \(layers.0.weight: not quantized.*Give a format"),
-        (q["mlp"], {}, "layers.0.weight.array: part of a ActivationQuantizedArray"),
+        (q["mlp"], {}, r"layers.0.weight.array: part of an ActivationQuantizedArray.*QuantizedArray\(w.array, \"fp8\""),
+        (eqq.loraify(codes["mlp"], key=getkey()), {}, "part of a LoraArray.*before they are wrapped"),
         (codes["table"], {}, "weights that products use. Got none among weight .*looked up"),
         (codes, {"method": eqq.MSE()}, "`method` is for arrays in float.*Leave it out"),
         (codes, {"simulate": True}, "`simulate` is for arrays in float"),

@@ -76,10 +76,16 @@ def test_offsets(getkey, format, m):
     check(x, q)
     check(z, q, transpose=True)
     check(x.astype("bfloat16"), q)
+    # An infinity has the sign of its weight, though codes and offsets apart may have both.
+    dense = np.asarray(q.dequantize(), np.float64)
+    y = eqq.matmul(x.at[1, :, 5].set(jnp.inf), q.mT, implementation="cpu")[1]
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(y, np.broadcast_to(np.inf * dense[1, :, 5], y.shape))
+        y = eqq.matmul(z.at[1, 0, 3].set(jnp.inf), q, implementation="cpu")[1, 0]
+        np.testing.assert_array_equal(y, np.inf * dense[1, 3])
     picked = jax.jit(lambda q, n: (x[0] @ eqq.select(q, n).T, z[0] @ eqq.select(q, n)))(q, 2)
-    dense = np.asarray(q.dequantize(), np.float64)[2]
-    assert relative_error(picked[0], np.asarray(x[0], np.float64) @ dense.T) < 1e-6
-    assert relative_error(picked[1], np.asarray(z[0], np.float64) @ dense) < 1e-6
+    assert relative_error(picked[0], np.asarray(x[0], np.float64) @ dense[2].T) < 1e-6
+    assert relative_error(picked[1], np.asarray(z[0], np.float64) @ dense[2]) < 1e-6
 
 
 @needs_native
@@ -211,9 +217,17 @@ def test_precision(getkey, name, precision):
 
 
 @needs_native
+def test_a_last_row_alone(getkey):
+    """Many rows are multiplied in parts, and no part is a few rows, which another kernel would add in another order."""
+    q, x = eqq.quantize(weights(getkey(), (130, 520)), "nf4"), weights(getkey(), (513, 520))
+    many = eqq.matmul(jnp.concatenate([x, x]), q.T, implementation="cpu")
+    assert (many[:513] == eqq.matmul(x, q.T, implementation="cpu")).all() and (many[513:] == many[:513]).all()
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4", "mxfp4"])
-@pytest.mark.parametrize("kind", ["outlier", "half", "blocks", "mean", "ordinary"])
+@pytest.mark.parametrize("kind", ["outlier", "half", "tenth", "blocks", "mean", "ordinary"])
 def test_results_of_16_bits(getkey, name, kind, dtype):
     """Rounding `x` to 16 bits, parts of the largest number, shows in no result of 16 bits."""
     w, x = weights(getkey(), (40, 1024)), weights(getkey(), (17, 1024))
@@ -221,6 +235,9 @@ def test_results_of_16_bits(getkey, name, kind, dtype):
         w, x = w.at[:, 5].set(0), x.at[:, 5].set(3e3)
     elif kind == "half":
         w, x = w.at[:, ::2].set(0), x.at[:, ::2].multiply(1e3)
+    elif kind == "tenth":
+        small = np.arange(1024) % 10 == 0
+        w, x = w.at[:, ~small].set(0), x.at[:, small].multiply(1e-3)
     elif kind == "blocks":
         w, x = w.at[:, 64:].set(0), x.at[:, :64].multiply(1e-2)
     elif kind == "mean":
@@ -349,19 +366,20 @@ def test_threads_at_once(getkey, seconds):
 @needs_native
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_use():
-    """The kernels own no threads and no locks, so a fork leaves nothing behind. (JAX does not run in a child.)"""
+    """The kernels own no threads and no locks: a child runs what its parent compiled, though JAX warns of it."""
     code = """
 import os, warnings
 import jax, jax.numpy as jnp, numpy as np, eqquant as eqq
 
 q, x = eqq.quantize(jax.random.normal(jax.random.key(0), (300, 512)), "nf4"), jnp.ones((40, 512))
-expected = np.asarray(eqq.matmul(x, q.T, implementation="cpu"))
+f = jax.jit(lambda x, q: eqq.matmul(x, q.T, implementation="cpu"))
+expected = np.asarray(f(x, q))
 warnings.simplefilter("ignore")
 for _ in range(3):
     child = os.fork()
     if child == 0:
-        os._exit(7)
-    assert (np.asarray(eqq.matmul(x, q.T, implementation="cpu")) == expected).all()
+        os._exit(7 if (np.asarray(f(x, q)) == expected).all() else 8)
+    assert (np.asarray(f(x, q)) == expected).all()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -469,6 +487,13 @@ def falls_back(why):
 def test_not_installed(fresh):
     fresh.setitem(sys.modules, "eqquant_cpu", None)
     falls_back("native kernels are not installed")
+
+
+def test_a_package_that_fails(fresh, tmp_path):
+    (tmp_path / "eqquant_cpu.py").write_text("raise RuntimeError('built for another system')")
+    fresh.delitem(sys.modules, "eqquant_cpu", raising=False)
+    fresh.syspath_prepend(tmp_path)
+    falls_back("fails when it is imported (built for another system)")
 
 
 def test_a_library_that_does_not_load(fresh, tmp_path):

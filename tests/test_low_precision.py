@@ -381,7 +381,11 @@ def test_bad_input():
         eqq.ActivationQuantizedArray(eqq.low_precision(model).head.weight, "int8")
     with pytest.raises(TypeError, match="low precision already"):
         eqq.low_precision(eqq.low_precision(model), where=lambda m: m.head.weight.array)
-    with pytest.raises(ValueError, match="int9"):
+    with pytest.raises(ValueError, match="part of an ActivationQuantizedArray, whose products round already"):
+        eqq.low_precision(eqq.quantize_tree(model, "int8", activations="int8"))
+    with pytest.raises(ValueError, match="`forward` must be one of .*int9"):
         eqq.low_precision(model, "int9")
+    with pytest.raises(ValueError, match="`gradient` must be one of .*int9"):
+        eqq.low_precision(model, gradient="int9")
     with pytest.raises(ValueError, match="axes of equal length"):
         eqq.low_precision(model).head.weight @ jnp.ones(7)

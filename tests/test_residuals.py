@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -132,5 +133,9 @@ def test_with_quantized_weights(getkey):
 
 
 def test_bad_format():
+    with pytest.raises((TypeError, jaxtyping.TypeCheckError), match="Got 'int8'|'fun'"):
+        eqq.checkpoint_quantized("int8")
+    with pytest.raises((TypeError, jaxtyping.TypeCheckError), match="Got 'dots'|'policy'"):
+        eqq.checkpoint_quantized(lambda x: x, policy="dots")
     with pytest.raises(ValueError, match="int9"):
         eqq.checkpoint_quantized(jnp.sin, "int9")

@@ -15,6 +15,7 @@ import wadler_lindig as wl
 from jaxtyping import Array, Float, Float32, UInt8, UInt32
 
 from .. import _compat
+from .._errors import a_type
 from .._formats.base import AbstractFormat, as_format, has_one_scale, has_zero_points, spans_rows
 from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
@@ -136,11 +137,11 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         self.activations = as_format(activations, "activations")
         if not isinstance(array, AbstractArrayValue):
             raise TypeError(
-                f"`array` must be a quantized weight. Got a {type(array).__name__}. Quantize it: `eqq.quantize(w)`."
+                f"`array` must be a quantized weight. Got {a_type(array)}. Quantize it: `eqq.quantize(w, 'int8')`."
             )
         if isinstance(array, AbstractWrappedArray):
             raise TypeError(
-                f"`array` must be a weight whose products are not changed yet. Got a {type(array).__name__}. Quantize "
+                f"`array` must be a weight whose products are not changed yet. Got {a_type(array)}. Quantize "
                 "the weight within: `eqq.quantize(w.dequantize())`."
             )
         static = scale is not None

@@ -68,8 +68,8 @@ class LowPrecisionArray(AbstractWrappedArray):
         largest: Float[Array, "*stack 3"] | None = None,
     ) -> None:
         self.array = array
-        self.forward = as_format(forward)
-        self.gradient = as_format(gradient)
+        self.forward = as_format(forward, "forward")
+        self.gradient = as_format(gradient, "gradient")
         self.stochastic = stochastic
         self.largest = largest
 

@@ -281,7 +281,7 @@ def as_format(format: AbstractFormat | str, argument: str = "format") -> Abstrac
         name = format.__name__
         raise TypeError(f"`{argument}` must be an instance. Got the class {name}. Write `{name}()`.")
     if not isinstance(format, str):
-        raise TypeError(f"`{argument}` must be a format or the name of one. Got {format!r}. For instance `eqq.NF4()`.")
+        raise TypeError(f"`{argument}` must be a format or the name of one. Got {format!r}. For instance 'int8'.")
     cls = _FORMATS.get(format.lower())
     if cls is None:
         remedy = _REMEDIES.get(format.lower().replace("-", "").replace("_", "")) or did_you_mean(

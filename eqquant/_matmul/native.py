@@ -23,7 +23,7 @@ VERSION = "0.1.9"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
 MATMUL, MATMUL_INT8, DECODE = "eqquant_cpu_matmul", "eqquant_cpu_matmul_int8", "eqquant_cpu_decode"
 ENCODE, REDUCE = "eqquant_cpu_encode", "eqquant_cpu_reduce"
 
-_INSTALL = f"install `eqquant-cpu=={VERSION}`, or build it with `pip install ./native`"
+_INSTALL = f"build `eqquant-cpu` {VERSION} by `pip install ./native` in a clone of the repository"
 
 
 @ft.cache
@@ -31,11 +31,13 @@ def refusal() -> str | None:
     """Returns why this process has no native kernels, with the remedy, or `None` if it has them."""
     try:
         import eqquant_cpu  # pyright: ignore[reportMissingImports]
-    except ImportError:
+    except ModuleNotFoundError:
         return f"native kernels are not installed: {_INSTALL}"
+    except Exception as error:  # whatever fails, `xla` takes the product
+        return f"the package `eqquant-cpu` fails when it is imported ({_line(error)}): {_INSTALL}"
     try:
         return _register(eqquant_cpu.LIBRARY)
-    except Exception as error:  # if the library fails for any reason, `xla` takes the product
+    except Exception as error:
         return f"the library of `eqquant-cpu` does not load ({_line(error)}): {_INSTALL}"
 
 

@@ -24,6 +24,7 @@ from .._array.requantize import requantize_like
 from .._array.simulated import SimulatedArray
 from .._array.value import AbstractArrayValue, as_permutation, multiply
 from .._array.wrapped import AbstractWrappedArray
+from .._errors import a_type
 from .._mesh import full_spec, place
 from .._methods import AbstractMethod
 from .._tree.leaves import identity, is_mapped, Leaf, named_leaves, some
@@ -292,7 +293,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "its products run in low precision: call `loraify` first, and `low_precision` then"
     whole = is_mapped(leaf) or isinstance(leaf.parent, AbstractWrappedArray)
     if isinstance(leaf.parent, AbstractArrayValue) and not whole:
-        return f"part of a {type(leaf.parent).__name__}"
+        return f"part of {a_type(leaf.parent)}"
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason
     return "it has one dimension" if leaf.value.ndim < 2 else None

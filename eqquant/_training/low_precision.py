@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized
 from .._array.low_precision import LowPrecisionArray
+from .._array.simulated import SimulatedArray
+from .._errors import a_type
 from .._formats import FP8
 from .._formats.base import AbstractFormat, as_format, has_offsets, has_one_scale, has_zero_points
 from .._mesh import follow
@@ -85,10 +88,10 @@ def low_precision(
     not floating point, has fewer than two dimensions, belongs to a convolution, or multiplies otherwise already. The
     message names the leaf.
     """
-    forward = as_format(forward)
-    gradient = _fitting(forward) if gradient is None else as_format(gradient)
+    forward = as_format(forward, "forward")
+    gradient = _fitting(forward) if gradient is None else as_format(gradient, "gradient")
     selections = select_leaves(
-        model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights of two or more dimensions"
+        model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights of matmuls"
     )
     if all(reason is not None for _, reason in selections):
         raise ValueError(
@@ -130,6 +133,8 @@ def _check_delayed(*formats: AbstractFormat) -> None:
 def _ineligible_reason(leaf: Leaf) -> str | None:
     if isinstance(leaf.parent, LowPrecisionArray):
         return "its products run in low precision already: `dequantize_tree` first"
+    if isinstance(leaf.parent, (ActivationQuantizedArray, SimulatedArray)):
+        return f"part of {a_type(leaf.parent)}, whose products round already: `dequantize_tree` first"
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason
     if convolved_axes(leaf) is not None:
@@ -140,7 +145,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
 def _skip_reason(leaf: Leaf) -> str | None:
     if isinstance(leaf.parent, LoraArray):
         is_base = key_name(leaf.keys[-1]) == "base" and leaf.parent.in_ndim == 1
-        return None if is_base else f"part of a {type(leaf.parent).__name__}"
+        return None if is_base else f"part of {a_type(leaf.parent)}"
     if is_embedding(leaf):
         return "an embedding, which is looked up"
     return default_skip_reason(leaf)

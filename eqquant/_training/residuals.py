@@ -68,8 +68,19 @@ def checkpoint_quantized(
 
     A function of the same arguments and results. It works under `jit`, `vmap`, `scan` and `shard_map`, and in forward
     mode. It has first derivatives: a second one treats what was saved as constant.
+
+    **Raises:**
+
+    `TypeError` if `fun` or `policy` is not a function; `ValueError` if the name of the format is unknown.
     """
     format = as_format(format)
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function. Got {fun!r}. For instance `eqq.checkpoint_quantized(layer)(x)`.")
+    if policy is not None and not callable(policy):
+        raise TypeError(
+            f"`policy` must be a function, as for `jax.checkpoint`. Got {policy!r}. For instance "
+            "`jax.checkpoint_policies.dots_saveable`."
+        )
     # A lambda, since a module that holds arrays has no hash.
     saving = fun if policy is None else jax.checkpoint(lambda *args, **kwargs: fun(*args, **kwargs), policy=policy)
 

@@ -117,10 +117,18 @@ def _decide_all(
         of_inputs, note = _activations_of(leaf, activations, axes)
         decisions.append(Decision(leaf, None, axes, f"quantized, and keeps its codes{note}", None, of_inputs))
     if all(refusal is not None for _, refusal in selections):
+        parents = [type(d.leaf.parent) for d in decisions if part_reason(d.leaf) is not None]
+        remedy = (
+            'Give a format: `quantize_tree(model, "int8", activations="int8")`.'
+            if not parents
+            else "To change activations, build the wrapper anew around its `.array`: "
+            '`eqq.ActivationQuantizedArray(w.array, "fp8")`.'
+            if ActivationQuantizedArray in parents
+            else "Give weights their activations before they are wrapped, as by `loraify`."
+        )
         raise ValueError(
             "`format=None` is for a tree of quantized arrays, which get activations. Got none to take them "
-            f"({some(f'{d.leaf.path}: {d.reason}' for d in decisions if d.reason != 'not an array')}). Give a format: "
-            '`quantize_tree(model, "int8", activations="int8")`.'
+            f"({some(f'{d.leaf.path}: {d.reason}' for d in decisions if d.reason != 'not an array')}). {remedy}"
         )
     _check_products([d for d in decisions if d.axes])
     return decisions
@@ -139,7 +147,7 @@ def _check_products(decisions: Sequence[Decision]) -> None:
         raise ValueError(
             "`activations` must be for weights that products use. Got none among "
             f"{some(f'{d.leaf.path} ({d.reason})' for d in decisions)}. Leave it out. If your code multiplies by one, "
-            'wrap it: `eqq.ActivationQuantizedArray(eqq.quantize(w), "int8")`.'
+            'wrap it: `eqq.ActivationQuantizedArray(eqq.quantize(w, "int8"), "int8")`.'
         )
 
 

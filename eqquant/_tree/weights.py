@@ -11,6 +11,7 @@ import numpy as np
 
 from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
+from .._errors import a_type
 from .leaves import is_mapped, Leaf
 
 
@@ -38,7 +39,7 @@ def default_skip_reason(leaf: Leaf) -> str | None:
 def part_reason(leaf: Leaf) -> str | None:
     """Returns which array a leaf is a part of, or `None`."""
     part = isinstance(leaf.parent, AbstractArrayValue) and not is_mapped(leaf)
-    return f"part of a {type(leaf.parent).__name__}" if part else None
+    return f"part of {a_type(leaf.parent)}" if part else None
 
 
 def _added_or_scaled_by(leaf: Leaf) -> str | None:

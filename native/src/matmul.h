@@ -177,7 +177,9 @@ bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   const MatmulKernel& kernel = taking(isa.matmul, all);
   Plan plan = {};
   kernel.plan(&seen, threads, &plan);
-  const int64_t total = problem.m, step = plan.rows > 0 ? plan.rows : total, item = problem.x_type == kFloat32 ? 4 : 2;
+  // Parts of much the same size, all in whole panels: in a part of a few rows another kernel would add in another order.
+  const int64_t total = problem.m, parts = plan.rows > 0 ? (total + plan.rows - 1) / plan.rows : 1;
+  const int64_t step = ((total + parts - 1) / parts + 15) / 16 * 16, item = problem.x_type == kFloat32 ? 4 : 2;
   for (int64_t first = 0; first < total; first += step) {
     problem.m = total - first < step ? total - first : step;
     if (!run_kernel(slabs, isa, kernel, problem, pool, threads)) return false;

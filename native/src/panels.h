@@ -27,8 +27,9 @@ constexpr float kRangeOfX = 0x1p64f;  // magnitudes that are ordinary: up to thi
 // The largest integer of so many digits, with room for rounding.
 constexpr float largest_of(int64_t digits) { return digits == 2 ? 32600 : digits == 3 ? 8355000 : 2139000000; }
 
-// Integers of less than this keep few bits.
-constexpr int smallest_of(int64_t digits) { return digits == 2 ? 1 << 7 : 1 << 16; }
+// Integers of less than this keep few bits; of less than the second, hardly any.
+constexpr int few_bits_of(int64_t digits) { return digits == 2 ? 1 << 7 : 1 << 16; }
+constexpr int hardly_any_of(int64_t digits) { return digits == 2 ? 1 << 5 : 1 << 12; }
 
 // Numbers `k` to `k + 15`, of which `real` are, of 16 rows from `at` on: a vector of rows for each number.
 void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
@@ -104,11 +105,11 @@ bool are_ordinary(const Magnitudes& all) {
                   _mm512_cmp_ps_mask(most, _mm512_set1_ps(kRangeOfX), _CMP_LE_OQ));
 }
 
-// Whether the largest is at most so many times the root of the mean square, of which errors are to be a small part.
-bool are_near(const Magnitudes& all, float times) {
+// Whether the largest is not many times the root of the mean square, of which errors are to be a small part.
+bool are_near(const Magnitudes& all) {
   const F most = _mm512_castsi512_ps(all.most), mean = _mm512_div_ps(all.squares, _mm512_cvtepi32_ps(all.count));
   const __mmask16 some = _mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-  return _mm512_mask_cmp_ps_mask(some, most, _mm512_mul_ps(_mm512_sqrt_ps(mean), _mm512_set1_ps(times)), _CMP_NLE_UQ) == 0;
+  return _mm512_mask_cmp_ps_mask(some, most, _mm512_mul_ps(_mm512_sqrt_ps(mean), _mm512_set1_ps(8)), _CMP_NLE_UQ) == 0;
 }
 
 // What numbers `first` to `first + count` of the rows of a panel that begin at element `at` become.
@@ -137,7 +138,7 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
   const F inverse = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ), largest, most);
   _mm512_store_ps(scale, _mm512_div_ps(most, largest));
   const I ones = _mm512_set1_epi8(1);
-  I sums[4] = {}, tiny = {}, before = {};
+  I sums[4] = {}, tiny = {}, tiniest = {}, before = {};
   __mmask16 lost = 0;  // rows with some numbers side by side of which most keep few bits
   for (int64_t k = 0; k < round_up(span.count, 64); k += 16) {
     F values[16];
@@ -149,8 +150,10 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         const I number = _mm512_cvtps_epi32(_mm512_mul_ps(values[4 * j + i], inverse));
-        const __mmask16 small = _mm512_cmplt_epu32_mask(_mm512_abs_epi32(number), _mm512_set1_epi32(smallest_of(kX)));
-        tiny = _mm512_mask_add_epi32(tiny, small & _mm512_cmp_ps_mask(values[4 * j + i], _mm512_setzero_ps(), _CMP_NEQ_OQ), tiny, _mm512_set1_epi32(1));
+        const I size = _mm512_abs_epi32(number);
+        const __mmask16 some = _mm512_cmp_ps_mask(values[4 * j + i], _mm512_setzero_ps(), _CMP_NEQ_OQ);
+        tiny = _mm512_mask_add_epi32(tiny, _mm512_mask_cmplt_epu32_mask(some, size, _mm512_set1_epi32(few_bits_of(kX))), tiny, _mm512_set1_epi32(1));
+        tiniest = _mm512_mask_add_epi32(tiniest, _mm512_mask_cmplt_epu32_mask(some, size, _mm512_set1_epi32(hardly_any_of(kX))), tiniest, _mm512_set1_epi32(1));
         digits[i] = digits_apart(number);
       }
       const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
@@ -173,8 +176,11 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
     for (int digit = 0; digit < 4; ++digit) sums[digit] = _mm512_setzero_si512();
   }
   // What is much smaller than the largest keeps few bits. Where that is so of many, or of a block, they may be all that a row of
-  // the weight takes.
-  return (lost | _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(span.magnitudes.count, 3))) == 0;
+  // the weight takes. Of normal numbers a hundredth keeps few bits, and one in 400 hardly any.
+  const I count = span.magnitudes.count;
+  lost |= _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(count, kX == 2 ? 4 : 3));
+  lost |= _mm512_cmpgt_epi32_mask(tiniest, _mm512_add_epi32(_mm512_srli_epi32(count, 6), _mm512_set1_epi32(4)));
+  return lost == 0;
 }
 
 template <int kX>
@@ -187,8 +193,10 @@ struct Count {
 template <class Pack>
 int64_t pack_fewest(const Problem& p, const Span& span, bool short_rows, const Pack& pack) {
   if (!are_ordinary(span.magnitudes)) return 0;
-  if (p.coarse && are_near(span.magnitudes, 16) && pack(Count<2>())) return 2;
-  if ((p.coarse || !short_rows) && are_near(span.magnitudes, 8) && pack(Count<3>())) return 3;
+  if (are_near(span.magnitudes)) {
+    if (p.coarse && pack(Count<2>())) return 2;
+    if ((p.coarse || !short_rows) && pack(Count<3>())) return 3;
+  }
   return pack(Count<4>()) ? 4 : 0;
 }
 

@@ -23,6 +23,15 @@ int64_t common_multiple(int64_t a, int64_t b) {
   return a / x * b;
 }
 
+// Code `k` of a row of a slab, whose codes lie in one byte each.
+int code_of(const Problem& q, int64_t row, int64_t k) {
+  const uint8_t* codes = q.codes + row * q.words;
+  if (q.bits == 8) return codes[k];
+  const int64_t segment = segment_codes(q.bits), first = k / segment * segment;
+  const int64_t plane = packed_bytes(min64(segment, q.k - first), q.bits), within = k - first;
+  return codes[first * q.bits / 8 + within % plane] >> (within / plane * q.bits) & ((1 << q.bits) - 1);
+}
+
 }  // namespace
 
 const SlabKernel& slab_kernel(const Isa& isa) {
@@ -42,13 +51,14 @@ Slabs::Slabs(const Problem& p, int64_t threads) {
   decodes_ = p.transpose || p.scale_codes != nullptr || p.offset != nullptr;
 
   const int64_t codes = int64_t{1} << p.bits;
-  const bool integers = p.values == kValueInteger;
-  if (p.offset != nullptr && (p.values == kValueTable || integers)) {
+  if (p.offset != nullptr && p.values <= kValueInteger) {
     // The middle of the table becomes a part of the offsets: large parts that cancel would cost the sum its digits.
     double sum = 0;
     for (int64_t i = 0; i < codes; ++i) sum += p.table[i];
     middle_ = std::isfinite(sum) ? static_cast<float>(sum / static_cast<double>(codes)) : 0;
-    if (integers) middle_ = static_cast<float>(static_cast<int64_t>(middle_));  // kernels compute integers faster than they look them up
+    // Kernels compute integers faster than they look them up. Of those next to the middle the upper one is nearer to the code of
+    // zero, where an offset is the end of a block that is farther from zero (MLX).
+    if (p.values == kValueInteger) middle_ = ceilf(middle_);
   }
   // Kernels take the range of values from the table, so codes of a byte that do not occur stand for one that does.
   for (int64_t i = 0; i < 256; ++i) table_[i] = p.table[min64(i, codes - 1)] - middle_;
@@ -151,5 +161,39 @@ void Slabs::add(const SlabKernel& kernel, const Problem& p, int64_t batch, int64
     kernel.add_transposed(&q, offsets, reinterpret_cast<float*>(memory + room_));
   } else {
     kernel.add(&q, offsets, sums + batch * p.m * p.blocks);
+  }
+  add_infinite(kernel, p, batch, index, own, sums);
+}
+
+// Of rows of x with infinities: codes and offsets apart make NaN of infinities of both signs, where the sum of both is a number of
+// one. So these are multiplied again, number by number.
+void Slabs::add_infinite(const SlabKernel& kernel, const Problem& p, int64_t batch, int64_t index, void* own, const float* sums) const {
+  char* memory = static_cast<char*>(own);
+  const Problem q = slab(p, batch, index, own);
+  const float *x = static_cast<const float*>(q.x), *scales = reinterpret_cast<const float*>(memory + scales_);
+  float *y = static_cast<float*>(q.y), *offsets = reinterpret_cast<float*>(memory + offsets_);
+  const int64_t inner = q.transpose ? q.n : q.k, row = first_row(&p, batch) + (p.transpose ? 0 : index * size_), block = first_block(p, index);
+  bool decoded = false;
+  for (int64_t m = 0; m < q.m; ++m) {
+    bool infinite = p.transpose, number = true;
+    for (int64_t i = 0; i < (p.transpose ? 0 : p.blocks); ++i) infinite = infinite || !std::isfinite(sums[(batch * p.m + m) * p.blocks + i]);
+    if (!infinite) continue;
+    infinite = false;
+    for (int64_t i = 0; i < inner; ++i) {
+      const float value = x[m * q.x_row + i * q.x_column];
+      infinite = infinite || std::isinf(value);
+      number = number && !std::isnan(value);
+    }
+    if (!infinite || !number) continue;
+    if (!decoded) kernel.scales(&p, true, consecutive_, row, q.n, block, block + q.blocks, offsets, reinterpret_cast<float*>(memory + room_));
+    decoded = true;
+    for (int64_t n = 0; n < (q.transpose ? 0 : q.n); ++n) y[m * q.y_row + n * q.y_column] = 0;
+    for (int64_t k = 0; k < (q.transpose ? q.k : 0); ++k) y[m * q.y_row + k * q.y_column] = 0;
+    for (int64_t n = 0; n < q.n; ++n)
+      for (int64_t k = 0; k < q.k; ++k) {
+        const int64_t at = n * q.blocks + k / q.block_size;
+        const float w = p.table[code_of(q, n, k)] * scales[at] + offsets[at];
+        y[m * q.y_row + (q.transpose ? k : n) * q.y_column] += x[m * q.x_row + (q.transpose ? n : k) * q.x_column] * w;
+      }
   }
 }

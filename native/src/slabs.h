@@ -62,6 +62,8 @@ class Slabs {
   int64_t zeros_ = 0, scales_ = 0, offsets_ = 0, room_ = 0;  // places in the memory of a thread; codes are the first
   float middle_ = 0, table_[256];
 
+  void add_infinite(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own, const float* sums) const;
+
   int64_t first_block(const Problem& problem, int64_t index) const { return problem.transpose ? index * size_ / problem.block_size : 0; }
 };
 

@@ -390,7 +390,7 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
         const double expected = made.expected[index];
         if (p.x_type == kFloat16 && fabs(expected) > 65000 && fabs(y) > 60000) continue;
         if (!std::isfinite(expected)) {
-          if (std::isnan(expected) ? std::isnan(y) : !std::isfinite(y)) continue;
+          if (std::isnan(expected) ? std::isnan(y) : p.x_type == kFloat32 && p.offset != nullptr ? y == expected : !std::isfinite(y)) continue;
           printf("%s: y[%ld, %ld, %ld] is %.9g, not %.9g (%s)\n", isa.name, static_cast<long>(b), static_cast<long>(m),
                  static_cast<long>(i), y, expected, made.text.c_str());
           return false;
@@ -408,8 +408,8 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
         }
       }
   // With many results the errors are at most twice those of a plain product in float32, which rounds every sum. If there are
-  // few scales, they are much the same where x is scaled first.
-  const double most = p.scale_bits > 0 && p.scale_bits < 3 ? 9 : 4;
+  // few scales, they are much the same where x is scaled first; and offsets are a sum of their own.
+  const double most = (p.scale_bits > 0 && p.scale_bits < 3) || p.offset != nullptr ? 9 : 4;
   if (p.x_type == kFloat32 && p.batch * p.m * outer >= 200 && inner >= 16 && !(error <= most * made.error + reach / 8)) {
     printf("%s: errors are %.3g times those of a plain product (%s)\n", isa.name, sqrt(error / made.error), made.text.c_str());
     return false;
@@ -464,6 +464,48 @@ bool decodes(const Isa& isa, const Made& made, Pool& pool, int threads) {
   return true;
 }
 
+// Whether a problem whose arrays are missing or misaligned is refused.
+bool refuses_faults(const Made& made) {
+  const Problem& good = made.problem;
+  char why[200];
+  bool refused = true;
+  const auto check = [&](const char* what, const Problem& p) {
+    if (check_problem(p, why, sizeof why) != nullptr) return;
+    printf("%s is not refused (%s)\n", what, made.text.c_str());
+    refused = false;
+  };
+  const auto after = [](const auto* p) { return reinterpret_cast<decltype(p)>(reinterpret_cast<const char*>(p) + 1); };
+  const bool some = good.batch > 0 && good.m > 0 && good.n > 0 && good.k > 0;
+  Problem p = good;
+  p.table = after(good.table);
+  check("a misaligned table", p);
+  p = good;
+  p.x = static_cast<const char*>(good.x) + 1;
+  check("misaligned x", p);
+  p = good;
+  p.y = static_cast<char*>(good.y) + 1;
+  check("misaligned y", p);
+  if (scale_bytes(good.scale_kind) > 1) {
+    p = good;
+    p.scale = static_cast<const char*>(good.scale) + 1;
+    check("misaligned scales", p);
+  }
+  if (good.row_scale != nullptr) {
+    p = good;
+    p.row_scale = after(good.row_scale);
+    check("misaligned scales of rows", p);
+  }
+  for (int i = 0; some && i < 4; ++i) {
+    p = good;
+    if (i == 0) p.x = nullptr;
+    if (i == 1) p.y = nullptr;
+    if (i == 2) p.codes = nullptr;
+    if (i == 3) p.scale = nullptr;
+    check("a missing array", p);
+  }
+  return refused;
+}
+
 #include "fuzz_encode.h"
 #include "fuzz_int8.h"
 
@@ -481,6 +523,7 @@ int main(int argc, char** argv) {
       for (int j = 0; j < num_isas(); ++j) wrong += !right_encode(*isa_at(j), made);
     } else if (i % 4 != 1) {
       const Made made = make(random);
+      wrong += !refuses_faults(made);
       for (int j = 0; j < num_isas(); ++j) {
         wrong += !right(*isa_at(j), made, pool, threads);
         wrong += !decodes(*isa_at(j), made, pool, threads);

@@ -27,7 +27,7 @@ def supports(layout: Layout, m: int, n: int, dtype: Any, *, target: Target = Tar
     if in_bytes(layout) and layout.kind != "integer":
         return f"it multiplies integers, and these codes of {layout.bits} bits are not consecutive ones"
     if not (table == np.trunc(table)).all() or np.abs(table).max() > 255 or np.ptp(table) > 255:
-        return "it multiplies integers of at most eight bits, which the codes of this weight are not"
+        return "it multiplies integers of at most eight bits, and the values of this format are not such"
     if m == 0 or n == 0 or layout.length == 0:
         return "there is nothing to multiply"
     return "it adds no offsets of blocks" if layout.offsets else native.refusal()

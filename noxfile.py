@@ -149,7 +149,7 @@ def native_sanitized(session: nox.Session) -> None:
     options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DEQQUANT_SANITIZE=ON", "-DEQQUANT_EMULATE=ON"]
     session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *options)
     session.run("cmake", "--build", build, "--target", "fuzz")
-    session.run(str(Path(build) / "fuzz"), *(session.posargs or ["2000"]), external=True)
+    session.run(str(Path(build) / "fuzz"), *(session.posargs or ["800"]), external=True)
 
 
 @nox.session

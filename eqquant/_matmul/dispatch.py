@@ -346,25 +346,24 @@ def why_decoded(problem: MatmulProblem, target: Target, name: str) -> str | None
 def pack_arrays(w: QuantizedArray) -> Packed:
     """Returns the arrays of a weight for a kernel: unpacks zero points, decodes offsets and scales that are codes."""
     scale, row_scale = _scales(w)
-    if isinstance(scale, QuantizedArray):
-        scale = scale_to_bits(scale.dequantize(), "float32")
-    return Packed(w.codes, scale, row_scale, w.zero_point, w.offset)
+    return Packed(w.codes, _bits_and_codes(scale, False)[0], row_scale, w.zero_point, w.offset)
 
 
 def stored_arrays(w: QuantizedArray | SelectedArray) -> Stored:
     """Returns the arrays of a weight for `cpu`, as they are stored. Decodes scales of scales of scales."""
     if isinstance(w, SelectedArray):
         return stored_arrays(w.stack)._replace(selected=w.index)
-    scale, row_scale = _scales(w)
-    stored = Stored(w.codes, w.codes, row_scale, w.zero_point_bits)
-    for name, bits in (("scale", scale), ("offset", w.offset_bits)):
-        if isinstance(bits, QuantizedArray) and has_nested_scales(w.format):
-            stored = stored._replace(**{name: bits.scale_bits, f"{name}_codes": bits.codes})
-        elif isinstance(bits, QuantizedArray):
-            stored = stored._replace(**{name: scale_to_bits(bits.dequantize(), "float32")})
-        else:
-            stored = stored._replace(**{name: bits})
-    return stored
+    (scale, row_scale), nested = _scales(w), has_nested_scales(w.format)
+    scale, scale_codes = _bits_and_codes(scale, nested)
+    offset, offset_codes = _bits_and_codes(w.offset_bits, nested)
+    return Stored(w.codes, scale, row_scale, w.zero_point_bits, scale_codes, offset, offset_codes)
+
+
+def _bits_and_codes(bits: Any, nested: bool) -> tuple[Any, Any]:
+    """Returns the bits of scales or offsets, or of codes that stay `nested` the bits of their scales, and the codes."""
+    if not isinstance(bits, QuantizedArray):
+        return bits, None
+    return (bits.scale_bits, bits.codes) if nested else (scale_to_bits(bits.dequantize(), "float32"), None)
 
 
 def _scales(w: QuantizedArray) -> tuple[Any, Float32[Array, "*batch n 1"] | None]:

@@ -103,8 +103,7 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
     name, reason = choose(target, problem, None)
     decoded = why_decoded(problem, target, name)
     reason = reason if decoded is None else f"{reason}. Activations are decoded: {decoded}"
-    other = x if q is w else w
-    if isinstance(other, AbstractArrayValue) and problem.activations is None:
+    if isinstance(x if q is w else w, AbstractArrayValue) and problem.activations is None:
         reason = f"{reason}. One operand is dequantized: both must have blocks along the sum to multiply codes"
     verdicts = {other: refusal_of(target, problem, other) or "possible" for other in IMPLEMENTATIONS}
     return MatmulExplanation(

@@ -117,15 +117,13 @@ def _decide_all(
         of_inputs, note = _activations_of(leaf, activations, axes)
         decisions.append(Decision(leaf, None, axes, f"quantized, and keeps its codes{note}", None, of_inputs))
     if all(refusal is not None for _, refusal in selections):
-        parents = [type(d.leaf.parent) for d in decisions if part_reason(d.leaf) is not None]
-        remedy = (
-            'Give a format: `quantize_tree(model, "int8", activations="int8")`.'
-            if not parents
-            else "To change activations, build the wrapper anew around its `.array`: "
-            '`eqq.ActivationQuantizedArray(w.array, "fp8")`.'
-            if ActivationQuantizedArray in parents
-            else "Give weights their activations before they are wrapped, as by `loraify`."
-        )
+        wrappers = {type(d.leaf.parent) for d in decisions if part_reason(d.leaf) is not None}
+        if ActivationQuantizedArray in wrappers:
+            remedy = 'To change activations, wrap each weight: `eqq.ActivationQuantizedArray(w.array, "fp8")`.'
+        elif wrappers:
+            remedy = "Give weights their activations before they are wrapped, as by `loraify`."
+        else:
+            remedy = 'Give a format: `quantize_tree(model, "int8", activations="int8")`.'
         raise ValueError(
             "`format=None` is for a tree of quantized arrays, which get activations. Got none to take them "
             f"({some(f'{d.leaf.path}: {d.reason}' for d in decisions if d.reason != 'not an array')}). {remedy}"

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "int8.h"
+#include "ints.h"
 #include "isa.h"
 #include "slabs.h"
 
@@ -178,8 +179,8 @@ bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   Plan plan = {};
   kernel.plan(&seen, threads, &plan);
   // Parts of much the same size, all in whole panels: in a part of a few rows another kernel would add in another order.
-  const int64_t total = problem.m, parts = plan.rows > 0 ? (total + plan.rows - 1) / plan.rows : 1;
-  const int64_t step = ((total + parts - 1) / parts + 15) / 16 * 16, item = problem.x_type == kFloat32 ? 4 : 2;
+  const int64_t total = problem.m, parts = plan.rows > 0 ? div_up(total, plan.rows) : 1;
+  const int64_t step = round_up(div_up(total, parts), 16), item = problem.x_type == kFloat32 ? 4 : 2;
   for (int64_t first = 0; first < total; first += step) {
     problem.m = total - first < step ? total - first : step;
     if (!run_kernel(slabs, isa, kernel, problem, pool, threads)) return false;

@@ -88,20 +88,25 @@ typedef struct Problem {
   int32_t coarse;      // whether 16 bits of x are enough: results have no more, or the caller wants no more
 } Problem;
 
-// Unpacks the zero points of blocks `first` to `last` of a row.
+// Unpacks codes `first` to `last` of a row of so many bytes, of 1, 2, 4 or 8 bits.
 template <typename T>
-static inline void unpack_zero_points(const Problem& p, int64_t row, int64_t first, int64_t last, T* out) {
-  const uint8_t* packed = p.zero_point + row * p.zero_words;
-  const int64_t planes = 8 / p.bits, segment = kPlane * planes;
+static inline void unpack_codes(const uint8_t* packed, int64_t words, int bits, int64_t first, int64_t last, T* out) {
+  const int64_t planes = 8 / bits, segment = kPlane * planes;
   while (first < last) {
     const int64_t word = first / segment * kPlane, within = first % segment;
-    const int64_t plane = p.zero_words - word < kPlane ? p.zero_words - word : int64_t{kPlane};
+    const int64_t plane = words - word < kPlane ? words - word : int64_t{kPlane};
     const int64_t at = within % plane, left = plane - at < last - first ? plane - at : last - first;
-    const int shift = static_cast<int>(within / plane) * p.bits, mask = (1 << p.bits) - 1;
+    const int shift = static_cast<int>(within / plane) * bits, mask = (1 << bits) - 1;
     for (int64_t i = 0; i < left; ++i) out[i] = static_cast<T>(packed[word + at + i] >> shift & mask);
     out += left;
     first += left;
   }
+}
+
+// Likewise the zero points of blocks of a row.
+template <typename T>
+static inline void unpack_zero_points(const Problem& p, int64_t row, int64_t first, int64_t last, T* out) {
+  unpack_codes(p.zero_point + row * p.zero_words, p.zero_words, p.bits, first, last, out);
 }
 
 // The first row of the weight of a batch. Like `jax.lax.dynamic_slice`, takes the nearest of a stack.

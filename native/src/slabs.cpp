@@ -25,11 +25,9 @@ int64_t common_multiple(int64_t a, int64_t b) {
 
 // Code `k` of a row of a slab, whose codes lie in one byte each.
 int code_of(const Problem& q, int64_t row, int64_t k) {
-  const uint8_t* codes = q.codes + row * q.words;
-  if (q.bits == 8) return codes[k];
-  const int64_t segment = segment_codes(q.bits), first = k / segment * segment;
-  const int64_t plane = packed_bytes(min64(segment, q.k - first), q.bits), within = k - first;
-  return codes[first * q.bits / 8 + within % plane] >> (within / plane * q.bits) & ((1 << q.bits) - 1);
+  int code;
+  unpack_codes(q.codes + row * q.words, packed_bytes(q.k, q.bits), q.bits, k, k + 1, &code);
+  return code;
 }
 
 }  // namespace
@@ -172,28 +170,33 @@ void Slabs::add_infinite(const SlabKernel& kernel, const Problem& p, int64_t bat
   const Problem q = slab(p, batch, index, own);
   const float *x = static_cast<const float*>(q.x), *scales = reinterpret_cast<const float*>(memory + scales_);
   float *y = static_cast<float*>(q.y), *offsets = reinterpret_cast<float*>(memory + offsets_);
-  const int64_t inner = q.transpose ? q.n : q.k, row = first_row(&p, batch) + (p.transpose ? 0 : index * size_), block = first_block(p, index);
-  bool decoded = false;
-  for (int64_t m = 0; m < q.m; ++m) {
-    bool infinite = p.transpose, number = true;
-    for (int64_t i = 0; i < (p.transpose ? 0 : p.blocks); ++i) infinite = infinite || !std::isfinite(sums[(batch * p.m + m) * p.blocks + i]);
-    if (!infinite) continue;
-    infinite = false;
+  const int64_t inner = q.transpose ? q.n : q.k, outer = q.transpose ? q.k : q.n;
+  const int64_t row = first_row(&p, batch) + (p.transpose ? 0 : index * size_), block = first_block(p, index);
+  const auto has_infinity = [&](int64_t m) {  // and no NaN, which results have already
+    const float* of_blocks = sums + (batch * p.m + m) * p.blocks;
+    bool finite = !p.transpose;  // where there are no sums, nothing is known
+    for (int64_t i = 0; finite && i < p.blocks; ++i) finite = std::isfinite(of_blocks[i]);
+    if (finite) return false;
+    bool infinite = false;
     for (int64_t i = 0; i < inner; ++i) {
       const float value = x[m * q.x_row + i * q.x_column];
+      if (std::isnan(value)) return false;
       infinite = infinite || std::isinf(value);
-      number = number && !std::isnan(value);
     }
-    if (!infinite || !number) continue;
-    if (!decoded) kernel.scales(&p, true, consecutive_, row, q.n, block, block + q.blocks, offsets, reinterpret_cast<float*>(memory + room_));
-    decoded = true;
-    for (int64_t n = 0; n < (q.transpose ? 0 : q.n); ++n) y[m * q.y_row + n * q.y_column] = 0;
-    for (int64_t k = 0; k < (q.transpose ? q.k : 0); ++k) y[m * q.y_row + k * q.y_column] = 0;
-    for (int64_t n = 0; n < q.n; ++n)
-      for (int64_t k = 0; k < q.k; ++k) {
-        const int64_t at = n * q.blocks + k / q.block_size;
-        const float w = p.table[code_of(q, n, k)] * scales[at] + offsets[at];
-        y[m * q.y_row + (q.transpose ? k : n) * q.y_column] += x[m * q.x_row + (q.transpose ? n : k) * q.x_column] * w;
+    return infinite;
+  };
+  bool whole = false;  // whether offsets are, without the middle of the table
+  for (int64_t m = 0; m < q.m; ++m) {
+    if (!has_infinity(m)) continue;
+    if (!whole) kernel.scales(&p, true, consecutive_, row, q.n, block, block + q.blocks, offsets, reinterpret_cast<float*>(memory + room_));
+    whole = true;
+    for (int64_t o = 0; o < outer; ++o) {
+      float sum = 0;
+      for (int64_t i = 0; i < inner; ++i) {
+        const int64_t n = q.transpose ? i : o, k = q.transpose ? o : i, at = n * q.blocks + k / q.block_size;
+        sum += x[m * q.x_row + i * q.x_column] * (p.table[code_of(q, n, k)] * scales[at] + offsets[at]);
       }
+      y[m * q.y_row + o * q.y_column] = sum;
+    }
   }
 }

@@ -466,44 +466,28 @@ bool decodes(const Isa& isa, const Made& made, Pool& pool, int threads) {
 
 // Whether a problem whose arrays are missing or misaligned is refused.
 bool refuses_faults(const Made& made) {
-  const Problem& good = made.problem;
-  char why[200];
-  bool refused = true;
-  const auto check = [&](const char* what, const Problem& p) {
+  bool all = true;
+  const auto check = [&](const char* what, const auto& spoil) {
+    char why[200];
+    Problem p = made.problem;
+    spoil(p);
     if (check_problem(p, why, sizeof why) != nullptr) return;
     printf("%s is not refused (%s)\n", what, made.text.c_str());
-    refused = false;
+    all = false;
   };
-  const auto after = [](const auto* p) { return reinterpret_cast<decltype(p)>(reinterpret_cast<const char*>(p) + 1); };
-  const bool some = good.batch > 0 && good.m > 0 && good.n > 0 && good.k > 0;
-  Problem p = good;
-  p.table = after(good.table);
-  check("a misaligned table", p);
-  p = good;
-  p.x = static_cast<const char*>(good.x) + 1;
-  check("misaligned x", p);
-  p = good;
-  p.y = static_cast<char*>(good.y) + 1;
-  check("misaligned y", p);
-  if (scale_bytes(good.scale_kind) > 1) {
-    p = good;
-    p.scale = static_cast<const char*>(good.scale) + 1;
-    check("misaligned scales", p);
-  }
-  if (good.row_scale != nullptr) {
-    p = good;
-    p.row_scale = after(good.row_scale);
-    check("misaligned scales of rows", p);
-  }
-  for (int i = 0; some && i < 4; ++i) {
-    p = good;
-    if (i == 0) p.x = nullptr;
-    if (i == 1) p.y = nullptr;
-    if (i == 2) p.codes = nullptr;
-    if (i == 3) p.scale = nullptr;
-    check("a missing array", p);
-  }
-  return refused;
+  const auto shift = [](auto& p) { p = reinterpret_cast<std::decay_t<decltype(p)>>(reinterpret_cast<uintptr_t>(p) + 1); };
+  const Problem& good = made.problem;
+  check("a misaligned table", [&](Problem& p) { shift(p.table); });
+  check("misaligned x", [&](Problem& p) { shift(p.x); });
+  check("misaligned y", [&](Problem& p) { shift(p.y); });
+  if (scale_bytes(good.scale_kind) > 1) check("misaligned scales", [&](Problem& p) { shift(p.scale); });
+  if (good.row_scale != nullptr) check("misaligned scales of rows", [&](Problem& p) { shift(p.row_scale); });
+  if (good.batch == 0 || good.m == 0 || good.n == 0 || good.k == 0) return all;
+  check("no x", [](Problem& p) { p.x = nullptr; });
+  check("no y", [](Problem& p) { p.y = nullptr; });
+  check("a weight without codes", [](Problem& p) { p.codes = nullptr; });
+  check("a weight without scales", [](Problem& p) { p.scale = nullptr; });
+  return all;
 }
 
 #include "fuzz_encode.h"

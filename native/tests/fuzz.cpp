@@ -408,8 +408,8 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
         }
       }
   // With many results the errors are at most twice those of a plain product in float32, which rounds every sum. If there are
-  // few scales, they are much the same where x is scaled first; and offsets are a sum of their own.
-  const double most = (p.scale_bits > 0 && p.scale_bits < 3) || p.offset != nullptr ? 9 : 4;
+  // few scales, they are much the same where x is scaled first; and transposed, offsets are a sum of their own.
+  const double most = (p.scale_bits > 0 && p.scale_bits < 3) || (p.offset != nullptr && p.transpose) ? 9 : 4;
   if (p.x_type == kFloat32 && p.batch * p.m * outer >= 200 && inner >= 16 && !(error <= most * made.error + reach / 8)) {
     printf("%s: errors are %.3g times those of a plain product (%s)\n", isa.name, sqrt(error / made.error), made.text.c_str());
     return false;

@@ -112,7 +112,7 @@ def test_native(session: nox.Session, *, whole: bool) -> None:
     """
     products = ("-k", "test_product and (nf4 or int4_affine or int8 or binary or mxfp4)")
     env = {"JAX_PLATFORMS": "cpu"}
-    sets = "from eqquant._matmul import native; print(*native.instruction_sets())"
+    sets = "from eqquant._native import library as native; print(*native.instruction_sets())"
     available = session.run("python", "-c", sets, silent=True, env=env).split()
     if not available:
         session.error("The native kernels do not load. `eqq.explain_matmul` says why.")

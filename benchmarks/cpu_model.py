@@ -25,7 +25,7 @@ from rich.table import Table
 from timing import interleaved
 
 import eqquant as eqq
-from eqquant._matmul import native
+from eqquant._native import library as native
 
 
 HEAD = 64

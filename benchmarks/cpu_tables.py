@@ -19,7 +19,7 @@ from typing import NamedTuple
 from cpu_matmul import FORMATS, machine, show_all
 from rich.console import Console
 
-from eqquant._matmul import native
+from eqquant._native import library as native
 
 
 HERE = Path(__file__).parent

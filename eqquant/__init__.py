@@ -14,29 +14,16 @@ same model: it runs under every JAX transformation, trains, saves and shards, an
 from importlib.metadata import version as _version
 
 from . import analysis as analysis, calibrate as calibrate, io as io
-from ._array.activation import ActivationQuantizedArray as ActivationQuantizedArray
 from ._array.array import (
     ArrayOrQuantized as ArrayOrQuantized,
     is_quantized as is_quantized,
     QuantizedArray as QuantizedArray,
 )
-from ._array.low_precision import LowPrecisionArray as LowPrecisionArray
-from ._array.mapped import AbstractMappedArray as AbstractMappedArray
-from ._array.permuted import PermutedArray as PermutedArray
-from ._array.quantize import dequantize as dequantize, quantize as quantize, unpack as unpack
-from ._array.quaxify import quaxify as quaxify
-from ._array.requantize import requantize as requantize
-from ._array.rotated import RotatedArray as RotatedArray
-from ._array.scaled import ScaledArray as ScaledArray
-from ._array.selected import select as select, SelectedArray as SelectedArray
+from ._array.contraction import matmul as matmul
+from ._array.quantize import dequantize as dequantize, quantize as quantize, requantize as requantize, unpack as unpack
 from ._array.serialise import (
     deserialise_filter_spec as deserialise_filter_spec,
     serialise_filter_spec as serialise_filter_spec,
-)
-from ._array.simulated import (
-    fake_quantize as fake_quantize,
-    SimulatedArray as SimulatedArray,
-    straight_through as straight_through,
 )
 from ._cache import QuantizedCache as QuantizedCache
 from ._formats import (
@@ -75,8 +62,9 @@ from ._formats.base import (
     AbstractFormat as AbstractFormat,
     AbstractOffsetFormat as AbstractOffsetFormat,
 )
-from ._matmul.api import matmul as matmul
 from ._matmul.explain import explain_matmul as explain_matmul
+from ._matmul.quaxify import quaxify as quaxify
+from ._matmul.selected import select as select, SelectedArray as SelectedArray
 from ._methods import (
     AbsMax as AbsMax,
     AbstractMethod as AbstractMethod,
@@ -126,6 +114,17 @@ from ._tree.summary import (
     tree_nbytes as tree_nbytes,
 )
 from ._tree.use import Use as Use
+from ._wrappers.activation import ActivationQuantizedArray as ActivationQuantizedArray
+from ._wrappers.low_precision import LowPrecisionArray as LowPrecisionArray
+from ._wrappers.mapped import AbstractMappedArray as AbstractMappedArray
+from ._wrappers.permuted import PermutedArray as PermutedArray
+from ._wrappers.rotated import RotatedArray as RotatedArray
+from ._wrappers.scaled import ScaledArray as ScaledArray
+from ._wrappers.simulated import (
+    fake_quantize as fake_quantize,
+    SimulatedArray as SimulatedArray,
+    straight_through as straight_through,
+)
 from .calibrate._sequential import quantize_sequentially as quantize_sequentially
 from .io._load import load as load
 from .io._save import save as save

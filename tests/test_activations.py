@@ -15,11 +15,13 @@ import optax
 import pytest
 
 import eqquant as eqq
-from eqquant._array.activation import DynamicRows
-from eqquant._matmul import dispatch, native
+from eqquant._array.contraction import matmul_with, Options
+from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import codes
 from eqquant._matmul.kernels.target import Target
 from eqquant._matmul.problem import layout_of, problem_of
+from eqquant._matmul.rows import DynamicRows
+from eqquant._native import library as native
 from eqquant._numerics import packing
 
 from .helpers import weights
@@ -65,9 +67,8 @@ def test_pairs(getkey, of_x, of_w):
     def products(x, w):
         rows = DynamicRows(x, FORMATS[of_x])
         q = dataclasses.replace(rows.quantized(), gradient_of=None)
-        options = {"left": False, "activations": lambda _: rows}
-        by_xla = w.T._matmul(x, implementation="xla", **options)
-        return q.dequantize(), w.T._matmul(x, **options), by_xla, q @ w.T
+        product = lambda implementation: matmul_with(x, w.T, Options(None, implementation, lambda _: rows))
+        return q.dequantize(), product(None), product("xla"), q @ w.T
 
     values, *found = products(weights(getkey(), (5, 200)) + 0.1, w)
     for y in found:
@@ -459,18 +460,19 @@ def test_dense_products_keep_their_options(getkey):
     steps = lambda rows: DynamicRows(rows, eqq.Int4())
     for name, array in arrays.items():
         with pytest.raises(ValueError, match="`implementation` is for quantized operands. Got 'xla'"):
-            array._matmul(x.T, left=True, implementation="xla")
-        text = str(jax.make_jaxpr(lambda array: array._matmul(x.T, left=True, precision="highest"))(array))
+            eqq.matmul(array, x.T, implementation="xla")
+        text = str(jax.make_jaxpr(lambda array: eqq.matmul(array, x.T, precision="highest"))(array))
         dots = text.count("dot_general[")
         assert dots and text.count("Precision.HIGHEST, Precision.HIGHEST") + (name == "convolution") == dots
         is_map = name.startswith("map")
         x_mapped = array.map_inputs(jnp.broadcast_to(x.T, (*array.shape[:-2], 32, 5)), -2) if is_map else x.T
         rounded = steps(x_mapped.mT).dequantize().mT
-        y = array._matmul(x.T, left=True, activations=steps)
+        quantizing = eqq.ActivationQuantizedArray(array, "int4")
+        y = quantizing @ x.T
         stored = array.array if is_map else array.base if name == "base" else array.dequantize()
         low = array.scaling * array.b @ (array.a @ x.T) if name == "base" else 0
         np.testing.assert_allclose(y, stored @ rounded + low, rtol=1e-4, atol=1e-4)
-        flipped = array._matmul(x.T[:, 0], left=True, activations=steps)
+        flipped = quantizing @ x.T[:, 0]
         np.testing.assert_allclose(flipped, y[..., 0], rtol=1e-4, atol=1e-4)
 
 
@@ -485,7 +487,7 @@ def test_functions_of_quax_round_both_operands(getkey, model):
     for inner in (eqq.quantize(w, "int4"), simulated, factors, eqq.RotatedArray.of(w)):
         a = eqq.ActivationQuantizedArray(inner, "int4")
         expected = DynamicRows(x, eqq.Int4()).dequantize() @ a.dequantize().T
-        if isinstance(inner, eqq.RotatedArray):  # rounded as the weight sees them
+        if isinstance(inner, (eqq.LoraArray, eqq.RotatedArray)):  # rounded as the weight within sees them
             expected = x @ a.T
         for product in (dense, transposed):
             np.testing.assert_allclose(product(a), expected, rtol=1e-4, atol=1e-4)
@@ -615,7 +617,7 @@ def test_rows_that_are_not_finite_spoil_no_others(getkey, size):
     for format, zero in ((eqq.Int8(size), None), (eqq.Int8(size, symmetric=False), 120)):
         a = eqq.ActivationQuantizedArray(w, format, 0.02, zero)
         for implementation in (None, "xla"):
-            y = a._matmul(x.T, left=True, implementation=implementation)
+            y = eqq.matmul(a, x.T, implementation=implementation)
             np.testing.assert_array_equal(jnp.isnan(y).any(0), [False, True, True, False])
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import eqquant as eqq
 from eqquant._array.array import dense_rows
 from eqquant._formats.base import has_offsets
-from eqquant._matmul import native
+from eqquant._native import library as native
 
 from .helpers import FORMATS, weights
 

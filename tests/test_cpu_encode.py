@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._formats.steps import steps_of
-from eqquant._matmul import native
 from eqquant._methods.encode import quantize_packed
-from eqquant._numerics.steps import float_order, order_to_float
+from eqquant._native import library as native
+from eqquant._native.steps import float_order, order_to_float
 
 from .helpers import FORMATS, weights
 

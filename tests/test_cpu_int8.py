@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._array.activation import DynamicRows
-from eqquant._matmul import dispatch, native
+from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import cpu_int8
 from eqquant._matmul.problem import layout_of
+from eqquant._matmul.rows import DynamicRows
+from eqquant._native import library as native
 
 from .helpers import weights
 
@@ -223,7 +224,7 @@ def test_each_instruction_set(name):
     code = """
 import jax, jax.numpy as jnp, numpy as np, eqquant as eqq
 from eqquant._matmul import dispatch
-from eqquant._matmul import native
+from eqquant._native import library as native
 from eqquant._matmul.kernels import cpu_int8
 from eqquant._matmul.problem import layout_of
 import os

@@ -18,9 +18,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant._matmul import dispatch, native
+from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import cpu
 from eqquant._matmul.problem import layout_of
+from eqquant._native import library as native
 
 from .helpers import FORMATS, KINDS, primitives, relative_error, temp_bytes, weights
 
@@ -431,7 +432,7 @@ def test_each_instruction_set(name):
     """A process of its own for each, since it is chosen when the library is loaded."""
     code = f"""
 import jax, numpy as np, eqquant as eqq
-from eqquant._matmul import native
+from eqquant._native import library as native
 assert native.refusal() is None and native.isa() == {name!r}, (native.refusal(), native.isa())
 for format in ("nf4", "int8", eqq.NVFP4(), "q4_k", "q6_k", eqq.Int5(32)):
     for m, k in ((1, 768), (40, 1030)):

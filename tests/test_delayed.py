@@ -189,10 +189,10 @@ def test_stacks_in_one_product(operands):
     of_each = np.stack([np.broadcast_to(magnitudes(x), 3), of_w, np.ones(3)], axis=-1)
     np.testing.assert_array_equal(seen(lambda m: jnp.sum(x @ m["w"].mT), models), of_each)
     np.testing.assert_array_equal(seen(lambda m: jnp.sum(m["w"] @ x.T), models), of_each)
-    # One product of all, which share a scale; with the weight first too.
-    of_all = np.broadcast_to(magnitudes(x, of_w, 1), (3, 3))
     einsum = lambda m: jnp.sum(eqq.quaxify(lambda w: jnp.einsum("lok,bk->blo", w, x))(m["w"]))
-    np.testing.assert_array_equal(seen(einsum, models), of_all)
+    np.testing.assert_array_equal(seen(einsum, models), of_each)
+    # One product of all, which share a scale.
+    of_all = np.broadcast_to(magnitudes(x, of_w, 1), (3, 3))
     merged = lambda m: jnp.sum(x @ m["w"].transpose(2, 0, 1).reshape(40, -1))
     np.testing.assert_array_equal(seen(merged, models), of_all)
 

@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant._matmul import dispatch, native
+from eqquant._matmul import dispatch
 from eqquant._matmul.problem import MatmulProblem, Target
+from eqquant._native import library as native
 
 from .helpers import assert_close, FORMATS, KINDS, NEWEST, weights
 

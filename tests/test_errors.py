@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqquant as eqq
-from eqquant._array.quantize import check_quantizable
+from eqquant._array.checks import check_quantizable
 from eqquant._formats.base import as_format
 
 from .helpers import FORMATS, weights

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import save_file
 
 import eqquant as eqq
-from eqquant._array import pieces
+from eqquant._wrappers import pieces
 from eqquant.io import names as ready, To
 
 

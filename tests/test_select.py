@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant._matmul import native
+from eqquant._native import library as native
 
 from .helpers import weights
 

@@ -8,7 +8,6 @@ axis is always last; `axis` is its logical place.
 import dataclasses
 import functools as ft
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, Generic
 
@@ -20,21 +19,20 @@ import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, UInt, UInt8
+from jaxtyping import Array, DTypeLike, Float, Float32, UInt, UInt8
 from typing_extensions import TypeVar
 
-from .. import _compat
 from .._formats.base import AbstractFormat
 from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
 from .._numerics import packing
+from .._numerics.axes import as_axis, logical_order
 from .._numerics.blocks import BlockSize, expand, num_blocks
 from .._numerics.scale_bits import bits_to_scale, clip_finite
-from .axes import as_axis, logical_order
-from .primitive import bind_dequantize
-from .product import matmul
+from .contraction import Constraints, Matrices, Options
+from .primitive import bind_dequantize, bind_matmul
 from .sharding import leaf_shardings, logical_sharding
 from .straight_through import value_of
-from .value import AbstractArrayValue, as_permutation, flatten_arguments, multiply
+from .value import AbstractArrayValue, as_permutation, flatten_arguments
 
 
 _Format = TypeVar("_Format", bound="AbstractFormat", covariant=True, default="AbstractFormat")
@@ -70,6 +68,8 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         that [`eqquant.filter_grad`][] differentiates, an extra float leaf receives the gradient.)
     - `nbytes` counts the stored bytes.
     """
+
+    holds_codes = True
 
     codes: UInt8[Array, "*batch bytes"]
     scale_bits: "UInt[Array, '*batch blocks'] | QuantizedArray"
@@ -278,45 +278,29 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         for leaf in jtu.tree_leaves(self):
             leaf.delete()
 
-    def _matmul(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        other: "ArrayLike | QuantizedArray",
-        *,
-        left: bool,
-        implementation: str | None = None,
-        precision: Any = None,
-        activations: Any = None,
-    ) -> Array:
-        """Returns `self @ other` if `left`, else `other @ self`, with the shapes of `jnp.matmul`."""
-        options = {"implementation": implementation, "precision": precision, "activations": activations}
-        if isinstance(other, QuantizedArray) and left:
-            if self.axis == -1 and other.axis == -min(other.ndim, 2):  # the sum runs along the blocks of both
-                return other._matmul(self, left=False, **options)
-            other = other.dequantize()
-        x, product = other if isinstance(other, QuantizedArray) else jnp.asarray(other), None
-        if isinstance(x, QuantizedArray) or jnp.isrealobj(x):
-            self._check_closure(x)
-            product = matmul(x.astype(jnp.result_type(x.dtype, self.dtype)), self, left=left, **options)
-        if product is not None:
-            return product
-        x = x.dequantize() if isinstance(x, QuantizedArray) else x
-        if implementation is not None:
-            raise ValueError(
-                "`implementation` is for products over or along the quantized axis. Got "
-                f"{implementation!r}, {self!r} and {x.dtype}{list(x.shape)}. Without it the product is dense."
-            )
-        return multiply(self.dequantize(), x, left=left, precision=precision, activations=activations)
+    @property
+    def constraints(self) -> Constraints:
+        """For products: the quantized axes stay whole."""
+        return Constraints(tuple(axis % self.ndim for axis in self._axes))
 
-    def _check_closure(self, x: Any) -> None:
-        """Warns if a `scan` goes over the biases of stacked layers, but not over their weights."""
-        if isinstance(x, jax.Array) and x.ndim == 1 and self.ndim > 2 and _compat.is_constant_of_trace(self.codes, x):
-            warnings.warn(
-                f"A stack of quantized weights, of shape {self.shape}, is multiplied by one vector inside a function "
-                "that closes over the stack. If a `scan` was to take it layer by layer, split the model with "
-                "`eqx.partition(model, eqx.is_array)`: codes are integers, and `eqx.is_inexact_array` leaves them "
-                "behind. If the product with the whole stack is what you want, pass the stack as an argument.",
-                stacklevel=4,
-            )
+    def as_matrices(self, axes: Matrices) -> "QuantizedArray":
+        """For products: the array as matrices, whose rows or columns are the quantized axes."""
+        along = axes.columns == self.constraints.memory
+        batch = [axis for axis in range(self.ndim) if axis - self.ndim not in self._axes]
+        moved = (*axes.front, *(axes.rows if along else axes.columns))
+        order = [batch.index(axis) for axis in (*(a for a in batch if a not in moved), *moved)]
+        *front, rows, columns = axes.shape(self.shape)
+        shape = (*front, rows if along else columns)
+        arrange = lambda leaf: jnp.transpose(leaf, (*order, leaf.ndim - 1)).reshape(*shape, leaf.shape[-1])
+        out = jtu.tree_map(arrange, self)
+        return dataclasses.replace(out, axis=-1 if along else -2, lengths=(self._length,), logical_sharding=None)
+
+    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+        """For products: `x . self^T` of matrices, by the primitive."""
+        return bind_matmul(x, dataclasses.replace(self, axis=-1), options, transpose=self.axis == -2)
+
+    def with_dense_weight(self) -> None:
+        """For products: dense ones are plain."""
 
     def _check_leaves(self) -> None:
         """Raises if a leaf is no longer an unsigned integer. Dtypes are static, so this costs nothing in `jit`."""

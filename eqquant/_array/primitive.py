@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend
 import jax.tree_util as jtu
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Float, Float32
 
 from .. import _compat
 from .._formats.base import AbstractFormat
 from .._types import PyTree
+from .contraction import AbstractOperand, Options
 
 
 quantized_matmul_p = jax.extend.core.Primitive("quantized_matmul")
@@ -23,13 +25,7 @@ dequantize_p = jax.extend.core.Primitive("dequantize")
 
 
 def bind_matmul(
-    x: PyTree,
-    w: PyTree,
-    *,
-    transpose: bool,
-    precision: Any = None,
-    implementation: str | None = None,
-    by_columns: tuple[bool, bool] = (False, False),
+    x: PyTree, w: PyTree, options: Options = Options(), *, transpose: bool = False
 ) -> Float[Array, "*batch rows outer"]:
     """`x(*batch, m, k) . w(*batch, n, k)^T`, or with `transpose` `x(*batch, m, n) . w(*batch, n, k)`.
 
@@ -42,27 +38,32 @@ def bind_matmul(
         quantizes. The result has their dtype.
     - `w`: a `QuantizedArray` in memory order, `(*batch, n, k)`, with the same batch axes as `x`; or a `SelectedArray`
         of such a shape, from a stack `(arrays, n, k)`.
+    - `options`: with `by_columns`, `x` and the result are matrices that memory holds by columns, as after
+        `swapaxes(-1, -2)`. This changes no value: a kernel that takes either order then reads and writes matrices as
+        they lie, and XLA removes the transposes.
     - `transpose`: contracts `n` instead of `k`. Each of the two products is the gradient of the other.
-    - `precision`: as in `jax.lax.dot_general`; `None` takes `jax.default_matmul_precision`.
-    - `implementation`: as in [`eqquant.matmul`][].
-    - `by_columns`: whether `x`, and the result, are matrices that memory holds by columns, as after `swapaxes(-1, -2)`.
-        Changes no value: a kernel that takes either order then reads and writes matrices as they lie, and XLA
-        removes the transposes.
     """
-    if precision is None:
-        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    of_x, x_tree = jtu.tree_flatten(x)
-    of_w, w_tree = jtu.tree_flatten(w)
+    if options.quantize_x is not None and not isinstance(x, AbstractOperand):
+        x = options.quantize_x(x)
+    # Inside `shard_map`, types also hold the axes that arrays vary along. The product varies along the axes of both
+    # operands. Casting the operands to these first makes the gradient sum over the right axes.
+    x, w = _compat.vary_alike((x, w))
+    x_leaves, x_tree = jtu.tree_flatten(x)
+    w_leaves, w_tree = jtu.tree_flatten(w)
     return quantized_matmul_p.bind(
-        *of_x,
-        *of_w,
+        *x_leaves,
+        *w_leaves,
         x_tree=x_tree,
         w_tree=w_tree,
         transpose=transpose,
-        precision=precision,
-        implementation=implementation,
-        by_columns=by_columns,
+        precision=_precision(options.precision),
+        implementation=options.implementation,
+        by_columns=options.by_columns,
     )
+
+
+def _precision(precision: PrecisionLike) -> PrecisionLike:
+    return jax.config.jax_default_matmul_precision if precision is None else precision  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # Where the largest magnitudes of the three arrays that a layer rounds stand in an array of them.
@@ -107,8 +108,6 @@ def bind_rounded_matmul(
     - `of_gradient`: how the gradient of the result is rounded, in the products of the backward pass.
     - `precision`, `implementation`: as in `bind_matmul`; the latter is of the forward pass.
     """
-    if precision is None:
-        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     return rounded_matmul_p.bind(
         x,
         w,
@@ -116,7 +115,7 @@ def bind_rounded_matmul(
         of_x=of_x,
         of_w=of_w,
         of_gradient=of_gradient,
-        precision=precision,
+        precision=_precision(precision),
         implementation=implementation,
     )
 

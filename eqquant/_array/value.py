@@ -5,7 +5,7 @@ import dataclasses
 import html
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -13,9 +13,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import quax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from .. import _compat
+from .contraction import AbstractOperand, matmul
 
 
 _BINARY = (
@@ -37,10 +38,15 @@ _METHODS = (
     *("__dlpack__", "__dlpack_device__", "__round__"),
 )
 # `dir` leaves out methods for Equinox and Quax, and aliases.
-_NOT_SHOWN = frozenset(("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"))
+_NOT_SHOWN = frozenset(
+    (
+        *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
+        *("as_matrices", "constraints", "holds_codes", "linear", "quantized_as", "with_dense_weight"),
+    )
+)
 
 
-class AbstractArrayValue(quax.ArrayValue):
+class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     """A pytree that behaves like an array of floats, but stores it differently.
 
     A subclass defines the abstract members below; the rest follows from them. Products and changes of structure are its
@@ -51,29 +57,11 @@ class AbstractArrayValue(quax.ArrayValue):
     # Fields that training leaves untouched, even floats. An array with such fields is an adapter: in a model with
     # adapters, only adapters are trained by default.
     frozen: ClassVar[tuple[str, ...]] = ()
+    quantized_as: ClassVar[str] = ""  # what makes a `QuantizedArray` of it, for errors
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _compat.accept_in_jax_lax(cls, lambda x: x.dequantize())
-
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The logical shape."""
-
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> np.dtype:
-        """The logical dtype: the dtype of `dequantize()`."""
-
-    @property
-    @abc.abstractmethod
-    def ndim(self) -> int:
-        """The number of logical axes."""
-
-    @abc.abstractmethod
-    def dequantize(self) -> Float[Array, "..."]:
-        """Returns the dense array, of `shape` and `dtype`."""
 
     @abc.abstractmethod
     def transpose(self, *axes: Any) -> Any:
@@ -84,16 +72,8 @@ class AbstractArrayValue(quax.ArrayValue):
         """Returns the dense values at an index."""
 
     @abc.abstractmethod
-    def astype(self, dtype: Any) -> Any:
-        """Changes the logical dtype."""
-
-    @abc.abstractmethod
     def reshape(self, *shape: Any, **kwargs: Any) -> Any:
         """Changes the shape."""
-
-    @abc.abstractmethod
-    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
-        """Returns `self @ other` if `left`, else `other @ self`. An array around another passes `options` on."""
 
     @property
     def size(self) -> int:
@@ -145,11 +125,11 @@ class AbstractArrayValue(quax.ArrayValue):
 
     def __matmul__(self, other: Any) -> Array:
         """`q @ x`: the quantized matmul, as [`eqquant.matmul`][] computes it. The result is dense."""
-        return self._matmul(other, left=True)
+        return matmul(self, other)
 
     def __rmatmul__(self, other: Any) -> Array:
         """`x @ q`: the quantized matmul, as [`eqquant.matmul`][] computes it. The result is dense."""
-        return self._matmul(other, left=False)
+        return matmul(other, self)
 
     @property
     def real(self) -> Any:
@@ -234,37 +214,6 @@ class AbstractArrayValue(quax.ArrayValue):
 
     # `==` compares element by element, so there is no hash, as for `jax.Array`.
     __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-
-def multiply(
-    w: Any, x: Any, *, left: bool, precision: Any = None, implementation: str | None = None, activations: Any = None
-) -> Array:
-    """Returns `w @ x` if `left`, else `x @ w`, for a dense `w` or one of ours.
-
-    **Arguments:**
-
-    - `w`, `x`, `left`: the operands, and whether `w` comes first.
-    - `precision`, `implementation`: as in [`eqquant.matmul`][].
-    - `activations`: a function that quantizes rows of `x`.
-    """
-    if isinstance(w, AbstractArrayValue):
-        options = {"precision": precision, "implementation": implementation, "activations": activations}
-        return w._matmul(x, left=left, **{name: given for name, given in options.items() if given is not None})
-    if implementation is not None:
-        raise ValueError(f"`implementation` is for quantized operands. Got {implementation!r}, and none is quantized.")
-    x = jnp.asarray(x)
-    if activations is not None and x.ndim > 0:
-        x = round_rows(x.astype(jnp.result_type(x, w)), (-2 if left and x.ndim > 1 else -1,), activations)
-    return jnp.matmul(w, x, precision=precision) if left else jnp.matmul(x, w, precision=precision)
-
-
-def round_rows(x: Float[Array, "..."], axes: Sequence[int], activations: Callable[[Array], Any]) -> Float[Array, "..."]:
-    """Returns the values of `x` after `activations` quantized its rows, which lie along the contracted `axes`."""
-    last = range(-len(axes), 0)
-    moved = jnp.moveaxis(x, axes, last)
-    length = math.prod(moved.shape[axis] for axis in last)
-    rows = moved.reshape(math.prod(moved.shape[: x.ndim - len(axes)]), length)
-    return jnp.moveaxis(activations(rows).dequantize().reshape(moved.shape), last, axes)
 
 
 def flatten_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._numerics.steps import float_order, order_to_float, Steps
+from .._native.steps import float_order, order_to_float, Steps
 from .base import AbstractFormat, is_ours, levels_of
 
 

@@ -16,8 +16,9 @@ from jaxtyping import Array
 from .. import _compat
 from .._array.array import clips, dense_rows, QuantizedArray
 from .._array.primitive import dequantize_p
+from .._native import library
 from .._numerics.primitives import along_first, compiled, without_tangent
-from . import dispatch, native
+from . import dispatch
 from .problem import has_plain_scales, layout_of
 
 
@@ -46,4 +47,4 @@ ad.primitive_jvps[dequantize_p] = without_tangent(dequantize_p)
 batching.primitive_batchers[dequantize_p] = along_first(dequantize_p)
 _compat.lower_with_devices(dequantize_p)
 mlir.register_lowering(dequantize_p, mlir.lower_fun(_by_xla, multiple_results=False))
-mlir.register_lowering(dequantize_p, native.lowering(_on_cpu, _by_xla), platform="cpu")
+mlir.register_lowering(dequantize_p, library.lowering(_on_cpu, _by_xla), platform="cpu")

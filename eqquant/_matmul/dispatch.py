@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, Float32
 
-from .._array.activation import AbstractRows, StaticRows
 from .._array.array import QuantizedArray
-from .._array.selected import SelectedArray
 from .._formats import Int8
 from .._formats.base import has_zero_points
+from .._native import library
 from .._numerics.scale_bits import scale_to_bits
-from . import native
 from .kernels import codes, xla, xla_cpu
 from .kernels.packed import decode_bytes, Packed, Stored
 from .problem import has_nested_scales, MatmulProblem, nested_scale_kind, Target
+from .rows import AbstractRows, StaticRows
+from .selected import SelectedArray
 
 
 class _Implementation(NamedTuple):
@@ -230,7 +230,7 @@ def _codes(problem: MatmulProblem) -> bool:
 
 # The first row that applies wins, unless its implementation cannot take the product.
 _PREFERENCES = (
-    _Preference("cpu", "cpu_int8", lambda p, _: _codes(p) and native.isa() != "generic", _INTEGERS),
+    _Preference("cpu", "cpu_int8", lambda p, _: _codes(p) and library.isa() != "generic", _INTEGERS),
     _Preference("", "xla", lambda p, target: kind_of_codes(p, target) in ("int8", "float8"), _SMALL),
     _Preference("cuda", "xla", lambda p, _: _of_bytes(p), _FUSED),
     _Preference("cuda", "pallas_gpu", lambda p, _: p.m <= 256, _FEW_ROWS),
@@ -238,7 +238,7 @@ _PREFERENCES = (
     _Preference("tpu", "xla", lambda p, _: _of_bytes(p), _FUSED),
     _Preference("tpu", "pallas_tpu", lambda p, _: p.m <= (256 if p.layout.one_scale else 64), _FEW_ROWS),
     _Preference("tpu", "xla", lambda p, _: True, _MANY_ROWS),
-    _Preference("cpu", "xla", lambda p, _: native.isa() == "generic", _PLAIN),
+    _Preference("cpu", "xla", lambda p, _: library.isa() == "generic", _PLAIN),
     _Preference("cpu", "cpu", lambda p, _: True, "the packed weight is decoded in registers and in the cache"),
     _Preference(
         "cpu",

@@ -12,9 +12,9 @@ from .._formats.base import AbstractFormat
 from .._formats.steps import steps_of
 from .._methods import encode
 from .._methods.base import multiplies
+from .._native import library
 from .._numerics import reduce
 from .._numerics.blocks import divide
-from . import native
 from .kernels import cpu_encode
 
 
@@ -45,4 +45,4 @@ for _primitive, _native, _by_xla in (
     (reduce.reduce_blocks_p, _reduce, reduce.by_xla),
 ):
     _compat.lower_with_devices(_primitive)
-    mlir.register_lowering(_primitive, native.lowering(_native, _by_xla), platform="cpu")
+    mlir.register_lowering(_primitive, library.lowering(_native, _by_xla), platform="cpu")

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from rich.table import Table
 
+from .._array.array import is_quantized
+from .._array.contraction import matmul
 from .._array.primitive import operands_of, quantized_matmul_p, rounded_matmul_p
 from .._array.value import AbstractArrayValue
-from .._array.wrapped import AbstractWrappedArray
 from .._report import Report, report_table
-from .api import matmul
 from .dispatch import choose, IMPLEMENTATIONS, multiplied_types, refusal_of, why_decoded
 from .problem import MatmulProblem, problem_of, Target
 from .rounded_rules import compute_rounded
@@ -80,8 +81,8 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
     try:
         traced = jax.make_jaxpr(matmul)(*operands)
     except (TypeError, ValueError) as e:
-        within = q.array if isinstance(q, AbstractWrappedArray) else q
-        if isinstance(axes := getattr(within, "axis", -1), int):
+        weight = next(filter(is_quantized, jtu.tree_leaves(q, is_leaf=is_quantized)), q)
+        if isinstance(axes := getattr(weight, "axis", -1), int):
             raise
         raise ValueError(
             "`explain_matmul` explains matmuls alone, and these shapes fit none. Got "

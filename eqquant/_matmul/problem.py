@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._array.array import QuantizedArray
-from .._array.selected import SelectedArray
 from .._formats import FP8
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points
 from .._numerics.blocks import num_blocks
 from .kernels.packed import Layout, ScaleKind
 from .kernels.target import Target as Target
+from .selected import SelectedArray
 
 
 class MatmulProblem(NamedTuple):

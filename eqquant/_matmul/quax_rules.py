@@ -8,37 +8,24 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import quax
 from jax import lax
 from jaxtyping import Array, ArrayLike
 
-from .._array.activation import ActivationQuantizedArray
 from .._array.array import QuantizedArray
-from .._array.low_precision import LowPrecisionArray
-from .._array.mapped import AbstractMappedArray
-from .._array.product import dot_general
-from .._array.selected import SelectedArray
-from .._array.simulated import SimulatedArray
-from .._array.value import AbstractArrayValue, round_rows
-from .._array.wrapped import AbstractWrappedArray
-from .convolution import convolve
+from .._array.contraction import dot_general
+from .._array.value import AbstractArrayValue
 
 
 def _dense(primitive: Any, *operands: Any, **params: Any) -> Any:
-    dense = (x.dequantize() if isinstance(x, (QuantizedArray, SelectedArray)) else x for x in operands)
+    dense = (x.dequantize() if isinstance(x, AbstractArrayValue) else x for x in operands)
     return primitive.bind(*dense, **params)
 
 
 @quax.register(lax.transpose_p)
-def _transpose(q: QuantizedArray, *, permutation: Sequence[int]) -> QuantizedArray:
-    return q.transpose(permutation)
-
-
-@quax.register(lax.transpose_p)
-def _transpose_wrapped(w: AbstractWrappedArray, *, permutation: Sequence[int]) -> Any:
+def _transpose(w: AbstractArrayValue, *, permutation: Sequence[int]) -> AbstractArrayValue | Array:
     return w.transpose(permutation)
 
 
@@ -138,130 +125,9 @@ def _last(batch: int, *sequences: Sequence[int]) -> Any:
 
 
 @quax.register(lax.dot_general_p)
-def _dot_general_left(q: QuantizedArray | SelectedArray, x: ArrayLike, **params: Any) -> Array:
-    return _dot_general(q, x, params, left=True)
-
-
-@quax.register(lax.dot_general_p)
-def _dot_general_right(x: ArrayLike, q: QuantizedArray | SelectedArray, **params: Any) -> Array:
-    return _dot_general(q, x, params, left=False)
-
-
-@quax.register(lax.dot_general_p)
-def _dot_general_both(p: QuantizedArray, q: QuantizedArray, **params: Any) -> Array:
-    return _dot_general(q, p, params, left=False)
-
-
-@quax.register(lax.dot_general_p)
-def _dot_general_quantizing_right(w: ActivationQuantizedArray, x: ArrayLike, **params: Any) -> Array:
-    return _dot_general_quantizing(w, x, params, left=True)
-
-
-@quax.register(lax.dot_general_p)
-def _dot_general_quantizing_left(x: ArrayLike, w: ActivationQuantizedArray, **params: Any) -> Array:
-    return _dot_general_quantizing(w, x, params, left=False)
-
-
-@quax.register(lax.conv_general_dilated_p)
-def _convolve_quantizing(x: ArrayLike, w: ActivationQuantizedArray, **params: Any) -> Array:
-    x = jnp.asarray(x)
-    floats = jnp.issubdtype(x.dtype, jnp.floating)
-    return convolve(x, w, params) if floats else _dense(lax.conv_general_dilated_p, x, w.dequantize(), **params)
-
-
-def _dot_general_quantizing(w: ActivationQuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
-    if w.scale_bits is not None and w.scale_bits.ndim > 0:
-        return _dot_general_by_layers(w, x, params, left=left)
-    return _dot_general_of(w.array, x, params, left=left, activations=w.quantize_rows)
-
-
-@quax.register(lax.dot_general_p)
-def _dot_general_mapped_left(w: AbstractMappedArray, x: ArrayLike, **params: Any) -> Array:
-    return _dot_general_of(w, x, params, left=True)
-
-
-@quax.register(lax.dot_general_p)
-def _dot_general_mapped_right(x: ArrayLike, w: AbstractMappedArray, **params: Any) -> Array:
-    return _dot_general_of(w, x, params, left=False)
-
-
-def _dot_general_of(w: Any, x: Any, params: dict[str, Any], *, left: bool, activations: Any = None) -> Array:
-    """Multiplies by an array with maps around it: they map the other operand, whose rows are quantized after that."""
-    while isinstance(w, AbstractMappedArray):
-        contract, x = params["dimension_numbers"][0], jnp.asarray(x)
-        of_w, of_x = contract if left else contract[::-1]
-        if tuple(of_w) != (w.ndim + w.axis,) or w._is_stack() or not jnp.issubdtype(x.dtype, jnp.floating):
-            break
-        x = jnp.moveaxis(w.map_inputs(jnp.moveaxis(x, of_x[0], -1), -1), -1, of_x[0])
-        w = w.array
-    w = w.quantized() if isinstance(w, SimulatedArray) else w
-    if isinstance(w, (QuantizedArray, SelectedArray)):
-        return _dot_general(w, x, params, left=left, activations=activations)
-    x = x if activations is None else _rounded(x, params, activations, left=left)
-    w = w.dequantize() if isinstance(w, AbstractArrayValue) else w
-    return _dense(lax.dot_general_p, *((w, x) if left else (x, w)), **params)
-
-
-def _dot_general_by_layers(w: ActivationQuantizedArray, x: Any, params: dict[str, Any], *, left: bool) -> Array:
-    """Multiplies each layer of a stack, whose operand has a scale of its own."""
-    x, of_w, of_x = jnp.asarray(x), 1 - left, int(left)
-    contract, batch = ([list(axes) for axes in pair] for pair in params["dimension_numbers"])
-    out, axis, is_summed = len(batch[0]) + (0 if left else x.ndim - len(batch[0]) - len(contract[0])), None, False
-    for pair in (batch, contract):
-        if 0 in pair[of_w]:
-            place, is_summed = pair[of_w].index(0), pair is contract
-            out, axis = 0 if is_summed else place, pair[of_x][place]
-            del pair[0][place], pair[1][place]
-    for pair in (batch, contract):
-        pair[of_w] = [n - 1 for n in pair[of_w]]
-        pair[of_x] = [n - (axis is not None and n > axis) for n in pair[of_x]]
-    numbers = tuple(tuple(map(tuple, pair)) for pair in (contract, batch))
-    layer = lambda w, x: _dot_general_quantizing(w, x, {**params, "dimension_numbers": numbers}, left=left)
-    y = jax.vmap(layer, (0, axis), out)(w, x)
-    return jnp.sum(y, axis=0) if is_summed else y
-
-
-@quax.register(lax.dot_general_p)
-def _dot_general_low_precision_left(w: LowPrecisionArray, x: ArrayLike, **params: Any) -> Array:
-    return _dot_general_low_precision(w, w.dequantize(), x, params, left=True)
-
-
-@quax.register(lax.dot_general_p)
-def _dot_general_low_precision_right(x: ArrayLike, w: LowPrecisionArray, **params: Any) -> Array:
-    return _dot_general_low_precision(w, x, w.dequantize(), params, left=False)
-
-
-def _dot_general_low_precision(
-    w: LowPrecisionArray, first: Any, second: Any, params: dict[str, Any], *, left: bool
-) -> Array:
-    first, second, contract = jnp.asarray(first), jnp.asarray(second), params["dimension_numbers"][0][0]
-    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (first, second))
-    if not floats or not contract or params.get("out_sharding") is not None:
-        return _dense(lax.dot_general_p, first, second, **params)
-    y = w.dot_general(first, second, params["dimension_numbers"], left=left, precision=params.get("precision"))
-    return y.astype(params.get("preferred_element_type") or y.dtype)
-
-
-def _rounded(x: Any, params: dict[str, Any], activations: Any, *, left: bool) -> Array:
-    """Returns the values of the other operand after its rows were quantized."""
-    x, axes = jnp.asarray(x), params["dimension_numbers"][0][int(left)]
-    return round_rows(x, axes, activations) if axes and jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _dot_general(
-    q: QuantizedArray | SelectedArray, x: Any, params: dict[str, Any], *, left: bool, activations: Any = None
-) -> Array:
-    """Computes `dot_general` by the quantized matmul where its dimension numbers allow it, otherwise dense."""
-    x = x if isinstance(x, QuantizedArray) else jnp.asarray(x)
-    dtype = jnp.dtype(params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype))
-    with jax.numpy_dtype_promotion("standard"):  # the caller asked for this dtype, so promotion is not implicit
-        wide = jnp.promote_types(jnp.result_type(x.dtype, q.dtype), dtype)
-    options = {"precision": params.get("precision"), "activations": activations}
-    y = None
-    plain = params.get("out_sharding") is None and not isinstance(options["precision"], str)
-    if plain and jnp.issubdtype(wide, jnp.floating):
-        y = dot_general(x.astype(wide), q, params["dimension_numbers"], left=left, **options)
-    if y is not None:
-        return y.astype(dtype)
-    x = x if activations is None else _rounded(x, params, activations, left=left)
-    return _dense(lax.dot_general_p, *((q, x) if left else (x, q)), **params)
+def _dot_general(first: AbstractArrayValue | ArrayLike, second: AbstractArrayValue | ArrayLike, **params: Any) -> Array:
+    y, precision = None, params.get("precision")
+    if params.get("out_sharding") is None and not isinstance(precision, str):
+        dtype = params.get("preferred_element_type")
+        y = dot_general(first, second, params["dimension_numbers"], precision=precision, dtype=dtype)
+    return _dense(lax.dot_general_p, first, second, **params) if y is None else y

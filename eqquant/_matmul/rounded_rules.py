@@ -29,8 +29,8 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Float32
 
 from .. import _compat
-from .._array.activation import DynamicRows
 from .._array.array import QuantizedArray
+from .._array.contraction import Options
 from .._array.primitive import bind_matmul, OF_W, OF_X, rounded_matmul_p, Rounding
 from .._array.quantize import quantize_array
 from .._formats.base import spans_rows
@@ -40,6 +40,7 @@ from .._numerics.blocks import absmax
 from .._numerics.hashing import hashed_key, seed_of
 from .._numerics.primitives import compiled, moved, without_tangent
 from .._numerics.scale_bits import scale_to_bits
+from .rows import DynamicRows
 
 
 largest_seen_p = jax.extend.core.Primitive("largest_seen")
@@ -62,7 +63,7 @@ def compute_rounded(
         return jnp.zeros((*x.shape[:-1], w.shape[-2]), x.dtype)
     if of_w is None and of_x is None:
         return jnp.matmul(x, jnp.swapaxes(w, -1, -2), precision=precision)
-    product = ft.partial(bind_matmul, transpose=False, precision=precision, implementation=implementation)
+    product = ft.partial(bind_matmul, options=Options(precision, implementation))
     if of_w is None:
         return jnp.swapaxes(product(w, _rounded(x, of_x, *largest)), -1, -2)
     return product(x if of_x is None else _rows(x, of_x, *largest), _rounded(w, of_w, *largest))

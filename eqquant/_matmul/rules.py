@@ -23,11 +23,11 @@ from jaxtyping import Array
 from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.primitive import operands_of, quantized_matmul_p
-from .._array.selected import SelectedArray
 from .._numerics.primitives import compiled, moved
 from . import dispatch
 from .partition import partitioned
 from .problem import problem_of, Target
+from .selected import SelectedArray
 
 
 def _abstract(*args: Any, x_tree: Any, w_tree: Any, transpose: bool, **params: Any) -> jax.core.ShapedArray:

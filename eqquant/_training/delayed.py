@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from .._array.array import is_quantized
-from .._array.low_precision import LowPrecisionArray, map_largest
 from .._tree.leaves import named_leaves, some
 from .._types import PyTree
+from .._wrappers.low_precision import LowPrecisionArray, map_largest
 from .masters import as_optimizer
 
 

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float
 from rich.console import Console
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.axes import logical_order
 from .._array.straight_through import value_of
 from .._formats.base import AbstractFormat, levels_of
 from .._numerics import packing
+from .._numerics.axes import logical_order
 from .._numerics.blocks import expand
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .._tree.leaves import float_leaves, Leaf, named_leaves, some

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._array.array import is_quantized
-from .._array.axes import memory_order
 from .._docs import fill_doc
+from .._numerics.axes import memory_order
 from .._types import PyTree
 from .mask import trainable_mask
 

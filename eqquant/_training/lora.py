@@ -1,29 +1,21 @@
 """Low-rank adaptation (LoRA): small trainable factors for frozen weights, quantized or not."""
 
-import dataclasses
-import functools as ft
 import math
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
-import numpy as np
-import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.low_precision import LowPrecisionArray
-from .._array.quantize import as_method, check_finite
-from .._array.requantize import requantize_like
-from .._array.simulated import SimulatedArray
-from .._array.value import AbstractArrayValue, as_permutation, multiply
-from .._array.wrapped import AbstractWrappedArray
+from .._array.checks import as_method, check_finite
+from .._array.quantize import requantize_like
+from .._array.value import AbstractArrayValue
 from .._errors import a_type
 from .._mesh import full_spec, place
 from .._methods import AbstractMethod
@@ -31,111 +23,10 @@ from .._tree.leaves import identity, is_mapped, Leaf, named_leaves, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
 from .._types import PyTree
-
-
-class LoraArray(AbstractArrayValue):
-    r"""A frozen weight plus a trainable product of two thin matrices: $W + \frac{\alpha}{r} B A$.
-
-    [`eqquant.loraify`][] makes these. A matmul multiplies by the base (with the quantized matmul, if it is quantized)
-    and by the two factors, and never computes the dense sum. Every other operation does.
-
-    ??? cite
-
-        [LoRA: Low-Rank Adaptation of Large Language Models](https://arxiv.org/abs/2106.09685)
-
-    **Arguments:**
-
-    - `base`: the frozen weight, an array or a quantized one ([`eqquant.QuantizedArray`][], or one around it), of shape
-        `(*batch, out, *in)`.
-    - `a`: the factor on the input side, `(*batch, rank, *in)`.
-    - `b`: the factor on the output side, `(*batch, out, rank)`.
-    - `alpha`: the numerator of the scale.
-    - `in_ndim`: the number of axes of `in`: one, or for a convolution all but the first.
-    """
-
-    base: Float[Array, "..."] | AbstractArrayValue
-    a: Float[Array, "..."]
-    b: Float[Array, "*batch out rank"]
-    alpha: float = eqx.field(static=True)
-    in_ndim: int = eqx.field(static=True)
-
-    frozen = ("base",)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.base.shape)
-
-    @property
-    def ndim(self) -> int:
-        return self.base.ndim
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.base.dtype)
-
-    @property
-    def rank(self) -> int:
-        return self.b.shape[-1]
-
-    @property
-    def scaling(self) -> float:
-        return self.alpha / self.rank
-
-    def dequantize(self) -> Float[Array, "..."]:
-        """Returns the sum of the base and the product of the factors: a dense array of `shape` and `dtype`."""
-        base, delta = self._frozen_base(), self.delta()
-        dense = base.dequantize() if isinstance(base, AbstractArrayValue) else base
-        return dense + delta.astype(dense.dtype)
-
-    def delta(self) -> Float[Array, "..."]:
-        """Returns the array that the factors add to the base, in its shape and in the dtype of the factors."""
-        a = self.a.reshape(*self.b.shape[:-2], self.rank, -1)
-        return self.scaling * jnp.matmul(self.b, a).reshape(*self.b.shape[:-1], *self.a.shape[-self.in_ndim :])
-
-    def transpose(self, *axes: Any) -> "LoraArray | Array":
-        """Transposes. Swapping the last two axes swaps the factors; any other permutation returns a dense array."""
-        order = as_permutation(axes, self.ndim)
-        swap = [*range(self.ndim - 2), self.ndim - 1, self.ndim - 2]
-        if self.in_ndim != 1 or order != swap:
-            return self.dequantize().transpose(order)
-        return dataclasses.replace(self, base=self.base.mT, a=self.b.mT, b=self.a.mT)
-
-    def astype(self, dtype: Any) -> Array:
-        """Returns a dense array of another dtype."""
-        return self.dequantize().astype(dtype)
-
-    def reshape(self, *shape: Any, **kwargs: Any) -> Array:
-        """Returns a dense array of another shape."""
-        return self.dequantize().reshape(*shape, **kwargs)
-
-    def __getitem__(self, index: Any) -> Array:
-        """Returns a dense array. An embedding lookup computes only the rows that it takes."""
-        if self.in_ndim != 1 or self.ndim != 2 or isinstance(index, tuple) or index is None or index is Ellipsis:
-            return self.dequantize()[index]
-        rows = self._frozen_base()[index]
-        return rows + (self.scaling * jnp.matmul(self.b[index], self.a)).astype(rows.dtype)
-
-    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
-        x, base = jnp.asarray(other), self._frozen_base()
-        if self.in_ndim != 1 or x.ndim == 0:
-            return multiply(self.dequantize(), x, left=left, **options)
-        y = multiply(base, x, left=left, **options)
-        a, b = self.a.astype(y.dtype), self.b.astype(y.dtype)
-        x = x.astype(y.dtype)
-        vector = x.ndim == 1
-        x = (x[:, None] if left else x[None, :]) if vector else x
-        product = ft.partial(jnp.matmul, precision=options.get("precision"))
-        low = product(b, product(a, x)) if left else product(product(x, b), a)
-        low = (low[..., 0] if left else low[..., 0, :]) if vector else low
-        return y + self.scaling * low
-
-    def _frozen_base(self) -> Any:
-        return self.base if isinstance(self.base, AbstractArrayValue) else jax.lax.stop_gradient(self.base)
-
-    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
-        shape = getattr(self.b, "shape", ())  # a mask holds booleans
-        rank = shape[-1] if shape else self.b
-        return wl.TextDoc(f"LoraArray({wl.pformat(self.base)}, rank={rank}, alpha={self.alpha})")
+from .._wrappers.base import AbstractWrappedArray
+from .._wrappers.lora import LoraArray
+from .._wrappers.low_precision import LowPrecisionArray
+from .._wrappers.simulated import SimulatedArray
 
 
 def loraify(

@@ -8,10 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized
-from .._array.low_precision import LowPrecisionArray
-from .._array.simulated import SimulatedArray
 from .._errors import a_type
 from .._formats import FP8
 from .._formats.base import AbstractFormat, as_format, has_offsets, has_one_scale, has_zero_points
@@ -20,6 +17,9 @@ from .._tree.leaves import identity, key_name, Leaf, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
 from .._types import PyTree
+from .._wrappers.activation import ActivationQuantizedArray
+from .._wrappers.low_precision import LowPrecisionArray
+from .._wrappers.simulated import SimulatedArray
 from .lora import LoraArray
 
 

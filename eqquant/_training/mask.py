@@ -6,10 +6,10 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._array.array import is_quantized
-from .._array.low_precision import map_largest
 from .._array.value import AbstractArrayValue
-from .._array.wrapped import AbstractArrayAround
 from .._types import PyTree
+from .._wrappers.base import AbstractArrayAround
+from .._wrappers.low_precision import map_largest
 
 
 _LARGEST = object()  # stands for the largest magnitudes of delayed scaling, which change whatever else is frozen

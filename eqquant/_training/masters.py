@@ -12,13 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, UInt32
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.quantize import as_method
-from .._array.requantize import requantize_like
-from .._array.simulated import SimulatedArray
+from .._array.checks import as_method
+from .._array.quantize import requantize_like
 from .._mesh import follow
 from .._methods import AbstractMethod
 from .._tree.leaves import float_leaves, named_leaves, some
 from .._types import PyTree
+from .._wrappers.simulated import SimulatedArray
 from .mask import trainable_mask
 
 

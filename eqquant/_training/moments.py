@@ -12,8 +12,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._array.array import is_quantized
-from .._array.quantize import quantize_array
-from .._array.requantize import requantize_like
+from .._array.quantize import quantize_array, requantize_like
 from .._array.sharding import leaf_shardings
 from .._formats import Dynamic8
 from .._formats.base import AbstractFormat, as_format

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized, QuantizedArray
-from .._array.quantize import check_finite
-from .._array.simulated import SimulatedArray
+from .._array.checks import check_finite
 from .._tree.leaves import named_leaves
 from .._types import PyTree
+from .._wrappers.activation import ActivationQuantizedArray
+from .._wrappers.simulated import SimulatedArray
 
 
 def finalize(tree: PyTree) -> PyTree:

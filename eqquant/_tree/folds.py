@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Array
 
 from .._array.array import is_quantized
-from .._array.mapped import beside
-from .._array.quantize import check_finite
+from .._array.checks import check_finite
 from .._mesh import on_device
 from .._types import PyTree
+from .._wrappers.mapped import beside
 from .leaves import as_batches, Leaf, some
 from .patterns import compile_pattern
 from .weights import ineligible_reason, is_embedding, unmappable_reason

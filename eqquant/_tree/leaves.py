@@ -13,9 +13,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._array.array import is_quantized
-from .._array.mapped import AbstractMappedArray
-from .._array.wrapped import AbstractArrayAround, AbstractWrappedArray
 from .._types import PyTree
+from .._wrappers.base import AbstractArrayAround, AbstractWrappedArray
+from .._wrappers.mapped import AbstractMappedArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

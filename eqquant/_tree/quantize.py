@@ -16,11 +16,10 @@ from jax.sharding import NamedSharding
 from jaxtyping import DTypeLike, PRNGKeyArray
 from rich.progress import track
 
-from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized, QuantizedArray
-from .._array.quantize import as_method, check_dtype, check_finite, check_quantizable, quantize_array
+from .._array.checks import as_method, check_dtype, check_finite, check_quantizable
+from .._array.quantize import quantize_array
 from .._array.sharding import leaf_shardings
-from .._array.simulated import simulate_array, SimulatedArray
 from .._array.value import AbstractArrayValue
 from .._docs import fill_doc
 from .._errors import FORMAT_KEYWORDS, teach_keywords
@@ -28,6 +27,8 @@ from .._formats.base import AbstractFormat
 from .._mesh import full_spec, on_device
 from .._methods import AbsMax, AbstractMethod
 from .._types import PyTree
+from .._wrappers.activation import ActivationQuantizedArray
+from .._wrappers.simulated import simulate_array, SimulatedArray
 from .leaves import Leaf, some
 from .placement import move, Shardings, wanted_shardings
 from .report import TreeReport

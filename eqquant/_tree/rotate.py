@@ -10,9 +10,9 @@ import jax.tree_util as jtu
 from jaxtyping import Array
 
 from .._array.array import is_quantized
-from .._array.rotated import RotatedArray
 from .._numerics import hadamard
 from .._types import PyTree
+from .._wrappers.rotated import RotatedArray
 from .folds import (
     check_changed,
     check_outputs,

@@ -13,12 +13,13 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from .._array.array import is_quantized
-from .._array.quantize import as_method, quantize_array
-from .._array.scaled import ScaledArray
+from .._array.checks import as_method
+from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.inputs import check_statistic
 from .._types import PyTree
+from .._wrappers.scaled import ScaledArray
 from .folds import check_changed, check_outputs, divided, find_folds, Fold, Folds, multiplied
 from .leaves import Leaf, some
 from .select import select_leaves, Where

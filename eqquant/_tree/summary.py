@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.low_precision import LowPrecisionArray, map_largest
-from .._array.mapped import AbstractMappedArray
-from .._array.simulated import SimulatedArray
-from .._array.wrapped import AbstractWrappedArray
 from .._types import PyTree
+from .._wrappers.base import AbstractWrappedArray
+from .._wrappers.low_precision import LowPrecisionArray, map_largest
+from .._wrappers.mapped import AbstractMappedArray
+from .._wrappers.simulated import SimulatedArray
 from .leaves import array_nbytes, identity, is_mapped, Leaf, named_leaves
 from .report import LeafReport, TreeReport
 from .weights import default_skip_reason, ineligible_reason

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from .._array.quantize import as_method
+from .._array.checks import as_method
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod
 

@@ -10,10 +10,10 @@ from jaxtyping import Array, ArrayLike, Shaped
 from rich.table import Table
 
 from .._array.array import QuantizedArray
-from .._array.axes import memory_order
 from .._array.value import AbstractArrayValue
 from .._formats.any_width import code_width
 from .._formats.base import AbstractFormat, levels_of
+from .._numerics.axes import memory_order
 from .._numerics.blocks import divide, expand
 from .._report import Report, report_table
 from ._plots import draw_histogram

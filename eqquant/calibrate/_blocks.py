@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Num
 
-from .._array.axes import memory_order
+from .._numerics.axes import memory_order
 from .._numerics.blocks import BlockSize, num_blocks, split_blocks
 
 

@@ -13,10 +13,10 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int32
 
-from .._array.axes import as_axis
-from .._array.quantize import is_known_not_finite
+from .._array.checks import is_known_not_finite
 from .._formats import Int8
 from .._formats.base import as_format
+from .._numerics.axes import as_axis
 from .._types import PyTree
 from ._blocks import as_blocks, Blocks
 from ._result import CalibrationResult, check_range_format, check_real, parameters

@@ -11,9 +11,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Float32
+from jaxtyping import Array, Float, Float32
 
-from .._array.value import AbstractArrayValue, as_permutation, multiply
+from .._array.contraction import as_floats, as_matrices, Constraints, constraints_of, linear, Matrices, Options
+from .._array.value import AbstractArrayValue, as_permutation
 from ._observe import Moments, observe
 
 
@@ -185,29 +186,40 @@ class WatchedArray(AbstractArrayValue):
         self.watch.looked_up = True
         return self.weight[index]
 
-    def _matmul(self, other: ArrayLike, *, left: bool, **options: Any) -> Array:
-        x = jnp.asarray(other)
-        contracted = -1 if left else -2
-        fits = x.size > 0 and x.ndim > 0 and x.shape[-2 if left and x.ndim > 1 else -1] == self.shape[contracted]
-        if fits and not jnp.issubdtype(x.dtype, jnp.complexfloating):
-            x = self._watched(x, left, -3 - contracted if self.swapped else contracted)
-        return multiply(self.weight, x, left=left, **options)
-
-    def _watched(self, x: Array, left: bool, axis: int) -> Array:
-        if self.index.ndim != self.ndim - 2:
+    @property
+    def constraints(self) -> Constraints:
+        """For products: those of the weight, and the layers of a stack stay apart."""
+        if self.index.ndim != max(self.ndim - 2, 0):
             raise UnevenStackError(
                 f"{self.watch.path} must be sliced or mapped as one. Got a weight of shape {self.shape} in a stack of "
                 f"shape {self.index.shape}. Slice or map every array of a stacked model, as `eqx.is_array` selects."
             )
-        rows = x[None, :] if x.ndim == 1 else jnp.swapaxes(x, -1, -2) if left else x
-        if not jnp.issubdtype(rows.dtype, jnp.floating):  # the moments of integers and booleans need floats
-            rows = rows.astype(jnp.float32)
-        if self.index.ndim == 0:
-            rows = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
-        else:
-            batch = jnp.broadcast_shapes(rows.shape[:-2], self.index.shape)
-            rows = jnp.broadcast_to(rows, (*batch, *rows.shape[-2:]))
-        return self.watch.see(x, rows, self.index, axis)
+        within = constraints_of(self.weight)
+        return within._replace(stack=max(within.stack, self.index.ndim))
+
+    def as_matrices(self, axes: Matrices) -> Any:
+        """For products: the weight as matrices; unobserved if the sum runs over several axes of it."""
+        weight, last = as_matrices(self.weight, axes), (self.ndim - 1, self.ndim - 2)
+        if len(axes.columns) != 1 or axes.columns[0] not in last or any(axis in last for axis in axes.front):
+            self.watch.used = True
+            return weight
+        along = axes.columns[0] == last[0]
+        index = self.index.reshape(axes.shape(self.shape)[:-2])
+        return WatchedArray(weight, index, self.watch, self.swapped if along else not self.swapped)
+
+    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+        """For products: that of the weight, after the inputs were observed."""
+        if x.size > 0:
+            x = as_floats(x)
+            rows = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+            x = self.watch.see(x, rows, self.index, -2 if self.swapped else -1)
+        return linear(self.weight, x, options)
+
+    def with_dense_weight(self) -> "WatchedArray | None":
+        """For products: the same, with a dense weight."""
+        if not isinstance(self.weight, AbstractArrayValue):
+            return None
+        return dataclasses.replace(self, weight=self.weight.with_dense_weight() or self.weight.dequantize())
 
 
 def is_convolution(x: Any) -> bool:

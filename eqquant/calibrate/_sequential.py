@@ -13,15 +13,15 @@ import numpy as np
 from jaxtyping import Array, DTypeLike
 from rich.progress import Progress
 
-from .._array.activation import ActivationQuantizedArray
 from .._array.array import is_quantized
-from .._array.axes import logical_order, memory_order
-from .._array.quantize import as_method, check_dtype
+from .._array.checks import as_method, check_dtype
 from .._methods import AbstractMethod
+from .._numerics.axes import logical_order, memory_order
 from .._tree.leaves import Leaf, named_leaves, some
 from .._tree.quantize import decide, Decision, quantize_leaf, Rules, with_activations
 from .._tree.select import Where
 from .._types import PyTree
+from .._wrappers.activation import ActivationQuantizedArray
 from ._dataflow import Place, places_of
 from ._observers import Watch
 from ._stats import default_apply, LeafStats, observe_batches, stats_of, watch_leaves, weight_ndim

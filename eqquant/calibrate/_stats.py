@@ -14,7 +14,6 @@ from jaxtyping import Array
 from rich.markup import escape
 from rich.table import Table
 
-from .._array.mapped import AbstractMappedArray
 from .._array.value import AbstractArrayValue
 from .._formats import Int8
 from .._formats.base import AbstractFormat
@@ -23,6 +22,7 @@ from .._tree.leaves import as_batches, Leaf, some
 from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
 from .._types import PyTree
+from .._wrappers.mapped import AbstractMappedArray
 from ._calibrator import AbstractCalibrator
 from ._lookups import Lookups
 from ._observers import is_convolution, Sums, UnevenStackError, Watch, watch_convolution, WatchedArray

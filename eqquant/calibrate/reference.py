@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int8, UInt8
 
-from .._array.axes import logical_order
-from .._array.quantize import check_finite
+from .._array.checks import check_finite
 from .._array.value import AbstractArrayValue
 from .._formats.any_width import check_rounding, code_width, integer_format, Rounding
+from .._numerics.axes import logical_order
 from .._numerics.blocks import divide, expand, num_blocks
 from .._numerics.integers import code_offset
 from ._calibrator import AbstractCalibrator

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._array.array import QuantizedArray
-from .._array.axes import as_axis
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points
+from .._numerics.axes import as_axis
 from .._numerics.blocks import num_blocks
 from .._numerics.packing import packed_length
 

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._array.permuted import PermutedArray
-from .._array.quantize import as_method, check_finite, quantize_array
+from .._array.checks import as_method, check_finite
+from .._array.quantize import quantize_array
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
@@ -25,6 +25,7 @@ from .._tree.quantize import decide, Decision, Rules
 from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import quantized_row, row_of
 from .._types import PyTree
+from .._wrappers.permuted import PermutedArray
 from ._atomic import check_folder, making, replacing
 from ._checkpoint import Checkpoint, open
 from ._deferred import Deferred

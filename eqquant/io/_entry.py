@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.permuted import PermutedArray
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._tree.leaves import Leaf
+from .._wrappers.permuted import PermutedArray
 from ._assemble import parts_of, structure
 from ._stored import NAME_OF
 

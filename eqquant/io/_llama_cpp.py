@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._array.array import is_quantized
-from .._array.pieces import take
 from .._array.value import AbstractArrayValue
+from .._wrappers.pieces import take
 from ._checkpoint import Checkpoint
 from ._files import read_json
 from ._stored import MappedFile

@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._array.array import QuantizedArray
-from .._array.permuted import PermutedArray
 from .._array.sharding import leaf_shardings
 from .._formats.base import AbstractFormat
 from .._mesh import full_spec
 from .._tree.leaves import Leaf, named_leaves
 from .._tree.placement import Shardings, wanted_shardings
 from .._types import PyTree
+from .._wrappers.permuted import PermutedArray
 from ._assemble import parts_of
 from ._entry import Entry, entry_of_leaf, is_one
 from ._files import find_files

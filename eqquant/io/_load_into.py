@@ -13,8 +13,6 @@ import numpy as np
 from rich.console import Group
 from rich.markup import escape
 
-from .._array import pieces
-from .._array.permuted import PermutedArray
 from .._array.value import AbstractArrayValue
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
@@ -23,6 +21,8 @@ from .._tree.leaves import named_leaves
 from .._tree.placement import move, Shardings, wanted_shardings
 from .._tree.select import check_patterns, matches, Pattern
 from .._types import PyTree
+from .._wrappers import pieces
+from .._wrappers.permuted import PermutedArray
 from ._checkpoint import Checkpoint, open as open_checkpoint
 from ._entry import Entry, entry_of, entry_of_leaf, is_one
 from ._load import own_sharding, to_jax

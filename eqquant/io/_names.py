@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from .._array.pieces import take
 from .._docs import fill_doc
 from .._errors import did_you_mean
+from .._wrappers.pieces import take
 from ._checkpoint import Checkpoint
 from ._rules import Names, Target, To
 

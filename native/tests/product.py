@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import eqquant as eqq
-from eqquant._matmul import native
+from eqquant._native import library as native
 
 
 def check() -> None:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
+from ..._native import library
 from ..._numerics.packing import widths
-from .. import native
 from .packed import Layout, Stored
 from .target import Target
 
@@ -39,7 +39,7 @@ def supports(
         return f"it multiplies float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
     if m == 0 or n == 0 or layout.length == 0:
         return "there is nothing to multiply"
-    return native.refusal()
+    return library.refusal()
 
 
 def matmul(
@@ -65,7 +65,7 @@ def matmul(
     if layout.offsets:
         x = x.astype(jnp.float32)  # the sum of two products is rounded once
     options = {"transpose": transpose, "coarse": coarse}
-    y = call_product(native.MATMUL, x, weight, layout, outer, x.dtype, by_columns, **options)
+    y = call_product(library.MATMUL, x, weight, layout, outer, x.dtype, by_columns, **options)
     return y.astype(dtype)
 
 
@@ -75,7 +75,7 @@ def decodes(layout: Layout, dtype: Any) -> str | None:
         return f"it decodes to float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
     if layout.offsets:
         return "it adds no offsets of blocks"
-    return "there is nothing to decode" if layout.length == 0 else native.refusal()
+    return "there is nothing to decode" if layout.length == 0 else library.refusal()
 
 
 def decode(weight: Stored, layout: Layout, dtype: Any, *, clip: bool) -> Float[Array, "*batch k"]:
@@ -86,7 +86,7 @@ def decode(weight: Stored, layout: Layout, dtype: Any, *, clip: bool) -> Float[A
     shape = (*weight.codes.shape[:-1], layout.length)
     rows = [a.reshape(-1, a.shape[-1]) if a.ndim < 2 else a for a in _arrays(weight)]
     call = jax.ffi.ffi_call(
-        native.DECODE,
+        library.DECODE,
         jax.ShapeDtypeStruct((*rows[0].shape[:-1], layout.length), dtype),
         vmap_method="broadcast_all",
     )

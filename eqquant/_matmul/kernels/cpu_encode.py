@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, UInt8
 
+from ..._native import library
+from ..._native.steps import Steps
 from ..._numerics.packing import packed_length
-from ..._numerics.steps import Steps
-from .. import native
 from .cpu import DTYPES
 
 
@@ -26,7 +26,7 @@ def encodes(rows: Float[Array, "*batch length"], bits: int) -> str | None:
     """Returns why `encode` cannot take values to codes of so many bits, or `None` if it can."""
     if rows.dtype not in DTYPES or rows.size == 0:
         return "it encodes float32, bfloat16 and float16, and at least one value"
-    return "XLA is as fast at eight bits" if bits == 8 else native.refusal()
+    return "XLA is as fast at eight bits" if bits == 8 else library.refusal()
 
 
 def encode(
@@ -48,7 +48,7 @@ def encode(
     of_blocks = [a for a in (divisor, factor, offset, shift) if a is not None]
     two = lambda a: a.reshape(-1, a.shape[-1])
     out, by_rule = packed_length(length, bits), steps.rule != "steps"
-    call = jax.ffi.ffi_call(native.ENCODE, jax.ShapeDtypeStruct((two(rows).shape[0], out), jnp.uint8))
+    call = jax.ffi.ffi_call(library.ENCODE, jax.ShapeDtypeStruct((two(rows).shape[0], out), jnp.uint8))
     packed = call(
         *map(two, (rows, *of_blocks)),
         bits=np.int32(bits),
@@ -69,7 +69,7 @@ def reduces(blocks: Array) -> str | None:
     """Returns why `reduce` cannot take blocks, or `None` if it can."""
     if blocks.dtype != jnp.float32 or blocks.size == 0:
         return "it reduces float32, and at least one value"
-    return native.refusal()
+    return library.refusal()
 
 
 def reduce(blocks: Float32[Array, "*batch blocks block"], kind: Any) -> Float32[Array, "*batch blocks 1"]:
@@ -78,5 +78,5 @@ def reduce(blocks: Float32[Array, "*batch blocks block"], kind: Any) -> Float32[
     if kind == "not_finite":
         return reduce(blocks, "largest") * 0
     count = blocks.size // length
-    call = jax.ffi.ffi_call(native.REDUCE, jax.ShapeDtypeStruct((count,), jnp.float32))
+    call = jax.ffi.ffi_call(library.REDUCE, jax.ShapeDtypeStruct((count,), jnp.float32))
     return call(blocks.reshape(count, length), kind=np.int32(_KINDS.index(kind))).reshape(*batch, 1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int8, UInt8
 
-from .. import native
+from ..._native import library
 from .cpu import call_product, DTYPES, in_bytes
 from .packed import Layout, Stored
 from .target import Target
@@ -30,7 +30,7 @@ def supports(layout: Layout, m: int, n: int, dtype: Any, *, target: Target = Tar
         return "it multiplies integers of at most eight bits, and the values of this format are not such"
     if m == 0 or n == 0 or layout.length == 0:
         return "there is nothing to multiply"
-    return "it adds no offsets of blocks" if layout.offsets else native.refusal()
+    return "it adds no offsets of blocks" if layout.offsets else library.refusal()
 
 
 def matmul(
@@ -57,4 +57,4 @@ def matmul(
     more = [a for a in (x_scale, x_zero) if a is not None]
     attributes = {"affine": affine or x_zero is not None, "scaled": x_scale is not None}
     outer = weight.codes.shape[-2]
-    return call_product(native.MATMUL_INT8, x, weight, layout, outer, dtype, by_columns, *more, **attributes)
+    return call_product(library.MATMUL_INT8, x, weight, layout, outer, dtype, by_columns, *more, **attributes)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..._array.quantize import check_quantizable
+from ..._array.checks import check_quantizable
 from ..._formats.any_width import integer_format, Rounding
 from .._benchmark import Comparison, run_benchmark
 from .._error import to_numpy, Values

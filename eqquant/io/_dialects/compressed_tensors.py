@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from ..._array.permuted import permuted
 from ..._formats import Int8
+from ..._wrappers.permuted import permuted
 from .._bits import unpack_low_first
 from .._files import Files
 from .._stored import Stored

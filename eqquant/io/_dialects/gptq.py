@@ -16,7 +16,7 @@ import re
 
 import numpy as np
 
-from ..._array.permuted import permuted
+from ..._wrappers.permuted import permuted
 from .._bits import in_each_byte, off_stride, pack_codes, pack_columns, unpack_columns, unpack_low_first
 from .._files import Files
 from .._stored import DTYPES, Stored

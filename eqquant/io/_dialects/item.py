@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._array.permuted import PermutedArray
 from ..._formats import Int2, Int3, Int4, Int5, Int6, Int8
 from ..._formats.base import AbstractFormat
+from ..._wrappers.permuted import PermutedArray
 from .._assemble import structure
 from .._files import Files
 from .._load import to_jax

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..._array.array import QuantizedArray
-from ..._array.permuted import PermutedArray
 from ..._formats import Int2, Int3, Int4, Int8
+from ..._wrappers.permuted import PermutedArray
 from .._safetensors import ToWrite
 from .._stored import NAME_OF
 from .layout import dense, each_part, Layout, narrow, pack_low_first, refuse, scales_of

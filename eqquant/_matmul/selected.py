@@ -12,11 +12,11 @@ import numpy as np
 import wadler_lindig as wl
 from jaxtyping import Array, Float, Int32
 
-from .._mesh import explicit_mesh
+from .._array.array import is_quantized, QuantizedArray
+from .._array.contraction import Constraints, Matrices, Options
+from .._array.primitive import bind_matmul
+from .._array.value import AbstractArrayValue, as_permutation
 from .._types import PyTree
-from .array import is_quantized, QuantizedArray
-from .product import matmul
-from .value import AbstractArrayValue, as_permutation
 
 
 class SelectedArray(AbstractArrayValue):
@@ -30,6 +30,8 @@ class SelectedArray(AbstractArrayValue):
     - `stack`: arrays stacked along a first axis.
     - `index`: integers of any shape, at least 0 and below the length of the stack.
     """
+
+    quantized_as = "taken()"
 
     stack: QuantizedArray
     index: Int32[Array, "..."]
@@ -90,12 +92,28 @@ class SelectedArray(AbstractArrayValue):
         """Returns dense values at an index."""
         return self.taken()[index]
 
-    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
-        x, product = jnp.asarray(other), None
-        if jnp.isrealobj(x) and explicit_mesh(x, self.stack.codes) is None:
-            x = x.astype(jnp.result_type(x, self.dtype))
-            product = matmul(x, self, left=left, **options)
-        return self.taken()._matmul(other, left=left, **options) if product is None else product
+    @property
+    def constraints(self) -> Constraints:
+        """For products: the axes of the index stay, and the quantized axes stay whole."""
+        memory = tuple(axis % self.ndim for axis in self._axes)
+        return Constraints(memory, self.index.ndim if self.ndim == self.index.ndim + 2 else 0)
+
+    def as_matrices(self, axes: Matrices) -> "SelectedArray | QuantizedArray":
+        """For products: the stack with matrices that lie in memory by rows, or a copy of the selected arrays."""
+        front = axes.shape(self.shape)[:-2]
+        if self.ndim != self.index.ndim + 2 or any(axis >= self.index.ndim for axis in axes.front):
+            return self.taken().as_matrices(axes)
+        along = axes.columns == self.constraints.memory
+        stack = dataclasses.replace(self.stack, axis=-1 if along else -2)
+        return dataclasses.replace(self, stack=stack, index=self.index.reshape(front))
+
+    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+        """For products: `x . self^T` of matrices, by the primitive, which reads the stack where it lies."""
+        w = dataclasses.replace(self, stack=dataclasses.replace(self.stack, axis=-1))
+        return bind_matmul(x, w, options, transpose=self.stack.axis == -2)
+
+    def with_dense_weight(self) -> None:
+        """For products: dense ones are plain."""
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         return wl.TextDoc(f"SelectedArray({wl.pformat(self.stack)}, index={list(self.index.shape)})")

@@ -13,15 +13,17 @@ import numpy as np
 import wadler_lindig as wl
 from jaxtyping import Array, ArrayLike, Float, Float32, PRNGKeyArray, UInt32
 
+from .._array.array import QuantizedArray
+from .._array.checks import as_method, check_quantizable
+from .._array.contraction import Constraints, Matrices, Options
+from .._array.quantize import quantize_array
+from .._array.straight_through import value_of
+from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_points
 from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
-from .array import QuantizedArray
-from .axes import as_axis, logical_order, memory_order
-from .clipped import clipped
-from .quantize import as_method, check_quantizable, quantize_array
-from .straight_through import value_of
-from .value import AbstractArrayValue
+from .._numerics.axes import as_axis, logical_order, memory_order
+from .learned_scale import clipped
 
 
 def fake_quantize(
@@ -120,7 +122,7 @@ class SimulatedArray(AbstractArrayValue):
 
     def quantized(self) -> QuantizedArray:
         """Quantizes the master. Gradients with respect to the result go to the master."""
-        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        axes = self._axes
         learned = self.log_factor is not None
         method = GivenScales(self._learned_scale(), None) if learned else self.method
         q = quantize_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, method)
@@ -147,8 +149,25 @@ class SimulatedArray(AbstractArrayValue):
     def __getitem__(self, index: Any) -> Array:
         return self.quantized()[index]
 
-    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
-        return self.quantized()._matmul(other, left=left, **options)
+    @property
+    def constraints(self) -> Constraints:
+        """For products: those of the quantized array."""
+        return Constraints(tuple(axis % self.ndim for axis in self._axes))
+
+    def as_matrices(self, axes: Matrices) -> QuantizedArray:
+        """For products: the quantized array as matrices."""
+        return self.quantized().as_matrices(axes)
+
+    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+        """For products: that of the quantized array."""
+        return self.quantized().linear(x, options)
+
+    def with_dense_weight(self) -> None:
+        """For products: dense ones are plain."""
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         return wl.TextDoc(f"SimulatedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .value import AbstractArrayValue
+from .._array.value import AbstractArrayValue
 
 
 class AbstractArrayAround(AbstractArrayValue):

@@ -10,8 +10,9 @@ import jax.tree_util as jtu
 import wadler_lindig as wl
 from jaxtyping import Array, Float
 
-from .value import as_permutation, multiply
-from .wrapped import AbstractArrayAround
+from .._array.contraction import as_floats, as_matrices, Constraints, constraints_of, linear, Matrices, Options
+from .._array.value import as_permutation
+from .base import AbstractArrayAround
 
 
 class AbstractMappedArray(AbstractArrayAround):
@@ -91,27 +92,31 @@ class AbstractMappedArray(AbstractArrayAround):
                 return self.map_back(jnp.asarray(self.array[index]), -1)
         return self.dequantize()[index]
 
-    def _is_stack(self) -> bool:
-        """Whether there is one map for each array of a stack."""
-        map_alone = jtu.tree_leaves(dataclasses.replace(self, array=None))  # pyright: ignore[reportCallIssue]
-        return any(jnp.ndim(x) > 1 for x in map_alone)
+    @property
+    def constraints(self) -> Constraints:
+        """For products: the axes of a stack stay, and the axis of the inputs is not merged with another."""
+        inputs = self.axis % self.ndim
+        memory = constraints_of(self.array).memory
+        return Constraints((inputs,) if memory is None else memory, max(self.ndim - 2, 0), (inputs,))
 
-    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
-        x = jnp.asarray(other)
-        if x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
-            return multiply(self.dequantize(), x, left=left, **options)
-        if self._is_stack():
-            if x.ndim == 1:
-                y = self._matmul(x[:, None] if left else x[None], left=left, **options)
-                return y[..., 0] if left else y[..., 0, :]
-            stack = self.shape[:-2]
-            if jnp.broadcast_shapes(stack, x.shape[:-2]) != stack:  # some axes of `x` come before those of the stack
-                return multiply(self.dequantize(), x, left=left, **options)
-            x = jnp.broadcast_to(x, (*stack, *x.shape[-2:]))
-        axis = -1 if x.ndim == 1 or not left else -2  # of `x` and of the result
-        if self.axis == (-1 if left else -2):
-            return multiply(self.array, self.map_inputs(x, axis), left=left, **options)
-        return self.map_back(multiply(self.array, x, left=left, **options), axis)
+    def as_matrices(self, axes: Matrices) -> "AbstractMappedArray":
+        """For products: the array within as matrices."""
+        stack, front = max(self.ndim - 2, 0), axes.shape(self.shape)[:-2]
+        out = dataclasses.replace(self, array=None)  # pyright: ignore[reportCallIssue]
+        if len(axes.front) != stack:  # an axis of length one was dropped
+            drop = lambda leaf: leaf.reshape(*front, *leaf.shape[stack:]) if leaf.ndim > stack else leaf
+            out = jtu.tree_map(drop, out)
+        axis = -1 if axes.columns == (self.axis % self.ndim,) else -2
+        return dataclasses.replace(out, array=as_matrices(self.array, axes), axis=axis)  # pyright: ignore[reportCallIssue]
+
+    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+        """For products: maps inputs before the product of matrices, or results after it."""
+        if self.axis == -1:
+            return linear(self.array, self.map_inputs(as_floats(x), -1), options)
+        return self.map_back(linear(self.array, as_floats(x), options), -1)
+
+    def with_dense_weight(self) -> None:
+        """For products: dense ones are plain."""
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         return wl.TextDoc(f"{type(self).__name__}({wl.pformat(self.array)}, axis={self.axis})")

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._array.array import is_quantized, QuantizedArray
+from .._array.value import AbstractArrayValue
 from .._numerics.packing import pack, segment_length
-from .array import is_quantized, QuantizedArray
 from .mapped import AbstractMappedArray
-from .value import AbstractArrayValue
 
 
 def join(arrays: Sequence[Any], axis: int = 0) -> Any:

@@ -1,8 +1,6 @@
 """Quantized activations: rows that a product quantizes, and weights whose products quantize what they multiply."""
 
-import abc
 import dataclasses
-import math
 from typing import Any
 
 import equinox as eqx
@@ -10,85 +8,18 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 import wadler_lindig as wl
 from jaxtyping import Array, Float, Float32, UInt8, UInt32
 
 from .. import _compat
+from .._array.checks import check_parameters
+from .._array.contraction import as_matrices, Constraints, constraints_of, linear, Matrices, Options
+from .._array.value import AbstractArrayValue, as_permutation
 from .._errors import a_type
-from .._formats.base import AbstractFormat, as_format, has_one_scale, has_zero_points, spans_rows
-from .._methods import AbsMax, AbstractMethod
-from .._methods.given import GivenScales
-from .array import QuantizedArray
-from .clipped import clipped
-from .quantize import check_parameters, quantize_array
-from .value import AbstractArrayValue, as_permutation, multiply
-from .wrapped import AbstractWrappedArray
-
-
-class AbstractRows(eqx.Module):
-    """Floats `(*batch, rows, length)`, each row of which a product quantizes on its own.
-
-    An operand of the product's primitive. An implementation quantizes the rows where that is cheapest. Rows do not
-    depend on each other, so a `vmap` may add more of them. `gradient_of` is that of a `QuantizedArray`.
-    """
-
-    rows: eqx.AbstractVar[Float[Array, "*batch rows length"]]
-    format: eqx.AbstractVar[AbstractFormat]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.rows.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.rows.dtype)
-
-    @abc.abstractmethod
-    def quantized(self) -> QuantizedArray:
-        """Quantizes each row."""
-
-    def dequantize(self) -> Float[Array, "*batch rows length"]:
-        """Returns the values of the quantized rows."""
-        return self.quantized().dequantize()
-
-    def _quantized(self, method: AbstractMethod, gradient_of: Array | None) -> QuantizedArray:
-        rows = jax.lax.stop_gradient(self.rows)
-        quantized = lambda rows, method: quantize_array(rows, self.format, (-1,), None, None, method)
-        if spans_rows(self.format):
-            flat = lambda leaf: leaf.reshape(math.prod(rows.shape[:-1]), leaf.shape[-1])
-            one_by_one = jax.vmap(quantized)(*jtu.tree_map(flat, (rows, method)))
-            q = jtu.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
-        else:
-            q = quantized(rows, method)
-        return dataclasses.replace(q, logical_sharding=None, gradient_of=gradient_of)
-
-
-class DynamicRows(AbstractRows):
-    """Rows that get scales by their own values, and all of the gradient."""
-
-    rows: Float[Array, "*batch rows length"]
-    format: AbstractFormat
-
-    @property
-    def gradient_of(self) -> Any:
-        return self.rows
-
-    def quantized(self) -> QuantizedArray:
-        return self._quantized(AbsMax(), self.gradient_of)
-
-
-class StaticRows(AbstractRows):
-    """Rows with scales, and perhaps zero points, that are known before. A row that is not finite becomes NaN."""
-
-    rows: Float[Array, "*batch rows length"]
-    format: AbstractFormat
-    scale: Float32[Array, "*batch rows 1"]
-    zero_point: UInt8[Array, "*batch rows 1"] | None
-    gradient_of: Float[Array, "*batch rows length"] | None
-
-    def quantized(self) -> QuantizedArray:
-        return self._quantized(GivenScales(self.scale, self.zero_point), self.gradient_of)
+from .._formats.base import AbstractFormat, as_format, has_one_scale, has_zero_points
+from .._matmul.rows import AbstractRows, DynamicRows, StaticRows
+from .base import AbstractWrappedArray
+from .learned_scale import clipped
 
 
 class ActivationQuantizedArray(AbstractWrappedArray):
@@ -222,21 +153,31 @@ class ActivationQuantizedArray(AbstractWrappedArray):
     def _holding(self, array: Any) -> "ActivationQuantizedArray":
         return eqx.tree_at(lambda w: w.array, self, array, is_leaf=lambda x: x is self.array)
 
-    def _matmul(self, other: Any, *, left: bool, **options: Any) -> Array:
-        if not isinstance(other, AbstractArrayValue) and jnp.iscomplexobj(other):
-            parts = (jnp.real(other), jnp.imag(other))  # each is quantized as real numbers are
-            return jax.lax.complex(*(self._matmul(part, left=left, **options) for part in parts))
-        if self.scale_bits is not None and self.scale_bits.ndim > 0:
-            # A stack: each layer has its scale, and its part of an operand with as many axes.
-            x = jnp.asarray(other)
-            ahead = x.ndim - self.ndim  # where `x` has the axis of the layers
-            if ahead >= 0 and self.shape[0] == 1:
-                return jtu.tree_map(lambda leaf: leaf[0], self)._matmul(x, left=left, **options)
-            shared = ahead < 0 or x.shape[ahead] == 1
-            x = jnp.squeeze(x, ahead) if shared and ahead >= 0 else x
-            product = lambda w, x: w._matmul(x, left=left, **options)
-            return jax.vmap(product, (0, None if shared else ahead), max(ahead, 0))(self, x)
-        return multiply(self.array, other, left=left, activations=self.quantize_rows, **options)
+    @property
+    def constraints(self) -> Constraints:
+        """For products: those of the weight; layers with scales of their own stay apart."""
+        within = constraints_of(self.array)
+        layers = 0 if self.scale_bits is None else self.scale_bits.ndim
+        return within._replace(stack=max(within.stack, layers))
+
+    def as_matrices(self, axes: Matrices) -> "ActivationQuantizedArray":
+        """For products: the weight as matrices, and scales that broadcast to rows."""
+        front = axes.shape(self.shape)[:-2]
+        layers = 0 if self.scale_bits is None else self.scale_bits.ndim
+        kept = sum(axis < layers for axis in axes.front)
+        arrange = lambda leaf: leaf.reshape(*front[:kept], *[1] * (len(front) - kept + 2)) if layers else leaf
+        scales = jtu.tree_map(arrange, (self.scale_bits, self.zero_point, self.log_factor))
+        parts = lambda w: (w.array, w.scale_bits, w.zero_point, w.log_factor)
+        is_part = lambda x: any(x is part for part in parts(self))
+        return eqx.tree_at(parts, self, (as_matrices(self.array, axes), *scales), is_leaf=is_part)
+
+    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+        """For products: that of the weight, which quantizes rows of `x`."""
+        return linear(self.array, x, options._replace(quantize_x=self.quantize_rows))
+
+    def with_dense_weight(self) -> "ActivationQuantizedArray":
+        """For products: the same, with a dense weight."""
+        return self._holding(self._dense_within())
 
     def quantize_rows(self, rows: Float[Array, "*batch rows length"]) -> AbstractRows:
         """Returns rows of the other operand, to be quantized by the product."""

@@ -16,22 +16,31 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import quax
 from jax import lax
-from jaxtyping import Array, Float, Int8, Int32, Num
+from jaxtyping import Array, ArrayLike, Float, Int8, Int32, Num
 
-from .._array.activation import ActivationQuantizedArray
 from .._array.array import QuantizedArray
-from .._array.axes import logical_order
-from .._array.simulated import SimulatedArray
 from .._array.straight_through import value_of
-from .dispatch import as_codes, pack_arrays
-from .kernels import codes
-from .kernels.packed import Layout
-from .problem import layout_of
+from .._matmul.dispatch import as_codes, pack_arrays
+from .._matmul.kernels import codes
+from .._matmul.kernels.packed import Layout
+from .._matmul.problem import layout_of
+from .._numerics.axes import logical_order
+from .activation import ActivationQuantizedArray
+from .simulated import SimulatedArray
 
 
 # Float32 holds every integer up to this.
 _EXACT = 2**24
+
+
+@quax.register(lax.conv_general_dilated_p)
+def _convolve(x: ArrayLike, w: ActivationQuantizedArray, **params: Any) -> Array:
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return convolve(x, w, params)
+    return lax.conv_general_dilated_p.bind(x, w.dequantize(), **params)
 
 
 def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: dict[str, Any]) -> Float[Array, "..."]:
@@ -92,7 +101,7 @@ def _largest(layout: Layout, zero: Any) -> int:
     return int(max(map(abs, layout.table))) if zero is None else 2**layout.bits
 
 
-def _convolve(a: Num[Array, "..."], b: Num[Array, "..."], params: dict[str, Any], dtype: Any) -> Num[Array, "..."]:
+def _exactly(a: Num[Array, "..."], b: Num[Array, "..."], params: dict[str, Any], dtype: Any) -> Num[Array, "..."]:
     exact = {"preferred_element_type": jnp.dtype(dtype), "precision": (lax.Precision.HIGHEST,) * 2}
     return lax.conv_general_dilated_p.bind(a, b, **{**params, **exact})
 
@@ -101,10 +110,10 @@ def _in_integers(
     a: Int8[Array, "..."], b: Int8[Array, "..."], p: Any, r: None, *, params: dict[str, Any]
 ) -> Int32[Array, "..."]:
     del r
-    y, numbers = _convolve(a, b, params, jnp.int32), params["dimension_numbers"]
+    y, numbers = _exactly(a, b, params, jnp.int32), params["dimension_numbers"]
     if p is None:
         return y
-    at_border = _convolve(lax.slice_in_dim(jnp.ones_like(a), 0, 1, axis=numbers.lhs_spec[0]), b, params, jnp.int32)
+    at_border = _exactly(lax.slice_in_dim(jnp.ones_like(a), 0, 1, axis=numbers.lhs_spec[0]), b, params, jnp.int32)
     p = jnp.moveaxis(p, numbers.lhs_spec[0], numbers.out_spec[0])
     return y - jnp.broadcast_to(p, y.shape) * jnp.broadcast_to(at_border, y.shape)
 
@@ -124,8 +133,8 @@ def _in_floats(
         each = each.reshape(*each.shape[:-1], groups, channels)[..., start : start + size]
         some = jnp.moveaxis(each.reshape(*each.shape[:-2], groups * size), -1, of_a)
         of_weight = lax.slice_in_dim(b, start, start + size, axis=of_b)
-        return _convolve(some, of_weight, params, jnp.float32).astype(jnp.int32)
+        return _exactly(some, of_weight, params, jnp.float32).astype(jnp.int32)
 
     if together >= channels:
-        return _convolve(a, b, params, jnp.float32).astype(jnp.int32)
+        return _exactly(a, b, params, jnp.float32).astype(jnp.int32)
     return sum((part(start) for start in range(together, channels, together)), part(0))

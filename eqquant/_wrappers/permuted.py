@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt32
 
-from .array import QuantizedArray
+from .._array.array import QuantizedArray
 from .mapped import AbstractMappedArray, beside
 
 

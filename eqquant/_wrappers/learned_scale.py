@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
+from .._array.array import QuantizedArray
 from .._formats.base import levels_of
 from .._numerics.blocks import expand
-from .array import QuantizedArray
 
 
 def in_range(rows: Float[Array, "*batch length"], q: QuantizedArray) -> Bool[Array, "*batch length"]:

@@ -1,0 +1,249 @@
+"""Checks of what a caller passes: arrays, axes, dtypes, methods, scales."""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Float32
+
+from .._formats.base import AbstractFormat, has_offsets, has_zero_points, levels_of
+from .._mesh import explicit_mesh
+from .._methods import AbsMax, AbstractMethod
+from .._methods.given import GivenScales
+from .._numerics.axes import memory_order
+from .._numerics.blocks import divide, expand, not_finite, num_blocks
+from .._numerics.scale_bits import bits_to_scale, scale_to_bits
+from .array import QuantizedArray
+from .value import AbstractArrayValue
+
+
+# Every float dtype rounds by less: bfloat16 by 1/256. Rounding to a power of two is off by up to a half.
+_STORED = 1 / 64
+# Clipping on purpose loses less. An eight-bit scale in a four-bit format clips at a twentieth of the range: more.
+_CLIPPED = 0.75
+
+
+def as_method(method: Any) -> AbstractMethod:
+    """Returns a method unchanged, or the default for `None`.
+
+    **Raises:**
+
+    `TypeError` for anything else.
+    """
+    if method is None:
+        return AbsMax()
+    if isinstance(method, type) and issubclass(method, AbstractMethod):
+        raise TypeError(f"`method` must be an instance. Got the class {method.__name__}. Write `{method.__name__}()`.")
+    if not isinstance(method, AbstractMethod):
+        raise TypeError(f"`method` must be a method, such as `eqq.MSE()`. Got a {type(method).__name__}.")
+    name, is_mapping = type(method).__name__, lambda x: isinstance(x, Mapping)
+    for field in dataclasses.fields(method):
+        if field.metadata.get("static", False):
+            continue
+        # A mapping holds statistics by path, of which `for_leaf` picks those of a leaf.
+        for leaf in jtu.tree_leaves(getattr(method, field.name), is_leaf=is_mapping):
+            if not is_mapping(leaf) and not eqx.is_array_like(leaf):
+                raise TypeError(
+                    f"A field of a method must hold arrays, or be static. Got `{field.name}` of {name}, a "
+                    f"{type(leaf).__name__}. Write `{field.name}: ... = eqx.field(static=True)`."
+                )
+    return method
+
+
+def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Any, tuple[int, ...]]:
+    """Returns `x` as a JAX array (or struct) and `axis` as negative numbers. Errors call the array `name`."""
+    if isinstance(x, QuantizedArray):
+        raise TypeError(f"{name} is already quantized, to {x.format}. Call `dequantize` first to quantize it again.")
+    x = as_one_array(x, name, "eqq.quantize_tree")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating point array. Got dtype {x.dtype}.")
+    if x.ndim == 0:
+        raise ValueError(f"{name} must have at least one dimension. Got a scalar. Leave scalars in float.")
+    return x, _as_axes(axis, x, name)
+
+
+def _as_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
+    given = np.asarray(axis)
+    axes = tuple(int(a) for a in given.ravel()) if given.dtype.kind == "i" else ()
+    if not axes or any(not -x.ndim <= a < x.ndim for a in axes) or len({a % x.ndim for a in axes}) != len(axes):
+        per_tensor = '. One scale for all is `block_size="tensor"` of the format' if axis is None else ""
+        raise (TypeError if given.dtype.kind in "OUS" else ValueError)(
+            f"`axis` must name different axes of {name}, from {-x.ndim} to {x.ndim - 1} for shape {tuple(x.shape)}. "
+            f"Got `axis={axis!r}`{per_tensor}."
+        )
+    return tuple(a % x.ndim - x.ndim for a in axes)
+
+
+def as_one_array(x: Any, name: str, of_trees: str) -> Any:
+    """Returns `x` as a JAX array (or struct). For anything else, raises and suggests `of_trees`."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be one array. Got {described(x)}. For a model, call `{of_trees}`.") from None
+
+
+def how_to_get_one(x: Any) -> str:
+    """Says where a quantized array is, for errors about `x`, which is not one."""
+    if isinstance(x, AbstractArrayValue):
+        if x.quantized_as:
+            return f"Its `.{x.quantized_as}` is one."
+        if near := [f.name for f in dataclasses.fields(x) if isinstance(getattr(x, f.name), QuantizedArray)]:
+            return f"Its `.{near[0]}` is one."
+    return "`eqq.quantize` makes one."
+
+
+def described(x: Any) -> str:
+    """Describes `x` in a few words, since a model prints as a page."""
+    if isinstance(x, AbstractArrayValue):
+        return f"a {type(x).__name__}"
+    arrays = [leaf for leaf in jtu.tree_leaves(x) if isinstance(leaf, (jax.Array, np.ndarray))]
+    if isinstance(x, (jax.Array, np.ndarray)):
+        return f"a dense array, {x.dtype}{list(x.shape)}"
+    return f"a pytree of {len(arrays)} arrays, of type {type(x).__name__}" if arrays else f"a {type(x).__name__}"
+
+
+def check_dtype(dtype: DTypeLike | None) -> None:
+    """Raises if a logical dtype is not floating point."""
+    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise TypeError(f"`dtype` must be floating point. Got {jnp.dtype(dtype)}. It is what the codes dequantize to.")
+
+
+def check_finite(x: Array, name: str = "`x`") -> None:
+    """Raises if an array holds a NaN or an infinity, unless it is traced."""
+    if is_known_not_finite(x):
+        raise ValueError(
+            f"{name} must be finite in float32: one NaN or infinity would spoil its whole block. Got values that are "
+            "not. Replace them, for instance with `jnp.nan_to_num`, or leave this array in float."
+        )
+
+
+def is_known_not_finite(x: Array) -> bool:
+    """Returns whether an array holds a NaN or an infinity in float32; `False` for a traced array."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    with jax.ensure_compile_time_eval():  # `x` may be a constant inside a traced function
+        here = isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 and explicit_mesh(x) is None
+        if here and x.ndim > 0 and x.size > 0 and x.dtype == jnp.float32:
+            # A mark for each row: XLA takes longer to compile their reduction to one value than all the rest.
+            marks = _marks(x)
+            # Inside `shard_map` what is computed from a constant is traced all the same.
+            return not isinstance(marks, jax.core.Tracer) and bool(np.asarray(marks).any())
+        return not bool(_all_finite(x))
+
+
+@jax.jit
+def _marks(x: Array) -> Array:
+    return jnp.isnan(not_finite(x[None]))  # not NaN itself, at which `jax.debug_nans` would stop
+
+
+@jax.jit
+def _all_finite(x: Array) -> Array:
+    return jnp.isfinite(x.astype(jnp.float32)).all()
+
+
+def check_given(
+    x: Any, format: AbstractFormat, axes: tuple[int, ...], scale: Any, zero_point: Any
+) -> GivenScales | None:
+    """Checks the scales and zero points of a caller, and broadcasts them to `(*batch, blocks)`."""
+    if scale is None:
+        if zero_point is not None:
+            raise ValueError("`zero_point` must come with `scale`. Got it alone. Pass both, or neither.")
+        return None
+    if has_offsets(format):
+        raise ValueError(
+            f"`scale` must be for a format without offsets. Got {format!r}. Let a method choose both, or take a format "
+            "with zero points."
+        )
+    if has_zero_points(format) != (zero_point is not None):
+        has, got = ("a", "none") if has_zero_points(format) else ("no", "one")
+        raise ValueError(
+            "`zero_point` must be given with `scale` for a format that has one, and for no other. Got "
+            f"{got}, and {format!r} has {has} zero point. An integer format has one with `symmetric=False`."
+        )
+    batch = [n for i, n in enumerate(x.shape) if i - x.ndim not in axes]
+    shape = (*batch, num_blocks(math.prod(x.shape[a] for a in axes), format.block_size))
+    given = {"scale": jnp.asarray(scale), "zero_point": zero_point if zero_point is None else jnp.asarray(zero_point)}
+    for name, value in given.items():
+        if value is not None:
+            given[name] = _broadcast_given(name, value, shape)
+    scale, zero_point = given["scale"], given["zero_point"]
+    check_parameters(scale, zero_point, format)
+    given = GivenScales(scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8))
+    if not any(isinstance(a, jax.core.Tracer) for a in (x, scale, zero_point)):
+        _check_suits(given, memory_order(x, axes), format)
+    return given
+
+
+def check_parameters(scale: Array, zero_point: Array | None, format: AbstractFormat) -> None:
+    """Raises for scales that are not finite floats, and for zero points that are not codes. Skips traced values."""
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(f"`scale` must be floating point. Got dtype {scale.dtype}.")
+    if is_known_not_finite(scale):
+        raise ValueError("`scale` must be finite in float32. Got values that are not. Calibrate on data without them.")
+    if zero_point is not None and not isinstance(zero_point, jax.core.Tracer):
+        codes, top = np.asarray(zero_point), 2**format.bits - 1
+        if not ((codes >= 0) & (codes <= top) & (codes == np.round(codes))).all():
+            raise ValueError(
+                f"`zero_point` must hold whole numbers from 0 to {top}, the codes of {format!r}. Got others. Calibrate "
+                "for this format."
+            )
+
+
+def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:
+    try:
+        return jnp.broadcast_to(value, shape)
+    except ValueError:
+        raise ValueError(
+            f"`{name}` must broadcast to {shape}, one value per block, with the quantized axis last. Got shape "
+            f"{value.shape}. Calibrate along the same axis and with groups of `block_size`."
+        ) from None
+
+
+def _check_suits(given: GivenScales, rows: Float[Array, "*batch length"], format: AbstractFormat) -> None:
+    """Raises for scales that the format cannot store, or that were surely meant for another format."""
+    with jax.ensure_compile_time_eval():
+        unstored, clipped = float(_store_error(given.scale, format)), float(_clip_error(given, rows, format))
+    if unstored > _STORED:
+        kind = "a power of two" if format.scale_dtype == "e8m0" else f"in the range of {format.scale_dtype}"
+        raise ValueError(
+            f"`scale` must be {kind}, as {format!r} stores it. Got one that would be off by {unstored:.1%}. Calibrate "
+            "for this format, or round the scale first."
+        )
+    if clipped > _CLIPPED:
+        raise ValueError(
+            f"`scale` must suit the values and {format!r}. Got one whose clipping alone makes a relative error of "
+            f"{clipped:.3f}. Calibrate for this format: a scale for one of more bits is smaller."
+        )
+
+
+@ft.partial(jax.jit, static_argnums=1)
+def _store_error(scale: Float32[Array, "*batch blocks"], format: AbstractFormat) -> Float32[Array, ""]:
+    """Returns the largest relative error of storing the scales; ignores scales below 1e-30."""
+    if format.scale_format is not None:
+        return jnp.float32(0)
+    stored = bits_to_scale(scale_to_bits(scale, format.scale_dtype), format.scale_dtype)
+    return jnp.max(jnp.abs(stored - scale) / jnp.maximum(jnp.abs(scale), 1e-30), initial=0)
+
+
+@ft.partial(jax.jit, static_argnums=2)
+def _clip_error(given: GivenScales, rows: Float[Array, "*batch length"], format: AbstractFormat) -> Float32[Array, ""]:
+    """Returns the relative error (L2) of clipping."""
+    rows = rows.astype(jnp.float32)
+    size = jnp.max(jnp.abs(rows), initial=0)  # as a unit, it keeps squares from overflowing
+    units = lambda x: divide(x, jnp.broadcast_to(size, x.shape))
+    levels, used = levels_of(format)
+    zero = jnp.float32(0) if given.zero_point is None else given.zero_point.astype(jnp.float32)
+    ends = [(jnp.float32(end) - zero) * units(given.scale) for end in (levels[used].min(), levels[used].max())]
+    low, high = (expand(f(*ends), format.block_size, rows.shape[-1]) for f in (jnp.minimum, jnp.maximum))
+    power = lambda x: jnp.sum(jnp.square(x))
+    return jnp.sqrt(divide(power(units(rows) - jnp.clip(units(rows), low, high)), power(units(rows))))

@@ -1,0 +1,449 @@
+"""Brings every product with an array of ours to one form: `x(*batch, m, k) . w(*batch, n, k)^T`.
+
+`@`, the shapes of `jnp.matmul` and the dimension numbers of `jax.lax.dot_general` become names of axes, as in an
+einsum. Where a name occurs decides what its axis does. Only this file rearranges shapes: a class of arrays implements
+one product of matrices, `AbstractOperand.linear`.
+"""
+
+import abc
+import functools as ft
+import math
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.lax import DotDimensionNumbers, PrecisionLike
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Inexact
+
+from .. import _compat
+from .._mesh import as_spec, explicit_mesh, in_auto_mode, Names, names_in
+
+
+Axes = Sequence[Hashable]  # the names of the axes of an array
+
+
+class Options(NamedTuple):
+    """What a product is asked for.
+
+    - `precision`, `implementation`: as in [`eqquant.matmul`][].
+    - `quantize_x`: a function that quantizes rows of activations, or `None`.
+    - `by_columns`: whether memory holds `x`, and the result, by columns, as in `bind_matmul`.
+    """
+
+    precision: PrecisionLike = None
+    implementation: str | None = None
+    quantize_x: "Callable[[Array], AbstractRowsLike] | None" = None
+    by_columns: tuple[bool, bool] = (False, False)
+
+
+class Constraints(NamedTuple):
+    """Which axes of a weight a product may merge, by their numbers.
+
+    - `memory`: axes that lie in memory in this order, and become all of the rows or all of the columns of matrices;
+        `None` if any axes may be merged.
+    - `stack`: how many leading axes always stay axes of a batch.
+    - `single`: axes that become rows or columns alone.
+    """
+
+    memory: tuple[int, ...] | None
+    stack: int = 0
+    single: tuple[int, ...] = ()
+
+
+class Matrices(NamedTuple):
+    """The axes of an array that become those of matrices `(*front, rows, columns)`. Other axes have length one."""
+
+    front: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the matrices."""
+        sizes = lambda axes: [shape[axis] for axis in axes]
+        return (*sizes(self.front), math.prod(sizes(self.rows)), math.prod(sizes(self.columns)))
+
+    def order(self, ndim: int) -> tuple[int, ...]:
+        """Returns all axes in the order of the matrices, those of length one first."""
+        moved = (*self.front, *self.rows, *self.columns)
+        return (*(axis for axis in range(ndim) if axis not in moved), *moved)
+
+
+class AbstractRowsLike(eqx.Module):
+    """Rows of quantized activations."""
+
+    @abc.abstractmethod
+    def dequantize(self) -> Float[Array, "*batch rows length"]:
+        """Returns the values of the quantized rows."""
+
+
+class AbstractOperand(eqx.Module):
+    """What a product needs of an array of ours.
+
+    `linear` is for matrices: arrays `(*batch, n, k)`, as `as_matrices` returns them.
+    """
+
+    holds_codes: ClassVar[bool] = False  # whether it may stand in the place of `x`, with its codes
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+
+    @property
+    @abc.abstractmethod
+    def ndim(self) -> int:
+        """The number of logical axes."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype:
+        """The logical dtype: the dtype of `dequantize()`."""
+
+    @abc.abstractmethod
+    def dequantize(self) -> Float[Array, "..."]:
+        """Returns the dense array, of `shape` and `dtype`."""
+
+    @abc.abstractmethod
+    def astype(self, dtype: DTypeLike) -> "AbstractOperand | Array":
+        """Changes the logical dtype."""
+
+    @property
+    @abc.abstractmethod
+    def constraints(self) -> Constraints:
+        """Which axes a product may merge."""
+
+    @abc.abstractmethod
+    def as_matrices(self, axes: Matrices) -> "AbstractOperand | Array":
+        """Returns the array as `(*front, rows, columns)`. `axes` satisfies the constraints."""
+
+    @abc.abstractmethod
+    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+        """Returns `x(*batch, m, k) . self(*batch, n, k)^T`, for matrices as `as_matrices` returns them."""
+
+    @abc.abstractmethod
+    def with_dense_weight(self) -> "AbstractOperand | None":
+        """Returns the array with a dense weight, if products with it are still no plain ones; else `None`."""
+
+
+def linear(w: AbstractOperand | Array, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+    """Returns `x(*batch, m, k) . w(*batch, n, k)^T`, for floats or an array of ours."""
+    if isinstance(w, AbstractOperand):
+        return w.linear(x, options)
+    if options.implementation is not None:
+        raise ValueError(
+            f"`implementation` is for quantized operands. Got {options.implementation!r}, and none is quantized."
+        )
+    if options.quantize_x is not None and not isinstance(x, AbstractOperand):
+        x = options.quantize_x(x)
+    return jnp.matmul(as_floats(x), jnp.swapaxes(w, -1, -2), precision=options.precision)
+
+
+def as_floats(x: Any) -> Array:
+    """Returns the values of an operand."""
+    return x.dequantize() if isinstance(x, AbstractOperand | AbstractRowsLike) else jnp.asarray(x)
+
+
+def as_matrices(w: AbstractOperand | Array, axes: Matrices) -> AbstractOperand | Array:
+    """Returns an array as `(*front, rows, columns)`, for floats or an array of ours."""
+    if isinstance(w, AbstractOperand):
+        return w.as_matrices(axes)
+    return jnp.transpose(w, axes.order(w.ndim)).reshape(axes.shape(w.shape))
+
+
+def constraints_of(w: AbstractOperand | Array) -> Constraints:
+    """Returns which axes of an array a product may merge."""
+    return w.constraints if isinstance(w, AbstractOperand) else Constraints(None)
+
+
+def matmul(
+    x: ArrayLike | AbstractOperand,
+    w: ArrayLike | AbstractOperand,
+    *,
+    implementation: str | None = None,
+    precision: PrecisionLike = None,
+) -> Array:
+    """Computes `x @ w`, where either operand may be quantized.
+
+    `q @ x` and `x @ q` call this function with the defaults.
+
+    !!! Example
+
+        ```python
+        y = eqq.matmul(x, q.T, implementation="xla")
+        ```
+
+    **Arguments:**
+
+    - `x`, `w`: arrays or quantized arrays, of the shapes that `jnp.matmul` takes. If both are quantized along the axis
+        that the sum runs along, multiplies codes with codes; otherwise dequantizes `x`. Also dequantizes an operand if
+        the sum runs along only part of its quantized axis.
+    - `implementation`: the name of an implementation, or `None` to choose the best for the platform, the shapes and
+        the format. [`eqquant.explain_matmul`][] lists them.
+    - `precision`: as in `jnp.matmul`; `None` takes `jax.default_matmul_precision`. Sums are float32 (float64 for
+        float64 operands).
+
+    **Returns:**
+
+    An array of dtype `jnp.result_type(x, w)`.
+
+    **Raises:**
+
+    `ValueError` if the contracted lengths differ, or if the implementation is unknown, is for another platform, or
+    cannot take the product.
+    """
+    return matmul_with(x, w, Options(precision, implementation))
+
+
+def matmul_with(x: Any, w: Any, options: Options) -> Array:
+    """As `matmul`, with all options."""
+    first, second = (a if isinstance(a, AbstractOperand) else jnp.asarray(a) for a in (x, w))
+    weight, other = (second, first) if isinstance(second, AbstractOperand) else (first, second)
+    name = options.implementation
+    if isinstance(weight, AbstractOperand) and other.ndim > 0 and _lengths_agree(first, second, weight):
+        _check_closure(weight, other)
+        batch = jnp.broadcast_shapes(first.shape[:-2], second.shape[:-2])
+        # Batch axes broadcast from the end, so their names are their places from the end.
+        named = lambda ndim, last: (*range(-ndim, -2), *last) if ndim > 1 else ("k",)
+        first_axes, second_axes = named(first.ndim, "mk"), named(second.ndim, "kn")
+        out_axes = (*range(-len(batch) - 2, -2), *(axis for axis in "mn" if axis in (*first_axes, *second_axes)))
+        x_axes, w_axes = (second_axes, first_axes) if weight is first else (first_axes, second_axes)
+        y = contract(other, weight, x_axes, w_axes, out_axes, options)
+        if y is not None:
+            return y
+        if name is not None and weight.constraints.memory is not None:
+            raise ValueError(
+                "`implementation` is for products over or along the quantized axis. Got "
+                f"{name!r}, {weight!r} and {other.dtype}{list(other.shape)}. Without it the product is dense."
+            )
+    if name is not None:
+        raise ValueError(f"`implementation` is for quantized operands. Got {name!r}, and none is quantized.")
+    return jnp.matmul(as_floats(first), as_floats(second), precision=options.precision)
+
+
+def dot_general(
+    first: Any,
+    second: Any,
+    numbers: DotDimensionNumbers,
+    *,
+    precision: PrecisionLike = None,
+    dtype: DTypeLike | None = None,
+) -> Array | None:
+    """As `jax.lax.dot_general(first, second, numbers)`, or `None` if the caller must compute it dense."""
+    left = not isinstance(second, AbstractOperand)
+    weight, other = (first, second) if left else (second, first)
+    other: Array | AbstractOperand = other if isinstance(other, AbstractOperand) else jnp.asarray(other)
+    contracted, batch = numbers
+    pairs = [*zip(*batch, strict=True), *zip(*contracted, strict=True)]
+    # The two axes of a pair share a name; the name of a free axis is its side and place.
+    named = lambda side, ndim: [
+        next((pair for pair in pairs if pair[side] == axis), (side, axis, "free")) for axis in range(ndim)
+    ]
+    w_axes, x_axes = named(1 - left, weight.ndim), named(int(left), other.ndim)
+    free = sorted(name for name in (*w_axes, *x_axes) if len(name) == 3)
+    out = [*pairs[: len(batch[0])], *free]  # free axes of the left operand come first
+    natural = jnp.result_type(other.dtype, weight.dtype)
+    dtype = natural if dtype is None else jnp.dtype(dtype)
+    with jax.numpy_dtype_promotion("standard"):  # the caller asked for this dtype, so promotion is not implicit
+        wide = jnp.promote_types(natural, dtype)
+    if not jnp.issubdtype(wide, jnp.inexact):
+        return None
+    y = contract(other.astype(wide), weight, x_axes, w_axes, out, Options(precision))
+    return None if y is None else y.astype(dtype)
+
+
+def contract(
+    x: Array | AbstractOperand,
+    w: AbstractOperand,
+    x_axes: Axes,
+    w_axes: Axes,
+    out_axes: Axes,
+    options: Options = Options(),
+) -> Inexact[Array, "..."] | None:
+    """Returns the sum of products over the axes that `out_axes` leaves out, computed on matrices.
+
+    **Arguments:**
+
+    - `x`: an array, or an array of ours. One that is not quantized along the sum is dequantized.
+    - `w`: an array of ours.
+    - `x_axes`, `w_axes`, `out_axes`: the names of the axes of each and of the result. Axes of length one are broadcast.
+
+    **Returns:**
+
+    An array; or `None` if the product must be dense: the sum runs over only part of the quantized axes, or over no
+    axis.
+    """
+    form = _form_of(x, w, x_axes, w_axes, out_axes)
+    if form is None:
+        decoded = w.with_dense_weight()
+        if decoded is None or (form := _form_of(x, decoded, x_axes, w_axes, out_axes)) is None:
+            return None
+        w = decoded
+    if isinstance(x, AbstractOperand) and not (x.holds_codes and form.matches_codes(x)):
+        x = x.dequantize()
+    if not isinstance(x, AbstractOperand) and jnp.iscomplexobj(x):  # rows are quantized as real numbers are
+        parts = (contract(part, w, x_axes, w_axes, out_axes, options) for part in (jnp.real(x), jnp.imag(x)))
+        return jax.lax.complex(*parts)  # pyright: ignore[reportArgumentType]
+    x = x.astype(jnp.result_type(x.dtype, w.dtype))
+    product = ft.partial(_product, form, options)
+    mesh = explicit_mesh(x, w)
+    if mesh is not None:
+        product = in_auto_mode(product, NamedSharding(mesh, _result_spec(form, x, w)))
+    return product(x, w)
+
+
+class _Form(NamedTuple):
+    """The names of axes by their role in `x(*front, m, k) . w(*front, n, k)^T`."""
+
+    x_axes: Axes
+    w_axes: Axes
+    out_axes: Axes
+    size: Mapping[Hashable, int]
+    front: Axes  # of the weight: batch axes, those of a stack first
+    m: Axes  # of `x` alone
+    n: Axes  # of the weight alone
+    k: Axes  # contracted
+    summed: Axes  # of `front`, over which the result is summed
+
+    def sizes(self, names: Iterable[Hashable]) -> list[int]:
+        return [self.size[name] for name in names]
+
+    def matrices(self, axes: Axes, rows: Axes) -> Matrices:
+        """Returns which axes of an operand become those of its matrices."""
+        numbers = lambda names: tuple(list(axes).index(name) for name in names if name in axes)
+        return Matrices(numbers(self.front), numbers(rows), numbers(self.k))
+
+    def matches_codes(self, x: AbstractOperand) -> bool:
+        """Returns whether the sum runs along the blocks of `x`, and each matrix of the weight has one of `x`."""
+        memory = [self.x_axes[axis] for axis in x.constraints.memory or ()]
+        return memory == list(self.k) and all(name in self.x_axes for name in self.front)
+
+
+def _form_of(x: Any, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: Axes) -> _Form | None:
+    memory, stack, single = w.constraints
+    size: dict[Hashable, int] = {}
+    for name, length in (*zip(w_axes, w.shape, strict=True), *zip(x_axes, x.shape, strict=True)):
+        size[name] = length if size.get(name, 1) == 1 else size[name]
+    contracts = any(name in x_axes and name not in out_axes for name in w_axes)
+    alone = [w_axes[axis] for axis in single]
+    inside = [] if memory is None else [w_axes[axis] for axis in memory]
+    # Drop axes of length one that may be dropped: the matching axis of `x`, if any, becomes rows.
+    w_long = [name for name, n in zip(w_axes, w.shape, strict=True) if n != 1 or name in inside or name in alone]
+    x_long = [name for name, n in zip(x_axes, x.shape, strict=True) if n == size[name]]
+    front = [name for name in w_axes[:stack] if name in w_long]
+    contracted = [name for name in w_long if name in x_axes and name not in out_axes]
+    summed = [name for name in front if name in contracted]
+    front += [n for n in w_long if n in x_axes and n in out_axes and n in x_long and n not in front]
+    k = [name for name in contracted if name not in front]
+    free = [name for name in w_long if name not in front and name not in k]
+    m = [name for name in x_long if name in out_axes and name not in front and name not in free]
+    if memory is None:
+        inside = k
+        if not k or w.ndim < 2:
+            return None
+    if set(inside) == set(k):  # the sum runs along the blocks, and all free axes of the weight are its rows
+        n, k = free, inside
+    elif contracts and all(name in free for name in inside):
+        # The sum runs across the blocks. `x` is copied along the other free axes.
+        n, copied = inside, [name for name in free if name not in inside]
+        if copied and _product_of(size, m) > _product_of(size, inside):
+            return None  # the copies would take more memory than a dense weight
+        front += copied
+    else:
+        return None
+    if any(list(side) != [name] for name in alone for side in (n, k) if name in side) or set(alone) - {*n, *k}:
+        return None
+    return _Form(x_axes, w_axes, out_axes, size, front, m, n, k, summed)
+
+
+def _product_of(size: Mapping[Hashable, int], names: Axes) -> int:
+    lengths = [size[name] for name in names]
+    return math.prod(lengths) if all(isinstance(n, int) for n in lengths) else 0  # symbolic lengths
+
+
+def _product(form: _Form, options: Options, x: Any, w: AbstractOperand) -> Float[Array, "..."]:
+    front, m, k = form.sizes(form.front), math.prod(form.sizes(form.m)), math.prod(form.sizes(form.k))
+    # A matrix whose rows lie last in memory is transposed by one `swapaxes`, which XLA can cancel against another.
+    sides = (*form.m, *form.k, *form.n)
+    last = lambda axes: next((name for name in reversed(axes) if name in sides), None)
+    coded = isinstance(x, AbstractOperand)
+    x_by_columns, y_by_columns = not coded and last(form.x_axes) in form.m, last(form.out_axes) in form.m
+    turn = lambda a, by_columns: jnp.swapaxes(a, -1, -2) if by_columns else a
+
+    if coded:
+        x = x.as_matrices(form.matrices(form.x_axes, form.m))
+    else:
+        inner, shape = ((*form.k, *form.m), (k, m)) if x_by_columns else ((*form.m, *form.k), (m, k))
+        lengths = dict(zip(form.x_axes, x.shape, strict=True))
+        own = [lengths.get(name, 1) for name in form.front]
+        x = _permute(x, form.x_axes, (*form.front, *inner)).reshape(*own, *shape)
+        x = jnp.broadcast_to(turn(x, x_by_columns), (*front, m, k))
+
+    weight = as_matrices(w, form.matrices(form.w_axes, form.n))
+    y = turn(linear(weight, x, options._replace(by_columns=(x_by_columns, y_by_columns))), y_by_columns)
+    y_axes = (*form.front, *((*form.n, *form.m) if y_by_columns else (*form.m, *form.n)))
+    y = y.reshape(form.sizes(y_axes))
+    if form.summed:
+        y = jnp.sum(y, axis=[y_axes.index(name) for name in form.summed])
+        y_axes = tuple(name for name in y_axes if name not in form.summed)
+    return _permute(y, y_axes, form.out_axes).reshape(form.sizes(form.out_axes))
+
+
+def _permute(x: Array, names: Axes, wanted: Axes) -> Array:
+    """Permutes axes to the order `wanted`. Unwanted axes, of length one, come first; ignores names that `x` lacks."""
+    names, wanted = list(names), list(wanted)
+    order = [axis for axis, name in enumerate(names) if name not in wanted]
+    return jnp.transpose(x, (*order, *(names.index(name) for name in wanted if name in names)))
+
+
+def _result_spec(form: _Form, x: Any, w: AbstractOperand) -> PartitionSpec:
+    """Returns the spec of the product on an explicit mesh: the axes that divide `x`, then the remaining ones of `w`."""
+    x_names, w_names = (_mesh_axes(a) for a in (x, w))
+    divided = {name: by for name, by in zip(form.x_axes, x_names, strict=True) if name in form.out_axes}
+    taken = {axis for by in divided.values() for axis in by}
+    for name, by in zip(form.w_axes, w_names, strict=True):
+        if not divided.get(name):
+            divided[name] = tuple(axis for axis in by if axis not in taken)
+    return as_spec([divided[name] for name in form.out_axes])
+
+
+def _mesh_axes(a: Any) -> Sequence[Names]:
+    """Returns the mesh axes that divide each axis of an operand, on an explicit mesh."""
+    dense = jax.eval_shape(lambda a: a.dequantize(), a) if isinstance(a, AbstractOperand) else jax.typeof(a)
+    return names_in(() if dense.sharding is None else dense.sharding.spec, a.ndim)
+
+
+def _lengths_agree(first: Any, second: Any, weight: AbstractOperand) -> bool:
+    """Returns whether contracted lengths agree. If not, raises for a quantized array; of floats JAX says it better."""
+    left, right = first.shape[-1:], second.shape[-2:-1] or second.shape[-1:]
+    if left == right:
+        return True
+    if weight.constraints.memory is None or weight.ndim == 0:
+        return False
+    flipped, is_first = "q.T" if weight.ndim == 2 else "q.mT", weight is first
+    fits = weight.ndim > 1 and (weight.shape[-2:-1] == right if is_first else weight.shape[-1:] == left)
+    remedy = f" `{f'{flipped} @ x' if is_first else f'x @ {flipped}'}` fits." if fits else ""
+    raise ValueError(
+        f"`matmul` contracts axes of equal length. Got lengths {left[0]} and {right[0]}, from {tuple(first.shape)} @ "
+        f"{tuple(second.shape)}.{remedy}"
+    )
+
+
+def _check_closure(q: AbstractOperand, x: Any) -> None:
+    """Warns if a `scan` goes over the biases of stacked layers, but not over their weights."""
+    if not isinstance(x, jax.Array) or x.ndim != 1 or q.ndim < 3:
+        return
+    if _compat.is_constant_of_trace(jtu.tree_leaves(q)[0], x):
+        warnings.warn(
+            f"A stack of quantized weights, of shape {q.shape}, is multiplied by one vector inside a function "
+            "that closes over the stack. If a `scan` was to take it layer by layer, split the model with "
+            "`eqx.partition(model, eqx.is_array)`: codes are integers, and `eqx.is_inexact_array` leaves them "
+            "behind. If the product with the whole stack is what you want, pass the stack as an argument.",
+            stacklevel=4,
+        )

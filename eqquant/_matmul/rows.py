@@ -1,0 +1,84 @@
+"""Rows of activations that a product quantizes: per token, dynamically or with static scales."""
+
+import abc
+import dataclasses
+import math
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.interpreters import ad
+from jaxtyping import Array, Float, Float32, UInt8
+
+from .._array.array import QuantizedArray
+from .._array.contraction import AbstractRowsLike
+from .._array.quantize import quantize_array
+from .._formats.base import AbstractFormat, spans_rows
+from .._methods import AbsMax, AbstractMethod
+from .._methods.given import GivenScales
+
+
+class AbstractRows(AbstractRowsLike):
+    """Floats `(*batch, rows, length)`, each row of which a product quantizes on its own.
+
+    An operand of the product's primitive. An implementation quantizes the rows where that is cheapest. Rows do not
+    depend on each other, so a `vmap` may add more of them. `gradient_of` is that of a `QuantizedArray`.
+    """
+
+    rows: eqx.AbstractVar[Float[Array, "*batch rows length"]]
+    format: eqx.AbstractVar[AbstractFormat]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.rows.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.rows.dtype)
+
+    @abc.abstractmethod
+    def quantized(self) -> QuantizedArray:
+        """Quantizes each row."""
+
+    def dequantize(self) -> Float[Array, "*batch rows length"]:
+        """Returns the values of the quantized rows."""
+        return self.quantized().dequantize()
+
+    def _quantized(self, method: AbstractMethod, gradient_of: Array | None) -> QuantizedArray:
+        rows = jax.lax.stop_gradient(self.rows)
+        quantized = lambda rows, method: quantize_array(rows, self.format, (-1,), None, None, method)
+        if spans_rows(self.format):
+            flat = lambda leaf: leaf.reshape(math.prod(rows.shape[:-1]), leaf.shape[-1])
+            one_by_one = jax.vmap(quantized)(*jtu.tree_map(flat, (rows, method)))
+            q = jtu.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
+        else:
+            q = quantized(rows, method)
+        return dataclasses.replace(q, logical_sharding=None, gradient_of=gradient_of)
+
+
+class DynamicRows(AbstractRows):
+    """Rows that get scales by their own values, and all of the gradient."""
+
+    rows: Float[Array, "*batch rows length"]
+    format: AbstractFormat
+
+    @property
+    def gradient_of(self) -> "Array | ad.Zero":  # in a tree of tangents, rows may be a zero
+        return self.rows
+
+    def quantized(self) -> QuantizedArray:
+        return self._quantized(AbsMax(), self.rows)
+
+
+class StaticRows(AbstractRows):
+    """Rows with scales, and perhaps zero points, that are known before. A row that is not finite becomes NaN."""
+
+    rows: Float[Array, "*batch rows length"]
+    format: AbstractFormat
+    scale: Float32[Array, "*batch rows 1"]
+    zero_point: UInt8[Array, "*batch rows 1"] | None
+    gradient_of: Float[Array, "*batch rows length"] | None
+
+    def quantized(self) -> QuantizedArray:
+        return self._quantized(GivenScales(self.scale, self.zero_point), self.gradient_of)

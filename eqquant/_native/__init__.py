@@ -1,0 +1,1 @@
+"""Loads `eqquant-cpu`, calls it, and lowers primitives to it."""

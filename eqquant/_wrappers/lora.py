@@ -1,0 +1,133 @@
+"""A frozen weight with trainable low-rank factors."""
+
+import dataclasses
+import functools as ft
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import wadler_lindig as wl
+from jaxtyping import Array, Float
+
+from .._array.contraction import as_floats, as_matrices, Constraints, constraints_of, linear, Matrices, Options
+from .._array.value import AbstractArrayValue, as_permutation
+
+
+class LoraArray(AbstractArrayValue):
+    r"""A frozen weight plus a trainable product of two thin matrices: $W + \frac{\alpha}{r} B A$.
+
+    [`eqquant.loraify`][] makes these. A matmul multiplies by the base (with the quantized matmul, if it is quantized)
+    and by the two factors, and never computes the dense sum. Every other operation does.
+
+    ??? cite
+
+        [LoRA: Low-Rank Adaptation of Large Language Models](https://arxiv.org/abs/2106.09685)
+
+    **Arguments:**
+
+    - `base`: the frozen weight, an array or a quantized one ([`eqquant.QuantizedArray`][], or one around it), of shape
+        `(*batch, out, *in)`.
+    - `a`: the factor on the input side, `(*batch, rank, *in)`.
+    - `b`: the factor on the output side, `(*batch, out, rank)`.
+    - `alpha`: the numerator of the scale.
+    - `in_ndim`: the number of axes of `in`: one, or for a convolution all but the first.
+    """
+
+    base: Float[Array, "..."] | AbstractArrayValue
+    a: Float[Array, "..."]
+    b: Float[Array, "*batch out rank"]
+    alpha: float = eqx.field(static=True)
+    in_ndim: int = eqx.field(static=True)
+
+    frozen = ("base",)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.base.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.base.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.base.dtype)
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[-1]
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """Returns the sum of the base and the product of the factors: a dense array of `shape` and `dtype`."""
+        base, delta = self._frozen_base(), self.delta()
+        dense = base.dequantize() if isinstance(base, AbstractArrayValue) else base
+        return dense + delta.astype(dense.dtype)
+
+    def delta(self) -> Float[Array, "..."]:
+        """Returns the array that the factors add to the base, in its shape and in the dtype of the factors."""
+        a = self.a.reshape(*self.b.shape[:-2], self.rank, -1)
+        return self.scaling * jnp.matmul(self.b, a).reshape(*self.b.shape[:-1], *self.a.shape[-self.in_ndim :])
+
+    def transpose(self, *axes: Any) -> "LoraArray | Array":
+        """Transposes. Swapping the last two axes swaps the factors; any other permutation returns a dense array."""
+        order = as_permutation(axes, self.ndim)
+        swap = [*range(self.ndim - 2), self.ndim - 1, self.ndim - 2]
+        if self.in_ndim != 1 or order != swap:
+            return self.dequantize().transpose(order)
+        return dataclasses.replace(self, base=self.base.mT, a=self.b.mT, b=self.a.mT)
+
+    def astype(self, dtype: Any) -> Array:
+        """Returns a dense array of another dtype."""
+        return self.dequantize().astype(dtype)
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> Array:
+        """Returns a dense array of another shape."""
+        return self.dequantize().reshape(*shape, **kwargs)
+
+    def __getitem__(self, index: Any) -> Array:
+        """Returns a dense array. An embedding lookup computes only the rows that it takes."""
+        if self.in_ndim != 1 or self.ndim != 2 or isinstance(index, tuple) or index is None or index is Ellipsis:
+            return self.dequantize()[index]
+        rows = self._frozen_base()[index]
+        return rows + (self.scaling * jnp.matmul(self.b[index], self.a)).astype(rows.dtype)
+
+    @property
+    def constraints(self) -> Constraints:
+        """For products: those of the base; outputs and inputs stay apart, and so do the arrays of a stack."""
+        batch, last = self.ndim - 1 - self.in_ndim, tuple(range(self.ndim))[-2:]
+        if self.in_ndim != 1:  # a convolution, whose products are dense
+            return Constraints(None, 0, tuple(range(self.ndim)))
+        memory = constraints_of(self.base).memory
+        return Constraints(last[1:] if memory is None else memory, batch, last)
+
+    def as_matrices(self, axes: Matrices) -> "LoraArray":
+        """For products: the base and the factors as matrices."""
+        front = axes.shape(self.shape)[:-2]
+        a, b = (leaf.reshape(*front, *leaf.shape[-2:]) for leaf in (self.a, self.b))
+        if axes.columns != (self.ndim - 1,):
+            a, b = b.mT, a.mT
+        return dataclasses.replace(self, base=as_matrices(self._frozen_base(), axes), a=a, b=b)
+
+    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+        """For products: that of the base, plus that of the factors."""
+        y = linear(self.base, x, options)
+        product = ft.partial(jnp.matmul, precision=options.precision)
+        low = product(product(as_floats(x).astype(y.dtype), self.a.mT.astype(y.dtype)), self.b.mT.astype(y.dtype))
+        return y + self.scaling * low
+
+    def with_dense_weight(self) -> None:
+        """For products: dense ones are plain."""
+
+    def _frozen_base(self) -> Any:
+        return self.base if isinstance(self.base, AbstractArrayValue) else jax.lax.stop_gradient(self.base)
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        shape = getattr(self.b, "shape", ())  # a mask holds booleans
+        rank = shape[-1] if shape else self.b
+        return wl.TextDoc(f"LoraArray({wl.pformat(self.base)}, rank={rank}, alpha={self.alpha})")

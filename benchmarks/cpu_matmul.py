@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 import eqquant as eqq
+from eqquant._formats.layout import layout_of
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import cpu_int8
-from eqquant._matmul.problem import layout_of
 from eqquant._native import library as native
 
 

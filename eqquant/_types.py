@@ -1,4 +1,4 @@
-"""`PyTree` for signatures. jaxtyping hides its own from type checkers, to which such functions have no known type."""
+"""`PyTree` and `PyTreeDef` for signatures. jaxtyping and JAX hide theirs from type checkers."""
 
 from typing import Any, TYPE_CHECKING, TypeAlias
 
@@ -8,5 +8,7 @@ if TYPE_CHECKING:
 
     _Leaf = TypeVar("_Leaf", default=Any)
     PyTree: TypeAlias = _Leaf | Any
+    PyTreeDef: TypeAlias = Any
 else:
+    from jax.tree_util import PyTreeDef as PyTreeDef
     from jaxtyping import PyTree as PyTree

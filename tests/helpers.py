@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 import eqquant as eqq
+from eqquant._formats.layout import layout_of
 from eqquant._matmul.kernels.packed import no_pallas_reads
-from eqquant._matmul.problem import layout_of
 
 
 class Row(NamedTuple):

@@ -16,10 +16,11 @@ import pytest
 
 import eqquant as eqq
 from eqquant._array.contraction import matmul_with, Options
+from eqquant._formats.layout import layout_of
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import codes
 from eqquant._matmul.kernels.target import Target
-from eqquant._matmul.problem import layout_of, problem_of
+from eqquant._matmul.problem import problem_of
 from eqquant._matmul.rows import DynamicRows
 from eqquant._native import library as native
 from eqquant._numerics import packing

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant._array.array import dense_rows
+from eqquant._array.dequantize import dense_rows
 from eqquant._formats.base import has_offsets
 from eqquant._native import library as native
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._formats.layout import layout_of
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import cpu_int8
-from eqquant._matmul.problem import layout_of
 from eqquant._matmul.rows import DynamicRows
 from eqquant._native import library as native
 

@@ -18,9 +18,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
+from eqquant._formats.layout import layout_of
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import cpu
-from eqquant._matmul.problem import layout_of
 from eqquant._native import library as native
 
 from .helpers import FORMATS, KINDS, primitives, relative_error, temp_bytes, weights

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._matmul import dispatch, problem
+from eqquant._formats.layout import layout_of
+from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import pallas_tpu
 from eqquant._matmul.kernels.target import Target
 
@@ -24,7 +25,7 @@ def product(getkey, name, m, dtype, transpose, precision):
     format = FORMATS[name].format
     q = eqq.quantize(weights(getkey(), (N, K)), format)
     x = weights(getkey(), (m, N if transpose else K)).astype(dtype)
-    layout = problem.layout_of(format, K)
+    layout = layout_of(format, K)
     options = {"transpose": transpose, "precision": precision}
     assert pallas_tpu.supports(layout, m, N, x.dtype, target=Target("tpu"), **options) is None
     y = pallas_tpu.matmul(x, dispatch.pack_arrays(q), layout, interpret=True, **options)
@@ -56,7 +57,7 @@ def test_float32(getkey, name, precision, tol, transpose):
 
 
 def test_what_cannot_be_taken():
-    layout = lambda format, k=K: problem.layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
+    layout = lambda format, k=K: layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(
         pallas_tpu.supports, m=1, n=8, dtype=jnp.bfloat16, transpose=False, precision="default", target=Target("tpu")
     )

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._matmul import dispatch, problem
+from eqquant._formats.layout import layout_of
+from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import xla_cpu
 
 from .helpers import FORMATS, KINDS, one_in, relative_error, SWEPT_FORMATS, weights
@@ -16,7 +17,7 @@ N, K = 40, 1100  # two segments or more of each packing, and a rest
 
 
 def product(x, q, transpose):
-    layout = problem.layout_of(q.format, q.shape[-1])
+    layout = layout_of(q.format, q.shape[-1])
     f = lambda x, q: xla_cpu.matmul(
         x, dispatch.pack_arrays(q), layout, q.dtype, transpose=transpose, precision="highest"
     )
@@ -34,7 +35,7 @@ def error(y, x, q, transpose):
 def test_every_format(getkey, monkeypatch, name, steps, transpose):
     q = eqq.quantize(weights(getkey(), (N, K)), FORMATS[name].format)
     if steps > 1:  # of 13 rows, and one row that is left
-        planes = problem.layout_of(q.format, K).planes
+        planes = layout_of(q.format, K).planes
         monkeypatch.setattr(xla_cpu, "ROWS_BYTES", 13 * 4 * K // planes + 1)
     x = weights(getkey(), (3, N if transpose else K))
     assert error(product(x, q, transpose), x, q, transpose) < 1e-6

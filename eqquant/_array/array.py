@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Generic
 
-import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -19,26 +18,25 @@ import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, DTypeLike, Float, Float32, UInt, UInt8
+from jaxtyping import Array, DTypeLike, Float
 from typing_extensions import TypeVar
 
 from .._formats.base import AbstractFormat
 from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
-from .._numerics import packing
 from .._numerics.axes import as_axis, logical_order
-from .._numerics.blocks import BlockSize, expand, num_blocks
-from .._numerics.scale_bits import bits_to_scale, clip_finite
+from .codes import AbstractCodes
 from .contraction import Constraints, Matrices, Options
-from .primitive import bind_dequantize, bind_matmul
+from .dequantize import bind_dequantize, dense_rows, in_memory_order
+from .primitive import bind_matmul
 from .sharding import leaf_shardings, logical_sharding
 from .straight_through import value_of
-from .value import AbstractArrayValue, as_permutation, flatten_arguments
+from .value import as_permutation, flatten_arguments
 
 
 _Format = TypeVar("_Format", bound="AbstractFormat", covariant=True, default="AbstractFormat")
 
 
-class QuantizedArray(AbstractArrayValue, Generic[_Format]):
+class QuantizedArray(AbstractCodes, Generic[_Format]):
     """An array that stores each value in a few bits, and behaves like a `jax.Array` of floats.
 
     Make one with [`eqquant.quantize`][]; for a whole model, call [`eqquant.quantize_tree`][].
@@ -71,20 +69,6 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 
     holds_codes = True
 
-    codes: UInt8[Array, "*batch bytes"]
-    scale_bits: "UInt[Array, '*batch blocks'] | QuantizedArray"
-    # Packed as the codes are.
-    zero_point_bits: UInt8[Array, "*batch bytes_of_blocks"] | None
-    format: AbstractFormat
-    axis: int | tuple[int, ...] = eqx.field(static=True)
-    lengths: tuple[int, ...] = eqx.field(static=True)
-    logical_dtype: np.dtype = eqx.field(static=True)
-    logical_sharding: NamedSharding | PartitionSpec | None = eqx.field(static=True, default=None)
-    # As `scale_bits`, for a format with offsets.
-    offset_bits: "UInt[Array, '*batch blocks'] | QuantizedArray | None" = None
-    # Only in training: floats in memory order. Values come from the codes; gradients go to these floats.
-    gradient_of: Float[Array, "*batch length"] | None = None
-
     # Makes `isinstance`, beartype and jaxtyping check `QuantizedArray[NF4]`; at run time they ignore a plain `Generic`
     # subscript.
     def __class_getitem__(cls, format: Any) -> Any:
@@ -92,58 +76,9 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
         return _narrowed(format) if narrow else super().__class_getitem__(format)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The logical shape, derived from the stored arrays, so it is right under every transformation."""
-        self._check_leaves()
-        if self.ndim < -min(self._axes):
-            raise ValueError(
-                f"The quantized axis must not be mapped over. Got `axis={self.axis}` of an array of {self.ndim} "
-                "dimensions. `vmap`, `scan` and `tree_map` map over the first axes in memory, which are those before "
-                "the quantized one: transpose or dequantize first."
-            )
-        if self.codes.shape[-1] != packing.packed_length(self._length, self.format.bits):
-            raise ValueError(
-                f"The quantized axis must be whole inside `shard_map`. Got {self.codes.shape[-1]} bytes of the "
-                f"{self._length} codes of a row. Divide another axis, or multiply outside it."
-            )
-        shape = list(self.codes.shape[:-1])
-        for axis, length in sorted(zip(self._axes, self.lengths, strict=True)):
-            shape.insert(len(self.codes.shape) - 1 + len(self.lengths) + axis, length)
-        return tuple(shape)
-
-    @property
     def dtype(self) -> np.dtype:
         """The logical dtype: the dtype of `dequantize()`."""
         return self.logical_dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of logical axes."""
-        return self.codes.ndim - 1 + len(self.lengths)
-
-    @property
-    def block_size(self) -> BlockSize:
-        return self.format.block_size
-
-    @property
-    def scale(self) -> Float32[Array, "*batch blocks"]:
-        """The scales as floats, one per block, with the quantized axis last."""
-        self._check_leaves()
-        return self._floats(self.scale_bits)
-
-    @property
-    def zero_point(self) -> UInt8[Array, "*batch blocks"] | None:
-        """The codes of zero, one per block, with the quantized axis last; `None` if the format has none."""
-        self._check_leaves()
-        if self.zero_point_bits is None:
-            return None
-        return packing.unpack(self.zero_point_bits, self.format.bits, num_blocks(self._length, self.block_size))
-
-    @property
-    def offset(self) -> Float32[Array, "*batch blocks"] | None:
-        """The offsets as floats, one per block, with the quantized axis last; `None` if the format has none."""
-        self._check_leaves()
-        return None if self.offset_bits is None else self._floats(self.offset_bits)
 
     @property
     def sharding(self) -> NamedSharding | PartitionSpec | None:
@@ -302,54 +237,6 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
     def with_dense_weight(self) -> None:
         """For products: dense ones are plain."""
 
-    def _check_leaves(self) -> None:
-        """Raises if a leaf is no longer an unsigned integer. Dtypes are static, so this costs nothing in `jit`."""
-        of_blocks = {"scale": self.scale_bits, "zero point": self.zero_point_bits, "offset": self.offset_bits}
-        for name, leaf in {"codes": self.codes, **of_blocks}.items():
-            dtype = getattr(leaf, "dtype", None)
-            if isinstance(leaf, QuantizedArray):
-                leaf._check_leaves()
-            elif dtype == jax.dtypes.float0:
-                raise TypeError(
-                    "A quantized array has no gradient with respect to its codes. Got a tree of float0, as `jax.grad` "
-                    "returns it with `allow_int=True`. Differentiate with `eqq.filter_grad`."
-                )
-            elif dtype is not None and not jnp.issubdtype(dtype, jnp.unsignedinteger):
-                raise TypeError(
-                    f"The leaves of a quantized array must be unsigned integers. Got {name} of {dtype}: they were "
-                    "averaged or cast as if they were numbers. Average the float model, or the masters, and quantize "
-                    "the result. To change what it dequantizes to, call `q.astype(dtype)` on the array as a whole."
-                )
-        ranks = {jnp.ndim(leaf) for leaf in (self.codes, self.gradient_of) if isinstance(leaf, jax.Array)}
-        if len(ranks) > 1:
-            raise ValueError(
-                f"The leaves of a quantized array must be mapped over together. Got codes of shape {self.codes.shape} "
-                f"and a `gradient_of` of shape {getattr(self.gradient_of, 'shape', None)}: a `scan` or `vmap` took "
-                "only one of them apart. Split the model with `eqx.partition(model, eqx.is_array)`, not with "
-                "`eqx.is_inexact_array`, which leaves codes behind."
-            )
-
-    def _floats(self, stored: "Array | QuantizedArray") -> Array:
-        """Returns scales or offsets as floats."""
-        if isinstance(stored, QuantizedArray):
-            return stored.dequantize()
-        return bits_to_scale(stored, self.format.scale_dtype)
-
-    @property
-    def _axes(self) -> tuple[int, ...]:
-        """`axis` as a tuple, in memory order."""
-        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
-
-    @property
-    def _length(self) -> int:
-        """The number of values in a row of codes."""
-        return math.prod(self.lengths)
-
-    @property
-    def _trailing(self) -> bool:
-        """Whether the quantized axes are the last ones, in order, so that memory and logical order agree."""
-        return self._axes == tuple(range(-len(self.lengths), 0))
-
     def _split_of(self, new: tuple[int, ...]) -> int | None:
         """Returns where the shape `new` divides into batch and quantized axes without moving memory, or `None`."""
         batch = self.codes.shape[:-1]
@@ -389,35 +276,10 @@ class QuantizedArray(AbstractArrayValue, Generic[_Format]):
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Array:
     # XLA on CPU fuses the decoding of bytes with what follows, so there kernels gain nothing.
-    dense = dense_rows(q) if q.format.bits == 8 else bind_dequantize(_in_memory_order(q))
+    dense = dense_rows(q) if q.format.bits == 8 else bind_dequantize(in_memory_order(q))
     if q.gradient_of is not None:
         dense = value_of(dense, gradient_of=q.gradient_of.astype(q.dtype))
     return logical_order(dense, q._axes, q.lengths)
-
-
-def _in_memory_order(q: QuantizedArray) -> QuantizedArray:
-    return dataclasses.replace(q, axis=-1, lengths=(q._length,), logical_sharding=None, gradient_of=None)
-
-
-def clips(q: QuantizedArray) -> bool:
-    """Returns whether dequantizing clips to the finite range of the dtype."""
-    shifts = q.zero_point_bits is not None or q.offset_bits is not None
-    return shifts or q.format.scale_format is not None or q.dtype == jnp.float16
-
-
-def dense_rows(q: QuantizedArray) -> Float[Array, "*batch length"]:
-    """Dequantizes by operations of XLA, and leaves the quantized axis last."""
-    format, length = q.format, q._length
-    values = format.decode(packing.unpack(q.codes, format.bits, length))
-    if q.zero_point is not None:
-        values = values - expand(q.zero_point.astype(jnp.float32), format.block_size, length)
-    dense = values * expand(q.scale, format.block_size, length)
-    if q.offset is not None:
-        dense = dense + expand(q.offset, format.block_size, length)
-    if clips(q):
-        # The outermost level may lie half a step beyond the range, and rounding may enlarge a scale; both may overflow.
-        dense = clip_finite(dense, q.dtype)
-    return dense.astype(q.dtype)
 
 
 @ft.cache

@@ -1,7 +1,7 @@
-"""The quantized matmul, the product of rounded floats, and dequantizing as JAX primitives.
+"""The quantized matmul and the product of rounded floats as JAX primitives.
 
-The array class imports the primitives, to call them. Their rules are in `_matmul`, in `rules.py`, `rounded_rules.py`
-and `decode_rules.py`, because they import the array class. Rules register themselves, so the imports have no cycle.
+The array class imports the primitives, to call them. Their rules are in `_matmul`, in `rules.py` and
+`rounded_rules.py`, because they import the array class. Rules register themselves, so the imports have no cycle.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,6 @@ from .contraction import AbstractOperand, Options
 
 quantized_matmul_p = jax.extend.core.Primitive("quantized_matmul")
 rounded_matmul_p = jax.extend.core.Primitive("rounded_matmul")
-dequantize_p = jax.extend.core.Primitive("dequantize")
 
 
 def bind_matmul(
@@ -124,9 +123,3 @@ def operands_of(args: Sequence[Any], x_tree: Any, w_tree: Any) -> tuple[Any, Any
     """Returns the two operands, from the arguments of the primitive or from a sequence with one entry for each."""
     count = x_tree.num_leaves
     return jtu.tree_unflatten(x_tree, args[:count]), jtu.tree_unflatten(w_tree, args[count:])
-
-
-def bind_dequantize(q: PyTree) -> Float[Array, "*batch length"]:
-    """Returns the values of a `QuantizedArray` in memory order: its last axis is the only quantized one."""
-    leaves, tree = jtu.tree_flatten(_compat.vary_alike(q))
-    return dequantize_p.bind(*leaves, tree=tree)

@@ -2,8 +2,6 @@
 
 # Importing these registers the rules of the primitives and of Quax.
 from . import (
-    decode_rules as decode_rules,
-    encode_rules as encode_rules,
     quax_rules as quax_rules,
     rounded_rules as rounded_rules,
     rules as rules,

@@ -16,13 +16,15 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, Float32
 
 from .._array.array import QuantizedArray
+from .._array.dequantize import plain_bits, split_scales, stored_codes
 from .._formats import Int8
 from .._formats.base import has_zero_points
 from .._native import library
+from .._native.layout import Stored
 from .._numerics.scale_bits import scale_to_bits
 from .kernels import codes, xla, xla_cpu
-from .kernels.packed import decode_bytes, Packed, Stored
-from .problem import has_nested_scales, MatmulProblem, nested_scale_kind, Target
+from .kernels.packed import decode_bytes, Packed
+from .problem import MatmulProblem, Target
 from .rows import AbstractRows, StaticRows
 from .selected import SelectedArray
 
@@ -345,33 +347,15 @@ def why_decoded(problem: MatmulProblem, target: Target, name: str) -> str | None
 
 def pack_arrays(w: QuantizedArray) -> Packed:
     """Returns the arrays of a weight for a kernel: unpacks zero points, decodes offsets and scales that are codes."""
-    scale, row_scale = _scales(w)
-    return Packed(w.codes, _bits_and_codes(scale, False)[0], row_scale, w.zero_point, w.offset)
+    scale, row_scale = split_scales(w)
+    return Packed(w.codes, plain_bits(scale), row_scale, w.zero_point, w.offset)
 
 
 def stored_arrays(w: QuantizedArray | SelectedArray) -> Stored:
-    """Returns the arrays of a weight for `cpu`, as they are stored. Decodes scales of scales of scales."""
+    """Returns the arrays of a weight for `cpu`, as they are stored."""
     if isinstance(w, SelectedArray):
-        return stored_arrays(w.stack)._replace(selected=w.index)
-    (scale, row_scale), nested = _scales(w), has_nested_scales(w.format)
-    scale, scale_codes = _bits_and_codes(scale, nested)
-    offset, offset_codes = _bits_and_codes(w.offset_bits, nested)
-    return Stored(w.codes, scale, row_scale, w.zero_point_bits, scale_codes, offset, offset_codes)
-
-
-def _bits_and_codes(bits: Any, nested: bool) -> tuple[Any, Any]:
-    """Returns the bits of scales or offsets, or of codes that stay `nested` the bits of their scales, and the codes."""
-    if not isinstance(bits, QuantizedArray):
-        return bits, None
-    return (bits.scale_bits, bits.codes) if nested else (scale_to_bits(bits.dequantize(), "float32"), None)
-
-
-def _scales(w: QuantizedArray) -> tuple[Any, Float32[Array, "*batch n 1"] | None]:
-    """Returns the scales of a weight, and what multiplies those of a row if they are small floats."""
-    scale = w.scale_bits
-    if isinstance(scale, QuantizedArray) and nested_scale_kind(w.format, w._length) is not None:
-        return scale.codes, scale.scale
-    return scale, None
+        return stored_codes(w.stack)._replace(selected=w.index)
+    return stored_codes(w)
 
 
 def _precision(problem: MatmulProblem) -> str | None:

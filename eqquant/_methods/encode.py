@@ -1,6 +1,6 @@
 """Rounding values to the nearest codes and packing those, as a JAX primitive.
 
-`_matmul/encode_rules.py` lowers it to native code on CPU; everywhere else it is operations of XLA.
+On CPU it is native code; everywhere else it is operations of XLA.
 """
 
 from typing import Any
@@ -10,14 +10,19 @@ import jax.core
 import jax.extend
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jaxtyping import Array, Float, UInt8
 
 from .. import _compat
 from .._formats.base import AbstractFormat
+from .._formats.steps import steps_of
+from .._native import calls
+from .._native.lowering import lower_on_cpu
 from .._numerics import packing
+from .._numerics.blocks import divide
 from .._numerics.primitives import along_first, compiled, without_tangent
-from .base import AbstractMethod, AbstractScaleMethod, by_chunks, encode_by, Encoded, Grid, store
+from .._types import PyTreeDef
+from .base import AbstractMethod, AbstractScaleMethod, by_chunks, encode_by, Encoded, Grid, multiplies, store
 
 
 encode_p = jax.extend.core.Primitive("encode")
@@ -44,14 +49,33 @@ def encode_packed(
     return encode_p.bind(*leaves, tree=tree, format=format, chunk=chunk)
 
 
-def by_xla(*args: Array, tree: Any, format: AbstractFormat, chunk: int | None) -> Array:
+def by_xla(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | None) -> Array:
     """Encodes by operations of XLA."""
     rows, grid = jtu.tree_unflatten(tree, args)
     codes = by_chunks(lambda _, x, grid: encode_by(x.astype(jnp.float32), grid, format)[0], chunk, rows, grid)
     return packing.pack(codes, format.bits)
 
 
-def _abstract(*args: Any, tree: Any, format: AbstractFormat, chunk: int | None) -> jax.core.ShapedArray:
+def _native(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | None) -> Array:
+    """Encodes by native code, where that takes the values."""
+    rows, grid = jtu.tree_unflatten(tree, args)
+    # Finding steps takes a moment, so not before something else refuses.
+    steps = steps_of(format) if calls.why_not_encode(rows, format.bits) is None else None
+    if steps is None or (steps.rule == "steps" and len(steps.starts) > 31):  # XLA is as fast at more
+        return by_xla(*args, tree=tree, format=format, chunk=chunk)
+    divisor, factor = grid.kept, None
+    if format.multiplies_by_reciprocal:
+        usable = multiplies(grid.scale, grid.kept, format)
+        divisor = jnp.where(usable, 1, grid.kept)
+        factor = jnp.where(usable, divide(jnp.ones_like(grid.scale), grid.scale), 1)
+    length = rows.shape[-1]
+    block_size = length if format.block_size in (None, "tensor") else format.block_size
+    shift = None if grid.zero_point is None else grid.zero_point.astype(jnp.float32)
+    out = packing.packed_length(length, format.bits)
+    return calls.encode(rows, steps, format.bits, block_size, out, divisor, factor, grid.offset, shift)
+
+
+def _abstract(*args: Any, tree: PyTreeDef, format: AbstractFormat, chunk: int | None) -> jax.core.ShapedArray:
     del tree, chunk
     *batch, length = args[0].shape
     shape = (*batch, packing.packed_length(length, format.bits))
@@ -62,4 +86,4 @@ encode_p.def_abstract_eval(_abstract)
 encode_p.def_impl(compiled(encode_p, by_xla, ["tree", "format", "chunk"]))
 ad.primitive_jvps[encode_p] = without_tangent(encode_p)
 batching.primitive_batchers[encode_p] = along_first(encode_p)
-mlir.register_lowering(encode_p, mlir.lower_fun(by_xla, multiple_results=False))
+lower_on_cpu(encode_p, _native, by_xla)

@@ -10,16 +10,12 @@ import functools as ft
 import importlib.metadata
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.interpreters import mlir
-
-from .. import _compat
 
 
-VERSION = "0.1.9"  # of `eqquant-cpu`, whose arguments `kernels/cpu.py` knows
+VERSION = "0.1.9"  # of `eqquant-cpu`, whose arguments `calls.py` knows
 MATMUL, MATMUL_INT8, DECODE = "eqquant_cpu_matmul", "eqquant_cpu_matmul_int8", "eqquant_cpu_decode"
 ENCODE, REDUCE = "eqquant_cpu_encode", "eqquant_cpu_reduce"
 
@@ -52,20 +48,6 @@ def instruction_sets() -> list[str]:
         return []
     names = (_library().eqquant_cpu_isa_at(i) for i in range(16))
     return [name.decode() for name in names if name is not None]
-
-
-def lowering(on_cpu: Callable[..., Any], by_xla: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a lowering for CPU by `on_cpu`, or by `by_xla` in programs that may not call the library.
-
-    Those are exported ones, and those whose arrays the compiler divides among devices.
-    """
-
-    def lower(context: Any, *args: Any, **params: Any) -> Any:
-        alone = _compat.num_devices(context) == 1 and not _compat.is_partly_manual(context)
-        function = on_cpu if alone and _compat.no_cpu_kernels(context) is None else by_xla
-        return mlir.lower_fun(function, multiple_results=False)(context, *args, **params)
-
-    return lower
 
 
 def _library() -> Any:

@@ -1,7 +1,7 @@
 """Reductions of blocks, as a JAX primitive.
 
-They are what scales are chosen from. XLA's own are slow on CPU: its `argmax` handles one value at a time. So
-`_matmul/encode_rules.py` lowers the primitive to native code there; everywhere else it is operations of XLA.
+They are what scales are chosen from. XLA's own are slow on CPU: its `argmax` handles one value at a time. So there they
+are native code; everywhere else they are operations of XLA.
 """
 
 import functools as ft
@@ -12,10 +12,12 @@ import jax
 import jax.core
 import jax.extend
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jaxtyping import Array, Float
 
 from .. import _compat
+from .._native import calls
+from .._native.lowering import lower_on_cpu
 from .primitives import along_first, compiled
 
 
@@ -61,6 +63,10 @@ def _not_finite(blocks: Array) -> Array:
     return jnp.where(jnp.isfinite(blocks).all(axis=-1, keepdims=True), 0, jnp.nan).astype(blocks.dtype)
 
 
+def _native(blocks: Array, *, kind: Reduction) -> Array:
+    return calls.reduce(blocks, kind) if calls.why_not_reduce(blocks) is None else by_xla(blocks, kind=kind)
+
+
 def _abstract(blocks: Any, *, kind: Reduction) -> jax.core.ShapedArray:
     del kind
     return blocks.update(shape=(*blocks.shape[:-1], 1))
@@ -78,4 +84,4 @@ reduce_blocks_p.def_abstract_eval(_abstract)
 reduce_blocks_p.def_impl(compiled(reduce_blocks_p, by_xla, ["kind"]))
 ad.primitive_jvps[reduce_blocks_p] = _jvp
 batching.primitive_batchers[reduce_blocks_p] = along_first(reduce_blocks_p)
-mlir.register_lowering(reduce_blocks_p, mlir.lower_fun(by_xla, multiple_results=False))
+lower_on_cpu(reduce_blocks_p, _native, by_xla)

@@ -22,10 +22,10 @@ from jaxtyping import Array, ArrayLike, Float, Int8, Int32, Num
 
 from .._array.array import QuantizedArray
 from .._array.straight_through import value_of
+from .._formats.layout import layout_of
 from .._matmul.dispatch import as_codes, pack_arrays
 from .._matmul.kernels import codes
-from .._matmul.kernels.packed import Layout
-from .._matmul.problem import layout_of
+from .._native.layout import Layout
 from .._numerics.axes import logical_order
 from .activation import ActivationQuantizedArray
 from .simulated import SimulatedArray

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int8, Int32, Num
 
+from ..._native.layout import Layout
 from ..._numerics import packing
 from ..._numerics.blocks import expand
-from .packed import decode_scale, Layout, look_up, Packed
+from .packed import decode_scale, look_up, Packed
 from .target import Target
 
 

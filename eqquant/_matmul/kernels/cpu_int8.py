@@ -12,19 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int8, UInt8
 
-from ..._native import library
-from .cpu import call_product, DTYPES, in_bytes
-from .packed import Layout, Stored
+from ..._native import calls, library
+from ..._native.layout import Layout, Stored
 from .target import Target
 
 
 def supports(layout: Layout, m: int, n: int, dtype: Any, *, target: Target = Target("cpu")) -> str | None:
     """Returns why the kernel cannot take the product with a result of `dtype`, or `None` if it can."""
     del target
-    if jnp.dtype(dtype) not in DTYPES:
+    if jnp.dtype(dtype) not in calls.DTYPES:
         return f"its results are float32, bfloat16 or float16, not {jnp.dtype(dtype)}"
     table = np.asarray(layout.table)
-    if in_bytes(layout) and layout.kind != "integer":
+    if calls.in_bytes(layout) and layout.kind != "integer":
         return f"it multiplies integers, and these codes of {layout.bits} bits are not consecutive ones"
     if not (table == np.trunc(table)).all() or np.abs(table).max() > 255 or np.ptp(table) > 255:
         return "it multiplies integers of at most eight bits, and the values of this format are not such"
@@ -57,4 +56,4 @@ def matmul(
     more = [a for a in (x_scale, x_zero) if a is not None]
     attributes = {"affine": affine or x_zero is not None, "scaled": x_scale is not None}
     outer = weight.codes.shape[-2]
-    return call_product(library.MATMUL_INT8, x, weight, layout, outer, dtype, by_columns, *more, **attributes)
+    return calls.multiply(library.MATMUL_INT8, x, weight, layout, outer, dtype, by_columns, *more, **attributes)

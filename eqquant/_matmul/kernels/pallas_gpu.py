@@ -25,8 +25,9 @@ from jaxtyping import Array, Float, Float32
 
 from ... import _compat
 from ..._compat import pallas_triton as plgpu
+from ..._native.layout import Layout
 from ..._numerics import packing
-from .packed import alignment, decode_scale, Layout, no_pallas_reads, Packed
+from .packed import alignment, decode_scale, no_pallas_reads, Packed
 from .ptx import decode, table_of
 from .target import Target
 from .xla import add_rest

@@ -25,8 +25,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32
 
 from ... import _compat
+from ..._native.layout import Layout
 from ..._numerics import packing
-from .packed import alignment, decode_scale, Layout, no_pallas_reads, Packed
+from .packed import alignment, decode_scale, no_pallas_reads, Packed
 from .target import Target
 from .vpu import decode_float16, Decoder, is_looked_up, LANES
 from .xla import add_rest

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, UInt8
 
 from ..._compat import pallas_triton as plt
-from .packed import Layout
+from ..._native.layout import Layout
 
 
 def lookup_asm(bits: int, plane: int) -> str:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..._native.layout import Layout
 from ..._types import PyTree
-from .packed import decode_columns, Layout, Packed
+from .packed import decode_columns, Packed
 
 
 Decode = Callable[[Any], Array]

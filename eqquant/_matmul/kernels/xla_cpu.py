@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, Float32
 
+from ..._native.layout import Layout
 from ..._numerics import packing
-from .packed import decode_columns, decode_scale, Layout, look_up, Packed
+from .packed import decode_columns, decode_scale, look_up, Packed
 from .xla import accumulator
 
 

@@ -1,0 +1,133 @@
+"""What a quantized array stores: the fields of `QuantizedArray`, and what follows from them."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Float32, UInt, UInt8
+
+from .._formats.base import AbstractFormat
+from .._numerics import packing
+from .._numerics.blocks import BlockSize, num_blocks
+from .._numerics.scale_bits import bits_to_scale
+from .value import AbstractArrayValue
+
+
+class AbstractCodes(AbstractArrayValue):
+    """An array of codes in blocks along its quantized axis, which is last in memory. `QuantizedArray` is the only
+    one."""
+
+    codes: UInt8[Array, "*batch bytes"]
+    scale_bits: "UInt[Array, '*batch blocks'] | AbstractCodes"
+    # Packed as the codes are.
+    zero_point_bits: UInt8[Array, "*batch bytes_of_blocks"] | None
+    format: AbstractFormat
+    axis: int | tuple[int, ...] = eqx.field(static=True)
+    lengths: tuple[int, ...] = eqx.field(static=True)
+    logical_dtype: np.dtype = eqx.field(static=True)
+    logical_sharding: NamedSharding | PartitionSpec | None = eqx.field(static=True, default=None)
+    # As `scale_bits`, for a format with offsets.
+    offset_bits: "UInt[Array, '*batch blocks'] | AbstractCodes | None" = None
+    # Only in training: floats in memory order. Values come from the codes; gradients go to these floats.
+    gradient_of: Float[Array, "*batch length"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape, derived from the stored arrays, so it is right under every transformation."""
+        self._check_leaves()
+        if self.ndim < -min(self._axes):
+            raise ValueError(
+                f"The quantized axis must not be mapped over. Got `axis={self.axis}` of an array of {self.ndim} "
+                "dimensions. `vmap`, `scan` and `tree_map` map over the first axes in memory, which are those before "
+                "the quantized one: transpose or dequantize first."
+            )
+        if self.codes.shape[-1] != packing.packed_length(self._length, self.format.bits):
+            raise ValueError(
+                f"The quantized axis must be whole inside `shard_map`. Got {self.codes.shape[-1]} bytes of the "
+                f"{self._length} codes of a row. Divide another axis, or multiply outside it."
+            )
+        shape = list(self.codes.shape[:-1])
+        for axis, length in sorted(zip(self._axes, self.lengths, strict=True)):
+            shape.insert(len(self.codes.shape) - 1 + len(self.lengths) + axis, length)
+        return tuple(shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of logical axes."""
+        return self.codes.ndim - 1 + len(self.lengths)
+
+    @property
+    def block_size(self) -> BlockSize:
+        return self.format.block_size
+
+    @property
+    def scale(self) -> Float32[Array, "*batch blocks"]:
+        """The scales as floats, one per block, with the quantized axis last."""
+        self._check_leaves()
+        return self._floats(self.scale_bits)
+
+    @property
+    def zero_point(self) -> UInt8[Array, "*batch blocks"] | None:
+        """The codes of zero, one per block, with the quantized axis last; `None` if the format has none."""
+        self._check_leaves()
+        if self.zero_point_bits is None:
+            return None
+        return packing.unpack(self.zero_point_bits, self.format.bits, num_blocks(self._length, self.block_size))
+
+    @property
+    def offset(self) -> Float32[Array, "*batch blocks"] | None:
+        """The offsets as floats, one per block, with the quantized axis last; `None` if the format has none."""
+        self._check_leaves()
+        return None if self.offset_bits is None else self._floats(self.offset_bits)
+
+    def _check_leaves(self) -> None:
+        """Raises if a leaf is no longer an unsigned integer. Dtypes are static, so this costs nothing in `jit`."""
+        of_blocks = {"scale": self.scale_bits, "zero point": self.zero_point_bits, "offset": self.offset_bits}
+        for name, leaf in {"codes": self.codes, **of_blocks}.items():
+            dtype = getattr(leaf, "dtype", None)
+            if isinstance(leaf, AbstractCodes):
+                leaf._check_leaves()
+            elif dtype == jax.dtypes.float0:
+                raise TypeError(
+                    "A quantized array has no gradient with respect to its codes. Got a tree of float0, as `jax.grad` "
+                    "returns it with `allow_int=True`. Differentiate with `eqq.filter_grad`."
+                )
+            elif dtype is not None and not jnp.issubdtype(dtype, jnp.unsignedinteger):
+                raise TypeError(
+                    f"The leaves of a quantized array must be unsigned integers. Got {name} of {dtype}: they were "
+                    "averaged or cast as if they were numbers. Average the float model, or the masters, and quantize "
+                    "the result. To change what it dequantizes to, call `q.astype(dtype)` on the array as a whole."
+                )
+        ranks = {jnp.ndim(leaf) for leaf in (self.codes, self.gradient_of) if isinstance(leaf, jax.Array)}
+        if len(ranks) > 1:
+            raise ValueError(
+                f"The leaves of a quantized array must be mapped over together. Got codes of shape {self.codes.shape} "
+                f"and a `gradient_of` of shape {getattr(self.gradient_of, 'shape', None)}: a `scan` or `vmap` took "
+                "only one of them apart. Split the model with `eqx.partition(model, eqx.is_array)`, not with "
+                "`eqx.is_inexact_array`, which leaves codes behind."
+            )
+
+    def _floats(self, stored: "Array | AbstractCodes") -> Array:
+        """Returns scales or offsets as floats."""
+        if isinstance(stored, AbstractCodes):
+            return stored.dequantize()
+        return bits_to_scale(stored, self.format.scale_dtype)
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        """`axis` as a tuple, in memory order."""
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+
+    @property
+    def _length(self) -> int:
+        """The number of values in a row of codes."""
+        return math.prod(self.lengths)
+
+    @property
+    def _trailing(self) -> bool:
+        """Whether the quantized axes are the last ones, in order, so that memory and logical order agree."""
+        return self._axes == tuple(range(-len(self.lengths), 0))

@@ -1,0 +1,121 @@
+"""Dequantizing, as a JAX primitive: `decode(codes) * scale`.
+
+On CPU native code decodes codes of fewer than eight bits several times faster than XLA, whose loop handles one code at
+a time. Everywhere else it is operations of XLA: on other platforms, in exported programs, and where the compiler
+divides the array among devices.
+"""
+
+import dataclasses
+from typing import TypeAlias, TypeVar
+
+import jax
+import jax.core
+import jax.extend
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.interpreters import ad, batching
+from jaxtyping import Array, Float, Float32, UInt, UInt8
+
+from .. import _compat
+from .._formats.layout import has_nested_scales, layout_of, nested_scale_kind
+from .._native import calls
+from .._native.layout import Stored
+from .._native.lowering import lower_on_cpu
+from .._numerics import packing
+from .._numerics.blocks import expand
+from .._numerics.primitives import along_first, compiled, without_tangent
+from .._numerics.scale_bits import clip_finite, scale_to_bits
+from .._types import PyTreeDef
+from .codes import AbstractCodes
+
+
+_Codes = TypeVar("_Codes", bound=AbstractCodes)
+_Scales: TypeAlias = UInt[Array, "*batch blocks"] | AbstractCodes
+
+dequantize_p = jax.extend.core.Primitive("dequantize")
+
+
+def bind_dequantize(q: AbstractCodes) -> Float[Array, "*batch length"]:
+    """Returns the values of an array in memory order: its last axis is the only quantized one."""
+    leaves, tree = jtu.tree_flatten(_compat.vary_alike(q))
+    return dequantize_p.bind(*leaves, tree=tree)
+
+
+def in_memory_order(q: _Codes) -> _Codes:
+    """Returns an array whose logical order is that of memory, and which gets no gradient."""
+    return dataclasses.replace(q, axis=-1, lengths=(q._length,), logical_sharding=None, gradient_of=None)
+
+
+def clips(q: AbstractCodes) -> bool:
+    """Returns whether dequantizing clips to the finite range of the dtype."""
+    shifts = q.zero_point_bits is not None or q.offset_bits is not None
+    return shifts or q.format.scale_format is not None or q.dtype == jnp.float16
+
+
+def dense_rows(q: AbstractCodes) -> Float[Array, "*batch length"]:
+    """Dequantizes by operations of XLA, and leaves the quantized axis last."""
+    format, length = q.format, q._length
+    values = format.decode(packing.unpack(q.codes, format.bits, length))
+    if q.zero_point is not None:
+        values = values - expand(q.zero_point.astype(jnp.float32), format.block_size, length)
+    dense = values * expand(q.scale, format.block_size, length)
+    if q.offset is not None:
+        dense = dense + expand(q.offset, format.block_size, length)
+    if clips(q):
+        # The outermost level may lie half a step beyond the range, and rounding may enlarge a scale; both may overflow.
+        dense = clip_finite(dense, q.dtype)
+    return dense.astype(q.dtype)
+
+
+def has_plain_scales(q: AbstractCodes) -> bool:
+    """Returns whether an array, or a shard of one, holds decoded scales that its format would quantize."""
+    return q.format.scale_format is not None and not isinstance(q.scale_bits, AbstractCodes)
+
+
+def stored_codes(q: AbstractCodes) -> Stored:
+    """Returns the arrays of a weight for native kernels. Decodes scales of scales of scales."""
+    (scale, row_scale), nested = split_scales(q), has_nested_scales(q.format)
+
+    def bits_and_codes(x: _Scales) -> tuple[UInt[Array, "*batch blocks"], UInt8[Array, "*batch bytes"] | None]:
+        return (x.scale_bits, x.codes) if nested and isinstance(x, AbstractCodes) else (plain_bits(x), None)  # pyright: ignore[reportReturnType]
+
+    scale_bits, scale_codes = bits_and_codes(scale)
+    offset, offset_codes = (None, None) if q.offset_bits is None else bits_and_codes(q.offset_bits)
+    return Stored(q.codes, scale_bits, row_scale, q.zero_point_bits, scale_codes, offset, offset_codes)
+
+
+def plain_bits(scale: _Scales) -> UInt[Array, "*batch blocks"]:
+    """Returns the bits of scales or offsets: of those that are codes, the bits of their values in float32."""
+    return scale_to_bits(scale.dequantize(), "float32") if isinstance(scale, AbstractCodes) else scale
+
+
+def split_scales(q: AbstractCodes) -> tuple[_Scales, Float32[Array, "*batch 1"] | None]:
+    """Returns the scales of a weight, and what multiplies those of a row if they are small floats."""
+    scale = q.scale_bits
+    if isinstance(scale, AbstractCodes) and nested_scale_kind(q.format, q._length) is not None:
+        return scale.codes, scale.scale
+    return scale, None
+
+
+def _abstract(*args: jax.core.ShapedArray, tree: PyTreeDef) -> jax.core.ShapedArray:
+    q = jtu.tree_unflatten(tree, args)
+    return args[0].update(shape=q.shape, dtype=q.dtype)
+
+
+def _by_xla(*args: Array, tree: PyTreeDef) -> Array:
+    return dense_rows(jtu.tree_unflatten(tree, args))
+
+
+def _native(*args: Array, tree: PyTreeDef) -> Array:
+    q: AbstractCodes = jtu.tree_unflatten(tree, args)
+    layout = layout_of(q.format, q._length, has_plain_scales(q))
+    if calls.why_not_decode(layout, q.dtype) is not None or q.size == 0:
+        return dense_rows(q)
+    return calls.decode(stored_codes(q), layout, q.dtype, clip=clips(q))
+
+
+dequantize_p.def_abstract_eval(_abstract)
+dequantize_p.def_impl(compiled(dequantize_p, _by_xla, ["tree"]))
+ad.primitive_jvps[dequantize_p] = without_tangent(dequantize_p)
+batching.primitive_batchers[dequantize_p] = along_first(dequantize_p)
+lower_on_cpu(dequantize_p, _native, _by_xla)

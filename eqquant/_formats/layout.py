@@ -1,0 +1,47 @@
+"""What the bits of a weight mean to kernels, which know no formats: the layout of a format."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._native.layout import Layout, ScaleKind
+from .._numerics.blocks import num_blocks
+from .base import AbstractFormat, has_offsets, has_zero_points
+from .floating import FP8
+
+
+@ft.lru_cache(256)
+def layout_of(format: AbstractFormat, length: int, plain_scales: bool = False) -> Layout:
+    with jax.ensure_compile_time_eval():
+        table = np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)), np.float32)
+    size = length if format.block_size in (None, "tensor") else format.block_size
+    kind, nested = None if plain_scales else nested_scale_kind(format, length), None
+    if kind is None and not plain_scales and has_nested_scales(format):
+        nested = layout_of(format.scale_format, num_blocks(length, format.block_size))  # pyright: ignore[reportArgumentType]
+    return Layout(
+        length,
+        format.bits,
+        max(min(size, length), 1),
+        tuple(table.tolist()),
+        kind or ("float32" if format.scale_format is not None else format.scale_dtype),
+        has_zero_points(format),
+        has_offsets(format),
+        nested,
+    )
+
+
+def has_nested_scales(format: AbstractFormat) -> bool:
+    """Returns whether scales are codes with plain scales of their own, which `cpu` reads as they are stored."""
+    scales = format.scale_format
+    return scales is not None and scales.scale_format is None and not (has_zero_points(scales) or has_offsets(scales))
+
+
+def nested_scale_kind(format: AbstractFormat, length: int) -> ScaleKind | None:
+    """Returns the kind of quantized scales that kernels can read: small floats with one scale per row; else `None`."""
+    scales = format.scale_format
+    if type(scales) is not FP8:  # a subclass may decode differently
+        return None
+    blocks = num_blocks(length, format.block_size)
+    return scales.kind if num_blocks(blocks, scales.block_size) == 1 else None

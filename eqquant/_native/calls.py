@@ -1,0 +1,160 @@
+"""The calls of `eqquant-cpu`: raw arrays in and out. `native/src/ffi` has the other side."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8
+
+from . import library
+from .layout import Layout, Stored
+from .steps import Steps
+
+
+DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4")
+_RULES = ("steps", "even", "up")
+_REDUCTIONS = ("largest", "at_largest", "low", "high")
+
+
+def multiply(
+    name: str,
+    x: Shaped[Array, "*batch m columns"],
+    weight: Stored,
+    layout: Layout,
+    outer: int,
+    dtype: DTypeLike,
+    by_columns: tuple[bool, bool],
+    *more: Array,
+    **attributes: bool,
+) -> Float[Array, "*batch m outer"]:
+    """Calls a product, `MATMUL` or `MATMUL_INT8`, with `more` arguments and attributes than both have.
+
+    `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
+    so that the transposes of its caller cancel.
+    """
+    turn = lambda a, by_columns: jnp.swapaxes(a, -1, -2) if by_columns else a
+    m, (x_by_columns, y_by_columns) = x.shape[-2], by_columns
+    shape = (outer, m) if y_by_columns else (m, outer)
+    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((*x.shape[:-2], *shape), dtype), vmap_method="broadcast_all")
+    y = call(
+        turn(x, x_by_columns),
+        *_arrays(weight),
+        *more,
+        **_attributes(weight, layout),
+        x_transposed=x_by_columns,
+        y_transposed=y_by_columns,
+        **attributes,
+    )
+    return turn(y, y_by_columns)
+
+
+def why_not_decode(layout: Layout, dtype: DTypeLike) -> str | None:
+    """Returns why `decode` cannot return values of this dtype, or `None` if it can."""
+    if jnp.dtype(dtype) not in DTYPES:
+        return f"it decodes to float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
+    if layout.offsets:
+        return "it adds no offsets of blocks"
+    return "there is nothing to decode" if layout.length == 0 else library.refusal()
+
+
+def decode(weight: Stored, layout: Layout, dtype: DTypeLike, *, clip: bool) -> Float[Array, "*batch k"]:
+    """Decodes to a dense weight, unless `why_not_decode`. The bits are those of XLA's operations.
+
+    The weight may have a single row without an axis for it. With `clip`, clips to the finite range of `dtype`.
+    """
+    shape = (*weight.codes.shape[:-1], layout.length)
+    rows = [a.reshape(-1, a.shape[-1]) if a.ndim < 2 else a for a in _arrays(weight)]
+    result = jax.ShapeDtypeStruct((*rows[0].shape[:-1], layout.length), dtype)
+    call = jax.ffi.ffi_call(library.DECODE, result, vmap_method="broadcast_all")
+    return call(*rows, **_attributes(weight, layout), clip=clip).reshape(shape)
+
+
+def why_not_encode(rows: Float[Array, "*batch length"], bits: int) -> str | None:
+    """Returns why `encode` cannot take values to codes of so many bits, or `None` if it can."""
+    if rows.dtype not in DTYPES or rows.size == 0:
+        return "it encodes float32, bfloat16 and float16, and at least one value"
+    return "XLA is as fast at eight bits" if bits == 8 else library.refusal()
+
+
+def encode(
+    rows: Float[Array, "*batch length"],
+    steps: Steps,
+    bits: int,
+    block_size: int,
+    packed_length: int,
+    divisor: Float32[Array, "*batch blocks"],
+    factor: Float32[Array, "*batch blocks"] | None,
+    offset: Float32[Array, "*batch blocks"] | None,
+    shift: Float32[Array, "*batch blocks"] | None,
+) -> UInt8[Array, "*batch bytes"]:
+    """Returns the packed codes of `(rows - offset) * factor / divisor + shift`, unless `why_not_encode`.
+
+    Where the divisor is zero, values are zero before the shift. Where it is one, and there are factors, nothing is
+    divided; elsewhere factors are one. Codes are found by the floats at which they change, so one kernel serves every
+    format. Results have the bits of XLA's operations, but for the sign of zeros; where a scale is NaN, codes mean
+    nothing and may differ.
+    """
+    *batch, _ = rows.shape
+    blocks = [a for a in (divisor, factor, offset, shift) if a is not None]
+    two = lambda a: a.reshape(-1, a.shape[-1])
+    by_rule = steps.rule != "steps"
+    result = jax.ShapeDtypeStruct((two(rows).shape[0], packed_length), jnp.uint8)
+    packed = jax.ffi.ffi_call(library.ENCODE, result)(
+        *map(two, (rows, *blocks)),
+        bits=np.int32(bits),
+        block_size=np.int64(block_size),
+        factor=factor is not None,
+        offset=offset is not None,
+        shift=shift is not None,
+        rule=np.int32(_RULES.index(steps.rule)),
+        bias=np.float32(steps.bias),
+        nan=np.int32(steps.nan),
+        steps=steps.starts[:0] if by_rule else steps.starts,
+        codes=steps.codes[:1] if by_rule else steps.codes,
+    )
+    return packed.reshape(*batch, packed_length)
+
+
+def why_not_reduce(blocks: Float[Array, "*batch blocks block"]) -> str | None:
+    """Returns why `reduce` cannot take blocks, or `None` if it can."""
+    if blocks.dtype != jnp.float32 or blocks.size == 0:
+        return "it reduces float32, and at least one value"
+    return library.refusal()
+
+
+def reduce(blocks: Float32[Array, "*batch blocks block"], kind: str) -> Float32[Array, "*batch blocks 1"]:
+    """Reduces blocks as `_numerics/reduce.py` says, unless `why_not_reduce`."""
+    *batch, length = blocks.shape
+    if kind == "not_finite":
+        return reduce(blocks, "largest") * 0
+    count = blocks.size // length
+    call = jax.ffi.ffi_call(library.REDUCE, jax.ShapeDtypeStruct((count,), jnp.float32))
+    return call(blocks.reshape(count, length), kind=np.int32(_REDUCTIONS.index(kind))).reshape(*batch, 1)
+
+
+def in_bytes(layout: Layout) -> bool:
+    """Returns whether kernels multiply codes of eight bits: those, and the ones that lie in several bytes."""
+    return layout.bits not in (1, 2, 4)
+
+
+def _arrays(weight: Stored) -> list[Array]:
+    return [a for a in weight if a is not None]
+
+
+def _attributes(weight: Stored, layout: Layout) -> dict[str, np.ndarray]:
+    """Returns the attributes that describe a weight: `WeightAttr` in `native/src/ffi`."""
+    nested = layout.nested
+    codes = (layout.bits, layout.length, layout.block_size)
+    scales = (0, 0) if nested is None else (nested.bits, nested.block_size)
+    given = [a is not None for a in weight[2:]]
+    numbers = (*codes, _SCALES.index((nested or layout).scale), _values(layout), *scales, *given)
+    return {
+        "table": np.asarray(layout.table, np.float32),
+        "scale_table": np.asarray(() if nested is None else nested.table, np.float32),
+        "weight": np.asarray(numbers, np.int64),
+    }
+
+
+def _values(layout: Layout) -> int:
+    """Returns the fastest way to decode codes of eight bits, as a number of the C++ interface."""
+    return ("table", "integer", "float8_e4m3fn", "float8_e5m2").index(layout.kind) if in_bytes(layout) else 0

@@ -1,0 +1,105 @@
+"""A quantized weight as kernels see it: its arrays as they are stored, and the meaning of their bits. No formats.
+
+Any format of at most 256 codes is a table of values, so kernels need no formats: NF4, integers and small floats of four
+bits are all tables of 16 values. `kind` marks tables that can be decoded faster than by a lookup.
+"""
+
+import functools as ft
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float32, Int32, UInt, UInt8
+
+
+Kind = Literal["integer", "float8_e4m3fn", "float8_e5m2", "table"]
+ScaleKind = Literal["float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4"]
+
+
+class Stored(NamedTuple):
+    """The same as stored, for `cpu`: zero points packed as codes are, and offsets stored as scales are.
+
+    With `Layout.nested` scales are `scale_codes`, with scales of their own, and offsets likewise.
+    """
+
+    codes: UInt8[Array, "*batch n bytes"]
+    scale: UInt[Array, "*batch n blocks"]
+    row_scale: Float32[Array, "*batch n 1"] | None = None
+    zero_point: UInt8[Array, "*batch n bytes_of_zero_points"] | None = None
+    scale_codes: UInt8[Array, "*batch n bytes_of_scales"] | None = None
+    offset: UInt[Array, "*batch n blocks"] | None = None
+    offset_codes: UInt8[Array, "*batch n bytes_of_scales"] | None = None
+    selected: Int32[Array, "*selected"] | None = None  # then the axis in front is a stack, of which these are meant
+
+
+class Layout(NamedTuple):
+    """The meaning of the bits of a weight. Static."""
+
+    length: int  # of a row, in codes
+    bits: int  # of a code: 1 to 8
+    block_size: int  # codes that share a scale; `length` if a row has one scale
+    table: tuple[float, ...]  # the value of each of the `2**bits` codes
+    scale: ScaleKind = "float32"
+    zero_points: bool = False
+    offsets: bool = False
+    nested: "Layout | None" = None  # of the codes of scales, which only `cpu` reads; others get float32
+
+    @property
+    def planes(self) -> int:
+        """The number of planes of a segment, as `_numerics/packing.py` packs codes: how many share a byte."""
+        return 8 // (self.bits & -self.bits)  # the lowest bit of the width is that of the narrowest part
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether a row has one scale."""
+        return self.block_size >= self.length
+
+    @property
+    def kind(self) -> Kind:
+        return _kind(self.table)
+
+    def stretch(self, dtype: DTypeLike) -> float:
+        """Returns a factor for the table that makes rounding it to `dtype` lose less. Divide scales by the factor.
+
+        The rounding error of the table is the same in every block. If its mean is not zero, it adds up along a row
+        whenever the mean of `x` is not zero.
+        """
+        return _stretch(self.table, jnp.dtype(dtype).name) if self.kind == "table" else 1.0
+
+    @property
+    def offset(self) -> int:
+        """The value of code 0, for integers."""
+        return int(self.table[0])
+
+
+@ft.lru_cache
+def _kind(table: tuple[float, ...]) -> Kind:
+    values = np.asarray(table, np.float32)
+    if values[0] == np.trunc(values[0]) and (np.diff(values) == 1).all():
+        return "integer"
+    codes = np.arange(len(values), dtype=np.uint8)
+    for name in ("float8_e4m3fn", "float8_e5m2"):
+        native = codes.view(getattr(ml_dtypes, name)).astype(np.float32)
+        if len(values) == 256 and np.array_equal(values, native, equal_nan=True):
+            return name
+    return "table"
+
+
+@ft.lru_cache
+def _stretch(table: tuple[float, ...], dtype: str) -> float:
+    values = np.asarray(table)
+    values = values[np.isfinite(values)]
+    largest = np.abs(values).max(initial=0)
+    if jnp.dtype(dtype).itemsize > 2 or largest == 0 or len(values) < 2:
+        return 1.0
+    # Scale values to about one if they might overflow a 16-bit float, or be subnormal.
+    unit = 1.0 if 2.0**-8 <= largest <= 2.0**8 else 2.0 ** -np.floor(np.log2(largest))
+    # How often each value occurs, for normally distributed weights in blocks whose maximum is 2.5 standard deviations.
+    share = np.exp(-0.5 * (2.5 * values / largest) ** 2) * np.abs(np.gradient(values))
+    share /= share.sum()
+    factors = unit * (1 + np.arange(4096) / 4096)
+    exact = factors[:, None] * values
+    error = (exact.astype(jnp.dtype(dtype)).astype(np.float64) - exact) / unit
+    # The squared error of a row of 4096 codes: the bias grows with their number, the spread with its square root.
+    return float(factors[np.argmin(error**2 @ share + 4096 * (error @ share) ** 2)])

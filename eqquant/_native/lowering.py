@@ -1,0 +1,27 @@
+"""Lowers primitives: to native code on CPU where that may run, to operations of XLA everywhere else."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxtyping import Array
+
+from .. import _compat
+
+
+def lower_on_cpu(primitive: Primitive, native: Callable[..., Array], by_xla: Callable[..., Array]) -> None:
+    """Registers how a primitive is computed: by `native` on CPU, and by `by_xla` elsewhere.
+
+    Also by XLA on CPU in programs that may not call the library: exported ones, and those whose arrays the compiler
+    divides among devices.
+    """
+
+    def lower(context: Any, *args: Any, **params: Any) -> Any:
+        alone = _compat.num_devices(context) == 1 and not _compat.is_partly_manual(context)
+        function = native if alone and _compat.no_cpu_kernels(context) is None else by_xla
+        return mlir.lower_fun(function, multiple_results=False)(context, *args, **params)
+
+    _compat.lower_with_devices(primitive)
+    mlir.register_lowering(primitive, mlir.lower_fun(by_xla, multiple_results=False))
+    mlir.register_lowering(primitive, lower, platform="cpu")

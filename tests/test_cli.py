@@ -135,7 +135,7 @@ def test_budget(run, checkpoint, tmp_path):
     for skip, left in (("embed.weight", "embed.weight"), ("layers.*", "layers.0.proj.weight")):
         out = tmp_path / f"{left}.safetensors"
         run("quantize", checkpoint, out, "--budget", 4.0, "--skip", skip)
-        assert eqq.io.open(out).items_by_name[left].format is None
+        assert eqq.io.open(out).items_by_name[left].entry.format is None
     err = run("plan", checkpoint, "--budget", 1.0, code=1)
     assert "--budget must be at least" in err and "needs with its scales. Got 1.0" in err
 

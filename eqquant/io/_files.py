@@ -4,12 +4,10 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from .._errors import did_you_mean
 from . import _gguf, _safetensors
-from ._json import parse_json
-from ._stored import MappedFile, Stored
+from ._tensors import MappedFile, parse_json, StoredTensor
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -28,9 +26,9 @@ class Files:
     """
 
     file: MappedFile
-    tensors: Mapping[str, Stored]
-    metadata: Mapping[str, Any]
-    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, object]
+    config: Mapping[str, object]
     container: str
 
 
@@ -75,15 +73,15 @@ def _pickles(names: list[str]) -> str:
     return f"{', '.join(names[:10])}: pickles can run code, and are never opened; convert them to safetensors"
 
 
-def _of_file(path: Path, config: Mapping[str, Any]) -> Files:
+def _of_file(path: Path, config: Mapping[str, object]) -> Files:
     file = MappedFile(path)
     if path.suffix not in (".safetensors", ".gguf") and not _is_known(file):
         if path.suffix in _PICKLES:
             file.fail(f"must be a .safetensors or .gguf file. Got {_pickles([path.name])}.")
         file.fail(f"must be a .safetensors or .gguf file. Got another kind, which begins with {file.buffer[:8]!r}.")
     container, reader = ("gguf", _gguf) if file.buffer[:4] == _gguf.MAGIC else ("safetensors", _safetensors)
-    contents = reader.read(file)
-    return Files(file, contents.tensors, contents.metadata, config, container)
+    tensors, metadata = reader.read(file)
+    return Files(file, tensors, metadata, config, container)
 
 
 def _is_known(file: MappedFile) -> bool:
@@ -92,12 +90,12 @@ def _is_known(file: MappedFile) -> bool:
     return file.buffer[:4] == _gguf.MAGIC or (8 + length <= file.size and file.buffer[8:9] == b"{")
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
+def _config(folder: Path) -> Mapping[str, object]:
     path = folder / "config.json"
     return read_json(MappedFile(path)) if path.is_file() else {}
 
 
-def read_json(file: MappedFile) -> dict[str, Any]:
+def read_json(file: MappedFile) -> dict[str, object]:
     """Reads a file that is one object. Raises a `ValueError` that names it."""
     if file.size > _MAX_CONFIG:
         file.fail(f"must have at most {_MAX_CONFIG} bytes. Got {file.size}.")
@@ -120,7 +118,7 @@ def _of_shards(file: MappedFile) -> Files:
     where, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(where, dict) or not isinstance(metadata, dict):
         file.fail("must have a `weight_map` from tensors to files. Got none.")
-    shards: dict[str, Mapping[str, Stored]] = {}
+    shards: dict[str, Mapping[str, StoredTensor]] = {}
     tensors = {}
     for name, shard in where.items():
         if (
@@ -134,7 +132,7 @@ def _of_shards(file: MappedFile) -> Files:
         if shard not in shards:
             if not (path.parent / shard).is_file():
                 file.fail(f"lists the file {shard!r}, for {name!r}, which the folder must have. Got none.")
-            shards[shard] = _safetensors.read(MappedFile(path.parent / shard)).tensors
+            shards[shard] = _safetensors.read(MappedFile(path.parent / shard))[0]
         if name not in shards[shard]:
             file.fail(f"lists {name!r} in the file {shard!r}, which must have it. Got another content.")
         tensors[name] = shards[shard][name]

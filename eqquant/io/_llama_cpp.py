@@ -3,10 +3,11 @@
 https://github.com/ggml-org/llama.cpp (`convert_hf_to_gguf.py`, `gguf-py/gguf/constants.py`)
 """
 
+import functools as ft
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,8 +18,10 @@ from .._array.array import is_quantized
 from .._array.pieces import take
 from .._array.value import AbstractArrayValue
 from ._checkpoint import Checkpoint
+from ._entry import AnyArray
 from ._files import read_json
-from ._stored import MappedFile
+from ._lazy import LazyMapping
+from ._tensors import MappedFile
 
 
 # The architecture of llama.cpp, by `model_type`.
@@ -56,7 +59,9 @@ _MOST = {int: 2**31 - 1, float: 3e38}
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim")
 
 
-def for_llama_cpp(checkpoint: Checkpoint, arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def for_llama_cpp(
+    checkpoint: Checkpoint, arrays: Checkpoint | LazyMapping
+) -> tuple[Checkpoint | LazyMapping, Mapping[str, object]]:
     """Returns arrays by the names of llama.cpp, and the key-value pairs of their file.
 
     Arrays and pairs are as they are if the checkpoint is a GGUF file, or of a family that is not known here.
@@ -75,7 +80,7 @@ def for_llama_cpp(checkpoint: Checkpoint, arrays: Mapping[str, Any]) -> tuple[Ma
     if checkpoint.dialect == "gguf" or architecture is None:
         return arrays, checkpoint.metadata if checkpoint.dialect == "gguf" else {}
     model = _Model(checkpoint, architecture)
-    return _Renamed(arrays, model), model.metadata | _tokenizer(model)
+    return _renamed(arrays, model), model.metadata | _tokenizer(model)
 
 
 class _Model:
@@ -210,30 +215,25 @@ class _Model:
         return f"blk.{found[1]}.{part}.{found[3]}", int(found[1]), tuple(sizes[:1] if found[3] == "bias" else sizes)
 
 
-class _Renamed(Mapping[str, Any]):
-    """The arrays of a checkpoint, by the names of llama.cpp."""
+def _renamed(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMapping:
+    """Returns the arrays of a checkpoint, by the names of llama.cpp."""
+    heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _NEIGHBOURS else {}
 
-    def __init__(self, arrays: Mapping[str, Any], model: _Model) -> None:
-        self._arrays, self._sources = arrays, model.sources()
-        self._extra = {} if model.divisors is None else {"rope_freqs.weight": model.divisors}
-        self._heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _NEIGHBOURS else {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self._extra:
-            return self._extra[name]
-        x = self._arrays[self._sources[name]]
+    def read(name: str, source: str) -> AnyArray:
+        x = arrays[source]
         if isinstance(x, AbstractArrayValue) and not is_quantized(x):
             return x  # the writer refuses it
-        if (found := re.search(r"\.attn_([qk])\.", name)) and found[1] in self._heads:
-            x = neighbours(self._heads[found[1]])(x)
+        if (found := re.search(r"\.attn_([qk])\.", name)) and found[1] in heads:
+            x = neighbours(heads[found[1]])(x)
         # It adds and multiplies vectors in float32 alone.
         return jnp.asarray(x).astype(jnp.float32) if x.ndim == 1 and not is_quantized(x) else x
 
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._sources, *self._extra))
-
-    def __len__(self) -> int:
-        return len(self._sources) + len(self._extra)
+    readers: dict[str, Callable[[], AnyArray]] = {
+        name: ft.partial(read, name, source) for name, source in model.sources().items()
+    }
+    if (divisors := model.divisors) is not None:
+        readers["rope_freqs.weight"] = lambda: divisors
+    return LazyMapping(readers)
 
 
 def neighbours(heads: int) -> Callable[[Any], Any]:

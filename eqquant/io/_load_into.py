@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +24,13 @@ from .._tree.placement import move, Shardings, wanted_shardings
 from .._tree.select import check_patterns, matches, Pattern
 from .._types import PyTree
 from ._checkpoint import Checkpoint, open as open_checkpoint
+from ._dialects.item import Item
 from ._entry import Entry, entry_of, entry_of_leaf, is_one
-from ._load import own_sharding, to_jax
+from ._lazy import LazyArray
+from ._load import own_sharding
+from ._memory import to_jax
 from ._names import of as names_of
-from ._rules import match_names, Matched, Names, Recipe
+from ._rules import match_names, Matched, NameRules, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,7 @@ class LoadPlan(Report):
 def load_into(
     model: PyTree,
     checkpoint: "Checkpoint | Mapping[str, Any] | str | os.PathLike[str]",
-    names: Names | None = None,
+    names: NameRules | None = None,
     *,
     dequantize: bool = False,
     keep: Sequence[Pattern] = (),
@@ -174,7 +177,7 @@ def load_into(
 def plan_load(
     model: PyTree,
     checkpoint: "Checkpoint | Mapping[str, Any] | str | os.PathLike[str]",
-    names: Names | None = None,
+    names: NameRules | None = None,
     *,
     dequantize: bool = False,
     keep: Sequence[Pattern] = (),
@@ -192,29 +195,19 @@ def plan_load(
     return _Plan(model, checkpoint, names, dequantize, keep).report()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """An array of a checkpoint: what it is, how to read it, and why it cannot be read, if that is known."""
-
-    struct: Any
-    read: Callable[[], Any]
-    problem: str | None = None
-
-
-def _sources(checkpoint: Any) -> dict[str, _Source]:
+def _sources(checkpoint: Checkpoint | PyTree) -> Mapping[str, Item | LazyArray]:
     if isinstance(checkpoint, Checkpoint):
-        of = lambda name, item: _Source(item.struct, lambda: checkpoint[name], item.problem)
-        return {name: of(name, item) for name, item in checkpoint.items_by_name.items()}
+        return checkpoint.items_by_name
     leaves = named_leaves(checkpoint, is_one)
     struct = lambda x: jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
-    return {leaf.path: _Source(struct(leaf.value), lambda x=leaf.value: x) for leaf in leaves}
+    return {leaf.path: LazyArray(struct(leaf.value), lambda x=leaf.value: x) for leaf in leaves}
 
 
 class _Plan:
     """What becomes of what, and everything that does not fit."""
 
     def __init__(
-        self, model: PyTree, checkpoint: Any, names: Names | None, dequantize: bool, keep: Sequence[Pattern]
+        self, model: PyTree, checkpoint: Any, names: NameRules | None, dequantize: bool, keep: Sequence[Pattern]
     ) -> None:
         if isinstance(checkpoint, str | os.PathLike):
             checkpoint = open_checkpoint(checkpoint)

@@ -45,8 +45,9 @@ class To:
         return (self.path,) if isinstance(self.path, str) else tuple(self.path)
 
 
-Target = str | tuple[str, ...] | To | None
-Names = Mapping[str, Target] | Mapping[Any, Target] | Callable[[str], Target]
+LeafTarget = str | tuple[str, ...] | To | None
+RuleKey = str | re.Pattern[str] | tuple[str | re.Pattern[str], ...]
+NameRules = Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget] | Callable[[str], LeafTarget]
 
 
 class Recipe(NamedTuple):
@@ -84,7 +85,7 @@ class _Rule(NamedTuple):
     to: To | None
 
 
-def match_names(names: Names, found: Sequence[str]) -> Matched:
+def match_names(names: NameRules, found: Sequence[str]) -> Matched:
     """Applies rules to the names of a checkpoint; the first rule that matches holds."""
     if callable(names):
         rules = [_rule(name, names(name), literal=True) for name in found]

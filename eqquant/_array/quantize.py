@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
-from .._errors import FORMAT_KEYWORDS, teach_keywords
+from .._errors import FORMAT_KEYWORDS, Message, teach_keywords
 from .._formats.base import AbstractFormat, as_format, check_codes, has_offsets, has_zero_points
 from .._mesh import explicit_mesh, full_spec, in_auto_mode, on_device
 from .._methods import AbsMax, AbstractMethod, Encoded
@@ -234,10 +234,8 @@ def check_dtype(dtype: DTypeLike | None) -> None:
 def check_finite(x: Array, name: str = "`x`") -> None:
     """Raises if an array holds a NaN or an infinity, unless it is traced."""
     if is_known_not_finite(x):
-        raise ValueError(
-            f"{name} must be finite in float32: one NaN or infinity would spoil its whole block. Got values that are "
-            "not. Replace them, for instance with `jnp.nan_to_num`, or leave this array in float."
-        )
+        rule = f"{name} must be finite in float32: one NaN or infinity would spoil its whole block."
+        raise ValueError(Message(f"{rule} Got values that are not.", "not finite"))
 
 
 def is_known_not_finite(x: Array) -> bool:

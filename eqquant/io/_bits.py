@@ -237,13 +237,13 @@ def _pack_segments(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
     """Packs whole segments: a plane of codes, and a slab of bytes, is one item."""
     planes, slabs = codes.view(f"V{PLANE * codes.itemsize}"), out.view(f"V{PLANE * codes.itemsize}")
     per_segment, slabs_per_segment = num_planes(bits), packed_length(segment_length(bits), bits) // PLANE
-    of_plane = [as_words(np.ascontiguousarray(planes[..., n::per_segment])) for n in range(per_segment)]
+    words = [as_words(np.ascontiguousarray(planes[..., n::per_segment])) for n in range(per_segment)]
     slab, low = 0, 0
     for width in widths(bits):
         for first in range(0, per_segment, 8 // width):
-            packed = _part(of_plane[first], low, width, 0, width == bits)
+            packed = _part(words[first], low, width, 0, width == bits)
             for n in range(1, 8 // width):
-                packed |= _part(of_plane[first + n], low, width, n * width, width == bits)
+                packed |= _part(words[first + n], low, width, n * width, width == bits)
             into = slabs[..., slab::slabs_per_segment]
             into[...] = packed.view(into.dtype).reshape(into.shape)
             slab += 1

@@ -110,7 +110,7 @@ def is_one(x: object) -> TypeGuard[QuantizedArray | PermutedArray]:
     return is_quantized(x) or (isinstance(x, PermutedArray) and is_quantized(x.array))
 
 
-def entry_of(x: object, path: str) -> Entry | None:
+def describe(x: object, path: str) -> Entry | None:
     """Describes a leaf: an array, a `jax.ShapeDtypeStruct` or a Python value. `None` for a leaf that is not saved.
 
     **Raises:**
@@ -119,7 +119,7 @@ def entry_of(x: object, path: str) -> Entry | None:
     """
     if is_one(x):
         # Without leaves it is what `eqx.filter` leaves of one, as `None` of an array.
-        return _entry_of_quantized(x, path) if jtu.tree_leaves(x) else None
+        return _describe_quantized(x, path) if jtu.tree_leaves(x) else None
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return Entry("key", str(x.dtype), tuple(x.shape))
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
@@ -133,9 +133,9 @@ def entry_of(x: object, path: str) -> Entry | None:
     return None
 
 
-def entry_of_leaf(leaf: Leaf) -> Entry | None:
+def describe_leaf(leaf: Leaf) -> Entry | None:
     """Describes a leaf of a tree, with the arrays of ours that it is a part of."""
-    entry = entry_of(leaf.value, leaf.path)
+    entry = describe(leaf.value, leaf.path)
     around = [_with_all_fields(node) for node in leaf.nodes if isinstance(node, AbstractArrayValue)]
     if entry is None or entry.kind == "scalar" or not around:
         return entry
@@ -163,13 +163,13 @@ def _has_arrays(x: PyTree) -> bool:
     return any(isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) for leaf in jtu.tree_leaves(x))
 
 
-def _entry_of_quantized(x: QuantizedArray | PermutedArray, path: str) -> Entry:
+def _describe_quantized(x: QuantizedArray | PermutedArray, path: str) -> Entry:
     q: QuantizedArray = x.array if isinstance(x, PermutedArray) else x
     gradient_of = None if q.gradient_of is None else np.dtype(q.gradient_of.dtype).name
     try:
         order = (x.axis, tuple(x.order.shape)) if isinstance(x, PermutedArray) else None
         entry = Entry("quantized", q.dtype.name, q.shape, q.format, q._axes, gradient_of, order=order)
-        expected, got = parts_of(entry.struct), parts_of(x)
+        expected, got = named_parts(entry.struct), named_parts(x)
         for name, part in expected.items():
             if name not in got or (got[name].shape, got[name].dtype) != (part.shape, part.dtype):
                 raise ValueError(f"`{name}` must be {part.dtype}{list(part.shape)}. Got {got.get(name)}.")
@@ -219,7 +219,7 @@ def _structs(
     return jax.eval_shape(whole)
 
 
-def parts_of(q: PyTree) -> dict[str, PyTree]:
+def named_parts(q: PyTree) -> dict[str, PyTree]:
     """Returns the leaves by name: `codes`, `scale_bits` (or `scale_bits.codes` and so on), and others alike.
 
     Those of an `eqquant.PermutedArray` are `order`, and these after `array.`.

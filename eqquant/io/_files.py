@@ -43,15 +43,15 @@ def find_files(path: str | os.PathLike[str]) -> Files:
     if not path.exists():
         raise FileNotFoundError(f"{path} must be a file or folder that exists. Got neither. {_near(path)}".rstrip())
     if not path.is_dir():
-        return _of_index(path) if path.name.endswith("index.json") else _of_file(path, _config(path.parent))
+        return _open_index(path) if path.name.endswith("index.json") else _open_file(path, _config(path.parent))
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise ValueError(f"{path} must have one index. Got {', '.join(p.name for p in indices)}. Open one of them.")
     if indices:
-        return _of_index(indices[0])
+        return _open_index(indices[0])
     found = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".gguf") and not p.name.startswith("."))
     if len(found) == 1:
-        return _of_file(found[0], _config(path))
+        return _open_file(found[0], _config(path))
     if not found:
         pickles = [p.name for p in path.iterdir() if p.suffix in _PICKLES]
         raise FileNotFoundError(
@@ -73,7 +73,7 @@ def _pickles(names: list[str]) -> str:
     return f"{', '.join(names[:10])}: pickles can run code, and are never opened; convert them to safetensors"
 
 
-def _of_file(path: Path, config: Mapping[str, object]) -> Files:
+def _open_file(path: Path, config: Mapping[str, object]) -> Files:
     file = MappedFile(path)
     if path.suffix not in (".safetensors", ".gguf") and not _is_known(file):
         if path.suffix in _PICKLES:
@@ -102,18 +102,18 @@ def read_json(file: MappedFile) -> dict[str, object]:
     return parse_json(bytes(file.buffer), file, "it")
 
 
-def _of_index(path: Path) -> Files:
+def _open_index(path: Path) -> Files:
     while True:
         before = path.stat()
         try:
-            return _of_shards(MappedFile(path))
+            return _open_shards(MappedFile(path))
         except (FileNotFoundError, ValueError):
             # A save puts a new index in place of this one, and then removes the shards that this one lists.
             if os.path.samestat(before, path.stat()):
                 raise
 
 
-def _of_shards(file: MappedFile) -> Files:
+def _open_shards(file: MappedFile) -> Files:
     path, index = file.path, read_json(file)
     where, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(where, dict) or not isinstance(metadata, dict):

@@ -64,10 +64,10 @@ SIZES = {name: (block, nbytes) for name, block, nbytes in TYPES.values()}
 # The numbers of the types of values: formats of `struct`. Text is 8, arrays are 9.
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 TEXT, ARRAY = 8, 9
-Scalar = str | bool | int | float
+PairItem = str | bool | int | float
 
 
-class ArrayValue(Sequence[Scalar]):
+class ArrayValue(Sequence[PairItem]):
     """An array among the pairs, such as a vocabulary, whose items are read when they are asked for.
 
     - `kind`: the number of the type of the items.
@@ -83,7 +83,7 @@ class ArrayValue(Sequence[Scalar]):
         return bytes(self._file.buffer[self.start : self.start + self.nbytes])
 
     @ft.cached_property
-    def _items(self) -> list[Scalar]:
+    def _items(self) -> list[PairItem]:
         if self.kind in SCALARS:
             return np.frombuffer(self.bytes(), SCALARS[self.kind]).tolist()
         cursor = _Cursor(self._file, self.start)
@@ -175,7 +175,7 @@ class _Cursor:
         except UnicodeDecodeError:
             self.file.fail(f"must hold UTF-8 as {what}. Got {raw[:40]!r}.")
 
-    def value(self, kind: int, what: str) -> "Scalar | ArrayValue":
+    def value(self, kind: int, what: str) -> "PairItem | ArrayValue":
         if kind in SCALARS:
             return self.number(SCALARS[kind], what)
         if kind == TEXT:

@@ -20,7 +20,7 @@ from .._mesh import full_spec
 from .._tree.leaves import Leaf, named_leaves
 from .._tree.placement import Shardings, wanted_shardings
 from .._types import PyTree
-from ._entry import Entry, entry_of_leaf, is_one, parts_of
+from ._entry import describe_leaf, Entry, is_one, named_parts
 from ._files import find_files
 from ._manifest import from_stored, KEY, read_manifest, SavedLeaf
 from ._memory import to_jax
@@ -141,7 +141,7 @@ def assign(model: PyTree, arrays: Mapping[str, PyTree]) -> PyTree:
     """
     shown = list(named_leaves(arrays, is_one))
     given = {leaf.path: leaf.value for leaf in shown}
-    entries = {leaf.path: entry for leaf in shown if (entry := entry_of_leaf(leaf)) is not None}
+    entries = {leaf.path: entry for leaf in shown if (entry := describe_leaf(leaf)) is not None}
     leaves = list(named_leaves(model, is_one))
     places = check_fits(leaves, entries, "`arrays` must fit the model", ("in `arrays`", "in the model"))
     values = [leaf.value if place is None else given[leaf.path] for leaf, place in places]
@@ -156,7 +156,7 @@ def check_fits(
     Raises a `ValueError` unless `entries` has exactly one that fits for each of the others.
     """
     saved_side, template_side = sides
-    places = [(leaf, entry_of_leaf(leaf)) for leaf in leaves]
+    places = [(leaf, describe_leaf(leaf)) for leaf in leaves]
     known = {leaf.path for leaf in leaves}
     wrapped = _wrapped(entries, known)
     wrong = []
@@ -266,7 +266,7 @@ def _read_quantized(saved: SavedLeaf[StoredTensor], sharding: NamedSharding | No
     to = {} if sharding is None else _shardings_of(like, sharding, saved.path)
     leaves = [
         to_jax(from_stored(saved.tensors[part].array(), struct.dtype, struct.shape), to.get(part))
-        for part, struct in parts_of(like).items()
+        for part, struct in named_parts(like).items()
     ]
     if saved.entry.order is not None:
         order = saved.tensors["order"]
@@ -288,6 +288,6 @@ def _read_array(saved: SavedLeaf[StoredTensor], kind: str, sharding: NamedShardi
 def _shardings_of(q: QuantizedArray | PermutedArray, sharding: NamedSharding, path: str) -> dict[str, NamedSharding]:
     """Returns the sharding of each part of an array. Every device has the order of inputs."""
     if not isinstance(q, PermutedArray):
-        return parts_of(leaf_shardings(q, sharding, path))
+        return named_parts(leaf_shardings(q, sharding, path))
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     return {"order": everywhere} | {f"array.{name}": to for name, to in _shardings_of(q.array, sharding, path).items()}

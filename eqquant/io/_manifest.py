@@ -26,7 +26,7 @@ import numpy as np
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat, known_formats
 from .._types import PyTree
-from ._entry import DTYPE_NAMES, Entry, parts_of, SCALARS
+from ._entry import DTYPE_NAMES, Entry, named_parts, SCALARS
 from ._tensors import MappedFile, NAME_OF, NewTensor, num_bytes, parse_json, StoredTensor, Tensor
 
 
@@ -61,7 +61,7 @@ def stored_as(entry: Entry, keys: PyTree = None) -> dict[str, tuple[str, tuple[i
     if entry.kind == "scalar":
         return {}
     if entry.kind == "quantized":
-        return {name: _as_stored(part.dtype, part.shape) for name, part in parts_of(entry.struct).items()}
+        return {name: _as_stored(part.dtype, part.shape) for name, part in named_parts(entry.struct).items()}
     if entry.kind == "key":
         return {"": ("U32", jax.eval_shape(jr.key_data, keys).shape)}
     return {"": _as_stored(jnp.dtype(entry.dtype), entry.shape)}

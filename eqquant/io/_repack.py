@@ -12,7 +12,7 @@ from .._array.permuted import permuted, PermutedArray
 from .._formats.base import AbstractFormat
 from .._numerics.packing import packed_length
 from ._bits import pack_codes
-from ._entry import Entry, parts_of
+from ._entry import Entry, named_parts
 from ._memory import aligned_empty, copied, in_threads
 from ._tensors import StoredTensor
 
@@ -55,7 +55,7 @@ def repack(parts: Unpacked, entry: Entry, source: StoredTensor) -> QuantizedArra
     if any(entry.shape[a] == 0 for a in entry.axes):
         source.fail(f"It must have values along the quantized axis. Got the shape {list(entry.shape)}.")
     like = entry.packed_struct()
-    structs, format = parts_of(like), like.format
+    structs, format = named_parts(like), like.format
     packed = aligned_empty(structs["codes"].shape, np.uint8)
     rows = packed.reshape(-1, packed.shape[-1])
     step = -(-_CHUNK // (like._length * parts.least_rows)) * parts.least_rows

@@ -4,9 +4,10 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._tree.patterns import compile_pattern, GROUP
+from .._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class To:
     transpose: bool = False
     axis: int = 0
     tied: bool = False
-    apply: Callable[[Any], Any] | None = None
+    apply: Callable[[PyTree], PyTree] | None = None
     dequantize: bool = False
 
     @property
@@ -147,8 +148,8 @@ def _first(rules: Sequence[_Rule], name: str) -> _Match | None:
     return None
 
 
-def _rule(key: Any, target: Any, literal: bool = False) -> _Rule:
-    keys = key if isinstance(key, tuple) else (key,)
+def _rule(key: object, target: object, literal: bool = False) -> _Rule:
+    keys: tuple[PyTree, ...] = key if isinstance(key, tuple) else (key,)
     if not keys or not all(isinstance(k, str | re.Pattern) for k in keys):
         raise TypeError(
             "The keys of `names` must be names of a checkpoint, such as 'layers.{n}.mlp.{p}', compiled regular "

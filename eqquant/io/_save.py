@@ -18,7 +18,7 @@ import numpy as np
 from .._tree.leaves import identity, key_name, Leaf, named_leaves
 from .._types import PyTree
 from ._atomic import making, replacing, sync_folder
-from ._entry import Entry, entry_of_leaf, is_one, parts_of
+from ._entry import describe_leaf, Entry, is_one, named_parts
 from ._files import read_json
 from ._lazy import keep_latest, LazyArray
 from ._manifest import KEY, leaf_to_json, MAX_KEYS, SavedLeaf, Scalar, stored_as, to_stored, VERSION
@@ -117,7 +117,7 @@ def _scalar(x: object) -> Scalar | None:
 
 
 def _parts(x: PyTree) -> dict[str, PyTree]:
-    return parts_of(x) if is_one(x) else {"": x}
+    return named_parts(x) if is_one(x) else {"": x}
 
 
 def _read(parts: Callable[[], dict[str, PyTree]], part: str) -> np.ndarray:
@@ -130,7 +130,7 @@ def _read(parts: Callable[[], dict[str, PyTree]], part: str) -> np.ndarray:
 def checked_entry(leaf: Leaf) -> Entry | None:
     """Describes a leaf that is to be saved. Raises if its values are not here."""
     if isinstance(leaf.value, LazyArray):
-        return entry_of_leaf(dataclasses.replace(leaf, value=leaf.value.struct))
+        return describe_leaf(dataclasses.replace(leaf, value=leaf.value.struct))
     for x in jtu.tree_leaves(leaf.value):
         if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)):
             kind = "a traced array: save outside of `jit`" if isinstance(x, jax.core.Tracer) else "a ShapeDtypeStruct"
@@ -146,7 +146,7 @@ def checked_entry(leaf: Leaf) -> Entry | None:
             raise TypeError(f"{leaf.path} must be an array without a mask, which a file cannot hold. Got {type(x)}.")
     if len(leaf.keys) > MAX_KEYS:
         raise ValueError(f"{leaf.path[:80]}... must be within at most {MAX_KEYS} nodes. Got {len(leaf.keys)}.")
-    return entry_of_leaf(leaf)
+    return describe_leaf(leaf)
 
 
 def _nested_keys(leaves: Sequence[Leaf]) -> list[tuple[str, ...]]:

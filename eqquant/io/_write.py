@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from .._errors import did_you_mean
+from .._errors import did_you_mean, Message
 from .._tree.leaves import Leaf, named_leaves, some
 from .._types import PyTree
 from . import _safetensors
@@ -214,8 +214,10 @@ def _array(name: str, leaf: Leaf, dialect: str) -> AnyArray:
         )
     if entry.order is not None and dialect != gptq.NAME:
         raise ValueError(
-            f"{name!r} must have its inputs in order. Got {entry} (act-order), which only GPTQ's files can hold. Write "
-            "`w.dequantize()`, or quantize that."
+            Message(
+                f"{name!r} must have its inputs in order. Got {entry} (act-order), which only GPTQ's files can hold.",
+                "act-order",
+            )
         )
     if entry.format is not None and leaf.value.size == 0:
         raise ValueError(f"{name!r} must have values. Got {entry}.")

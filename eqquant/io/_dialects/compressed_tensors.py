@@ -25,7 +25,7 @@ from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
 from .item import act_order, as_format, group, INTEGERS, Item, Parts, settings_of, unreadable, weight, with_plain
-from .scaled import as_float32, dtype_of_scale, float_kind, group_size, microscaled, read_outer, scaled
+from .scaled import as_float32, float_kind, group_size, microscaled, read_outer, scale_dtype, scaled
 
 
 NAME = "compressed-tensors"
@@ -92,7 +92,7 @@ def _packed(parts: Parts, widths: Sequence[int]) -> Item:
         zeros = None if zero is None else np.ascontiguousarray(unpack(zero.array().T, out).T)
         return Unpacked(codes, as_float32(scale), zeros, order=order)
 
-    entry = weight(format, (out, length), dtype_of_scale(scale), permuted=order is not None)
+    entry = weight(format, (out, length), scale_dtype(scale), permuted=order is not None)
     return Item(entry, f"{bits} bits, packed", tensors, load)
 
 

@@ -118,11 +118,11 @@ def act_order(t: StoredTensor | None, length: int, groups: int) -> np.ndarray | 
     if t is None:
         return None
     expect(t, ("I32",), (length,))
-    group_of, size = t.array(), -(-length // groups)
+    group, size = t.array(), -(-length // groups)
     expected = np.arange(length) // size
-    if np.array_equal(group_of, expected) or (group_of == -1).all():  # compressed-tensors: not set
+    if np.array_equal(group, expected) or (group == -1).all():  # compressed-tensors: not set
         return None
-    order = np.argsort(group_of, kind="stable")
-    if not np.array_equal(group_of[order], expected):
+    order = np.argsort(group, kind="stable")
+    if not np.array_equal(group[order], expected):
         t.fail(f"It must give each of {groups} groups {size} inputs. Got others.")
     return order

@@ -56,14 +56,14 @@ def scaled(
         codes = lambda start, stop: codes_of(t.array()[start:stop])
         return Unpacked(codes, spread(as_float32(scale)), zeros)
 
-    return Item(weight(format, t.shape, dtype or dtype_of_scale(scale)), t.dtype, tensors, load)
+    return Item(weight(format, t.shape, dtype or scale_dtype(scale)), t.dtype, tensors, load)
 
 
 def as_float32(scale: StoredTensor) -> np.ndarray:
     return scale.array().astype(np.float32)
 
 
-def dtype_of_scale(scale: StoredTensor) -> str:
+def scale_dtype(scale: StoredTensor) -> str:
     """Returns the dtype of a weight that has no other than that of its scales. Raises unless they are floats."""
     if scale.dtype not in (*FLOATS, "F8_E8M0"):
         scale.fail(f"It must be floating point. Got {scale.dtype}.")

@@ -25,7 +25,7 @@ from .._files import Files
 from .._repack import Unpacked
 from .._tensors import DTYPES, parse_json, StoredTensor
 from .item import as_format, expect, FLOATS, INTEGERS, Item, Parts, unreadable, weight, with_plain
-from .scaled import as_float32, dtype_of_scale, float_kind, group_size, microscaled, read_outer, scaled
+from .scaled import as_float32, float_kind, group_size, microscaled, read_outer, scale_dtype, scaled
 
 
 NAME = "torchao"
@@ -144,5 +144,5 @@ def _few_bits(
             t.fail(f"Got a code that is no integer of {bits} bits.")
         return found
 
-    entry, tensors = weight(format, t.shape, dtype or dtype_of_scale(scale)), tuple(dict.fromkeys((t, *tensors)))
+    entry, tensors = weight(format, t.shape, dtype or scale_dtype(scale)), tuple(dict.fromkeys((t, *tensors)))
     return Item(entry, f"{bits} bits", tensors, lambda: Unpacked(codes, as_float32(scale), zeros))

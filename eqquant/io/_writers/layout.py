@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ..._array.array import QuantizedArray
+from ..._errors import Message
 from ..._numerics.packing import unpack
 from .._entry import AnyArray
 from .._tensors import NAME_OF, NewTensor
@@ -45,8 +46,11 @@ def refuse(name: str, q: QuantizedArray, why: str) -> NoReturn:
     """Raises a `ValueError` about an array that the file cannot hold."""
     axis = "" if q.axis == -1 else f", along axis {q.axis}"
     raise ValueError(
-        f"{name!r} must be an array that the file can hold exactly: {why}. Got {q.dtype}{list(q.shape)} in "
-        f"{q.format!r}{axis}. Quantize the float array to a format that fits, or write `q.dequantize()`."
+        Message(
+            f"{name!r} must be an array that the file can hold exactly: {why}. Got {q.dtype}{list(q.shape)} in "
+            f"{q.format!r}{axis}.",
+            "does not fit",
+        )
     )
 
 

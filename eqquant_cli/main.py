@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -39,9 +39,8 @@ def _handle(e: Exception, debug: bool) -> NoReturn:
     if _is_of(e, "Abort"):
         _stop("stopped. No file was written.", 130)
     if _is_of(e, "UsageError") or _is_of(e, "Exit"):
-        show: Any = getattr(e, "show", None)
-        if show is not None:
-            show()
+        show: Callable[[], None] = getattr(e, "show", lambda: None)
+        show()
         sys.exit(getattr(e, "exit_code", 2))
     if debug:
         raise e
@@ -74,7 +73,7 @@ def _warner() -> Callable[..., None]:
     """Returns what prints warnings as sentences, each once: a command may plan before it quantizes."""
     said: set[str] = set()
 
-    def say(message: Warning | str, *_: Any, **__: Any) -> None:
+    def say(message: Warning | str, *_: object, **__: object) -> None:
         if str(message) not in said:
             said.add(str(message))
             print(f"eqquant: {message}", file=sys.stderr)

@@ -45,7 +45,7 @@ class LazyMapping(Mapping[str, Any]):
     def __init__(self, readers: Mapping[str, Callable[[], AnyArray]]) -> None:
         self._readers = readers
 
-    def __getitem__(self, name: str) -> AnyArray:
+    def __getitem__(self, name: str) -> Any:
         return self._readers[name]()
 
     def __iter__(self) -> Iterator[str]:

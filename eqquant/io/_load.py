@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._array.array import QuantizedArray
 from .._array.permuted import PermutedArray
 from .._array.sharding import leaf_shardings
+from .._errors import a_type
 from .._formats.base import AbstractFormat
 from .._mesh import full_spec
 from .._tree.leaves import Leaf, named_leaves
@@ -109,8 +110,8 @@ def _load_into(
     for (leaf, place), sharding in zip(places, targets, strict=True):
         x = leaf.value if place is None else read_leaf(saved[leaf.path], sharding, place, done)
         if place is not None and shardings is None and is_one(leaf.value) and is_one(x):
-            told = _stored_array(leaf.value).logical_sharding
-            x = _change_array(x, lambda q: dataclasses.replace(q, logical_sharding=told))
+            told = leaf.value.array if isinstance(leaf.value, PermutedArray) else leaf.value
+            x = _change_array(x, lambda q: dataclasses.replace(q, logical_sharding=told.logical_sharding))
         values.append(x)
     return jtu.tree_unflatten(treedef, values)
 
@@ -149,13 +150,13 @@ def assign(model: PyTree, arrays: Mapping[str, PyTree]) -> PyTree:
 
 
 def check_fits(
-    leaves: Sequence[Leaf], entries: Mapping[str, Entry], rule: str, sides: tuple[str, str]
+    leaves: Sequence[Leaf], entries: Mapping[str, Entry], rule: str, names: tuple[str, str]
 ) -> list[tuple[Leaf, Entry | None]]:
     """Returns the leaves of a template with what each of them is, or `None` for a leaf that is not saved.
 
     Raises a `ValueError` unless `entries` has exactly one that fits for each of the others.
     """
-    saved_side, template_side = sides
+    saved_side, template_side = names
     places = [(leaf, describe_leaf(leaf)) for leaf in leaves]
     known = {leaf.path for leaf in leaves}
     wrapped = _wrapped(entries, known)
@@ -164,12 +165,9 @@ def check_fits(
         saved = entries.get(leaf.path, wrapped.get(leaf.path))
         if place is None and saved is None:
             continue
-        if saved is None:
-            wrong.append(f"{leaf.path}: nothing {saved_side}, {place} {template_side}")
-        elif place is None:
-            wrong.append(f"{leaf.path}: {saved} {saved_side}, a {type(leaf.value).__name__} {template_side}")
-        elif leaf.path in wrapped or not saved.goes_into(place):
-            wrong.append(f"{leaf.path}: {saved} {saved_side}, {place} {template_side}")
+        if saved is None or place is None or leaf.path in wrapped or not saved.goes_into(place):
+            sides = f"{saved or 'nothing'} {saved_side}, {place or a_type(leaf.value)} {template_side}"
+            wrong.append(f"{leaf.path}: {sides}")
     inside = tuple(f"{path}." for path in wrapped)
     wrong += [
         f"{path}: {entry} {saved_side}, nothing {template_side}"
@@ -227,10 +225,6 @@ def _stand_in(entry: Entry, template: PyTree = None) -> PyTree:
     if entry.kind == "quantized" and entry.order is None:
         return entry.packed_struct(known)
     return jax.ShapeDtypeStruct(entry.shape, jnp.dtype(entry.dtype), sharding=known)
-
-
-def _stored_array(x: QuantizedArray | PermutedArray) -> QuantizedArray:
-    return x.array if isinstance(x, PermutedArray) else x
 
 
 def own_sharding(x: PyTree) -> NamedSharding | None:

@@ -20,118 +20,12 @@ from .._array.pieces import take
 from .._errors import did_you_mean
 from .._types import PyTree
 from ._checkpoint import Checkpoint
+from ._name_tables import BERT, ENCODER, GEMMA, GGUF, GGUF_OWN, GPT2, LLAMA, MIXTRAL, PHI3, QWEN_MOE, VIT
 from ._rules import LeafTarget, NameRules, RuleKey, To
 
 
 NameTable = dict[RuleKey, LeafTarget]
 Overrides = Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget] | None
-
-_LLAMA = {
-    "embed_tokens.weight": "embedding.weight",
-    "layers.{n}.self_attn.{x:q|k|v}_proj.{p}": "layers.{n}.attention.{x}.{p}",
-    "layers.{n}.self_attn.o_proj.{p}": "layers.{n}.attention.output.{p}",
-    "layers.{n}.self_attn.{x:q|k}_norm.weight": "layers.{n}.attention.{x}_norm.weight",
-    "layers.{n}.mlp.{x}_proj.{p}": "layers.{n}.mlp.{x}.{p}",
-    "layers.{n}.input_layernorm.weight": "layers.{n}.attention_norm.weight",
-    "layers.{n}.post_attention_layernorm.weight": "layers.{n}.mlp_norm.weight",
-    "norm.weight": "norm.weight",
-    "lm_head.weight": "head.weight",
-    "*.rotary_emb.inv_freq": None,
-}
-_GEMMA = {
-    "layers.{n}.post_attention_layernorm.weight": "layers.{n}.attention_post_norm.weight",
-    "layers.{n}.pre_feedforward_layernorm.weight": "layers.{n}.mlp_norm.weight",
-    "layers.{n}.post_feedforward_layernorm.weight": "layers.{n}.mlp_post_norm.weight",
-}
-_QKV = tuple(f"layers.{{n}}.attention.{x}.{{p}}" for x in "qkv")
-_GATE_UP = ("layers.{n}.mlp.gate.{p}", "layers.{n}.mlp.up.{p}")
-_PHI3 = {"layers.{n}.self_attn.qkv_proj.{p}": _QKV, "layers.{n}.mlp.gate_up_proj.{p}": _GATE_UP}
-_MIXTRAL = {
-    "layers.{n}.block_sparse_moe.gate.weight": "layers.{n}.router.weight",
-    "layers.{n}.block_sparse_moe.experts.{e}.w1.weight": "layers.{n}.experts.gate.weight",
-    "layers.{n}.block_sparse_moe.experts.{e}.w2.weight": "layers.{n}.experts.down.weight",
-    "layers.{n}.block_sparse_moe.experts.{e}.w3.weight": "layers.{n}.experts.up.weight",
-}
-_QWEN_MOE = {
-    "layers.{n}.mlp.gate.weight": "layers.{n}.router.weight",
-    "layers.{n}.mlp.experts.{e}.{x}_proj.weight": "layers.{n}.experts.{x}.weight",
-    "layers.{n}.mlp.shared_expert.{x}_proj.weight": "layers.{n}.shared.{x}.weight",
-    "layers.{n}.mlp.shared_expert_gate.weight": "layers.{n}.shared_gate.weight",
-}
-_GPT2 = {
-    "wte.weight": "embedding.weight",
-    "wpe.weight": "position.weight",
-    "h.{n}.ln_1.{p}": "layers.{n}.attention_norm.{p}",
-    "h.{n}.attn.c_attn.{p}": To(_QKV, transpose=True),
-    "h.{n}.attn.c_proj.{p}": To("layers.{n}.attention.output.{p}", transpose=True),
-    "h.{n}.ln_2.{p}": "layers.{n}.mlp_norm.{p}",
-    "h.{n}.mlp.c_fc.{p}": To("layers.{n}.mlp.up.{p}", transpose=True),
-    "h.{n}.mlp.c_proj.{p}": To("layers.{n}.mlp.down.{p}", transpose=True),
-    "ln_f.{p}": "norm.{p}",
-    "lm_head.weight": "head.weight",
-    "*.attn.bias": None,
-    "*.attn.masked_bias": None,
-}
-_ENCODER = {  # BERT and ViT
-    "encoder.layer.{n}.attention.output.dense.{p}": "layers.{n}.attention.output.{p}",
-    "encoder.layer.{n}.intermediate.dense.{p}": "layers.{n}.mlp.up.{p}",
-    "encoder.layer.{n}.output.dense.{p}": "layers.{n}.mlp.down.{p}",
-    "pooler.dense.{p}": "pooler.{p}",
-    "classifier.{p}": "head.{p}",
-}
-_BERT = {
-    "embeddings.{x}_embeddings.weight": "embeddings.{x}.weight",
-    "embeddings.LayerNorm.{p}": "embeddings.norm.{p}",
-    "encoder.layer.{n}.attention.self.query.{p}": "layers.{n}.attention.q.{p}",
-    "encoder.layer.{n}.attention.self.key.{p}": "layers.{n}.attention.k.{p}",
-    "encoder.layer.{n}.attention.self.value.{p}": "layers.{n}.attention.v.{p}",
-    "encoder.layer.{n}.attention.output.LayerNorm.{p}": "layers.{n}.attention_norm.{p}",
-    "encoder.layer.{n}.output.LayerNorm.{p}": "layers.{n}.mlp_norm.{p}",
-    "*position_ids": None,
-}
-_VIT = {
-    "embeddings.cls_token": "cls",
-    "embeddings.position_embeddings": "position",
-    "embeddings.patch_embeddings.projection.{p}": "patch.{p}",
-    "encoder.layer.{n}.attention.attention.query.{p}": "layers.{n}.attention.q.{p}",
-    "encoder.layer.{n}.attention.attention.key.{p}": "layers.{n}.attention.k.{p}",
-    "encoder.layer.{n}.attention.attention.value.{p}": "layers.{n}.attention.v.{p}",
-    "encoder.layer.{n}.layernorm_before.{p}": "layers.{n}.attention_norm.{p}",
-    "encoder.layer.{n}.layernorm_after.{p}": "layers.{n}.mlp_norm.{p}",
-    "layernorm.{p}": "norm.{p}",
-}
-_GGUF = {
-    "token_embd.weight": "embedding.weight",
-    "token_embd_norm.{p}": "embeddings.norm.{p}",
-    "position_embd.weight": "position.weight",
-    "blk.{n}.attn_norm.{p}": "layers.{n}.attention_norm.{p}",
-    "blk.{n}.attn_q.{p}": "layers.{n}.attention.q.{p}",
-    "blk.{n}.attn_k.{p}": "layers.{n}.attention.k.{p}",
-    "blk.{n}.attn_v.{p}": "layers.{n}.attention.v.{p}",
-    "blk.{n}.attn_qkv.{p}": _QKV,
-    "blk.{n}.attn_output.{p}": "layers.{n}.attention.output.{p}",
-    "blk.{n}.attn_{x:q|k}_norm.weight": "layers.{n}.attention.{x}_norm.weight",
-    "blk.{n}.ffn_norm.{p}": "layers.{n}.mlp_norm.{p}",
-    "blk.{n}.ffn_{x:gate|up|down}.{p}": "layers.{n}.mlp.{x}.{p}",
-    "blk.{n}.ffn_gate_inp.weight": "layers.{n}.router.weight",
-    "blk.{n}.ffn_{x:gate|up|down}_exps.weight": "layers.{n}.experts.{x}.weight",
-    "blk.{n}.post_attention_norm.weight": "layers.{n}.attention_post_norm.weight",
-    "blk.{n}.post_ffw_norm.weight": "layers.{n}.mlp_post_norm.weight",
-    "output_norm.{p}": "norm.{p}",
-    "output.weight": "head.weight",
-    "rope_freqs.weight": None,
-}
-# What architectures of GGUF have besides.
-_GGUF_OWN = {
-    "phi3": {"blk.{n}.ffn_up.{p}": _GATE_UP},
-    "bert": {
-        "token_embd.weight": "embeddings.word.weight",
-        "token_types.weight": "embeddings.token_type.weight",
-        "position_embd.weight": "embeddings.position.weight",
-        "blk.{n}.attn_output_norm.{p}": "layers.{n}.attention_norm.{p}",
-        "blk.{n}.layer_output_norm.{p}": "layers.{n}.mlp_norm.{p}",
-    },
-}
 
 
 def llama(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
@@ -157,7 +51,7 @@ def llama(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
 
     Rules for [`eqquant.io.load_into`][].
     """
-    return _merge(overrides, prefix, _LLAMA)
+    return _merge(overrides, prefix, LLAMA)
 
 
 def gemma(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
@@ -175,7 +69,7 @@ def gemma(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
 
     Rules for [`eqquant.io.load_into`][].
     """
-    return _merge(overrides, prefix, _GEMMA, _LLAMA)
+    return _merge(overrides, prefix, GEMMA, LLAMA)
 
 
 def phi3(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
@@ -193,7 +87,7 @@ def phi3(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
 
     Rules for [`eqquant.io.load_into`][].
     """
-    return _merge(overrides, prefix, _PHI3, _LLAMA)
+    return _merge(overrides, prefix, PHI3, LLAMA)
 
 
 def mixtral(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
@@ -211,7 +105,7 @@ def mixtral(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable
 
     Rules for [`eqquant.io.load_into`][].
     """
-    return _merge(overrides, prefix, _MIXTRAL, _LLAMA)
+    return _merge(overrides, prefix, MIXTRAL, LLAMA)
 
 
 def qwen_moe(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
@@ -228,7 +122,7 @@ def qwen_moe(overrides: Overrides = None, *, prefix: str = "model.") -> NameTabl
 
     Rules for [`eqquant.io.load_into`][].
     """
-    return _merge(overrides, prefix, _QWEN_MOE, _LLAMA)
+    return _merge(overrides, prefix, QWEN_MOE, LLAMA)
 
 
 def gpt2(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
@@ -243,7 +137,7 @@ def gpt2(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
 
     Rules for [`eqquant.io.load_into`][].
     """
-    return _merge(overrides, prefix, _GPT2)
+    return _merge(overrides, prefix, GPT2)
 
 
 def bert(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
@@ -260,7 +154,7 @@ def bert(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
 
     Rules for [`eqquant.io.load_into`][].
     """
-    return _merge(overrides, prefix, _BERT, _ENCODER)
+    return _merge(overrides, prefix, BERT, ENCODER)
 
 
 def vit(overrides: Overrides = None, *, prefix: str = "vit.") -> NameTable:
@@ -275,7 +169,7 @@ def vit(overrides: Overrides = None, *, prefix: str = "vit.") -> NameTable:
 
     Rules for [`eqquant.io.load_into`][].
     """
-    return _merge(overrides, prefix, _VIT, _ENCODER)
+    return _merge(overrides, prefix, VIT, ENCODER)
 
 
 # Architectures of GGUF whose rows of q and k llama.cpp stores in another order, and those whose norms it adds one to.
@@ -303,7 +197,7 @@ def gguf(checkpoint: Checkpoint, overrides: Overrides = None) -> NameTable:
     `ValueError` if the file is of Llama, and does not say the number of its heads.
     """
     architecture = str(checkpoint.metadata.get("general.architecture"))
-    rules: NameTable = {**_GGUF_OWN.get(architecture, {})}
+    rules: NameTable = {**GGUF_OWN.get(architecture, {})}
     if architecture in _PERMUTED:
         heads = checkpoint.metadata.get(f"{architecture}.attention.head_count")
         number = {"q": heads, "k": checkpoint.metadata.get(f"{architecture}.attention.head_count_kv", heads)}
@@ -315,9 +209,9 @@ def gguf(checkpoint: Checkpoint, overrides: Overrides = None) -> NameTable:
                 )
             rules[f"blk.{{n}}.attn_{x}.{{p}}"] = To(f"layers.{{n}}.attention.{x}.{{p}}", apply=rotary_halves(count))
     if architecture in _PLUS_ONE:
-        norms = {name: path for name, path in _GGUF.items() if "norm" in name and name != "token_embd_norm.{p}"}
+        norms = {name: path for name, path in GGUF.items() if "norm" in name and name != "token_embd_norm.{p}"}
         rules |= {name: To(path, apply=minus_one) for name, path in norms.items() if isinstance(path, str)}
-    return _merge(overrides, "", rules, _GGUF)
+    return _merge(overrides, "", rules, GGUF)
 
 
 def rotary_halves(heads: int) -> Callable[[PyTree], PyTree]:

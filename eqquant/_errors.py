@@ -10,6 +10,34 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable)
 
 
+# What to do about an error, for those who call functions. The command line has words of its own.
+REMEDIES = {
+    "not finite": "Replace them, for instance with `jnp.nan_to_num`, or leave this array in float.",
+    "does not fit": "Quantize the float array to a format that fits, or write `q.dequantize()`.",
+    "act-order": "Write `w.dequantize()`, or quantize that.",
+    "llama.cpp": "Correct it, or pass names and metadata of your own to `eqq.io.write`.",
+}
+
+
+class Message(str):
+    """The text of an error that users can act on, in ways that depend on how they call the library.
+
+    - `problem`: the rule, and what was given.
+    - `remedy`: a key of `REMEDIES`.
+    """
+
+    problem: str
+    remedy: str
+
+    def __new__(cls, problem: str, remedy: str) -> "Message":
+        self = super().__new__(cls, f"{problem} {REMEDIES[remedy]}")
+        self.problem, self.remedy = problem, remedy
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return Message, (self.problem, self.remedy)
+
+
 def a_type(x: Any) -> str:
     """Returns the name of the type of `x` with its article: a list, an Array."""
     name = type(x).__name__

@@ -6,16 +6,13 @@ import io
 import json
 import math
 import operator
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.measure import Measurement
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -28,35 +25,11 @@ def printable(text: str) -> str:
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-class Name:
-    """A cell of a table that holds names or formats. What does not fit goes on after a dot or bracket."""
+class Name(Text):
+    """A cell of a table that holds names or formats, and folds where it does not fit."""
 
     def __init__(self, name: str) -> None:
-        self.name = printable(name)
-        self._parts = re.findall(r"[^./(\s]*[./(\s]?", self.name)[:-1]
-
-    def __str__(self) -> str:
-        return self.name
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        room = options.max_width
-        halves = lambda part: re.findall(r"[^_]*_?", part)[:-1] if cell_len(part.rstrip()) > room else [part]
-        parts = [half for part in self._parts for half in halves(part)]
-        indent = " " * min(2, max(0, room - max((cell_len(part.rstrip()) for part in parts), default=0)))
-        lines = [""]
-        for part in parts:
-            if lines[-1].strip() and cell_len(lines[-1] + part.rstrip()) > room:
-                lines.append(indent)
-            lines[-1] += part
-        yield Text("\n".join(lines), overflow="fold")
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(self.least_width, cell_len(self.name)).with_maximum(options.max_width)
-
-    @property
-    def least_width(self) -> int:
-        """The smallest width that breaks no word."""
-        return max((cell_len(part.rstrip()) for part in self._parts), default=0)
+        super().__init__(printable(name), overflow="fold")
 
 
 class Report(abc.ABC):
@@ -98,17 +71,15 @@ def _console(report: Report, **kwargs: Any) -> Console:
 
 
 def _least_width(shown: RenderableType) -> int:
-    """Returns the smallest width that truncates no number, and leaves names 18 columns to wrap into, and text 12."""
+    """Returns the smallest width that truncates no number, and leaves names 16 columns to fold into, and text 12."""
     if isinstance(shown, Group):
         return max(map(_least_width, shown.renderables))
     if not isinstance(shown, Table):
         return 0
 
-    def least(cell: Any, wraps: bool) -> int:
-        if isinstance(cell, Name):
-            return min(cell.least_width, 18)
-        width = Text.from_markup(str(cell)).cell_len
-        return min(width, 12) if wraps else width
+    def least(cell: RenderableType, folds: bool) -> int:
+        width = cell.cell_len if isinstance(cell, Text) else Text.from_markup(str(cell)).cell_len
+        return min(width, 16) if isinstance(cell, Name) else min(width, 12) if folds else width
 
     widths = [max(least(cell, not c.no_wrap) for cell in (c.header, *c.cells, c.footer)) for c in shown.columns]
     return sum(widths) + 3 * (len(widths) - 1)

@@ -6,7 +6,7 @@ import ast
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     import eqquant as eqq
+    from eqquant._tree.report import TreeReport
 
 
 Source = Annotated[Path, typer.Argument(help="A .safetensors or .gguf file, a folder, or an index of several files.")]
@@ -22,6 +23,7 @@ To = Annotated[str | None, typer.Option(help="gguf, bitsandbytes, compressed-ten
 Output = Annotated[
     Path, typer.Argument(help="The .safetensors or .gguf file to write, or a folder, for layouts of others too.")
 ]
+Rules = Mapping[str, "eqq.AbstractFormat | None"]
 Json = Annotated[bool, typer.Option("--json", help="Prints JSON.")]
 Axis = Annotated[int | None, typer.Option(help="The input axis of weights: -2 for those stored as (in, out).")]
 
@@ -45,10 +47,12 @@ def parse_format(text: str) -> eqq.AbstractFormat:
     if not bracket or name.lower() not in known:
         return eqq.Use(name).format  # raises for an unknown name, with the nearest one
     try:
-        call: Any = ast.parse(f"f({rest}", mode="eval").body
+        call = ast.parse(f"f({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or any(k.arg is None for k in call.keywords):
+            raise ValueError
         args = [ast.literal_eval(a) for a in call.args]
-        kwargs = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError, AttributeError):
+        kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError):
         raise ValueError(
             f"A format must read like 'nf4' or 'int4(block_size=32, symmetric=False)'. Got {text!r}. Quote it, since "
             "the shell reads brackets itself."
@@ -65,7 +69,9 @@ _DEFAULTS = {None: "nf4", "bitsandbytes": "nf4", "compressed-tensors": "int4", "
 _DEFAULTS |= {"gguf": "q4_0"}
 
 
-def format_of(format: str | None, bits: int | None, group_size: int | None, to: str | None = None) -> Any:
+def format_of(
+    format: str | None, bits: int | None, group_size: int | None, to: str | None = None
+) -> eqq.AbstractFormat:
     """Returns the format of `--format`, or of `--bits` and `--group-size`, or the one that suits `--to`."""
     if format is not None and (bits is not None or group_size is not None):
         spelled = f"--format '{format}(block_size={group_size or 64})'"
@@ -98,7 +104,7 @@ def rules_of(
 
     Embeddings and the last layer among the weights `names` stay in float if the library `to` loads them only so.
     """
-    rules: dict[str, Any] = dict.fromkeys(skip)
+    rules: dict[str, eqq.AbstractFormat | None] = dict.fromkeys(skip)
     for text in rule:
         pattern, equals, spelled = text.partition("=")
         if not equals:
@@ -149,7 +155,7 @@ def weights_of(checkpoint: eqq.io.Checkpoint) -> list[str]:
     return [leaf.path for leaf in plan.leaves if leaf.format is not None]
 
 
-def method_of(name: str | None) -> Any:
+def method_of(name: str | None) -> eqq.AbstractMethod | None:
     """Returns the method of a name: absmax, mse or hqq."""
     import eqquant as eqq
 
@@ -171,14 +177,16 @@ def _names_file(path: Path) -> bool:
     return path.suffix[1:].isalpha()
 
 
-def write_checkpoint(source: eqq.io.Checkpoint, path: Path, *rules: Any, to: str | None, **kwargs: Any) -> Any:
+def write_checkpoint(
+    source: eqq.io.Checkpoint, path: Path, rules: Rules | None = None, *, to: str | None, **options: Any
+) -> TreeReport:
     """Converts a checkpoint to a file or folder, which is one of ours without `to`. Returns the report."""
     import eqquant as eqq
     from eqquant.io._convert import convert_into
 
     if to is None and not _names_file(path):
-        return convert_into(source, path, *rules, **kwargs)
-    return eqq.io.convert(source, path, *rules, dialect=to, **kwargs)
+        return convert_into(source, path, rules, **options)
+    return eqq.io.convert(source, path, rules, dialect=to, **options)
 
 
 LAYOUTS = ("gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx")

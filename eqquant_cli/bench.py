@@ -5,11 +5,16 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TYPE_CHECKING
 
 import typer
 
 from .arguments import parse_format
+
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
 
 
 def bench(
@@ -34,12 +39,12 @@ def bench(
     picked = [parse_format(f) for f in formats or ("nf4", "int4", "int8")]
     weights = {repr(f): eqq.quantize(w, f) for f in picked}
     speed = _copy_speed()
-    typer.echo(f"{_machine(jax.devices()[0])}, JAX {jax.__version__}; copies {speed / 1e9:.1f} GB/s")
+    typer.echo(f"{_machine()}, JAX {jax.__version__}; copies {speed / 1e9:.1f} GB/s")
     width = max(map(len, ("float32", *weights)))
     typer.echo(f"{'rows':>5}  {'weight':<{width}} {'ms':>8} {'x float32':>10} {'of copy':>8}  computed by")
     for m in rows or (1, 16, 128):
         x = jax.random.normal(jax.random.key(1), (size,) if m == 1 else (size, m))
-        variants: dict[str, Any] = {"float32": w, **weights}
+        variants: dict[str, jax.Array | eqq.QuantizedArray] = {"float32": w, **weights}
         seconds = _interleaved({name: lambda q=q, x=x: dot(q, x) for name, q in variants.items()}, rounds)
         for name, q in variants.items():
             ratio = np.median(seconds[name] / seconds["float32"])
@@ -49,8 +54,11 @@ def bench(
             typer.echo(f"{m:>5}  {name:<{width}} {numbers}  {by}")
 
 
-def _machine(device: Any) -> str:
+def _machine() -> str:
     """Returns the name of the device; of a CPU its model and cores."""
+    import jax
+
+    device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
     info = Path("/proc/cpuinfo")
@@ -69,7 +77,7 @@ def _copy_speed() -> float:
     return a.nbytes / best
 
 
-def _interleaved(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
+def _interleaved(variants: dict[str, Callable[[], "jax.Array"]], rounds: int) -> "dict[str, np.ndarray]":
     import jax
     import numpy as np
 
@@ -82,7 +90,7 @@ def _interleaved(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[st
     return {name: np.array(seconds) for name, seconds in found.items()}
 
 
-def _seconds(f: Callable[[], Any]) -> float:
+def _seconds(f: Callable[[], object]) -> float:
     start = time.perf_counter()
     f()
     return time.perf_counter() - start

@@ -1,14 +1,21 @@
 """`eqquant compare`."""
 
 import json as json_
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TYPE_CHECKING
 
 import typer
 
 from .arguments import check_output, Json, open_source, Source
 from .output import draw_errors, print_table
+
+
+if TYPE_CHECKING:
+    import jax
+
+    import eqquant as eqq
+    from eqquant.io._lazy import LazyMapping
 
 
 def compare(
@@ -62,9 +69,9 @@ def compare(
         rows.append({"name": name, "stored_as": stored_as, **{k: v for k, v in error.to_dict().items() if k in _SHOWN}})
     missing = sorted({*one, *other} - set(shared))
     if plot is not None:
-        axes = draw_errors({row["name"]: row["relative_l2"] for row in rows})
+        figure = draw_errors({row["name"]: row["relative_l2"] for row in rows})
         with replacing(plot) as f:
-            axes.figure.savefig(f, format=plot.suffix[1:])
+            figure.savefig(f, format=plot.suffix[1:])
     if json:
         typer.echo(json_.dumps({"arrays": rows, "equal": equal, "only_in_one": missing}, indent=1))
         return
@@ -76,12 +83,12 @@ def compare(
         typer.echo(f"{len(missing)} arrays are in one of them only: {', '.join(missing[:10])}")
 
 
-def _shared(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _shared(one: Iterable[str], other: Iterable[str]) -> list[str]:
     theirs = set(other)  # `in` of a mapping would read each array
     return [name for name in one if name in theirs]
 
 
-def _renamed(checkpoint: Any, other: Any) -> Mapping[str, Any]:
+def _renamed(checkpoint: "eqq.io.Checkpoint", other: "eqq.io.Checkpoint") -> "eqq.io.Checkpoint | LazyMapping":
     """Returns a checkpoint, by the names of llama.cpp if the other one is a GGUF file."""
     from eqquant.io._llama_cpp import for_llama_cpp
 
@@ -92,7 +99,7 @@ _PICTURES = (".svg", ".png", ".pdf")
 _SHOWN = {"relative_l2": "relative\nerror", "cosine": "cosine", "sqnr_db": "SQNR,\ndB", "max_error": "largest\nerror"}
 
 
-def _is_floating(x: Any) -> bool:
+def _is_floating(x: "jax.Array") -> bool:
     import jax.numpy as jnp
 
     return jnp.issubdtype(x.dtype, jnp.floating)

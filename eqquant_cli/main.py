@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -39,25 +39,28 @@ def _handle(e: Exception, debug: bool) -> NoReturn:
     if _is_of(e, "Abort"):
         _stop("stopped. No file was written.", 130)
     if _is_of(e, "UsageError") or _is_of(e, "Exit"):
-        show: Any = getattr(e, "show", None)
-        if show is not None:
-            show()
+        show: Callable[[], None] = getattr(e, "show", lambda: None)
+        show()
         sys.exit(getattr(e, "exit_code", 2))
     if debug:
         raise e
     text = e.args[0] if isinstance(e, KeyError) and e.args else str(e) or type(e).__name__
     if isinstance(e, OSError) and e.strerror and e.filename:
         text = f"{e.strerror}: {e.filename}"
-    for python, words in _WORDS.items():
-        text = str(text).replace(python, words)
+    from eqquant._errors import Message
+
+    if e.args and isinstance(message := e.args[0], Message):
+        text = f"{message.problem} {_REMEDIES[message.remedy]}"
     known = isinstance(e, ValueError | TypeError | KeyError | OSError | ImportError)
     _stop(str(text) if known else f"{text}\nThis is a mistake of eqquant: `--debug` shows where.", 1)
 
 
-# What messages say to those who call functions, and what it is for those who do not.
-_WORDS = {
-    "or write `q.dequantize()`": "or leave it in float with --skip",
-    "for instance with `jnp.nan_to_num`, or leave this array in float": "or leave this array in float with --skip",
+# What to do about an error, for those who do not call functions.
+_REMEDIES = {
+    "not finite": "Replace them, or leave this array in float with --skip.",
+    "does not fit": "Quantize the float array to a format that fits, or leave it in float with --skip.",
+    "act-order": "Quantize it with `eqquant quantize --format`.",
+    "llama.cpp": "Correct it.",
 }
 
 
@@ -70,7 +73,7 @@ def _warner() -> Callable[..., None]:
     """Returns what prints warnings as sentences, each once: a command may plan before it quantizes."""
     said: set[str] = set()
 
-    def say(message: Warning | str, *_: Any, **__: Any) -> None:
+    def say(message: Warning | str, *_: object, **__: object) -> None:
         if str(message) not in said:
             said.add(str(message))
             print(f"eqquant: {message}", file=sys.stderr)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    import eqquant as eqq
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
+    from eqquant._tree.report import TreeReport
+    from eqquant.analysis._error import Values
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int]) -> None:
@@ -27,8 +30,8 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
     Console(width=width).print(table)
 
 
-def draw_errors(errors: Mapping[str, float]) -> Any:
-    """Draws a bar for each array: its relative error. Returns Matplotlib's axes."""
+def draw_errors(errors: Mapping[str, float]) -> Figure:
+    """Draws a bar for each array: its relative error."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     figure = Figure(figsize=(8, 1 + 0.2 * len(errors)), layout="constrained", facecolor="none")
@@ -38,7 +41,7 @@ def draw_errors(errors: Mapping[str, float]) -> Any:
     axes.invert_yaxis()
     axes.tick_params(labelsize=7, color="#808080", labelcolor="#808080")
     axes.set_xlabel("relative error (L2)", color="#808080")
-    return axes
+    return figure
 
 
 class Progress:
@@ -63,12 +66,12 @@ class Progress:
         if self._shows:
             self._bar.stop()
 
-    def counted(self, name: str, before: Any, after: Any) -> None:
+    def counted(self, name: str, before: Values, after: Values) -> None:
         """Advances the bar."""
         del name, before, after
         self._bar.advance(self._task)
 
-    def measured(self, name: str, before: Any, after: Any) -> None:
+    def measured(self, name: str, before: Values, after: Values) -> None:
         """Advances the bar, and measures the error of an array that was quantized."""
         import eqquant as eqq
 
@@ -77,7 +80,7 @@ class Progress:
             self.worst = max(self.worst or (0.0, ""), (error.relative_l2, name))
         self.counted(name, before, after)
 
-    def headline(self, before: int, report: eqq.TreeReport) -> str:  # pyright: ignore
+    def headline(self, before: int, report: TreeReport) -> str:
         """Returns one line: the sizes, bits per weight, and the array of largest error."""
         from eqquant._report import show_change
 

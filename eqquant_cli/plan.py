@@ -2,12 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any
+from collections.abc import Collection
+from typing import Annotated, Any, TYPE_CHECKING
 
 import typer
 
-from .arguments import Axis, Json, left, method_of, open_source, parse_format, Source, weights_of
+from .arguments import Axis, Json, left, method_of, open_source, parse_format, Rules, Source, weights_of
+
+
+if TYPE_CHECKING:
+    import eqquant as eqq
+    from eqquant.analysis import LeafSensitivity
 
 
 def plan(
@@ -42,13 +47,13 @@ _ALIKE = ("bitsandbytes", "gptq")  # these have one format for all that is quant
 
 
 def plan_of(
-    checkpoint: Any,
+    checkpoint: "eqq.io.Checkpoint",
     budget: float,
     axis: int | None,
-    method: Any,
+    method: "eqq.AbstractMethod | None",
     formats: list[str] | None = None,
     to: str | None = None,
-    rules: Mapping[str, Any] | None = None,
+    rules: Rules | None = None,
 ) -> Any:
     """Returns the plan for the weights that no rule matches, having read one array at a time.
 
@@ -102,7 +107,7 @@ def plan_of(
     return best
 
 
-def _only(row: Any, formats: Collection[Any]) -> Any:
+def _only(row: "LeafSensitivity", formats: "Collection[eqq.AbstractFormat]") -> "LeafSensitivity":
     """Returns what was measured of a weight with some of the formats."""
     kept = [n for n, f in enumerate(row.formats) if f in formats]
     of = lambda values: tuple(values[n] for n in kept)

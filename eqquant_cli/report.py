@@ -2,14 +2,19 @@
 
 import html
 import io
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TYPE_CHECKING
 
 import typer
 
 from . import arguments
 from .arguments import Axis, Source
 from .output import draw_errors
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 
 _PAGE = """<!doctype html>
@@ -61,8 +66,8 @@ def report(
     q = eqq.quantize(w, picked, axis=-1 if axis is None else axis)
     pictures = [
         ("The error of each weight", _svg(draw_errors(errors))),
-        (f"The values of {worst[1]}, whose error is largest", _svg(eqq.analysis.analyze_error(w, q).plot())),
-        (f"Error against size, for {worst[1]}", _svg(eqq.analysis.compare_formats(w, axis=q.axis).plot())),
+        (f"The values of {worst[1]}, whose error is largest", _svg(eqq.analysis.analyze_error(w, q).plot().figure)),
+        (f"Error against size, for {worst[1]}", _svg(eqq.analysis.compare_formats(w, axis=q.axis).plot().figure)),
     ]
     body = "".join(f"<h2>{html.escape(title)}</h2>{picture}" for title, picture in pictures)
     headers = ("array", "shape", "stored as", "bits/weight", "bytes", "relative error", "cosine")
@@ -81,13 +86,13 @@ def report(
     typer.echo(f"{output}: {head}")
 
 
-def _row(tag: str, cells: Any) -> str:
+def _row(tag: str, cells: Iterable[object]) -> str:
     return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
 
-def _svg(axes: Any) -> str:
+def _svg(figure: "Figure") -> str:
     """Returns a picture as text for a page, without the header of a file."""
     out = io.StringIO()
-    axes.figure.savefig(out, format="svg")
+    figure.savefig(out, format="svg")
     text = out.getvalue()
     return text[text.index("<svg") :]

@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
-from eqquant.io import _safetensors, _transcode
+from eqquant.io import _repack, _safetensors
+from eqquant.io._tensors import NewTensor
 
 from .helpers import assert_same
 
@@ -382,7 +383,7 @@ def test_gptq(tmp_path, bits, version, sym):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_gptq_in_chunks(tmp_path, monkeypatch, bits, ordered):
-    monkeypatch.setattr(_transcode, "_CHUNK", 1)  # so that rows are read 128 at a time
+    monkeypatch.setattr(_repack, "_CHUNK", 1)  # so that rows are read 128 at a time
     rng = np.random.default_rng(0)
     q, s = rng.integers(0, 2**bits, (608, 320)), rng.random((19, 320)).astype(np.float16)
     z, group = rng.integers(1, 2**bits, (19, 320)), np.arange(608) // 32
@@ -395,7 +396,7 @@ def test_gptq_in_chunks(tmp_path, monkeypatch, bits, ordered):
 
 @pytest.mark.parametrize("shape", [(64, 24), (320, 264)])
 def test_awq(tmp_path, monkeypatch, shape):
-    monkeypatch.setattr(_transcode, "_CHUNK", 1)
+    monkeypatch.setattr(_repack, "_CHUNK", 1)
     rng = np.random.default_rng(0)
     groups = shape[0] // 32
     q, z = rng.integers(0, 16, shape), rng.integers(0, 16, (groups, shape[1]))
@@ -672,11 +673,10 @@ def write_torchao(path, name, kind, parts, **attributes):
     about = {"_type": kind, "_data": attributes, "_tensor_data_names": list(parts)}
     metadata = {name: json.dumps(about), "l.bias": '{"_type": "Tensor"}', "tensor_names": json.dumps([name, "l.bias"])}
     to_write = [
-        _safetensors.ToWrite(f"{layer}._{last}_{part}", dtype, x.shape, lambda x=x: x)
-        for part, (dtype, x) in parts.items()
+        NewTensor(f"{layer}._{last}_{part}", dtype, x.shape, lambda x=x: x) for part, (dtype, x) in parts.items()
     ]
     bias = np.ones(2, np.float32)
-    _safetensors.write(path, [*to_write, _safetensors.ToWrite("l.bias", "F32", (2,), lambda: bias)], metadata)
+    _safetensors.write(path, [*to_write, NewTensor("l.bias", "F32", (2,), lambda: bias)], metadata)
     checkpoint = eqq.io.open(path)
     assert checkpoint.dialect == "torchao" and set(checkpoint) == {name, "l.bias"}
     return checkpoint[name]
@@ -760,7 +760,7 @@ def test_nvfp4_and_mxfp8_of_compressed_tensors(tmp_path):
         "k.weight": ("F8_E4M3", f),
         "k.weight_scale": ("U8", e),
     }
-    to_write = [_safetensors.ToWrite(name, dtype, x.shape, lambda x=x: x) for name, (dtype, x) in tensors.items()]
+    to_write = [NewTensor(name, dtype, x.shape, lambda x=x: x) for name, (dtype, x) in tensors.items()]
     _safetensors.write(tmp_path / "model.safetensors", to_write, {})
     checkpoint = eqq.io.open(tmp_path)
     assert checkpoint.dialect == "compressed-tensors" and set(checkpoint) == {"l.weight", "k.weight"}

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
 from eqquant.io import _gguf, _safetensors
-from eqquant.io._stored import MappedFile, NAME_OF
+from eqquant.io._tensors import MappedFile, NAME_OF, NewTensor
 
 from .test_checkpoints import FP4, small_bnb
 
@@ -173,7 +173,7 @@ def manifest(change):
         tensors, metadata = _safetensors.read(MappedFile(path))
         fields = json.loads(metadata["eqquant"])
         change(fields)
-        parts = [_safetensors.ToWrite(t.name, t.dtype, t.shape, t.array) for t in tensors.values()]
+        parts = [NewTensor(t.name, t.dtype, t.shape, t.array) for t in tensors.values()]
         _safetensors.write(path, parts, {"eqquant": json.dumps(fields)})
 
     return damage
@@ -279,7 +279,7 @@ def mlx(path):
 
 
 def write_tensors(path, tensors):
-    to_write = lambda name, x: _safetensors.ToWrite(name, NAME_OF[x.dtype.name], x.shape, lambda: x)
+    to_write = lambda name, x: NewTensor(name, NAME_OF[x.dtype.name], x.shape, lambda: x)
     _safetensors.write(path, [to_write(name, x) for name, x in tensors.items()], {})
 
 
@@ -335,7 +335,7 @@ def torchao(path):
         "b.w": about("MXTensor", is_swizzled_scales=True),
         "c.w": about("NVFP4Tensor"),
     }
-    to_write = [_safetensors.ToWrite(name, dtype, x.shape, lambda x=x: x) for name, (dtype, x) in parts.items()]
+    to_write = [NewTensor(name, dtype, x.shape, lambda x=x: x) for name, (dtype, x) in parts.items()]
     _safetensors.write(path, to_write, metadata)
 
 
@@ -379,7 +379,7 @@ def test_mutated_files(in_memory, dialect, count):
             for name in checkpoint:
                 if checkpoint.items_by_name[name].problem is None:
                     x, item = checkpoint[name], checkpoint.items_by_name[name]
-                    assert (x.shape, x.dtype) == (item.shape, item.dtype)
+                    assert (x.shape, x.dtype) == (item.entry.shape, item.entry.dtype)
                     assert jax.tree_util.tree_structure(x) == jax.tree_util.tree_structure(item.struct)
             outcomes["read"] += 1
         except ValueError as e:

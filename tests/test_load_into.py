@@ -316,7 +316,7 @@ def test_parts_in_different_formats():
 @pytest.mark.parametrize(
     "names, error, message",
     [
-        ({3: "x"}, TypeError, "The keys of `names` must be names of a checkpoint.* Got 3"),
+        ({3: "x"}, TypeError, "The keys of `names` must be names of a checkpoint.* Got 3|parameter 'names'"),
         ("a", TypeError, "`names` must be rules, as a mapping, or a function.* Got 'a'|parameter 'names'"),
         ({"a": 3}, TypeError, "must give 'a' the path of a leaf|parameter 'names'"),
         ({"a": "layers.{n}"}, ValueError, "Got no `{n}` there"),

@@ -12,7 +12,7 @@ import pytest
 
 import eqquant as eqq
 from eqquant.io import _safetensors
-from eqquant.io._stored import MappedFile
+from eqquant.io._tensors import MappedFile, NewTensor
 
 from .test_hostile_files import act_order
 
@@ -71,7 +71,7 @@ def test_damaged(weight, path, order, indices, message):
     fields["leaves"][0]["order"] = order
     changed = {"0.order": indices} if indices is not None else {}
     read = lambda t: changed.get(t.name, t.array())
-    parts = [_safetensors.ToWrite(t.name, t.dtype, t.shape, lambda t=t: read(t)) for t in tensors.values()]
+    parts = [NewTensor(t.name, t.dtype, t.shape, lambda t=t: read(t)) for t in tensors.values()]
     damaged = path.with_name("damaged.safetensors")
     _safetensors.write(damaged, parts, {"eqquant": json.dumps(fields)})
     with pytest.raises(ValueError, match=f"damaged.safetensors .*{message}"):

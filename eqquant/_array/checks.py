@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Float32
 
+from .._errors import Message
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points, levels_of
 from .._mesh import explicit_mesh
 from .._methods import AbsMax, AbstractMethod
@@ -121,10 +122,8 @@ def check_dtype(dtype: DTypeLike | None) -> None:
 def check_finite(x: Array, name: str = "`x`") -> None:
     """Raises if an array holds a NaN or an infinity, unless it is traced."""
     if is_known_not_finite(x):
-        raise ValueError(
-            f"{name} must be finite in float32: one NaN or infinity would spoil its whole block. Got values that are "
-            "not. Replace them, for instance with `jnp.nan_to_num`, or leave this array in float."
-        )
+        rule = f"{name} must be finite in float32: one NaN or infinity would spoil its whole block."
+        raise ValueError(Message(f"{rule} Got values that are not.", "not finite"))
 
 
 def is_known_not_finite(x: Array) -> bool:

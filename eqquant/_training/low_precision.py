@@ -18,9 +18,9 @@ from .._tree.select import select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
+from .._wrappers.lora import LoraArray
 from .._wrappers.low_precision import LowPrecisionArray
 from .._wrappers.simulated import SimulatedArray
-from .lora import LoraArray
 
 
 def low_precision(

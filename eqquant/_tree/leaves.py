@@ -170,7 +170,7 @@ def array_nbytes(x: Any) -> int:
     return math.ceil(math.prod(x.shape) * bits / 8)
 
 
-def some(items: Iterable[str]) -> str:
+def some(items: Iterable[str], between: str = ", ") -> str:
     """Joins the first ten items of a list, for an error message."""
     items = list(items)
-    return ", ".join(items[:10]) + (f", and {len(items) - 10} more" if len(items) > 10 else "")
+    return between.join(items[:10]) + (f"{between}and {len(items) - 10} more" if len(items) > 10 else "")

@@ -6,9 +6,9 @@ disturb each other.
 """
 
 import math
-from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._numerics.packing import num_planes, packed_length, PLANE, segment_length, widths
 
@@ -149,6 +149,31 @@ def _unpack_straddling(packed: np.ndarray, bits: int) -> np.ndarray:
     return codes[..., : length * 8 // bits]
 
 
+def pack_planes(codes: np.ndarray, bits: int, run: int) -> np.ndarray:
+    """The inverse of `unpack_planes`."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    groups = codes.reshape(*codes.shape[:-1], -1, 8 // bits, run) << shifts
+    return np.bitwise_or.reduce(groups, axis=-2).reshape(*codes.shape[:-1], -1)
+
+
+def pack_low_first(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `unpack_low_first`, for codes that fill whole bytes."""
+    if bits == 8:
+        return codes
+    if 8 % bits:
+        each_bit = np.unpackbits(codes[..., None], axis=-1, count=bits, bitorder="little")
+        return np.packbits(each_bit.reshape(*codes.shape[:-1], -1), axis=-1, bitorder="little")
+    return pack_planes(codes, bits, 1)
+
+
+def pack_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Packs codes along the last axis into 32-bit words without gaps, the last of which may be incomplete."""
+    words = -(-codes.shape[-1] * bits // 32)
+    padding = -codes.shape[-1] % (32 // math.gcd(32, bits))
+    padded = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, padding)]) if padding else codes
+    return np.ascontiguousarray(pack_low_first(padded, bits)[..., : 4 * words]).view(np.int32)
+
+
 def pack_codes(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
     """Packs codes, `(..., length)`, into bytes, `(..., bytes)`: what `_numerics.packing.pack` does, in NumPy.
 
@@ -194,7 +219,7 @@ def _transpose(x: np.ndarray, out: np.ndarray) -> None:
     out.view(np.uint64)[...] = eights.T
 
 
-def off_stride(lines: int, length: int, dtype: Any) -> np.ndarray:
+def off_stride(lines: int, length: int, dtype: DTypeLike) -> np.ndarray:
     """Returns memory that is fast to read across its lines.
 
     Lines a power of two apart would share a few places in the caches of a processor.
@@ -212,13 +237,13 @@ def _pack_segments(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
     """Packs whole segments: a plane of codes, and a slab of bytes, is one item."""
     planes, slabs = codes.view(f"V{PLANE * codes.itemsize}"), out.view(f"V{PLANE * codes.itemsize}")
     per_segment, slabs_per_segment = num_planes(bits), packed_length(segment_length(bits), bits) // PLANE
-    of_plane = [as_words(np.ascontiguousarray(planes[..., n::per_segment])) for n in range(per_segment)]
+    words = [as_words(np.ascontiguousarray(planes[..., n::per_segment])) for n in range(per_segment)]
     slab, low = 0, 0
     for width in widths(bits):
         for first in range(0, per_segment, 8 // width):
-            packed = _part(of_plane[first], low, width, 0, width == bits)
+            packed = _part(words[first], low, width, 0, width == bits)
             for n in range(1, 8 // width):
-                packed |= _part(of_plane[first + n], low, width, n * width, width == bits)
+                packed |= _part(words[first + n], low, width, n * width, width == bits)
             into = slabs[..., slab::slabs_per_segment]
             into[...] = packed.view(into.dtype).reshape(into.shape)
             slab += 1

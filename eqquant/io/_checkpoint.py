@@ -60,8 +60,8 @@ class Checkpoint(Report, Mapping[str, Any]):
     path: str
     dialect: str
     rows: tuple[CheckpointRow, ...]
-    metadata: Mapping[str, Any] = dataclasses.field(repr=False)
-    config: Mapping[str, Any] = dataclasses.field(repr=False)
+    metadata: Mapping[str, object] = dataclasses.field(repr=False)
+    config: Mapping[str, object] = dataclasses.field(repr=False)
     items_by_name: Mapping[str, Item] = dataclasses.field(repr=False)
 
     @property
@@ -147,8 +147,10 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     files = find_files(path)
     dialect = next(d for d in DIALECTS if d.recognizes(files))
     items = dialect.items(files)
-    rows = tuple(
-        CheckpointRow(name, item.shape, item.dtype, item.stored_as, item.format, item.nbytes, item.problem)
-        for name, item in items.items()
-    )
+    rows = tuple(_row(name, item) for name, item in items.items())
     return Checkpoint(str(path), dialect.NAME, rows, files.metadata, files.config, items)
+
+
+def _row(name: str, item: Item) -> CheckpointRow:
+    entry = item.entry
+    return CheckpointRow(name, entry.shape, entry.dtype, item.stored_as, entry.format, item.nbytes, item.problem)

@@ -2,19 +2,21 @@
 
 import contextlib
 import dataclasses
+import functools as ft
 import glob
 import itertools
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._array.array import QuantizedArray
 from .._array.checks import as_method, check_finite
 from .._array.quantize import quantize_array
 from .._array.value import AbstractArrayValue
@@ -28,12 +30,17 @@ from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
 from ._atomic import check_folder, making, replacing
 from ._checkpoint import Checkpoint, open
-from ._deferred import Deferred
-from ._entry import is_one
+from ._entry import AnyArray, is_one
+from ._lazy import LazyArray, LazyMapping
 from ._llama_cpp import for_llama_cpp
+from ._load import nest
 from ._save import save
-from ._write import check_no_others, CONFIG, FILE, of_model, schemes_of, write, write_beside
+from ._write import check_layouts, check_no_others, CONFIG, describe_model, FILE, write, write_beside
 from ._writers import gguf
+
+
+Axis = int | Sequence[int] | None
+Each = Callable[[str, AnyArray, AnyArray], object]  # takes the name of an array, the array, and what was made of it
 
 
 def skeleton(checkpoint: Checkpoint) -> PyTree:
@@ -67,11 +74,11 @@ def convert(
     path: str | os.PathLike[str],
     format: Rules | None = None,
     *,
-    axis: Any = None,
+    axis: Axis = None,
     method: AbstractMethod | None = None,
     dialect: str | None = None,
     shard_nbytes: int | None = None,
-    each: Callable[[str, Any, Any], None] | None = None,
+    each: Each | None = None,
 ) -> TreeReport:
     """Quantizes a checkpoint of any library one array at a time, and saves it: as [`eqquant.save`][] does, or as
     [`eqquant.io.write`][] does for another library.
@@ -119,7 +126,15 @@ def convert(
     if dialect is None:
         save(path, _nested(leaves), shard_nbytes=shard_nbytes)
     elif not decisions:
-        _write(opened, opened if each is None else _Watched(opened, each), path, dialect, shard_nbytes, leaves)
+        unseen = set(leaves)
+
+        def read(name: str) -> AnyArray:  # twice, for the header and to write it
+            shown = each if name in unseen else None
+            unseen.discard(name)
+            return _read(opened, name, shown)
+
+        arrays = LazyMapping({name: ft.partial(read, name) for name in leaves})
+        _write(opened, arrays, path, dialect, shard_nbytes, leaves)
     else:
         check_folder(path)
         # An array is laid out twice, for the header and when it is written, and should be quantized once.
@@ -130,14 +145,14 @@ def convert(
     return report
 
 
-def convert_into(checkpoint: Checkpoint, folder: Path, format: Rules | None = None, **kwargs: Any) -> TreeReport:
+def convert_into(checkpoint: Checkpoint, folder: Path, format: Rules | None = None, **options: Any) -> TreeReport:
     """As `convert`, to a file of ours in a folder, which also gets `config.json` and the files of the tokenizer."""
     check_no_others(folder)
     with making(folder) as into:
-        report = convert(checkpoint, into / FILE, format, **kwargs)
+        report = convert(checkpoint, into / FILE, format, **options)
         files = {name: p.read_bytes() for name, p in _companions(checkpoint, folder).items()}
         if checkpoint.config:
-            files[CONFIG] = json.dumps(of_model(checkpoint.config), indent=2).encode()
+            files[CONFIG] = json.dumps(describe_model(checkpoint.config), indent=2).encode()
         for name, content in files.items():
             with replacing(into / name) as f:
                 f.write(content)
@@ -148,7 +163,7 @@ def plan(
     checkpoint: Checkpoint,
     format: Rules | None = None,
     *,
-    axis: Any = None,
+    axis: Axis = None,
     method: AbstractMethod | None = None,
     dialect: str | None = None,
 ) -> TreeReport:
@@ -156,12 +171,13 @@ def plan(
     return dataclasses.replace(_planned(checkpoint, format, axis, method, dialect, None)[2], planned=True)
 
 
-def fitting(checkpoint: Checkpoint, format: AbstractFormat, axis: Any, dialect: str) -> set[str]:
+def fitting(checkpoint: Checkpoint, format: AbstractFormat, axis: Axis, dialect: str) -> set[str]:
     """Returns the names of the weights that the layout of another library holds in a format."""
     found = set()
     for name, decision in _decisions(checkpoint, format, axis).items():
         with contextlib.suppress(ValueError):
-            if decision.format is not None and schemes_of(dialect, [(name, _sample(decision))]):
+            if decision.format is not None:
+                check_layouts(dialect, [(name, _sample(decision))])
                 found.add(name)
     return found
 
@@ -169,11 +185,11 @@ def fitting(checkpoint: Checkpoint, format: AbstractFormat, axis: Any, dialect: 
 def _planned(
     opened: Checkpoint,
     format: Rules | None,
-    axis: Any,
+    axis: Axis,
     method: AbstractMethod | None,
     dialect: str | None,
-    each: Callable[[str, Any, Any], None] | None,
-) -> tuple[dict[str, Decision], dict[str, Deferred], TreeReport]:
+    each: Each | None,
+) -> tuple[dict[str, Decision], dict[str, LazyArray], TreeReport]:
     """Returns what to quantize, all arrays, and the report. Raises what can be known before hours of quantizing."""
     for row in opened.rows:
         if row.problem:
@@ -184,21 +200,24 @@ def _planned(
         kept = (row.name for row in opened.rows if row.format is not None and row.name not in decisions)
         made = ((name, _sample(decision)) for name, decision in decisions.items())
         try:
-            schemes_of(dialect, itertools.chain(made, ((name, opened[name]) for name in kept)))
+            check_layouts(dialect, itertools.chain(made, ((name, opened[name]) for name in kept)))
         except ValueError:
             for name, decision in decisions.items():  # the message should have the shape of the weight
-                schemes_of(dialect, [(name, _sample(decision, rows=None))])
+                check_layouts(dialect, [(name, _sample(decision, rows=None))])
             raise
         if dialect == gguf.NAME:
             for_llama_cpp(opened, opened)
     leaves, rows = {}, []
-    for row in opened.rows:
-        leaves[row.name] = deferred = _deferred(opened, row, decisions.get(row.name), default, each)
-        rows += _rows(row.name, deferred.struct, all_decisions.get(row.name))
+    for name, item in opened.items_by_name.items():
+        if name in decisions:
+            leaves[name] = _quantized(opened, name, decisions[name], default, each)
+        else:
+            leaves[name] = LazyArray(item.struct, ft.partial(_read, opened, name, each))
+        rows += _rows(name, leaves[name].struct, all_decisions.get(name))
     return decisions, leaves, TreeReport(tuple(rows))
 
 
-def _sample(decision: Decision, rows: int | None = 32) -> Any:
+def _sample(decision: Decision, rows: int | None = 32) -> QuantizedArray:
     """Returns an array of ones that a layout holds if it holds the weight: with as long blocks, and few rows.
 
     Layouts ask whether lengths fill words of 32 bits, so what is left over a multiple of `rows` stays.
@@ -220,7 +239,7 @@ _COMPANIONS = (
 
 def _write(
     source: Checkpoint,
-    arrays: Mapping[str, Any],
+    arrays: Checkpoint | LazyMapping,
     path: Path,
     dialect: str,
     shard_nbytes: int | None,
@@ -233,7 +252,7 @@ def _write(
         write(path, arrays, dialect, metadata=metadata, types=types, shard_nbytes=shard_nbytes)
         return
     companions = _companions(source, path)
-    write_beside(companions, path, arrays, dialect, config=source.config, shard_nbytes=shard_nbytes)
+    write_beside(companions, path, arrays, dialect, source.config, shard_nbytes)
 
 
 def _companions(source: Checkpoint, path: Path) -> dict[str, Path]:
@@ -244,27 +263,7 @@ def _companions(source: Checkpoint, path: Path) -> dict[str, Path]:
     return {name: p for name, p in sorted(found.items()) if is_other(p)}
 
 
-class _Watched(Mapping[str, Any]):
-    """A checkpoint that calls a function with each array when it is first read."""
-
-    def __init__(self, checkpoint: Checkpoint, each: Callable[[str, Any, Any], None]) -> None:
-        self._checkpoint, self._each, self._seen = checkpoint, each, set()
-
-    def __getitem__(self, name: str) -> Any:
-        x = self._checkpoint[name]
-        if name not in self._seen:
-            self._seen.add(name)
-            self._each(name, x, x)
-        return x
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint)
-
-    def __len__(self) -> int:
-        return len(self._checkpoint)
-
-
-def _decisions(checkpoint: Checkpoint, format: Rules | None, axis: Any) -> dict[str, Decision]:
+def _decisions(checkpoint: Checkpoint, format: Rules | None, axis: Axis) -> dict[str, Decision]:
     """Returns a decision for each array, by its name; none if all stay as they are."""
     if format is None:
         return {}
@@ -277,35 +276,35 @@ def _decisions(checkpoint: Checkpoint, format: Rules | None, axis: Any) -> dict[
     return {d.leaf.path: d for d in decisions}
 
 
-def _deferred(
-    checkpoint: Checkpoint,
-    row: Any,
-    decision: Decision | None,
-    default: AbstractMethod,
-    each: Callable[[str, Any, Any], None] | None,
-) -> Deferred:
-    name = row.name
+def _read(checkpoint: Checkpoint, name: str, each: Each | None) -> AnyArray:
+    x = checkpoint[name]
+    if each is not None:
+        each(name, x, x)
+    return x
 
-    def quantized(x: Any) -> Any:
+
+def _quantized(
+    checkpoint: Checkpoint, name: str, decision: Decision, default: AbstractMethod, each: Each | None
+) -> LazyArray:
+    method = (decision.method or default).for_leaf(name)
+
+    def quantize(x: jax.Array) -> QuantizedArray:
         return quantize_array(x, decision.format, decision.axes, None, None, method)  # pyright: ignore
 
-    def make() -> Any:
-        before = after = checkpoint[name]
-        if decision is not None:
-            values = jnp.asarray(before.dequantize() if isinstance(before, AbstractArrayValue) else before)
-            check_finite(values, name)
-            after = jax.block_until_ready(quantized(values))
+    def make() -> QuantizedArray:
+        before = checkpoint[name]
+        values = jnp.asarray(before.dequantize() if isinstance(before, AbstractArrayValue) else before)
+        check_finite(values, name)
+        after = jax.block_until_ready(quantize(values))
         if each is not None:
             each(name, before, after)
         return after
 
-    if decision is not None:
-        method = (decision.method or default).for_leaf(name)
-        return Deferred(jax.eval_shape(quantized, jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype))), make)
-    return Deferred(checkpoint.items_by_name[name].struct, make)
+    float_struct = decision.leaf.value
+    return LazyArray(jax.eval_shape(quantize, float_struct), make)
 
 
-def _rows(name: str, struct: Any, decision: Decision | None) -> list[LeafReport]:
+def _rows(name: str, struct: PyTree, decision: Decision | None) -> list[LeafReport]:
     if is_one(struct):
         q = struct.array if isinstance(struct, PermutedArray) else struct
         reason = "as in the checkpoint" if decision is None or decision.format is None else decision.reason
@@ -313,16 +312,8 @@ def _rows(name: str, struct: Any, decision: Decision | None) -> list[LeafReport]
     return row_of(next(named_leaves({name: struct})), "left as it is" if decision is None else decision.reason)
 
 
-def _nested(values: Mapping[str, Any]) -> PyTree:
+def _nested(values: Mapping[str, object]) -> PyTree:
     """Returns nested dictionaries, one level for each dot of a name; flat if a name is also the start of another."""
-    starts = {".".join(name.split(".")[:n]) for name in values for n in range(1, name.count(".") + 1)}
-    if any(name in starts or "" in name.split(".") for name in values):
-        return dict(values)
-    out: dict[str, Any] = {}
-    for name, value in values.items():
-        *around, last = name.split(".")
-        node = out
-        for key in around:
-            node = node.setdefault(key, {})
-        node[last] = value
-    return out
+    whole = not any("" in name.split(".") for name in values)
+    nested = nest((tuple(name.split(".")), value) for name, value in values.items()) if whole else None
+    return dict(values) if nested is None else nested

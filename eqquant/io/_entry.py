@@ -1,7 +1,9 @@
 """What a leaf of a tree is, apart from its values: enough to say whether a saved one fits into a place."""
 
 import dataclasses
-from typing import Any, Literal
+import functools as ft
+import math
+from typing import Literal, TypeGuard
 
 import jax
 import jax.core
@@ -12,15 +14,19 @@ from jax.sharding import NamedSharding
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.value import AbstractArrayValue
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, has_offsets, has_zero_points
 from .._methods import AbstractMethod
+from .._numerics.axes import as_axis
+from .._numerics.blocks import num_blocks
+from .._numerics.packing import packed_length
 from .._tree.leaves import Leaf
+from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
-from ._assemble import parts_of, structure
-from ._stored import NAME_OF
+from ._tensors import NAME_OF
 
 
-Kind = Literal["array", "numpy", "generic", "key", "quantized", "scalar"]
+AnyArray = jax.Array | np.ndarray | np.generic | AbstractArrayValue
+LeafKind = Literal["array", "numpy", "generic", "key", "quantized", "scalar"]
 SCALARS: tuple[type, ...] = (bool, int, float, complex, str)
 # Dtypes that safetensors lacks. They are stored as bytes.
 _OTHER_DTYPES = (
@@ -42,7 +48,7 @@ class Entry:
     - `order`: of an `eqquant.PermutedArray` its axis, and the shape of its order.
     """
 
-    kind: Kind
+    kind: LeafKind
     dtype: str
     shape: tuple[int, ...] = ()
     format: AbstractFormat | None = None
@@ -67,16 +73,23 @@ class Entry:
         order = ", stored in another order" if self.order else ""
         return f"{array} in {_with_all_fields(self.format)}, axis={axis}{gradients}{order}"
 
-    def structure(self, sharding: NamedSharding | None = None) -> QuantizedArray | PermutedArray:
-        """Returns the quantized array that this describes, of `jax.ShapeDtypeStruct`s."""
-        gradient_of = None if self.gradient_of is None else jnp.dtype(self.gradient_of)
+    @property
+    def struct(self) -> QuantizedArray | PermutedArray | jax.ShapeDtypeStruct:
+        """What this describes, without values."""
         if self.format is None:
-            raise TypeError(f"Only a quantized array has a structure. Got {self}.")
-        q = structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype), gradient_of, sharding)
+            return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+        q = self.packed_struct()
         if self.order is None:
             return q
         axis, shape = self.order
         return jax.eval_shape(lambda q: PermutedArray(q, order=jnp.zeros(shape, jnp.uint32), axis=axis), q)
+
+    def packed_struct(self, sharding: NamedSharding | None = None) -> QuantizedArray:
+        """The quantized array that this describes, or that holds it in another order, without values."""
+        if self.format is None:
+            raise TypeError(f"Only a quantized array has packed parts. Got {self}.")
+        gradient_of = None if self.gradient_of is None else jnp.dtype(self.gradient_of)
+        return _structs(self.format, self.axes, self.shape, jnp.dtype(self.dtype), gradient_of, sharding)
 
     def goes_into(self, place: "Entry") -> bool:
         """Returns whether a saved leaf may stand where a template has `place`.
@@ -92,12 +105,12 @@ class Entry:
         return (self.shape, self.dtype) == (place.shape, place.dtype)
 
 
-def is_one(x: Any) -> bool:
+def is_one(x: object) -> TypeGuard[QuantizedArray | PermutedArray]:
     """Returns whether `x` is one leaf in a file: a quantized array, whose inputs may be stored in another order."""
     return is_quantized(x) or (isinstance(x, PermutedArray) and is_quantized(x.array))
 
 
-def entry_of(x: Any, path: str) -> Entry | None:
+def describe(x: object, path: str) -> Entry | None:
     """Describes a leaf: an array, a `jax.ShapeDtypeStruct` or a Python value. `None` for a leaf that is not saved.
 
     **Raises:**
@@ -106,7 +119,7 @@ def entry_of(x: Any, path: str) -> Entry | None:
     """
     if is_one(x):
         # Without leaves it is what `eqx.filter` leaves of one, as `None` of an array.
-        return _entry_of_quantized(x, path) if jtu.tree_leaves(x) else None
+        return _describe_quantized(x, path) if jtu.tree_leaves(x) else None
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return Entry("key", str(x.dtype), tuple(x.shape))
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
@@ -120,16 +133,16 @@ def entry_of(x: Any, path: str) -> Entry | None:
     return None
 
 
-def entry_of_leaf(leaf: Leaf) -> Entry | None:
+def describe_leaf(leaf: Leaf) -> Entry | None:
     """Describes a leaf of a tree, with the arrays of ours that it is a part of."""
-    entry = entry_of(leaf.value, leaf.path)
+    entry = describe(leaf.value, leaf.path)
     around = [_with_all_fields(node) for node in leaf.nodes if isinstance(node, AbstractArrayValue)]
     if entry is None or entry.kind == "scalar" or not around:
         return entry
     return dataclasses.replace(entry, within=", within ".join(reversed(around)))
 
 
-def _with_all_fields(x: Any) -> str:
+def _with_all_fields(x: object) -> str:
     """Returns `x` with its fields, but for those that hold leaves of the tree. A default may change: it is shown."""
     if isinstance(x, np.dtype):
         return x.name
@@ -146,20 +159,69 @@ def _with_all_fields(x: Any) -> str:
     return f"{type(x).__name__}({shown})"
 
 
-def _has_arrays(x: Any) -> bool:
+def _has_arrays(x: PyTree) -> bool:
     return any(isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) for leaf in jtu.tree_leaves(x))
 
 
-def _entry_of_quantized(x: QuantizedArray | PermutedArray, path: str) -> Entry:
+def _describe_quantized(x: QuantizedArray | PermutedArray, path: str) -> Entry:
     q: QuantizedArray = x.array if isinstance(x, PermutedArray) else x
     gradient_of = None if q.gradient_of is None else np.dtype(q.gradient_of.dtype).name
     try:
         order = (x.axis, tuple(x.order.shape)) if isinstance(x, PermutedArray) else None
         entry = Entry("quantized", q.dtype.name, q.shape, q.format, q._axes, gradient_of, order=order)
-        expected, got = parts_of(entry.structure()), parts_of(x)
+        expected, got = named_parts(entry.struct), named_parts(x)
         for name, part in expected.items():
             if name not in got or (got[name].shape, got[name].dtype) != (part.shape, part.dtype):
                 raise ValueError(f"`{name}` must be {part.dtype}{list(part.shape)}. Got {got.get(name)}.")
     except (AttributeError, TypeError, ValueError) as e:
         raise ValueError(f"{path} must be a whole quantized array. {e}") from None
     return entry
+
+
+_SCALE_BITS = {"float32": jnp.uint32, "float16": jnp.uint16, "bfloat16": jnp.uint16, "e8m0": jnp.uint8}
+
+
+@ft.lru_cache(maxsize=1024)
+def _structs(
+    format: AbstractFormat,
+    axes: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    gradient_of: np.dtype | None = None,
+    sharding: NamedSharding | None = None,
+) -> QuantizedArray:
+    """Returns a quantized array of `shape` whose leaves are `jax.ShapeDtypeStruct`s."""
+    batch = tuple(n for i, n in enumerate(shape) if i - len(shape) not in axes)
+    lengths = tuple(shape[a] for a in axes)
+
+    def make(
+        format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: np.dtype
+    ) -> QuantizedArray:
+        length = math.prod(lengths)
+        blocks = num_blocks(length, format.block_size)
+
+        def per_block() -> jax.Array | QuantizedArray:
+            if format.scale_format is None:
+                return jnp.zeros((*batch, blocks), _SCALE_BITS[format.scale_dtype])
+            return make(format.scale_format, -1, (blocks,), np.dtype(np.float32))
+
+        packed = (*batch, packed_length(blocks, format.bits))
+        zero_point = jnp.zeros(packed, jnp.uint8) if has_zero_points(format) else None
+        codes = jnp.zeros((*batch, packed_length(length, format.bits)), jnp.uint8)
+        offset = per_block() if has_offsets(format) else None
+        return QuantizedArray(codes, per_block(), zero_point, format, axis, lengths, dtype, offset_bits=offset)
+
+    def whole() -> QuantizedArray:
+        q = make(format, as_axis(axes), lengths, dtype)
+        floats = None if gradient_of is None else jnp.zeros((*batch, math.prod(lengths)), gradient_of)
+        return dataclasses.replace(q, gradient_of=floats, logical_sharding=sharding)
+
+    return jax.eval_shape(whole)
+
+
+def named_parts(q: PyTree) -> dict[str, PyTree]:
+    """Returns the leaves by name: `codes`, `scale_bits` (or `scale_bits.codes` and so on), and others alike.
+
+    Those of an `eqquant.PermutedArray` are `order`, and these after `array.`.
+    """
+    return {jtu.keystr(keys, simple=True, separator="."): leaf for keys, leaf in jtu.tree_flatten_with_path(q)[0]}

@@ -4,12 +4,10 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from .._errors import did_you_mean
 from . import _gguf, _safetensors
-from ._json import parse_json
-from ._stored import MappedFile, Stored
+from ._tensors import MappedFile, parse_json, StoredTensor
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -28,9 +26,9 @@ class Files:
     """
 
     file: MappedFile
-    tensors: Mapping[str, Stored]
-    metadata: Mapping[str, Any]
-    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, object]
+    config: Mapping[str, object]
     container: str
 
 
@@ -45,15 +43,15 @@ def find_files(path: str | os.PathLike[str]) -> Files:
     if not path.exists():
         raise FileNotFoundError(f"{path} must be a file or folder that exists. Got neither. {_near(path)}".rstrip())
     if not path.is_dir():
-        return _of_index(path) if path.name.endswith("index.json") else _of_file(path, _config(path.parent))
+        return _open_index(path) if path.name.endswith("index.json") else _open_file(path, _config(path.parent))
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise ValueError(f"{path} must have one index. Got {', '.join(p.name for p in indices)}. Open one of them.")
     if indices:
-        return _of_index(indices[0])
+        return _open_index(indices[0])
     found = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".gguf") and not p.name.startswith("."))
     if len(found) == 1:
-        return _of_file(found[0], _config(path))
+        return _open_file(found[0], _config(path))
     if not found:
         pickles = [p.name for p in path.iterdir() if p.suffix in _PICKLES]
         raise FileNotFoundError(
@@ -75,15 +73,15 @@ def _pickles(names: list[str]) -> str:
     return f"{', '.join(names[:10])}: pickles can run code, and are never opened; convert them to safetensors"
 
 
-def _of_file(path: Path, config: Mapping[str, Any]) -> Files:
+def _open_file(path: Path, config: Mapping[str, object]) -> Files:
     file = MappedFile(path)
     if path.suffix not in (".safetensors", ".gguf") and not _is_known(file):
         if path.suffix in _PICKLES:
             file.fail(f"must be a .safetensors or .gguf file. Got {_pickles([path.name])}.")
         file.fail(f"must be a .safetensors or .gguf file. Got another kind, which begins with {file.buffer[:8]!r}.")
     container, reader = ("gguf", _gguf) if file.buffer[:4] == _gguf.MAGIC else ("safetensors", _safetensors)
-    contents = reader.read(file)
-    return Files(file, contents.tensors, contents.metadata, config, container)
+    tensors, metadata = reader.read(file)
+    return Files(file, tensors, metadata, config, container)
 
 
 def _is_known(file: MappedFile) -> bool:
@@ -92,35 +90,35 @@ def _is_known(file: MappedFile) -> bool:
     return file.buffer[:4] == _gguf.MAGIC or (8 + length <= file.size and file.buffer[8:9] == b"{")
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
+def _config(folder: Path) -> Mapping[str, object]:
     path = folder / "config.json"
     return read_json(MappedFile(path)) if path.is_file() else {}
 
 
-def read_json(file: MappedFile) -> dict[str, Any]:
+def read_json(file: MappedFile) -> dict[str, object]:
     """Reads a file that is one object. Raises a `ValueError` that names it."""
     if file.size > _MAX_CONFIG:
         file.fail(f"must have at most {_MAX_CONFIG} bytes. Got {file.size}.")
     return parse_json(bytes(file.buffer), file, "it")
 
 
-def _of_index(path: Path) -> Files:
+def _open_index(path: Path) -> Files:
     while True:
         before = path.stat()
         try:
-            return _of_shards(MappedFile(path))
+            return _open_shards(MappedFile(path))
         except (FileNotFoundError, ValueError):
             # A save puts a new index in place of this one, and then removes the shards that this one lists.
             if os.path.samestat(before, path.stat()):
                 raise
 
 
-def _of_shards(file: MappedFile) -> Files:
+def _open_shards(file: MappedFile) -> Files:
     path, index = file.path, read_json(file)
     where, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(where, dict) or not isinstance(metadata, dict):
         file.fail("must have a `weight_map` from tensors to files. Got none.")
-    shards: dict[str, Mapping[str, Stored]] = {}
+    shards: dict[str, Mapping[str, StoredTensor]] = {}
     tensors = {}
     for name, shard in where.items():
         if (
@@ -134,7 +132,7 @@ def _of_shards(file: MappedFile) -> Files:
         if shard not in shards:
             if not (path.parent / shard).is_file():
                 file.fail(f"lists the file {shard!r}, for {name!r}, which the folder must have. Got none.")
-            shards[shard] = _safetensors.read(MappedFile(path.parent / shard)).tensors
+            shards[shard] = _safetensors.read(MappedFile(path.parent / shard))[0]
         if name not in shards[shard]:
             file.fail(f"lists {name!r} in the file {shard!r}, which must have it. Got another content.")
         tensors[name] = shards[shard][name]

@@ -11,11 +11,11 @@ Blocks run along the fastest dimension, which is the last one here.
 import functools as ft
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
-from ._stored import DTYPES, MappedFile, num_bytes, Stored
+from ._tensors import DTYPES, MappedFile, num_bytes, StoredTensor
 
 
 MAGIC = b"GGUF"
@@ -60,19 +60,14 @@ TYPES = {
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
 }
+SIZES = {name: (block, nbytes) for name, block, nbytes in TYPES.values()}
 # The numbers of the types of values: formats of `struct`. Text is 8, arrays are 9.
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 TEXT, ARRAY = 8, 9
+PairItem = str | bool | int | float
 
 
-class Contents(NamedTuple):
-    """What a file holds: its tensors by name, and its key-value pairs."""
-
-    tensors: dict[str, Stored]
-    metadata: dict[str, Any]
-
-
-class ArrayValue(Sequence[Any]):
+class ArrayValue(Sequence[PairItem]):
     """An array among the pairs, such as a vocabulary, whose items are read when they are asked for.
 
     - `kind`: the number of the type of the items.
@@ -88,7 +83,7 @@ class ArrayValue(Sequence[Any]):
         return bytes(self._file.buffer[self.start : self.start + self.nbytes])
 
     @ft.cached_property
-    def _items(self) -> list[Any]:
+    def _items(self) -> list[PairItem]:
         if self.kind in SCALARS:
             return np.frombuffer(self.bytes(), SCALARS[self.kind]).tolist()
         cursor = _Cursor(self._file, self.start)
@@ -97,14 +92,14 @@ class ArrayValue(Sequence[Any]):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:  # an item, or a list for a slice
         return self._items[index]
 
     def __repr__(self) -> str:
         return f"<{self._length} items>"
 
 
-def read(file: MappedFile) -> Contents:
+def read(file: MappedFile) -> tuple[dict[str, StoredTensor], dict[str, object]]:
     """Reads the header of a file. Tensors may lie in any order, but not beyond the end, and not over each other.
 
     **Raises:**
@@ -122,7 +117,7 @@ def read(file: MappedFile) -> Contents:
     for what, number, least in (("tensors", num_tensors, 24), ("pairs", num_pairs, 13)):
         if number > (file.size - cursor.at) // least:
             file.fail(f"must hold the {number} {what} that it claims. Got {file.size} bytes.")
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, object] = {}
     for _ in range(num_pairs):
         key = cursor.text("a key")
         if key in metadata:
@@ -133,7 +128,7 @@ def read(file: MappedFile) -> Contents:
     if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
         file.fail(f"must align tensors to a power of two. Got {alignment!r}.")
     data = -(-cursor.at // alignment) * alignment
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, dtype, shape, nbytes, offset in infos:
         if name in tensors:
             file.fail(f"must name each tensor once. Got {name!r} twice.")
@@ -142,14 +137,14 @@ def read(file: MappedFile) -> Contents:
                 f"must hold {name!r}, {nbytes} bytes, {offset} bytes after the header, aligned to {alignment}. Got "
                 f"{max(file.size - data, 0)} bytes there: the file is truncated or damaged."
             )
-        tensors[name] = Stored(file, name, dtype, shape, data + offset, nbytes)
+        tensors[name] = StoredTensor(file, name, dtype, shape, data + offset, nbytes)
     ordered = sorted(tensors.values(), key=lambda t: (t.start, t.start + t.nbytes))
     for first, second in zip(ordered, ordered[1:], strict=False):
         if second.start < first.start + first.nbytes:
             file.fail(
                 f"must hold its tensors one after another. Got {first.name!r} and {second.name!r}, which overlap."
             )
-    return Contents(tensors, metadata)
+    return tensors, metadata
 
 
 class _Cursor:
@@ -180,7 +175,7 @@ class _Cursor:
         except UnicodeDecodeError:
             self.file.fail(f"must hold UTF-8 as {what}. Got {raw[:40]!r}.")
 
-    def value(self, kind: int, what: str) -> Any:
+    def value(self, kind: int, what: str) -> "PairItem | ArrayValue":
         if kind in SCALARS:
             return self.number(SCALARS[kind], what)
         if kind == TEXT:

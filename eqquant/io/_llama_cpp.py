@@ -3,23 +3,31 @@
 https://github.com/ggml-org/llama.cpp (`convert_hf_to_gguf.py`, `gguf-py/gguf/constants.py`)
 """
 
+import functools as ft
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
+from .._errors import Message
+from .._types import PyTree
 from .._wrappers.pieces import take
 from ._checkpoint import Checkpoint
+from ._entry import AnyArray
 from ._files import read_json
-from ._stored import MappedFile
+from ._lazy import LazyMapping
+from ._tensors import MappedFile
 
+
+Json = Mapping[str, Any]  # an object of JSON from a file that is not checked field by field
+T = TypeVar("T", int, float)
 
 # The architecture of llama.cpp, by `model_type`.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -49,14 +57,16 @@ _PARTS = {
     "mlp.up_proj": ("ffn_up", _INNER, _HIDDEN),
     "mlp.down_proj": ("ffn_down", _HIDDEN, _INNER),
 }
-_OF_QWEN3 = ("self_attn.q_norm", "self_attn.k_norm")
+_QWEN3_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 # The most that it keeps: it has integers of 32 bits, and floats.
 _MOST = {int: 2**31 - 1, float: 3e38}
 # `null` for these says that they follow from the others.
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim")
 
 
-def for_llama_cpp(checkpoint: Checkpoint, arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def for_llama_cpp(
+    checkpoint: Checkpoint, arrays: Checkpoint | LazyMapping
+) -> tuple[Checkpoint | LazyMapping, Mapping[str, object]]:
     """Returns arrays by the names of llama.cpp, and the key-value pairs of their file.
 
     Arrays and pairs are as they are if the checkpoint is a GGUF file, or of a family that is not known here.
@@ -75,7 +85,7 @@ def for_llama_cpp(checkpoint: Checkpoint, arrays: Mapping[str, Any]) -> tuple[Ma
     if checkpoint.dialect == "gguf" or architecture is None:
         return arrays, checkpoint.metadata if checkpoint.dialect == "gguf" else {}
     model = _Model(checkpoint, architecture)
-    return _Renamed(arrays, model), model.metadata | _tokenizer(model)
+    return _renamed(arrays, model), model.metadata | _tokenizer(model)
 
 
 class _Model:
@@ -100,35 +110,39 @@ class _Model:
         }
         self.epsilon = self.number("rms_norm_eps", 1e-6, float)
         key = "rope_parameters" if self.config.get("rope_parameters") is not None else "rope_scaling"
-        self.rope = {} if self.config.get(key) is None else self.config[key]
-        if not isinstance(self.rope, dict):
-            self.fail(f"have an object for {key!r}", repr(self.rope))
+        rope = self.config.get(key)
+        if not isinstance(rope, dict | None):
+            self.fail(f"have an object for {key!r}", repr(rope))
+        self.rope: Json = rope or {}
         self.scaling = self.rope.get("rope_type", self.rope.get("type"))
         if self.scaling is None and not self.rope.keys() <= {"rope_theta", "partial_rotary_factor"}:
             self.fail(f"name the 'rope_type' of {key!r}", repr(self.rope))
         if self.scaling not in (None, "default", "linear", "llama3"):
             self.fail("have a rotary scaling that is converted: 'linear' or 'llama3'", f"{self.scaling!r}")
         self.theta = self.number("rope_theta", self.number("rope_theta", 10000.0, float), float, self.rope)
-        for of in (self.config, self.rope):
-            if of.get("partial_rotary_factor") not in (None, 1):
-                self.fail("rotate whole heads: 'partial_rotary_factor' 1", repr(of["partial_rotary_factor"]))
+        for part in (self.config, self.rope):
+            if part.get("partial_rotary_factor") not in (None, 1):
+                self.fail("rotate whole heads: 'partial_rotary_factor' 1", repr(part["partial_rotary_factor"]))
 
     def fail(self, must: str, got: str, file: str = "config.json") -> NoReturn:
-        raise ValueError(
-            f"For llama.cpp, {self.folder / file} must {must}. Got {got[:200]}. "
-            "Correct it, or pass names and metadata of your own to `eqq.io.write`."
-        )
+        raise ValueError(Message(f"For llama.cpp, {self.folder / file} must {must}. Got {got[:200]}.", "llama.cpp"))
 
-    def number(self, key: str, default: Any = None, kind: type = int, of: Mapping[str, Any] | None = None) -> Any:
+    def number(
+        self,
+        key: str,
+        default: int | float | None = None,
+        kind: type[T] = int,
+        settings: Mapping[str, object] | None = None,
+    ) -> T:
         """Returns a number above 0 that it can keep, of the whole `config.json` unless of a part of it."""
-        found: Any = (self.config if of is None else of).get(key, default)
+        found: PyTree = (self.config if settings is None else settings).get(key, default)
         if type(found) not in (int, kind) or not 0 < found <= _MOST[kind]:
             what = "a whole number" if kind is int else "a number"
             self.fail(f"have {what} above 0, of at most {_MOST[kind]}, for {key!r}", repr(found))
         return kind(found)
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         name = self.path.resolve()
         pairs = {
             "vocab_size": self.vocabulary,
@@ -145,11 +159,14 @@ class _Model:
             "rope.freq_base": self.theta,
         }
         if self.scaling == "linear":
-            pairs |= {"rope.scaling.type": "linear", "rope.scaling.factor": self._of_scaling("factor")}
-        about = {"general.architecture": self.architecture, "general.name": name.stem if name.suffix else name.name}
+            pairs |= {"rope.scaling.type": "linear", "rope.scaling.factor": self._scaling_number("factor")}
+        about: dict[str, object] = {
+            "general.architecture": self.architecture,
+            "general.name": name.stem if name.suffix else name.name,
+        }
         return about | {f"{self.architecture}.{key}": value for key, value in pairs.items()}
 
-    def _of_scaling(self, key: str) -> float:
+    def _scaling_number(self, key: str) -> float:
         return self.number(key, None, float, self.rope)
 
     def _context(self) -> int:
@@ -165,12 +182,12 @@ class _Model:
         if self.scaling != "llama3":
             return None
         turns = self.theta ** -(np.arange(0, self.head_size, 2) / self.head_size) / (2 * math.pi)
-        turns *= self._of_scaling("original_max_position_embeddings")
-        low, high = self._of_scaling("low_freq_factor"), self._of_scaling("high_freq_factor")
+        turns *= self._scaling_number("original_max_position_embeddings")
+        low, high = self._scaling_number("low_freq_factor"), self._scaling_number("high_freq_factor")
         if low >= high:
             self.fail("have a 'low_freq_factor' below the 'high_freq_factor'", f"{low} and {high}")
         keep = np.clip((turns - low) / (high - low), 0, 1)
-        return (1 / (keep + (1 - keep) / self._of_scaling("factor"))).astype(np.float32)
+        return (1 / (keep + (1 - keep) / self._scaling_number("factor"))).astype(np.float32)
 
     def sources(self) -> dict[str, str]:
         """Returns the name of each array by its name in llama.cpp. Raises unless their shapes are of these numbers."""
@@ -191,11 +208,11 @@ class _Model:
         if len(layers) != self.layers or max(layers) != self.layers - 1:
             must = f"agree with the arrays, of {len(layers)} layers up to number {max(layers, default=None)}"
             self.fail(must, f"{self.layers} for 'num_hidden_layers'")
-        parts = [part for part in _PARTS if self.architecture == "qwen3" or part not in _OF_QWEN3]
-        of_layers = [f"layers.{n}.{part}.weight" for n in range(self.layers) for part in parts]
-        for inner in ("embed_tokens.weight", "norm.weight", *of_layers):
-            if self._renamed(inner)[0] not in names:
-                self.fail(f"hold 'model.{inner}'", "arrays without it", "")
+        parts = [part for part in _PARTS if self.architecture == "qwen3" or part not in _QWEN3_NORMS]
+        inner = [f"layers.{n}.{part}.weight" for n in range(self.layers) for part in parts]
+        for name in ("embed_tokens.weight", "norm.weight", *inner):
+            if self._renamed(name)[0] not in names:
+                self.fail(f"hold 'model.{name}'", "arrays without it", "")
         return names
 
     def _renamed(self, name: str) -> tuple[str, int | None, tuple[str, ...]]:
@@ -210,33 +227,28 @@ class _Model:
         return f"blk.{found[1]}.{part}.{found[3]}", int(found[1]), tuple(sizes[:1] if found[3] == "bias" else sizes)
 
 
-class _Renamed(Mapping[str, Any]):
-    """The arrays of a checkpoint, by the names of llama.cpp."""
+def _renamed(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMapping:
+    """Returns the arrays of a checkpoint, by the names of llama.cpp."""
+    heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _NEIGHBOURS else {}
 
-    def __init__(self, arrays: Mapping[str, Any], model: _Model) -> None:
-        self._arrays, self._sources = arrays, model.sources()
-        self._extra = {} if model.divisors is None else {"rope_freqs.weight": model.divisors}
-        self._heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _NEIGHBOURS else {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self._extra:
-            return self._extra[name]
-        x = self._arrays[self._sources[name]]
+    def read(name: str, source: str) -> AnyArray:
+        x = arrays[source]
         if isinstance(x, AbstractArrayValue) and not is_quantized(x):
             return x  # the writer refuses it
-        if (found := re.search(r"\.attn_([qk])\.", name)) and found[1] in self._heads:
-            x = neighbours(self._heads[found[1]])(x)
+        if (found := re.search(r"\.attn_([qk])\.", name)) and found[1] in heads:
+            x = neighbours(heads[found[1]])(x)
         # It adds and multiplies vectors in float32 alone.
         return jnp.asarray(x).astype(jnp.float32) if x.ndim == 1 and not is_quantized(x) else x
 
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._sources, *self._extra))
+    readers: dict[str, Callable[[], AnyArray]] = {
+        name: ft.partial(read, name, source) for name, source in model.sources().items()
+    }
+    if (divisors := model.divisors) is not None:
+        readers["rope_freqs.weight"] = lambda: divisors
+    return LazyMapping(readers)
 
-    def __len__(self) -> int:
-        return len(self._sources) + len(self._extra)
 
-
-def neighbours(heads: int) -> Callable[[Any], Any]:
+def neighbours(heads: int) -> Callable[[PyTree], PyTree]:
     """Returns what `names.rotary_halves` undoes: rows `i` and `i + size / 2` of a head become neighbours."""
     return lambda x: take(x, np.arange(x.shape[0]).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1))
 
@@ -251,7 +263,7 @@ _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _DIVIDERS = {(): "gpt-2", (_WORDS + "{1,3}" + _OTHERS,): "llama-bpe", (_WORDS + _OTHERS,): "qwen2"}
 
 
-def _tokenizer(model: _Model) -> dict[str, Any]:
+def _tokenizer(model: _Model) -> dict[str, object]:
     folder = model.folder
     read = lambda name: read_json(MappedFile(folder / name)) if (folder / name).is_file() else {}
     described, settings, generation = (
@@ -288,7 +300,7 @@ def _tokenizer(model: _Model) -> dict[str, Any]:
     return pairs | ({} if chat is None else {"tokenizer.chat_template": chat})
 
 
-def _chat_template(model: _Model, settings: Mapping[str, Any]) -> str | None:
+def _chat_template(model: _Model, settings: Mapping[str, object]) -> str | None:
     own = model.folder / "chat_template.jinja"
     file = own.name if own.is_file() else "tokenizer_config.json"
     try:
@@ -298,7 +310,7 @@ def _chat_template(model: _Model, settings: Mapping[str, Any]) -> str | None:
         model.fail("have a chat template of UTF-8", str(e), file)
 
 
-def _vocabulary(described: Mapping[str, Any], model: _Model) -> dict[str, Any]:
+def _vocabulary(described: Json, model: _Model) -> dict[str, object]:
     bpe = _object(described, "model")
     if bpe.get("type", "BPE") != "BPE":
         raise ValueError(f"a model of {bpe['type']}")
@@ -309,8 +321,8 @@ def _vocabulary(described: Mapping[str, Any], model: _Model) -> dict[str, Any]:
         raise ValueError(f"{bpe['merges']!r} for 'merges', which must be a list")
     merges = [_pair(merge) for merge in bpe["merges"]]
 
-    def put(token: Any, number: Any, kind: int) -> None:
-        _text(token)
+    def put(text: object, number: object, kind: int) -> None:
+        token = _text(text)
         if type(number) is not int or not 0 <= number < model.vocabulary:
             raise ValueError(f"the token {token!r} with the number {number!r}, and the model has {model.vocabulary}")
         if tokens[number] not in (None, token):
@@ -327,7 +339,7 @@ def _vocabulary(described: Mapping[str, Any], model: _Model) -> dict[str, Any]:
     token, times = Counter(names).most_common(1)[0]
     if times > 1:  # at which llama.cpp ends the process
         raise ValueError(f"{times} numbers for the token {token!r}")
-    pairs: dict[str, Any] = {"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": kinds}
+    pairs: dict[str, object] = {"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": kinds}
     if not pieces:
         about = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _divider(_object(described, "pre_tokenizer"))}
         return about | pairs | {"tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
@@ -343,7 +355,7 @@ def _vocabulary(described: Mapping[str, Any], model: _Model) -> dict[str, Any]:
     return {"tokenizer.ggml.model": "llama"} | pairs | {"tokenizer.ggml.scores": scores}
 
 
-def _text(found: Any) -> str:
+def _text(found: object) -> str:
     if not isinstance(found, str):
         raise ValueError(f"{found!r} where text must be")
     try:
@@ -353,22 +365,22 @@ def _text(found: Any) -> str:
     return found
 
 
-def _pair(merge: Any) -> list[str]:
+def _pair(merge: object) -> list[str]:
     pair = merge.split(" ") if isinstance(merge, str) else merge
     if not isinstance(pair, list) or len(pair) != 2 or "" in pair:
         raise ValueError(f"{merge!r} among 'merges', which must be pairs")
     return [_text(piece) for piece in pair]
 
 
-def _object(of: Mapping[str, Any], key: str, default: Any = None) -> Mapping[str, Any]:
+def _object(parent: Json, key: str, default: object = None) -> Json:
     """Returns an object of an object: the default if it is absent or `null`."""
-    found = default if of.get(key) is None else of[key]
+    found = default if parent.get(key) is None else parent[key]
     if not isinstance(found, dict):
         raise ValueError(f"{found!r} for {key!r}, which must be an object")
     return found
 
 
-def _divider(before: Mapping[str, Any]) -> str:
+def _divider(before: Json) -> str:
     steps = before.get("pretokenizers", [before])
     expressions = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
     expressions += ["" for step in steps if step["type"] == "ByteLevel" and expressions and step.get("use_regex", True)]
@@ -377,13 +389,13 @@ def _divider(before: Mapping[str, Any]) -> str:
     return _DIVIDERS[tuple(expressions)]
 
 
-def _begins_with_space(described: Mapping[str, Any]) -> bool:
+def _begins_with_space(described: Json) -> bool:
     normalizer, before = _object(described, "normalizer", {}), _object(described, "pre_tokenizer", {})
     prepends = any(step["type"] == "Prepend" for step in normalizer.get("normalizers", [normalizer]) if step)
     return prepends or before.get("prepend_scheme") in ("first", "always")
 
 
-def _begins(described: Mapping[str, Any]) -> bool:
+def _begins(described: Json) -> bool:
     """Whether the tokenizer puts a special token first."""
     after = _object(described, "post_processor", {})
     for step in (after, *after.get("processors", ())):

@@ -2,9 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +14,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._array.array import QuantizedArray
 from .._array.sharding import leaf_shardings
+from .._errors import a_type
 from .._formats.base import AbstractFormat
 from .._mesh import full_spec
 from .._tree.leaves import Leaf, named_leaves
 from .._tree.placement import Shardings, wanted_shardings
 from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
-from ._assemble import parts_of
-from ._entry import Entry, entry_of_leaf, is_one
+from ._entry import describe_leaf, Entry, is_one, named_parts
 from ._files import find_files
 from ._manifest import from_stored, KEY, read_manifest, SavedLeaf
-from ._memory import copied, own
-from ._stored import MappedFile
+from ._memory import to_jax
+from ._tensors import MappedFile, StoredTensor
 
 
 def load(
@@ -83,36 +82,41 @@ def load(
     return _load_into(like, saved, f"`like` must fit the file {Path(path)}", shardings)
 
 
-def _load_nested(saved: Mapping[str, SavedLeaf], file: MappedFile, shardings: Shardings | None) -> Any:
-    if not _nests(leaf.keys for leaf in saved.values()):
+def _load_nested(saved: Mapping[str, SavedLeaf[StoredTensor]], file: MappedFile, shardings: Shardings | None) -> PyTree:
+    skeleton = nest((leaf.keys, _stand_in(leaf.entry)) for leaf in saved.values())
+    if skeleton is None:
         file.fail("must have keys that nest. Got a leaf under the same keys as another.")
-    skeleton = _nest({leaf.keys: _struct(leaf.entry, None) for leaf in saved.values()})
     shown = list(named_leaves(skeleton))
     targets = wanted_shardings(skeleton, shown, shardings)
     to = {tuple(key.key for key in leaf.keys): sharding for leaf, sharding in zip(shown, targets, strict=True)}
-    done: dict[Any, Any] = {}
-    return _nest({leaf.keys: read_leaf(leaf, to.get(leaf.keys), None, done) for leaf in saved.values()})
+    done: dict[Hashable, PyTree] = {}
+    return nest((leaf.keys, read_leaf(leaf, to.get(leaf.keys), done=done)) for leaf in saved.values())
 
 
-def _load_into(like: PyTree, saved: Mapping[str, SavedLeaf], rule: str, shardings: Shardings | None) -> PyTree:
+def _load_into(
+    like: PyTree, saved: Mapping[str, SavedLeaf[StoredTensor]], rule: str, shardings: Shardings | None
+) -> PyTree:
     entries = {path: leaf.entry for path, leaf in saved.items()}
     places = check_fits(list(named_leaves(like, is_one)), entries, rule, ("in the file", "in `like`"))
     treedef = jtu.tree_structure(like, is_leaf=is_one)
     if shardings is None:
         targets = [own_sharding(leaf.value) if place is not None else None for leaf, place in places]
     else:
-        structs = [leaf.value if place is None else _struct(entries[leaf.path], leaf) for leaf, place in places]
+        structs = [leaf.value if place is None else _stand_in(entries[leaf.path], leaf.value) for leaf, place in places]
         skeleton = jtu.tree_unflatten(treedef, structs)
         targets = wanted_shardings(skeleton, list(named_leaves(skeleton)), shardings)
-    done: dict[Any, Any] = {}
+    done: dict[Hashable, PyTree] = {}
     values = []
     for (leaf, place), sharding in zip(places, targets, strict=True):
-        template = leaf if shardings is None else None
-        values.append(leaf.value if place is None else read_leaf(saved[leaf.path], sharding, template, done, place))
+        x = leaf.value if place is None else read_leaf(saved[leaf.path], sharding, place, done)
+        if place is not None and shardings is None and is_one(leaf.value) and is_one(x):
+            told = leaf.value.array if isinstance(leaf.value, PermutedArray) else leaf.value
+            x = _change_array(x, lambda q: dataclasses.replace(q, logical_sharding=told.logical_sharding))
+        values.append(x)
     return jtu.tree_unflatten(treedef, values)
 
 
-def assign(model: PyTree, arrays: Mapping[str, Any]) -> PyTree:
+def assign(model: PyTree, arrays: Mapping[str, PyTree]) -> PyTree:
     """Puts arrays, by name, into the places of a model.
 
     !!! Example
@@ -138,7 +142,7 @@ def assign(model: PyTree, arrays: Mapping[str, Any]) -> PyTree:
     """
     shown = list(named_leaves(arrays, is_one))
     given = {leaf.path: leaf.value for leaf in shown}
-    entries = {leaf.path: entry for leaf in shown if (entry := entry_of_leaf(leaf)) is not None}
+    entries = {leaf.path: entry for leaf in shown if (entry := describe_leaf(leaf)) is not None}
     leaves = list(named_leaves(model, is_one))
     places = check_fits(leaves, entries, "`arrays` must fit the model", ("in `arrays`", "in the model"))
     values = [leaf.value if place is None else given[leaf.path] for leaf, place in places]
@@ -146,14 +150,14 @@ def assign(model: PyTree, arrays: Mapping[str, Any]) -> PyTree:
 
 
 def check_fits(
-    leaves: Sequence[Leaf], entries: Mapping[str, Entry], rule: str, sides: tuple[str, str]
+    leaves: Sequence[Leaf], entries: Mapping[str, Entry], rule: str, names: tuple[str, str]
 ) -> list[tuple[Leaf, Entry | None]]:
     """Returns the leaves of a template with what each of them is, or `None` for a leaf that is not saved.
 
     Raises a `ValueError` unless `entries` has exactly one that fits for each of the others.
     """
-    saved_side, template_side = sides
-    places = [(leaf, entry_of_leaf(leaf)) for leaf in leaves]
+    saved_side, template_side = names
+    places = [(leaf, describe_leaf(leaf)) for leaf in leaves]
     known = {leaf.path for leaf in leaves}
     wrapped = _wrapped(entries, known)
     wrong = []
@@ -161,12 +165,9 @@ def check_fits(
         saved = entries.get(leaf.path, wrapped.get(leaf.path))
         if place is None and saved is None:
             continue
-        if saved is None:
-            wrong.append(f"{leaf.path}: nothing {saved_side}, {place} {template_side}")
-        elif place is None:
-            wrong.append(f"{leaf.path}: {saved} {saved_side}, a {type(leaf.value).__name__} {template_side}")
-        elif leaf.path in wrapped or not saved.goes_into(place):
-            wrong.append(f"{leaf.path}: {saved} {saved_side}, {place} {template_side}")
+        if saved is None or place is None or leaf.path in wrapped or not saved.goes_into(place):
+            sides = f"{saved or 'nothing'} {saved_side}, {place or a_type(leaf.value)} {template_side}"
+            wrong.append(f"{leaf.path}: {sides}")
     inside = tuple(f"{path}." for path in wrapped)
     wrong += [
         f"{path}: {entry} {saved_side}, nothing {template_side}"
@@ -195,56 +196,48 @@ def _wrapped(entries: Mapping[str, Entry], known: Set[str]) -> dict[str, Entry]:
     return found
 
 
-def _nests(keys: Iterable[tuple[str, ...]]) -> bool:
-    """Returns whether no leaf stands under the same keys as another, or within it. Takes time linear in the keys."""
-    root: dict[str | None, Any] = {}
-    for path in keys:
-        node = root
-        for key in path:
-            if None in node:
-                return False
-            node = node.setdefault(key, {})
-        if node:
-            return False
-        node[None] = None  # a leaf
-    return True
+def nest(items: Iterable[tuple[tuple[str, ...], object]]) -> PyTree:
+    """Returns nested dictionaries of values by their keys, in time linear in the keys.
+
+    `None` if a value stands under the same keys as another, or within it.
+    """
+    top: dict[str, object] = {}
+    for keys, value in items:
+        node = top
+        *around, last = ("", *keys)
+        for key in around:
+            inner = node.setdefault(key, {})
+            if not isinstance(inner, dict):
+                return None
+            node = inner
+        if last in node:
+            return None
+        node[last] = value
+    return top.get("", {})
 
 
-def _nest(by_keys: Mapping[tuple[str, ...], Any]) -> Any:
-    root: dict[str, Any] = {}
-    for keys, value in by_keys.items():
-        if not keys:
-            return value
-        node = root
-        for key in keys[:-1]:
-            node = node.setdefault(key, {})
-        node[keys[-1]] = value
-    return root
-
-
-def _struct(entry: Entry, leaf: Leaf | None) -> Any:
+def _stand_in(entry: Entry, template: PyTree = None) -> PyTree:
     """Returns a stand-in for a leaf, for the rules of shardings to look at."""
     if entry.kind in ("scalar", "key"):
         return 0
-    known = getattr(leaf.value, "sharding", None) if leaf is not None else None
+    known = getattr(template, "sharding", None)
     known = known if isinstance(known, NamedSharding) else None
     if entry.kind == "quantized" and entry.order is None:
-        return entry.structure(known)
+        return entry.packed_struct(known)
     return jax.ShapeDtypeStruct(entry.shape, jnp.dtype(entry.dtype), sharding=known)
 
 
-def own_sharding(x: Any) -> NamedSharding | None:
+def own_sharding(x: PyTree) -> NamedSharding | None:
     sharding = getattr(x.array if isinstance(x, PermutedArray) else x, "sharding", None)
     return full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
 
 
 def read_leaf(
-    saved: SavedLeaf,
+    saved: SavedLeaf[StoredTensor],
     sharding: NamedSharding | None = None,
-    leaf: Leaf | None = None,
-    done: dict[Any, Any] | None = None,
     place: Entry | None = None,
-) -> Any:
+    done: dict[Hashable, PyTree] | None = None,
+) -> PyTree:
     """Reads one leaf. If it is tied to one that is `done`, with the same sharding, the two are the same array."""
     entry, done = saved.entry, {} if done is None else done
     if entry.kind == "scalar":
@@ -252,59 +245,43 @@ def read_leaf(
     kind = entry.kind if place is None or entry.kind in ("quantized", "key") else place.kind
     same = (saved.tied_to or saved.path, sharding, kind)
     if same not in done:
-        done[same] = _read_array(saved, kind, sharding)
-    out = done[same]
-    if entry.kind == "quantized" and leaf is not None and is_one(leaf.value):
-        told = leaf.value.array if isinstance(leaf.value, PermutedArray) else leaf.value
-        out = _array_of(out, lambda q: dataclasses.replace(q, logical_sharding=told.logical_sharding))
-    return out
+        done[same] = _read_quantized(saved, sharding) if kind == "quantized" else _read_array(saved, kind, sharding)
+    return done[same]
 
 
-def _array_of(x: Any, change: Callable[[QuantizedArray], QuantizedArray]) -> Any:
+def _change_array(
+    x: QuantizedArray | PermutedArray, change: Callable[[QuantizedArray], QuantizedArray]
+) -> QuantizedArray | PermutedArray:
     return dataclasses.replace(x, array=change(x.array)) if isinstance(x, PermutedArray) else change(x)
 
 
-def _read_array(saved: SavedLeaf, kind: str, sharding: NamedSharding | None) -> Any:
-    entry = saved.entry
-    if kind == "quantized":
-        parts = entry.structure()
-        to = {} if sharding is None else _shardings_of(parts, sharding, saved.path)
-        leaves = [
-            to_jax(from_stored(saved.tensors[part].array(), struct.dtype, struct.shape), to.get(part))
-            for part, struct in parts_of(parts).items()
-        ]
-        q = jtu.tree_unflatten(jtu.tree_structure(parts), leaves)
-        if isinstance(q, PermutedArray):
-            order = saved.tensors["order"]
-            if not np.array_equal(np.sort(order.array()), np.broadcast_to(np.arange(order.shape[-1]), order.shape)):
-                order.fail("It must have every index once.")
-        return q if sharding is None else _array_of(q, lambda q: dataclasses.replace(q, logical_sharding=sharding))
+def _read_quantized(saved: SavedLeaf[StoredTensor], sharding: NamedSharding | None) -> QuantizedArray | PermutedArray:
+    like: PyTree = saved.entry.struct
+    to = {} if sharding is None else _shardings_of(like, sharding, saved.path)
+    leaves = [
+        to_jax(from_stored(saved.tensors[part].array(), struct.dtype, struct.shape), to.get(part))
+        for part, struct in named_parts(like).items()
+    ]
+    if saved.entry.order is not None:
+        order = saved.tensors["order"]
+        if not np.array_equal(np.sort(order.array()), np.broadcast_to(np.arange(order.shape[-1]), order.shape)):
+            order.fail("It must have every index once.")
+    q = jtu.tree_unflatten(jtu.tree_structure(like), leaves)
+    return q if sharding is None else _change_array(q, lambda q: dataclasses.replace(q, logical_sharding=sharding))
+
+
+def _read_array(saved: SavedLeaf[StoredTensor], kind: str, sharding: NamedSharding | None) -> PyTree:
     stored = saved.tensors[""].array()
     if kind == "key":
         keys = jr.wrap_key_data(jnp.array(stored), impl=saved.impl)
         return keys if sharding is None else jax.device_put(keys, sharding)
-    view = from_stored(stored, jnp.dtype(entry.dtype), entry.shape)
-    if kind == "generic":
-        return view[()]
-    return np.array(view) if kind == "numpy" else to_jax(view, sharding)
+    view = from_stored(stored, jnp.dtype(saved.entry.dtype), saved.entry.shape)
+    return view[()] if kind == "generic" else np.array(view) if kind == "numpy" else to_jax(view, sharding)
 
 
-def _shardings_of(parts: Any, sharding: NamedSharding, path: str) -> dict[str, Any]:
+def _shardings_of(q: QuantizedArray | PermutedArray, sharding: NamedSharding, path: str) -> dict[str, NamedSharding]:
     """Returns the sharding of each part of an array. Every device has the order of inputs."""
-    if not isinstance(parts, PermutedArray):
-        return parts_of(leaf_shardings(parts, sharding, path))
+    if not isinstance(q, PermutedArray):
+        return named_parts(leaf_shardings(q, sharding, path))
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    of_array = parts_of(leaf_shardings(parts.array, sharding, path))
-    return {"order": everywhere} | {f"array.{name}": to for name, to in of_array.items()}
-
-
-def to_jax(view: np.ndarray, sharding: NamedSharding | None = None) -> Any:
-    """Copies a view of a file to a device, or each part of it to its device.
-
-    Stays in NumPy if JAX is not set to hold the dtype, such as float64.
-    """
-    if jax.dtypes.canonicalize_dtype(view.dtype) != view.dtype:
-        return np.array(view)
-    if sharding is not None:
-        return jax.make_array_from_callback(view.shape, sharding, lambda index: np.array(view[index]))
-    return own(copied(view))  # never the file's own memory, which another program may change
+    return {"order": everywhere} | {f"array.{name}": to for name, to in _shardings_of(q.array, sharding, path).items()}

@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Group
 from rich.markup import escape
 
@@ -17,17 +19,23 @@ from .._array.value import AbstractArrayValue
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
 from .._report import Name, Report, report_table
-from .._tree.leaves import named_leaves
+from .._tree.leaves import Leaf, named_leaves, some
 from .._tree.placement import move, Shardings, wanted_shardings
 from .._tree.select import check_patterns, matches, Pattern
 from .._types import PyTree
 from .._wrappers import pieces
 from .._wrappers.permuted import PermutedArray
 from ._checkpoint import Checkpoint, open as open_checkpoint
-from ._entry import Entry, entry_of, entry_of_leaf, is_one
-from ._load import own_sharding, to_jax
+from ._dialects.item import Item
+from ._entry import describe, describe_leaf, Entry, is_one
+from ._lazy import LazyArray
+from ._load import own_sharding
+from ._memory import to_jax
 from ._names import of as names_of
-from ._rules import match_names, Matched, Names, Recipe
+from ._rules import match_names, Matched, NameRules, Recipe
+
+
+Layers = Sequence[Sequence[PyTree]]  # the arrays of a recipe, by layer and part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +87,15 @@ class LoadPlan(Report):
         notes = {"left out": self.left_out, "kept from the model": self.kept, "unused": self.unused}
         for what, paths in {**notes, "rules that match nothing": self.idle}.items():
             if paths:
-                lines.append(escape(f"{len(paths)} {what}: {_some(paths)}"))
+                lines.append(escape(f"{len(paths)} {what}: {some(paths)}"))
         lines += [escape(f"Problem: {problem}") for problem in self.problems]
         return Group(*lines, table)
 
 
 def load_into(
     model: PyTree,
-    checkpoint: "Checkpoint | Mapping[str, Any] | str | os.PathLike[str]",
-    names: Names | None = None,
+    checkpoint: Checkpoint | Mapping[str, object] | str | os.PathLike[str],
+    names: NameRules | None = None,
     *,
     dequantize: bool = False,
     keep: Sequence[Pattern] = (),
@@ -162,10 +170,10 @@ def load_into(
     """
     plan = _Plan(model, checkpoint, names, dequantize, keep)
     if plan.problems:
-        idle = f" No array matches {_some(plan.matched.idle)}." if plan.matched.idle else ""
+        idle = f" No array matches {some(plan.matched.idle)}." if plan.matched.idle else ""
         raise ValueError(
             f"`names` must give every leaf of the model an array of {plan.where}, and every array a leaf that fits. "
-            f"Got {_some(plan.problems, '; ')}.{idle} `eqq.io.plan_load` shows all leaves. A rule to `None` leaves "
+            f"Got {some(plan.problems, '; ')}.{idle} `eqq.io.plan_load` shows all leaves. A rule to `None` leaves "
             "an array out, and `keep=` leaves a leaf as it is."
         )
     return plan.load(shardings)
@@ -173,8 +181,8 @@ def load_into(
 
 def plan_load(
     model: PyTree,
-    checkpoint: "Checkpoint | Mapping[str, Any] | str | os.PathLike[str]",
-    names: Names | None = None,
+    checkpoint: Checkpoint | Mapping[str, object] | str | os.PathLike[str],
+    names: NameRules | None = None,
     *,
     dequantize: bool = False,
     keep: Sequence[Pattern] = (),
@@ -192,29 +200,19 @@ def plan_load(
     return _Plan(model, checkpoint, names, dequantize, keep).report()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """An array of a checkpoint: what it is, how to read it, and why it cannot be read, if that is known."""
-
-    struct: Any
-    read: Callable[[], Any]
-    problem: str | None = None
-
-
-def _sources(checkpoint: Any) -> dict[str, _Source]:
+def _sources(checkpoint: Checkpoint | PyTree) -> Mapping[str, Item | LazyArray]:
     if isinstance(checkpoint, Checkpoint):
-        of = lambda name, item: _Source(item.struct, lambda: checkpoint[name], item.problem)
-        return {name: of(name, item) for name, item in checkpoint.items_by_name.items()}
+        return checkpoint.items_by_name
     leaves = named_leaves(checkpoint, is_one)
     struct = lambda x: jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
-    return {leaf.path: _Source(struct(leaf.value), lambda x=leaf.value: x) for leaf in leaves}
+    return {leaf.path: LazyArray(struct(leaf.value), lambda x=leaf.value: x) for leaf in leaves}
 
 
 class _Plan:
     """What becomes of what, and everything that does not fit."""
 
     def __init__(
-        self, model: PyTree, checkpoint: Any, names: Names | None, dequantize: bool, keep: Sequence[Pattern]
+        self, model: PyTree, checkpoint: PyTree, names: NameRules | None, dequantize: bool, keep: Sequence[Pattern]
     ) -> None:
         if isinstance(checkpoint, str | os.PathLike):
             checkpoint = open_checkpoint(checkpoint)
@@ -229,7 +227,7 @@ class _Plan:
         )
         self.matched: Matched = match_names(names_of(checkpoint) if names is None else names, tuple(self.sources))
         self.recipes: dict[str, Recipe] = {}
-        self.made: dict[str, Any] = {}  # the arrays of the result, without values
+        self.made: dict[str, PyTree] = {}  # the arrays of the result, without values
         self.problem_of: dict[str, str] = {}
         self.problems = [*self.matched.problems]
         for recipe in self.matched.recipes:
@@ -271,7 +269,7 @@ class _Plan:
                 return
         structs = [[self.sources[name].struct for name in layer] for layer in recipe.sources]
         try:
-            made = self._made(recipe, structs, abstract=True)
+            made = self._make(recipe, structs, abstract=True)
         except Exception as e:  # also whatever `apply` raises
             formats = ", ".join(f"{name}: {self._describe(name)}" for name in names[:4])
             self._wrong(recipe.paths[0], f"{e} ({formats}). `dequantize=True` of `eqq.io.To` makes them dense")
@@ -283,26 +281,26 @@ class _Plan:
                 self._wrong(path, f"{self.places[path]} in the model; {told}{entry}")
             self.made[path] = x
 
-    def _made(self, recipe: Recipe, layers: Any, abstract: bool = False) -> dict[str, Any]:
+    def _make(self, recipe: Recipe, layers: Layers, abstract: bool = False) -> dict[str, PyTree]:
         """Makes the leaves of a recipe from its arrays, given by layer and part."""
         to, places = recipe.to, [self.places[path] for path in recipe.paths]
         plain = not (to.transpose or to.apply or recipe.stacked)
         plain &= len(recipe.paths) == len(layers[0]) == 1 or to.tied
 
-        def make(layers: Any) -> list[Any]:
-            outs = [self._layer(recipe, places, parts) for parts in layers]
+        def make(layers: Layers) -> list[PyTree]:
+            outs = [self._make_layer(recipe, places, parts) for parts in layers]
             columns = zip(*outs, strict=True)
-            return [_finished(_stacked(list(c), recipe.stacked), p) for c, p in zip(columns, places, strict=True)]
+            return [_finish(_stack(list(c), recipe.stacked), p) for c, p in zip(columns, places, strict=True)]
 
         if plain and not _is_value(layers[0][0]):  # also dtypes that JAX is not set to hold
             x = layers[0][0]
-            return {path: _plain(x, place) for path, place in zip(recipe.paths, places, strict=True)}
+            return {path: _cast(x, place) for path, place in zip(recipe.paths, places, strict=True)}
         out = jax.eval_shape(make, layers) if abstract else make(layers)
         if to.tied:
             out = [out[0]] * len(out)
         return dict(zip(recipe.paths, out, strict=True))
 
-    def _layer(self, recipe: Recipe, places: Sequence[Entry], parts: Sequence[Any]) -> list[Any]:
+    def _make_layer(self, recipe: Recipe, places: Sequence[Entry], parts: Sequence[PyTree]) -> list[PyTree]:
         to, parts = recipe.to, list(parts)
         for n, x in enumerate(parts):
             if (to.dequantize or self.dequantize) and _is_value(x):
@@ -328,7 +326,7 @@ class _Plan:
             skeleton = jtu.tree_unflatten(treedef, shown)
             targets = wanted_shardings(skeleton, list(named_leaves(skeleton, is_one)), shardings)
         target_of = {leaf.path: target for leaf, target in zip(self.leaves, targets, strict=True)}
-        done: dict[str, Any] = {}
+        done: dict[str, PyTree] = {}
         for leaf in self.leaves:
             recipe = self.recipes.get(leaf.path)
             if recipe is None or leaf.path in done:
@@ -336,15 +334,15 @@ class _Plan:
             divided = any(target_of[path] is not None for path in recipe.paths)
             with _on_host() if divided else contextlib.nullcontext():
                 layers = [[self.sources[name].read() for name in layer] for layer in recipe.sources]
-                made = self._made(recipe, layers)
+                made = self._make(recipe, layers)
             del layers
-            placed: dict[Any, Any] = {}  # a tied array is one array in each of its places
+            placed: dict[Hashable, PyTree] = {}  # a tied array is one array in each of its places
             for path, x in made.items():
                 numpy = self.places[path].kind == "numpy"
                 same = (id(x), numpy, target_of[path])
                 if same not in placed:
                     x = np.asarray(x) if numpy else to_jax(x) if isinstance(x, np.ndarray) else x
-                    placed[same] = _moved(x, target_of[path])
+                    placed[same] = _move(x, target_of[path])
                 done[path] = placed[same]
         return jtu.tree_unflatten(treedef, [done.get(leaf.path, leaf.value) for leaf in self.leaves])
 
@@ -384,68 +382,61 @@ class _Plan:
         return ", ".join(what for what, holds in said.items() if holds)
 
 
-def _is_value(x: Any) -> bool:
+def _is_value(x: object) -> TypeGuard[AbstractArrayValue]:
     return isinstance(x, AbstractArrayValue)
 
 
-def _is_permuted(x: Any) -> bool:
+def _is_permuted(x: object) -> TypeGuard[PermutedArray]:
     return isinstance(x, PermutedArray)
 
 
-def _entry(x: Any, path: str) -> Entry | None:
+def _entry(x: PyTree, path: str) -> Entry | None:
     # With low-rank factors it is no array of a file, but fits where one does.
-    return Entry("array", x.dtype.name, x.shape) if _is_permuted(x) and not is_one(x) else entry_of(x, path)
+    return Entry("array", x.dtype.name, x.shape) if _is_permuted(x) and not is_one(x) else describe(x, path)
 
 
-def _moved(x: Any, sharding: Any) -> Any:
+def _move(x: PyTree, sharding: NamedSharding | None) -> PyTree:
     if sharding is None or not _is_permuted(x):
         return move(x, sharding)
-    everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     return dataclasses.replace(x, array=move(x.array, sharding), order=move(x.order, everywhere))
 
 
-def _place(leaf: Any) -> Entry | None:
-    entry = entry_of_leaf(leaf)
+def _place(leaf: Leaf) -> Entry | None:
+    entry = describe_leaf(leaf)
     return None if entry is None or entry.kind in ("scalar", "key") else entry
 
 
-def _stacked(arrays: list[Any], lengths: tuple[int, ...]) -> Any:
+def _stack(arrays: list[PyTree], lengths: tuple[int, ...]) -> PyTree:
     if not lengths:
         return arrays[0]
     x = pieces.stack(arrays)
     return x if len(lengths) == 1 else jtu.tree_map(lambda leaf: leaf.reshape(*lengths, *leaf.shape[1:]), x)
 
 
-def _finished(x: Any, place: Entry) -> Any:
+def _finish(x: PyTree, place: Entry) -> PyTree:
     """Gives an array the dtype of its leaf, and axes of length one where they differ in nothing else."""
     if _is_value(x):
         return x.astype(place.dtype) if jnp.issubdtype(jnp.dtype(place.dtype), jnp.floating) else x
-    return _plain(x, place)
+    return _cast(x, place)
 
 
-def _plain(x: Any, place: Entry) -> Any:
+def _cast(x: PyTree, place: Entry) -> PyTree:
     dtype = jnp.dtype(place.dtype)
-    both = jnp.issubdtype(x.dtype, jnp.inexact) and jnp.issubdtype(dtype, jnp.inexact)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        both = False  # it would lose its imaginary part
+    complex_to_real = jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating)
+    both = jnp.issubdtype(x.dtype, jnp.inexact) and jnp.issubdtype(dtype, jnp.inexact) and not complex_to_real
     ones = lambda shape: [n for n in shape if n != 1]
     shape = place.shape if ones(x.shape) == ones(place.shape) else x.shape
     to = dtype if both else x.dtype
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, to)
     x = x if x.dtype == to else x.astype(to)
-    x = x if x.shape == shape else x.reshape(shape)
-    return x
+    return x if x.shape == shape else x.reshape(shape)
 
 
-def _on_host() -> Any:
+def _on_host() -> AbstractContextManager[object]:
     """So that no single device must hold an array that is divided among several."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # `JAX_PLATFORMS` may leave it out
         return contextlib.nullcontext()
-
-
-def _some(items: Iterable[str], between: str = ", ") -> str:
-    items = list(items)
-    return between.join(items[:10]) + (f"{between}and {len(items) - 10} more" if len(items) > 10 else "")

@@ -15,8 +15,8 @@ import dataclasses
 import inspect
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Generic, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,9 @@ import numpy as np
 
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat, known_formats
-from ._assemble import parts_of
-from ._entry import DTYPE_NAMES, Entry, SCALARS
-from ._json import parse_json
-from ._stored import MappedFile, NAME_OF, num_bytes, Stored
+from .._types import PyTree
+from ._entry import DTYPE_NAMES, Entry, named_parts, SCALARS
+from ._tensors import MappedFile, NAME_OF, NewTensor, num_bytes, parse_json, StoredTensor, Tensor
 
 
 VERSION = 1
@@ -36,32 +35,35 @@ KEY = "eqquant"  # of the metadata
 # Python cannot walk trees that are much deeper.
 MAX_KEYS = 500
 Formats = Mapping[str, type[AbstractFormat]]
-_T = TypeVar("_T")
+Scalar = bool | int | float | complex | str
+T = TypeVar("T", bound=Tensor)
+_Kind = TypeVar("_Kind")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SavedLeaf:
-    """A leaf in a file: its name, what it is, and the tensors that hold it, or the value of a scalar."""
+class SavedLeaf(Generic[T]):
+    """A leaf in a file, or to be saved: its name, what it is, and its tensors, or the value of a scalar."""
 
     path: str
     keys: tuple[str, ...]
     entry: Entry
-    tensors: Mapping[str, Stored]
-    value: Any = None
+    tensors: Mapping[str, T]
+    value: Scalar | None = None
     impl: str | None = None
     tied_to: str | None = None
 
 
-def stored_as(x: Any, entry: Entry) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns the dtype and the shape in the file of each tensor of a leaf, by its name within the leaf."""
+def stored_as(entry: Entry, keys: PyTree = None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the dtype and the shape in the file of each tensor of a leaf, by its name within the leaf.
+
+    - `keys`: the PRNG keys, or a `jax.ShapeDtypeStruct` of them, if it is a leaf of these.
+    """
     if entry.kind == "scalar":
         return {}
     if entry.kind == "quantized":
-        parts = parts_of(x if x is not None else entry.structure())
-        return {name: _as_stored(np.dtype(part.dtype), tuple(part.shape)) for name, part in parts.items()}
+        return {name: _as_stored(part.dtype, part.shape) for name, part in named_parts(entry.struct).items()}
     if entry.kind == "key":
-        data = jax.eval_shape(jr.key_data, x)
-        return {"": ("U32", tuple(data.shape))}
+        return {"": ("U32", jax.eval_shape(jr.key_data, keys).shape)}
     return {"": _as_stored(jnp.dtype(entry.dtype), entry.shape)}
 
 
@@ -86,25 +88,22 @@ def from_stored(x: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.nd
 # Writing
 
 
-def leaf_to_json(path: str, keys: Sequence[str], x: Any, entry: Entry, tensors: Mapping[str, str]) -> dict[str, Any]:
-    out: dict[str, Any] = {"path": path, "keys": list(keys), "kind": entry.kind, "dtype": entry.dtype}
+def leaf_to_json(leaf: SavedLeaf[NewTensor]) -> dict[str, object]:
+    entry, out = leaf.entry, dict[str, object](path=leaf.path, keys=list(leaf.keys))
+    if leaf.tied_to is not None:
+        return {**out, "tied_to": leaf.tied_to}
+    out |= {"kind": entry.kind, "dtype": entry.dtype}
     if entry.kind == "scalar":
-        return {**out, "value": _scalar_to_json(x)}
-    out |= {"shape": list(entry.shape), "tensors": dict(tensors)}
-    if entry.kind == "key":
-        out["impl"] = str(jr.key_impl(x))
+        return {**out, "value": _scalar_to_json(leaf.value)}
+    out |= {"shape": list(entry.shape), "tensors": {part: t.name for part, t in leaf.tensors.items()}}
     if entry.format is not None:
-        out |= {"axis": list(entry.axes), "format": _format_to_json(entry.format, path)}
-    if entry.order is not None:
-        out["order"] = [entry.order[0], *entry.order[1]]
-    if entry.within is not None:
-        out["within"] = entry.within
-    if entry.gradient_of is not None:
-        out["gradient_of"] = entry.gradient_of
-    return out
+        out |= {"axis": list(entry.axes), "format": _format_to_json(entry.format, leaf.path)}
+    order = None if entry.order is None else [entry.order[0], *entry.order[1]]
+    more = {"impl": leaf.impl, "order": order, "within": entry.within, "gradient_of": entry.gradient_of}
+    return out | {name: value for name, value in more.items() if value is not None}
 
 
-def _format_to_json(format: AbstractFormat, path: str) -> dict[str, Any]:
+def _format_to_json(format: AbstractFormat, path: str) -> dict[str, object]:
     fields = {field.name: getattr(format, field.name) for field in dataclasses.fields(format)}
     try:
         text = json.dumps(fields, allow_nan=False)
@@ -116,7 +115,7 @@ def _format_to_json(format: AbstractFormat, path: str) -> dict[str, Any]:
     return {"name": type(format).__name__, "fields": json.loads(text)}
 
 
-def _scalar_to_json(x: Any) -> Any:
+def _scalar_to_json(x: Scalar | None) -> object:
     if isinstance(x, complex):
         return [x.real.hex(), x.imag.hex()]
     if isinstance(x, float):
@@ -128,8 +127,8 @@ def _scalar_to_json(x: Any) -> Any:
 
 
 def read_manifest(
-    text: str, tensors: Mapping[str, Stored], file: MappedFile, formats: Iterable[type[AbstractFormat]]
-) -> list[SavedLeaf]:
+    text: str, tensors: Mapping[str, StoredTensor], file: MappedFile, formats: Iterable[type[AbstractFormat]]
+) -> list[SavedLeaf[StoredTensor]]:
     """Reads a manifest, and checks that it accounts for every tensor of the file.
 
     **Raises:**
@@ -144,7 +143,7 @@ def read_manifest(
         file.fail("must list its leaves in the manifest. Got none.")
     known = known_formats() | {cls.__name__: cls for cls in formats}
     used: set[str] = set()
-    saved: dict[str, SavedLeaf] = {}
+    saved: dict[str, SavedLeaf[StoredTensor]] = {}
     for fields in leaves:
         leaf = _Fields(fields, file).leaf(tensors, known, saved)
         if leaf.path in saved:
@@ -162,8 +161,9 @@ def read_manifest(
 class _Fields:
     """The JSON object of a leaf."""
 
-    def __init__(self, fields: Any, file: MappedFile) -> None:
-        self.fields, self.file, self.path = fields, file, "a leaf"
+    def __init__(self, fields: object, file: MappedFile) -> None:
+        self.file, self.path = file, "a leaf"
+        self.fields: dict[str, object] = fields if isinstance(fields, dict) else {}
         if not isinstance(fields, dict):
             self.fail("Got no object.")
         self.path = repr(self.get("path", str))
@@ -171,19 +171,21 @@ class _Fields:
     def fail(self, why: str) -> NoReturn:
         self.file.fail(f"must have a manifest that describes {self.path}. {why}")
 
-    def get(self, name: str, kind: type[_T]) -> _T:
+    def get(self, name: str, kind: type[_Kind]) -> _Kind:
         value = self.fields.get(name)
         if type(value) is not kind:
             self.fail(f"Got {str(value)[:80]!r} for `{name}`, which must be a {kind.__name__}.")
         return value
 
-    def items(self, name: str, kind: type[_T]) -> tuple[_T, ...]:
+    def items(self, name: str, kind: type[_Kind]) -> tuple[_Kind, ...]:
         value = self.get(name, list)
         if not all(type(item) is kind for item in value):
             self.fail(f"Got {str(value)[:80]!r} for `{name}`, which must be a list of {kind.__name__}.")
         return tuple(value)
 
-    def leaf(self, tensors: Mapping[str, Stored], known: Formats, saved: Mapping[str, SavedLeaf]) -> SavedLeaf:
+    def leaf(
+        self, tensors: Mapping[str, StoredTensor], known: Formats, saved: Mapping[str, SavedLeaf[StoredTensor]]
+    ) -> SavedLeaf[StoredTensor]:
         path, keys = self.get("path", str), self.items("keys", str)
         if len(keys) > MAX_KEYS:
             self.fail(f"Got {len(keys)} keys. It must have at most {MAX_KEYS}.")
@@ -199,14 +201,13 @@ class _Fields:
             return SavedLeaf(path, keys, entry, {}, value=self.scalar(entry.dtype))
         impl = self.get("impl", str) if entry.kind == "key" else None
         names = self.get("tensors", dict)
-        found: dict[str, Stored] = {}
+        found: dict[str, StoredTensor] = {}
         for part, name in names.items():
             tensor = tensors.get(name) if isinstance(name, str) else None
             if tensor is None:
                 self.fail(f"Got {str(name)[:80]!r} for `{part}`, a tensor that the file does not have.")
             found[part] = tensor
-        keys_of = None if impl is None else self.key_struct(entry, impl)
-        expected = stored_as(keys_of, entry)
+        expected = stored_as(entry, None if impl is None else self.key_struct(entry, impl))
         got = {part: (tensor.dtype, tensor.shape) for part, tensor in found.items()}
         if got != expected:
             self.fail(f"It is {entry}, and its tensors must be {expected}. Got {got}.")
@@ -241,7 +242,7 @@ class _Fields:
         order = self.order(shape) if "order" in self.fields else None
         entry = Entry("quantized", dtype, shape, self.format(known), axes, gradient_of, order=order)
         try:
-            entry.structure()
+            _ = entry.struct
         except (TypeError, ValueError, OverflowError) as e:
             self.fail(f"{entry} is no array. {e}")
         return entry
@@ -275,7 +276,7 @@ class _Fields:
             )
         return format
 
-    def scalar(self, kind: str) -> Any:
+    def scalar(self, kind: str) -> Scalar:
         if kind in ("bool", "str"):
             return self.get("value", {"bool": bool, "str": str}[kind])
         try:
@@ -295,13 +296,13 @@ class _Fields:
         return jax.ShapeDtypeStruct(entry.shape, one.dtype)
 
 
-def _short(x: Any) -> str:
+def _short(x: object) -> str:
     """Returns text from a file at a length that an error can show."""
     text = str(x)
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 
-def _tuples(x: Any) -> Any:
+def _tuples(x: object) -> PyTree:
     """Returns JSON with tuples for lists, as the static fields of formats are."""
     if isinstance(x, dict):
         return {key: _tuples(value) for key, value in x.items()}

@@ -4,10 +4,11 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 
 # XLA on CPU takes over memory that starts at a multiple of this, and copies other memory.
@@ -17,7 +18,7 @@ _PART = 4 * 2**20
 _THREADS = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "eqquant.io")
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """Returns memory that JAX on CPU can take over."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
@@ -47,6 +48,13 @@ def copied(view: np.ndarray) -> np.ndarray:
     return out
 
 
-def own(x: Any) -> Any:
-    """Makes a JAX array of memory that nobody else has, without a copy where the device can take it over."""
-    return jax.device_put(x)
+def to_jax(view: np.ndarray, sharding: NamedSharding | None = None) -> jax.Array | np.ndarray:
+    """Copies a view of a file to a device, or each part of it to its device.
+
+    Stays in NumPy if JAX is not set to hold the dtype, such as float64.
+    """
+    if jax.dtypes.canonicalize_dtype(view.dtype) != view.dtype:
+        return np.array(view)
+    if sharding is not None:
+        return jax.make_array_from_callback(view.shape, sharding, lambda index: np.array(view[index]))
+    return jax.device_put(copied(view))  # never the file's own memory, which another program may change

@@ -55,10 +55,10 @@ def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "l
     A mapping for `fold`.
     """
     writers = ("embedding.weight", f"{layers}.attention.output.{{p}}", f"{layers}.{{m:mlp|experts}}.down.{{p}}")
-    of_norm = "|".join((*(f"{m}.{x}.weight" for m in ("mlp", "experts") for x in ("gate", "up")), "router.weight"))
+    normalized = "|".join((*(f"{m}.{x}.weight" for m in ("mlp", "experts") for x in ("gate", "up")), "router.weight"))
     readers = {
         f"{layers}.attention_norm.weight": f"{layers}.attention.{{x:q|k|v}}.weight",
-        f"{layers}.mlp_norm.weight": f"{layers}.{{x:{of_norm}}}",
+        f"{layers}.mlp_norm.weight": f"{layers}.{{x:{normalized}}}",
         "norm.weight": "head.weight",
     }
     pair = {f"{layers}.attention.v.{{p}}": Into((f"{layers}.attention.output.weight",), head_size)}

@@ -4,9 +4,10 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._tree.patterns import compile_pattern, GROUP
+from .._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class To:
     transpose: bool = False
     axis: int = 0
     tied: bool = False
-    apply: Callable[[Any], Any] | None = None
+    apply: Callable[[PyTree], PyTree] | None = None
     dequantize: bool = False
 
     @property
@@ -45,8 +46,9 @@ class To:
         return (self.path,) if isinstance(self.path, str) else tuple(self.path)
 
 
-Target = str | tuple[str, ...] | To | None
-Names = Mapping[str, Target] | Mapping[Any, Target] | Callable[[str], Target]
+LeafTarget = str | tuple[str, ...] | To | None
+RuleKey = str | re.Pattern[str] | tuple[str | re.Pattern[str], ...]
+NameRules = Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget] | Callable[[str], LeafTarget]
 
 
 class Recipe(NamedTuple):
@@ -84,7 +86,7 @@ class _Rule(NamedTuple):
     to: To | None
 
 
-def match_names(names: Names, found: Sequence[str]) -> Matched:
+def match_names(names: NameRules, found: Sequence[str]) -> Matched:
     """Applies rules to the names of a checkpoint; the first rule that matches holds."""
     if callable(names):
         rules = [_rule(name, names(name), literal=True) for name in found]
@@ -146,8 +148,8 @@ def _first(rules: Sequence[_Rule], name: str) -> _Match | None:
     return None
 
 
-def _rule(key: Any, target: Any, literal: bool = False) -> _Rule:
-    keys = key if isinstance(key, tuple) else (key,)
+def _rule(key: object, target: object, literal: bool = False) -> _Rule:
+    keys: tuple[PyTree, ...] = key if isinstance(key, tuple) else (key,)
     if not keys or not all(isinstance(k, str | re.Pattern) for k in keys):
         raise TypeError(
             "The keys of `names` must be names of a checkpoint, such as 'layers.{n}.mlp.{p}', compiled regular "

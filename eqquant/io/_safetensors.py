@@ -10,30 +10,21 @@ The reader is our own because that of the `safetensors` package gives NumPy no 8
 
 import itertools
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-import numpy as np
+from typing import NoReturn, TypeGuard
 
 from ._atomic import replacing
-from ._json import parse_json
-from ._stored import DTYPES, MappedFile, num_bytes, Stored, to_bytes
+from ._tensors import DTYPES, MappedFile, num_bytes, parse_json, StoredTensor, Tensor, to_bytes
 
 
 MAX_HEADER = 100_000_000  # as the reference implementation
 
 
-class Contents(NamedTuple):
-    """What a file holds: its tensors by name, in the order of their bytes, and its metadata."""
+def read(file: MappedFile) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Returns the tensors of a file, in the order of their bytes, and its metadata.
 
-    tensors: dict[str, Stored]
-    metadata: dict[str, str]
-
-
-def read(file: MappedFile) -> Contents:
-    """Reads the header of a file, and checks that it describes every byte of the rest exactly once.
+    Checks that the header describes every byte of the rest exactly once.
 
     **Raises:**
 
@@ -63,10 +54,10 @@ def read(file: MappedFile) -> Contents:
         end, before = t.start + t.nbytes, repr(t.name)
     if end != file.size:
         file.fail(f"must end with its last tensor. Got {file.size - end} bytes after {before}.")
-    return Contents({t.name: t for t in tensors}, metadata)
+    return {t.name: t for t in tensors}, metadata
 
 
-def _stored(file: MappedFile, name: str, entry: Any, data: int) -> Stored:
+def _stored(file: MappedFile, name: str, entry: object, data: int) -> StoredTensor:
     def fail(why: str) -> NoReturn:
         file.fail(f"must describe the tensor {name!r} by dtype, shape and data_offsets. Got {why}.")
 
@@ -89,35 +80,17 @@ def _stored(file: MappedFile, name: str, entry: Any, data: int) -> Stored:
         fail(f"offsets for {end - begin} bytes, where {dtype}{shape} takes {nbytes}")
     if end > file.size - data:
         fail(f"offsets up to {end}, where the file has {file.size - data} bytes of tensors: it is truncated")
-    return Stored(file, name, dtype, tuple(shape), data + begin, end - begin)
+    return StoredTensor(file, name, dtype, tuple(shape), data + begin, end - begin)
 
 
-def _whole_numbers(x: Any) -> bool:
+def _whole_numbers(x: object) -> TypeGuard[list[int]]:
     return isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
 
 
-class ToWrite(NamedTuple):
-    """A tensor to write. `read` returns its values, when their turn has come."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype][0] // 8
-
-    @property
-    def width(self) -> int:
-        """The bits of an item."""
-        return DTYPES[self.dtype][0]
-
-
-def write(path: Path, tensors: Iterable[ToWrite], metadata: Mapping[str, str]) -> None:
+def write(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
     """Writes a file, one tensor at a time, and puts it in the place of `path` when it is whole."""
     tensors, start = list(tensors), {}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for t in _aligned(tensors):
         header[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": (end, end + t.nbytes)}
@@ -132,21 +105,26 @@ def write(path: Path, tensors: Iterable[ToWrite], metadata: Mapping[str, str]) -
         # In the order given, in which what belongs together is read once.
         for t in tensors:
             f.seek(8 + len(text) + start[t.name])
-            for part in to_bytes(t.read()):
+            for part in to_bytes(t.array()):
                 f.write(part)
 
 
-def _aligned(tensors: list[ToWrite]) -> list[ToWrite]:
+def _aligned(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns tensors in an order that aligns each to its items: their own, or else wide types first."""
     starts = itertools.accumulate((t.nbytes for t in tensors), initial=0)
-    if all(8 * start % t.width == 0 for start, t in zip(starts, tensors, strict=False)):
+    if all(8 * start % width(t) == 0 for start, t in zip(starts, tensors, strict=False)):
         return tensors
-    return sorted(tensors, key=lambda t: -t.width)
+    return sorted(tensors, key=lambda t: -width(t))
 
 
-def split(tensors: Sequence[ToWrite], nbytes: int) -> list[list[ToWrite]]:
+def width(t: Tensor) -> int:
+    """Returns the bits of an item of a tensor."""
+    return DTYPES[t.dtype][0]
+
+
+def split(tensors: Sequence[Tensor], nbytes: int) -> list[list[Tensor]]:
     """Divides tensors, in order, into groups of at most `nbytes`; one that is larger has a group to itself."""
-    groups: list[list[ToWrite]] = [[]]
+    groups: list[list[Tensor]] = [[]]
     size = 0
     for t in tensors:
         if groups[-1] and size + t.nbytes > nbytes:

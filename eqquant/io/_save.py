@@ -2,12 +2,12 @@
 
 import collections
 import dataclasses
+import functools as ft
 import json
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.core
@@ -17,14 +17,13 @@ import numpy as np
 
 from .._tree.leaves import identity, key_name, Leaf, named_leaves
 from .._types import PyTree
-from ._assemble import parts_of
 from ._atomic import making, replacing, sync_folder
-from ._deferred import Deferred, Latest
-from ._entry import Entry, entry_of_leaf, is_one
+from ._entry import describe_leaf, Entry, is_one, named_parts
 from ._files import read_json
-from ._manifest import KEY, leaf_to_json, MAX_KEYS, stored_as, to_stored, VERSION
-from ._safetensors import split, ToWrite, write
-from ._stored import MappedFile
+from ._lazy import keep_latest, LazyArray
+from ._manifest import KEY, leaf_to_json, MAX_KEYS, SavedLeaf, Scalar, stored_as, to_stored, VERSION
+from ._safetensors import split, width, write
+from ._tensors import MappedFile, NewTensor, Tensor
 
 
 INDEX = "model.safetensors.index.json"
@@ -75,51 +74,63 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None
     if shard_nbytes is None and path.name.endswith("index.json"):
         raise ValueError(f"`path` must be a file of tensors. Got {path}, which is the name of an index of shards.")
     saved, tensors = _plan(tree)
-    manifest = json.dumps({"version": VERSION, "leaves": saved}, separators=(",", ":"))
+    manifest = json.dumps({"version": VERSION, "leaves": list(map(leaf_to_json, saved))}, separators=(",", ":"))
     if shard_nbytes is None:
         write(path, tensors, {KEY: manifest})
     else:
         write_shards(path, split(tensors, shard_nbytes), {}, {KEY: manifest})
 
 
-def check_shard_nbytes(shard_nbytes: Any) -> None:
+def check_shard_nbytes(shard_nbytes: int | float | str | None) -> None:
     if shard_nbytes is not None and (isinstance(shard_nbytes, bool | str) or not shard_nbytes >= 1):
         raise ValueError(
             f"`shard_nbytes` must be a number of at least 1. Got {shard_nbytes!r}. `None` writes one file."
         )
 
 
-def _plan(tree: PyTree) -> tuple[list[dict[str, Any]], list[ToWrite]]:
+def _plan(tree: PyTree) -> tuple[list[SavedLeaf[NewTensor]], list[NewTensor]]:
     """Returns what the manifest says of each leaf, and the tensors to write. Raises before anything is written."""
     leaves = [(leaf, entry) for leaf in named_leaves(tree, is_one) if (entry := checked_entry(leaf)) is not None]
     # Names of tensors are those of leaves, or start with them; "codes" of one might be another leaf.
     taken = {"__metadata__", *(leaf.path for leaf, _ in leaves)}
-    saved, tensors, seen, latest = [], [], {}, Latest()
+    saved, tensors, seen = [], [], {}
+    read_parts: Callable[[LazyArray], dict[str, PyTree]] = keep_latest(lambda lazy: _parts(lazy.read()))
     for (leaf, entry), keys in zip(leaves, _nested_keys([leaf for leaf, _ in leaves]), strict=True):
-        same = identity(leaf.value)
+        x, same = leaf.value, identity(leaf.value)
         if entry.kind != "scalar" and same in seen:
-            saved.append({"path": leaf.path, "keys": list(keys), "tied_to": seen[same]})
+            saved.append(dataclasses.replace(seen[same], path=leaf.path, keys=keys, tied_to=seen[same].path))
             continue
-        seen[same] = leaf.path
-        names = {}
-        parts = (lambda x: parts_of(x)) if entry.kind == "quantized" else (lambda x: {"": x})
-        of_leaf = []
-        for part, (dtype, shape) in stored_as(_struct(leaf.value), entry).items():
-            name = names[part] = _free(f"{leaf.path}.{part}" if part else leaf.path, taken, own=not part)
-            of_leaf.append(ToWrite(name, dtype, shape, _reader(leaf.value, part, parts, latest)))
-        tensors += sorted(of_leaf, key=lambda t: -t.width)
-        saved.append(leaf_to_json(leaf.path, keys, _struct(leaf.value), entry, names))
+        parts, found = ft.partial(read_parts, x) if isinstance(x, LazyArray) else ft.partial(_parts, x), {}
+        struct: PyTree = x.struct if isinstance(x, LazyArray) else x
+        for part, (dtype, shape) in stored_as(entry, struct).items():
+            name = _free(f"{leaf.path}.{part}" if part else leaf.path, taken, own=not part)
+            found[part] = NewTensor(name, dtype, shape, ft.partial(_read, parts, part))
+        tensors += sorted(found.values(), key=lambda t: -width(t))
+        impl = str(jr.key_impl(struct)) if entry.kind == "key" else None
+        seen[same] = SavedLeaf(leaf.path, keys, entry, found, _scalar(x), impl)
+        saved.append(seen[same])
     return saved, tensors
 
 
-def _struct(x: Any) -> Any:
-    return x.struct if isinstance(x, Deferred) else x
+def _scalar(x: object) -> Scalar | None:
+    return x if isinstance(x, Scalar) else None
+
+
+def _parts(x: PyTree) -> dict[str, PyTree]:
+    return named_parts(x) if is_one(x) else {"": x}
+
+
+def _read(parts: Callable[[], dict[str, PyTree]], part: str) -> np.ndarray:
+    found = parts()[part]
+    is_key = isinstance(found, jax.Array) and jax.numpy.issubdtype(found.dtype, jax.dtypes.prng_key)
+    values = np.asarray(jr.key_data(found) if is_key else found)
+    return to_stored(values.astype(values.dtype.newbyteorder("="), copy=False))
 
 
 def checked_entry(leaf: Leaf) -> Entry | None:
     """Describes a leaf that is to be saved. Raises if its values are not here."""
-    if isinstance(leaf.value, Deferred):
-        return entry_of_leaf(dataclasses.replace(leaf, value=leaf.value.struct))
+    if isinstance(leaf.value, LazyArray):
+        return describe_leaf(dataclasses.replace(leaf, value=leaf.value.struct))
     for x in jtu.tree_leaves(leaf.value):
         if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)):
             kind = "a traced array: save outside of `jit`" if isinstance(x, jax.core.Tracer) else "a ShapeDtypeStruct"
@@ -135,7 +146,7 @@ def checked_entry(leaf: Leaf) -> Entry | None:
             raise TypeError(f"{leaf.path} must be an array without a mask, which a file cannot hold. Got {type(x)}.")
     if len(leaf.keys) > MAX_KEYS:
         raise ValueError(f"{leaf.path[:80]}... must be within at most {MAX_KEYS} nodes. Got {len(leaf.keys)}.")
-    return entry_of_leaf(leaf)
+    return describe_leaf(leaf)
 
 
 def _nested_keys(leaves: Sequence[Leaf]) -> list[tuple[str, ...]]:
@@ -150,17 +161,6 @@ def _free(name: str, taken: set[str], own: bool) -> str:
         name += "_"
     taken.add(name)
     return name
-
-
-def _reader(x: Any, part: str, parts: Callable[[Any], dict[str, Any]], latest: Latest) -> Callable[[], np.ndarray]:
-    def read() -> np.ndarray:
-        found = latest.part(x, part, parts) if isinstance(x, Deferred) else parts(x)[part]
-        is_key = isinstance(found, jax.Array) and jax.numpy.issubdtype(found.dtype, jax.dtypes.prng_key)
-        values = np.asarray(jr.key_data(found) if is_key else found)
-        swapped = values.dtype.byteorder == ">"
-        return to_stored(values.astype(values.dtype.newbyteorder("="), copy=False) if swapped else values)
-
-    return read
 
 
 def shards_in(folder: Path) -> list[Path]:
@@ -178,7 +178,7 @@ def _listed_in(folder: Path) -> list[Path]:
 
 
 def write_shards(
-    folder: Path, shards: list[list[ToWrite]], metadata: Mapping[str, str], of_index: Mapping[str, str]
+    folder: Path, shards: Sequence[Sequence[Tensor]], metadata: Mapping[str, str], index_metadata: Mapping[str, str]
 ) -> None:
     """Writes shards under new names, then the index, then removes the shards that an older index listed."""
     if folder.exists() and not folder.is_dir():
@@ -186,28 +186,22 @@ def write_shards(
             f"`path` must be a folder with `shard_nbytes`, which writes several files. Got the file {folder}. Remove "
             "it, name another folder, or save without `shard_nbytes`."
         )
-    with making(folder) as into:
-        _write_shards(into, shards, metadata, of_index)
-
-
-def _write_shards(
-    folder: Path, shards: list[list[ToWrite]], metadata: Mapping[str, str], of_index: Mapping[str, str]
-) -> None:
     token, where = secrets.token_hex(4), {}
     names = [f"model-{n:05}-of-{len(shards):05}-{token}.safetensors" for n in range(1, len(shards) + 1)]
-    try:
-        for name, shard in zip(names, shards, strict=True):
-            write(folder / name, shard, metadata)
-            where |= {t.name: name for t in shard}
-        total = sum(t.nbytes for shard in shards for t in shard)
-        index = {"metadata": {"total_size": total, **of_index}, "weight_map": where}
-        before = _listed_in(folder)
-        with replacing(folder / INDEX) as f:
-            f.write(json.dumps(index).encode())
-    except BaseException:
-        for name in {*names} - {p.name for p in _listed_in(folder)}:  # unless the new index is there already
-            (folder / name).unlink(missing_ok=True)
-        raise
-    for old in before:  # no others: another process may have written shards, and its index is yet to come
-        old.unlink(missing_ok=True)
-    sync_folder(folder)
+    with making(folder) as into:
+        try:
+            for name, shard in zip(names, shards, strict=True):
+                write(into / name, shard, metadata)
+                where |= {t.name: name for t in shard}
+            total = sum(t.nbytes for shard in shards for t in shard)
+            index = {"metadata": {"total_size": total, **index_metadata}, "weight_map": where}
+            before = _listed_in(into)
+            with replacing(into / INDEX) as f:
+                f.write(json.dumps(index).encode())
+        except BaseException:
+            for name in {*names} - {p.name for p in _listed_in(into)}:  # unless the new index is there already
+                (into / name).unlink(missing_ok=True)
+            raise
+        for old in before:  # no others: another process may have written shards, and its index is yet to come
+            old.unlink(missing_ok=True)
+        sync_folder(into)

@@ -1,40 +1,43 @@
 """`eqq.io.write`: arrays as a file that another library opens."""
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import NamedTuple
 
-import numpy as np
-
-from .._errors import did_you_mean
+from .._errors import did_you_mean, Message
 from .._tree.leaves import Leaf, named_leaves, some
 from .._types import PyTree
 from . import _safetensors
 from ._atomic import making, replacing
-from ._entry import is_one
-from ._safetensors import split, ToWrite
+from ._entry import AnyArray, is_one
+from ._lazy import keep_latest
+from ._safetensors import split
 from ._save import check_shard_nbytes, checked_entry, INDEX, shards_in, write_shards
+from ._tensors import NewTensor
 from ._writers import bitsandbytes, compressed_tensors, gguf, gptq, mlx
-from ._writers.layout import Layout
+from ._writers.layout import dense, Scheme, WrittenArray
 
 
 WRITERS = {writer.NAME: writer for writer in (gguf, bitsandbytes, compressed_tensors, gptq, mlx)}
 FILE, CONFIG = "model.safetensors", "config.json"
+Renaming = Callable[[str], str | None] | Mapping[str, str | None] | None
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf")
 
 
 def write(
     path: str | os.PathLike[str],
-    arrays: Mapping[str, Any] | PyTree,
+    arrays: Mapping[str, object] | PyTree,
     dialect: str,
     *,
-    names: Callable[[str], str | None] | Mapping[str, str | None] | None = None,
-    config: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    names: Renaming = None,
+    config: Mapping[str, object] | None = None,
+    metadata: Mapping[str, object] | None = None,
     types: Mapping[str, str] | None = None,
     shard_nbytes: int | None = None,
 ) -> None:
@@ -83,59 +86,71 @@ def write(
     names that repeat, and for a folder with other weights. `TypeError` for values that no such file can hold. In all
     these cases nothing is written.
     """
-    write_beside({}, path, arrays, dialect, names, config, metadata, types, shard_nbytes)
+    options = _Options(names, config, metadata or {}, types or {}, shard_nbytes)
+    _write(Path(path), arrays, dialect, options)
 
 
 def write_beside(
     companions: Mapping[str, Path],
-    path: str | os.PathLike[str],
-    arrays: Mapping[str, Any] | PyTree,
+    path: Path,
+    arrays: Mapping[str, object],
     dialect: str,
-    names: Any = None,
-    config: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    types: Mapping[str, str] | None = None,
-    shard_nbytes: int | None = None,
+    config: Mapping[str, object],
+    shard_nbytes: int | None,
 ) -> None:
-    """As `write`; a folder also gets copies of `companions`, files by their names in it."""
+    """As `write`, to a folder, which also gets copies of `companions`, files by their names in it."""
+    _write(path, arrays, dialect, _Options(config=config, shard_nbytes=shard_nbytes), companions)
+
+
+class _Options(NamedTuple):
+    """The options of `write`."""
+
+    names: Renaming = None
+    config: Mapping[str, object] | None = None
+    metadata: Mapping[str, object] = {}
+    types: Mapping[str, str] = {}
+    shard_nbytes: int | None = None
+
+
+def _write(
+    path: Path, arrays: PyTree, dialect: str, options: _Options, companions: Mapping[str, Path] | None = None
+) -> None:
     writer = _writer(dialect)
-    sources = _sources(arrays, names)
-    kinds = _kinds(writer, sources, types or {})
+    sources = _sources(arrays, options.names)
+    kinds = _kinds(writer, sources, options.types)
     tensors, schemes = _plan(writer, sources, kinds)
-    path, metadata = Path(path), dict(metadata or {})
     if writer is gguf:
-        if config is not None:
+        if options.config is not None:
             raise ValueError("`config` is for folders. Got one for a GGUF file, whose key-value pairs are `metadata`.")
-        if shard_nbytes is not None:
+        if options.shard_nbytes is not None:
             raise ValueError("`shard_nbytes` is for folders. A GGUF file is one file.")
-        gguf.write(path, tensors, metadata)
+        gguf.write(path, tensors, options.metadata)
         return
-    if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
-        raise TypeError(f"`metadata` of safetensors must map text to text. Got {metadata!r}.")
+    metadata = {"format": "mlx" if writer is mlx else "pt"}
+    for key, text in options.metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise TypeError(f"`metadata` of safetensors must map text to text. Got {dict(options.metadata)!r}.")
+        metadata[key] = text
     try:
-        text = json.dumps(of_model(config or {}) | writer.settings(schemes), indent=2)
+        text = json.dumps(describe_model(options.config or {}) | _settings(writer, schemes), indent=2)
     except TypeError as e:
         raise TypeError(f"`config` must hold what JSON can. {e}") from None
-    metadata = {"format": "mlx" if writer is mlx else "pt"} | metadata
-    files = {CONFIG: text.encode(), **{name: file.read_bytes() for name, file in companions.items()}}
-    _write_folder(path, tensors, files, metadata, shard_nbytes)
+    files = {CONFIG: text.encode(), **{name: file.read_bytes() for name, file in (companions or {}).items()}}
+    _write_folder(path, tensors, files, metadata, options.shard_nbytes)
 
 
-def of_model(config: Mapping[str, Any]) -> dict[str, Any]:
+def describe_model(config: Mapping[str, object]) -> dict[str, object]:
     """Returns what a `config.json` says of the model alone."""
     return {key: value for key, value in config.items() if key not in ("quantization_config", "quantization")}
 
 
-def schemes_of(dialect: str, arrays: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns what the layout says of each array, by its name. Raises unless it can hold them, one beside another."""
+def check_layouts(dialect: str, arrays: Iterable[tuple[str, AnyArray]]) -> None:
+    """Raises unless the layout of a library can hold arrays, one beside another."""
     writer = _writer(dialect)
-    schemes = {name: writer.layout(name, x).scheme for name, x in arrays}
-    if writer is not gguf:
-        writer.settings(schemes)
-    return schemes
+    _settings(writer, {name: _layout(writer, name, x).scheme for name, x in arrays})
 
 
-def _writer(dialect: str) -> Any:
+def _writer(dialect: str) -> ModuleType:
     writer = WRITERS.get(dialect)
     if writer is None:
         near = did_you_mean(dialect.lower(), WRITERS)
@@ -143,7 +158,19 @@ def _writer(dialect: str) -> Any:
     return writer
 
 
-def _sources(arrays: Any, names: Any) -> dict[str, Callable[[], Any]]:
+def _layout(writer: ModuleType, name: str, x: AnyArray, kind: str | None = None) -> WrittenArray:
+    if writer is gguf:
+        return gguf.layout(name, x, kind)
+    return writer.layout(name, x) if is_one(x) else dense(name, x)
+
+
+def _settings(writer: ModuleType, schemes: Mapping[str, Scheme | None]) -> dict[str, object]:
+    """Returns what `config.json` says of quantization."""
+    quantized = {name: scheme for name, scheme in schemes.items() if scheme is not None}
+    return writer.settings(quantized, [name for name in schemes if name not in quantized]) if quantized else {}
+
+
+def _sources(arrays: PyTree, names: Renaming) -> dict[str, Callable[[], Leaf]]:
     """Returns what reads each array, by the names in the file."""
     if isinstance(arrays, Mapping):
         found = {str(name): (lambda name=name: Leaf(name, arrays[name], (), ())) for name in arrays}
@@ -151,7 +178,7 @@ def _sources(arrays: Any, names: Any) -> dict[str, Callable[[], Any]]:
         found = {leaf.path: (lambda leaf=leaf: leaf) for leaf in named_leaves(arrays, is_one) if _is_array(leaf)}
     if isinstance(names, Mapping) and (missing := [path for path in found if path not in names]):
         raise ValueError(f"`names` must have all arrays; `None` leaves one out. Got none for {some(missing)}.")
-    sources: dict[str, Callable[[], Any]] = {}
+    sources: dict[str, Callable[[], Leaf]] = {}
     before: dict[str, str] = {}
     for path, read in found.items():
         name = path if names is None else names[path] if isinstance(names, Mapping) else names(path)
@@ -175,7 +202,7 @@ def _is_array(leaf: Leaf) -> bool:
     return entry is not None and entry.kind != "scalar"
 
 
-def _array(name: str, leaf: Leaf, dialect: str) -> Any:
+def _array(name: str, leaf: Leaf, dialect: str) -> AnyArray:
     """Returns the array that a leaf is."""
     entry = checked_entry(leaf)
     if entry is None or entry.kind in ("scalar", "key"):
@@ -187,15 +214,17 @@ def _array(name: str, leaf: Leaf, dialect: str) -> Any:
         )
     if entry.order is not None and dialect != gptq.NAME:
         raise ValueError(
-            f"{name!r} must have its inputs in order. Got {entry} (act-order), which only GPTQ's files can hold. Write "
-            "`w.dequantize()`, or quantize that."
+            Message(
+                f"{name!r} must have its inputs in order. Got {entry} (act-order), which only GPTQ's files can hold.",
+                "act-order",
+            )
         )
     if entry.format is not None and leaf.value.size == 0:
         raise ValueError(f"{name!r} must have values. Got {entry}.")
     return leaf.value
 
 
-def _kinds(writer: Any, names: Iterable[str], types: Mapping[str, str]) -> dict[str, str]:
+def _kinds(writer: ModuleType, names: Iterable[str], types: Mapping[str, str]) -> dict[str, str]:
     """Returns the types of GGUF that were asked for, by name. The first glob that matches holds."""
     if not isinstance(types, Mapping):
         raise TypeError(f'`types` must map names in the file to types: `{{"blk.*": "TQ1_0"}}`. Got {types!r}.')
@@ -210,25 +239,14 @@ def _kinds(writer: Any, names: Iterable[str], types: Mapping[str, str]) -> dict[
 
 
 def _plan(
-    writer: Any, sources: Mapping[str, Callable[[], Any]], kinds: Mapping[str, str]
-) -> tuple[list[ToWrite], dict[str, Mapping[str, Any] | None]]:
+    writer: ModuleType, sources: Mapping[str, Callable[[], Leaf]], kinds: Mapping[str, str]
+) -> tuple[list[NewTensor], dict[str, Scheme | None]]:
     """Returns the tensors to write, and what the configuration says of each array.
 
     Every array is read now, for its layout, and again when its tensors are: only one is in memory at a time.
     """
-
-    def layout(name: str) -> Layout:
-        x = _array(name, sources[name](), writer.NAME)
-        return writer.layout(name, x, kinds[name]) if name in kinds else writer.layout(name, x)
-
-    last: dict[str, tuple[ToWrite, ...]] = {}
-
-    def read(name: str, n: int) -> np.ndarray:
-        if name not in last:
-            last.clear()
-            last[name] = layout(name).tensors
-        return last[name][n].read()
-
+    layout = lambda name: _layout(writer, name, _array(name, sources[name](), writer.NAME), kinds.get(name))
+    latest = keep_latest(layout)
     tensors, schemes, owner = [], {}, {}
     for name in sources:
         found = layout(name)
@@ -239,7 +257,8 @@ def _plan(
                     f"Names in the file must differ. Got {t.name!r} as a part of {name!r} and of {owner[t.name]!r}."
                 )
             owner[t.name] = name
-            tensors.append(t._replace(read=lambda name=name, n=n: read(name, n)))
+            array = lambda name=name, n=n: latest(name).tensors[n].array()
+            tensors.append(dataclasses.replace(t, array=array))
     return tensors, schemes
 
 
@@ -254,7 +273,7 @@ def check_no_others(folder: Path, shard_nbytes: int | None = None) -> None:
 
 def _write_folder(
     folder: Path,
-    tensors: list[ToWrite],
+    tensors: list[NewTensor],
     files: Mapping[str, bytes],
     metadata: Mapping[str, str],
     shard_nbytes: int | None,

@@ -235,7 +235,7 @@ def _from_gguf(checkpoint: eqq.io.Checkpoint) -> Config:
     biases = {"qkv_bias": "attn_q", "output_bias": "attn_output", "mlp_bias": "ffn_up"}
     traits = {trait: f"blk.0.{name}.bias" in checkpoint for trait, name in biases.items()} | FAMILIES[family]
     return Config(
-        vocabulary=checkpoint.items_by_name["token_embd.weight"].shape[0],
+        vocabulary=checkpoint.items_by_name["token_embd.weight"].entry.shape[0],
         hidden=hidden,
         intermediate=get("expert_feed_forward_length", need("feed_forward_length")),
         layers=layers,

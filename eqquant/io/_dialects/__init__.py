@@ -2,6 +2,6 @@
 
 A dialect is a module with two functions. `recognizes(files)` says whether a checkpoint is of this dialect, from its
 configuration, metadata and names. `items(files)` groups companion tensors under the name of the weight, and says how
-to read each weight into our own packing. To add one: one file, one row in `DIALECTS`, and a file of tests with arrays
+to read each weight. To add one: one file, one row in `DIALECTS`, and a file of tests with arrays
 that the library itself wrote and dequantized.
 """

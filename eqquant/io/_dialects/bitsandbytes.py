@@ -14,75 +14,89 @@ rows, all axes are quantized as one.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
 
-import jax.numpy as jnp
 import numpy as np
 
 from ..._formats import Codebook, Int8, NF4
 from ..._formats.base import AbstractFormat
 from .._bits import unpack_high_first
 from .._files import Files
-from .._json import parse_json
-from .._stored import num_bytes, Stored
-from .._transcode import from_codes
-from .item import companions, expect, Item, with_plain
+from .._repack import Unpacked
+from .._tensors import num_bytes, parse_json, StoredTensor
+from .item import expect, group, Item, Parts, weight, with_plain
 
 
 NAME = "bitsandbytes"
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
 _DTYPES = ("float32", "float16", "bfloat16")
 _MAX_STATE = 100_000
 
 
 def recognizes(files: Files) -> bool:
-    return bool(companions(files.tensors, *_STATES)) or bool(_int8_rows(files))
+    return bool(group(files.tensors, _STATES, ())) or bool(_int8_rows(files))
 
 
 def items(files: Files) -> dict[str, Item]:
-    found, used = {}, set()
-    for name, (state, *others) in companions(files.tensors, *_STATES).items():
-        if others or name not in files.tensors:
-            files.tensors[state].fail(f"It describes {name!r}, and must alone do so. Got {others or 'no such tensor'}.")
-        parts = {state}
-        parts.update(p for p in (f"{name}.{part}" for part in _PARTS) if p in files.tensors)
-        found[name] = _four_bits(name, files, state, parts)
-        used |= {name, *parts}
-    for name, (scb, *rest) in _int8_rows(files).items():
-        found[name] = _int8(files.tensors[name], files.tensors[scb])
-        used |= {name, scb, *rest}
-    return with_plain(found, used, files)
+    read = lambda name, parts: _int8(*parts.values()) if ".SCB" in parts else _four_bits(name, parts)
+    return with_plain(files, group(files.tensors, _STATES, _PARTS) | _int8_rows(files), read)
 
 
-_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+def _int8_rows(files: Files) -> dict[str, Parts]:
+    """Returns the tensors of each weight of LLM.int8."""
+    layers = group(files.tensors, (".SCB",), (".weight", ".SCB", ".weight_format"))
+    return {f"{layer}.weight": parts for layer, parts in layers.items() if ".weight" in parts}
 
 
-def _int8_rows(files: Files) -> dict[str, list[str]]:
-    """Returns the companions of each weight of LLM.int8."""
-    rows = {}
-    for layer, (scb,) in companions(files.tensors, ".SCB").items():
-        if (name := f"{layer}.weight") in files.tensors:
-            rows[name] = [scb, *(n for n in (f"{layer}.weight_format",) if n in files.tensors)]
-    return rows
-
-
-def _int8(t: Stored, scb: Stored) -> Item:
+def _int8(t: StoredTensor, scb: StoredTensor, *_: StoredTensor) -> Item:
     if t.dtype != "I8" or len(t.shape) != 2:
         t.fail(f"It must be int8 of two dimensions. Got {t.dtype} of {list(t.shape)}.")
     expect(scb, ("F32",), t.shape[:1])
-
-    def read():
-        scale = (scb.array() / np.float32(127))[:, None]
-        codes = lambda start, stop: t.array()[start:stop].view(np.uint8) ^ 128
-        return from_codes(codes, scale, None, Int8(), t.shape, np.float16, t)
-
-    return Item(t.shape, "float16", Int8(), "LLM.int8", (t, scb), read)
+    codes = lambda start, stop: t.array()[start:stop].view(np.uint8) ^ 128
+    load = lambda: Unpacked(codes, (scb.array() / np.float32(127))[:, None])
+    return Item(weight(Int8(), t.shape, "float16"), "LLM.int8", (t, scb), load)
 
 
-def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Item:
-    t, of = files.tensors[name], {p.rpartition(".")[2]: files.tensors[p] for p in parts}
-    state_tensor = files.tensors[state_name]
+def _four_bits(name: str, parts: Parts) -> Item:
+    described = [part for part in _STATES if part in parts]
+    state_tensor, t = parts[described[0]], parts.get("")
+    if len(described) > 1 or t is None:
+        got = [parts[part].name for part in described[1:]] or "no such tensor"
+        state_tensor.fail(f"It describes {name!r}, and must alone do so. Got {got}.")
+    shape, block, dtype, state = _state(name, t, state_tensor)
+    size = math.prod(shape)
+    expect(t, ("U8",), (-(-size // 2), 1))
+    scales = -(-size // block)
+    absmax, table = parts.get(".absmax"), parts.get(".quant_map")
+    if absmax is None or table is None:
+        t.fail(f"It must have a companion {'absmax' if absmax is None else 'quant_map'!r}. Got none.")
+    expect(table, ("F32",), (16,))
+    format, order = _format(table, block)
+    nested = ".nested_absmax" in parts
+    expect(absmax, ("U8",) if nested else ("F32",), (scales,))
+    read_scales = _nested(parts, absmax, state, state_tensor) if nested else absmax.array
+    rows = shape[-1] % block == 0
+    axes = (-1,) if rows else tuple(range(-len(shape), 0))
+    length = shape[-1] if rows else size
+
+    def codes(start: int, stop: int) -> np.ndarray:
+        # Rows of odd length exist only alone: elsewhere blocks, which are even, divide them.
+        part = t.bytes()[start * length // 2 : -(-stop * length // 2)]
+        found = unpack_high_first(part)[: (stop - start) * length]
+        return (found if order is None else order[found]).reshape(stop - start, length)
+
+    batch = shape[:-1] if rows else ()
+    load = lambda: Unpacked(codes, read_scales().reshape(*batch, -(-length // block)))
+    layout = described[0].rpartition("__")[2] + (", nested" if nested else "")
+    return Item(weight(format, shape, dtype, axes), layout, tuple(parts.values()), load)
+
+
+def _state(
+    name: str, t: StoredTensor, state_tensor: StoredTensor
+) -> tuple[tuple[int, ...], int, str, Mapping[str, object]]:
+    """Returns the shape, the block size and the dtype of a weight, and all that is said of it."""
     if state_tensor.nbytes > _MAX_STATE:
         state_tensor.fail(f"It must take at most {_MAX_STATE} bytes. Got {state_tensor.nbytes}.")
     state = parse_json(state_tensor.bytes().tobytes(), t.file, f"the quantization state of {name!r}")
@@ -93,62 +107,35 @@ def _four_bits(name: str, files: Files, state_name: str, parts: set[str]) -> Ite
         state_tensor.fail("It must have a shape that an array can have. Got more values or dimensions.")
     if type(block) is not int or not 2 <= block < 2**31 or block % 2:
         state_tensor.fail(f"It must have an even block size. Got {str(block)[:80]}.")
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         state_tensor.fail(f"It must have a dtype, one of {', '.join(_DTYPES)}. Got {str(dtype)[:80]!r}.")
-    size = math.prod(shape)
-    expect(t, ("U8",), (-(-size // 2), 1))
-    scales = -(-size // block)
-    for part in ("absmax", "quant_map"):
-        if part not in of:
-            t.fail(f"It must have a companion {part!r}. Got none.")
-    expect(of["quant_map"], ("F32",), (16,))
-    format, order = _format(of["quant_map"], block)
-    nested = "nested_absmax" in of
-    expect(of["absmax"], ("U8",) if nested else ("F32",), (scales,))
-    inner, offset = _nested(of, state, state_tensor, scales) if nested else (1, 0.0)
-    shape = tuple(shape)
-    rows = shape[-1] % block == 0
-    axes = (-1,) if rows else tuple(range(-len(shape), 0))
-    length = shape[-1] if rows else size
-
-    def read():
-        scale = of["absmax"].array()
-        if nested:
-            outer = np.repeat(of["nested_absmax"].array(), inner)[:scales]
-            scale = of["nested_quant_map"].array()[scale] * outer + np.float32(offset)
-        raw = t.bytes()
-
-        def codes(start: int, stop: int) -> np.ndarray:
-            # Rows of odd length exist only alone: elsewhere blocks, which are even, divide them.
-            part = raw[start * length // 2 : -(-stop * length // 2)]
-            found = unpack_high_first(part)[: (stop - start) * length]
-            return (found if order is None else order[found]).reshape(stop - start, length)
-
-        batch = shape[:-1] if rows else ()
-        return from_codes(
-            codes, scale.reshape(*batch, -(-length // block)), None, format, shape, jnp.dtype(dtype), t, axes
-        )
-
-    layout = state_name.rpartition("__")[2]
-    layout = f"{layout}, nested" if nested else layout
-    return Item(shape, dtype, format, layout, (t, *(of[p] for p in of)), read, axes=axes)
+    return tuple(shape), block, dtype, state
 
 
-def _nested(of: dict[str, Stored], state: dict[str, Any], state_tensor: Stored, scales: int) -> tuple[int, float]:
-    """Returns how many scales share an outer one, and what is added to all of them."""
-    inner: Any = state.get("nested_blocksize")
-    offset: Any = state.get("nested_offset")
-    if type(inner) is not int or inner < 1 or type(offset) not in (int, float) or not abs(offset) < 2**127:
+def _nested(
+    parts: Parts, absmax: StoredTensor, state: Mapping[str, object], state_tensor: StoredTensor
+) -> Callable[[], np.ndarray]:
+    """Returns a function that computes scales from codes, a table of values, outer scales and an offset of all."""
+    inner, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    if type(inner) is not int or inner < 1 or not (type(offset) is int or type(offset) is float):
         state_tensor.fail("It must have a block size and an offset for nested scales.")
-    if "nested_quant_map" not in of:
+    if not abs(offset) < 2**127:
+        state_tensor.fail("It must have a block size and an offset for nested scales.")
+    outer, table = parts[".nested_absmax"], parts.get(".nested_quant_map")
+    if table is None:
         state_tensor.fail("It must have a companion 'nested_quant_map'. Got none.")
+    (scales,) = absmax.shape
     inner = min(inner, max(scales, 1))  # a number alone must not allocate
-    expect(of["nested_absmax"], ("F32",), (-(-scales // inner),))
-    expect(of["nested_quant_map"], ("F32",), (256,))
-    return inner, float(offset)
+    expect(outer, ("F32",), (-(-scales // inner),))
+    expect(table, ("F32",), (256,))
+
+    def read() -> np.ndarray:
+        return table.array()[absmax.array()] * np.repeat(outer.array(), inner)[:scales] + np.float32(offset)
+
+    return read
 
 
-def _format(quant_map: Stored, block: int) -> tuple[AbstractFormat, np.ndarray | None]:
+def _format(quant_map: StoredTensor, block: int) -> tuple[AbstractFormat, np.ndarray | None]:
     """Returns the format of a table of values, and the code of each of its entries, if they are not the same."""
     table = quant_map.array()
     if not np.isfinite(table).all():

@@ -16,108 +16,90 @@ P is such as `layers.0.weight`. A scale of a block in two dimensions is stored o
 dtype of its scales.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from ..._formats import Int8
-from ..._wrappers.permuted import permuted
+from ..._formats import Int8, MXFP4, MXFP8, NVFP4
 from .._bits import unpack_low_first
 from .._files import Files
-from .._stored import Stored
-from .item import act_order, format_of, INTEGERS, Item, with_plain
-from .microscaling import mxfp4, mxfp8, nvfp4
-from .scaled import block_of, grouped, scaled, scales_of
+from .._repack import Unpacked
+from .item import act_order, as_format, group, INTEGERS, Item, Parts, settings_of, unreadable, weight, with_plain
+from .scaled import as_float32, float_kind, group_size, microscaled, read_outer, scale_dtype, scaled
 
 
 NAME = "compressed-tensors"
 
-_COMPANIONS = ("_packed", "_scale", "_scale_inv", "_shape", "_zero_point", "_g_idx", "_global_scale")
+_ANCHORS = ("_packed", "_scale", "_scale_inv")
+_PARTS = (*_ANCHORS, "_shape", "_zero_point", "_g_idx", "_global_scale", "")
 
 
 def recognizes(files: Files) -> bool:
-    return any(name.endswith(("weight_packed", "weight_scale", "weight_scale_inv")) for name in files.tensors)
+    return any(base.endswith("weight") for base in group(files.tensors, _ANCHORS, ()))
 
 
 def items(files: Files) -> dict[str, Item]:
-    found, used, widths = {}, set(), _widths(files.config)
-    for name in files.tensors:
-        base = next((name.removesuffix(s) for s in ("_packed", "_scale", "_scale_inv") if name.endswith(s)), "")
-        if not base.endswith("weight") or base in found:
-            continue
-        of = {s: files.tensors[base + s] for s in _COMPANIONS if base + s in files.tensors}
-        found[base] = _packed(of, widths) if "_packed" in of else _whole(files.tensors.get(base), of)
-        used |= {base, *(base + s for s in of)}
-    return with_plain(found, used, files)
+    groups = group(files.tensors, _ANCHORS, _PARTS)
+    widths = _widths(settings_of(files, "quantization_config", "compression_config"))
+    read = lambda _, parts: _packed(parts, widths) if "_packed" in parts else _whole(parts)
+    return with_plain(files, {name: parts for name, parts in groups.items() if name.endswith("weight")}, read)
 
 
-def _unreadable(t: Stored, of: dict[str, Stored], problem: str) -> Item:
-    return Item(t.shape, t.dtype, None, NAME, tuple(of.values()), lambda: None, problem)
-
-
-def _widths(config: Mapping[str, Any]) -> list[int]:
+def _widths(settings: Mapping[str, object]) -> list[int]:
     """Returns widths of codes: those that `config.json` names, then the others, the common ones first."""
-    settings = config.get("quantization_config", config.get("compression_config"))
-    groups = settings.get("config_groups") if isinstance(settings, dict) else None
+    groups = settings.get("config_groups")
     weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
     named = {w.get("num_bits") for w in weights if isinstance(w, dict) and isinstance(w.get("num_bits"), int)}
     return sorted((8, 4, 2, 6, 5, 3, 7), key=lambda bits: bits not in named)
 
 
-def _packed(of: dict[str, Stored], widths: Sequence[int]) -> Item:
-    t, scale = of["_packed"], of.get("_scale")
+def _packed(parts: Parts, widths: Sequence[int]) -> Item:
+    t, scale, tensors = parts["_packed"], parts.get("_scale"), tuple(parts.values())
     if scale is None or len(t.shape) != 2 or len(scale.shape) != 2 or scale.shape[0] != t.shape[0]:
         t.fail("It must have two dimensions and a scale for each row. Got others.")
-    out = t.shape[0]
-    if t.dtype == "U8" and "_global_scale" in of:
-        return nvfp4(t, scale, of["_global_scale"], tuple(of.values()), divides=True)
+    if t.dtype == "U8" and "_global_scale" in parts:
+        outer = read_outer(parts["_global_scale"], scale, divides=True)
+        return microscaled(t, scale, tensors, NVFP4(), outer=outer)
     if t.dtype == "U8" and scale.dtype == "U8":
-        shape = (out, 2 * t.shape[1])
-        if scale.shape[1] != -(-shape[1] // 32):
-            scale.fail(f"It must have a scale for every 32 of {shape[1]} values. Got {scale.shape[1]}.")
-        return mxfp4(t, scale, shape, (t, scale), lambda start, stop: unpack_low_first(t.array()[start:stop], 4))
-    if t.dtype != "I32" or "_shape" not in of or of["_shape"].dtype != "I64" or of["_shape"].shape != (2,):
-        return _unreadable(t, of, f"it is neither integers nor MXFP4: {t.dtype} with scales of {scale.dtype}")
-    rows, length = (int(n) for n in of["_shape"].array())
-    if rows != out or length < 1:
-        of["_shape"].fail(f"It must have {out} rows. Got {(rows, length)}.")
+        return microscaled(t, scale, (t, scale), MXFP4())
+    size = parts.get("_shape")
+    if t.dtype != "I32" or size is None or size.dtype != "I64" or size.shape != (2,):
+        problem = f"it is neither integers nor MXFP4: {t.dtype} with scales of {scale.dtype}"
+        return unreadable(t, tensors, NAME, problem)
+    out, length = (int(n) for n in size.array())
+    if out != t.shape[0] or length < 1:
+        size.fail(f"It must have {t.shape[0]} rows. Got {(out, length)}.")
     # Rows of a few values fit several widths.
     bits = next((b for b in widths if -(-length * b // 32) == t.shape[1]), None)
     if bits is None:
-        return _unreadable(t, of, "eqquant reads 2 to 8 bits of compressed-tensors")
-    zero = of.get("_zero_point")
+        return unreadable(t, tensors, NAME, "eqquant reads 2 to 8 bits of compressed-tensors")
+    zero = parts.get("_zero_point")
     if zero is not None and (zero.dtype != "I32" or zero.shape != (-(-out * bits // 32), scale.shape[1])):
         zero.fail(f"It must be packed along the rows, I32. Got {zero.dtype} of {list(zero.shape)}.")
-    order = act_order(of.get("_g_idx"), length, scale.shape[1])
+    order = act_order(parts.get("_g_idx"), length, scale.shape[1])
     # Int8 holds codes of seven bits too, with the zero where its own is.
-    cls, shift = INTEGERS.get(bits, Int8), 0 if bits in INTEGERS else 128 - 2 ** (bits - 1)
-    format = format_of(scale, cls, block_of(scale, scale.shape[1], length), zero is None)
+    cls, shift = INTEGERS.get(bits, Int8), np.uint8(0 if bits in INTEGERS else 128 - 2 ** (bits - 1))
+    format = as_format(scale, cls, group_size(scale, scale.shape[1], length), zero is None)
+
+    def unpack(words: np.ndarray, count: int) -> np.ndarray:
+        return unpack_low_first(np.ascontiguousarray(words).view(np.uint8), bits)[:, :count] + shift
 
     def codes(start: int, stop: int) -> np.ndarray:
-        words = np.ascontiguousarray(t.array()[start:stop])
-        found = unpack_low_first(words.view(np.uint8), bits)[:, :length] + np.uint8(shift)
+        found = unpack(t.array()[start:stop], length)
         return found if order is None else found.take(order, axis=1)
 
-    def zeros() -> np.ndarray | None:
-        if zero is None:
-            return None
-        along_rows = np.ascontiguousarray(zero.array().T).view(np.uint8)
-        return np.ascontiguousarray(unpack_low_first(along_rows, bits)[:, :out].T) + np.uint8(shift)
+    def load() -> Unpacked:
+        zeros = None if zero is None else np.ascontiguousarray(unpack(zero.array().T, out).T)
+        return Unpacked(codes, as_float32(scale), zeros, order=order)
 
-    others = tuple(of.values())
-    scales = lambda: scales_of(scale)
-    item = grouped(t, scale, others, format, (out, length), scales, zeros, codes, f"{bits} bits, packed")
-    if order is None:
-        return item
-    return dataclasses.replace(item, read=lambda: permuted(item.read(), order), permuted=True)
+    entry = weight(format, (out, length), scale_dtype(scale), permuted=order is not None)
+    return Item(entry, f"{bits} bits, packed", tensors, load)
 
 
-def _whole(t: Stored | None, of: dict[str, Stored]) -> Item:
-    scale = of.get("_scale") or of["_scale_inv"]
+def _whole(parts: Parts) -> Item:
+    t, scale, tensors = parts.get(""), parts.get("_scale") or parts["_scale_inv"], tuple(parts.values())
     if t is None:
         scale.fail("It must be the scale of a weight of the same file. Got none.")
     if scale.dtype == "U8" and t.dtype in ("F8_E4M3", "F8_E5M2") and len(t.shape) == 2:
-        return mxfp8(t, scale, tuple(of.values()))
-    return scaled(t, scale, of.get("_zero_point"), tuple(of.values()))
+        return microscaled(t, scale, tensors, MXFP8(float_kind(t)))
+    return scaled(t, scale, parts.get("_zero_point"), tensors)

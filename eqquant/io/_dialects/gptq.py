@@ -13,109 +13,110 @@ https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAW
 """
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
-from ..._wrappers.permuted import permuted
 from .._bits import in_each_byte, off_stride, pack_codes, pack_columns, unpack_columns, unpack_low_first
 from .._files import Files
-from .._stored import DTYPES, Stored
-from .._transcode import from_codes
-from .item import act_order, companions, expect, format_of, INTEGERS, Item, with_plain
+from .._repack import Unpacked
+from .._tensors import DTYPES, StoredTensor
+from .item import (
+    act_order,
+    as_format,
+    expect,
+    FLOATS,
+    group,
+    INTEGERS,
+    Item,
+    Parts,
+    settings_of,
+    unreadable,
+    weight,
+    with_plain,
+)
 
 
 NAME = "gptq"
 
+_BITS = (2, 3, 4, 8)
+_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the eight outputs in the order of a word
 _AWQ_ORDER = np.argsort(_AWQ_PLACES)  # the place in a word of each of eight outputs
 _CHUNK = 128  # outputs to take at a time: whole words of AWQ, and 512 bytes of each line of GPTQ's
 
 
 def recognizes(files: Files) -> bool:
-    return bool(companions(files.tensors, ".qweight"))
+    return bool(group(files.tensors, (".qweight",), ()))
 
 
 def items(files: Files) -> dict[str, Item]:
-    settings = files.config.get("quantization_config")
-    settings = settings if isinstance(settings, dict) else {}
-    found, used = {}, set()
-    for base in companions(files.tensors, ".qweight"):
-        of = {n: files.tensors[f"{base}.{n}"] for n in _NAMES if f"{base}.{n}" in files.tensors}
-        found[f"{base}.weight"] = _item(of, settings)
-        used |= {f"{base}.{n}" for n in of}
-    return with_plain(found, used, files)
+    groups = group(files.tensors, (".qweight",), _PARTS)
+    settings = settings_of(files, "quantization_config")
+    named = {f"{base}.weight": parts for base, parts in groups.items()}
+    return with_plain(files, named, lambda _, parts: _item(parts, settings))
 
 
-_BITS = (2, 3, 4, 8)
-_NAMES = ("qweight", "qzeros", "scales", "g_idx")
-
-
-def _item(of: dict[str, Stored], settings: dict) -> Item:
-    t = of["qweight"]
-    for name in ("qzeros", "scales"):
-        if name not in of or len(of[name].shape) != 2:
-            t.fail(f"It must have a companion {name!r} of two dimensions. Got none.")
-    zeros, scale = of["qzeros"], of["scales"]
+def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
+    t, zeros, scale, tensors = parts[".qweight"], parts.get(".qzeros"), parts.get(".scales"), tuple(parts.values())
+    if zeros is None or len(zeros.shape) != 2:
+        t.fail("It must have a companion 'qzeros' of two dimensions. Got none.")
+    if scale is None or len(scale.shape) != 2:
+        t.fail("It must have a companion 'scales' of two dimensions. Got none.")
     groups, out = scale.shape
-    if scale.dtype not in ("F16", "BF16", "F32") or len(t.shape) != 2 or t.dtype != "I32":
+    if scale.dtype not in FLOATS or len(t.shape) != 2 or t.dtype != "I32":
         t.fail("It must be I32 of two dimensions, with floating point scales. Got others.")
-    tensors = tuple(of.values())
     bits = zeros.shape[1] * 32 // out if out else 0
     awq = t.shape[1] != out
     if bits not in _BITS or (awq and bits != 4):
         problem = "eqquant reads 2, 3, 4 and 8 bits of GPTQ, and 4 bits of AWQ"
-        return Item(t.shape, t.dtype, None, f"{bits} bits", tensors, lambda: None, problem)
+        return unreadable(t, tensors, f"{bits} bits", problem)
     length = t.shape[0] if awq else t.shape[0] * 32 // bits
     expect(zeros, ("I32",), (groups, out * bits // 32))
     expect(t, ("I32",), (length, out // 8) if awq else (length * bits // 32, out))
     if groups < 1 or length < 1 or length % groups:
         scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
-    size = settings.get("group_size")
+    size, actual = settings.get("group_size"), length // groups
     # `dynamic` gives some weights another size, and `g_idx` says which groups there are.
-    if isinstance(size, int) and size > 0 and "dynamic" not in settings and "g_idx" not in of:
-        actual = length // groups
+    if isinstance(size, int) and size > 0 and "dynamic" not in settings and ".g_idx" not in parts:
         if size < length if groups == 1 else size != actual:
             scale.fail(f"It must have the group size of the configuration, {size}. Got groups of {actual} inputs.")
     symmetric = settings.get("sym") is True and not awq
-    format = format_of(scale, INTEGERS[bits], None if groups == 1 else length // groups, symmetric)
-    stored_as = "awq" if awq else str(settings.get("checkpoint_format", "gptq"))[:20]
-    minus_one, dtype = stored_as == "gptq", DTYPES[scale.dtype][1]
-
-    order = None if awq else act_order(of.get("g_idx"), length, groups)
+    format = as_format(scale, INTEGERS[bits], None if groups == 1 else actual, symmetric)
+    layout = "awq" if awq else str(settings.get("checkpoint_format", "gptq"))[:20]
+    order = None if awq else act_order(parts.get(".g_idx"), length, groups)
     version = _model_version(settings)
 
-    def read():
-        zero = _plus_one(zeros, bits, version) if minus_one else _outputs(zeros.array(), bits, awq)
+    def codes(start: int, stop: int) -> np.ndarray:
+        part = t.array()[:, start // 8 : stop // 8] if awq else t.array()[:, start:stop]
+        if order is not None:
+            return unpack_columns(np.ascontiguousarray(part), bits, order)
+        lines = off_stride(len(part), part.shape[1], np.uint32)
+        lines[...] = part.view(np.uint32)
+        words = np.ascontiguousarray(lines.T)
+        return words if awq else unpack_low_first(words.view(np.uint8), bits)
+
+    def load() -> Unpacked:
+        zero = _plus_one(zeros, bits, version) if layout == "gptq" else _outputs(zeros.array(), bits, awq)
         if symmetric and (zero != 2 ** (bits - 1)).any():
             zeros.fail("Got zero points other than the middle, and a configuration that says `sym`.")
-
-        def codes(start: int, stop: int) -> np.ndarray:
-            part = t.array()[:, start // 8 : stop // 8] if awq else t.array()[:, start:stop]
-            if order is not None:
-                return unpack_columns(np.ascontiguousarray(part), bits, order)
-            lines = off_stride(len(part), part.shape[1], np.uint32)
-            lines[...] = part.view(np.uint32)
-            words = np.ascontiguousarray(lines.T)
-            return words if awq else unpack_low_first(words.view(np.uint8), bits)
-
         scales = np.ascontiguousarray(scale.array().T.astype(np.float32))
         zero = None if symmetric else np.ascontiguousarray(zero.T)
         pack = _pack_awq if awq else pack_codes if order is None else pack_columns
-        q = from_codes(codes, scales, zero, format, (out, length), dtype, t, least_rows=_CHUNK, pack=pack)
-        return permuted(q, order)
+        return Unpacked(codes, scales, zero, order=order, least_rows=_CHUNK, pack=pack)
 
-    stored_as = stored_as if order is None else f"{stored_as}, act-order"
-    return Item((out, length), str(dtype), format, stored_as, tensors, read, permuted=order is not None)
+    entry = weight(format, (out, length), str(DTYPES[scale.dtype][1]), permuted=order is not None)
+    return Item(entry, layout if order is None else f"{layout}, act-order", tensors, load)
 
 
-def _model_version(settings: dict) -> int | None:
+def _model_version(settings: Mapping[str, object]) -> int | None:
     """Returns the major version of the GPTQModel that wrote a checkpoint, or `None` if another program did."""
     meta = settings.get("meta")
     found = re.search(r"gptqmodel:(\d{1,4})", str(meta.get("quantizer"))) if isinstance(meta, dict) else None
     return int(found[1]) if found else None
 
 
-def _plus_one(zeros: Stored, bits: int, version: int | None) -> np.ndarray:
+def _plus_one(zeros: StoredTensor, bits: int, version: int | None) -> np.ndarray:
     """Unpacks zero points and adds one to each. Word by word, with carries, as GPTQModel does."""
     if bits == 3 and (version is None or version >= 7):  # codes straddle words
         # AutoGPTQ's own reader does not wrap here, and so takes a zero point of 0 for 8.

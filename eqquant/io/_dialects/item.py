@@ -1,8 +1,7 @@
 """One array of a checkpoint, which may be stored in several tensors."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,97 +9,108 @@ import numpy as np
 
 from ..._formats import Int2, Int3, Int4, Int5, Int6, Int8
 from ..._formats.base import AbstractFormat
-from ..._wrappers.permuted import PermutedArray
-from .._assemble import structure
+from .._entry import AnyArray, Entry
 from .._files import Files
-from .._load import to_jax
-from .._stored import DTYPES, Stored
+from .._memory import to_jax
+from .._repack import repack, Unpacked
+from .._tensors import DTYPES, StoredTensor
 
 
 # The formats of integers of a number of bits.
 INTEGERS = {8: Int8, 6: Int6, 5: Int5, 4: Int4, 3: Int3, 2: Int2}
+FLOATS = ("F16", "BF16", "F32")
+Parts = Mapping[str, StoredTensor]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Item:
     """An array of a checkpoint.
 
-    - `shape`, `dtype`: the logical ones.
-    - `format`: the format that it is read in, or `None` for an array that is not quantized.
+    - `entry`: what it is.
     - `stored_as`: what the file calls it: a dtype, or the name of a layout.
-    - `tensors`: those that hold it.
+    - `tensors`: the tensors that hold it. Errors name the first one.
+    - `load`: reads it, or its parts, which are repacked.
     - `problem`: why it cannot be read, if that is known.
-    - `axes`: the quantized axes.
-    - `permuted`: whether the last axis is stored in another order.
-    - `told`: what `read` returns, without values, where the other fields do not say all of it.
     """
 
-    shape: tuple[int, ...]
-    dtype: str
-    format: AbstractFormat | None
+    entry: Entry
     stored_as: str
-    tensors: tuple[Stored, ...]
-    read: Callable[[], Any]
+    tensors: tuple[StoredTensor, ...]
+    load: Callable[[], AnyArray | Unpacked]
     problem: str | None = None
-    axes: tuple[int, ...] = (-1,)
-    permuted: bool = False
-    told: Any = None
+
+    def read(self) -> AnyArray:
+        found = self.load()
+        return repack(found, self.entry, self.tensors[0]) if isinstance(found, Unpacked) else found
 
     @property
-    def struct(self) -> Any:
+    def struct(self) -> AnyArray | jax.ShapeDtypeStruct:
         """The array that `read` returns, without values."""
-        if self.told is not None:
-            return self.told
-        if self.format is not None:
-            q = structure(self.format, self.axes, self.shape, jnp.dtype(self.dtype))
-            permuted = lambda q: PermutedArray(q, order=jnp.zeros(self.shape[-1], jnp.uint32))
-            return jax.eval_shape(permuted, q) if self.permuted else q
-        known = self.problem is None and not self.dtype.startswith("key<")  # neither has a dtype of NumPy's
-        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype if known else "uint8"))
+        if self.problem is not None or self.entry.kind == "key":  # neither has a dtype of NumPy's
+            return jax.ShapeDtypeStruct(self.entry.shape, jnp.uint8)
+        return self.entry.struct
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
 
 
-def plain(t: Stored) -> Item:
+def plain(t: StoredTensor) -> Item:
     """An array that is stored as it is."""
     dtype = DTYPES[t.dtype][1]
-    problem = None if dtype is not None else f"no library agrees about the order of packed {t.dtype}"
-    return Item(t.shape, dtype or t.dtype, None, t.dtype, (t,), lambda: to_jax(t.array()), problem)
+    if dtype is None:
+        return unreadable(t, (t,), t.dtype, f"no library agrees about the order of packed {t.dtype}")
+    return Item(Entry("array", dtype, t.shape), t.dtype, (t,), lambda: to_jax(t.array()))
 
 
-def with_plain(found: Mapping[str, Item], used: Set[str], files: Files) -> dict[str, Item]:
-    """Returns the weights that a dialect found, and every tensor that it did not use as it is."""
-    return {**found, **{name: plain(t) for name, t in files.tensors.items() if name not in used}}
+def unreadable(
+    t: StoredTensor, tensors: tuple[StoredTensor, ...], stored_as: str, problem: str, dtype: str | None = None
+) -> Item:
+    """An array that this package cannot read, with the reason."""
+    return Item(Entry("array", dtype or t.dtype, t.shape), stored_as, tensors, t.array, problem)
 
 
-def companions(tensors: Iterable[str], *suffixes: str) -> dict[str, list[str]]:
-    """Returns the names that end with any of the suffixes, by what stands before."""
-    found: dict[str, list[str]] = {}
-    for name in tensors:
-        for suffix in suffixes:
-            if name.endswith(suffix):
-                found.setdefault(name.removesuffix(suffix), []).append(name)
-                break
-    return found
+def weight(
+    format: AbstractFormat, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...] = (-1,), permuted: bool = False
+) -> Entry:
+    """Describes a quantized weight. `permuted`: whether its last axis is stored in another order."""
+    return Entry("quantized", dtype, shape, format, axes, order=(-1, shape[-1:]) if permuted else None)
 
 
-def format_of(t: Stored, cls: Callable[..., AbstractFormat], *args: Any) -> AbstractFormat:
+def group(tensors: Parts, anchors: tuple[str, ...], suffixes: Iterable[str]) -> dict[str, dict[str, StoredTensor]]:
+    """Returns the tensors of each weight by their suffixes. A weight is what stands before one of the `anchors`."""
+    bases = dict.fromkeys(name.removesuffix(a) for name in tensors for a in anchors if name.endswith(a))
+    return {base: {s: tensors[base + s] for s in suffixes if base + s in tensors} for base in bases}
+
+
+def with_plain(files: Files, groups: Mapping[str, Parts], read: Callable[[str, Parts], Item]) -> dict[str, Item]:
+    """Returns an item for each weight, and for every tensor that belongs to none."""
+    found = {name: read(name, parts) for name, parts in groups.items()}
+    used = {t.name for parts in groups.values() for t in parts.values()}
+    return found | {name: plain(t) for name, t in files.tensors.items() if name not in used}
+
+
+def settings_of(files: Files, *keys: str) -> Mapping[str, object]:
+    """Returns what `config.json` says of quantization, under the first of the keys that it has."""
+    found = next((files.config[key] for key in keys if key in files.config), None)
+    return found if isinstance(found, dict) else {}
+
+
+def as_format(t: StoredTensor, cls: Callable[..., AbstractFormat], *fields: object) -> AbstractFormat:
     """Makes the format of a weight. Raises an error that names `t` if no format has these fields."""
     try:
-        return cls(*args)
+        return cls(*fields)
     except ValueError as e:
         t.fail(f"Got a layout for which eqquant has no format. {e}")
 
 
-def expect(t: Stored, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+def expect(t: StoredTensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
     """Raises unless a tensor is of one of the dtypes, and of the shape."""
     if t.dtype not in dtypes or t.shape != shape:
         t.fail(f"It must be {' or '.join(dtypes)} of {list(shape)}. Got {t.dtype} of {list(t.shape)}.")
 
 
-def act_order(t: Stored | None, length: int, groups: int) -> np.ndarray | None:
+def act_order(t: StoredTensor | None, length: int, groups: int) -> np.ndarray | None:
     """Returns the order in which the groups of inputs lie side by side, from the group of each input.
 
     `None` if they do as they are.
@@ -108,11 +118,11 @@ def act_order(t: Stored | None, length: int, groups: int) -> np.ndarray | None:
     if t is None:
         return None
     expect(t, ("I32",), (length,))
-    group_of, size = t.array(), -(-length // groups)
+    group, size = t.array(), -(-length // groups)
     expected = np.arange(length) // size
-    if np.array_equal(group_of, expected) or (group_of == -1).all():  # compressed-tensors: not set
+    if np.array_equal(group, expected) or (group == -1).all():  # compressed-tensors: not set
         return None
-    order = np.argsort(group_of, kind="stable")
-    if not np.array_equal(group_of[order], expected):
+    order = np.argsort(group, kind="stable")
+    if not np.array_equal(group[order], expected):
         t.fail(f"It must give each of {groups} groups {size} inputs. Got others.")
     return order

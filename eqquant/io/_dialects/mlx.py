@@ -8,88 +8,72 @@
 one. A weight has the dtype of its scales, or bfloat16.
 """
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
 
 from ..._formats import MLX, MXFP4, MXFP8, NVFP4
 from .._bits import unpack_low_first
 from .._files import Files
-from .._stored import DTYPES, Stored
-from .._transcode import from_codes, Nested
-from .item import companions, expect, format_of, Item, plain
+from .._repack import Unpacked
+from .._tensors import DTYPES
+from .item import as_format, expect, FLOATS, group, Item, Parts, settings_of, unreadable, weight, with_plain
+from .scaled import microscaled
 
 
 NAME = "mlx"
 
 # The bits and the group size of each mode, where the configuration says neither.
 _MODES = {"affine": (4, 64), "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+_FORMATS = {"mxfp4": MXFP4(), "mxfp8": MXFP8(), "nvfp4": NVFP4()}
 _BITS = (2, 3, 4, 5, 6, 8)
-_NAMES = ("weight", "scales", "biases")
-_FLOATS = ("F16", "BF16", "F32")
+_PARTS = (".weight", ".scales", ".biases")
 
 
 def recognizes(files: Files) -> bool:
-    return any(_is_packed(files, base) for base in companions(files.tensors, ".scales"))
+    return bool(_groups(files))
 
 
-def _is_packed(files: Files, base: str) -> bool:
-    weight = files.tensors.get(f"{base}.weight")
-    return weight is not None and weight.dtype == "U32"
+def _groups(files: Files) -> dict[str, Parts]:
+    groups = group(files.tensors, (".scales",), _PARTS)
+    return {base: parts for base, parts in groups.items() if ".weight" in parts and parts[".weight"].dtype == "U32"}
 
 
 def items(files: Files) -> dict[str, Item]:
-    settings = files.config.get("quantization", files.config.get("quantization_config"))
-    settings = settings if isinstance(settings, dict) else {}
-    found, used = {}, set()
-    for base in companions(files.tensors, ".scales"):
-        if _is_packed(files, base):
-            of = {n: files.tensors[f"{base}.{n}"] for n in _NAMES if f"{base}.{n}" in files.tensors}
-            own = settings.get(base)
-            found[f"{base}.weight"] = _item(of, settings | own if isinstance(own, dict) else settings)
-            used |= {f"{base}.{n}" for n in of}
-    return found | {name: plain(t) for name, t in files.tensors.items() if name not in used}
+    common = settings_of(files, "quantization", "quantization_config")
+
+    def read(name: str, parts: Parts) -> Item:
+        own = common.get(name.removesuffix(".weight"))
+        return _item(parts, {**common, **own} if isinstance(own, dict) else common)
+
+    return with_plain(files, {f"{base}.weight": parts for base, parts in _groups(files).items()}, read)
 
 
-def _item(of: dict[str, Stored], settings: Mapping[str, Any]) -> Item:
-    t, scale, bias, tensors = of["weight"], of["scales"], of.get("biases"), tuple(of.values())
+def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
+    t, scale, bias, tensors = parts[".weight"], parts[".scales"], parts.get(".biases"), tuple(parts.values())
     mode = settings.get("mode", "affine")
     if not isinstance(mode, str) or mode not in _MODES:
         problem = f"eqquant reads the modes {', '.join(_MODES)} of MLX, not {str(mode)[:40]!r}"
-        return Item(t.shape, t.dtype, None, str(mode)[:40], tensors, lambda: None, problem)
-    bits, group = (settings.get(name, value) for name, value in zip(("bits", "group_size"), _MODES[mode], strict=True))
-    if type(bits) is not int or type(group) is not int or bits not in _BITS or group < 1:
-        got = f"{str(bits)[:40]} and {str(group)[:40]}"
+        return unreadable(t, tensors, str(mode)[:40], problem)
+    bits, size = (settings.get(name, value) for name, value in zip(("bits", "group_size"), _MODES[mode], strict=True))
+    if type(bits) is not int or type(size) is not int or bits not in _BITS or size < 1:
+        got = f"{str(bits)[:40]} and {str(size)[:40]}"
         t.fail(f"It must have {', '.join(map(str, _BITS))} bits and a group size. Got {got}.")
     if len(t.shape) < 2 or t.shape[-1] * 32 % bits:
         t.fail(f"It must hold rows of whole codes of {bits} bits. Got the shape {list(t.shape)}.")
     length = t.shape[-1] * 32 // bits
-    if length % group:
-        t.fail(f"It must hold rows of whole groups of {group}. Got {length} values.")
-    shape, of_groups = (*t.shape[:-1], length), (*t.shape[:-1], length // group)
-    codes = lambda start, stop: unpack_low_first(t.bytes().reshape(-1, t.shape[-1] * 4)[start:stop], bits)
+    if length % size:
+        t.fail(f"It must hold rows of whole groups of {size}. Got {length} values.")
     stored_as = f"{mode}, {bits} bits"
-    if mode == "affine":
-        if bias is None:
-            t.fail("It must have a companion 'biases'. Got none.")
-        expect(scale, _FLOATS, of_groups)
-        expect(bias, (scale.dtype,), of_groups)
-        dtype = str(DTYPES[scale.dtype][1])
-        format = format_of(t, MLX, bits, group, dtype)
-        read = lambda: from_codes(codes, scale.array(), None, format, shape, dtype, t, offset=bias.array())
-        return Item(shape, dtype, format, stored_as, tensors, read)
-    if (bits, group) != _MODES[mode]:
-        t.fail(f"It must have {_MODES[mode]} bits and values in a group in the mode {mode}. Got {(bits, group)}.")
-    expect(scale, ("U8",), of_groups)
-    format = {"mxfp4": MXFP4(), "mxfp8": MXFP8(), "nvfp4": NVFP4()}[mode]
-
-    def read_floats() -> Any:
-        scales = scale.array()
-        if (scales & 127 == 127 if mode == "nvfp4" else scales == 255).any():
-            scale.fail("Got a scale that is not a number.")
-        ones = np.ones((*t.shape[:-1], 1), np.float32)
-        stored = Nested(scales, ones) if mode == "nvfp4" else scales
-        return from_codes(codes, stored, None, format, shape, "bfloat16", t)
-
-    return Item(shape, "bfloat16", format, stored_as, tensors, read_floats)
+    if mode != "affine":
+        if (bits, size) != _MODES[mode]:
+            t.fail(f"It must have {_MODES[mode]} bits and values in a group in the mode {mode}. Got {(bits, size)}.")
+        return dataclasses.replace(microscaled(t, scale, tensors, _FORMATS[mode]), stored_as=stored_as)
+    if bias is None:
+        t.fail("It must have a companion 'biases'. Got none.")
+    expect(scale, FLOATS, (*t.shape[:-1], length // size))
+    expect(bias, (scale.dtype,), scale.shape)
+    dtype = str(DTYPES[scale.dtype][1])
+    codes = lambda start, stop: unpack_low_first(t.bytes().reshape(-1, t.shape[-1] * 4)[start:stop], bits)
+    load = lambda: Unpacked(codes, scale.array(), offset=bias.array())
+    entry = weight(as_format(t, MLX, bits, size, dtype), (*t.shape[:-1], length), dtype)
+    return Item(entry, stored_as, tensors, load)

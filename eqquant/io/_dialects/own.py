@@ -2,7 +2,7 @@
 
 from .._files import Files
 from .._load import read_leaf
-from .._manifest import KEY, read_manifest
+from .._manifest import KEY, read_manifest, SavedLeaf
 from .item import Item
 
 
@@ -14,14 +14,11 @@ def recognizes(files: Files) -> bool:
 
 
 def items(files: Files) -> dict[str, Item]:
-    found = {}
-    for leaf in read_manifest(files.metadata[KEY], files.tensors, files.file, ()):
-        entry = leaf.entry
-        if entry.kind != "scalar":
-            stored = "quantized" if entry.format is not None else next(iter(leaf.tensors.values())).dtype
-            tensors = () if leaf.tied_to is not None else tuple(leaf.tensors.values())
-            read = lambda leaf=leaf: read_leaf(leaf)
-            axes = entry.axes or (-1,)
-            told = entry.structure() if entry.format is not None else None
-            found[leaf.path] = Item(entry.shape, entry.dtype, entry.format, stored, tensors, read, axes=axes, told=told)
-    return found
+    leaves = read_manifest(str(files.metadata[KEY]), files.tensors, files.file, ())
+    return {leaf.path: _item(leaf) for leaf in leaves if leaf.entry.kind != "scalar"}
+
+
+def _item(leaf: SavedLeaf) -> Item:
+    tensors = tuple(leaf.tensors.values())
+    stored_as = "quantized" if leaf.entry.format is not None else tensors[0].dtype
+    return Item(leaf.entry, stored_as, () if leaf.tied_to is not None else tensors, lambda: read_leaf(leaf))

@@ -1,24 +1,26 @@
-"""Eight-bit integers and floats with a scale for each row, group or tile, which several libraries lay out alike."""
+"""Weights with a scale for each row, group, tile or small block, which several libraries lay out alike."""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Literal
 
-import jax.numpy as jnp
 import numpy as np
 
-from ..._formats import FP8, Int8
-from ..._formats.base import AbstractFormat
+from ..._formats import FP8, Int8, MXFP4, MXFP8, NVFP4
 from ..._numerics.blocks import BlockSize
-from .._stored import DTYPES, Stored
-from .._transcode import from_codes
-from .item import format_of, Item
+from .._bits import unpack_low_first
+from .._repack import Nested, Unpacked
+from .._tensors import DTYPES, StoredTensor
+from .item import as_format, expect, FLOATS, Item, unreadable, weight
 
 
-FLOATS = ("F32", "F16", "BF16")
-
-
-def scaled(t: Stored, scale: Stored, zero: Stored | None, others: tuple[Stored, ...], dtype: Any = None) -> Item:
+def scaled(
+    t: StoredTensor,
+    scale: StoredTensor,
+    zero: StoredTensor | None,
+    others: tuple[StoredTensor, ...],
+    dtype: str | None = None,
+) -> Item:
     """An array of bytes, int8 or fp8. A scale of a tile is stored once for each row of it.
 
     **Arguments:**
@@ -27,13 +29,13 @@ def scaled(t: Stored, scale: Stored, zero: Stored | None, others: tuple[Stored, 
     - `others`: tensors that belong to the array besides, for its size in the file.
     - `dtype`: that of the result; by default that of the scales.
     """
+    tensors = tuple(dict.fromkeys((t, scale, *others)))
     if t.dtype not in ("I8", "F8_E4M3", "F8_E5M2") or len(t.shape) != 2:
-        problem = f"eqquant does not know scales of {t.dtype}{list(t.shape)}"
-        return Item(t.shape, t.dtype, None, t.dtype, (t, scale, *others), lambda: None, problem)
+        return unreadable(t, tensors, t.dtype, f"eqquant does not know scales of {t.dtype}{list(t.shape)}")
     out, length = t.shape
     rows, blocks = scale.shape if len(scale.shape) == 2 else (math.prod(scale.shape), 1)
     if rows == out or rows == blocks == 1:
-        block: BlockSize = "tensor" if rows == 1 < out else block_of(scale, blocks, length)
+        block: BlockSize = "tensor" if rows == 1 < out else group_size(scale, blocks, length)
         repeats = out // rows if rows else 1
     elif (rows, blocks) == (-(-out // 128), -(-length // 128)):
         block, repeats = (None if blocks == 1 else 128), 128
@@ -41,27 +43,34 @@ def scaled(t: Stored, scale: Stored, zero: Stored | None, others: tuple[Stored, 
         scale.fail(
             f"It must have a scale for each row, or each 128 x 128 values, of {list(t.shape)}. Got {list(scale.shape)}."
         )
-    zero = zero if t.dtype == "I8" else None
+    signed = t.dtype == "I8"
+    zero = zero if signed else None
     if zero is not None and (zero.dtype != "I8" or math.prod(zero.shape) != rows * blocks):
         zero.fail(f"It must have the shape of the scale, in I8. Got {zero.dtype} of {list(zero.shape)}.")
-    spread = lambda x: np.repeat(x.reshape(rows, blocks), repeats, axis=0)[:out]
-    signed = t.dtype == "I8"
-    kind = "e4m3" if t.dtype == "F8_E4M3" else "e5m2"
-    format = format_of(scale, Int8, block, zero is None) if signed else format_of(scale, FP8, kind, block)
+    format = as_format(scale, Int8, block, zero is None) if signed else as_format(scale, FP8, float_kind(t), block)
+    codes_of = lambda x: x.view(np.uint8) ^ np.uint8(128) if signed else x.view(np.uint8)
 
-    def codes(start: int, stop: int) -> np.ndarray:
-        raw = t.array()[start:stop].view(np.uint8)
-        return raw ^ np.uint8(128) if signed else raw
+    def load() -> Unpacked:
+        spread = lambda x: np.repeat(x.reshape(rows, blocks), repeats, axis=0)[:out]
+        zeros = None if zero is None else spread(codes_of(zero.array()))
+        codes = lambda start, stop: codes_of(t.array()[start:stop])
+        return Unpacked(codes, spread(as_float32(scale)), zeros)
 
-    zeros = lambda: None if zero is None else spread(zero.array().view(np.uint8) ^ np.uint8(128))
-    return grouped(t, scale, others, format, t.shape, lambda: spread(scales_of(scale)), zeros, codes, t.dtype, dtype)
-
-
-def scales_of(t: Stored) -> np.ndarray:
-    return t.array().astype(np.float32)
+    return Item(weight(format, t.shape, dtype or scale_dtype(scale)), t.dtype, tensors, load)
 
 
-def block_of(scale: Stored, blocks: int, length: int) -> BlockSize:
+def as_float32(scale: StoredTensor) -> np.ndarray:
+    return scale.array().astype(np.float32)
+
+
+def scale_dtype(scale: StoredTensor) -> str:
+    """Returns the dtype of a weight that has no other than that of its scales. Raises unless they are floats."""
+    if scale.dtype not in (*FLOATS, "F8_E8M0"):
+        scale.fail(f"It must be floating point. Got {scale.dtype}.")
+    return str(DTYPES[scale.dtype][1]) if scale.dtype in FLOATS else "float32"
+
+
+def group_size(scale: StoredTensor, blocks: int, length: int) -> int | None:
     if blocks == 1:
         return None
     if blocks < 1 or length < 1 or length % blocks:
@@ -69,23 +78,72 @@ def block_of(scale: Stored, blocks: int, length: int) -> BlockSize:
     return length // blocks
 
 
-def grouped(
-    t: Stored,
-    scale: Stored,
-    others: tuple[Stored, ...],
-    format: AbstractFormat,
-    shape: tuple[int, ...],
-    scales: Callable[[], np.ndarray],
-    zeros: Callable[[], np.ndarray | None],
-    codes: Callable[[int, int], np.ndarray],
-    stored_as: str,
-    dtype: Any = None,
+def float_kind(t: StoredTensor) -> Literal["e4m3", "e5m2"]:
+    return "e4m3" if t.dtype == "F8_E4M3" else "e5m2"
+
+
+def microscaled(
+    t: StoredTensor,
+    scale: StoredTensor,
+    tensors: tuple[StoredTensor, ...],
+    format: MXFP4 | MXFP8 | NVFP4,
+    dtype: str = "bfloat16",
+    tiled: bool = False,
+    outer: Callable[[], np.float32] = lambda: np.float32(1),
 ) -> Item:
-    """An array with a scale for each group of a row, given by functions that read it."""
-    if scale.dtype not in (*FLOATS, "F8_E8M0"):
-        scale.fail(f"It must be floating point. Got {scale.dtype}.")
-    if dtype is None:
-        dtype = DTYPES[scale.dtype][1] if scale.dtype in FLOATS else "float32"
-    tensors = tuple(dict.fromkeys((t, scale, *others)))
-    read = lambda: from_codes(codes, scales(), zeros(), format, shape, dtype, t)
-    return Item(shape, jnp.dtype(dtype).name, format, stored_as, tensors, read)
+    """An array of small floats in small blocks.
+
+    **Arguments:**
+
+    - `t`: codes `(..., out, in * bits / 8)`, the first in the low bits.
+    - `scale`: a byte for each block, `(..., out, blocks)`: E8M0, or e4m3 for NVFP4.
+    - `tiled`: whether scales are stored in tiles of 128 x 4.
+    - `outer`: reads the scale of the whole tensor, for NVFP4.
+    """
+    *batch, _ = t.shape
+    rows = math.prod(batch)
+    length = t.nbytes * 8 // format.bits // max(rows, 1)
+    nested = isinstance(format, NVFP4)
+    block, special, dtypes = (16, 127, ("F8_E4M3", "U8")) if nested else (32, 255, ("U8", "F8_E8M0"))
+    shape = (*batch, -(-length // block))
+    if not tiled:
+        expect(scale, dtypes, shape)
+    elif scale.dtype not in dtypes or scale.nbytes != -(-rows // 128) * -(-shape[-1] // 4) * 512:
+        scale.fail(f"It must hold tiles of 128 x 4 of {list(shape)} scales. Got {scale.dtype} of {list(scale.shape)}.")
+
+    def load() -> Unpacked:
+        whole = outer()
+        scales = _untile(scale.bytes(), rows, shape[-1]) if tiled else scale.bytes().reshape(shape)
+        if (scales & special == special).any():
+            scale.fail("Got a scale that is not a number.")
+        codes = lambda start, stop: unpack_low_first(t.bytes().reshape(rows, -1)[start:stop], format.bits)
+        return Unpacked(codes, Nested(scales, np.full((*batch, 1), whole)) if nested else scales)
+
+    name = type(format).__name__.lower()
+    return Item(weight(format, (*batch, length), dtype), name, tuple(dict.fromkeys((t, *tensors))), load)
+
+
+def read_outer(t: StoredTensor | None, scale: StoredTensor, divides: bool) -> Callable[[], np.float32]:
+    """Returns a function that reads the scale of a tensor of NVFP4, by which its scales are multiplied or divided."""
+    if t is not None and (t.dtype != "F32" or t.nbytes != 4):
+        t.fail(f"It must be one F32 number. Got {t.dtype} of {list(t.shape)}.")
+
+    def read() -> np.float32:
+        one = np.float32(1) if t is None else t.array().reshape(-1)[0]
+        if not np.isfinite(one) or (divides and one == 0):
+            (t or scale).fail(f"Got {one} as the scale of the tensor.")
+        with np.errstate(over="ignore"):
+            return 1 / one if divides else one
+
+    return read
+
+
+def _untile(raw: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Returns the bytes of scales row by row.
+
+    Tensor cores take them in tiles of 128 x 4, each as 32 times 16 bytes: row `32 i + j` and column `k` of a tile are
+    at `16 j + 4 i + k`. https://docs.nvidia.com/cuda/cublas/#d-block-scaling-factors-layout
+    """
+    tiles = raw.reshape(-(-rows // 128), -(-columns // 4), 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    whole = tiles.reshape(-(-rows // 128) * 128, -(-columns // 4) * 4)
+    return np.ascontiguousarray(whole[:rows, :columns])

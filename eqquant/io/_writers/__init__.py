@@ -1,6 +1,6 @@
 """Writes the layouts of other libraries: one file each, the inverse of the one of the same name in `_dialects/`.
 
-A writer has `NAME`, `FITS` (which formats it holds, in words) and `layout(name, x)`: the tensors of one array. Bits are
-written as they are, so that reading the file gives the same values. A writer of safetensors also has `settings`, which
-makes the part of `config.json` that its library reads.
+A writer has `NAME`, `FITS` (which formats it holds, in words) and `layout(name, q)`: the tensors of one quantized
+array. Bits are written as they are, so that reading the file gives the same values. A writer of safetensors also has
+`settings`, which makes the part of `config.json` that its library reads.
 """

@@ -11,16 +11,15 @@ nested scales is our own: it stands in the file, and bitsandbytes uses the one t
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ..._array.array import QuantizedArray
 from ..._formats import Codebook, Int8, NF4
 from ..._formats.base import levels_of
-from .._safetensors import ToWrite
-from .layout import dense, each_part, Layout, refuse, rows_of, scales_of
+from .._tensors import NewTensor
+from .layout import as_tensor, finite_scales, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
 
 
 NAME = "bitsandbytes"
@@ -37,36 +36,31 @@ _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
-def layout(name: str, x: Any) -> Layout:
+def layout(name: str, q: QuantizedArray) -> WrittenArray:
     """Returns the tensors of an array."""
-    if not isinstance(x, QuantizedArray):
-        return dense(name, x)
-    if isinstance(x.format, Int8) and x.format.symmetric and x.format.block_size is None:
-        return _int8(name, x)
-    order = _order(x)
-    block = x.format.block_size
-    all_axes = x.axis == tuple(range(-x.ndim, 0)) or (x.axis == -1 and x.size == x.shape[-1])
-    whole = x.axis == -1 and isinstance(block, int) and x.shape[-1] % block == 0
-    if order is None or block not in _BLOCKS or not (whole or all_axes) or x.dtype.name not in _DTYPES:
-        refuse(name, x, FITS)
-    scale = scales_of(name, x)
-    kind = "nf4" if isinstance(x.format, NF4) else "fp4"
-    table = np.asarray(x.format.codebook, np.float32) if isinstance(x.format, NF4) else _FP4
-    state = {"quant_type": kind, "blocksize": block, "dtype": x.dtype.name, "shape": list(x.shape)}
-    tensors = [ToWrite(name, "U8", (-(-x.size // 2), 1), lambda: _codes(x, order))]
-    tensors.append(ToWrite(f"{name}.quant_map", "F32", (16,), lambda: table))
-    if (outer := _outer(x)) is None:
-        tensors.append(ToWrite(f"{name}.absmax", "F32", (scale.size,), lambda: scale.reshape(-1)))
+    format, block = q.format, q.format.block_size
+    if isinstance(format, Int8) and format.symmetric and block is None:
+        return _int8(name, q)
+    order = _order(q)
+    all_axes = q.axis == tuple(range(-q.ndim, 0)) or (q.axis == -1 and q.size == q.shape[-1])
+    whole = q.axis == -1 and isinstance(block, int) and q.shape[-1] % block == 0
+    if order is None or block not in _BLOCKS or not (whole or all_axes) or q.dtype.name not in _DTYPES:
+        refuse(name, q, FITS)
+    scale = finite_scales(name, q)
+    kind, table = ("nf4", np.asarray(format.codebook, np.float32)) if isinstance(format, NF4) else ("fp4", _FP4)
+    state = {"quant_type": kind, "blocksize": block, "dtype": q.dtype.name, "shape": list(q.shape)}
+    tensors = [NewTensor(name, "U8", (-(-q.size // 2), 1), lambda: _codes(q, order))]
+    tensors.append(as_tensor(f"{name}.quant_map", table))
+    if (nested := _nested(q)) is None:
+        tensors.append(as_tensor(f"{name}.absmax", scale.reshape(-1)))
     else:
-        size, values, levels = outer
+        size, inner, outer, levels = nested
         state |= {"nested_blocksize": size, "nested_dtype": "float32", "nested_offset": 0.0}
-        inner: Any = x.scale_bits
-        tensors.append(ToWrite(f"{name}.absmax", "U8", (scale.size,), lambda: np.asarray(inner.codes).reshape(-1)))
-        tensors.append(ToWrite(f"{name}.nested_absmax", "F32", values.shape, lambda: values))
-        tensors.append(ToWrite(f"{name}.nested_quant_map", "F32", (256,), lambda: levels))
+        tensors.append(NewTensor(f"{name}.absmax", "U8", (scale.size,), lambda: np.asarray(inner.codes).reshape(-1)))
+        tensors += [as_tensor(f"{name}.nested_absmax", outer), as_tensor(f"{name}.nested_quant_map", levels)]
     raw = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    tensors.append(ToWrite(f"{name}.quant_state.bitsandbytes__{kind}", "U8", raw.shape, lambda: raw))
-    return Layout(tuple(tensors), {"kind": kind, "nested": outer is not None})
+    tensors.append(as_tensor(f"{name}.quant_state.bitsandbytes__{kind}", raw))
+    return WrittenArray(tuple(tensors), {"kind": kind, "nested": nested is not None})
 
 
 def _order(q: QuantizedArray) -> np.ndarray | None:
@@ -82,22 +76,19 @@ def _order(q: QuantizedArray) -> np.ndarray | None:
 
 def _codes(q: QuantizedArray, order: np.ndarray) -> np.ndarray:
     """Returns codes of four bits, the first of a byte in its high bits."""
-    if q.size % 2:  # a single row, padded as bitsandbytes pads
-        codes = np.append(order[rows_of(q)(0, 1)[0]], np.uint8(7))
-        return (codes[::2] << 4 | codes[1::2])[:, None]
-    # A row has an even number of codes, since blocks have.
-    out = np.empty((q.size // q._length, q._length // 2), np.uint8)
 
     def pairs(codes: np.ndarray) -> np.ndarray:
         codes = order[codes]
         return codes[:, ::2] << 4 | codes[:, 1::2]
 
-    each_part(q, pairs, out)
-    return out.reshape(-1, 1)
+    if q.size % 2:  # a single row, padded as bitsandbytes pads; others have an even number of codes, since blocks have
+        codes = np.append(order[unpack_rows(q)[0]], np.uint8(7))
+        return (codes[::2] << 4 | codes[1::2])[:, None]
+    return pack_rows(q, pairs).reshape(-1, 1)
 
 
-def _outer(q: QuantizedArray) -> tuple[int, np.ndarray, np.ndarray] | None:
-    """Returns how many scales share an outer one, these, and the table of codes, if bitsandbytes can nest them."""
+def _nested(q: QuantizedArray) -> tuple[int, QuantizedArray, np.ndarray, np.ndarray] | None:
+    """Returns how many scales share an outer one, both, and the table of codes, if bitsandbytes can nest them."""
     inner = q.scale_bits
     if not isinstance(inner, QuantizedArray) or inner.format.bits != 8 or not isinstance(inner.format.block_size, int):
         return None
@@ -107,41 +98,35 @@ def _outer(q: QuantizedArray) -> tuple[int, np.ndarray, np.ndarray] | None:
     if size not in _BLOCKS:
         return None
     values = outer[..., np.arange(0, blocks, size) // per_outer]
-    return size, values.reshape(-1), np.asarray(levels_of(inner.format)[0], np.float32)
+    return size, inner, values.reshape(-1), np.asarray(levels_of(inner.format)[0], np.float32)
 
 
-def _int8(name: str, q: QuantizedArray) -> Layout:
+def _int8(name: str, q: QuantizedArray) -> WrittenArray:
     if not name.endswith(".weight") or q.ndim != 2 or q.axis != -1:
         refuse(name, q, f"{FITS}; the name must end with '.weight'")
     with np.errstate(over="ignore"):
-        absmax = scales_of(name, q)[:, 0] * np.float32(127)
+        absmax = finite_scales(name, q)[:, 0] * np.float32(127)
     if not np.isfinite(absmax).all():
         refuse(name, q, "its largest magnitudes must be finite")
-
-    def codes() -> np.ndarray:
-        return (rows_of(q)(0, q.shape[0]) ^ np.uint8(128)).view(np.int8)
-
     tensors = (
-        ToWrite(name, "I8", q.shape, codes),
-        ToWrite(f"{name.removesuffix('.weight')}.SCB", "F32", absmax.shape, lambda: absmax),
+        NewTensor(name, "I8", q.shape, lambda: (unpack_rows(q) ^ np.uint8(128)).view(np.int8)),
+        as_tensor(f"{name.removesuffix('.weight')}.SCB", absmax),
     )
-    return Layout(tensors, {"kind": "int8", "nested": False})
+    return WrittenArray(tensors, {"kind": "int8", "nested": False})
 
 
-def settings(schemes: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, object]:
     """Returns what `config.json` says."""
-    quantized = {name: scheme for name, scheme in schemes.items() if scheme is not None}
-    if not quantized:
-        return {}
-    one_of = {scheme["kind"]: name for name, scheme in quantized.items()}
-    kind, *others = one_of
+    example = {str(scheme["kind"]): name for name, scheme in schemes.items()}
+    kind, *others = example
     if others:
-        raise ValueError(f"A model of bitsandbytes must be of one kind: nf4, fp4 or int8. Got {one_of}.")
-    common = {"quant_method": "bitsandbytes", "load_in_4bit": kind != "int8", "load_in_8bit": kind == "int8"}
+        raise ValueError(f"A model of bitsandbytes must be of one kind: nf4, fp4 or int8. Got {example}.")
+    about: dict[str, object] = {"quant_method": "bitsandbytes"}
+    about |= {"load_in_4bit": kind != "int8", "load_in_8bit": kind == "int8"}
     # What has no scales: an embedding, which nothing replaces, or a layer that must stay as it is.
-    plain = [name.removesuffix(".weight") for name in schemes if name not in quantized and name.endswith(".weight")]
-    common["llm_int8_skip_modules"] = plain
-    if kind == "int8":
-        return {"quantization_config": common}
-    more = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": any(s["nested"] for s in quantized.values())}
-    return {"quantization_config": common | more | {"bnb_4bit_quant_storage": "uint8"}}
+    about["llm_int8_skip_modules"] = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
+    if kind != "int8":
+        about |= {"bnb_4bit_quant_type": kind}
+        about |= {"bnb_4bit_use_double_quant": any(scheme["nested"] for scheme in schemes.values())}
+        about |= {"bnb_4bit_quant_storage": "uint8"}
+    return {"quantization_config": about}

@@ -1,24 +1,25 @@
-"""GGUF files of llama.cpp: the container of `_gguf.py`, with the tensors of `_dialects/gguf.py`.
+"""GGUF files of llama.cpp: the container of `_gguf.py`, with the blocks of `_blocks.py`.
 
-The fastest dimension comes first in the header. `_dialects/gguf.py` shows the fields of the blocks of each type.
+The fastest dimension comes first in the header.
 """
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
 from ..._array.array import QuantizedArray
 from ..._formats import NVFP4
+from ..._types import PyTree
 from .._atomic import replacing
-from .._dialects.gguf import FORMATS
-from .._gguf import ALIGNMENT, ARRAY, ArrayValue, MAGIC, MAX_DIMENSIONS, SCALARS, TEXT, TYPES
-from .._safetensors import ToWrite
-from .._stored import NAME_OF, to_bytes
-from .layout import dense, each_part, Layout, pack_low_first, refuse, rows_of, scales_of
+from .._blocks import BLOCK_TYPES
+from .._entry import AnyArray
+from .._gguf import ALIGNMENT, ARRAY, ArrayValue, MAGIC, MAX_DIMENSIONS, SCALARS, SIZES, TEXT, TYPES
+from .._tensors import NAME_OF, NewTensor, to_bytes
+from .layout import dense, finite_scales, refuse, row_parts, unpack_rows, WrittenArray
 
 
 NAME = "gguf"
@@ -30,12 +31,11 @@ FITS = (
 OTHER_TYPES = {"TQ1_0": "TQ2_0"}
 
 _NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
-_SIZES = {name: (block, nbytes) for name, block, nbytes in TYPES.values()}
 _DENSE = {dtype: name for dtype, name in NAME_OF.items() if name in _NUMBERS}
 _MAX_NAME = 63  # llama.cpp keeps names in 64 bytes, the last of them zero
 
 
-def layout(name: str, x: Any, kind: str | None = None) -> Layout:
+def layout(name: str, x: AnyArray, kind: str | None = None) -> WrittenArray:
     """Returns the tensor of an array, of the type that its format is called as, or of another one."""
     if len(name.encode()) > _MAX_NAME:
         raise ValueError(f"{name!r} must have at most {_MAX_NAME} bytes, as llama.cpp wants. Got {len(name.encode())}.")
@@ -50,129 +50,49 @@ def layout(name: str, x: Any, kind: str | None = None) -> Layout:
     if kind is not None and type(x.format).__name__ != OTHER_TYPES[kind]:
         refuse(name, x, f"only {OTHER_TYPES[kind]} fits the type {kind}")
     kind = kind or type(x.format).__name__
-    if x.format != FORMATS.get(kind) or x.axis != -1 or x.shape[-1] % _SIZES[kind][0]:
+    if (
+        x.format != (BLOCK_TYPES[kind].format if kind in BLOCK_TYPES else None)
+        or x.axis != -1
+        or x.shape[-1] % SIZES[kind][0]
+    ):
         refuse(name, x, FITS)
-    scales_of(name, x)
+    finite_scales(name, x)
     if x.offset is not None and not np.isfinite(np.asarray(x.offset)).all():
         refuse(name, x, "all its offsets must be finite")
     if isinstance(x.format, NVFP4) and isinstance(x.scale_bits, QuantizedArray) and (x.scale_bits.scale != 1).any():
         refuse(name, x, "llama.cpp keeps the scale of a tensor elsewhere, so here it must be one")
-    return Layout((ToWrite(name, kind, x.shape, lambda: _blocks(name, x, kind)),))
-
-
-class _Floats(NamedTuple):
-    """The scales or offsets of blocks, each of the last axis: bytes of the one that is stored whole, and codes."""
-
-    whole: np.ndarray
-    codes: np.ndarray
-
-    @property
-    def negative(self) -> np.ndarray:
-        return (-self.whole.view(np.float16)).view(np.uint8)
+    return WrittenArray((NewTensor(name, kind, x.shape, lambda: _blocks(name, x, kind)),))
 
 
 def _blocks(name: str, q: QuantizedArray, kind: str) -> np.ndarray:
     """Returns the blocks of all rows: bytes."""
-    block, nbytes = _SIZES[kind]
+    block, nbytes = SIZES[kind]
     rows, blocks = q.size // q.shape[-1], q.shape[-1] // block
-    scale, offset = _floats(q.scale_bits, rows, blocks), _floats(q.offset_bits, rows, blocks)
+    parts: dict[str, np.ndarray] = {}
+    for whole, codes, floats in (("scale", "scales", q.scale_bits), ("offset", "offsets", q.offset_bits)):
+        if isinstance(floats, QuantizedArray):
+            parts[codes] = unpack_rows(floats).reshape(rows, blocks, -1)
+            floats = floats.scale_bits
+        if floats is not None and floats.size == rows * blocks:  # unlike that of NVFP4, which is one
+            parts[whole] = np.asarray(floats).reshape(rows, blocks, 1)
+    if "offsets" in parts:
+        parts["offset"] = -parts["offset"].view(np.float16)
+    for whole in parts.keys() & {"scale", "offset"}:
+        parts[whole] = parts[whole].view(np.uint8)
     out = np.empty((rows, blocks, nbytes), np.uint8)
-    done = 0
-
-    def fields(codes: np.ndarray) -> np.ndarray:
-        nonlocal done
-        part, done = slice(done, done + len(codes)), done + len(codes)
-        of_rows = lambda floats: floats and _Floats(floats.whole[part], floats.codes[part])
-        codes = codes.reshape(len(codes), blocks, block)
+    for part, codes in row_parts(q):
         if kind == "TQ1_0" and codes.max(initial=0) > 2:
             raise ValueError(f"{name!r} must be ternary for the type TQ1_0. Got a code of 3.")
-        return np.concatenate(_FIELDS[kind](codes, of_rows(scale), of_rows(offset)), axis=-1)
-
-    each_part(q, fields, out)
+        given = {what: x[part] for what, x in parts.items()} | {"codes": codes.reshape(len(codes), blocks, block)}
+        out[part] = BLOCK_TYPES[kind].pack(given)
     return out
 
 
-def _floats(stored: Any, rows: int, blocks: int) -> _Floats | None:
-    if stored is None:
-        return None
-    if isinstance(stored, QuantizedArray):
-        codes = rows_of(stored)(0, rows).reshape(rows, blocks, -1)
-        whole = np.asarray(stored.scale_bits)
-    else:
-        codes, whole = np.empty((rows, blocks, 0), np.uint8), np.asarray(stored)
-    if whole.size != rows * blocks:  # NVFP4's, which is one
-        return _Floats(np.empty((rows, blocks, 0), np.uint8), codes)
-    return _Floats(np.ascontiguousarray(whole).reshape(rows, blocks, 1).view(np.uint8), codes)
-
-
-def _planes(codes: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Packs codes, so that code `i` of a byte is the one `i * run` after code 0. There are groups of `run` bytes."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    grouped = codes.reshape(*codes.shape[:-1], -1, 8 // bits, run) << shifts
-    return np.bitwise_or.reduce(grouped, axis=-2).reshape(*codes.shape[:-1], -1)
-
-
-def _nibbles(codes: np.ndarray, run: int = 16) -> np.ndarray:
-    return _planes(codes & 15, 4, run)
-
-
-def _trits(codes: np.ndarray) -> np.ndarray:
-    """Packs up to five codes below 3 in a byte: the digits, the first the highest, of a fraction of 243 = 3**5.
-
-    The byte is that fraction of 256, rounded up, so that multiplying by 3 moves the digits out one by one.
-    """
-    parts = []
-    for start, stop, run in ((0, 160, 32), (160, 240, 16), (240, 256, 4)):
-        digits = codes[..., start:stop].reshape(*codes.shape[:-1], -1, run).astype(np.uint16)
-        places = 3 ** np.arange(4, 4 - digits.shape[-2], -1, dtype=np.uint16)
-        number = (digits * places[:, None]).sum(axis=-2, dtype=np.uint16)
-        parts.append(((number * np.uint32(256) + 242) // 243).astype(np.uint8))
-    return np.concatenate(parts, axis=-1)
-
-
-def _high_bits(codes: np.ndarray) -> np.ndarray:
-    return pack_low_first(codes >> 4, 1)
-
-
-def _scales_and_minima(scale: _Floats, offset: _Floats) -> np.ndarray:
-    """Packs 8 scales and 8 minima of 6 bits: the first four of each whole, with two bits of the others above them."""
-    first = lambda x: x[..., :4] | x[..., 4:] >> 4 << 6
-    low = scale.codes[..., 4:] & 15 | (offset.codes[..., 4:] & 15) << 4
-    return np.concatenate([first(scale.codes), first(offset.codes), low], axis=-1)
-
-
-# From the codes, the scales and the offsets of blocks to the fields of each block, in order.
-_FIELDS: dict[str, Callable[[np.ndarray, Any, Any], tuple[np.ndarray, ...]]] = {
-    "Q4_0": lambda c, s, o: (s.whole, _nibbles(c)),
-    "Q4_1": lambda c, s, o: (s.whole, o.whole, _nibbles(c)),
-    "Q5_0": lambda c, s, o: (s.whole, _high_bits(c), _nibbles(c)),
-    "Q5_1": lambda c, s, o: (s.whole, o.whole, _high_bits(c), _nibbles(c)),
-    "Q8_0": lambda c, s, o: (s.whole, c ^ 128),  # signed bytes
-    "Q2_K": lambda c, s, o: (s.codes | o.codes << 4, _planes(c, 2, 32), s.whole, o.negative),
-    "Q3_K": lambda c, s, o: (
-        _planes(c >> 2, 1, 32),
-        _planes(c & 3, 2, 32),
-        _planes(s.codes & 15, 4, 8),
-        _planes(s.codes >> 4, 2, 4),
-        s.whole,
-    ),
-    "Q4_K": lambda c, s, o: (s.whole, o.negative, _scales_and_minima(s, o), _nibbles(c, 32)),
-    "Q5_K": lambda c, s, o: (s.whole, o.negative, _scales_and_minima(s, o), _planes(c >> 4, 1, 32), _nibbles(c, 32)),
-    "Q6_K": lambda c, s, o: (_planes(c & 15, 4, 64), _planes(c >> 4, 2, 32), s.codes ^ 128, s.whole),
-    "IQ4_NL": lambda c, s, o: (s.whole, _nibbles(c)),
-    "IQ4_XS": lambda c, s, o: (s.whole, pack_low_first(s.codes >> 4, 2), pack_low_first(s.codes & 15, 4), _nibbles(c)),
-    "TQ1_0": lambda c, s, o: (_trits(c), s.whole),
-    "TQ2_0": lambda c, s, o: (_planes(c, 2, 32), s.whole),
-    "MXFP4": lambda c, s, o: (s.whole, _nibbles(c)),
-    "NVFP4": lambda c, s, o: (s.codes, _nibbles(c, 8)),
-}
-
-
-def write(path: Path, tensors: Iterable[ToWrite], metadata: Mapping[str, Any]) -> None:
+def write(path: Path, tensors: Iterable[NewTensor], metadata: Mapping[str, object]) -> None:
     """Writes a file, one tensor at a time, and puts it in the place of `path` when it is whole."""
     tensors = list(tensors)
     alignment = metadata.get("general.alignment", ALIGNMENT)
-    if isinstance(alignment, bool) or alignment not in [2**n for n in range(3, 21)]:
+    if not isinstance(alignment, int | np.integer) or alignment not in [2**n for n in range(3, 21)]:
         raise ValueError(f"`metadata` must align to a power of two, from 8 on. Got {alignment!r}.")
     header = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     for key, value in metadata.items():
@@ -184,16 +104,16 @@ def write(path: Path, tensors: Iterable[ToWrite], metadata: Mapping[str, Any]) -
         dims = t.shape[::-1]
         header.append(_text(t.name) + struct.pack("<I", len(dims)) + struct.pack(f"<{len(dims)}Q", *dims))
         header.append(struct.pack("<IQ", _NUMBERS[t.dtype], offset))
-        block, nbytes = _SIZES[t.dtype]
+        block, nbytes = SIZES[t.dtype]
         size = math.prod(dims) // block * nbytes
         offset += size + -size % alignment
     with replacing(path) as f:
         f.write(b"".join(header))
-        _align(f, alignment)
+        _align(f, int(alignment))
         for t in tensors:
-            for part in to_bytes(t.read()):
+            for part in to_bytes(t.array()):
                 f.write(part)
-            _align(f, alignment)
+            _align(f, int(alignment))
 
 
 def _align(f: BinaryIO, alignment: int) -> None:
@@ -209,7 +129,7 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _pair(key: str, value: Any) -> bytes:
+def _pair(key: str, value: object) -> bytes:
     """Returns the type of a value and the value."""
     if isinstance(value, str):
         return struct.pack("<I", TEXT) + _text(value)
@@ -228,11 +148,11 @@ def _pair(key: str, value: Any) -> bytes:
     return struct.pack("<I", kind) + raw if x.ndim == 0 else struct.pack("<IIQ", ARRAY, kind, len(x)) + raw
 
 
-def _numbers(value: Any) -> np.ndarray | None:
+def _numbers(value: object) -> np.ndarray | None:
     """Returns numbers as an array of the type that llama.cpp expects; of NumPy's own, the type that they have."""
     if isinstance(value, (np.ndarray, np.generic)):
         return np.asarray(value)
-    items = value if isinstance(value, (list, tuple)) else [value]
+    items: PyTree = value if isinstance(value, (list, tuple)) else [value]
     types = {type(v) for v in items}
     if types == {bool}:
         return np.asarray(value)

@@ -1,9 +1,10 @@
-"""Tensors in files: where their bytes are, and what they mean. Nothing is read until it is asked for."""
+"""Files through a memory map, and the tensors in them. Nothing is read until it is asked for."""
 
 import dataclasses
+import json
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,7 +63,21 @@ class MappedFile:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stored:
+class NewTensor:
+    """A tensor to write: `dtype` is its name in the file, and `array` returns its values when their turn has come."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    array: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype][0] // 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredTensor:
     """A tensor in a file.
 
     - `dtype`: its name in the file, a key of `DTYPES` or a type of GGUF.
@@ -98,6 +113,9 @@ class Stored:
         return raw.view(jnp.dtype(dtype)).reshape(self.shape)
 
 
+Tensor = NewTensor | StoredTensor
+
+
 def num_bytes(shape: tuple[int, ...], bits: int) -> int | None:
     """Returns the bytes of an array, or `None` if they are not whole or no array can have this shape."""
     if len(shape) > _MAX_RANK or any(n < 0 for n in shape) or math.prod(n for n in shape if n) >= 2**59:
@@ -113,3 +131,47 @@ def to_bytes(x: np.ndarray) -> Iterator[memoryview]:
         codes = flat.view(np.uint8) & 15
         flat = codes[::2] | codes[1::2] << 4
     yield flat.view(np.uint8).data
+
+
+# JSON from files that nobody vouches for
+
+# No file that this package reads nests deeper, and code that walks a shallow tree needs no guard against recursion.
+_MAX_DEPTH = 16
+
+
+def parse_json(text: bytes, file: MappedFile, what: str) -> dict[str, object]:
+    """Parses an object. Raises a `ValueError` that names the file for anything that is not plainly one.
+
+    JSON itself allows an object to repeat a name, and Python allows NaN: here neither can hide a second meaning.
+    """
+    try:
+        parsed = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        deep = _deeper_than(parsed, _MAX_DEPTH)
+    except RecursionError:
+        deep, parsed = True, {}
+    except (ValueError, UnicodeError) as e:
+        file.fail(f"must have valid JSON in {what}. Got an error: {e}.")
+    if deep:
+        file.fail(f"must have valid JSON in {what}. Got one that is nested more than {_MAX_DEPTH} times.")
+    if not isinstance(parsed, dict):
+        file.fail(f"must have a JSON object in {what}. Got a {type(parsed).__name__}.")
+    return parsed
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the name {twice!r} stands there twice")
+    return out
+
+
+def _deeper_than(x: object, depth: int) -> bool:
+    if not isinstance(x, (dict, list)):
+        return False
+    return depth == 0 or any(_deeper_than(item, depth - 1) for item in (x.values() if isinstance(x, dict) else x))
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")

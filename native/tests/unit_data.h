@@ -29,6 +29,16 @@ struct Pool {
 };
 constexpr int64_t kThreads = 2;
 
+// Fails where a check of a problem found something wrong with it.
+inline void expect_accepted(const char* wrong) {
+  if (wrong != nullptr) fail("the problem is refused: %s", wrong);
+}
+
+// The matrix of a stack that a batch has: what is beyond the ends is the nearest.
+inline int64_t matrix_of(const std::vector<int32_t>& selected, int64_t batch, int64_t stack) {
+  return selected.empty() ? batch : std::min<int64_t>(std::max(selected[batch], 0), stack - 1);
+}
+
 inline float float_of(uint32_t bits) {
   float value;
   memcpy(&value, &bits, 4);
@@ -168,8 +178,9 @@ struct Form {
   Table table = kAnyFloats;
   int scale_kind = kScaleFloat32;
   bool zero_points = false, row_scales = false, offsets = false;
-  int scale_bits = 0;       // of scales that are codes
-  int64_t scale_block = 4;  // how many of these share a scale
+  int scale_bits = 0;           // of scales that are codes
+  int64_t scale_block = 4;      // how many of these share a scale
+  bool scale_integers = false;  // which they mean, each one more than the last
 };
 
 // A weight of random codes and scales: numbers, and the arrays that kernels read.
@@ -261,7 +272,8 @@ struct Weight {
     const int count = 1 << form.bits;
     const float halves[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6};
     table.resize(count);
-    for (int i = 0; i < count; ++i) switch (form.table) {
+    for (int i = 0; i < count; ++i) {
+      switch (form.table) {
         case kAnyFloats: table[i] = static_cast<float>(whole(random, -999, 999) + 0.37) / 333; break;
         case kIntegers: table[i] = static_cast<float>(i - count / 2); break;
         case kHalves: table[i] = halves[i % 16]; break;
@@ -269,6 +281,7 @@ struct Weight {
         case kE4M3: table[i] = static_cast<float>(e4m3_value(static_cast<uint8_t>(i))); break;
         case kE5M2: table[i] = static_cast<float>(e5m2_value(static_cast<uint8_t>(i))); break;
       }
+    }
   }
 
   void make_scales(Random& random, std::vector<double>* numbers, std::vector<uint8_t>* bytes,
@@ -286,7 +299,8 @@ struct Weight {
     if (form.scale_bits == 0) return;
     scale_table.resize(int64_t{1} << form.scale_bits);
     for (size_t i = 0; i < scale_table.size(); ++i)
-      scale_table[i] = static_cast<float>(i + 1) / static_cast<float>(scale_table.size());
+      scale_table[i] =
+          static_cast<float>(i + 1) / (form.scale_integers ? 1.0f : static_cast<float>(scale_table.size()));
     std::vector<int> inner(rows * blocks);
     numbers->resize(rows * blocks);
     for (int64_t i = 0; i < rows * blocks; ++i) {
@@ -298,6 +312,45 @@ struct Weight {
   }
 
   std::vector<uint8_t> codes_, zeros_, scale_bytes_, offset_bytes_, scale_codes_, offset_codes_;
+};
+
+// Where the numbers of x and y lie. Between rows there may be gaps.
+struct Layout {
+  bool x_by_columns = false, y_by_columns = false;
+  int64_t gap = 0;
+
+  void describe(int64_t inner, int64_t outer, Problem* p) const {
+    p->x_row = x_by_columns ? 1 : inner + gap;
+    p->x_column = x_by_columns ? p->m + gap : 1;
+    p->x_batch = x_by_columns ? inner * p->x_column : p->m * p->x_row;
+    p->y_row = y_by_columns ? 1 : outer + gap;
+    p->y_column = y_by_columns ? p->m + gap : 1;
+    p->y_batch = y_by_columns ? outer * p->y_column : p->m * p->y_row;
+  }
+};
+
+// Results of a problem that is described, with a byte in all that nobody wrote.
+struct Results {
+  explicit Results(Problem* p) : item(float_bytes(p->x_type)), bytes(p->batch * p->y_batch * item, kUnwritten) {
+    p->y = bytes.data();
+  }
+
+  // A number, which is read once.
+  double take(const Problem& p, int64_t batch, int64_t row, int64_t column) {
+    uint8_t* at = &bytes[item * (batch * p.y_batch + row * p.y_row + column * p.y_column)];
+    const double number = load_float(p.x_type, at);
+    memset(at, kUnwritten, item);
+    return number;
+  }
+  // Once all numbers are read.
+  void expect_gaps() const {
+    for (size_t i = 0; i < bytes.size(); ++i)
+      if (bytes[i] != kUnwritten) fail("byte %zu of a gap of y is written", i);
+  }
+
+  static constexpr uint8_t kUnwritten = 0xa5;
+  int64_t item;
+  std::vector<uint8_t> bytes;
 };
 
 #endif  // EQQUANT_TESTS_UNIT_DATA_H_

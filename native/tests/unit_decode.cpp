@@ -12,7 +12,7 @@ std::vector<double> decode(const Isa& isa, Problem p, int type = kFloat32) {
   p.y = dense.data();
   p.x_type = type;
   char why[200];
-  if (check_problem(p, why, sizeof why) != nullptr) fail("the problem is refused: %s", why);
+  expect_accepted(check_problem(p, why, sizeof why));
   Pool pool;
   run_decode(isa, p, pool, kThreads);
   std::vector<double> numbers;
@@ -56,8 +56,7 @@ void check(const Isa& isa, const Weight& w, const std::vector<int32_t>& selected
   const std::vector<double> dense = decode(isa, p, type);
   for (int64_t i = 0; i < p.batch * p.n; ++i)
     for (int64_t k = 0; k < p.k; ++k) {
-      const int64_t matrix =
-          selected.empty() ? i / p.n : std::min<int64_t>(std::max(selected[i / p.n], 0), p.stack - 1);
+      const int64_t matrix = matrix_of(selected, i / p.n, p.stack);
       const int64_t row = matrix * p.n + i % p.n;
       const double expected =
           static_cast<float>(static_cast<float>(w.value(row, k)) * static_cast<float>(w.scale(row, k)));
@@ -136,7 +135,6 @@ void add_fp8() {
   });
 }
 
-
 void add_scales() {
   // Each scale is that of one code, which means 1: the smallest, ordinary ones, the largest, infinities, NaN. The least
   // of e8m0 and bfloat16 are left out: they are subnormal in float32, which a machine may take for zero.
@@ -150,21 +148,22 @@ void add_scales() {
       {0, 0x01, 0x0f, 0x10, 0x80, 0x81, 0xfe, 0xff},
   };
   for (int kind = kScaleFloat32; kind <= kScaleUE4M4; ++kind) {
-    test(std::string("decode/scales/") + kScaleNames[kind] + "/special bits", [kind, all = scales[kind]](const Isa& isa) {
-      const int64_t count = static_cast<int64_t>(all.size()), width = scale_bytes(kind);
-      std::vector<uint8_t> bytes(count * width);
-      std::vector<double> expected;
-      for (int64_t i = 0; i < count; ++i) {
-        memcpy(&bytes[i * width], &all[i], width);
-        expected.push_back(scale_value(kind, all[i]));
-      }
-      Row row(8, std::vector<uint8_t>(count, 1), count);
-      row.p.scale = bytes.data();
-      row.p.scale_kind = kind;
-      row.p.block_size = 1;
-      row.p.blocks = count;
-      expect_numbers(decode(isa, row.p), expected);
-    });
+    test(std::string("decode/scales/") + kScaleNames[kind] + "/special bits",
+         [kind, all = scales[kind]](const Isa& isa) {
+           const int64_t count = static_cast<int64_t>(all.size()), width = scale_bytes(kind);
+           std::vector<uint8_t> bytes(count * width);
+           std::vector<double> expected;
+           for (int64_t i = 0; i < count; ++i) {
+             memcpy(&bytes[i * width], &all[i], width);
+             expected.push_back(scale_value(kind, all[i]));
+           }
+           Row row(8, std::vector<uint8_t>(count, 1), count);
+           row.p.scale = bytes.data();
+           row.p.scale_kind = kind;
+           row.p.block_size = 1;
+           row.p.blocks = count;
+           expect_numbers(decode(isa, row.p), expected);
+         });
     Form form;
     form.scale_kind = kind;
     check_form(std::string("scales/") + kScaleNames[kind], form);
@@ -182,6 +181,9 @@ void add_scales() {
     form.scale_bits = bits;
     form.scale_block = 7;
     check_form("scales/codes of " + to_string(bits) + " bits", form);
+    form.scale_block = 16;
+    form.scale_integers = true;
+    check_form("scales/integers of " + to_string(bits) + " bits", form);
   }
 }
 

@@ -52,7 +52,7 @@ struct Encode {
     p.codes = step_codes.data();
     p.num_steps = static_cast<int64_t>(order.size());
     char why[200];
-    if (check_encode(p, why, sizeof why) != nullptr) fail("the problem is refused: %s", why);
+    expect_accepted(check_encode(p, why, sizeof why));
     const EncodeKernel& kernel = encode_kernel(isa);
     kernel.encode(&p, n / 2, n);  // rows are independent
     for (int64_t i = 0; i < n / 2 * p.words; ++i)

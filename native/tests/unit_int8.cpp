@@ -70,7 +70,7 @@ struct Int8Product {
   }
 
   void check(const Isa& isa) const {
-    const int64_t n = w.form.n, item = float_bytes(type), x_item = is_float() ? item : 1;
+    const int64_t n = w.form.n, x_item = is_float() ? float_bytes(type) : 1;
     Int8Problem q = {};
     Problem& p = q.p;
     w.describe(&p);
@@ -79,44 +79,35 @@ struct Int8Product {
     p.selected = selected.empty() ? nullptr : selected.data();
     p.m = m;
     p.x_type = type;
-    p.x_row = x_by_columns ? 1 : k + gap;
-    p.x_column = x_by_columns ? m + gap : 1;
-    p.x_batch = x_by_columns ? k * p.x_column : m * p.x_row;
-    p.y_row = y_by_columns ? 1 : n + gap;
-    p.y_column = y_by_columns ? m + gap : 1;
-    p.y_batch = y_by_columns ? n * p.y_column : m * p.y_row;
+    layout.describe(k, n, &p);
     q.form = is_float() ? kFloats : kind == kSignedCodes ? kSigned : kUnsigned;
     q.affine = is_affine();
     q.x_scale = is_given() ? scales.data() : nullptr;
     q.x_zero = is_affine() && is_given() ? zeros.data() : nullptr;
-    std::vector<uint8_t> xs(batch * p.x_batch * x_item, 0xff), ys(batch * p.y_batch * item, 0xa5);
-    for (int64_t i = 0; i < static_cast<int64_t>(x.size()); ++i) {
-      uint8_t* to = &xs[x_item * (i / (m * k) * p.x_batch + i / k % m * p.x_row + i % k * p.x_column)];
+    std::vector<uint8_t> bytes(batch * p.x_batch * x_item, 0xff);
+    for (int64_t i = 0; i < batch * m * k; ++i) {
+      const int64_t b = i / (m * k), row = i / k % m, column = i % k;
+      uint8_t* to = &bytes[x_item * (b * p.x_batch + row * p.x_row + column * p.x_column)];
       if (is_float()) {
         store_float(type, x[i], to);
       } else {
         *to = static_cast<uint8_t>(static_cast<int>(x[i]) + (kind == kUnsignedCodes ? 128 : 0));
       }
     }
-    p.x = xs.data();
-    p.y = ys.data();
+    p.x = bytes.data();
+    Results y(&p);
     char why[200];
-    if (check_int8(q, why, sizeof why) != nullptr) fail("the problem is refused: %s", why);
+    expect_accepted(check_int8(q, why, sizeof why));
     Pool pool;
     run_int8(isa, q, pool, kThreads);
     std::vector<double> integers;
     for (int64_t row = 0; row < batch * m; ++row) {
       const float scale = quantize(row, &integers);
-      const int64_t b = row / m,
-                    matrix = selected.empty() ? b : std::min<int64_t>(std::max(selected[b], 0), w.form.stack - 1);
-      for (int64_t o = 0; o < n; ++o) {
-        uint8_t* y = &ys[item * (b * p.y_batch + row % m * p.y_row + o * p.y_column)];
-        check_number(row, o, matrix * n + o, integers, scale, load_float(type, y));
-        memset(y, 0xa5, item);
-      }
+      const int64_t matrix = matrix_of(selected, row / m, w.form.stack);
+      for (int64_t o = 0; o < n; ++o)
+        check_number(row, o, matrix * n + o, integers, scale, y.take(p, row / m, row % m, o));
     }
-    for (size_t i = 0; i < ys.size(); ++i)
-      if (ys[i] != 0xa5) fail("byte %zu of a gap of y is written", i);
+    y.expect_gaps();
   }
 
   void check_number(int64_t row, int64_t o, int64_t n, const std::vector<double>& integers, float scale,
@@ -141,10 +132,10 @@ struct Int8Product {
   }
 
   Weight w;
-  int64_t m, batch, k, gap = 0;
+  int64_t m, batch, k;
+  Layout layout;
   Kind kind;
   int type = kFloat32;
-  bool x_by_columns = false, y_by_columns = false;
   std::vector<int32_t> selected;
   std::vector<double> x;  // (batch, m, k): codes, as integers, or floats
   std::vector<float> scales;
@@ -243,12 +234,12 @@ void add_tails() {
 void add_layouts() {
   for (const Kind kind : {kSignedCodes, kAffineCodes, kOwnScales, kOwnAffine}) {
     const std::string name = std::string("layout/") + kNames[kind];
-    by_methods(name + "/x by columns", integers(), kind, [](Int8Product& p) { p.x_by_columns = true; });
-    by_methods(name + "/y by columns", integers(4), kind, [](Int8Product& p) { p.y_by_columns = true; });
-    by_methods(name + "/gaps", integers(), kind, [](Int8Product& p) { p.gap = 3; });
+    by_methods(name + "/x by columns", integers(), kind, [](Int8Product& p) { p.layout.x_by_columns = true; });
+    by_methods(name + "/y by columns", integers(4), kind, [](Int8Product& p) { p.layout.y_by_columns = true; });
+    by_methods(name + "/gaps", integers(), kind, [](Int8Product& p) { p.layout.gap = 3; });
     by_methods(name + "/both by columns, with gaps", integers(4), kind, [](Int8Product& p) {
-      p.x_by_columns = p.y_by_columns = true;
-      p.gap = 3;
+      p.layout.x_by_columns = p.layout.y_by_columns = true;
+      p.layout.gap = 3;
     });
     for (const int type : {kBFloat16, kFloat16})
       by_methods(name + (type == kBFloat16 ? "/bfloat16" : "/float16"), integers(), kind,
@@ -265,65 +256,71 @@ void add_layouts() {
   by_methods("selected/5 bits, zero points", form, kAffineCodes, [](Int8Product& p) { p.selected = {2, -1, 5}; });
 }
 
-// Row `row` of a weight takes number `row` of x: results are codes of x, times their scale.
-std::vector<double> quantized(const Isa& isa, std::vector<float> x, const float* scale = nullptr,
-                              const uint8_t* zero = nullptr, bool affine = false) {
-  const int64_t k = static_cast<int64_t>(x.size());
+// How rows of x are quantized.
+struct Quantizing {
+  bool affine = false;
+  std::vector<float> scale = {};  // one, or their own
+  uint8_t zero = 0;
+};
+
+// Every row of x holds the same numbers, and row `i` of the weight takes number `i`. So results are codes of x, times
+// their scale.
+void expect_quantized(const Isa& isa, const std::vector<float>& numbers, const std::vector<double>& expected,
+                      const Quantizing& how = {}, double relative = 0) {
+  const int64_t k = static_cast<int64_t>(numbers.size());
   std::vector<uint8_t> codes(k * k, 128);
   for (int64_t i = 0; i < k; ++i) codes[i * k + i] = 129;
-  std::vector<float> table(256), ones(k, 1), y(k);
+  std::vector<float> table(256);
   for (int i = 0; i < 256; ++i) table[i] = static_cast<float>(i - 128);
-  Int8Problem q = {};
-  Problem& p = q.p;
-  p.batch = p.stack = p.m = p.blocks = p.x_column = p.y_column = 1;
-  p.n = p.k = p.words = p.block_size = p.x_row = p.x_batch = p.y_row = p.y_batch = k;
-  p.bits = 8;
-  p.values = kValueInteger;
-  p.codes = codes.data();
-  p.scale = ones.data();
-  p.table = table.data();
-  p.x = x.data();
-  p.y = y.data();
-  q.x_scale = scale;
-  q.x_zero = zero;
-  q.affine = affine;
-  char why[200];
-  if (check_int8(q, why, sizeof why) != nullptr) fail("the problem is refused: %s", why);
-  Pool pool;
-  run_int8(isa, q, pool, kThreads);
-  return std::vector<double>(y.begin(), y.end());
-}
-
-void expect_numbers(const std::vector<double>& actual, const std::vector<double>& expected, double relative = 0) {
-  for (size_t i = 0; i < expected.size(); ++i)
-    if (!near(actual[i], expected[i], relative * fabs(expected[i])))
-      fail("number %zu becomes %.9g, not %.9g", i, actual[i], expected[i]);
+  for (const Method& method : kMethods) {
+    std::vector<float> x, y(method.m * k), ones(k, 1);
+    for (int64_t row = 0; row < method.m; ++row) x.insert(x.end(), numbers.begin(), numbers.end());
+    const std::vector<float> scales(method.m, how.scale.empty() ? 0 : how.scale[0]);
+    const std::vector<uint8_t> zeros(method.m, how.zero);
+    Int8Problem q = {};
+    Problem& p = q.p;
+    p.batch = p.stack = p.blocks = 1;
+    p.m = method.m;
+    p.n = p.k = p.words = p.block_size = k;
+    p.bits = 8;
+    p.values = kValueInteger;
+    p.codes = codes.data();
+    p.scale = ones.data();
+    p.table = table.data();
+    p.x = x.data();
+    p.y = y.data();
+    Layout().describe(k, k, &p);
+    q.affine = how.affine;
+    q.x_scale = how.scale.empty() ? nullptr : scales.data();
+    q.x_zero = how.affine && !how.scale.empty() ? zeros.data() : nullptr;
+    char why[200];
+    expect_accepted(check_int8(q, why, sizeof why));
+    Pool pool;
+    run_int8(isa, q, pool, kThreads);
+    for (int64_t i = 0; i < method.m * k; ++i)
+      if (!near(y[i], expected[i % k], relative * fabs(expected[i % k])))
+        fail("%.9g becomes %.9g, not %.9g (%s)", x[i], y[i], expected[i % k], method.name);
+  }
 }
 
 void add_rounding() {
   test("int8/rounding/own scale", [](const Isa& isa) {  // of one: the largest is 127
-    expect_numbers(quantized(isa, {127, 0.5, 1.5, 2.5, -0.5, -1.5, 1.4375, 126.5, -126.5, -127}),
-                   {127, 0, 2, 2, 0, -2, 1, 126, -126, -127});
+    expect_quantized(isa, {127, 0.5, 1.5, 2.5, -0.5, -1.5, 1.4375, 126.5, -126.5, -127},
+                     {127, 0, 2, 2, 0, -2, 1, 126, -126, -127});
   });
   test("int8/rounding/given scale", [](const Isa& isa) {
-    const float scale = 2;
-    expect_numbers(quantized(isa, {1, 3, 5, -1, -3, 253, 254, 300, -255, -257, -1000, 3e38f}, &scale),
-                   {0, 4, 4, 0, -4, 252, 254, 254, -256, -256, -256, 254});
+    expect_quantized(isa, {1, 3, 5, -1, -3, 253, 254, 300, -255, -257, -1000, 3e38f},
+                     {0, 4, 4, 0, -4, 252, 254, 254, -256, -256, -256, 254}, {false, {2}});
   });
   test("int8/rounding/own zero point", [](const Isa& isa) {  // 55 of 255, where the scale is one but for its rounding
-    expect_numbers(quantized(isa, {-55, 200, 0.75, 1.25, 100.25, -0.75}, nullptr, nullptr, true),
-                   {-55, 200, 1, 1, 100, -1}, 0x1p-22);
+    expect_quantized(isa, {-55, 200, 0.75, 1.25, 100.25, -0.75}, {-55, 200, 1, 1, 100, -1}, {true}, 0x1p-22);
   });
   test("int8/rounding/given zero point", [](const Isa& isa) {
-    const float scale = 1;
-    const uint8_t zero = 10;
-    expect_numbers(quantized(isa, {-3, -10, -11, 245, 246, 0.5, 1.5}, &scale, &zero, true),
-                   {-3, -10, -10, 245, 245, 0, 2});
+    expect_quantized(isa, {-3, -10, -11, 245, 246, 0.5, 1.5}, {-3, -10, -10, 245, 245, 0, 2}, {true, {1}, 10});
   });
   for (const bool affine : {false, true})
-    test(affine ? "int8/rounding/zeros alone, zero points" : "int8/rounding/zeros alone", [=](const Isa& isa) {
-      expect_numbers(quantized(isa, {0, 0, -0.0f, 0, 0}, nullptr, nullptr, affine), {0, 0, 0, 0, 0});
-    });
+    test(affine ? "int8/rounding/zeros alone, zero points" : "int8/rounding/zeros alone",
+         [=](const Isa& isa) { expect_quantized(isa, {0, 0, -0.0f, 0, 0}, {0, 0, 0, 0, 0}, {affine}); });
 }
 
 void add_infinities() {

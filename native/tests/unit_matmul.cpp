@@ -49,23 +49,38 @@ struct Product {
     expect_accepted(check_problem(p, why, sizeof why));
     Pool pool;
     run_problem(isa, p, pool, kThreads);
+    const Dense dense(w);
     for (int64_t i = 0; i < batch * m * outer; ++i) {
       const int64_t b = i / (m * outer), row = i / outer % m, column = i % outer;
-      check_number(b, row, column, y.take(p, b, row, column));
+      check_number(dense, b, row, column, y.take(p, b, row, column));
     }
     y.expect_gaps();
   }
 
-  void check_number(int64_t b, int64_t row, int64_t o, double actual) const {
+  // The numbers of a weight, and as parts of what they are rounded.
+  struct Dense {
+    explicit Dense(const Weight& w) {
+      // Offsets are a product of their own, with the middle of the table.
+      double largest = 0;
+      for (const float value : w.table) largest = std::max<double>(largest, fabs(value));
+      for (int64_t n = 0; n < w.rows; ++n)
+        for (int64_t k = 0; k < w.form.k; ++k) {
+          numbers.push_back(w.value(n, k) * w.scale(n, k) + w.offset(n, k));
+          const double size = w.form.offsets ? largest : fabs(w.value(n, k));
+          sizes.push_back(size * fabs(w.scale(n, k)) + fabs(w.offset(n, k)));
+        }
+    }
+    std::vector<double> numbers, sizes;
+  };
+
+  void check_number(const Dense& dense, int64_t b, int64_t row, int64_t o, double actual) const {
     const int64_t matrix = matrix_of(selected, b, w.form.stack);
     double expected = 0, magnitude = 0;
     for (int64_t i = 0; i < inner; ++i) {
       const double number = x[(b * m + row) * inner + i];
-      const int64_t n = matrix * w.form.n + (transpose ? i : o), k = transpose ? o : i;
-      expected += number * (w.value(n, k) * w.scale(n, k) + w.offset(n, k));
-      // Offsets are a product of their own, with the middle of the table.
-      const double largest = w.form.offsets ? largest_value() : fabs(w.value(n, k));
-      magnitude += fabs(number) * (largest * fabs(w.scale(n, k)) + fabs(w.offset(n, k)));
+      const int64_t at = (matrix * w.form.n + (transpose ? i : o)) * w.form.k + (transpose ? o : i);
+      expected += number * dense.numbers[at];
+      magnitude += fabs(number) * dense.sizes[at];
     }
     // A float has 24 bits, and is added up in so few steps that 32 roundings are more than there are. Kernels of
     // integers round x to 24 bits of the largest number, which is not more. Coarse ones round it to 16 bits.
@@ -76,12 +91,6 @@ struct Product {
     if (!right)
       fail("y[%d, %d, %d] is %.9g, not %.9g within %.2g", static_cast<int>(b), static_cast<int>(row),
            static_cast<int>(o), actual, expected, bound);
-  }
-
-  double largest_value() const {
-    double largest = 0;
-    for (const float value : w.table) largest = std::max<double>(largest, fabs(value));
-    return largest;
   }
 
   Weight w;
@@ -210,8 +219,9 @@ void add_tails() {
     Form form;
     form.n = n;
     form.k = 64;
-    form.table = kIntegers;
     by_methods("tail/N " + to_string(n), form);
+    form.table = kIntegers;
+    by_methods("tail/N " + to_string(n) + ", integers", form);
   }
   // Rows of x; a few hundred are multiplied in parts.
   for (const int64_t m : {2, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 24, 25, 48, 300})
@@ -301,9 +311,10 @@ void add_types() {
     });
   }
   // Numbers that are no parts of integers in the range of floats.
-  for (const int exponent : {80, -80}) {
+  for (const int exponent : {100, -100}) {
     Form form;
     form.table = kIntegers;
+    form.block = 64;
     by_methods(exponent > 0 ? "x/a large row" : "x/a tiny row", form, [exponent](Product& p) {
       for (int64_t i = 0; i < p.inner; ++i) p.x_at(0, i) = ldexp(p.x_at(0, i), exponent);
     });
@@ -313,6 +324,7 @@ void add_types() {
     Form form;
     form.bits = bits;
     form.table = kIntegers;
+    form.block = 64;
     by_methods("x/small beside large/" + to_string(bits) + " bits", form, [](Product& p) {
       const Form& of = p.w.form;
       for (size_t i = 0; i < p.x.size(); ++i)
@@ -324,7 +336,7 @@ void add_types() {
   }
 }
 
-void add_infinities() {
+void add_special_x() {
   const std::pair<const char*, double> specials[] = {
       {"NaN", NAN}, {"infinity", INFINITY}, {"minus infinity", -INFINITY}};
   for (const auto& [name, special] : specials) {
@@ -334,6 +346,7 @@ void add_infinities() {
         Form form;
         form.table = table;
         form.bits = bits;
+        form.block = bits == 4 ? 64 : form.k;
         const std::string of = std::string("special/x has ") + name + "/" + to_string(bits) + " bits" +
                                (table == kIntegers ? ", integers" : "");
         by_methods(of, form, [special = special](Product& p) { p.x_at(0, p.inner - 1) = special; });
@@ -346,6 +359,9 @@ void add_infinities() {
       p.exact_infinities = true;
     });
   }
+}
+
+void add_special_weights() {
   const std::pair<const char*, uint32_t> scales[] = {{"NaN", 0x7fc00000}, {"infinity", 0x7f800000}};
   for (const auto& [name, bits] : scales)
     for (const Table table : {kAnyFloats, kIntegers})
@@ -358,11 +374,17 @@ void add_infinities() {
                                (table == kIntegers ? ", integers" : "");
         by_methods(of, form, [bits = bits](Product& p) { p.w.set_scale(1, p.w.blocks - 1, bits); });
       }
+  // Kernels of integers leave such a row of the weight, with all that belongs to it, to others.
+  Form form;
+  form.table = kIntegers;
+  form.zero_points = form.row_scales = true;
+  by_methods("special/a scale is NaN/zero points and scales of rows", form,
+             [](Product& p) { p.w.set_scale(1, 0, bits_of(NAN)); });
   // A number that no code means may be anything.
   for (const int bits : {1, 2, 4, 8}) {
-    Form form;
-    form.bits = bits;
-    by_methods("special/an unused code means NaN/" + to_string(bits) + " bits", form, [](Product& p) {
+    Form unused;
+    unused.bits = bits;
+    by_methods("special/an unused code means NaN/" + to_string(bits) + " bits", unused, [](Product& p) {
       for (int& code : p.w.codes) code |= 1;
       p.w.pack_codes();
       p.w.table[0] = NAN;
@@ -381,5 +403,6 @@ void add_matmul_tests() {
   add_tails();
   add_layouts();
   add_types();
-  add_infinities();
+  add_special_x();
+  add_special_weights();
 }

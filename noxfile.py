@@ -143,18 +143,19 @@ def native_oldest(session: nox.Session) -> None:
 
 @nox.session
 def native_sanitized(session: nox.Session) -> None:
-    """Fuzzes the native kernels, AMX emulated, under the address and undefined-behaviour sanitizers: `-- 100000`."""
+    """Tests and fuzzes the native kernels, AMX emulated, under sanitizers of addresses and behaviour: `-- 100000`."""
     session.install("cmake", "ninja")
     build = session.create_tmp()
     options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DEQQUANT_SANITIZE=ON", "-DEQQUANT_EMULATE=ON"]
     session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *options)
-    session.run("cmake", "--build", build, "--target", "fuzz")
+    session.run("cmake", "--build", build, "--target", "unit", "fuzz")
+    session.run(str(Path(build) / "unit"), external=True)
     session.run(str(Path(build) / "fuzz"), *(session.posargs or ["800"]), external=True)
 
 
 @nox.session
 def native_arm(session: nox.Session) -> None:
-    """Builds the native kernels for aarch64 and fuzzes them under an emulator: `-- 10000` problems."""
+    """Builds the native kernels for aarch64, and tests and fuzzes them under an emulator: `-- 10000` problems."""
     compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
     if missing := [program for program in (compiler, emulator) if shutil.which(program) is None]:
         remedy = "`apt-get install g++-aarch64-linux-gnu qemu-user-static` installs both on Debian and Ubuntu"
@@ -165,7 +166,8 @@ def native_arm(session: nox.Session) -> None:
     # Linked statically, so that the emulator needs no libraries of the other machine.
     options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DCMAKE_EXE_LINKER_FLAGS=-static"]
     session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *machine, *options)
-    session.run("cmake", "--build", build, "--target", "fuzz")
+    session.run("cmake", "--build", build, "--target", "unit", "fuzz")
+    session.run(emulator, str(Path(build) / "unit"), external=True)
     session.run(emulator, str(Path(build) / "fuzz"), *(session.posargs or ["1000"]), external=True)
 
 

@@ -1,0 +1,414 @@
+// Products of floats with a weight, by each method that kernels have: they choose it by the rows of x.
+#include "unit_data.h"
+
+namespace {
+
+using std::to_string;
+
+struct Method {
+  const char* name;
+  int64_t m;
+  bool transpose;
+};
+constexpr Method kMethods[] = {
+    {"one row", 1, false},    {"three rows", 3, false},         {"ten rows", 10, false},
+    {"many rows", 33, false}, {"one row, transposed", 1, true}, {"many rows, transposed", 20, true},
+};
+
+// x times a weight. A test changes what it is about, and then checks it.
+struct Product {
+  Product(const Weight& weight, const Method& method, int64_t batch = 1)
+      : w(weight), m(method.m), batch(batch), inner(method.transpose ? weight.form.n : weight.form.k),
+        outer(method.transpose ? weight.form.k : weight.form.n), transpose(method.transpose), x(batch * m * inner) {
+    Random random(2);
+    for (double& number : x) number = static_cast<double>(whole(random, -60, 60)) / 16;  // exact in 16 bits
+  }
+
+  double& x_at(int64_t row, int64_t i) { return x[row * inner + i]; }
+
+  void check(const Isa& isa) const {
+    Problem p = {};
+    w.describe(&p);
+    p.batch = batch;
+    p.stack = w.form.stack;
+    p.selected = selected.empty() ? nullptr : selected.data();
+    p.m = m;
+    p.transpose = transpose;
+    p.coarse = coarse;
+    p.x_type = x_type;
+    layout.describe(inner, outer, &p);
+    const int64_t item = float_bytes(x_type);
+    std::vector<uint8_t> bytes(batch * p.x_batch * item, 0xff);  // gaps are NaN
+    for (int64_t i = 0; i < batch * m * inner; ++i) {
+      const int64_t b = i / (m * inner), row = i / inner % m, column = i % inner;
+      store_float(x_type, x[i], &bytes[item * (b * p.x_batch + row * p.x_row + column * p.x_column)]);
+    }
+    p.x = bytes.data();
+    Results y(&p);
+    char why[200];
+    expect_accepted(check_problem(p, why, sizeof why));
+    Pool pool;
+    run_problem(isa, p, pool, kThreads);
+    const Dense dense(w);
+    for (int64_t i = 0; i < batch * m * outer; ++i) {
+      const int64_t b = i / (m * outer), row = i / outer % m, column = i % outer;
+      check_number(dense, b, row, column, y.take(p, b, row, column));
+    }
+    y.expect_gaps();
+  }
+
+  // The numbers of a weight, and as parts of what they are rounded.
+  struct Dense {
+    explicit Dense(const Weight& w) {
+      // Offsets are a product of their own, with the middle of the table.
+      double largest = 0;
+      for (const float value : w.table) largest = std::max<double>(largest, fabs(value));
+      for (int64_t n = 0; n < w.rows; ++n)
+        for (int64_t k = 0; k < w.form.k; ++k) {
+          numbers.push_back(w.value(n, k) * w.scale(n, k) + w.offset(n, k));
+          const double size = w.form.offsets ? largest : fabs(w.value(n, k));
+          sizes.push_back(size * fabs(w.scale(n, k)) + fabs(w.offset(n, k)));
+        }
+    }
+    std::vector<double> numbers, sizes;
+  };
+
+  void check_number(const Dense& dense, int64_t b, int64_t row, int64_t o, double actual) const {
+    const int64_t matrix = matrix_of(selected, b, w.form.stack);
+    double expected = 0, magnitude = 0;
+    for (int64_t i = 0; i < inner; ++i) {
+      const double number = x[(b * m + row) * inner + i];
+      const int64_t at = (matrix * w.form.n + (transpose ? i : o)) * w.form.k + (transpose ? o : i);
+      expected += number * dense.numbers[at];
+      magnitude += fabs(number) * dense.sizes[at];
+    }
+    // A float has 24 bits, and is added up in so few steps that 32 roundings are more than there are. Kernels of
+    // integers round x to 24 bits of the largest number, which is not more. Coarse ones round it to 16 bits.
+    const double bound = magnitude * (coarse ? 0x1p-13 : 0x1p-19) + rounding(x_type, expected);
+    // Whether an infinity or NaN comes of infinities is not promised.
+    const bool right =
+        std::isfinite(expected) || exact_infinities ? near(actual, expected, bound) : !std::isfinite(actual);
+    if (!right)
+      fail("y[%d, %d, %d] is %.9g, not %.9g within %.2g", static_cast<int>(b), static_cast<int>(row),
+           static_cast<int>(o), actual, expected, bound);
+  }
+
+  Weight w;
+  int64_t m, batch, inner, outer;
+  Layout layout;
+  int x_type = kFloat32;
+  bool transpose, coarse = false, exact_infinities = false;
+  std::vector<int32_t> selected;
+  std::vector<double> x;  // (batch, m, inner)
+};
+
+// A test for each method.
+void by_methods(
+    const std::string& name, const Form& form, const std::function<void(Product&)>& change = [](Product&) {}) {
+  for (const Method& method : kMethods)
+    test("matmul/" + name + "/" + method.name, [=](const Isa& isa) {
+      Product product(Weight(form), method, form.stack);
+      change(product);
+      product.check(isa);
+    });
+}
+
+void add_widths() {
+  for (int bits = 1; bits <= 8; ++bits)
+    for (const Table table : {kAnyFloats, kIntegers}) {
+      Form form;
+      form.bits = bits;
+      form.table = table;
+      form.k = segment_codes(bits) + 64 + 37;  // a segment, and one that is cut short
+      by_methods(to_string(bits) + " bits/" + (table == kIntegers ? "integers" : "table of floats"), form);
+    }
+  Form form;
+  form.table = kHalves;
+  by_methods("4 bits/halves", form);
+  form.bits = 8;
+  form.table = kE4M3;
+  by_methods("8 bits/e4m3", form);
+  form.table = kE5M2;
+  by_methods("8 bits/e5m2", form);
+}
+
+void add_scales() {
+  for (int kind = kScaleFloat32; kind <= kScaleUE4M4; ++kind) {
+    Form form;
+    form.scale_kind = kind;
+    form.block = 16;
+    by_methods(std::string("scales/") + kScaleNames[kind], form);
+    if (kind == kScaleFloat32) continue;
+    form.block = form.k;
+    by_methods(std::string("scales/") + kScaleNames[kind] + ", one for each row", form);
+  }
+  Form form;
+  form.row_scales = true;
+  by_methods("scales/of rows and blocks", form);
+  form.row_scales = false;
+  for (const int bits : {4, 6}) {
+    form.scale_bits = bits;
+    by_methods("scales/of scales of " + to_string(bits) + " bits", form);
+  }
+  form.block = 8;
+  form.scale_block = 8;
+  form.scale_integers = true;
+  by_methods("scales/of scales, integers", form);
+}
+
+void add_blocks() {
+  for (const int64_t block : {7, 16, 32, 48, 64, 128, 165})
+    for (const int bits : {4, 8}) {
+      Form form;
+      form.bits = bits;
+      form.block = block;  // the last is shorter
+      const std::string name = "blocks of " + to_string(block) + "/" + to_string(bits) + " bits";
+      by_methods(name, form);
+      form.table = kIntegers;
+      by_methods(name + ", integers", form);
+      form.k = 256;
+      by_methods(name + ", whole segments", form);
+    }
+}
+
+void add_zero_points() {
+  for (const int bits : {1, 2, 3, 4, 8})
+    for (const int64_t block : {16, 32, 165}) {
+      Form form;
+      form.bits = bits;
+      form.table = kIntegers;
+      form.zero_points = true;
+      form.block = block;
+      by_methods("zero points/" + to_string(bits) + " bits/blocks of " + to_string(block), form);
+    }
+  Form form;
+  form.zero_points = true;
+  by_methods("zero points/table of floats", form);
+}
+
+void add_offsets() {
+  for (const int bits : {2, 4, 5, 8}) {
+    Form form;
+    form.bits = bits;
+    form.table = kIntegers;
+    form.offsets = true;
+    by_methods("offsets/" + to_string(bits) + " bits", form);
+    form.scale_bits = 6;
+    by_methods("offsets/" + to_string(bits) + " bits, of scales of scales", form);
+  }
+}
+
+// Lengths of one less, one more than tiles and segments.
+void add_tails() {
+  for (const int64_t k : {1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 257}) {
+    Form form;
+    form.k = k;
+    form.block = std::min<int64_t>(k, 32);
+    by_methods("tail/K " + to_string(k) + ", 4 bits", form);
+    form.bits = 8;
+    form.table = kIntegers;
+    by_methods("tail/K " + to_string(k) + ", 8 bits", form);
+  }
+  for (const int64_t k : {1, 7, 8, 9, 511, 513}) {
+    Form form;
+    form.bits = 1;
+    form.k = form.block = k;
+    by_methods("tail/K " + to_string(k) + ", 1 bit", form);
+  }
+  for (const int64_t n : {1, 2, 3, 4, 5, 11, 12, 15, 16, 17, 24, 25, 47, 49, 63, 65}) {
+    Form form;
+    form.n = n;
+    form.k = 64;
+    by_methods("tail/N " + to_string(n), form);
+    form.table = kIntegers;
+    by_methods("tail/N " + to_string(n) + ", integers", form);
+  }
+  // Rows of x; a few hundred are multiplied in parts.
+  for (const int64_t m : {2, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 24, 25, 48, 300})
+    for (const bool transpose : {false, true})
+      for (const Table table : {kAnyFloats, kIntegers}) {
+        Form form;
+        form.k = m < 100 ? 96 : 33;
+        form.n = 7;
+        form.table = table;
+        const std::string name = "matmul/tail/M " + to_string(m) + (table == kIntegers ? ", integers" : "") +
+                                 (transpose ? ", transposed" : "");
+        test(name, [=](const Isa& isa) { Product(Weight(form), {"", m, transpose}).check(isa); });
+      }
+  // Rows that are longer than what is decoded, or has one scale as integers, at a time: 512 codes, and 1,024.
+  for (const int bits : {4, 8}) {
+    Form form;
+    form.bits = bits;
+    form.n = 5;
+    form.k = 1100;
+    form.table = kIntegers;
+    by_methods("tail/K 1100, " + to_string(bits) + " bits", form);
+  }
+  test("matmul/tail/nothing to add up is zero", [](const Isa& isa) {
+    float y[6], scale[3] = {}, table[16] = {};
+    for (float& number : y) number = 7;
+    Problem p = {};
+    p.batch = p.stack = p.block_size = 1;
+    p.m = 2;
+    p.n = 3;
+    p.bits = 4;
+    p.scale = scale;
+    p.table = table;
+    p.y = y;
+    p.x_column = p.y_column = 1;
+    p.y_row = 3;
+    char why[200];
+    expect_accepted(check_problem(p, why, sizeof why));
+    Pool pool;
+    run_problem(isa, p, pool, kThreads);
+    for (int i = 0; i < 6; ++i)
+      if (y[i] != 0) fail("y[%d] is %.9g, not 0", i, y[i]);
+  });
+}
+
+void add_layouts() {
+  for (const Table table : {kAnyFloats, kIntegers}) {
+    Form form;
+    form.table = table;
+    const std::string name = table == kIntegers ? ", integers" : "";
+    by_methods("layout/x by columns" + name, form, [](Product& p) { p.layout.x_by_columns = true; });
+    by_methods("layout/y by columns" + name, form, [](Product& p) { p.layout.y_by_columns = true; });
+    by_methods("layout/both by columns, with gaps" + name, form, [](Product& p) {
+      p.layout.x_by_columns = p.layout.y_by_columns = true;
+      p.layout.gap = 3;
+    });
+    by_methods("layout/rows with gaps" + name, form, [](Product& p) { p.layout.gap = 3; });
+  }
+  Form form;
+  form.stack = 3;
+  by_methods("batch", form);
+  const auto select = [](Product& p) { p.selected = {2, -1, 5}; };  // the last, the first, the last
+  by_methods("selected", form, select);
+  form.bits = 5;
+  by_methods("selected/5 bits", form, select);
+  form.zero_points = form.row_scales = true;
+  by_methods("selected/zero points and scales of rows", form, select);
+  form.zero_points = form.row_scales = false;
+  form.offsets = true;
+  by_methods("selected/offsets", form, select);
+}
+
+void add_types() {
+  for (const Table table : {kAnyFloats, kIntegers}) {
+    Form form;
+    form.table = table;
+    const std::string name = table == kIntegers ? ", integers" : "";
+    by_methods("x/bfloat16" + name, form, [](Product& p) { p.x_type = kBFloat16; });
+    by_methods("x/float16" + name, form, [](Product& p) { p.x_type = kFloat16; });
+    by_methods("x/float16 by columns" + name, form, [](Product& p) {
+      p.x_type = kFloat16;
+      p.layout.x_by_columns = p.layout.y_by_columns = true;
+    });
+    by_methods("x/coarse" + name, form, [](Product& p) { p.coarse = true; });
+    by_methods("x/coarse bfloat16" + name, form, [](Product& p) {
+      p.coarse = true;
+      p.x_type = kBFloat16;
+    });
+  }
+  // Numbers that are no parts of integers in the range of floats, in the last row of the last batch. Kernels of
+  // integers leave it to others, with all that belongs to the weight of that batch.
+  for (const int exponent : {100, -100}) {
+    Form form;
+    form.table = kIntegers;
+    form.block = 64;
+    form.stack = 2;
+    form.zero_points = form.row_scales = true;
+    by_methods(exponent > 0 ? "x/a large row" : "x/a tiny row", form, [exponent](Product& p) {
+      for (int64_t i = 0; i < p.inner; ++i) {
+        double& number = p.x_at(p.batch * p.m - 1, i);
+        number = ldexp(number, exponent);
+      }
+    });
+  }
+  // Half of x is small, and the rest, which is large, meets zeros. Kernels of integers may not lose it.
+  for (const int bits : {4, 8}) {
+    Form form;
+    form.bits = bits;
+    form.table = kIntegers;
+    form.block = 64;
+    by_methods("x/small beside large/" + to_string(bits) + " bits", form, [](Product& p) {
+      const Form& of = p.w.form;
+      for (size_t i = 0; i < p.x.size(); ++i)
+        if (i % p.inner % 2 == 0) p.x[i] = ldexp(p.x[i], 30);
+      for (size_t i = 0; i < p.w.codes.size(); ++i)
+        if ((p.transpose ? i / of.k : i % of.k) % 2 == 0) p.w.codes[i] = 1 << (of.bits - 1);  // means zero
+      p.w.pack_codes();
+    });
+  }
+}
+
+void add_special_x() {
+  const std::pair<const char*, double> specials[] = {
+      {"NaN", NAN}, {"infinity", INFINITY}, {"minus infinity", -INFINITY}};
+  for (const auto& [name, special] : specials) {
+    for (const Table table : {kAnyFloats, kIntegers})
+      for (const int bits : {4, 8}) {
+        // One number of the first row of x, in the padded tail. Other rows are as they were.
+        Form form;
+        form.table = table;
+        form.bits = bits;
+        form.block = bits == 4 ? 64 : form.k;
+        const std::string of = std::string("special/x has ") + name + "/" + to_string(bits) + " bits" +
+                               (table == kIntegers ? ", integers" : "");
+        by_methods(of, form, [special = special](Product& p) { p.x_at(0, p.inner - 1) = special; });
+      }
+    Form form;
+    form.table = kIntegers;
+    form.offsets = true;  // a part of the sum, so that infinities of both are numbers of one sign
+    by_methods(std::string("special/x has ") + name + "/offsets", form, [special = special](Product& p) {
+      p.x_at(0, 3) = special;
+      p.exact_infinities = true;
+    });
+  }
+}
+
+void add_special_weights() {
+  const std::pair<const char*, uint32_t> scales[] = {{"NaN", 0x7fc00000}, {"infinity", 0x7f800000}};
+  for (const auto& [name, bits] : scales)
+    for (const Table table : {kAnyFloats, kIntegers})
+      for (const int64_t block : {32, 165}) {
+        // One scale of the second row of the weight. Transposed, it is a part of all sums of some columns.
+        Form form;
+        form.table = table;
+        form.block = block;
+        const std::string of = std::string("special/a scale is ") + name + "/blocks of " + to_string(block) +
+                               (table == kIntegers ? ", integers" : "");
+        by_methods(of, form, [bits = bits](Product& p) { p.w.set_scale(1, p.w.blocks - 1, bits); });
+      }
+  // Kernels of integers leave such a row of the weight, with all that belongs to it, to others.
+  Form form;
+  form.table = kIntegers;
+  form.zero_points = form.row_scales = true;
+  by_methods("special/a scale is NaN/zero points and scales of rows", form,
+             [](Product& p) { p.w.set_scale(1, 0, bits_of(NAN)); });
+  // A number that no code means may be anything.
+  for (const int bits : {1, 2, 4, 8}) {
+    Form unused;
+    unused.bits = bits;
+    by_methods("special/an unused code means NaN/" + to_string(bits) + " bits", unused, [](Product& p) {
+      for (int& code : p.w.codes) code |= 1;
+      p.w.pack_codes();
+      p.w.table[0] = NAN;
+    });
+  }
+}
+
+}  // namespace
+
+void add_matmul_tests() {
+  add_widths();
+  add_scales();
+  add_blocks();
+  add_zero_points();
+  add_offsets();
+  add_tails();
+  add_layouts();
+  add_types();
+  add_special_x();
+  add_special_weights();
+}

@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "matmul.h"
+#include "core/matmul.h"
 
 namespace {
 

@@ -18,8 +18,8 @@
 #include <thread>
 #include <vector>
 
-#include "encode.h"
-#include "matmul.h"
+#include "encode/encode.h"
+#include "core/matmul.h"
 
 namespace {
 

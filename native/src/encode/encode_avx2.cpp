@@ -1,0 +1,4 @@
+// Quantizing, compiled with the flags of one instruction set.
+#include "encode/encode_kernels.h"
+
+extern const EncodeKernel kEncodeAvx2 = {encode_rows, reduce_rows};

@@ -1,0 +1,50 @@
+// AVX-512 with VNNI and VBMI. Its permutations of bytes look up 64 codes of eight bits in two halves of 128, one byte of
+// the floats after the other; a float of eight bits needs two, since it is exact in bfloat16. Gathering takes ten times
+// as long.
+#include "float/avx512.h"
+#include "int8/int8.h"
+
+namespace {
+
+struct Vbmi : Avx512 {
+  static constexpr bool kTablesOfBytes = true;
+
+  EQQ_INLINE I look_up(I codes, __mmask64 upper, const uint8_t* table) {
+    const I low = _mm512_permutex2var_epi8(bytes(table), codes, bytes(table + 64));
+    const I high = _mm512_permutex2var_epi8(bytes(table + 128), codes, bytes(table + 192));
+    return _mm512_mask_blend_epi8(upper, low, high);
+  }
+
+  template <int kBytes>
+  EQQ_INLINE void decode64(const uint8_t* p, const uint8_t* planes, F* out) {
+    // Groups of four codes go where interleaving, which keeps to quarters of a vector, brings them to their order.
+    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const I codes = _mm512_permutexvar_epi32(order, bytes(p));
+    I b2, b3, low0 = _mm512_setzero_si512(), low1 = low0;
+    if (kBytes == 4) {
+      const __mmask64 upper = _mm512_movepi8_mask(codes);
+      const I b0 = look_up(codes, upper, planes), b1 = look_up(codes, upper, planes + 256);
+      b2 = look_up(codes, upper, planes + 512);
+      b3 = look_up(codes, upper, planes + 768);
+      low0 = _mm512_unpacklo_epi8(b0, b1);
+      low1 = _mm512_unpackhi_epi8(b0, b1);
+    } else {
+      // The upper bit is the sign.
+      b2 = _mm512_permutex2var_epi8(bytes(planes + 512), codes, bytes(planes + 576));
+      b3 = _mm512_permutex2var_epi8(bytes(planes + 768), codes, bytes(planes + 832));
+      b3 = _mm512_ternarylogic_epi32(b3, codes, _mm512_set1_epi8(-128), 0xf8);
+    }
+    const I high0 = _mm512_unpacklo_epi8(b2, b3), high1 = _mm512_unpackhi_epi8(b2, b3);
+    out[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low0, high0));
+    out[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low0, high0));
+    out[2] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low1, high1));
+    out[3] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low1, high1));
+  }
+};
+
+}  // namespace
+
+extern const MatmulKernel kMatmulAvx512Vbmi = {Kernels<Vbmi>::plan, Kernels<Vbmi>::prepare, Kernels<Vbmi>::run};
+extern const MatmulKernel kDecodeAvx512Vbmi = {Kernels<Vbmi>::plan_decode, Kernels<Vbmi>::prepare_decode,
+                                               Kernels<Vbmi>::run_decode};
+extern const Isa kIsaAvx512Vbmi = {"avx512vbmi", &kMatmulVnniVbmi, &kDecodeAvx512Vbmi, &kInt8Avx512Vnni};

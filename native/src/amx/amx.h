@@ -22,8 +22,8 @@ struct alignas(64) TileConfig {
 // What was written before is in memory after. GCC does not know that loads of tiles and of their configuration read it.
 EQQ_INLINE void settle(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-// Tiles 0 to 3 are results. Of the others, those of `weights`, a bit for each, are rows of the weight, and the rest is of
-// x; `bytes` of a row are multiplied at a time.
+// Tiles 0 to 3 are results. Of the others, those of `weights`, a bit for each, are rows of the weight, and the rest is
+// of x; `bytes` of a row are multiplied at a time.
 EQQ_INLINE void configure(int64_t bytes, int weights) {
   TileConfig config = {};
   config.palette = 1;
@@ -36,7 +36,8 @@ EQQ_INLINE void configure(int64_t bytes, int weights) {
   _tile_loadconfig(&config);
 }
 
-// Memory that is fetched while something else is computed, some lines at a time: hardware gives up on many rows in turn.
+// Memory that is fetched while something else is computed, some lines at a time: hardware gives up on many rows in
+// turn.
 struct Ahead {
   const char *at = nullptr, *end = nullptr;
   int64_t lines = 0;

@@ -41,7 +41,8 @@ static inline void dot_bytes(int c, int a, int b) {
       uint32_t sum;
       memcpy(&sum, &tiles[c].bytes[m][4 * n], 4);
       for (int k = 0; k < tiles[a].columns; ++k)
-        sum += static_cast<uint32_t>(static_cast<A>(tiles[a].bytes[m][k]) * static_cast<int8_t>(tiles[b].bytes[k / 4][4 * n + k % 4]));
+        sum += static_cast<uint32_t>(static_cast<A>(tiles[a].bytes[m][k]) *
+                                     static_cast<int8_t>(tiles[b].bytes[k / 4][4 * n + k % 4]));
       memcpy(&tiles[c].bytes[m][4 * n], &sum, 4);
     }
 }

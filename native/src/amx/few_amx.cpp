@@ -1,11 +1,12 @@
 // Two to four rows of floats on AMX, times a weight of small integers.
 //
 // Numbers of x become integers of 31 bits, so many parts of the largest of a group of codes, and these four digits of a
-// byte. Each digit is a row of a tile of its own: one product of tiles, of 16 rows of the weight and 64 codes, meets all digits
-// of all rows. That is eight times the codes that tiles of bfloat16 take at a time, and sums of digits are exact.
+// byte. Each digit is a row of a tile of its own: one product of tiles, of 16 rows of the weight and 64 codes, meets
+// all digits of all rows. That is eight times the codes that tiles of bfloat16 take at a time, and sums of digits are
+// exact.
 //
-// With two rows of x, digits of a group of codes stand in half of a tile, and those of the next group in the other half, with
-// zeros in between: so both are added up in one tile of results, each on its own, before they are scaled.
+// With two rows of x, digits of a group of codes stand in half of a tile, and those of the next group in the other
+// half, with zeros in between: so both are added up in one tile of results, each on its own, before they are scaled.
 //
 // One row stays with AVX-512, which need not write decoded codes to memory for tiles to load them.
 #include "amx/amx.h"
@@ -18,7 +19,7 @@ using I = __m512i;
 
 constexpr int64_t kTile = 1024;      // bytes
 constexpr int64_t kStrip = 32;       // rows of the weight that are decoded and multiplied at a time
-constexpr int64_t kMostRowsOfX = 4;     // of x
+constexpr int64_t kMostRowsOfX = 4;  // of x
 constexpr int64_t kUnitRows = 128;   // of the weight in a unit, at most
 constexpr int64_t kSlots = 4;        // of a tile of x: each has the digits of some codes of a row
 constexpr int64_t kStretch = 16;     // groups whose scales are decoded at a time
@@ -42,7 +43,9 @@ struct alignas(64) Flush {
 };
 
 EQQ_INLINE int64_t flushes_of(const Detail& d) { return d.tiles / d.flush; }
-EQQ_INLINE int64_t flag_at(const Detail& d) { return flushes_of(d) * static_cast<int64_t>(sizeof(Flush)) + d.tiles * kTile; }
+EQQ_INLINE int64_t flag_at(const Detail& d) {
+  return flushes_of(d) * static_cast<int64_t>(sizeof(Flush)) + d.tiles * kTile;
+}
 
 int64_t grain_of(const Problem& p) {
   if (p.blocks <= 1 || p.block_size % 64 == 0) return 64;
@@ -54,7 +57,8 @@ EQQ_INLINE int64_t x_rows_of(const Problem& p) { return p.m > 2 ? 4 : 2; }
 bool takes(const Problem* problem) {
   const Problem& p = *problem;
   // A group of codes with digits of all rows fills no more than a tile.
-  return !p.transpose && p.k > 0 && p.m > 1 && p.m <= kMostRowsOfX && x_rows_of(p) * 64 <= kSlots * grain_of(p) && integer_factor(p) > 0;
+  return !p.transpose && p.k > 0 && p.m > 1 && p.m <= kMostRowsOfX && x_rows_of(p) * 64 <= kSlots * grain_of(p) &&
+         integer_factor(p) > 0;
 }
 
 void plan(const Problem* problem, int64_t threads, Plan* out) {
@@ -75,7 +79,8 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   out->parts = p.batch;
   out->units = p.batch * d.chunks;
   // Decoded steps, results, sums, scales, what codes are off, and the codes of a row.
-  out->own_bytes = 2 * d.step * 2 * kTile + 2 * 2 * kTile + 2 * kTile + 4 * kStrip * kStretch * 4 + 64 * kMostTiles + round_up(kStepRoom, 64);
+  out->own_bytes = 2 * d.step * 2 * kTile + 2 * 2 * kTile + 2 * kTile + 4 * kStrip * kStretch * 4 + 64 * kMostTiles +
+                   round_up(kStepRoom, 64);
   static_assert(sizeof d <= sizeof out->detail, "a detail too much");
   memcpy(out->detail, &d, sizeof d);
 }
@@ -100,8 +105,8 @@ EQQ_INLINE float power_of_two(int exponent) {
   return value;
 }
 
-// Sixteen numbers as digits: those of four numbers in each quarter, low digits first. They go to rows of a tile below each
-// other. Returns the sums of each digit.
+// Sixteen numbers as digits: those of four numbers in each quarter, low digits first. They go to rows of a tile below
+// each other. Returns the sums of each digit.
 EQQ_INLINE __m128i write_digits(I numbers, uint8_t* out) {
   const I digits = digits_apart(numbers);
   _mm_store_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(digits));
@@ -115,8 +120,8 @@ EQQ_INLINE __m128i write_digits(I numbers, uint8_t* out) {
 
 // Packs x. Returns whether its numbers are ordinary.
 //
-// What is much smaller than the largest of its group keeps few bits. Where that is so of many, they may be all that a row of
-// the weight takes.
+// What is much smaller than the largest of its group keeps few bits. Where that is so of many, they may be all that a
+// row of the weight takes.
 bool pack(const Problem& p, const Detail& d, int64_t batch, char* shared) {
   Flush* flushes = reinterpret_cast<Flush*>(shared);
   uint8_t* tiles = reinterpret_cast<uint8_t*>(flushes + flushes_of(d));
@@ -197,7 +202,8 @@ struct Decoding {
       const I all = _mm512_loadu_si512(from + i * a.stride);
 #pragma GCC unroll 8
       for (int plane = 0; plane < 8 / kBits; ++plane)
-        _mm512_store_si512(to + plane * 2 * kTile + 64 * i, _mm512_permutexvar_epi8(_mm512_srli_epi16(all, plane * kBits), a.table));
+        _mm512_store_si512(to + plane * 2 * kTile + 64 * i,
+                           _mm512_permutexvar_epi8(_mm512_srli_epi16(all, plane * kBits), a.table));
     }
     a.done += kCount;
   }
@@ -209,10 +215,10 @@ struct Decoding {
 
 // Results that are to be scaled and added, once they are stored.
 struct Pending {
-  int turn;              // which of the two pairs of tiles has them
-  int64_t group;         // the first, of the stretch
-  const float* scale;    // of rows and the groups of a stretch
-  const int32_t* off;    // likewise what codes are off, or null
+  int turn;            // which of the two pairs of tiles has them
+  int64_t group;       // the first, of the stretch
+  const float* scale;  // of rows and the groups of a stretch
+  const int32_t* off;  // likewise what codes are off, or null
   const Flush* flush;
 };
 
@@ -221,9 +227,9 @@ struct Work {
   const uint8_t *w, *x;
   int64_t w_row, w_next, w_below;  // bytes to the next row, 64 codes and 16 rows
   int64_t tiles;
-  float (*results)[512];           // of both turns
-  float* sums;                     // of the strip
-  I lanes;                         // the group of each digit
+  float (*results)[512];  // of both turns
+  float* sums;            // of the strip
+  I lanes;                // the group of each digit
   Decoding decoding;
   Ahead ahead;
 };
@@ -261,7 +267,8 @@ EQQ_INLINE void add_results(const Work& a, const Pending& last) {
   for (int i = 0; i < kStrip; ++i) {
     I sum = _mm512_add_epi32(_mm512_load_si512(results + 16 * i), off);
     if (last.off != nullptr)
-      sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(digits, _mm512_permutexvar_epi32(lanes, _mm512_load_si512(last.off + 16 * i))));
+      sum = _mm512_add_epi32(
+          sum, _mm512_mullo_epi32(digits, _mm512_permutexvar_epi32(lanes, _mm512_load_si512(last.off + 16 * i))));
     const F scale = _mm512_permutexvar_ps(lanes, _mm512_load_ps(last.scale + 16 * i));
     const F part = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), factor);
     _mm512_store_ps(a.sums + 16 * i, _mm512_fmadd_ps(part, scale, _mm512_load_ps(a.sums + 16 * i)));
@@ -295,11 +302,11 @@ EQQ_INLINE void multiply_some(Work& a, int64_t first, int64_t last, const Pendin
 struct Unit {
   const Problem& p;
   const Detail& d;
-  int64_t row, count;   // the first, and how many
-  int64_t whole;        // codes of a row in whole segments
+  int64_t row, count;  // the first, and how many
+  int64_t whole;       // codes of a row in whole segments
   I table;
   int32_t lowest;
-  float* scale;         // of rows and groups: two stretches
+  float* scale;  // of rows and groups: two stretches
   int32_t* off;
   uint8_t *bytes, *room;
 
@@ -319,7 +326,8 @@ struct Unit {
       const int64_t at = row + min64(kStrip * strip + i, count - 1);
       F values;
       if (end - first == 16) {
-        values = Kernels<Avx512>::some_scales(p.scale_kind, static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size);
+        values = Kernels<Avx512>::some_scales(p.scale_kind,
+                                              static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size);
         if (p.row_scale != nullptr) values = _mm512_mul_ps(values, _mm512_set1_ps(p.row_scale[at]));
       } else {
         float some[16] = {0};
@@ -342,7 +350,8 @@ struct Unit {
   void decode_slowly(int64_t strip, int64_t first, int64_t tiles, uint8_t* out) const {
     const Integers raw = {};
     for (int64_t i = 0; i < kStrip; ++i) {
-      const int64_t at = row + min64(kStrip * strip + i, count - 1), from = 64 * first, to = min64(from + 64 * tiles, p.k);
+      const int64_t at = row + min64(kStrip * strip + i, count - 1), from = 64 * first,
+                    to = min64(from + 64 * tiles, p.k);
       memset(bytes, 0, 64 * tiles);
       for (int64_t k = from; k < to; k += kStep / 2) {
         const int64_t end = min64(k + kStep / 2, to);
@@ -350,28 +359,39 @@ struct Unit {
       }
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const I codes = _mm512_loadu_si512(bytes + 64 * tile);
-        _mm512_store_si512(out + tile * 2 * kTile + 64 * i, p.bits == 8 ? codes : _mm512_permutexvar_epi8(codes, table));
+        _mm512_store_si512(out + tile * 2 * kTile + 64 * i,
+                           p.bits == 8 ? codes : _mm512_permutexvar_epi8(codes, table));
       }
     }
   }
 };
 
 template <int kBits>
-void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, int64_t batch, int64_t first, int64_t count) {
+void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, int64_t batch, int64_t first,
+              int64_t count) {
   const Flush* flushes_x = reinterpret_cast<const Flush*>(shared);
   const uint8_t* x = reinterpret_cast<const uint8_t*>(flushes_x + flushes_of(d));
   uint8_t* decoded[2] = {reinterpret_cast<uint8_t*>(own), reinterpret_cast<uint8_t*>(own) + d.step * 2 * kTile};
   own += 2 * d.step * 2 * kTile;
   Work a;
-  a.results = reinterpret_cast<float(*)[512]>(own);
+  a.results = reinterpret_cast<float (*)[512]>(own);
   a.sums = reinterpret_cast<float*>(own + 4 * kTile);
   own += 6 * kTile;
   float* scale = reinterpret_cast<float*>(own);
   int32_t* off = reinterpret_cast<int32_t*>(scale + 2 * kStrip * kStretch);
   own += 4 * kStrip * kStretch * 4;
   const int64_t weight = first_row(&p, batch) + first;
-  Unit u = {p, d, weight, count, p.k / (512 / kBits) * (512 / kBits), integers_table(p, d.factor), lowest_integer(p, d.factor), scale, off,
-            reinterpret_cast<uint8_t*>(own), reinterpret_cast<uint8_t*>(own) + 64 * kMostTiles};
+  Unit u = {p,
+            d,
+            weight,
+            count,
+            p.k / (512 / kBits) * (512 / kBits),
+            integers_table(p, d.factor),
+            lowest_integer(p, d.factor),
+            scale,
+            off,
+            reinterpret_cast<uint8_t*>(own),
+            reinterpret_cast<uint8_t*>(own) + 64 * kMostTiles};
   alignas(64) int32_t lanes[16];
   for (int i = 0; i < 16; ++i) lanes[i] = static_cast<int32_t>(i / 4 / d.x_rows);
   a.lanes = _mm512_load_si512(lanes);
@@ -383,8 +403,12 @@ void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, 
   // Has a step decoded meanwhile, or at once what takes long.
   const auto begin = [&](int64_t strip, int64_t step, uint8_t* out) {
     const bool direct = is_direct(strip, step);
-    a.decoding = {codes + strip * strip_bytes + step * d.step * 8 * p.bits, p.words,
-                  direct && kBits < 8 ? tiles_in(step) / (8 / kBits) : 0, 0, u.table, out};
+    a.decoding = {codes + strip * strip_bytes + step * d.step * 8 * p.bits,
+                  p.words,
+                  direct && kBits < 8 ? tiles_in(step) / (8 / kBits) : 0,
+                  0,
+                  u.table,
+                  out};
     if (!direct) u.decode_slowly(strip, step * d.step, tiles_in(step), out);
   };
   const auto finish = [&] {
@@ -428,7 +452,8 @@ void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, 
         } else {
           multiply_some<kBits, 0>(a, i * d.flush, end, last);
         }
-        last = {1 - last.turn, group % kStretch, scale + 512 * slot, p.zero_point == nullptr ? nullptr : off + 512 * slot, flushes_x + flush};
+        last = {1 - last.turn, group % kStretch, scale + 512 * slot,
+                p.zero_point == nullptr ? nullptr : off + 512 * slot, flushes_x + flush};
       }
       finish();
     }
@@ -438,7 +463,8 @@ void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, 
       F square[16];
       for (int64_t i = 0; i < 16; ++i) square[i] = _mm512_load_ps(a.sums + 16 * (half + i));
       Avx512::transpose(square);
-      const int64_t at = batch * p.y_batch + (first + kStrip * strip + half) * p.y_column, rows = min64(16, count - kStrip * strip - half);
+      const int64_t at = batch * p.y_batch + (first + kStrip * strip + half) * p.y_column,
+                    rows = min64(16, count - kStrip * strip - half);
       for (int64_t m = 0; m < p.m; ++m) {
         F sum = _mm512_setzero_ps();  // small digits first
         for (int digit = 0; digit < 4; ++digit)
@@ -448,7 +474,8 @@ void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, 
         } else {
           alignas(64) float values[16];
           _mm512_store_ps(values, sum);
-          for (int64_t i = 0; i < rows; ++i) store_some(p, at + m * p.y_row + i * p.y_column, _mm512_set1_ps(values[i]), 1);
+          for (int64_t i = 0; i < rows; ++i)
+            store_some(p, at + m * p.y_row + i * p.y_column, _mm512_set1_ps(values[i]), 1);
         }
       }
     }

@@ -1,9 +1,9 @@
-// Integer products on AMX: `tdpbusd` multiplies 16 rows of the weight by 16 of x, 64 codes at a time. One row of x stays
-// with AVX-512.
+// Integer products on AMX: `tdpbusd` multiplies 16 rows of the weight by 16 of x, 64 codes at a time. One row of x
+// stays with AVX-512.
 //
-// x is packed in panels of 16 rows: a tile of it, 16 groups of four codes of each row, is 1 KB in a row. Rows of the weight
-// are multiplied where they lie if they have a byte for each code, and decoded a step at a time otherwise: well before
-// tiles are loaded, since a load stalls on bytes that are still on their way to the cache.
+// x is packed in panels of 16 rows: a tile of it, 16 groups of four codes of each row, is 1 KB in a row. Rows of the
+// weight are multiplied where they lie if they have a byte for each code, and decoded a step at a time otherwise: well
+// before tiles are loaded, since a load stalls on bytes that are still on their way to the cache.
 #include "amx/amx.h"
 #include "float/avx512.h"
 #include "int8/int8_vnni.h"
@@ -12,16 +12,16 @@ namespace {
 
 using Kernels8 = Int8Kernels<Vnni>;
 
-constexpr int64_t kGroupRows = 32;          // of the weight that are multiplied at a time: two tiles
-constexpr int64_t kMostUnitRows = 256;      // of the weight in a unit
-constexpr int64_t kMostStripRows = 1024;    // of the weight that a panel of x meets in turn
-constexpr int64_t kCachedBytes = 1 << 20;   // of x or of the weight that a unit reads again and again: they stay in L2
+constexpr int64_t kGroupRows = 32;         // of the weight that are multiplied at a time: two tiles
+constexpr int64_t kMostUnitRows = 256;     // of the weight in a unit
+constexpr int64_t kMostStripRows = 1024;   // of the weight that a panel of x meets in turn
+constexpr int64_t kCachedBytes = 1 << 20;  // of x or of the weight that a unit reads again and again: they stay in L2
 constexpr int64_t kMostPanels = 16;
-constexpr int64_t kLongRun = 512;           // codes of a run, above which tiles add up whole steps
-constexpr int64_t kDecoded = 1024;          // codes of a row that are decoded at a time
-constexpr int64_t kStretchRuns = 256;       // whose scales are decoded at a time
+constexpr int64_t kLongRun = 512;                // codes of a run, above which tiles add up whole steps
+constexpr int64_t kDecoded = 1024;               // codes of a row that are decoded at a time
+constexpr int64_t kStretchRuns = 256;            // whose scales are decoded at a time
 constexpr int64_t kStretch = kStretchRuns + 16;  // and room to write more
-constexpr int64_t kPartValues = 1 << 14;    // of x, for which another thread is worth while
+constexpr int64_t kPartValues = 1 << 14;         // of x, for which another thread is worth while
 
 struct Detail {
   int64_t rows, chunks, strip;        // of the weight in a unit; units of all its rows; rows that a panel meets in turn
@@ -54,14 +54,15 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   const Runs r = runs_of(p);
   Detail d;
   d.panels = div_up(p.m, 16);
-  // With many rows of x the weight stays in L2, and each pair of panels meets many of its rows: so y is written nearly in
-  // its order. With fewer it is x that stays.
+  // With many rows of x the weight stays in L2, and each pair of panels meets many of its rows: so y is written nearly
+  // in its order. With fewer it is x that stays.
   if (d.panels > kMostPanels && r.count == 1 && (is_direct(p, r) || row_codes(r) <= kDecoded)) {
     const int64_t chunks = div_up(p.n, max64(min64(kCachedBytes / row_codes(r), kMostStripRows), kGroupRows));
     const int64_t enough = div_up(4 * threads, div_up(d.panels, 2) * p.batch);  // for all threads
     d.rows = d.strip = round_up(div_up(p.n, max64(chunks, enough)), kGroupRows);
     d.chunks = div_up(p.n, d.rows);
-    const int64_t least = max64(div_up(d.panels * d.chunks * p.batch, 8 * threads), (int64_t{1} << 19) / (16 * d.rows * p.k));
+    const int64_t least =
+        max64(div_up(d.panels * d.chunks * p.batch, 8 * threads), (int64_t{1} << 19) / (16 * d.rows * p.k));
     d.block = min64(round_up(max64(least, 1), 2), kMostPanels);
     d.row_blocks = div_up(d.panels, d.block);
   } else {
@@ -94,7 +95,8 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
 //
 
 // Packs some of a panel: `pieces` of them, of which this is one.
-void pack_panel(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, int64_t batch, int64_t panel, int64_t piece) {
+void pack_panel(const Int8Problem& q, const Runs& r, const Detail& d, char* shared, int64_t batch, int64_t panel,
+                int64_t piece) {
   const Problem& p = q.p;
   const int64_t depth = depth_of(r), at = batch * d.panels + panel;
   Packed a = {batch, 16 * panel, piece, d.pieces, (panel + 1) % d.group > 0, nullptr, nullptr, nullptr};
@@ -133,7 +135,8 @@ void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
   if (problem->affine && part == 0)
-    pack_ones(p, r, reinterpret_cast<uint8_t*>(page(static_cast<char*>(memory) + d.x)) + p.batch * d.panels * panel_bytes(r));
+    pack_ones(p, r,
+              reinterpret_cast<uint8_t*>(page(static_cast<char*>(memory) + d.x)) + p.batch * d.panels * panel_bytes(r));
   const int64_t piece = part % d.pieces, groups = div_up(d.panels, d.group);
   const int64_t group = part / d.pieces % groups, batch = part / d.pieces / groups;
   for (int64_t i = group * d.group; i < min64((group + 1) * d.group, d.panels); ++i)
@@ -159,7 +162,8 @@ EQQ_INLINE void unpack(const uint8_t* bytes, int64_t segments, I table, bool loo
 
 // The codes of a step of some rows as tiles of 16 rows and 64 codes, each 1 KB; those of the next 16 rows are
 // `16 * kDecoded` bytes on.
-void decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, int64_t row, int64_t count, uint8_t* decoded) {
+void decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, int64_t row, int64_t count,
+            uint8_t* decoded) {
   const int64_t from = Kernels8::step_start(r, s), segment = 64 * (8 / p.bits), codes = step_codes(s);
   const uint8_t* bytes = p.codes + row * p.words + from * p.bits / 8;
   const bool whole = in_a_row(r, s) && from % segment == 0 && codes % segment == 0 && from + codes <= p.k;
@@ -182,15 +186,16 @@ void decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, i
 }
 
 // Scales of runs `first` to `last`, and what codes are off, of some rows `stretch_of` apart.
-void decode_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count, int64_t first, int64_t last,
-                   float* scale, int32_t* offset) {
+void decode_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count, int64_t first,
+                   int64_t last, float* scale, int32_t* offset) {
   const int64_t from = first / r.per_block, to = (last - 1) / r.per_block + 1, stretch = stretch_of(r);
   const bool together = r.count == 1 && p.row_scale == nullptr;
   if (together) Vnni::scales(&p, row, 0, count, scale);
   for (int64_t i = 0; i < count; ++i, ++row, scale += stretch, offset += stretch) {
     if (!together && p.scale_kind == kScaleFloat32 && p.row_scale == nullptr) {
       const float* scales = static_cast<const float*>(p.scale) + row * p.blocks + from;
-      for (int64_t j = 0; j < to - from; j += 16) Vnni::store_f(scale + j, _mm512_maskz_loadu_ps(first_few(to - from - j), scales + j));
+      for (int64_t j = 0; j < to - from; j += 16)
+        Vnni::store_f(scale + j, _mm512_maskz_loadu_ps(first_few(to - from - j), scales + j));
     } else if (!together) {
       Vnni::scales(&p, row, from, to, scale);
     }
@@ -215,13 +220,13 @@ struct Block {
   const int32_t* shift;   // of the panels, what their codes are too much
   int32_t* weights;       // for rows and runs, `stretch` apart: sums of the weight; null without zero points of x
   int64_t stretch;
-  float* sums;            // of the tiles of results: 16 x 16; those of a panel lie side by side
-  int32_t* partial;       // likewise those of a run that has not ended, or room for a page
+  float* sums;       // of the tiles of results: 16 x 16; those of a panel lie side by side
+  int32_t* partial;  // likewise those of a run that has not ended, or room for a page
   int64_t runs, length, depth;
-  bool begins, ends;      // runs
-  bool first, last;       // whether there are no runs before, or after
-  int64_t y;              // where results begin
-  int64_t lanes, count;   // of those: rows of x, and of the weight
+  bool begins, ends;     // runs
+  bool first, last;      // whether there are no runs before, or after
+  int64_t y;             // where results begin
+  int64_t lanes, count;  // of those: rows of x, and of the weight
   const float* x_scale;
 };
 
@@ -293,29 +298,29 @@ void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
   const int64_t tiles = a.length / a.depth;
   const I shift = kCorrects ? Vnni::load(a.shift) : Vnni::zero();
   settle(a.w);
-#define EQQ_RUN(TILE, STORED, A, B)                                                                               \
-  {                                                                                                               \
-    const int64_t run = first + TILE;                                                                             \
-    if (run < a.runs) {                                                                                           \
-      _tile_zero(TILE);                                                                                           \
-      for (int64_t t = 0; t < tiles; ++t) {                                                                       \
-        const int64_t k = run * a.length + t * a.depth;                                                           \
-        _tile_loadd(A, a.w + k / 64 * a.w_next + k % 64, a.w_row);                                                \
-        _tile_loadd(B, a.x + 16 * k, 64);                                                                         \
-        _tile_dpbusd(TILE, A, B);                                                                                 \
-        Ahead::some(ahead, ahead.lines);                                                                          \
-      }                                                                                                           \
-    }                                                                                                             \
-    if (run >= 2 && run - 2 < a.runs) _tile_stored(STORED, a.partial + 256 * TILE, 64);                           \
-    if (run >= 3 && run - 3 < a.runs) {                                                                           \
-      const int32_t* results = a.partial + 256 * ((TILE + 3) % 4);                                                \
-      const I off = sum_of_tiles(a.sums_x + 16 * (run - 3) * tiles, tiles);                                       \
-      _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {                                                     \
-        const int64_t at = i * kStretch + run - 3;                                                                \
-        const I sum = corrected<kCorrects>(a, Vnni::load(results + 16 * i), off, shift, at);                      \
-        sums[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[at]), sums[i]);                               \
-      }                                                                                                           \
-    }                                                                                                             \
+#define EQQ_RUN(TILE, STORED, A, B)                                                          \
+  {                                                                                          \
+    const int64_t run = first + TILE;                                                        \
+    if (run < a.runs) {                                                                      \
+      _tile_zero(TILE);                                                                      \
+      for (int64_t t = 0; t < tiles; ++t) {                                                  \
+        const int64_t k = run * a.length + t * a.depth;                                      \
+        _tile_loadd(A, a.w + k / 64 * a.w_next + k % 64, a.w_row);                           \
+        _tile_loadd(B, a.x + 16 * k, 64);                                                    \
+        _tile_dpbusd(TILE, A, B);                                                            \
+        Ahead::some(ahead, ahead.lines);                                                     \
+      }                                                                                      \
+    }                                                                                        \
+    if (run >= 2 && run - 2 < a.runs) _tile_stored(STORED, a.partial + 256 * TILE, 64);      \
+    if (run >= 3 && run - 3 < a.runs) {                                                      \
+      const int32_t* results = a.partial + 256 * ((TILE + 3) % 4);                           \
+      const I off = sum_of_tiles(a.sums_x + 16 * (run - 3) * tiles, tiles);                  \
+      _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {                                \
+        const int64_t at = i * kStretch + run - 3;                                           \
+        const I sum = corrected<kCorrects>(a, Vnni::load(results + 16 * i), off, shift, at); \
+        sums[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[at]), sums[i]);          \
+      }                                                                                      \
+    }                                                                                        \
   }
   for (int64_t first = 0; first < a.runs + 3; first += 4) {
     EQQ_RUN(0, 2, 4, 6)
@@ -328,8 +333,8 @@ void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
   for (int i = 0; i < 16; ++i) Vnni::store_f(a.sums + 16 * i, sums[i]);
 }
 
-// A block whose long run has ended. Its sums are scaled and written while the next block is multiplied: a tile is stored
-// some time after its last product.
+// A block whose long run has ended. Its sums are scaled and written while the next block is multiplied: a tile is
+// stored some time after its last product.
 struct Finished {
   const Block* block;
   int64_t tiles = 0;  // that are not done
@@ -401,7 +406,8 @@ void long_run(const Problem& p, const Block& a, Finished& finished, Ahead& share
 }
 
 // Sums of the weight in the runs of a step, or in what it has of one: the products of the panel of ones.
-void sum_weights(const Problem& p, const Runs& r, const Integers& v, const Step& s, const Block& a, const uint8_t* ones, int64_t rows) {
+void sum_weights(const Problem& p, const Runs& r, const Integers& v, const Step& s, const Block& a, const uint8_t* ones,
+                 int64_t rows) {
   alignas(64) int32_t results[32][16];
   settle(a.w);
   for (int64_t run = 0; run < s.runs; ++run) {
@@ -430,7 +436,8 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
   const Integers v = integers_of(p);
   Detail d;
   memcpy(&d, plan->detail, sizeof d);
-  const int64_t chunk = unit % d.chunks, x_block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
+  const int64_t chunk = unit % d.chunks, x_block = unit / d.chunks % d.row_blocks,
+                batch = unit / d.chunks / d.row_blocks;
   const int64_t first = chunk * d.rows, rows = min64(d.rows, p.n - first), weight = first_row(&p, batch) + first;
   const int64_t panel = x_block * d.block, panels = min64(d.block, d.panels - panel), at = batch * d.panels + panel;
   const char* shared = static_cast<const char*>(memory);

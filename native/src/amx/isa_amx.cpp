@@ -1,44 +1,47 @@
 // Floats on AMX, as integers.
 //
-// Numbers of x and of the weight become integers of 24 bits: so many parts of the largest of 1024 numbers of a row. Their three
-// bytes, digits, are tiles of their own. Products of digits are exact, and those of one order are added up in one tile of
-// results. Orders below the last bit are left out, so three digits need six products. This is Ozaki's scheme
-// (https://arxiv.org/abs/2306.11975). It takes half the time of three terms of bfloat16 each, and scales of blocks cost
-// nothing: they are in the digits. A weight of small integers with one scale for a row has one digit, and three products.
+// Numbers of x and of the weight become integers of 24 bits: so many parts of the largest of 1024 numbers of a row.
+// Their three bytes, digits, are tiles of their own. Products of digits are exact, and those of one order are added up
+// in one tile of results. Orders below the last bit are left out, so three digits need six products. This is Ozaki's
+// scheme (https://arxiv.org/abs/2306.11975). It takes half the time of three terms of bfloat16 each, and scales of
+// blocks cost nothing: they are in the digits. A weight of small integers with one scale for a row has one digit, and
+// three products.
 //
-// Digits of x have a sign. Those of the weight have none: what each is more than it should be is what results begin with.
+// Digits of x have a sign. Those of the weight have none: what each is more than it should be is what results begin
+// with.
 //
-// What is much smaller than the largest keeps few bits. So x is looked at while it is packed, 16 rows of it at a time: a panel.
-// Where a number stands out of 1024, these have a fourth digit; where that is too little for many, or one is not finite, very
-// large or very small, AVX-512 multiplies the panel. Rows of the weight whose scales are not ordinary, or which hold NaN, are
-// AVX-512's as well. So are few rows of x, transposed products, and blocks that are no multiple of 16.
+// What is much smaller than the largest keeps few bits. So x is looked at while it is packed, 16 rows of it at a time:
+// a panel. Where a number stands out of 1024, these have a fourth digit; where that is too little for many, or one is
+// not finite, very large or very small, AVX-512 multiplies the panel. Rows of the weight whose scales are not ordinary,
+// or which hold NaN, are AVX-512's as well. So are few rows of x, transposed products, and blocks that are no multiple
+// of 16.
 //
-// Rows are decoded and then multiplied, 16 at a time. Decoding one step while another is multiplied was not faster: what limits
-// both are loads and stores.
+// Rows are decoded and then multiplied, 16 at a time. Decoding one step while another is multiplied was not faster:
+// what limits both are loads and stores.
 #include "amx/amx.h"
-#include "int8/int8.h"
 #include "float/panels.h"
+#include "int8/int8.h"
 
 namespace {
 
-constexpr int64_t kTile = 1024;        // bytes
-constexpr int64_t kPiece = 256;        // of them that are decoded at a time: they stay in L1
-constexpr int64_t kMostPiece = 512;    // of one digit, of whole rows, or of a segment of single bits
+constexpr int64_t kTile = 1024;      // bytes
+constexpr int64_t kPiece = 256;      // of them that are decoded at a time: they stay in L1
+constexpr int64_t kMostPiece = 512;  // of one digit, of whole rows, or of a segment of single bits
 constexpr int64_t kSteps = kSpan / 64;
-constexpr int64_t kMostBlocks = 80;    // of a chunk, and room to write more
-constexpr int64_t kUnitRows = 512;     // of the weight in a unit, at most
-constexpr int64_t kFewest = 5;         // rows of x that are worth a tile: with many scales more
+constexpr int64_t kMostBlocks = 80;  // of a chunk, and room to write more
+constexpr int64_t kUnitRows = 512;   // of the weight in a unit, at most
+constexpr int64_t kFewest = 5;       // rows of x that are worth a tile: with many scales more
 constexpr int64_t kFewestOfMany = 8;
-constexpr int64_t kTables = 1024;      // bytes of tables at the start of shared memory
-constexpr int kDigits = 3;             // of a weight that is not of integers with one scale for a row
+constexpr int64_t kTables = 1024;  // bytes of tables at the start of shared memory
+constexpr int kDigits = 3;         // of a weight that is not of integers with one scale for a row
 
 // How codes become digits.
 enum Kind {
-  kDirect,     // they are digits where they lie
-  kPlain,      // through a table of bytes: one digit
-  kScaled,     // fewer than eight bits: through a table for each block
-  kLookUp,     // eight bits: through a table of 256 for each digit
-  kFloats      // through floats
+  kDirect,  // they are digits where they lie
+  kPlain,   // through a table of bytes: one digit
+  kScaled,  // fewer than eight bits: through a table for each block
+  kLookUp,  // eight bits: through a table of 256 for each digit
+  kFloats   // through floats
 };
 
 struct Detail {
@@ -65,7 +68,7 @@ struct Sums {
 
 // What is known of a chunk of a panel.
 struct alignas(64) Head {
-  int64_t digits;  // of its numbers; 0 if they must not be digits
+  int64_t digits;               // of its numbers; 0 if they must not be digits
   alignas(64) float scale[16];  // of a row
   Sums chunk, pieces[kSpan / kPiece];
 };
@@ -78,10 +81,12 @@ constexpr int32_t kMore = 128;
 constexpr float kAllMore = kMore * (65536 + 256 + 1);
 
 // Codes of a row that are decoded at a time: whole segments.
-EQQ_INLINE int64_t piece_of(const Problem& p, const Detail& d) { return d.w_digits == 1 || p.k <= kMostPiece ? kMostPiece : max64(kPiece, 512 / p.bits); }
+EQQ_INLINE int64_t piece_of(const Problem& p, const Detail& d) {
+  return d.w_digits == 1 || p.k <= kMostPiece ? kMostPiece : max64(kPiece, 512 / p.bits);
+}
 
-// Shared memory: tables, places, heads, and tiles of x. The panels of a unit lie side by side for each piece, in the order in
-// which they are read.
+// Shared memory: tables, places, heads, and tiles of x. The panels of a unit lie side by side for each piece, in the
+// order in which they are read.
 EQQ_INLINE int64_t heads_at(const Detail& d) { return kTables + d.parts * static_cast<int64_t>(sizeof(Place)); }
 EQQ_INLINE int64_t head_of(const Detail& d, int64_t batch, int64_t panel, int64_t chunk) {
   return heads_at(d) + ((batch * d.panels + panel) * d.parts + chunk) * static_cast<int64_t>(sizeof(Head));
@@ -90,7 +95,8 @@ EQQ_INLINE int64_t x_at(const Problem& p, const Detail& d) { return head_of(d, p
 EQQ_INLINE int64_t piece_at(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first) {
   const int64_t block = panel / kUnitPanels * kUnitPanels, panels = min64(kUnitPanels, d.panels - block);
   const int64_t steps = min64(div_up(p.k - first, 64), piece_of(p, d) / 64);
-  return x_at(p, d) + (batch * d.panels + block) * d.packed + (panels * (first / 64) + (panel - block) * steps) * kMostDigits * kTile;
+  return x_at(p, d) + (batch * d.panels + block) * d.packed +
+         (panels * (first / 64) + (panel - block) * steps) * kMostDigits * kTile;
 }
 
 //
@@ -132,7 +138,8 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const
 void pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first, char* shared) {
   const Span span(p, batch, panel, first);
   const bool short_rows = d.w_digits > 1 && p.k < kShort;
-  const int64_t digits = pack_fewest(p, span, short_rows, [&](auto count) { return pack<count.value>(p, d, batch, panel, span, shared); });
+  const int64_t digits =
+      pack_fewest(p, span, short_rows, [&](auto count) { return pack<count.value>(p, d, batch, panel, span, shared); });
   reinterpret_cast<Head*>(shared + head_of(d, batch, panel, first / kSpan))->digits = digits;
 }
 
@@ -140,8 +147,8 @@ void pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64
 // The weight
 //
 
-// Bytes without their sign that stand for numbers, but for zero: others are NaN or infinite, or too small for integers that
-// hold the largest as well.
+// Bytes without their sign that stand for numbers, but for zero: others are NaN or infinite, or too small for integers
+// that hold the largest as well.
 struct Numbers {
   int first, last;
 };
@@ -149,7 +156,8 @@ EQQ_INLINE Numbers numbers_of(const Problem& p) {
   return p.values == kValueE4M3 ? Numbers{1, 126} : p.values == kValueE5M2 ? Numbers{40, 123} : Numbers{1, 127};
 }
 
-// The least and the largest of the values of codes, or NaN if some code stands for no finite number without a byte telling so.
+// The least and the largest of the values of codes, or NaN if some code stands for no finite number without a byte
+// telling so.
 struct Reach {
   float low, high;
 };
@@ -174,10 +182,11 @@ float most_of(const Problem& p, const Reach& a) {
 // Some codes of 16 rows, and where they go.
 struct Codes {
   const uint8_t* from;
-  int64_t stride, last;     // bytes from one row to the next; the last row
-  int64_t steps;            // of 64 codes
-  const float *scale, *zero;  // of rows and blocks: `kMostBlocks` apart. Values less a zero point times a scale are integers
-  const int* block;         // of each 16 codes
+  int64_t stride, last;  // bytes from one row to the next; the last row
+  int64_t steps;         // of 64 codes
+  const float *scale,
+      *zero;         // of rows and blocks: `kMostBlocks` apart. Values less a zero point times a scale are integers
+  const int* block;  // of each 16 codes
   uint8_t* out;
 };
 
@@ -187,10 +196,12 @@ EQQ_INLINE I shifted(I codes, int plane) {  // code `plane` of a byte to bit 2 a
   return by < 0 ? _mm512_slli_epi16(codes, -by) : _mm512_srli_epi16(codes, by);
 }
 
-EQQ_INLINE I digits_of(F value, F scale) { return _mm512_cvtps_epi32(_mm512_fmadd_ps(value, scale, _mm512_set1_ps(kAllMore))); }
+EQQ_INLINE I digits_of(F value, F scale) {
+  return _mm512_cvtps_epi32(_mm512_fmadd_ps(value, scale, _mm512_set1_ps(kAllMore)));
+}
 
-// Through a table of integers for each block, whose bytes are digits. A step has codes of `kBlocks` blocks. With eight bits
-// there is a code of at most four in each byte.
+// Through a table of integers for each block, whose bytes are digits. A step has codes of `kBlocks` blocks. With eight
+// bits there is a code of at most four in each byte.
 template <int kBits, int kBlocks, bool kZero>
 void decode_scaled(const Codes& a, F table) {
   const I mask = _mm512_set1_epi8(0x3c);
@@ -208,12 +219,14 @@ void decode_scaled(const Codes& a, F table) {
 #pragma GCC unroll 4
         for (int b = 0; b < kBlocks; ++b) {
           const int at = block[4 * plane + b * (4 / kBlocks)];
-          digits[b] = digits_of(kZero ? _mm512_sub_ps(table, _mm512_set1_ps(zero[at])) : table, _mm512_set1_ps(scale[at]));
+          digits[b] =
+              digits_of(kZero ? _mm512_sub_ps(table, _mm512_set1_ps(zero[at])) : table, _mm512_set1_ps(scale[at]));
         }
         const I index = shifted<kBits>(codes, plane);
 #pragma GCC unroll 3
         for (int digit = 0; digit < kDigits; ++digit) {
-          const I some = _mm512_ternarylogic_epi32(index, mask, _mm512_set1_epi8(static_cast<char>(kDigits - 1 - digit)), 0xea);
+          const I some =
+              _mm512_ternarylogic_epi32(index, mask, _mm512_set1_epi8(static_cast<char>(kDigits - 1 - digit)), 0xea);
           I bytes = _mm512_permutexvar_epi8(some, digits[0]);
 #pragma GCC unroll 4
           for (int b = 1; b < kBlocks; ++b)
@@ -235,13 +248,15 @@ void decode_plain(const Codes& a, I table) {
       const I codes = _mm512_loadu_si512(a.from + min64(i, a.last) * a.stride + 64 * segment);
 #pragma GCC unroll 8
       for (int plane = 0; plane < kPlanes; ++plane)
-        _mm512_store_si512(a.out + (segment * kPlanes + plane) * kTile + 64 * i, _mm512_permutexvar_epi8(_mm512_srli_epi16(codes, plane * kBits), table));
+        _mm512_store_si512(a.out + (segment * kPlanes + plane) * kTile + 64 * i,
+                           _mm512_permutexvar_epi8(_mm512_srli_epi16(codes, plane * kBits), table));
     }
 }
 
 EQQ_INLINE bool has_others(I codes, Numbers numbers) {
   const I some = _mm512_and_si512(codes, _mm512_set1_epi8(127));
-  const __mmask64 low = _mm512_mask_cmplt_epu8_mask(_mm512_test_epi8_mask(some, some), some, _mm512_set1_epi8(static_cast<char>(numbers.first)));
+  const __mmask64 low = _mm512_mask_cmplt_epu8_mask(_mm512_test_epi8_mask(some, some), some,
+                                                    _mm512_set1_epi8(static_cast<char>(numbers.first)));
   return (low | _mm512_cmpgt_epu8_mask(some, _mm512_set1_epi8(static_cast<char>(numbers.last)))) != 0;
 }
 
@@ -280,7 +295,8 @@ uint32_t decode_floats(const Problem& p, const Codes& a) {
       _mm512_store_si512(bytes, _mm512_permutexvar_epi32(order, codes));
       const auto spread = [&](const float* of) {
         const float* row = of + i * kMostBlocks;
-        const __m128 some = _mm_setr_ps(row[a.block[4 * step]], row[a.block[4 * step + 1]], row[a.block[4 * step + 2]], row[a.block[4 * step + 3]]);
+        const __m128 some = _mm_setr_ps(row[a.block[4 * step]], row[a.block[4 * step + 1]], row[a.block[4 * step + 2]],
+                                        row[a.block[4 * step + 3]]);
         return _mm512_permutexvar_ps(quarters, _mm512_castps128_ps512(some));
       };
       const F scale = spread(a.scale), zero = p.zero_point == nullptr ? _mm512_setzero_ps() : spread(a.zero);
@@ -289,16 +305,18 @@ uint32_t decode_floats(const Problem& p, const Codes& a) {
       for (int j = 0; j < 4; ++j) {
         const uint8_t* from = bytes + 16 * j;
         const F value = p.values == kValueInteger ? _mm512_add_ps(Avx512::integers(from), _mm512_set1_ps(p.table[0]))
-                        : p.values == kValueE4M3  ? Avx512::e4m3(from)
-                        : p.values == kValueE5M2  ? Avx512::e5m2(from)
+                      : p.values == kValueE4M3    ? Avx512::e4m3(from)
+                      : p.values == kValueE5M2    ? Avx512::e5m2(from)
                                                   : Avx512::bytes256(from, p.table);
         digits[j] = bytes_apart(digits_of(_mm512_sub_ps(value, zero), scale));
       }
       const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
       const I all[3] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1),
-                        _mm512_unpacklo_epi64(_mm512_unpackhi_epi32(digits[0], digits[1]), _mm512_unpackhi_epi32(digits[2], digits[3]))};
+                        _mm512_unpacklo_epi64(_mm512_unpackhi_epi32(digits[0], digits[1]),
+                                              _mm512_unpackhi_epi32(digits[2], digits[3]))};
 #pragma GCC unroll 3
-      for (int digit = 0; digit < kDigits; ++digit) _mm512_store_si512(a.out + (step * kDigits + digit) * kTile + 64 * i, all[kDigits - 1 - digit]);
+      for (int digit = 0; digit < kDigits; ++digit)
+        _mm512_store_si512(a.out + (step * kDigits + digit) * kTile + 64 * i, all[kDigits - 1 - digit]);
       rows |= static_cast<uint32_t>(has_others(codes, numbers)) << i;
     }
   return rows;
@@ -308,7 +326,8 @@ uint32_t decode_floats(const Problem& p, const Codes& a) {
 // Products
 //
 
-// Digits of the weight and of x whose products count: those with the sum of their orders at most this, that of the last of x.
+// Digits of the weight and of x whose products count: those with the sum of their orders at most this, that of the last
+// of x.
 constexpr int last_order(int x) { return x - 1; }
 
 // Tiles 0 to 3 are results, by their order; then there are three of the weight and one of x.
@@ -366,12 +385,12 @@ struct Next {
 // Some codes of 16 rows of the weight, and a panel of x.
 struct Piece {
   const uint8_t* w;
-  int64_t w_row, w_next;     // bytes to the next row, and to the next 64 codes
+  int64_t w_row, w_next;  // bytes to the next row, and to the next 64 codes
   const uint8_t* x;
-  int64_t steps;             // of 64 codes
-  const Sums* sums;          // of x, for all codes whose results are stored together
-  bool first, last;          // whether results begin, or are to be stored:
-  int32_t (*results)[256];   // here
+  int64_t steps;            // of 64 codes
+  const Sums* sums;         // of x, for all codes whose results are stored together
+  bool first, last;         // whether results begin, or are to be stored:
+  int32_t (*results)[256];  // here
 };
 
 // All rows of a result begin alike.
@@ -388,11 +407,11 @@ EQQ_INLINE void begin_results(const Sums& sums) {
 struct Pending {
   int32_t (*results)[256];  // for each order
   int64_t orders;
-  const float* x_scale;     // of rows of x
+  const float* x_scale;  // of rows of x
   const Sums* x_sums;
-  float factor[16];         // what a result of a row is, but for the scale of x
-  int32_t zero[16];         // what codes of a row are less
-  bool zeros;               // whether they are
+  float factor[16];  // what a result of a row is, but for the scale of x
+  int32_t zero[16];  // what codes of a row are less
+  bool zeros;        // whether they are
   float* sums;
   int64_t done = kRows;     // rows
   bool first, last;         // whether sums begin, or are to be written:
@@ -416,7 +435,9 @@ EQQ_INLINE void finish_rows(const Pending& a, int64_t rows) {
 #pragma GCC unroll 4
     for (int order = 0; order < kOrders; ++order) {
       I result = _mm512_load_si512(a.results[order] + 16 * i);
-      if (kZeros) result = _mm512_sub_epi32(result, _mm512_mullo_epi32(_mm512_load_si512(a.x_sums->all[order]), _mm512_set1_epi32(a.zero[i])));
+      if (kZeros)
+        result = _mm512_sub_epi32(
+            result, _mm512_mullo_epi32(_mm512_load_si512(a.x_sums->all[order]), _mm512_set1_epi32(a.zero[i])));
       const F part = _mm512_cvtepi32_ps(result);
       sum = order == 0 ? part : _mm512_fmadd_ps(sum, _mm512_set1_ps(256), part);
     }
@@ -427,7 +448,9 @@ EQQ_INLINE void finish_rows(const Pending& a, int64_t rows) {
 
 template <bool kZeros>
 EQQ_INLINE void finish_rows_of(const Pending& a, int64_t rows) {
-  a.orders == 2 ? finish_rows<2, kZeros>(a, rows) : a.orders == 3 ? finish_rows<3, kZeros>(a, rows) : finish_rows<4, kZeros>(a, rows);
+  a.orders == 2   ? finish_rows<2, kZeros>(a, rows)
+  : a.orders == 3 ? finish_rows<3, kZeros>(a, rows)
+                  : finish_rows<4, kZeros>(a, rows);
 }
 
 EQQ_INLINE void finish_some(const Problem& p, Pending& a, int64_t rows) {
@@ -469,8 +492,11 @@ void multiply_piece(const Problem& p, const Piece& a, Next& next, Pending& befor
 using Multiply = void (*)(const Problem& p, const Piece& a, Next& next, Pending& before);
 
 Multiply multiply_of(int64_t w_digits, int64_t x_digits) {
-  if (w_digits == 1) return x_digits == 2 ? multiply_piece<1, 2> : x_digits == 3 ? multiply_piece<1, 3> : multiply_piece<1, 4>;
-  return x_digits == 2 ? multiply_piece<kDigits, 2> : x_digits == 3 ? multiply_piece<kDigits, 3> : multiply_piece<kDigits, 4>;
+  if (w_digits == 1)
+    return x_digits == 2 ? multiply_piece<1, 2> : x_digits == 3 ? multiply_piece<1, 3> : multiply_piece<1, 4>;
+  return x_digits == 2 ? multiply_piece<kDigits, 2>
+       : x_digits == 3 ? multiply_piece<kDigits, 3>
+                       : multiply_piece<kDigits, 4>;
 }
 
 // What the lowest of these products stands for.
@@ -507,7 +533,10 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = *problem;
   Detail d;
   const bool integers = p.blocks <= 1 && integer_factor(p) > 0;
-  d.kind = integers ? (p.bits == 8 ? kDirect : kPlain) : p.bits < 8 ? kScaled : p.blocks <= 1 && p.zero_point == nullptr ? kLookUp : kFloats;
+  d.kind = integers                                 ? (p.bits == 8 ? kDirect : kPlain)
+         : p.bits < 8                               ? kScaled
+         : p.blocks <= 1 && p.zero_point == nullptr ? kLookUp
+                                                    : kFloats;
   d.w_digits = integers ? 1 : kDigits;
   d.panels = div_up(p.m, kRows);
   d.row_blocks = div_up(d.panels, kUnitPanels);
@@ -555,7 +584,8 @@ void find_blocks(const Problem& p, int64_t first, Place* out) {
   const int64_t size = p.blocks <= 1 ? p.k : p.block_size, last = (min64(first + kSpan, p.k) - 1) / size;
   out->first = first / size;
   out->count = last + 1 - out->first;
-  for (int64_t i = 0; i < kSpan / 16; ++i) out->block[i] = static_cast<int>(min64((first + 16 * i) / size, last) - out->first);
+  for (int64_t i = 0; i < kSpan / 16; ++i)
+    out->block[i] = static_cast<int>(min64((first + 16 * i) / size, last) - out->first);
 }
 
 void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t part) {
@@ -573,27 +603,28 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
 struct Unit {
   const Problem& p;
   const Detail& d;
-  const int64_t row, count;          // the first, and how many
-  const uint8_t* const tables;       // of 256
-  const Place* const places;         // of chunks
+  const int64_t row, count;     // the first, and how many
+  const uint8_t* const tables;  // of 256
+  const Place* const places;    // of chunks
   uint8_t *const decoded, *const bytes, *const room;
-  float *const scales, *const zeros;  // of 16 rows and the blocks of a chunk
-  const int64_t all_scales;          // of the whole weight
-  const Reach reach;                 // of values of codes
-  const float most;                  // the largest magnitude, zero points too
-  float integer = 0;                 // what one is if the scale of its row is 1
-  I table = _mm512_setzero_si512();  // of bytes
-  F values;                          // the table, again and again
-  F factor = _mm512_setzero_ps();    // what an integer of a row is
-  I zero = _mm512_setzero_si512();   // what codes of a row are less, if they are digits
+  float *const scales, *const zeros;      // of 16 rows and the blocks of a chunk
+  const int64_t all_scales;               // of the whole weight
+  const Reach reach;                      // of values of codes
+  const float most;                       // the largest magnitude, zero points too
+  float integer = 0;                      // what one is if the scale of its row is 1
+  I table = _mm512_setzero_si512();       // of bytes
+  F values;                               // the table, again and again
+  F factor = _mm512_setzero_ps();         // what an integer of a row is
+  I zero = _mm512_setzero_si512();        // what codes of a row are less, if they are digits
   uint32_t odd[kUnitRows / kRows] = {0};  // rows that are not ordinary
 
   Unit(const Problem& p, const Detail& d, int64_t batch, int64_t first, int64_t count, const char* shared, char* own)
       : p(p), d(d), row(first_row(&p, batch) + first), count(count), tables(reinterpret_cast<const uint8_t*>(shared)),
         places(reinterpret_cast<const Place*>(shared + kTables)), decoded(reinterpret_cast<uint8_t*>(own)),
-        bytes(decoded + Room(d).bytes), room(decoded + Room(d).unpacked), scales(reinterpret_cast<float*>(own + Room(d).scales)),
-        zeros(scales + kRows * kMostBlocks), all_scales((p.selected == nullptr ? p.batch : p.stack) * p.n * p.blocks),
-        reach(reach_of(p)), most(most_of(p, reach)) {
+        bytes(decoded + Room(d).bytes), room(decoded + Room(d).unpacked),
+        scales(reinterpret_cast<float*>(own + Room(d).scales)), zeros(scales + kRows * kMostBlocks),
+        all_scales((p.selected == nullptr ? p.batch : p.stack) * p.n * p.blocks), reach(reach_of(p)),
+        most(most_of(p, reach)) {
     if (d.w_digits == 1) {
       const int64_t factor = integer_factor(p);
       integer = 1.0f / static_cast<float>(factor);
@@ -616,11 +647,14 @@ struct Unit {
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) a[i] = _mm512_and_si512(_mm512_castps_si512(rows[i]), magnitude);
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) a[i] = larger(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
+    for (int i = 0; i < 8; ++i)
+      a[i] = larger(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) a[i] = larger(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
+    for (int i = 0; i < 4; ++i)
+      a[i] = larger(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
 #pragma GCC unroll 3
-    for (int i = 0, j = 4; i < 6; i += 2, ++j) a[j] = larger(_mm512_shuffle_i32x4(a[i], a[i + 1], 0x88), _mm512_shuffle_i32x4(a[i], a[i + 1], 0xdd));
+    for (int i = 0, j = 4; i < 6; i += 2, ++j)
+      a[j] = larger(_mm512_shuffle_i32x4(a[i], a[i + 1], 0x88), _mm512_shuffle_i32x4(a[i], a[i + 1], 0xdd));
     return a[6];
   }
 
@@ -631,7 +665,8 @@ struct Unit {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kRows; ++i) {
       const int64_t row = min64(first + i, last);
-      out[i] = Kernels<Avx512>::some_scales(kKind, static_cast<const uint8_t*>(p.scale) + (row * p.blocks + block) * width);
+      out[i] =
+          Kernels<Avx512>::some_scales(kKind, static_cast<const uint8_t*>(p.scale) + (row * p.blocks + block) * width);
       if (p.row_scale != nullptr) out[i] = _mm512_mul_ps(out[i], _mm512_set1_ps(p.row_scale[row]));
       out[i] = _mm512_maskz_mov_ps(some, out[i]);
     }
@@ -659,7 +694,8 @@ struct Unit {
   // Notes which rows are not ordinary, and returns those that are.
   __mmask16 see(int64_t tile, F largest) {
     const __mmask16 some = _mm512_cmp_ps_mask(largest, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-    const __mmask16 ordinary = _mm512_mask_cmp_ps_mask(some, largest, _mm512_set1_ps(1 / kRangeOfW), _CMP_GE_OQ) & _mm512_cmp_ps_mask(largest, _mm512_set1_ps(kRangeOfW), _CMP_LE_OQ);
+    const __mmask16 ordinary = _mm512_mask_cmp_ps_mask(some, largest, _mm512_set1_ps(1 / kRangeOfW), _CMP_GE_OQ) &
+                               _mm512_cmp_ps_mask(largest, _mm512_set1_ps(kRangeOfW), _CMP_LE_OQ);
     odd[tile] |= some & static_cast<__mmask16>(~ordinary);
     return ordinary;
   }
@@ -677,7 +713,8 @@ struct Unit {
       for (int64_t i = 0; i <= last - at; ++i) decode_scales_avx512(&p, at + i, 0, 1, all + i);
       values = _mm512_loadu_ps(all);
     }
-    see(tile, _mm512_mul_ps(_mm512_abs_ps(_mm512_maskz_mov_ps(first_few(last + 1 - at), values)), _mm512_set1_ps(most)));
+    see(tile,
+        _mm512_mul_ps(_mm512_abs_ps(_mm512_maskz_mov_ps(first_few(last + 1 - at), values)), _mm512_set1_ps(most)));
     factor = _mm512_mul_ps(values, _mm512_set1_ps(integer));
     if (p.zero_point == nullptr) return;
     int32_t all[16] = {0};
@@ -685,8 +722,8 @@ struct Unit {
     zero = _mm512_loadu_si512(all);
   }
 
-  // The scales of the blocks of a chunk of 16 rows, as factors of integers. Nothing is loaded that was just stored in smaller
-  // pieces: such a load waits for all products before it.
+  // The scales of the blocks of a chunk of 16 rows, as factors of integers. Nothing is loaded that was just stored in
+  // smaller pieces: such a load waits for all products before it.
   void fetch(int64_t tile, int64_t part) {
     const Place& place = places[part];
     const int64_t at = row + kRows * tile, last = min64(at + kRows, row + count) - 1, begin = place.first;
@@ -699,7 +736,8 @@ struct Unit {
       for (int64_t i = 0; i < (p.zero_point == nullptr ? 0 : kRows); ++i) {
         float* zero = zeros + i * kMostBlocks + b;
         unpack_zero_points(p, min64(at + i, last), begin + b, begin + min64(b + 16, place.count), zero);
-        const F from = _mm512_loadu_ps(zero), above = _mm512_sub_ps(_mm512_set1_ps(reach.high), from), below = _mm512_sub_ps(from, _mm512_set1_ps(reach.low));
+        const F from = _mm512_loadu_ps(zero), above = _mm512_sub_ps(_mm512_set1_ps(reach.high), from),
+                below = _mm512_sub_ps(from, _mm512_set1_ps(reach.low));
         values[i] = _mm512_mul_ps(values[i], _mm512_max_ps(above, below));
       }
       most_bits = _mm512_max_epu32(most_bits, largest_in_rows(values));
@@ -713,9 +751,12 @@ struct Unit {
     const F least = _mm512_set1_ps(largest_of(kDigits) / 1024 / most);
     for (int64_t i = 0; i < kRows; ++i)
       for (int64_t b = 0; b < place.count; b += 16) {
-        const F one = _mm512_loadu_ps(scales + i * kMostBlocks + b), scaled = _mm512_mul_ps(one, _mm512_set1_ps(inverse[i]));
-        const __mmask16 real = _mm512_cmp_ps_mask(_mm512_abs_ps(one), _mm512_set1_ps(kNoScale), _CMP_GT_OQ) & first_few(place.count - b);
-        odd[tile] |= static_cast<uint32_t>(_mm512_mask_cmp_ps_mask(real, _mm512_abs_ps(scaled), least, _CMP_LT_OQ) != 0) << i;
+        const F one = _mm512_loadu_ps(scales + i * kMostBlocks + b),
+                scaled = _mm512_mul_ps(one, _mm512_set1_ps(inverse[i]));
+        const __mmask16 real =
+            _mm512_cmp_ps_mask(_mm512_abs_ps(one), _mm512_set1_ps(kNoScale), _CMP_GT_OQ) & first_few(place.count - b);
+        odd[tile] |= static_cast<uint32_t>(_mm512_mask_cmp_ps_mask(real, _mm512_abs_ps(scaled), least, _CMP_LT_OQ) != 0)
+                  << i;
         _mm512_storeu_ps(scales + i * kMostBlocks + b, scaled);
       }
   }
@@ -724,22 +765,42 @@ struct Unit {
   Next lines_of(int64_t tile, int64_t first, int64_t last, int64_t steps) const {
     const int64_t at = row + kRows * tile, rows = min64(count - kRows * tile, kRows);
     const int64_t width = scale_bytes(p.scale_kind);
-    const int64_t begin = places[first / kSpan].first, end = places[(last - 1) / kSpan].first + places[(last - 1) / kSpan].count;
+    const int64_t begin = places[first / kSpan].first,
+                  end = places[(last - 1) / kSpan].first + places[(last - 1) / kSpan].count;
     Next next;
     if (rows <= 0 || d.kind == kDirect) return next;
-    next.codes = {reinterpret_cast<const char*>(p.codes) + at * p.words + first * p.bits / 8, p.words, (last - first) * p.bits / 8, rows, 0, 0, 0};
+    next.codes = {reinterpret_cast<const char*>(p.codes) + at * p.words + first * p.bits / 8,
+                  p.words,
+                  (last - first) * p.bits / 8,
+                  rows,
+                  0,
+                  0,
+                  0};
     next.codes.lines = div_up(div_up(next.codes.bytes, 64) * rows, steps);
     if (!in_blocks()) return next;
-    next.scales = {static_cast<const char*>(p.scale) + (at * p.blocks + begin) * width, p.blocks * width, (end - begin) * width, rows, 0, 0, 0};
+    next.scales = {static_cast<const char*>(p.scale) + (at * p.blocks + begin) * width,
+                   p.blocks * width,
+                   (end - begin) * width,
+                   rows,
+                   0,
+                   0,
+                   0};
     next.scales.lines = div_up(div_up(next.scales.bytes, 64) * rows, steps);
     return next;
   }
 
-  // Codes `first` to `last` of 16 rows as tiles: where they are, and how far apart their rows and steps. What does not lie in
-  // memory as whole segments do is copied, a byte for each code.
+  // Codes `first` to `last` of 16 rows as tiles: where they are, and how far apart their rows and steps. What does not
+  // lie in memory as whole segments do is copied, a byte for each code.
   const uint8_t* decode(int64_t tile, int64_t first, int64_t last, int64_t chunk, int64_t* w_row, int64_t* w_next) {
     const int64_t segment = 512 / p.bits, steps = div_up(last - first, 64), real = min64(count - kRows * tile, kRows);
-    Codes a = {p.codes + (row + kRows * tile) * p.words + first * p.bits / 8, p.words, real - 1, steps, scales, zeros, places[chunk / kSpan].block + (first - chunk) / 16, decoded};
+    Codes a = {p.codes + (row + kRows * tile) * p.words + first * p.bits / 8,
+               p.words,
+               real - 1,
+               steps,
+               scales,
+               zeros,
+               places[chunk / kSpan].block + (first - chunk) / 16,
+               decoded};
     const bool direct = first + round_up(last - first, segment) <= p.k;
     if (!direct) {
       const Integers raw = {};
@@ -760,10 +821,18 @@ struct Unit {
           return a.from;
         }
         for (int64_t step = 0; step < steps; ++step)
-          for (int64_t i = 0; i < real; ++i) _mm512_store_si512(decoded + step * kTile + 64 * i, _mm512_loadu_si512(a.from + i * a.stride + 64 * step));
+          for (int64_t i = 0; i < real; ++i)
+            _mm512_store_si512(decoded + step * kTile + 64 * i, _mm512_loadu_si512(a.from + i * a.stride + 64 * step));
         break;
-      case kPlain: bits == 8 ? decode_plain<8>(a, table) : bits == 4 ? decode_plain<4>(a, table) : bits == 2 ? decode_plain<2>(a, table) : decode_plain<1>(a, table); break;
-      case kScaled: bits == 8 ? scaled<8>(a) : bits == 4 ? scaled<4>(a) : bits == 2 ? scaled<2>(a) : scaled<1>(a); break;
+      case kPlain:
+        bits == 8   ? decode_plain<8>(a, table)
+        : bits == 4 ? decode_plain<4>(a, table)
+        : bits == 2 ? decode_plain<2>(a, table)
+                    : decode_plain<1>(a, table);
+        break;
+      case kScaled:
+        bits == 8 ? scaled<8>(a) : bits == 4 ? scaled<4>(a) : bits == 2 ? scaled<2>(a) : scaled<1>(a);
+        break;
       case kLookUp: odd[tile] |= decode_look_up(p, a, tables); break;
       default: odd[tile] |= decode_floats(p, a);
     }
@@ -773,8 +842,11 @@ struct Unit {
   template <int kBits>
   void scaled(const Codes& a) const {
     const int64_t size = p.blocks <= 1 ? 64 : p.block_size;
-    if (p.zero_point != nullptr) return size % 64 == 0 ? decode_scaled<kBits, 1, true>(a, values) : decode_scaled<kBits, 4, true>(a, values);
-    size % 64 == 0 ? decode_scaled<kBits, 1, false>(a, values) : size % 32 == 0 ? decode_scaled<kBits, 2, false>(a, values) : decode_scaled<kBits, 4, false>(a, values);
+    if (p.zero_point != nullptr)
+      return size % 64 == 0 ? decode_scaled<kBits, 1, true>(a, values) : decode_scaled<kBits, 4, true>(a, values);
+    size % 64 == 0   ? decode_scaled<kBits, 1, false>(a, values)
+    : size % 32 == 0 ? decode_scaled<kBits, 2, false>(a, values)
+                     : decode_scaled<kBits, 4, false>(a, values);
   }
 };
 
@@ -786,11 +858,14 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   const char* shared = static_cast<const char*>(memory);
   char* own = static_cast<char*>(mine);
   const Extent e(p, d, unit);
-  const int64_t batch = e.batch, first = e.first, count = e.count, panel = e.panel, panels = e.panels, tiles = div_up(count, kRows);
+  const int64_t batch = e.batch, first = e.first, count = e.count, panel = e.panel, panels = e.panels,
+                tiles = div_up(count, kRows);
   Unit u(p, d, batch, first, count, shared, own);
-  int32_t(*results)[256] = reinterpret_cast<int32_t(*)[256]>(own + room.results);
+  int32_t (*results)[256] = reinterpret_cast<int32_t (*)[256]>(own + room.results);
   float* sums = reinterpret_cast<float*>(own + room.sums);
-  const auto head_at = [&](int64_t j, int64_t chunk) { return reinterpret_cast<const Head*>(shared + head_of(d, batch, panel + j, chunk)); };
+  const auto head_at = [&](int64_t j, int64_t chunk) {
+    return reinterpret_cast<const Head*>(shared + head_of(d, batch, panel + j, chunk));
+  };
   bool ordinary[kUnitPanels];
   for (int64_t j = 0; j < panels; ++j) {
     ordinary[j] = true;

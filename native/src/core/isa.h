@@ -20,8 +20,8 @@ typedef struct MatmulKernel {
   void (*plan)(const Problem*, int64_t threads, Plan*);
   void (*prepare)(const Problem*, const Plan*, void* shared, int64_t part);
   void (*run)(const Problem*, const Plan*, const void* shared, void* own, int64_t unit);
-  // Whether the kernel takes a problem, and, where the values of x decide, whether it can multiply what it prepared; null
-  // if it always does. And the kernel that is asked next if not.
+  // Whether the kernel takes a problem, and, where the values of x decide, whether it can multiply what it prepared;
+  // null if it always does. And the kernel that is asked next if not.
   bool (*takes)(const Problem*) = nullptr;
   bool (*suits)(const Problem*, const Plan*, const void* shared) = nullptr;
   const struct MatmulKernel* otherwise = nullptr;

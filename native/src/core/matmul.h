@@ -9,9 +9,9 @@
 #include <thread>
 #include <vector>
 
-#include "int8/int8.h"
 #include "core/ints.h"
 #include "core/isa.h"
+#include "int8/int8.h"
 #include "slabs/slabs.h"
 
 // What is wrong with a problem, as a sentence in `text`; or null. Reads no array.
@@ -24,8 +24,9 @@ void free_aligned(void* memory);
 // Runs `work(unit, worker)` for every unit below `units`, in the calling thread and in tasks of `pool`, and returns
 // when all are done.
 //
-// Each worker has a range of units, whose rows of the weight follow each other: what a kernel fetches ahead at the end of a
-// unit it needs itself. Who is done with its own helps with the next one's, also with those of workers that never begin.
+// Each worker has a range of units, whose rows of the weight follow each other: what a kernel fetches ahead at the end
+// of a unit it needs itself. Who is done with its own helps with the next one's, also with those of workers that never
+// begin.
 //
 // It cannot deadlock, however many callers share the pool: the caller works as well, and waits only for units that some
 // thread has begun. A task that begins later finds nothing to do; it touches nothing but `state`, which it owns a part
@@ -86,8 +87,10 @@ template <typename Kernel, typename Task>
 const Kernel* instead(const Kernel&, const Task&, const Plan&, const void*) {
   return nullptr;
 }
-inline const MatmulKernel* instead(const MatmulKernel& kernel, const Problem& problem, const Plan& plan, const void* shared) {
-  return kernel.suits == nullptr || kernel.suits(&problem, &plan, shared) ? nullptr : &taking(kernel.otherwise, problem);
+inline const MatmulKernel* instead(const MatmulKernel& kernel, const Problem& problem, const Plan& plan,
+                                   const void* shared) {
+  return kernel.suits == nullptr || kernel.suits(&problem, &plan, shared) ? nullptr
+                                                                          : &taking(kernel.otherwise, problem);
 }
 
 // Has a kernel compute a problem of its own type, whose weight it can read. Whether there was enough memory.
@@ -115,27 +118,35 @@ bool run_whole(const Kernel& kernel, const Task& problem, Pool& pool, int64_t th
 
 // The same for a weight that must be brought to another form, a slab at a time.
 template <typename Kernel, typename Task, typename Pool>
-bool run_slabs(const Slabs& slabs, const SlabKernel& forms, const Kernel& kernel, const Task& problem, Pool& pool, int64_t threads) {
+bool run_slabs(const Slabs& slabs, const SlabKernel& forms, const Kernel& kernel, const Task& problem, Pool& pool,
+               int64_t threads) {
   const Problem& p = weight_of(problem);
   const int64_t count = slabs.count();
-  const auto task = [&](int64_t batch, int64_t index, void* own) { return with_weight(problem, batch, slabs.slab(p, batch, index, own)); };
+  const auto task = [&](int64_t batch, int64_t index, void* own) {
+    return with_weight(problem, batch, slabs.slab(p, batch, index, own));
+  };
   // The last slab may be smaller, and has a plan of its own: at 1.
   Plan plans[2] = {};
   for (int64_t i = 0; i < 2; ++i) {
     const Task some = task(0, i * (count - 1), plans);
     kernel.plan(&some, 1, &plans[i]);
   }
-  const auto at_least = [&](int64_t Plan::*bytes) { return plans[0].*bytes > plans[1].*bytes ? plans[0].*bytes : plans[1].*bytes; };
+  const auto at_least = [&](int64_t Plan::* bytes) {
+    return plans[0].*bytes > plans[1].*bytes ? plans[0].*bytes : plans[1].*bytes;
+  };
   const int64_t shared = at_least(&Plan::shared_bytes), own_bytes = slabs.own_bytes() + at_least(&Plan::own_bytes);
   const int64_t units = p.batch * count, workers = units < threads ? units : threads;
   char* memory = static_cast<char*>(allocate_aligned(slabs.sums_bytes() + 2 * p.batch * shared + workers * own_bytes));
   if (memory == nullptr) return false;
   float* sums = reinterpret_cast<float*>(memory);
-  const auto packed_at = [&](int64_t batch, int64_t plan) { return memory + slabs.sums_bytes() + (2 * batch + plan) * shared; };
+  const auto packed_at = [&](int64_t batch, int64_t plan) {
+    return memory + slabs.sums_bytes() + (2 * batch + plan) * shared;
+  };
   char* const own = packed_at(p.batch, 0);
   const int64_t parts = p.batch * (plans[0].parts + plans[1].parts);
   run_units(pool, parts + (slabs.sums_bytes() > 0 ? p.batch * p.m : 0), threads, [&](int64_t part, int64_t) {
-    if (part >= parts) return forms.sums(&p, (part - parts) / p.m, (part - parts) % p.m, sums + (part - parts) * p.blocks);
+    if (part >= parts)
+      return forms.sums(&p, (part - parts) / p.m, (part - parts) % p.m, sums + (part - parts) * p.blocks);
     const int64_t batch = part / (plans[0].parts + plans[1].parts), i = part % (plans[0].parts + plans[1].parts);
     const int64_t last = i >= plans[0].parts;
     const Task some = task(batch, last * (count - 1), plans);
@@ -162,8 +173,10 @@ bool run_slabs(const Slabs& slabs, const SlabKernel& forms, const Kernel& kernel
 }
 
 template <typename Kernel, typename Task, typename Pool>
-bool run_kernel(const Slabs& slabs, const Isa& isa, const Kernel& kernel, const Task& problem, Pool& pool, int64_t threads) {
-  return slabs.needed() ? run_slabs(slabs, slab_kernel(isa), kernel, problem, pool, threads) : run_whole(kernel, problem, pool, threads);
+bool run_kernel(const Slabs& slabs, const Isa& isa, const Kernel& kernel, const Task& problem, Pool& pool,
+                int64_t threads) {
+  return slabs.needed() ? run_slabs(slabs, slab_kernel(isa), kernel, problem, pool, threads)
+                        : run_whole(kernel, problem, pool, threads);
 }
 
 // Computes a product that `check_problem` found nothing wrong with. Whether there was enough memory.
@@ -178,7 +191,8 @@ bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   const MatmulKernel& kernel = taking(isa.matmul, all);
   Plan plan = {};
   kernel.plan(&seen, threads, &plan);
-  // Parts of much the same size, all in whole panels: in a part of a few rows another kernel would add in another order.
+  // Parts of much the same size, all in whole panels: in a part of a few rows another kernel would add in another
+  // order.
   const int64_t total = problem.m, parts = plan.rows > 0 ? div_up(total, plan.rows) : 1;
   const int64_t step = round_up(div_up(total, parts), 16), item = problem.x_type == kFloat32 ? 4 : 2;
   for (int64_t first = 0; first < total; first += step) {
@@ -195,7 +209,8 @@ template <typename Pool>
 bool run_int8(const Isa& isa, const Int8Problem& problem, Pool& pool, int64_t threads) {
   if (problem.p.batch == 0 || problem.p.m == 0 || problem.p.n == 0) return true;
   if (threads < 1) threads = 1;
-  return run_kernel(Slabs(problem.p, threads), isa, isa.int8 != nullptr ? *isa.int8 : kInt8Generic, problem, pool, threads);
+  return run_kernel(Slabs(problem.p, threads), isa, isa.int8 != nullptr ? *isa.int8 : kInt8Generic, problem, pool,
+                    threads);
 }
 
 // Decodes a weight, likewise.

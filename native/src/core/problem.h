@@ -41,7 +41,9 @@ enum { kPlane = 64 };
 static inline bool is_split(int bits) { return (bits & (bits - 1)) != 0; }
 
 // How many codes are packed together.
-static inline int64_t segment_codes(int bits) { return bits % 2 ? kPlane * 8 : bits % 4 ? kPlane * 4 : bits % 8 ? kPlane * 2 : kPlane; }
+static inline int64_t segment_codes(int bits) {
+  return bits % 2 ? kPlane * 8 : bits % 4 ? kPlane * 4 : bits % 8 ? kPlane * 2 : kPlane;
+}
 
 // Bytes of so many codes.
 static inline int64_t packed_bytes(int64_t length, int bits) {

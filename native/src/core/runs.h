@@ -14,8 +14,8 @@
 
 namespace {
 
-constexpr int64_t kStep = 1024;       // codes that are decoded at a time
-constexpr int64_t kLongest = 32768;   // codes of a run: sums of products of bytes fit in 32 bits
+constexpr int64_t kStep = 1024;           // codes that are decoded at a time
+constexpr int64_t kLongest = 32768;       // codes of a run: sums of products of bytes fit in 32 bits
 constexpr int64_t kStepRoom = 2048 + 64;  // bytes that unpacking needs: a step, and the rest of two segments
 
 struct Runs {
@@ -49,10 +49,10 @@ EQQ_INLINE int64_t run_length(const Runs& r, int64_t k, int64_t run) {
 }
 
 struct Step {
-  int64_t run, runs;   // the first, and how many
-  int64_t offset;      // in the run, if the step is a part of it
-  int64_t length;      // codes of each run, with padding
-  bool begins, ends;   // whether the step has the first codes of its runs, and the last
+  int64_t run, runs;  // the first, and how many
+  int64_t offset;     // in the run, if the step is a part of it
+  int64_t length;     // codes of each run, with padding
+  bool begins, ends;  // whether the step has the first codes of its runs, and the last
 };
 
 // The first step of a row, of at most `most` codes.

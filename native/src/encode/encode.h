@@ -1,7 +1,7 @@
 // Quantizing: what scales are chosen from, and codes of values, packed.
 //
-//   encode:  code(n, k) = code of ((x(n, k) - offset) * factor / divisor + shift), each of a block; 0 where divisor is 0
-//   reduce:  one value of each row: its largest magnitude, ...; NaN where the row holds a NaN or an infinity
+//   encode:  code(n, k) = code of ((x(n, k) - offset) * factor / divisor + shift), each of a block; 0 where divisor is
+//   0 reduce:  one value of each row: its largest magnitude, ...; NaN where the row holds a NaN or an infinity
 #ifndef EQQUANT_ENCODE_H_
 #define EQQUANT_ENCODE_H_
 
@@ -37,10 +37,10 @@ typedef struct EncodeProblem {
 } EncodeProblem;
 
 enum ReduceKind {
-  kLargest = 0,  // magnitude
+  kLargest = 0,    // magnitude
   kAtLargest = 1,  // the value of largest magnitude; of several the first
-  kLow = 2,      // the least value, at most zero
-  kHigh = 3,     // the largest value, at least zero
+  kLow = 2,        // the least value, at most zero
+  kHigh = 3,       // the largest value, at least zero
 };
 
 typedef struct ReduceProblem {

@@ -1,5 +1,5 @@
-// The algorithms of `encode.h`, in vectors of the compiler's: each file that includes this one has flags of its own, and
-// everything here is in an anonymous namespace, so that the linker merges nothing.
+// The algorithms of `encode.h`, in vectors of the compiler's: each file that includes this one has flags of its own,
+// and everything here is in an anonymous namespace, so that the linker merges nothing.
 #ifndef EQQUANT_ENCODE_KERNELS_H_
 #define EQQUANT_ENCODE_KERNELS_H_
 

@@ -3,8 +3,8 @@
 
 #include <utility>
 
-#include "encode/encode.h"
 #include "core/matmul.h"
+#include "encode/encode.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -48,7 +48,7 @@ enum Told {
   kBlockSize,
   kScaleKind,
   kValues,
-  kScaleBits,       // 0 if scales are no codes
+  kScaleBits,  // 0 if scales are no codes
   kScaleBlockSize,
   // Whether there are such arguments behind the scales, in this order.
   kRowScale,
@@ -84,9 +84,9 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
   size_t given = 0;
   for (int i = kRowScale; i < kNumTold; ++i) given += told[i] != 0;
   if (rest.size() != given + more) return "the number of arguments is not that of the flags";
-  const ffi::DataType scale_type = p.scale_kind == kScaleFloat32    ? ffi::DataType::U32
-                                   : p.scale_kind <= kScaleBFloat16 ? ffi::DataType::U16
-                                                                    : ffi::DataType::U8;
+  const ffi::DataType scale_type = p.scale_kind == kScaleFloat32  ? ffi::DataType::U32
+                                 : p.scale_kind <= kScaleBFloat16 ? ffi::DataType::U16
+                                                                  : ffi::DataType::U8;
   if (codes.element_type() != ffi::DataType::U8) return "codes must be uint8";
   if (scale.element_type() != scale_type) return "scales must be unsigned integers of the width of their kind";
   Matrix cs, ss;
@@ -121,7 +121,8 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
   p.scale_codes = static_cast<const uint8_t*>(next(kScaleCodes, ffi::DataType::U8, p.scale_words));
   p.offset = next(kOffset, scale_type, ss.columns);
   p.offset_codes = static_cast<const uint8_t*>(next(kOffsetCodes, ffi::DataType::U8, p.scale_words));
-  if (!fits || coded != (told[kScaleCodes] != 0)) return "codes of scales must be uint8, and offsets be stored as scales are";
+  if (!fits || coded != (told[kScaleCodes] != 0))
+    return "codes of scales must be uint8, and offsets be stored as scales are";
   if (told[kSelected] != 0) {
     auto found = rest.get<ffi::AnyBuffer>(at);
     if (!found.has_value() || found->element_type() != ffi::DataType::S32) return "what is selected must be int32";
@@ -172,12 +173,13 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   return done(run_problem(*isa, p, pool, pool.num_threads()));
 }
 
-// The same for integers. x is floats of the type of the result, or int8, or uint8 that are 128 more than what they mean.
-// The last argument has the scales of its rows; of floats only if they are `scaled`, and otherwise these get their own.
-// With `affine`, rows have zero points, floats are quantized to such, or x is uint8; after scales, an argument has them.
+// The same for integers. x is floats of the type of the result, or int8, or uint8 that are 128 more than what they
+// mean. The last argument has the scales of its rows; of floats only if they are `scaled`, and otherwise these get
+// their own. With `affine`, rows have zero points, floats are quantized to such, or x is uint8; after scales, an
+// argument has them.
 ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                       ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table, Numbers told,
-                       bool x_transposed, bool y_transposed, bool affine, bool scaled) {
+                       ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table,
+                       Numbers told, bool x_transposed, bool y_transposed, bool affine, bool scaled) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
@@ -185,7 +187,9 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   Int8Problem q = {};
   Problem& p = q.p;
   Matrix xs, ys;
-  q.form = x.element_type() == ffi::DataType::S8 ? kSigned : x.element_type() == ffi::DataType::U8 ? kUnsigned : kFloats;
+  q.form = x.element_type() == ffi::DataType::S8 ? kSigned
+         : x.element_type() == ffi::DataType::U8 ? kUnsigned
+                                                 : kFloats;
   // Before counting arguments, which depends on the type of x.
   if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");
   if (q.form == kFloats && x.element_type() != y->element_type())
@@ -265,13 +269,15 @@ void by_rows(ffi::ThreadPool& pool, int64_t n, int64_t k, const Work& work) {
 // Arguments: x, divisor, and then factor, offset and shift if there are any; all with one value for each block but x.
 ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisor, ffi::RemainingArgs rest,
                   ffi::Result<ffi::AnyBuffer> y, int32_t bits, int64_t block_size, bool factor, bool offset, bool shift,
-                  int32_t rule, float bias, int32_t nan, ffi::Span<const int32_t> steps, ffi::Span<const int32_t> codes) {
+                  int32_t rule, float bias, int32_t nan, ffi::Span<const int32_t> steps,
+                  ffi::Span<const int32_t> codes) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
   EncodeProblem p = {};
   Matrix xs, ds, ys;
-  if (!as_matrix(x, &xs) || !as_matrix(divisor, &ds) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
+  if (!as_matrix(x, &xs) || !as_matrix(divisor, &ds) || !as_matrix(*y, &ys))
+    return bad("arrays must have at least two dimensions");
   if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
   if (divisor.element_type() != ffi::DataType::F32 || y->element_type() != ffi::DataType::U8)
     return bad("scales must be float32, and codes uint8");
@@ -279,13 +285,15 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisor
   p.k = xs.columns;
   p.blocks = ds.columns;
   if (ds.batch * ds.rows != p.n || ys.batch * ys.rows != p.n) return bad("arrays differ in their rows");
-  if (rest.size() != size_t{factor} + size_t{offset} + size_t{shift}) return bad("the number of arguments is not that of the flags");
+  if (rest.size() != size_t{factor} + size_t{offset} + size_t{shift})
+    return bad("the number of arguments is not that of the flags");
   const float** const wanted[] = {&p.factor, &p.offset, &p.shift};
   const bool given[] = {factor, offset, shift};
   for (size_t i = 0, at = 0; i < 3; ++i) {
     if (!given[i]) continue;
     auto found = rest.get<ffi::AnyBuffer>(at++);
-    if (!found.has_value() || found->element_type() != ffi::DataType::F32 || found->element_count() != divisor.element_count())
+    if (!found.has_value() || found->element_type() != ffi::DataType::F32 ||
+        found->element_count() != divisor.element_count())
       return bad("what belongs to blocks must be float32, one value for each");
     *wanted[i] = static_cast<const float*>(found->untyped_data());
   }
@@ -317,10 +325,12 @@ ffi::Error reduce(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBu
   Matrix xs;
   if (!as_matrix(x, &xs)) return bad("arrays must have at least two dimensions");
   const int64_t n = xs.batch * xs.rows;
-  if (x.element_type() != ffi::DataType::F32 || y->element_type() != ffi::DataType::F32) return bad("values must be float32");
+  if (x.element_type() != ffi::DataType::F32 || y->element_type() != ffi::DataType::F32)
+    return bad("values must be float32");
   if (static_cast<int64_t>(y->element_count()) != n) return bad("the result must have one value for each row");
   if (kind < kLargest || kind > kHigh) return bad("the kind of reduction is not known");
-  const ReduceProblem p = {static_cast<const float*>(x.untyped_data()), static_cast<float*>(y->untyped_data()), n, xs.columns, kind};
+  const ReduceProblem p = {static_cast<const float*>(x.untyped_data()), static_cast<float*>(y->untyped_data()), n,
+                           xs.columns, kind};
   const EncodeKernel& kernel = encode_kernel(*isa);
   by_rows(pool, n, p.k, [&](int64_t first, int64_t last) { kernel.reduce(&p, first, last); });
   return ffi::Error::Success();
@@ -370,10 +380,7 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul_int8(XLA_FFI_CallFrame* call_frame)
 }
 
 EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_decode(XLA_FFI_CallFrame* call_frame) {
-  static auto* handler = bind_weight(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
-                             .Attr<bool>("clip")
-                             .To(decode)
-                             .release();
+  static auto* handler = bind_weight(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()).Attr<bool>("clip").To(decode).release();
   return handler->Call(call_frame);
 }
 

@@ -16,7 +16,8 @@ struct Avx512 : Bfloat16 {
   using Lanes = __m512i;
   static constexpr int L = 16;
   static constexpr bool kLooksUpBytes = false, kScalesTables = true, kSumsRows = true, kFusesFew = true;
-  static constexpr int kTileRows = 12, kTileRows1 = 24, kWideRows = 6, kDotRows = 4, kFewTile = 4, kFewGroup = 6, kFewRows = 12;
+  static constexpr int kTileRows = 12, kTileRows1 = 24, kWideRows = 6, kDotRows = 4, kFewTile = 4, kFewGroup = 6,
+                       kFewRows = 12;
   static constexpr int kFusedGroup = 5, kFusedRows = 24, kDirectRows = 8, kMixedRows = 4;
 
   EQQ_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -55,7 +56,8 @@ struct Avx512 : Bfloat16 {
 #pragma GCC unroll 4
     for (int q = 0; q < 4; ++q) {
       const F even0 = _mm512_shuffle_f32x4(c[q], c[4 + q], 0x88), odd0 = _mm512_shuffle_f32x4(c[q], c[4 + q], 0xdd);
-      const F even1 = _mm512_shuffle_f32x4(c[8 + q], c[12 + q], 0x88), odd1 = _mm512_shuffle_f32x4(c[8 + q], c[12 + q], 0xdd);
+      const F even1 = _mm512_shuffle_f32x4(c[8 + q], c[12 + q], 0x88),
+              odd1 = _mm512_shuffle_f32x4(c[8 + q], c[12 + q], 0xdd);
       a[q] = _mm512_shuffle_f32x4(even0, even1, 0x88);
       a[4 + q] = _mm512_shuffle_f32x4(odd0, odd1, 0x88);
       a[8 + q] = _mm512_shuffle_f32x4(even0, even1, 0xdd);
@@ -78,9 +80,13 @@ struct Avx512 : Bfloat16 {
     return n == 4 ? _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)
                   : _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
   }
-  EQQ_INLINE F spread(const float* p, Lanes lanes) { return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(p)), lanes); }
+  EQQ_INLINE F spread(const float* p, Lanes lanes) {
+    return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(p)), lanes);
+  }
   EQQ_INLINE F gather(const float* p, const int32_t* indices) { return _mm512_i32gather_ps(bytes_of(indices), p, 4); }
-  EQQ_INLINE F masked(F a, const int32_t* m) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), bytes_of(m))); }
+  EQQ_INLINE F masked(F a, const int32_t* m) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), bytes_of(m)));
+  }
   EQQ_INLINE I bytes_of(const int32_t* p) { return _mm512_loadu_si512(p); }
 
   EQQ_INLINE __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
@@ -96,17 +102,23 @@ struct Avx512 : Bfloat16 {
     const __m256i half = _mm256_and_si256(_mm256_slli_epi16(a, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
     // Code 127 is NaN, with either sign, and no infinity.
     const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(a, _mm256_set1_epi16(127)), _mm256_set1_epi16(127));
-    return _mm512_mask_blend_ps(nan, _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f)), _mm512_set1_ps(__builtin_nanf("")));
+    return _mm512_mask_blend_ps(nan, _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f)),
+                                _mm512_set1_ps(__builtin_nanf("")));
   }
-  EQQ_INLINE F e5m2(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(sixteen(p)), 8)); }
+  EQQ_INLINE F e5m2(const uint8_t* p) {
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(sixteen(p)), 8));
+  }
   EQQ_INLINE F ue4m4(const uint8_t* p) {
-    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(sixteen(p)), 6)), _mm512_set1_ps(128.0f));
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(sixteen(p)), 6)),
+                         _mm512_set1_ps(128.0f));
   }
   EQQ_INLINE F e8m0(const uint8_t* p) {
     const I a = _mm512_cvtepu8_epi32(sixteen(p));
     I bits = _mm512_slli_epi32(a, 23);
-    bits = _mm512_mask_blend_epi32(_mm512_cmpeq_epi32_mask(a, _mm512_setzero_si512()), bits, _mm512_set1_epi32(1 << 22));
-    bits = _mm512_mask_blend_epi32(_mm512_cmpeq_epi32_mask(a, _mm512_set1_epi32(255)), bits, _mm512_set1_epi32(0x7fc00000));
+    bits =
+        _mm512_mask_blend_epi32(_mm512_cmpeq_epi32_mask(a, _mm512_setzero_si512()), bits, _mm512_set1_epi32(1 << 22));
+    bits = _mm512_mask_blend_epi32(_mm512_cmpeq_epi32_mask(a, _mm512_set1_epi32(255)), bits,
+                                   _mm512_set1_epi32(0x7fc00000));
     return _mm512_castsi512_ps(bits);
   }
   EQQ_INLINE F bf16(const uint8_t* p) {
@@ -119,16 +131,20 @@ struct Avx512 : Bfloat16 {
 
 // Of four integers in each quarter first all low bytes, then all second ones, and so on.
 EQQ_INLINE __m512i bytes_apart(__m512i integers) {
-  return _mm512_shuffle_epi8(integers, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+  return _mm512_shuffle_epi8(
+      integers, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
 }
 
-EQQ_INLINE __mmask16 first_few(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1); }
+EQQ_INLINE __mmask16 first_few(int64_t n) {
+  return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1);
+}
 
 // Sixteen numbers of x in a row, from element `at` on; those that the mask leaves out are zero, and not read.
 EQQ_INLINE __m512 load_some(const void* x, int type, int64_t at, __mmask16 mask) {
   if (type == kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(x) + at);
   const __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(x) + at);
-  return type == kFloat16 ? _mm512_cvtph_ps(half) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  return type == kFloat16 ? _mm512_cvtph_ps(half)
+                          : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
 // Likewise to y, rounded to its type. Whole vectors go without a mask: with one, AMD's processors take longer.
@@ -141,9 +157,11 @@ EQQ_INLINE void store_some(const Problem& p, int64_t at, __m512 value, __mmask16
   if (p.x_type == kFloat16) {
     half = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
   } else {
-    const __m512i bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i bits = _mm512_castps_si512(value),
+                  odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    near = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_or_si512(bits, _mm512_set1_epi32(1 << 22)));
+    near = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
+                                 _mm512_or_si512(bits, _mm512_set1_epi32(1 << 22)));
     half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(near, 16));
   }
   uint16_t* y = static_cast<uint16_t*>(p.y) + at;

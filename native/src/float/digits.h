@@ -2,8 +2,8 @@
 #ifndef EQQUANT_DIGITS_H_
 #define EQQUANT_DIGITS_H_
 
-#include "float/avx512.h"
 #include "core/runs.h"
+#include "float/avx512.h"
 
 namespace {
 
@@ -35,7 +35,9 @@ EQQ_INLINE __m512i integers_table(const Problem& p, int64_t factor) {
   alignas(64) uint8_t table[64];
   const int32_t lowest = lowest_integer(p, factor);
   for (int i = 0; i < 64; ++i)
-    table[i] = p.bits == 8 ? 0 : static_cast<uint8_t>(p.table[i & ((1 << p.bits) - 1)] * static_cast<float>(factor) - static_cast<float>(lowest));
+    table[i] = p.bits == 8 ? 0
+                           : static_cast<uint8_t>(p.table[i & ((1 << p.bits) - 1)] * static_cast<float>(factor) -
+                                                  static_cast<float>(lowest));
   return _mm512_load_si512(table);
 }
 

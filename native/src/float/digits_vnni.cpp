@@ -1,24 +1,24 @@
 // Floats times small integers on AVX-512 with VNNI.
 //
-// Numbers of x become integers of 24 bits, whose bytes, digits, are multiplied by the codes of the weight (`panels.h`). Three
-// such products take three quarters of the time of one of floats, and bytes of the weight need no conversion to floats. Sums
-// are exact until a block ends, and are scaled then. So blocks are not very short; few rows of x, whose panels would be mostly
-// empty, transposed products, and other tables are AVX-512's.
+// Numbers of x become integers of 24 bits, whose bytes, digits, are multiplied by the codes of the weight (`panels.h`).
+// Three such products take three quarters of the time of one of floats, and bytes of the weight need no conversion to
+// floats. Sums are exact until a block ends, and are scaled then. So blocks are not very short; few rows of x, whose
+// panels would be mostly empty, transposed products, and other tables are AVX-512's.
 //
 // Codes have no sign: each is its value less the lowest of all. What that is too little is where sums begin.
 #include "float/panels.h"
 
 namespace {
 
-constexpr int64_t kPiece = 256;         // codes of a row that are decoded and multiplied at a time: they stay in L1
-constexpr int64_t kMostPiece = 512;     // a segment of single bits
-constexpr int64_t kLater = 2;           // pieces until what is fetched is needed
-constexpr int64_t kUnitRows = 48;       // of the weight in a unit, at most: whole tiles of any number of digits
-constexpr int64_t kFewest = 12;         // rows of x that are worth a panel; with short blocks more:
+constexpr int64_t kPiece = 256;      // codes of a row that are decoded and multiplied at a time: they stay in L1
+constexpr int64_t kMostPiece = 512;  // a segment of single bits
+constexpr int64_t kLater = 2;        // pieces until what is fetched is needed
+constexpr int64_t kUnitRows = 48;    // of the weight in a unit, at most: whole tiles of any number of digits
+constexpr int64_t kFewest = 12;      // rows of x that are worth a panel; with short blocks more:
 constexpr int64_t kFewestOfMany = 25;
-constexpr int64_t kShortest = 32;       // block
-constexpr int64_t kMany = 256;          // rows of x, from which on packing them takes what products save, unless there are
-constexpr int64_t kTall = 2048;         // so many rows of the weight
+constexpr int64_t kShortest = 32;  // block
+constexpr int64_t kMany = 256;     // rows of x, from which on packing them takes what products save, unless there are
+constexpr int64_t kTall = 2048;    // so many rows of the weight
 constexpr int64_t kMostRuns = kMostPiece / kShortest + 2;
 constexpr int64_t kScaleRoom = kSpan / kShortest + 24;  // scales of a row in a span
 constexpr float kRangeOfScales = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
@@ -70,7 +70,8 @@ EQQ_INLINE int64_t x_of(const Detail& d, int64_t batch, int64_t panel, int64_t p
 bool takes(const Problem* problem) {
   const Problem& p = *problem;
   if (p.transpose || p.k <= 0 || p.m < kFewest || (p.m > kMany && p.n < kTall) || integer_factor(p) == 0) return false;
-  return p.blocks <= 1 || (p.block_size >= (p.m < kFewestOfMany && !p.coarse ? 2 * kShortest : kShortest) && p.block_size % 16 == 0);
+  return p.blocks <= 1 ||
+         (p.block_size >= (p.m < kFewestOfMany && !p.coarse ? 2 * kShortest : kShortest) && p.block_size % 16 == 0);
 }
 
 // The memory of a thread.
@@ -171,7 +172,8 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   for (int64_t piece = first; batch == 0 && panel == 0 && piece < last; ++piece)
     reinterpret_cast<Place*>(shared)[piece] = place_of(p, d, piece);
   const Span span(p, batch, panel, at * kSpan);
-  const int64_t digits = pack_fewest(p, span, p.k < kShort, [&](auto count) { return pack<count.value>(p, d, batch, panel, span, shared); });
+  const int64_t digits = pack_fewest(p, span, p.k < kShort,
+                                     [&](auto count) { return pack<count.value>(p, d, batch, panel, span, shared); });
   for (int64_t piece = first; piece < last; ++piece)
     reinterpret_cast<Head*>(shared + head_of(d, batch, panel, piece))->digits = digits;
 }
@@ -200,7 +202,7 @@ struct Tile {
   const uint8_t* x;
   const Head* head;
   const Place* place;
-  const float* scales;   // of the first row
+  const float* scales;  // of the first row
   const int32_t* zeros;
   float *sums, *totals;  // of rows: of the span so far, and of spans before
   bool begins, ends;     // whether the span does
@@ -216,11 +218,11 @@ struct Unit {
   const Detail& d;
   const int64_t row, count;  // the first, and how many
   uint8_t *const decoded, *const raw;
-  float* const scales;    // of rows, `kScaleRoom` apart, and the blocks of a span: what an integer is
-  int32_t* const zeros;   // likewise: what codes are too little
+  float* const scales;   // of rows, `kScaleRoom` apart, and the blocks of a span: what an integer is
+  int32_t* const zeros;  // likewise: what codes are too little
   const int32_t lowest;
-  const I table;          // of bytes, in each quarter
-  uint64_t odd = 0;       // rows whose scales are not ordinary
+  const I table;     // of bytes, in each quarter
+  uint64_t odd = 0;  // rows whose scales are not ordinary
 
   Unit(const Problem& p, const Detail& d, int64_t batch, int64_t first, int64_t count, char* own)
       : p(p), d(d), row(first_row(&p, batch) + first), count(count), decoded(reinterpret_cast<uint8_t*>(own)),
@@ -235,9 +237,12 @@ struct Unit {
       float* scale = scales + i * kScaleRoom;
       decode_scales_avx512(&p, row + i, place.first, place.first + place.blocks, scale);
       for (int64_t b = 0; b < place.blocks; b += 16) {
-        const F one = _mm512_mul_ps(_mm512_maskz_loadu_ps(first_few(place.blocks - b), scale + b), factor), size = _mm512_abs_ps(one);
-        const __mmask16 ordinary = _mm512_cmp_ps_mask(size, _mm512_set1_ps(1 / kRangeOfScales), _CMP_GE_OQ) & _mm512_cmp_ps_mask(size, _mm512_set1_ps(kRangeOfScales), _CMP_LE_OQ);
-        odd |= static_cast<uint64_t>((ordinary | _mm512_cmp_ps_mask(size, _mm512_setzero_ps(), _CMP_EQ_OQ)) != 0xffff) << i;
+        const F one = _mm512_mul_ps(_mm512_maskz_loadu_ps(first_few(place.blocks - b), scale + b), factor),
+                size = _mm512_abs_ps(one);
+        const __mmask16 ordinary = _mm512_cmp_ps_mask(size, _mm512_set1_ps(1 / kRangeOfScales), _CMP_GE_OQ) &
+                                   _mm512_cmp_ps_mask(size, _mm512_set1_ps(kRangeOfScales), _CMP_LE_OQ);
+        odd |= static_cast<uint64_t>((ordinary | _mm512_cmp_ps_mask(size, _mm512_setzero_ps(), _CMP_EQ_OQ)) != 0xffff)
+            << i;
         _mm512_storeu_ps(scale + b, one);
       }
       if (p.zero_point == nullptr) continue;
@@ -255,10 +260,13 @@ struct Unit {
 
   // Likewise scales, if a span begins with that piece.
   void scales_after(int64_t piece, Tile* a) const {
-    const int64_t later = (piece + kLater) % d.pieces, width = scale_bytes(p.scale_kind), block = later * d.piece / p.block_size;
+    const int64_t later = (piece + kLater) % d.pieces, width = scale_bytes(p.scale_kind),
+                  block = later * d.piece / p.block_size;
     a->scale_row = p.blocks * width;
-    a->next_scale = static_cast<const char*>(p.scale) + (row + (piece + kLater < d.pieces ? 0 : count)) * a->scale_row + block * width;
-    a->next_scales = p.blocks <= 1 || later % pieces_of_span(d) > 0 ? 0 : min64(a->scale_row, kSpan / p.block_size * width + 63);
+    a->next_scale = static_cast<const char*>(p.scale) + (row + (piece + kLater < d.pieces ? 0 : count)) * a->scale_row +
+                    block * width;
+    a->next_scales =
+        p.blocks <= 1 || later % pieces_of_span(d) > 0 ? 0 : min64(a->scale_row, kSpan / p.block_size * width + 63);
   }
 
   // Codes `first` to `last` of all rows as bytes: where they are, and how far apart.
@@ -310,7 +318,8 @@ void multiply(const Tile& a) {
 #pragma GCC unroll 4
       for (int digit = 0; digit < kX; ++digit) {
         sums[i][digit] = _mm512_load_si512(a.head->start[run][digit]);
-        if (kZero) sums[i][digit] = _mm512_mullo_epi32(sums[i][digit], _mm512_set1_epi32(a.zeros[i * kScaleRoom + block]));
+        if (kZero)
+          sums[i][digit] = _mm512_mullo_epi32(sums[i][digit], _mm512_set1_epi32(a.zeros[i * kScaleRoom + block]));
       }
     for (int64_t group = 0; group < groups; ++group, x += 64 * kX) {
       _mm_prefetch(a.next + group % kFetched * a.next_row + group / kFetched * 64, _MM_HINT_T1);
@@ -343,7 +352,8 @@ void multiply(const Tile& a) {
   const F scale = _mm512_load_ps(a.head->scale);
 #pragma GCC unroll 12
   for (int i = 0; i < kHigh; ++i)
-    _mm512_store_ps(a.totals + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(a.sums + 16 * i), scale, _mm512_load_ps(a.totals + 16 * i)));
+    _mm512_store_ps(a.totals + 16 * i,
+                    _mm512_fmadd_ps(_mm512_load_ps(a.sums + 16 * i), scale, _mm512_load_ps(a.totals + 16 * i)));
 }
 
 template <int kX>
@@ -372,11 +382,14 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   const Extent e(p, d, unit);
   const int64_t batch = e.batch, first = e.first, count = e.count, panel = e.panel, panels = e.panels;
   const Place* places = reinterpret_cast<const Place*>(shared);
-  const auto head_at = [&](int64_t j, int64_t piece) { return reinterpret_cast<const Head*>(shared + head_of(d, batch, panel + j, piece)); };
+  const auto head_at = [&](int64_t j, int64_t piece) {
+    return reinterpret_cast<const Head*>(shared + head_of(d, batch, panel + j, piece));
+  };
   bool ordinary[kUnitPanels];
   for (int64_t j = 0; j < panels; ++j) {
     ordinary[j] = true;
-    for (int64_t piece = 0; piece < d.pieces; piece += pieces_of_span(d)) ordinary[j] = ordinary[j] && head_at(j, piece)->digits > 0;
+    for (int64_t piece = 0; piece < d.pieces; piece += pieces_of_span(d))
+      ordinary[j] = ordinary[j] && head_at(j, piece)->digits > 0;
   }
   Unit u(p, d, batch, first, count, own);
   float *sums = reinterpret_cast<float*>(own + room.sums), *totals = reinterpret_cast<float*>(own + room.totals);
@@ -407,8 +420,10 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   for (int64_t j = 0; j < panels; ++j) {
     const int64_t m = kRows * (panel + j);
     for (int64_t n = 0; ordinary[j] && n < count; n += 16)
-      write_results(p, batch * p.y_batch + m * p.y_row + (first + n) * p.y_column, min64(16, count - n), min64(kRows, p.m - m), totals + (j * d.rows + n) * 16);
-    multiply_rest(kMatmulAvx512, p, e, j, ordinary[j], [&](int64_t n) { return (u.odd >> n & 1) != 0; }, own + room.spare);
+      write_results(p, batch * p.y_batch + m * p.y_row + (first + n) * p.y_column, min64(16, count - n),
+                    min64(kRows, p.m - m), totals + (j * d.rows + n) * 16);
+    multiply_rest(
+        kMatmulAvx512, p, e, j, ordinary[j], [&](int64_t n) { return (u.odd >> n & 1) != 0; }, own + room.spare);
   }
 }
 

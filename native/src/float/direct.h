@@ -77,11 +77,12 @@ struct Direct {
     return p.bits == 8 && p.values == kValueTable && !V::kTablesOfBytes ? min64(kMost, V::kDirectRows) : V::kDirectRows;
   }
 
-  // Products of `kRows` rows of the weight and `kM` of x, added to `sums`, those of a row of x side by side. A scale that
-  // a whole row has is left to whoever asks. With `kMask`, of codes that are no padding.
+  // Products of `kRows` rows of the weight and `kM` of x, added to `sums`, those of a row of x side by side. A scale
+  // that a whole row has is left to whoever asks. With `kMask`, of codes that are no padding.
   template <int kBits, int kValues, Mode kMode, bool kZero, int kM, bool kMask>
-  static __attribute__((noinline)) void dots(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t step, int64_t segments,
-                   const float* values, const int32_t* mask, const float* x, int64_t x_row, F* sums) {
+  static __attribute__((noinline)) void dots(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales,
+                                             int64_t step, int64_t segments, const float* values, const int32_t* mask,
+                                             const float* x, int64_t x_row, F* sums) {
     const Table table = V::table(values);
     F acc[kRows][kM];
 #pragma GCC unroll 8
@@ -102,9 +103,9 @@ struct Direct {
   }
 
   template <int kBits, int kValues, Mode kMode, bool kZero, int kM, bool kMask, int kPlaneIndex>
-  EQQ_INLINE void dots_of_planes(const uint8_t* const* bytes, int64_t segment, int h, const RowScales* scales, int64_t at,
-                                 const float* values, const Table& table, const int32_t* mask, const float* x,
-                                 int64_t x_row, F (*acc)[kM]) {
+  EQQ_INLINE void dots_of_planes(const uint8_t* const* bytes, int64_t segment, int h, const RowScales* scales,
+                                 int64_t at, const float* values, const Table& table, const int32_t* mask,
+                                 const float* x, int64_t x_row, F (*acc)[kM]) {
     if constexpr (kPlaneIndex < 8 / kBits) {
       const int place = (h * (8 / kBits) + kPlaneIndex) * 4 * L;
 #pragma GCC unroll 4
@@ -127,30 +128,35 @@ struct Direct {
             acc[r + 1][m] = V::fma(w[1][v], xs, acc[r + 1][m]);
           }
       }
-      dots_of_planes<kBits, kValues, kMode, kZero, kM, kMask, kPlaneIndex + 1>(bytes, segment, h, scales, at, values, table,
-                                                                               mask, x, x_row, acc);
+      dots_of_planes<kBits, kValues, kMode, kZero, kM, kMask, kPlaneIndex + 1>(bytes, segment, h, scales, at, values,
+                                                                               table, mask, x, x_row, acc);
     }
   }
 
   template <int kBits, int kValues, bool kZero, int kM>
-  EQQ_INLINE void dots_of_mode(Mode mode, const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t step,
-                               int64_t segments, const float* values, const float* x, int64_t x_row, F* sums) {
+  EQQ_INLINE void dots_of_mode(Mode mode, const uint8_t* const* bytes, int64_t ahead, const RowScales* scales,
+                               int64_t step, int64_t segments, const float* values, const float* x, int64_t x_row,
+                               F* sums) {
     if (mode == kOneScale) {
-      dots<kBits, kValues, kOneScale, kZero, kM, false>(bytes, ahead, scales, 0, segments, values, nullptr, x, x_row, sums);
+      dots<kBits, kValues, kOneScale, kZero, kM, false>(bytes, ahead, scales, 0, segments, values, nullptr, x, x_row,
+                                                        sums);
     } else if (mode == kBy32) {
-      dots<kBits, kValues, kBy32, kZero, kM, false>(bytes, ahead, scales, step, segments, values, nullptr, x, x_row, sums);
+      dots<kBits, kValues, kBy32, kZero, kM, false>(bytes, ahead, scales, step, segments, values, nullptr, x, x_row,
+                                                    sums);
     } else if (mode == kBy16) {
-      dots<kBits, kValues, kBy16, kZero, kM, false>(bytes, ahead, scales, step, segments, values, nullptr, x, x_row, sums);
+      dots<kBits, kValues, kBy16, kZero, kM, false>(bytes, ahead, scales, step, segments, values, nullptr, x, x_row,
+                                                    sums);
     } else {
-      dots<kBits, kValues, kUniform, kZero, kM, false>(bytes, ahead, scales, step, segments, values, nullptr, x, x_row, sums);
+      dots<kBits, kValues, kUniform, kZero, kM, false>(bytes, ahead, scales, step, segments, values, nullptr, x, x_row,
+                                                       sums);
     }
   }
 
-  // Rows `row` on in whole groups, whose scales are decoded together: how many of `count` these are. Not the last of all
-  // codes, where these end within a segment.
+  // Rows `row` on in whole groups, whose scales are decoded together: how many of `count` these are. Not the last of
+  // all codes, where these end within a segment.
   template <int kBits, int kValues, bool kZero, int kM>
-  static __attribute__((noinline)) int64_t short_rows(const Problem& p, const Shape& s, const void* shared, const float* x,
-                                                      int64_t x_row, int64_t row, int64_t count,
+  static __attribute__((noinline)) int64_t short_rows(const Problem& p, const Shape& s, const void* shared,
+                                                      const float* x, int64_t x_row, int64_t row, int64_t count,
                                                       const typename K::Group& g, float* own, float* results) {
     const float* floats = static_cast<const float*>(p.scale) + row * p.blocks;
     const uint8_t* codes = p.codes + row * p.words;
@@ -185,8 +191,9 @@ struct Direct {
 
   // The last segment of rows `row` to `row + count`, which is cut short, where each row has one scale.
   template <int kBits, int kValues, bool kZero, int kM>
-  static __attribute__((noinline)) void dots_of_tail(const Problem& p, const Shape& s, const void* shared, int64_t row, int64_t count,
-                           const RowScales* scales, const float* x, int64_t x_row, F* sums) {
+  static __attribute__((noinline)) void dots_of_tail(const Problem& p, const Shape& s, const void* shared, int64_t row,
+                                                     int64_t count, const RowScales* scales, const float* x,
+                                                     int64_t x_row, F* sums) {
     const Shared common = K::open_shared(s, shared);
     uint8_t padded[kRows][kSegment];
     const uint8_t* bytes[kRows];
@@ -198,7 +205,8 @@ struct Direct {
       bytes[r] = padded[r];
     }
     for (int i = 0; i < kM * kRows; ++i) sums[i] = V::zero();
-    dots<kBits, kValues, kOneScale, kZero, kM, true>(bytes, 0, scales, 0, 1, K::table256(shared), common.mask, x, x_row, sums);
+    dots<kBits, kValues, kOneScale, kZero, kM, true>(bytes, 0, scales, 0, 1, K::table256(shared), common.mask, x, x_row,
+                                                     sums);
   }
 
   //
@@ -207,7 +215,8 @@ struct Direct {
 
   // Of short rows, such as those of a cache of keys and values, decoding ahead would take longest.
   static bool mixes(const Problem& p, const Shape& s) {
-    return p.m <= (s.segments <= 4 ? 4 : 1) * V::kMixedRows && s.mode != kAnyBlock && (s.whole == s.segments || s.mode == kOneScale);
+    return p.m <= (s.segments <= 4 ? 4 : 1) * V::kMixedRows && s.mode != kAnyBlock &&
+           (s.whole == s.segments || s.mode == kOneScale);
   }
 
   // A segment of some rows of the weight.
@@ -216,7 +225,7 @@ struct Direct {
     int64_t words, count;
     const float *scale, *zero;  // of the segment, `room` floats from row to row
     int64_t room;
-    const float* factor;        // one scale of a plane: those of all rows side by side, `step` from plane to plane
+    const float* factor;  // one scale of a plane: those of all rows side by side, `step` from plane to plane
     int64_t step;
   };
 
@@ -236,7 +245,8 @@ struct Direct {
         const float* factor = rows.factor + (kMode == kOneScale ? 0 : kPlaneIndex) * rows.step;
         for (int m = 0; m < kM; ++m)
           for (int64_t i = 0; i < rows.count; i += L)
-            V::store(scaled + m * kRowChunkStride + i, V::mul(V::load(x + m * kRowChunkStride + i), V::load(factor + i)));
+            V::store(scaled + m * kRowChunkStride + i,
+                     V::mul(V::load(x + m * kRowChunkStride + i), V::load(factor + i)));
         xs = scaled;
       }
       for (int h = 0; h < kHalves; ++h) {
@@ -247,8 +257,9 @@ struct Direct {
           for (int v = 0; v < 4; ++v) acc[m][v] = V::zero();
         for (int64_t n = 0; n < rows.count; ++n) {
           F w[4];
-          four<kBits, kValues, kMode, kZero, false, kPlaneIndex>(rows.bytes + n * rows.words + 4 * L * h, h, values, table,
-                                                                 rows.scale + n * rows.room, rows.zero + n * rows.room, w);
+          four<kBits, kValues, kMode, kZero, false, kPlaneIndex>(rows.bytes + n * rows.words + 4 * L * h, h, values,
+                                                                 table, rows.scale + n * rows.room,
+                                                                 rows.zero + n * rows.room, w);
 #pragma GCC unroll 8
           for (int m = 0; m < kM; ++m) {
             const F factor = V::broadcast(xs[m * kRowChunkStride + n]);
@@ -281,14 +292,16 @@ struct Direct {
   using Mix = void (*)(const Rows&, const float*, const float*, int64_t, float*, int64_t);
 
   static Mix mixer(const Problem& p, Mode mode) {
-    return K::by_codes(p, [&](auto codes) { return mixer_of<decltype(codes)::kBits, decltype(codes)::kValues>(p, mode); });
+    return K::by_codes(p,
+                       [&](auto codes) { return mixer_of<decltype(codes)::kBits, decltype(codes)::kValues>(p, mode); });
   }
 
   template <int kBits, int kValues>
   static Mix mixer_of(const Problem& p, Mode mode) {
     const bool zero = p.zero_point != nullptr;
     switch (mode) {
-      case kOneScale: return zero ? mix_all<kBits, kValues, kOneScale, true> : mix_all<kBits, kValues, kOneScale, false>;
+      case kOneScale:
+        return zero ? mix_all<kBits, kValues, kOneScale, true> : mix_all<kBits, kValues, kOneScale, false>;
       case kUniform: return zero ? mix_all<kBits, kValues, kUniform, true> : mix_all<kBits, kValues, kUniform, false>;
       case kBy32: return zero ? mix_all<kBits, kValues, kBy32, true> : mix_all<kBits, kValues, kBy32, false>;
       default: return zero ? mix_all<kBits, kValues, kBy16, true> : mix_all<kBits, kValues, kBy16, false>;
@@ -336,7 +349,8 @@ struct Direct {
         K::decode_scales(p, row, 0, some * p.blocks, scales);
       } else {
         for (int64_t i = 0; i < some; ++i) {
-          const typename K::RowScales r = K::row_scales(p, s, row + i, first, max64(first + whole, first + 1), scales + i * room.rows);
+          const typename K::RowScales r =
+              K::row_scales(p, s, row + i, first, max64(first + whole, first + 1), scales + i * room.rows);
           rows.zero = scales + (r.zero - r.scale);
         }
       }

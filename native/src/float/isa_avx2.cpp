@@ -1,8 +1,8 @@
 // AVX2, FMA and F16C. A table of sixteen is two of eight, and bit 3 of a code says which.
 #include <immintrin.h>
 
-#include "int8/int8.h"
 #include "float/kernels.h"
+#include "int8/int8.h"
 
 namespace {
 
@@ -15,7 +15,8 @@ struct Avx2 : Bfloat16 {
   using Lanes = __m256i;
   static constexpr int L = 8;
   static constexpr bool kLooksUpBytes = false, kScalesTables = true;
-  static constexpr int kTileRows = 6, kTileRows1 = 12, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2, kFewRows = 6;
+  static constexpr int kTileRows = 6, kTileRows1 = 12, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2,
+                       kFewRows = 6;
   static constexpr int kMixedRows = 2;
 
   EQQ_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -78,7 +79,9 @@ struct Avx2 : Bfloat16 {
   EQQ_INLINE F spread(const float* p, Lanes lanes) {
     return _mm256_permutevar_ps(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)), lanes);
   }
-  EQQ_INLINE F gather(const float* p, const int32_t* indices) { return _mm256_i32gather_ps(p, load_integers(indices), 4); }
+  EQQ_INLINE F gather(const float* p, const int32_t* indices) {
+    return _mm256_i32gather_ps(p, load_integers(indices), 4);
+  }
   EQQ_INLINE F masked(F a, const int32_t* m) { return _mm256_and_ps(a, _mm256_castsi256_ps(load_integers(m))); }
 
   EQQ_INLINE __m128i eight(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
@@ -120,7 +123,7 @@ struct Avx2 : Bfloat16 {
 
 extern const MatmulKernel kMatmulAvx2 = {Kernels<Avx2>::plan, Kernels<Avx2>::prepare, Kernels<Avx2>::run};
 extern const MatmulKernel kDecodeAvx2 = {Kernels<Avx2>::plan_decode, Kernels<Avx2>::prepare_decode,
-                                      Kernels<Avx2>::run_decode};
+                                         Kernels<Avx2>::run_decode};
 extern const Isa kIsaAvx2 = {"avx2", &kMatmulAvx2, &kDecodeAvx2, &kInt8Avx2};
 
 void decode_scales_avx2(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {

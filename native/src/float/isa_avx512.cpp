@@ -4,7 +4,7 @@
 
 extern const MatmulKernel kMatmulAvx512 = {Kernels<Avx512>::plan, Kernels<Avx512>::prepare, Kernels<Avx512>::run};
 extern const MatmulKernel kDecodeAvx512 = {Kernels<Avx512>::plan_decode, Kernels<Avx512>::prepare_decode,
-                                      Kernels<Avx512>::run_decode};
+                                           Kernels<Avx512>::run_decode};
 extern const Isa kIsaAvx512 = {"avx512", &kMatmulAvx512, &kDecodeAvx512, &kInt8Avx512};
 
 void decode_scales_avx512(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {

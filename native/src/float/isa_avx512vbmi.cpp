@@ -1,6 +1,6 @@
-// AVX-512 with VNNI and VBMI. Its permutations of bytes look up 64 codes of eight bits in two halves of 128, one byte of
-// the floats after the other; a float of eight bits needs two, since it is exact in bfloat16. Gathering takes ten times
-// as long.
+// AVX-512 with VNNI and VBMI. Its permutations of bytes look up 64 codes of eight bits in two halves of 128, one byte
+// of the floats after the other; a float of eight bits needs two, since it is exact in bfloat16. Gathering takes ten
+// times as long.
 #include "float/avx512.h"
 #include "int8/int8.h"
 

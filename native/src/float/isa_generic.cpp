@@ -1,6 +1,6 @@
 // Plain C++ for every machine. Vectors are GCC's and Clang's own, which become whatever the compiler may use.
-#include "int8/int8.h"
 #include "float/kernels.h"
+#include "int8/int8.h"
 
 namespace {
 
@@ -13,7 +13,8 @@ struct Generic : Bfloat16 {
   using Lanes = int;
   static constexpr int L = 4;
   static constexpr bool kLooksUpBytes = true, kScalesTables = false;
-  static constexpr int kTileRows = 4, kTileRows1 = 6, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2, kFewRows = 3;
+  static constexpr int kTileRows = 4, kTileRows1 = 6, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2,
+                       kFewRows = 3;
 
   EQQ_INLINE F load(const float* p) { return load_bytes(reinterpret_cast<const uint8_t*>(p)); }
   EQQ_INLINE F load_bytes(const uint8_t* p) {
@@ -100,7 +101,8 @@ struct Generic : Bfloat16 {
   }
   EQQ_INLINE float one_f16(uint16_t bits) {
     const uint32_t magnitude = bits & 0x7fff;
-    const float value = magnitude >= 0x7c00 ? from_bits(0x7f800000 | (magnitude & 0x3ff) << 13) : minifloat(magnitude, 10, 15);
+    const float value =
+        magnitude >= 0x7c00 ? from_bits(0x7f800000 | (magnitude & 0x3ff) << 13) : minifloat(magnitude, 10, 15);
     return bits & 0x8000 ? -value : value;
   }
   EQQ_INLINE float one_e5m2(uint8_t code) { return one_f16(static_cast<uint16_t>(code << 8)); }
@@ -136,7 +138,7 @@ struct Generic : Bfloat16 {
 
 extern const MatmulKernel kMatmulGeneric = {Kernels<Generic>::plan, Kernels<Generic>::prepare, Kernels<Generic>::run};
 extern const MatmulKernel kDecodeGeneric = {Kernels<Generic>::plan_decode, Kernels<Generic>::prepare_decode,
-                                      Kernels<Generic>::run_decode};
+                                            Kernels<Generic>::run_decode};
 extern const Isa kIsaGeneric = {"generic", &kMatmulGeneric, &kDecodeGeneric, &kInt8Generic};
 
 void decode_scales_generic(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {

@@ -16,7 +16,8 @@ struct Neon : Bfloat16 {
   using Lanes = int;
   static constexpr int L = 4;
   static constexpr bool kLooksUpBytes = false, kScalesTables = false;
-  static constexpr int kTileRows = 10, kTileRows1 = 20, kWideRows = 5, kDotRows = 2, kFewTile = 4, kFewGroup = 5, kFewRows = 12;
+  static constexpr int kTileRows = 10, kTileRows1 = 20, kWideRows = 5, kDotRows = 2, kFewTile = 4, kFewGroup = 5,
+                       kFewRows = 12;
 
   EQQ_INLINE F load(const float* p) { return vld1q_f32(p); }
   EQQ_INLINE F load_bytes(const uint8_t* p) { return vreinterpretq_f32_u8(vld1q_u8(p)); }
@@ -46,7 +47,8 @@ struct Neon : Bfloat16 {
     const uint8x16_t low0 = vreinterpretq_u8_u16(low), high0 = vreinterpretq_u8_u16(high);
     const uint8x16_t low1 = vreinterpretq_u8_u16(vuzp1q_u16(cd, vreinterpretq_u16_f32(d)));
     const uint8x16_t high1 = vreinterpretq_u8_u16(vuzp2q_u16(cd, vreinterpretq_u16_f32(d)));
-    return {{a, b, c, d}, {vuzp1q_u8(low0, low1), vuzp2q_u8(low0, low1), vuzp1q_u8(high0, high1), vuzp2q_u8(high0, high1)}};
+    return {{a, b, c, d},
+            {vuzp1q_u8(low0, low1), vuzp2q_u8(low0, low1), vuzp1q_u8(high0, high1), vuzp2q_u8(high0, high1)}};
   }
   EQQ_INLINE Table table(const float* p) { return split(load(p), load(p + 4), load(p + 8), load(p + 12)); }
   EQQ_INLINE Table scale(const Table& t, F s) {
@@ -55,8 +57,8 @@ struct Neon : Bfloat16 {
   EQQ_INLINE Table offset(const Table& t, F z) {
     return split(sub(t.values[0], z), sub(t.values[1], z), sub(t.values[2], z), sub(t.values[3], z));
   }
-  // The values of bytes `n / 8`, `n / 8 + 4`, ..., the codes of which begin at bit `n % 8`. Whoever asks for one byte of
-  // each lane asks for the others too. All four begin with the same lookups, and the compiler does those once.
+  // The values of bytes `n / 8`, `n / 8 + 4`, ..., the codes of which begin at bit `n % 8`. Whoever asks for one byte
+  // of each lane asks for the others too. All four begin with the same lookups, and the compiler does those once.
   template <int n>
   EQQ_INLINE F lookup(const Table& t, Shifted<n> a) {
     const uint8x16_t codes = vandq_u8(n % 8 ? vshrq_n_u8(a.bytes, n % 8 ? n % 8 : 1) : a.bytes, vdupq_n_u8(15));
@@ -124,5 +126,5 @@ struct Neon : Bfloat16 {
 
 extern const MatmulKernel kMatmulNeon = {Kernels<Neon>::plan, Kernels<Neon>::prepare, Kernels<Neon>::run};
 extern const MatmulKernel kDecodeNeon = {Kernels<Neon>::plan_decode, Kernels<Neon>::prepare_decode,
-                                      Kernels<Neon>::run_decode};
+                                         Kernels<Neon>::run_decode};
 extern const Isa kIsaNeon = {"neon", &kMatmulNeon, &kDecodeNeon, nullptr};

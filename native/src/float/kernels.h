@@ -10,20 +10,21 @@
 //   kDotRows                rows of the weight that a product with one row of `x` takes at a time
 //   kFewTile, kFewGroup     with a few rows of `x`: the same, and how many of `x` at a time
 //   kFewRows                up to how many rows these are
-//   kFusesFew               whether there are registers to decode while few rows of `x` are multiplied; then `kFusedGroup`
+//   kFusesFew               whether there are registers to decode while few rows of `x` are multiplied; then
+//   `kFusedGroup`
 //                           of more than `kFewGroup` at a time, and `kFusedRows` instead of `kFewRows`
-//   kDirectRows, kMixedRows  up to how many rows of `x` codes are decoded in registers (`direct.h`); the second transposed
-//   load, store, broadcast, zero, add, sub, mul, fma(a, b, c) = a * b + c, sum
-//   bytes(p)                L 32-bit integers from 4 L bytes, and shift<n>(i) to the right
-//   Table, table(p)         sixteen floats; lookup(t, i) reads the low four bits of each lane; scale(t, s), offset(t, z)
-//   lanes(h, n)             which of n = 2 or 4 scales of a plane each lane takes; spread(p, lanes) takes them
-//   gather(p, indices)      p[indices[lane]];  masked(f, m): f where the integer m[lane] is not 0, else 0
-//   kScalesTables           whether scaling a table of sixteen is faster than scaling what sixteen codes stand for
-//   kLooksUpBytes           whether a table of 256 is faster than converting integers and floats of eight bits
-//   integers, e4m3, e5m2, ue4m4, e8m0, bytes256(p, table)        L floats from L bytes
-//   bf16, f16               L floats from 2 L bytes;  to_bf16, to_f16 the reverse
-//   kTablesOfBytes          whether there is decode64<bytes>(p, planes, f): f[0] to f[64 / L - 1] from 64 bytes, by the
-//                           upper 2 or all 4 bytes of a table of 256 floats, of which `planes` holds one after the other
+//   kDirectRows, kMixedRows  up to how many rows of `x` codes are decoded in registers (`direct.h`); the second
+//   transposed load, store, broadcast, zero, add, sub, mul, fma(a, b, c) = a * b + c, sum bytes(p)                L
+//   32-bit integers from 4 L bytes, and shift<n>(i) to the right Table, table(p)         sixteen floats; lookup(t, i)
+//   reads the low four bits of each lane; scale(t, s), offset(t, z) lanes(h, n)             which of n = 2 or 4 scales
+//   of a plane each lane takes; spread(p, lanes) takes them gather(p, indices)      p[indices[lane]];  masked(f, m): f
+//   where the integer m[lane] is not 0, else 0 kScalesTables           whether scaling a table of sixteen is faster
+//   than scaling what sixteen codes stand for kLooksUpBytes           whether a table of 256 is faster than converting
+//   integers and floats of eight bits integers, e4m3, e5m2, ue4m4, e8m0, bytes256(p, table)        L floats from L
+//   bytes bf16, f16               L floats from 2 L bytes;  to_bf16, to_f16 the reverse kTablesOfBytes          whether
+//   there is decode64<bytes>(p, planes, f): f[0] to f[64 / L - 1] from 64 bytes, by the
+//                           upper 2 or all 4 bytes of a table of 256 floats, of which `planes` holds one after the
+//                           other
 //   kSumsRows               whether there is sum_rows(a, out): the sums of a[0] to a[kDotRows - 1]
 //   prefetch(p)
 //   transpose(a)            a[0] to a[L - 1], L x L floats; where L is more than 4
@@ -44,19 +45,19 @@
 
 namespace {
 
-constexpr int64_t kSegment = 64;         // bytes
-constexpr int64_t kChunk = 512;          // codes of a row, decoded at a time by tiles
-constexpr int64_t kChunkStride = 528;    // floats from one decoded row to the next: a power of two would share sets of L1
-constexpr int64_t kRowChunk = 64;        // rows of the weight, decoded at a time by transposed products
+constexpr int64_t kSegment = 64;       // bytes
+constexpr int64_t kChunk = 512;        // codes of a row, decoded at a time by tiles
+constexpr int64_t kChunkStride = 528;  // floats from one decoded row to the next: a power of two would share sets of L1
+constexpr int64_t kRowChunk = 64;      // rows of the weight, decoded at a time by transposed products
 constexpr int64_t kRowChunkStride = 80;
-constexpr int64_t kScaleChunk = 4096;    // codes of a row, whose scales are decoded at a time: a multiple of `kChunk`
-constexpr int64_t kAheadOfDots = 8192;   // bytes of the weight: memory takes as long as groups of short rows
-constexpr int64_t kFewBlock = 16;        // rows of the weight for which a piece of few rows of `x` stays in L1
-constexpr int64_t kFewFloats = 8192;     // of that piece
-constexpr int64_t kMostDots = 64;        // rows of the weight in a unit of one row of `x`
-constexpr int64_t kShortRow = 2;         // segments of a row of which what happens once for each row takes longest
-constexpr int64_t kMostRows = 48;        // of the weight in a unit of many rows of `x`: what is decoded stays in L2
-constexpr int64_t kRowBlock = 256;       // rows of `x` for which a decoded tile is used
+constexpr int64_t kScaleChunk = 4096;   // codes of a row, whose scales are decoded at a time: a multiple of `kChunk`
+constexpr int64_t kAheadOfDots = 8192;  // bytes of the weight: memory takes as long as groups of short rows
+constexpr int64_t kFewBlock = 16;       // rows of the weight for which a piece of few rows of `x` stays in L1
+constexpr int64_t kFewFloats = 8192;    // of that piece
+constexpr int64_t kMostDots = 64;       // rows of the weight in a unit of one row of `x`
+constexpr int64_t kShortRow = 2;        // segments of a row of which what happens once for each row takes longest
+constexpr int64_t kMostRows = 48;       // of the weight in a unit of many rows of `x`: what is decoded stays in L2
+constexpr int64_t kRowBlock = 256;      // rows of `x` for which a decoded tile is used
 
 // Which codes of a segment share a scale.
 enum Mode {
@@ -64,7 +65,7 @@ enum Mode {
   kUniform,   // those of a vector: blocks of multiples of 64, or of 16 where codes have 8 bits
   kBy32,      // of a plane, runs of 32 and of 16; with 8 bits likewise
   kBy16,
-  kAnyBlock   // found by an index for each code
+  kAnyBlock  // found by an index for each code
 };
 
 // How many scales a plane has.
@@ -94,13 +95,13 @@ struct Bfloat16 {
 
 // What follows from a problem alone.
 struct Shape {
-  int64_t planes, codes;     // of a segment: codes that share a byte, and all of them
-  int64_t segments, whole;   // of a row, and those that are not cut short
-  int64_t tail_bytes;        // of the last segment if it is cut short
-  int64_t tail;              // floats of the last segment if it is cut short, once it is decoded
-  int64_t padded;            // floats of a row: those of whole segments and of the last
-  Mode mode;                 // of whole segments
-  int64_t grain;             // codes for which there is one scale, once they are expanded: 64, 32 or 16
+  int64_t planes, codes;    // of a segment: codes that share a byte, and all of them
+  int64_t segments, whole;  // of a row, and those that are not cut short
+  int64_t tail_bytes;       // of the last segment if it is cut short
+  int64_t tail;             // floats of the last segment if it is cut short, once it is decoded
+  int64_t padded;           // floats of a row: those of whole segments and of the last
+  Mode mode;                // of whole segments
+  int64_t grain;            // codes for which there is one scale, once they are expanded: 64, 32 or 16
 };
 
 // `direct`: up to how many rows of `x` codes are taken in the order of decoding to their end.
@@ -265,8 +266,8 @@ struct Kernels {
     return div_up((s.mode == kOneScale ? 1 : max64(blocks, 1) + grains) + 16, 16) * 16;
   }
 
-  EQQ_INLINE RowScales row_scales(
-      const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last, float* scratch) {
+  EQQ_INLINE RowScales row_scales(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last,
+                                  float* scratch) {
     RowScales r;
     const int64_t room = scale_room(p, s, last - first);
     r.scale = one_kind<false>(p, s, row, first, last, scratch);
@@ -282,8 +283,8 @@ struct Kernels {
   }
 
   template <bool kZeros>
-  EQQ_INLINE const float* one_kind(
-      const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last, float* scratch) {
+  EQQ_INLINE const float* one_kind(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last,
+                                   float* scratch) {
     if (s.mode == kOneScale) {
       fetch<kZeros>(p, row, 0, 1, scratch);
       return scratch;
@@ -424,9 +425,9 @@ struct Kernels {
     const uint8_t* bytes = p.codes + row * p.words;
     const Table plain = V::table(values);
     const int64_t step = s.codes / s.grain;
-#define EQQ_DECODE(MODE, TABLE, SKIP, INDEX)                                                                     \
-  for (int64_t i = first; i < whole; ++i)                                                                        \
-  decode_segment<kBits, kValues, MODE, kZero, false>(bytes + i * kSegment, values, TABLE, r.scale + (SKIP),      \
+#define EQQ_DECODE(MODE, TABLE, SKIP, INDEX)                                                                \
+  for (int64_t i = first; i < whole; ++i)                                                                   \
+  decode_segment<kBits, kValues, MODE, kZero, false>(bytes + i * kSegment, values, TABLE, r.scale + (SKIP), \
                                                      r.zero + (SKIP), INDEX, common.mask, out + (i - first) * s.codes)
     switch (s.mode) {
       case kOneScale:
@@ -438,15 +439,9 @@ struct Kernels {
           EQQ_DECODE(kOneScale, t, 0, common.index);
         }
         break;
-      case kUniform:
-        EQQ_DECODE(kUniform, plain, (i - origin) * step, common.index);
-        break;
-      case kBy32:
-        EQQ_DECODE(kBy32, plain, (i - origin) * step, common.index);
-        break;
-      case kBy16:
-        EQQ_DECODE(kBy16, plain, (i - origin) * step, common.index);
-        break;
+      case kUniform: EQQ_DECODE(kUniform, plain, (i - origin) * step, common.index); break;
+      case kBy32: EQQ_DECODE(kBy32, plain, (i - origin) * step, common.index); break;
+      case kBy16: EQQ_DECODE(kBy16, plain, (i - origin) * step, common.index); break;
       case kAnyBlock:
         EQQ_DECODE(kAnyBlock, plain, i * s.codes / p.block_size - origin * s.codes / p.block_size,
                    common.index + i * s.codes);
@@ -465,7 +460,8 @@ struct Kernels {
 
   // Decodes the last segment, which is cut short.
   template <int kBits, int kValues, bool kZero>
-  static void decode_tail(const Problem& p, const Shape& s, const void* shared, int64_t row, float* scratch, float* out) {
+  static void decode_tail(const Problem& p, const Shape& s, const void* shared, int64_t row, float* scratch,
+                          float* out) {
     const Shared common = open_shared(s, shared);
     const int64_t at = (indices(s) - 1) * s.codes;
     uint8_t bytes[kSegment] = {0};
@@ -518,9 +514,8 @@ struct Kernels {
     const Table plain = V::table(values);
     const F offset = V::broadcast(values[0]);
     Table tables[kRows];
-    for (int r = 0; r < kRows; ++r) tables[r] = kZero && kMode == kOneScale && kBits < 8
-                                                    ? V::offset(plain, V::broadcast(scales[r].zero[0]))
-                                                    : plain;
+    for (int r = 0; r < kRows; ++r)
+      tables[r] = kZero && kMode == kOneScale && kBits < 8 ? V::offset(plain, V::broadcast(scales[r].zero[0])) : plain;
     F acc[kRows], more[kRows];
     for (int r = 0; r < kRows; ++r) acc[r] = more[r] = V::zero();
     for (int64_t i = 0; i < segments; ++i) {
@@ -646,8 +641,8 @@ struct Kernels {
 
   // Rows `row` to `row + count` of the weight, at most `kDotRows` (rows of all batches in one count), and `kM` of x.
   template <int kBits, int kValues, bool kZero, int kM>
-  EQQ_INLINE void dot_group(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t x_row, int64_t row,
-                            int64_t count, const Group& g, float* own, float* results) {
+  EQQ_INLINE void dot_group(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t x_row,
+                            int64_t row, int64_t count, const Group& g, float* own, float* results) {
     constexpr int kRows = V::kDotRows;
     const float* values = table256(shared);
     F sums[kM * kRows];
@@ -674,8 +669,8 @@ struct Kernels {
       for (int r = 0; r < kRows; ++r) bytes[r] = p.codes + (row + min64(r, count - 1)) * p.words + first * kSegment;
       const float* xs = x + first * s.codes;
       if (kM > 1) {
-        Direct<V>::template dots_of_mode<kBits, kValues, kZero, kM>(s.mode, bytes, g.ahead, scales, g.step, last - first,
-                                                                    values, xs, x_row, sums);
+        Direct<V>::template dots_of_mode<kBits, kValues, kZero, kM>(s.mode, bytes, g.ahead, scales, g.step,
+                                                                    last - first, values, xs, x_row, sums);
       } else if (count == 1) {
         dot_of_mode<kBits, kValues, kZero, 1>(s, bytes, g.ahead, scales, g.step, last - first, values, xs, sums);
       } else {
@@ -685,7 +680,8 @@ struct Kernels {
     if (s.segments > s.whole && s.mode == kOneScale) {
       if (s.whole == 0) set_scales(0, 1);
       F rest[kM * kRows];  // not added to `sums` there: whose address is known, a compiler keeps in memory
-      Direct<V>::template dots_of_tail<kBits, kValues, kZero, kM>(p, s, shared, row, count, scales, x + s.whole * s.codes, x_row, rest);
+      Direct<V>::template dots_of_tail<kBits, kValues, kZero, kM>(p, s, shared, row, count, scales,
+                                                                  x + s.whole * s.codes, x_row, rest);
       for (int r = 0; r < kM * kRows; ++r) sums[r] = V::add(sums[r], rest[r]);
     }
     for (int m = 0; m < kM; ++m) {
@@ -719,12 +715,15 @@ struct Kernels {
     g.together = g.direct || (as_stored && (s.mode == kOneScale || s.whole <= g.chunk));
     int64_t r = 0;
     if (g.together && 0 < s.segments && s.segments <= kShortRow && (s.whole == s.segments || s.mode == kOneScale))
-      r = Direct<V>::template short_rows<kBits, kValues, kZero, kM>(p, s, shared, x, x_row, row, count, g, own, results);
+      r = Direct<V>::template short_rows<kBits, kValues, kZero, kM>(p, s, shared, x, x_row, row, count, g, own,
+                                                                    results);
     for (; r < count; r += V::kDotRows)
-      dot_group<kBits, kValues, kZero, kM>(p, s, shared, x, x_row, row + r, min64(V::kDotRows, count - r), g, own, results + r);
+      dot_group<kBits, kValues, kZero, kM>(p, s, shared, x, x_row, row + r, min64(V::kDotRows, count - r), g, own,
+                                           results + r);
   }
 
-  using DotRows = void (*)(const Problem&, const Shape&, const void*, const float*, int64_t, int64_t, int64_t, float*, float*);
+  using DotRows = void (*)(const Problem&, const Shape&, const void*, const float*, int64_t, int64_t, int64_t, float*,
+                           float*);
 
   static DotRows dot_kernel(const Problem& p, int64_t m) {
     return by_codes(p, [&](auto codes) {
@@ -772,9 +771,9 @@ struct Kernels {
   struct FewStep {
     const uint8_t *bytes, *next, *ahead;  // codes of now, of those to decode last, and of those to fetch
     const float *scale, *next_scale;
-    float *decoded, *next_decoded;        // segment `i` lies at place `(start + i) & mask`
+    float *decoded, *next_decoded;  // segment `i` lies at place `(start + i) & mask`
     int64_t start, mask, segments;
-    int64_t words, room, step;            // bytes from row to row; scales from row to row, and from segment to segment
+    int64_t words, room, step;  // bytes from row to row; scales from row to row, and from segment to segment
   };
 
   // The same, while the segment after each is decoded, one row at a time: units that permute are others than those that
@@ -801,8 +800,8 @@ struct Kernels {
         V::prefetch(ahead + part * f.words);
         const float* own = scale + part * f.room;
         const Table table = kMode == kOneScale && kBits < 8 ? V::scale(plain, V::broadcast(own[0])) : plain;
-        decode_segment<kBits, kValues, kMode, false, false>(bytes + part * f.words, values, table, own, nullptr, nullptr,
-                                                            nullptr, to + part * kChunkStride);
+        decode_segment<kBits, kValues, kMode, false, false>(bytes + part * f.words, values, table, own, nullptr,
+                                                            nullptr, nullptr, to + part * kChunkStride);
 #pragma GCC unroll 8
         for (int j = 0; j < kSteps; ++j, w += L, x += L) {
           F ws[kRows];
@@ -865,9 +864,7 @@ struct Kernels {
 
   using FewMicro = void (*)(const float*, const float*, int64_t, int64_t, float*);
 
-  EQQ_INLINE FewMicro few_kernel(int64_t m) {
-    return few_of<V::kFewGroup>(m);
-  }
+  EQQ_INLINE FewMicro few_kernel(int64_t m) { return few_of<V::kFewGroup>(m); }
 
   template <int kM>
   EQQ_INLINE FewMicro few_of(int64_t m) {
@@ -909,8 +906,8 @@ struct Kernels {
 
   // The same for any number of rows up to `kRows`.
   template <int kVectors, int kRows, int64_t kStride>
-  EQQ_INLINE void tile_rows(int64_t rows, const float* a, const float* b, int64_t b_row, int64_t length,
-                            float* c, int64_t c_row) {
+  EQQ_INLINE void tile_rows(int64_t rows, const float* a, const float* b, int64_t b_row, int64_t length, float* c,
+                            int64_t c_row) {
     if constexpr (kRows == 1) {
       tile<kVectors, 1, kStride>(a, b, b_row, length, c, c_row);
     } else {
@@ -935,16 +932,16 @@ struct Kernels {
 
   struct Detail {
     int64_t method;
-    int64_t rows;         // of the weight in a unit; of `kTransposed` segments
-    int64_t chunks;       // units along the weight
-    int64_t row_blocks;   // units along the rows of `x`
-    int64_t x_batch;      // packed floats of one batch
-    int64_t m_padded;     // rows of packed `x`, or with panels their lanes
-    int64_t scales;       // where in the scratch memory of a thread scales are decoded, and results summed
+    int64_t rows;        // of the weight in a unit; of `kTransposed` segments
+    int64_t chunks;      // units along the weight
+    int64_t row_blocks;  // units along the rows of `x`
+    int64_t x_batch;     // packed floats of one batch
+    int64_t m_padded;    // rows of packed `x`, or with panels their lanes
+    int64_t scales;      // where in the scratch memory of a thread scales are decoded, and results summed
     int64_t sums;
-    int64_t x_parts;      // parts of the preparation of one batch
-    int64_t x_row;        // floats from one row of packed `x` to the next, but with panels
-    int64_t few_step;     // with `kFew`: segments at a time
+    int64_t x_parts;   // parts of the preparation of one batch
+    int64_t x_row;     // floats from one row of packed `x` to the next, but with panels
+    int64_t few_step;  // with `kFew`: segments at a time
   };
 
   EQQ_INLINE int64_t scale_segments(const Shape& s) { return kScaleChunk / s.codes; }
@@ -957,7 +954,9 @@ struct Kernels {
   }
 
   // Pieces of rows that lie so far apart fill all sets of a cache alike.
-  EQQ_INLINE int64_t few_row(const Shape& s) { return s.padded < 1024 ? s.padded : (s.padded + 767) / 1024 * 1024 + 256; }
+  EQQ_INLINE int64_t few_row(const Shape& s) {
+    return s.padded < 1024 ? s.padded : (s.padded + 767) / 1024 * 1024 + 256;
+  }
 
   static void plan(const Problem* problem, int64_t threads, Plan* out) {
     const Problem& p = *problem;
@@ -966,10 +965,10 @@ struct Kernels {
     Detail d;
     // What decodes while it multiplies more rows is faster from the fourth on, but slow at a segment that is cut short.
     const int64_t dots = fused && s.whole >= 4 * (s.segments - s.whole) ? min64(3, V::kDirectRows) : Direct<V>::most(p);
-    d.method = p.transpose                                    ? Direct<V>::mixes(p, s) ? kMix : kTransposed
-               : p.m <= (s.mode == kAnyBlock ? 1 : dots)      ? kDot
-               : p.m <= (fused ? V::kFusedRows : V::kFewRows) ? kFew
-                                                              : kPanels;
+    d.method = p.transpose                                  ? Direct<V>::mixes(p, s) ? kMix : kTransposed
+             : p.m <= (s.mode == kAnyBlock ? 1 : dots)      ? kDot
+             : p.m <= (fused ? V::kFusedRows : V::kFewRows) ? kFew
+                                                            : kPanels;
     d.row_blocks = 1;
     d.x_row = s.padded;
     const int64_t wanted = 4 * threads;  // units, so that threads end at about the same time
@@ -1192,7 +1191,8 @@ struct Kernels {
         for (int64_t m = 0; m < p.m; ++m) {
           float* row = out + m * d.x_row + segment * s.codes;
           const int64_t from = start + m * p.x_row;
-          for (int64_t i = 0; i < codes; ++i) row[i] = order[i] < 0 ? 0.0f : read<kType>(p.x, from + order[i] * p.x_column);
+          for (int64_t i = 0; i < codes; ++i)
+            row[i] = order[i] < 0 ? 0.0f : read<kType>(p.x, from + order[i] * p.x_column);
         }
         continue;
       }
@@ -1227,7 +1227,8 @@ struct Kernels {
     const Shape s = shape_of(p);
     Detail d;
     memcpy(&d, plan->detail, sizeof d);
-    const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
+    const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks,
+                  batch = unit / d.chunks / d.row_blocks;
     const float* x = open_shared(s, shared).x + batch * d.x_batch;
     const int64_t first = chunk * d.rows, outer = p.transpose ? s.segments : p.n;
     const int64_t count = min64(d.rows, outer - first);
@@ -1248,14 +1249,15 @@ struct Kernels {
     }
   }
 
-  static void run_dot(const Problem& p, const Shape& s, const Detail& d, const void* shared, const float* x, int64_t batch,
-                      int64_t first, int64_t count, float* own) {
+  static void run_dot(const Problem& p, const Shape& s, const Detail& d, const void* shared, const float* x,
+                      int64_t batch, int64_t first, int64_t count, float* own) {
     float results[V::kDirectRows * kMostDots];
     const int64_t weight = first_row(&p, batch);
     if (s.mode != kAnyBlock) {
       const int64_t group = div_up(p.m, div_up(p.m, Direct<V>::kMost));
       for (int64_t m = 0; m < p.m; m += group)
-        dot_kernel(p, min64(group, p.m - m))(p, s, shared, x + m * d.x_row, d.x_row, weight + first, count, own, results + m * kMostDots);
+        dot_kernel(p, min64(group, p.m - m))(p, s, shared, x + m * d.x_row, d.x_row, weight + first, count, own,
+                                             results + m * kMostDots);
     } else {
       const DecodeRow decode = row_decoder(p);
       const int64_t room = 2 * scale_room(p, s, scale_segments(s));
@@ -1310,7 +1312,8 @@ struct Kernels {
       const int64_t some = min64(kFewBlock, count - block), row0 = weight + first + block;
       memset(sums, 0, 4 * div_up(some, kRows) * size);
       // Scales of the next block are fetched meanwhile.
-      const int64_t scale_row = p.blocks * scale_bytes(p.scale_kind), after = min64(kFewBlock, weight + p.n - row0 - some);
+      const int64_t scale_row = p.blocks * scale_bytes(p.scale_kind),
+                    after = min64(kFewBlock, weight + p.n - row0 - some);
       const char* fetched = static_cast<const char*>(p.scale) + (row0 + some) * scale_row;
       const char* const fetch_end = fetched + after * scale_row;
       const int64_t steps = div_up(s.segments, step) * div_up(some, kRows);
@@ -1341,7 +1344,8 @@ struct Kernels {
         const bool continues = end < s.segments && end % scales_step != 0 && min64(end + step, s.segments) <= s.whole;
         for (int64_t r = 0; r < some; r += kRows) {
           const int64_t rows = min64(kRows, some - r), row = row0 + r;
-          for (const char* upto = fetched + share; fetched < fetch_end && fetched < upto; fetched += 64) V::prefetch(fetched);
+          for (const char* upto = fetched + share; fetched < fetch_end && fetched < upto; fetched += 64)
+            V::prefetch(fetched);
           float* tile_sums = sums + r / kRows * size;
           const float* xs = x + segment * s.codes;
           if (fused != nullptr && rows == kRows && end <= s.whole) {
@@ -1459,7 +1463,8 @@ struct Kernels {
     if (p.y_row == 1) {
       for (int64_t i = 0; i < count; ++i) {
         const int64_t at = base + i * p.y_column;
-        for (int64_t m = 0; m < whole; m += L) V::store(static_cast<float*>(p.y) + at + m, V::load(sums + i * rows + m));
+        for (int64_t m = 0; m < whole; m += L)
+          V::store(static_cast<float*>(p.y) + at + m, V::load(sums + i * rows + m));
         for (int64_t m = whole; m < real; ++m) write(p, at + m, sums[i * rows + m]);
       }
     } else {
@@ -1479,9 +1484,10 @@ struct Kernels {
     }
   }
 
-  // Fetches segments `first` to `last` of a row, and where their scales begin. Inlined, it would take registers of tiles;
-  // and a compiler may drop calls of what does nothing but fetch.
-  static __attribute__((noinline)) void fetch_row(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last) {
+  // Fetches segments `first` to `last` of a row, and where their scales begin. Inlined, it would take registers of
+  // tiles; and a compiler may drop calls of what does nothing but fetch.
+  static __attribute__((noinline)) void fetch_row(const Problem& p, const Shape& s, int64_t row, int64_t first,
+                                                  int64_t last) {
     for (int64_t j = first; j < last; ++j) V::prefetch(p.codes + row * p.words + j * kSegment);
     const int64_t scale = row * p.blocks + first * s.codes / p.block_size;
     V::prefetch(static_cast<const char*>(p.scale) + scale * scale_bytes(p.scale_kind));
@@ -1508,9 +1514,11 @@ struct Kernels {
       }
       const float* xs = x + (n / kRowChunk * p.m + start) * kRowChunkStride;
       if (rows <= V::kWideRows) {
-        for (int64_t c = 0; c < width; c += 4 * L) tiles<4, V::kWideRows, kRowChunkStride>(rows, xs, decoded + c, width, some, sums + c, width);
+        for (int64_t c = 0; c < width; c += 4 * L)
+          tiles<4, V::kWideRows, kRowChunkStride>(rows, xs, decoded + c, width, some, sums + c, width);
       } else {
-        for (int64_t c = 0; c < width; c += 2 * L) tiles<2, V::kTileRows, kRowChunkStride>(rows, xs, decoded + c, width, some, sums + c, width);
+        for (int64_t c = 0; c < width; c += 2 * L)
+          tiles<2, V::kTileRows, kRowChunkStride>(rows, xs, decoded + c, width, some, sums + c, width);
       }
     }
     write_turned(p, s, batch, start, rows, first, count, sums, width);
@@ -1586,7 +1594,8 @@ struct Kernels {
             memcpy(to, from, 4 * kSegment);
           } else {
             for (int64_t h = 0; h < kHalves; ++h)
-              for (int64_t plane = 0; plane < s.planes; ++plane, from += 4 * L) interleave(from, to + plane * kSegment + h * 4 * L);
+              for (int64_t plane = 0; plane < s.planes; ++plane, from += 4 * L)
+                interleave(from, to + plane * kSegment + h * 4 * L);
           }
         }
         write_row(p, at * p.k + start, ordered, min64(end * s.codes, p.k) - start);
@@ -1602,7 +1611,9 @@ struct Kernels {
 
   static void write_row(const Problem& p, int64_t at, float* values, int64_t count) {
     if (p.clip) {
-      const float limit = p.x_type == kFloat16 ? 65504.0f : p.x_type == kBFloat16 ? 3.3895313892515355e38f : 3.4028234663852886e38f;
+      const float limit = p.x_type == kFloat16  ? 65504.0f
+                        : p.x_type == kBFloat16 ? 3.3895313892515355e38f
+                                                : 3.4028234663852886e38f;
       for (int64_t i = 0; i < count; ++i) {  // NaN stays
         const float v = values[i], below = v > limit ? limit : v;
         values[i] = below < -limit ? -limit : below;

@@ -1,11 +1,11 @@
 // Panels: 16 rows of x as integers of 16, 24 or 31 bits, whose bytes, digits, are multiplied by bytes of the weight.
 //
-// The integers are parts of the largest of 1024 numbers of a row. Products of digits are exact, and so are their sums. This is
-// Ozaki's scheme (https://arxiv.org/abs/2306.11975).
+// The integers are parts of the largest of 1024 numbers of a row. Products of digits are exact, and so are their sums.
+// This is Ozaki's scheme (https://arxiv.org/abs/2306.11975).
 //
-// What is much smaller than the largest keeps few bits. So x is looked at while it is packed. Two digits are tried if the problem
-// is coarse, and three otherwise. Where a number stands out of 1024, these have one more; where four are too little for many, or one
-// is not finite, very large or very small, another kernel multiplies the panel.
+// What is much smaller than the largest keeps few bits. So x is looked at while it is packed. Two digits are tried if
+// the problem is coarse, and three otherwise. Where a number stands out of 1024, these have one more; where four are
+// too little for many, or one is not finite, very large or very small, another kernel multiplies the panel.
 #ifndef EQQUANT_PANELS_H_
 #define EQQUANT_PANELS_H_
 
@@ -16,9 +16,9 @@ namespace {
 using F = __m512;
 using I = __m512i;
 
-constexpr int64_t kRows = 16;     // of a panel
-constexpr int64_t kSpan = 1024;   // codes of a row that share the scale of their integers
-constexpr int64_t kShort = 256;   // codes of a row, below which a product of floats has few sums to round
+constexpr int64_t kRows = 16;    // of a panel
+constexpr int64_t kSpan = 1024;  // codes of a row that share the scale of their integers
+constexpr int64_t kShort = 256;  // codes of a row, below which a product of floats has few sums to round
 constexpr int kMostDigits = 4;
 constexpr int64_t kUnitPanels = 16;  // in a unit, at most
 
@@ -35,7 +35,8 @@ constexpr int hardly_any_of(int64_t digits) { return digits == 2 ? 1 << 5 : 1 <<
 void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
   at += k * p.x_column;
   if (p.x_column == 1) {
-    for (int64_t i = 0; i < 16; ++i) out[i] = load_some(p.x, p.x_type, at + (i < rows ? i : 0) * p.x_row, i < rows ? first_few(real) : 0);
+    for (int64_t i = 0; i < 16; ++i)
+      out[i] = load_some(p.x, p.x_type, at + (i < rows ? i : 0) * p.x_row, i < rows ? first_few(real) : 0);
     Avx512::transpose(out);
     return;
   }
@@ -46,7 +47,8 @@ void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows,
       continue;
     }
     float values[16] = {0};
-    for (int64_t i = 0; i < (j < real ? rows : 0); ++i) _mm_store_ss(values + i, _mm512_castps512_ps128(load_some(p.x, p.x_type, from + i * p.x_row, 1)));
+    for (int64_t i = 0; i < (j < real ? rows : 0); ++i)
+      _mm_store_ss(values + i, _mm512_castps512_ps128(load_some(p.x, p.x_type, from + i * p.x_row, 1)));
     out[j] = _mm512_loadu_ps(values);
   }
 }
@@ -122,16 +124,16 @@ struct Span {
         count(min64(kSpan, p.k - first)), magnitudes(magnitudes_of(p, at, first, count, rows)) {}
 };
 
-// Where digits go: the high ones of the first four numbers of all rows, then those of the next four, `group` bytes on; lower ones
-// `digit` bytes on.
+// Where digits go: the high ones of the first four numbers of all rows, then those of the next four, `group` bytes on;
+// lower ones `digit` bytes on.
 struct Digits {
   uint8_t* to;
   int64_t group, digit;
 };
 
-// Packs a span as `kX` digits, and stores what a part of the largest is in each row. `where(k)` tells where 16 numbers go.
-// `keep(end, sums)` sees sums of the digits up to number `end`, high ones first; if it returns true, they begin anew. Returns
-// whether so many digits are enough.
+// Packs a span as `kX` digits, and stores what a part of the largest is in each row. `where(k)` tells where 16 numbers
+// go. `keep(end, sums)` sees sums of the digits up to number `end`, high ones first; if it returns true, they begin
+// anew. Returns whether so many digits are enough.
 template <int kX, class Where, class Keep>
 bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& where, const Keep& keep) {
   const F most = _mm512_castsi512_ps(span.magnitudes.most), largest = _mm512_set1_ps(largest_of(kX));
@@ -152,14 +154,17 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
         const I number = _mm512_cvtps_epi32(_mm512_mul_ps(values[4 * j + i], inverse));
         const I size = _mm512_abs_epi32(number);
         const __mmask16 some = _mm512_cmp_ps_mask(values[4 * j + i], _mm512_setzero_ps(), _CMP_NEQ_OQ);
-        tiny = _mm512_mask_add_epi32(tiny, _mm512_mask_cmplt_epu32_mask(some, size, _mm512_set1_epi32(few_bits_of(kX))), tiny, _mm512_set1_epi32(1));
-        tiniest = _mm512_mask_add_epi32(tiniest, _mm512_mask_cmplt_epu32_mask(some, size, _mm512_set1_epi32(hardly_any_of(kX))), tiniest, _mm512_set1_epi32(1));
+        tiny = _mm512_mask_add_epi32(tiny, _mm512_mask_cmplt_epu32_mask(some, size, _mm512_set1_epi32(few_bits_of(kX))),
+                                     tiny, _mm512_set1_epi32(1));
+        tiniest = _mm512_mask_add_epi32(tiniest,
+                                        _mm512_mask_cmplt_epu32_mask(some, size, _mm512_set1_epi32(hardly_any_of(kX))),
+                                        tiniest, _mm512_set1_epi32(1));
         digits[i] = digits_apart(number);
       }
       const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
       const I high0 = _mm512_unpackhi_epi32(digits[0], digits[1]), high1 = _mm512_unpackhi_epi32(digits[2], digits[3]);
-      const I apart[4] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1), _mm512_unpacklo_epi64(high0, high1),
-                          _mm512_unpackhi_epi64(high0, high1)};
+      const I apart[4] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1),
+                          _mm512_unpacklo_epi64(high0, high1), _mm512_unpackhi_epi64(high0, high1)};
 #pragma GCC unroll 4
       for (int digit = 0; digit < kX; ++digit) {
         const I codes = bytes_apart(apart[kX - 1 - digit]);
@@ -175,8 +180,8 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
 #pragma GCC unroll 4
     for (int digit = 0; digit < 4; ++digit) sums[digit] = _mm512_setzero_si512();
   }
-  // What is much smaller than the largest keeps few bits. Where that is so of many, or of a block, they may be all that a row of
-  // the weight takes. Of normal numbers a hundredth keeps few bits, and one in 400 hardly any.
+  // What is much smaller than the largest keeps few bits. Where that is so of many, or of a block, they may be all that
+  // a row of the weight takes. Of normal numbers a hundredth keeps few bits, and one in 400 hardly any.
   const I count = span.magnitudes.count;
   lost |= _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(count, kX == 2 ? 4 : 3));
   lost |= _mm512_cmpgt_epi32_mask(tiniest, _mm512_add_epi32(_mm512_srli_epi32(count, 6), _mm512_set1_epi32(4)));
@@ -188,8 +193,8 @@ struct Count {
   static constexpr int value = kX;
 };
 
-// Packs a span by `pack(Count<digits>)`, which tells whether so many are enough. Returns how many are, or 0 if its numbers must not
-// be digits.
+// Packs a span by `pack(Count<digits>)`, which tells whether so many are enough. Returns how many are, or 0 if its
+// numbers must not be digits.
 template <class Pack>
 int64_t pack_fewest(const Problem& p, const Span& span, bool short_rows, const Pack& pack) {
   if (!are_ordinary(span.magnitudes)) return 0;
@@ -218,8 +223,8 @@ void write_results(const Problem& p, int64_t at, int64_t rows, int64_t lanes, co
   write_square(p, at, rows, lanes, square);
 }
 
-// A panel times some rows of the weight, as a problem of its own. A single row of x would be multiplied in another way, which
-// makes infinities of NaN: it is multiplied twice, and written to one place.
+// A panel times some rows of the weight, as a problem of its own. A single row of x would be multiplied in another way,
+// which makes infinities of NaN: it is multiplied twice, and written to one place.
 Problem part_of(const Problem& p, int64_t batch, int64_t panel, int64_t n, int64_t count) {
   Problem q = p;
   const int64_t row = first_row(&p, batch) + n, item = p.x_type == kFloat32 ? 4 : 2, first = kRows * panel;
@@ -247,9 +252,11 @@ int64_t memory_of(const MatmulKernel& kernel, const Problem& part) {
   return round_up(plan.shared_bytes, 64) + plan.own_bytes;
 }
 
-// The same for each part of up to `count` rows of the weight. Units of fewer rows of x are larger, so a last panel may need more.
+// The same for each part of up to `count` rows of the weight. Units of fewer rows of x are larger, so a last panel may
+// need more.
 int64_t spare_of(const MatmulKernel& kernel, const Problem& p, int64_t count) {
-  return max64(memory_of(kernel, part_of(p, 0, 0, 0, count)), memory_of(kernel, part_of(p, 0, div_up(p.m, kRows) - 1, 0, count)));
+  return max64(memory_of(kernel, part_of(p, 0, 0, 0, count)),
+               memory_of(kernel, part_of(p, 0, div_up(p.m, kRows) - 1, 0, count)));
 }
 
 // Has a kernel compute it.
@@ -257,12 +264,14 @@ void multiply_by(const MatmulKernel& kernel, const Problem& part, char* memory) 
   Plan plan = {};
   kernel.plan(&part, 1, &plan);
   for (int64_t i = 0; i < plan.parts; ++i) kernel.prepare(&part, &plan, memory, i);
-  for (int64_t i = 0; i < plan.units; ++i) kernel.run(&part, &plan, memory, memory + round_up(plan.shared_bytes, 64), i);
+  for (int64_t i = 0; i < plan.units; ++i)
+    kernel.run(&part, &plan, memory, memory + round_up(plan.shared_bytes, 64), i);
 }
 
 // Has a kernel multiply what is not ordinary: all rows of a unit and its panel `j`, or those for which `odd(n)` holds.
 template <class Odd>
-void multiply_rest(const MatmulKernel& kernel, const Problem& p, const Extent& a, int64_t j, bool ordinary, const Odd& odd, char* memory) {
+void multiply_rest(const MatmulKernel& kernel, const Problem& p, const Extent& a, int64_t j, bool ordinary,
+                   const Odd& odd, char* memory) {
   if (!ordinary) return multiply_by(kernel, part_of(p, a.batch, a.panel + j, a.first, a.count), memory);
   for (int64_t n = 0; n < a.count; ++n)
     if (odd(n)) multiply_by(kernel, part_of(p, a.batch, a.panel + j, a.first + n, 1), memory);

@@ -23,7 +23,8 @@ const char* check_int8(const Int8Problem& problem, char* text, size_t room) {
   const int codes = 1 << p.bits;
   float lowest = p.table[0], highest = p.table[0];
   for (int i = 0; i < codes; ++i) {
-    EQQ_CHECK(fabsf(p.table[i]) <= 255 && p.table[i] == truncf(p.table[i]), "the table has %g, not integers", p.table[i]);
+    EQQ_CHECK(fabsf(p.table[i]) <= 255 && p.table[i] == truncf(p.table[i]), "the table has %g, not integers",
+              p.table[i]);
     lowest = p.table[i] < lowest ? p.table[i] : lowest;
     highest = p.table[i] > highest ? p.table[i] : highest;
   }
@@ -31,7 +32,8 @@ const char* check_int8(const Int8Problem& problem, char* text, size_t room) {
   const bool bytes = p.bits == 8 || is_split(p.bits);
   EQQ_CHECK(!bytes || p.values == kValueInteger, "codes of %d bits must be consecutive integers", p.bits);
   for (int i = 1; bytes && i < codes; ++i)
-    EQQ_CHECK(p.table[i] == p.table[0] + static_cast<float>(i), "codes of %d bits must be consecutive integers", p.bits);
+    EQQ_CHECK(p.table[i] == p.table[0] + static_cast<float>(i), "codes of %d bits must be consecutive integers",
+              p.bits);
   EQQ_CHECK(p.offset == nullptr, "integer products have no offsets");
 #undef EQQ_CHECK
   return nullptr;

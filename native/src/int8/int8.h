@@ -1,7 +1,9 @@
 // The product of integers: x as int8 codes and a scale per row, or floats that are quantized to that inside the call,
-// with given scales or their own, times a weight of integers. Sums of a block are exact in 32 bits, and scaled in float32.
+// with given scales or their own, times a weight of integers. Sums of a block are exact in 32 bits, and scaled in
+// float32.
 //
-//   y(b, m, n) = x_scale(b, m) * sum over blocks of scale * row_scale * sum over k of code(b, m, k) (table[code] - zero_point)
+//   y(b, m, n) = x_scale(b, m) * sum over blocks of scale * row_scale * sum over k of code(b, m, k) (table[code] -
+//   zero_point)
 //
 // With zero points of x too, products with a row of ones are the sums of the weight, which are subtracted as integers.
 #ifndef EQQUANT_INT8_H_
@@ -20,9 +22,10 @@ enum Int8Form {
 typedef struct Int8Problem {
   Problem p;             // `x_type` is the type of y; no `transpose`; `x_batch` and so on count elements of `form`
   const float* x_scale;  // (batch, m), of codes, or given to floats; or null
-  const uint8_t* x_zero;  // (batch, m), with `x_scale` of affine rows: codes, without a sign, mean what they are less that
-  int32_t form;          // Int8Form
-  int32_t affine;        // whether rows of x have zero points
+  const uint8_t*
+      x_zero;      // (batch, m), with `x_scale` of affine rows: codes, without a sign, mean what they are less that
+  int32_t form;    // Int8Form
+  int32_t affine;  // whether rows of x have zero points
 } Int8Problem;
 
 typedef struct Int8Kernel {

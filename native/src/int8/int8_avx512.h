@@ -35,7 +35,8 @@ struct Avx512Lanes {
   template <int kBits>
   EQQ_INLINE I codes(I bytes, int plane) {
     if (kBits == 8) return bytes;
-    return _mm512_and_si512(_mm512_srli_epi32(bytes, static_cast<unsigned>(plane * kBits)), _mm512_set1_epi8((1 << (kBits % 8)) - 1));
+    return _mm512_and_si512(_mm512_srli_epi32(bytes, static_cast<unsigned>(plane * kBits)),
+                            _mm512_set1_epi8((1 << (kBits % 8)) - 1));
   }
   EQQ_INLINE I table(const uint8_t* p) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -51,7 +52,9 @@ struct Avx512Lanes {
                            : _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(p)), which);
   }
-  EQQ_INLINE I lanes(const int32_t* p, int n) { return _mm512_castps_si512(lanes_f(reinterpret_cast<const float*>(p), n)); }
+  EQQ_INLINE I lanes(const int32_t* p, int n) {
+    return _mm512_castps_si512(lanes_f(reinterpret_cast<const float*>(p), n));
+  }
   EQQ_INLINE float from_half(uint16_t bits) { return _cvtsh_ss(bits); }
   EQQ_INLINE uint16_t to_half(float value) { return _cvtss_sh(value, 0); }
   static constexpr auto scales = decode_scales_avx512;

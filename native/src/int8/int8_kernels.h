@@ -12,8 +12,8 @@
 //   word(p)                four bytes in every lane
 //   scales                 `decode_scales_*` of `isa.h`
 //   from_half, to_half
-//   kPacks                 whether it packs `L` rows of `x`, and writes squares of results, by vectors of its own: `pack`, `put`
-//   kInRegisters           whether one row of `x` meets codes that are decoded in registers; for that
+//   kPacks                 whether it packs `L` rows of `x`, and writes squares of results, by vectors of its own:
+//   `pack`, `put` kInRegisters           whether one row of `x` meets codes that are decoded in registers; for that
 //   kRegisterRows          rows of the weight that it meets at a time: eight hide the latency of a block's sum
 //   load_some(p, n)        the first n bytes, and zeros;  codes<bits>(bytes, plane), lookup(table, codes)   of bytes
 //
@@ -23,35 +23,35 @@
 #ifndef EQQUANT_INT8_KERNELS_H_
 #define EQQUANT_INT8_KERNELS_H_
 
-#include "int8/int8.h"
 #include "core/runs.h"
+#include "int8/int8.h"
 
 namespace {
 
-constexpr int64_t kUnitRows = 48;      // of the weight in a unit, at most
-constexpr int64_t kInt8RowBlock = 256; // rows of `x` for which decoded rows are used
-constexpr int64_t kAhead = 2048;       // bytes of the weight: what is fetched before it is needed
-constexpr int64_t kNear = 4096;        // bytes ahead that have room in L1
-constexpr int64_t kLargeRun = 512;     // codes of a run, from which on its lanes are added up as integers
+constexpr int64_t kUnitRows = 48;       // of the weight in a unit, at most
+constexpr int64_t kInt8RowBlock = 256;  // rows of `x` for which decoded rows are used
+constexpr int64_t kAhead = 2048;        // bytes of the weight: what is fetched before it is needed
+constexpr int64_t kNear = 4096;         // bytes ahead that have room in L1
+constexpr int64_t kLargeRun = 512;      // codes of a run, from which on its lanes are added up as integers
 
 // One or two panels of as many rows of `x` as a vector has lanes, a tile of rows of the weight, and one step.
 struct Panel {
-  const uint8_t* w;       // rows of bytes, `w_row` apart
+  const uint8_t* w;  // rows of bytes, `w_row` apart
   int64_t w_row;
-  const uint8_t* x;       // groups of each row of `x`, one after the other
-  int64_t x_panel;        // bytes of a panel
-  const uint8_t* next;    // the same bytes of the next tile, which are fetched; or null
-  int64_t next_row;       // bytes from one of its rows to the next
-  int64_t bits;           // of a code
+  const uint8_t* x;     // groups of each row of `x`, one after the other
+  int64_t x_panel;      // bytes of a panel
+  const uint8_t* next;  // the same bytes of the next tile, which are fetched; or null
+  int64_t next_row;     // bytes from one of its rows to the next
+  int64_t bits;         // of a code
   Step step;
   const int32_t* sums_x;  // of the lanes for each run, runs `sums_stride` apart
   int64_t sums_stride;
-  const int32_t* offset;  // what codes are off, for rows and runs: null if it is in `sums_x`
-  const int32_t* shift;   // what codes of the lanes are too much; null without zero points of x
+  const int32_t* offset;   // what codes are off, for rows and runs: null if it is in `sums_x`
+  const int32_t* shift;    // what codes of the lanes are too much; null without zero points of x
   const int32_t* weights;  // for rows and runs: sums of the weight in this step
-  const float* scale;     // for rows and runs, `kRunRoom` apart
-  float* sums;            // results so far, a row of the tile after the other
-  int32_t* partial;       // those of runs that have not ended, likewise
+  const float* scale;      // for rows and runs, `kRunRoom` apart
+  float* sums;             // results so far, a row of the tile after the other
+  int32_t* partial;        // those of runs that have not ended, likewise
 };
 
 constexpr int64_t kRunRoom = kStep / 16 + 16;
@@ -61,8 +61,8 @@ struct Int8Kernels {
   using I = typename V::I;
   using F = typename V::F;
   static constexpr int L = V::L;
-  static constexpr int64_t kBytes = 4 / V::kGroup;    // of a code
-  static constexpr int64_t kCodes = L * V::kGroup;    // of a vector
+  static constexpr int64_t kBytes = 4 / V::kGroup;  // of a code
+  static constexpr int64_t kCodes = L * V::kGroup;  // of a vector
   static constexpr bool kCorrects = V::kGroup == 4;
 
   enum { kFewMethod = 0, kPanelMethod = 1 };
@@ -71,8 +71,8 @@ struct Int8Kernels {
     int64_t method;
     int64_t rows, chunks, row_blocks;
     int64_t m_padded;
-    int64_t panels;             // parts of the preparation of one batch
-    int64_t sums, lanes, x;     // where they are in shared memory: sums of runs, of lanes, and codes
+    int64_t panels;                        // parts of the preparation of one batch
+    int64_t sums, lanes, x;                // where they are in shared memory: sums of runs, of lanes, and codes
     int64_t scale_at, partial_at, sum_at;  // likewise in the memory of a thread
   };
 
@@ -397,14 +397,14 @@ struct Int8Kernels {
   struct Dot {
     const uint8_t* w[8];
     const uint8_t* x;
-    int64_t x_row;           // bytes
-    const int32_t* lanes;    // sums of lanes, if they correct
+    int64_t x_row;         // bytes
+    const int32_t* lanes;  // sums of lanes, if they correct
     int64_t lane_row;
-    const int32_t* shift;    // of rows of `x`, if they have zero points
-    const float* scale;      // `kRunRoom` apart
+    const int32_t* shift;  // of rows of `x`, if they have zero points
+    const float* scale;    // `kRunRoom` apart
     const int32_t* offset;
-    int64_t runs, size;      // of the step
-    void* sums;              // vectors of rows and rows of `x`: floats if summed by lanes, else integers
+    int64_t runs, size;  // of the step
+    void* sums;          // vectors of rows and rows of `x`: floats if summed by lanes, else integers
   };
 
   template <int kRows, int kM, bool kZero, bool kShift>
@@ -583,8 +583,8 @@ struct Int8Kernels {
     return V::sum(acc[0]);
   }
 
-  // Sums of scaled products of `kRegisterRows` rows in blocks: of 16 or 32 codes, or of `per` vectors. They share what is
-  // loaded of `x`. Rows past `count` are the last one again.
+  // Sums of scaled products of `kRegisterRows` rows in blocks: of 16 or 32 codes, or of `per` vectors. They share what
+  // is loaded of `x`. Rows past `count` are the last one again.
   template <int kBits, bool kLookUp, int kBlocks, bool kZero>
   static void many_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count,
                           const uint8_t* x, const int32_t* lanes, I table, float* out) {
@@ -593,7 +593,8 @@ struct Int8Kernels {
     // Where floats lie in memory one for each block, they are read there; several are read four at a time.
     const bool direct = p.scale_kind == kScaleFloat32 && p.row_scale == nullptr && kBlocks == 1;
     const bool together = step >= p.k && p.row_scale == nullptr && count == kRows;  // one row's lie behind another's
-    // The next rows, as they lie in memory: a line of each in turn would double the time where the weight is not cached.
+    // The next rows, as they lie in memory: a line of each in turn would double the time where the weight is not
+    // cached.
     const int64_t ahead = max64(kNear, kRows * p.words);
     float room[kRows * kRoom];
     int32_t offset[kRows][kZero ? kRoom : 1];
@@ -669,8 +670,10 @@ struct Int8Kernels {
     const float x_scale = reinterpret_cast<const float*>(shared)[batch];
     const bool zero = p.zero_point != nullptr;
     auto* several_scales = zero ? many_scales<kBits, kLookUp, 1, true> : many_scales<kBits, kLookUp, 1, false>;
-    if (r.size == 32) several_scales = zero ? many_scales<kBits, kLookUp, 2, true> : many_scales<kBits, kLookUp, 2, false>;
-    if (r.size == 16) several_scales = zero ? many_scales<kBits, kLookUp, 4, true> : many_scales<kBits, kLookUp, 4, false>;
+    if (r.size == 32)
+      several_scales = zero ? many_scales<kBits, kLookUp, 2, true> : many_scales<kBits, kLookUp, 2, false>;
+    if (r.size == 16)
+      several_scales = zero ? many_scales<kBits, kLookUp, 4, true> : many_scales<kBits, kLookUp, 4, false>;
     const int64_t weight = first_row(&p, batch);
     if (r.count > 1) {
       for (int64_t n = first; n < first + count; n += V::kRegisterRows) {
@@ -692,7 +695,8 @@ struct Int8Kernels {
     }
   }
 
-  static void run_one(const Problem& p, const Detail& d, const char* shared, int64_t batch, int64_t first, int64_t count) {
+  static void run_one(const Problem& p, const Detail& d, const char* shared, int64_t batch, int64_t first,
+                      int64_t count) {
     if constexpr (V::kInRegisters) {
       const Integers v = integers_of(p);
       const bool look = v.looks_up || v.shift > 0;
@@ -736,47 +740,48 @@ struct Int8Kernels {
       memset(sums, 0, 4 * kRows * all * (L + 1));
       Step s = first_step(r);
       if (r.count > 0) do {
-        const int64_t position = s.run * r.size + s.offset;
-        const int64_t bytes = step_start(r, s) * p.bits / 8, end = bytes + step_codes(s) * p.bits / 8;
-        for (int64_t j = 0; j < kRows; ++j) {
-          const int64_t at = row + min64(j, rows - 1);
-          for (int64_t b = bytes; b < end; b += 64) __builtin_prefetch(p.codes + (at + kRows) * p.words + b);
-          step_scales(p, r, v, s, at, scale + j * kRunRoom, offset + j * kRunRoom);
-          a.w[j] = decode(p, r, v, s, at, offset + j * kRunRoom, true, rooms + kRows * kStepRoom, rooms + j * kStepRoom);
-        }
-        a.x = reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * all * row_codes(r) + position) * kBytes;
-        a.runs = s.runs;
-        a.size = s.length;
-        a.sums = lanes ? static_cast<void*>(sums) : partial;
-        a.lanes = nullptr;
-        if (kCorrects && lanes)
-          a.lanes = reinterpret_cast<const int32_t*>(shared + d.lanes) + batch * all * a.lane_row +
-                    position / max64(r.size, kCodes) * L;
-        if (lanes) {
-          step(a);
-          continue;
-        }
-        for (int64_t run = 0; run < s.runs; ++run) {
-          step(a);
-          for (int64_t j = 0; j < kRows; ++j) a.w[j] += s.length * kBytes;
-          a.x += s.length * kBytes;
-          if (!s.ends) continue;
-          for (int64_t j = 0; j < rows; ++j) {
-            int32_t ones = 0;
-            for (int64_t m = all - 1; m >= 0; --m) {
-              int32_t sum = V::sum(V::load(partial + (j * all + m) * L));
-              const int32_t x_sum = x_sums[(s.run + run) * d.m_padded + m];
-              if (kCorrects) sum += zero ? offset[j * kRunRoom + run] * x_sum : x_sum;
-              if (m == p.m) {
-                ones = sum;
-              } else {
-                totals[j * p.m + m] += static_cast<float>(sum - a.shift[m] * ones) * scale[j * kRunRoom + run];
+          const int64_t position = s.run * r.size + s.offset;
+          const int64_t bytes = step_start(r, s) * p.bits / 8, end = bytes + step_codes(s) * p.bits / 8;
+          for (int64_t j = 0; j < kRows; ++j) {
+            const int64_t at = row + min64(j, rows - 1);
+            for (int64_t b = bytes; b < end; b += 64) __builtin_prefetch(p.codes + (at + kRows) * p.words + b);
+            step_scales(p, r, v, s, at, scale + j * kRunRoom, offset + j * kRunRoom);
+            a.w[j] =
+                decode(p, r, v, s, at, offset + j * kRunRoom, true, rooms + kRows * kStepRoom, rooms + j * kStepRoom);
+          }
+          a.x = reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * all * row_codes(r) + position) * kBytes;
+          a.runs = s.runs;
+          a.size = s.length;
+          a.sums = lanes ? static_cast<void*>(sums) : partial;
+          a.lanes = nullptr;
+          if (kCorrects && lanes)
+            a.lanes = reinterpret_cast<const int32_t*>(shared + d.lanes) + batch * all * a.lane_row +
+                      position / max64(r.size, kCodes) * L;
+          if (lanes) {
+            step(a);
+            continue;
+          }
+          for (int64_t run = 0; run < s.runs; ++run) {
+            step(a);
+            for (int64_t j = 0; j < kRows; ++j) a.w[j] += s.length * kBytes;
+            a.x += s.length * kBytes;
+            if (!s.ends) continue;
+            for (int64_t j = 0; j < rows; ++j) {
+              int32_t ones = 0;
+              for (int64_t m = all - 1; m >= 0; --m) {
+                int32_t sum = V::sum(V::load(partial + (j * all + m) * L));
+                const int32_t x_sum = x_sums[(s.run + run) * d.m_padded + m];
+                if (kCorrects) sum += zero ? offset[j * kRunRoom + run] * x_sum : x_sum;
+                if (m == p.m) {
+                  ones = sum;
+                } else {
+                  totals[j * p.m + m] += static_cast<float>(sum - a.shift[m] * ones) * scale[j * kRunRoom + run];
+                }
               }
             }
+            memset(partial, 0, 4 * kRows * all * L);
           }
-          memset(partial, 0, 4 * kRows * all * L);
-        }
-      } while (next_step(r, s));
+        } while (next_step(r, s));
       for (int64_t j = 0; j < rows; ++j)
         for (int64_t m = 0; m < p.m; ++m) {
           const float sum = lanes ? V::sum_f(V::load_f(sums + (j * p.m + m) * L)) : totals[j * p.m + m];
@@ -792,8 +797,8 @@ struct Int8Kernels {
       static_cast<uint16_t*>(p.y)[at] = V::to_half(value);
     } else {
       const uint32_t bits = float_to_bits(value);
-      static_cast<uint16_t*>(p.y)[at] = static_cast<uint16_t>(
-          value != value ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+      static_cast<uint16_t*>(p.y)[at] =
+          static_cast<uint16_t>(value != value ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
     }
   }
 
@@ -886,12 +891,14 @@ struct Int8Kernels {
 
   template <int kVectors>
   EQQ_INLINE void tiles_of(const Panel& a) {
-    if (a.shift == nullptr) return a.offset != nullptr ? tiles<kVectors, true, false>(a) : tiles<kVectors, false, false>(a);
+    if (a.shift == nullptr)
+      return a.offset != nullptr ? tiles<kVectors, true, false>(a) : tiles<kVectors, false, false>(a);
     a.offset != nullptr ? tiles<kVectors, true, true>(a) : tiles<kVectors, false, true>(a);
   }
 
   // Sums of the weight in each run of a step, over codes that are no padding.
-  static void sum_weights(const Runs& r, int64_t k, const Step& s, const uint8_t* w, const int32_t* offset, int32_t* out) {
+  static void sum_weights(const Runs& r, int64_t k, const Step& s, const uint8_t* w, const int32_t* offset,
+                          int32_t* out) {
     for (int64_t run = 0; run < s.runs; ++run, w += s.length * kBytes) {
       const int64_t count = max64(min64(s.length, run_length(r, k, s.run + run) - s.offset), 0);
       int32_t sum = kCorrects ? offset[run] * static_cast<int32_t>(count) : 0;
@@ -905,8 +912,8 @@ struct Int8Kernels {
     }
   }
 
-  // Memory that results will be written over, of some rows of the weight and of x: stores to so many places do not fetch
-  // it in time.
+  // Memory that results will be written over, of some rows of the weight and of x: stores to so many places do not
+  // fetch it in time.
   static void fetch_results(const Problem& p, int64_t at, int64_t count, int64_t lanes) {
     const int64_t item = p.x_type == kFloat32 ? 4 : 2;
     const char* y = static_cast<const char*>(p.y) + at * item;
@@ -931,7 +938,8 @@ struct Int8Kernels {
     const float* x_scale = reinterpret_cast<const float*>(shared) + batch * d.m_padded;
     const int32_t* x_sums = reinterpret_cast<const int32_t*>(shared + d.sums) + batch * (r.count + 1) * d.m_padded;
     const int64_t start = block * kInt8RowBlock, width = min64(kInt8RowBlock, d.m_padded - start);
-    const uint8_t* x = reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * d.m_padded + start) * row_codes(r) * kBytes;
+    const uint8_t* x =
+        reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * d.m_padded + start) * row_codes(r) * kBytes;
     const int64_t real = min64(width, p.m - start), base = batch * p.y_batch + start * p.y_row + first * p.y_column;
     memset(sums, 0, 4 * d.rows * width);
     memset(weights, 0, 4 * V::kTileRows * kRunRoom);  // of rows past the last one too
@@ -952,7 +960,8 @@ struct Int8Kernels {
       for (int64_t tile = 0; tile < count; tile += V::kTileRows) {
         const int64_t rows = min64(V::kTileRows, count - tile), row = first_row(&p, batch) + first + tile;
         // Rows that all have the whole step as bytes are multiplied where they lie.
-        const bool direct = kBytes == 1 && p.bits == 8 && rows == V::kTileRows && in_a_row(r, s) && from + step_codes(s) <= p.k;
+        const bool direct =
+            kBytes == 1 && p.bits == 8 && rows == V::kTileRows && in_a_row(r, s) && from + step_codes(s) <= p.k;
         a.w = direct ? p.codes + row * p.words + from : nullptr;
         a.w_row = direct ? p.words : kStepRoom;
         for (int64_t i = 0; i < rows; ++i) {
@@ -995,7 +1004,8 @@ struct Int8Kernels {
                                          x_scale + start + m + l, min64(L, count - i), min64(L, some - l));
       } else if (p.y_row == 1) {
         for (int64_t i = 0; i < count; ++i)
-          for (int64_t l = 0; l < some; ++l) write(p, at + l + i * p.y_column, tiles[i * lanes + l] * x_scale[start + m + l]);
+          for (int64_t l = 0; l < some; ++l)
+            write(p, at + l + i * p.y_column, tiles[i * lanes + l] * x_scale[start + m + l]);
       } else {
         for (int64_t l = 0; l < some; ++l)
           for (int64_t i = 0; i < count; ++i)
@@ -1007,7 +1017,8 @@ struct Int8Kernels {
   static void run(const Int8Problem* problem, const Plan* plan, const void* shared, void* own, int64_t unit) {
     Detail d;
     memcpy(&d, plan->detail, sizeof d);
-    const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks, batch = unit / d.chunks / d.row_blocks;
+    const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks,
+                  batch = unit / d.chunks / d.row_blocks;
     const int64_t first = chunk * d.rows, count = min64(d.rows, problem->p.n - first);
     const char* memory = static_cast<const char*>(shared);
     if (in_registers(*problem, runs_of(problem->p))) {

@@ -3,9 +3,9 @@
 #ifndef EQQUANT_INT8_ROWS_H_
 #define EQQUANT_INT8_ROWS_H_
 
+#include "core/runs.h"
 #include "float/avx512.h"
 #include "int8/int8.h"
-#include "core/runs.h"
 
 namespace {
 
@@ -29,7 +29,8 @@ typename K::Row row_at(const Int8Problem& q, int64_t m, const void* x) {
   for (; k + 32 <= count; k += 32) take(0, k, 0xffff), take(1, k + 16, 0xffff);
   for (; k < count; k += 16) take(0, k, first_few(count - k));
   return K::row_of(q, m, _mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1])),
-                   _mm512_reduce_min_ps(_mm512_min_ps(low[0], low[1])), _mm512_reduce_max_ps(_mm512_max_ps(high[0], high[1])));
+                   _mm512_reduce_min_ps(_mm512_min_ps(low[0], low[1])),
+                   _mm512_reduce_max_ps(_mm512_max_ps(high[0], high[1])));
 }
 
 // The same of `rows` floats across, each a lane of what lies side by side.
@@ -95,7 +96,8 @@ EQQ_INLINE I quantize(const Quantizer& q, const F* values, int64_t count) {
 
 // Four columns of a panel, of which `count` are real, for rows that have codes: four bytes of each row.
 template <int kType>
-EQQ_INLINE I columns(const Problem& p, const Quantizer& across, __mmask16 coded, const void* x, int64_t first, int64_t count) {
+EQQ_INLINE I columns(const Problem& p, const Quantizer& across, __mmask16 coded, const void* x, int64_t first,
+                     int64_t count) {
   F values[4];
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) values[j] = load_some(x, kType, (first + j) * p.x_column, j < count ? coded : 0);
@@ -111,7 +113,7 @@ struct Packed {
   bool fetches;           // whether the next sixteen rows are packed after these
   float* scales;          // of the rows; null if another part writes them
   int32_t* shifts;
-  uint8_t* out;           // of the first part: groups of each row, one after the other
+  uint8_t* out;  // of the first part: groups of each row, one after the other
 };
 
 EQQ_INLINE int64_t depth_of(const Runs& r) { return min64(r.size, 64); }
@@ -140,7 +142,8 @@ void pack(const Int8Problem& q, const Runs& r, const Packed& a, const Each& each
     coded |= static_cast<__mmask16>(K::has_codes(all[i]) << i);
     quantizers[i] = quantizer(_mm512_set1_ps(scale[i]), _mm512_set1_ps(zero[i]), q.affine);
   }
-  const Quantizer across = quantizer(_mm512_mask_loadu_ps(_mm512_set1_ps(1), coded, scale), _mm512_loadu_ps(zero), q.affine);
+  const Quantizer across =
+      quantizer(_mm512_mask_loadu_ps(_mm512_set1_ps(1), coded, scale), _mm512_loadu_ps(zero), q.affine);
   if (a.scales != nullptr) {
     memcpy(a.scales, scale, sizeof scale);
     memcpy(a.shifts, shift, sizeof shift);

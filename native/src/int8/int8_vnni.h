@@ -17,7 +17,8 @@ struct Vnni : Avx512Lanes {
   }
 
   template <class K>
-  static void pack(const Int8Problem& q, const Runs& r, int64_t batch, int64_t first, float* scales, int32_t* shifts, uint8_t* out) {
+  static void pack(const Int8Problem& q, const Runs& r, int64_t batch, int64_t first, float* scales, int32_t* shifts,
+                   uint8_t* out) {
     pack_rows<K>(q, r, {batch, first, 0, 1, true, scales, shifts, out}, [](int64_t, int64_t) {});
   }
   // Sums of the runs of a panel, times a factor; those of a run are `stride` behind those of the one before.
@@ -30,7 +31,8 @@ struct Vnni : Avx512Lanes {
   }
   // Writes sums of `count` rows of the weight, `stride` apart, times the scales of x.
   template <class K>
-  static void put(const Problem& p, int64_t base, const float* sums, int64_t stride, const float* x_scale, int64_t count, int64_t lanes) {
+  static void put(const Problem& p, int64_t base, const float* sums, int64_t stride, const float* x_scale,
+                  int64_t count, int64_t lanes) {
     F square[16];
     const F scale = load_f(x_scale);
 #pragma GCC unroll 16

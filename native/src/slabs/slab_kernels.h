@@ -35,10 +35,11 @@ EQQ_INLINE float sum_of(Floats a) {
   return (q[0][0] + q[0][2]) + (q[0][1] + q[0][3]);
 }
 
-// Unpacks one part of the codes of a segment, shifted to its place. `out` has room for a plane more than they need; bytes up to
-// `limit` can be read.
+// Unpacks one part of the codes of a segment, shifted to its place. `out` has room for a plane more than they need;
+// bytes up to `limit` can be read.
 template <int kBits>
-EQQ_INLINE const uint8_t* unpack_part(const uint8_t* bytes, const uint8_t* limit, int64_t count, int shift, uint8_t* out) {
+EQQ_INLINE const uint8_t* unpack_part(const uint8_t* bytes, const uint8_t* limit, int64_t count, int shift,
+                                      uint8_t* out) {
   constexpr int64_t kPlanes = 8 / kBits;
   for (; count >= kPlane * kPlanes; count -= kPlane * kPlanes, bytes += kPlane, out += kPlane * kPlanes)
     unpack_segment<kBits>(bytes, kPlane, shift, out);
@@ -93,11 +94,11 @@ EQQ_INLINE void unpack_last(const uint8_t* bytes, const uint8_t* limit, int64_t 
   }
 }
 
-// Codes `first` to `last` of some rows of `length`, where `first` begins a segment: `step` codes from row to row. `out` has room
-// for a plane more, and `limit` is the end of what can be read.
+// Codes `first` to `last` of some rows of `length`, where `first` begins a segment: `step` codes from row to row. `out`
+// has room for a plane more, and `limit` is the end of what can be read.
 template <int kBits>
-EQQ_INLINE void unpack_rows(const uint8_t* packed, const uint8_t* limit, int64_t length, int64_t first, int64_t last, int64_t rows,
-                            uint8_t* out, int64_t step) {
+EQQ_INLINE void unpack_rows(const uint8_t* packed, const uint8_t* limit, int64_t length, int64_t first, int64_t last,
+                            int64_t rows, uint8_t* out, int64_t step) {
   constexpr int64_t kCodes = kPlane * (8 / (kBits & -kBits)), kSize = kCodes * kBits / 8;
   const int64_t whole = (last - first) / kCodes, rest = (last - first) % kCodes, words = packed_bytes(length, kBits);
   const int64_t count = min64(kCodes, length - first - whole * kCodes);  // of the segment that is cut short
@@ -117,8 +118,8 @@ EQQ_INLINE void unpack_rows(const uint8_t* packed, const uint8_t* limit, int64_t
   }
 }
 
-EQQ_INLINE void unpack(const uint8_t* packed, const uint8_t* limit, int64_t length, int bits, int64_t first, int64_t last, int64_t rows,
-                       uint8_t* out, int64_t step) {
+EQQ_INLINE void unpack(const uint8_t* packed, const uint8_t* limit, int64_t length, int bits, int64_t first,
+                       int64_t last, int64_t rows, uint8_t* out, int64_t step) {
   switch (bits) {
     case 1: return unpack_rows<1>(packed, limit, length, first, last, rows, out, step);
     case 2: return unpack_rows<2>(packed, limit, length, first, last, rows, out, step);
@@ -140,8 +141,8 @@ void join_rows(const Problem* problem, int64_t row, int64_t rows, int64_t first,
 }
 
 // Any codes of a row: from the first of a segment on, of which the first wanted are returned.
-EQQ_INLINE const uint8_t* some_of(const uint8_t* packed, const uint8_t* limit, int64_t length, int bits, int64_t first, int64_t last,
-                                  uint8_t* room) {
+EQQ_INLINE const uint8_t* some_of(const uint8_t* packed, const uint8_t* limit, int64_t length, int bits, int64_t first,
+                                  int64_t last, uint8_t* room) {
   const int64_t skip = first % segment_codes(bits);
   unpack(packed, limit, length, bits, first - skip, last, 1, room, 0);
   return room + skip;
@@ -169,9 +170,10 @@ EQQ_INLINE void decode_floats(const Problem& p, int64_t row, int64_t first, int6
 #endif
 }
 
-// `low + code`, times the factors of blocks of `size`, a multiple of eight, of which codes and factors begin one. There is room
-// for a vector more than there are codes.
-EQQ_INLINE void scale_integers(const uint8_t* codes, int64_t count, float low, const float* factors, int64_t size, float* out) {
+// `low + code`, times the factors of blocks of `size`, a multiple of eight, of which codes and factors begin one. There
+// is room for a vector more than there are codes.
+EQQ_INLINE void scale_integers(const uint8_t* codes, int64_t count, float low, const float* factors, int64_t size,
+                               float* out) {
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   // A loop of its own: GCC converts vectors of bytes one by one.
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(codes[i]) + low;
@@ -189,8 +191,8 @@ EQQ_INLINE void scale_integers(const uint8_t* codes, int64_t count, float low, c
   }
 }
 
-void scales_of_rows(const Problem* problem, bool offsets, bool consecutive, int64_t row, int64_t rows, int64_t first, int64_t last,
-                    float* out, float* room) {
+void scales_of_rows(const Problem* problem, bool offsets, bool consecutive, int64_t row, int64_t rows, int64_t first,
+                    int64_t last, float* out, float* room) {
   Problem p = *problem;
   if (offsets) {
     p.scale = p.offset;

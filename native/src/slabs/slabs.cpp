@@ -54,8 +54,8 @@ Slabs::Slabs(const Problem& p, int64_t threads) {
     double sum = 0;
     for (int64_t i = 0; i < codes; ++i) sum += p.table[i];
     middle_ = std::isfinite(sum) ? static_cast<float>(sum / static_cast<double>(codes)) : 0;
-    // Kernels compute integers faster than they look them up. Of those next to the middle the upper one is nearer to the code of
-    // zero, where an offset is the end of a block that is farther from zero (MLX).
+    // Kernels compute integers faster than they look them up. Of those next to the middle the upper one is nearer to
+    // the code of zero, where an offset is the end of a block that is farther from zero (MLX).
     if (p.values == kValueInteger) middle_ = ceilf(middle_);
   }
   // Kernels take the range of values from the table, so codes of a byte that do not occur stand for one that does.
@@ -93,7 +93,8 @@ Slabs::Slabs(const Problem& p, int64_t threads) {
 
 Problem Slabs::slab(const Problem& p, int64_t batch, int64_t index, void* own) const {
   char* memory = static_cast<char*>(own);
-  const int64_t first = index * size_, size = min64(size_, extent_ - first), row = first_row(&p, batch) + (p.transpose ? 0 : first);
+  const int64_t first = index * size_, size = min64(size_, extent_ - first),
+                row = first_row(&p, batch) + (p.transpose ? 0 : first);
   const int64_t item = p.x_type == kFloat32 ? 4 : 2, block = first_block(p, index);
   Problem q = p;
   q.batch = q.stack = 1;
@@ -109,7 +110,8 @@ Problem Slabs::slab(const Problem& p, int64_t batch, int64_t index, void* own) c
     q.n = size;
   }
   q.codes = p.codes + row * p.words + (p.transpose ? first * p.bits / 8 : 0);
-  if (p.zero_point != nullptr) q.zero_point = p.zero_point + row * p.zero_words + (p.transpose ? block : 0);  // bytes, or all are joined
+  if (p.zero_point != nullptr)
+    q.zero_point = p.zero_point + row * p.zero_words + (p.transpose ? block : 0);  // bytes, or all are joined
   if (joins_) {
     q.bits = 8;
     q.words = q.k;
@@ -134,13 +136,15 @@ Problem Slabs::slab(const Problem& p, int64_t batch, int64_t index, void* own) c
 void Slabs::fill(const SlabKernel& kernel, const Problem& p, int64_t batch, int64_t index, void* own) const {
   char* memory = static_cast<char*>(own);
   const Problem q = slab(p, batch, index, own);
-  const int64_t first = index * size_, row = first_row(&p, batch) + (p.transpose ? 0 : first), from = p.transpose ? first : 0;
+  const int64_t first = index * size_, row = first_row(&p, batch) + (p.transpose ? 0 : first),
+                from = p.transpose ? first : 0;
   const int64_t block = first_block(p, index);
   uint8_t* codes = reinterpret_cast<uint8_t*>(memory);
   float *scales = reinterpret_cast<float*>(memory + scales_), *offsets = reinterpret_cast<float*>(memory + offsets_);
   if (joins_) {
     kernel.join(&p, row, q.n, from, from + q.k, codes);
-    if (p.zero_point != nullptr) kernel.zeros(&p, row, q.n, block, block + q.blocks, reinterpret_cast<uint8_t*>(memory + zeros_));
+    if (p.zero_point != nullptr)
+      kernel.zeros(&p, row, q.n, block, block + q.blocks, reinterpret_cast<uint8_t*>(memory + zeros_));
   }
   if (!decodes_) return;
   float* room = reinterpret_cast<float*>(memory + room_);
@@ -150,7 +154,8 @@ void Slabs::fill(const SlabKernel& kernel, const Problem& p, int64_t batch, int6
   for (int64_t i = 0; i < q.n * q.blocks; ++i) offsets[i] += middle_ * scales[i];
 }
 
-void Slabs::add(const SlabKernel& kernel, const Problem& p, int64_t batch, int64_t index, void* own, const float* sums) const {
+void Slabs::add(const SlabKernel& kernel, const Problem& p, int64_t batch, int64_t index, void* own,
+                const float* sums) const {
   if (p.offset == nullptr) return;
   char* memory = static_cast<char*>(own);
   const Problem q = slab(p, batch, index, own);
@@ -163,9 +168,10 @@ void Slabs::add(const SlabKernel& kernel, const Problem& p, int64_t batch, int64
   add_infinite(kernel, p, batch, index, own, sums);
 }
 
-// Of rows of x with infinities: codes and offsets apart make NaN of infinities of both signs, where the sum of both is a number of
-// one. So these are multiplied again, number by number.
-void Slabs::add_infinite(const SlabKernel& kernel, const Problem& p, int64_t batch, int64_t index, void* own, const float* sums) const {
+// Of rows of x with infinities: codes and offsets apart make NaN of infinities of both signs, where the sum of both is
+// a number of one. So these are multiplied again, number by number.
+void Slabs::add_infinite(const SlabKernel& kernel, const Problem& p, int64_t batch, int64_t index, void* own,
+                         const float* sums) const {
   char* memory = static_cast<char*>(own);
   const Problem q = slab(p, batch, index, own);
   const float *x = static_cast<const float*>(q.x), *scales = reinterpret_cast<const float*>(memory + scales_);
@@ -188,7 +194,9 @@ void Slabs::add_infinite(const SlabKernel& kernel, const Problem& p, int64_t bat
   bool whole = false;  // whether offsets are, without the middle of the table
   for (int64_t m = 0; m < q.m; ++m) {
     if (!has_infinity(m)) continue;
-    if (!whole) kernel.scales(&p, true, consecutive_, row, q.n, block, block + q.blocks, offsets, reinterpret_cast<float*>(memory + room_));
+    if (!whole)
+      kernel.scales(&p, true, consecutive_, row, q.n, block, block + q.blocks, offsets,
+                    reinterpret_cast<float*>(memory + room_));
     whole = true;
     for (int64_t o = 0; o < outer; ++o) {
       float sum = 0;

@@ -1,30 +1,31 @@
-// Weights that kernels cannot read as they are: codes of 3, 5, 6 or 7 bits, which lie in several bytes; scales that are codes
-// with scales of their own; offsets of blocks.
+// Weights that kernels cannot read as they are: codes of 3, 5, 6 or 7 bits, which lie in several bytes; scales that are
+// codes with scales of their own; offsets of blocks.
 //
-// Such a weight is multiplied a slab at a time, some rows, or some columns where the product is transposed. What is packed or
-// nested in it is brought to bytes and floats in the memory of the thread, and stays in the cache. Then the kernel of the
-// instruction set multiplies the slab, a weight like any other. Offsets are a product of their own, with sums of blocks of x,
-// which is added to the result. All slabs meet the same packed x.
+// Such a weight is multiplied a slab at a time, some rows, or some columns where the product is transposed. What is
+// packed or nested in it is brought to bytes and floats in the memory of the thread, and stays in the cache. Then the
+// kernel of the instruction set multiplies the slab, a weight like any other. Offsets are a product of their own, with
+// sums of blocks of x, which is added to the result. All slabs meet the same packed x.
 #ifndef EQQUANT_SLABS_H_
 #define EQQUANT_SLABS_H_
 
-#include "int8/int8.h"
 #include "core/isa.h"
+#include "int8/int8.h"
 
-// What happens to a slab besides, compiled for some instruction sets. Codes and blocks are those `first` to `last` of each of some
-// rows, which lie without gaps in `out`; a vector more may be written there.
+// What happens to a slab besides, compiled for some instruction sets. Codes and blocks are those `first` to `last` of
+// each of some rows, which lie without gaps in `out`; a vector more may be written there.
 typedef struct SlabKernel {
   // Codes as bytes. `first` begins a segment.
   void (*join)(const Problem*, int64_t row, int64_t rows, int64_t first, int64_t last, uint8_t* out);
   // Zero points as bytes.
   void (*zeros)(const Problem*, int64_t row, int64_t rows, int64_t first, int64_t last, uint8_t* out);
-  // Scales times that of the row, or offsets. `consecutive`: the table of their codes is integers, each one more than the last.
-  // `room` has a float for each `scale` of these rows, if scales are codes.
-  void (*scales)(const Problem*, bool offsets, bool consecutive, int64_t row, int64_t rows, int64_t first, int64_t last, float* out,
-                 float* room);
+  // Scales times that of the row, or offsets. `consecutive`: the table of their codes is integers, each one more than
+  // the last. `room` has a float for each `scale` of these rows, if scales are codes.
+  void (*scales)(const Problem*, bool offsets, bool consecutive, int64_t row, int64_t rows, int64_t first, int64_t last,
+                 float* out, float* room);
   // Sums of the blocks of row `m` of x.
   void (*sums)(const Problem*, int64_t batch, int64_t m, float* out);
-  // Adds products with the offsets of a slab, a problem of one batch, to its results. `sums` are those of all rows of x.
+  // Adds products with the offsets of a slab, a problem of one batch, to its results. `sums` are those of all rows of
+  // x.
   void (*add)(const Problem* slab, const float* offsets, const float* sums);
   // The same, transposed. `room` has a float for each block.
   void (*add_transposed)(const Problem* slab, const float* offsets, float* room);
@@ -54,7 +55,8 @@ class Slabs {
   // Brings it there.
   void fill(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own) const;
   // Adds offsets, once it is multiplied.
-  void add(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own, const float* sums) const;
+  void add(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own,
+           const float* sums) const;
 
  private:
   bool needed_ = false, joins_ = false, decodes_ = false, consecutive_ = true;
@@ -62,9 +64,12 @@ class Slabs {
   int64_t zeros_ = 0, scales_ = 0, offsets_ = 0, room_ = 0;  // places in the memory of a thread; codes are the first
   float middle_ = 0, table_[256];
 
-  void add_infinite(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own, const float* sums) const;
+  void add_infinite(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own,
+                    const float* sums) const;
 
-  int64_t first_block(const Problem& problem, int64_t index) const { return problem.transpose ? index * size_ / problem.block_size : 0; }
+  int64_t first_block(const Problem& problem, int64_t index) const {
+    return problem.transpose ? index * size_ / problem.block_size : 0;
+  }
 };
 
 inline const Problem& weight_of(const Problem& problem) { return problem; }

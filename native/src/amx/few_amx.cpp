@@ -81,8 +81,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   // Decoded steps, results, sums, scales, what codes are off, and the codes of a row.
   out->own_bytes = 2 * d.step * 2 * kTile + 2 * 2 * kTile + 2 * kTile + 4 * kStrip * kStretch * 4 + 64 * kMostTiles +
                    round_up(kStepRoom, 64);
-  static_assert(sizeof d <= sizeof out->detail, "a detail too much");
-  memcpy(out->detail, &d, sizeof d);
+  set_detail(d, out);
 }
 
 //
@@ -163,16 +162,14 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, char* shared) {
 }
 
 void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t batch) {
-  Detail d;
-  memcpy(&d, plan->detail, sizeof d);
+  const Detail d = detail_of<Detail>(plan);
   char* shared = static_cast<char*>(memory) + batch * d.batch_bytes;
   memset(shared, 0, d.batch_bytes);
   shared[flag_at(d)] = pack(*problem, d, batch, shared);
 }
 
 bool suits(const Problem* problem, const Plan* plan, const void* memory) {
-  Detail d;
-  memcpy(&d, plan->detail, sizeof d);
+  const Detail d = detail_of<Detail>(plan);
   for (int64_t batch = 0; batch < problem->batch; ++batch)
     if (!static_cast<const char*>(memory)[batch * d.batch_bytes + flag_at(d)]) return false;
   return true;
@@ -326,8 +323,8 @@ struct Unit {
       const int64_t at = row + min64(kStrip * strip + i, count - 1);
       F values;
       if (end - first == 16) {
-        values = Kernels<Avx512>::some_scales(p.scale_kind,
-                                              static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size);
+        values = Decode<Avx512>::some_scales(p.scale_kind,
+                                             static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size);
         if (p.row_scale != nullptr) values = _mm512_mul_ps(values, _mm512_set1_ps(p.row_scale[at]));
       } else {
         float some[16] = {0};
@@ -485,8 +482,7 @@ void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, 
 
 void run(const Problem* problem, const Plan* plan, const void* memory, void* own, int64_t unit) {
   const Problem& p = *problem;
-  Detail d;
-  memcpy(&d, plan->detail, sizeof d);
+  const Detail d = detail_of<Detail>(plan);
   const int64_t batch = unit / d.chunks, first = unit % d.chunks * d.rows, count = min64(d.rows, p.n - first);
   const char* shared = static_cast<const char*>(memory) + batch * d.batch_bytes;
   const auto run_some = p.bits == 8 ? run_unit<8> : p.bits == 4 ? run_unit<4> : p.bits == 2 ? run_unit<2> : run_unit<1>;

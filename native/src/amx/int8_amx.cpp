@@ -86,8 +86,7 @@ void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   d.scale = d.strip * kDecoded;
   d.results = round_up(d.scale + 2 * 3 * 4 * stretches(r, d.strip), 4096);
   out->own_bytes = 4096 + d.results + 2 * max64(d.block, 2) * 4 * kGroupRows * 16;
-  static_assert(sizeof d <= sizeof out->detail, "a detail too much");
-  memcpy(out->detail, &d, sizeof d);
+  set_detail(d, out);
 }
 
 //
@@ -132,8 +131,7 @@ void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t
   const Problem& p = problem->p;
   if (!takes(*problem)) return kInt8Avx512Vnni.prepare(problem, plan, memory, part);
   const Runs r = runs_of(p);
-  Detail d;
-  memcpy(&d, plan->detail, sizeof d);
+  const Detail d = detail_of<Detail>(plan);
   if (problem->affine && part == 0)
     pack_ones(p, r,
               reinterpret_cast<uint8_t*>(page(static_cast<char*>(memory) + d.x)) + p.batch * d.panels * panel_bytes(r));
@@ -434,8 +432,7 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
   if (!takes(*problem)) return kInt8Avx512Vnni.run(problem, plan, memory, own_memory, unit);
   const Runs r = runs_of(p);
   const Integers v = integers_of(p);
-  Detail d;
-  memcpy(&d, plan->detail, sizeof d);
+  const Detail d = detail_of<Detail>(plan);
   const int64_t chunk = unit % d.chunks, x_block = unit / d.chunks % d.row_blocks,
                 batch = unit / d.chunks / d.row_blocks;
   const int64_t first = chunk * d.rows, rows = min64(d.rows, p.n - first), weight = first_row(&p, batch) + first;

@@ -554,8 +554,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   out->own_bytes = round_up(Room(d).all, 64);
   // So few rows at a time that packed x stays in the cache, yet units for all threads.
   out->rows = kRows * kUnitPanels * div_up(4 * threads, p.batch * d.chunks);
-  static_assert(sizeof d <= sizeof out->detail, "a detail too much");
-  memcpy(out->detail, &d, sizeof d);
+  set_detail(d, out);
 }
 
 // What makes integers of the values of codes. A power of two keeps floats of eight bits as they are.
@@ -590,8 +589,7 @@ void find_blocks(const Problem& p, int64_t first, Place* out) {
 
 void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t part) {
   const Problem& p = *problem;
-  Detail d;
-  memcpy(&d, plan->detail, sizeof d);
+  const Detail d = detail_of<Detail>(plan);
   char* shared = static_cast<char*>(memory);
   if (part == 0 && d.kind == kLookUp) fill_tables(p, reinterpret_cast<uint8_t*>(shared));
   const int64_t chunk = part % d.parts, panel = part / d.parts % d.panels, batch = part / d.parts / d.panels;
@@ -666,7 +664,7 @@ struct Unit {
     for (int64_t i = 0; i < kRows; ++i) {
       const int64_t row = min64(first + i, last);
       out[i] =
-          Kernels<Avx512>::some_scales(kKind, static_cast<const uint8_t*>(p.scale) + (row * p.blocks + block) * width);
+          Decode<Avx512>::some_scales(kKind, static_cast<const uint8_t*>(p.scale) + (row * p.blocks + block) * width);
       if (p.row_scale != nullptr) out[i] = _mm512_mul_ps(out[i], _mm512_set1_ps(p.row_scale[row]));
       out[i] = _mm512_maskz_mov_ps(some, out[i]);
     }
@@ -706,7 +704,7 @@ struct Unit {
     const int64_t width = scale_bytes(p.scale_kind);
     F values;
     if (at + kRows <= all_scales) {
-      values = Kernels<Avx512>::some_scales(p.scale_kind, static_cast<const uint8_t*>(p.scale) + at * width);
+      values = Decode<Avx512>::some_scales(p.scale_kind, static_cast<const uint8_t*>(p.scale) + at * width);
       if (p.row_scale != nullptr) values = _mm512_mul_ps(values, _mm512_loadu_ps(p.row_scale + at));
     } else {
       float all[16] = {0};
@@ -852,8 +850,7 @@ struct Unit {
 
 void run(const Problem* problem, const Plan* plan, const void* memory, void* mine, int64_t unit) {
   const Problem& p = *problem;
-  Detail d;
-  memcpy(&d, plan->detail, sizeof d);
+  const Detail d = detail_of<Detail>(plan);
   const Room room(d);
   const char* shared = static_cast<const char*>(memory);
   char* own = static_cast<char*>(mine);

@@ -2,6 +2,9 @@
 #ifndef EQQUANT_ISA_H_
 #define EQQUANT_ISA_H_
 
+#include <string.h>
+
+#include "core/ints.h"
 #include "core/problem.h"
 
 // How one implementation divides one problem. `plan` fills it in; the driver (`matmul.cpp`) allocates and schedules.
@@ -13,6 +16,19 @@ typedef struct Plan {
   int64_t detail[12];    // of the implementation's own
   int64_t rows;          // of x that it wants at a time, or 0 for all: each part of so many has a plan of its own
 } Plan;
+
+// What an implementation keeps in `Plan::detail`: a struct of its own, as bytes.
+template <typename Detail>
+EQQ_INLINE void set_detail(const Detail& detail, Plan* plan) {
+  static_assert(sizeof detail <= sizeof plan->detail && __is_trivially_copyable(Detail), "a plan has no room for it");
+  memcpy(plan->detail, &detail, sizeof detail);
+}
+template <typename Detail>
+EQQ_INLINE Detail detail_of(const Plan* plan) {
+  Detail detail;
+  memcpy(&detail, plan->detail, sizeof detail);
+  return detail;
+}
 
 // A product, or decoding. Functions keep no state: whatever they need is in the problem, the plan and the two kinds of
 // memory.

@@ -111,8 +111,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   out->own_bytes = round_up(Room(d).all, 64);
   // So few rows at a time that packed x stays in the cache, yet units for all threads.
   out->rows = kRows * kUnitPanels * div_up(4 * threads, p.batch * d.chunks);
-  static_assert(sizeof d <= sizeof out->detail, "a detail too much");
-  memcpy(out->detail, &d, sizeof d);
+  set_detail(d, out);
 }
 
 //
@@ -164,8 +163,7 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const
 
 void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t part) {
   const Problem& p = *problem;
-  Detail d;
-  memcpy(&d, plan->detail, sizeof d);
+  const Detail d = detail_of<Detail>(plan);
   char* shared = static_cast<char*>(memory);
   const int64_t at = part % d.spans, panel = part / d.spans % d.panels, batch = part / d.spans / d.panels;
   const int64_t first = at * pieces_of_span(d), last = min64(first + pieces_of_span(d), d.pieces);
@@ -374,8 +372,7 @@ EQQ_INLINE void multiply_rows(const Problem& p, Tile a, int64_t count) {
 
 void run(const Problem* problem, const Plan* plan, const void* memory, void* mine, int64_t unit) {
   const Problem& p = *problem;
-  Detail d;
-  memcpy(&d, plan->detail, sizeof d);
+  const Detail d = detail_of<Detail>(plan);
   const Room room(d);
   const char* shared = static_cast<const char*>(memory);
   char* own = static_cast<char*>(mine);

@@ -122,10 +122,9 @@ struct Avx2 : Bfloat16 {
 }  // namespace
 
 extern const MatmulKernel kMatmulAvx2 = {Kernels<Avx2>::plan, Kernels<Avx2>::prepare, Kernels<Avx2>::run};
-extern const MatmulKernel kDecodeAvx2 = {Kernels<Avx2>::plan_decode, Kernels<Avx2>::prepare_decode,
-                                         Kernels<Avx2>::run_decode};
+extern const MatmulKernel kDecodeAvx2 = {Dense<Avx2>::plan, Dense<Avx2>::prepare, Dense<Avx2>::run};
 extern const Isa kIsaAvx2 = {"avx2", &kMatmulAvx2, &kDecodeAvx2, &kInt8Avx2};
 
 void decode_scales_avx2(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {
-  Kernels<Avx2>::decode_scales(*p, row, first, last, out);
+  Decode<Avx2>::decode_scales(*p, row, first, last, out);
 }

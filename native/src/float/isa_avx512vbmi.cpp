@@ -45,6 +45,5 @@ struct Vbmi : Avx512 {
 }  // namespace
 
 extern const MatmulKernel kMatmulAvx512Vbmi = {Kernels<Vbmi>::plan, Kernels<Vbmi>::prepare, Kernels<Vbmi>::run};
-extern const MatmulKernel kDecodeAvx512Vbmi = {Kernels<Vbmi>::plan_decode, Kernels<Vbmi>::prepare_decode,
-                                               Kernels<Vbmi>::run_decode};
+extern const MatmulKernel kDecodeAvx512Vbmi = {Dense<Vbmi>::plan, Dense<Vbmi>::prepare, Dense<Vbmi>::run};
 extern const Isa kIsaAvx512Vbmi = {"avx512vbmi", &kMatmulVnniVbmi, &kDecodeAvx512Vbmi, &kInt8Avx512Vnni};

@@ -137,12 +137,11 @@ struct Generic : Bfloat16 {
 }  // namespace
 
 extern const MatmulKernel kMatmulGeneric = {Kernels<Generic>::plan, Kernels<Generic>::prepare, Kernels<Generic>::run};
-extern const MatmulKernel kDecodeGeneric = {Kernels<Generic>::plan_decode, Kernels<Generic>::prepare_decode,
-                                            Kernels<Generic>::run_decode};
+extern const MatmulKernel kDecodeGeneric = {Dense<Generic>::plan, Dense<Generic>::prepare, Dense<Generic>::run};
 extern const Isa kIsaGeneric = {"generic", &kMatmulGeneric, &kDecodeGeneric, &kInt8Generic};
 
 void decode_scales_generic(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {
-  Kernels<Generic>::decode_scales(*p, row, first, last, out);
+  Decode<Generic>::decode_scales(*p, row, first, last, out);
 }
 
 float half_to_float(uint16_t bits) { return Generic::one_f16(bits); }

@@ -125,6 +125,5 @@ struct Neon : Bfloat16 {
 }  // namespace
 
 extern const MatmulKernel kMatmulNeon = {Kernels<Neon>::plan, Kernels<Neon>::prepare, Kernels<Neon>::run};
-extern const MatmulKernel kDecodeNeon = {Kernels<Neon>::plan_decode, Kernels<Neon>::prepare_decode,
-                                         Kernels<Neon>::run_decode};
+extern const MatmulKernel kDecodeNeon = {Dense<Neon>::plan, Dense<Neon>::prepare, Dense<Neon>::run};
 extern const Isa kIsaNeon = {"neon", &kMatmulNeon, &kDecodeNeon, nullptr};

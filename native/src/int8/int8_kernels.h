@@ -114,8 +114,7 @@ struct Int8Kernels {
     d.partial_at = d.scale_at + 3 * round_up(4 * (decoded + 1) * kRunRoom, 64);
     d.sum_at = d.partial_at + round_up(4 * held * width, 64);
     out->own_bytes = d.sum_at + round_up(4 * held * (width + (d.method == kFewMethod ? d.m_padded : 0)), 64);
-    static_assert(sizeof d <= sizeof out->detail, "a detail too much");
-    memcpy(out->detail, &d, sizeof d);
+    set_detail(d, out);
   }
 
   //
@@ -236,8 +235,7 @@ struct Int8Kernels {
     const Problem& p = problem->p;
     const Runs r = runs_of(p);
     const Integers v = integers_of(p);
-    Detail d;
-    memcpy(&d, plan->detail, sizeof d);
+    const Detail d = detail_of<Detail>(plan);
     char* shared = static_cast<char*>(memory);
     const int64_t batch = part / d.panels, first = part % d.panels * L;
     const int64_t width = d.method == kFewMethod ? 1 : L;  // of a panel
@@ -1015,8 +1013,7 @@ struct Int8Kernels {
   }
 
   static void run(const Int8Problem* problem, const Plan* plan, const void* shared, void* own, int64_t unit) {
-    Detail d;
-    memcpy(&d, plan->detail, sizeof d);
+    const Detail d = detail_of<Detail>(plan);
     const int64_t chunk = unit % d.chunks, block = unit / d.chunks % d.row_blocks,
                   batch = unit / d.chunks / d.row_blocks;
     const int64_t first = chunk * d.rows, count = min64(d.rows, problem->p.n - first);

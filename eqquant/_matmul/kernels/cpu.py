@@ -127,7 +127,7 @@ def _arrays(weight: Stored) -> list[Array]:
 
 
 def _attributes(weight: Stored, layout: Layout) -> dict[str, Any]:
-    """Returns the attributes of the C++ interface that describe a weight: `Told` in `native/src/ffi.cpp`."""
+    """Returns the attributes of the C++ interface that describe a weight: `WeightAttr` in `native/src/ffi/ffi.cpp`."""
     nested = layout.nested
     codes = (layout.bits, layout.length, layout.block_size)
     scales = (0, 0) if nested is None else (nested.bits, nested.block_size)

@@ -41,8 +41,8 @@ ffi::Error done(bool enough) {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eqquant_cpu: there is not enough memory");
 }
 
-// What Python says of a weight, in this order: numbers of the attribute `weight`.
-enum Told {
+// Indices into the attribute `weight`, which must match `cpu._attributes`.
+enum WeightAttr {
   kBits,
   kLength,
   kBlockSize,
@@ -57,32 +57,32 @@ enum Told {
   kOffset,
   kOffsetCodes,
   kSelected,
-  kNumTold
+  kNumWeightAttrs
 };
 using Numbers = ffi::Span<const int64_t>;
 using Table = ffi::Span<const float>;
 
 // Fills in what describes the weight. Null, or what is wrong. `rest` has `more` arguments at its end.
 const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest, size_t more, Table table,
-                       Table scale_table, Numbers told, Problem* out) {
+                       Table scale_table, Numbers weight, Problem* out) {
   Problem& p = *out;
-  if (told.size() != kNumTold) return "another version of eqquant describes the weight";
-  for (int64_t number : told)
+  if (weight.size() != kNumWeightAttrs) return "another version of eqquant describes the weight";
+  for (int64_t number : weight)
     if (number < 0 || number >= int64_t{1} << 40) return "a number that describes the weight is out of range";
-  p.bits = static_cast<int32_t>(told[kBits]);
-  p.scale_bits = static_cast<int32_t>(told[kScaleBits]);
-  p.scale_kind = static_cast<int32_t>(told[kScaleKind]);
-  p.values = static_cast<int32_t>(told[kValues]);
-  p.k = told[kLength];
-  p.block_size = told[kBlockSize];
-  p.scale_block_size = told[kScaleBlockSize];
+  p.bits = static_cast<int32_t>(weight[kBits]);
+  p.scale_bits = static_cast<int32_t>(weight[kScaleBits]);
+  p.scale_kind = static_cast<int32_t>(weight[kScaleKind]);
+  p.values = static_cast<int32_t>(weight[kValues]);
+  p.k = weight[kLength];
+  p.block_size = weight[kBlockSize];
+  p.scale_block_size = weight[kScaleBlockSize];
   const bool coded = p.scale_bits > 0;
   if (p.bits < 1 || p.bits > 8 || p.scale_bits > 8) return "codes must have 1 to 8 bits";
   if (table.size() != size_t{1} << p.bits || scale_table.size() != (coded ? size_t{1} << p.scale_bits : 0))
     return "a table must have a value for each code";
   if (p.scale_kind > kScaleUE4M4) return "the kind of scales is not known";
   size_t given = 0;
-  for (int i = kRowScale; i < kNumTold; ++i) given += told[i] != 0;
+  for (int i = kRowScale; i < kNumWeightAttrs; ++i) given += weight[i] != 0;
   if (rest.size() != given + more) return "the number of arguments is not that of the flags";
   const ffi::DataType scale_type = p.scale_kind == kScaleFloat32  ? ffi::DataType::U32
                                  : p.scale_kind <= kScaleBFloat16 ? ffi::DataType::U16
@@ -104,8 +104,8 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
   size_t at = 0;
   bool fits = true;
   // The next argument, if it is given: of so many numbers in a row.
-  const auto next = [&](Told which, ffi::DataType type, int64_t columns) -> const void* {
-    if (told[which] == 0) return nullptr;
+  const auto next = [&](WeightAttr which, ffi::DataType type, int64_t columns) -> const void* {
+    if (weight[which] == 0) return nullptr;
     auto found = rest.get<ffi::AnyBuffer>(at++);
     Matrix a;
     fits = fits && found.has_value() && found->element_type() == type && as_matrix(*found, &a) && a.batch == p.stack &&
@@ -121,9 +121,9 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
   p.scale_codes = static_cast<const uint8_t*>(next(kScaleCodes, ffi::DataType::U8, p.scale_words));
   p.offset = next(kOffset, scale_type, ss.columns);
   p.offset_codes = static_cast<const uint8_t*>(next(kOffsetCodes, ffi::DataType::U8, p.scale_words));
-  if (!fits || coded != (told[kScaleCodes] != 0))
+  if (!fits || coded != (weight[kScaleCodes] != 0))
     return "codes of scales must be uint8, and offsets be stored as scales are";
-  if (told[kSelected] != 0) {
+  if (weight[kSelected] != 0) {
     auto found = rest.get<ffi::AnyBuffer>(at);
     if (!found.has_value() || found->element_type() != ffi::DataType::S32) return "what is selected must be int32";
     p.batch = static_cast<int64_t>(found->element_count());
@@ -136,41 +136,55 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
   return nullptr;
 }
 
-// Arguments: x, codes, scale, and then those that `told` announces.
-ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table, Numbers told,
-                  bool transpose, bool coarse, bool x_transposed, bool y_transposed) {
-  const char* why = nullptr;
-  const Isa* isa = choose_isa(&why);
-  if (isa == nullptr) return bad(why);
-
-  Problem p = {};
+// Fills in the arrays of a product with a weight that is set; either may be transposed. Null, or what is wrong.
+const char* set_arrays(ffi::AnyBuffer x, ffi::AnyBuffer y, bool x_transposed, bool y_transposed, Problem* out) {
+  Problem& p = *out;
   Matrix xs, ys;
-  if (const char* wrong = set_weight(codes, scale, rest, 0, table, scale_table, told, &p)) return bad(wrong);
-  if (!as_matrix(x, &xs) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
-  if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
-  if (y->element_type() != x.element_type()) return bad("the result must have the type of x");
-  p.transpose = transpose;
-  p.coarse = coarse;
+  if (!as_matrix(x, &xs) || !as_matrix(y, &ys)) return "arrays must have at least two dimensions";
   p.m = x_transposed ? xs.columns : xs.rows;
-  const int64_t inner = transpose ? p.n : p.k, outer = transpose ? p.k : p.n;
-  if (xs.batch != p.batch || ys.batch != p.batch) return bad("batches differ");
-  if ((x_transposed ? xs.rows : xs.columns) != inner) return bad("x and the weight do not fit");
+  const int64_t inner = p.transpose ? p.n : p.k, outer = p.transpose ? p.k : p.n;
+  if (xs.batch != p.batch || ys.batch != p.batch) return "batches differ";
+  if ((x_transposed ? xs.rows : xs.columns) != inner) return "x and the weight do not fit";
   if ((y_transposed ? ys.columns : ys.rows) != p.m || (y_transposed ? ys.rows : ys.columns) != outer)
-    return bad("the result has a wrong shape");
-
+    return "the result has a wrong shape";
   p.x = x.untyped_data();
-  p.y = y->untyped_data();
+  p.y = y.untyped_data();
   p.x_batch = p.m * inner;
   p.x_row = x_transposed ? 1 : inner;
   p.x_column = x_transposed ? p.m : 1;
   p.y_batch = p.m * outer;
   p.y_row = y_transposed ? 1 : outer;
   p.y_column = y_transposed ? p.m : 1;
+  return nullptr;
+}
 
+// Arguments: x, codes, scale, and then those that `weight` announces.
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table,
+                  Numbers weight, bool transpose, bool coarse, bool x_transposed, bool y_transposed) {
+  const char* why = nullptr;
+  const Isa* isa = choose_isa(&why);
+  if (isa == nullptr) return bad(why);
+  Problem p = {};
+  p.transpose = transpose;
+  p.coarse = coarse;
+  if (const char* wrong = set_weight(codes, scale, rest, 0, table, scale_table, weight, &p)) return bad(wrong);
+  if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
+  if (y->element_type() != x.element_type()) return bad("the result must have the type of x");
+  if (const char* wrong = set_arrays(x, *y, x_transposed, y_transposed, &p)) return bad(wrong);
   char text[200];
   if (const char* wrong = check_problem(p, text, sizeof text)) return bad(wrong);
   return done(run_problem(*isa, p, pool, pool.num_threads()));
+}
+
+// Fills in argument `index`: one number for each row of x. Whether it is there and fits.
+template <typename T>
+bool row_numbers(ffi::RemainingArgs rest, size_t index, ffi::DataType type, const Problem& p, const T** out) {
+  auto found = rest.get<ffi::AnyBuffer>(index);
+  Matrix a;
+  if (!found.has_value() || found->element_type() != type || !as_matrix(*found, &a)) return false;
+  *out = static_cast<const T*>(found->untyped_data());
+  return a.batch == p.batch && a.rows == p.m && a.columns == 1;
 }
 
 // The same for integers. x is floats of the type of the result, or int8, or uint8 that are 128 more than what they
@@ -179,70 +193,41 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
 // argument has them.
 ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                        ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table,
-                       Numbers told, bool x_transposed, bool y_transposed, bool affine, bool scaled) {
+                       Numbers weight, bool x_transposed, bool y_transposed, bool affine, bool scaled) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
-
   Int8Problem q = {};
   Problem& p = q.p;
-  Matrix xs, ys;
   q.form = x.element_type() == ffi::DataType::S8 ? kSigned
          : x.element_type() == ffi::DataType::U8 ? kUnsigned
                                                  : kFloats;
+  q.affine = affine;
   // Before counting arguments, which depends on the type of x.
   if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");
   if (q.form == kFloats && x.element_type() != y->element_type())
     return bad("x must be int8, uint8 or of the type of the result");
-  q.affine = affine;
   const size_t more = q.form == kFloats && !scaled ? 0 : affine ? 2 : 1;
-  if (const char* wrong = set_weight(codes, scale, rest, more, table, scale_table, told, &p)) return bad(wrong);
-  if (!as_matrix(x, &xs) || !as_matrix(*y, &ys)) return bad("arrays must have at least two dimensions");
-  p.m = x_transposed ? xs.columns : xs.rows;
-  if (xs.batch != p.batch || ys.batch != p.batch) return bad("batches differ");
-  if ((x_transposed ? xs.rows : xs.columns) != p.k) return bad("x and the weight do not fit");
-  if ((y_transposed ? ys.columns : ys.rows) != p.m || (y_transposed ? ys.rows : ys.columns) != p.n)
-    return bad("the result has a wrong shape");
-  if (more > 0) {
-    auto found = rest.get<ffi::AnyBuffer>(rest.size() - more);
-    Matrix scales;
-    if (!found.has_value() || found->element_type() != ffi::DataType::F32 || !as_matrix(*found, &scales) ||
-        scales.batch != p.batch || scales.rows != p.m || scales.columns != 1)
-      return bad("the scales of x must be float32, one for each row");
-    q.x_scale = static_cast<const float*>(found->untyped_data());
-  }
-  if (more > 1) {
-    auto found = rest.get<ffi::AnyBuffer>(rest.size() - 1);
-    Matrix zeros;
-    if (!found.has_value() || found->element_type() != ffi::DataType::U8 || !as_matrix(*found, &zeros) ||
-        zeros.batch != p.batch || zeros.rows != p.m || zeros.columns != 1)
-      return bad("the zero points of x must be uint8, one for each row");
-    q.x_zero = static_cast<const uint8_t*>(found->untyped_data());
-  }
-
-  p.x = x.untyped_data();
-  p.y = y->untyped_data();
-  p.x_batch = p.m * p.k;
-  p.x_row = x_transposed ? 1 : p.k;
-  p.x_column = x_transposed ? p.m : 1;
-  p.y_batch = p.m * p.n;
-  p.y_row = y_transposed ? 1 : p.n;
-  p.y_column = y_transposed ? p.m : 1;
-
+  if (const char* wrong = set_weight(codes, scale, rest, more, table, scale_table, weight, &p)) return bad(wrong);
+  if (const char* wrong = set_arrays(x, *y, x_transposed, y_transposed, &p)) return bad(wrong);
+  if (more > 0 && !row_numbers(rest, rest.size() - more, ffi::DataType::F32, p, &q.x_scale))
+    return bad("the scales of x must be float32, one for each row");
+  if (more > 1 && !row_numbers(rest, rest.size() - 1, ffi::DataType::U8, p, &q.x_zero))
+    return bad("the zero points of x must be uint8, one for each row");
   char text[200];
   if (const char* wrong = check_int8(q, text, sizeof text)) return bad(wrong);
   return done(run_int8(*isa, q, pool, pool.num_threads()));
 }
 
-// Arguments: codes, scale, and then those that `told` announces.
+// Arguments: codes, scale, and then those that `weight` announces.
 ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
-                  ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table, Numbers told, bool clip) {
+                  ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table, Numbers weight, bool clip) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
   Problem p = {};
   Matrix ys;
-  if (const char* wrong = set_weight(codes, scale, rest, 0, table, scale_table, told, &p)) return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, rest, 0, table, scale_table, weight, &p)) return bad(wrong);
   if (!as_matrix(*y, &ys) || ys.batch != p.batch || ys.rows != p.n || ys.columns != p.k)
     return bad("the result has a wrong shape");
   if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");

@@ -163,6 +163,9 @@ EQQ_INLINE const uint8_t* some_codes(const Problem& p, const Integers& v, int64_
   return codes;
 }
 
+// Where a row is from the code on that a step begins with.
+EQQ_INLINE int64_t step_start(const Runs& r, const Step& s) { return run_start(r, s.run) + s.offset; }
+
 // Where the codes of a step are in their row: all in a row, unless there is padding between runs.
 EQQ_INLINE bool in_a_row(const Runs& r, const Step& s) { return s.runs == 1 || r.size == r.real; }
 

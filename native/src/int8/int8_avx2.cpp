@@ -1,7 +1,7 @@
 // Integer products on AVX2. `vpmaddubsw` would saturate, so codes are widened to 16 bits, where `vpmaddwd` is exact.
 #include <immintrin.h>
 
-#include "int8/int8_kernels.h"
+#include "int8/kernels.h"
 
 namespace {
 

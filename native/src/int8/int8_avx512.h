@@ -4,7 +4,7 @@
 
 #include <immintrin.h>
 
-#include "int8/int8_kernels.h"
+#include "int8/kernels.h"
 
 namespace {
 

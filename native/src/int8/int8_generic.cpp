@@ -1,5 +1,5 @@
 // Integer products in plain C++. Every x86-64 machine has SSE2, whose one instruction for it is worth an exception.
-#include "int8/int8_kernels.h"
+#include "int8/kernels.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>

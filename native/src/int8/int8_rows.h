@@ -1,11 +1,10 @@
-// Rows of x and results on AVX-512, sixteen at a time: what integer products with tiles and without them share. `K` is
-// an `Int8Kernels`.
+// Rows of x on AVX-512, sixteen at a time: what integer products with tiles and without them share. `X` is an `Int8X`.
 #ifndef EQQUANT_INT8_ROWS_H_
 #define EQQUANT_INT8_ROWS_H_
 
 #include "core/runs.h"
 #include "float/avx512.h"
-#include "int8/int8.h"
+#include "int8/x.h"
 
 namespace {
 
@@ -13,10 +12,10 @@ using I = __m512i;
 using F = __m512;
 
 // As `row_at` of `K`, of a row of floats that lie side by side.
-template <class K, int kType>
-typename K::Row row_at(const Int8Problem& q, int64_t m, const void* x) {
+template <class X, int kType>
+typename X::Row row_at(const Int8Problem& q, int64_t m, const void* x) {
   const int64_t count = q.p.k;
-  const bool ranges = q.affine && K::finds_scales(q);
+  const bool ranges = q.affine && X::finds_scales(q);
   const I magnitude = _mm512_set1_epi32(0x7fffffff);
   I most[2] = {};
   F low[2] = {}, high[2] = {};
@@ -28,15 +27,15 @@ typename K::Row row_at(const Int8Problem& q, int64_t m, const void* x) {
   int64_t k = 0;
   for (; k + 32 <= count; k += 32) take(0, k, 0xffff), take(1, k + 16, 0xffff);
   for (; k < count; k += 16) take(0, k, first_few(count - k));
-  return K::row_of(q, m, _mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1])),
+  return X::row_of(q, m, _mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1])),
                    _mm512_reduce_min_ps(_mm512_min_ps(low[0], low[1])),
                    _mm512_reduce_max_ps(_mm512_max_ps(high[0], high[1])));
 }
 
 // The same of `rows` floats across, each a lane of what lies side by side.
-template <class K, int kType>
-void rows_at(const Int8Problem& q, int64_t m, const void* x, int64_t rows, typename K::Row* out) {
-  const bool ranges = q.affine && K::finds_scales(q);
+template <class X, int kType>
+void rows_at(const Int8Problem& q, int64_t m, const void* x, int64_t rows, typename X::Row* out) {
+  const bool ranges = q.affine && X::finds_scales(q);
   const I magnitude = _mm512_set1_epi32(0x7fffffff);
   I most = {};
   F low = {}, high = {};
@@ -50,7 +49,7 @@ void rows_at(const Int8Problem& q, int64_t m, const void* x, int64_t rows, typen
   _mm512_storeu_si512(mosts, most);
   _mm512_storeu_ps(lows, low);
   _mm512_storeu_ps(highs, high);
-  for (int64_t i = 0; i < rows; ++i) out[i] = K::row_of(q, m + i, mosts[i], lows[i], highs[i]);
+  for (int64_t i = 0; i < rows; ++i) out[i] = X::row_of(q, m + i, mosts[i], lows[i], highs[i]);
 }
 
 // How a row is brought to codes, or that of each lane. Products with the inverse of the scale are rounded as quotients
@@ -119,7 +118,7 @@ struct Packed {
 EQQ_INLINE int64_t depth_of(const Runs& r) { return min64(r.size, 64); }
 
 // `each(position, width)` takes codes that were packed.
-template <class K, int kType, bool kFloatsHere, class Each>
+template <class X, int kType, bool kFloatsHere, class Each>
 void pack(const Int8Problem& q, const Runs& r, const Packed& a, const Each& each) {
   const Problem& p = q.p;
   const int64_t first = a.first, rows = min64(16, p.m - first), at = a.batch * p.x_batch + first * p.x_row;
@@ -127,19 +126,19 @@ void pack(const Int8Problem& q, const Runs& r, const Packed& a, const Each& each
   const char* x = static_cast<const char*>(p.x) + at * item;
   uint8_t* out = a.out;
   const bool beside = p.x_column == 1;
-  typename K::Row all[16];
-  if (kFloatsHere && !beside) rows_at<K, kType>(q, row, x, rows, all);
+  typename X::Row all[16];
+  if (kFloatsHere && !beside) rows_at<X, kType>(q, row, x, rows, all);
   float scale[16] = {0}, zero[16] = {0};
   int32_t shift[16] = {0};
   __mmask16 coded = 0;
   Quantizer quantizers[16];
   for (int64_t i = 0; i < rows; ++i) {
-    if (kFloatsHere && beside) all[i] = row_at<K, kType>(q, row + i, x + i * p.x_row * item);
-    if (!kFloatsHere) all[i] = K::row_at(q, row + i, at + i * p.x_row);
+    if (kFloatsHere && beside) all[i] = row_at<X, kType>(q, row + i, x + i * p.x_row * item);
+    if (!kFloatsHere) all[i] = X::row_at(q, row + i, at + i * p.x_row);
     scale[i] = all[i].scale;
     zero[i] = all[i].zero;
     shift[i] = all[i].shift;
-    coded |= static_cast<__mmask16>(K::has_codes(all[i]) << i);
+    coded |= static_cast<__mmask16>(X::has_codes(all[i]) << i);
     quantizers[i] = quantizer(_mm512_set1_ps(scale[i]), _mm512_set1_ps(zero[i]), q.affine);
   }
   const Quantizer across =
@@ -199,12 +198,12 @@ void pack(const Int8Problem& q, const Runs& r, const Packed& a, const Each& each
 }
 
 // The same of x of whatever type.
-template <class K, class Each>
+template <class X, class Each>
 void pack_rows(const Int8Problem& q, const Runs& r, const Packed& a, const Each& each) {
-  if (q.form != kFloats) return pack<K, kFloat32, false>(q, r, a, each);
-  if (q.p.x_type == kFloat32) return pack<K, kFloat32, true>(q, r, a, each);
-  if (q.p.x_type == kFloat16) return pack<K, kFloat16, true>(q, r, a, each);
-  pack<K, kBFloat16, true>(q, r, a, each);
+  if (q.form != kFloats) return pack<X, kFloat32, false>(q, r, a, each);
+  if (q.p.x_type == kFloat32) return pack<X, kFloat32, true>(q, r, a, each);
+  if (q.p.x_type == kFloat16) return pack<X, kFloat16, true>(q, r, a, each);
+  pack<X, kBFloat16, true>(q, r, a, each);
 }
 
 }  // namespace

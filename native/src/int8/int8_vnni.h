@@ -16,10 +16,10 @@ struct Vnni : Avx512Lanes {
     return acc;
   }
 
-  template <class K>
+  template <class X>
   static void pack(const Int8Problem& q, const Runs& r, int64_t batch, int64_t first, float* scales, int32_t* shifts,
                    uint8_t* out) {
-    pack_rows<K>(q, r, {batch, first, 0, 1, true, scales, shifts, out}, [](int64_t, int64_t) {});
+    pack_rows<X>(q, r, {batch, first, 0, 1, true, scales, shifts, out}, [](int64_t, int64_t) {});
   }
   // Sums of the runs of a panel, times a factor; those of a run are `stride` behind those of the one before.
   static void run_sums(const Runs& r, int32_t factor, const uint8_t* x, int64_t stride, int32_t* out) {
@@ -30,7 +30,7 @@ struct Vnni : Avx512Lanes {
     }
   }
   // Writes sums of `count` rows of the weight, `stride` apart, times the scales of x.
-  template <class K>
+  template <class X>
   static void put(const Problem& p, int64_t base, const float* sums, int64_t stride, const float* x_scale,
                   int64_t count, int64_t lanes) {
     F square[16];

@@ -9,7 +9,7 @@
 #include "amx/emulate_amx.h"
 #endif
 
-#include "float/digits.h"
+#include "float/slices.h"
 
 namespace {
 

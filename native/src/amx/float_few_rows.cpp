@@ -1,11 +1,11 @@
 // Two to four rows of floats on AMX, times a weight of small integers.
 //
-// Numbers of x become integers of 31 bits, so many parts of the largest of a group of codes, and these four digits of a
-// byte. Each digit is a row of a tile of its own: one product of tiles, of 16 rows of the weight and 64 codes, meets
-// all digits of all rows. That is eight times the codes that tiles of bfloat16 take at a time, and sums of digits are
+// Numbers of x become integers of 31 bits, so many parts of the largest of a group of codes, and these four slices of a
+// byte. Each slice is a row of a tile of its own: one product of tiles, of 16 rows of the weight and 64 codes, meets
+// all slices of all rows. That is eight times the codes that tiles of bfloat16 take at a time, and sums of slices are
 // exact.
 //
-// With two rows of x, digits of a group of codes stand in half of a tile, and those of the next group in the other
+// With two rows of x, slices of a group of codes stand in half of a tile, and those of the next group in the other
 // half, with zeros in between: so both are added up in one tile of results, each on its own, before they are scaled.
 //
 // One row stays with AVX-512, which need not write decoded codes to memory for tiles to load them.
@@ -20,9 +20,9 @@ int64_t grain_of(const Problem& p) {
 
 EQQ_INLINE int64_t x_rows_of(const Problem& p) { return p.m > 2 ? 4 : 2; }
 
-bool takes(const Problem* problem) {
+bool accepts(const Problem* problem) {
   const Problem& p = *problem;
-  // A group of codes with digits of all rows fills no more than a tile.
+  // A group of codes with slices of all rows fills no more than a tile.
   return !p.transpose && p.k > 0 && p.m > 1 && p.m <= kMostRowsOfX && x_rows_of(p) * 64 <= kSlots * grain_of(p) &&
          integer_factor(p) > 0;
 }
@@ -70,15 +70,15 @@ EQQ_INLINE float power_of_two(int exponent) {
   return value;
 }
 
-// Sixteen numbers as digits: those of four numbers in each quarter, low digits first. They go to rows of a tile below
-// each other. Returns the sums of each digit.
-EQQ_INLINE __m128i write_digits(I numbers, uint8_t* out) {
-  const I digits = digits_apart(numbers);
-  _mm_store_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(digits));
-  _mm_store_si128(reinterpret_cast<__m128i*>(out + 64), _mm512_extracti32x4_epi32(digits, 1));
-  _mm_store_si128(reinterpret_cast<__m128i*>(out + 128), _mm512_extracti32x4_epi32(digits, 2));
-  _mm_store_si128(reinterpret_cast<__m128i*>(out + 192), _mm512_extracti32x4_epi32(digits, 3));
-  const I four = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), digits);
+// Sixteen numbers as slices: those of four numbers in each quarter, low slices first. They go to rows of a tile below
+// each other. Returns the sums of each slice.
+EQQ_INLINE __m128i write_slices(I numbers, uint8_t* out) {
+  const I slices = slices_apart(numbers);
+  _mm_store_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(slices));
+  _mm_store_si128(reinterpret_cast<__m128i*>(out + 64), _mm512_extracti32x4_epi32(slices, 1));
+  _mm_store_si128(reinterpret_cast<__m128i*>(out + 128), _mm512_extracti32x4_epi32(slices, 2));
+  _mm_store_si128(reinterpret_cast<__m128i*>(out + 192), _mm512_extracti32x4_epi32(slices, 3));
+  const I four = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), slices);
   const __m256i two = _mm256_add_epi32(_mm512_castsi512_si256(four), _mm512_extracti64x4_epi64(four, 1));
   return _mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1));
 }
@@ -112,18 +112,18 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, char* shared) {
         tiny += __builtin_popcount(_mm512_cmplt_epu32_mask(_mm512_abs_epi32(numbers), _mm512_set1_epi32(1 << 16)) &
                                    _mm512_cmp_ps_mask(values[i], _mm512_setzero_ps(), _CMP_NEQ_OQ));
         const int64_t k = group * d.grain + 16 * i;
-        sums = _mm_add_epi32(sums, write_digits(numbers, tiles + k / 64 * kTile + k % 64 * 16 + 16 * slot));
+        sums = _mm_add_epi32(sums, write_slices(numbers, tiles + k / 64 * kTile + k % 64 * 16 + 16 * slot));
       }
-      _mm_store_si128(reinterpret_cast<__m128i*>(flush.digits + 4 * slot), sums);
-      for (int digit = 0; digit < 4; ++digit)
-        flush.factor[4 * slot + digit] = power_of_two(exponent - 29 + 8 * digit) / static_cast<float>(d.factor);
+      _mm_store_si128(reinterpret_cast<__m128i*>(flush.slices + 4 * slot), sums);
+      for (int slice = 0; slice < 4; ++slice)
+        flush.factor[4 * slot + slice] = power_of_two(exponent - 29 + 8 * slice) / static_cast<float>(d.factor);
     }
     if (tiny > p.k / 64) return false;
     tiny = 0;
   }
   const I lowest = _mm512_set1_epi32(p.zero_point == nullptr ? lowest_integer(p, d.factor) : 0);
   for (Flush* flush = flushes; flush < flushes + flushes_of(d); ++flush)
-    _mm512_store_si512(flush->off, _mm512_mullo_epi32(_mm512_load_si512(flush->digits), lowest));
+    _mm512_store_si512(flush->off, _mm512_mullo_epi32(_mm512_load_si512(flush->slices), lowest));
   return true;
 }
 
@@ -134,7 +134,7 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t bat
   shared[flag_at(d)] = pack(*problem, d, batch, shared);
 }
 
-bool suits(const Problem* problem, const Plan* plan, const void* memory) {
+bool accepts_packed(const Problem* problem, const Plan* plan, const void* memory) {
   const Detail d = detail_of<Detail>(plan);
   for (int64_t batch = 0; batch < problem->batch; ++batch)
     if (!static_cast<const char*>(memory)[batch * d.batch_bytes + flag_at(d)]) return false;
@@ -145,17 +145,17 @@ bool suits(const Problem* problem, const Plan* plan, const void* memory) {
 // Units
 //
 
-// Adds the digits of the sums of a strip up, of which `count` rows are real, and writes them from `base` on.
+// Adds the slices of the sums of a strip up, of which `count` rows are real, and writes them from `base` on.
 void write_strip(const Problem& p, const Detail& d, int64_t base, int64_t count, const float* sums) {
   for (int64_t half = 0; half < count; half += 16) {
     F square[16];
     for (int64_t i = 0; i < 16; ++i) square[i] = _mm512_load_ps(sums + 16 * (half + i));
-    Avx512::transpose(square);
+    avx512::Simd::transpose(square);
     const int64_t at = base + half * p.y_column, rows = min64(16, count - half);
     for (int64_t m = 0; m < p.m; ++m) {
-      F sum = _mm512_setzero_ps();  // small digits first
-      for (int digit = 0; digit < 4; ++digit)
-        for (int64_t slot = m; slot < kSlots; slot += d.x_rows) sum = _mm512_add_ps(sum, square[4 * slot + digit]);
+      F sum = _mm512_setzero_ps();  // small slices first
+      for (int slice = 0; slice < 4; ++slice)
+        for (int64_t slot = m; slot < kSlots; slot += d.x_rows) sum = _mm512_add_ps(sum, square[4 * slot + slice]);
       if (p.y_column == 1) {
         store_some(p, at + m * p.y_row, sum, first_few(rows));
       } else {
@@ -168,7 +168,7 @@ void write_strip(const Problem& p, const Detail& d, int64_t base, int64_t count,
   }
 }
 
-// The group of each digit of a result.
+// The group of each slice of a result.
 I groups_of_lanes(const Detail& d) {
   alignas(64) int32_t lanes[16];
   for (int i = 0; i < 16; ++i) lanes[i] = static_cast<int32_t>(i / 4 / d.x_rows);
@@ -282,4 +282,4 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* own
 
 }  // namespace
 
-extern const MatmulKernel kMatmulFewAmx = {plan, prepare, run, takes, suits, &kMatmulAmx};
+extern const MatmulKernel kMatmulFewAmx = {plan, prepare, run, accepts, accepts_packed, &kMatmulAmx};

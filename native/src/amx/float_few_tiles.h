@@ -3,7 +3,8 @@
 #define EQQUANT_AMX_FLOAT_FEW_TILES_H_
 
 #include "amx/amx.h"
-#include "float/avx512.h"
+#include "core/arrays_avx512.h"
+#include "float/decode.h"
 
 namespace {
 
@@ -14,7 +15,7 @@ constexpr int64_t kTile = 1024;      // bytes
 constexpr int64_t kStrip = 32;       // rows of the weight that are decoded and multiplied at a time
 constexpr int64_t kMostRowsOfX = 4;  // of x
 constexpr int64_t kUnitRows = 128;   // of the weight in a unit, at most
-constexpr int64_t kSlots = 4;        // of a tile of x: each has the digits of some codes of a row
+constexpr int64_t kSlots = 4;        // of a tile of x: each has the slices of some codes of a row
 constexpr int64_t kStretch = 16;     // groups whose scales are decoded at a time
 constexpr int64_t kMostTiles = 8;    // of 64 codes in a step
 
@@ -30,9 +31,9 @@ struct Detail {
 
 // Shared memory of a batch: this for each tile of results, tiles of x, and a byte: whether its numbers are ordinary.
 struct alignas(64) Flush {
-  int32_t off[16];     // sums of digits times what all codes are off
-  int32_t digits[16];  // sums of digits
-  float factor[16];    // what a digit stands for
+  int32_t off[16];     // sums of slices times what all codes are off
+  int32_t slices[16];  // sums of slices
+  float factor[16];    // what a slice stands for
 };
 
 EQQ_INLINE int64_t flushes_of(const Detail& d) { return d.tiles / d.flush; }
@@ -83,7 +84,7 @@ struct Work {
   int64_t tiles;
   float (*results)[512];  // of both turns
   float* sums;            // of the strip
-  I lanes;                // the group of each digit
+  I lanes;                // the group of each slice
   Decoding decoding;
   Ahead ahead;
 };
@@ -114,7 +115,7 @@ EQQ_INLINE void store_results(float (*results)[512]) {
 EQQ_INLINE void add_results(const Work& a, const Pending& last) {
   const int32_t* results = reinterpret_cast<const int32_t*>(a.results[last.turn]);
   const I lanes = _mm512_add_epi32(a.lanes, _mm512_set1_epi32(static_cast<int>(last.group)));
-  const I off = _mm512_load_si512(last.flush->off), digits = _mm512_load_si512(last.flush->digits);
+  const I off = _mm512_load_si512(last.flush->off), slices = _mm512_load_si512(last.flush->slices);
   const F factor = _mm512_load_ps(last.flush->factor);
   settle(results);
 #pragma GCC unroll 8
@@ -122,7 +123,7 @@ EQQ_INLINE void add_results(const Work& a, const Pending& last) {
     I sum = _mm512_add_epi32(_mm512_load_si512(results + 16 * i), off);
     if (last.off != nullptr)
       sum = _mm512_add_epi32(
-          sum, _mm512_mullo_epi32(digits, _mm512_permutexvar_epi32(lanes, _mm512_load_si512(last.off + 16 * i))));
+          sum, _mm512_mullo_epi32(slices, _mm512_permutexvar_epi32(lanes, _mm512_load_si512(last.off + 16 * i))));
     const F scale = _mm512_permutexvar_ps(lanes, _mm512_load_ps(last.scale + 16 * i));
     const F part = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), factor);
     _mm512_store_ps(a.sums + 16 * i, _mm512_fmadd_ps(part, scale, _mm512_load_ps(a.sums + 16 * i)));
@@ -180,12 +181,12 @@ struct Unit {
       const int64_t at = row + min64(kStrip * strip + i, count - 1);
       F values;
       if (end - first == 16) {
-        values = Decode<Avx512>::some_scales(p.scale_kind,
-                                             static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size);
+        values = Decode<avx512::Simd>::some_scales(
+            p.scale_kind, static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size);
         if (p.row_scale != nullptr) values = _mm512_mul_ps(values, _mm512_set1_ps(p.row_scale[at]));
       } else {
         float some[16] = {0};
-        decode_scales_avx512(&p, at, first, end, some);
+        avx512::decode_scales(&p, at, first, end, some);
         values = _mm512_permutexvar_ps(places, _mm512_loadu_ps(some));
       }
       _mm512_store_ps(scale + slot * 512 + 16 * i, values);

@@ -1,17 +1,17 @@
 // Floats on AMX, as integers.
 //
 // Numbers of x and of the weight become integers of 24 bits: so many parts of the largest of 1024 numbers of a row.
-// Their three bytes, digits, are tiles of their own. Products of digits are exact, and those of one order are added up
-// in one tile of results. Orders below the last bit are left out, so three digits need six products. This is Ozaki's
+// Their three bytes, slices, are tiles of their own. Products of slices are exact, and those of one order are added up
+// in one tile of results. Orders below the last bit are left out, so three slices need six products. This is Ozaki's
 // scheme (https://arxiv.org/abs/2306.11975). It takes half the time of three terms of bfloat16 each, and scales of
-// blocks cost nothing: they are in the digits. A weight of small integers with one scale for a row has one digit, and
+// blocks cost nothing: they are in the slices. A weight of small integers with one scale for a row has one slice, and
 // three products.
 //
-// Digits of x have a sign. Those of the weight have none: what each is more than it should be is what results begin
+// Slices of x have a sign. Those of the weight have none: what each is more than it should be is what results begin
 // with.
 //
 // What is much smaller than the largest keeps few bits. So x is looked at while it is packed, 16 rows of it at a time:
-// a panel. Where a number stands out of 1024, these have a fourth digit; where that is too little for many, or one is
+// a panel. Where a number stands out of 1024, these have a fourth slice; where that is too little for many, or one is
 // not finite, very large or very small, AVX-512 multiplies the panel. Rows of the weight whose scales are not ordinary,
 // or which hold NaN, are AVX-512's as well. So are few rows of x, transposed products, and blocks that are no multiple
 // of 16.
@@ -28,17 +28,17 @@ namespace {
 //
 
 void keep_sums(const Problem& p, const Detail& d, const I* sums, Sums& out) {
-  const int32_t more = d.w_digits == 1 ? -lowest_integer(p, integer_factor(p)) : kMore;
+  const int32_t more = d.w_slices == 1 ? -lowest_integer(p, integer_factor(p)) : kMore;
   for (int order = 0; order < 4; ++order) {
     I start = _mm512_setzero_si512();
-    for (int digit = 0; digit <= order && digit < d.w_digits; ++digit)
-      start = _mm512_sub_epi32(start, _mm512_mullo_epi32(sums[order - digit], _mm512_set1_epi32(more)));
+    for (int slice = 0; slice <= order && slice < d.w_slices; ++slice)
+      start = _mm512_sub_epi32(start, _mm512_mullo_epi32(sums[order - slice], _mm512_set1_epi32(more)));
     _mm512_store_si512(out.all[order], sums[order]);
     _mm512_store_si512(out.start[order], start);
   }
 }
 
-// Packs a chunk of a panel. Whether so many digits are enough.
+// Packs a chunk of a panel. Whether so many slices are enough.
 template <int kX>
 bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const Span& span, char* shared) {
   const int64_t size = piece_of(p, d);
@@ -46,32 +46,32 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const
   I all[4] = {};
   const auto where = [&](int64_t k) {
     const int64_t piece = piece_at(p, d, batch, panel, span.first + k / size * size);
-    return Digits{reinterpret_cast<uint8_t*>(shared) + piece + k % size / 64 * kX * kTile + k % 64 * 16, 64, kTile};
+    return Slices{reinterpret_cast<uint8_t*>(shared) + piece + k % size / 64 * kX * kTile + k % 64 * 16, 64, kTile};
   };
   const auto keep = [&](int64_t end, const I* sums) {
     if (end % size > 0 && end < round_up(span.count, 64)) return false;
     keep_sums(p, d, sums, head->pieces[(end - 1) / size]);
-    for (int digit = 0; digit < 4; ++digit) all[digit] = _mm512_add_epi32(all[digit], sums[digit]);
+    for (int slice = 0; slice < 4; ++slice) all[slice] = _mm512_add_epi32(all[slice], sums[slice]);
     return true;
   };
-  const bool enough = pack_digits<kX>(p, span, head->scale, where, keep);
+  const bool enough = pack_slices<kX>(p, span, head->scale, where, keep);
   keep_sums(p, d, all, head->chunk);
   return enough;
 }
 
 void pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, int64_t first, char* shared) {
   const Span span(p, batch, panel, first);
-  const bool short_rows = d.w_digits > 1 && p.k < kShort;
-  const int64_t digits =
+  const bool short_rows = d.w_slices > 1 && p.k < kShort;
+  const int64_t slices =
       pack_fewest(p, span, short_rows, [&](auto count) { return pack<count.value>(p, d, batch, panel, span, shared); });
-  reinterpret_cast<Head*>(shared + head_of(d, batch, panel, first / kSpan))->digits = digits;
+  reinterpret_cast<Head*>(shared + head_of(d, batch, panel, first / kSpan))->slices = slices;
 }
 
 //
 // Problems
 //
 
-bool takes(const Problem* problem) {
+bool accepts(const Problem* problem) {
   const Problem& p = *problem;
   if (p.transpose || p.k <= 0 || (p.blocks > 1 && p.block_size % 16 != 0)) return false;
   if (p.m < (p.blocks > 1 && p.block_size % 32 != 0 ? kFewestOfMany : kFewest)) return false;
@@ -87,17 +87,17 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
          : p.bits < 8                               ? kScaled
          : p.blocks <= 1 && p.zero_point == nullptr ? kLookUp
                                                     : kFloats;
-  d.w_digits = integers ? 1 : kDigits;
+  d.w_slices = integers ? 1 : kSlices;
   d.panels = div_up(p.m, kRows);
   d.row_blocks = div_up(d.panels, kUnitPanels);
   d.parts = div_up(p.k, kSpan);
-  d.packed = div_up(p.k, 64) * kMostDigits * kTile;
+  d.packed = div_up(p.k, 64) * kMostSlices * kTile;
   int64_t rows = div_up(p.n * p.batch * d.row_blocks, (d.panels > 1 ? 4 : 16) * threads);
   rows = max64(rows, (int64_t{1} << 18) / (p.m * p.k));
   d.rows = min64(round_up(min64(rows, p.n), kRows), kUnitRows);
   d.chunks = div_up(p.n, d.rows);
   d.together = d.panels > 1 && d.parts > 1 ? d.rows / kRows : 1;
-  d.spare = spare_of(kMatmulAvx512Vbmi, p, d.rows);
+  d.spare = spare_of(avx512vbmi::kMatmul, p, d.rows);
   out->parts = p.batch * d.panels * d.parts;
   out->shared_bytes = x_at(p, d) + p.batch * d.panels * d.packed;
   out->units = p.batch * d.row_blocks * d.chunks;
@@ -107,16 +107,16 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   set_detail(d, out);
 }
 
-// The bytes of the digits of 256 values, high ones first.
+// The bytes of the slices of 256 values, high ones first.
 void fill_tables(const Problem& p, uint8_t* tables) {
   const float most = most_of(p, reach_of(p)), factor = integers_in_one(most);
   for (int i = 0; i < 256; i += 16) {
     const F values = _mm512_loadu_ps(p.table + i);
     const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(values), _mm512_set1_ps(most), _CMP_LE_OQ);
     alignas(64) uint8_t bytes[64];
-    _mm512_store_si512(bytes, digits_of(_mm512_maskz_mov_ps(finite, values), _mm512_set1_ps(factor)));
+    _mm512_store_si512(bytes, slices_of(_mm512_maskz_mov_ps(finite, values), _mm512_set1_ps(factor)));
     for (int j = 0; j < 16; ++j)
-      for (int digit = 0; digit < kDigits; ++digit) tables[256 * digit + i + j] = bytes[4 * j + kDigits - 1 - digit];
+      for (int slice = 0; slice < kSlices; ++slice) tables[256 * slice + i + j] = bytes[4 * j + kSlices - 1 - slice];
   }
 }
 
@@ -156,7 +156,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   bool ordinary[kUnitPanels];
   for (int64_t j = 0; j < panels; ++j) {
     ordinary[j] = true;
-    for (int64_t chunk = 0; chunk < d.parts; ++chunk) ordinary[j] = ordinary[j] && head_at(j, chunk)->digits > 0;
+    for (int64_t chunk = 0; chunk < d.parts; ++chunk) ordinary[j] = ordinary[j] && head_at(j, chunk)->slices > 0;
   }
   configure(64, 1 << 4 | 1 << 5 | 1 << 6);
   Next next;
@@ -181,28 +181,28 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
           a.first = panels > 1 || from == k;
           a.last = panels > 1 || to == end;
           a.x = reinterpret_cast<const uint8_t*>(shared) + piece_at(p, d, batch, panel, from);
-          for (int64_t j = 0; j < panels; ++j, a.x += a.steps * kMostDigits * kTile) {
+          for (int64_t j = 0; j < panels; ++j, a.x += a.steps * kMostSlices * kTile) {
             if (!ordinary[j]) continue;
             const Head* head = head_at(j, part);
             a.sums = panels > 1 ? head->pieces + (from - k) / size : &head->chunk;
-            multiply_of(d.w_digits, head->digits)(p, a, next, pending);
+            multiply_of(d.w_slices, head->slices)(p, a, next, pending);
             if (!a.last) continue;
             const int64_t m = kRows * (panel + j), n = kRows * tile;
             pending.done = 0;
             pending.results = a.results;
-            pending.orders = last_order(static_cast<int>(head->digits)) + 1;
+            pending.orders = last_order(static_cast<int>(head->slices)) + 1;
             pending.x_scale = head->scale;
             pending.x_sums = a.sums;
-            _mm512_storeu_ps(pending.factor, _mm512_mul_ps(u.factor, _mm512_set1_ps(lowest_power(d.w_digits))));
+            _mm512_storeu_ps(pending.factor, _mm512_mul_ps(u.factor, _mm512_set1_ps(lowest_power(d.w_slices))));
             _mm512_storeu_si512(pending.zero, u.zero);
-            pending.zeros = d.w_digits == 1 && p.zero_point != nullptr;
+            pending.zeros = d.w_slices == 1 && p.zero_point != nullptr;
             pending.sums = sums + ((tile - group) * panels + j) * 256;
             pending.first = part == 0 && (panels == 1 || from == k);
             pending.last = to == p.k;
             pending.at = batch * p.y_batch + m * p.y_row + (first + n) * p.y_column;
             pending.rows = min64(kRows, count - n);
             pending.lanes = min64(kRows, p.m - m);
-            a.results = a.results == results ? results + kMostDigits : results;
+            a.results = a.results == results ? results + kMostSlices : results;
           }
         }
       }
@@ -211,10 +211,9 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   finish(p, pending);
   _tile_release();
   const auto odd = [&](int64_t n) { return (u.odd[n / kRows] >> n % kRows & 1) != 0; };
-  for (int64_t j = 0; j < panels; ++j) multiply_rest(kMatmulAvx512Vbmi, p, e, j, ordinary[j], odd, own + room.spare);
+  for (int64_t j = 0; j < panels; ++j) multiply_rest(avx512vbmi::kMatmul, p, e, j, ordinary[j], odd, own + room.spare);
 }
 
 }  // namespace
 
-extern const MatmulKernel kMatmulAmx = {plan, prepare, run, takes, nullptr, &kMatmulAvx512Vbmi};
-extern const Isa kIsaAmx = {"amx", &kMatmulFewAmx, &kDecodeAvx512Vbmi, &kInt8Amx};
+extern const MatmulKernel kMatmulAmx = {plan, prepare, run, accepts, nullptr, &avx512vbmi::kMatmul};

@@ -1,4 +1,4 @@
-// Products of tiles of digits, and what becomes of their results.
+// Products of tiles of slices, and what becomes of their results.
 #ifndef EQQUANT_AMX_FLOAT_TILES_H_
 #define EQQUANT_AMX_FLOAT_TILES_H_
 
@@ -6,15 +6,15 @@
 
 namespace {
 
-// Digits of the weight and of x whose products count: those with the sum of their orders at most this, that of the last
+// Slices of the weight and of x whose products count: those with the sum of their orders at most this, that of the last
 // of x.
 constexpr int last_order(int x) { return x - 1; }
 
 // Tiles 0 to 3 are results, by their order; then there are three of the weight and one of x.
-template <int kOrder, int kDigit>
+template <int kOrder, int kSlice>
 EQQ_INLINE void multiply() {
-#define EQQ_MULTIPLY(ORDER, DIGIT, TILE) \
-  if constexpr (kOrder == ORDER && kDigit == DIGIT) _tile_dpbusd(ORDER, TILE, 7);
+#define EQQ_MULTIPLY(ORDER, SLICE, TILE) \
+  if constexpr (kOrder == ORDER && kSlice == SLICE) _tile_dpbusd(ORDER, TILE, 7);
   EQQ_MULTIPLY(0, 0, 4)
   EQQ_MULTIPLY(1, 0, 4)
   EQQ_MULTIPLY(2, 0, 4)
@@ -27,18 +27,18 @@ EQQ_INLINE void multiply() {
 #undef EQQ_MULTIPLY
 }
 
-// A digit of x times those of the weight that count, which are loaded with the first.
-template <int kW, int kX, int kDigit>
-EQQ_INLINE void multiply_digit(const uint8_t* w, int64_t w_row, const uint8_t* x) {
-  if constexpr (kDigit < kX) {
+// A slice of x times those of the weight that count, which are loaded with the first.
+template <int kW, int kX, int kSlice>
+EQQ_INLINE void multiply_slice(const uint8_t* w, int64_t w_row, const uint8_t* x) {
+  if constexpr (kSlice < kX) {
     constexpr int kLast = last_order(kX);
-    _tile_loadd(7, x + kDigit * kTile, 64);
-    if constexpr (kDigit == 0) _tile_loadd(4, w, w_row);
-    multiply<kDigit, 0>();
-    if constexpr (kDigit == 0 && kW > 1) _tile_loadd(5, w + kTile, w_row);
-    if constexpr (kW > 1 && kDigit + 1 <= kLast) multiply<kDigit + 1, 1>();
-    if constexpr (kDigit == 0 && kW > 2 && kLast >= 2) _tile_loadd(6, w + 2 * kTile, w_row);
-    if constexpr (kW > 2 && kDigit + 2 <= kLast) multiply<kDigit + 2, 2>();
+    _tile_loadd(7, x + kSlice * kTile, 64);
+    if constexpr (kSlice == 0) _tile_loadd(4, w, w_row);
+    multiply<kSlice, 0>();
+    if constexpr (kSlice == 0 && kW > 1) _tile_loadd(5, w + kTile, w_row);
+    if constexpr (kW > 1 && kSlice + 1 <= kLast) multiply<kSlice + 1, 1>();
+    if constexpr (kSlice == 0 && kW > 2 && kLast >= 2) _tile_loadd(6, w + 2 * kTile, w_row);
+    if constexpr (kW > 2 && kSlice + 2 <= kLast) multiply<kSlice + 2, 2>();
   }
 }
 
@@ -157,12 +157,12 @@ void multiply_piece(const Problem& p, const Piece& a, Next& next, Pending& befor
   const uint8_t *w = a.w, *x = a.x;
   for (int64_t step = 0; step < a.steps; ++step, w += a.w_next, x += kX * kTile) {
     settle(w);
-    multiply_digit<kW, kX, 0>(w, a.w_row, x);
+    multiply_slice<kW, kX, 0>(w, a.w_row, x);
     Lines::some(next.codes);
-    multiply_digit<kW, kX, 1>(w, a.w_row, x);
+    multiply_slice<kW, kX, 1>(w, a.w_row, x);
     Lines::some(next.scales);
-    multiply_digit<kW, kX, 2>(w, a.w_row, x);
-    multiply_digit<kW, kX, 3>(w, a.w_row, x);
+    multiply_slice<kW, kX, 2>(w, a.w_row, x);
+    multiply_slice<kW, kX, 3>(w, a.w_row, x);
     finish_some(p, before, kRows / 4);
   }
   finish(p, before);
@@ -171,16 +171,16 @@ void multiply_piece(const Problem& p, const Piece& a, Next& next, Pending& befor
 
 using Multiply = void (*)(const Problem& p, const Piece& a, Next& next, Pending& before);
 
-Multiply multiply_of(int64_t w_digits, int64_t x_digits) {
-  if (w_digits == 1)
-    return x_digits == 2 ? multiply_piece<1, 2> : x_digits == 3 ? multiply_piece<1, 3> : multiply_piece<1, 4>;
-  return x_digits == 2 ? multiply_piece<kDigits, 2>
-       : x_digits == 3 ? multiply_piece<kDigits, 3>
-                       : multiply_piece<kDigits, 4>;
+Multiply multiply_of(int64_t w_slices, int64_t x_slices) {
+  if (w_slices == 1)
+    return x_slices == 2 ? multiply_piece<1, 2> : x_slices == 3 ? multiply_piece<1, 3> : multiply_piece<1, 4>;
+  return x_slices == 2 ? multiply_piece<kSlices, 2>
+       : x_slices == 3 ? multiply_piece<kSlices, 3>
+                       : multiply_piece<kSlices, 4>;
 }
 
 // What the lowest of these products stands for.
-float lowest_power(int64_t w_digits) { return w_digits == 1 ? 1 : 65536; }
+float lowest_power(int64_t w_slices) { return w_slices == 1 ? 1 : 65536; }
 
 }  // namespace
 

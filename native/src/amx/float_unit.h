@@ -4,6 +4,7 @@
 
 #include "amx/float_tiles.h"
 #include "amx/float_weight.h"
+#include "float/decode.h"
 
 namespace {
 
@@ -23,7 +24,7 @@ struct Unit {
   I table = _mm512_setzero_si512();       // of bytes
   F values;                               // the table, again and again
   F factor = _mm512_setzero_ps();         // what an integer of a row is
-  I zero = _mm512_setzero_si512();        // what codes of a row are less, if they are digits
+  I zero = _mm512_setzero_si512();        // what codes of a row are less, if they are slices
   uint32_t odd[kUnitRows / kRows] = {0};  // rows that are not ordinary
 
   Unit(const Problem& p, const Detail& d, int64_t batch, int64_t first, int64_t count, const char* shared, char* own)
@@ -33,7 +34,7 @@ struct Unit {
         scales(reinterpret_cast<float*>(own + Room(d).scales)), zeros(scales + kRows * kMostBlocks),
         all_scales((p.selected == nullptr ? p.batch : p.stack) * p.n * p.blocks), reach(reach_of(p)),
         most(most_of(p, reach)) {
-    if (d.w_digits == 1) {
+    if (d.w_slices == 1) {
       const int64_t factor = integer_factor(p);
       integer = 1.0f / static_cast<float>(factor);
       table = integers_table(p, factor);
@@ -44,7 +45,7 @@ struct Unit {
     values = _mm512_load_ps(some);
   }
 
-  // Whether scales are in digits.
+  // Whether scales are in slices.
   bool in_blocks() const { return d.kind == kScaled || d.kind == kFloats; }
 
   // The largest magnitude in each of 16 vectors.
@@ -73,8 +74,8 @@ struct Unit {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kRows; ++i) {
       const int64_t row = min64(first + i, last);
-      out[i] =
-          Decode<Avx512>::some_scales(kKind, static_cast<const uint8_t*>(p.scale) + (row * p.blocks + block) * width);
+      out[i] = Decode<avx512::Simd>::some_scales(
+          kKind, static_cast<const uint8_t*>(p.scale) + (row * p.blocks + block) * width);
       if (p.row_scale != nullptr) out[i] = _mm512_mul_ps(out[i], _mm512_set1_ps(p.row_scale[row]));
       out[i] = _mm512_maskz_mov_ps(some, out[i]);
     }
@@ -83,7 +84,7 @@ struct Unit {
     if (last * p.blocks + block + 16 > all_scales) {
       for (int64_t i = 0; i < kRows; ++i) {
         float rest[16] = {0};
-        decode_scales_avx512(&p, min64(first + i, last), block, block + min64(count, 16), rest);
+        avx512::decode_scales(&p, min64(first + i, last), block, block + min64(count, 16), rest);
         out[i] = _mm512_loadu_ps(rest);
       }
       return;
@@ -114,11 +115,11 @@ struct Unit {
     const int64_t width = scale_bytes(p.scale_kind);
     F values;
     if (at + kRows <= all_scales) {
-      values = Decode<Avx512>::some_scales(p.scale_kind, static_cast<const uint8_t*>(p.scale) + at * width);
+      values = Decode<avx512::Simd>::some_scales(p.scale_kind, static_cast<const uint8_t*>(p.scale) + at * width);
       if (p.row_scale != nullptr) values = _mm512_mul_ps(values, _mm512_loadu_ps(p.row_scale + at));
     } else {
       float all[16] = {0};
-      for (int64_t i = 0; i <= last - at; ++i) decode_scales_avx512(&p, at + i, 0, 1, all + i);
+      for (int64_t i = 0; i <= last - at; ++i) avx512::decode_scales(&p, at + i, 0, 1, all + i);
       values = _mm512_loadu_ps(all);
     }
     see(tile,
@@ -152,11 +153,11 @@ struct Unit {
     }
     const F largest = _mm512_mul_ps(_mm512_castsi512_ps(most_bits), _mm512_set1_ps(p.zero_point == nullptr ? most : 1));
     const __mmask16 ordinary = see(tile, largest);
-    factor = _mm512_mul_ps(largest, _mm512_set1_ps(1 / largest_of(kDigits)));
+    factor = _mm512_mul_ps(largest, _mm512_set1_ps(1 / largest_of(kSlices)));
     alignas(64) float inverse[16];
-    _mm512_store_ps(inverse, _mm512_maskz_div_ps(ordinary, _mm512_set1_ps(largest_of(kDigits)), largest));
+    _mm512_store_ps(inverse, _mm512_maskz_div_ps(ordinary, _mm512_set1_ps(largest_of(kSlices)), largest));
     // A block that is far below the largest would keep few bits.
-    const F least = _mm512_set1_ps(largest_of(kDigits) / 1024 / most);
+    const F least = _mm512_set1_ps(largest_of(kSlices) / 1024 / most);
     for (int64_t i = 0; i < kRows; ++i)
       for (int64_t b = 0; b < place.count; b += 16) {
         const F one = _mm512_loadu_ps(scales + i * kMostBlocks + b),
@@ -219,7 +220,7 @@ struct Unit {
       a.stride = kMostPiece;
     }
     *w_row = 64;
-    *w_next = d.w_digits * kTile;
+    *w_next = d.w_slices * kTile;
     const int64_t bits = direct ? p.bits : 8;
     switch (d.kind) {
       case kDirect:

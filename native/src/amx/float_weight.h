@@ -1,4 +1,4 @@
-// Codes of 16 rows of the weight as digits: tiles of bytes without a sign.
+// Codes of 16 rows of the weight as slices: tiles of bytes without a sign.
 #ifndef EQQUANT_AMX_FLOAT_WEIGHT_H_
 #define EQQUANT_AMX_FLOAT_WEIGHT_H_
 
@@ -55,18 +55,18 @@ EQQ_INLINE I shifted(I codes, int plane) {  // code `plane` of a byte to bit 2 a
   return by < 0 ? _mm512_slli_epi16(codes, -by) : _mm512_srli_epi16(codes, by);
 }
 
-EQQ_INLINE I digits_of(F value, F scale) {
+EQQ_INLINE I slices_of(F value, F scale) {
   return _mm512_cvtps_epi32(_mm512_fmadd_ps(value, scale, _mm512_set1_ps(kAllMore)));
 }
 
-// Through a table of integers for each block, whose bytes are digits. A step has codes of `kBlocks` blocks. With eight
+// Through a table of integers for each block, whose bytes are slices. A step has codes of `kBlocks` blocks. With eight
 // bits there is a code of at most four in each byte.
 template <int kBits, int kBlocks, bool kZero>
 void decode_scaled(const Codes& a, F table) {
   const I mask = _mm512_set1_epi8(0x3c);
   constexpr int kPlanes = 8 / kBits;
   for (int64_t segment = 0; segment * kPlanes < a.steps; ++segment) {
-    uint8_t* to = a.out + segment * kPlanes * kDigits * kTile;
+    uint8_t* to = a.out + segment * kPlanes * kSlices * kTile;
     const int* block = a.block + segment * kPlanes * 4;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < kRows; ++i) {
@@ -74,23 +74,23 @@ void decode_scaled(const Codes& a, F table) {
       const float *scale = a.scale + i * kMostBlocks, *zero = a.zero + i * kMostBlocks;
 #pragma GCC unroll 8
       for (int plane = 0; plane < kPlanes; ++plane) {
-        I digits[kBlocks];
+        I slices[kBlocks];
 #pragma GCC unroll 4
         for (int b = 0; b < kBlocks; ++b) {
           const int at = block[4 * plane + b * (4 / kBlocks)];
-          digits[b] =
-              digits_of(kZero ? _mm512_sub_ps(table, _mm512_set1_ps(zero[at])) : table, _mm512_set1_ps(scale[at]));
+          slices[b] =
+              slices_of(kZero ? _mm512_sub_ps(table, _mm512_set1_ps(zero[at])) : table, _mm512_set1_ps(scale[at]));
         }
         const I index = shifted<kBits>(codes, plane);
 #pragma GCC unroll 3
-        for (int digit = 0; digit < kDigits; ++digit) {
+        for (int slice = 0; slice < kSlices; ++slice) {
           const I some =
-              _mm512_ternarylogic_epi32(index, mask, _mm512_set1_epi8(static_cast<char>(kDigits - 1 - digit)), 0xea);
-          I bytes = _mm512_permutexvar_epi8(some, digits[0]);
+              _mm512_ternarylogic_epi32(index, mask, _mm512_set1_epi8(static_cast<char>(kSlices - 1 - slice)), 0xea);
+          I bytes = _mm512_permutexvar_epi8(some, slices[0]);
 #pragma GCC unroll 4
           for (int b = 1; b < kBlocks; ++b)
-            bytes = _mm512_mask_permutexvar_epi8(bytes, ~uint64_t{0} << (64 / kBlocks * b), some, digits[b]);
-          _mm512_store_si512(to + (plane * kDigits + digit) * kTile + 64 * i, bytes);
+            bytes = _mm512_mask_permutexvar_epi8(bytes, ~uint64_t{0} << (64 / kBlocks * b), some, slices[b]);
+          _mm512_store_si512(to + (plane * kSlices + slice) * kTile + 64 * i, bytes);
         }
       }
     }
@@ -119,7 +119,7 @@ EQQ_INLINE bool has_others(I codes, Numbers numbers) {
   return (low | _mm512_cmpgt_epu8_mask(some, _mm512_set1_epi8(static_cast<char>(numbers.last)))) != 0;
 }
 
-// Through a table of 256 bytes for each digit. Returns the rows with codes that are no such numbers.
+// Through a table of 256 bytes for each slice. Returns the rows with codes that are no such numbers.
 uint32_t decode_look_up(const Problem& p, const Codes& a, const uint8_t* tables) {
   const Numbers numbers = numbers_of(p);
   uint32_t rows = 0;
@@ -129,11 +129,11 @@ uint32_t decode_look_up(const Problem& p, const Codes& a, const uint8_t* tables)
       const I codes = _mm512_loadu_si512(a.from + min64(i, a.last) * a.stride + 64 * step);
       const __mmask64 upper = _mm512_movepi8_mask(codes);
 #pragma GCC unroll 3
-      for (int digit = 0; digit < kDigits; ++digit) {
-        const uint8_t* table = tables + 256 * digit;
+      for (int slice = 0; slice < kSlices; ++slice) {
+        const uint8_t* table = tables + 256 * slice;
         const I low = _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
         const I high = _mm512_permutex2var_epi8(_mm512_load_si512(table + 128), codes, _mm512_load_si512(table + 192));
-        _mm512_store_si512(a.out + (step * kDigits + digit) * kTile + 64 * i, _mm512_mask_blend_epi8(upper, low, high));
+        _mm512_store_si512(a.out + (step * kSlices + slice) * kTile + 64 * i, _mm512_mask_blend_epi8(upper, low, high));
       }
       rows |= static_cast<uint32_t>(has_others(codes, numbers)) << i;
     }
@@ -159,23 +159,24 @@ uint32_t decode_floats(const Problem& p, const Codes& a) {
         return _mm512_permutexvar_ps(quarters, _mm512_castps128_ps512(some));
       };
       const F scale = spread(a.scale), zero = p.zero_point == nullptr ? _mm512_setzero_ps() : spread(a.zero);
-      I digits[4];
+      I slices[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         const uint8_t* from = bytes + 16 * j;
-        const F value = p.values == kValueInteger ? _mm512_add_ps(Avx512::integers(from), _mm512_set1_ps(p.table[0]))
-                      : p.values == kValueE4M3    ? Avx512::e4m3(from)
-                      : p.values == kValueE5M2    ? Avx512::e5m2(from)
-                                                  : Avx512::bytes256(from, p.table);
-        digits[j] = bytes_apart(digits_of(_mm512_sub_ps(value, zero), scale));
+        const F value = p.values == kValueInteger
+                          ? _mm512_add_ps(avx512::Simd::integers(from), _mm512_set1_ps(p.table[0]))
+                      : p.values == kValueE4M3 ? avx512::Simd::e4m3(from)
+                      : p.values == kValueE5M2 ? avx512::Simd::e5m2(from)
+                                               : avx512::Simd::bytes256(from, p.table);
+        slices[j] = bytes_apart(slices_of(_mm512_sub_ps(value, zero), scale));
       }
-      const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
+      const I low0 = _mm512_unpacklo_epi32(slices[0], slices[1]), low1 = _mm512_unpacklo_epi32(slices[2], slices[3]);
       const I all[3] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1),
-                        _mm512_unpacklo_epi64(_mm512_unpackhi_epi32(digits[0], digits[1]),
-                                              _mm512_unpackhi_epi32(digits[2], digits[3]))};
+                        _mm512_unpacklo_epi64(_mm512_unpackhi_epi32(slices[0], slices[1]),
+                                              _mm512_unpackhi_epi32(slices[2], slices[3]))};
 #pragma GCC unroll 3
-      for (int digit = 0; digit < kDigits; ++digit)
-        _mm512_store_si512(a.out + (step * kDigits + digit) * kTile + 64 * i, all[kDigits - 1 - digit]);
+      for (int slice = 0; slice < kSlices; ++slice)
+        _mm512_store_si512(a.out + (step * kSlices + slice) * kTile + 64 * i, all[kSlices - 1 - slice]);
       rows |= static_cast<uint32_t>(has_others(codes, numbers)) << i;
     }
   return rows;
@@ -184,7 +185,7 @@ uint32_t decode_floats(const Problem& p, const Codes& a) {
 // What makes integers of the values of codes. A power of two keeps floats of eight bits as they are.
 float integers_in_one(float most) {
   float power = 1;
-  const float largest = largest_of(kDigits) / most;
+  const float largest = largest_of(kSlices) / most;
   while (power > largest) power /= 2;
   while (power * 2 <= largest) power *= 2;
   return power;

@@ -10,7 +10,7 @@ namespace {
 
 void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = problem->p;
-  if (!takes(*problem)) return kInt8Avx512Vnni.plan(problem, threads, out);
+  if (!accepts(*problem)) return avx512vnni::kInt8.plan(problem, threads, out);
   const Runs r = runs_of(p);
   Detail d;
   d.panels = div_up(p.m, 16);
@@ -65,13 +65,13 @@ void pack_panel(const Int8Problem& q, const Runs& r, const Detail& d, char* shar
     a.shifts = reinterpret_cast<int32_t*>(a.scales) + 16 * p.batch * d.panels;
   }
   int32_t* sums = reinterpret_cast<int32_t*>(shared + d.sums) + 16 * at * row_tiles(r);
-  const I factor = Vnni::spread(p.zero_point != nullptr ? 1 : integers_of(p).lowest), ones = _mm512_set1_epi8(1);
+  const I factor = V::broadcast_int(p.zero_point != nullptr ? 1 : integers_of(p).lowest), ones = _mm512_set1_epi8(1);
   pack_rows<X>(q, r, a, [=](int64_t position, int64_t width) {
     for (int64_t tile = 0; tile < width / depth; ++tile) {
-      I sum = Vnni::zero();
+      I sum = V::zero_int();
       for (int64_t i = tile * depth / 4; i < (tile + 1) * depth / 4; ++i)
-        sum = Vnni::dot(sum, ones, Vnni::load(a.out + 16 * position + 64 * i));
-      Vnni::store(sums + 16 * (position / depth + tile), Vnni::mul(sum, factor));
+        sum = V::dot(sum, ones, V::load_int(a.out + 16 * position + 64 * i));
+      V::store(sums + 16 * (position / depth + tile), V::mul(sum, factor));
     }
   });
 }
@@ -89,7 +89,7 @@ void pack_ones(const Problem& p, const Runs& r, uint8_t* out) {
 
 void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t part) {
   const Problem& p = problem->p;
-  if (!takes(*problem)) return kInt8Avx512Vnni.prepare(problem, plan, memory, part);
+  if (!accepts(*problem)) return avx512vnni::kInt8.prepare(problem, plan, memory, part);
   const Runs r = runs_of(p);
   const Detail d = detail_of<Detail>(plan);
   if (problem->affine && part == 0)
@@ -109,11 +109,11 @@ void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t
 template <int kBits>
 EQQ_INLINE void unpack(const uint8_t* bytes, int64_t segments, I table, bool look_up, uint8_t* out) {
   for (int64_t s = 0; s < segments; ++s) {
-    const I all = Vnni::load(bytes + 64 * s);
+    const I all = V::load_int(bytes + 64 * s);
 #pragma GCC unroll 8
     for (int i = 0; i < 8 / kBits; ++i, out += 1024) {
-      const I codes = Vnni::codes<kBits>(all, i);
-      Vnni::store(out, look_up ? Vnni::lookup(table, codes) : codes);
+      const I codes = V::byte_codes<kBits>(all, i);
+      V::store(out, look_up ? V::lookup_bytes(table, codes) : codes);
     }
   }
 }
@@ -126,7 +126,7 @@ void decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, i
   const uint8_t* bytes = p.codes + row * p.words + from * p.bits / 8;
   const bool whole = in_a_row(r, s) && from % segment == 0 && codes % segment == 0 && from + codes <= p.k;
   const bool look_up = v.looks_up || v.shift > 0;
-  const I table = look_up ? Vnni::table(v.table) : Vnni::zero();
+  const I table = look_up ? V::byte_table(v.table) : V::zero_int();
   for (int64_t i = 0; i < count; ++i, bytes += p.words) {
     uint8_t* out = decoded + i / 16 * 16 * kDecoded + i % 16 * 64;
     if (whole) {
@@ -138,7 +138,7 @@ void decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, i
       uint8_t room[kStepRoom], codes_of_row[kStepRoom];
       int32_t unused[kRunRoom];
       const uint8_t* at = W::decode(p, r, v, s, row + i, unused, true, room, codes_of_row);
-      for (int64_t j = 0; j < codes; j += 64) Vnni::store(out + 16 * j, Vnni::load(at + j));
+      for (int64_t j = 0; j < codes; j += 64) V::store(out + 16 * j, V::load_int(at + j));
     }
   }
 }
@@ -148,14 +148,14 @@ void decode_scales(const Problem& p, const Runs& r, const Integers& v, int64_t r
                    int64_t last, float* scale, int32_t* offset) {
   const int64_t from = first / r.per_block, to = (last - 1) / r.per_block + 1, stretch = stretch_of(r);
   const bool together = r.count == 1 && p.row_scale == nullptr;
-  if (together) Vnni::scales(&p, row, 0, count, scale);
+  if (together) V::scales(&p, row, 0, count, scale);
   for (int64_t i = 0; i < count; ++i, ++row, scale += stretch, offset += stretch) {
     if (!together && p.scale_kind == kScaleFloat32 && p.row_scale == nullptr) {
       const float* scales = static_cast<const float*>(p.scale) + row * p.blocks + from;
       for (int64_t j = 0; j < to - from; j += 16)
-        Vnni::store_f(scale + j, _mm512_maskz_loadu_ps(first_few(to - from - j), scales + j));
+        V::store(scale + j, _mm512_maskz_loadu_ps(first_few(to - from - j), scales + j));
     } else if (!together) {
-      Vnni::scales(&p, row, from, to, scale);
+      V::scales(&p, row, from, to, scale);
     }
     if (p.zero_point != nullptr) W::offsets(p, v, row, from, to, offset);
   }
@@ -277,7 +277,7 @@ struct Unit {
       const bool two = is_long && panels - i > 1;
       int32_t* off = offs[off_turn ^= 1];
       for (int64_t j = 0; is_long && s.ends && j <= two; ++j)
-        Vnni::store(off + 16 * j, sum_of_tiles(x_sums + (i + j) * 16 * row_tiles(r) + 16 * s.run * tiles, tiles));
+        V::store(off + 16 * j, sum_of_tiles(x_sums + (i + j) * 16 * row_tiles(r) + 16 * s.run * tiles, tiles));
       if (strips && i + 2 < panels) {
         ahead.at = reinterpret_cast<const char*>(x + (i + 2) * panel_bytes(r));
         ahead.end = ahead.at + min64(2, panels - i - 2) * panel_bytes(r);
@@ -337,7 +337,7 @@ struct Unit {
 };
 
 void run(const Int8Problem* problem, const Plan* plan, const void* memory, void* own, int64_t unit) {
-  if (!takes(*problem)) return kInt8Avx512Vnni.run(problem, plan, memory, own, unit);
+  if (!accepts(*problem)) return avx512vnni::kInt8.run(problem, plan, memory, own, unit);
   const Detail d = detail_of<Detail>(plan);
   Unit u(*problem, d, static_cast<const char*>(memory), page(own), unit);
   configure(depth_of(u.r), 1 << 4 | 1 << 5);
@@ -347,4 +347,6 @@ void run(const Int8Problem* problem, const Plan* plan, const void* memory, void*
 
 }  // namespace
 
-extern const Int8Kernel kInt8Amx = {plan, prepare, run};
+namespace amx {
+extern const Int8Kernel kInt8 = {plan, prepare, run};
+}

@@ -3,13 +3,15 @@
 #define EQQUANT_AMX_INT8_TILES_H_
 
 #include "amx/amx.h"
-#include "float/avx512.h"
-#include "int8/int8_vnni.h"
+#include "core/simd_avx512vnni.h"
+#include "int8/pack_avx512.h"
+#include "int8/weight.h"
 
 namespace {
 
-using X = Int8X<Vnni>;
-using W = Int8Weight<Vnni>;
+using V = avx512vnni::Simd;
+using X = Int8X<V>;
+using W = Int8Weight<V>;
 
 constexpr int64_t kGroupRows = 32;         // of the weight that are multiplied at a time: two tiles
 constexpr int64_t kMostUnitRows = 256;     // of the weight in a unit
@@ -30,7 +32,7 @@ struct Detail {
   int64_t scale, results;             // likewise in the memory of a thread
 };
 
-bool takes(const Int8Problem& q) { return q.p.m + q.affine > 1 && q.p.k > 0; }
+bool accepts(const Int8Problem& q) { return q.p.m + q.affine > 1 && q.p.k > 0; }
 
 // Panels begin where pages do.
 EQQ_INLINE int64_t panel_bytes(const Runs& r) { return round_up(16 * row_codes(r), 4096); }
@@ -70,18 +72,18 @@ struct Block {
 };
 
 EQQ_INLINE I sum_of_tiles(const int32_t* sums, int64_t tiles) {
-  I sum = Vnni::load(sums);
-  for (int64_t i = 1; i < tiles; ++i) sum = Vnni::add(sum, Vnni::load(sums + 16 * i));
+  I sum = V::load_int(sums);
+  for (int64_t i = 1; i < tiles; ++i) sum = V::add(sum, V::load_int(sums + 16 * i));
   return sum;
 }
 
 // Sums of products of codes are brought to those of what they mean. `at`: where the row and run are among scales.
 template <bool kCorrects>
 EQQ_INLINE I corrected(const Block& a, I sum, I off, I shift, int64_t at) {
-  if (!kCorrects) return Vnni::add(sum, off);
-  sum = Vnni::add(sum, a.offset != nullptr ? Vnni::mul(off, Vnni::spread(a.offset[at])) : off);
+  if (!kCorrects) return V::add(sum, off);
+  sum = V::add(sum, a.offset != nullptr ? V::mul(off, V::broadcast_int(a.offset[at])) : off);
   if (a.weights == nullptr) return sum;
-  return _mm512_sub_epi32(sum, Vnni::mul(shift, Vnni::spread(a.weights[at])));
+  return _mm512_sub_epi32(sum, V::mul(shift, V::broadcast_int(a.weights[at])));
 }
 
 // Memory that results of a block will be written over: stores to so many places do not fetch it in time.
@@ -107,12 +109,12 @@ EQQ_INLINE void put_tile(const Problem& p, const Block& a, int64_t half, int64_t
   if (!a.last) {
     float* sums = a.sums + 256 * (2 * panel + half);
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) Vnni::store_f(sums + 16 * i, tile[i]);
+    for (int i = 0; i < 16; ++i) V::store(sums + 16 * i, tile[i]);
     return;
   }
   const int64_t lanes = min64(16, a.lanes - 16 * panel), count = min64(16, a.count - 16 * half);
   const int64_t base = a.y + 16 * panel * p.y_row + 16 * half * p.y_column;
-  const F scale = Vnni::load_f(a.x_scale + 16 * panel);
+  const F scale = V::load(a.x_scale + 16 * panel);
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) tile[i] = _mm512_mul_ps(tile[i], scale);
   write_square(p, base, count, lanes, tile);
@@ -122,7 +124,7 @@ EQQ_INLINE void put_tile(const Problem& p, const Block& a, int64_t half, int64_t
 EQQ_INLINE void take_tile(const Block& a, int64_t half, int64_t panel, F* tile) {
   const float* sums = a.sums + 256 * (2 * panel + half);
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) tile[i] = a.first ? Vnni::zero_f() : Vnni::load_f(sums + 16 * i);
+  for (int i = 0; i < 16; ++i) tile[i] = a.first ? V::zero() : V::load(sums + 16 * i);
 }
 
 // Runs of some blocks. Four tiles take turns: a result is stored two runs after it was multiplied, and scaled one run
@@ -135,31 +137,31 @@ void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
   Lines y = results_of(p, a);
   Lines::some(y, y.rows);
   const int64_t tiles = a.length / a.depth;
-  const I shift = kCorrects ? Vnni::load(a.shift) : Vnni::zero();
+  const I shift = kCorrects ? V::load_int(a.shift) : V::zero_int();
   settle(a.w);
-#define EQQ_RUN(TILE, STORED, A, B)                                                          \
-  {                                                                                          \
-    const int64_t run = first + TILE;                                                        \
-    if (run < a.runs) {                                                                      \
-      _tile_zero(TILE);                                                                      \
-      for (int64_t t = 0; t < tiles; ++t) {                                                  \
-        const int64_t k = run * a.length + t * a.depth;                                      \
-        _tile_loadd(A, a.w + k / 64 * a.w_next + k % 64, a.w_row);                           \
-        _tile_loadd(B, a.x + 16 * k, 64);                                                    \
-        _tile_dpbusd(TILE, A, B);                                                            \
-        Ahead::some(ahead, ahead.lines);                                                     \
-      }                                                                                      \
-    }                                                                                        \
-    if (run >= 2 && run - 2 < a.runs) _tile_stored(STORED, a.partial + 256 * TILE, 64);      \
-    if (run >= 3 && run - 3 < a.runs) {                                                      \
-      const int32_t* results = a.partial + 256 * ((TILE + 3) % 4);                           \
-      const I off = sum_of_tiles(a.sums_x + 16 * (run - 3) * tiles, tiles);                  \
-      _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {                                \
-        const int64_t at = i * kStretch + run - 3;                                           \
-        const I sum = corrected<kCorrects>(a, Vnni::load(results + 16 * i), off, shift, at); \
-        sums[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[at]), sums[i]);          \
-      }                                                                                      \
-    }                                                                                        \
+#define EQQ_RUN(TILE, STORED, A, B)                                                           \
+  {                                                                                           \
+    const int64_t run = first + TILE;                                                         \
+    if (run < a.runs) {                                                                       \
+      _tile_zero(TILE);                                                                       \
+      for (int64_t t = 0; t < tiles; ++t) {                                                   \
+        const int64_t k = run * a.length + t * a.depth;                                       \
+        _tile_loadd(A, a.w + k / 64 * a.w_next + k % 64, a.w_row);                            \
+        _tile_loadd(B, a.x + 16 * k, 64);                                                     \
+        _tile_dpbusd(TILE, A, B);                                                             \
+        Ahead::some(ahead, ahead.lines);                                                      \
+      }                                                                                       \
+    }                                                                                         \
+    if (run >= 2 && run - 2 < a.runs) _tile_stored(STORED, a.partial + 256 * TILE, 64);       \
+    if (run >= 3 && run - 3 < a.runs) {                                                       \
+      const int32_t* results = a.partial + 256 * ((TILE + 3) % 4);                            \
+      const I off = sum_of_tiles(a.sums_x + 16 * (run - 3) * tiles, tiles);                   \
+      _Pragma("GCC unroll 16") for (int i = 0; i < 16; ++i) {                                 \
+        const int64_t at = i * kStretch + run - 3;                                            \
+        const I sum = corrected<kCorrects>(a, V::load_int(results + 16 * i), off, shift, at); \
+        sums[i] = V::fma(V::to_float(sum), V::broadcast(a.scale[at]), sums[i]);               \
+      }                                                                                       \
+    }                                                                                         \
   }
   for (int64_t first = 0; first < a.runs + 3; first += 4) {
     EQQ_RUN(0, 2, 4, 6)
@@ -169,7 +171,7 @@ void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
   }
 #undef EQQ_RUN
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) Vnni::store_f(a.sums + 16 * i, sums[i]);
+  for (int i = 0; i < 16; ++i) V::store(a.sums + 16 * i, sums[i]);
 }
 
 // A block whose long run has ended. Its sums are scaled and written while the next block is multiplied: a tile is
@@ -184,14 +186,14 @@ template <bool kCorrects>
 EQQ_INLINE void finish_tile(const Problem& p, Finished& f) {
   const Block& a = *f.block;
   const int64_t which = --f.tiles, half = which % 2, panel = which / 2, row = 16 * half;
-  const I off = Vnni::load(a.off + 16 * panel), shift = kCorrects ? Vnni::load(a.shift + 16 * panel) : Vnni::zero();
+  const I off = V::load_int(a.off + 16 * panel), shift = kCorrects ? V::load_int(a.shift + 16 * panel) : V::zero_int();
   F tile[16];
   take_tile(a, half, panel, tile);
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {
     const int64_t at = (row + i) * a.stretch;
-    const I sum = corrected<kCorrects>(a, Vnni::load(f.results[which][i]), off, shift, at);
-    tile[i] = Vnni::fma(Vnni::to_f(sum), Vnni::spread_f(a.scale[at]), tile[i]);
+    const I sum = corrected<kCorrects>(a, V::load_int(f.results[which][i]), off, shift, at);
+    tile[i] = V::fma(V::to_float(sum), V::broadcast(a.scale[at]), tile[i]);
   }
   put_tile(p, a, half, panel, tile);
 }

@@ -5,15 +5,35 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/simd_generic.h"
+
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace {
+
+// The instruction sets: what of each room they take, and from which set.
+#define EQQ_ISA(NAME, MATMUL, DECODE, INT8, OTHERS) \
+  {#NAME, &MATMUL, &DECODE::kDecode, &INT8::kInt8, &OTHERS::kEncode, &OTHERS::kSlabs}
+const Isa kGeneric = EQQ_ISA(generic, generic::kMatmul, generic, generic, generic);
+#if defined(__x86_64__) || defined(_M_X64)
+const Isa kAvx2 = EQQ_ISA(avx2, avx2::kMatmul, avx2, avx2, avx2);
+const Isa kAvx512 = EQQ_ISA(avx512, avx512::kMatmul, avx512, avx512, avx512);
+const Isa kAvx512Vnni = EQQ_ISA(avx512vnni, kMatmulSlices, avx512, avx512vnni, avx512);
+const Isa kAvx512Vbmi = EQQ_ISA(avx512vbmi, kMatmulSlicesVbmi, avx512vbmi, avx512vnni, avx512);
+const Isa kAmx = EQQ_ISA(amx, kMatmulFewAmx, avx512vbmi, amx, avx512);
+#elif defined(__aarch64__) || defined(_M_ARM64)
+const Isa kNeon = EQQ_ISA(neon, neon::kMatmul, neon, neon, generic);
+const Isa kDotprod = EQQ_ISA(dotprod, neon::kMatmul, neon, dotprod, generic);
+#endif
 
 struct Found {
   const Isa* all[8];
@@ -50,27 +70,40 @@ void find(Found& found) {
   if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return;
   const uint64_t saved = saved_registers();
   if (!(fma && avx && f16c && bit(b7, 5) && (saved & 6) == 6)) return;
-  found.all[found.count++] = &kIsaAvx2;
+  found.all[found.count++] = &kAvx2;
   const bool avx512 = bit(b7, 16) && bit(b7, 17) && bit(b7, 30) && bit(b7, 31);  // F, DQ, BW, VL
   if (!avx512 || (saved & 0xe6) != 0xe6) return;
-  found.all[found.count++] = &kIsaAvx512;
+  found.all[found.count++] = &kAvx512;
   if (!bit(c7, 11)) return;
-  found.all[found.count++] = &kIsaAvx512Vnni;
+  found.all[found.count++] = &kAvx512Vnni;
   if (!bit(c7, 1)) return;  // machines with tiles have it
-  found.all[found.count++] = &kIsaAvx512Vbmi;
+  found.all[found.count++] = &kAvx512Vbmi;
 #ifdef EQQUANT_EMULATE
   for (int i = found.count++; i > 0; --i) found.all[i] = found.all[i - 1];
-  found.all[0] = &kIsaAmx;  // the slowest
+  found.all[0] = &kAmx;  // the slowest
 #else
   // Tiles, and integers; tiles are saved only for programs that ask.
-  if (bit(d7, 24) && bit(d7, 25) && (saved & 0x60000) == 0x60000 && may_use_tiles())
-    found.all[found.count++] = &kIsaAmx;
+  if (bit(d7, 24) && bit(d7, 25) && (saved & 0x60000) == 0x60000 && may_use_tiles()) found.all[found.count++] = &kAmx;
 #endif
 }
 
 #elif defined(__aarch64__) || defined(_M_ARM64)
 
-void find(Found& found) { found.all[found.count++] = &kIsaNeon; }
+// The dot products of ARMv8.2, which all of Apple's machines have.
+bool has_dotprod() {
+#if defined(__APPLE__)
+  return true;
+#elif defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+  return false;
+#endif
+}
+
+void find(Found& found) {
+  found.all[found.count++] = &kNeon;
+  if (has_dotprod()) found.all[found.count++] = &kDotprod;
+}
 
 #else
 
@@ -81,7 +114,7 @@ void find(Found&) {}
 const Found& found() {
   static const Found all = [] {
     Found f = {};
-    f.all[f.count++] = &kIsaGeneric;
+    f.all[f.count++] = &kGeneric;
     find(f);
     return f;
   }();
@@ -124,3 +157,6 @@ const Isa* choose_isa(const char** why) {
 int num_isas(void) { return found().count; }
 
 const Isa* isa_at(int index) { return index < 0 || index >= found().count ? nullptr : found().all[index]; }
+
+float half_to_float(uint16_t bits) { return generic::Simd::one_f16(bits); }
+uint16_t float_to_half(float value) { return generic::Simd::one_to_f16(value); }

@@ -1,4 +1,4 @@
-// What an instruction set offers, and how one is chosen. Each `isa_*.cpp` fills one `Isa`.
+// What an instruction set offers, and how one is chosen.
 #ifndef EQQUANT_ISA_H_
 #define EQQUANT_ISA_H_
 
@@ -36,41 +36,45 @@ typedef struct MatmulKernel {
   void (*plan)(const Problem*, int64_t threads, Plan*);
   void (*prepare)(const Problem*, const Plan*, void* shared, int64_t part);
   void (*run)(const Problem*, const Plan*, const void* shared, void* own, int64_t unit);
-  // Whether the kernel takes a problem, and, where the values of x decide, whether it can multiply what it prepared;
-  // null if it always does. And the kernel that is asked next if not.
-  bool (*takes)(const Problem*) = nullptr;
-  bool (*suits)(const Problem*, const Plan*, const void* shared) = nullptr;
-  const struct MatmulKernel* otherwise = nullptr;
+  // Whether the kernel accepts a problem, and, where the values of x decide, what it packed; null if it always does.
+  bool (*accepts)(const Problem*) = nullptr;
+  bool (*accepts_packed)(const Problem*, const Plan*, const void* shared) = nullptr;
+  const struct MatmulKernel* fallback = nullptr;  // the kernel that is asked next if not
 } MatmulKernel;
 
-// A further kind of kernel (int8 x int8, encoding, ...) is a further struct of functions and a further pointer here,
-// which is null where an instruction set has none; whoever calls it takes the generic one then.
+// What an instruction set offers. A further kind of kernel is a further struct of functions and a further pointer here.
 typedef struct Isa {
   const char* name;
   const MatmulKernel* matmul;
-  const MatmulKernel* decode;     // to a dense weight
-  const struct Int8Kernel* int8;  // in `int8.h`; null for the generic one
+  const MatmulKernel* decode;         // to a dense weight
+  const struct Int8Kernel* int8;      // in `int8/int8.h`
+  const struct EncodeKernel* encode;  // in `encode/encode.h`
+  const struct SlabKernel* slabs;     // in `slabs/slabs.h`
 } Isa;
 
-extern const Isa kIsaGeneric;
-#if defined(__x86_64__) || defined(_M_X64)
-extern const Isa kIsaAvx2;
-extern const Isa kIsaAvx512;
-extern const MatmulKernel kMatmulAvx512, kDecodeAvx512;  // of those that add to it
-extern const MatmulKernel kMatmulVnni, kMatmulVnniVbmi;  // these ask the first or second kind of AVX-512 next
-extern const Isa kIsaAvx512Vnni;
-extern const MatmulKernel kMatmulAvx512Vbmi, kDecodeAvx512Vbmi;
-extern const Isa kIsaAvx512Vbmi;
-extern const MatmulKernel kMatmulAmx, kMatmulFewAmx;
-extern const Isa kIsaAmx;
-#elif defined(__aarch64__) || defined(_M_ARM64)
-extern const Isa kIsaNeon;
-#endif
+// What rooms define for an instruction set, each in a file that CMake compiles for all of them; not all have all.
+// `decode_scales`: those of blocks `first` to `last` of a row, as float32, times that of the row.
+#define EQQ_INSTRUCTION_SET(ISA)                                                              \
+  namespace ISA {                                                                             \
+  extern const MatmulKernel kMatmul, kDecode;                                                 \
+  extern const struct Int8Kernel kInt8;                                                       \
+  extern const struct EncodeKernel kEncode;                                                   \
+  extern const struct SlabKernel kSlabs;                                                      \
+  void decode_scales(const Problem* p, int64_t row, int64_t first, int64_t last, float* out); \
+  }
+EQQ_INSTRUCTION_SET(generic)
+EQQ_INSTRUCTION_SET(avx2)
+EQQ_INSTRUCTION_SET(avx512)
+EQQ_INSTRUCTION_SET(avx512vnni)
+EQQ_INSTRUCTION_SET(avx512vbmi)
+EQQ_INSTRUCTION_SET(amx)
+EQQ_INSTRUCTION_SET(neon)
+EQQ_INSTRUCTION_SET(dotprod)
 
-// The scales of blocks `first` to `last` of a row, as float32, times that of the row.
-void decode_scales_generic(const Problem* p, int64_t row, int64_t first, int64_t last, float* out);
-void decode_scales_avx2(const Problem* p, int64_t row, int64_t first, int64_t last, float* out);
-void decode_scales_avx512(const Problem* p, int64_t row, int64_t first, int64_t last, float* out);
+// Floats times small integers with VNNI; the fallback is AVX-512, without and with VBMI.
+extern const MatmulKernel kMatmulSlices, kMatmulSlicesVbmi;
+// Floats on AMX: up to four rows of x, whose fallback is that of many rows.
+extern const MatmulKernel kMatmulFewAmx, kMatmulAmx;
 
 // Conversions for every machine.
 float half_to_float(uint16_t bits);

@@ -76,21 +76,21 @@ void run_units(Pool& pool, int64_t units, int64_t workers, const Work& work) {
   }
 }
 
-// The first kernel that takes a problem, of this one and those that are asked next.
-inline const MatmulKernel& taking(const MatmulKernel* kernel, const Problem& problem) {
-  while (kernel->takes != nullptr && !kernel->takes(&problem)) kernel = kernel->otherwise;
+// The first kernel that accepts a problem, of this one and its fallbacks.
+inline const MatmulKernel& select_kernel(const MatmulKernel* kernel, const Problem& problem) {
+  while (kernel->accepts != nullptr && !kernel->accepts(&problem)) kernel = kernel->fallback;
   return *kernel;
 }
 
-// Another kernel that must compute what one has prepared, or null.
+// The kernel that must compute what another one packed and does not accept, or null.
 template <typename Kernel, typename Task>
-const Kernel* instead(const Kernel&, const Task&, const Plan&, const void*) {
+const Kernel* fallback_after_packing(const Kernel&, const Task&, const Plan&, const void*) {
   return nullptr;
 }
-inline const MatmulKernel* instead(const MatmulKernel& kernel, const Problem& problem, const Plan& plan,
-                                   const void* shared) {
-  return kernel.suits == nullptr || kernel.suits(&problem, &plan, shared) ? nullptr
-                                                                          : &taking(kernel.otherwise, problem);
+inline const MatmulKernel* fallback_after_packing(const MatmulKernel& kernel, const Problem& problem, const Plan& plan,
+                                                  const void* shared) {
+  const bool accepts = kernel.accepts_packed == nullptr || kernel.accepts_packed(&problem, &plan, shared);
+  return accepts ? nullptr : &select_kernel(kernel.fallback, problem);
 }
 
 // Has a kernel compute a problem of its own type, whose weight it can read. Whether there was enough memory.
@@ -105,7 +105,7 @@ bool run_whole(const Kernel& kernel, const Task& problem, Pool& pool, int64_t th
   const Plan* q = &plan;
   const Kernel* k = &kernel;
   run_units(pool, plan.parts, threads, [=](int64_t part, int64_t) { k->prepare(p, q, memory, part); });
-  if (const Kernel* other = instead(kernel, problem, plan, memory)) {
+  if (const Kernel* other = fallback_after_packing(kernel, problem, plan, memory)) {
     free_aligned(memory);
     return run_whole(*other, problem, pool, threads);
   }
@@ -154,7 +154,7 @@ bool run_slabs(const Slabs& slabs, const SlabKernel& forms, const Kernel& kernel
   });
   for (int64_t batch = 0; batch < p.batch; ++batch) {
     const Task some = task(batch, 0, plans);
-    if (const Kernel* other = instead(kernel, some, plans[0], packed_at(batch, 0))) {
+    if (const Kernel* other = fallback_after_packing(kernel, some, plans[0], packed_at(batch, 0))) {
       free_aligned(memory);
       return run_slabs(slabs, forms, *other, problem, pool, threads);
     }
@@ -175,7 +175,7 @@ bool run_slabs(const Slabs& slabs, const SlabKernel& forms, const Kernel& kernel
 template <typename Kernel, typename Task, typename Pool>
 bool run_kernel(const Slabs& slabs, const Isa& isa, const Kernel& kernel, const Task& problem, Pool& pool,
                 int64_t threads) {
-  return slabs.needed() ? run_slabs(slabs, slab_kernel(isa), kernel, problem, pool, threads)
+  return slabs.needed() ? run_slabs(slabs, *isa.slabs, kernel, problem, pool, threads)
                         : run_whole(kernel, problem, pool, threads);
 }
 
@@ -188,7 +188,7 @@ bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   const Problem seen = slabs.needed() ? slabs.slab(problem, 0, 0, &problem) : problem;  // by kernels
   Problem all = seen;
   if (!problem.transpose) all.n = problem.n;  // packed x meets all slabs
-  const MatmulKernel& kernel = taking(isa.matmul, all);
+  const MatmulKernel& kernel = select_kernel(isa.matmul, all);
   Plan plan = {};
   kernel.plan(&seen, threads, &plan);
   // Parts of much the same size, all in whole panels: in a part of a few rows another kernel would add in another
@@ -209,8 +209,7 @@ template <typename Pool>
 bool run_int8(const Isa& isa, const Int8Problem& problem, Pool& pool, int64_t threads) {
   if (problem.p.batch == 0 || problem.p.m == 0 || problem.p.n == 0) return true;
   if (threads < 1) threads = 1;
-  return run_kernel(Slabs(problem.p, threads), isa, isa.int8 != nullptr ? *isa.int8 : kInt8Generic, problem, pool,
-                    threads);
+  return run_kernel(Slabs(problem.p, threads), isa, *isa.int8, problem, pool, threads);
 }
 
 // Decodes a weight, likewise.

@@ -11,6 +11,7 @@
 
 #include "core/ints.h"
 #include "core/isa.h"
+#include "core/vectors.h"
 
 namespace {
 
@@ -110,9 +111,6 @@ EQQ_INLINE Integers integers_of(const Problem& p) {
   if (v.looks_up) v.shift = 0;
   return v;
 }
-
-// Sixty-four bytes in whatever registers there are. Shifted as eight integers, they are masked as bytes.
-typedef uint64_t Segment __attribute__((vector_size(64), aligned(1), may_alias));
 
 template <int kBits>
 EQQ_INLINE void unpack_segment(const uint8_t* bytes, int64_t plane, int shift, uint8_t* out) {

@@ -1,16 +1,6 @@
 #include "encode/encode.h"
 
 #include <stdio.h>
-#include <string.h>
-
-const EncodeKernel& encode_kernel(const Isa& isa) {
-#if defined(__x86_64__) || defined(_M_X64)
-  if (strcmp(isa.name, "avx2") == 0) return kEncodeAvx2;
-  if (strncmp(isa.name, "avx512", 6) == 0 || strcmp(isa.name, "amx") == 0) return kEncodeAvx512;
-#endif
-  (void)isa;
-  return kEncodeGeneric;
-}
 
 const char* check_encode(const EncodeProblem& p, char* text, size_t room) {
 #define EQQ_CHECK(CONDITION, ...)      \

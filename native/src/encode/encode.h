@@ -56,13 +56,8 @@ typedef struct EncodeKernel {
   void (*reduce)(const ReduceProblem*, int64_t first_row, int64_t last_row);
 } EncodeKernel;
 
-extern const EncodeKernel kEncodeGeneric;
-#if defined(__x86_64__) || defined(_M_X64)
-extern const EncodeKernel kEncodeAvx2, kEncodeAvx512;
-#endif
-
 // The kernel for an instruction set.
-const EncodeKernel& encode_kernel(const Isa& isa);
+static inline const EncodeKernel& encode_kernel(const Isa& isa) { return *isa.encode; }
 
 // What is wrong with a problem, as a sentence in `text`; or null. Reads no array.
 const char* check_encode(const EncodeProblem& problem, char* text, size_t room);

@@ -9,7 +9,7 @@ namespace {
 template <class V>
 struct Decode {
   using F = typename V::F;
-  using I = typename V::I;
+  using Codes = typename V::Codes;
   using Table = typename V::Table;
   static constexpr int L = V::L;
   static constexpr int kHalves = 16 / L;  // vectors of bytes in a segment
@@ -98,7 +98,7 @@ struct Decode {
       case kScaleE4M3: return V::e4m3(bits);
       case kScaleE5M2: return V::e5m2(bits);
       case kScaleUE4M4: return V::ue4m4(bits);
-      default: return V::load_bytes(bits);
+      default: return V::load(bits);
     }
   }
 
@@ -225,7 +225,7 @@ struct Decode {
     } else {
       constexpr int kPlanes = 8 / kBits;
       for (int h = 0; h < kHalves; ++h) {
-        const I codes = V::bytes(bytes + 4 * L * h);
+        const Codes codes = V::codes(bytes + 4 * L * h);
         const typename V::Lanes lanes = V::lanes(h, per_plane(kMode));
         decode_planes<kBits, kMode, kZero, kMask, 0>(codes, lanes, table, scale, zero, index + h * kPlanes * 4 * L,
                                                      mask + h * kPlanes * 4 * L, out + h * kPlanes * 4 * L);
@@ -234,7 +234,7 @@ struct Decode {
   }
 
   template <int kBits, Mode kMode, bool kZero, bool kMask, int kVector>
-  EQQ_INLINE void decode_planes(I codes, typename V::Lanes lanes, const Table& table, const float* scale,
+  EQQ_INLINE void decode_planes(Codes codes, typename V::Lanes lanes, const Table& table, const float* scale,
                                 const float* zero, const int32_t* index, const int32_t* mask, float* out) {
     constexpr int kPlanes = 8 / kBits;
     if constexpr (kVector < kPlanes) {
@@ -253,7 +253,7 @@ struct Decode {
   }
 
   template <int kBits, Mode kMode, bool kZero, bool kMask, int kPlaneIndex, int kByte>
-  EQQ_INLINE void decode_four(I codes, const Table& t, F s, F z, const float* scale, const float* zero,
+  EQQ_INLINE void decode_four(Codes codes, const Table& t, F s, F z, const float* scale, const float* zero,
                               const int32_t* index, const int32_t* mask, float* out) {
     if constexpr (kByte < 4) {
       constexpr int v = kPlaneIndex * 4 + kByte;
@@ -336,25 +336,25 @@ struct Decode {
   using DecodeRow = void (*)(const Problem&, const Shape&, const void*, int64_t, int64_t, int64_t, RowScales, int64_t,
                              float*, float*);
 
-  // What a template yields for the codes of a problem: `choose(Codes<bits, values>())`.
+  // What a template yields for the codes of a problem: `choose(CodeKind<bits, values>())`.
   template <int bits, int values>
-  struct Codes {
+  struct CodeKind {
     static constexpr int kBits = bits, kValues = values;
   };
 
   template <class Choose>
   static auto by_codes(const Problem& p, const Choose& choose) {
     switch (p.bits) {
-      case 1: return choose(Codes<1, 0>());
-      case 2: return choose(Codes<2, 0>());
-      case 4: return choose(Codes<4, 0>());
+      case 1: return choose(CodeKind<1, 0>());
+      case 2: return choose(CodeKind<2, 0>());
+      case 4: return choose(CodeKind<4, 0>());
     }
     switch (p.values) {
-      case kValueInteger: return choose(Codes<8, kValueInteger>());
-      case kValueE4M3: return choose(Codes<8, kValueE4M3>());
-      case kValueE5M2: return choose(Codes<8, kValueE5M2>());
+      case kValueInteger: return choose(CodeKind<8, kValueInteger>());
+      case kValueE4M3: return choose(CodeKind<8, kValueE4M3>());
+      case kValueE5M2: return choose(CodeKind<8, kValueE5M2>());
     }
-    return choose(Codes<8, kValueTable>());
+    return choose(CodeKind<8, kValueTable>());
   }
 
   static DecodeRow row_decoder(const Problem& p) {

@@ -12,7 +12,7 @@ struct Dot {
   using D = Decode<V>;
   using A = Arrays<V>;
   using F = typename V::F;
-  using I = typename V::I;
+  using Codes = typename V::Codes;
   using Table = typename V::Table;
   using RowScales = typename D::RowScales;
   using DecodeRow = typename D::DecodeRow;
@@ -68,9 +68,9 @@ struct Dot {
         constexpr int kPlanes = 8 / kBits;
         for (int h = 0; h < D::kHalves; ++h) {
           const typename V::Lanes lanes = V::lanes(h, per_plane(kMode));
-          I codes[kRows];
+          Codes codes[kRows];
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) codes[r] = V::bytes(bytes[r] + i * kSegment + 4 * L * h);
+          for (int r = 0; r < kRows; ++r) codes[r] = V::codes(bytes[r] + i * kSegment + 4 * L * h);
           dot_planes<kBits, kMode, kZero, kRows, 0>(codes, lanes, tables, scales, i * step,
                                                     x + i * 64 * kPlanes + h * kPlanes * 4 * L, acc, more);
         }
@@ -80,7 +80,7 @@ struct Dot {
   }
 
   template <int kBits, Mode kMode, bool kZero, int kRows, int kPlaneIndex>
-  EQQ_INLINE void dot_planes(const I* codes, typename V::Lanes lanes, const Table* tables, const RowScales* scales,
+  EQQ_INLINE void dot_planes(const Codes* codes, typename V::Lanes lanes, const Table* tables, const RowScales* scales,
                              int64_t at, const float* x, F* acc, F* more) {
     if constexpr (kPlaneIndex < 8 / kBits) {
       const F x0 = V::load(x + (4 * kPlaneIndex + 0) * L), x1 = V::load(x + (4 * kPlaneIndex + 1) * L);

@@ -11,7 +11,7 @@ template <class V>
 struct Dots {
   using D = Decode<V>;
   using F = typename V::F;
-  using I = typename V::I;
+  using Codes = typename V::Codes;
   using Table = typename V::Table;
   using RowScales = typename D::RowScales;
   static constexpr int L = V::L, kHalves = D::kHalves, kRows = V::kDotRows;
@@ -37,7 +37,7 @@ struct Dots {
       if (kOfTable && kZero) t = V::offset(t, V::broadcast(zero[kAt]));
       if (kOfTable && kScaled) t = V::scale(t, V::broadcast(scale[kAt]));
       constexpr int kShift = kPlaneIndex * kBits;
-      const I codes = V::bytes(bytes);
+      const Codes codes = V::codes(bytes);
       w[0] = V::lookup(t, V::template shift<kShift>(codes));
       w[1] = V::lookup(t, V::template shift<kShift + 8>(codes));
       w[2] = V::lookup(t, V::template shift<kShift + 16>(codes));

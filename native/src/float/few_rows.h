@@ -51,8 +51,8 @@ struct FewRows {
     int64_t words, room, step;  // bytes from row to row; scales from row to row, and from segment to segment
   };
 
-  // The same, while the segment after each is decoded, one row at a time: units that permute are others than those that
-  // multiply. The first segment is there already; the last is followed by the first of the next rows.
+  // Decodes the next segment, one row at a time, while it multiplies this one: permutes and FMAs use different ports.
+  // The first segment is decoded already; the last is followed by the first of the next rows.
   template <int kBits, int kValues, Mode kMode, int kM>
   static void few_fused(const FewStep& f, const float* values, const float* x, int64_t x_row, float* sums) {
     constexpr int kRows = V::kFewTile, kCodes = kSegment * (8 / kBits), kSteps = kCodes / L / kRows;

@@ -1,32 +1,4 @@
-// The product, once for all vector instruction sets: templates over `V`, a struct of a few vector operations.
-//
-// Each `isa_*.cpp` includes this file and is compiled with flags of its own. So everything here is in an anonymous
-// namespace, and no template or inline function of `std::` is used: the linker could otherwise take the copy compiled
-// for AVX-512 for what every machine runs.
-//
-// `V` has
-//   L                       lanes of a vector of floats `F`; `I` is one of 32-bit integers
-//   kTileRows, kTileRows1   rows of a tile of results of two vectors, and of one; `kWideRows` of four
-//   kDotRows                rows of the weight that a product with one row of `x` takes at a time
-//   kFewTile, kFewGroup     with a few rows of `x`: the same, and how many of `x` at a time
-//   kFewRows                up to how many rows these are
-//   kFusesFew               whether there are registers to decode while few rows of `x` are multiplied; then
-//   `kFusedGroup`
-//                           of more than `kFewGroup` at a time, and `kFusedRows` instead of `kFewRows`
-//   kDirectRows, kMixedRows  up to how many rows of `x` codes are decoded in registers (`direct.h`); the second
-//   transposed load, store, broadcast, zero, add, sub, mul, fma(a, b, c) = a * b + c, sum bytes(p)                L
-//   32-bit integers from 4 L bytes, and shift<n>(i) to the right Table, table(p)         sixteen floats; lookup(t, i)
-//   reads the low four bits of each lane; scale(t, s), offset(t, z) lanes(h, n)             which of n = 2 or 4 scales
-//   of a plane each lane takes; spread(p, lanes) takes them gather(p, indices)      p[indices[lane]];  masked(f, m): f
-//   where the integer m[lane] is not 0, else 0 kScalesTables           whether scaling a table of sixteen is faster
-//   than scaling what sixteen codes stand for kLooksUpBytes           whether a table of 256 is faster than converting
-//   integers and floats of eight bits integers, e4m3, e5m2, ue4m4, e8m0, bytes256(p, table)        L floats from L
-//   bytes bf16, f16               L floats from 2 L bytes;  to_bf16, to_f16 the reverse kTablesOfBytes          whether
-//   there is decode64<bytes>(p, planes, f): f[0] to f[64 / L - 1] from 64 bytes, by the
-//                           upper 2 or all 4 bytes of a table of 256 floats, of which `planes` holds one after the
-//                           other
-//   kSumsRows               whether there is sum_rows(a, out): the sums of a[0] to a[kDotRows - 1]
-//   prefetch(p)
+// The product of floats: which method takes a problem, and how it is divided.
 #ifndef EQQUANT_FLOAT_KERNELS_H_
 #define EQQUANT_FLOAT_KERNELS_H_
 

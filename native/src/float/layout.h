@@ -46,24 +46,6 @@ enum Method { kDot = 0, kFew = 1, kPanels = 2, kTransposed = 3, kMix = 4 };
 
 EQQ_INLINE int64_t aligned(int64_t bytes) { return round_up(bytes, 64); }
 
-// Conversions of single values, a base of every `V`.
-struct Bfloat16 {
-  static constexpr bool kTablesOfBytes = false, kSumsRows = false, kFusesFew = false;
-  static constexpr int kFusedGroup = 1, kFusedRows = 1, kDirectRows = 2, kMixedRows = 1;
-  EQQ_INLINE float one_bf16(uint16_t bits) {
-    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
-  }
-  EQQ_INLINE uint16_t one_to_bf16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    if (value != value) return static_cast<uint16_t>(bits >> 16 | 64);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-  }
-};
-
 // What follows from a problem alone.
 struct Shape {
   int64_t planes, codes;    // of a segment: codes that share a byte, and all of them

@@ -35,7 +35,7 @@ struct Int8FewRows {
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
-      for (int m = 0; m < kM; ++m) sums[i][m] = V::load_f(memory + (i * kM + m) * L);
+      for (int m = 0; m < kM; ++m) sums[i][m] = V::load(memory + (i * kM + m) * L);
     constexpr int kAll = kM + kShift;  // and the row of ones
     const int64_t vectors = a.size < W::kCodes ? 1 : a.size / W::kCodes,
                   together = a.size < W::kCodes ? W::kCodes / a.size : 1;
@@ -44,22 +44,22 @@ struct Int8FewRows {
       I acc[kRows][kAll];
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
-        I offset = V::zero();
+        I offset = V::zero_int();
         if (W::kCorrects && kZero) offset = W::several(a.offset + i * kRunRoom + run, together);
 #pragma GCC unroll 8
         for (int m = 0; m < kAll; ++m) {
-          acc[i][m] = V::zero();
-          if (W::kCorrects) acc[i][m] = V::load(a.lanes + m * a.lane_row + v * L);
+          acc[i][m] = V::zero_int();
+          if (W::kCorrects) acc[i][m] = V::load_int(a.lanes + m * a.lane_row + v * L);
           if (W::kCorrects && kZero) acc[i][m] = V::mul(acc[i][m], offset);
         }
       }
       for (int64_t j = 0; j < vectors; ++j, at += 4 * L) {
         I w[kRows];
 #pragma GCC unroll 8
-        for (int i = 0; i < kRows; ++i) w[i] = V::load(a.w[i] + at);
+        for (int i = 0; i < kRows; ++i) w[i] = V::load_int(a.w[i] + at);
 #pragma GCC unroll 8
         for (int m = 0; m < kAll; ++m) {
-          const I x = V::load(a.x + m * a.x_row + at);
+          const I x = V::load_int(a.x + m * a.x_row + at);
 #pragma GCC unroll 8
           for (int i = 0; i < kRows; ++i) acc[i][m] = V::dot(acc[i][m], w[i], x);
         }
@@ -69,15 +69,15 @@ struct Int8FewRows {
         const F scale = W::several_f(a.scale + i * kRunRoom + run, together);
 #pragma GCC unroll 8
         for (int m = 0; m < kM; ++m) {
-          if (kShift) acc[i][m] = V::add(acc[i][m], V::mul(acc[i][kM], V::spread(-a.shift[m])));
-          sums[i][m] = V::fma(V::to_f(acc[i][m]), scale, sums[i][m]);
+          if (kShift) acc[i][m] = V::add(acc[i][m], V::mul(acc[i][kM], V::broadcast_int(-a.shift[m])));
+          sums[i][m] = V::fma(V::to_float(acc[i][m]), scale, sums[i][m]);
         }
       }
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
-      for (int m = 0; m < kM; ++m) V::store_f(memory + (i * kM + m) * L, sums[i][m]);
+      for (int m = 0; m < kM; ++m) V::store(memory + (i * kM + m) * L, sums[i][m]);
   }
 
   // The same of half of the rows at a time: there are not registers for all sums.
@@ -100,14 +100,14 @@ struct Int8FewRows {
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
-      for (int m = 0; m < kM; ++m) acc[i][m] = V::load(memory + (i * kM + m) * L);
+      for (int m = 0; m < kM; ++m) acc[i][m] = V::load_int(memory + (i * kM + m) * L);
     for (int64_t at = 0; at < a.size * W::kBytes; at += 4 * L) {
       I w[kRows];
 #pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) w[i] = V::load(a.w[i] + at);
+      for (int i = 0; i < kRows; ++i) w[i] = V::load_int(a.w[i] + at);
 #pragma GCC unroll 8
       for (int m = 0; m < kM; ++m) {
-        const I x = V::load(a.x + m * a.x_row + at);
+        const I x = V::load_int(a.x + m * a.x_row + at);
 #pragma GCC unroll 8
         for (int i = 0; i < kRows; ++i) acc[i][m] = V::dot(acc[i][m], w[i], x);
       }
@@ -121,7 +121,7 @@ struct Int8FewRows {
   using DotStep = void (*)(const Dot&);
   template <bool kZero, bool kShift>
   EQQ_INLINE DotStep lanes_of(int64_t m) {
-    constexpr int kRows = V::kDotRows;
+    constexpr int kRows = V::kInt8DotRows;
     switch (m) {
       case 1: return dot_lanes<kRows, 1, kZero, kShift>;
       case 2: return dot_lanes<kRows, 2, kZero, kShift>;
@@ -131,7 +131,7 @@ struct Int8FewRows {
   }
   // `m`: with the row of ones, if there is one.
   EQQ_INLINE DotStep whole_of(int64_t m) {
-    constexpr int kRows = V::kDotRows;
+    constexpr int kRows = V::kInt8DotRows;
     switch (m) {
       case 1: return dot_whole<kRows, 1>;
       case 2: return dot_whole<kRows, 2>;
@@ -148,13 +148,13 @@ struct Int8FewRows {
     const bool zero = p.zero_point != nullptr;
     for (int64_t run = 0; run < s.runs; ++run) {
       step(a);
-      for (int64_t j = 0; j < V::kDotRows; ++j) a.w[j] += s.length * W::kBytes;
+      for (int64_t j = 0; j < V::kInt8DotRows; ++j) a.w[j] += s.length * W::kBytes;
       a.x += s.length * W::kBytes;
       if (!s.ends) continue;
       for (int64_t j = 0; j < rows; ++j) {
         int32_t ones = 0;
         for (int64_t m = all - 1; m >= 0; --m) {
-          int32_t sum = V::sum(V::load(partial + (j * all + m) * L));
+          int32_t sum = V::sum(V::load_int(partial + (j * all + m) * L));
           const int32_t x_sum = x_sums[(s.run + run) * d.m_padded + m];
           if (W::kCorrects) sum += zero ? a.offset[j * kRunRoom + run] * x_sum : x_sum;
           if (m == p.m) {
@@ -164,17 +164,17 @@ struct Int8FewRows {
           }
         }
       }
-      memset(partial, 0, 4 * V::kDotRows * all * L);
+      memset(partial, 0, 4 * V::kInt8DotRows * all * L);
     }
   }
 
   static void run(const Int8Problem& problem, const Int8Detail& d, const char* shared, char* own, int64_t batch,
                   int64_t first, int64_t count) {
-    constexpr int kRows = V::kDotRows;
-    static_assert(V::kFewRows <= 4 && kRows <= 8, "");
+    constexpr int kRows = V::kInt8DotRows;
+    static_assert(V::kInt8FewRows <= 4 && kRows <= 8, "");
     const Problem& p = problem.p;
     const Runs r = runs_of(p);
-    const Integers v = integers_of(p);
+    const Integers v = W::integers(p);
     const bool lanes = by_lanes(r), zero = p.zero_point != nullptr;
     const int64_t all = p.m + problem.affine;  // rows of `x`, and the one of ones
     DotStep step = whole_of(all);
@@ -225,7 +225,7 @@ struct Int8FewRows {
       }
       for (int64_t j = 0; j < rows; ++j)
         for (int64_t m = 0; m < p.m; ++m) {
-          const float sum = lanes ? V::sum_f(V::load_f(sums + (j * p.m + m) * L)) : totals[j * p.m + m];
+          const float sum = lanes ? V::sum(V::load(sums + (j * p.m + m) * L)) : totals[j * p.m + m];
           X::write(p, batch * p.y_batch + m * p.y_row + (first + i + j) * p.y_column, sum * x_scale[m]);
         }
     }

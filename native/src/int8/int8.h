@@ -34,14 +34,6 @@ typedef struct Int8Kernel {
   void (*run)(const Int8Problem*, const Plan*, const void* shared, void* own, int64_t unit);
 } Int8Kernel;
 
-extern const Int8Kernel kInt8Generic;
-#if defined(__x86_64__) || defined(_M_X64)
-extern const Int8Kernel kInt8Avx2;
-extern const Int8Kernel kInt8Avx512;
-extern const Int8Kernel kInt8Avx512Vnni;
-extern const Int8Kernel kInt8Amx;
-#endif
-
 // What is wrong with a problem, as a sentence in `text`; or null.
 const char* check_int8(const Int8Problem& problem, char* text, size_t room);
 

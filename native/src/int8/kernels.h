@@ -1,25 +1,8 @@
-// The product of integers, once for all instruction sets: templates over `V`, a struct of vector operations.
+// The product of integers: which method takes a problem, and how it is divided.
 //
-// `V` has
-//   L                      lanes of a vector of 32-bit integers `I`, and of one of floats `F`
-//   kGroup                 codes that one lane multiplies: four as bytes, or two as 16-bit integers
-//   kTileRows              rows of the weight in a tile of results of two vectors
-//   kDotRows, kFewRows     rows that few rows of `x` meet at a time; up to how many these are
-//   dot(acc, w, x)         acc + the products of the groups of each lane, exactly
-//   load, store, zero, spread, add, mul, sum            of integers
-//   load_f, store_f, zero_f, spread_f, add_f, fma, sum_f, to_f   of floats
-//   lanes(p, n), lanes_f   n = 2 or 4 values, each in its share of the lanes; where a vector has more than 16 codes
-//   word(p)                four bytes in every lane
-//   scales                 `decode_scales_*` of `isa.h`
-//   from_half, to_half
-//   kPacks                 whether it packs `L` rows of `x`, and writes squares of results, by vectors of its own:
-//   `pack`, `put` kInRegisters           whether one row of `x` meets codes that are decoded in registers; for that
-//   kRegisterRows          rows of the weight that it meets at a time: eight hide the latency of a block's sum
-//   load_some(p, n)        the first n bytes, and zeros;  codes<bits>(bytes, plane), lookup(table, codes)   of bytes
-//
-// With groups of four, bytes of the weight are without a sign, and those of `x` have one: the weight's codes are
-// multiplied as they are in memory. What each code is off, `lowest - zero_point`, is corrected by sums of `x`: where
-// sums of a run begin. So results are those of integers, to the bit. With groups of two the weight's values are exact.
+// With groups of four, codes of the weight are bytes without a sign, as they lie in memory, and those of `x` have one.
+// The bias `lowest - zero_point` of each code is corrected with the sum of `x`, from which sums of a run begin. So
+// results are those of integers, to the bit. With groups of two the weight's values are exact.
 #ifndef EQQUANT_INT8_KERNELS_H_
 #define EQQUANT_INT8_KERNELS_H_
 
@@ -40,11 +23,11 @@ struct Int8Kernels {
     const Problem& p = problem->p;
     const Runs r = runs_of(p);
     Int8Detail d;
-    d.method = p.m <= V::kFewRows ? kFewMethod : kPanelMethod;
+    d.method = p.m <= V::kInt8FewRows ? kFewMethod : kPanelMethod;
     // After few rows of `x` with zero points there is one of ones.
     d.m_padded = d.method == kFewMethod ? p.m + problem->affine : round_up(p.m, L);
     d.row_blocks = d.method == kFewMethod ? 1 : div_up(d.m_padded, kInt8RowBlock);
-    int64_t grain = d.method == kFewMethod ? V::kDotRows : V::kTileRows;
+    int64_t grain = d.method == kFewMethod ? V::kInt8DotRows : V::kInt8TileRows;
     if constexpr (V::kInRegisters) grain = Int8OneRow<V>::in_registers(*problem, r) ? V::kRegisterRows : grain;
     const int64_t most = d.method == kFewMethod ? 64 : round_up(kUnitRows, grain);
     int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
@@ -61,9 +44,9 @@ struct Int8Kernels {
     out->parts = p.batch * d.panels;
     out->units = p.batch * d.row_blocks * d.chunks;
     // Decoded rows, and one more to decode in; scales and offsets; sums.
-    const int64_t held = d.method == kFewMethod ? V::kDotRows : rows;
+    const int64_t held = d.method == kFewMethod ? V::kInt8DotRows : rows;
     const int64_t width = d.method == kFewMethod ? d.m_padded * L : min64(d.m_padded, kInt8RowBlock);
-    const int64_t decoded = d.method == kFewMethod ? V::kDotRows : V::kTileRows;
+    const int64_t decoded = d.method == kFewMethod ? V::kInt8DotRows : V::kInt8TileRows;
     d.scale_at = round_up((decoded + 1) * kStepRoom, 64);
     d.partial_at = d.scale_at + 3 * round_up(4 * (decoded + 1) * kRunRoom, 64);
     d.sum_at = d.partial_at + round_up(4 * held * width, 64);

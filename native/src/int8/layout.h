@@ -30,6 +30,10 @@ struct Int8Detail {
 EQQ_INLINE int64_t row_codes(const Runs& r) { return round_up(max64(r.padded, 1), 64); }
 EQQ_INLINE bool by_lanes(const Runs& r) { return r.size < kLargeRun && r.count > 1; }
 
+// What `kPacks` announces: `pack_avx512.h`.
+template <class V>
+struct Int8Pack;
+
 }  // namespace
 
 #endif  // EQQUANT_INT8_LAYOUT_H_

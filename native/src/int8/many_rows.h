@@ -44,7 +44,7 @@ struct Int8ManyRows {
   // `kSeveral`: whether the step has several runs.
   template <int kVectors, bool kZero, bool kShift, bool kSeveral>
   static __attribute__((noinline)) void tile(const Panel& a) {
-    constexpr int kRows = V::kTileRows, kWidth = kVectors * L;
+    constexpr int kRows = V::kInt8TileRows, kWidth = kVectors * L;
     constexpr int kThirds = (kRows + 2) / 3;
     const uint8_t* w[kThirds];  // every third row
 #pragma GCC unroll 4
@@ -63,15 +63,16 @@ struct Int8ManyRows {
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
           if (!begins) {
-            acc[i][v] = V::load(a.partial + i * kWidth + v * L);
+            acc[i][v] = V::load_int(a.partial + i * kWidth + v * L);
           } else if (!W::kCorrects) {
-            acc[i][v] = V::zero();
+            acc[i][v] = V::zero_int();
           } else {
-            acc[i][v] = V::load(sums_x + v * L);
-            if (kZero) acc[i][v] = V::mul(acc[i][v], V::spread(offset[i * kRunRoom]));
+            acc[i][v] = V::load_int(sums_x + v * L);
+            if (kZero) acc[i][v] = V::mul(acc[i][v], V::broadcast_int(offset[i * kRunRoom]));
           }
           if (kShift)
-            acc[i][v] = V::add(acc[i][v], V::mul(V::load(a.shift + v * L), V::spread(-weights[i * kRunRoom])));
+            acc[i][v] =
+                V::add(acc[i][v], V::mul(V::load_int(a.shift + v * L), V::broadcast_int(-weights[i * kRunRoom])));
         }
       float* sums = a.sums;
       hide(sums);
@@ -85,10 +86,10 @@ struct Int8ManyRows {
         for (const uint8_t* end = x + codes * W::kBytes * L; x < end; x += 4 * L) {
           I xs[kVectors];
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) xs[v] = V::load(x + v * x_panel);
+          for (int v = 0; v < kVectors; ++v) xs[v] = V::load_int(x + v * x_panel);
 #pragma GCC unroll 16
           for (int i = 0; i < kRows; ++i) {
-            const I ws = V::word(w[i / 3] + i % 3 * w_row);
+            const I ws = W::word(w[i / 3] + i % 3 * w_row);
 #pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) acc[i][v] = V::dot(acc[i][v], ws, xs[v]);
           }
@@ -105,7 +106,7 @@ struct Int8ManyRows {
         for (int v = 0; v < kVectors; ++v) {
           const int at = i * kWidth + v * L;
           if (ends) {
-            V::store_f(sums + at, V::fma(V::to_f(acc[i][v]), V::spread_f(scale[i * kRunRoom]), V::load_f(sums + at)));
+            V::store(sums + at, V::fma(V::to_float(acc[i][v]), V::broadcast(scale[i * kRunRoom]), V::load(sums + at)));
           } else {
             V::store(a.partial + at, acc[i][v]);
           }
@@ -130,7 +131,7 @@ struct Int8ManyRows {
                           int32_t* out) {
     for (int64_t run = 0; run < s.runs; ++run, w += s.length * W::kBytes) {
       const int64_t count = max64(min64(s.length, run_length(r, k, s.run + run) - s.offset), 0);
-      int32_t sum = W::kCorrects ? offset[run] * static_cast<int32_t>(count) : 0;
+      int32_t sum = W::kCorrects ? (offset[run] - V::kBias) * static_cast<int32_t>(count) : 0;
       if (W::kBytes == 1) {
         for (int64_t i = 0; i < count; ++i) sum += w[i];
       } else {
@@ -163,7 +164,7 @@ struct Int8ManyRows {
       if constexpr (V::kPacks) {
         for (int64_t l = 0; l < some; l += L)
           for (int64_t i = 0; i < count; i += L)
-            V::template put<X>(p, at + l * p.y_row + i * p.y_column, tiles + i * lanes + l, lanes, x_scale + m + l,
+            Int8Pack<V>::write(p, at + l * p.y_row + i * p.y_column, tiles + i * lanes + l, lanes, x_scale + m + l,
                                min64(L, count - i), min64(L, some - l));
       } else if (p.y_row == 1) {
         for (int64_t i = 0; i < count; ++i)
@@ -181,10 +182,10 @@ struct Int8ManyRows {
                   int64_t block, int64_t first, int64_t count) {
     const Problem& p = problem.p;
     const Runs r = runs_of(p);
-    const Integers v = integers_of(p);
+    const Integers v = W::integers(p);
     float* scale = reinterpret_cast<float*>(own + d.scale_at);
-    int32_t* offset = reinterpret_cast<int32_t*>(scale + (V::kTileRows + 1) * kRunRoom + 16);
-    int32_t* weights = offset + (V::kTileRows + 1) * kRunRoom;
+    int32_t* offset = reinterpret_cast<int32_t*>(scale + (V::kInt8TileRows + 1) * kRunRoom + 16);
+    int32_t* weights = offset + (V::kInt8TileRows + 1) * kRunRoom;
     const int32_t* shifts = reinterpret_cast<const int32_t*>(shared) + (p.batch + batch) * d.m_padded;
     float* sums = reinterpret_cast<float*>(own + d.sum_at);
     uint8_t* rooms = reinterpret_cast<uint8_t*>(own);
@@ -195,7 +196,7 @@ struct Int8ManyRows {
         reinterpret_cast<const uint8_t*>(shared + d.x) + (batch * d.m_padded + start) * row_codes(r) * W::kBytes;
     const int64_t real = min64(width, p.m - start), base = batch * p.y_batch + start * p.y_row + first * p.y_column;
     memset(sums, 0, 4 * d.rows * width);
-    memset(weights, 0, 4 * V::kTileRows * kRunRoom);  // of rows past the last one too
+    memset(weights, 0, 4 * V::kInt8TileRows * kRunRoom);  // of rows past the last one too
     Panel a;
     a.x_panel = L * row_codes(r) * W::kBytes;
     a.sums_stride = d.m_padded;
@@ -210,25 +211,25 @@ struct Int8ManyRows {
       more = next_step(r, next);
       const int64_t position = s.run * r.size + s.offset, from = step_start(r, s);
       a.step = s;
-      for (int64_t tile = 0; tile < count; tile += V::kTileRows) {
-        const int64_t rows = min64(V::kTileRows, count - tile), row = first_row(&p, batch) + first + tile;
+      for (int64_t tile = 0; tile < count; tile += V::kInt8TileRows) {
+        const int64_t rows = min64(V::kInt8TileRows, count - tile), row = first_row(&p, batch) + first + tile;
         // Rows that all have the whole step as bytes are multiplied where they lie.
         const bool direct =
-            W::kBytes == 1 && p.bits == 8 && rows == V::kTileRows && in_a_row(r, s) && from + step_codes(s) <= p.k;
+            W::kBytes == 1 && p.bits == 8 && rows == V::kInt8TileRows && in_a_row(r, s) && from + step_codes(s) <= p.k;
         a.w = direct ? p.codes + row * p.words + from : nullptr;
         a.w_row = direct ? p.words : kStepRoom;
         for (int64_t i = 0; i < rows; ++i) {
           W::step_scales(p, r, v, s, row + i, scale + i * kRunRoom, offset + i * kRunRoom);
           const uint8_t* w = direct ? a.w + i * p.words
                                     : W::decode(p, r, v, s, row + i, offset + i * kRunRoom, false,
-                                                rooms + V::kTileRows * kStepRoom, rooms + i * kStepRoom);
+                                                rooms + V::kInt8TileRows * kStepRoom, rooms + i * kStepRoom);
           if (i == 0) a.w = w;  // all rows begin at the same place of their memory
           if (problem.affine) sum_weights(r, p.k, s, w, offset + i * kRunRoom, weights + i * kRunRoom);
         }
-        const bool here = tile + V::kTileRows < count;
-        const int64_t next_row = here ? row + V::kTileRows : row - tile;
+        const bool here = tile + V::kInt8TileRows < count;
+        const int64_t next_row = here ? row + V::kInt8TileRows : row - tile;
         a.next = here || more ? p.codes + next_row * p.words + step_start(r, here ? s : next) * p.bits / 8 : nullptr;
-        if (a.next != nullptr) W::fetch_scales(p, r, here ? s : next, next_row, V::kTileRows);
+        if (a.next != nullptr) W::fetch_scales(p, r, here ? s : next, next_row, V::kInt8TileRows);
         for (int64_t m = 0; m < width; m += 2 * L) {
           a.x = x + (m * row_codes(r) + position * L) * W::kBytes;
           a.sums_x = x_sums + s.run * d.m_padded + start + m;

@@ -31,32 +31,32 @@ struct Int8OneRow {
     const int64_t segments = p.k / (64 * kPlanes), rest = p.words - 64 * segments;
     I acc[kSums];
 #pragma GCC unroll 8
-    for (int i = 0; i < kSums; ++i) acc[i] = V::zero();
+    for (int i = 0; i < kSums; ++i) acc[i] = V::zero_int();
     int64_t s = 0;
     for (; s + kTogether <= segments; s += kTogether) {
 #pragma GCC unroll 4
       for (int j = 0; j < kTogether; ++j) {
         __builtin_prefetch(w + 64 * (s + j) + kAhead);
-        const I bytes = V::load(w + 64 * (s + j));
+        const I bytes = V::load_int(w + 64 * (s + j));
 #pragma GCC unroll 8
         for (int i = 0; i < kPlanes; ++i) {
-          I c = V::template codes<kBits>(bytes, i);
-          if (kLookUp) c = V::lookup(table, c);
-          acc[j * kPlanes + i] = V::dot(acc[j * kPlanes + i], c, V::load(x + 64 * ((s + j) * kPlanes + i)));
+          I c = V::template byte_codes<kBits>(bytes, i);
+          if (kLookUp) c = V::lookup_bytes(table, c);
+          acc[j * kPlanes + i] = V::dot(acc[j * kPlanes + i], c, V::load_int(x + 64 * ((s + j) * kPlanes + i)));
         }
       }
     }
     for (; 64 * s < p.words; ++s) {
       // The planes of a last segment that is cut short are short as well.
       const int64_t plane = s < segments ? 64 : rest;
-      const I bytes = V::load_some(w + 64 * s, plane);
+      const I bytes = V::load_int(w + 64 * s, plane);
 #pragma GCC unroll 8
       for (int i = 0; i < kPlanes; ++i) {
         const int64_t at = 64 * s * kPlanes + i * plane, count = min64(plane, p.k - at);
         if (count <= 0) continue;
-        I c = V::template codes<kBits>(bytes, i);
-        if (kLookUp) c = V::lookup(table, c);
-        acc[i] = V::dot(acc[i], c, V::load_some(x + at, count));
+        I c = V::template byte_codes<kBits>(bytes, i);
+        if (kLookUp) c = V::lookup_bytes(table, c);
+        acc[i] = V::dot(acc[i], c, V::load_int(x + at, count));
       }
     }
 #pragma GCC unroll 8
@@ -86,8 +86,8 @@ struct Int8OneRow {
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       w[i] = p.codes + (row + min64(i, count - 1)) * p.words;
-      sums[i] = V::zero_f();
-      acc[i] = V::zero();
+      sums[i] = V::zero();
+      acc[i] = V::zero_int();
     }
     for (int64_t from = 0; from < p.k; from += step) {
       const int64_t to = min64(from + step, p.k), first = from / r.size, last = div_up(to, r.size);
@@ -110,24 +110,24 @@ struct Int8OneRow {
           } else {
             __builtin_prefetch(later, 0, 2);  // to L2
           }
-          bytes[i] = V::load(w[i] + 64 * s);
+          bytes[i] = V::load_int(w[i] + 64 * s);
         }
 #pragma GCC unroll 8
         for (int plane = 0; plane < kPlanes; ++plane) {
           if (of_block == 0) {
-            const I lane = V::load(lanes + (first / kBlocks + block) * L);
+            const I lane = V::load_int(lanes + (first / kBlocks + block) * L);
 #pragma GCC unroll 8
             for (int i = 0; i < kRows; ++i)
               acc[i] = kZero ? V::mul(lane, W::several(offset[i] + block * kBlocks, kBlocks)) : lane;
           }
-          const I xs = V::load(x + 64 * (s * kPlanes + plane));
+          const I xs = V::load_int(x + 64 * (s * kPlanes + plane));
           const bool ends = ++of_block == per;
 #pragma GCC unroll 8
           for (int i = 0; i < kRows; ++i) {
-            I c = V::template codes<kBits>(bytes[i], plane);
-            if (kLookUp) c = V::lookup(table, c);
+            I c = V::template byte_codes<kBits>(bytes[i], plane);
+            if (kLookUp) c = V::lookup_bytes(table, c);
             acc[i] = V::dot(acc[i], c, xs);
-            if (ends) sums[i] = V::fma(V::to_f(acc[i]), W::several_f(scale[i] + block * kBlocks, kBlocks), sums[i]);
+            if (ends) sums[i] = V::fma(V::to_float(acc[i]), W::several_f(scale[i] + block * kBlocks, kBlocks), sums[i]);
           }
           if (ends) {
             of_block = 0;
@@ -136,7 +136,7 @@ struct Int8OneRow {
         }
       }
     }
-    for (int i = 0; i < kRows; ++i) out[i] = V::sum_f(sums[i]);
+    for (int i = 0; i < kRows; ++i) out[i] = V::sum(sums[i]);
   }
 
   template <int kBits, bool kLookUp>
@@ -144,7 +144,7 @@ struct Int8OneRow {
                                 int64_t count) {
     const Runs r = runs_of(p);
     const Integers v = integers_of(p);
-    const I table = V::table(v.table);
+    const I table = V::byte_table(v.table);
     const uint8_t* x = reinterpret_cast<const uint8_t*>(shared + d.x) + batch * row_codes(r);
     const int32_t* lanes = reinterpret_cast<const int32_t*>(shared + d.lanes) + batch * W::lane_vectors(r) * L;
     const int32_t x_sum = reinterpret_cast<const int32_t*>(shared + d.sums)[batch * (r.count + 1)];

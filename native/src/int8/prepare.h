@@ -16,7 +16,7 @@ struct Int8Prepare {
   static void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t part) {
     const Problem& p = problem->p;
     const Runs r = runs_of(p);
-    const Integers v = integers_of(p);
+    const Integers v = W::integers(p);
     const Int8Detail d = detail_of<Int8Detail>(plan);
     char* shared = static_cast<char*>(memory);
     const int64_t batch = part / d.panels, first = part % d.panels * L;
@@ -31,8 +31,8 @@ struct Int8Prepare {
     const int32_t factor = p.zero_point != nullptr ? 1 : v.lowest;
     if constexpr (V::kPacks) {
       if (d.method == kPanelMethod) {
-        V::template pack<X>(*problem, r, batch, first, scales + first, shifts + first, x);
-        V::run_sums(r, factor, x, d.m_padded, sums + first);
+        Int8Pack<V>::pack(*problem, r, batch, first, scales + first, shifts + first, x);
+        Int8Pack<V>::run_sums(r, factor, x, d.m_padded, sums + first);
         return;
       }
     }

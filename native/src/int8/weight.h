@@ -15,6 +15,13 @@ struct Int8Weight {
   static constexpr int64_t kCodes = L * V::kGroup;  // of a vector
   static constexpr bool kCorrects = V::kGroup == 4;
 
+  // How bytes become integers, as they are multiplied.
+  EQQ_INLINE Integers integers(const Problem& p) {
+    Integers v = integers_of(p);
+    v.lowest += V::kBias;
+    return v;
+  }
+
   // Vectors of sums by lanes in a row of `x`.
   EQQ_INLINE int64_t lane_vectors(const Runs& r) { return row_codes(r) / max64(min64(r.size, row_codes(r)), kCodes); }
 
@@ -80,15 +87,23 @@ struct Int8Weight {
     }
   }
 
+  // Four bytes in every lane.
+  EQQ_INLINE I word(const uint8_t* p) {
+    int32_t a;
+    memcpy(&a, p, 4);
+    return V::broadcast_int(a);
+  }
+
+  // Values of `n` blocks, each in its share of the lanes.
   EQQ_INLINE I several(const int32_t* p, int64_t n) {
     if constexpr (kCodes > 16)
-      if (n > 1) return V::lanes(p, static_cast<int>(n));
-    return V::spread(*p);
+      if (n > 1) return V::spread_int(p, V::lanes(0, static_cast<int>(n)));
+    return V::broadcast_int(*p);
   }
   EQQ_INLINE F several_f(const float* p, int64_t n) {
     if constexpr (kCodes > 16)
-      if (n > 1) return V::lanes_f(p, static_cast<int>(n));
-    return V::spread_f(*p);
+      if (n > 1) return V::spread(p, V::lanes(0, static_cast<int>(n)));
+    return V::broadcast(*p);
   }
 };
 

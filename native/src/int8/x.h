@@ -8,17 +8,6 @@ namespace {
 
 template <class V>
 struct Int8X {
-  EQQ_INLINE float bits_to_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-  }
-  EQQ_INLINE uint32_t float_to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-  }
-
   // `count` floats of `x`, of whatever type.
   static void read_floats(const Problem& p, int64_t at, int64_t count, float* out) {
     if (p.x_type == kFloat32) {
@@ -32,9 +21,9 @@ struct Int8X {
     }
     const uint16_t* x = static_cast<const uint16_t*>(p.x) + at;
     if (p.x_type == kBFloat16) {
-      for (int64_t i = 0; i < count; ++i) out[i] = bits_to_float(static_cast<uint32_t>(x[i * p.x_column]) << 16);
+      for (int64_t i = 0; i < count; ++i) out[i] = V::one_bf16(x[i * p.x_column]);
     } else {
-      for (int64_t i = 0; i < count; ++i) out[i] = V::from_half(x[i * p.x_column]);
+      for (int64_t i = 0; i < count; ++i) out[i] = V::one_f16(x[i * p.x_column]);
     }
   }
 
@@ -52,7 +41,7 @@ struct Int8X {
 
   // That of row `m`, by the largest magnitude of its floats, as an integer; and by their range, if it must be found.
   EQQ_INLINE Row row_of(const Int8Problem& q, int64_t m, uint32_t most, float low, float high) {
-    Row row = {bits_to_float(most) / 127, 0, 0};
+    Row row = {V::from_bits(most) / 127, 0, 0};
     if (!finds_scales(q)) {
       row.scale = q.x_scale[m];
       if (q.affine) row.zero = q.x_zero[m];
@@ -65,7 +54,7 @@ struct Int8X {
       }
     }
     if (q.affine) row.shift = static_cast<int32_t>(row.zero) - 128;
-    if (most >= 0x7f800000) row = {bits_to_float(0x7fc00000), 0, 0};
+    if (most >= 0x7f800000) row = {V::from_bits(0x7fc00000), 0, 0};
     return row;
   }
 
@@ -80,7 +69,7 @@ struct Int8X {
       const int64_t count = min64(256, p.k - k);
       read_floats(p, at + k * p.x_column, count, values);
       for (int64_t i = 0; i < count; ++i) {
-        const uint32_t magnitude = float_to_bits(values[i]) & 0x7fffffff;
+        const uint32_t magnitude = V::to_bits(values[i]) & 0x7fffffff;
         most = magnitude > most ? magnitude : most;
       }
       if (!q.affine || !finds_scales(q)) continue;
@@ -114,7 +103,7 @@ struct Int8X {
       float v = values[i] / row.scale + row.zero;
       v = v > most ? most : v;
       v = v < least ? least : v;
-      out[i] = static_cast<int8_t>(float_to_bits(v + 12582912.0f) - flip);
+      out[i] = static_cast<int8_t>(V::to_bits(v + 12582912.0f) - flip);
     }
   }
 
@@ -122,11 +111,9 @@ struct Int8X {
     if (p.x_type == kFloat32) {
       static_cast<float*>(p.y)[at] = value;
     } else if (p.x_type == kFloat16) {
-      static_cast<uint16_t*>(p.y)[at] = V::to_half(value);
+      static_cast<uint16_t*>(p.y)[at] = V::one_to_f16(value);
     } else {
-      const uint32_t bits = float_to_bits(value);
-      static_cast<uint16_t*>(p.y)[at] =
-          static_cast<uint16_t>(value != value ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+      static_cast<uint16_t*>(p.y)[at] = V::one_to_bf16(value);
     }
   }
 };

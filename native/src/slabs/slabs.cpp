@@ -1,7 +1,5 @@
 #include "slabs/slabs.h"
 
-#include <string.h>
-
 #include <cmath>
 
 #include "core/ints.h"
@@ -31,15 +29,6 @@ int code_of(const Problem& q, int64_t row, int64_t k) {
 }
 
 }  // namespace
-
-const SlabKernel& slab_kernel(const Isa& isa) {
-#if defined(__x86_64__) || defined(_M_X64)
-  if (strcmp(isa.name, "avx2") == 0) return kSlabAvx2;
-  if (strncmp(isa.name, "avx512", 6) == 0 || strcmp(isa.name, "amx") == 0) return kSlabAvx512;
-#endif
-  (void)isa;
-  return kSlabGeneric;
-}
 
 Slabs::Slabs(const Problem& p, int64_t threads) {
   needed_ = is_split(p.bits) || p.scale_codes != nullptr || p.offset != nullptr;

@@ -31,14 +31,6 @@ typedef struct SlabKernel {
   void (*add_transposed)(const Problem* slab, const float* offsets, float* room);
 } SlabKernel;
 
-extern const SlabKernel kSlabGeneric;
-#if defined(__x86_64__) || defined(_M_X64)
-extern const SlabKernel kSlabAvx2, kSlabAvx512;
-#endif
-
-// The kernel for an instruction set.
-const SlabKernel& slab_kernel(const Isa& isa);
-
 // How a weight is divided into slabs.
 class Slabs {
  public:

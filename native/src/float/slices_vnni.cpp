@@ -1,19 +1,19 @@
 // Floats times small integers on AVX-512 with VNNI.
 //
-// Numbers of x become integers of 24 bits, whose bytes, digits, are multiplied by the codes of the weight (`panels.h`).
-// Three such products take three quarters of the time of one of floats, and bytes of the weight need no conversion to
-// floats. Sums are exact until a block ends, and are scaled then. So blocks are not very short; few rows of x, whose
-// panels would be mostly empty, transposed products, and other tables are AVX-512's.
+// Numbers of x become integers of 24 bits, whose bytes, slices, are multiplied by the codes of the weight
+// (`slice_panels.h`). Three such products take three quarters of the time of one of floats, and bytes of the weight
+// need no conversion to floats. Sums are exact until a block ends, and are scaled then. So blocks are not very short;
+// few rows of x, whose panels would be mostly empty, transposed products, and other tables are AVX-512's.
 //
 // Codes have no sign: each is its value less the lowest of all. What that is too little is where sums begin.
-#include "float/panels.h"
+#include "float/slice_panels.h"
 
 namespace {
 
 constexpr int64_t kPiece = 256;      // codes of a row that are decoded and multiplied at a time: they stay in L1
 constexpr int64_t kMostPiece = 512;  // a segment of single bits
 constexpr int64_t kLater = 2;        // pieces until what is fetched is needed
-constexpr int64_t kUnitRows = 48;    // of the weight in a unit, at most: whole tiles of any number of digits
+constexpr int64_t kUnitRows = 48;    // of the weight in a unit, at most: whole tiles of any number of slices
 constexpr int64_t kFewest = 12;      // rows of x that are worth a panel; with short blocks more:
 constexpr int64_t kFewestOfMany = 25;
 constexpr int64_t kShortest = 32;  // block
@@ -24,7 +24,7 @@ constexpr int64_t kScaleRoom = kSpan / kShortest + 24;  // scales of a row in a 
 constexpr float kRangeOfScales = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
 
 // Rows of the weight in a tile: twenty-four sums and a few more vectors fit in registers.
-constexpr int tile_rows(int digits) { return 24 / digits; }
+constexpr int tile_rows(int slices) { return 24 / slices; }
 
 // Codes of a piece that share a scale: groups of four, and their block less the first of the span.
 struct Run {
@@ -40,9 +40,9 @@ struct Place {
 
 // A piece of a panel.
 struct alignas(64) Head {
-  int32_t start[kMostRuns][kMostDigits][16];  // sums of digits, times what codes are too little unless zero points tell
+  int32_t start[kMostRuns][kMostSlices][16];  // sums of slices, times what codes are too little unless zero points tell
   float scale[16];                            // of the span
-  int64_t digits;                             // likewise; 0 if its numbers must not be digits
+  int64_t slices;                             // likewise; 0 if its numbers must not be slices
 };
 
 struct Detail {
@@ -64,10 +64,10 @@ EQQ_INLINE int64_t head_of(const Detail& d, int64_t batch, int64_t panel, int64_
   return d.heads + ((batch * d.panels + panel) * d.pieces + piece) * static_cast<int64_t>(sizeof(Head));
 }
 EQQ_INLINE int64_t x_of(const Detail& d, int64_t batch, int64_t panel, int64_t piece) {
-  return d.x + ((batch * d.panels + panel) * d.pieces + piece) * 16 * d.piece * kMostDigits;
+  return d.x + ((batch * d.panels + panel) * d.pieces + piece) * 16 * d.piece * kMostSlices;
 }
 
-bool takes(const Problem* problem) {
+bool accepts(const Problem* problem) {
   const Problem& p = *problem;
   if (p.transpose || p.k <= 0 || p.m < kFewest || (p.m > kMany && p.n < kTall) || integer_factor(p) == 0) return false;
   return p.blocks <= 1 ||
@@ -104,7 +104,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.chunks = div_up(p.n, d.rows);
   d.heads = d.pieces * static_cast<int64_t>(round_up(sizeof(Place), 64));
   d.x = head_of(d, p.batch, 0, 0);
-  d.spare = spare_of(kMatmulAvx512, p, d.rows);
+  d.spare = spare_of(avx512::kMatmul, p, d.rows);
   out->parts = p.batch * d.panels * d.spans;
   out->shared_bytes = x_of(d, p.batch, 0, 0);
   out->units = p.batch * d.row_blocks * d.chunks;
@@ -142,7 +142,7 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const
   const auto head = [&](int64_t piece) { return reinterpret_cast<Head*>(shared + head_of(d, batch, panel, piece)); };
   const auto where = [&](int64_t k) {
     uint8_t* to = reinterpret_cast<uint8_t*>(shared) + x_of(d, batch, panel, first + k / d.piece);
-    return Digits{to + k % d.piece / 4 * 64 * kX, 64 * kX, 64};
+    return Slices{to + k % d.piece / 4 * 64 * kX, 64 * kX, 64};
   };
   int64_t run = 0, groups = 0;  // of a piece: that which is being packed, and groups of it
   const auto keep = [&](int64_t end, const I* sums) {
@@ -156,7 +156,7 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const
     return true;
   };
   alignas(64) float scale[16];
-  const bool enough = pack_digits<kX>(p, span, scale, where, keep);
+  const bool enough = pack_slices<kX>(p, span, scale, where, keep);
   for (int64_t piece = first; piece < last; ++piece) memcpy(head(piece)->scale, scale, sizeof scale);
   return enough;
 }
@@ -170,10 +170,10 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
   for (int64_t piece = first; batch == 0 && panel == 0 && piece < last; ++piece)
     reinterpret_cast<Place*>(shared)[piece] = place_of(p, d, piece);
   const Span span(p, batch, panel, at * kSpan);
-  const int64_t digits = pack_fewest(p, span, p.k < kShort,
+  const int64_t slices = pack_fewest(p, span, p.k < kShort,
                                      [&](auto count) { return pack<count.value>(p, d, batch, panel, span, shared); });
   for (int64_t piece = first; piece < last; ++piece)
-    reinterpret_cast<Head*>(shared + head_of(d, batch, panel, piece))->digits = digits;
+    reinterpret_cast<Head*>(shared + head_of(d, batch, panel, piece))->slices = slices;
 }
 
 //
@@ -233,7 +233,7 @@ struct Unit {
     const F factor = _mm512_set1_ps(1 / static_cast<float>(d.factor));
     for (int64_t i = 0; i < count; ++i) {
       float* scale = scales + i * kScaleRoom;
-      decode_scales_avx512(&p, row + i, place.first, place.first + place.blocks, scale);
+      avx512::decode_scales(&p, row + i, place.first, place.first + place.blocks, scale);
       for (int64_t b = 0; b < place.blocks; b += 16) {
         const F one = _mm512_mul_ps(_mm512_maskz_loadu_ps(first_few(place.blocks - b), scale + b), factor),
                 size = _mm512_abs_ps(one);
@@ -314,23 +314,23 @@ void multiply(const Tile& a) {
 #pragma GCC unroll 12
     for (int i = 0; i < kHigh; ++i)
 #pragma GCC unroll 4
-      for (int digit = 0; digit < kX; ++digit) {
-        sums[i][digit] = _mm512_load_si512(a.head->start[run][digit]);
+      for (int slice = 0; slice < kX; ++slice) {
+        sums[i][slice] = _mm512_load_si512(a.head->start[run][slice]);
         if (kZero)
-          sums[i][digit] = _mm512_mullo_epi32(sums[i][digit], _mm512_set1_epi32(a.zeros[i * kScaleRoom + block]));
+          sums[i][slice] = _mm512_mullo_epi32(sums[i][slice], _mm512_set1_epi32(a.zeros[i * kScaleRoom + block]));
       }
     for (int64_t group = 0; group < groups; ++group, x += 64 * kX) {
       _mm_prefetch(a.next + group % kFetched * a.next_row + group / kFetched * 64, _MM_HINT_T1);
       I xs[kX];
 #pragma GCC unroll 4
-      for (int digit = 0; digit < kX; ++digit) xs[digit] = _mm512_load_si512(x + 64 * digit);
+      for (int slice = 0; slice < kX; ++slice) xs[slice] = _mm512_load_si512(x + 64 * slice);
 #pragma GCC unroll 12
       for (int i = 0; i < kHigh; ++i) {
         int32_t four;
         memcpy(&four, w[i] + 4 * group, 4);
         const I ws = _mm512_set1_epi32(four);
 #pragma GCC unroll 4
-        for (int digit = 0; digit < kX; ++digit) sums[i][digit] = _mm512_dpbusd_epi32(sums[i][digit], ws, xs[digit]);
+        for (int slice = 0; slice < kX; ++slice) sums[i][slice] = _mm512_dpbusd_epi32(sums[i][slice], ws, xs[slice]);
       }
     }
     const bool begins = a.begins && run == 0;
@@ -339,7 +339,7 @@ void multiply(const Tile& a) {
       w[i] += 4 * groups;
       F sum = _mm512_cvtepi32_ps(sums[i][0]);
 #pragma GCC unroll 4
-      for (int digit = 1; digit < kX; ++digit) sum = _mm512_fmadd_ps(sum, power, _mm512_cvtepi32_ps(sums[i][digit]));
+      for (int slice = 1; slice < kX; ++slice) sum = _mm512_fmadd_ps(sum, power, _mm512_cvtepi32_ps(sums[i][slice]));
       const F before = begins ? _mm512_setzero_ps() : _mm512_load_ps(a.sums + 16 * i);
       _mm512_store_ps(a.sums + 16 * i, _mm512_fmadd_ps(sum, _mm512_set1_ps(a.scales[i * kScaleRoom + block]), before));
     }
@@ -386,7 +386,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   for (int64_t j = 0; j < panels; ++j) {
     ordinary[j] = true;
     for (int64_t piece = 0; piece < d.pieces; piece += pieces_of_span(d))
-      ordinary[j] = ordinary[j] && head_at(j, piece)->digits > 0;
+      ordinary[j] = ordinary[j] && head_at(j, piece)->slices > 0;
   }
   Unit u(p, d, batch, first, count, own);
   float *sums = reinterpret_cast<float*>(own + room.sums), *totals = reinterpret_cast<float*>(own + room.totals);
@@ -409,8 +409,8 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
       a.next = u.after(piece);
       a.next_row = j == 0 ? p.words : 0;
       u.scales_after(piece, &a);
-      a.head->digits == 2   ? multiply_rows<2>(p, a, count)
-      : a.head->digits == 3 ? multiply_rows<3>(p, a, count)
+      a.head->slices == 2   ? multiply_rows<2>(p, a, count)
+      : a.head->slices == 3 ? multiply_rows<3>(p, a, count)
                             : multiply_rows<4>(p, a, count);
     }
   }
@@ -420,11 +420,11 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
       write_results(p, batch * p.y_batch + m * p.y_row + (first + n) * p.y_column, min64(16, count - n),
                     min64(kRows, p.m - m), totals + (j * d.rows + n) * 16);
     multiply_rest(
-        kMatmulAvx512, p, e, j, ordinary[j], [&](int64_t n) { return (u.odd >> n & 1) != 0; }, own + room.spare);
+        avx512::kMatmul, p, e, j, ordinary[j], [&](int64_t n) { return (u.odd >> n & 1) != 0; }, own + room.spare);
   }
 }
 
 }  // namespace
 
-extern const MatmulKernel kMatmulVnni = {plan, prepare, run, takes, nullptr, &kMatmulAvx512};
-extern const MatmulKernel kMatmulVnniVbmi = {plan, prepare, run, takes, nullptr, &kMatmulAvx512Vbmi};
+extern const MatmulKernel kMatmulSlices = {plan, prepare, run, accepts, nullptr, &avx512::kMatmul};
+extern const MatmulKernel kMatmulSlicesVbmi = {plan, prepare, run, accepts, nullptr, &avx512vbmi::kMatmul};

@@ -1,15 +1,15 @@
-// Panels: 16 rows of x as integers of 16, 24 or 31 bits, whose bytes, digits, are multiplied by bytes of the weight.
+// Panels: 16 rows of x as integers of 16, 24 or 31 bits, whose bytes, slices, are multiplied by bytes of the weight.
 //
-// The integers are parts of the largest of 1024 numbers of a row. Products of digits are exact, and so are their sums.
+// The integers are parts of the largest of 1024 numbers of a row. Products of slices are exact, and so are their sums.
 // This is Ozaki's scheme (https://arxiv.org/abs/2306.11975).
 //
-// What is much smaller than the largest keeps few bits. So x is looked at while it is packed. Two digits are tried if
+// What is much smaller than the largest keeps few bits. So x is looked at while it is packed. Two slices are tried if
 // the problem is coarse, and three otherwise. Where a number stands out of 1024, these have one more; where four are
 // too little for many, or one is not finite, very large or very small, another kernel multiplies the panel.
-#ifndef EQQUANT_PANELS_H_
-#define EQQUANT_PANELS_H_
+#ifndef EQQUANT_FLOAT_SLICE_PANELS_H_
+#define EQQUANT_FLOAT_SLICE_PANELS_H_
 
-#include "float/digits.h"
+#include "float/slices.h"
 
 namespace {
 
@@ -19,17 +19,17 @@ using I = __m512i;
 constexpr int64_t kRows = 16;    // of a panel
 constexpr int64_t kSpan = 1024;  // codes of a row that share the scale of their integers
 constexpr int64_t kShort = 256;  // codes of a row, below which a product of floats has few sums to round
-constexpr int kMostDigits = 4;
+constexpr int kMostSlices = 4;
 constexpr int64_t kUnitPanels = 16;  // in a unit, at most
 
 constexpr float kRangeOfX = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
 
-// The largest integer of so many digits, with room for rounding.
-constexpr float largest_of(int64_t digits) { return digits == 2 ? 32600 : digits == 3 ? 8355000 : 2139000000; }
+// The largest integer of so many slices, with room for rounding.
+constexpr float largest_of(int64_t slices) { return slices == 2 ? 32600 : slices == 3 ? 8355000 : 2139000000; }
 
 // Integers of less than this keep few bits; of less than the second, hardly any.
-constexpr int few_bits_of(int64_t digits) { return digits == 2 ? 1 << 7 : 1 << 16; }
-constexpr int hardly_any_of(int64_t digits) { return digits == 2 ? 1 << 5 : 1 << 12; }
+constexpr int few_bits_of(int64_t slices) { return slices == 2 ? 1 << 7 : 1 << 16; }
+constexpr int hardly_any_of(int64_t slices) { return slices == 2 ? 1 << 5 : 1 << 12; }
 
 // Numbers `k` to `k + 15`, of which `real` are, of 16 rows from `at` on: a vector of rows for each number.
 void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
@@ -37,7 +37,7 @@ void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows,
   if (p.x_column == 1) {
     for (int64_t i = 0; i < 16; ++i)
       out[i] = load_some(p.x, p.x_type, at + (i < rows ? i : 0) * p.x_row, i < rows ? first_few(real) : 0);
-    Avx512::transpose(out);
+    avx512::Simd::transpose(out);
     return;
   }
   for (int64_t j = 0; j < 16; ++j) {
@@ -124,18 +124,18 @@ struct Span {
         count(min64(kSpan, p.k - first)), magnitudes(magnitudes_of(p, at, first, count, rows)) {}
 };
 
-// Where digits go: the high ones of the first four numbers of all rows, then those of the next four, `group` bytes on;
-// lower ones `digit` bytes on.
-struct Digits {
+// Where slices go: the high ones of the first four numbers of all rows, then those of the next four, `group` bytes on;
+// lower ones `slice` bytes on.
+struct Slices {
   uint8_t* to;
-  int64_t group, digit;
+  int64_t group, slice;
 };
 
-// Packs a span as `kX` digits, and stores what a part of the largest is in each row. `where(k)` tells where 16 numbers
-// go. `keep(end, sums)` sees sums of the digits up to number `end`, high ones first; if it returns true, they begin
-// anew. Returns whether so many digits are enough.
+// Packs a span as `kX` slices, and stores what a part of the largest is in each row. `where(k)` tells where 16 numbers
+// go. `keep(end, sums)` sees sums of the slices up to number `end`, high ones first; if it returns true, they begin
+// anew. Returns whether so many slices are enough.
 template <int kX, class Where, class Keep>
-bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& where, const Keep& keep) {
+bool pack_slices(const Problem& p, const Span& span, float* scale, const Where& where, const Keep& keep) {
   const F most = _mm512_castsi512_ps(span.magnitudes.most), largest = _mm512_set1_ps(largest_of(kX));
   const F inverse = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ), largest, most);
   _mm512_store_ps(scale, _mm512_div_ps(most, largest));
@@ -145,10 +145,10 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
   for (int64_t k = 0; k < round_up(span.count, 64); k += 16) {
     F values[16];
     square(p, span.at, span.first + k, min64(16, span.count - k), span.rows, values);
-    Digits out = where(k);
+    Slices out = where(k);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j, out.to += out.group) {
-      I digits[4];  // in each quarter the low digits of four rows, then the next ones
+      I slices[4];  // in each quarter the low slices of four rows, then the next ones
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         const I number = _mm512_cvtps_epi32(_mm512_mul_ps(values[4 * j + i], inverse));
@@ -159,17 +159,17 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
         tiniest = _mm512_mask_add_epi32(tiniest,
                                         _mm512_mask_cmplt_epu32_mask(some, size, _mm512_set1_epi32(hardly_any_of(kX))),
                                         tiniest, _mm512_set1_epi32(1));
-        digits[i] = digits_apart(number);
+        slices[i] = slices_apart(number);
       }
-      const I low0 = _mm512_unpacklo_epi32(digits[0], digits[1]), low1 = _mm512_unpacklo_epi32(digits[2], digits[3]);
-      const I high0 = _mm512_unpackhi_epi32(digits[0], digits[1]), high1 = _mm512_unpackhi_epi32(digits[2], digits[3]);
+      const I low0 = _mm512_unpacklo_epi32(slices[0], slices[1]), low1 = _mm512_unpacklo_epi32(slices[2], slices[3]);
+      const I high0 = _mm512_unpackhi_epi32(slices[0], slices[1]), high1 = _mm512_unpackhi_epi32(slices[2], slices[3]);
       const I apart[4] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1),
                           _mm512_unpacklo_epi64(high0, high1), _mm512_unpackhi_epi64(high0, high1)};
 #pragma GCC unroll 4
-      for (int digit = 0; digit < kX; ++digit) {
-        const I codes = bytes_apart(apart[kX - 1 - digit]);
-        _mm512_store_si512(out.to + digit * out.digit, codes);
-        sums[digit] = _mm512_dpbusd_epi32(sums[digit], ones, codes);
+      for (int slice = 0; slice < kX; ++slice) {
+        const I codes = bytes_apart(apart[kX - 1 - slice]);
+        _mm512_store_si512(out.to + slice * out.slice, codes);
+        sums[slice] = _mm512_dpbusd_epi32(sums[slice], ones, codes);
       }
     }
     if (k % 32 == 16) {
@@ -178,7 +178,7 @@ bool pack_digits(const Problem& p, const Span& span, float* scale, const Where& 
     }
     if (!keep(k + 16, sums)) continue;
 #pragma GCC unroll 4
-    for (int digit = 0; digit < 4; ++digit) sums[digit] = _mm512_setzero_si512();
+    for (int slice = 0; slice < 4; ++slice) sums[slice] = _mm512_setzero_si512();
   }
   // What is much smaller than the largest keeps few bits. Where that is so of many, or of a block, they may be all that
   // a row of the weight takes. Of normal numbers a hundredth keeps few bits, and one in 400 hardly any.
@@ -193,8 +193,8 @@ struct Count {
   static constexpr int value = kX;
 };
 
-// Packs a span by `pack(Count<digits>)`, which tells whether so many are enough. Returns how many are, or 0 if its
-// numbers must not be digits.
+// Packs a span by `pack(Count<slices>)`, which tells whether so many are enough. Returns how many are, or 0 if its
+// numbers must not be slices.
 template <class Pack>
 int64_t pack_fewest(const Problem& p, const Span& span, bool short_rows, const Pack& pack) {
   if (!are_ordinary(span.magnitudes)) return 0;
@@ -279,4 +279,4 @@ void multiply_rest(const MatmulKernel& kernel, const Problem& p, const Extent& a
 
 }  // namespace
 
-#endif  // EQQUANT_PANELS_H_
+#endif  // EQQUANT_FLOAT_SLICE_PANELS_H_

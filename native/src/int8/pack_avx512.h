@@ -1,9 +1,9 @@
 // Rows of x on AVX-512, sixteen at a time: what integer products with tiles and without them share. `X` is an `Int8X`.
-#ifndef EQQUANT_INT8_ROWS_H_
-#define EQQUANT_INT8_ROWS_H_
+#ifndef EQQUANT_INT8_PACK_AVX512_H_
+#define EQQUANT_INT8_PACK_AVX512_H_
 
+#include "core/arrays_avx512.h"
 #include "core/runs.h"
-#include "float/avx512.h"
 #include "int8/x.h"
 
 namespace {
@@ -186,7 +186,7 @@ void pack(const Int8Problem& q, const Runs& r, const Packed& a, const Each& each
           square[i] = _mm512_castsi512_ps(_mm512_xor_si512(codes, _mm512_maskz_mov_epi8(mask, flip)));
         }
       }
-      Avx512::transpose(square);
+      avx512::Simd::transpose(square);
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) {
         const int order = kFloatsHere ? 4 * (i % 4) + i / 4 : i;
@@ -206,6 +206,34 @@ void pack_rows(const Int8Problem& q, const Runs& r, const Packed& a, const Each&
   pack<X, kBFloat16, true>(q, r, a, each);
 }
 
+// What products of integers have vectors do with many rows of x, if `kPacks`.
+template <class V>
+struct Int8Pack {
+  using X = Int8X<V>;
+
+  static void pack(const Int8Problem& q, const Runs& r, int64_t batch, int64_t first, float* scales, int32_t* shifts,
+                   uint8_t* out) {
+    pack_rows<X>(q, r, {batch, first, 0, 1, true, scales, shifts, out}, [](int64_t, int64_t) {});
+  }
+  // Sums of the runs of a panel, times a factor; those of a run are `stride` behind those of the one before.
+  static void run_sums(const Runs& r, int32_t factor, const uint8_t* x, int64_t stride, int32_t* out) {
+    for (int64_t run = 0; run < r.count; ++run, out += stride) {
+      I sum = V::zero_int();
+      for (int64_t i = 0; i < r.size; i += 4, x += 4 * V::L) sum = V::dot(sum, _mm512_set1_epi8(1), V::load_int(x));
+      V::store(out, V::mul(sum, V::broadcast_int(factor)));
+    }
+  }
+  // Writes sums of `count` rows of the weight, `stride` apart, times the scales of x.
+  static void write(const Problem& p, int64_t base, const float* sums, int64_t stride, const float* x_scale,
+                    int64_t count, int64_t lanes) {
+    F square[16];
+    const F scale = V::load(x_scale);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) square[i] = i < count ? V::mul(V::load(sums + i * stride), scale) : V::zero();
+    write_square(p, base, count, lanes, square);
+  }
+};
+
 }  // namespace
 
-#endif  // EQQUANT_INT8_ROWS_H_
+#endif  // EQQUANT_INT8_PACK_AVX512_H_

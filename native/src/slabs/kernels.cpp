@@ -1,39 +1,13 @@
-// The algorithms of `slabs.h`, in vectors of the compiler's: each file that includes this one has flags of its own, and
-// everything here is in an anonymous namespace, so that the linker merges nothing.
-#ifndef EQQUANT_SLAB_KERNELS_H_
-#define EQQUANT_SLAB_KERNELS_H_
-
+// The algorithms of `slabs.h`, compiled for each instruction set.
 #include <string.h>
 
-#include "core/ints.h"
 #include "core/runs.h"
 #include "slabs/slabs.h"
 
 namespace {
 
-constexpr int kLanes = 16, kMostCodes = 512;  // of a segment
-constexpr int64_t kAhead = 4096;              // bytes to what is fetched meanwhile
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-
-EQQ_INLINE Floats load_floats(const float* p) {
-  Floats a;
-  memcpy(&a, p, sizeof a);
-  return a;
-}
-EQQ_INLINE void store_floats(float* p, Floats a) { memcpy(p, &a, sizeof a); }
-
-EQQ_INLINE float sum_of(Floats a) {
-  typedef float Half __attribute__((vector_size(32)));
-  typedef float Quarter __attribute__((vector_size(16)));
-  Half h[2];
-  memcpy(h, &a, sizeof h);
-  h[0] += h[1];
-  Quarter q[2];
-  memcpy(q, h, sizeof q);
-  q[0] += q[1];
-  return (q[0][0] + q[0][2]) + (q[0][1] + q[0][3]);
-}
+constexpr int kMostCodes = 512;   // of a segment
+constexpr int64_t kAhead = 4096;  // bytes to what is fetched meanwhile
 
 // Unpacks one part of the codes of a segment, shifted to its place. `out` has room for a plane more than they need;
 // bytes up to `limit` can be read.
@@ -160,16 +134,6 @@ void zeros_of_rows(const Problem* problem, int64_t row, int64_t rows, int64_t fi
     }
 }
 
-EQQ_INLINE void decode_floats(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
-#if defined(__AVX512F__)
-  decode_scales_avx512(&p, row, first, last, out);
-#elif defined(__AVX2__)
-  decode_scales_avx2(&p, row, first, last, out);
-#else
-  decode_scales_generic(&p, row, first, last, out);
-#endif
-}
-
 // `low + code`, times the factors of blocks of `size`, a multiple of eight, of which codes and factors begin one. There
 // is room for a vector more than there are codes.
 EQQ_INLINE void scale_integers(const uint8_t* codes, int64_t count, float low, const float* factors, int64_t size,
@@ -187,7 +151,7 @@ EQQ_INLINE void scale_integers(const uint8_t* codes, int64_t count, float low, c
   };
   for (int64_t i = 0; i < count; i += kLanes) {
     const float below = next(), above = next();
-    store_floats(out + i, load_floats(out + i) * (lane < 8 ? Floats{} + below : Floats{} + above));
+    store_vector(out + i, load_floats(out + i) * (lane < 8 ? Floats{} + below : Floats{} + above));
   }
 }
 
@@ -201,12 +165,12 @@ void scales_of_rows(const Problem* problem, bool offsets, bool consecutive, int6
   }
   const int64_t width = last - first, length = p.blocks, size = p.scale_block_size;
   if (p.scale_codes == nullptr) {
-    for (int64_t i = 0; i < rows; ++i) decode_floats(p, row + i, first, last, out + i * width);
+    for (int64_t i = 0; i < rows; ++i) EQQUANT_ISA::decode_scales(&p, row + i, first, last, out + i * width);
     return;
   }
   // Those of all rows, which lie one after the other.
   p.blocks = p.scale_blocks;
-  decode_floats(p, row, 0, rows * p.scale_blocks, room);
+  EQQUANT_ISA::decode_scales(&p, row, 0, rows * p.scale_blocks, room);
   const uint8_t *packed = p.scale_codes + row * p.scale_words, *limit = p.scale_codes + rows_of(p) * p.scale_words;
   const float low = p.scale_table[0];
   for (int64_t i = 0; i < rows; ++i, packed += p.scale_words, room += p.scale_blocks, out += width)
@@ -289,4 +253,7 @@ void add_products_transposed(const Problem* slab, const float* offsets, float* r
 
 }  // namespace
 
-#endif  // EQQUANT_SLAB_KERNELS_H_
+namespace EQQUANT_ISA {
+extern const SlabKernel kSlabs = {join_rows,   zeros_of_rows, scales_of_rows,
+                                  sums_of_row, add_products,  add_products_transposed};
+}

@@ -1,27 +1,30 @@
-// Vectors of AVX-512: F, BW, DQ, VL. A code of at most four bits is looked up by one permutation, which reads the low
-// four bits of each lane and no others, so codes need neither a mask nor widening.
-#ifndef EQQUANT_AVX512_H_
-#define EQQUANT_AVX512_H_
+// AVX-512: F, BW, DQ and VL. A code of at most four bits is looked up by one permutation, which reads the low four bits
+// of each lane and no others, so codes need neither a mask nor widening.
+#ifndef EQQUANT_CORE_SIMD_AVX512_H_
+#define EQQUANT_CORE_SIMD_AVX512_H_
 
 #include <immintrin.h>
 
-#include "float/kernels.h"
+#include "core/simd.h"
 
+namespace avx512 {
 namespace {
 
-struct Avx512 : Bfloat16 {
+struct Simd : SimdBase {
   using F = __m512;
   using I = __m512i;
+  using Codes = __m512i;
   using Table = __m512;
   using Lanes = __m512i;
   static constexpr int L = 16;
-  static constexpr bool kLooksUpBytes = false, kScalesTables = true, kSumsRows = true, kFusesFew = true;
+  static constexpr bool kScalesTables = true, kSumsRows = true, kFusesFew = true;
   static constexpr int kTileRows = 12, kTileRows1 = 24, kWideRows = 6, kDotRows = 4, kFewTile = 4, kFewGroup = 6,
                        kFewRows = 12;
   static constexpr int kFusedGroup = 5, kFusedRows = 24, kDirectRows = 8, kMixedRows = 4;
+  static constexpr int kGroup = 2, kInt8TileRows = 12, kInt8DotRows = 4, kInt8FewRows = 4, kRegisterRows = 8;
+  static constexpr auto scales = decode_scales;
 
-  EQQ_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
-  EQQ_INLINE F load_bytes(const uint8_t* p) { return _mm512_loadu_ps(p); }
+  EQQ_INLINE F load(const void* p) { return _mm512_loadu_ps(p); }
   EQQ_INLINE void store(float* p, F a) { _mm512_storeu_ps(p, a); }
   EQQ_INLINE F broadcast(float a) { return _mm512_set1_ps(a); }
   EQQ_INLINE F zero() { return _mm512_setzero_ps(); }
@@ -66,13 +69,26 @@ struct Avx512 : Bfloat16 {
   }
   EQQ_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
-  EQQ_INLINE I bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  EQQ_INLINE I load_int(const void* p) { return _mm512_loadu_si512(p); }
+  EQQ_INLINE I load_int(const uint8_t* p, int64_t n) {
+    return _mm512_maskz_loadu_epi8(n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1, p);
+  }
+  EQQ_INLINE void store(void* p, I a) { _mm512_storeu_si512(p, a); }
+  EQQ_INLINE I zero_int() { return _mm512_setzero_si512(); }
+  EQQ_INLINE I broadcast_int(int32_t a) { return _mm512_set1_epi32(a); }
+  EQQ_INLINE I add(I a, I b) { return _mm512_add_epi32(a, b); }
+  EQQ_INLINE I mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+  EQQ_INLINE int32_t sum(I a) { return _mm512_reduce_add_epi32(a); }
+  EQQ_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+  EQQ_INLINE I dot(I acc, I w, I x) { return _mm512_add_epi32(acc, _mm512_madd_epi16(w, x)); }
+
+  EQQ_INLINE Codes codes(const uint8_t* p) { return load_int(p); }
   template <int n>
-  EQQ_INLINE I shift(I a) {
+  EQQ_INLINE Codes shift(Codes a) {
     return n == 0 ? a : _mm512_srli_epi32(a, n);
   }
   EQQ_INLINE Table table(const float* p) { return load(p); }
-  EQQ_INLINE F lookup(const Table& t, I a) { return _mm512_permutexvar_ps(a, t); }
+  EQQ_INLINE F lookup(const Table& t, Codes a) { return _mm512_permutexvar_ps(a, t); }
   EQQ_INLINE Table scale(const Table& t, F s) { return mul(t, s); }
   EQQ_INLINE Table offset(const Table& t, F z) { return sub(t, z); }
 
@@ -83,11 +99,13 @@ struct Avx512 : Bfloat16 {
   EQQ_INLINE F spread(const float* p, Lanes lanes) {
     return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(p)), lanes);
   }
-  EQQ_INLINE F gather(const float* p, const int32_t* indices) { return _mm512_i32gather_ps(bytes_of(indices), p, 4); }
-  EQQ_INLINE F masked(F a, const int32_t* m) {
-    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), bytes_of(m)));
+  EQQ_INLINE I spread_int(const int32_t* p, Lanes lanes) {
+    return _mm512_castps_si512(spread(reinterpret_cast<const float*>(p), lanes));
   }
-  EQQ_INLINE I bytes_of(const int32_t* p) { return _mm512_loadu_si512(p); }
+  EQQ_INLINE F gather(const float* p, const int32_t* indices) { return _mm512_i32gather_ps(load_int(indices), p, 4); }
+  EQQ_INLINE F masked(F a, const int32_t* m) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), load_int(m)));
+  }
 
   EQQ_INLINE __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   EQQ_INLINE __m256i wide(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -129,73 +147,7 @@ struct Avx512 : Bfloat16 {
   EQQ_INLINE uint16_t one_to_f16(float value) { return _cvtss_sh(value, 0); }
 };
 
-// Of four integers in each quarter first all low bytes, then all second ones, and so on.
-EQQ_INLINE __m512i bytes_apart(__m512i integers) {
-  return _mm512_shuffle_epi8(
-      integers, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
-}
-
-EQQ_INLINE __mmask16 first_few(int64_t n) {
-  return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1);
-}
-
-// Sixteen numbers of x in a row, from element `at` on; those that the mask leaves out are zero, and not read.
-EQQ_INLINE __m512 load_some(const void* x, int type, int64_t at, __mmask16 mask) {
-  if (type == kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(x) + at);
-  const __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(x) + at);
-  return type == kFloat16 ? _mm512_cvtph_ps(half)
-                          : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-
-// Likewise to y, rounded to its type. Whole vectors go without a mask: with one, AMD's processors take longer.
-EQQ_INLINE void store_some(const Problem& p, int64_t at, __m512 value, __mmask16 mask) {
-  if (p.x_type == kFloat32) {
-    float* y = static_cast<float*>(p.y) + at;
-    return mask == 0xffff ? _mm512_storeu_ps(y, value) : _mm512_mask_storeu_ps(y, mask, value);
-  }
-  __m256i half;
-  if (p.x_type == kFloat16) {
-    half = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
-  } else {
-    const __m512i bits = _mm512_castps_si512(value),
-                  odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    near = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
-                                 _mm512_or_si512(bits, _mm512_set1_epi32(1 << 22)));
-    half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(near, 16));
-  }
-  uint16_t* y = static_cast<uint16_t*>(p.y) + at;
-  mask == 0xffff ? _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), half) : _mm256_mask_storeu_epi16(y, mask, half);
-}
-
-// Writes a square of results, of rows of the weight and sixteen rows of x; `count` and `lanes` of them are real.
-EQQ_INLINE void write_square(const Problem& p, int64_t base, int64_t count, int64_t lanes, __m512* square) {
-  // Most squares are whole and of float32: without a condition for each store, all sixteen vectors stay in registers.
-  if (p.x_type == kFloat32 && p.y_column == 1 && count == 16 && lanes == 16) {
-    Avx512::transpose(square);
-    float* y = static_cast<float*>(p.y) + base;
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) _mm512_storeu_ps(y + i * p.y_row, square[i]);
-    return;
-  }
-  if (p.y_row == 1) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i)
-      if (i < count) store_some(p, base + i * p.y_column, square[i], first_few(lanes));
-  } else if (p.y_column == 1) {
-    Avx512::transpose(square);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i)
-      if (i < lanes) store_some(p, base + i * p.y_row, square[i], first_few(count));
-  } else {
-    for (int64_t i = 0; i < count; ++i) {
-      alignas(64) float row[16];
-      _mm512_store_ps(row, square[i]);
-      for (int64_t j = 0; j < lanes; ++j) store_some(p, base + j * p.y_row + i * p.y_column, _mm512_set1_ps(row[j]), 1);
-    }
-  }
-}
-
 }  // namespace
+}  // namespace avx512
 
-#endif  // EQQUANT_AVX512_H_
+#endif  // EQQUANT_CORE_SIMD_AVX512_H_

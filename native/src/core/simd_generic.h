@@ -1,12 +1,20 @@
 // Plain C++ for every machine. Vectors are GCC's and Clang's own, which become whatever the compiler may use.
-#include "float/kernels.h"
-#include "int8/int8.h"
+#ifndef EQQUANT_CORE_SIMD_GENERIC_H_
+#define EQQUANT_CORE_SIMD_GENERIC_H_
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#include "core/simd.h"
+
+namespace generic {
 namespace {
 
-struct Generic : Bfloat16 {
+struct Simd : SimdBase {
   typedef float F __attribute__((vector_size(16), aligned(16)));
-  typedef uint32_t I __attribute__((vector_size(16), aligned(16)));
+  typedef int32_t I __attribute__((vector_size(16), aligned(16)));
+  typedef uint32_t Codes __attribute__((vector_size(16), aligned(16)));
   struct Table {
     float values[16];
   };
@@ -15,9 +23,10 @@ struct Generic : Bfloat16 {
   static constexpr bool kLooksUpBytes = true, kScalesTables = false;
   static constexpr int kTileRows = 4, kTileRows1 = 6, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2,
                        kFewRows = 3;
+  static constexpr int kGroup = 2, kInt8TileRows = 4, kInt8DotRows = 2, kInt8FewRows = 3;
+  static constexpr auto scales = decode_scales;
 
-  EQQ_INLINE F load(const float* p) { return load_bytes(reinterpret_cast<const uint8_t*>(p)); }
-  EQQ_INLINE F load_bytes(const uint8_t* p) {
+  EQQ_INLINE F load(const void* p) {
     F a;
     memcpy(&a, p, sizeof a);
     return a;
@@ -32,16 +41,41 @@ struct Generic : Bfloat16 {
   EQQ_INLINE float sum(F a) { return (a[0] + a[2]) + (a[1] + a[3]); }
   EQQ_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
-  // The bytes of a lane are numbered from the low end.
-  EQQ_INLINE I bytes(const uint8_t* p) {
+  EQQ_INLINE I load_int(const void* p) {
     I a;
+    memcpy(&a, p, sizeof a);
+    return a;
+  }
+  EQQ_INLINE void store(void* p, I a) { memcpy(p, &a, sizeof a); }
+  EQQ_INLINE I zero_int() { return I{0, 0, 0, 0}; }
+  EQQ_INLINE I broadcast_int(int32_t a) { return I{a, a, a, a}; }
+  EQQ_INLINE I add(I a, I b) { return a + b; }
+  EQQ_INLINE I mul(I a, I b) { return a * b; }
+  EQQ_INLINE int32_t sum(I a) { return a[0] + a[1] + a[2] + a[3]; }
+  EQQ_INLINE F to_float(I a) { return __builtin_convertvector(a, F); }
+  // Every x86-64 machine has SSE2, whose one instruction for it is worth an exception.
+  EQQ_INLINE I dot(I acc, I w, I x) {
+#ifdef __SSE2__
+    return acc + reinterpret_cast<I>(_mm_madd_epi16(reinterpret_cast<__m128i>(w), reinterpret_cast<__m128i>(x)));
+#else
+    int16_t ws[8], xs[8];
+    memcpy(ws, &w, sizeof w);
+    memcpy(xs, &x, sizeof x);
+    for (int i = 0; i < 4; ++i) acc[i] += ws[2 * i] * xs[2 * i] + ws[2 * i + 1] * xs[2 * i + 1];
+    return acc;
+#endif
+  }
+
+  // The bytes of a lane are numbered from the low end.
+  EQQ_INLINE Codes codes(const uint8_t* p) {
+    Codes a;
     for (int i = 0; i < L; ++i)
       a[i] = p[4 * i] | static_cast<uint32_t>(p[4 * i + 1]) << 8 | static_cast<uint32_t>(p[4 * i + 2]) << 16 |
              static_cast<uint32_t>(p[4 * i + 3]) << 24;
     return a;
   }
   template <int n>
-  EQQ_INLINE I shift(I a) {
+  EQQ_INLINE Codes shift(Codes a) {
     return a >> n;
   }
   EQQ_INLINE Table table(const float* p) {
@@ -49,7 +83,7 @@ struct Generic : Bfloat16 {
     memcpy(t.values, p, sizeof t.values);
     return t;
   }
-  EQQ_INLINE F lookup(const Table& t, I a) {
+  EQQ_INLINE F lookup(const Table& t, Codes a) {
     return F{t.values[a[0] & 15], t.values[a[1] & 15], t.values[a[2] & 15], t.values[a[3] & 15]};
   }
   EQQ_INLINE Table scale(const Table& t, F s) {
@@ -77,16 +111,6 @@ struct Generic : Bfloat16 {
   }
   EQQ_INLINE F bytes256(const uint8_t* p, const float* table) {
     return F{table[p[0]], table[p[1]], table[p[2]], table[p[3]]};
-  }
-  EQQ_INLINE float from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-  }
-  EQQ_INLINE uint32_t to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
   }
   // A number without sign of `mantissa` bits of mantissa; `e4m3`, `e5m2` and so on differ in that and in the bias. No
   // subnormal float32 is ever made of it, so it does not matter if the machine flushes them.
@@ -135,14 +159,6 @@ struct Generic : Bfloat16 {
 };
 
 }  // namespace
+}  // namespace generic
 
-extern const MatmulKernel kMatmulGeneric = {Kernels<Generic>::plan, Kernels<Generic>::prepare, Kernels<Generic>::run};
-extern const MatmulKernel kDecodeGeneric = {Dense<Generic>::plan, Dense<Generic>::prepare, Dense<Generic>::run};
-extern const Isa kIsaGeneric = {"generic", &kMatmulGeneric, &kDecodeGeneric, &kInt8Generic};
-
-void decode_scales_generic(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {
-  Decode<Generic>::decode_scales(*p, row, first, last, out);
-}
-
-float half_to_float(uint16_t bits) { return Generic::one_f16(bits); }
-uint16_t float_to_half(float value) { return Generic::one_to_f16(value); }
+#endif  // EQQUANT_CORE_SIMD_GENERIC_H_

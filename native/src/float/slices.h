@@ -1,9 +1,9 @@
-// What kernels share that multiply digits: tables of a weight as integers, and integers of x as digits.
-#ifndef EQQUANT_DIGITS_H_
-#define EQQUANT_DIGITS_H_
+// What kernels share that multiply slices: tables of a weight as integers, and integers of x as slices.
+#ifndef EQQUANT_SLICES_H_
+#define EQQUANT_SLICES_H_
 
+#include "core/arrays_avx512.h"
 #include "core/runs.h"
-#include "float/avx512.h"
 
 namespace {
 
@@ -41,12 +41,12 @@ EQQ_INLINE __m512i integers_table(const Problem& p, int64_t factor) {
   return _mm512_load_si512(table);
 }
 
-// As `bytes_apart`, of integers as digits of a byte with a sign, which a carry makes of bytes without one.
-EQQ_INLINE __m512i digits_apart(__m512i integers) {
+// As `bytes_apart`, of integers as slices of a byte with a sign, which a carry makes of bytes without one.
+EQQ_INLINE __m512i slices_apart(__m512i integers) {
   const __m512i flip = _mm512_set1_epi32(static_cast<int>(0x80808080));
   return bytes_apart(_mm512_xor_si512(_mm512_add_epi32(integers, flip), flip));
 }
 
 }  // namespace
 
-#endif  // EQQUANT_DIGITS_H_
+#endif  // EQQUANT_SLICES_H_

@@ -1,26 +1,31 @@
 // AVX2, FMA and F16C. A table of sixteen is two of eight, and bit 3 of a code says which.
+#ifndef EQQUANT_CORE_SIMD_AVX2_H_
+#define EQQUANT_CORE_SIMD_AVX2_H_
+
 #include <immintrin.h>
 
-#include "float/kernels.h"
-#include "int8/int8.h"
+#include "core/simd.h"
 
+namespace avx2 {
 namespace {
 
-struct Avx2 : Bfloat16 {
+struct Simd : SimdBase {
   using F = __m256;
   using I = __m256i;
+  using Codes = __m256i;
   struct Table {
     F low, high;
   };
   using Lanes = __m256i;
   static constexpr int L = 8;
-  static constexpr bool kLooksUpBytes = false, kScalesTables = true;
+  static constexpr bool kScalesTables = true;
   static constexpr int kTileRows = 6, kTileRows1 = 12, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2,
                        kFewRows = 6;
   static constexpr int kMixedRows = 2;
+  static constexpr int kGroup = 2, kInt8TileRows = 4, kInt8DotRows = 4, kInt8FewRows = 4;
+  static constexpr auto scales = decode_scales;
 
-  EQQ_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
-  EQQ_INLINE F load_bytes(const uint8_t* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
+  EQQ_INLINE F load(const void* p) { return _mm256_loadu_ps(static_cast<const float*>(p)); }
   EQQ_INLINE void store(float* p, F a) { _mm256_storeu_ps(p, a); }
   EQQ_INLINE F broadcast(float a) { return _mm256_set1_ps(a); }
   EQQ_INLINE F zero() { return _mm256_setzero_ps(); }
@@ -57,18 +62,31 @@ struct Avx2 : Bfloat16 {
   }
   EQQ_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
-  EQQ_INLINE I load_integers(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-  EQQ_INLINE I bytes(const uint8_t* p) { return load_integers(p); }
+  EQQ_INLINE I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  EQQ_INLINE void store(void* p, I a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
+  EQQ_INLINE I zero_int() { return _mm256_setzero_si256(); }
+  EQQ_INLINE I broadcast_int(int32_t a) { return _mm256_set1_epi32(a); }
+  EQQ_INLINE I add(I a, I b) { return _mm256_add_epi32(a, b); }
+  EQQ_INLINE I mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
+  EQQ_INLINE int32_t sum(I a) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+  }
+  EQQ_INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+  // `vpmaddubsw` would saturate, so codes are widened to 16 bits, where `vpmaddwd` is exact.
+  EQQ_INLINE I dot(I acc, I w, I x) { return _mm256_add_epi32(acc, _mm256_madd_epi16(w, x)); }
+
+  EQQ_INLINE Codes codes(const uint8_t* p) { return load_int(p); }
   template <int n>
-  EQQ_INLINE I shift(I a) {
+  EQQ_INLINE Codes shift(Codes a) {
     return n == 0 ? a : _mm256_srli_epi32(a, n);
   }
   EQQ_INLINE Table table(const float* p) { return {load(p), load(p + 8)}; }
-  EQQ_INLINE F lookup(const Table& t, I a) {
+  EQQ_INLINE F lookup(const Table& t, Codes a) {
     const F top = _mm256_castsi256_ps(_mm256_slli_epi32(a, 28));
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, a), _mm256_permutevar8x32_ps(t.high, a), top);
   }
-  EQQ_INLINE F lookup8(const Table& t, I a) { return _mm256_permutevar8x32_ps(t.low, a); }
   EQQ_INLINE Table scale(const Table& t, F s) { return {mul(t.low, s), mul(t.high, s)}; }
   EQQ_INLINE Table offset(const Table& t, F z) { return {sub(t.low, z), sub(t.high, z)}; }
 
@@ -79,10 +97,8 @@ struct Avx2 : Bfloat16 {
   EQQ_INLINE F spread(const float* p, Lanes lanes) {
     return _mm256_permutevar_ps(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)), lanes);
   }
-  EQQ_INLINE F gather(const float* p, const int32_t* indices) {
-    return _mm256_i32gather_ps(p, load_integers(indices), 4);
-  }
-  EQQ_INLINE F masked(F a, const int32_t* m) { return _mm256_and_ps(a, _mm256_castsi256_ps(load_integers(m))); }
+  EQQ_INLINE F gather(const float* p, const int32_t* indices) { return _mm256_i32gather_ps(p, load_int(indices), 4); }
+  EQQ_INLINE F masked(F a, const int32_t* m) { return _mm256_and_ps(a, _mm256_castsi256_ps(load_int(m))); }
 
   EQQ_INLINE __m128i eight(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
   EQQ_INLINE __m128i wide(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
@@ -120,11 +136,6 @@ struct Avx2 : Bfloat16 {
 };
 
 }  // namespace
+}  // namespace avx2
 
-extern const MatmulKernel kMatmulAvx2 = {Kernels<Avx2>::plan, Kernels<Avx2>::prepare, Kernels<Avx2>::run};
-extern const MatmulKernel kDecodeAvx2 = {Dense<Avx2>::plan, Dense<Avx2>::prepare, Dense<Avx2>::run};
-extern const Isa kIsaAvx2 = {"avx2", &kMatmulAvx2, &kDecodeAvx2, &kInt8Avx2};
-
-void decode_scales_avx2(const Problem* p, int64_t row, int64_t first, int64_t last, float* out) {
-  Decode<Avx2>::decode_scales(*p, row, first, last, out);
-}
+#endif  // EQQUANT_CORE_SIMD_AVX2_H_

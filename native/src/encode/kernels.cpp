@@ -1,22 +1,14 @@
-// The algorithms of `encode.h`, in vectors of the compiler's: each file that includes this one has flags of its own,
-// and everything here is in an anonymous namespace, so that the linker merges nothing.
-#ifndef EQQUANT_ENCODE_KERNELS_H_
-#define EQQUANT_ENCODE_KERNELS_H_
-
+// The algorithms of `encode.h`, compiled for each instruction set; without fused products, which XLA's have not.
 #include <string.h>
 
+#include "core/vectors.h"
 #include "encode/encode.h"
 
 namespace {
 
-#define EQQ_ENCODE_INLINE __attribute__((always_inline)) static inline
+constexpr int kPart = 512;  // codes at a time: whole segments of every packing
 
-constexpr int kLanes = 16, kPart = 512;  // codes at a time: whole segments of every packing
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint8_t Bytes __attribute__((vector_size(16)));
-
-EQQ_ENCODE_INLINE void load_part(const EncodeProblem& p, int64_t at, int64_t count, float* out) {
+EQQ_INLINE void load_part(const EncodeProblem& p, int64_t at, int64_t count, float* out) {
   if (p.x_type == kFloat32) {
     memcpy(out, static_cast<const float*>(p.x) + at, count * sizeof(float));
     return;
@@ -32,7 +24,7 @@ EQQ_ENCODE_INLINE void load_part(const EncodeProblem& p, int64_t at, int64_t cou
 }
 
 // Values in the units of codes.
-EQQ_ENCODE_INLINE void scale_part(const EncodeProblem& p, int64_t row, int64_t first, int64_t count, float* v) {
+EQQ_INLINE void scale_part(const EncodeProblem& p, int64_t row, int64_t first, int64_t count, float* v) {
   for (int64_t i = 0; i < count;) {
     const int64_t block = (first + i) / p.block_size, at = row * p.blocks + block;
     int64_t last = (block + 1) * p.block_size - first;
@@ -59,15 +51,13 @@ EQQ_ENCODE_INLINE void scale_part(const EncodeProblem& p, int64_t row, int64_t f
 }
 
 // Codes of whole vectors of values.
-EQQ_ENCODE_INLINE void code_part(const EncodeProblem& p, int64_t count, const float* v, uint8_t* out) {
+EQQ_INLINE void code_part(const EncodeProblem& p, int64_t count, const float* v, uint8_t* out) {
   const float top = static_cast<float>((1 << p.bits) - 1);
   for (int64_t i = 0; i < count; i += kLanes) {
-    Floats x;
-    memcpy(&x, v + i, sizeof x);
+    Floats x = load_floats(v + i);
     Ints code;
     if (p.rule == kSteps) {
-      Ints bits;
-      memcpy(&bits, &x, sizeof bits);
+      const Ints bits = load_vector<Ints>(&x);
       const Ints order = bits ^ ((bits >> 31) & 0x7fffffff);
       code = Ints{} + p.codes[0];
       for (int64_t t = 0; t < p.num_steps; ++t) {
@@ -88,16 +78,15 @@ EQQ_ENCODE_INLINE void code_part(const EncodeProblem& p, int64_t count, const fl
         x = x < most ? x : most;
         code = __builtin_convertvector(x, Ints);
       }
-      memcpy(&x, v + i, sizeof x);
+      x = load_floats(v + i);
     }
     code = x == x ? code : Ints{} + p.nan;
-    const Bytes bytes = __builtin_convertvector(code, Bytes);
-    memcpy(out + i, &bytes, sizeof bytes);
+    store_vector(out + i, __builtin_convertvector(code, Bytes));
   }
 }
 
 // Packs one part of the width of a code; returns how many bytes that takes.
-EQQ_ENCODE_INLINE int64_t pack_width(const uint8_t* codes, int64_t count, int shift, int width, uint8_t* out) {
+EQQ_INLINE int64_t pack_width(const uint8_t* codes, int64_t count, int shift, int width, uint8_t* out) {
   const int planes = 8 / width, mask = (1 << width) - 1;
   int64_t done = 0, bytes = 0;
   while (done < count) {
@@ -115,7 +104,7 @@ EQQ_ENCODE_INLINE int64_t pack_width(const uint8_t* codes, int64_t count, int sh
   return bytes;
 }
 
-EQQ_ENCODE_INLINE int64_t pack_part(const uint8_t* codes, int64_t count, int bits, uint8_t* out) {
+EQQ_INLINE int64_t pack_part(const uint8_t* codes, int64_t count, int bits, uint8_t* out) {
   if (bits == 8) {
     memcpy(out, codes, count);
     return count;
@@ -151,38 +140,23 @@ void encode_rows(const EncodeProblem* problem, int64_t first_row, int64_t last_r
   }
 }
 
-EQQ_ENCODE_INLINE float as_float(int32_t bits) {
+EQQ_INLINE float as_float(int32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
 }
-EQQ_ENCODE_INLINE int32_t as_int(float value) {
+EQQ_INLINE int32_t as_int(float value) {
   int32_t bits;
   memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-// In halves: of vectors, and at last of four.
-EQQ_ENCODE_INLINE int32_t largest_of(const Ints& a) {
-  typedef int32_t Half __attribute__((vector_size(32)));
-  typedef int32_t Quarter __attribute__((vector_size(16)));
-  Half h[2];
-  memcpy(h, &a, sizeof h);
-  h[0] = h[0] > h[1] ? h[0] : h[1];
-  Quarter q[2];
-  memcpy(q, h, sizeof q);
-  q[0] = q[0] > q[1] ? q[0] : q[1];
-  const int32_t low = q[0][0] > q[0][1] ? q[0][0] : q[0][1], high = q[0][2] > q[0][3] ? q[0][2] : q[0][3];
-  return low > high ? low : high;
-}
-
 // The bits of the largest magnitude, as integers, among which NaN and infinity are the largest.
-EQQ_ENCODE_INLINE int32_t largest_bits(const float* x, int64_t k) {
+EQQ_INLINE int32_t largest_bits(const float* x, int64_t k) {
   Ints most = {};
   int64_t i = 0;
   for (; i + kLanes <= k; i += kLanes) {
-    Ints bits;
-    memcpy(&bits, x + i, sizeof bits);
+    Ints bits = load_vector<Ints>(x + i);
     bits &= 0x7fffffff;
     most = bits > most ? bits : most;
   }
@@ -195,14 +169,13 @@ EQQ_ENCODE_INLINE int32_t largest_bits(const float* x, int64_t k) {
 }
 
 // The largest of the values and zero; or the least.
-EQQ_ENCODE_INLINE float extreme(const float* x, int64_t k, bool low) {
+EQQ_INLINE float extreme(const float* x, int64_t k, bool low) {
   // In this order the largest integers are the largest floats; zero is 0. Turned around it is the least ones.
   const int32_t flip = low ? static_cast<int32_t>(0x80000000) : 0;
   Ints most = {};
   int64_t i = 0;
   for (; i + kLanes <= k; i += kLanes) {
-    Ints bits;
-    memcpy(&bits, x + i, sizeof bits);
+    Ints bits = load_vector<Ints>(x + i);
     bits ^= flip;
     most = bits > most ? bits : most;  // negative floats are negative integers, which zero exceeds
   }
@@ -214,7 +187,7 @@ EQQ_ENCODE_INLINE float extreme(const float* x, int64_t k, bool low) {
   return largest == 0 ? 0.0f : as_float(largest ^ flip);
 }
 
-EQQ_ENCODE_INLINE float reduce_row(const float* x, int64_t k, int32_t kind) {
+EQQ_INLINE float reduce_row(const float* x, int64_t k, int32_t kind) {
   const int32_t bits = largest_bits(x, k);
   const float largest = as_float(bits);
   if (k == 0) return 0;
@@ -236,4 +209,6 @@ void reduce_rows(const ReduceProblem* p, int64_t first_row, int64_t last_row) {
 
 }  // namespace
 
-#endif  // EQQUANT_ENCODE_KERNELS_H_
+namespace EQQUANT_ISA {
+extern const EncodeKernel kEncode = {encode_rows, reduce_rows};
+}

@@ -1,26 +1,32 @@
 // NEON, which every aarch64 machine has. A table of sixteen floats is looked up byte by byte: `tbl` looks sixteen codes
 // up at once, in one table for each byte of a float, and the four results are transposed to four vectors of floats.
+#ifndef EQQUANT_CORE_SIMD_NEON_H_
+#define EQQUANT_CORE_SIMD_NEON_H_
+
 #include <arm_neon.h>
 
-#include "float/kernels.h"
+#include "core/simd.h"
 
+namespace neon {
 namespace {
 
-struct Neon : Bfloat16 {
+struct Simd : SimdBase {
   using F = float32x4_t;
-  using I = uint8x16_t;
+  using I = int32x4_t;
+  using Codes = uint8x16_t;
   struct Table {
     F values[4];
     uint8x16_t bytes[4];  // byte 0 of each value, byte 1 of each, and so on
   };
   using Lanes = int;
   static constexpr int L = 4;
-  static constexpr bool kLooksUpBytes = false, kScalesTables = false;
+  static constexpr bool kScalesTables = false;
   static constexpr int kTileRows = 10, kTileRows1 = 20, kWideRows = 5, kDotRows = 2, kFewTile = 4, kFewGroup = 5,
                        kFewRows = 12;
+  static constexpr int kGroup = 2, kInt8TileRows = 8, kInt8DotRows = 4, kInt8FewRows = 4;
+  static constexpr auto scales = decode_scales;
 
-  EQQ_INLINE F load(const float* p) { return vld1q_f32(p); }
-  EQQ_INLINE F load_bytes(const uint8_t* p) { return vreinterpretq_f32_u8(vld1q_u8(p)); }
+  EQQ_INLINE F load(const void* p) { return vreinterpretq_f32_u8(vld1q_u8(static_cast<const uint8_t*>(p))); }
   EQQ_INLINE void store(float* p, F a) { vst1q_f32(p, a); }
   EQQ_INLINE F broadcast(float a) { return vdupq_n_f32(a); }
   EQQ_INLINE F zero() { return vdupq_n_f32(0.0f); }
@@ -31,14 +37,27 @@ struct Neon : Bfloat16 {
   EQQ_INLINE float sum(F a) { return vaddvq_f32(a); }
   EQQ_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
+  EQQ_INLINE I load_int(const void* p) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p))); }
+  EQQ_INLINE void store(void* p, I a) { vst1q_u8(static_cast<uint8_t*>(p), vreinterpretq_u8_s32(a)); }
+  EQQ_INLINE I zero_int() { return vdupq_n_s32(0); }
+  EQQ_INLINE I broadcast_int(int32_t a) { return vdupq_n_s32(a); }
+  EQQ_INLINE I add(I a, I b) { return vaddq_s32(a, b); }
+  EQQ_INLINE I mul(I a, I b) { return vmulq_s32(a, b); }
+  EQQ_INLINE int32_t sum(I a) { return vaddvq_s32(a); }
+  EQQ_INLINE F to_float(I a) { return vcvtq_f32_s32(a); }
+  EQQ_INLINE I dot(I acc, I w, I x) {
+    const int16x8_t a = vreinterpretq_s16_s32(w), b = vreinterpretq_s16_s32(x);
+    return vaddq_s32(acc, vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b)));
+  }
+
   // Sixteen bytes, and how far lanes of 32 bits are to be shifted: `lookup` shifts, since it looks bytes up, not lanes.
   template <int n>
   struct Shifted {
-    I bytes;
+    Codes bytes;
   };
-  EQQ_INLINE I bytes(const uint8_t* p) { return vld1q_u8(p); }
+  EQQ_INLINE Codes codes(const uint8_t* p) { return vld1q_u8(p); }
   template <int n>
-  EQQ_INLINE Shifted<n> shift(I a) {
+  EQQ_INLINE Shifted<n> shift(Codes a) {
     return {a};
   }
   EQQ_INLINE Table split(F a, F b, F c, F d) {
@@ -123,7 +142,6 @@ struct Neon : Bfloat16 {
 };
 
 }  // namespace
+}  // namespace neon
 
-extern const MatmulKernel kMatmulNeon = {Kernels<Neon>::plan, Kernels<Neon>::prepare, Kernels<Neon>::run};
-extern const MatmulKernel kDecodeNeon = {Dense<Neon>::plan, Dense<Neon>::prepare, Dense<Neon>::run};
-extern const Isa kIsaNeon = {"neon", &kMatmulNeon, &kDecodeNeon, nullptr};
+#endif  // EQQUANT_CORE_SIMD_NEON_H_

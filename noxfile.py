@@ -199,6 +199,8 @@ def lint(session: nox.Session) -> None:
     install(session, "lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    sources = [str(path) for room in ("src", "tests") for path in (Path("native") / room).rglob("*.[ch]*")]
+    session.run("clang-format", "--dry-run", "--Werror", *sources)
 
 
 @nox.session(python=OLDEST_PYTHON)

@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "matmul.h"
+#include "core/matmul.h"
 
 namespace {
 
@@ -85,14 +85,13 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 5;
   const char* only = argc > 2 ? argv[2] : nullptr;
   const bool coarse = argc > 3;
-  const Case cases[] = {{"nf4", 4, 0, kScaleFloat32, 64},   {"mxfp4", 4, 0, kScaleE8M0, 32},
-                        {"nvfp4", 4, 0, kScaleE4M3, 16},    {"q4_0", 4, 0, kScaleFloat16, 32},
-                        {"int2", 2, 0, kScaleFloat32, 64},  {"ternary", 2, 0, kScaleFloat32, 0},
-                        {"binary", 1, 0, kScaleFloat32, 0}, {"int8", 8, 1, kScaleFloat32, 0},
-                        {"fp8", 8, 2, kScaleFloat32, 0},    {"mxfp8", 8, 2, kScaleE8M0, 32},
-                        {"dynamic8", 8, 0, kScaleFloat32, 256}};
-  const Case integers[] = {{"int8", 8, 1, kScaleFloat32, 0},   {"q8_0", 8, 1, kScaleFloat16, 32},
-                           {"int4", 4, 0, kScaleFloat32, 64},  {"q4_0", 4, 0, kScaleFloat16, 32},
+  const Case cases[] = {
+      {"nf4", 4, 0, kScaleFloat32, 64},   {"mxfp4", 4, 0, kScaleE8M0, 32},       {"nvfp4", 4, 0, kScaleE4M3, 16},
+      {"q4_0", 4, 0, kScaleFloat16, 32},  {"int2", 2, 0, kScaleFloat32, 64},     {"ternary", 2, 0, kScaleFloat32, 0},
+      {"binary", 1, 0, kScaleFloat32, 0}, {"int8", 8, 1, kScaleFloat32, 0},      {"fp8", 8, 2, kScaleFloat32, 0},
+      {"mxfp8", 8, 2, kScaleE8M0, 32},    {"dynamic8", 8, 0, kScaleFloat32, 256}};
+  const Case integers[] = {{"int8", 8, 1, kScaleFloat32, 0},    {"q8_0", 8, 1, kScaleFloat16, 32},
+                           {"int4", 4, 0, kScaleFloat32, 64},   {"q4_0", 4, 0, kScaleFloat16, 32},
                            {"ternary", 2, 0, kScaleFloat32, 0}, {"binary", 1, 0, kScaleFloat32, 0}};
   const int64_t n = 1024, k = 4096;
   std::mt19937 random(0);

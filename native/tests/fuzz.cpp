@@ -18,8 +18,8 @@
 #include <thread>
 #include <vector>
 
-#include "encode.h"
-#include "matmul.h"
+#include "core/matmul.h"
+#include "encode/encode.h"
 
 namespace {
 
@@ -94,7 +94,8 @@ uint32_t float_to_bits(float value) {
 
 // A small float from its definition.
 double small_float(uint32_t code, int exponent_bits, int mantissa_bits, int bias, bool is_signed) {
-  const uint32_t mantissa = code & ((1u << mantissa_bits) - 1), exponent = code >> mantissa_bits & ((1u << exponent_bits) - 1);
+  const uint32_t mantissa = code & ((1u << mantissa_bits) - 1),
+                 exponent = code >> mantissa_bits & ((1u << exponent_bits) - 1);
   const double value = exponent == 0 ? ldexp(mantissa, 1 - bias - mantissa_bits)
                                      : ldexp(1 + ldexp(mantissa, -mantissa_bits), static_cast<int>(exponent) - bias);
   return is_signed && (code >> (exponent_bits + mantissa_bits) & 1) ? -value : value;
@@ -130,7 +131,8 @@ uint16_t to_bfloat16(float value) { return static_cast<uint16_t>((float_to_bits(
 int code_at(const uint8_t* row, int64_t length, int bits, int64_t k) {
   if (bits == 8) return row[k];
   if (is_split(bits)) {  // each part is packed as if there were no other
-    const int64_t segment = 64 * (8 / (bits & -bits)), first = k / segment * segment, count = std::min(segment, length - first);
+    const int64_t segment = 64 * (8 / (bits & -bits)), first = k / segment * segment,
+                  count = std::min(segment, length - first);
     int code = 0, shift = 0;
     row += first / segment * segment * bits / 8;
     for (int width = 4; width > 0; width /= 2) {
@@ -157,16 +159,18 @@ double scale_at(const Problem& p, int64_t row, int64_t block, bool offset = fals
   const uint8_t* floats = static_cast<const uint8_t*>(offset ? p.offset : p.scale);
   const uint8_t* codes = offset ? p.offset_codes : p.scale_codes;
   if (codes == nullptr) return scale_value(p.scale_kind, floats + (row * p.blocks + block) * scale_bytes(p.scale_kind));
-  const double outer = scale_value(p.scale_kind, floats + (row * p.scale_blocks + block / p.scale_block_size) * scale_bytes(p.scale_kind));
-  return static_cast<float>(p.scale_table[code_at(codes + row * p.scale_words, p.blocks, p.scale_bits, block)] * static_cast<float>(outer));
+  const double outer = scale_value(
+      p.scale_kind, floats + (row * p.scale_blocks + block / p.scale_block_size) * scale_bytes(p.scale_kind));
+  return static_cast<float>(p.scale_table[code_at(codes + row * p.scale_words, p.blocks, p.scale_bits, block)] *
+                            static_cast<float>(outer));
 }
 
 struct Made {
   Problem problem;
   std::shared_ptr<void> keep;
   std::vector<double> expected, magnitude, reach;  // the last: of the largest numbers of both rows
-  double error;  // of a plain product in float32: the sum of squares
-  bool integers;  // whether the table may be of integers
+  double error;                                    // of a plain product in float32: the sum of squares
+  bool integers;                                   // whether the table may be of integers
   std::string text;
 };
 
@@ -176,9 +180,14 @@ Made make(Random& random) {
   p = Problem{};
   const int bits[] = {1, 2, 4, 4, 8, 8, 3, 5, 6, 7};
   p.bits = bits[below(random, coin(random) ? 6 : 10)];
-  p.values = p.bits == 8 ? static_cast<int>(below(random, 4)) : is_split(p.bits) ? static_cast<int>(below(random, 2)) : 0;
+  p.values = p.bits == 8      ? static_cast<int>(below(random, 4))
+           : is_split(p.bits) ? static_cast<int>(below(random, 2))
+                              : 0;
   p.batch = coin(random, 80) ? 1 : below(random, 4);
-  p.m = coin(random, 40) ? 1 : coin(random) ? below(random, 12) : coin(random, 90) ? below(random, 70) : below(random, 600);
+  p.m = coin(random, 40) ? 1
+      : coin(random)     ? below(random, 12)
+      : coin(random, 90) ? below(random, 70)
+                         : below(random, 600);
   p.n = coin(random, 90) ? below(random, 40) : below(random, 300);
   p.k = coin(random, 70) ? below(random, 700) : coin(random) ? 128 * below(random, 9) : below(random, 3000);
   const int64_t sizes[] = {16, 32, 64, 128, 256, 48, 1 + below(random, 100), p.k, p.k};
@@ -204,7 +213,8 @@ Made make(Random& random) {
   if (offsets) p.x_type = kFloat32;
   p.coarse = coin(random, p.x_type == kFloat32 ? 20 : 70);
   const int64_t scales = coded ? p.scale_blocks : p.blocks;  // of a row
-  const bool x_turned = coin(random, 30), y_turned = coin(random, 30), zeros = !offsets && coin(random, 30), rows = !coded && coin(random, 20);
+  const bool x_turned = coin(random, 30), y_turned = coin(random, 30), zeros = !offsets && coin(random, 30),
+             rows = !coded && coin(random, 20);
   const int64_t inner = p.transpose ? p.n : p.k, outer = p.transpose ? p.k : p.n;
   // Rows may be further apart than they are long.
   const int64_t x_pad = coin(random, 20) ? below(random, 5) : 0, y_pad = coin(random, 20) ? below(random, 5) : 0;
@@ -224,16 +234,16 @@ Made make(Random& random) {
   const int64_t item = p.x_type == kFloat32 ? 4 : 2, width = scale_bytes(p.scale_kind);
   auto arrays = std::make_shared<Arrays>(Arrays{
       Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * scales * width),
-      Exact<uint8_t>(p.stack * p.n * scales * width), Exact<uint8_t>(p.stack * p.n * p.scale_words), Exact<uint8_t>(p.stack * p.n * p.scale_words),
-      Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<float>(p.stack * p.n), Exact<float>(int64_t{1} << p.bits),
-      Exact<float>(int64_t{1} << p.scale_bits),
-      Exact<uint8_t>(p.batch * p.x_batch * item), Exact<uint8_t>(p.batch * p.y_batch * item),
-      Exact<int32_t>(p.batch)});
+      Exact<uint8_t>(p.stack * p.n * scales * width), Exact<uint8_t>(p.stack * p.n * p.scale_words),
+      Exact<uint8_t>(p.stack * p.n * p.scale_words), Exact<uint8_t>(p.stack * p.n * p.zero_words),
+      Exact<float>(p.stack * p.n), Exact<float>(int64_t{1} << p.bits), Exact<float>(int64_t{1} << p.scale_bits),
+      Exact<uint8_t>(p.batch * p.x_batch * item), Exact<uint8_t>(p.batch * p.y_batch * item), Exact<int32_t>(p.batch)});
   Arrays& a = *arrays;
   made.keep = arrays;
 
   const int codes = 1 << p.bits;
-  const int whole = static_cast<int>(below(random, 4));  // tables of integers, or of parts of them, have kernels of their own
+  const int whole =
+      static_cast<int>(below(random, 4));  // tables of integers, or of parts of them, have kernels of their own
   for (int i = 0; i < codes; ++i) {
     switch (p.values) {
       case kValueInteger: a.table[i] = static_cast<float>(i - codes / 2); break;
@@ -254,13 +264,15 @@ Made make(Random& random) {
     for (int64_t i = 0; i < a.codes.size; ++i)
       if ((a.codes[i] & 127) >= 120) a.codes[i] &= 0x8f;
   if (hole)  // all codes are ones
-    for (int64_t i = 0; i < a.codes.size; ++i) a.codes[i] |= is_split(p.bits) ? 255 : p.bits == 1 ? 255 : p.bits == 2 ? 0x55 : p.bits == 4 ? 0x11 : 1;
+    for (int64_t i = 0; i < a.codes.size; ++i)
+      a.codes[i] |= is_split(p.bits) ? 255 : p.bits == 1 ? 255 : p.bits == 2 ? 0x55 : p.bits == 4 ? 0x11 : 1;
   for (Exact<uint8_t>* floats : {&a.scale, &a.offset})
     for (int64_t i = 0; i < floats->size / width; ++i) {
       Exact<uint8_t>& scale = *floats;
       const float value = 0.5f + 0.1f * fabsf(normal(random));
       const uint32_t word = float_to_bits(coin(random, 20) ? -value : value);
-      const uint16_t two = p.scale_kind == kScaleFloat16 ? to_half(bits_to_float(word)) : to_bfloat16(bits_to_float(word));
+      const uint16_t two =
+          p.scale_kind == kScaleFloat16 ? to_half(bits_to_float(word)) : to_bfloat16(bits_to_float(word));
       switch (p.scale_kind) {
         case kScaleFloat32: memcpy(&scale[4 * i], &word, 4); break;
         case kScaleFloat16:
@@ -280,9 +292,11 @@ Made make(Random& random) {
   for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(random());
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
   std::vector<double> x(p.batch * p.x_batch);
-  const int outliers = p.x_type == kFloat32 && coin(random, 20) ? 1 + static_cast<int>(below(random, 30)) : 0;  // one in so many
+  const int outliers =
+      p.x_type == kFloat32 && coin(random, 20) ? 1 + static_cast<int>(below(random, 30)) : 0;  // one in so many
   // These may not change other rows, nor make a kernel take more memory than it has.
-  const int64_t hostile = p.x_type == kFloat32 && !p.transpose && coin(random, 15) ? 1 + below(random, 2 * p.m * inner + 1) : 0;
+  const int64_t hostile =
+      p.x_type == kFloat32 && !p.transpose && coin(random, 15) ? 1 + below(random, 2 * p.m * inner + 1) : 0;
   for (size_t i = 0; i < x.size(); ++i) {
     float value = normal(random);
     if (outliers > 0 && below(random, outliers) == 0) value = ldexpf(value, static_cast<int>(below(random, 40)));
@@ -332,7 +346,8 @@ Made make(Random& random) {
       for (int64_t k = 0; k < p.k; ++k) {
         const int64_t row = matrix_of(p, b) * p.n + n, block = k / p.block_size;
         const double value = a.table[code_at(&a.codes[row * p.words], p.k, p.bits, k)];
-        double w = (value - (zeros ? code_at(&a.zero[row * p.zero_words], p.blocks, p.bits, block) : 0)) * scale_at(p, row, block);
+        double w = (value - (zeros ? code_at(&a.zero[row * p.zero_words], p.blocks, p.bits, block) : 0)) *
+                   scale_at(p, row, block);
         if (rows) w *= a.row_scale[row];
         double size = fabs(w);
         if (offsets) {  // a product of their own, with the middle of the table
@@ -348,16 +363,21 @@ Made make(Random& random) {
           plain[at] += static_cast<float>(number) * static_cast<float>(w);
         }
       }
-  // Where few codes are left, all stand for one number, or few numbers of x decide, errors are much the same, and may all be large.
+  // Where few codes are left, all stand for one number, or few numbers of x decide, errors are much the same, and may
+  // all be large.
   bool alike = true;
   for (int i = 0; i < codes; ++i) alike = alike && a.table[i] == a.table[0];
   made.error = (hole && p.bits < 8) || alike || outliers > 0 || hostile > 0 ? INFINITY : 0;
-  for (size_t i = 0; i < plain.size() && std::isfinite(made.error); ++i) made.error += (plain[i] - made.expected[i]) * (plain[i] - made.expected[i]);
+  for (size_t i = 0; i < plain.size() && std::isfinite(made.error); ++i)
+    made.error += (plain[i] - made.expected[i]) * (plain[i] - made.expected[i]);
   char text[300];
   snprintf(text, sizeof text,
-           "batch %ld of %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d of %d bits, %ld x %d transpose %d zeros %d rows %d offsets %d turned %d%d coarse %d",
+           "batch %ld of %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d of %d bits, %ld x %d transpose %d "
+           "zeros %d rows %d offsets %d turned %d%d coarse %d",
            static_cast<long>(p.batch), selects ? static_cast<long>(p.stack) : 0L, static_cast<long>(p.m),
-           static_cast<long>(p.n), static_cast<long>(p.k), p.bits, p.values, static_cast<long>(p.block_size), p.scale_kind, p.scale_bits, static_cast<long>(p.scale_block_size), p.x_type, p.transpose, zeros, rows, offsets, x_turned, y_turned, p.coarse);
+           static_cast<long>(p.n), static_cast<long>(p.k), p.bits, p.values, static_cast<long>(p.block_size),
+           p.scale_kind, p.scale_bits, static_cast<long>(p.scale_block_size), p.x_type, p.transpose, zeros, rows,
+           offsets, x_turned, y_turned, p.coarse);
   made.text = text;
   return made;
 }
@@ -390,12 +410,17 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
         const double expected = made.expected[index];
         if (p.x_type == kFloat16 && fabs(expected) > 65000 && fabs(y) > 60000) continue;
         if (!std::isfinite(expected)) {
-          if (std::isnan(expected) ? std::isnan(y) : p.x_type == kFloat32 && p.offset != nullptr ? y == expected : !std::isfinite(y)) continue;
+          if (std::isnan(expected)                          ? std::isnan(y)
+              : p.x_type == kFloat32 && p.offset != nullptr ? y == expected
+                                                            : !std::isfinite(y))
+            continue;
           printf("%s: y[%ld, %ld, %ld] is %.9g, not %.9g (%s)\n", isa.name, static_cast<long>(b), static_cast<long>(m),
                  static_cast<long>(i), y, expected, made.text.c_str());
           return false;
         }
-        const double rounding = p.x_type == kFloat32 ? 0 : p.x_type == kFloat16 ? 6e-4 * fabs(expected) + 1e-7 : 4.1e-3 * fabs(expected);
+        const double rounding = p.x_type == kFloat32 ? 0
+                              : p.x_type == kFloat16 ? 6e-4 * fabs(expected) + 1e-7
+                                                     : 4.1e-3 * fabs(expected);
         error += (y - expected) * (y - expected);
         // With AMX numbers are integers relative to the largest of some, and with VNNI where the weight is of integers.
         const bool relative = strcmp(isa.name, "amx") == 0 || (made.integers && strstr(isa.name, "avx512v") != nullptr);
@@ -407,11 +432,14 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
           return false;
         }
       }
-  // With many results the errors are at most twice those of a plain product in float32, which rounds every sum. If there are
-  // few scales, they are much the same where x is scaled first; and transposed, offsets are a sum of their own.
+  // With many results the errors are at most twice those of a plain product in float32, which rounds every sum. If
+  // there are few scales, they are much the same where x is scaled first; and transposed, offsets are a sum of their
+  // own.
   const double most = (p.scale_bits > 0 && p.scale_bits < 3) || (p.offset != nullptr && p.transpose) ? 9 : 4;
-  if (p.x_type == kFloat32 && p.batch * p.m * outer >= 200 && inner >= 16 && !(error <= most * made.error + reach / 8)) {
-    printf("%s: errors are %.3g times those of a plain product (%s)\n", isa.name, sqrt(error / made.error), made.text.c_str());
+  if (p.x_type == kFloat32 && p.batch * p.m * outer >= 200 && inner >= 16 &&
+      !(error <= most * made.error + reach / 8)) {
+    printf("%s: errors are %.3g times those of a plain product (%s)\n", isa.name, sqrt(error / made.error),
+           made.text.c_str());
     return false;
   }
   return true;
@@ -438,9 +466,12 @@ bool decodes(const Isa& isa, const Made& made, Pool& pool, int threads) {
     for (int64_t k = 0; k < p.k; ++k) {
       const int64_t row = matrix_of(p, to / p.n) * p.n + to % p.n;
       const int64_t at = to * p.k + k;
-      const float value = p.table[code_at(p.codes + row * p.words, p.k, p.bits, k)] -
-                          static_cast<float>(p.zero_point ? code_at(p.zero_point + row * p.zero_words, p.blocks, p.bits, k / p.block_size) : 0);
-      const float scale = static_cast<float>(scale_at(p, row, k / p.block_size)) * (p.row_scale ? p.row_scale[row] : 1.0f);
+      const float value =
+          p.table[code_at(p.codes + row * p.words, p.k, p.bits, k)] -
+          static_cast<float>(
+              p.zero_point ? code_at(p.zero_point + row * p.zero_words, p.blocks, p.bits, k / p.block_size) : 0);
+      const float scale =
+          static_cast<float>(scale_at(p, row, k / p.block_size)) * (p.row_scale ? p.row_scale[row] : 1.0f);
       const double expected = value * scale;
       double y;
       uint16_t two;
@@ -454,7 +485,9 @@ bool decodes(const Isa& isa, const Made& made, Pool& pool, int threads) {
                                  : bits_to_float(static_cast<uint32_t>(two) << 16);
       }
       if (p.x_type == kFloat16 && fabs(expected) > 65500 && (p.clip ? fabs(y) == 65504 : fabs(y) > 65500)) continue;
-      const double rounding = p.x_type == kFloat32 ? 0 : p.x_type == kFloat16 ? 5e-4 * fabs(expected) + 3e-8 : 3.95e-3 * fabs(expected);
+      const double rounding = p.x_type == kFloat32 ? 0
+                            : p.x_type == kFloat16 ? 5e-4 * fabs(expected) + 3e-8
+                                                   : 3.95e-3 * fabs(expected);
       if (!(fabs(y - expected) <= rounding)) {
         printf("%s: w[%ld, %ld] is decoded to %.9g, not %.9g (%s)\n", isa.name, static_cast<long>(row),
                static_cast<long>(k), y, expected, made.text.c_str());
@@ -475,7 +508,9 @@ bool refuses_faults(const Made& made) {
     printf("%s is not refused (%s)\n", what, made.text.c_str());
     all = false;
   };
-  const auto shift = [](auto& p) { p = reinterpret_cast<std::decay_t<decltype(p)>>(reinterpret_cast<uintptr_t>(p) + 1); };
+  const auto shift = [](auto& p) {
+    p = reinterpret_cast<std::decay_t<decltype(p)>>(reinterpret_cast<uintptr_t>(p) + 1);
+  };
   const Problem& good = made.problem;
   check("a misaligned table", [&](Problem& p) { shift(p.table); });
   check("misaligned x", [&](Problem& p) { shift(p.x); });

@@ -38,7 +38,8 @@ MadeEncode make_encode(Random& random) {
     if (p.bits & width) p.words += (p.k * width + 7) / 8;
   p.x_type = static_cast<int>(below(random, 3));
   p.rule = static_cast<int>(below(random, 3));
-  p.bias = static_cast<float>(p.rule == kEven ? (coin(random) ? 1 << (p.bits - 1) : 0) : below(random, 1 << p.bits) + 0.5);
+  p.bias =
+      static_cast<float>(p.rule == kEven ? (coin(random) ? 1 << (p.bits - 1) : 0) : below(random, 1 << p.bits) + 0.5);
   p.nan = static_cast<int>(below(random, 1 << p.bits));
   const int64_t count = p.rule == kSteps ? below(random, (1 << std::min(p.bits, 5)) + 1) : 0;
   struct Arrays {
@@ -55,7 +56,10 @@ MadeEncode make_encode(Random& random) {
   const bool factors = coin(random, 30), offsets = coin(random, 30), shifts = coin(random, 30);
   std::vector<float> x(p.n * p.k);
   for (size_t i = 0; i < x.size(); ++i) {
-    float value = coin(random, 90) ? normal(random) * (1 << (p.bits - 1)) : coin(random) ? 0.5f * below(random, 9) : coin(random) ? -0.0f : NAN;
+    float value = coin(random, 90) ? normal(random) * (1 << (p.bits - 1))
+                : coin(random)     ? 0.5f * below(random, 9)
+                : coin(random)     ? -0.0f
+                                   : NAN;
     if (p.x_type != kFloat32) {
       if (value != value) value = 0;
       const uint16_t two = p.x_type == kFloat16 ? to_half(value) : to_bfloat16(value);
@@ -67,7 +71,10 @@ MadeEncode make_encode(Random& random) {
     x[i] = value;
   }
   for (int64_t i = 0; i < blocks; ++i) {
-    a.divisor[i] = coin(random, 5) ? 0 : coin(random, 5) ? NAN : factors && coin(random) ? 1 : 0.5f + fabsf(normal(random));
+    a.divisor[i] = coin(random, 5)         ? 0
+                 : coin(random, 5)         ? NAN
+                 : factors && coin(random) ? 1
+                                           : 0.5f + fabsf(normal(random));
     a.factor[i] = a.divisor[i] == 1 ? normal(random) : 1;
     a.offset[i] = normal(random);
     a.shift[i] = static_cast<float>(below(random, 1 << p.bits));
@@ -90,9 +97,12 @@ MadeEncode make_encode(Random& random) {
     const int64_t block = i / p.k * p.blocks + i % p.k / p.block_size;
     volatile float value = x[i];  // each operation is rounded
     if (offsets) value = value - a.offset[block];
-    if (a.divisor[block] == 0) value = 0;
-    else if (factors && a.divisor[block] == 1) value = value * a.factor[block];
-    else value = value / a.divisor[block];
+    if (a.divisor[block] == 0)
+      value = 0;
+    else if (factors && a.divisor[block] == 1)
+      value = value * a.factor[block];
+    else
+      value = value / a.divisor[block];
     if (shifts) value = value + a.shift[block];
     made.expected.push_back(expected_code(p, value));
   }

@@ -17,7 +17,10 @@ MadeInt8 make_int8(Random& random) {
   p.bits = bits[below(random, coin(random) ? 6 : 10)];
   p.values = p.bits == 8 || is_split(p.bits) ? kValueInteger : kValueTable;
   p.batch = coin(random, 80) ? 1 : below(random, 4);
-  p.m = coin(random, 30) ? 1 : coin(random) ? below(random, 8) : coin(random, 80) ? below(random, 70) : below(random, 600);
+  p.m = coin(random, 30) ? 1
+      : coin(random)     ? below(random, 8)
+      : coin(random, 80) ? below(random, 70)
+                         : below(random, 600);
   p.n = coin(random, 90) ? below(random, 40) : below(random, 300);
   p.k = coin(random, 70) ? below(random, 700) : coin(random) ? 128 * below(random, 9) : below(random, 5000);
   if (coin(random, 1)) {  // longer than a sum of products of bytes may be
@@ -39,7 +42,8 @@ MadeInt8 make_int8(Random& random) {
   q.form = static_cast<int>(below(random, 3));
   q.affine = q.form != kSigned && coin(random, 40);
   const bool scaled = q.form != kFloats || coin(random, 40);
-  const bool x_turned = coin(random, 30), y_turned = coin(random, 30), zeros = coin(random, 30), rows = coin(random, 20);
+  const bool x_turned = coin(random, 30), y_turned = coin(random, 30), zeros = coin(random, 30),
+             rows = coin(random, 20);
   const int64_t x_pad = coin(random, 20) ? below(random, 5) : 0, y_pad = coin(random, 20) ? below(random, 5) : 0;
   p.x_row = x_turned ? 1 : p.k + x_pad;
   p.x_column = x_turned ? p.m + x_pad : 1;
@@ -58,8 +62,8 @@ MadeInt8 make_int8(Random& random) {
   const int64_t x_item = q.form == kFloats ? item : 1;
   auto arrays = std::make_shared<Arrays>(Arrays{
       Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * p.blocks * width),
-      Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<uint8_t>(p.batch * p.m), Exact<float>(p.stack * p.n), Exact<float>(p.batch * p.m),
-      Exact<float>(int64_t{1} << p.bits), Exact<uint8_t>(p.batch * p.x_batch * x_item),
+      Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<uint8_t>(p.batch * p.m), Exact<float>(p.stack * p.n),
+      Exact<float>(p.batch * p.m), Exact<float>(int64_t{1} << p.bits), Exact<uint8_t>(p.batch * p.x_batch * x_item),
       Exact<uint8_t>(p.batch * p.y_batch * item), Exact<int32_t>(p.batch)});
   Arrays& a = *arrays;
   made.keep = arrays;
@@ -77,7 +81,8 @@ MadeInt8 make_int8(Random& random) {
   for (int64_t i = 0; i < a.scale.size / width; ++i) {
     const float value = 0.5f + 0.1f * fabsf(normal(random));
     const uint32_t word = float_to_bits(coin(random, 20) ? -value : value);
-    const uint16_t two = p.scale_kind == kScaleFloat16 ? to_half(bits_to_float(word)) : to_bfloat16(bits_to_float(word));
+    const uint16_t two =
+        p.scale_kind == kScaleFloat16 ? to_half(bits_to_float(word)) : to_bfloat16(bits_to_float(word));
     switch (p.scale_kind) {
       case kScaleFloat32: memcpy(&a.scale[4 * i], &word, 4); break;
       case kScaleFloat16:
@@ -107,7 +112,8 @@ MadeInt8 make_int8(Random& random) {
     const float odd = coin(random) ? NAN : INFINITY;
     const uint32_t word = float_to_bits(odd);
     const uint16_t two = p.x_type == kFloat16 ? (odd > 0 ? 0x7c00 : 0x7e00) : static_cast<uint16_t>(word >> 16);
-    memcpy(&a.x[item * below(random, p.batch * p.x_batch)], p.x_type == kFloat32 ? static_cast<const void*>(&word) : &two, item);
+    memcpy(&a.x[item * below(random, p.batch * p.x_batch)],
+           p.x_type == kFloat32 ? static_cast<const void*>(&word) : &two, item);
   }
   p.x = a.x.data.get();
   p.y = a.y.data.get();
@@ -135,15 +141,16 @@ MadeInt8 make_int8(Random& random) {
       for (int64_t k = 0; k < p.k; ++k) {
         const int64_t at = b * p.x_batch + m * p.x_row + k * p.x_column;
         if (q.form != kFloats) {
-          x[k] = q.form == kUnsigned ? a.x[at] - (q.affine ? a.x_zero[b * p.m + m] : 128) : static_cast<int8_t>(a.x[at]);
+          x[k] =
+              q.form == kUnsigned ? a.x[at] - (q.affine ? a.x_zero[b * p.m + m] : 128) : static_cast<int8_t>(a.x[at]);
           continue;
         }
         uint32_t word = 0;
         memcpy(&word, &a.x[item * at], item);
-        floats[k] = p.x_type == kFloat32    ? bits_to_float(word)
-                    : p.x_type == kBFloat16 ? bits_to_float(word << 16)
-                    : (word & 0x7c00) == 0x7c00 ? NAN
-                                                : static_cast<float>(half(static_cast<uint16_t>(word)));
+        floats[k] = p.x_type == kFloat32      ? bits_to_float(word)
+                  : p.x_type == kBFloat16     ? bits_to_float(word << 16)
+                  : (word & 0x7c00) == 0x7c00 ? NAN
+                                              : static_cast<float>(half(static_cast<uint16_t>(word)));
         scale = !(fabsf(floats[k]) <= 3e38f) || scale != scale ? NAN : fmaxf(scale, fabsf(floats[k]) / 127);
         low = fminf(low, floats[k]);
         high = fmaxf(high, floats[k]);
@@ -167,7 +174,8 @@ MadeInt8 make_int8(Random& random) {
             sum += x[k] * w[row * p.k + k];
             terms += abs(x[k] * w[row * p.k + k]);
           }
-          const double s = scale_value(p.scale_kind, &a.scale[(row * p.blocks + block) * width]) * (rows ? a.row_scale[row] : 1);
+          const double s =
+              scale_value(p.scale_kind, &a.scale[(row * p.blocks + block) * width]) * (rows ? a.row_scale[row] : 1);
           const int64_t index = (b * p.m + m) * p.n + n;
           made.expected[index] += static_cast<double>(sum) * s * scale;
           made.magnitude[index] += fabs(static_cast<double>(sum) * s * scale);
@@ -176,9 +184,11 @@ MadeInt8 make_int8(Random& random) {
     }
   char text[300];
   snprintf(text, sizeof text,
-           "int8: batch %ld m %ld n %ld k %ld bits %d table %d block %ld scale %d form %d scaled %d affine %d y %d zeros %d rows %d turned %d%d",
-           static_cast<long>(p.batch), static_cast<long>(p.m), static_cast<long>(p.n), static_cast<long>(p.k), p.bits, kind,
-           static_cast<long>(p.block_size), p.scale_kind, q.form, scaled, q.affine, p.x_type, zeros, rows, x_turned, y_turned);
+           "int8: batch %ld m %ld n %ld k %ld bits %d table %d block %ld scale %d form %d scaled %d affine %d y %d "
+           "zeros %d rows %d turned %d%d",
+           static_cast<long>(p.batch), static_cast<long>(p.m), static_cast<long>(p.n), static_cast<long>(p.k), p.bits,
+           kind, static_cast<long>(p.block_size), p.scale_kind, q.form, scaled, q.affine, p.x_type, zeros, rows,
+           x_turned, y_turned);
   made.text = text;
   return made;
 }
@@ -200,7 +210,9 @@ bool right_int8(const Isa& isa, const MadeInt8& made, Pool& pool, int threads) {
         const double expected = made.expected[index];
         if (expected != expected && y != y) continue;
         if (p.x_type == kFloat16 && fabs(expected) > 65000 && fabs(y) > 60000) continue;
-        const double rounding = p.x_type == kFloat32 ? 0 : p.x_type == kFloat16 ? 6e-4 * fabs(expected) + 1e-7 : 4.1e-3 * fabs(expected);
+        const double rounding = p.x_type == kFloat32 ? 0
+                              : p.x_type == kFloat16 ? 6e-4 * fabs(expected) + 1e-7
+                                                     : 4.1e-3 * fabs(expected);
         const double summing = 5e-7 + 2e-9 * static_cast<double>(p.blocks);  // blocks are added up one after the other
         if (!(fabs(y - expected) <= summing * made.magnitude[index] + rounding + 1e-30)) {
           printf("%s: y[%ld, %ld, %ld] is %.9g, not %.9g (%s)\n", isa.name, static_cast<long>(b), static_cast<long>(m),

@@ -1,0 +1,121 @@
+// One quantized product, as plain C data. What every instruction set is handed; nothing of XLA is known here.
+//
+//   y(b, m, n) = sum over k of x(b, m, k) w(b, n, k)          or with `transpose`
+//   y(b, m, k) = sum over n of x(b, m, n) w(b, n, k),         where
+//   w(b, n, k) = (table[code] - zero_point) * (scale * row_scale) + offset.
+//
+// Kernels see no offsets, no scales that are codes themselves, and only codes that lie in one byte: `slabs.h`.
+//
+// With `selected`, `w(b)` is array `selected[b]` of a stack, which is read where it lies.
+//
+// Decoding is a problem without `x`: `m` is 0, `y` is (batch, n, k) without gaps, and `x_type` is the type of `y`.
+#ifndef EQQUANT_PROBLEM_H_
+#define EQQUANT_PROBLEM_H_
+
+#include <stdint.h>
+
+enum FloatType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// What the bits of scales mean.
+enum ScaleKind {
+  kScaleFloat32 = 0,
+  kScaleFloat16 = 1,
+  kScaleBFloat16 = 2,
+  kScaleE8M0 = 3,
+  kScaleE4M3 = 4,
+  kScaleE5M2 = 5,
+  kScaleUE4M4 = 6,
+};
+
+static inline int64_t scale_bytes(int kind) { return kind == kScaleFloat32 ? 4 : kind <= kScaleBFloat16 ? 2 : 1; }
+
+// What codes of eight bits stand for, where there is something faster than looking them up.
+enum ValueKind { kValueTable = 0, kValueInteger = 1, kValueE4M3 = 2, kValueE5M2 = 3 };
+
+// Codes that share a byte stand a plane apart: byte `j` of a segment of 64 bytes holds code `j` of each of `8 / bits`
+// planes of 64 codes, plane 0 in the low bits. A last, shorter segment is split into equal planes the same way.
+// Codes of another width are split into parts of these, the widest in the low bits. A segment is as long as one of the
+// narrowest part, and holds the bytes of one part after those of another.
+enum { kPlane = 64 };
+
+static inline bool is_split(int bits) { return (bits & (bits - 1)) != 0; }
+
+// How many codes are packed together.
+static inline int64_t segment_codes(int bits) {
+  return bits % 2 ? kPlane * 8 : bits % 4 ? kPlane * 4 : bits % 8 ? kPlane * 2 : kPlane;
+}
+
+// Bytes of so many codes.
+static inline int64_t packed_bytes(int64_t length, int bits) {
+  int64_t bytes = 0;
+  for (int width = 8; width > 0; width /= 2)
+    if (bits & width) bytes += (length * width + 7) / 8;
+  return bytes;
+}
+
+typedef struct Problem {
+  const void* x;              // (batch, m, inner) by strides
+  void* y;                    // (batch, m, outer) by strides, of the type of x
+  const uint8_t* codes;       // (batch, n, words)
+  const void* scale;          // (batch, n, blocks)
+  const float* row_scale;     // (batch, n), or null
+  const uint8_t* zero_point;  // (batch, n, zero_words), packed as codes are; or null
+  const float* table;         // 2^bits values
+  const int32_t* selected;    // (batch,), or null; then codes, scales and so on are (stack, n, ...)
+  const void* offset;         // (batch, n, blocks), as scales; or null
+  // Scales that are codes, `scale_table[code] * scale`, and offsets likewise: (batch, n, scale_words), or null.
+  const uint8_t *scale_codes, *offset_codes;
+  const float* scale_table;  // 2^scale_bits values
+
+  int64_t batch, m, n, k;
+  int64_t stack;       // with `selected`
+  int64_t words;       // bytes of a row of codes; of columns of a matrix those of all of it
+  int64_t blocks;      // scales of a row: k / block_size, rounded up
+  int64_t zero_words;  // bytes of the zero points of a row
+  int64_t block_size;  // at most k
+  // Where scales are codes: bytes of those of a row, how many share one of `scale`, and how many of these a row has.
+  int64_t scale_words, scale_block_size, scale_blocks;
+
+  // In elements. Either stride of a matrix may be the one that is 1.
+  int64_t x_batch, x_row, x_column;
+  int64_t y_batch, y_row, y_column;
+
+  int32_t bits;        // 1 to 8
+  int32_t scale_bits;  // of the codes of scales: 1 to 8
+  int32_t values;      // ValueKind; kValueTable for 1, 2 and 4 bits
+  int32_t scale_kind;  // ScaleKind
+  int32_t x_type;      // FloatType
+  int32_t transpose;   // 0 or 1
+  int32_t clip;        // when decoding, whether results are clipped to the finite range of their type
+  int32_t coarse;      // whether 16 bits of x are enough: results have no more, or the caller wants no more
+} Problem;
+
+// Unpacks codes `first` to `last` of a row of so many bytes, of 1, 2, 4 or 8 bits.
+template <typename T>
+static inline void unpack_codes(const uint8_t* packed, int64_t words, int bits, int64_t first, int64_t last, T* out) {
+  const int64_t planes = 8 / bits, segment = kPlane * planes;
+  while (first < last) {
+    const int64_t word = first / segment * kPlane, within = first % segment;
+    const int64_t plane = words - word < kPlane ? words - word : int64_t{kPlane};
+    const int64_t at = within % plane, left = plane - at < last - first ? plane - at : last - first;
+    const int shift = static_cast<int>(within / plane) * bits, mask = (1 << bits) - 1;
+    for (int64_t i = 0; i < left; ++i) out[i] = static_cast<T>(packed[word + at + i] >> shift & mask);
+    out += left;
+    first += left;
+  }
+}
+
+// Likewise the zero points of blocks of a row.
+template <typename T>
+static inline void unpack_zero_points(const Problem& p, int64_t row, int64_t first, int64_t last, T* out) {
+  unpack_codes(p.zero_point + row * p.zero_words, p.zero_words, p.bits, first, last, out);
+}
+
+// The first row of the weight of a batch. Like `jax.lax.dynamic_slice`, takes the nearest of a stack.
+static inline int64_t first_row(const Problem* p, int64_t batch) {
+  if (p->selected == 0) return batch * p->n;
+  const int64_t at = p->selected[batch];
+  return (at < 0 ? 0 : at < p->stack ? at : p->stack - 1) * p->n;
+}
+
+#endif  // EQQUANT_PROBLEM_H_

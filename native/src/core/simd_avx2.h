@@ -1,0 +1,141 @@
+// AVX2, FMA and F16C. A table of sixteen is two of eight, and bit 3 of a code says which.
+#ifndef EQQUANT_CORE_SIMD_AVX2_H_
+#define EQQUANT_CORE_SIMD_AVX2_H_
+
+#include <immintrin.h>
+
+#include "core/simd.h"
+
+namespace avx2 {
+namespace {
+
+struct Simd : SimdBase {
+  using F = __m256;
+  using I = __m256i;
+  using Codes = __m256i;
+  struct Table {
+    F low, high;
+  };
+  using Lanes = __m256i;
+  static constexpr int L = 8;
+  static constexpr bool kScalesTables = true;
+  static constexpr int kTileRows = 6, kTileRows1 = 12, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2,
+                       kFewRows = 6;
+  static constexpr int kMixedRows = 2;
+  static constexpr int kGroup = 2, kInt8TileRows = 4, kInt8DotRows = 4, kInt8FewRows = 4;
+  static constexpr auto scales = decode_scales;
+
+  EQQ_INLINE F load(const void* p) { return _mm256_loadu_ps(static_cast<const float*>(p)); }
+  EQQ_INLINE void store(float* p, F a) { _mm256_storeu_ps(p, a); }
+  EQQ_INLINE F broadcast(float a) { return _mm256_set1_ps(a); }
+  EQQ_INLINE F zero() { return _mm256_setzero_ps(); }
+  EQQ_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
+  EQQ_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  EQQ_INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  EQQ_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  EQQ_INLINE float sum(F a) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+  }
+  EQQ_INLINE void transpose(F* a) {
+    F b[8], c[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 2) {
+      b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+      b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    // Half `l` of `c[4 g + q]` holds column `4 l + q` of rows `4 g` to `4 g + 3`.
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const __m256d low = _mm256_castps_pd(b[i + h]), high = _mm256_castps_pd(b[i + h + 2]);
+        c[i + 2 * h] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
+        c[i + 2 * h + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
+      }
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      a[q] = _mm256_permute2f128_ps(c[q], c[4 + q], 0x20);
+      a[4 + q] = _mm256_permute2f128_ps(c[q], c[4 + q], 0x31);
+    }
+  }
+  EQQ_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+  EQQ_INLINE I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  EQQ_INLINE void store(void* p, I a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
+  EQQ_INLINE I zero_int() { return _mm256_setzero_si256(); }
+  EQQ_INLINE I broadcast_int(int32_t a) { return _mm256_set1_epi32(a); }
+  EQQ_INLINE I add(I a, I b) { return _mm256_add_epi32(a, b); }
+  EQQ_INLINE I mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
+  EQQ_INLINE int32_t sum(I a) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+  }
+  EQQ_INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+  // `vpmaddubsw` would saturate, so codes are widened to 16 bits, where `vpmaddwd` is exact.
+  EQQ_INLINE I dot(I acc, I w, I x) { return _mm256_add_epi32(acc, _mm256_madd_epi16(w, x)); }
+
+  EQQ_INLINE Codes codes(const uint8_t* p) { return load_int(p); }
+  template <int n>
+  EQQ_INLINE Codes shift(Codes a) {
+    return n == 0 ? a : _mm256_srli_epi32(a, n);
+  }
+  EQQ_INLINE Table table(const float* p) { return {load(p), load(p + 8)}; }
+  EQQ_INLINE F lookup(const Table& t, Codes a) {
+    const F top = _mm256_castsi256_ps(_mm256_slli_epi32(a, 28));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, a), _mm256_permutevar8x32_ps(t.high, a), top);
+  }
+  EQQ_INLINE Table scale(const Table& t, F s) { return {mul(t.low, s), mul(t.high, s)}; }
+  EQQ_INLINE Table offset(const Table& t, F z) { return {sub(t.low, z), sub(t.high, z)}; }
+
+  EQQ_INLINE Lanes lanes(int h, int n) {
+    if (n == 2) return _mm256_set1_epi32(h);
+    return h ? _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3) : _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+  }
+  EQQ_INLINE F spread(const float* p, Lanes lanes) {
+    return _mm256_permutevar_ps(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)), lanes);
+  }
+  EQQ_INLINE F gather(const float* p, const int32_t* indices) { return _mm256_i32gather_ps(p, load_int(indices), 4); }
+  EQQ_INLINE F masked(F a, const int32_t* m) { return _mm256_and_ps(a, _mm256_castsi256_ps(load_int(m))); }
+
+  EQQ_INLINE __m128i eight(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+  EQQ_INLINE __m128i wide(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  EQQ_INLINE F integers(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight(p))); }
+  EQQ_INLINE F bytes256(const uint8_t* p, const float* table) {
+    return _mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(eight(p)), 4);
+  }
+  // Floats of eight bits are floats of sixteen, but for the width and the bias of the exponent. That holds for
+  // subnormal numbers too, and F16C takes them whatever the floating-point environment says.
+  EQQ_INLINE F e4m3(const uint8_t* p) {
+    const __m128i a = _mm_cvtepi8_epi16(eight(p));
+    const __m128i half = _mm_and_si128(_mm_slli_epi16(a, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
+    // Code 127 is NaN, with either sign, and no infinity.
+    const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(a, _mm_set1_epi16(127)), _mm_set1_epi16(127));
+    const F value = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+    return _mm256_or_ps(value, _mm256_castsi256_ps(_mm256_cvtepi16_epi32(nan)));
+  }
+  EQQ_INLINE F e5m2(const uint8_t* p) { return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(eight(p)), 8)); }
+  EQQ_INLINE F ue4m4(const uint8_t* p) {
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(eight(p)), 6)), _mm256_set1_ps(128.0f));
+  }
+  EQQ_INLINE F e8m0(const uint8_t* p) {
+    const I a = _mm256_cvtepu8_epi32(eight(p));
+    I bits = _mm256_slli_epi32(a, 23);
+    const I none = _mm256_cmpeq_epi32(a, _mm256_setzero_si256()), all = _mm256_cmpeq_epi32(a, _mm256_set1_epi32(255));
+    bits = _mm256_blendv_epi8(bits, _mm256_set1_epi32(1 << 22), none);
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc00000), all));
+  }
+  EQQ_INLINE F bf16(const uint8_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(wide(p)), 16));
+  }
+  EQQ_INLINE F f16(const uint8_t* p) { return _mm256_cvtph_ps(wide(p)); }
+  EQQ_INLINE float one_f16(uint16_t bits) { return _cvtsh_ss(bits); }
+  EQQ_INLINE uint16_t one_to_f16(float value) { return _cvtss_sh(value, 0); }
+};
+
+}  // namespace
+}  // namespace avx2
+
+#endif  // EQQUANT_CORE_SIMD_AVX2_H_

@@ -1,4 +1,0 @@
-// Quantizing, compiled with the flags of one instruction set.
-#include "encode_kernels.h"
-
-extern const EncodeKernel kEncodeGeneric = {encode_rows, reduce_rows};

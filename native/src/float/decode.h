@@ -1,0 +1,370 @@
+// Rows of the weight as floats: the order of decoding, scales, and segments of codes.
+#ifndef EQQUANT_FLOAT_DECODE_H_
+#define EQQUANT_FLOAT_DECODE_H_
+
+#include "float/layout.h"
+
+namespace {
+
+template <class V>
+struct Decode {
+  using F = typename V::F;
+  using Codes = typename V::Codes;
+  using Table = typename V::Table;
+  static constexpr int L = V::L;
+  static constexpr int kHalves = 16 / L;  // vectors of bytes in a segment
+
+  // Whether scales and zero points of a plane are applied to what was looked up, not to the table.
+  static constexpr bool after_lookup(Mode mode) {
+    return per_plane(mode) > 1 || (mode == kUniform && !V::kScalesTables);
+  }
+
+  static Shape shape_of(const Problem& p) { return ::shape_of(p, V::kDirectRows); }
+
+  //
+  // Order
+  //
+
+  // The byte of a segment, and its plane, that position `i` of the order of decoding holds.
+  EQQ_INLINE void position(int bits, int64_t i, int64_t* byte, int64_t* plane) {
+    if (bits == 8) {
+      *byte = i;
+      *plane = 0;
+      return;
+    }
+    const int64_t planes = 8 / bits, lane = i % L, vector = i / L;
+    const int64_t c = vector % 4, h = vector / (4 * planes);
+    *plane = vector / 4 % planes;
+    *byte = 4 * L * h + 4 * lane + c;
+  }
+
+  // The logical position of a code of segment `segment`, or -1 if it is padding.
+  EQQ_INLINE int64_t logical(const Problem& p, const Shape& s, int64_t segment, int64_t i) {
+    int64_t byte, plane;
+    position(p.bits, i, &byte, &plane);
+    const int64_t base = segment * s.codes;
+    if (segment < s.whole) return base + plane * kSegment + byte;
+    if (byte >= s.tail_bytes) return -1;
+    const int64_t k = base + plane * s.tail_bytes + byte;
+    return k < p.k ? k : -1;
+  }
+
+  //
+  // Memory
+  //
+
+  static int64_t indices(const Shape& s) { return s.mode == kAnyBlock ? s.segments : 1; }
+
+  static int64_t shared_header(const Shape& s) { return aligned(2048 + 4 * (2 * indices(s) + 1) * s.codes); }
+
+  static Shared open_shared(const Shape& s, const void* memory) {
+    Shared r;
+    char* bytes = static_cast<char*>(const_cast<void*>(memory));
+    r.index = reinterpret_cast<int32_t*>(bytes + 2048);
+    r.mask = r.index + indices(s) * s.codes;
+    r.place = r.mask + indices(s) * s.codes;
+    r.x = reinterpret_cast<float*>(bytes + shared_header(s));
+    return r;
+  }
+
+  EQQ_INLINE const float* table256(const void* shared) { return static_cast<const float*>(shared); }
+
+  //
+  // Scales
+  //
+
+  // The scales of blocks `first` to `last` of a row.
+  static void decode_scales(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
+    const int64_t count = last - first, at = row * p.blocks + first;
+    const F factor = V::broadcast(p.row_scale ? p.row_scale[row] : 1.0f);
+    const int64_t size = scale_bytes(p.scale_kind);
+    const uint8_t* bits = static_cast<const uint8_t*>(p.scale) + at * size;
+    int64_t i = 0;
+    for (; i + L <= count; i += L) V::store(out + i, V::mul(some_scales(p.scale_kind, bits + i * size), factor));
+    if (i < count) {
+      uint8_t rest[4 * L] = {0};
+      float values[L];
+      memcpy(rest, bits + i * size, (count - i) * size);
+      V::store(values, V::mul(some_scales(p.scale_kind, rest), factor));
+      memcpy(out + i, values, (count - i) * 4);
+    }
+  }
+
+  EQQ_INLINE F some_scales(int kind, const uint8_t* bits) {
+    switch (kind) {
+      case kScaleFloat16: return V::f16(bits);
+      case kScaleBFloat16: return V::bf16(bits);
+      case kScaleE8M0: return V::e8m0(bits);
+      case kScaleE4M3: return V::e4m3(bits);
+      case kScaleE5M2: return V::e5m2(bits);
+      case kScaleUE4M4: return V::ue4m4(bits);
+      default: return V::load(bits);
+    }
+  }
+
+  // Repeats each of `count` values, of blocks of `ratio` grains, from grain `skip` of the first on, to `grains` values.
+  static void expand(const float* blocks, int64_t ratio, int64_t skip, int64_t grains, float* out) {
+    for (int64_t g = 0; g < grains; ++blocks) {
+      const int64_t end = min64(g + ratio - skip, grains);
+      for (; g < end; ++g) out[g] = *blocks;
+      skip = 0;
+    }
+  }
+
+  // The scales and zero points of segments `first` to `last` of a row, as their mode wants them, in `scratch`.
+  struct RowScales {
+    const float* scale;
+    const float* zero;
+  };
+
+  // How many floats `row_scales` needs for so many segments.
+  static int64_t scale_room(const Problem& p, const Shape& s, int64_t segments) {
+    const int64_t codes = segments * s.codes;
+    const int64_t blocks = div_up(codes, p.block_size) + 2, grains = s.mode == kAnyBlock ? 0 : codes / s.grain;
+    return div_up((s.mode == kOneScale ? 1 : max64(blocks, 1) + grains) + 16, 16) * 16;
+  }
+
+  EQQ_INLINE RowScales row_scales(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last,
+                                  float* scratch) {
+    RowScales r;
+    const int64_t room = scale_room(p, s, last - first);
+    r.scale = one_kind<false>(p, s, row, first, last, scratch);
+    r.zero = p.zero_point ? one_kind<true>(p, s, row, first, last, scratch + room) : scratch;
+    return r;
+  }
+
+  // The scales of the whole segments among the next few that are decoded at a time.
+  EQQ_INLINE RowScales whole_scales(const Problem& p, const Shape& s, int64_t row, int64_t first, float* scratch) {
+    const int64_t last = min64(first + scale_segments(s), s.whole);
+    if (first >= last) return {scratch, scratch};
+    return row_scales(p, s, row, first, last, scratch);
+  }
+
+  template <bool kZeros>
+  EQQ_INLINE const float* one_kind(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last,
+                                   float* scratch) {
+    if (s.mode == kOneScale) {
+      fetch<kZeros>(p, row, 0, 1, scratch);
+      return scratch;
+    }
+    const int64_t from = first * s.codes, to = min64(last * s.codes, p.k);
+    const int64_t block = from / p.block_size, end = div_up(to, p.block_size);
+    if (s.mode == kAnyBlock || (last - 1 >= s.whole && last - first == 1)) {
+      fetch<kZeros>(p, row, block, end, scratch);  // found by index, those of the tail always
+      return scratch;
+    }
+    const int64_t ratio = p.block_size / s.grain;
+    if (ratio == 1) {
+      fetch<kZeros>(p, row, block, end, scratch);
+      return scratch;
+    }
+    const int64_t grains = (last - first) * s.codes / s.grain;
+    float* blocks = scratch + grains;
+    fetch<kZeros>(p, row, block, end, blocks);
+    expand(blocks, ratio, from / s.grain - block * ratio, grains, scratch);
+    return scratch;
+  }
+
+  template <bool kZeros>
+  EQQ_INLINE void fetch(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
+    if (kZeros) {
+      unpack_zero_points(p, row, first, last, out);
+    } else {
+      decode_scales(p, row, first, last, out);
+    }
+  }
+
+  //
+  // Decoding
+  //
+
+  // Codes of eight bits, in their logical order.
+  template <int kValues>
+  EQQ_INLINE F decode_bytes(const uint8_t* p, const float* table, F offset) {
+    if (V::kLooksUpBytes) return V::bytes256(p, table);
+    if (kValues == kValueInteger) return V::add(V::integers(p), offset);
+    if (kValues == kValueE4M3) return V::e4m3(p);
+    if (kValues == kValueE5M2) return V::e5m2(p);
+    return V::bytes256(p, table);
+  }
+
+  // All codes of a segment.
+  template <int kValues>
+  EQQ_INLINE void decode_all_bytes(const uint8_t* p, const float* table, F offset, F* out) {
+    if constexpr (V::kTablesOfBytes && kValues != kValueInteger) {
+      V::template decode64<kValues == kValueTable ? 4 : 2>(p, reinterpret_cast<const uint8_t*>(table + 256), out);
+    } else {
+#pragma GCC unroll 16
+      for (int v = 0; v < 64 / L; ++v) out[v] = decode_bytes<kValues>(p + v * L, table, offset);
+    }
+  }
+
+  // The vectors of a segment in the order of decoding, unrolled: `f(constant, vector)`. Without `kScaled` they are as
+  // in the table, less the zero point, and whoever asks scales them.
+  template <int kBits, int kValues, Mode kMode, bool kZero, bool kMask>
+  EQQ_INLINE void decode_segment(const uint8_t* bytes, const float* table256, const Table& table, const float* scale,
+                                 const float* zero, const int32_t* index, const int32_t* mask, float* out) {
+    if constexpr (kBits == 8) {
+      const F offset = V::broadcast(table256[0]);
+      constexpr int kVectors = 64 / L;
+      F all[kVectors];
+      if (V::kTablesOfBytes) decode_all_bytes<kValues>(bytes, table256, offset, all);
+      for (int v = 0; v < kVectors; ++v) {
+        F w = V::kTablesOfBytes ? all[v] : decode_bytes<kValues>(bytes + v * L, table256, offset);
+        if (kMode == kAnyBlock) {
+          if (kZero) w = V::sub(w, V::gather(zero, index + v * L));
+          w = V::mul(w, V::gather(scale, index + v * L));
+        } else if (kMode != kOneScale) {  // which is left to whoever asks
+          const int at = v * L * per_plane(kMode) / 64;
+          if (kZero) w = V::sub(w, V::broadcast(zero[at]));
+          w = V::mul(w, V::broadcast(scale[at]));
+        }
+        if (kMask) w = V::masked(w, mask + v * L);
+        V::store(out + v * L, w);
+      }
+    } else {
+      constexpr int kPlanes = 8 / kBits;
+      for (int h = 0; h < kHalves; ++h) {
+        const Codes codes = V::codes(bytes + 4 * L * h);
+        const typename V::Lanes lanes = V::lanes(h, per_plane(kMode));
+        decode_planes<kBits, kMode, kZero, kMask, 0>(codes, lanes, table, scale, zero, index + h * kPlanes * 4 * L,
+                                                     mask + h * kPlanes * 4 * L, out + h * kPlanes * 4 * L);
+      }
+    }
+  }
+
+  template <int kBits, Mode kMode, bool kZero, bool kMask, int kVector>
+  EQQ_INLINE void decode_planes(Codes codes, typename V::Lanes lanes, const Table& table, const float* scale,
+                                const float* zero, const int32_t* index, const int32_t* mask, float* out) {
+    constexpr int kPlanes = 8 / kBits;
+    if constexpr (kVector < kPlanes) {
+      Table t = table;
+      F s = V::zero(), z = V::zero();
+      if constexpr (kMode == kUniform && V::kScalesTables) {
+        if (kZero) t = V::offset(t, V::broadcast(zero[kVector]));
+        t = V::scale(t, V::broadcast(scale[kVector]));
+      } else if constexpr (after_lookup(kMode)) {
+        s = V::spread(scale + per_plane(kMode) * kVector, lanes);
+        if (kZero) z = V::spread(zero + per_plane(kMode) * kVector, lanes);
+      }
+      decode_four<kBits, kMode, kZero, kMask, kVector, 0>(codes, t, s, z, scale, zero, index, mask, out);
+      decode_planes<kBits, kMode, kZero, kMask, kVector + 1>(codes, lanes, table, scale, zero, index, mask, out);
+    }
+  }
+
+  template <int kBits, Mode kMode, bool kZero, bool kMask, int kPlaneIndex, int kByte>
+  EQQ_INLINE void decode_four(Codes codes, const Table& t, F s, F z, const float* scale, const float* zero,
+                              const int32_t* index, const int32_t* mask, float* out) {
+    if constexpr (kByte < 4) {
+      constexpr int v = kPlaneIndex * 4 + kByte;
+      F w = V::lookup(t, V::template shift<8 * kByte + kPlaneIndex * kBits>(codes));
+      if (after_lookup(kMode)) {
+        if (kZero) w = V::sub(w, z);
+        w = V::mul(w, s);
+      }
+      if (kMode == kAnyBlock) {
+        if (kZero) w = V::sub(w, V::gather(zero, index + v * L));
+        w = V::mul(w, V::gather(scale, index + v * L));
+      }
+      if (kMask) w = V::masked(w, mask + v * L);
+      V::store(out + v * L, w);
+      decode_four<kBits, kMode, kZero, kMask, kPlaneIndex, kByte + 1>(codes, t, s, z, scale, zero, index, mask, out);
+    }
+  }
+
+  // Decodes segments `first` to `last` of a row to floats. `r` has the scales of its segments from `origin` on; those
+  // of a last segment that is cut short are decoded to `scratch`.
+  template <int kBits, int kValues, bool kZero>
+  static void decode_row(const Problem& p, const Shape& s, const void* shared, int64_t row, int64_t first, int64_t last,
+                         RowScales r, int64_t origin, float* scratch, float* out) {
+    const Shared common = open_shared(s, shared);
+    const float* values = table256(shared);
+    const int64_t whole = min64(last, s.whole);
+    const uint8_t* bytes = p.codes + row * p.words;
+    const Table plain = V::table(values);
+    const int64_t step = s.codes / s.grain;
+#define EQQ_DECODE(MODE, TABLE, SKIP, INDEX)                                                                \
+  for (int64_t i = first; i < whole; ++i)                                                                   \
+  decode_segment<kBits, kValues, MODE, kZero, false>(bytes + i * kSegment, values, TABLE, r.scale + (SKIP), \
+                                                     r.zero + (SKIP), INDEX, common.mask, out + (i - first) * s.codes)
+    switch (s.mode) {
+      case kOneScale:
+        if constexpr (kBits == 8) {
+          EQQ_DECODE(kUniform, plain, 0, common.index);
+        } else {
+          Table t = kZero ? V::offset(plain, V::broadcast(r.zero[0])) : plain;
+          t = V::scale(t, V::broadcast(r.scale[0]));
+          EQQ_DECODE(kOneScale, t, 0, common.index);
+        }
+        break;
+      case kUniform: EQQ_DECODE(kUniform, plain, (i - origin) * step, common.index); break;
+      case kBy32: EQQ_DECODE(kBy32, plain, (i - origin) * step, common.index); break;
+      case kBy16: EQQ_DECODE(kBy16, plain, (i - origin) * step, common.index); break;
+      case kAnyBlock:
+        EQQ_DECODE(kAnyBlock, plain, i * s.codes / p.block_size - origin * s.codes / p.block_size,
+                   common.index + i * s.codes);
+        break;
+    }
+#undef EQQ_DECODE
+    if (last <= s.whole) return;
+    out += (s.whole - first) * s.codes;
+    if (s.tail == s.codes) return decode_tail<kBits, kValues, kZero>(p, s, shared, row, scratch, out);
+    float tail[512];
+    decode_tail<kBits, kValues, kZero>(p, s, shared, row, scratch, tail);
+    const int64_t real = p.k - s.whole * s.codes;
+    for (int64_t i = 0; i < real; ++i) out[i] = tail[common.place[i]];
+    for (int64_t i = real; i < s.tail; ++i) out[i] = 0.0f;
+  }
+
+  // Decodes the last segment, which is cut short.
+  template <int kBits, int kValues, bool kZero>
+  static void decode_tail(const Problem& p, const Shape& s, const void* shared, int64_t row, float* scratch,
+                          float* out) {
+    const Shared common = open_shared(s, shared);
+    const int64_t at = (indices(s) - 1) * s.codes;
+    uint8_t bytes[kSegment] = {0};
+    memcpy(bytes, p.codes + row * p.words + s.whole * kSegment, s.tail_bytes);
+    const float* values = table256(shared);
+    const RowScales r = row_scales(p, s, row, s.whole, s.segments, scratch);
+    decode_segment<kBits, kValues, kAnyBlock, kZero, true>(bytes, values, V::table(values), r.scale, r.zero,
+                                                           common.index + at, common.mask + at, out);
+  }
+
+  // A sum of codes, scaled. An infinite scale makes NaN of codes of zero, which a sum does not show.
+  EQQ_INLINE float scaled(float sum, float scale) { return sum * scale + 0.0f * scale; }
+
+  using DecodeRow = void (*)(const Problem&, const Shape&, const void*, int64_t, int64_t, int64_t, RowScales, int64_t,
+                             float*, float*);
+
+  // What a template yields for the codes of a problem: `choose(CodeKind<bits, values>())`.
+  template <int bits, int values>
+  struct CodeKind {
+    static constexpr int kBits = bits, kValues = values;
+  };
+
+  template <class Choose>
+  static auto by_codes(const Problem& p, const Choose& choose) {
+    switch (p.bits) {
+      case 1: return choose(CodeKind<1, 0>());
+      case 2: return choose(CodeKind<2, 0>());
+      case 4: return choose(CodeKind<4, 0>());
+    }
+    switch (p.values) {
+      case kValueInteger: return choose(CodeKind<8, kValueInteger>());
+      case kValueE4M3: return choose(CodeKind<8, kValueE4M3>());
+      case kValueE5M2: return choose(CodeKind<8, kValueE5M2>());
+    }
+    return choose(CodeKind<8, kValueTable>());
+  }
+
+  static DecodeRow row_decoder(const Problem& p) {
+    return by_codes(p, [&](auto codes) -> DecodeRow {
+      using C = decltype(codes);
+      return p.zero_point != nullptr ? decode_row<C::kBits, C::kValues, true> : decode_row<C::kBits, C::kValues, false>;
+    });
+  }
+};
+
+}  // namespace
+
+#endif  // EQQUANT_FLOAT_DECODE_H_

@@ -1,0 +1,339 @@
+// One row of `x`, or a few: decoding and multiplying at once, nothing is written.
+#ifndef EQQUANT_FLOAT_DOT_H_
+#define EQQUANT_FLOAT_DOT_H_
+
+#include "float/arrays.h"
+#include "float/dots.h"
+
+namespace {
+
+template <class V>
+struct Dot {
+  using D = Decode<V>;
+  using A = Arrays<V>;
+  using F = typename V::F;
+  using Codes = typename V::Codes;
+  using Table = typename V::Table;
+  using RowScales = typename D::RowScales;
+  using DecodeRow = typename D::DecodeRow;
+  static constexpr int L = V::L;
+  static constexpr int kRows = V::kDotRows;
+
+  // The products of `kRows` rows of whole segments `first` to `last`, added to `sums`. `scale[r]` are those rows'.
+  template <int kBits, int kValues, Mode kMode, bool kZero, int kRows>
+  static void dot(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t step, int64_t segments,
+                  const float* values, const float* x, F* sums) {
+    const Table plain = V::table(values);
+    const F offset = V::broadcast(values[0]);
+    Table tables[kRows];
+    for (int r = 0; r < kRows; ++r)
+      tables[r] = kZero && kMode == kOneScale && kBits < 8 ? V::offset(plain, V::broadcast(scales[r].zero[0])) : plain;
+    F acc[kRows], more[kRows];
+    for (int r = 0; r < kRows; ++r) acc[r] = more[r] = V::zero();
+    for (int64_t i = 0; i < segments; ++i) {
+      for (int r = 0; r < kRows; ++r) V::prefetch(bytes[r] + i * kSegment + ahead);
+      if constexpr (kBits == 8) {
+        constexpr int kVectors = 64 / L, kGrain = 64 / per_plane(kMode) / L;
+        F part[kRows];
+        for (int r = 0; r < kRows; ++r) part[r] = V::zero();
+        constexpr bool kAtOnce = V::kTablesOfBytes && kValues != kValueInteger;
+        constexpr int kOuter = kAtOnce ? kRows : 1, kInner = kAtOnce ? 1 : kRows;
+#pragma GCC unroll 8
+        for (int outer = 0; outer < kOuter; ++outer) {
+          F all[kVectors];
+          if (kAtOnce) D::template decode_all_bytes<kValues>(bytes[outer] + i * 64, values, offset, all);
+#pragma GCC unroll 8
+          for (int v = 0; v < kVectors; ++v) {
+            const F xs = V::load(x + i * 64 + v * L);
+#pragma GCC unroll 8
+            for (int inner = 0; inner < kInner; ++inner) {
+              const int r = outer + inner;
+              F w = kAtOnce ? all[v] : D::template decode_bytes<kValues>(bytes[r] + i * 64 + v * L, values, offset);
+              const int64_t g = kMode == kOneScale ? 0 : i * step + v / kGrain;
+              if (kZero) w = V::sub(w, V::broadcast(scales[r].zero[g]));
+              if (kMode == kOneScale) {
+                if (v % 2) {
+                  more[r] = V::fma(w, xs, more[r]);
+                } else {
+                  acc[r] = V::fma(w, xs, acc[r]);
+                }
+              } else {
+                part[r] = v % kGrain ? V::fma(w, xs, part[r]) : V::mul(w, xs);
+                if (v % kGrain == kGrain - 1) acc[r] = V::fma(part[r], V::broadcast(scales[r].scale[g]), acc[r]);
+              }
+            }
+          }
+        }
+      } else {
+        constexpr int kPlanes = 8 / kBits;
+        for (int h = 0; h < D::kHalves; ++h) {
+          const typename V::Lanes lanes = V::lanes(h, per_plane(kMode));
+          Codes codes[kRows];
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) codes[r] = V::codes(bytes[r] + i * kSegment + 4 * L * h);
+          dot_planes<kBits, kMode, kZero, kRows, 0>(codes, lanes, tables, scales, i * step,
+                                                    x + i * 64 * kPlanes + h * kPlanes * 4 * L, acc, more);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) sums[r] = V::add(sums[r], V::add(acc[r], more[r]));
+  }
+
+  template <int kBits, Mode kMode, bool kZero, int kRows, int kPlaneIndex>
+  EQQ_INLINE void dot_planes(const Codes* codes, typename V::Lanes lanes, const Table* tables, const RowScales* scales,
+                             int64_t at, const float* x, F* acc, F* more) {
+    if constexpr (kPlaneIndex < 8 / kBits) {
+      const F x0 = V::load(x + (4 * kPlaneIndex + 0) * L), x1 = V::load(x + (4 * kPlaneIndex + 1) * L);
+      const F x2 = V::load(x + (4 * kPlaneIndex + 2) * L), x3 = V::load(x + (4 * kPlaneIndex + 3) * L);
+      constexpr int kShift = kPlaneIndex * kBits;
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        Table t = tables[r];
+        F z = V::zero();
+        if (kZero && kMode == kUniform && V::kScalesTables)
+          t = V::offset(t, V::broadcast(scales[r].zero[at + kPlaneIndex]));
+        if (kZero && D::after_lookup(kMode)) z = V::spread(scales[r].zero + at + per_plane(kMode) * kPlaneIndex, lanes);
+        F w0 = V::lookup(t, V::template shift<kShift>(codes[r]));
+        F w1 = V::lookup(t, V::template shift<kShift + 8>(codes[r]));
+        F w2 = V::lookup(t, V::template shift<kShift + 16>(codes[r]));
+        F w3 = V::lookup(t, V::template shift<kShift + 24>(codes[r]));
+        if (kZero && D::after_lookup(kMode)) {
+          w0 = V::sub(w0, z);
+          w1 = V::sub(w1, z);
+          w2 = V::sub(w2, z);
+          w3 = V::sub(w3, z);
+        }
+        if (kMode == kOneScale) {
+          acc[r] = V::fma(w2, x2, V::fma(w0, x0, acc[r]));
+          more[r] = V::fma(w3, x3, V::fma(w1, x1, more[r]));
+        } else {
+          const F part = V::fma(w3, x3, V::fma(w2, x2, V::fma(w1, x1, V::mul(w0, x0))));
+          const F s = per_plane(kMode) > 1 ? V::spread(scales[r].scale + at + per_plane(kMode) * kPlaneIndex, lanes)
+                                           : V::broadcast(scales[r].scale[at + kPlaneIndex]);
+          F* sum = kPlaneIndex % 2 ? more : acc;
+          sum[r] = V::fma(part, s, sum[r]);
+        }
+      }
+      dot_planes<kBits, kMode, kZero, kRows, kPlaneIndex + 1>(codes, lanes, tables, scales, at, x, acc, more);
+    }
+  }
+
+  template <int kBits, int kValues, bool kZero, int kRows>
+  EQQ_INLINE void dot_of_mode(const Shape& s, const uint8_t* const* bytes, int64_t ahead, const RowScales* scales,
+                              int64_t step, int64_t segments, const float* values, const float* x, F* sums) {
+    if (s.mode == kOneScale) {
+      dot<kBits, kValues, kOneScale, kZero, kRows>(bytes, ahead, scales, 0, segments, values, x, sums);
+    } else if (s.mode == kBy32) {
+      dot<kBits, kValues, kBy32, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
+    } else if (s.mode == kBy16) {
+      dot<kBits, kValues, kBy16, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
+    } else {
+      dot<kBits, kValues, kUniform, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
+    }
+  }
+
+  EQQ_INLINE void sum_group(const F* sums, float* totals) {
+    if constexpr (V::kSumsRows) {
+      V::sum_rows(sums, totals);
+    } else {
+      for (int r = 0; r < V::kDotRows; ++r) totals[r] = V::sum(sums[r]);
+    }
+  }
+
+  // What groups of rows have in common: divisions that are too slow to repeat for each.
+  struct Group {
+    int64_t chunk, room, step;
+    int64_t ahead;  // bytes to what is fetched meanwhile: the same part of a later group
+    bool direct;    // the loop can read scales where they are
+    bool together;  // it can once they are floats, and those of the next row lie behind
+  };
+
+  // Rows `row` on in whole groups, whose scales are decoded together: how many of `count` these are. Not the last of
+  // all codes, where these end within a segment.
+  template <int kBits, int kValues, bool kZero, int kM>
+  static __attribute__((noinline)) int64_t short_rows(const Problem& p, const Shape& s, const void* shared,
+                                                      const float* x, int64_t x_row, int64_t row, int64_t count,
+                                                      const Group& g, float* own, float* results) {
+    const float* floats = static_cast<const float*>(p.scale) + row * p.blocks;
+    const uint8_t* codes = p.codes + row * p.words;
+    if (!g.direct) {
+      D::decode_scales(p, row, 0, count * p.blocks, own);
+      floats = own;
+    }
+    int64_t r = 0;
+    for (; r + kRows <= count; r += kRows, codes += kRows * p.words, floats += kRows * p.blocks) {
+      const uint8_t* bytes[kRows];
+      RowScales scales[kRows];
+      F sums[kM * kRows];
+      for (int i = 0; i < kRows; ++i) bytes[i] = codes + i * p.words;
+      for (int i = 0; i < kRows; ++i) scales[i].scale = scales[i].zero = floats + i * p.blocks;
+      for (int i = 0; i < kM * kRows; ++i) sums[i] = V::zero();
+      const float* values = D::table256(shared);
+      Dots<V>::template dots_of_mode<kBits, kValues, kZero, kM>(s.mode, bytes, g.ahead, scales, g.step, s.whole, values,
+                                                                x, x_row, sums);
+      if (s.whole < s.segments) {
+        for (int i = 0; i < kRows; ++i) bytes[i] += s.whole * kSegment;
+        if (!Dots<V>::can_read_on(p, bytes[kRows - 1])) break;
+        Dots<V>::template dots<kBits, kValues, kOneScale, kZero, kM, true>(
+            bytes, 0, scales, 0, 1, values, D::open_shared(s, shared).mask, x + s.whole * s.codes, x_row, sums);
+      }
+      for (int m = 0; m < kM; ++m) {
+        float* to = results + m * kMostDots + r;
+        sum_group(sums + m * kRows, to);
+        for (int i = 0; s.mode == kOneScale && i < kRows; ++i) to[i] = D::scaled(to[i], floats[i]);
+      }
+    }
+    return r;
+  }
+
+  // The last segment of rows `row` to `row + count`, which is cut short, where each row has one scale.
+  template <int kBits, int kValues, bool kZero, int kM>
+  static __attribute__((noinline)) void dots_of_tail(const Problem& p, const Shape& s, const void* shared, int64_t row,
+                                                     int64_t count, const RowScales* scales, const float* x,
+                                                     int64_t x_row, F* sums) {
+    const Shared common = D::open_shared(s, shared);
+    uint8_t padded[kRows][kSegment];
+    const uint8_t* bytes[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      bytes[r] = p.codes + (row + min64(r, count - 1)) * p.words + s.whole * kSegment;
+      if (Dots<V>::can_read_on(p, bytes[r])) continue;
+      memset(padded[r], 0, kSegment);
+      memcpy(padded[r], bytes[r], s.tail_bytes);
+      bytes[r] = padded[r];
+    }
+    for (int i = 0; i < kM * kRows; ++i) sums[i] = V::zero();
+    Dots<V>::template dots<kBits, kValues, kOneScale, kZero, kM, true>(bytes, 0, scales, 0, 1, D::table256(shared),
+                                                                       common.mask, x, x_row, sums);
+  }
+
+  // Rows `row` to `row + count` of the weight, at most `kDotRows` (rows of all batches in one count), and `kM` of x.
+  template <int kBits, int kValues, bool kZero, int kM>
+  EQQ_INLINE void dot_group(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t x_row,
+                            int64_t row, int64_t count, const Group& g, float* own, float* results) {
+    constexpr int kRows = V::kDotRows;
+    const float* values = D::table256(shared);
+    F sums[kM * kRows];
+    for (int r = 0; r < kM * kRows; ++r) sums[r] = V::zero();
+    float factor[kRows] = {0};
+    RowScales scales[kRows];
+    const float* floats = g.direct ? static_cast<const float*>(p.scale) + row * p.blocks : own;
+    if (g.together && !g.direct) D::decode_scales(p, row, 0, count * p.blocks, own);
+    const auto set_scales = [&](int64_t first, int64_t last) {
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t within = min64(r, count - 1), at = row + within;  // past the end the last row again
+        if (g.together) {
+          scales[r].scale = scales[r].zero = floats + within * p.blocks + first * g.step;
+        } else {
+          scales[r] = D::row_scales(p, s, at, first, last, own + r * g.room);
+        }
+        factor[r] = s.mode == kOneScale ? scales[r].scale[0] : 1.0f;
+      }
+    };
+    for (int64_t first = 0; first < s.whole; first += g.chunk) {
+      const int64_t last = min64(first + g.chunk, s.whole);
+      set_scales(first, last);
+      const uint8_t* bytes[kRows];
+      for (int r = 0; r < kRows; ++r) bytes[r] = p.codes + (row + min64(r, count - 1)) * p.words + first * kSegment;
+      const float* xs = x + first * s.codes;
+      if (kM > 1) {
+        Dots<V>::template dots_of_mode<kBits, kValues, kZero, kM>(s.mode, bytes, g.ahead, scales, g.step, last - first,
+                                                                  values, xs, x_row, sums);
+      } else if (count == 1) {
+        dot_of_mode<kBits, kValues, kZero, 1>(s, bytes, g.ahead, scales, g.step, last - first, values, xs, sums);
+      } else {
+        dot_of_mode<kBits, kValues, kZero, kRows>(s, bytes, g.ahead, scales, g.step, last - first, values, xs, sums);
+      }
+    }
+    if (s.segments > s.whole && s.mode == kOneScale) {
+      if (s.whole == 0) set_scales(0, 1);
+      F rest[kM * kRows];  // not added to `sums` there: whose address is known, a compiler keeps in memory
+      dots_of_tail<kBits, kValues, kZero, kM>(p, s, shared, row, count, scales, x + s.whole * s.codes, x_row, rest);
+      for (int r = 0; r < kM * kRows; ++r) sums[r] = V::add(sums[r], rest[r]);
+    }
+    for (int m = 0; m < kM; ++m) {
+      float totals[kRows];
+      sum_group(sums + m * kRows, totals);
+      for (int64_t r = 0; r < count; ++r) results[m * kMostDots + r] = D::scaled(totals[r], factor[r]);
+    }
+    if (s.segments == s.whole || s.mode == kOneScale) return;
+    float* tail = own + kRows * g.room;
+    for (int64_t r = 0; r < count; ++r) {
+      D::template decode_tail<kBits, kValues, kZero>(p, s, shared, row + r, own, tail);
+      for (int m = 0; m < kM; ++m) {
+        const float* xs = x + m * x_row + s.whole * s.codes;
+        F sum = V::zero();
+        for (int64_t i = 0; i < s.codes; i += L) sum = V::fma(V::load(tail + i), V::load(xs + i), sum);
+        results[m * kMostDots + r] += V::sum(sum);
+      }
+    }
+  }
+
+  template <int kBits, int kValues, bool kZero, int kM>
+  static void dot_rows(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t x_row, int64_t row,
+                       int64_t count, float* own, float* results) {
+    Group g;
+    g.chunk = scale_segments(s);
+    g.room = 2 * D::scale_room(p, s, g.chunk);
+    g.step = s.mode == kOneScale ? 0 : s.codes / s.grain;
+    g.ahead = round_up(kAheadOfDots, V::kDotRows * max64(p.words, 1));
+    const bool as_stored = (s.mode == kOneScale || p.block_size == s.grain) && !kZero && p.row_scale == nullptr;
+    g.direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
+    g.together = g.direct || (as_stored && (s.mode == kOneScale || s.whole <= g.chunk));
+    int64_t r = 0;
+    if (g.together && 0 < s.segments && s.segments <= kShortRow && (s.whole == s.segments || s.mode == kOneScale))
+      r = short_rows<kBits, kValues, kZero, kM>(p, s, shared, x, x_row, row, count, g, own, results);
+    for (; r < count; r += V::kDotRows)
+      dot_group<kBits, kValues, kZero, kM>(p, s, shared, x, x_row, row + r, min64(V::kDotRows, count - r), g, own,
+                                           results + r);
+  }
+
+  using DotRows = void (*)(const Problem&, const Shape&, const void*, const float*, int64_t, int64_t, int64_t, float*,
+                           float*);
+
+  static DotRows dot_kernel(const Problem& p, int64_t m) {
+    return D::by_codes(p, [&](auto codes) {
+      return dot_kernel_of<decltype(codes)::kBits, decltype(codes)::kValues, Dots<V>::kMost>(p, m);
+    });
+  }
+
+  template <int kBits, int kValues, int kM>
+  static DotRows dot_kernel_of(const Problem& p, int64_t m) {
+    if constexpr (kM > 1)
+      if (m < kM) return dot_kernel_of<kBits, kValues, kM - 1>(p, m);
+    return p.zero_point != nullptr ? dot_rows<kBits, kValues, true, kM> : dot_rows<kBits, kValues, false, kM>;
+  }
+
+  static void run(const Problem& p, const Shape& s, const FloatDetail& d, const void* shared, const float* x,
+                  int64_t batch, int64_t first, int64_t count, float* own) {
+    float results[V::kDirectRows * kMostDots];
+    const int64_t weight = first_row(&p, batch);
+    if (s.mode != kAnyBlock) {
+      const int64_t group = div_up(p.m, div_up(p.m, Dots<V>::kMost));
+      for (int64_t m = 0; m < p.m; m += group)
+        dot_kernel(p, min64(group, p.m - m))(p, s, shared, x + m * d.x_row, d.x_row, weight + first, count, own,
+                                             results + m * kMostDots);
+    } else {
+      const DecodeRow decode = D::row_decoder(p);
+      const int64_t room = 2 * D::scale_room(p, s, scale_segments(s));
+      float* segment = own + V::kDotRows * room;
+      for (int64_t i = 0; i < count; ++i) {
+        F sum = V::zero();
+        for (int64_t at = 0; at < s.segments; ++at) {
+          const int64_t row = weight + first + i;
+          const RowScales scales = D::row_scales(p, s, row, at, at + 1, own);
+          decode(p, s, shared, row, at, at + 1, scales, at, own + room, segment);
+          for (int64_t j = 0; j < s.codes; j += L)
+            sum = V::fma(V::load(segment + j), V::load(x + at * s.codes + j), sum);
+        }
+        results[i] = V::sum(sum);
+      }
+    }
+    for (int64_t m = 0; m < p.m; ++m)
+      for (int64_t i = 0; i < count; ++i)
+        A::write(p, batch * p.y_batch + m * p.y_row + (first + i) * p.y_column, results[m * kMostDots + i]);
+  }
+};
+
+}  // namespace
+
+#endif  // EQQUANT_FLOAT_DOT_H_

@@ -1,0 +1,40 @@
+// The product of integers: x as int8 codes and a scale per row, or floats that are quantized to that inside the call,
+// with given scales or their own, times a weight of integers. Sums of a block are exact in 32 bits, and scaled in
+// float32.
+//
+//   y(b, m, n) = x_scale(b, m) * sum over blocks of scale * row_scale * sum over k of code(b, m, k) (table[code] -
+//   zero_point)
+//
+// With zero points of x too, products with a row of ones are the sums of the weight, which are subtracted as integers.
+#ifndef EQQUANT_INT8_H_
+#define EQQUANT_INT8_H_
+
+#include <stddef.h>
+
+#include "core/isa.h"
+
+enum Int8Form {
+  kFloats = 0,    // of the type of y; without `x_scale` that of a row is its absolute maximum / 127, or spans its range
+  kSigned = 1,    // int8
+  kUnsigned = 2,  // uint8, 128 more than what they mean
+};
+
+typedef struct Int8Problem {
+  Problem p;             // `x_type` is the type of y; no `transpose`; `x_batch` and so on count elements of `form`
+  const float* x_scale;  // (batch, m), of codes, or given to floats; or null
+  const uint8_t*
+      x_zero;      // (batch, m), with `x_scale` of affine rows: codes, without a sign, mean what they are less that
+  int32_t form;    // Int8Form
+  int32_t affine;  // whether rows of x have zero points
+} Int8Problem;
+
+typedef struct Int8Kernel {
+  void (*plan)(const Int8Problem*, int64_t threads, Plan*);
+  void (*prepare)(const Int8Problem*, const Plan*, void* shared, int64_t part);
+  void (*run)(const Int8Problem*, const Plan*, const void* shared, void* own, int64_t unit);
+} Int8Kernel;
+
+// What is wrong with a problem, as a sentence in `text`; or null.
+const char* check_int8(const Int8Problem& problem, char* text, size_t room);
+
+#endif  // EQQUANT_INT8_H_

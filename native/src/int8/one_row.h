@@ -1,0 +1,195 @@
+// One row of `x`: codes are decoded in registers, one row of the weight after the other as they lie in memory.
+#ifndef EQQUANT_INT8_ONE_ROW_H_
+#define EQQUANT_INT8_ONE_ROW_H_
+
+#include "int8/weight.h"
+#include "int8/x.h"
+
+namespace {
+
+template <class V>
+struct Int8OneRow {
+  using X = Int8X<V>;
+  using W = Int8Weight<V>;
+  using I = typename V::I;
+  using F = typename V::F;
+  static constexpr int L = V::L;
+
+  static constexpr int64_t kScaleCodes = 4096;  // of a row, whose scales are decoded at a time
+
+  // Whether all vectors of codes are of whole blocks, or parts of them, and those have sums by lanes.
+  EQQ_INLINE bool in_registers(const Int8Problem& q, const Runs& r) {
+    const Problem& p = q.p;
+    if (!V::kInRegisters || q.affine || p.m != 1 || r.per_block != 1) return false;
+    return r.count == 1 || (by_lanes(r) && r.padded == p.k && p.k % (64 * (8 / p.bits)) == 0);
+  }
+
+  // The sum of products of codes, of a row that has one scale.
+  template <int kBits, bool kLookUp>
+  static int32_t one_scale(const Problem& p, const uint8_t* w, const uint8_t* x, I table) {
+    constexpr int kPlanes = 8 / kBits, kTogether = kPlanes >= 4 ? 1 : 4 / kPlanes, kSums = kTogether * kPlanes;
+    const int64_t segments = p.k / (64 * kPlanes), rest = p.words - 64 * segments;
+    I acc[kSums];
+#pragma GCC unroll 8
+    for (int i = 0; i < kSums; ++i) acc[i] = V::zero_int();
+    int64_t s = 0;
+    for (; s + kTogether <= segments; s += kTogether) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kTogether; ++j) {
+        __builtin_prefetch(w + 64 * (s + j) + kAhead);
+        const I bytes = V::load_int(w + 64 * (s + j));
+#pragma GCC unroll 8
+        for (int i = 0; i < kPlanes; ++i) {
+          I c = V::template byte_codes<kBits>(bytes, i);
+          if (kLookUp) c = V::lookup_bytes(table, c);
+          acc[j * kPlanes + i] = V::dot(acc[j * kPlanes + i], c, V::load_int(x + 64 * ((s + j) * kPlanes + i)));
+        }
+      }
+    }
+    for (; 64 * s < p.words; ++s) {
+      // The planes of a last segment that is cut short are short as well.
+      const int64_t plane = s < segments ? 64 : rest;
+      const I bytes = V::load_int(w + 64 * s, plane);
+#pragma GCC unroll 8
+      for (int i = 0; i < kPlanes; ++i) {
+        const int64_t at = 64 * s * kPlanes + i * plane, count = min64(plane, p.k - at);
+        if (count <= 0) continue;
+        I c = V::template byte_codes<kBits>(bytes, i);
+        if (kLookUp) c = V::lookup_bytes(table, c);
+        acc[i] = V::dot(acc[i], c, V::load_int(x + at, count));
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 1; i < kSums; ++i) acc[0] = V::add(acc[0], acc[i]);
+    return V::sum(acc[0]);
+  }
+
+  // Sums of scaled products of `kRegisterRows` rows in blocks: of 16 or 32 codes, or of `per` vectors. They share what
+  // is loaded of `x`. Rows past `count` are the last one again.
+  template <int kBits, bool kLookUp, int kBlocks, bool kZero>
+  static void many_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count,
+                          const uint8_t* x, const int32_t* lanes, I table, float* out) {
+    constexpr int kPlanes = 8 / kBits, kRows = V::kRegisterRows, kRoom = kScaleCodes / 16 + 32 * kPlanes;
+    const int64_t per = max64(r.size / 64, 1), step = round_up(kScaleCodes, r.size * kPlanes);
+    // Where floats lie in memory one for each block, they are read there; several are read four at a time.
+    const bool direct = p.scale_kind == kScaleFloat32 && p.row_scale == nullptr && kBlocks == 1;
+    const bool together = step >= p.k && p.row_scale == nullptr && count == kRows;  // one row's lie behind another's
+    // The next rows, as they lie in memory: a line of each in turn would double the time where the weight is not
+    // cached.
+    const int64_t ahead = max64(kNear, kRows * p.words);
+    float room[kRows * kRoom];
+    int32_t offset[kRows][kZero ? kRoom : 1];
+    const float* scale[kRows];
+    const uint8_t* w[kRows];
+    F sums[kRows];
+    I acc[kRows];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      w[i] = p.codes + (row + min64(i, count - 1)) * p.words;
+      sums[i] = V::zero();
+      acc[i] = V::zero_int();
+    }
+    for (int64_t from = 0; from < p.k; from += step) {
+      const int64_t to = min64(from + step, p.k), first = from / r.size, last = div_up(to, r.size);
+      for (int i = 0; i < kRows; ++i) {
+        const int64_t at = row + min64(i, count - 1);
+        scale[i] = direct ? static_cast<const float*>(p.scale) + at * p.blocks + first
+                          : room + i * (together ? p.blocks : kRoom);
+        if (!direct && !together) V::scales(&p, at, first, last, room + i * kRoom);
+        if (kZero) W::offsets(p, v, at, first, last, offset[i]);
+      }
+      if (!direct && together) V::scales(&p, row, 0, kRows * p.blocks, room);
+      int64_t block = 0, of_block = 0;  // of this step; vectors of the block so far
+      for (int64_t s = from / (64 * kPlanes); s * 64 * kPlanes < to; ++s) {
+        I bytes[kRows];
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i) {
+          const uint8_t* later = w[0] + 64 * (s * kRows + i) + ahead;
+          if (ahead == kNear) {
+            __builtin_prefetch(later);
+          } else {
+            __builtin_prefetch(later, 0, 2);  // to L2
+          }
+          bytes[i] = V::load_int(w[i] + 64 * s);
+        }
+#pragma GCC unroll 8
+        for (int plane = 0; plane < kPlanes; ++plane) {
+          if (of_block == 0) {
+            const I lane = V::load_int(lanes + (first / kBlocks + block) * L);
+#pragma GCC unroll 8
+            for (int i = 0; i < kRows; ++i)
+              acc[i] = kZero ? V::mul(lane, W::several(offset[i] + block * kBlocks, kBlocks)) : lane;
+          }
+          const I xs = V::load_int(x + 64 * (s * kPlanes + plane));
+          const bool ends = ++of_block == per;
+#pragma GCC unroll 8
+          for (int i = 0; i < kRows; ++i) {
+            I c = V::template byte_codes<kBits>(bytes[i], plane);
+            if (kLookUp) c = V::lookup_bytes(table, c);
+            acc[i] = V::dot(acc[i], c, xs);
+            if (ends) sums[i] = V::fma(V::to_float(acc[i]), W::several_f(scale[i] + block * kBlocks, kBlocks), sums[i]);
+          }
+          if (ends) {
+            of_block = 0;
+            ++block;
+          }
+        }
+      }
+    }
+    for (int i = 0; i < kRows; ++i) out[i] = V::sum(sums[i]);
+  }
+
+  template <int kBits, bool kLookUp>
+  static void rows_in_registers(const Problem& p, const Int8Detail& d, const char* shared, int64_t batch, int64_t first,
+                                int64_t count) {
+    const Runs r = runs_of(p);
+    const Integers v = integers_of(p);
+    const I table = V::byte_table(v.table);
+    const uint8_t* x = reinterpret_cast<const uint8_t*>(shared + d.x) + batch * row_codes(r);
+    const int32_t* lanes = reinterpret_cast<const int32_t*>(shared + d.lanes) + batch * W::lane_vectors(r) * L;
+    const int32_t x_sum = reinterpret_cast<const int32_t*>(shared + d.sums)[batch * (r.count + 1)];
+    const float x_scale = reinterpret_cast<const float*>(shared)[batch];
+    const bool zero = p.zero_point != nullptr;
+    auto* several_scales = zero ? many_scales<kBits, kLookUp, 1, true> : many_scales<kBits, kLookUp, 1, false>;
+    if (r.size == 32)
+      several_scales = zero ? many_scales<kBits, kLookUp, 2, true> : many_scales<kBits, kLookUp, 2, false>;
+    if (r.size == 16)
+      several_scales = zero ? many_scales<kBits, kLookUp, 4, true> : many_scales<kBits, kLookUp, 4, false>;
+    const int64_t weight = first_row(&p, batch);
+    if (r.count > 1) {
+      for (int64_t n = first; n < first + count; n += V::kRegisterRows) {
+        const int64_t rows = min64(V::kRegisterRows, first + count - n);
+        float sums[V::kRegisterRows];
+        several_scales(p, r, v, weight + n, rows, x, lanes, table, sums);
+        for (int64_t i = 0; i < rows; ++i) X::write(p, batch * p.y_batch + (n + i) * p.y_column, sums[i] * x_scale);
+      }
+      return;
+    }
+    for (int64_t n = first; n < first + count; ++n) {
+      const int64_t row = weight + n;
+      float scale[4 + 1];
+      V::scales(&p, row, 0, 1, scale);
+      int32_t factor = 1;
+      if (zero) W::offsets(p, v, row, 0, 1, &factor);
+      const int32_t sum = one_scale<kBits, kLookUp>(p, p.codes + row * p.words, x, table);
+      X::write(p, batch * p.y_batch + n * p.y_column, static_cast<float>(sum + factor * x_sum) * scale[0] * x_scale);
+    }
+  }
+
+  static void run(const Problem& p, const Int8Detail& d, const char* shared, int64_t batch, int64_t first,
+                  int64_t count) {
+    if constexpr (V::kInRegisters) {
+      const Integers v = integers_of(p);
+      const bool look = v.looks_up || v.shift > 0;
+      auto* rows = rows_in_registers<8, false>;
+      if (p.bits == 4) rows = look ? rows_in_registers<4, true> : rows_in_registers<4, false>;
+      if (p.bits == 2) rows = look ? rows_in_registers<2, true> : rows_in_registers<2, false>;
+      if (p.bits == 1) rows = look ? rows_in_registers<1, true> : rows_in_registers<1, false>;
+      rows(p, d, shared, batch, first, count);
+    }
+  }
+};
+
+}  // namespace
+
+#endif  // EQQUANT_INT8_ONE_ROW_H_

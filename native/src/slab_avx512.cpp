@@ -1,4 +1,0 @@
-// What slabs need besides products, compiled with the flags of one instruction set.
-#include "slab_kernels.h"
-
-extern const SlabKernel kSlabAvx512 = {join_rows, zeros_of_rows, scales_of_rows, sums_of_row, add_products, add_products_transposed};

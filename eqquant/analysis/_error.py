@@ -12,7 +12,6 @@ from rich.table import Table
 from .._array.array import QuantizedArray
 from .._array.axes import memory_order
 from .._array.value import AbstractArrayValue
-from .._formats.any_width import code_width
 from .._formats.base import AbstractFormat, levels_of
 from .._numerics.blocks import divide, expand
 from .._report import Report, report_table
@@ -218,10 +217,8 @@ def sorted_levels(format: AbstractFormat) -> np.ndarray:
 
 
 def stored_bits(q: QuantizedArray) -> float:
-    """Returns the bits per value, including scales; an integer of any width counts as if its codes were packed."""
-    rows, length = math.prod(q.codes.shape[:-1]), math.prod(q.lengths)
-    spared = math.ceil(length * q.format.bits / 8) - math.ceil(length * code_width(q.format) / 8)
-    return 8 * (q.nbytes - rows * spared) / max(q.size, 1)
+    """Returns the bits per value, including scales."""
+    return 8 * q.nbytes / max(q.size, 1)
 
 
 def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:

@@ -20,7 +20,7 @@ from ._numerics.blocks import absmax, BlockSize, divide, minmax
 from ._numerics.integers import affine_scale, affine_zero_point, decode_integer, encode_integer, symmetric_scale
 from ._numerics.packing import num_planes
 from ._numerics.rounding import round_half_away
-from .analysis._benchmark import Benchmark, Comparison, run_benchmark
+from .analysis._comparison import Benchmark, Comparison, run_benchmark
 from .analysis._error import quantization_mse, Real, rows_of, sorted_levels, Values
 
 

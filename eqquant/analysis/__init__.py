@@ -4,8 +4,12 @@ See `docs/analysis.md`. Sums run on the host, in float64.
 """
 
 from .._report import Report as Report
-from ._benchmark import Benchmark as Benchmark, Comparison as Comparison, run_benchmark as run_benchmark
-from ._comparison import compare_formats as compare_formats
+from ._comparison import (
+    Benchmark as Benchmark,
+    compare_formats as compare_formats,
+    Comparison as Comparison,
+    run_benchmark as run_benchmark,
+)
 from ._divergence import DivergenceReport as DivergenceReport, output_divergence as output_divergence
 from ._error import analyze_error as analyze_error, ErrorReport as ErrorReport, quantization_mse as quantization_mse
 from ._layers import (

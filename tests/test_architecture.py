@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import eqquant as eqq
+from eqquant import reference
 from eqquant._docs import fill_doc
 
 
@@ -118,6 +119,10 @@ def test_kernels_know_no_formats(path):
         assert not {target.split(".")[0] for target in imports_of(path)} & {"_array", "_formats"}
 
 
+def test_nothing_needs_the_reference(path):
+    assert "reference" not in set(imports_of(path))
+
+
 def test_internals_of_jax_are_in_one_file(path):
     if name_of(path) == "_compat":
         return
@@ -157,11 +162,18 @@ PUBLIC = [
     for name in dir(package)
     if not name.startswith("_") and not isinstance(getattr(package, name), types.ModuleType)
 ]
+# The one public module that users import by itself.
+PUBLIC += [
+    f"reference.{name}"
+    for name, value in vars(reference).items()
+    if not name.startswith("_") and getattr(value, "__module__", None) == "eqquant.reference"
+]
 
 
 def test_public_names_are_those_of_the_init():
     packages = {prefix.rstrip(".") for prefix in PACKAGES if prefix}
-    assert set(PUBLIC) == {p + name for p in PACKAGES for name in reexported(PACKAGES[p])} - packages
+    ours = {name for name in PUBLIC if not name.startswith("reference.")}
+    assert ours == {p + name for p in PACKAGES for name in reexported(PACKAGES[p])} - packages
     assert {"quantize_tree", "NF4", "QuantizedArray", "analysis.plan_bits"} <= set(PUBLIC)
 
 
@@ -205,6 +217,7 @@ def run(program, **env):
 def test_import_is_quiet_and_light():
     # beartype comes with plum, which Quax needs.
     optional = ["optax", "matplotlib", "hypothesis", "pytest", "safetensors", "torch", "pandas"]
+    optional.append("eqquant.reference")
     done = run(f"import sys, eqquant; print([name for name in {optional} if name in sys.modules])")
     assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "[]")
 
@@ -217,10 +230,7 @@ def test_import_starts_no_backend():
     assert started.returncode != 0 and "no_such_platform" in started.stderr
 
 
-TEMPLATED = (
-    *(eqq.quantize_tree, eqq.plan_tree, eqq.filter_grad, eqq.filter_value_and_grad),
-    *(eqq.calibrate.calibrate_min_max, eqq.calibrate.calibrate_percentile, eqq.calibrate.calibrate_per_group),
-)
+TEMPLATED = (eqq.quantize_tree, eqq.plan_tree, eqq.filter_grad, eqq.filter_value_and_grad)
 
 
 @pytest.mark.parametrize("function", TEMPLATED, ids=operator.attrgetter("__name__"))

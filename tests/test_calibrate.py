@@ -19,23 +19,9 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import eqquant as eqq
-from eqquant.analysis import integer_format
-from eqquant.calibrate import (
-    calibrate_min_max,
-    calibrate_per_channel,
-    calibrate_per_group,
-    calibrate_per_tensor,
-    calibrate_percentile,
-    CalibrationResult,
-    dequantize_with_params,
-    MinMax,
-    MovingAverage,
-    MSE,
-    Percentile,
-    quantize_with_params,
-)
+from eqquant.calibrate import CalibrationResult, MinMax, MovingAverage, MSE, Percentile
 from eqquant.calibrate._wide import Wide
-from eqquant.calibrate.reference import _per_value
+from eqquant.reference import integer_format
 
 from .helpers import assert_same
 
@@ -89,6 +75,17 @@ def make(kind, by="tensor", bits=8, symmetric=True, **kwargs):
     return kind(integer_format(bits, block_size=block_size, symmetric=symmetric), shape, axis, **kwargs)
 
 
+def range_of(x, bits=8, symmetric=True, rounding="half_even", block_size="tensor", axis=-1):
+    """The result for one array, in integers of any width."""
+    format = integer_format(bits, block_size=block_size, symmetric=symmetric, rounding=rounding)
+    return MinMax(format, x, axis).update(x).result()
+
+
+def whole(q):
+    """The codes as whole numbers: those of symmetric integers from below zero."""
+    return np.asarray(q.format.decode(eqq.unpack(q))).astype(int)
+
+
 def values_of(x, by):
     """The values that share each scale, in plain Python, by the index of the scale."""
     block_size, shape, axis = BY[by]
@@ -118,7 +115,7 @@ def values_of(x, by):
     ],
 )
 def test_min_max_is_the_references(name, x, bits, symmetric):
-    golden, result = GOLDEN[name], calibrate_min_max(x, bits, symmetric)
+    golden, result = GOLDEN[name], range_of(x, bits, symmetric)
     close(result.scale, golden["scale"])
     close([result.min, result.max], [golden["min"], golden["max"]])
     assert golden["zero_point"] == (0 if symmetric else int(result.zero_point))
@@ -133,7 +130,7 @@ def test_min_max_is_the_references(name, x, bits, symmetric):
 )
 def test_percentile_is_the_references(name, x):
     # A percentile is stated to 1/64 of its magnitude; the reference keeps all values and sorts them.
-    golden, result = GOLDEN[name], calibrate_percentile(np.float32(x), 8, lower=1, upper=99)
+    golden, result = GOLDEN[name], Percentile(lower=1, upper=99).update(np.float32(x)).result()
     close(result.scale, golden["scale"], 1 / 64)
     close(result.max, golden["max"], 1 / 64)
     assert float(result.min) == 0 <= golden["min"] < 0.2  # widened to include zero
@@ -148,11 +145,11 @@ def test_moving_average_is_the_references():
 @pytest.mark.parametrize("bits, symmetric", [(4, True), (8, True), (8, False)])
 def test_codes_are_the_references(bits, symmetric):
     golden = GOLDEN[f"per_tensor_t6_{'' if symmetric else 'a'}sym{bits}"]
-    result = calibrate_per_tensor(T6, bits, symmetric)
-    codes = quantize_with_params(T6, result, rounding="half_away")
+    result = range_of(T6, bits, symmetric, "half_away")
+    q = result.quantize(T6)
     # The reference stores affine codes less 128.
-    assert (codes.astype(jnp.int32) - (0 if symmetric else 128)).tolist() == golden["q"]
-    close(dequantize_with_params(codes, result), golden["deq"])
+    assert (whole(q) - (0 if symmetric else 128)).tolist() == golden["q"]
+    close(q.dequantize(), golden["deq"])
     close(result.scale, golden["params"]["scales"][0])
     assert golden["params"]["zero_points"] == ([] if symmetric else [int(result.zero_point)])
 
@@ -160,27 +157,26 @@ def test_codes_are_the_references(bits, symmetric):
 def test_groups_are_the_references():
     golden = GOLDEN["per_group10_sin100_sym8"]
     x = np.sin(np.float32(0.1) * np.arange(100, dtype=np.float32))
-    result = calibrate_per_group(x, 10)
+    result = range_of(x, rounding="half_away", block_size=10)
     close(result.scale, golden["params"]["scales"])
-    error = dequantize_with_params(quantize_with_params(x, result, rounding="half_away"), result) - x
+    error = result.quantize(x).dequantize() - x
     close(np.mean(np.square(error)), golden["mse"], 1e-4)  # errors are differences of float32 a hundred times larger
 
 
 def test_ties():
     x = np.float32(GOLDEN["ties_sym4"]["x"])
-    result = calibrate_min_max(x, 4)
-    assert float(result.scale) == 1
-    assert quantize_with_params(x, result, rounding="half_away").tolist() == GOLDEN["ties_sym4"]["q"]
-    assert quantize_with_params(x, result).tolist() == [7, 0, 2, 2, 0, -2, -2, 3, 4]
+    assert float(range_of(x, 4).scale) == 1
+    assert whole(range_of(x, 4, rounding="half_away").quantize(x)).tolist() == GOLDEN["ties_sym4"]["q"]
+    assert whole(range_of(x, 4).quantize(x)).tolist() == [7, 0, 2, 2, 0, -2, -2, 3, 4]
 
 
 def test_range_includes_zero():
     # The reference takes the range from 10 to 50, has no code for zero and saturates.
     golden, x = GOLDEN["cal_minmax_10..50_asym8"], np.float32([10, 20, 30, 40, 50])
-    result = calibrate_min_max(x, 8, False)
+    result = range_of(x, 8, False)
     assert (golden["min"], float(result.min), float(result.max)) == (10, 0, 50)
-    close(dequantize_with_params(quantize_with_params(x, result), result), x, 0.5 / 255 * 5)
-    below = calibrate_min_max(-x, 8, False)
+    close(result.quantize(x).dequantize(), x, 0.5 / 255 * 5)
+    below = range_of(-x, 8, False)
     assert (float(below.min), float(below.max), int(below.zero_point)) == (-50, 0, 255)
 
 
@@ -207,14 +203,14 @@ def test_formulas(bits, symmetric, by):
         close([found.min[index], found.max[index], found.scale[index]], [low, high, scale])
         if not symmetric:
             assert abs(int(found.zero_point[index]) + low / scale) <= 0.5 + 1e-3
-    codes = quantize_with_params(x, result)
+    q = result.quantize(x)
+    codes = whole(q)
     # Nothing is clipped, so nothing is off by more than half a step; and half a step more for a zero point.
-    steps = _per_value(result.scale, x, result)
-    worst = jnp.max(jnp.abs(dequantize_with_params(codes, result) - x) / steps)
+    errors = values_of(jnp.abs(q.dequantize() - x), by)
+    worst = max(max(values) / found.scale[index] for index, values in errors.items())
     assert 0.2 < float(worst) < (0.5 if symmetric else 1) + 1e-3
-    assert codes.dtype == (jnp.int8 if symmetric else jnp.uint8)
     if symmetric:
-        assert int(jnp.max(jnp.abs(codes.astype(jnp.int32)))) == 2 ** (bits - 1) - 1
+        assert np.abs(codes).max() == 2 ** (bits - 1) - 1
     else:
         assert (int(codes.min()), int(codes.max())) == (0, 2**bits - 1)
 
@@ -222,7 +218,7 @@ def test_formulas(bits, symmetric, by):
 def test_zeros_and_extremes(calibrator):
     zeros = make(calibrator, symmetric=False).update(jnp.zeros((4,))).result()
     assert (float(zeros.scale), int(zeros.zero_point)) == (0, 0)
-    assert dequantize_with_params(quantize_with_params(jnp.zeros((4,)), zeros), zeros).tolist() == [0] * 4
+    assert zeros.quantize(jnp.zeros((4,))).dequantize().tolist() == [0] * 4
     x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     of_x = calibrator().update(x).result()
     for size in np.float32([1e-30, 1e30, 5e37]):
@@ -397,14 +393,14 @@ def test_wide_counts():
 
 def test_percentiles_clip_outliers():
     x = jr.normal(jr.key(0), (100_000,)).at[7].set(1e6)
-    wide, narrow = calibrate_min_max(x), calibrate_percentile(x)
+    wide, narrow = (kind().update(x).result() for kind in (MinMax, Percentile))
     assert float(wide.max) == 1e6 and 3.5 < float(narrow.max) < 4.5
 
 
 def test_percentile_of_later_batches_counts():
     # The reference's reservoir keeps its first thousand samples for good.
     batches = [b + np.arange(1000, dtype=np.float32) / 1000 for b in range(100)]
-    result = calibrate_percentile(batches, lower=1, upper=99)
+    result = ft.reduce(lambda cal, x: cal.update(x), batches, Percentile(lower=1, upper=99)).result()
     np.testing.assert_allclose(float(result.max), 99, rtol=1 / 64)
 
 
@@ -412,7 +408,7 @@ def test_percentile_of_later_batches_counts():
 
 
 def squared_error(x, result):
-    return float(jnp.mean(jnp.square(dequantize_with_params(quantize_with_params(x, result), result) - x)))
+    return float(jnp.mean(jnp.square(result.quantize(x).dequantize() - x)))
 
 
 @pytest.mark.long
@@ -422,14 +418,14 @@ def squared_error(x, result):
 )
 def test_mse_beats_every_other_range(bits, symmetric):
     x = data((50_000,)) if symmetric else jnp.abs(data((50_000,)))
-    wide = calibrate_min_max(x, bits, symmetric)
+    wide = range_of(x, bits, symmetric)
     found = make(MSE, "tensor", bits, symmetric).update(x).result()
     error = squared_error(x, found)
     assert error < (0.97 if bits == 8 else 0.8) * squared_error(x, wide)
     # No range on a grid of its own is better by more than 2 %: steps of the grid, and bins.
     ranges = [f * float(jnp.abs(x).max()) for f in np.geomspace(1 / 60, 1, 60)]
     for limit in ranges:
-        other = calibrate_min_max(jnp.clip(x, -limit, limit), bits, symmetric)
+        other = range_of(jnp.clip(x, -limit, limit), bits, symmetric)
         assert error < 1.02 * squared_error(x, other)
 
 
@@ -446,24 +442,7 @@ def test_mse_of_each_channel():
         close(together.scale[n, 0], MSE(eqq.Int4("tensor")).update(x[:, n]).result().scale, 1e-5)
 
 
-# One call
-
-
-@pytest.mark.long
-def test_one_call_is_the_calibrator():
-    x = data((6, 10))
-    same(calibrate_min_max([x, x + 1], 4, False), make(MinMax, "tensor", 4, False).update(x).update(x + 1).result())
-    same(calibrate_min_max(iter([x, x + 1]), 4, False), calibrate_min_max([x, x + 1], 4, False))
-    same(calibrate_per_tensor(x, 4), calibrate_min_max(x, 4))
-    same(calibrate_percentile(x, lower=5, upper=90), Percentile(lower=5, upper=90).update(x).result())
-    assert calibrate_per_channel(x).scale.shape == (6, 1)
-    assert calibrate_per_channel([x, x], axis=-1).scale.shape == (10, 1)
-    assert calibrate_per_channel(x, axis=(0, 1)).scale.shape == (6, 10)
-    assert calibrate_per_group(x, 4).scale.shape == (6, 3)
-    assert calibrate_per_group(x, 4, axis=0).scale.shape == (10, 2)
-    # A quantized array is one array, not an iterable of its rows.
-    q = eqq.quantize(x, "int8")
-    same(calibrate_per_channel(q), calibrate_per_channel(q.dequantize()))
+# Shapes
 
 
 def test_shapes_and_axes():
@@ -496,19 +475,11 @@ def test_shapes_and_axes():
 def test_formats_take_a_calibrated_scale(format, symmetric, axis, block_size):
     w = data((12, 10))
     format = format(block_size=block_size, symmetric=symmetric)
-    if block_size == "tensor":
-        result = calibrate_per_tensor(w, format.bits, symmetric)
-    elif block_size is None:
-        result = calibrate_per_channel(w, -3 - axis, format.bits, symmetric)
-    else:
-        result = calibrate_per_group(w, block_size, axis, format.bits, symmetric)
+    result = range_of(w, format.bits, symmetric, block_size=block_size, axis=axis)
     assert result.axis == axis or block_size == "tensor"
     q = eqq.quantize(w, format, axis=axis, scale=result.scale, zero_point=result.zero_point)
-    codes = quantize_with_params(w, result).astype(jnp.int32)
-    np.testing.assert_array_equal(eqq.unpack(q), codes + (2 ** (format.bits - 1) if symmetric else 0))
-    np.testing.assert_allclose(
-        q.dequantize(), dequantize_with_params(codes.astype(jnp.int8 if symmetric else jnp.uint8), result), rtol=1e-6
-    )
+    np.testing.assert_array_equal(whole(q), whole(result.quantize(w)))
+    np.testing.assert_allclose(q.dequantize(), result.quantize(w).dequantize(), rtol=1e-6)
     if not (format.bits == 2 and symmetric):  # whose own rule is another
         assert_same(q, eqq.quantize(w, format, axis=axis))
 
@@ -533,10 +504,10 @@ def test_a_result_knows_its_format_and_axis():
         result.quantize(1000 * w)
     # By hand, where a result is not seen: the values tell.
     for w in (jr.normal(jr.key(0), (64, 64)), jr.uniform(jr.key(0), (64, 64), minval=-1.0)):
-        scale = calibrate_per_tensor(w, 8).scale
+        scale = range_of(w).scale
         with pytest.raises(ValueError, match=r"`scale` must suit the values and Int4\(.* relative error of 0\.[89]"):
             eqq.quantize(w, eqq.Int4("tensor"), scale=scale)
-        affine = calibrate_per_tensor(w, 8, symmetric=False)
+        affine = range_of(w, symmetric=False)
         with pytest.raises(ValueError, match=r"`scale` must suit the values|`zero_point` must hold"):
             eqq.quantize(w, eqq.Int4("tensor", symmetric=False), scale=affine.scale, zero_point=affine.zero_point)
         for bits in (4, 3, 2):  # clipping on purpose
@@ -566,13 +537,13 @@ def test_given_scales_of_a_convolution():
     for format in ("int8", eqq.Int4(block_size=4), eqq.Int8("tensor")):
         result = MinMax(format, w, axes).update(w).result()
         assert_same(result.quantize(w), eqq.quantize(w, format, axis=axes))
-    assert_same(calibrate_per_channel(w, 0).quantize(w), eqq.quantize(w, "int8", axis=axes))
+    assert_same(range_of(w, block_size=None, axis=axes).quantize(w), eqq.quantize(w, "int8", axis=axes))
 
 
 @pytest.mark.long
 def test_given_scales_in_transformations():
     w = data((3, 4, 10))
-    result = calibrate_per_channel(w[0])
+    result = range_of(w[0], block_size=None)
     quantize = lambda w, scale: eqq.quantize(w, "int8", scale=scale)
     expected = quantize(w[0], result.scale)
     assert_same(jax.jit(quantize)(w[0], result.scale), expected)
@@ -602,8 +573,6 @@ def test_errors_of_calibrators():
     for lower, upper in ((99, 1), (-1, 99), (1, 101), (50, 50), (100, 100)):
         with pytest.raises(ValueError, match=f"Got lower={lower} and upper={upper}"):
             Percentile(lower=lower, upper=upper)
-        with pytest.raises(ValueError, match=f"Got lower={lower} and upper={upper}"):
-            calibrate_percentile(x, lower=lower, upper=upper)
     for momentum in (0, 1.5, -0.1):
         with pytest.raises(ValueError, match=f"at most 1. Got {momentum}"):
             MovingAverage(momentum=momentum)
@@ -631,28 +600,6 @@ def test_what_is_not_finite_inside_jit(calibrator, bad, columns):
             cal.result()
 
 
-def test_errors_of_one_call():
-    x = jnp.ones((2, 4))
-    for nothing in ([], iter(())):
-        for f in (calibrate_min_max, calibrate_percentile, calibrate_per_tensor, calibrate_per_channel):
-            with pytest.raises(ValueError, match=r"`result` needs data\. Got none"):
-                f(nothing)
-        with pytest.raises(ValueError, match=r"`result` needs data\. Got none"):
-            calibrate_per_group(nothing, 4)
-    with pytest.raises(ValueError, match=r"`group_size` must be from 1 to the length of the axis, 4\. Got 5"):
-        calibrate_per_group(x, 5)
-    with pytest.raises(ValueError, match=r"`group_size` .* Got 0"):
-        calibrate_per_group(x, 0)
-    with pytest.raises(ValueError, match=r"from -2 to 1\. Got 2"):
-        calibrate_per_group(x, 2, axis=2)
-    with pytest.raises(ValueError, match=r"from -2 to 1\. Got 2"):
-        calibrate_per_channel(x, 2)
-    with pytest.raises(ValueError, match="axes"):
-        calibrate_per_channel(x, (0, -2))
-    with pytest.raises(ValueError, match="Got shape"):
-        calibrate_per_channel([x, x[:1]])
-
-
 def test_errors_of_shapes_and_formats():
     x = jnp.ones((2, 4))
     with pytest.raises(ValueError, match=r"`axis` must name axes of the data, from -2 to 1 for shape \(2, 4\).* Got 2"):
@@ -671,15 +618,6 @@ def test_errors_of_shapes_and_formats():
             MSE(format, x)
     with pytest.raises((TypeError, TypeCheckError)):
         MinMax(8)
-    with pytest.raises((ValueError, TypeCheckError), match="symmetric"):
-        calibrate_min_max(x, 8, "no")
-    result = calibrate_per_channel(jnp.ones((2, 4)), axis=1)
-    with pytest.raises(ValueError, match=r"`x` must end as the calibrated data did.* Got shape \(2, 5\)"):
-        quantize_with_params(jnp.ones((2, 5)), result)
-    with pytest.raises(ValueError, match=r"`codes` must end as the calibrated data did"):
-        dequantize_with_params(jnp.ones((2, 5), jnp.int8), result)
-    with pytest.raises((ValueError, TypeCheckError), match="half_up"):
-        quantize_with_params(jnp.ones((2, 4)), result, rounding="half_up")
 
 
 @pytest.mark.parametrize("lower, upper, remedy", [(0.001, 0.999, "99.9"), (0, 1, "100"), (0, 0.5, "50")])
@@ -709,10 +647,10 @@ def test_errors_of_given_scales():
 
 
 def test_results_are_pytrees():
-    result = calibrate_per_channel(data((4, 6)), symmetric=False)
+    result = range_of(data((4, 6)), symmetric=False, block_size=None)
     assert isinstance(jtu.tree_map(lambda a: a, result), CalibrationResult)
     assert [a.shape for a in jtu.tree_leaves(result)] == [(4, 1)] * 4
-    jitted = eqx.filter_jit(lambda x, r: dequantize_with_params(quantize_with_params(x, r), r))
+    jitted = eqx.filter_jit(lambda x, r: r.quantize(x).dequantize())
     assert jitted(data((4, 6)), result).shape == (4, 6)
     assert math.prod(result.scale.shape) == 4
 
@@ -728,22 +666,6 @@ def test_mse_result_inside_of_shard_map():
     np.testing.assert_array_equal(scales(x), expected)
 
 
-def test_quantize_with_params_refuses_what_is_not_finite():
-    result = calibrate_min_max(T6)
-    for bad in (np.nan, np.inf):
-        with pytest.raises(ValueError, match="`x` must be finite"):
-            quantize_with_params(jnp.array([bad], jnp.float32), result)
-    jax.jit(quantize_with_params)(jnp.array([np.nan], jnp.float32), result)
-
-
-@pytest.mark.parametrize("bits", [2.5, 4.0, "8", None, 9])
-def test_bits_are_integers(bits):
-    with pytest.raises((ValueError, TypeCheckError)):
-        calibrate_min_max(T6, bits)
-
-
 def test_complex_data():
     with pytest.raises(TypeError, match="Data must be real. Got dtype complex64 in the data"):
         MinMax()._check(jnp.ones(3, jnp.complex64))
-    with pytest.raises(TypeError):
-        quantize_with_params(jnp.ones(3, jnp.complex64), calibrate_min_max(T6))

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import eqquant as eqq
 from eqquant._numerics.packing import pack, packed_length
 from eqquant.io._bits import pack_codes, pack_columns, unpack_columns, unpack_low_first
+from eqquant.reference import integer_format
 
 from .helpers import arrays, FORMATS, KINDS, loss, mlp, weights
 
@@ -355,7 +356,7 @@ def test_formats_of_others(getkey, path, monkeypatch):
     Halves2.__name__ = "Halves"
     with pytest.raises(ValueError, match="which made .*'other': 1.* Another version of the class"):
         eqq.load(path, formats=[Halves2])
-    three_bits = eqq.quantize(jnp.ones((2, 64)), eqq.analysis.integer_format(3))
+    three_bits = eqq.quantize(jnp.ones((2, 64)), integer_format(3))
     eqq.save(path, three_bits)
     with pytest.raises(ValueError, match="'_Integer', which is not defined"):
         eqq.load(path)

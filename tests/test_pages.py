@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant import reference
 
 
 ROOT = Path(__file__).parents[1]
@@ -122,7 +123,7 @@ def test_analysis(monkeypatch, capsys):
     pytest.importorskip("tokenizers")
     _small_minilm(monkeypatch)
     # All formats, which take long to compile, have tests of their own.
-    monkeypatch.setattr(eqq.analysis, "run_suite", lambda: "the suite")
+    monkeypatch.setattr(reference, "run_suite", lambda: "the suite")
     compare = eqq.analysis.compare_formats
     monkeypatch.setattr(eqq.analysis, "compare_formats", lambda w, formats=("int8", "nf4"): compare(w, formats[:2]))
     names = run("analysis.md")

@@ -1,43 +1,144 @@
-"""Compares formats on the same values."""
+"""Measures the error and the size of formats on one array."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
+from rich.markup import escape
+from rich.table import Table
+
+from .._array.quantize import quantize
 from .._formats import Binary, Dynamic8, FP8, Int2, Int4, Int8, MXFP4, MXFP8, NF4, NVFP4, Q4_0, Q8_0, Ternary
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
-from .._tree.use import Use
-from ._benchmark import Comparison, run_benchmark
-from ._error import Values
-from ._report import as_uses
+from .._report import Report, report_table
+from .._tree.quantize import FormatLike
+from .._tree.use import as_use, Use
+from ._error import ErrorReport, measure, Real, stored_bits, to_numpy, Values
+from ._plots import Axes, draw_front
 
 
 # The default of `compare_formats`.
 FORMATS: tuple[AbstractFormat, ...] = (
-    Int8(),
-    Int8(symmetric=False),
-    FP8(),
-    FP8("e5m2"),
-    MXFP8(),
-    MXFP8("e5m2"),
-    Dynamic8(),  # pyright: ignore[reportCallIssue]
-    Q8_0(),
-    NF4(),
-    NF4(double_quant=True),
-    Int4(),
-    Int4(symmetric=False),
-    MXFP4(),
-    NVFP4(),
-    Q4_0(),
-    Int2(),
-    Int2(symmetric=False),
-    Ternary(),
-    Binary(),
+    *(Int8(), Int8(symmetric=False), FP8(), FP8("e5m2"), MXFP8(), MXFP8("e5m2")),
+    *(Dynamic8(), Q8_0()),  # pyright: ignore[reportCallIssue]
+    *(NF4(), NF4(double_quant=True), Int4(), Int4(symmetric=False), MXFP4(), NVFP4(), Q4_0()),
+    *(Int2(), Int2(symmetric=False), Ternary(), Binary()),
 )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Benchmark(Report):
+    """The error and the size of one format on one array. `bits` are per value, including scales."""
+
+    derived: ClassVar[tuple[str, ...]] = ("compression", "quality")
+
+    name: str
+    format: AbstractFormat
+    bits: float
+    error: ErrorReport
+
+    @property
+    def compression(self) -> float:
+        """The ratio of the size in float32 to the quantized size."""
+        return 32 / self.bits
+
+    @property
+    def quality(self) -> float:
+        """The SQNR in dB divided by the compression, at least 1. It favours accurate formats over small ones."""
+        return self.error.sqnr_db / max(self.compression, 1.0)
+
+    def __rich__(self) -> Table:
+        return Comparison((self,)).__rich__()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Comparison(Report):
+    """A comparison of formats. Prints as a table; `report["name"]` returns one row."""
+
+    derived: ClassVar[tuple[str, ...]] = ("best_by_sqnr.name", "best_by_mse.name", "best_by_quality.name")
+
+    rows: tuple[Benchmark, ...]
+
+    def __getitem__(self, name: str) -> Benchmark:
+        found = {row.name: row for row in self.rows}
+        if name not in found:
+            raise KeyError(f"`name` must be the name of a row. Got {name!r}. There are {', '.join(found)}.")
+        return found[name]
+
+    @property
+    def best_by_sqnr(self) -> Benchmark:
+        return max(self.rows, key=lambda row: row.error.sqnr_db)
+
+    @property
+    def best_by_mse(self) -> Benchmark:
+        return min(self.rows, key=lambda row: row.error.mse)
+
+    @property
+    def best_by_quality(self) -> Benchmark:
+        return max(self.rows, key=lambda row: row.quality)
+
+    def __rich__(self) -> Table:
+        table = report_table("", "bits", "compression", "SQNR, dB", "mse", "max error", "cosine", "quality")
+        for row in self.rows:
+            error = (f"{row.error.mse:.3e}", f"{row.error.max_error:.3e}", f"{row.error.cosine:.6f}")
+            size = (f"{row.bits:.3f}", f"{row.compression:.2f}x", f"{row.error.sqnr_db:.2f}")
+            table.add_row(escape(row.name), *size, *error, f"{row.quality:.3f}")
+        return table
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Plots the relative error of each row against its bits, and the Pareto front. Returns Matplotlib's axes."""
+        errors = [row.error.relative_l2 for row in self.rows]
+        bits = [row.bits for row in self.rows]
+        labels = ("Error against size, with the Pareto front", "relative error (L2)")
+        return draw_front(ax, [row.name for row in self.rows], bits, errors, labels)
+
+
+def run_benchmark(
+    x: Values,
+    format: FormatLike,
+    *,
+    name: str | None = None,
+    axis: int | Sequence[int] = -1,
+    method: AbstractMethod | None = None,
+    threshold: Real | None = None,
+) -> Benchmark:
+    """Quantizes one array to one format and measures the error and the size.
+
+    !!! Example
+
+        ```python
+        row = eqq.analysis.run_benchmark(w, "nf4")
+        row.error.sqnr_db, row.bits, row.compression, row.quality
+        ```
+
+    **Arguments:**
+
+    - `x`: the values.
+    - `format`: a format, its lower-case name, or a [`eqquant.Use`][] with a method.
+    - `name`: the name of the row; by default, the `repr` of the format.
+    - `axis`: the axis along which blocks run.
+    - `method`: the method that chooses scales and codes, unless `format` sets one.
+    - `threshold`: as in [`eqquant.analysis.analyze_error`][].
+
+    **Returns:**
+
+    A report with `name`, `format`, `bits`, `error`, `compression` and `quality`. It prints as a table.
+
+    **Raises:**
+
+    As [`eqquant.quantize`][] and [`eqquant.analysis.analyze_error`][].
+    """
+    (use,) = as_uses(format, method)
+    values = to_numpy(x, "`x`")
+    q = quantize(values, use.format, axis=axis, method=use.method)
+    error = measure(values, to_numpy(q, "`q`"), ("`x`", "its quantized version"), threshold)
+    return Benchmark(repr(use) if name is None else name, use.format, stored_bits(q), error)
 
 
 def compare_formats(
     x: Values,
-    formats: Sequence[AbstractFormat | str | Use] | AbstractFormat | str | Use = FORMATS,
+    formats: Sequence[FormatLike] | FormatLike = FORMATS,
     *,
     axis: int | Sequence[int] = -1,
     method: AbstractMethod | None = None,
@@ -70,3 +171,19 @@ def compare_formats(
     if not formats:
         raise ValueError("`formats` must name at least one format. Got none. Leave it out for all of the library.")
     return Comparison(tuple(run_benchmark(x, use, axis=axis) for use in as_uses(formats, method)))
+
+
+def as_uses(formats: Sequence[FormatLike] | FormatLike, method: AbstractMethod | None) -> tuple[Use, ...]:
+    """Converts one or several formats to `Use`s, each with its own method or else the given one."""
+    several = (formats,) if isinstance(formats, (AbstractFormat, str, type, Use)) else formats
+    uses = [as_use(format) for format in several]
+    if any(use.activations is not None for use in uses):
+        raise ValueError(
+            "`formats` must leave `activations` out: losses are measured with quantized weights alone. Got some. Pass "
+            "them to `quantize_tree`."
+        )
+    return tuple(Use(use.format, method) if use.method is None else use for use in uses)
+
+
+def show_format(format: AbstractFormat | Use | None) -> str:
+    return "float" if format is None else repr(format)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +10,11 @@ from rich.table import Table
 
 from .._array.array import QuantizedArray
 from .._array.value import AbstractArrayValue
-from .._formats.any_width import code_width
 from .._formats.base import AbstractFormat, levels_of
 from .._numerics.axes import memory_order
 from .._numerics.blocks import divide, expand
 from .._report import Report, report_table
-from ._plots import draw_histogram
+from ._plots import Axes, draw_histogram
 
 
 Real = float | int
@@ -56,7 +54,7 @@ class ErrorReport(Report):
     cosine: float
     outlier_rate: float
     threshold: float
-    arrays: Any = dataclasses.field(default=None, repr=False, compare=False)
+    arrays: tuple[Values, Values] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __rich__(self) -> Table:
         table = report_table("error", "value")
@@ -67,7 +65,7 @@ class ErrorReport(Report):
         table.add_row("root mean square of the values", f"{self.rms:.6g}")
         return table
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Axes | None = None) -> Axes:
         """Plots the histogram of the values, and the grid of levels they round to. Returns Matplotlib's axes."""
         if self.arrays is None:
             raise ValueError(
@@ -140,7 +138,7 @@ def quantization_mse(x: Values, q: Values) -> float:
     return analyze_error(x, q).mse
 
 
-def to_numpy(x: Any, name: str) -> np.ndarray:
+def to_numpy(x: Values, name: str) -> np.ndarray:
     """Returns a dense array on the host, in its own dtype."""
     values = np.asarray(x.dequantize() if isinstance(x, AbstractArrayValue) else x)
     if not jnp.issubdtype(values.dtype, jnp.floating):
@@ -156,10 +154,9 @@ def measure(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Rea
         )
     if x.size == 0:
         raise ValueError(f"{names[0]} must hold at least one value. Got shape {x.shape}. An empty array has no error.")
-    pieces = [slice(n, n + _CHUNK) for n in range(0, x.size, _CHUNK)]
-    flat_x, flat_y = x.reshape(-1), y.reshape(-1)
-    signal = sum(_sum_of_squares(flat_x[piece]) for piece in pieces)
-    approximation = sum(_sum_of_squares(flat_y[piece]) for piece in pieces)
+    flat = x.reshape(-1), y.reshape(-1)
+    pieces = [[a[n : n + _CHUNK] for a in flat] for n in range(0, x.size, _CHUNK)]
+    signal, approximation = (sum(map(_sum_of_squares, parts)) for parts in zip(*pieces, strict=True))
     for name, total, values in ((names[0], signal, x), (names[1], approximation, y)):
         if not math.isfinite(total):
             raise ValueError(
@@ -169,8 +166,8 @@ def measure(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Rea
     rms = math.sqrt(signal / x.size)
     threshold = 0.1 * rms if threshold is None else float(threshold)
     noise = absolute = product = largest = outliers = 0.0
-    for piece in pieces:
-        a, b = flat_x[piece].astype(np.float64), flat_y[piece].astype(np.float64)
+    for a, b in pieces:
+        a, b = a.astype(np.float64), b.astype(np.float64)
         error = np.abs(a - b)
         noise += _dot(error, error)
         product += _dot(a, b)
@@ -186,9 +183,7 @@ def measure(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Rea
         max_error=largest,
         sqnr_db=decibel(signal, noise),
         relative_l2=math.sqrt(noise / signal) if signal > 0 else (math.inf if noise > 0 else 0.0),
-        cosine=product / math.sqrt(signal) / math.sqrt(approximation)
-        if signal * approximation > 0
-        else float(noise == 0),
+        cosine=product / norms if (norms := math.sqrt(signal) * math.sqrt(approximation)) > 0 else float(noise == 0),
         outlier_rate=outliers / x.size,
         threshold=threshold,
     )
@@ -218,10 +213,8 @@ def sorted_levels(format: AbstractFormat) -> np.ndarray:
 
 
 def stored_bits(q: QuantizedArray) -> float:
-    """Returns the bits per value, including scales; an integer of any width counts as if its codes were packed."""
-    rows, length = math.prod(q.codes.shape[:-1]), math.prod(q.lengths)
-    spared = math.ceil(length * q.format.bits / 8) - math.ceil(length * code_width(q.format) / 8)
-    return 8 * (q.nbytes - rows * spared) / max(q.size, 1)
+    """Returns the bits per value, including scales."""
+    return 8 * q.nbytes / max(q.size, 1)
 
 
 def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rich.markup import escape
 from rich.table import Table
@@ -17,7 +17,7 @@ from .._tree.quantize import quantize_tree, Rules
 from .._tree.select import Where
 from .._types import PyTree
 from ._error import decibel, ErrorReport, measure, Real, stored_bits, to_numpy
-from ._plots import draw_bars
+from ._plots import Axes, draw_bars
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -73,7 +73,7 @@ class TreeErrorReport(Report):
         table.add_row(f"{len(self.leaves)} leaves", "", *total)
         return table
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Axes | None = None) -> Axes:
         """Plots the SQNR of each leaf as a bar, coloured by format. Returns Matplotlib's axes."""
         names, formats = [leaf.path for leaf in self.leaves], [repr(leaf.format) for leaf in self.leaves]
         labels = ("Signal-to-noise ratio of each weight", "SQNR, dB")

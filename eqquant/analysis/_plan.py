@@ -4,7 +4,7 @@ import dataclasses
 import glob
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from rich.markup import escape
@@ -16,9 +16,9 @@ from .._tree.leaves import array_nbytes, named_leaves, some
 from .._tree.use import Use
 from .._tree.weights import ineligible_reason
 from .._types import PyTree
+from ._comparison import show_format
 from ._knapsack import choose
-from ._plots import draw_bars
-from ._report import show_format
+from ._plots import Axes, draw_bars
 from ._sensitivity import LeafSensitivity, SensitivityReport
 
 
@@ -96,7 +96,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
         table.caption_justify = "left"
         return table
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Axes | None = None) -> Axes:
         """Plots the bits per weight of each leaf as a bar, coloured by format. Returns Matplotlib's axes."""
         names = [leaf.group or leaf.paths[0] for leaf in self.leaves]
         formats = [show_format(leaf.format) for leaf in self.leaves]
@@ -148,8 +148,7 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
     _check_leaves(model, sensitivities)
     leaves = sensitivities.leaves
     options = [_options(leaf, sensitivities.loss) for leaf in leaves]
-    costs = [np.array([nbytes for _, nbytes, _ in offered]) for offered in options]
-    losses = [np.array([increase for *_, increase in offered]) for offered in options]
+    costs, losses = ([np.array([option[n] for option in offered]) for offered in options] for n in (1, 2))
     size = sum(leaf.size for leaf in leaves)
     budget = math.floor(target_bits * size / 8 + 1e-6)
     least, most = (8 * sum(int(pick(cost)) for cost in costs) / size for pick in (np.min, np.max))

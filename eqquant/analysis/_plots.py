@@ -2,10 +2,15 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TYPE_CHECKING
 
 import numpy as np
 
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]
+else:
+    Axes = Any  # Matplotlib may be missing
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#808080"
@@ -13,7 +18,7 @@ COLOURS = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#F0E442", GREY)
 MARKERS = "osD^vPX*"
 
 
-def axes_or_new(ax: Any, size: tuple[float, float]) -> Any:
+def axes_or_new(ax: Axes | None, size: tuple[float, float]) -> Axes:
     """Returns the given axes, or the axes of a new figure outside pyplot, which opens no window and needs no closing.
 
     A new figure has a transparent background and grey text, which is readable on light and on dark pages.
@@ -38,7 +43,7 @@ def axes_or_new(ax: Any, size: tuple[float, float]) -> Any:
     return ax
 
 
-def _finish(ax: Any, title: str, grid: str = "both", **legend: Any) -> Any:
+def _finish(ax: Axes, title: str, grid: Literal["both", "x", "y"] = "both", **legend: Any) -> Axes:
     """Adds a title, a light grid and, if any artist has a label, a legend in the colour of the axes' labels."""
     ax.set_title(title, fontsize=10)
     ax.grid(axis=grid, alpha=0.3)
@@ -48,7 +53,7 @@ def _finish(ax: Any, title: str, grid: str = "both", **legend: Any) -> Any:
     return ax
 
 
-def _name_rows(ax: Any, names: Sequence[str]) -> None:
+def _name_rows(ax: Axes, names: Sequence[str]) -> None:
     """Labels each row, from the top down; only every n-th row if not all labels fit."""
     room = ax.get_window_extent().height * 72 / ax.figure.dpi
     every = max(math.ceil(len(names) * 9 / max(room, 9)), 1)
@@ -58,20 +63,15 @@ def _name_rows(ax: Any, names: Sequence[str]) -> None:
 
 
 def draw_bars(
-    ax: Any,
-    names: Sequence[str],
-    values: Sequence[float],
-    labels: tuple[str, str],
-    groups: Sequence[str] | None = None,
-) -> Any:
+    ax: Axes | None, names: Sequence[str], values: Sequence[float], labels: tuple[str, str], groups: Sequence[str]
+) -> Axes:
     """Draws one bar for each name, coloured by group. `labels` are the title and the label of the x-axis."""
     ax = axes_or_new(ax, (7.0, 1.2 + 0.2 * len(names)))
-    groups = [""] * len(names) if groups is None else groups
     for n, kind in enumerate(dict.fromkeys(groups)):
         rows = [row for row, group in enumerate(groups) if group == kind]
         # Matplotlib cannot draw a bar of infinite or NaN width.
         widths = [values[row] if np.isfinite(values[row]) else 0.0 for row in rows]
-        ax.barh(rows, widths, color=COLOURS[n % len(COLOURS)], label=kind or None)
+        ax.barh(rows, widths, color=COLOURS[n % len(COLOURS)], label=kind)
     _name_rows(ax, names)
     ax.set_xlabel(labels[1])
     # Below the axes, since bars may fill them: 36 points, which the label of the x-axis needs.
@@ -79,7 +79,9 @@ def draw_bars(
     return _finish(ax, labels[0], "x", loc="upper center", bbox_to_anchor=(0.5, below), ncols=3)
 
 
-def draw_dots(ax: Any, names: Sequence[str], groups: Mapping[str, Sequence[float]], labels: tuple[str, str]) -> Any:
+def draw_dots(
+    ax: Axes | None, names: Sequence[str], groups: Mapping[str, Sequence[float]], labels: tuple[str, str]
+) -> Axes:
     """Draws a dot for each name and group on a logarithmic axis, and skips values that are not positive."""
     ax = axes_or_new(ax, (7.0, 1.2 + 0.2 * len(names)))
     for n, (group, values) in enumerate(groups.items()):
@@ -94,8 +96,8 @@ def draw_dots(ax: Any, names: Sequence[str], groups: Mapping[str, Sequence[float
 
 
 def draw_front(
-    ax: Any, names: Sequence[str], bits: Sequence[float], errors: Sequence[float], labels: tuple[str, str]
-) -> Any:
+    ax: Axes | None, names: Sequence[str], bits: Sequence[float], errors: Sequence[float], labels: tuple[str, str]
+) -> Axes:
     """Draws the error against the bits. The line is the Pareto front."""
     ax = axes_or_new(ax, (7.5, 5.0))
     best = on_front(bits, errors)
@@ -112,40 +114,25 @@ def draw_front(
     return ax
 
 
-def _label_points(ax: Any, names: Sequence[str], points: np.ndarray, colours: Sequence[str]) -> None:
+def _label_points(ax: Axes, names: Sequence[str], points: np.ndarray, colours: Sequence[str]) -> None:
     """Writes names beside points, towards the middle of the axes. The names of neighbouring points are stacked."""
     ax.figure.canvas.draw()  # the positions of points are known only after the layout
     to_points = 72 / ax.figure.dpi
     places = ax.transData.transform(points) * to_points
     middle = ax.transAxes.transform((0.5, 0.5))[0] * to_points
     columns: list[list[int]] = []
-    for n in np.argsort(places[:, 0]):
-        if columns and places[n, 0] - places[columns[-1][-1], 0] < 30:
-            columns[-1].append(int(n))
-        else:
-            columns.append([int(n)])
+    for n in map(int, np.argsort(places[:, 0])):
+        if not columns or places[n, 0] - places[columns[-1][-1], 0] >= 30:
+            columns.append([])
+        columns[-1].append(n)
     for column in columns:
         left = places[column, 0].mean() > middle
         start = places[column, 0].min() - 12 if left else places[column, 0].max() + 12
+        text = {"ha": "right" if left else "left", "va": "center", "fontsize": 8, "textcoords": "offset points"}
+        arrow = {"arrowstyle": "-", "linewidth": 0.5, "relpos": (float(left), 0.5), "shrinkA": 0, "shrinkB": 0}
         for n, line in _spread(column, places[:, 1], 10.0):
-            ax.annotate(
-                names[n],
-                points[n],
-                xytext=(start - places[n, 0], line - places[n, 1]),
-                textcoords="offset points",
-                ha="right" if left else "left",
-                va="center",
-                fontsize=8,
-                color=colours[n],
-                arrowprops={
-                    "arrowstyle": "-",
-                    "color": colours[n],
-                    "linewidth": 0.5,
-                    "relpos": (float(left), 0.5),
-                    "shrinkA": 0,
-                    "shrinkB": 0,
-                },
-            )
+            offset, style = (start - places[n, 0], line - places[n, 1]), arrow | {"color": colours[n]}
+            ax.annotate(names[n], points[n], xytext=offset, color=colours[n], arrowprops=style, **text)
 
 
 def _spread(items: Sequence[int], wanted: np.ndarray, height: float) -> list[tuple[int, float]]:
@@ -170,7 +157,7 @@ def on_front(bits: Sequence[float], errors: Sequence[float]) -> list[int]:
     return front
 
 
-def draw_histogram(ax: Any, values: np.ndarray, lines: np.ndarray, labels: tuple[str, str, str, str]) -> Any:
+def draw_histogram(ax: Axes | None, values: np.ndarray, lines: np.ndarray, labels: tuple[str, str, str, str]) -> Axes:
     """Draws a histogram and vertical lines. `labels` name the figure, the values, the lines and the x-axis."""
     ax = axes_or_new(ax, (7.0, 3.5))
     for n, line in enumerate(lines):

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,19 +15,19 @@ from jaxtyping import Array, Scalar
 from rich.markup import escape
 from rich.table import Table
 
-from .._array.array import is_quantized
+from .._array.array import is_quantized, QuantizedArray
 from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._report import Name, Report, report_table
 from .._tree.leaves import some
-from .._tree.quantize import decide
+from .._tree.quantize import decide, FormatLike
 from .._tree.select import Where
 from .._tree.use import Use
 from .._types import PyTree
+from ._comparison import as_uses, show_format
 from ._error import measure, to_numpy
-from ._plots import draw_dots
-from ._report import as_uses, show_format
+from ._plots import Axes, draw_dots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,34 +64,37 @@ class SensitivityReport(Report):
     leaves: tuple[LeafSensitivity, ...]
 
     def __rich__(self) -> Table:
-        formats = list(dict.fromkeys(f for leaf in self.leaves for f in leaf.formats))
+        formats = self._formats()
         table = report_table("parameter", *(escape(show_format(f)) for f in formats))
         table.title = f"increase of the loss, from {self.loss:.6g}"
-        for leaf in self.leaves:
-            increase = {f: loss - self.loss for f, loss in zip(leaf.formats, leaf.losses, strict=True)}
-            shown = (f"{increase[f]:.3e}" if f in increase else "" for f in formats)
-            table.add_row(Name(leaf.name), *shown)
+        for leaf, increase in zip(self.leaves, self._increases(), strict=True):
+            table.add_row(Name(leaf.name), *(f"{increase[f]:.3e}" if f in increase else "" for f in formats))
         return table
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: Axes | None = None) -> Axes:
         """Plots the increase of the loss as a dot for each leaf and format. Returns Matplotlib's axes.
 
         The axis is logarithmic, so a leaf that does not increase the loss has no dot.
         """
         names = [leaf.group or leaf.paths[0] for leaf in self.leaves]
-        kinds = list(dict.fromkeys(f for leaf in self.leaves for f in leaf.formats))
-        found = [dict(zip(leaf.formats, leaf.losses, strict=True)) for leaf in self.leaves]
-        dots = {show_format(f): [losses.get(f, np.nan) - self.loss for losses in found] for f in kinds}
-        return draw_dots(
-            ax, names, dots, ("What quantizing each weight alone does to the loss", "increase of the loss")
-        )
+        found = self._increases()
+        dots = {show_format(f): [increase.get(f, np.nan) for increase in found] for f in self._formats()}
+        labels = ("What quantizing each weight alone does to the loss", "increase of the loss")
+        return draw_dots(ax, names, dots, labels)
+
+    def _formats(self) -> list[AbstractFormat | Use]:
+        return list(dict.fromkeys(f for leaf in self.leaves for f in leaf.formats))
+
+    def _increases(self) -> list[dict[AbstractFormat | Use, float]]:
+        losses = (zip(leaf.formats, leaf.losses, strict=True) for leaf in self.leaves)
+        return [{f: loss - self.loss for f, loss in found} for found in losses]
 
 
 def sensitivity(
     model: PyTree,
-    loss: Callable[[Any, Any], Scalar],
+    loss: Callable[[PyTree, PyTree], Scalar],
     batch: PyTree,
-    formats: Sequence[AbstractFormat | str | Use] | AbstractFormat | str | Use = ("int2", "nf4", "int8"),
+    formats: Sequence[FormatLike] | FormatLike = ("int2", "nf4", "int8"),
     *,
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
@@ -139,43 +142,38 @@ def sensitivity(
     `ValueError` if `formats` or `batch` is empty, if the loss is not one finite number, if it does not depend on the
     weights, and as [`eqquant.quantize_tree`][].
     """
-    uses = as_uses(formats, method)
-    if not uses:
-        raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
+    uses = _some_uses(formats, method)
     check_batch(batch)
-    picked = tuple(use if use.method is not None else use.format for use in uses)
-    losses_of, weights = _Losses(model, loss, batch), _weights(model, where, axis)
-    base = losses_of({}, "the model as it is")
-    rows, changed = [], False
-    for name, alike in _grouped(weights, group):
-        losses, nbytes = [], []
-        for use in uses:
-            replaced, bytes_of_all = {}, 0
-            for places, paths, w, axes in alike:
-                q = quantize_named(w, use, axes, paths[0])
-                rounded = q.dequantize()
-                replaced.update(dict.fromkeys(places, rounded))
-                bytes_of_all += q.nbytes
-                changed = changed or not np.array_equal(rounded, w)
-            losses.append(losses_of(replaced, f"{name or alike[0][1][0]} in {use!r}"))
-            nbytes.append(bytes_of_all)
-        rows.append(_row(name, alike, picked, nbytes, losses))
+    weights, compute = _weights(model, where, axis), _loss_with(model, loss, batch)
+    base = _as_number(compute({}), "the model as it is")
+    changed = False
+
+    def loss_of(name: str, use: Use, alike: Sequence[_Candidate], quantized: Sequence[QuantizedArray]) -> float:
+        nonlocal changed
+        replaced = {}
+        for w, q in zip(alike, quantized, strict=True):
+            rounded = q.dequantize()
+            replaced.update(dict.fromkeys(w.places, rounded))
+            changed = changed or not np.array_equal(rounded, w.value)
+        return _as_number(compute(replaced), f"{name} in {use!r}")
+
+    rows = _rows(weights, group, uses, loss_of)
     if changed and all(loss == base for row in rows for loss in row.losses):
         # All losses are equal, either because rounding hardly changes them or because `loss` ignores the weights. Only
         # the latter returns the same for weights of NaN.
-        without = {place: jnp.full_like(w, jnp.nan) for places, _, w, _ in weights for place in places}
+        without = {place: jnp.full_like(w.value, jnp.nan) for w in weights for place in w.places}
         with jax.debug_nans(False):
-            if float(np.asarray(losses_of.value(without))) == base:
+            if float(np.asarray(compute(without))) == base:
                 raise ValueError(
                     f"`loss` must use the model that it is given. Got the same value for every one, {base:.6g}, "
                     "although their weights differ. Does it close over another?"
                 )
-    return SensitivityReport(base, tuple(rows))
+    return SensitivityReport(base, rows)
 
 
 def weight_sensitivity(
     model: PyTree,
-    formats: Sequence[AbstractFormat | str | Use] | AbstractFormat | str | Use = ("int2", "nf4", "int8"),
+    formats: Sequence[FormatLike] | FormatLike = ("int2", "nf4", "int8"),
     *,
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
@@ -213,97 +211,124 @@ def weight_sensitivity(
 
     `ValueError` if `formats` is empty, and as [`eqquant.quantize_tree`][].
     """
-    uses = as_uses(formats, method)
-    if not uses:
-        raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
-    picked, rows = tuple(use if use.method is not None else use.format for use in uses), []
-    for name, alike in _grouped(_weights(model, where, axis), group):
-        losses, nbytes = np.zeros(len(uses)), np.zeros(len(uses), np.int64)
-        for _, paths, w, axes in alike:
-            quantized = [quantize_named(w, use, axes, paths[0]) for use in uses]
-            values = to_numpy(w, paths[0])
-            errors = [measure(values, to_numpy(q, paths[0]), (paths[0], paths[0])).relative_l2 for q in quantized]
-            losses += [min(error, 1.0) ** 2 * w.size for error in errors]
-            nbytes += [q.nbytes for q in quantized]
-        rows.append(_row(name, alike, picked, nbytes.tolist(), losses.tolist()))
-    return SensitivityReport(0.0, tuple(rows))
+
+    def loss_of(name: str, use: Use, alike: Sequence[_Candidate], quantized: Sequence[QuantizedArray]) -> float:
+        del name, use
+        loss = 0.0
+        for w, q in zip(alike, quantized, strict=True):
+            values, path = to_numpy(w.value, w.paths[0]), w.paths[0]
+            loss += min(measure(values, to_numpy(q, path), (path, path)).relative_l2, 1.0) ** 2 * values.size
+        return loss
+
+    uses = _some_uses(formats, method)
+    return SensitivityReport(0.0, _rows(_weights(model, where, axis), group, uses, loss_of))
 
 
-class _Losses:
-    """Computes the loss of a model with some leaves replaced, and compiles it once."""
+class _Candidate(NamedTuple):
+    """An array that `quantize_tree` would quantize: the indices and the paths of its leaves, its value and its axes."""
 
-    def __init__(self, model: PyTree, loss: Callable[[Any, Any], Scalar], batch: PyTree) -> None:
-        self._leaves, self._treedef = jtu.tree_flatten(model, is_leaf=is_quantized)
-        self._loss, self._batch = eqx.filter_jit(loss), batch
-
-    def value(self, replaced: Mapping[int, Array | None]) -> Any:
-        leaves = [replaced.get(place, leaf) for place, leaf in enumerate(self._leaves)]
-        return self._loss(jtu.tree_unflatten(self._treedef, leaves), self._batch)
-
-    def __call__(self, replaced: Mapping[int, Array | None], what: str) -> float:
-        """Returns the loss as a number. Raises if it is not one finite number; the message says what was replaced."""
-        out = self.value(replaced)
-        if not isinstance(out, (jax.Array, np.ndarray, np.generic, float, int)):
-            raise ValueError(f"`loss` must return one finite number. Got a {type(out).__name__}. Return a scalar.")
-        value = np.asarray(out)
-        if value.shape != () or jnp.iscomplexobj(value) or not math.isfinite(value):
-            raise ValueError(
-                f"`loss` must return one finite number. Got {f'shape {value.shape}' if value.shape else value} with "
-                f"{what}. Reduce it to its mean, and look for a division by zero."
-            )
-        return float(value)
+    places: list[int]
+    paths: list[str]
+    value: Array | np.ndarray
+    axes: tuple[int, ...]
 
 
-# The leaf indices of an array, its paths, its value and its axes.
-_Weight = tuple[list[int], tuple[str, ...], Any, Any]
+def _weights(model: PyTree, where: Where | None, axis: int | Sequence[int] | None) -> list[_Candidate]:
+    found: dict[int, _Candidate] = {}
+    for n, decision in enumerate(decide(model, "int8", where, axis)):
+        if decision.format is not None:
+            x = decision.leaf.value
+            w = found.setdefault(id(x), _Candidate([], [], x, decision.axes))
+            w.places.append(n)
+            w.paths.append(decision.leaf.path)
+    return list(found.values())
 
 
-def _grouped(weights: Sequence[_Weight], group: str | Sequence[str]) -> list[tuple[str | None, list[_Weight]]]:
+def _grouped(weights: Sequence[_Candidate], group: str | Sequence[str]) -> list[tuple[str | None, list[_Candidate]]]:
     """Returns the arrays that share a format, with the name of their group, or each array alone."""
     patterns = [group] if isinstance(group, str) else list(group)
     matchers = {p: re.compile(r"[^.]*".join(re.escape(part) for part in p.split("*")) + r"(?=\.|$)") for p in patterns}
-    found: dict[Any, list[_Weight]] = {}
+    found: dict[Hashable, tuple[str | None, list[_Candidate]]] = {}
     used = set()
-    for weight in weights:
-        _, (path, *_), w, _ = weight
-        key: Any = path
+    for w in weights:
+        path = w.paths[0]
+        name, key = None, path
         for pattern, matcher in matchers.items():
             if match := matcher.match(path):
-                key = pattern + path[match.end() :], tuple(w.shape), w.dtype
+                name = pattern + path[match.end() :]
+                key = name, w.value.shape, w.value.dtype
                 used.add(pattern)
                 break
-        found.setdefault(key, []).append(weight)
+        found.setdefault(key, (name, []))[1].append(w)
     if unused := [p for p in patterns if p not in used]:
         raise ValueError(
             f"`group` must match the beginning of a path. Got {unused[0]!r}, which matches none of "
-            f"{some([paths[0] for _, paths, *_ in weights])}."
+            f"{some([w.paths[0] for w in weights])}."
         )
-    return [(key[0] if isinstance(key, tuple) and len(alike) > 1 else None, alike) for key, alike in found.items()]
+    return [(name if len(alike) > 1 else None, alike) for name, alike in found.values()]
 
 
-def _row(
-    group: str | None, alike: Sequence[_Weight], formats: Any, nbytes: Sequence[int], losses: Sequence[float]
-) -> LeafSensitivity:
-    paths, w = tuple(path for _, paths, *_ in alike for path in paths), alike[0][2]
-    dense = sum(w.nbytes for _, _, w, _ in alike)
-    return LeafSensitivity(paths, tuple(w.shape), dense, formats, tuple(nbytes), tuple(losses), len(alike), group)
+def _rows(
+    weights: Sequence[_Candidate],
+    group: str | Sequence[str],
+    uses: Sequence[Use],
+    loss_of: Callable[[str, Use, Sequence[_Candidate], Sequence[QuantizedArray]], float],
+) -> tuple[LeafSensitivity, ...]:
+    """Returns a row for each array or group: quantizes it to each format, and asks `loss_of` for the loss."""
+    formats = tuple(use if use.method is not None else use.format for use in uses)
+    rows = []
+    for name, alike in _grouped(weights, group):
+        losses, nbytes = [], []
+        for use in uses:
+            quantized = [_quantize_named(w, use) for w in alike]
+            losses.append(loss_of(name or alike[0].paths[0], use, alike, quantized))
+            nbytes.append(sum(q.nbytes for q in quantized))
+        paths, dense = tuple(path for w in alike for path in w.paths), sum(w.value.nbytes for w in alike)
+        shape = tuple(alike[0].value.shape)
+        rows.append(LeafSensitivity(paths, shape, dense, formats, tuple(nbytes), tuple(losses), len(alike), name))
+    return tuple(rows)
 
 
-def _weights(model: PyTree, where: Where | None, axis: Any) -> list[_Weight]:
-    """Returns the arrays that `quantize_tree` would quantize: their leaf indices, paths, values and axes."""
-    found: dict[int, tuple[list[int], list[str], Any, Any]] = {}
-    for n, (leaf, format, axes, *_) in enumerate(decide(model, "int8", where, axis)):
-        if format is not None:
-            places, paths, *_ = found.setdefault(id(leaf.value), ([], [], leaf.value, axes))
-            places.append(n)
-            paths.append(leaf.path)
-    return [(places, tuple(paths), w, axes) for places, paths, w, axes in found.values()]
+def _some_uses(formats: Sequence[FormatLike] | FormatLike, method: AbstractMethod | None) -> tuple[Use, ...]:
+    uses = as_uses(formats, method)
+    if not uses:
+        raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
+    return uses
 
 
-def quantize_named(w: Any, use: Use, axes: Any, path: str) -> Any:
+def _loss_with(
+    model: PyTree, loss: Callable[[PyTree, PyTree], Scalar], batch: PyTree
+) -> Callable[[Mapping[int, Array]], PyTree]:
+    """Returns a function that computes the loss with some leaves replaced, and is compiled once."""
+    leaves, treedef = jtu.tree_flatten(model, is_leaf=is_quantized)
+    compiled = eqx.filter_jit(loss)
+
+    def compute(replaced: Mapping[int, Array]) -> PyTree:
+        changed = [replaced.get(place, leaf) for place, leaf in enumerate(leaves)]
+        return compiled(jtu.tree_unflatten(treedef, changed), batch)
+
+    return compute
+
+
+def _as_number(out: PyTree, what: str) -> float:
+    """Returns a loss as a number. Raises if it is not one finite number; the message says what was replaced."""
+    if not isinstance(out, (jax.Array, np.ndarray, np.generic, float, int)):
+        raise ValueError(f"`loss` must return one finite number. Got a {type(out).__name__}. Return a scalar.")
+    value = np.asarray(out)
+    if value.shape != () or jnp.iscomplexobj(value) or not math.isfinite(value):
+        raise ValueError(
+            f"`loss` must return one finite number. Got {f'shape {value.shape}' if value.shape else value} with "
+            f"{what}. Reduce it to its mean, and look for a division by zero."
+        )
+    return float(value)
+
+
+def _quantize_named(w: _Candidate, use: Use) -> QuantizedArray:
     """Calls `quantize`, and names the leaf in its errors."""
+    path = w.paths[0]
     try:
-        return quantize(w, use.format, axis=axes, method=None if use.method is None else use.method.for_leaf(path))
+        method = None if use.method is None else use.method.for_leaf(path)
+        return quantize(w.value, use.format, axis=w.axes, method=method)
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
 

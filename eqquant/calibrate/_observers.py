@@ -5,16 +5,24 @@ import functools as ft
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeGuard, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Float32
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Float, Float32, PRNGKeyArray
 
 from .._array.value import AbstractArrayValue, as_permutation, multiply
+from .._types import PyTree
+from ._calibrator import AbstractCalibrator
 from ._observe import Moments, observe
+
+
+T = TypeVar("T")
+Weight = Array | AbstractArrayValue
+Convolution = eqx.nn.Conv | eqx.nn.ConvTranspose
 
 
 class Sums:
@@ -26,7 +34,7 @@ class Sums:
         wait in `waiting` for `calibrate`.
     """
 
-    def __init__(self, layers: int, calibrator: Any = None) -> None:
+    def __init__(self, layers: int, calibrator: AbstractCalibrator | None = None) -> None:
         self.layers = layers
         self.calibrators = None if calibrator is None else [calibrator] * layers
         self.waiting: dict[int, list[np.ndarray]] = {}
@@ -35,7 +43,7 @@ class Sums:
         self.total: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, index: Any, moments: Moments) -> np.ndarray:
+    def __call__(self, index: Array | np.ndarray, moments: Moments) -> np.ndarray:
         index = np.asarray(index)
         numbers = index.astype(int).ravel()
         values = moments.pop("values", None)
@@ -96,7 +104,7 @@ class Watch:
         threshold: float | int,
         gram: bool,
         gated: bool = False,
-        calibrator: Any = None,
+        calibrator: AbstractCalibrator | None = None,
     ) -> None:
         self.path, self.stack, self.threshold, self.gram, self.gated = path, stack, threshold, gram, gated
         self.looked_up = self.used = False
@@ -145,7 +153,7 @@ class WatchedArray(AbstractArrayValue):
     - `swapped`: whether the last two axes are swapped.
     """
 
-    weight: Any
+    weight: Weight
     index: Float32[Array, "*stack"]
     watch: Watch = eqx.field(static=True)
     swapped: bool = eqx.field(static=True, default=False)
@@ -166,7 +174,7 @@ class WatchedArray(AbstractArrayValue):
         self.watch.used = True
         return self.weight.dequantize() if isinstance(self.weight, AbstractArrayValue) else jnp.asarray(self.weight)
 
-    def transpose(self, *axes: Any) -> Any:
+    def transpose(self, *axes: int | Sequence[int] | None) -> Weight:
         order, ndim = as_permutation(axes, self.ndim), self.ndim
         transposed = self.weight.transpose(order)
         if order == [*range(ndim - 2), ndim - 1, ndim - 2]:
@@ -174,18 +182,18 @@ class WatchedArray(AbstractArrayValue):
         self.watch.used = True
         return transposed
 
-    def astype(self, dtype: Any) -> Any:
+    def astype(self, dtype: DTypeLike) -> "WatchedArray":
         return dataclasses.replace(self, weight=self.weight.astype(dtype))
 
-    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+    def reshape(self, *shape: PyTree, **kwargs: PyTree) -> Weight:
         self.watch.used = True
         return self.weight.reshape(*shape, **kwargs)
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: PyTree) -> Array:
         self.watch.looked_up = True
         return self.weight[index]
 
-    def _matmul(self, other: ArrayLike, *, left: bool, **options: Any) -> Array:
+    def _matmul(self, other: ArrayLike, *, left: bool, **options: PyTree) -> Array:
         x = jnp.asarray(other)
         contracted = -1 if left else -2
         fits = x.size > 0 and x.ndim > 0 and x.shape[-2 if left and x.ndim > 1 else -1] == self.shape[contracted]
@@ -210,7 +218,7 @@ class WatchedArray(AbstractArrayValue):
         return self.watch.see(x, rows, self.index, axis)
 
 
-def is_convolution(x: Any) -> bool:
+def is_convolution(x: object) -> TypeGuard[Convolution]:
     """Whether `x` is an Equinox convolution. A user's subclass is not, because it may have its own `__call__`."""
     return type(x) in _CONVOLUTIONS
 
@@ -221,7 +229,7 @@ _CONVOLUTIONS = (
 )
 
 
-def watch_convolution(layer: Any, watch: Watch) -> Any:
+def watch_convolution(layer: Convolution, watch: Watch) -> Convolution:
     """Returns the same convolution, as an instance of a subclass that observes the patches under its kernel.
 
     `equinox.nn.Conv.__call__` passes its kernel to `jax.lax.conv_general_dilated`, which converts it to an array, so a
@@ -231,21 +239,20 @@ def watch_convolution(layer: Any, watch: Watch) -> Any:
 
 
 @ft.cache
-def _watched_class(cls: type) -> type:
-    class Watched(cls):
-        watch: Any = eqx.field(static=True, default=None)
-        index: Any = None
+def _watched_class(cls: type[Convolution]) -> type[Convolution]:
+    class Watched(cls):  # pyright: ignore[reportGeneralTypeIssues]
+        watch: Watch = eqx.field(static=True, kw_only=True)
+        index: Float32[Array, "*stack"] = eqx.field(kw_only=True)
 
-        def __call__(self, x: Array, **kwargs: Any) -> Array:
+        def __call__(self, x: Array, *, key: PRNGKeyArray | None = None) -> Array:
             plain = _copy(cls, self)
-            patches = _patches(plain, x)
-            return plain(self.watch.see(x, patches, self.index, -1), **kwargs)
+            return plain(self.watch.see(x, _patches(plain, x), self.index, -1), key=key)
 
     Watched.__name__ = Watched.__qualname__ = f"Watched{cls.__name__}"
     return Watched
 
 
-def _copy(cls: type, layer: Any, **changes: Any) -> Any:
+def _copy(cls: type[T], layer: eqx.Module, **changes: object) -> T:
     """Copies the fields of a layer into another class, without `__init__`, which would initialise new weights."""
     copy = object.__new__(cls)
     for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
@@ -254,7 +261,7 @@ def _copy(cls: type, layer: Any, **changes: Any) -> Any:
     return copy
 
 
-def _patches(layer: Any, x: Float[Array, "..."]) -> Float[Array, "rows features"]:
+def _patches(layer: Convolution, x: Float[Array, "..."]) -> Float[Array, "rows features"]:
     """Returns the patch under each position of the kernel: a row per position and group, with the kernel's features."""
     inputs = layer.weight.shape[1:]
     features = math.prod(inputs)

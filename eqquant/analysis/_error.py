@@ -174,6 +174,8 @@ def measure(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Rea
         absolute += float(error.sum())
         largest = max(largest, float(error.max()))
         outliers += np.count_nonzero(error > threshold)
+    both = signal > 0 and approximation > 0
+    cosine = product / math.sqrt(signal) / math.sqrt(approximation) if both else float(noise == 0)
     return ErrorReport(
         size=x.size,
         rms=rms,
@@ -183,7 +185,7 @@ def measure(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Rea
         max_error=largest,
         sqnr_db=decibel(signal, noise),
         relative_l2=math.sqrt(noise / signal) if signal > 0 else (math.inf if noise > 0 else 0.0),
-        cosine=product / norms if (norms := math.sqrt(signal) * math.sqrt(approximation)) > 0 else float(noise == 0),
+        cosine=cosine,
         outlier_rate=outliers / x.size,
         threshold=threshold,
     )

@@ -64,11 +64,10 @@ class SensitivityReport(Report):
     leaves: tuple[LeafSensitivity, ...]
 
     def __rich__(self) -> Table:
-        formats = self._formats()
-        table = report_table("parameter", *(escape(show_format(f)) for f in formats))
+        table = report_table("parameter", *(escape(show_format(f)) for f in self.leaves[0].formats))
         table.title = f"increase of the loss, from {self.loss:.6g}"
-        for leaf, increase in zip(self.leaves, self._increases(), strict=True):
-            table.add_row(Name(leaf.name), *(f"{increase[f]:.3e}" if f in increase else "" for f in formats))
+        for leaf in self.leaves:
+            table.add_row(Name(leaf.name), *(f"{loss - self.loss:.3e}" for loss in leaf.losses))
         return table
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -77,17 +76,10 @@ class SensitivityReport(Report):
         The axis is logarithmic, so a leaf that does not increase the loss has no dot.
         """
         names = [leaf.group or leaf.paths[0] for leaf in self.leaves]
-        found = self._increases()
-        dots = {show_format(f): [increase.get(f, np.nan) for increase in found] for f in self._formats()}
+        increases = np.array([leaf.losses for leaf in self.leaves]).T - self.loss
+        dots = {show_format(f): row.tolist() for f, row in zip(self.leaves[0].formats, increases, strict=True)}
         labels = ("What quantizing each weight alone does to the loss", "increase of the loss")
         return draw_dots(ax, names, dots, labels)
-
-    def _formats(self) -> list[AbstractFormat | Use]:
-        return list(dict.fromkeys(f for leaf in self.leaves for f in leaf.formats))
-
-    def _increases(self) -> list[dict[AbstractFormat | Use, float]]:
-        losses = (zip(leaf.formats, leaf.losses, strict=True) for leaf in self.leaves)
-        return [{f: loss - self.loss for f, loss in found} for found in losses]
 
 
 def sensitivity(

@@ -1,8 +1,8 @@
 """Calibration: ranges, scales and statistics from data. See `docs/calibrate.md`."""
 
 from ._calibrator import AbstractCalibrator as AbstractCalibrator
-from ._clipping import MSE as MSE
-from ._percentile import Percentile as Percentile
+from ._clipping import MSE as MSE, Percentile as Percentile
+from ._collect import collect_stats as collect_stats
 from ._ranges import MinMax as MinMax, MovingAverage as MovingAverage
 from ._result import CalibrationResult as CalibrationResult
-from ._stats import ActivationStats as ActivationStats, collect_stats as collect_stats, LeafStats as LeafStats
+from ._stats import ActivationStats as ActivationStats, LeafStats as LeafStats

@@ -60,8 +60,8 @@ class Blocks:
             part = jnp.moveaxis(part, range(pooled), range(-pooled, 0))
             part = part.reshape(*part.shape[: len(self.scales)], -1)
             stop = start + part.shape[-2]
-            of_part = (jnp.take(b, jnp.arange(start, stop), axis=len(self.scales) - 1) for b in per_block)
-            results.append(f(part, *of_part))
+            numbers = (jnp.take(b, jnp.arange(start, stop), axis=len(self.scales) - 1) for b in per_block)
+            results.append(f(part, *numbers))
             start = stop
         return jnp.concatenate(results, axis=len(self.scales) - 1)
 

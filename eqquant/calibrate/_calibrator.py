@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int32
 
 from .._array.checks import is_known_not_finite
+from .._array.value import AbstractArrayValue
 from .._formats import Int8
 from .._formats.base import as_format
 from .._numerics.axes import as_axis
@@ -57,7 +58,7 @@ class AbstractCalibrator(eqx.Module):
     axis: int | Sequence[int] = eqx.field(static=True, default=-1)
     name: str = eqx.field(static=True, default="the data", kw_only=True)
     # The state, empty at first: `dataclasses.replace` passes it on.
-    seen: Any = eqx.field(default=None, kw_only=True)
+    seen: PyTree = eqx.field(default=None, kw_only=True)
     finite: Bool[Array, "*scales"] = eqx.field(default=None, kw_only=True)
     batches: Int32[Array, ""] = eqx.field(default=None, kw_only=True)
 
@@ -81,7 +82,7 @@ class AbstractCalibrator(eqx.Module):
         """Returns the state after one more batch."""
 
     @abc.abstractmethod
-    def _join(self, other: Any) -> PyTree[Array]:
+    def _join(self, other: "AbstractCalibrator") -> PyTree[Array]:
         """Returns the state for the data of both."""
 
     @abc.abstractmethod
@@ -159,7 +160,7 @@ class AbstractCalibrator(eqx.Module):
     def _blocks(self) -> Blocks:
         return as_blocks(self.format.block_size, self.shape, self.axis)
 
-    def _check(self, x: Any) -> Float32[Array, "..."]:
+    def _check(self, x: ArrayLike | AbstractArrayValue) -> Float32[Array, "..."]:
         """Returns a batch in float32. Raises if it is not valid."""
         x = jnp.asarray(x)
         check_real(x, self.name)
@@ -205,7 +206,7 @@ def extremes(x: Float[Array, "..."], blocks: Blocks) -> Range:
     return blocks.map(lambda v: jnp.min(v, axis=-1), x), blocks.map(lambda v: jnp.max(v, axis=-1), x)
 
 
-def _settings(calibrator: Any) -> str:
+def _settings(calibrator: AbstractCalibrator) -> str:
     static = [f for f in dataclasses.fields(calibrator) if f.metadata.get("static", False)]
     return f"{type(calibrator).__name__}({', '.join(f'{f.name}={getattr(calibrator, f.name)!r}' for f in static)})"
 

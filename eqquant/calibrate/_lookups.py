@@ -1,7 +1,7 @@
 """How the outputs of a model depend on the tables that it looks up: what products have as the Gram matrix of inputs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
@@ -16,6 +16,7 @@ from .._types import PyTree
 from ._observers import Watch
 
 
+Apply: TypeAlias = Callable[[PyTree, PyTree], PyTree]
 Table = Float[Array, "*stack entries features"]
 
 
@@ -26,7 +27,7 @@ class Lookups:
     $J$ holds the derivatives of all outputs by one entry: its error $e$ changes the outputs by $e^T J^T J e$.
     """
 
-    def __init__(self, run: Callable[[Any, Any], Any], model: PyTree, watches: Sequence[tuple[Leaf, Watch]]) -> None:
+    def __init__(self, run: Apply, model: PyTree, watches: Sequence[tuple[Leaf, Watch]]) -> None:
         self.run, self.model, self.watches = run, model, watches
         self.gram: dict[str, np.ndarray] = {}
         self.rows: dict[str, np.ndarray] = {}
@@ -80,11 +81,11 @@ def _real_parts(x: Array) -> list[Array]:
 
 @eqx.filter_jit
 def _moments(
-    run: Callable[[Any, Any], Any],
+    run: Apply,
     model: PyTree,
     batch: PyTree,
     tables: Sequence[Table],
-    places: Sequence[tuple[Any, int]],
+    places: Sequence[tuple[tuple[Hashable, ...], int]],
     key: Array,
 ) -> list[tuple[Float32[Array, "*stack features features"], Int32[Array, "*stack"]]]:
     """Returns for each table the sum of $g g^T$ over the gradients of its entries, and how many were not zero."""
@@ -95,8 +96,8 @@ def _moments(
         outputs = run(jtu.tree_map_with_path(place, model), batch)
         floats = [part for x in jtu.tree_leaves(outputs) if eqx.is_inexact_array(x) for part in _real_parts(x)]
         keys = jr.split(key, len(floats))
-        of = lambda x, key: jnp.vdot(x, jr.rademacher(key, x.shape, jnp.float32))
-        return sum((of(x, k) for x, k in zip(floats, keys, strict=True)), jnp.zeros((), jnp.float32))
+        project = lambda x, key: jnp.vdot(x, jr.rademacher(key, x.shape, jnp.float32))
+        return sum((project(x, k) for x, k in zip(floats, keys, strict=True)), jnp.zeros((), jnp.float32))
 
     def moments(gradient: Table) -> tuple[Array, Array]:
         g = gradient.astype(jnp.float32)

@@ -6,7 +6,7 @@ runs as often as the product whose input it observes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.extend
@@ -17,9 +17,10 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Float32, Shaped
 
 
-Moments = dict[str, Any]
+Moments: TypeAlias = dict[str, Array | np.ndarray]
 # Called on the host with the indices of the layers and the moments of their rows. Returns the indices.
-Record = Callable[[Any, Moments], np.ndarray]
+Record: TypeAlias = Callable[[Array | np.ndarray, Moments], np.ndarray]
+Option: TypeAlias = Record | float | int
 
 # Public for whoever looks for it in a traced program.
 observe_p = jax.extend.core.Primitive("observe")
@@ -29,7 +30,7 @@ def observe(
     x: Shaped[Array, "*inputs"],
     rows: Float[Array, "*stack rows features"],
     index: Float32[Array, "*stack"],
-    **params: Any,
+    **params: Option,
 ) -> Shaped[Array, "*inputs"]:
     """Returns `x`, but only after `record` has received the moments of `rows`.
 
@@ -49,7 +50,7 @@ def observe(
 def _moments(x: Float[Array, "*stack rows features"], threshold: float | int, gram: bool, keep: bool) -> Moments:
     x = x.astype(jnp.float32)
     size = jnp.abs(x)
-    moments = {
+    moments: Moments = {
         "rows": jnp.full(x.shape[:-2], x.shape[-2], jnp.int32),
         "min": jnp.min(x, axis=-2),
         "max": jnp.max(x, axis=-2),
@@ -83,18 +84,18 @@ def _run(
     return jax.lax.cond(jnp.any(index >= 0), tell, lambda x, index: index, x, index) if gated else tell(x, index)
 
 
-def _batch(operands: Sequence[Array], axes: Sequence[Any], **params: Any) -> tuple[Array, Any]:
-    (x, index), (of_x, of_index) = operands, axes
-    if of_index is None:  # one layer for the whole batch: the examples become rows
-        x = jnp.moveaxis(x, of_x, -3)
+def _batch(operands: Sequence[Array], axes: Sequence[int | None], **params: Option) -> tuple[Array, int | None]:
+    (x, index), (x_axis, index_axis) = operands, axes
+    if index_axis is None and x_axis is not None:  # one layer for the whole batch: the examples become rows
+        x = jnp.moveaxis(x, x_axis, -3)
         x = x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
         return observe_p.bind(x, index, **params), None
-    index = jnp.moveaxis(index, of_index, 0)
-    x = jnp.broadcast_to(x, (index.shape[0], *x.shape)) if of_x is None else jnp.moveaxis(x, of_x, 0)
+    index = jnp.moveaxis(index, index_axis or 0, 0)
+    x = jnp.broadcast_to(x, (index.shape[0], *x.shape)) if x_axis is None else jnp.moveaxis(x, x_axis, 0)
     return observe_p.bind(x, index, **params), 0
 
 
-def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tuple[Array, Any]:
+def _jvp(primals: Sequence[Array], tangents: Sequence[object], **params: Option) -> tuple[Array, Array]:
     del tangents
     told = observe_p.bind(*primals, **params)
     return told, jnp.zeros_like(told)

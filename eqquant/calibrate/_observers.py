@@ -5,17 +5,34 @@ import functools as ft
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeGuard, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from .._array.contraction import as_floats, as_matrices, Constraints, constraints_of, linear, Matrices, Options
+from .._array.contraction import (
+    AbstractOperand,
+    as_floats,
+    as_matrices,
+    Constraints,
+    constraints_of,
+    linear,
+    Matrices,
+    Options,
+)
 from .._array.value import AbstractArrayValue, as_permutation
+from .._types import PyTree
+from ._calibrator import AbstractCalibrator
 from ._observe import Moments, observe
+
+
+T = TypeVar("T")
+Weight = Array | AbstractArrayValue
+Convolution = eqx.nn.Conv | eqx.nn.ConvTranspose
 
 
 class Sums:
@@ -27,7 +44,7 @@ class Sums:
         wait in `waiting` for `calibrate`.
     """
 
-    def __init__(self, layers: int, calibrator: Any = None) -> None:
+    def __init__(self, layers: int, calibrator: AbstractCalibrator | None = None) -> None:
         self.layers = layers
         self.calibrators = None if calibrator is None else [calibrator] * layers
         self.waiting: dict[int, list[np.ndarray]] = {}
@@ -36,7 +53,7 @@ class Sums:
         self.total: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, index: Any, moments: Moments) -> np.ndarray:
+    def __call__(self, index: Array | np.ndarray, moments: Moments) -> np.ndarray:
         index = np.asarray(index)
         numbers = index.astype(int).ravel()
         values = moments.pop("values", None)
@@ -97,7 +114,7 @@ class Watch:
         threshold: float | int,
         gram: bool,
         gated: bool = False,
-        calibrator: Any = None,
+        calibrator: AbstractCalibrator | None = None,
     ) -> None:
         self.path, self.stack, self.threshold, self.gram, self.gated = path, stack, threshold, gram, gated
         self.looked_up = self.used = False
@@ -146,7 +163,7 @@ class WatchedArray(AbstractArrayValue):
     - `swapped`: whether the last two axes are swapped.
     """
 
-    weight: Any
+    weight: Weight
     index: Float32[Array, "*stack"]
     watch: Watch = eqx.field(static=True)
     swapped: bool = eqx.field(static=True, default=False)
@@ -167,7 +184,7 @@ class WatchedArray(AbstractArrayValue):
         self.watch.used = True
         return self.weight.dequantize() if isinstance(self.weight, AbstractArrayValue) else jnp.asarray(self.weight)
 
-    def transpose(self, *axes: Any) -> Any:
+    def transpose(self, *axes: int | Sequence[int] | None) -> Weight:
         order, ndim = as_permutation(axes, self.ndim), self.ndim
         transposed = self.weight.transpose(order)
         if order == [*range(ndim - 2), ndim - 1, ndim - 2]:
@@ -175,14 +192,14 @@ class WatchedArray(AbstractArrayValue):
         self.watch.used = True
         return transposed
 
-    def astype(self, dtype: Any) -> Any:
+    def astype(self, dtype: DTypeLike) -> "WatchedArray":
         return dataclasses.replace(self, weight=self.weight.astype(dtype))
 
-    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+    def reshape(self, *shape: PyTree, **kwargs: PyTree) -> Weight:
         self.watch.used = True
         return self.weight.reshape(*shape, **kwargs)
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: PyTree) -> Array:
         self.watch.looked_up = True
         return self.weight[index]
 
@@ -197,9 +214,10 @@ class WatchedArray(AbstractArrayValue):
         within = constraints_of(self.weight)
         return within._replace(stack=max(within.stack, self.index.ndim))
 
-    def as_matrices(self, axes: Matrices) -> Any:
+    def as_matrices(self, axes: Matrices) -> "WatchedArray | Weight":
         """For products: the weight as matrices; unobserved if the sum runs over several axes of it."""
-        weight, last = as_matrices(self.weight, axes), (self.ndim - 1, self.ndim - 2)
+        weight: Weight = as_matrices(self.weight, axes)  # pyright: ignore[reportAssignmentType]
+        last = (self.ndim - 1, self.ndim - 2)
         if len(axes.columns) != 1 or axes.columns[0] not in last or any(axis in last for axis in axes.front):
             self.watch.used = True
             return weight
@@ -207,9 +225,9 @@ class WatchedArray(AbstractArrayValue):
         index = self.index.reshape(axes.shape(self.shape)[:-2])
         return WatchedArray(weight, index, self.watch, self.swapped if along else not self.swapped)
 
-    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+    def linear(self, x: AbstractOperand | Array, options: Options) -> Float[Array, "*batch m n"]:
         """For products: that of the weight, after the inputs were observed."""
-        if x.size > 0:
+        if math.prod(x.shape) > 0:
             x = as_floats(x)
             rows = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
             x = self.watch.see(x, rows, self.index, -2 if self.swapped else -1)
@@ -222,7 +240,7 @@ class WatchedArray(AbstractArrayValue):
         return dataclasses.replace(self, weight=self.weight.with_dense_weight() or self.weight.dequantize())
 
 
-def is_convolution(x: Any) -> bool:
+def is_convolution(x: object) -> TypeGuard[Convolution]:
     """Whether `x` is an Equinox convolution. A user's subclass is not, because it may have its own `__call__`."""
     return type(x) in _CONVOLUTIONS
 
@@ -233,7 +251,7 @@ _CONVOLUTIONS = (
 )
 
 
-def watch_convolution(layer: Any, watch: Watch) -> Any:
+def watch_convolution(layer: Convolution, watch: Watch) -> Convolution:
     """Returns the same convolution, as an instance of a subclass that observes the patches under its kernel.
 
     `equinox.nn.Conv.__call__` passes its kernel to `jax.lax.conv_general_dilated`, which converts it to an array, so a
@@ -243,21 +261,20 @@ def watch_convolution(layer: Any, watch: Watch) -> Any:
 
 
 @ft.cache
-def _watched_class(cls: type) -> type:
-    class Watched(cls):
-        watch: Any = eqx.field(static=True, default=None)
-        index: Any = None
+def _watched_class(cls: type[Convolution]) -> type[Convolution]:
+    class Watched(cls):  # pyright: ignore[reportGeneralTypeIssues]
+        watch: Watch = eqx.field(static=True, kw_only=True)
+        index: Float32[Array, "*stack"] = eqx.field(kw_only=True)
 
-        def __call__(self, x: Array, **kwargs: Any) -> Array:
+        def __call__(self, x: Array, *, key: PRNGKeyArray | None = None) -> Array:
             plain = _copy(cls, self)
-            patches = _patches(plain, x)
-            return plain(self.watch.see(x, patches, self.index, -1), **kwargs)
+            return plain(self.watch.see(x, _patches(plain, x), self.index, -1), key=key)
 
     Watched.__name__ = Watched.__qualname__ = f"Watched{cls.__name__}"
     return Watched
 
 
-def _copy(cls: type, layer: Any, **changes: Any) -> Any:
+def _copy(cls: type[T], layer: eqx.Module, **changes: object) -> T:
     """Copies the fields of a layer into another class, without `__init__`, which would initialise new weights."""
     copy = object.__new__(cls)
     for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
@@ -266,7 +283,7 @@ def _copy(cls: type, layer: Any, **changes: Any) -> Any:
     return copy
 
 
-def _patches(layer: Any, x: Float[Array, "..."]) -> Float[Array, "rows features"]:
+def _patches(layer: Convolution, x: Float[Array, "..."]) -> Float[Array, "rows features"]:
     """Returns the patch under each position of the kernel: a row per position and group, with the kernel's features."""
     inputs = layer.weight.shape[1:]
     features = math.prod(inputs)

@@ -1,7 +1,5 @@
 """Calibrators that keep the smallest and the largest value: of all data, or averaged over batches."""
 
-from typing import Any
-
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
@@ -35,7 +33,7 @@ class MinMax(AbstractCalibrator):
     def _add(self, x: Float32[Array, "..."]) -> Range:
         return _widest(self.seen, extremes(x, self._blocks))
 
-    def _join(self, other: Any) -> Range:
+    def _join(self, other: AbstractCalibrator) -> Range:
         return _widest(self.seen, other.seen)
 
     def range(self) -> Range:
@@ -78,7 +76,7 @@ class MovingAverage(AbstractCalibrator):
         weight = jnp.where(self.batches == 0, jnp.float32(1), jnp.float32(self.momentum))
         return _mean(self.seen, extremes(x, self._blocks), weight)
 
-    def _join(self, other: Any) -> Range:
+    def _join(self, other: AbstractCalibrator) -> Range:
         mine, theirs = self.batches.astype(jnp.float32), other.batches.astype(jnp.float32)
         return _mean(self.seen, other.seen, theirs / jnp.maximum(mine + theirs, 1))
 

@@ -1,7 +1,6 @@
 """The result of calibration: a range, and the scale and zero point that a format chooses for it."""
 
 import functools as ft
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -95,7 +94,7 @@ def check_real(x: Array, name: str) -> None:
 
 
 def parameters(
-    low: Float32[Array, "*scales"], high: Float32[Array, "*scales"], format: Any
+    low: Float32[Array, "*scales"], high: Float32[Array, "*scales"], format: AbstractFormat
 ) -> tuple[Float32[Array, "*scales"], UInt8[Array, "*scales"] | None]:
     """Returns the scale and the zero point that a format chooses for a block with these extremes."""
     scale, zero_point = AbsMax().choose_scales(jnp.stack([low, high], axis=-1)[None], format)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,8 +13,9 @@ import numpy as np
 from jaxtyping import Array, DTypeLike
 from rich.progress import Progress
 
-from .._array.array import is_quantized
+from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import as_method, check_dtype
+from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._numerics.axes import logical_order, memory_order
 from .._tree.leaves import Leaf, named_leaves, some
@@ -22,16 +23,18 @@ from .._tree.quantize import decide, Decision, quantize_leaf, Rules, with_activa
 from .._tree.select import Where
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
-from ._dataflow import Place, places_of
+from ._collect import default_apply, observe_batches, stack_shape, stats_of, watch_leaves
+from ._dataflow import find_places, Place
+from ._lookups import Apply
 from ._observers import Watch
-from ._stats import default_apply, LeafStats, observe_batches, stats_of, watch_leaves, weight_ndim
+from ._stats import LeafStats
 
 
 # What is added to the diagonal of a Gram matrix, relative to its mean, before a correction is solved for.
 _DAMPING = 0.01
 
 
-class _Step(NamedTuple):
+class _Stage(NamedTuple):
     """Weights to quantize at once, by their numbers among the leaves; of stacked weights, one layer."""
 
     numbers: Sequence[int]
@@ -44,14 +47,14 @@ def quantize_sequentially(
     format: Rules = "nf4",
     method: AbstractMethod | None = None,
     *,
-    apply: Callable[[Any, Any], Any] | None = None,
+    apply: Apply | None = None,
     where: Where | None = None,
     dtype: DTypeLike | None = None,
     correction: float | int = 0.5,
     float_model: PyTree | None = None,
-    after_each: Callable[[PyTree], Any] | None = None,
+    after_each: Callable[[PyTree], object] | None = None,
     progress: bool = False,
-    activations: Any = None,
+    activations: AbstractFormat | str | Mapping | None = None,
 ) -> PyTree:
     r"""Quantizes the weights of a model in the order in which it uses them.
 
@@ -102,71 +105,45 @@ def quantize_sequentially(
     """
     check_dtype(dtype)
     default = as_method(method)
+    data = _as_data(batches)
+    if not 0 <= correction <= 1:
+        raise ValueError(f"`correction` must be between 0 and 1. Got {correction}.")
+    model, again_quantizing = _taking_floats(model)
+    state = _State(model, decide(model, format, where, None, activations), dtype)
+    wanted = state.dense.copy() if float_model is None else _dense_like(_taking_floats(float_model)[0], model)
+    observer = _Observer(state, wanted, eqx.filter_jit(default_apply if apply is None else apply), data, correction)
+    methods = {n: _prepared(state.decisions[n], default, watch, n in observer.places) for n, watch in observer}
+    lookups = [_Stage([n]) for n in state.owners if n not in observer.places]
+    stages = lookups + _stages(observer.places, observer.watches)
+    with Progress(disable=not progress) as bar:
+        task = bar.add_task("Quantizing", total=len(stages))
+        for stage in stages:
+            bar.update(task, description=_show(stage, state.decisions))
+            if stage.numbers[0] in observer.places:
+                observer.observe(stage)
+            for n in stage.numbers:
+                watch = observer.watches[n]
+                informed = _informed(methods[n], state.decisions[n].leaf, watch)
+                state.quantize(n, stage.layer, informed, watch, correction)
+            bar.advance(task)
+            if after_each is not None and not state.unfinished:
+                after_each(again_quantizing(state.finished()))
+    return again_quantizing(state.finished())
+
+
+def _as_data(batches: Iterable[PyTree]) -> list[PyTree]:
     if isinstance(batches, Mapping):
         raise TypeError("`batches` must be an iterable of batches. Got a dict. Pass a list of batches: `[batch]`.")
     data = [batches] if eqx.is_array(batches) else list(batches)
     if not data:
         raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
-    if not 0 <= correction <= 1:
-        raise ValueError(f"`correction` must be between 0 and 1. Got {correction}.")
-    model, again_quantizing = _taking_floats(model)
-    decisions = decide(model, format, where, None, activations)
-    treedef = jtu.tree_structure(model, is_leaf=is_quantized)
-    state = _State(decisions, dtype)
-    run = eqx.filter_jit(default_apply if apply is None else apply)
-    model_of = lambda values: jtu.tree_unflatten(treedef, values)
-
-    def finished() -> PyTree:
-        done = [with_activations(d, x) for d, x in zip(decisions, state.leaves, strict=True)]
-        return again_quantizing(model_of(done))
-
-    watches = {n: Watch(decisions[n].leaf.path, _stack(decisions[n]), 1.0, True, gated=True) for n in state.owners}
-    by_path = {decisions[n].leaf.path: watches[n] for n in state.owners}
-    wanted = state.dense.copy() if float_model is None else _dense_like(_taking_floats(float_model)[0], model)
-
-    def watched(values: list[Any]) -> PyTree:
-        leaves = [dataclasses.replace(decisions[n].leaf, value=values[n]) for n in state.first]
-        return watch_leaves(model_of(values), leaves, lambda leaf, _: by_path[leaf.path])[0]
-
-    places = _places(run, watched(wanted), data[0], watches)
-    methods = {n: _prepared(decisions[n], default, watches[n], n in places) for n in state.owners}
-    steps = [_Step([n]) for n in state.owners if n not in places] + _steps(places, watches)
-    pairs = {n: (decisions[n].leaf, watches[n]) for n in state.owners}
-
-    def observe(step: _Step) -> None:
-        for n, watch in watches.items():
-            every = range(math.prod(watch.stack))
-            watch.observe_next(() if n not in step.numbers else every if step.layer is None else (step.layer,))
-        compared = [watches[n] for n in step.numbers if correction and places[n].uses == 1]
-        now, before = watched(state.dense), watched(wanted)
-        for count, batch in enumerate(data):
-            for watch in compared:
-                watch.compare(filling=True)
-            if compared:
-                observe_batches(run, model_of(wanted), before, [batch], list(pairs.values()), count)
-            for watch in compared:
-                watch.compare(filling=False)
-            observe_batches(run, model_of(state.dense), now, [batch], list(pairs.values()), count)
-
-    with Progress(disable=not progress) as bar:
-        task = bar.add_task("Quantizing", total=len(steps))
-        for step in steps:
-            bar.update(task, description=_show(step, decisions))
-            if step.numbers[0] in places:
-                observe(step)
-            for n in step.numbers:
-                state.quantize(n, step.layer, _informed(methods[n], pairs[n]), watches[n], correction)
-            bar.advance(task)
-            if after_each is not None and not state.unfinished:
-                after_each(finished())
-    return finished()
+    return data
 
 
 def _taking_floats(model: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Returns a model whose products quantize no operand, and a function that makes them do so again."""
     quantizing = lambda x: isinstance(x, ActivationQuantizedArray)
     nodes, treedef = jtu.tree_flatten(model, is_leaf=quantizing)
-
     around = lambda node, array: node._holding(array) if quantizing(node) else array
 
     def again(model: PyTree) -> PyTree:
@@ -182,39 +159,93 @@ class _State:
     - `unfinished`: the layers that are quantized of stacks of which some are not.
     """
 
-    def __init__(self, decisions: Sequence[Decision], dtype: DTypeLike | None) -> None:
+    def __init__(self, model: PyTree, decisions: Sequence[Decision], dtype: DTypeLike | None) -> None:
         self.decisions, self.dtype = decisions, dtype
+        self.treedef = jtu.tree_structure(model, is_leaf=is_quantized)
         self.leaves = [d.leaf.value for d in decisions]
         self.dense = [x.dequantize() if is_quantized(x) else x for x in self.leaves]
         by_array: dict[int, int] = {}
         self.first = {n: by_array.setdefault(id(x), n) for n, x in enumerate(self.leaves) if decisions[n].format}
         self.owners = sorted(set(self.first.values()))
-        self.unfinished: dict[int, list[Any]] = {}
+        self.unfinished: dict[int, list[QuantizedArray]] = {}
+
+    def finished(self) -> PyTree:
+        """Returns the model as far as it is quantized."""
+        done = [with_activations(d, x) for d, x in zip(self.decisions, self.leaves, strict=True)]
+        return jtu.tree_unflatten(self.treedef, done)
 
     def quantize(
         self, n: int, layer: int | None, method: AbstractMethod, watch: Watch, correction: float | int
     ) -> None:
         decision = self.decisions[n]
-        x, leaf = decision.leaf.value, decision.leaf
-        if layer is None:
-            value = _corrected(x, decision.axes, _sums(watch), correction)
-            q = quantize_leaf(decision._replace(leaf=dataclasses.replace(leaf, value=value)), method, self.dtype)
-        else:
-            value = _corrected(x[layer], decision.axes, {k: v[layer] for k, v in _sums(watch).items()}, correction)
-            of_layer = decision._replace(leaf=dataclasses.replace(leaf, value=value))
+        stack, sums = decision.leaf.value, _sums(watch)
+        x = stack
+        if layer is not None:
+            x, method = stack[layer], _for_layer(method, layer)
+            sums = {name: value[layer] for name, value in sums.items()}
+        leaf = dataclasses.replace(decision.leaf, value=_corrected(x, decision.axes, sums, correction))
+        q = quantize_leaf(decision._replace(leaf=leaf), method, self.dtype)
+        if layer is not None:
             done = self.unfinished.setdefault(n, [])
-            done.append(quantize_leaf(of_layer, _of_layer(method, layer), self.dtype))
-            self.dense[n] = jnp.asarray(self.dense[n]).at[layer].set(done[-1].dequantize().astype(x.dtype))
-            if len(done) < len(x):
+            done.append(q)
+            self.dense[n] = jnp.asarray(self.dense[n]).at[layer].set(q.dequantize().astype(x.dtype))
+            if len(done) < len(stack):
                 return
             q = jax.tree.map(lambda *layers: jnp.stack(layers), *self.unfinished.pop(n))
+        self.dense[n] = q.dequantize().astype(x.dtype)
         for other, owner in self.first.items():
             if owner == n:
-                self.leaves[other] = q
-                self.dense[other] = q.dequantize().astype(decision.leaf.value.dtype) if other == n else self.dense[n]
+                self.leaves[other], self.dense[other] = q, self.dense[n]
 
 
-def _dense_like(float_model: PyTree, model: PyTree) -> list[Any]:
+class _Observer:
+    """Runs the float model and the model quantized so far, and observes the inputs of weights to quantize.
+
+    - `wanted`: the leaves of the float model.
+    - `watches`: the `Watch` of each owner.
+    - `places`: the place of each observed weight in the traced program.
+    """
+
+    def __init__(
+        self, state: _State, wanted: list[PyTree], run: Apply, data: list[PyTree], correction: float | int
+    ) -> None:
+        self.state, self.wanted, self.run, self.data, self.correction = state, wanted, run, data, correction
+        leaves = {n: state.decisions[n].leaf for n in state.owners}
+        self.watches = {n: Watch(leaf.path, stack_shape(leaf), 1.0, True, gated=True) for n, leaf in leaves.items()}
+        self.pairs = [(leaf, self.watches[n]) for n, leaf in leaves.items()]
+        program, _, _ = eqx.filter_make_jaxpr(run)(self._watched(wanted), data[0])
+        found = find_places(program)
+        self.places: dict[int, Place] = {}
+        for n, watch in self:
+            if places := [found[sums] for sums in watch.along.values() if sums in found]:
+                self.places[n] = min(places, key=lambda place: place.level)
+
+    def __iter__(self) -> Iterator[tuple[int, Watch]]:
+        return iter(self.watches.items())
+
+    def _watched(self, values: list[PyTree]) -> PyTree:
+        state, by_path = self.state, {watch.path: watch for _, watch in self}
+        leaves = [dataclasses.replace(state.decisions[n].leaf, value=values[n]) for n in state.first]
+        model = jtu.tree_unflatten(state.treedef, values)
+        return watch_leaves(model, leaves, lambda leaf, _: by_path[leaf.path])[0]
+
+    def observe(self, stage: _Stage) -> None:
+        """Collects the statistics of the inputs of the weights of one stage, and compares them with the wanted ones."""
+        for n, watch in self:
+            every = range(math.prod(watch.stack))
+            watch.observe_next(() if n not in stage.numbers else every if stage.layer is None else (stage.layer,))
+        compared = [self.watches[n] for n in stage.numbers if self.correction and self.places[n].uses == 1]
+        both = [(values, self._watched(values)) for values in (self.wanted, self.state.dense)]
+        for count, batch in enumerate(self.data):
+            for (values, watched), filling in zip(both, (True, False), strict=True):
+                for watch in compared:
+                    watch.compare(filling)
+                if compared or not filling:
+                    model = jtu.tree_unflatten(self.state.treedef, values)
+                    observe_batches(self.run, model, watched, [batch], self.pairs, count)
+
+
+def _dense_like(float_model: PyTree, model: PyTree) -> list[PyTree]:
     """Returns the leaves of the model before it was quantized. Raises if it is another."""
     leaves, before = list(named_leaves(model)), list(named_leaves(float_model))
     shapes = lambda leaves: {leaf.path: getattr(leaf.value, "shape", None) for leaf in leaves}
@@ -246,7 +277,7 @@ def _corrected(x: Array, axes: tuple[int, ...], sums: Mapping[str, np.ndarray], 
 
 
 @jax.jit
-def _correct(rows: Array, gram: Array, cross: Array, correction: Any) -> Array:
+def _correct(rows: Array, gram: Array, cross: Array, correction: float | Array) -> Array:
     if gram.ndim > 2:
         return jax.vmap(_correct, in_axes=(0, 0, 0, None))(rows, gram, cross, correction)
     mean = jnp.mean(jnp.diagonal(gram))
@@ -256,39 +287,25 @@ def _correct(rows: Array, gram: Array, cross: Array, correction: Any) -> Array:
     return rows.astype(jnp.float32) @ (jnp.eye(len(gram)) + correction * change)
 
 
-def _stack(decision: Decision) -> tuple[int, ...]:
-    return tuple(decision.leaf.value.shape[: decision.leaf.value.ndim - weight_ndim(decision.leaf)])
-
-
-def _places(run: Any, watched: PyTree, batch: PyTree, watches: Mapping[int, Watch]) -> dict[int, Place]:
-    """Returns the place of each observed weight in the traced program, by its number."""
-    program, _, _ = eqx.filter_make_jaxpr(run)(watched, batch)
-    found = places_of(program)
-    places = {n: [found[sums] for sums in watch.along.values() if sums in found] for n, watch in watches.items()}
-    return {n: min(where, key=lambda place: place.level) for n, where in places.items() if where}
-
-
-def _steps(places: Mapping[int, Place], watches: Mapping[int, Watch]) -> list[_Step]:
+def _stages(places: Mapping[int, Place], watches: Mapping[int, Watch]) -> list[_Stage]:
     """Returns the steps in order: one for each level, and in a loop over layers one for each level of each layer."""
     # The layers of a loop stand together, where the first of its products stands.
-    loop_of = lambda n: places[n].loop if len(watches[n].stack) == 1 else None
-    starts: dict[Any, int] = {}
+    loops = {n: place.loop if len(watches[n].stack) == 1 else None for n, place in places.items()}
+    starts = {loop: min(places[n].level for n in places if loops[n] == loop) for loop in loops.values()}
+    by_start: dict[tuple[int, int | None, int], list[int]] = {}
     for n, place in places.items():
-        starts[loop_of(n)] = min(place.level, starts.get(loop_of(n), place.level))
-    by_start: dict[tuple[int, Any, int], list[int]] = {}
-    for n, place in places.items():
-        loop = loop_of(n)
+        loop = loops[n]
         key = (place.level, None, 0) if loop is None else (starts[loop], loop, watches[n].stack[0])
         by_start.setdefault(key, []).append(n)
-    steps = []
+    stages = []
     for (_, loop, layers), numbers in sorted(by_start.items(), key=lambda item: (item[0][0], item[1])):
         if loop is None:
-            steps.append(_Step(numbers))
+            stages.append(_Stage(numbers))
             continue
         levels = sorted({places[n].level for n in numbers})
         for layer in range(layers):
-            steps.extend(_Step([n for n in numbers if places[n].level == level], layer) for level in levels)
-    return steps
+            stages.extend(_Stage([n for n in numbers if places[n].level == level], layer) for level in levels)
+    return stages
 
 
 def _prepared(decision: Decision, default: AbstractMethod, watch: Watch, seen: bool) -> AbstractMethod:
@@ -311,24 +328,24 @@ def _takes_inputs(method: AbstractMethod) -> bool:
     return any(field.name == "inputs" for field in dataclasses.fields(method)) and method.inputs is None
 
 
-def _informed(method: AbstractMethod, pair: tuple[Leaf, Watch]) -> AbstractMethod:
-    if not _takes_inputs(method) or not pair[1].active:
+def _informed(method: AbstractMethod, leaf: Leaf, watch: Watch) -> AbstractMethod:
+    if not _takes_inputs(method) or not watch.active:
         return method
-    return dataclasses.replace(method, inputs=stats_of(*pair))  # pyright: ignore[reportCallIssue]
+    return dataclasses.replace(method, inputs=stats_of(leaf, watch))  # pyright: ignore[reportCallIssue]
 
 
-def _of_layer(method: AbstractMethod, layer: int) -> AbstractMethod:
+def _for_layer(method: AbstractMethod, layer: int) -> AbstractMethod:
     """Returns a method with the statistics of one layer of a stack."""
     stats = method.inputs
     if not isinstance(stats, LeafStats):
         return method
     names = ("rows", "min", "max", "mean", "mean_abs", "second_moment", "gram")
-    of_layer = {name: np.asarray(value[layer]) for name in names if (value := getattr(stats, name)) is not None}
-    stats = dataclasses.replace(stats, shape=stats.shape[1:], **of_layer)
+    arrays = {name: np.asarray(value[layer]) for name in names if (value := getattr(stats, name)) is not None}
+    stats = dataclasses.replace(stats, shape=stats.shape[1:], **arrays)
     return dataclasses.replace(method, inputs=stats)  # pyright: ignore[reportCallIssue]
 
 
-def _show(step: _Step, decisions: Sequence[Decision]) -> str:
-    first, last = decisions[step.numbers[0]].leaf.path, decisions[step.numbers[-1]].leaf.path
-    of_layer = "" if step.layer is None else f", layer {step.layer}"
-    return (first if first == last else f"{first} to {last}") + of_layer
+def _show(stage: _Stage, decisions: Sequence[Decision]) -> str:
+    first, last = decisions[stage.numbers[0]].leaf.path, decisions[stage.numbers[-1]].leaf.path
+    layer = "" if stage.layer is None else f", layer {stage.layer}"
+    return (first if first == last else f"{first} to {last}") + layer

@@ -5,8 +5,6 @@ octave. The sketch covers the 24 octaves below the largest magnitude, on both si
 as zero. The counts depend only on the data, not on the order of updates and merges.
 """
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -111,7 +109,7 @@ class AbstractSketched(AbstractCalibrator):
     def _add(self, x: Float32[Array, "..."]) -> Sketch:
         return self.seen.add(x, self._blocks)
 
-    def _join(self, other: Any) -> Sketch:
+    def _join(self, other: AbstractCalibrator) -> Sketch:
         return self.seen.merge(other.seen)
 
 

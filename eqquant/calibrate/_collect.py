@@ -1,0 +1,313 @@
+"""Collects statistics of the inputs of every weight of a model, over batches of data."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias, TypeGuard
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._array.value import AbstractArrayValue
+from .._tree.leaves import as_batches, Leaf, some
+from .._tree.select import select_leaves, Where
+from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
+from .._types import PyTree
+from .._wrappers.mapped import AbstractMappedArray
+from ._calibrator import AbstractCalibrator
+from ._lookups import Apply, Lookups
+from ._observers import is_convolution, Sums, UnevenStackError, Watch, watch_convolution, WatchedArray
+from ._result import CalibrationResult
+from ._stats import ActivationStats, LeafStats
+
+
+Watches: TypeAlias = Sequence[tuple[Leaf, Watch]]
+
+
+def collect_stats(
+    model: PyTree,
+    batches: Iterable[PyTree],
+    *,
+    apply: Apply | None = None,
+    where: Where | None = None,
+    threshold: float | int = 6.0,
+    gram: bool = False,
+    lookups: bool = False,
+    calibrator: AbstractCalibrator | None = None,
+) -> ActivationStats:
+    """Runs a model on data and collects statistics of the inputs of each weight.
+
+    Leaves the model unchanged. It runs a copy, in which each weight is an array that behaves the same and observes the
+    other operand of `@`: under `jit`, `vmap` and `scan`, for quantized and stacked weights, anywhere in the model. It
+    observes the convolutions of `equinox.nn` too. It does not observe an embedding lookup, which is not a product, or a
+    weight that the model passes to `jnp.einsum`, `jnp.dot` or `jax.lax`; the report says so.
+
+    It counts everything that the model computes, including padding and, under `vmap`, both branches of a `cond`.
+
+    !!! Example
+
+        ```python
+        stats = eqq.calibrate.collect_stats(eqx.nn.inference_mode(model), batches)
+        print(stats)
+        stats["layers.0.weight"].second_moment      # one per input feature
+        ```
+
+    ??? cite
+
+        The default threshold is from
+        [LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale](https://arxiv.org/abs/2208.07339).
+
+    **Arguments:**
+
+    - `model`: an Equinox model, or any pytree of weights.
+    - `batches`: an iterable of batches, each any pytree of arrays. A single array counts as one batch.
+    - `apply`: a function `(model, batch) -> outputs`, which runs under `equinox.filter_jit` and returns at least one
+        array. By default, `jax.vmap(model)(batch)`.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are observed. By default, every weight
+        that [`eqquant.quantize_tree`][] would quantize, and every quantized weight.
+    - `threshold`: the magnitude above which a value counts as an outlier.
+    - `gram`: whether to keep the Gram matrix of the inputs of each weight: `features**2` numbers of float64.
+    - `lookups`: whether to measure how much the outputs depend on weights that are looked up, such as embeddings, by
+        one backward pass for each batch. Then methods treat them as they treat weights with inputs.
+    - `calibrator`: finds the range of all values of the inputs of each weight, for `activations=` of
+        [`eqquant.quantize_tree`][]: [`eqquant.calibrate.MSE`][]`("int8")`, for instance, with one scale. By default the
+        whole range.
+
+    **Returns:**
+
+    An [`eqquant.calibrate.ActivationStats`][] with a row for each weight.
+
+    **Raises:**
+
+    `ValueError` without batches, for an empty batch, if the inputs of a weight are NaN or infinite or their squares
+    overflow float32 (the message names the weight and the batch), if the model maps over the rows of a weight, if
+    `threshold` is not positive, if the model has no weights, or if no product uses them; `TypeError` if `where` selects
+    a leaf that is not a weight, or if `batches` is a dictionary.
+    """
+    threshold = float(threshold)
+    if not threshold > 0:
+        raise ValueError(f"`threshold` must be positive. Got {threshold}. It is a magnitude, 6.0 unless given.")
+    if isinstance(batches, Mapping):
+        raise TypeError("`batches` must be an iterable of batches. Got a dict. Pass a list of batches: `[batch]`.")
+    if calibrator is not None and (calibrator.shape or calibrator.format.block_size not in (None, "tensor")):
+        raise ValueError(
+            "`calibrator` must find one range for all values. Got one for "
+            f"{calibrator.format!r} and shape {calibrator.shape}. Make it without a shape, for a format of one "
+            'scale: `eqq.Int8("tensor")` or `eqq.FP8()`. Formats with blocks have no scales from calibration.'
+        )
+    make = lambda leaf, stack: Watch(leaf.path, stack, threshold, gram, calibrator=calibrator)
+    watched, watches = watch_leaves(model, _select_weights(model, where), make)
+    run = eqx.filter_jit(default_apply if apply is None else apply)
+    tables = Lookups(run, model, watches)
+    data = tables.after_each(as_batches(batches)) if lookups else batches
+    count = observe_batches(run, model, watched, data, watches)
+    leaves = tuple(_with_lookups(stats_of(leaf, watch), tables, gram) for leaf, watch in watches)
+    if all(leaf.axis is None for leaf in leaves):
+        notes = some(f"{leaf.path}: {leaf.note}" for leaf in leaves)
+        raise ValueError(f"A weight must be multiplied with data to be observed. Got none that was ({notes}).")
+    return ActivationStats(leaves, count, threshold)
+
+
+def _with_lookups(stats: LeafStats, tables: Lookups, gram: bool) -> LeafStats:
+    rows = tables.rows.get(stats.path)
+    if rows is None or not stats.looked_up:  # a later batch may have multiplied it
+        return stats
+    features = stats.shape[-1]
+    if rows.min() < features:
+        # Errors in the directions that no gradient had would cost nothing.
+        few = f"{stats.note}, and {rows.min():.0f} gradients are too few to say what {features} features do"
+        return dataclasses.replace(stats, note=few)
+    mean = tables.gram[stats.path] / np.maximum(rows, 1)[..., None, None]
+    return dataclasses.replace(
+        stats,
+        axis=-1,
+        note=f"{stats.note}, but the outputs depend on it",
+        rows=np.asarray(rows, np.int64),
+        second_moment=np.diagonal(mean, axis1=-2, axis2=-1).copy(),
+        gram=mean if gram else None,
+    )
+
+
+def observe_batches(
+    run: Apply,
+    model: PyTree,
+    watched: PyTree,
+    batches: Iterable[PyTree],
+    watches: Watches,
+    count: int = 0,
+) -> int:
+    """Runs the model with observed weights on each batch, and returns how many there were, `count` before them."""
+    for batch in as_batches(batches):
+        shapes = [np.shape(x) for x in jtu.tree_leaves(batch)]
+        if any(0 in shape for shape in shapes):
+            raise ValueError(
+                f"A batch must not be empty. Got shape {some(map(str, shapes))} in batch {count}. Leave it out."
+            )
+        out = [x for x in jtu.tree_leaves(_run(run, model, watched, batch, watches)) if eqx.is_array(x)]
+        if not out:
+            raise ValueError("`apply` must return the outputs of the model. Got no array.")
+        jax.block_until_ready(out)  # the outputs depend on every callback, so all statistics are in then
+        _check_finite(watches, count)
+        for sums in (sums for _, watch in watches for sums in watch.along.values()):
+            sums.calibrate()
+        count += 1
+    if count == 0:
+        raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
+    return count
+
+
+def _run(run: Apply, model: PyTree, watched: PyTree, batch: PyTree, watches: Watches) -> PyTree:
+    """Returns the outputs. If the model runs only without the stand-ins, raises an error that names their weights."""
+    try:
+        return run(watched, batch)
+    except UnevenStackError:
+        raise
+    except (ValueError, IndexError, TypeError) as e:
+        if not _traces(run, model, batch):
+            raise
+        paths = [leaf.path for leaf, watch in watches if not _traces(run, _only(watched, watch), batch)]
+        raise ValueError(
+            "`collect_stats` cannot watch a weight that the model maps over by rows. Got "
+            f"{(str(e) or type(e).__name__).splitlines()[0]!r} among "
+            f"{some(paths or [leaf.path for leaf, _ in watches])}. Leave it out with `where=`."
+        ) from e
+
+
+def _traces(run: Apply, model: PyTree, batch: PyTree) -> bool:
+    try:
+        eqx.filter_eval_shape(run, model, batch)
+    except Exception:
+        return False
+    return True
+
+
+def _only(watched: PyTree, watch: Watch) -> PyTree:
+    """Returns the model with only one weight observed."""
+    is_watched = lambda x: isinstance(x, WatchedArray)
+    plain = lambda x: x.weight if is_watched(x) and x.watch is not watch else x
+    return jtu.tree_map(plain, watched, is_leaf=is_watched)
+
+
+def default_apply(model: PyTree, batch: PyTree) -> PyTree:
+    return jax.vmap(model)(batch)
+
+
+def _is_array(x: object) -> TypeGuard[AbstractArrayValue]:
+    # An array that maps its inputs holds the weight that sees them as they are mapped.
+    return isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractMappedArray)
+
+
+def _select_weights(model: PyTree, where: Where | None) -> list[Leaf]:
+    selections = select_leaves(
+        model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights", is_leaf=_is_array
+    )
+    chosen = [leaf for leaf, reason in selections if reason is None]
+    if not chosen:
+        raise ValueError(
+            "The model must hold weights. Got none among its leaves "
+            f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects leaves "
+            "that are left alone by default."
+        )
+    return chosen
+
+
+def watch_leaves(
+    model: PyTree, chosen: Sequence[Leaf], make: Callable[[Leaf, tuple[int, ...]], Watch]
+) -> tuple[PyTree, list[tuple[Leaf, Watch]]]:
+    """Returns the model with some weights observed, and the `Watch` of each. A shared array has one `Watch`."""
+    by_array: dict[int, Watch] = {}
+    watches = {}  # by key path, so that a convolution finds the watch of its weight
+    for leaf in chosen:
+        if id(leaf.value) not in by_array:
+            by_array[id(leaf.value)] = make(leaf, stack_shape(leaf))
+        watches[leaf.keys] = by_array[id(leaf.value)]
+
+    def replace(keys: tuple, node: PyTree) -> PyTree:
+        is_layer = is_convolution(node)
+        watch = watches.get((*keys, jtu.GetAttrKey("weight")) if is_layer else keys)
+        if watch is None:
+            return node
+        if is_layer:
+            return watch_convolution(node, watch)
+        return WatchedArray(node if _is_array(node) else jnp.asarray(node), watch.index(), watch)
+
+    watched = jtu.tree_map_with_path(replace, model, is_leaf=lambda x: _is_array(x) or is_convolution(x))
+    return watched, [(leaf, watches[leaf.keys]) for leaf in chosen]
+
+
+def _ineligible_reason(leaf: Leaf) -> str | None:
+    reason = None if _is_array(leaf.value) else ineligible_reason(leaf.value)
+    if reason is None and leaf.value.ndim < 2:
+        reason = "fewer than two dimensions, so it has no inputs"
+    return reason
+
+
+def _skip_reason(leaf: Leaf) -> str | None:
+    return None if _is_array(leaf.value) else default_skip_reason(leaf)
+
+
+def stack_shape(leaf: Leaf) -> tuple[int, ...]:
+    """Returns the shape of a stack of layers: the axes of a weight before those of one layer's weight."""
+    return tuple(leaf.value.shape[: leaf.value.ndim - 1 - len(convolved_axes(leaf) or (-1,))])
+
+
+def _check_finite(watches: Watches, batch: int) -> None:
+    for leaf, watch in watches:
+        for total in (sums.total for sums in watch.along.values() if sums.total):
+            means = [value[total["rows"] > 0] for name, value in total.items() if name not in ("gram", "cross")]
+            if not all(np.isfinite(value).all() for value in means):
+                raise ValueError(
+                    f"The inputs of {leaf.path} must be finite, and so must their squares in float32. Got NaN, "
+                    f"infinity or too large a value in batch {batch}, counted from 0. Find where they arise, for "
+                    "instance with `jax.debug_nans`, or leave this batch out."
+                )
+
+
+def stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
+    path, shape = leaf.path, tuple(leaf.value.shape)
+    seen = {axis: sums.total for axis, sums in watch.along.items() if sums.total}
+    notes = [] if path == watch.path else [f"the same array as {watch.path}"]
+    if not seen:
+        notes.append(_why_unseen(watch))
+        looked_up = watch.looked_up and not watch.used
+        return LeafStats(path, shape, None, "; ".join(notes), np.zeros(watch.stack, np.int64), looked_up=looked_up)
+    if watch.used:
+        notes.append("also used without `@`, which was not seen")
+    if len(seen) > 1:
+        notes.append("also multiplied along its other axis, which is not counted")
+    axis, total = next(iter(seen.items()))
+    rows = total["rows"]
+    missed = int(np.sum(rows == 0))
+    if missed:
+        notes.append(f"{missed} of {rows.size} layers were not reached")
+    # Means over rows; zero for layers without rows.
+    means = {}
+    for name in total.keys() - {"rows", "cross", "outlier_rate"}:
+        value = total[name]
+        reached = np.maximum(rows, 1).reshape(-1, *[1] * (value.ndim - 1))
+        value = np.where(rows[:, None] > 0, value, 0) if name in ("min", "max") else value / reached
+        means[name] = value.reshape(*watch.stack, *value.shape[1:])
+    rate = float(np.sum(total["outlier_rate"]) / (np.sum(rows) * total["outlier_rate"].shape[-1]))
+    counted, calibrated = rows.astype(np.int64).reshape(watch.stack), _calibrated(watch.along[axis], watch.stack)
+    axes, note = convolved_axes(leaf) or axis, "; ".join(notes)
+    return LeafStats(path, shape, axes, note, counted, outlier_rate=rate, calibrated=calibrated, **means)
+
+
+def _calibrated(sums: Sums, stack: tuple[int, ...]) -> CalibrationResult | None:
+    """Returns the results of the calibrators of a stack as one; layers that were not reached have a scale of zero."""
+    if sums.calibrators is None:
+        return None
+    results = [None if int(c.batches) == 0 else c.result() for c in sums.calibrators]
+    zeros = jtu.tree_map(jnp.zeros_like, next(result for result in results if result is not None))
+    results = [zeros if result is None else result for result in results]
+    return jtu.tree_map(lambda *leaves: jnp.stack(leaves).reshape(stack), *results)
+
+
+def _why_unseen(watch: Watch) -> str:
+    if watch.used:
+        return "used, but not by `@`, so its inputs were not seen: write `weight @ x` or `x @ weight`"
+    if watch.looked_up:
+        return "looked up, not multiplied: a lookup has no inputs"
+    return "no batch reached it"

@@ -147,7 +147,8 @@ struct Unit {
         unpack_zero_points(p, min64(at + i, last), begin + b, begin + min64(b + 16, place.count), zero);
         const F from = _mm512_loadu_ps(zero), above = _mm512_sub_ps(_mm512_set1_ps(reach.high), from),
                 below = _mm512_sub_ps(from, _mm512_set1_ps(reach.low));
-        values[i] = _mm512_mul_ps(values[i], _mm512_max_ps(above, below));
+        // Behind the last block is whatever memory holds.
+        values[i] = _mm512_maskz_mul_ps(first_few(place.count - b), values[i], _mm512_max_ps(above, below));
       }
       most_bits = _mm512_max_epu32(most_bits, largest_in_rows(values));
     }

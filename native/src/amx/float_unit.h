@@ -1,6 +1,5 @@
 // Rows of the weight that a thread multiplies: their scales, and their codes as tiles.
-#ifndef EQQUANT_AMX_FLOAT_UNIT_H_
-#define EQQUANT_AMX_FLOAT_UNIT_H_
+#pragma once
 
 #include "amx/float_tiles.h"
 #include "amx/float_weight.h"
@@ -261,5 +260,3 @@ struct Unit {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_AMX_FLOAT_UNIT_H_

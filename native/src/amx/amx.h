@@ -1,6 +1,5 @@
 // What kernels on AMX share: the configuration of tiles, and memory that is fetched ahead.
-#ifndef EQQUANT_AMX_H_
-#define EQQUANT_AMX_H_
+#pragma once
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -48,5 +47,3 @@ struct Ahead {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_AMX_H_

@@ -1,7 +1,6 @@
 // The tile instructions of AMX in plain C++, for tests on machines that lack them. Sums of
 // integers are those of the hardware to the bit.
-#ifndef EQQUANT_EMULATE_AMX_H_
-#define EQQUANT_EMULATE_AMX_H_
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -33,16 +32,14 @@ static inline void store(int t, void* p, int64_t stride) {
     memcpy(static_cast<uint8_t*>(p) + i * stride, tiles[t].bytes[i], tiles[t].columns);
 }
 
-// Bytes of `a`, with a sign or without one, and those of `b` with one.
-template <typename A>
+// Bytes of `a` without a sign, and those of `b` with one.
 static inline void dot_bytes(int c, int a, int b) {
   for (int m = 0; m < tiles[c].rows; ++m)
     for (int n = 0; n < tiles[c].columns / 4; ++n) {
       uint32_t sum;
       memcpy(&sum, &tiles[c].bytes[m][4 * n], 4);
       for (int k = 0; k < tiles[a].columns; ++k)
-        sum += static_cast<uint32_t>(static_cast<A>(tiles[a].bytes[m][k]) *
-                                     static_cast<int8_t>(tiles[b].bytes[k / 4][4 * n + k % 4]));
+        sum += static_cast<uint32_t>(tiles[a].bytes[m][k] * static_cast<int8_t>(tiles[b].bytes[k / 4][4 * n + k % 4]));
       memcpy(&tiles[c].bytes[m][4 * n], &sum, 4);
     }
 }
@@ -55,13 +52,9 @@ static inline void dot_bytes(int c, int a, int b) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbusd
-#undef _tile_dpbssd
 #define _tile_loadconfig(p) emulated::load_config(p)
 #define _tile_release() ((void)0)
 #define _tile_zero(t) emulated::zero(t)
 #define _tile_loadd(t, p, stride) emulated::load(t, p, stride)
 #define _tile_stored(t, p, stride) emulated::store(t, p, stride)
-#define _tile_dpbusd(c, a, b) emulated::dot_bytes<uint8_t>(c, a, b)
-#define _tile_dpbssd(c, a, b) emulated::dot_bytes<int8_t>(c, a, b)
-
-#endif  // EQQUANT_EMULATE_AMX_H_
+#define _tile_dpbusd(c, a, b) emulated::dot_bytes(c, a, b)

@@ -282,4 +282,6 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* own
 
 }  // namespace
 
-extern const MatmulKernel kMatmulFewAmx = {plan, prepare, run, accepts, accepts_packed, &kMatmulAmx};
+namespace amx {
+extern const MatmulKernel kMatmul = {plan, prepare, run, accepts, accepts_packed, &kMatmulManyAmx};
+}

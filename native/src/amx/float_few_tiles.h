@@ -1,6 +1,5 @@
 // A few rows of floats on AMX: rows of the weight as tiles, products, and what becomes of their results.
-#ifndef EQQUANT_AMX_FLOAT_FEW_TILES_H_
-#define EQQUANT_AMX_FLOAT_FEW_TILES_H_
+#pragma once
 
 #include "amx/amx.h"
 #include "core/arrays_avx512.h"
@@ -222,5 +221,3 @@ struct Unit {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_AMX_FLOAT_FEW_TILES_H_

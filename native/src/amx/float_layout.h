@@ -1,6 +1,5 @@
 // Many rows of floats on AMX: how a product is divided, and what is in shared memory.
-#ifndef EQQUANT_AMX_FLOAT_LAYOUT_H_
-#define EQQUANT_AMX_FLOAT_LAYOUT_H_
+#pragma once
 
 #include "amx/amx.h"
 #include "float/slice_panels.h"
@@ -98,5 +97,3 @@ struct Room {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_AMX_FLOAT_LAYOUT_H_

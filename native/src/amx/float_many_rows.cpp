@@ -216,4 +216,4 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
 
 }  // namespace
 
-extern const MatmulKernel kMatmulAmx = {plan, prepare, run, accepts, nullptr, &avx512vbmi::kMatmul};
+extern const MatmulKernel kMatmulManyAmx = {plan, prepare, run, accepts, nullptr, &avx512vbmi::kMatmul};

@@ -1,6 +1,5 @@
 // Products of tiles of slices, and what becomes of their results.
-#ifndef EQQUANT_AMX_FLOAT_TILES_H_
-#define EQQUANT_AMX_FLOAT_TILES_H_
+#pragma once
 
 #include "amx/float_layout.h"
 
@@ -183,5 +182,3 @@ Multiply multiply_of(int64_t w_slices, int64_t x_slices) {
 float lowest_power(int64_t w_slices) { return w_slices == 1 ? 1 : 65536; }
 
 }  // namespace
-
-#endif  // EQQUANT_AMX_FLOAT_TILES_H_

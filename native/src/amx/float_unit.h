@@ -1,6 +1,5 @@
 // Rows of the weight that a thread multiplies: their scales, and their codes as tiles.
-#ifndef EQQUANT_AMX_FLOAT_UNIT_H_
-#define EQQUANT_AMX_FLOAT_UNIT_H_
+#pragma once
 
 #include "amx/float_tiles.h"
 #include "amx/float_weight.h"
@@ -147,7 +146,8 @@ struct Unit {
         unpack_zero_points(p, min64(at + i, last), begin + b, begin + min64(b + 16, place.count), zero);
         const F from = _mm512_loadu_ps(zero), above = _mm512_sub_ps(_mm512_set1_ps(reach.high), from),
                 below = _mm512_sub_ps(from, _mm512_set1_ps(reach.low));
-        values[i] = _mm512_mul_ps(values[i], _mm512_max_ps(above, below));
+        // Behind the last block is whatever memory holds.
+        values[i] = _mm512_maskz_mul_ps(first_few(place.count - b), values[i], _mm512_max_ps(above, below));
       }
       most_bits = _mm512_max_epu32(most_bits, largest_in_rows(values));
     }
@@ -260,5 +260,3 @@ struct Unit {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_AMX_FLOAT_UNIT_H_

@@ -1,6 +1,5 @@
 // Codes of 16 rows of the weight as slices: tiles of bytes without a sign.
-#ifndef EQQUANT_AMX_FLOAT_WEIGHT_H_
-#define EQQUANT_AMX_FLOAT_WEIGHT_H_
+#pragma once
 
 #include "amx/float_layout.h"
 
@@ -192,5 +191,3 @@ float integers_in_one(float most) {
 }
 
 }  // namespace
-
-#endif  // EQQUANT_AMX_FLOAT_WEIGHT_H_

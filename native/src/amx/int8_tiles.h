@@ -1,6 +1,5 @@
 // Products of integers on AMX: how they are divided, tiles, and what becomes of their results.
-#ifndef EQQUANT_AMX_INT8_TILES_H_
-#define EQQUANT_AMX_INT8_TILES_H_
+#pragma once
 
 #include "amx/amx.h"
 #include "core/simd_avx512vnni.h"
@@ -271,5 +270,3 @@ void sum_weights(const Problem& p, const Runs& r, const Integers& v, const Step&
 }
 
 }  // namespace
-
-#endif  // EQQUANT_AMX_INT8_TILES_H_

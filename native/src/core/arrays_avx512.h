@@ -1,6 +1,5 @@
 // Rows of x and squares of y on AVX-512, sixteen numbers at a time, of whatever type.
-#ifndef EQQUANT_CORE_ARRAYS_AVX512_H_
-#define EQQUANT_CORE_ARRAYS_AVX512_H_
+#pragma once
 
 #include "core/simd_avx512.h"
 
@@ -74,5 +73,3 @@ EQQ_INLINE void write_square(const Problem& p, int64_t base, int64_t count, int6
 }
 
 }  // namespace
-
-#endif  // EQQUANT_CORE_ARRAYS_AVX512_H_

@@ -29,7 +29,7 @@ const Isa kAvx2 = EQQ_ISA(avx2, avx2::kMatmul, avx2, avx2, avx2);
 const Isa kAvx512 = EQQ_ISA(avx512, avx512::kMatmul, avx512, avx512, avx512);
 const Isa kAvx512Vnni = EQQ_ISA(avx512vnni, kMatmulSlices, avx512, avx512vnni, avx512);
 const Isa kAvx512Vbmi = EQQ_ISA(avx512vbmi, kMatmulSlicesVbmi, avx512vbmi, avx512vnni, avx512);
-const Isa kAmx = EQQ_ISA(amx, kMatmulFewAmx, avx512vbmi, amx, avx512);
+const Isa kAmx = EQQ_ISA(amx, amx::kMatmul, avx512vbmi, amx, avx512);
 #elif defined(__aarch64__) || defined(_M_ARM64)
 const Isa kNeon = EQQ_ISA(neon, neon::kMatmul, neon, neon, generic);
 const Isa kDotprod = EQQ_ISA(dotprod, neon::kMatmul, neon, dotprod, generic);

@@ -1,6 +1,5 @@
 // What an instruction set offers, and how one is chosen.
-#ifndef EQQUANT_ISA_H_
-#define EQQUANT_ISA_H_
+#pragma once
 
 #include <string.h>
 
@@ -73,8 +72,8 @@ EQQ_INSTRUCTION_SET(dotprod)
 
 // Floats times small integers with VNNI; the fallback is AVX-512, without and with VBMI.
 extern const MatmulKernel kMatmulSlices, kMatmulSlicesVbmi;
-// Floats on AMX: up to four rows of x, whose fallback is that of many rows.
-extern const MatmulKernel kMatmulFewAmx, kMatmulAmx;
+// Floats on AMX with many rows of x: the fallback of `amx::kMatmul`.
+extern const MatmulKernel kMatmulManyAmx;
 
 // Conversions for every machine.
 float half_to_float(uint16_t bits);
@@ -87,5 +86,3 @@ const Isa* choose_isa(const char** why);
 // The instruction sets that this machine can run, worst first: how many, and each.
 int num_isas(void);
 const Isa* isa_at(int index);
-
-#endif  // EQQUANT_ISA_H_

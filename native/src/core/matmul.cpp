@@ -1,9 +1,10 @@
 #include "core/matmul.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 
 #include <new>
+
+#include "core/check.h"
 
 namespace {
 
@@ -18,11 +19,6 @@ bool misaligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_
 }  // namespace
 
 const char* check_problem(const Problem& p, char* text, size_t room) {
-#define EQQ_CHECK(CONDITION, ...)      \
-  if (!(CONDITION)) {                  \
-    snprintf(text, room, __VA_ARGS__); \
-    return text;                       \
-  }
   EQQ_CHECK(p.bits >= 1 && p.bits <= 8, "codes have 1 to 8 bits, not %d", p.bits);
   EQQ_CHECK(p.batch >= 0 && p.m >= 0 && p.n >= 0 && p.k >= 0, "lengths must not be negative");
   EQQ_CHECK(p.k < (int64_t{1} << 31) && p.n < (int64_t{1} << 31) && p.m < (int64_t{1} << 31),
@@ -74,7 +70,6 @@ const char* check_problem(const Problem& p, char* text, size_t room) {
   EQQ_CHECK(!misaligned(p.x, item) && !misaligned(p.y, item) && !misaligned(p.scale, scale) &&
                 !misaligned(p.offset, scale) && !misaligned(p.row_scale, 4) && !misaligned(p.selected, 4),
             "an array is misaligned");
-#undef EQQ_CHECK
   return nullptr;
 }
 

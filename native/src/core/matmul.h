@@ -1,6 +1,5 @@
 // The driver of a product: checks it, asks an instruction set for a plan, and has threads work on it.
-#ifndef EQQUANT_MATMUL_H_
-#define EQQUANT_MATMUL_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -219,5 +218,3 @@ bool run_decode(const Isa& isa, const Problem& problem, Pool& pool, int64_t thre
   if (threads < 1) threads = 1;
   return run_kernel(Slabs(problem, threads), isa, *isa.decode, problem, pool, threads);
 }
-
-#endif  // EQQUANT_MATMUL_H_

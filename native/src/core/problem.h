@@ -9,8 +9,7 @@
 // With `selected`, `w(b)` is array `selected[b]` of a stack, which is read where it lies.
 //
 // Decoding is a problem without `x`: `m` is 0, `y` is (batch, n, k) without gaps, and `x_type` is the type of `y`.
-#ifndef EQQUANT_PROBLEM_H_
-#define EQQUANT_PROBLEM_H_
+#pragma once
 
 #include <stdint.h>
 
@@ -117,5 +116,3 @@ static inline int64_t first_row(const Problem* p, int64_t batch) {
   const int64_t at = p->selected[batch];
   return (at < 0 ? 0 : at < p->stack ? at : p->stack - 1) * p->n;
 }
-
-#endif  // EQQUANT_PROBLEM_H_

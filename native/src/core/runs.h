@@ -3,8 +3,7 @@
 // A row is a number of runs: the codes of one block, or a part of a very long one. In memory of ours a run is padded to
 // 16, 32 or a multiple of 64 codes, so that every block size has the same fast path. Rows are taken a step at a time:
 // some runs, or a part of one. As in `kernels.h`, nothing here is seen by another file, and nothing is of `std::`.
-#ifndef EQQUANT_RUNS_H_
-#define EQQUANT_RUNS_H_
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -168,5 +167,3 @@ EQQ_INLINE int64_t step_start(const Runs& r, const Step& s) { return run_start(r
 EQQ_INLINE bool in_a_row(const Runs& r, const Step& s) { return s.runs == 1 || r.size == r.real; }
 
 }  // namespace
-
-#endif  // EQQUANT_RUNS_H_

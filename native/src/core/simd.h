@@ -45,8 +45,7 @@
 //   kInRegisters          whether one row of `x` meets codes of integers that are decoded in registers; then
 //                         `kRegisterRows` rows of the weight at a time
 //   kPacks                whether `x` is quantized and packed by vectors (`int8/pack_avx512.h`)
-#ifndef EQQUANT_CORE_SIMD_H_
-#define EQQUANT_CORE_SIMD_H_
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -82,5 +81,3 @@ struct SimdBase {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_CORE_SIMD_H_

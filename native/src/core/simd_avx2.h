@@ -1,6 +1,5 @@
 // AVX2, FMA and F16C. A table of sixteen is two of eight, and bit 3 of a code says which.
-#ifndef EQQUANT_CORE_SIMD_AVX2_H_
-#define EQQUANT_CORE_SIMD_AVX2_H_
+#pragma once
 
 #include <immintrin.h>
 
@@ -137,5 +136,3 @@ struct Simd : SimdBase {
 
 }  // namespace
 }  // namespace avx2
-
-#endif  // EQQUANT_CORE_SIMD_AVX2_H_

@@ -1,7 +1,6 @@
 // AVX-512: F, BW, DQ and VL. A code of at most four bits is looked up by one permutation, which reads the low four bits
 // of each lane and no others, so codes need neither a mask nor widening.
-#ifndef EQQUANT_CORE_SIMD_AVX512_H_
-#define EQQUANT_CORE_SIMD_AVX512_H_
+#pragma once
 
 #include <immintrin.h>
 
@@ -149,5 +148,3 @@ struct Simd : SimdBase {
 
 }  // namespace
 }  // namespace avx512
-
-#endif  // EQQUANT_CORE_SIMD_AVX512_H_

@@ -1,8 +1,7 @@
 // AVX-512 with VNNI and VBMI. Its permutations of bytes look up 64 codes of eight bits in two halves of 128, one byte
 // of the floats after the other; a float of eight bits needs two, since it is exact in bfloat16. Gathering takes ten
 // times as long.
-#ifndef EQQUANT_CORE_SIMD_AVX512VBMI_H_
-#define EQQUANT_CORE_SIMD_AVX512VBMI_H_
+#pragma once
 
 #include "core/simd_avx512.h"
 
@@ -47,5 +46,3 @@ struct Simd : avx512::Simd {
 
 }  // namespace
 }  // namespace avx512vbmi
-
-#endif  // EQQUANT_CORE_SIMD_AVX512VBMI_H_

@@ -1,6 +1,5 @@
 // AVX-512 with VNNI: `vpdpbusd` multiplies four bytes without a sign by four with one, and does not saturate.
-#ifndef EQQUANT_CORE_SIMD_AVX512VNNI_H_
-#define EQQUANT_CORE_SIMD_AVX512VNNI_H_
+#pragma once
 
 #include "core/simd_avx512.h"
 
@@ -31,5 +30,3 @@ struct Simd : avx512::Simd {
 
 }  // namespace
 }  // namespace avx512vnni
-
-#endif  // EQQUANT_CORE_SIMD_AVX512VNNI_H_

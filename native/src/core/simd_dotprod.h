@@ -1,6 +1,5 @@
 // NEON with the dot products of ARMv8.2: `sdot` multiplies four bytes by four, all with a sign.
-#ifndef EQQUANT_CORE_SIMD_DOTPROD_H_
-#define EQQUANT_CORE_SIMD_DOTPROD_H_
+#pragma once
 
 #include "core/simd_neon.h"
 
@@ -19,5 +18,3 @@ struct Simd : neon::Simd {
 
 }  // namespace
 }  // namespace dotprod
-
-#endif  // EQQUANT_CORE_SIMD_DOTPROD_H_

@@ -1,6 +1,5 @@
 // Plain C++ for every machine. Vectors are GCC's and Clang's own, which become whatever the compiler may use.
-#ifndef EQQUANT_CORE_SIMD_GENERIC_H_
-#define EQQUANT_CORE_SIMD_GENERIC_H_
+#pragma once
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -160,5 +159,3 @@ struct Simd : SimdBase {
 
 }  // namespace
 }  // namespace generic
-
-#endif  // EQQUANT_CORE_SIMD_GENERIC_H_

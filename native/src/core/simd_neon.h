@@ -1,7 +1,6 @@
 // NEON, which every aarch64 machine has. A table of sixteen floats is looked up byte by byte: `tbl` looks sixteen codes
 // up at once, in one table for each byte of a float, and the four results are transposed to four vectors of floats.
-#ifndef EQQUANT_CORE_SIMD_NEON_H_
-#define EQQUANT_CORE_SIMD_NEON_H_
+#pragma once
 
 #include <arm_neon.h>
 
@@ -143,5 +142,3 @@ struct Simd : SimdBase {
 
 }  // namespace
 }  // namespace neon
-
-#endif  // EQQUANT_CORE_SIMD_NEON_H_

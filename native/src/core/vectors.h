@@ -1,8 +1,7 @@
 // Vectors of the compiler's, as wide as the widest registers: the vocabulary of `encode` and `slabs`. These move memory
 // and do a little arithmetic on the way, without permutations or lookups, which compilers write from one source as well
 // as intrinsics would, on every machine.
-#ifndef EQQUANT_CORE_VECTORS_H_
-#define EQQUANT_CORE_VECTORS_H_
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -51,5 +50,3 @@ EQQ_INLINE int32_t largest_of(const Ints& a) {
 }
 
 }  // namespace
-
-#endif  // EQQUANT_CORE_VECTORS_H_

@@ -2,8 +2,7 @@
 //
 //   encode:  code(n, k) = code of ((x(n, k) - offset) * factor / divisor + shift), each of a block; 0 where divisor is
 //   0 reduce:  one value of each row: its largest magnitude, ...; NaN where the row holds a NaN or an infinity
-#ifndef EQQUANT_ENCODE_H_
-#define EQQUANT_ENCODE_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -61,5 +60,3 @@ static inline const EncodeKernel& encode_kernel(const Isa& isa) { return *isa.en
 
 // What is wrong with a problem, as a sentence in `text`; or null. Reads no array.
 const char* check_encode(const EncodeProblem& problem, char* text, size_t room);
-
-#endif  // EQQUANT_ENCODE_H_

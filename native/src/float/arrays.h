@@ -1,6 +1,5 @@
 // Elements of `x` and `y`, of whatever type.
-#ifndef EQQUANT_FLOAT_ARRAYS_H_
-#define EQQUANT_FLOAT_ARRAYS_H_
+#pragma once
 
 #include "float/layout.h"
 
@@ -44,5 +43,3 @@ struct Arrays {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_ARRAYS_H_

@@ -1,6 +1,5 @@
 // Rows of the weight as floats: the order of decoding, scales, and segments of codes.
-#ifndef EQQUANT_FLOAT_DECODE_H_
-#define EQQUANT_FLOAT_DECODE_H_
+#pragma once
 
 #include "float/layout.h"
 
@@ -366,5 +365,3 @@ struct Decode {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_DECODE_H_

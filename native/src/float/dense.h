@@ -1,6 +1,5 @@
 // Decoding to a dense weight: rows are decoded to the cache as for a product, and brought to their logical order there.
-#ifndef EQQUANT_FLOAT_DENSE_H_
-#define EQQUANT_FLOAT_DENSE_H_
+#pragma once
 
 #include "float/prepare.h"
 
@@ -102,5 +101,3 @@ struct Dense {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_DENSE_H_

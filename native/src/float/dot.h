@@ -1,6 +1,5 @@
 // One row of `x`, or a few: decoding and multiplying at once, nothing is written.
-#ifndef EQQUANT_FLOAT_DOT_H_
-#define EQQUANT_FLOAT_DOT_H_
+#pragma once
 
 #include "float/arrays.h"
 #include "float/dots.h"
@@ -292,15 +291,13 @@ struct Dot {
 
   static DotRows dot_kernel(const Problem& p, int64_t m) {
     return D::by_codes(p, [&](auto codes) {
-      return dot_kernel_of<decltype(codes)::kBits, decltype(codes)::kValues, Dots<V>::kMost>(p, m);
+      using C = decltype(codes);
+      return by_count<Dots<V>::kMost>(m, [&](auto count) -> DotRows {
+        constexpr int kM = decltype(count)::value;
+        return p.zero_point != nullptr ? dot_rows<C::kBits, C::kValues, true, kM>
+                                       : dot_rows<C::kBits, C::kValues, false, kM>;
+      });
     });
-  }
-
-  template <int kBits, int kValues, int kM>
-  static DotRows dot_kernel_of(const Problem& p, int64_t m) {
-    if constexpr (kM > 1)
-      if (m < kM) return dot_kernel_of<kBits, kValues, kM - 1>(p, m);
-    return p.zero_point != nullptr ? dot_rows<kBits, kValues, true, kM> : dot_rows<kBits, kValues, false, kM>;
   }
 
   static void run(const Problem& p, const Shape& s, const FloatDetail& d, const void* shared, const float* x,
@@ -335,5 +332,3 @@ struct Dot {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_DOT_H_

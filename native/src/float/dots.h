@@ -1,7 +1,6 @@
 // Products with few rows of x that decode codes in registers: no decoded row is written, since multiplying what was
 // written would take as long as decoding it.
-#ifndef EQQUANT_FLOAT_DOTS_H_
-#define EQQUANT_FLOAT_DOTS_H_
+#pragma once
 
 #include "float/decode.h"
 
@@ -154,5 +153,3 @@ struct Dots {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_DOTS_H_

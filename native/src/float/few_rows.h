@@ -1,6 +1,5 @@
 // A few rows of `x`: rows of the weight are decoded to L1, and multiplied with lanes along `k`.
-#ifndef EQQUANT_FLOAT_FEW_ROWS_H_
-#define EQQUANT_FLOAT_FEW_ROWS_H_
+#pragma once
 
 #include "float/arrays.h"
 #include "float/decode.h"
@@ -122,30 +121,25 @@ struct FewRows {
   template <int kBits, int kValues>
   static FewFused fused_of_mode(const Shape& s, int64_t m) {
     switch (s.mode) {
-      case kOneScale: return fused_of<kBits, kValues, kOneScale, V::kFewGroup>(m);
-      case kUniform: return fused_of<kBits, kValues, kUniform, V::kFewGroup>(m);
-      case kBy32: return fused_of<kBits, kValues, kBy32, V::kFewGroup>(m);
-      case kBy16: return fused_of<kBits, kValues, kBy16, V::kFewGroup>(m);
+      case kOneScale: return fused_of<kBits, kValues, kOneScale>(m);
+      case kUniform: return fused_of<kBits, kValues, kUniform>(m);
+      case kBy32: return fused_of<kBits, kValues, kBy32>(m);
+      case kBy16: return fused_of<kBits, kValues, kBy16>(m);
       default: return nullptr;
     }
   }
 
-  template <int kBits, int kValues, Mode kMode, int kM>
+  template <int kBits, int kValues, Mode kMode>
   EQQ_INLINE FewFused fused_of(int64_t m) {
-    if constexpr (kM > 2)
-      if (m < kM) return fused_of<kBits, kValues, kMode, kM - 1>(m);
-    return few_fused<kBits, kValues, kMode, kM>;
+    return by_count<V::kFewGroup, 2>(
+        m, [](auto count) -> FewFused { return few_fused<kBits, kValues, kMode, decltype(count)::value>; });
   }
 
   using FewMicro = void (*)(const float*, const float*, int64_t, int64_t, float*);
 
-  EQQ_INLINE FewMicro few_kernel(int64_t m) { return few_of<V::kFewGroup>(m); }
-
-  template <int kM>
-  EQQ_INLINE FewMicro few_of(int64_t m) {
-    if constexpr (kM > 1)
-      if (m < kM) return few_of<kM - 1>(m);
-    return few_micro<V::kFewTile, kM>;
+  EQQ_INLINE FewMicro few_kernel(int64_t m) {
+    return by_count<V::kFewGroup>(
+        m, [](auto count) -> FewMicro { return few_micro<V::kFewTile, decltype(count)::value>; });
   }
 
   // What a unit multiplies, and where everything is.
@@ -367,5 +361,3 @@ struct FewRows {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_FEW_ROWS_H_

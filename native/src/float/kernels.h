@@ -1,6 +1,5 @@
 // The product of floats: which method takes a problem, and how it is divided.
-#ifndef EQQUANT_FLOAT_KERNELS_H_
-#define EQQUANT_FLOAT_KERNELS_H_
+#pragma once
 
 #include "float/dense.h"
 #include "float/dot.h"
@@ -129,5 +128,3 @@ struct Kernels {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_KERNELS_H_

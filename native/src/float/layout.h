@@ -5,8 +5,7 @@
 // of byte `4 L h + 4 j + c` in that plane. `x` is permuted to that order once per call instead. A last, shorter segment
 // is padded with zero bytes; the padding decodes to zero and meets zeros of `x`. With several rows of `x` its codes are
 // brought to their logical order, without the padding.
-#ifndef EQQUANT_FLOAT_LAYOUT_H_
-#define EQQUANT_FLOAT_LAYOUT_H_
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -86,10 +85,9 @@ EQQ_INLINE Shape shape_of(const Problem& p, int64_t direct) {
   return s;
 }
 
-// The same table in every row, and where each code of a segment is. Packed `x` lies behind it in shared memory.
+// What shared memory holds behind a table of 256 floats and the bytes of these, the low ones first, where `V` looks up
+// those: where each code of a segment is, the same in every row, and packed `x`.
 struct Shared {
-  float table[256];
-  uint8_t planes[4][256];  // the bytes of its floats, the low ones first, where `V` looks up those
   // Of whole segments in `kAnyBlock`, and then of the last one: the block of each code in the order of decoding, less
   // the first of the segment; and whether it is a code, not padding.
   int32_t* index;
@@ -126,5 +124,3 @@ EQQ_INLINE int64_t span(const Shape& s, int64_t first, int64_t last) {
 EQQ_INLINE int64_t few_row(const Shape& s) { return s.padded < 1024 ? s.padded : (s.padded + 767) / 1024 * 1024 + 256; }
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_LAYOUT_H_

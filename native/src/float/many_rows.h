@@ -1,6 +1,5 @@
 // Many rows of `x`: rows of the weight are decoded to L2, and multiplied in tiles with lanes along the rows of `x`.
-#ifndef EQQUANT_FLOAT_MANY_ROWS_H_
-#define EQQUANT_FLOAT_MANY_ROWS_H_
+#pragma once
 
 #include "float/arrays.h"
 #include "float/decode.h"
@@ -81,5 +80,3 @@ struct ManyRows {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_MANY_ROWS_H_

@@ -1,7 +1,6 @@
 // Transposed products with few rows of `x`: codes are decoded and multiplied in registers, with lanes along the
 // results. `x` is scaled instead of codes.
-#ifndef EQQUANT_FLOAT_MIX_H_
-#define EQQUANT_FLOAT_MIX_H_
+#pragma once
 
 #include "float/dots.h"
 #include "float/transposed.h"
@@ -182,5 +181,3 @@ struct Mix {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_MIX_H_

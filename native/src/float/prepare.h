@@ -1,6 +1,5 @@
 // Preparation: tables, and `x` as floats in the order of decoding.
-#ifndef EQQUANT_FLOAT_PREPARE_H_
-#define EQQUANT_FLOAT_PREPARE_H_
+#pragma once
 
 #include "float/arrays.h"
 #include "float/decode.h"
@@ -165,5 +164,3 @@ struct Prepare {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_PREPARE_H_

@@ -6,8 +6,7 @@
 // What is much smaller than the largest keeps few bits. So x is looked at while it is packed. Two slices are tried if
 // the problem is coarse, and three otherwise. Where a number stands out of 1024, these have one more; where four are
 // too little for many, or one is not finite, very large or very small, another kernel multiplies the panel.
-#ifndef EQQUANT_FLOAT_SLICE_PANELS_H_
-#define EQQUANT_FLOAT_SLICE_PANELS_H_
+#pragma once
 
 #include "float/slices.h"
 
@@ -188,11 +187,6 @@ bool pack_slices(const Problem& p, const Span& span, float* scale, const Where& 
   return lost == 0;
 }
 
-template <int kX>
-struct Count {
-  static constexpr int value = kX;
-};
-
 // Packs a span by `pack(Count<slices>)`, which tells whether so many are enough. Returns how many are, or 0 if its
 // numbers must not be slices.
 template <class Pack>
@@ -278,5 +272,3 @@ void multiply_rest(const MatmulKernel& kernel, const Problem& p, const Extent& a
 }
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_SLICE_PANELS_H_

@@ -1,6 +1,5 @@
 // What kernels share that multiply slices: tables of a weight as integers, and integers of x as slices.
-#ifndef EQQUANT_SLICES_H_
-#define EQQUANT_SLICES_H_
+#pragma once
 
 #include "core/arrays_avx512.h"
 #include "core/runs.h"
@@ -48,5 +47,3 @@ EQQ_INLINE __m512i slices_apart(__m512i integers) {
 }
 
 }  // namespace
-
-#endif  // EQQUANT_SLICES_H_

@@ -1,6 +1,5 @@
 // Tiles of results in registers: lanes run along the results.
-#ifndef EQQUANT_FLOAT_TILES_H_
-#define EQQUANT_FLOAT_TILES_H_
+#pragma once
 
 #include "float/layout.h"
 
@@ -62,5 +61,3 @@ struct Tiles {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_TILES_H_

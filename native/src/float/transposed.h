@@ -1,6 +1,5 @@
 // Transposed products: tiles as with many rows, with lanes along the decoded rows.
-#ifndef EQQUANT_FLOAT_TRANSPOSED_H_
-#define EQQUANT_FLOAT_TRANSPOSED_H_
+#pragma once
 
 #include "float/arrays.h"
 #include "float/decode.h"
@@ -77,5 +76,3 @@ struct Transposed {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_FLOAT_TRANSPOSED_H_

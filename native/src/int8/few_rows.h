@@ -1,6 +1,5 @@
 // A few rows of `x`: lanes run along k.
-#ifndef EQQUANT_INT8_FEW_ROWS_H_
-#define EQQUANT_INT8_FEW_ROWS_H_
+#pragma once
 
 #include "int8/weight.h"
 #include "int8/x.h"
@@ -66,7 +65,7 @@ struct Int8FewRows {
       }
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
-        const F scale = W::several_f(a.scale + i * kRunRoom + run, together);
+        const F scale = W::several(a.scale + i * kRunRoom + run, together);
 #pragma GCC unroll 8
         for (int m = 0; m < kM; ++m) {
           if (kShift) acc[i][m] = V::add(acc[i][m], V::mul(acc[i][kM], V::broadcast_int(-a.shift[m])));
@@ -121,24 +120,15 @@ struct Int8FewRows {
   using DotStep = void (*)(const Dot&);
   template <bool kZero, bool kShift>
   EQQ_INLINE DotStep lanes_of(int64_t m) {
-    constexpr int kRows = V::kInt8DotRows;
-    switch (m) {
-      case 1: return dot_lanes<kRows, 1, kZero, kShift>;
-      case 2: return dot_lanes<kRows, 2, kZero, kShift>;
-      case 3: return dot_halves<kRows, 3, kZero, kShift>;
-      default: return dot_halves<kRows, 4, kZero, kShift>;
-    }
+    return by_count<4>(m, [](auto count) -> DotStep {
+      constexpr int kM = decltype(count)::value, kRows = V::kInt8DotRows;
+      if constexpr (kM <= 2) return dot_lanes<kRows, kM, kZero, kShift>;
+      return dot_halves<kRows, kM, kZero, kShift>;
+    });
   }
   // `m`: with the row of ones, if there is one.
   EQQ_INLINE DotStep whole_of(int64_t m) {
-    constexpr int kRows = V::kInt8DotRows;
-    switch (m) {
-      case 1: return dot_whole<kRows, 1>;
-      case 2: return dot_whole<kRows, 2>;
-      case 3: return dot_whole<kRows, 3>;
-      case 4: return dot_whole<kRows, 4>;
-      default: return dot_whole<kRows, 5>;
-    }
+    return by_count<5>(m, [](auto count) -> DotStep { return dot_whole<V::kInt8DotRows, decltype(count)::value>; });
   }
 
   // Products of a step whose runs are added up as integers, one after the other; those that end are scaled.
@@ -233,5 +223,3 @@ struct Int8FewRows {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_INT8_FEW_ROWS_H_

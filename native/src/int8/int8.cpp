@@ -1,18 +1,13 @@
 #include "int8/int8.h"
 
 #include <math.h>
-#include <stdio.h>
 
+#include "core/check.h"
 #include "core/matmul.h"
 
 const char* check_int8(const Int8Problem& problem, char* text, size_t room) {
   const Problem& p = problem.p;
   if (const char* wrong = check_problem(p, text, room)) return wrong;
-#define EQQ_CHECK(CONDITION, ...)      \
-  if (!(CONDITION)) {                  \
-    snprintf(text, room, __VA_ARGS__); \
-    return text;                       \
-  }
   EQQ_CHECK(!p.transpose, "integer products are not transposed");
   EQQ_CHECK(problem.form >= kFloats && problem.form <= kUnsigned, "no x of form %d is known", problem.form);
   EQQ_CHECK(problem.form == kFloats || p.batch == 0 || p.m == 0 || problem.x_scale != nullptr,
@@ -35,6 +30,5 @@ const char* check_int8(const Int8Problem& problem, char* text, size_t room) {
     EQQ_CHECK(p.table[i] == p.table[0] + static_cast<float>(i), "codes of %d bits must be consecutive integers",
               p.bits);
   EQQ_CHECK(p.offset == nullptr, "integer products have no offsets");
-#undef EQQ_CHECK
   return nullptr;
 }

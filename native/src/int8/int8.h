@@ -6,8 +6,7 @@
 //   zero_point)
 //
 // With zero points of x too, products with a row of ones are the sums of the weight, which are subtracted as integers.
-#ifndef EQQUANT_INT8_H_
-#define EQQUANT_INT8_H_
+#pragma once
 
 #include <stddef.h>
 
@@ -36,5 +35,3 @@ typedef struct Int8Kernel {
 
 // What is wrong with a problem, as a sentence in `text`; or null.
 const char* check_int8(const Int8Problem& problem, char* text, size_t room);
-
-#endif  // EQQUANT_INT8_H_

@@ -3,8 +3,7 @@
 // With groups of four, codes of the weight are bytes without a sign, as they lie in memory, and those of `x` have one.
 // The bias `lowest - zero_point` of each code is corrected with the sum of `x`, from which sums of a run begin. So
 // results are those of integers, to the bit. With groups of two the weight's values are exact.
-#ifndef EQQUANT_INT8_KERNELS_H_
-#define EQQUANT_INT8_KERNELS_H_
+#pragma once
 
 #include "int8/few_rows.h"
 #include "int8/many_rows.h"
@@ -71,5 +70,3 @@ struct Int8Kernels {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_INT8_KERNELS_H_

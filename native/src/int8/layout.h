@@ -1,6 +1,5 @@
 // How a product of integers is divided, and where its parts are in memory.
-#ifndef EQQUANT_INT8_LAYOUT_H_
-#define EQQUANT_INT8_LAYOUT_H_
+#pragma once
 
 #include "core/runs.h"
 #include "int8/int8.h"
@@ -35,5 +34,3 @@ template <class V>
 struct Int8Pack;
 
 }  // namespace
-
-#endif  // EQQUANT_INT8_LAYOUT_H_

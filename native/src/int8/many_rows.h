@@ -1,6 +1,5 @@
 // Many rows of `x`: lanes run along them.
-#ifndef EQQUANT_INT8_MANY_ROWS_H_
-#define EQQUANT_INT8_MANY_ROWS_H_
+#pragma once
 
 #include "int8/weight.h"
 #include "int8/x.h"
@@ -252,5 +251,3 @@ struct Int8ManyRows {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_INT8_MANY_ROWS_H_

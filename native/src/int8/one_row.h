@@ -1,6 +1,5 @@
 // One row of `x`: codes are decoded in registers, one row of the weight after the other as they lie in memory.
-#ifndef EQQUANT_INT8_ONE_ROW_H_
-#define EQQUANT_INT8_ONE_ROW_H_
+#pragma once
 
 #include "int8/weight.h"
 #include "int8/x.h"
@@ -127,7 +126,7 @@ struct Int8OneRow {
             I c = V::template byte_codes<kBits>(bytes[i], plane);
             if (kLookUp) c = V::lookup_bytes(table, c);
             acc[i] = V::dot(acc[i], c, xs);
-            if (ends) sums[i] = V::fma(V::to_float(acc[i]), W::several_f(scale[i] + block * kBlocks, kBlocks), sums[i]);
+            if (ends) sums[i] = V::fma(V::to_float(acc[i]), W::several(scale[i] + block * kBlocks, kBlocks), sums[i]);
           }
           if (ends) {
             of_block = 0;
@@ -191,5 +190,3 @@ struct Int8OneRow {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_INT8_ONE_ROW_H_

@@ -1,6 +1,5 @@
 // Rows of x on AVX-512, sixteen at a time: what integer products with tiles and without them share. `X` is an `Int8X`.
-#ifndef EQQUANT_INT8_PACK_AVX512_H_
-#define EQQUANT_INT8_PACK_AVX512_H_
+#pragma once
 
 #include "core/arrays_avx512.h"
 #include "core/runs.h"
@@ -235,5 +234,3 @@ struct Int8Pack {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_INT8_PACK_AVX512_H_

@@ -1,6 +1,5 @@
 // Preparation: `x` is quantized and packed, and its codes are summed.
-#ifndef EQQUANT_INT8_PREPARE_H_
-#define EQQUANT_INT8_PREPARE_H_
+#pragma once
 
 #include "int8/weight.h"
 #include "int8/x.h"
@@ -104,5 +103,3 @@ struct Int8Prepare {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_INT8_PREPARE_H_

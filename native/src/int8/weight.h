@@ -1,6 +1,5 @@
 // Rows of the weight as they are multiplied, a step at a time, with scales and with what their codes are off.
-#ifndef EQQUANT_INT8_WEIGHT_H_
-#define EQQUANT_INT8_WEIGHT_H_
+#pragma once
 
 #include "int8/layout.h"
 
@@ -100,7 +99,7 @@ struct Int8Weight {
       if (n > 1) return V::spread_int(p, V::lanes(0, static_cast<int>(n)));
     return V::broadcast_int(*p);
   }
-  EQQ_INLINE F several_f(const float* p, int64_t n) {
+  EQQ_INLINE F several(const float* p, int64_t n) {
     if constexpr (kCodes > 16)
       if (n > 1) return V::spread(p, V::lanes(0, static_cast<int>(n)));
     return V::broadcast(*p);
@@ -108,5 +107,3 @@ struct Int8Weight {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_INT8_WEIGHT_H_

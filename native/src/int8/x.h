@@ -1,6 +1,5 @@
 // Rows of `x` as codes of a sign, and elements of `y`.
-#ifndef EQQUANT_INT8_X_H_
-#define EQQUANT_INT8_X_H_
+#pragma once
 
 #include "int8/layout.h"
 
@@ -119,5 +118,3 @@ struct Int8X {
 };
 
 }  // namespace
-
-#endif  // EQQUANT_INT8_X_H_

@@ -5,8 +5,7 @@
 // packed or nested in it is brought to bytes and floats in the memory of the thread, and stays in the cache. Then the
 // kernel of the instruction set multiplies the slab, a weight like any other. Offsets are a product of their own, with
 // sums of blocks of x, which is added to the result. All slabs meet the same packed x.
-#ifndef EQQUANT_SLABS_H_
-#define EQQUANT_SLABS_H_
+#pragma once
 
 #include "core/isa.h"
 #include "int8/int8.h"
@@ -77,5 +76,3 @@ inline Int8Problem with_weight(const Int8Problem& problem, int64_t batch, const 
   if (problem.x_zero != nullptr) q.x_zero += batch * problem.p.m;
   return q;
 }
-
-#endif  // EQQUANT_SLABS_H_

@@ -11,25 +11,13 @@ import jax.tree_util as jtu
 
 from .._array.array import is_quantized
 from .._array.axes import memory_order
-from .._docs import fill_doc
 from .._types import PyTree
 from .mask import trainable_mask
 
 
 FilterSpec = PyTree[bool | Callable[[Any], bool]]
 
-_ARGUMENTS = """
-    - `fun`: a function whose first argument is a pytree (the model), and which returns a float scalar; with `has_aux`,
-        a pair of a float scalar and any auxiliary data. If `fun` is left out, returns a decorator.
-    - `has_aux`: whether `fun` returns such a pair.
-    - `filter_spec`: selects the leaves to differentiate: a tree of booleans, or of functions from a leaf to a boolean,
-        that is a prefix of the model. A [`eqquant.QuantizedArray`][] counts as one leaf. To select it, write `True` or
-        a function that returns `True` for it; `equinox.is_inexact_array` returns `False`. Defaults to
-        [`eqquant.trainable_mask`][].
-"""
 
-
-@fill_doc(arguments=_ARGUMENTS)
 def filter_value_and_grad(
     fun: Callable[..., Any] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
 ) -> Callable[..., Any]:
@@ -52,7 +40,13 @@ def filter_value_and_grad(
 
     **Arguments:**
 
-    {arguments}
+    - `fun`: a function whose first argument is a pytree (the model), and which returns a float scalar; with `has_aux`,
+        a pair of a float scalar and any auxiliary data. If `fun` is left out, returns a decorator.
+    - `has_aux`: whether `fun` returns such a pair.
+    - `filter_spec`: selects the leaves to differentiate: a tree of booleans, or of functions from a leaf to a boolean,
+        that is a prefix of the model. A [`eqquant.QuantizedArray`][] counts as one leaf. To select it, write `True` or
+        a function that returns `True` for it; `equinox.is_inexact_array` returns `False`. Defaults to
+        [`eqquant.trainable_mask`][].
 
     **Returns:**
 
@@ -95,7 +89,6 @@ def filter_value_and_grad(
     return value_and_grad
 
 
-@fill_doc(arguments=_ARGUMENTS)
 def filter_grad(
     fun: Callable[..., Any] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
 ) -> Callable[..., Any]:
@@ -110,7 +103,11 @@ def filter_grad(
 
     **Arguments:**
 
-    {arguments}
+    - `fun`: a function whose first argument is a pytree (the model), and which returns a float scalar; with `has_aux`,
+        a pair of a float scalar and any auxiliary data. If `fun` is left out, returns a decorator.
+    - `has_aux`: whether `fun` returns such a pair.
+    - `filter_spec`: selects the leaves to differentiate, as for [`eqquant.filter_value_and_grad`][]. Defaults to
+        [`eqquant.trainable_mask`][].
 
     **Returns:**
 

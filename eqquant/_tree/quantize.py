@@ -22,7 +22,6 @@ from .._array.quantize import as_method, check_dtype, check_finite, check_quanti
 from .._array.sharding import leaf_shardings
 from .._array.simulated import simulate_array, SimulatedArray
 from .._array.value import AbstractArrayValue
-from .._docs import fill_doc
 from .._errors import FORMAT_KEYWORDS, teach_keywords
 from .._formats.base import AbstractFormat
 from .._mesh import full_spec, on_device
@@ -244,27 +243,6 @@ def _nothing_message(decisions: Sequence[Decision]) -> str:
     )
 
 
-_ARGUMENTS = """
-    - `tree`: any pytree: an Equinox model, a dictionary of parameters, one array.
-    - `format`: the format to quantize to. One format or its lower-case name for every weight; or a mapping
-        `{pattern: format or None}`, where the first pattern that matches the leaf's path wins and `None` leaves the
-        leaf in float; or a function `(path, leaf) -> format or None`. A path reads `layers.0.weight`; a pattern is a
-        glob (`"*.attention.*"`), which matches the whole path, or a compiled regular expression, which may match any
-        part of it. Both match a path with or without the key of a wrapper, such as `value` in Flax's `bias.value`. A
-        leaf that no pattern matches stays in float. `None` with `activations` is for a tree of quantized arrays: these
-        keep their codes, and get activations; floats stay floats.
-    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized. A selected leaf is
-        always quantized, even a bias. In a selected node, and in the whole tree without `where`, only weights are:
-        floating point arrays with two or more dimensions longer than one, except biases and the parameters of
-        normalisation layers.
-    - `axis`: the axis (or axes, quantized as one) along which blocks run, for every selected leaf. By default the input
-        axes: all input axes of a convolution, the axes that a haliax layer names as inputs, the input axes of a Flax
-        `kernel`, and the last axis of everything else, as in every layer of Equinox. Use `-2` for other weights that
-        are used as `x @ w`. If the input axes of a kernel are unknown, the plan says so.
-    - `dtype`: the dtype that the leaves dequantize to; by default, their own.
-"""
-
-
 _REMEDIES = {
     **dict.fromkeys(
         ("skip", "exclude", "ignore", "modules_to_not_convert"),
@@ -274,7 +252,6 @@ _REMEDIES = {
 }
 
 
-@fill_doc(arguments=_ARGUMENTS)
 @teach_keywords(**_REMEDIES)
 def quantize_tree(
     tree: PyTree,
@@ -307,7 +284,23 @@ def quantize_tree(
 
     **Arguments:**
 
-    {arguments}
+    - `tree`: any pytree: an Equinox model, a dictionary of parameters, one array.
+    - `format`: the format to quantize to. One format or its lower-case name for every weight; or a mapping
+        `{pattern: format or None}`, where the first pattern that matches the leaf's path wins and `None` leaves the
+        leaf in float; or a function `(path, leaf) -> format or None`. A path reads `layers.0.weight`; a pattern is a
+        glob (`"*.attention.*"`), which matches the whole path, or a compiled regular expression, which may match any
+        part of it. Both match a path with or without the key of a wrapper, such as `value` in Flax's `bias.value`. A
+        leaf that no pattern matches stays in float. `None` with `activations` is for a tree of quantized arrays: these
+        keep their codes, and get activations; floats stay floats.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized. A selected leaf is
+        always quantized, even a bias. In a selected node, and in the whole tree without `where`, only weights are:
+        floating point arrays with two or more dimensions longer than one, except biases and the parameters of
+        normalisation layers.
+    - `axis`: the axis (or axes, quantized as one) along which blocks run, for every selected leaf. By default the input
+        axes: all input axes of a convolution, the axes that a haliax layer names as inputs, the input axes of a Flax
+        `kernel`, and the last axis of everything else, as in every layer of Equinox. Use `-2` for other weights that
+        are used as `x @ w`. If the input axes of a kernel are unknown, the plan says so.
+    - `dtype`: the dtype that the leaves dequantize to; by default, their own.
     - `key`: for stochastic rounding.
     - `progress`: whether to show a progress bar.
     - `simulate`: keeps each weight in float, as the master of a [`eqquant.SimulatedArray`][] that quantizes it at every
@@ -424,7 +417,6 @@ def _quantize_leaf(
     return jax.block_until_ready(q)
 
 
-@fill_doc(arguments=_ARGUMENTS)
 @teach_keywords(**_REMEDIES)
 def plan_tree(
     tree: PyTree,
@@ -446,7 +438,12 @@ def plan_tree(
 
     **Arguments:**
 
-    {arguments}
+    - `tree`: any pytree: an Equinox model, a dictionary of parameters, one array.
+    - `format`: the format to quantize to, or rules `{pattern: format or None}`, or a function
+        `(path, leaf) -> format or None`; as for [`eqquant.quantize_tree`][].
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`. By default every weight is quantized.
+    - `axis`: the axis (or axes) along which blocks run, for every selected leaf. By default the input axes.
+    - `dtype`: the dtype that the leaves dequantize to; by default, their own.
     - `method`: how codes would be found. The reason of each leaf names a method that is not the default.
     - `activations`: as for [`eqquant.quantize_tree`][].
 

@@ -20,8 +20,8 @@ from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._report import Name, Report, report_table
+from .._tree.decide import decide
 from .._tree.leaves import some
-from .._tree.quantize import decide
 from .._tree.select import Where
 from .._tree.use import Use
 from .._types import PyTree

@@ -18,8 +18,9 @@ from .._array.array import is_quantized
 from .._array.axes import logical_order, memory_order
 from .._array.quantize import as_method, check_dtype
 from .._methods import AbstractMethod
+from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import Leaf, named_leaves, some
-from .._tree.quantize import decide, Decision, quantize_leaf, Rules, with_activations
+from .._tree.quantize import quantize_leaf, with_activations
 from .._tree.select import Where
 from .._types import PyTree
 from ._dataflow import Place, places_of
@@ -41,7 +42,7 @@ class _Step(NamedTuple):
 def quantize_sequentially(
     model: PyTree,
     batches: Iterable[PyTree],
-    format: Rules = "nf4",
+    format: FormatRules = "nf4",
     method: AbstractMethod | None = None,
     *,
     apply: Callable[[Any, Any], Any] | None = None,

@@ -183,6 +183,3 @@ def abbreviate_list(items: Iterable[str]) -> str:
     """Joins the first ten items of a list, for an error message."""
     items = list(items)
     return ", ".join(items[:10]) + (f", and {len(items) - 10} more" if len(items) > 10 else "")
-
-
-some = abbreviate_list  # the name that other rooms use

@@ -18,8 +18,8 @@ from .._methods.inputs import check_statistic
 from .._types import PyTree
 from .change import Apply, change_model, Changes, divide_outputs, multiply_inputs, select_weights
 from .folds import find_folds, Folds, Weights
-from .leaves import abbreviate_list, DenseArray
-from .select import Where
+from .leaves import DenseArray
+from .select import show_refusals, Where
 from .statistics import InputStatistics
 
 
@@ -278,7 +278,7 @@ def smooth(
     if not folds and not alone:
         raise ValueError(
             "`smooth` needs weights to scale. Got none among the leaves "
-            f"({abbreviate_list(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). Name pairs in "
+            f"({show_refusals(selections)}). Name pairs in "
             "`fold`, or pass `online=True`."
         )
     entries = []

@@ -21,7 +21,7 @@ from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._report import Name, Report, report_table
 from .._tree.decide import decide
-from .._tree.leaves import some
+from .._tree.leaves import abbreviate_list
 from .._tree.select import Where
 from .._tree.use import Use
 from .._types import PyTree
@@ -276,7 +276,7 @@ def _grouped(weights: Sequence[_Weight], group: str | Sequence[str]) -> list[tup
     if unused := [p for p in patterns if p not in used]:
         raise ValueError(
             f"`group` must match the beginning of a path. Got {unused[0]!r}, which matches none of "
-            f"{some([paths[0] for _, paths, *_ in weights])}."
+            f"{abbreviate_list([paths[0] for _, paths, *_ in weights])}."
         )
     return [(key[0] if isinstance(key, tuple) and len(alike) > 1 else None, alike) for key, alike in found.items()]
 

@@ -19,7 +19,7 @@ from .._array.axes import logical_order, memory_order
 from .._array.quantize import as_method, check_dtype
 from .._methods import AbstractMethod
 from .._tree.decide import decide, Decision, FormatRules
-from .._tree.leaves import Leaf, named_leaves, some
+from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._tree.quantize import quantize_leaf, with_activations
 from .._tree.select import Where
 from .._types import PyTree
@@ -223,7 +223,7 @@ def _dense_like(float_model: PyTree, model: PyTree) -> list[Any]:
         different = [path for path, shape in shapes(leaves).items() if shapes(before).get(path) != shape]
         raise ValueError(
             "`float_model` must be the model before it was quantized. Got one that differs at "
-            f"{some(different or ['other leaves'])}."
+            f"{abbreviate_list(different or ['other leaves'])}."
         )
     return [leaf.value.dequantize() if is_quantized(leaf.value) else leaf.value for leaf in before]
 

@@ -19,8 +19,8 @@ from .._array.value import AbstractArrayValue
 from .._formats import Int8
 from .._formats.base import AbstractFormat
 from .._report import as_plain, Name, Report, report_table
-from .._tree.leaves import as_batches, Leaf, some
-from .._tree.select import select_leaves, Where
+from .._tree.leaves import abbreviate_list, as_batches, Leaf
+from .._tree.select import select_leaves, show_refusals, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
 from .._types import PyTree
 from ._calibrator import AbstractCalibrator
@@ -137,7 +137,9 @@ class ActivationStats(Report, Mapping[str, LeafStats]):
         for leaf in self.leaves:
             if leaf.path == path:
                 return leaf
-        raise KeyError(f"No weight {path!r} was watched. The weights are {some(leaf.path for leaf in self.leaves)}.")
+        raise KeyError(
+            f"No weight {path!r} was watched. The weights are {abbreviate_list(leaf.path for leaf in self.leaves)}."
+        )
 
     def __iter__(self) -> Iterator[str]:
         return (leaf.path for leaf in self.leaves)
@@ -239,7 +241,7 @@ def collect_stats(
     count = observe_batches(run, model, watched, data, watches)
     leaves = tuple(_with_lookups(stats_of(leaf, watch), tables, gram) for leaf, watch in watches)
     if all(leaf.axis is None for leaf in leaves):
-        notes = some(f"{leaf.path}: {leaf.note}" for leaf in leaves)
+        notes = abbreviate_list(f"{leaf.path}: {leaf.note}" for leaf in leaves)
         raise ValueError(f"A weight must be multiplied with data to be observed. Got none that was ({notes}).")
     return ActivationStats(leaves, count, threshold)
 
@@ -277,7 +279,8 @@ def observe_batches(
         shapes = [np.shape(x) for x in jtu.tree_leaves(batch)]
         if any(0 in shape for shape in shapes):
             raise ValueError(
-                f"A batch must not be empty. Got shape {some(map(str, shapes))} in batch {count}. Leave it out."
+                f"A batch must not be empty. Got shape {abbreviate_list(map(str, shapes))} in batch {count}. "
+                "Leave it out."
             )
         out = [x for x in jtu.tree_leaves(_run(run, model, watched, batch, watches)) if eqx.is_array(x)]
         if not out:
@@ -305,7 +308,7 @@ def _run(run: Callable[[Any, Any], Any], model: Any, watched: Any, batch: Any, w
         raise ValueError(
             "`collect_stats` cannot watch a weight that the model maps over by rows. Got "
             f"{(str(e) or type(e).__name__).splitlines()[0]!r} among "
-            f"{some(paths or [leaf.path for leaf, _ in watches])}. Leave it out with `where=`."
+            f"{abbreviate_list(paths or [leaf.path for leaf, _ in watches])}. Leave it out with `where=`."
         ) from e
 
 
@@ -344,8 +347,7 @@ def _watch(
     if not chosen:
         raise ValueError(
             "The model must hold weights. Got none among its leaves "
-            f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects leaves "
-            "that are left alone by default."
+            f"({show_refusals(selections)}). `where=` selects leaves that are left alone by default."
         )
     make = lambda leaf, stack: Watch(leaf.path, stack, threshold, gram, calibrator=calibrator)
     return watch_leaves(model, chosen, make)

@@ -19,6 +19,7 @@ from .._formats.base import AbstractFormat, levels_of
 from .._numerics import packing
 from .._numerics.blocks import expand
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
+from .._tree.change import Apply
 from .._tree.leaves import abbreviate_list, float_leaves, Leaf, named_leaves, replace_leaves
 from .._tree.weights import default_skip_reason
 from .._types import PyTree
@@ -27,7 +28,6 @@ from .._types import PyTree
 if TYPE_CHECKING:
     import optax  # imported on first use: it takes as long to import as this package
 
-Apply = Callable[[PyTree, PyTree], PyTree]
 Loss = Callable[[PyTree, PyTree], Float[Array, ""]]
 
 # A code may move by so many steps between levels while a scale changes by all of itself.

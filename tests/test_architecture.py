@@ -15,7 +15,6 @@ import pytest
 
 import eqquant as eqq
 from eqquant import reference
-from eqquant._docs import fill_doc
 
 
 ROOT = Path(__file__).parents[1]
@@ -177,19 +176,78 @@ def test_public_names_are_those_of_the_init():
     assert {"quantize_tree", "NF4", "QuantizedArray", "analysis.plan_bits"} <= set(PUBLIC)
 
 
+# Docstrings, read from the sources as an editor reads them
+
+# Modules whose docstrings are still assembled at import. None may join them.
+ASSEMBLED = {
+    *("_array.value", "_formats.bitwise", "_formats.codebook", "_formats.gguf", "_formats.integer"),
+    *("_methods.absmax", "_methods.hqq", "_methods.joint", "_methods.mse", "calibrate.reference", "io._names"),
+    "_docs",
+}
+
+
+def definition_of(module, name):
+    """The module that defines a name, through all imports, and the statement there that does."""
+    path = PACKAGE.joinpath(*module.split(".")) if module else PACKAGE
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.ImportFrom) and name in [alias.asname for alias in node.names]:
+            package = ["eqquant", *path.parent.relative_to(PACKAGE).parts]
+            return definition_of(resolve(".".join([*package[: len(package) - node.level + 1], node.module])), name)
+    return module, None  # an alias of a type has no docstring
+
+
+def arguments_of(node):
+    found = [*node.args.posonlyargs, *node.args.args, node.args.vararg, *node.args.kwonlyargs, node.args.kwarg]
+    return [argument.arg for argument in found if argument is not None and argument.arg != "self"]
+
+
+def check_docstring(doc, arguments):
+    """Raises unless the arguments are one list of bullets, which name each, with blank lines around it."""
+    lines = doc.partition("**Arguments:**")[2].splitlines()[1:]
+    section = lines[: next((n for n, line in enumerate(lines) if line.startswith("**")), len(lines))]
+    bullets = [re.findall(r"`(\w+)`", line.split(":")[0]) for line in section if line.startswith("- `")]
+    assert {name for names in bullets for name in names} == set(arguments)
+    # What is no bullet goes on with one: Markdown would join them otherwise.
+    assert section[0] == "" and all(not line or line.startswith(("- `", "    ")) for line in section)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstring_in_the_source(name):
+    package, _, last = name.rpartition(".")
+    module, node = definition_of(package, last)
+    if node is None or module in ASSEMBLED:
+        return
+    doc = ast.get_docstring(node)
+    assert doc and not doc.startswith(("**", "!!!", "???")), "a docstring begins with what the name does"
+    assert not re.search(r"^\s*\{\w+\}$", doc, flags=re.MULTILINE), "a place where text would be filled in"
+    if isinstance(node, ast.FunctionDef):
+        assert "\n\n**Returns:**\n\n" in doc
+        check_docstring(doc, arguments_of(node))
+        return
+    init = next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"), None)
+    if init is not None and (arguments := arguments_of(init)):
+        check_docstring(f"{doc}\n\n{ast.get_docstring(init) or ''}", arguments)
+
+
+def test_docstrings_are_literal(path):
+    targets = [
+        target
+        for node in tree_of(path)
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
+    assigned = [t.lineno for t in targets if isinstance(t, ast.Attribute) and t.attr == "__doc__"]
+    assert not assigned or name_of(path) in ASSEMBLED
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_documented(name):
     assert f"::: eqquant.{name}" in REFERENCE
     value = operator.attrgetter(name)(eqq)
-    if isinstance(value, types.UnionType):
-        return  # an alias has no docstring of its own
-    doc = inspect.getdoc(value)
-    assert doc and "{shared}" not in doc
-    if not isinstance(value, type):
-        assert "**Arguments:**" in doc and "**Returns:**" in doc
-        for argument in inspect.signature(value).parameters:
-            assert f"`{argument}`" in doc.partition("**Arguments:**")[2], argument
-    elif issubclass(value, eqq.AbstractFormat) and not inspect.isabstract(value):
+    if isinstance(value, type) and issubclass(value, eqq.AbstractFormat) and not inspect.isabstract(value):
         assert "**Arguments:**" in value.__init__.__doc__
 
 
@@ -228,28 +286,6 @@ def test_import_starts_no_backend():
     assert run("import eqquant", JAX_PLATFORMS="no_such_platform").returncode == 0
     started = run("import eqquant, jax; jax.devices()", JAX_PLATFORMS="no_such_platform")
     assert started.returncode != 0 and "no_such_platform" in started.stderr
-
-
-TEMPLATED = (eqq.quantize_tree, eqq.plan_tree, eqq.filter_grad, eqq.filter_value_and_grad)
-
-
-@pytest.mark.parametrize("function", TEMPLATED, ids=operator.attrgetter("__name__"))
-def test_parts_of_a_docstring_nest_alike(function):
-    lines = inspect.getdoc(function).splitlines()
-    section = lines[lines.index("**Arguments:**") + 1 : lines.index("**Returns:**")]
-    bullets = [re.findall(r"`(\w+)`", line.split(":")[0]) for line in section if line.startswith("- `")]
-    assert {name for names in bullets for name in names} == set(inspect.signature(function).parameters)
-    # What is no bullet goes on with one, and blank lines stand around the list: Markdown would join them otherwise.
-    assert all(not line or line.startswith(("- `", "    ")) for line in section)
-    assert section[0] == section[-1] == ""
-
-
-def test_a_docstring_without_a_place_for_its_part():
-    def f():
-        """No place."""
-
-    with pytest.raises(ValueError, match="The docstring of `f` must have a place for `arguments`. Got none."):
-        fill_doc(arguments="- `x`: a number.")(f)
 
 
 # Classes

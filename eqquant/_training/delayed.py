@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from .._array.array import is_quantized
-from .._tree.leaves import named_leaves, some
+from .._tree.leaves import abbreviate_list, named_leaves
 from .._types import PyTree
 from .._wrappers.low_precision import LowPrecisionArray, map_largest
-from .masters import as_optimizer
+from .masters import as_optimizer, check_given
 
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def delayed_scaling(
     weight decay nor the clipping of gradients.
 
     A value beyond the largest that is expected is clipped. Before the first step nothing is expected, and each product
-    takes the largest magnitudes of now. A NaN or an infinity turns its product into NaN; a step that saw one enters the
+    takes the current ones. A NaN or an infinity turns its product into NaN; a step that saw one enters the
     history as zero, so later steps do not suffer from it.
 
     !!! Example
@@ -68,7 +68,7 @@ def delayed_scaling(
     `init` and `update` take the model itself, or its parameters. Wrap the whole optimizer, chains, clipping,
     `optax.MultiSteps` and [`eqquant.float_masters`][] included: gradients must come to the wrapper as they are. Without
     the wrapper an optimizer takes magnitudes for gradients, which spoils their norm; it moves what products expect
-    below zero, so they take the magnitudes of now, as before the first step.
+    below zero, so they take the current ones, as before the first step.
 
     ??? cite
 
@@ -104,11 +104,11 @@ def delayed_scaling(
     def init(params: PyTree) -> DelayedScalingState:
         if not jtu.tree_leaves(params):  # from `optax.tree_map_params`, to which the history must be one leaf
             return DelayedScalingState(jnp.zeros(()), inner.init(params))  # pyright: ignore[reportArgumentType]
-        found = _largest(params)
+        found = _held_amax(params)
         if not found:
             raise ValueError(
                 "`delayed_scaling` needs weights with delayed scales. Got none among the leaves of the parameters "
-                f"({some(leaf.path for leaf in named_leaves(params))}). Make the model with "
+                f"({abbreviate_list(leaf.path for leaf in named_leaves(params))}). Make the model with "
                 "`eqq.low_precision(model, 'fp8', delayed=True)`, or use the optimizer without the wrapper."
             )
         # What the model holds already was the largest of a history.
@@ -117,13 +117,10 @@ def delayed_scaling(
         return DelayedScalingState(start, inner.init(_bare(params)))
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: PyTree
     ) -> tuple[PyTree, DelayedScalingState]:
-        if params is None:
-            raise ValueError(
-                "`delayed_scaling` needs the parameters. Got none. Call `optim.update(grads, state, model)`."
-            )
-        old, seen = _largest(params), _largest(updates)
+        check_given(params, "delayed_scaling")
+        old, seen = _held_amax(params), _held_amax(updates)
         if not isinstance(state, DelayedScalingState) or state.history.keys() != old.keys():
             raise ValueError(
                 "`delayed_scaling` needs the state that its `init` returns for these parameters. Got another. Make it "
@@ -132,22 +129,25 @@ def delayed_scaling(
         kept = {path: _shift(x, seen[path]) if path in seen else x for path, x in state.history.items()}
         new = {path: jnp.max(x, axis=-1) * 2.0**margin for path, x in kept.items()}
         steps, inner_state = inner.update(_bare(updates), state.inner_state, _bare(params), **extra_args)
-        steps = _with_largest(steps, updates, {path: (new[path] - old[path]).astype(old[path].dtype) for path in seen})
+        steps = _with_amax(steps, updates, {path: (new[path] - old[path]).astype(old[path].dtype) for path in seen})
         return steps, DelayedScalingState(kept, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _nodes(tree: PyTree) -> tuple[list[tuple[str, Any]], Any]:
-    """Returns the paths and values of the leaves of a tree, of which weights with delayed scales are some."""
-    flat, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, LowPrecisionArray))
-    return [(jtu.keystr(path), x) for path, x in flat], treedef
+def _is_node(x: PyTree) -> bool:
+    return isinstance(x, LowPrecisionArray)
 
 
-def _largest(tree: PyTree) -> dict[str, Float[Array, "*stack 3"]]:
+def _nodes(tree: PyTree) -> dict[str, LowPrecisionArray]:
+    """Returns the weights with scales of their own, by path."""
+    flat = jtu.tree_leaves_with_path(tree, is_leaf=_is_node)
+    return {jtu.keystr(path): x for path, x in flat if _is_node(x)}
+
+
+def _held_amax(tree: PyTree) -> dict[str, Float[Array, "*stack 3"]]:
     """Returns the largest magnitudes that the weights of a tree hold, by path; not those that a mask has taken away."""
-    of = {path: x.largest for path, x in _nodes(tree)[0] if isinstance(x, LowPrecisionArray)}
-    return {path: x for path, x in of.items() if isinstance(x, (jax.Array, np.ndarray))}
+    return {path: x.largest for path, x in _nodes(tree).items() if isinstance(x.largest, (jax.Array, np.ndarray))}
 
 
 def _bare(tree: PyTree) -> PyTree:
@@ -156,14 +156,14 @@ def _bare(tree: PyTree) -> PyTree:
     return jtu.tree_map(keep, map_largest(lambda _: None, tree), is_leaf=is_quantized)
 
 
-def _with_largest(steps: PyTree, like: PyTree, values: dict[str, Array]) -> PyTree:
+def _with_amax(steps: PyTree, like: PyTree, values: dict[str, Array]) -> PyTree:
     """Puts values, or else what stands in `like`, to where the steps of the wrapped optimizer have none."""
-    others = {path: x.largest for path, x in _nodes(like)[0] if isinstance(x, LowPrecisionArray)}
-    leaves, treedef = _nodes(steps)
-    filled = [
-        dataclasses.replace(x, largest=values.get(path, others[path])) if path in others else x for path, x in leaves
-    ]
-    return jtu.tree_unflatten(treedef, filled)
+    others = _nodes(like)
+
+    def fill(path: str, x: PyTree) -> PyTree:
+        return dataclasses.replace(x, largest=values.get(path, others[path].largest)) if path in others else x
+
+    return jtu.tree_map_with_path(lambda path, x: fill(jtu.keystr(path), x), steps, is_leaf=_is_node)
 
 
 def _shift(history: Float32[Array, "*stack 3 history"], seen: Float[Array, "*stack 3"]) -> Float32[Array, "..."]:

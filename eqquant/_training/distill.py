@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TYPE_CHECKING
+from typing import Literal, NamedTuple, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -19,13 +19,16 @@ from .._numerics import packing
 from .._numerics.axes import logical_order
 from .._numerics.blocks import expand
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
-from .._tree.leaves import float_leaves, Leaf, named_leaves, some
+from .._tree.change import Apply
+from .._tree.leaves import abbreviate_list, float_leaves, Leaf, named_leaves, replace_leaves
 from .._tree.weights import default_skip_reason
 from .._types import PyTree
 
 
 if TYPE_CHECKING:
     import optax  # imported on first use: it takes as long to import as this package
+
+Loss = Callable[[PyTree, PyTree], Float[Array, ""]]
 
 # A code may move by so many steps between levels while a scale changes by all of itself.
 _CODES = 10.0
@@ -37,8 +40,8 @@ def distill(
     batches: Iterable[PyTree],
     *,
     held_out: Iterable[PyTree] | None = None,
-    apply: Callable[[Any, Any], Any] | None = None,
-    loss: Callable[[Any, Any], Float[Array, ""]] | None = None,
+    apply: Apply | None = None,
+    loss: Loss | None = None,
     train: Literal["scales", "codes"] = "scales",
     passes: int = 10,
     patience: int = 3,
@@ -91,31 +94,26 @@ def distill(
     `ValueError` if `model` has no quantized arrays, if `float_model` has another structure, without enough batches,
     `passes` or `patience`, or if the loss of the start is not finite.
     """
-    if train not in ("scales", "codes"):
-        raise ValueError(f'`train` must be "scales" or "codes". Got {train!r}.')
-    data, chosen_by = _split(batches, held_out)
-    _check_models(model, float_model)
-    trainer = _Trainer(apply, loss, optimizer, passes, patience, len(data))
-    wanted = [trainer.outputs(float_model, batch) for batch in data]
-    wanted_held_out = [trainer.outputs(float_model, batch) for batch in chosen_by]
-    kept = _Pairs(list(zip(data, wanted, strict=True)), list(zip(chosen_by, wanted_held_out, strict=True)))
+    data = _split(model, float_model, batches, held_out, train)
+    trainer = _Trainer(apply, loss, optimizer, passes, patience, len(data.train_on))
+    pairs = _Halves(*([(x, trainer.outputs(float_model, x)) for x in half] for half in data))
     console = Console(quiet=not progress, soft_wrap=True)
-    return trainer.train(model, kept, train == "codes", lambda text: console.print(f"distill: {text}"))
+    return trainer.train(model, pairs, train == "codes", lambda text: console.print(f"distill: {text}"))
 
 
 def distill_blocks(
     model: PyTree,
     float_model: PyTree,
     batches: Iterable[PyTree],
-    blocks: Sequence[tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]],
+    blocks: Sequence[tuple[Callable[[PyTree], PyTree], Apply]],
     *,
     held_out: Iterable[PyTree] | None = None,
-    loss: Callable[[Any, Any], Float[Array, ""]] | None = None,
+    loss: Loss | None = None,
     train: Literal["scales", "codes"] = "codes",
     passes: int = 10,
     patience: int = 3,
     optimizer: "optax.GradientTransformation | None" = None,
-    after_each: Callable[[PyTree], Any] | None = None,
+    after_each: Callable[[PyTree], object] | None = None,
     progress: bool = True,
 ) -> PyTree:
     """Trains a quantized model as [`eqquant.distill`][] does, one block after the other.
@@ -160,34 +158,31 @@ def distill_blocks(
 
     As [`eqquant.distill`][].
     """
-    if train not in ("scales", "codes"):
-        raise ValueError(f'`train` must be "scales" or "codes". Got {train!r}.')
-    data, chosen_by = _split(batches, held_out)
-    _check_models(model, float_model)
-    inputs, wanted = (data, chosen_by), (data, chosen_by)
-    trainers: dict[Any, _Trainer] = {}
+    data = _split(model, float_model, batches, held_out, train)
+    inputs, wanted = data, data
+    trainers: dict[Apply, _Trainer] = {}
     console = Console(quiet=not progress, soft_wrap=True)
     for n, (part_of, apply) in enumerate(blocks):
         if apply not in trainers:
-            trainers[apply] = _Trainer(apply, loss, optimizer, passes, patience, len(data))
+            trainers[apply] = _Trainer(apply, loss, optimizer, passes, patience, len(data.train_on))
         trainer, part, float_part = trainers[apply], part_of(model), part_of(float_model)
-        wanted = tuple([trainer.outputs(float_part, x) for x in half] for half in wanted)
-        kept = _Pairs(*(list(zip(x, y, strict=True)) for x, y in zip(inputs, wanted, strict=True)))
-        say = lambda text, n=n: console.print(f"distill: block {n + 1} of {len(blocks)}, {text}")
+        wanted = _Halves(*([trainer.outputs(float_part, x) for x in half] for half in wanted))
         if any(is_quantized(leaf.value) for leaf in named_leaves(part)):
-            part = trainer.train(part, kept, train == "codes", say)
+            pairs = _Halves(*(list(zip(x, y, strict=True)) for x, y in zip(inputs, wanted, strict=True)))
+            say = lambda text, n=n: console.print(f"distill: block {n + 1} of {len(blocks)}, {text}")
+            part = trainer.train(part, pairs, train == "codes", say)
             model = eqx.tree_at(part_of, model, part, is_leaf=is_quantized)
-        inputs = tuple([trainer.outputs(part, x) for x in half] for half in inputs)
+        inputs = _Halves(*([trainer.outputs(part, x) for x in half] for half in inputs))
         if after_each is not None:
             after_each(model)
     return model
 
 
-class _Pairs(NamedTuple):
-    """Inputs with the outputs that are wanted: to train on, and to choose the best model by."""
+class _Halves(NamedTuple):
+    """Batches, or inputs with the outputs that are wanted: to train on, and to choose the best model by."""
 
-    train_on: Sequence[tuple[PyTree, PyTree]]
-    chosen_by: Sequence[tuple[PyTree, PyTree]]
+    train_on: Sequence[PyTree]
+    choose_by: Sequence[PyTree]
 
 
 class _Trainer:
@@ -195,8 +190,8 @@ class _Trainer:
 
     def __init__(
         self,
-        apply: Callable[[Any, Any], Any] | None,
-        loss: Callable[[Any, Any], Float[Array, ""]] | None,
+        apply: Apply | None,
+        loss: Loss | None,
         optimizer: "optax.GradientTransformation | None",
         passes: int,
         patience: int,
@@ -207,34 +202,31 @@ class _Trainer:
         for name, count in (("passes", passes), ("patience", patience)):
             if not count >= 1:
                 raise ValueError(f"`{name}` must be at least 1. Got {count}.")
-        run, measure = apply or _default_apply, loss or _relative_error
+        run, measure = apply or (lambda model, batch: jax.vmap(model)(batch)), loss or _relative_error
         optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, passes * batches)) if optimizer is None else optimizer
         self._optimizer, self._passes, self._patience = optimizer, passes, patience
         self.outputs = eqx.filter_jit(run)
 
-        def loss_of(changes: Any, fixed: Any, values: Any, treedef: Any, batch: Any, wanted: Any) -> Array:
-            filled = [x if c is None else part.value(c) for x, part, c in zip(values, fixed, changes, strict=True)]
-            return measure(run(jtu.tree_unflatten(treedef, filled), batch), wanted)
+        def measure_loss(changes: PyTree, trained: Sequence[PyTree], model: PyTree, *pair: PyTree) -> Array:
+            batch, wanted = pair
+            values = [None if part is None else part.value(c) for part, c in zip(trained, changes, strict=True)]
+            return measure(run(_fill(model, values), batch), wanted)
 
-        def step(changes: Any, state: Any, *args: Any) -> tuple[Any, Any, Array]:
-            value, grads = eqx.filter_value_and_grad(loss_of)(changes, *args)
+        def step(changes: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree, Array]:
+            value, grads = eqx.filter_value_and_grad(measure_loss)(changes, *args)
             with jax.numpy_dtype_promotion("standard"):  # optimizers mix dtypes
                 updates, state = optimizer.update(grads, state, changes)
             return eqx.apply_updates(changes, updates), state, value
 
-        self._loss, self._step = eqx.filter_jit(loss_of), eqx.filter_jit(step)
+        self._loss, self._step = eqx.filter_jit(measure_loss), eqx.filter_jit(step)
 
-    def train(self, model: PyTree, pairs: _Pairs, codes: bool, say: Callable[[str], None]) -> PyTree:
+    def train(self, model: PyTree, pairs: _Halves, codes: bool, say: Callable[[str], None]) -> PyTree:
         """Returns the best model that it found, and says what it does."""
-        leaves = list(named_leaves(model))
-        treedef = jtu.tree_structure(model, is_leaf=is_quantized)
-        values: list[Any] = [leaf.value for leaf in leaves]
-        fixed: list[Any] = [_fixed(leaf, codes) for leaf in leaves]
-        start: Any = [None if part is None else part.start() for part in fixed]
+        trained: list[PyTree] = [_as_trained(leaf, codes) for leaf in named_leaves(model)]
+        start: PyTree = [None if part is None else part.start() for part in trained]
 
-        def held_out_loss(changes: Any) -> float:
-            losses = [self._loss(changes, fixed, values, treedef, *pair) for pair in pairs.chosen_by]
-            return float(np.mean([float(x) for x in losses]))
+        def held_out_loss(changes: PyTree) -> float:
+            return float(np.mean([float(self._loss(changes, trained, model, *pair)) for pair in pairs.choose_by]))
 
         changes, state = start, self._optimizer.init(start)
         best, least, since = start, held_out_loss(start), 0
@@ -245,7 +237,7 @@ class _Trainer:
         for n in range(self._passes):
             total = 0.0
             for index in order.permutation(len(pairs.train_on)):
-                changes, state, value = self._step(changes, state, fixed, values, treedef, *pairs.train_on[index])
+                changes, state, value = self._step(changes, state, trained, model, *pairs.train_on[index])
                 total += float(value)
             now, since = held_out_loss(changes), since + 1
             if now < least:
@@ -256,25 +248,41 @@ class _Trainer:
         # What did not become better stays as it was, to the bit.
         if best is start:
             return model
-        found = [x if c is None else part.final(c) for x, part, c in zip(values, fixed, best, strict=True)]
-        return jtu.tree_unflatten(treedef, found)
+        return _fill(model, [None if part is None else part.final(c) for part, c in zip(trained, best, strict=True)])
 
 
-def _split(batches: Iterable[PyTree], held_out: Iterable[PyTree] | None) -> tuple[list[PyTree], list[PyTree]]:
-    """Returns the batches to train on, and those to choose the best model by."""
+def _fill(model: PyTree, values: Sequence[PyTree]) -> PyTree:
+    """Returns a model with other leaves, where there are any."""
+    leaves = jtu.tree_leaves(model, is_leaf=is_quantized)
+    return replace_leaves(model, [x if value is None else value for x, value in zip(leaves, values, strict=True)])
+
+
+def _split(
+    model: PyTree, float_model: PyTree, batches: Iterable[PyTree], held_out: Iterable[PyTree] | None, train: str
+) -> _Halves:
+    """Returns the batches to train on, and those to choose the best model by. Checks all arguments."""
+    if train not in ("scales", "codes"):
+        raise ValueError(f'`train` must be "scales" or "codes". Got {train!r}.')
     data = list(batches)
     if held_out is None:
         held_out, data = data[::5], [batch for n, batch in enumerate(data) if n % 5]
-    chosen_by = list(held_out)
-    if not data or not chosen_by:
+    choose_by = list(held_out)
+    if not data or not choose_by:
         raise ValueError(
-            f"`batches` must hold some to train on, and others to choose by. Got {len(data)} and {len(chosen_by)}. "
+            f"`batches` must hold some to train on, and others to choose by. Got {len(data)} and {len(choose_by)}. "
             "Pass more batches, or some as `held_out`."
         )
-    return data, chosen_by
+    leaves, before = float_leaves(model), float_leaves(float_model)
+    if not any(map(is_quantized, leaves.values())):
+        raise ValueError("`model` must hold quantized arrays. Got none. Quantize it first, with `eqq.quantize_tree`.")
+    ours, theirs = ({path: getattr(x, "shape", None) for path, x in tree.items()} for tree in (leaves, before))
+    if ours != theirs:
+        different = abbreviate_list(path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path))
+        raise ValueError(f"`float_model` must have the structure of `model`. Got another at {different}.")
+    return _Halves(data, choose_by)
 
 
-class _Floats(eqx.Module):
+class _TrainedFloats(eqx.Module):
     """A bias, or a parameter of a normalisation layer."""
 
     x: Array
@@ -290,7 +298,7 @@ class _Floats(eqx.Module):
     final = value
 
 
-class _Quantized(eqx.Module):
+class _TrainedQuantized(eqx.Module):
     """A quantized array as its codes and scales, one for each value and block."""
 
     q: QuantizedArray
@@ -342,33 +350,19 @@ class _Quantized(eqx.Module):
         return dataclasses.replace(self.q, codes=codes, scale_bits=bits)
 
 
-def _fixed(leaf: Leaf, codes: bool) -> _Floats | _Quantized | None:
-    """Returns what is fixed of a leaf that is trained, or `None` for any other leaf."""
+def _as_trained(leaf: Leaf, codes: bool) -> _TrainedFloats | _TrainedQuantized | None:
+    """Returns a leaf that is trained, or `None` for any other leaf."""
     x = leaf.value
     if is_quantized(x):
-        part = _Quantized(x, packing.unpack(x.codes, x.format.bits, x._length), codes)
+        part = _TrainedQuantized(x, packing.unpack(x.codes, x.format.bits, x._length), codes)
         return part if part.start() else None
     if eqx.is_inexact_array(x) and default_skip_reason(leaf) is not None:
-        return _Floats(x)
+        return _TrainedFloats(x)
     return None
 
 
 def _has_float_scales(format: AbstractFormat) -> bool:
     return format.scale_format is None and format.scale_dtype in ("float32", "float16", "bfloat16")
-
-
-def _check_models(model: PyTree, float_model: PyTree) -> None:
-    leaves, before = float_leaves(model), float_leaves(float_model)
-    if not any(map(is_quantized, leaves.values())):
-        raise ValueError("`model` must hold quantized arrays. Got none. Quantize it first, with `eqq.quantize_tree`.")
-    ours, theirs = ({path: getattr(x, "shape", None) for path, x in of.items()} for of in (leaves, before))
-    if ours != theirs:
-        different = [path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
-        raise ValueError(f"`float_model` must have the structure of `model`. Got another at {some(different)}.")
-
-
-def _default_apply(model: Any, batch: PyTree) -> Any:
-    return jax.vmap(model)(batch)
 
 
 def _relative_error(outputs: PyTree, wanted: PyTree) -> Float[Array, ""]:

@@ -3,36 +3,24 @@
 import dataclasses
 import functools as ft
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jaxtyping import ArrayLike
 
 from .._array.array import is_quantized
-from .._docs import fill_doc
 from .._numerics.axes import memory_order
 from .._types import PyTree
 from .mask import trainable_mask
 
 
-FilterSpec = PyTree[bool | Callable[[Any], bool]]
-
-_ARGUMENTS = """
-    - `fun`: a function whose first argument is a pytree (the model), and which returns a float scalar; with `has_aux`,
-        a pair of a float scalar and any auxiliary data. If `fun` is left out, returns a decorator.
-    - `has_aux`: whether `fun` returns such a pair.
-    - `filter_spec`: selects the leaves to differentiate: a tree of booleans, or of functions from a leaf to a boolean,
-        that is a prefix of the model. A [`eqquant.QuantizedArray`][] counts as one leaf. To select it, write `True` or
-        a function that returns `True` for it; `equinox.is_inexact_array` returns `False`. Defaults to
-        [`eqquant.trainable_mask`][].
-"""
+FilterSpec = PyTree[bool | Callable[[PyTree], bool]]
 
 
-@fill_doc(arguments=_ARGUMENTS)
 def filter_value_and_grad(
-    fun: Callable[..., Any] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
-) -> Callable[..., Any]:
+    fun: Callable[..., PyTree] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
+) -> Callable[..., PyTree]:
     """Computes the value and the gradients, like `equinox.filter_value_and_grad`, for quantized arrays too.
 
     The gradient of a [`eqquant.QuantizedArray`][] is a dense float array of its logical shape and dtype: the gradient
@@ -52,7 +40,13 @@ def filter_value_and_grad(
 
     **Arguments:**
 
-    {arguments}
+    - `fun`: a function whose first argument is a pytree (the model), and which returns a float scalar; with `has_aux`,
+        a pair of a float scalar and any auxiliary data. If `fun` is left out, returns a decorator.
+    - `has_aux`: whether `fun` returns such a pair.
+    - `filter_spec`: selects the leaves to differentiate: a tree of booleans, or of functions from a leaf to a boolean,
+        that is a prefix of the model. A [`eqquant.QuantizedArray`][] counts as one leaf. To select it, write `True` or
+        a function that returns `True` for it; `equinox.is_inexact_array` returns `False`. Defaults to
+        [`eqquant.trainable_mask`][].
 
     **Returns:**
 
@@ -69,9 +63,9 @@ def filter_value_and_grad(
         return ft.partial(filter_value_and_grad, has_aux=has_aux, filter_spec=filter_spec)
 
     @ft.wraps(fun)
-    def value_and_grad(model: PyTree, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+    def value_and_grad(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         leaves, treedef = jtu.tree_flatten(model, is_leaf=is_quantized)
-        chosen = treedef.flatten_up_to(_chosen(model, filter_spec))
+        chosen = treedef.flatten_up_to(_choose_leaves(model, filter_spec))
         if not any(chosen):
             raise ValueError(
                 f"The first argument of `{getattr(fun, '__name__', 'fun')}` must hold something to differentiate: "
@@ -82,11 +76,11 @@ def filter_value_and_grad(
         diff = [_variable(x) if c else None for x, c in zip(leaves, chosen, strict=True)]
 
         @ft.partial(eqx.filter_value_and_grad, has_aux=has_aux)
-        def of_diff(diff: list[Any]) -> Any:
+        def call(diff: list[ArrayLike | None]) -> PyTree:
             merged = [x if d is None else _with_variable(x, d) for x, d in zip(leaves, diff, strict=True)]
             return fun(jtu.tree_unflatten(treedef, merged), *args, **kwargs)
 
-        value, grads = of_diff(diff)
+        value, grads = call(diff)
         # In a gradient of a gradient, the outer one put such leaves there too, and needs them in `aux`.
         if has_aux and not any(is_quantized(x) and x.gradient_of is not None for x in leaves):
             value = (value[0], jtu.tree_map(_without_variable, value[1], is_leaf=is_quantized))
@@ -95,10 +89,9 @@ def filter_value_and_grad(
     return value_and_grad
 
 
-@fill_doc(arguments=_ARGUMENTS)
 def filter_grad(
-    fun: Callable[..., Any] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
-) -> Callable[..., Any]:
+    fun: Callable[..., PyTree] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
+) -> Callable[..., PyTree]:
     """Computes gradients, like `equinox.filter_grad`, for quantized arrays too. See
     [`eqquant.filter_value_and_grad`][].
 
@@ -110,7 +103,11 @@ def filter_grad(
 
     **Arguments:**
 
-    {arguments}
+    - `fun`: a function whose first argument is a pytree (the model), and which returns a float scalar; with `has_aux`,
+        a pair of a float scalar and any auxiliary data. If `fun` is left out, returns a decorator.
+    - `has_aux`: whether `fun` returns such a pair.
+    - `filter_spec`: selects the leaves to differentiate, as for [`eqquant.filter_value_and_grad`][]. Defaults to
+        [`eqquant.trainable_mask`][].
 
     **Returns:**
 
@@ -126,18 +123,18 @@ def filter_grad(
     value_and_grad = filter_value_and_grad(fun, has_aux=has_aux, filter_spec=filter_spec)
 
     @ft.wraps(fun)
-    def grad(model: PyTree, /, *args: Any, **kwargs: Any) -> Any:
+    def grad(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         value, grads = value_and_grad(model, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return grad
 
 
-def _chosen(model: PyTree, spec: FilterSpec | None) -> PyTree[bool]:
+def _choose_leaves(model: PyTree, spec: FilterSpec | None) -> PyTree[bool]:
     """Returns a boolean for each leaf of the model: whether to differentiate it."""
     spec = trainable_mask(model) if spec is None else spec
 
-    def under(wanted: Any, node: PyTree) -> PyTree[bool]:
+    def choose(wanted: PyTree, node: PyTree) -> PyTree[bool]:
         if is_quantized(wanted):  # a spec from a `tree_map` that mapped the parts of the array
             wanted = _one_boolean(wanted)
         wants = wanted if callable(wanted) else lambda _: wanted
@@ -145,10 +142,10 @@ def _chosen(model: PyTree, spec: FilterSpec | None) -> PyTree[bool]:
             lambda x: bool(wants(x)) and (is_quantized(x) or eqx.is_inexact_array(x)), node, is_leaf=is_quantized
         )
 
-    return jtu.tree_map(under, spec, model, is_leaf=is_quantized)
+    return jtu.tree_map(choose, spec, model, is_leaf=is_quantized)
 
 
-def _one_boolean(spec: Any) -> bool:
+def _one_boolean(spec: PyTree) -> bool:
     wanted = {bool(w) for w in jtu.tree_leaves(spec)}
     if len(wanted) != 1:
         raise ValueError(
@@ -158,17 +155,17 @@ def _one_boolean(spec: Any) -> bool:
     return wanted.pop()
 
 
-def _variable(x: Any) -> Any:
+def _variable(x: PyTree) -> ArrayLike:
     return jnp.zeros(x.shape, x.dtype) if is_quantized(x) else x
 
 
-def _with_variable(x: Any, variable: Any) -> Any:
+def _with_variable(x: PyTree, variable: ArrayLike) -> PyTree:
     if not is_quantized(x):
         return variable
-    source = memory_order(variable, x._axes)
+    source = memory_order(jnp.asarray(variable), x._axes)
     # In a gradient of a gradient the array already has such a leaf, which must receive its gradient too.
     return dataclasses.replace(x, gradient_of=source if x.gradient_of is None else x.gradient_of + source)
 
 
-def _without_variable(x: Any) -> Any:
+def _without_variable(x: PyTree) -> PyTree:
     return dataclasses.replace(x, gradient_of=None) if is_quantized(x) else x

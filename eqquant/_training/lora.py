@@ -2,10 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
-import jax
-import jax.core
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
@@ -19,8 +16,9 @@ from .._array.value import AbstractArrayValue
 from .._errors import a_type
 from .._mesh import full_spec, place
 from .._methods import AbstractMethod
-from .._tree.leaves import identity, is_mapped, Leaf, named_leaves, some
-from .._tree.select import select_leaves, Where
+from .._tree.leaves import identity, is_mapped, Leaf
+from .._tree.placement import current_sharding
+from .._tree.select import replace_selected, select_leaves, select_nodes, show_refusals, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
 from .._types import PyTree
 from .._wrappers.base import AbstractWrappedArray
@@ -95,18 +93,12 @@ def loraify(
     if all(reason is not None for _, reason in selections):
         raise ValueError(
             "The model must hold weights that can have factors. Got none among its leaves "
-            f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects others."
+            f"({show_refusals(selections)}). `where=` selects others."
         )
-    keys = jr.split(key, len(selections))
-    done: dict[Any, LoraArray] = {}  # an array that appears twice is adapted once
-    values = [leaf.value for leaf, _ in selections]
-    for n, (leaf, reason) in enumerate(selections):
-        if reason is None:
-            same = (identity(leaf.value), convolved_axes(leaf))
-            if same not in done:
-                done[same] = _adapt(leaf, rank, alpha, keys[n])
-            values[n] = done[same]
-    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_leaf), values)
+    keys = {leaf.path: k for (leaf, _), k in zip(selections, jr.split(key, len(selections)), strict=True)}
+    adapt = lambda leaf: _adapt(leaf, rank, alpha, keys[leaf.path])
+    same = lambda leaf: (identity(leaf.value), convolved_axes(leaf))
+    return replace_selected(model, selections, adapt, is_leaf, same)
 
 
 def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
@@ -114,14 +106,14 @@ def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
 
     By default quantized weights get factors, or every weight if none is quantized.
     """
-    some_quantized = any(is_quantized(x) for x in jtu.tree_leaves(model, is_leaf=is_quantized))
+    has_quantized = any(is_quantized(x) for x in jtu.tree_leaves(model, is_leaf=is_quantized))
 
     def skip(leaf: Leaf) -> str | None:
         if is_embedding(leaf):
             return "an embedding"
         if is_quantized(leaf.value):
             return None
-        return "not quantized, as others are" if some_quantized else default_skip_reason(leaf)
+        return "not quantized, as others are" if has_quantized else default_skip_reason(leaf)
 
     return skip
 
@@ -151,27 +143,19 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: AbstractMethod | N
 
     `ValueError` if the model has no factors, or, outside `jit`, if a sum is not finite.
     """
-    is_leaf = lambda x: isinstance(x, LoraArray)
-    leaves = list(named_leaves(model, is_leaf))
-    if not any(is_leaf(leaf.value) for leaf in leaves):
+    is_adapted = lambda x: isinstance(x, LoraArray)
+    selections = select_nodes(model, is_adapted)
+    if all(reason is not None for _, reason in selections):
         raise ValueError("`merge_lora` needs a model with factors. Got none. `loraify` makes them.")
-    values = [leaf.value for leaf in leaves]
-    done: dict[Any, Any] = {}  # an array that appears twice is merged once
-    for n, leaf in enumerate(leaves):
-        if is_leaf(leaf.value):
-            same = identity(leaf.value)
-            if same not in done:
-                done[same] = _merge(leaf.path, leaf.value, dense, as_method(method).for_leaf(leaf.path))
-            values[n] = done[same]
-    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_leaf), values)
 
+    def merge(leaf: Leaf) -> Array | QuantizedArray:
+        merged, base = leaf.value.dequantize(), leaf.value.base
+        check_finite(merged, leaf.path)
+        if dense or not isinstance(base, QuantizedArray):
+            return merged
+        return requantize_like(base, merged, method=as_method(method).for_leaf(leaf.path))
 
-def _merge(path: str, x: LoraArray, dense: bool, method: AbstractMethod) -> Array | QuantizedArray:
-    merged, base = x.dequantize(), x.base
-    check_finite(merged, path)
-    if dense or not isinstance(base, QuantizedArray):
-        return merged
-    return requantize_like(base, merged, method=method)
+    return replace_selected(model, selections, merge, is_adapted)
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:
@@ -204,11 +188,10 @@ def _adapt(leaf: Leaf, rank: int, alpha: float | int, key: PRNGKeyArray) -> Lora
     bound = 1 / math.sqrt(math.prod(inputs))
     a = jr.uniform(key, (*batch, rank, *inputs), jnp.float32, -bound, bound)
     b = jnp.zeros((*batch, out, rank), jnp.float32)
-    sharding = None if isinstance(w, jax.core.Tracer) else getattr(w, "sharding", None)
-    if isinstance(sharding, NamedSharding):
+    if (sharding := current_sharding(w)) is not None:
         # Each factor is sharded like its side of the weight.
         entries = full_spec(sharding, w.ndim).spec
-        of_batch, of_out, of_inputs = entries[: len(batch)], entries[len(batch)], entries[len(batch) + 1 :]
+        batch_entries, out_entry, in_entries = entries[: len(batch)], entries[len(batch)], entries[len(batch) + 1 :]
         on_mesh = lambda *entries: NamedSharding(sharding.mesh, PartitionSpec(*entries))
-        a, b = place((a, b), (on_mesh(*of_batch, None, *of_inputs), on_mesh(*of_batch, of_out, None)))
+        a, b = place((a, b), (on_mesh(*batch_entries, None, *in_entries), on_mesh(*batch_entries, out_entry, None)))
     return LoraArray(w, a, b, float(alpha), in_ndim)

@@ -1,20 +1,15 @@
 """Training in low precision: products of codes, forward and backward, of float weights."""
 
-from typing import Any
-
-import jax
-import jax.core
 import jax.numpy as jnp
-import jax.tree_util as jtu
-from jax.sharding import NamedSharding, PartitionSpec
 
 from .._array.array import is_quantized
 from .._errors import a_type
 from .._formats import FP8
 from .._formats.base import AbstractFormat, as_format, has_offsets, has_one_scale, has_zero_points
 from .._mesh import follow
-from .._tree.leaves import identity, key_name, Leaf, some
-from .._tree.select import select_leaves, Where
+from .._tree.leaves import key_name, Leaf
+from .._tree.placement import current_sharding, replicated_sharding
+from .._tree.select import replace_selected, select_leaves, show_refusals, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
@@ -89,32 +84,31 @@ def low_precision(
     message names the leaf.
     """
     forward = as_format(forward, "forward")
-    gradient = _fitting(forward) if gradient is None else as_format(gradient, "gradient")
+    gradient = _default_gradient(forward) if gradient is None else as_format(gradient, "gradient")
     selections = select_leaves(
         model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights of matmuls"
     )
     if all(reason is not None for _, reason in selections):
         raise ValueError(
             "The model must hold weights that products use. Got none among its leaves "
-            f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects others."
+            f"({show_refusals(selections)}). `where=` selects others."
         )
     if delayed:
         _check_delayed(forward, gradient)
-    done: dict[Any, LowPrecisionArray] = {}  # an array that appears twice is wrapped once
 
-    def wrapped(x: Any) -> LowPrecisionArray:
-        # Zeros are no magnitudes: the first products take those of now.
+    def wrap(leaf: Leaf) -> LowPrecisionArray:
+        x = leaf.value
+        # Zeros are no magnitudes: the first products take the current ones.
         largest = jnp.zeros((*x.shape[:-2], 3), jnp.float32) if delayed else None
-        sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding):  # on its mesh, or the second step would compile again
-            largest = follow(largest, NamedSharding(sharding.mesh, PartitionSpec()))
-        return done.setdefault(identity(x), LowPrecisionArray(x, forward, gradient, stochastic, largest))
+        # On the mesh of the weight, or the second step would compile again.
+        return LowPrecisionArray(
+            x, forward, gradient, stochastic, follow(largest, replicated_sharding(current_sharding(x)))
+        )
 
-    values = [leaf.value if reason else wrapped(leaf.value) for leaf, reason in selections]
-    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_quantized), values)
+    return replace_selected(model, selections, wrap)
 
 
-def _fitting(forward: AbstractFormat) -> AbstractFormat:
+def _default_gradient(forward: AbstractFormat) -> AbstractFormat:
     """Returns the format of gradients that suits a format of values."""
     if isinstance(forward, FP8) and forward.kind == "e4m3":
         return FP8("e5m2", forward.block_size)

@@ -1,7 +1,5 @@
 """The mask of the leaves that training changes."""
 
-from typing import Any
-
 import equinox as eqx
 import jax.tree_util as jtu
 
@@ -43,7 +41,7 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     nodes, treedef = jtu.tree_flatten(map_largest(lambda _: _LARGEST, tree), is_leaf=is_leaf)
     adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)
 
-    def mask(x: Any) -> PyTree[bool]:
+    def mask(x: PyTree) -> PyTree[bool]:
         if x is _LARGEST:
             return True
         if is_quantized(x):
@@ -52,7 +50,7 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
             return eqx.is_inexact_array(x) and not adapted
         if adapted and not x.frozen:
             return False
-        of_field = lambda path, leaf: leaf is _LARGEST or path[0].name not in x.frozen and eqx.is_inexact_array(leaf)
-        return jtu.tree_map_with_path(of_field, x, is_leaf=is_quantized)
+        trains = lambda path, leaf: leaf is _LARGEST or path[0].name not in x.frozen and eqx.is_inexact_array(leaf)
+        return jtu.tree_map_with_path(trains, x, is_leaf=is_quantized)
 
     return jtu.tree_unflatten(treedef, [mask(x) for x in nodes])

@@ -1,6 +1,7 @@
 """Training quantized weights: an optax wrapper that updates float masters and quantizes them again."""
 
-from typing import Any, NamedTuple, TYPE_CHECKING
+from collections.abc import Sequence
+from typing import NamedTuple, TYPE_CHECKING
 
 import jax
 import jax.core
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, UInt32
 
 from .._array.array import is_quantized, QuantizedArray
@@ -16,7 +16,8 @@ from .._array.checks import as_method
 from .._array.quantize import requantize_like
 from .._mesh import follow
 from .._methods import AbstractMethod
-from .._tree.leaves import float_leaves, named_leaves, some
+from .._tree.leaves import abbreviate_list, DenseArray, float_leaves, Leaf, named_leaves, replace_leaves
+from .._tree.placement import replicated_sharding
 from .._types import PyTree
 from .._wrappers.simulated import SimulatedArray
 from .mask import trainable_mask
@@ -24,6 +25,11 @@ from .mask import trainable_mask
 
 if TYPE_CHECKING:
     import optax  # imported on first use: it takes as long to import as this package
+
+
+# The path and the value of each leaf, `None` if it is not trained; and the master of each, if it has one.
+Trained = Sequence[tuple[str, PyTree]]
+Masters = Sequence[Array | np.ndarray | None]
 
 
 class FloatMastersState(NamedTuple):
@@ -106,51 +112,34 @@ def float_masters(
 
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise TypeError(f"`dtype` must be floating point. Got {jnp.dtype(dtype)}. Masters are floats.")
-    inner, found_by = as_optimizer(optimizer), as_method(method)
+    inner, method = as_optimizer(optimizer), as_method(method)
 
     def init(params: PyTree) -> FloatMastersState:
-        leaves = _trained(params)
-        if not leaves:  # `optax.tree_map_params` passes a placeholder to find the parameters in the state
-            return FloatMastersState(params, inner.init(params), None if key is None else jr.key_data(key))
-        given = None if masters is None else _given(masters)
-        start = [_master(path, q, given, dtype) if is_quantized(q) else None for path, q in leaves]
-        logical = [q if m is None else m for m, (_, q) in zip(start, leaves, strict=True)]
-        if all(m is None for m in start):
-            frozen = any(is_quantized(x) for x in jtu.tree_leaves(params, is_leaf=is_quantized))
-            remedy = (
-                "Weights with low-rank factors are frozen: train the factors with `optax.masked(optimizer, "
-                "eqq.trainable_mask(model))`, without the wrapper."
-                if frozen
-                else "Quantize the model first, or use the optimizer without the wrapper."
-            )
-            raise ValueError(
-                "`float_masters` needs quantized parameters to train. Got none among its leaves "
-                f"({some(path for path, x in leaves if x is not None) or 'none'}). {remedy}"
-            )
-        treedef = _treedef(params)
+        leaves = _find_trained(params)
         key_data = None if key is None else jr.key_data(key)
-        inner_state = inner.init(jtu.tree_unflatten(treedef, logical))
-        on_mesh = next((s for _, q in leaves if is_quantized(q) and isinstance(s := q.sharding, NamedSharding)), None)
-        if on_mesh is not None:  # counters too, or the second step would compile again
-            inner_state, key_data = follow((inner_state, key_data), NamedSharding(on_mesh.mesh, PartitionSpec()))
-        return FloatMastersState(jtu.tree_unflatten(treedef, start), inner_state, key_data)
+        if not leaves:  # `optax.tree_map_params` passes a placeholder to find the parameters in the state
+            return FloatMastersState(params, inner.init(params), key_data)
+        start = _start_masters(leaves, masters, jnp.dtype(dtype))
+        if all(m is None for m in start):
+            raise ValueError(_nothing_message(params, leaves))
+        inner_state = inner.init(replace_leaves(params, _logical(start, leaves)))
+        sharding = next(
+            (s for _, q in leaves if is_quantized(q) and (s := replicated_sharding(q.sharding)) is not None), None
+        )
+        # Counters are on the mesh too, or the second step would compile again.
+        inner_state, key_data = follow((inner_state, key_data), sharding)
+        return FloatMastersState(replace_leaves(params, start), inner_state, key_data)
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: PyTree
     ) -> tuple[PyTree, FloatMastersState]:
-        if params is None:
-            raise ValueError(
-                "`float_masters` needs the parameters. Got none. Call `optim.update(grads, state, model)`."
-            )
-        leaves, treedef = _trained(params), _treedef(params)
-        old = _flatten_masters(leaves, treedef, state)
-        grads = [
-            _gradient(path, x, g, m)
-            for (path, x), g, m in zip(leaves, _flatten_gradients(treedef, updates), old, strict=True)
-        ]
-        logical = jtu.tree_unflatten(treedef, [x if m is None else m for m, (_, x) in zip(old, leaves, strict=True)])
-        steps, inner_state = inner.update(jtu.tree_unflatten(treedef, grads), state.inner_state, logical, **extra_args)
-        steps = treedef.flatten_up_to(steps)
+        check_given(params, "float_masters")
+        leaves = _find_trained(params)
+        old = _flatten_masters(params, leaves, state)
+        grads = _flatten_gradients(params, leaves, updates, old)
+        logical = replace_leaves(params, _logical(old, leaves))
+        steps, inner_state = inner.update(replace_leaves(params, grads), state.inner_state, logical, **extra_args)
+        steps = _flatten_like(params, steps)
         new = [None if m is None else m + s.astype(m.dtype) for m, s in zip(old, steps, strict=True)]
         # Without the barrier XLA may compute a master twice, once for the state and once to quantize it, and round the
         # two differently.
@@ -160,13 +149,12 @@ def float_masters(
         if key is not None and key_data is not None:
             first, *keys = jr.split(jr.wrap_key_data(key_data, impl=jr.key_impl(key)), len(new) + 1)
             key_data = jr.key_data(first)
-        whole = treedef.flatten_up_to(params)
+        whole = _flatten_like(params, params)
         out = [
-            _difference(x, m, k, found_by.for_leaf(path)) if m is not None else _unchanged(p) if x is None else s
+            _difference(x, m, k, method.for_leaf(path)) if m is not None else _zero_update(p) if x is None else s
             for p, (path, x), m, s, k in zip(whole, leaves, new, steps, keys, strict=True)
         ]
-        state = FloatMastersState(jtu.tree_unflatten(treedef, new), inner_state, key_data)
-        return jtu.tree_unflatten(treedef, out), state
+        return replace_leaves(params, out), FloatMastersState(replace_leaves(params, new), inner_state, key_data)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
@@ -195,13 +183,10 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
     `ValueError` if the update of a quantized array is dense or scaled, if an update has another shape, or if the tree
     has another structure. The message names the leaf.
     """
-    leaves, treedef = list(named_leaves(model)), _treedef(model)
-    try:
-        steps = treedef.flatten_up_to(updates)
-    except ValueError as e:
-        raise ValueError(f"`updates` must have the structure of the model. {e}") from None
+    steps = _flatten_like(model, updates, "`updates` must have the structure of the model.")
 
-    def apply(path: str, x: Any, step: Any) -> Any:
+    def apply(leaf: Leaf, step: PyTree) -> PyTree:
+        path, x = leaf.path, leaf.value
         if step is None:
             return x
         if is_quantized(x) != is_quantized(step):
@@ -210,15 +195,15 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
                 "optimizer in `eqq.float_masters`, which keeps the float array that such an update belongs to. If this "
                 f"leaf is to be frozen: {_TO_FREEZE}"
             )
-        return jtu.tree_map(lambda leaf, by: _add(path, leaf, by, is_quantized(x)), x, step)
+        return jtu.tree_map(lambda part, by: _add(path, part, by, is_quantized(x)), x, step)
 
-    return jtu.tree_unflatten(treedef, [apply(leaf.path, leaf.value, s) for leaf, s in zip(leaves, steps, strict=True)])
+    return replace_leaves(model, map(apply, named_leaves(model), steps))
 
 
 _TO_FREEZE = "put `optax.masked` around `eqq.float_masters`, and give its mask to `eqq.filter_grad` as `filter_spec`."
 
 
-def as_optimizer(optimizer: Any) -> "optax.GradientTransformationExtraArgs":
+def as_optimizer(optimizer: object) -> "optax.GradientTransformationExtraArgs":
     """Converts an optax optimizer to one that takes extra arguments. Raises if it is not an optax optimizer."""
     import optax
 
@@ -233,11 +218,21 @@ def as_optimizer(optimizer: Any) -> "optax.GradientTransformationExtraArgs":
     return optax.with_extra_args_support(optimizer)
 
 
-def _treedef(tree: PyTree) -> Any:
-    return jtu.tree_structure(tree, is_leaf=is_quantized)
+def check_given(params: PyTree | None, wrapper: str) -> None:
+    """Raises if the update of a wrapped optimizer got no parameters."""
+    if params is None:
+        raise ValueError(f"`{wrapper}` needs the parameters. Got none. Call `optim.update(grads, state, model)`.")
 
 
-def _trained(params: PyTree) -> list[tuple[str, Any]]:
+def _flatten_like(like: PyTree, tree: PyTree, rule: str = "") -> list[PyTree]:
+    """Returns the part of a tree for each leaf of another. Raises with a rule if it has another structure."""
+    try:
+        return jtu.tree_structure(like, is_leaf=is_quantized).flatten_up_to(tree)
+    except ValueError as e:
+        raise ValueError(f"{rule} {e}") from None
+
+
+def _find_trained(params: PyTree) -> Trained:
     """Returns the path and the value of every leaf, with the value `None` if the leaf is not trained."""
     mask = jtu.tree_map(
         lambda m, node: jtu.tree_map(lambda _: m, node, is_leaf=is_quantized), trainable_mask(params), params
@@ -247,7 +242,7 @@ def _trained(params: PyTree) -> list[tuple[str, Any]]:
         for leaf, m in zip(named_leaves(params), jtu.tree_leaves(mask), strict=True)
     ]
     for path, x in leaves:
-        if isinstance(x, QuantizedArray) and not isinstance(x.codes, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        if isinstance(x, QuantizedArray) and not isinstance(x.codes, DenseArray):
             raise ValueError(
                 f"The parameters must hold whole quantized arrays. Got {path} without its codes, which are integers: a "
                 "filter for floats has taken them away. Pass the model itself, or `eqx.filter(model, eqx.is_array)`."
@@ -255,19 +250,38 @@ def _trained(params: PyTree) -> list[tuple[str, Any]]:
     return leaves
 
 
-def _given(masters: PyTree) -> dict[str, Any]:
-    is_leaf = lambda x: is_quantized(x) or isinstance(x, SimulatedArray)
-    leaves = float_leaves(masters, is_leaf)
-    return {path: x.master if isinstance(x, SimulatedArray) else x for path, x in leaves.items()}
+def _logical(masters: Masters, leaves: Trained) -> list[PyTree]:
+    """Returns what the wrapped optimizer sees: masters, and float parameters."""
+    return [x if m is None else m for m, (_, x) in zip(masters, leaves, strict=True)]
 
 
-def _master(path: str, q: QuantizedArray, given: dict[str, Any] | None, dtype: DTypeLike) -> Float[Array, "..."]:
-    if given is None:
+def _nothing_message(params: PyTree, leaves: Trained) -> str:
+    frozen = any(is_quantized(x) for x in jtu.tree_leaves(params, is_leaf=is_quantized))
+    remedy = (
+        "Weights with low-rank factors are frozen: train the factors with `optax.masked(optimizer, "
+        "eqq.trainable_mask(model))`, without the wrapper."
+        if frozen
+        else "Quantize the model first, or use the optimizer without the wrapper."
+    )
+    return (
+        "`float_masters` needs quantized parameters to train. Got none among its leaves "
+        f"({abbreviate_list(path for path, x in leaves if x is not None) or 'none'}). {remedy}"
+    )
+
+
+def _start_masters(leaves: Trained, masters: PyTree | None, dtype: np.dtype) -> Masters:
+    """Returns the masters at the start: the given ones, or the dequantized arrays."""
+    if masters is None:
         # In float32, whatever the logical dtype: masters rounded to less precision would quantize to other codes.
-        dense: Any = q.astype(jnp.float32)
-        return dense.dequantize().astype(dtype)
-    master = given.get(path)
-    if master is None or is_quantized(master) or not jnp.issubdtype(getattr(master, "dtype", bool), jnp.floating):
+        return [x.astype(jnp.float32).dequantize().astype(dtype) if is_quantized(x) else None for _, x in leaves]
+    is_leaf = lambda x: is_quantized(x) or isinstance(x, SimulatedArray)
+    given = float_leaves(masters, is_leaf)
+    given = {path: x.master if isinstance(x, SimulatedArray) else x for path, x in given.items()}
+    return [_copy_master(path, q, given.get(path), dtype) if is_quantized(q) else None for path, q in leaves]
+
+
+def _copy_master(path: str, q: QuantizedArray, master: PyTree, dtype: np.dtype) -> Float[Array, "..."]:
+    if not isinstance(master, DenseArray) or not jnp.issubdtype(master.dtype, jnp.floating):
         raise ValueError(
             f"`masters` must have a float array for every quantized one. Got {_describe(master)} for {path}. Pass the "
             "model as it was before `quantize_tree`."
@@ -297,60 +311,54 @@ def _distance(q: QuantizedArray, master: Float[Array, "..."]) -> tuple[Array, Ar
     return jnp.sum(jnp.square(dense - master)), jnp.sum(jnp.square(master))
 
 
-def _flatten_masters(leaves: list[tuple[str, Any]], treedef: Any, state: Any) -> list[Any]:
+def _flatten_masters(params: PyTree, leaves: Trained, state: PyTree) -> Masters:
     remedy = "Make it with `state = optim.init(model)`."
     if not isinstance(state, FloatMastersState):
         raise ValueError(f"`float_masters` needs the state that its `init` returns. Got {_describe(state)}. {remedy}")
-    try:
-        masters = treedef.flatten_up_to(state.masters)
-    except ValueError as e:
-        raise ValueError(
-            f"The state must belong to these parameters. Got masters of another structure. {remedy} {e}"
-        ) from None
+    rule = "The state must belong to these parameters."
+    masters = _flatten_like(params, state.masters, f"{rule} Got masters of another structure. {remedy}")
     for (path, x), master in zip(leaves, masters, strict=True):
         expected = tuple(x.shape) if is_quantized(x) else None
         got = None if master is None else jnp.shape(master)
         if got != expected:
-            raise ValueError(
-                f"The state must belong to these parameters. Got {got} for {path}, whose master is of shape "
-                f"{expected}. {remedy}"
-            )
+            raise ValueError(f"{rule} Got {got} for {path}, whose master is of shape {expected}. {remedy}")
     return masters
 
 
-def _flatten_gradients(treedef: Any, grads: PyTree) -> list[Any]:
-    try:
-        return treedef.flatten_up_to(grads)
-    except ValueError as e:
-        raise ValueError(
-            "Gradients must have the structure of the parameters, with a float array for each quantized one, as "
-            f"`eqq.filter_grad` returns them. {e}"
-        ) from None
+def _flatten_gradients(params: PyTree, leaves: Trained, grads: PyTree, masters: Masters) -> list[PyTree]:
+    """Returns the gradients, in the dtypes of the masters. Raises if one is missing or has another shape."""
+    rule = (
+        "Gradients must have the structure of the parameters, with a float array for each quantized one, as "
+        "`eqq.filter_grad` returns them."
+    )
+    flat = _flatten_like(params, grads, rule)
+    out = []
+    for (path, x), grad, master in zip(leaves, flat, masters, strict=True):
+        if x is None:
+            out.append(None)
+            continue
+        if grad is None or is_quantized(grad):
+            raise ValueError(
+                f"Every trained parameter needs a gradient. Got none for {path}. Differentiate with "
+                f"`eqq.filter_value_and_grad`, which gives quantized arrays one. To freeze it: {_TO_FREEZE}"
+            )
+        if jnp.shape(grad) != tuple(x.shape):
+            raise ValueError(
+                f"A gradient must have the shape of its parameter. Got {jnp.shape(grad)} for {path}, {x.shape}."
+            )
+        out.append(grad if master is None else grad.astype(master.dtype))
+    return out
 
 
-def _gradient(path: str, x: Any, grad: Any, master: Any) -> Any:
-    """Returns the gradient in the dtype of the master. Raises if it is missing or has another shape."""
-    if x is None:
-        return None
-    if grad is None or is_quantized(grad):
-        raise ValueError(
-            f"Every trained parameter needs a gradient. Got none for {path}. Differentiate with "
-            f"`eqq.filter_value_and_grad`, which gives quantized arrays one. To freeze it: {_TO_FREEZE}"
-        )
-    if jnp.shape(grad) != tuple(x.shape):
-        raise ValueError(
-            f"A gradient must have the shape of its parameter. Got {jnp.shape(grad)} for {path}, {x.shape}."
-        )
-    return grad if master is None else grad.astype(master.dtype)
-
-
-def _difference(q: QuantizedArray, master: Float[Array, "..."], key: Any, method: AbstractMethod) -> QuantizedArray:
+def _difference(
+    q: QuantizedArray, master: Float[Array, "..."], key: PRNGKeyArray | None, method: AbstractMethod
+) -> QuantizedArray:
     """Returns the difference that, added to the codes and scales of `q` (modulo the range of each integer), gives those
     of the master."""
     return jtu.tree_map(lambda new, old: new - old, requantize_like(q, master, key, method), q)
 
 
-def _add(path: str, x: Any, by: Any, codes: bool) -> Any:
+def _add(path: str, x: PyTree, by: PyTree, codes: bool) -> PyTree:
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)):  # a Python number
         return x + by
     if codes and by.dtype != x.dtype:
@@ -366,13 +374,13 @@ def _add(path: str, x: Any, by: Any, codes: bool) -> Any:
     return (x + by).astype(x.dtype)
 
 
-def _unchanged(x: Any) -> Any:
+def _zero_update(x: PyTree) -> PyTree:
     """Returns an update that changes nothing and that every `apply_updates` accepts."""
     plain = isinstance(x, (jax.Array, np.ndarray)) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return jtu.tree_map(jnp.zeros_like, x) if plain or is_quantized(x) else None
 
 
-def _describe(x: Any) -> str:
+def _describe(x: PyTree) -> str:
     if x is None:
         return "nothing"
     if is_quantized(x):

@@ -3,10 +3,9 @@
 import dataclasses
 import functools as ft
 import math
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,7 +16,8 @@ from .._array.sharding import leaf_shardings
 from .._formats import Dynamic8
 from .._formats.base import AbstractFormat, as_format
 from .._mesh import full_spec
-from .._tree.leaves import some
+from .._tree.leaves import abbreviate_list
+from .._tree.placement import current_sharding
 from .._types import PyTree
 from .masters import as_optimizer, FloatMastersState
 
@@ -99,7 +99,7 @@ def quantize_state(
     unsigned = dataclasses.replace(signed, signed=False) if has_unsigned else Dynamic8(signed=False)  # pyright: ignore[reportCallIssue]
     inner = as_optimizer(optimizer)
 
-    def quantize_fields(state: Any) -> Any:
+    def quantize_fields(state: PyTree) -> PyTree:
         quantize = {
             field: jtu.tree_map(
                 ft.partial(_quantize_moment, format=signed if sign else unsigned, min_size=min_size),
@@ -113,36 +113,19 @@ def quantize_state(
         state = inner.init(params)
         if not jtu.tree_leaves(params):  # from `optax.tree_map_params`, to find them in the state
             return state
-        is_leaf = lambda x: isinstance(x, FloatMastersState) or is_quantized(x)
-        flat = jtu.tree_leaves_with_path(state, is_leaf=is_leaf)
-        if any(isinstance(x, FloatMastersState) for _, x in flat):
-            raise ValueError(
-                "`quantize_state` must be inside `float_masters`. Got it outside. Write "
-                "`eqq.float_masters(eqq.quantize_state(optimizer))`."
-            )
-        already = next((jtu.keystr(path) for path, x in flat if is_quantized(x)), None)
-        if already is not None:
-            of_params = any(is_quantized(x) for x in jtu.tree_leaves(params, is_leaf=is_quantized))
-            raise ValueError(
-                f"`quantize_state` needs an optimizer whose state is float. Got {already}, which is quantized. "
-                + (
-                    "So are the parameters, which need masters: `eqq.float_masters(eqq.quantize_state(optimizer))`."
-                    if of_params
-                    else "Wrap the optimizer once."
-                )
-            )
+        _check_float(state, params)
         done = jtu.tree_map(quantize_fields, state, is_leaf=lambda x: bool(_moments(x)))
         if not any(is_quantized(x) for x in jtu.tree_leaves(done, is_leaf=is_quantized)):
-            names = [jtu.keystr(path) for path, x in flat if jnp.size(x) > 1]
+            names = [jtu.keystr(path) for path, x in jtu.tree_leaves_with_path(state) if jnp.size(x) > 1]
             raise ValueError(
                 f"The optimizer must keep moments of at least {min_size} values, in a state that is known. Got none in "
-                f"its state ({some(names) or 'which is empty'}). Lower `min_size`, or use the optimizer without the "
-                "wrapper."
+                f"its state ({abbreviate_list(names) or 'which is empty'}). Lower `min_size`, or use the optimizer "
+                "without the wrapper."
             )
         return done
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         dense = jtu.tree_map(lambda x: x.dequantize() if is_quantized(x) else x, state, is_leaf=is_quantized)
         updates, new = inner.update(updates, dense, params, **extra_args)
@@ -151,25 +134,45 @@ def quantize_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _moments(state: Any) -> dict[str, bool]:
+def _check_float(state: PyTree, params: PyTree) -> None:
+    """Raises if moments are quantized already, or if they are those of quantized parameters."""
+    is_leaf = lambda x: isinstance(x, FloatMastersState) or is_quantized(x)
+    for path, x in jtu.tree_leaves_with_path(state, is_leaf=is_leaf):
+        if isinstance(x, FloatMastersState):
+            raise ValueError(
+                "`quantize_state` must be inside `float_masters`. Got it outside. Write "
+                "`eqq.float_masters(eqq.quantize_state(optimizer))`."
+            )
+        if is_quantized(x):
+            remedy = (
+                "So are the parameters, which need masters: `eqq.float_masters(eqq.quantize_state(optimizer))`."
+                if any(is_quantized(p) for p in jtu.tree_leaves(params, is_leaf=is_quantized))
+                else "Wrap the optimizer once."
+            )
+            raise ValueError(
+                f"`quantize_state` needs an optimizer whose state is float. Got {jtu.keystr(path)}, which is "
+                f"quantized. {remedy}"
+            )
+
+
+def _moments(state: PyTree) -> dict[str, bool]:
     """Returns the fields of a state that are moments, and whether they are signed."""
-    of_optax = type(state).__module__.partition(".")[0] == "optax"
-    return _MOMENTS.get(type(state).__name__, {}) if of_optax else {}
+    is_known = type(state).__module__.partition(".")[0] == "optax"
+    return _MOMENTS.get(type(state).__name__, {}) if is_known else {}
 
 
-def _quantize_moment(x: Any, format: AbstractFormat, min_size: int) -> Any:
+def _quantize_moment(x: PyTree, format: AbstractFormat, min_size: int) -> PyTree:
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x
     if jnp.size(x) < max(min_size, 1) or jnp.ndim(x) == 0:
         return x
-    axes = _blocked_axes(x.shape, format)
+    axes = _block_axes(x.shape, format)
     return quantize_array(x, format, axes, None, None, sharding=_sharding_of(x, format, axes))
 
 
-def _sharding_of(x: Any, format: AbstractFormat, axes: tuple[int, ...]) -> NamedSharding | None:
+def _sharding_of(x: PyTree, format: AbstractFormat, axes: tuple[int, ...]) -> NamedSharding | None:
     """Returns the sharding of a moment, but replicated along axes whose shards would cut a block."""
-    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
+    if (sharding := current_sharding(x)) is None:
         return None
     entries = full_spec(sharding, x.ndim).spec
     try:
@@ -179,12 +182,12 @@ def _sharding_of(x: Any, format: AbstractFormat, axes: tuple[int, ...]) -> Named
         return NamedSharding(sharding.mesh, PartitionSpec(*entries[: x.ndim - len(axes)], *[None] * len(axes)))
 
 
-def _blocked_axes(shape: tuple[int, ...], format: AbstractFormat) -> tuple[int, ...]:
+def _block_axes(shape: tuple[int, ...], format: AbstractFormat) -> tuple[int, ...]:
     """Returns the smallest number of last axes that hold a whole block."""
     block = format.block_size if isinstance(format.block_size, int) else 1
     n = next((n for n in range(1, len(shape)) if math.prod(shape[-n:]) >= block), len(shape))
     return tuple(range(-n, 0))
 
 
-def _like(old: Any, new: Any) -> Any:
+def _like(old: PyTree, new: PyTree) -> PyTree:
     return requantize_like(old, new) if is_quantized(old) else new

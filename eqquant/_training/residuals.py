@@ -3,20 +3,20 @@
 import functools as ft
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.core
-import jax.extend.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Jaxpr, jaxprs_in_params, Literal, Var
 from jaxtyping import Array
 
 from .._array.array import QuantizedArray
 from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat, as_format
+from .._types import PyTree
 
 
 # Of smaller arrays, such as the factors of a norm, the codes would save nothing that counts.
@@ -30,8 +30,8 @@ _KEEP_ZEROS |= {"tan", "tanh", "transpose"}
 
 
 def checkpoint_quantized(
-    fun: Callable[..., Any], format: AbstractFormat | str = "int8", *, policy: Callable[..., bool] | None = None
-) -> Callable[..., Any]:
+    fun: Callable[..., PyTree], format: AbstractFormat | str = "int8", *, policy: Callable[..., bool] | None = None
+) -> Callable[..., PyTree]:
     """Saves in few bits what the backward pass of a function needs.
 
     The backward pass needs some arrays of the forward pass (*residuals*), which take most of the memory of training.
@@ -85,16 +85,16 @@ def checkpoint_quantized(
     saving = fun if policy is None else jax.checkpoint(lambda *args, **kwargs: fun(*args, **kwargs), policy=policy)
 
     @ft.wraps(fun, updated=())
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
         arrays, other = eqx.partition((args, kwargs), eqx.is_array)
         arrays, treedef = jtu.tree_flatten(arrays)
 
-        def of_arrays(*arrays: Array) -> Any:
+        def call(*arrays: Array) -> PyTree:
             args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, arrays), other)
             return saving(*args, **kwargs)
 
         # The constants of the traced function are its parameters, and all other arrays that it closes over.
-        traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        traced, out = jax.make_jaxpr(call, return_shape=True)(*arrays)
         results = _call(traced.jaxpr, format, len(traced.consts), *traced.consts, *arrays)
         return jtu.tree_unflatten(jtu.tree_structure(out), results)
 
@@ -102,87 +102,85 @@ def checkpoint_quantized(
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _call(jaxpr: Any, format: AbstractFormat, count: int, *operands: Array) -> list[Array]:
+def _call(jaxpr: Jaxpr, format: AbstractFormat, count: int, *operands: Array) -> list[Array]:
     return jax.core.eval_jaxpr(jaxpr, operands[:count], *operands[count:])
 
 
 @ft.partial(_call.defjvp, symbolic_zeros=True)
 def _jvp(
-    jaxpr: Any, format: AbstractFormat, count: int, operands: Sequence[Array], tangents: Sequence[Any]
+    jaxpr: Jaxpr,
+    format: AbstractFormat,
+    count: int,
+    operands: Sequence[Array],
+    tangents: Sequence[Array | SymbolicZero],
 ) -> tuple[list[Array], list[Array]]:
     moving = [n for n, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-    linear: Any = None  # the structure of the linearized function
+    linear: PyTree = None  # the structure of the linearized function
     moved = [tangents[n] for n in moving]
 
-    def linearized(*operands: Array) -> tuple[list[Array], list[Array]]:
+    def linearize(*operands: Array) -> tuple[list[Array], list[Array]]:
         nonlocal linear
 
-        def of_moving(*values: Array) -> list[Array]:
+        def call(*values: Array) -> list[Array]:
             replaced = dict(zip(moving, values, strict=True))
             return _call.fun(jaxpr, format, count, *(replaced.get(n, x) for n, x in enumerate(operands)))
 
-        results, tangent = jax.linearize(of_moving, *(operands[n] for n in moving))
+        results, tangent = jax.linearize(call, *(operands[n] for n in moving))
         saved, linear = jtu.tree_flatten(tangent)
         return results, saved
 
-    traced = jax.make_jaxpr(linearized)(*operands)
+    traced = jax.make_jaxpr(linearize)(*operands)
     values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *operands)
     results, residuals = values[: len(jaxpr.outvars)], values[len(jaxpr.outvars) :]
     variables = traced.jaxpr.outvars[len(jaxpr.outvars) :]
-    of_arguments = _depending(traced.jaxpr, traced.jaxpr.invars[count:])
+    dependent = _find_dependent(traced.jaxpr, traced.jaxpr.invars[count:])
     apply = lambda residuals, tangents: jtu.tree_unflatten(linear, residuals)(*tangents)
     uses = jax.make_jaxpr(apply)(residuals, moved).jaxpr
-    divisors = _divisors(uses, set())
+    divisors = _find_divisors(uses, set())
     exact = {variable for variable, used in zip(variables, uses.invars, strict=False) if used in divisors}
-    saved, place = {}, []  # a residual that is needed twice is saved once
-    for variable, x in zip(variables, residuals, strict=True):
-        if variable not in of_arguments:
-            saved[len(place)] = x
-            place.append(len(place))
-            continue
-        first = next((n for n, other in enumerate(variables[: len(place)]) if other is variable), len(place))
-        if first == len(place):
-            saved[first] = x if variable in exact else _saved(x, format)
-        place.append(first)
+    # A residual that is needed twice is saved once.
+    first = [next(n for n, other in enumerate(variables) if other is variable) for variable in variables]
+    is_exact = lambda n: variables[n] not in dependent or variables[n] in exact
+    saved = {n: residuals[n] if is_exact(n) else _quantize_residual(residuals[n], format) for n in {*first}}
 
     # Inside `checkpoint`, so that codes are what is saved, and decoding waits for the backward pass.
     @jax.checkpoint
-    def tangent_of(saved: dict[int, Any], tangents: list[Array]) -> list[Array]:
+    def apply_saved(saved: dict[int, Array | QuantizedArray], tangents: list[Array]) -> list[Array]:
         loaded = {n: x.dequantize() if isinstance(x, QuantizedArray) else x for n, x in saved.items()}
-        return apply([loaded[n] for n in place], tangents)
+        return apply([loaded[n] for n in first], tangents)
 
-    return results, tangent_of(saved, moved)
+    return results, apply_saved(saved, moved)
 
 
-def _depending(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
+def _find_dependent(jaxpr: Jaxpr, variables: Sequence[Var]) -> set[Var]:
     """Returns the variables of a jaxpr whose values depend on any of `variables`."""
     found = set(variables)
     for equation in jaxpr.eqns:
-        if any(not isinstance(v, jax.extend.core.Literal) and v in found for v in equation.invars):
+        if any(not isinstance(v, Literal) and v in found for v in equation.invars):
             found.update(equation.outvars)
     return found
 
 
-def _divisors(jaxpr: Any, found: set[Any]) -> set[Any]:
+def _find_divisors(jaxpr: Jaxpr, found: set[Var]) -> set[Var]:
     """Returns the variables of a jaxpr where a zero would divide, beside those of its results that `found` holds."""
     found = set(found)
-    add = lambda variables: found.update(v for v in variables if not isinstance(v, jax.extend.core.Literal))
+    add = lambda variables: found.update(v for v in variables if not isinstance(v, Literal))
     for equation in reversed(jaxpr.eqns):
         name, operands, is_found = equation.primitive.name, equation.invars, [v in found for v in equation.outvars]
         if name in _DIVIDE:
             add([operands[_DIVIDE[name]]])
         elif name == "integer_pow" and equation.params["y"] < 0 or name in _KEEP_ZEROS and any(is_found):
             add(operands)
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             results = {v for v, wanted in zip(inner.outvars[::-1], is_found[::-1], strict=False) if wanted}
-            within = _divisors(inner, {v for v in results if not isinstance(v, jax.extend.core.Literal)})
+            within = _find_divisors(inner, {v for v in results if not isinstance(v, Literal)})
             # From the end: the index of a `cond` comes first, and is no operand of its branches.
             pairs = zip(inner.invars[::-1], operands[::-1], strict=False)
             add(operand for variable, operand in pairs if variable in within)
     return found
 
 
-def _saved(x: Array, format: AbstractFormat) -> Array | QuantizedArray:
+def _quantize_residual(x: Array, format: AbstractFormat) -> Array | QuantizedArray:
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.size < _SMALLEST:
         return x
     quantize = lambda x: quantize_array(x, format, (-1,), None, None)
@@ -190,7 +188,7 @@ def _saved(x: Array, format: AbstractFormat) -> Array | QuantizedArray:
     return quantize(x) if nbytes <= x.size * x.dtype.itemsize / 2 else x
 
 
-def residual_nbytes(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+def residual_nbytes(fun: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> int:
     """Counts the bytes that a function saves for its backward pass, beside its arguments and what it closes over.
 
     !!! Example
@@ -208,25 +206,19 @@ def residual_nbytes(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 
     The number of bytes. The compiler may save less: it may compute cheap values again.
     """
-    arrays, other = eqx.partition((args, kwargs), _is_array)
+    arrays, other = eqx.partition((args, kwargs), lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
     arrays, treedef = jtu.tree_flatten(arrays)
 
     def residuals(*arrays: Array) -> list[Array]:
         floats, rest = eqx.partition(list(arrays), eqx.is_inexact_array)
 
-        def of_floats(floats: list[Any]) -> Any:
+        def call(floats: list[Array | None]) -> PyTree:
             args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, eqx.combine(floats, rest)), other)
             return fun(*args, **kwargs)
 
-        return jtu.tree_leaves(jax.vjp(of_floats, floats)[1])
+        return jtu.tree_leaves(jax.vjp(call, floats)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(*arrays).jaxpr
     known = {*jaxpr.invars, *jaxpr.constvars}
-    saved: dict[Any, Any] = {
-        v: v.aval for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal) and v not in known
-    }
-    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in saved.values())
-
-
-def _is_array(x: Any) -> bool:
-    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    saved = {v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in known}
+    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in saved)

@@ -2,21 +2,13 @@
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array
 
-from .._array.array import is_quantized
-from .._array.checks import check_finite
-from .._mesh import on_device
-from .._types import PyTree
-from .._wrappers.mapped import beside
-from .leaves import as_batches, Leaf, some
+from .leaves import abbreviate_list, Leaf
 from .patterns import compile_pattern
 from .weights import ineligible_reason, is_embedding, unmappable_reason
 
@@ -80,28 +72,61 @@ class Residual(NamedTuple):
 Rotations = Mapping[str | tuple[str, ...], str | Into | Residual]
 
 
+class Weights(NamedTuple):
+    """The leaves of a model, and the axis of the inputs of each that is a weight, by its number among the leaves."""
+
+    leaves: Sequence[Leaf]
+    axes: Mapping[int, int]
+
+    def match(self, text: str) -> list[tuple[int, dict[str, str]]]:
+        """Returns the numbers of the leaves that a pattern of `fold` matches, with its groups. Raises if none does."""
+        pattern = compile_pattern(text, "fold")
+        found = [(n, pattern.fullmatch(leaf.path)) for n, leaf in enumerate(self.leaves) if np.ndim(leaf.value)]
+        if not any(match for _, match in found):
+            raise ValueError(
+                f"Each pattern of `fold` must match a leaf. Got {text!r}, which matches none of: "
+                f"{abbreviate_list(leaf.path for leaf in self.leaves)}."
+            )
+        return [(n, match.groupdict()) for n, match in found if match is not None]
+
+    def length(self, n: int, axis: int) -> int:
+        return self.leaves[n].value.shape[axis]
+
+    def check_alone(self, numbers: Iterable[int]) -> None:
+        """Raises if one of these arrays stands in several places of the model."""
+        for n in numbers:
+            leaf = self.leaves[n]
+            if other := [x.path for m, x in enumerate(self.leaves) if x.value is leaf.value and m != n]:
+                raise ValueError(
+                    f"`fold` must change arrays that stand in one place. Got {leaf.path}, which is the same array "
+                    f"as {abbreviate_list(other)}. Leave this pair out, or copy the array."
+                )
+
+
 class Fold(NamedTuple):
     """Arrays that make channels, by their numbers among the leaves, and weights that take them.
 
+    - `producers`: the axis of the outputs of each.
     - `heads`: `(heads of the producer, heads of the consumer for each, channels of a head)`.
     """
 
     name: str
-    producers: Sequence[int]
+    producers: Mapping[int, int]
     consumers: Sequence[int]
     heads: tuple[int, int, int]
     offset: float | int
 
-    def pooled(self, v: Any, pool: Callable[..., Any]) -> Any:
+    def pool(self, v: Array, reduce: Callable[..., Array]) -> Array:
         """Makes numbers of the consumers' inputs equal where these are one output of the producer."""
-        kv, times, size = self.heads
-        by_heads = v.reshape(*v.shape[:-1], kv, times, size)
-        return jnp.broadcast_to(pool(by_heads, axis=-2, keepdims=True), by_heads.shape).reshape(v.shape)
+        by_heads = self._by_heads(v)
+        return jnp.broadcast_to(reduce(by_heads, axis=-2, keepdims=True), by_heads.shape).reshape(v.shape)
 
-    def of_outputs(self, v: Array) -> Array:
-        """Returns the numbers of the producer's outputs, of those of the consumers' inputs."""
-        kv, times, size = self.heads
-        return v.reshape(*v.shape[:-1], kv, times, size)[..., 0, :].reshape(*v.shape[:-1], kv * size)
+    def to_outputs(self, v: Array) -> Array:
+        """Returns the numbers of the producer's outputs, from the numbers of the consumers' inputs."""
+        return self._by_heads(v)[..., 0, :].reshape(*v.shape[:-1], -1)
+
+    def _by_heads(self, v: Array) -> Array:
+        return v.reshape(*v.shape[:-1], *self.heads)
 
 
 class Stream(NamedTuple):
@@ -117,36 +142,76 @@ class Stream(NamedTuple):
     offset: float | int
 
 
-def find_folds(folds: Folds, leaves: Sequence[Leaf], axes: Mapping[int, int]) -> list[Fold]:
-    """Returns the pairs that rules describe. Raises if one is not foldable, by its shapes.
-
-    `axes` are those of the inputs of all leaves that are weights, by their numbers.
-    """
-    found = [fold for key, into in folds.items() for fold in _of_rule(key, into, leaves, axes)]
+def find_folds(folds: Folds, weights: Weights) -> list[Fold]:
+    """Returns the pairs that rules describe. Raises if one is not foldable, by its shapes."""
+    found = [fold for key, into in folds.items() for fold in _find_pairs(key, into, weights)]
     consumed: dict[int, str] = {}
     for fold in found:
         for n in fold.consumers:
             if n in consumed:
                 raise ValueError(
                     f"`fold` must give each weight one producer. Got {consumed[n]} and {fold.name} for "
-                    f"{leaves[n].path}."
+                    f"{weights.leaves[n].path}."
                 )
             consumed[n] = fold.name
-        _check_alone((*fold.producers, *fold.consumers), leaves)
+        weights.check_alone((*fold.producers, *fold.consumers))
     return found
 
 
-def _check_alone(numbers: Iterable[int], leaves: Sequence[Leaf]) -> None:
-    for n in numbers:
-        other = [leaf.path for m, leaf in enumerate(leaves) if leaf.value is leaves[n].value and m != n]
-        if other:
+def _find_pairs(key: str, into: str | Into, weights: Weights) -> Iterator[Fold]:
+    if isinstance(into, str):
+        into = Into((into,))
+    if not isinstance(key, str) or not isinstance(into, Into):
+        raise TypeError(
+            "`fold` must map the path of what makes channels to the paths of weights that take them, such as "
+            f"{{'layers.{{n}}.norm.{{p}}': 'layers.{{n}}.up.weight'}}. Got {key!r}: {into!r}."
+        )
+    producing = weights.match(key)
+    taking = [match for text in into.weights for match in weights.match(text)]
+    shared = sorted(producing[0][1].keys() & taking[0][1].keys())
+    values = lambda groups: tuple(groups[name] for name in shared)
+    for same in dict.fromkeys(values(groups) for _, groups in producing):
+        producers = [n for n, groups in producing if values(groups) == same]
+        consumers = [n for n, groups in taking if values(groups) == same]
+        name = abbreviate_list(weights.leaves[n].path for n in producers)
+        if not consumers:
+            raise ValueError(f"`fold` must name the weights that take the outputs of {name}. Got none in {into}.")
+        yield _pair(name, producers, consumers, into, weights)
+
+
+def _pair(name: str, producers: Sequence[int], consumers: Sequence[int], into: Into, weights: Weights) -> Fold:
+    leaves, axes = weights
+    for n in consumers:
+        if n not in axes:
             raise ValueError(
-                f"`fold` must change arrays that stand in one place. Got {leaves[n].path}, which is the same array "
-                f"as {some(other)}. Leave this pair out, or copy the array."
+                "`fold` needs weights whose inputs can be scaled. Got "
+                f"{leaves[n].path}: {unmappable_reason(leaves[n])}."
             )
+    output_axes = {}
+    for n in producers:
+        # A stack has as many axes more as a weight that takes the outputs.
+        ndim = np.ndim(leaves[n].value) - (leaves[consumers[0]].value.ndim - 2)
+        if ndim not in (1, 2) or (ndim == 2 and n not in axes):
+            raise ValueError(f"`fold` needs vectors and matrices. Got {leaves[n].path} of {leaves[n].value.shape}.")
+        output_axes[n] = -1 if ndim == 1 else -3 - axes[n]
+    inputs = {leaves[n].path: weights.length(n, axes[n]) for n in consumers}
+    outputs = {leaves[n].path: weights.length(n, axis) for n, axis in output_axes.items()}
+    size_in, size_out = next(iter(inputs.values())), next(iter(outputs.values()))
+    if len({*inputs.values()}) > 1 or len({*outputs.values()}) > 1 or size_in % size_out:
+        raise ValueError(
+            f"The outputs of {name} must be the inputs of its weights. Got {outputs} outputs and {inputs} inputs. "
+            "Leave this pair out of `fold`."
+        )
+    size = size_out if into.head_size is None and size_in == size_out else into.head_size
+    if size is None or size_out % size:
+        raise ValueError(
+            f"{name} has {size_out} outputs, and {abbreviate_list(inputs)} has {size_in} inputs. Several heads share "
+            f"an output: pass `eqq.Into(..., head_size=...)`, which must divide {size_out}. Got {size}."
+        )
+    return Fold(name, output_axes, consumers, (size_out // size, size_in // size_out, size), into.offset)
 
 
-def find_stream(writers: tuple[str, ...], into: Residual, leaves: Sequence[Leaf], axes: Mapping[int, int]) -> Stream:
+def find_stream(writers: tuple[str, ...], into: Residual, weights: Weights) -> Stream:
     """Returns the residual stream that a rule describes. Raises if rotating it would change the model."""
     texts = [text for pair in into.norms.items() for text in pair] if isinstance(into.norms, Mapping) else []
     if not texts or not all(isinstance(text, str) for text in texts):
@@ -154,42 +219,52 @@ def find_stream(writers: tuple[str, ...], into: Residual, leaves: Sequence[Leaf]
             "`eqq.Residual` must map the pattern of each norm to one pattern of the weights after it, such as "
             f"'{{x:up|gate}}.weight'. Got {into.norms!r}."
         )
-    norms: dict[int, list[int]] = {}
-    for gain, weights in into.norms.items():
-        found, taking = _matching_some(gain, leaves), _matching_some(weights, leaves)
-        for n, groups in found:
-            _check_norm(leaves[n], leaves)
-            shared = groups.keys() & taking[0][1].keys()
-            norms[n] = [m for m, of in taking if all(of[name] == groups[name] for name in shared)]
-            if not norms[n]:
-                raise ValueError(f"`fold` must name the weights that take what {leaves[n].path} returns. Got none.")
-    channels: dict[int, int] = {}
-    for text in writers:
-        matched = _matching_some(text, leaves)
-        # A pattern matches weights with their biases, which have an axis less.
-        ndim = max(np.ndim(leaves[n].value) for n, _ in matched)
-        for n, _ in matched:
-            if (reason := ineligible_reason(leaves[n].value)) is not None:
-                raise ValueError(f"`fold` needs floats. Got {leaves[n].path}: {reason}. Rotate before you quantize.")
-            is_vector = np.ndim(leaves[n].value) < ndim or ndim == 1 or is_embedding(leaves[n])
-            if not is_vector and n not in axes:
-                raise ValueError(f"`fold` needs weights. Got {leaves[n].path}: {unmappable_reason(leaves[n])}.")
-            channels[n] = -1 if is_vector else -3 - axes[n]
-    consumers = collections.Counter(n for weights in norms.values() for n in weights)
+    leaves, axes = weights
+    norms = _find_norms(into.norms, weights)
+    channels = {n: axis for text in writers for n, axis in _find_writers(text, weights)}
+    consumers = collections.Counter(n for after in norms.values() for n in after)
     for n, times in consumers.items():
         if n not in axes or times > 1:
             reason = unmappable_reason(leaves[n]) if n not in axes else "it takes what several norms return"
             raise ValueError(f"`fold` needs weights of linear layers after a norm. Got {leaves[n].path}: {reason}.")
     along = [*((n, -1) for n in norms), *channels.items(), *((n, axes[n]) for n in consumers)]
-    size = leaves[next(iter(norms))].value.shape[-1]
-    others = [f"{leaves[n].path} of {leaves[n].value.shape}" for n, a in along if leaves[n].value.shape[a] != size]
-    if others:
+    size = weights.length(next(iter(norms)), -1)
+    if others := [f"{leaves[n].path} of {leaves[n].value.shape}" for n, a in along if weights.length(n, a) != size]:
         raise ValueError(
             f"What writes to a residual stream, and what reads it, must have the {size} channels of its norms. Got "
-            f"{some(others)}."
+            f"{abbreviate_list(others)}."
         )
-    _check_alone((*channels, *norms, *consumers), leaves)
-    return Stream(some(writers), channels, norms, into.offset)
+    weights.check_alone((*channels, *norms, *consumers))
+    return Stream(abbreviate_list(writers), channels, norms, into.offset)
+
+
+def _find_norms(patterns: Mapping[str, str], weights: Weights) -> dict[int, list[int]]:
+    """Returns the weights after each norm."""
+    norms: dict[int, list[int]] = {}
+    for gain, after in patterns.items():
+        found, taking = weights.match(gain), weights.match(after)
+        for n, groups in found:
+            _check_norm(weights.leaves[n], weights.leaves)
+            shared = groups.keys() & taking[0][1].keys()
+            norms[n] = [m for m, other in taking if all(other[name] == groups[name] for name in shared)]
+            if not norms[n]:
+                path = weights.leaves[n].path
+                raise ValueError(f"`fold` must name the weights that take what {path} returns. Got none.")
+    return norms
+
+
+def _find_writers(text: str, weights: Weights) -> Iterator[tuple[int, int]]:
+    """Returns what a pattern matches, and the axis of its channels."""
+    matched = [(n, weights.leaves[n]) for n, _ in weights.match(text)]
+    # A pattern matches weights with their biases, which have an axis less.
+    ndim = max(np.ndim(leaf.value) for _, leaf in matched)
+    for n, leaf in matched:
+        if (reason := ineligible_reason(leaf.value)) is not None:
+            raise ValueError(f"`fold` needs floats. Got {leaf.path}: {reason}. Rotate before you quantize.")
+        is_vector = np.ndim(leaf.value) < ndim or ndim == 1 or is_embedding(leaf)
+        if not is_vector and n not in weights.axes:
+            raise ValueError(f"`fold` needs weights. Got {leaf.path}: {unmappable_reason(leaf)}.")
+        yield n, -1 if is_vector else -3 - weights.axes[n]
 
 
 def _check_norm(norm: Leaf, leaves: Sequence[Leaf]) -> None:
@@ -198,166 +273,9 @@ def _check_norm(norm: Leaf, leaves: Sequence[Leaf]) -> None:
     biases = [leaf.path for leaf in beside if leaf.name in ("bias", "beta", "b")]
     # The whole name: a `T5LayerNorm` subtracts no mean.
     centres = any(base.__name__ == "LayerNorm" for base in type(norm.layer).__mro__)
-    reason = "subtracts the mean of its channels" if centres else None
-    reason = f"adds {some(biases)}" if reason is None and biases else reason
-    if reason is not None:
+    if centres or biases:
+        reason = "subtracts the mean of its channels" if centres else f"adds {abbreviate_list(biases)}"
         raise ValueError(
             f"A rotation passes through norms that only divide by the root of the mean square. Got {norm.path}, whose "
             f"layer {reason}. Leave the residual stream out of `fold`: each product then rotates its operand."
         )
-
-
-def _of_rule(key: str, into: str | Into, leaves: Sequence[Leaf], axes: Mapping[int, int]) -> Iterator[Fold]:
-    if isinstance(into, str):
-        into = Into((into,))
-    if not isinstance(key, str) or not isinstance(into, Into):
-        raise TypeError(
-            "`fold` must map the path of what makes channels to the paths of weights that take them, such as "
-            f"{{'layers.{{n}}.norm.{{p}}': 'layers.{{n}}.up.weight'}}. Got {key!r}: {into!r}."
-        )
-    producing = _matching_some(key, leaves)
-    taking = [m for text in into.weights for m in _matching_some(text, leaves)]
-    shared = sorted(producing[0][1].keys() & taking[0][1].keys())
-    of = lambda groups: tuple(groups[name] for name in shared)
-    for values in dict.fromkeys(of(groups) for _, groups in producing):
-        producers = [n for n, groups in producing if of(groups) == values]
-        consumers = [n for n, groups in taking if of(groups) == values]
-        name = some(leaves[n].path for n in producers)
-        if not consumers:
-            raise ValueError(f"`fold` must name the weights that take the outputs of {name}. Got none in {into}.")
-        yield Fold(name, producers, consumers, _heads(name, producers, consumers, into, leaves, axes), into.offset)
-
-
-def _matching_some(text: str, leaves: Sequence[Leaf]) -> list[tuple[int, dict[str, str]]]:
-    if not (matched := _matching(text, leaves)):
-        raise ValueError(
-            f"Each pattern of `fold` must match a leaf. Got {text!r}, which matches none of: "
-            f"{some(leaf.path for leaf in leaves)}."
-        )
-    return matched
-
-
-def _matching(text: str, leaves: Sequence[Leaf]) -> list[tuple[int, dict[str, str]]]:
-    pattern = compile_pattern(text, "fold")
-    matched = [(n, pattern.fullmatch(leaf.path)) for n, leaf in enumerate(leaves) if np.ndim(leaf.value)]
-    return [(n, match.groupdict()) for n, match in matched if match is not None]
-
-
-def _heads(
-    name: str,
-    producers: Sequence[int],
-    consumers: Sequence[int],
-    into: Into,
-    leaves: Sequence[Leaf],
-    axes: Mapping[int, int],
-) -> tuple[int, int, int]:
-    for n in consumers:
-        if n not in axes:
-            raise ValueError(
-                "`fold` needs weights whose inputs can be scaled. Got "
-                f"{leaves[n].path}: {unmappable_reason(leaves[n])}."
-            )
-    inputs = {leaves[n].path: leaves[n].value.shape[axes[n]] for n in consumers}
-    first = leaves[consumers[0]]
-    outputs = {}
-    for n in producers:
-        if (axis := output_axis(leaves[n], first, axes.get(n))) is None:
-            raise ValueError(f"`fold` needs vectors and matrices. Got {leaves[n].path} of {leaves[n].value.shape}.")
-        outputs[leaves[n].path] = leaves[n].value.shape[axis]
-    size_in, size_out = next(iter(inputs.values())), next(iter(outputs.values()))
-    if len({*inputs.values()}) > 1 or len({*outputs.values()}) > 1 or size_in % size_out:
-        raise ValueError(
-            f"The outputs of {name} must be the inputs of its weights. Got {outputs} outputs and {inputs} inputs. "
-            "Leave this pair out of `fold`."
-        )
-    size = into.head_size
-    if size_in == size_out and size is None:
-        return 1, 1, size_out
-    if size is None or size_out % size:
-        raise ValueError(
-            f"{name} has {size_out} outputs, and {some(inputs)} has {size_in} inputs. Several heads share an output: "
-            f"pass `eqq.Into(..., head_size=...)`, which must divide {size_out}. Got {size}."
-        )
-    return size_out // size, size_in // size_out, size
-
-
-def output_axis(leaf: Leaf, consumer: Leaf, axis: int | None) -> int | None:
-    """Returns the axis of the outputs of a vector, as in a norm or a bias, or of a weight, whose inputs have `axis`.
-
-    A stack has as many axes more as a weight that takes the outputs.
-    """
-    ndim = np.ndim(leaf.value) - (consumer.value.ndim - 2)
-    if ndim == 1:
-        return -1
-    return None if ndim != 2 or axis is None else -3 - axis
-
-
-def divided(x: Array, by: Array, axis: int | None, offset: float | int) -> Array:
-    """Returns an array whose outputs are divided by one number each; `axis` is that of the inputs of a weight."""
-    if x.ndim > by.ndim:
-        by, offset = by[..., None] if axis == -1 else by[..., None, :], 0
-    return (((x.astype(jnp.float32) + offset) / by) - offset).astype(x.dtype)
-
-
-def multiplied(x: Array, by: Array, axis: int) -> Array:
-    """Returns a weight whose inputs, along an axis, are multiplied by one number each."""
-    by = beside(by, x.ndim, axis)
-    return (x.astype(jnp.float32) * by).astype(x.dtype)
-
-
-def check_changed(leaves: Sequence[Leaf], numbers: Iterable[int]) -> None:
-    """Raises if a leaf that changes holds a NaN or an infinity, which would spread."""
-    for leaf in (leaves[n] for n in sorted(numbers)):
-        if not isinstance(leaf.value, jax.ShapeDtypeStruct):
-            check_finite(on_device(jnp.asarray(leaf.value)), leaf.path)
-
-
-def check_outputs(
-    model: PyTree,
-    values_of: Callable[[Iterable[int]], Sequence[Any]],
-    names: Sequence[str],
-    batches: Iterable[PyTree] | None,
-    apply: Callable[[Any, Any], Any] | None,
-    remedy: str,
-) -> None:
-    """Raises if the folded model computes something else, and names the pairs that do. Without batches it may.
-
-    `values_of` returns the leaves of the model with pairs folded, by their numbers in `names`.
-    """
-    if batches is None:
-        return
-    treedef = jtu.tree_structure(model, is_leaf=is_quantized)
-    run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
-    data = list(as_batches(batches))
-    if not data:
-        raise ValueError(
-            "`batches` must hold at least one batch. Got none. A generator can be used only once: pass a list."
-        )
-
-    model_of = lambda numbers: jtu.tree_unflatten(treedef, values_of(numbers))
-    folded = model_of(range(len(names)))
-    for batch in data:
-        wanted = run(model, batch)
-        outputs = [y for y in jtu.tree_leaves(wanted) if eqx.is_inexact_array(y)]
-        if not any(bool((jnp.isfinite(y) & (y != 0)).any()) for y in outputs):
-            raise ValueError(
-                "`batches` must give outputs to compare. Got none that are finite and not zero: look for a NaN in the "
-                "model and in the batches."
-            )
-        if not _alike(run(folded, batch), wanted):
-            wrong = [name for n, name in enumerate(names) if not _alike(run(model_of([n]), batch), wanted)]
-            raise ValueError(
-                f"Each pair of `fold` must leave the outputs of the model unchanged. Got others with "
-                f"{some(wrong or names)}: something stands between the two that is not linear in each channel, or "
-                f"something else takes the outputs too, such as a residual sum. {remedy}"
-            )
-
-
-def _alike(found: PyTree, wanted: PyTree) -> bool:
-    for a, b in zip(jtu.tree_leaves(found), jtu.tree_leaves(wanted), strict=True):
-        if eqx.is_inexact_array(b):
-            tolerance = 1e-4 if jnp.finfo(b.dtype).bits >= 32 else 5e-2
-            largest = jnp.max(jnp.abs(jnp.where(jnp.isfinite(b), b, 0).astype(jnp.float32)), initial=0)
-            if not jnp.allclose(a, b, rtol=0, atol=float(tolerance * largest) + 1e-12, equal_nan=True):
-                return False
-    return True

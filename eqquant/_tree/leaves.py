@@ -4,18 +4,22 @@ import collections
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.tree_util import KeyPath
 
 from .._array.array import is_quantized
 from .._types import PyTree
 from .._wrappers.base import AbstractArrayAround, AbstractWrappedArray
 from .._wrappers.mapped import AbstractMappedArray
+
+
+# What a leaf of a model may be that is not quantized. Shapes alone stand for arrays in plans.
+DenseArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,12 +32,12 @@ class Leaf:
     """
 
     path: str
-    value: Any
-    keys: tuple[Any, ...]
-    nodes: tuple[Any, ...]
+    value: PyTree
+    keys: KeyPath
+    nodes: tuple[PyTree, ...]
 
     @property
-    def parent(self) -> Any:
+    def parent(self) -> PyTree:
         """The module, list or dict that holds the leaf; `None` if the leaf is the whole tree."""
         return self.nodes[-1] if self.nodes else None
 
@@ -51,7 +55,7 @@ class Leaf:
         return key_name(self.keys[self._depth - 1]) if self.keys else ""
 
     @property
-    def layer(self) -> Any:
+    def layer(self) -> PyTree:
         """The node that holds the leaf under `name`: the parent, or the node around it if the parent is a wrapper."""
         return self.nodes[self._depth - 1] if self.nodes else None
 
@@ -77,7 +81,7 @@ class Leaf:
         is_simple = self.path == jtu.keystr(self.keys, simple=True, separator=".")
         return (jtu.keystr(keys, simple=True, separator=".") if is_simple else jtu.keystr(keys)) or "the array"
 
-    def ancestors(self) -> Iterator[tuple[str, Any]]:
+    def ancestors(self) -> Iterator[tuple[str, PyTree]]:
         """Yields the layer and the nodes around it that hold nothing else, each with its name.
 
         Ends after a list, such as `norms` in `norms.0.scale`, because the list names its items. The root comes last,
@@ -95,28 +99,33 @@ class Leaf:
             yield "", self.nodes[0]
 
 
-def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = is_quantized) -> Iterator[Leaf]:
+def named_leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] = is_quantized) -> Iterator[Leaf]:
     """Yields the leaves in order, with names such as `layers.0.weight`.
 
     If two leaves would have the same name, as in `{"a.b": x, "a": {"b": y}}`, their names are their key paths:
     `['a.b']` and `['a']['b']`.
     """
-    found = list(_walk(tree, is_leaf, (), ()))
+    found = list(_walk(tree, is_leaf))
     names = [jtu.keystr(keys, simple=True, separator=".") or "the array" for keys, *_ in found]
     count = collections.Counter(names)
     for name, (keys, nodes, value) in zip(names, found, strict=True):
         yield Leaf(name if count[name] == 1 else jtu.keystr(keys), value, keys, nodes)
 
 
-def float_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = is_quantized) -> dict[str, Any]:
+def float_leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] = is_quantized) -> dict[str, PyTree]:
     """Returns the leaves that a float model has too, in order, by their paths there."""
     leaves = named_leaves(tree, is_leaf)
     return {path: leaf.value for leaf in leaves if (path := leaf.float_path) is not None}
 
 
+def replace_leaves(tree: PyTree, values: Iterable[PyTree], is_leaf: Callable[[PyTree], bool] = is_quantized) -> PyTree:
+    """Returns a tree with other leaves, in the order of `named_leaves`."""
+    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), values)
+
+
 def _walk(
-    node: Any, is_leaf: Callable[[Any], bool], keys: tuple[Any, ...], nodes: tuple[Any, ...]
-) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...], Any]]:
+    node: PyTree, is_leaf: Callable[[PyTree], bool], keys: KeyPath = (), nodes: tuple[PyTree, ...] = ()
+) -> Iterator[tuple[KeyPath, tuple[PyTree, ...], PyTree]]:
     for key, child in [((), node)] if is_leaf(node) else _children(node):
         if key == ():
             yield keys, nodes, child
@@ -124,7 +133,7 @@ def _walk(
             yield from _walk(child, is_leaf, (*keys, *key), (*nodes, node))
 
 
-def _children(node: Any) -> list[tuple[Any, Any]]:
+def _children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:
     """Returns the children of a node with their keys; for a leaf, the leaf itself with no key."""
     children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(key, child) for key, child in children if child is not None]
@@ -135,7 +144,7 @@ def as_batches(batches: PyTree | Iterable[PyTree]) -> Iterable[PyTree]:
     return [batches] if isinstance(batches, (jax.Array, np.ndarray)) else batches
 
 
-def _is_wrapper(node: Any, key: Any) -> bool:
+def _is_wrapper(node: PyTree, key: Hashable) -> bool:
     """Whether a node wraps one array: a `Variable` of Flax, a `NamedArray` of haliax, or an array around another."""
     if isinstance(node, AbstractArrayAround):
         return key_name(key) == "array"
@@ -143,11 +152,11 @@ def _is_wrapper(node: Any, key: Any) -> bool:
     return by_name and len(_children(node)) == 1
 
 
-def _is_index(key: Any) -> bool:
+def _is_index(key: Hashable) -> bool:
     return isinstance(key, jtu.SequenceKey | jtu.FlattenedIndexKey) or key_name(key).isdigit()
 
 
-def key_name(key: Any) -> str:
+def key_name(key: Hashable) -> str:
     return jtu.keystr((key,), simple=True)
 
 
@@ -156,13 +165,13 @@ def is_mapped(leaf: Leaf) -> bool:
     return isinstance(leaf.parent, AbstractMappedArray) and key_name(leaf.keys[-1]) == "array"
 
 
-def identity(x: Any) -> Any:
+def identity(x: PyTree) -> Hashable:
     """Returns a key that is equal for the same array in two places, quantized or not. Valid while the tree is alive."""
     leaves, treedef = jtu.tree_flatten(x)
     return treedef, tuple(map(id, leaves))
 
 
-def array_nbytes(x: Any) -> int:
+def array_nbytes(x: DenseArray) -> int:
     """Returns the bytes of an array of any dtype, including PRNG keys and sub-byte integers."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # PRNG keys
         return x.nbytes if isinstance(x, jax.Array) else 0
@@ -170,7 +179,7 @@ def array_nbytes(x: Any) -> int:
     return math.ceil(math.prod(x.shape) * bits / 8)
 
 
-def some(items: Iterable[str], between: str = ", ") -> str:
+def abbreviate_list(items: Iterable[str], between: str = ", ") -> str:
     """Joins the first ten items of a list, for an error message."""
     items = list(items)
     return between.join(items[:10]) + (f"{between}and {len(items) - 10} more" if len(items) > 10 else "")

@@ -2,24 +2,23 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
+import jax.core
 import jax.tree_util as jtu
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .._array.array import is_quantized
 from .._array.sharding import leaf_shardings
 from .._mesh import as_named, full_spec, place
 from .._types import PyTree
-from .leaves import Leaf, named_leaves
+from .leaves import DenseArray, Leaf, named_leaves, replace_leaves
 from .select import check_order, check_patterns, matches, Pattern
 
 
 Spec = NamedSharding | PartitionSpec
 # The `PyTree` is a prefix of the model.
-Shardings = Mapping[str, Spec | None] | Mapping[Pattern, Spec | None] | Callable[[str, Any], Spec | None] | PyTree
+Shardings = Mapping[str, Spec | None] | Mapping[Pattern, Spec | None] | Callable[[str, PyTree], Spec | None] | PyTree
 
 
 def tree_shardings(tree: PyTree, shardings: Shardings | None = None) -> PyTree:
@@ -55,7 +54,7 @@ def tree_shardings(tree: PyTree, shardings: Shardings | None = None) -> PyTree:
     done = [
         _as_is(leaf.value) if shardings is None else _would_be(leaf, s) for leaf, s in zip(leaves, wanted, strict=True)
     ]
-    return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_quantized), done)
+    return replace_leaves(tree, done)
 
 
 def wanted_shardings(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings | None) -> list[NamedSharding | None]:
@@ -84,7 +83,7 @@ def wanted_shardings(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings 
     return wanted
 
 
-def move(x: Any, sharding: NamedSharding | None) -> Any:
+def move(x: PyTree, sharding: NamedSharding | None) -> PyTree:
     """Places a leaf; for a `ShapeDtypeStruct`, only records the sharding."""
     if sharding is None or not _is_array(x):
         return x
@@ -97,7 +96,7 @@ def move(x: Any, sharding: NamedSharding | None) -> Any:
     return place(x, sharding)
 
 
-def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[Any]:
+def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[object]:
     if isinstance(shardings, jax.sharding.Mesh):
         raise TypeError(f"`shardings` must be rules, a function or a tree. Got {shardings!r}. Write {{'*': ...}}.")
     is_spec = lambda x: x is None or isinstance(x, (NamedSharding, PartitionSpec))
@@ -123,7 +122,7 @@ def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[A
 class _Box:
     """Holds a spec as one leaf. To JAX, `None` is no leaf, and a `PartitionSpec` may be a tuple."""
 
-    def __init__(self, spec: Any) -> None:
+    def __init__(self, spec: Spec | None) -> None:
         self.spec = spec
 
 
@@ -137,22 +136,34 @@ def _check(leaf: Leaf, sharding: NamedSharding) -> None:
         raise ValueError(f"{leaf.path}, of shape {shape}, cannot be sharded like this. {e}") from None
 
 
-def _would_be(leaf: Leaf, sharding: NamedSharding | None) -> Any:
-    if sharding is None or not is_quantized(leaf.value):
-        return jtu.tree_map(lambda _: sharding, leaf.value) if is_quantized(leaf.value) else sharding
+def _would_be(leaf: Leaf, sharding: NamedSharding | None) -> PyTree:
+    if not is_quantized(leaf.value):
+        return sharding
+    if sharding is None:
+        return jtu.tree_map(lambda _: None, leaf.value)
     return leaf_shardings(leaf.value, sharding, leaf.path)
 
 
-def _as_is(x: Any) -> Any:
-    if is_quantized(x):
-        # The leaves of a `ShapeDtypeStruct` may have no shardings, only the sharding of the logical array.
-        said = x.logical_sharding if isinstance(x.logical_sharding, NamedSharding) else None
-        known = [getattr(leaf, "sharding", None) for leaf in jtu.tree_leaves(x)]
-        if None in known and said is not None:
-            return leaf_shardings(x, x.sharding)
-        return jtu.tree_unflatten(jtu.tree_structure(x), known)
-    return getattr(x, "sharding", None) if _is_array(x) else None
+def _as_is(x: PyTree) -> PyTree:
+    if not is_quantized(x):
+        return getattr(x, "sharding", None) if _is_array(x) else None
+    # The leaves of a `ShapeDtypeStruct` may have no shardings, only the sharding of the logical array.
+    known = [getattr(leaf, "sharding", None) for leaf in jtu.tree_leaves(x)]
+    if None in known and isinstance(x.logical_sharding, NamedSharding):
+        return leaf_shardings(x, x.sharding)
+    return jtu.tree_unflatten(jtu.tree_structure(x), known)
 
 
-def _is_array(x: Any) -> bool:
-    return is_quantized(x) or isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+def current_sharding(x: PyTree) -> NamedSharding | None:
+    """Returns the sharding of an array on a mesh, `None` for any other and for traced ones."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def replicated_sharding(sharding: Sharding | None) -> NamedSharding | None:
+    """Returns the sharding of an array that each device of a mesh holds, such as the state of an optimizer."""
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+
+
+def _is_array(x: PyTree) -> bool:
+    return is_quantized(x) or isinstance(x, DenseArray)

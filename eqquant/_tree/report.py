@@ -99,7 +99,7 @@ class TreeReport(Report):
         for column, width in zip(table.columns[1:3], (22, 20), strict=True):
             column.max_width = width
         ordered = sorted(self.leaves, key=lambda leaf: leaf.format is None)  # what is quantized comes first
-        for name, rows in [(leaf.path, [leaf]) for leaf in ordered] if every_leaf else _grouped(ordered):
+        for name, rows in [(leaf.path, [leaf]) for leaf in ordered] if every_leaf else _group_rows(ordered):
             first = rows[0]
             stored = Name(first.stored_as)
             style = "dim" if first.format is None else None
@@ -131,7 +131,7 @@ def _bits(leaves: Iterable[LeafReport]) -> float:
     return 8 * sum(leaf.nbytes for leaf in leaves) / max(sum(math.prod(leaf.shape) for leaf in leaves), 1)
 
 
-def _grouped(leaves: Sequence[LeafReport]) -> list[tuple[str, list[LeafReport]]]:
+def _group_rows(leaves: Sequence[LeafReport]) -> list[tuple[str, list[LeafReport]]]:
     """Returns groups of leaves with their names: repeated layers together, then what is small and stays in float."""
     total = sum(leaf.dense_nbytes for leaf in leaves)
     layers, small = {}, {}

@@ -1,36 +1,19 @@
 """Rotates the inputs of weights: in the weights before them, or online, where each product transforms its operand."""
 
 import functools as ft
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import Array
 
-from .._array.array import is_quantized
 from .._numerics import hadamard
 from .._types import PyTree
 from .._wrappers.rotated import RotatedArray
-from .folds import (
-    check_changed,
-    check_outputs,
-    find_folds,
-    find_stream,
-    Fold,
-    multiplied,
-    output_axis,
-    Residual,
-    Rotations,
-    Stream,
-)
-from .leaves import Leaf, some
-from .select import select_leaves, Selection, Where
-from .weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
-
-
-Change = Callable[[Array], Array]
+from .change import Apply, Change, change_model, Changes, multiply_inputs, select_weights
+from .folds import find_folds, find_stream, Fold, Residual, Rotations, Stream, Weights
+from .leaves import abbreviate_list, DenseArray
+from .select import Selection, Where
 
 
 def rotate(
@@ -42,7 +25,7 @@ def rotate(
     seed: int = 0,
     online: bool = True,
     batches: Iterable[PyTree] | None = None,
-    apply: Callable[[Any, Any], Any] | None = None,
+    apply: Apply | None = None,
 ) -> PyTree:
     r"""Rotates the inputs of weights by a randomised Hadamard transform, so that no input and no weight is far larger
     than the others. Call it before you quantize.
@@ -109,18 +92,13 @@ def rotate(
             f"`seed` must be a whole number, not negative. Got {seed!r}. It is a number and no key, so that it can be "
             "part of the structure of the model."
         )
-    check_axis(axis)
-    selections = select_leaves(
-        model, where, ineligible=unmappable_reason, skip=unmapped_reason, kind="float weights of linear layers"
-    )
-    leaves = [leaf for leaf, _ in selections]
-    axes = {n: a for n, leaf in enumerate(leaves) if (a := mapped_axis(leaf, axis)) is not None}
-    chosen = {n for n, (_, reason) in enumerate(selections) if reason is None and n in axes}
-    turns = _turns(fold or {}, leaves, axes, seed)
+    selections, weights = select_weights(model, where, axis)
+    chosen = {n for n, (_, reason) in enumerate(selections) if reason is None and n in weights.axes}
+    turns = _find_turns(fold or {}, weights, seed)
     for turn in turns:
         _check_together(turn, selections, chosen)
-    turns = [turn for turn in turns if chosen.issuperset(turn.readers)]
-    alone = sorted(chosen.difference(*(turn.readers for turn in turns))) if online else []
+    turns = [turn for turn in turns if chosen.issuperset(turn.consumers)]
+    alone = sorted(chosen.difference(*(turn.consumers for turn in turns))) if online else []
     if not turns and chosen and not online:
         raise ValueError(
             "With `online=False`, `rotate` changes only what `fold` names. Got "
@@ -129,121 +107,83 @@ def rotate(
     if not turns and not alone:
         left_out = (f"{leaf.path}: {reason or 'the axis of its inputs is not known'}" for leaf, reason in selections)
         raise ValueError(
-            f"`rotate` needs weights in float. Got none among the leaves ({some(left_out) or 'none'}). Rotate before "
-            "you quantize."
+            f"`rotate` needs weights in float. Got none among the leaves ({abbreviate_list(left_out) or 'none'}). "
+            "Rotate before you quantize."
         )
-    check_changed(leaves, {*alone, *(n for turn in turns for n, _ in turn.changes)})
-    before = [leaf.value for leaf in leaves]
-    treedef = jtu.tree_structure(model, is_leaf=is_quantized)
-
-    def turned(numbers: Iterable[int]) -> list[Any]:
-        values = list(before)
-        changes: dict[int, list[Change]] = {}
-        for number in numbers:
-            for n, change in turns[number].changes:
-                changes.setdefault(n, []).append(change)
-        for n, of_leaf in changes.items():
-            values[n] = _changed(values[n], of_leaf)
-        return values
-
-    values = turned(range(len(turns)))
+    wrap = {n: ft.partial(_rotate_online, seed=seed, axis=weights.axes[n]) for n in alone}
     remedy = "Leave it out of `fold`: each product then rotates its operand."
-    check_outputs(model, turned, [turn.name for turn in turns], batches, apply, remedy)
-    done, plain = {}, list(values)
-    for n in alone:
-        key = id(plain[n]), axes[n]
-        if key not in done:
-            done[key] = _rotated(plain[n], seed, axes[n])
-        values[n] = done[key]
-    return jtu.tree_unflatten(treedef, values)
+    return change_model(model, weights, turns, wrap, batches, apply, remedy)
 
 
-def _check_together(turn: "_Turn", selections: Sequence[Selection], chosen: set[int]) -> None:
+def _check_together(turn: Changes, selections: Sequence[Selection], chosen: set[int]) -> None:
     """Raises if only some of what reads the same channels is selected: it changes together, or not at all."""
-    left_out = sorted(turn.readers - chosen)
-    if 0 < len(left_out) < len(turn.readers):
+    left_out = sorted(turn.consumers - chosen)
+    if 0 < len(left_out) < len(turn.consumers):
+        reasons = abbreviate_list(f"{leaf.path}: {reason}" for leaf, reason in (selections[n] for n in left_out))
         raise ValueError(
             "`rotate` must select all weights that take the same channels, or none of them. Got the outputs of "
-            f"{turn.name}, and of the weights that take them not "
-            f"{some(f'{leaf.path}: {reason}' for leaf, reason in (selections[n] for n in left_out))}. Select these by "
+            f"{turn.name}, and of the weights that take them not {reasons}. Select these by "
             "`where` too, or leave the entry out of `fold`: each product then rotates its operand."
         )
 
 
-def _rotated(x: Any, seed: int, axis: int) -> RotatedArray:
+def _rotate_online(x: DenseArray, *, seed: int, axis: int) -> RotatedArray:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda x: RotatedArray.of(x, seed, axis), x)
-    return _of(jnp.asarray(x), seed, axis)
+    return _jitted_rotated(jnp.asarray(x), seed, axis)
 
 
-_of = jax.jit(RotatedArray.of, static_argnums=(1, 2))
+_jitted_rotated = jax.jit(RotatedArray.of, static_argnums=(1, 2))
 
 
-class _Turn(NamedTuple):
-    """A rotation that `fold` describes: the weights that read its channels, and the changes of leaves, by number."""
+def _find_turns(fold: Rotations, weights: Weights, seed: int) -> list[Changes]:
+    turns, pairs, read = [], {}, []
+    for key, into in fold.items():
+        if isinstance(into, Residual):
+            patterns = (key,) if isinstance(key, str) else tuple(key)
+            turns.append(_turn_stream(find_stream(patterns, into, weights), weights, seed))
+        elif isinstance(key, str):
+            pairs[key] = into
+        else:
+            raise TypeError(
+                "`fold` must map several patterns at once to an `eqq.Residual`. Give each pair its own entry."
+            )
+    turns += [_turn_pair(pair, weights, seed) for pair in find_folds(pairs, weights)]
+    read = [n for turn in turns for n in turn.consumers]
+    if twice := {weights.leaves[n].path for n in read if read.count(n) > 1}:
+        raise ValueError(
+            f"`fold` must rotate the inputs of each weight once. Got several for {abbreviate_list(sorted(twice))}."
+        )
+    return turns
 
-    name: str
-    readers: frozenset[int]
-    changes: Sequence[tuple[int, Change]]
 
-
-def _turns(fold: Rotations, leaves: Sequence[Leaf], axes: Mapping[int, int], seed: int) -> list[_Turn]:
-    streams = {key: into for key, into in fold.items() if isinstance(into, Residual)}
-    if any(not isinstance(key, str) for key in fold.keys() - streams.keys()):
-        raise TypeError("`fold` must map several patterns at once to an `eqq.Residual`. Give each pair its own entry.")
-    pairs: dict[Any, Any] = {key: into for key, into in fold.items() if key not in streams}
-    several = lambda key: (key,) if isinstance(key, str) else tuple(key)
-    found = [_of_stream(find_stream(several(k), into, leaves, axes), leaves, axes, seed) for k, into in streams.items()]
-    found += [_of_pair(pair, leaves, axes, seed) for pair in find_folds(pairs, leaves, axes)]
-    readers = [n for turn in found for n in turn.readers]
-    if twice := {leaves[n].path for n in readers if readers.count(n) > 1}:
-        raise ValueError(f"`fold` must rotate the inputs of each weight once. Got several for {some(sorted(twice))}.")
-    return found
-
-
-def _of_stream(stream: Stream, leaves: Sequence[Leaf], axes: Mapping[int, int], seed: int) -> _Turn:
+def _turn_stream(stream: Stream, weights: Weights, seed: int) -> Changes:
     changes: list[tuple[int, Change]] = []
-    for norm, weights in stream.norms.items():
-        gain = leaves[norm].value
+    for norm, after in stream.norms.items():
+        gain = weights.leaves[norm].value
         gain = jnp.ones(gain.shape) if isinstance(gain, jax.ShapeDtypeStruct) else jnp.asarray(gain, jnp.float32)
-        changes += [(n, ft.partial(multiplied, by=gain + stream.offset, axis=axes[n])) for n in weights]
+        changes += [(n, ft.partial(multiply_inputs, by=gain + stream.offset, axis=weights.axes[n])) for n in after]
         changes.append((norm, lambda x: jnp.full_like(x, 1 - stream.offset)))
-    readers = frozenset(n for weights in stream.norms.values() for n in weights)
-    channels = [*stream.writers.items(), *((n, axes[n]) for n in readers)]
-    changes += [(n, _turning(axis, None, seed)) for n, axis in channels]
-    return _Turn(stream.name, readers, changes)
+    readers = frozenset(n for after in stream.norms.values() for n in after)
+    channels = [*stream.writers.items(), *((n, weights.axes[n]) for n in readers)]
+    changes += [(n, ft.partial(_rotate_axis, axis=axis, size=None, seed=seed)) for n, axis in channels]
+    return Changes(stream.name, readers, changes)
 
 
-def _of_pair(pair: Fold, leaves: Sequence[Leaf], axes: Mapping[int, int], seed: int) -> _Turn:
-    size, first = pair.heads[2], leaves[pair.consumers[0]]
-    outputs = [(n, output_axis(leaves[n], first, axes.get(n))) for n in pair.producers]
-    if all(leaves[n].value.ndim < first.value.ndim for n in pair.producers):
+def _turn_pair(pair: Fold, weights: Weights, seed: int) -> Changes:
+    ndim = weights.leaves[pair.consumers[0]].value.ndim
+    if all(weights.leaves[n].value.ndim < ndim for n in pair.producers):
         raise ValueError(
             f"A pair of `fold` must begin with a weight, whose outputs can be rotated. Got {pair.name}. Name norms in "
             "an `eqq.Residual`."
         )
-    channels = [*outputs, *((n, axes[n]) for n in pair.consumers)]
-    return _Turn(pair.name, frozenset(pair.consumers), [(n, _turning(axis, size, seed)) for n, axis in channels])
+    channels = [*pair.producers.items(), *((n, weights.axes[n]) for n in pair.consumers)]
+    changes = [(n, ft.partial(_rotate_axis, axis=axis, size=pair.heads[2], seed=seed)) for n, axis in channels]
+    return Changes(pair.name, frozenset(pair.consumers), changes)
 
 
-def _turning(axis: Any, size: int | None, seed: int) -> Change:
+def _rotate_axis(x: Array, axis: int, size: int | None, seed: int) -> Array:
     """Rotates along an axis, in blocks of some size."""
-
-    def turn(x: Array) -> Array:
-        rows = jnp.moveaxis(x, axis, -1)
-        blocks = rows.reshape(*rows.shape[:-1], -1, size or rows.shape[-1])
-        return jnp.moveaxis(hadamard.rotate(blocks, -1, seed).reshape(rows.shape), -1, axis)
-
-    return turn
-
-
-def _changed(x: Any, changes: Sequence[Change]) -> Any:
-    """Returns a leaf after all its changes, which are computed in float32 and rounded once."""
-
-    def change(x: Array) -> Array:
-        y = x.astype(jnp.float32)
-        for of_leaf in changes:
-            y = of_leaf(y)
-        return y.astype(x.dtype)
-
-    return jax.eval_shape(change, x) if isinstance(x, jax.ShapeDtypeStruct) else change(jnp.asarray(x))
+    rows = jnp.moveaxis(x, axis, -1)
+    blocks = rows.reshape(*rows.shape[:-1], -1, size or rows.shape[-1])
+    return jnp.moveaxis(hadamard.rotate(blocks, -1, seed).reshape(rows.shape), -1, axis)

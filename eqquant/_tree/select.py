@@ -5,19 +5,19 @@ import difflib
 import fnmatch
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
 
 from .._array.array import is_quantized
 from .._types import PyTree
-from .leaves import Leaf, named_leaves, some
+from .leaves import abbreviate_list, identity, Leaf, named_leaves, replace_leaves
 from .weights import default_skip_reason, ineligible_reason
 
 
-Where = Callable[[PyTree], Any]
+Where = Callable[[PyTree], PyTree]
 Pattern = str | re.Pattern[str]
 
 
@@ -35,7 +35,7 @@ def select_leaves(
     ineligible: Callable[[Leaf], str | None] = lambda leaf: ineligible_reason(leaf.value),
     skip: Callable[[Leaf], str | None] = default_skip_reason,
     kind: str = "floating point arrays",
-    is_leaf: Callable[[Any], bool] = is_quantized,
+    is_leaf: Callable[[PyTree], bool] = is_quantized,
 ) -> list[Selection]:
     """Decides about every leaf of a tree, in order.
 
@@ -58,7 +58,34 @@ def select_leaves(
     return selections
 
 
-def _marks(tree: PyTree, where: Where, is_leaf: Callable[[Any], bool]) -> list[Literal["leaf", "node"] | None]:
+def replace_selected(
+    tree: PyTree,
+    selections: Sequence[Selection],
+    replace: Callable[[Leaf], PyTree],
+    is_leaf: Callable[[PyTree], bool] = is_quantized,
+    same: Callable[[Leaf], Hashable] = lambda leaf: identity(leaf.value),
+) -> PyTree:
+    """Returns the tree with other values of selected leaves. An array that stands in several places stays shared."""
+    done: dict[Hashable, PyTree] = {}
+    values = []
+    for leaf, reason in selections:
+        if reason is None and same(leaf) not in done:
+            done[same(leaf)] = replace(leaf)
+        values.append(leaf.value if reason is not None else done[same(leaf)])
+    return replace_leaves(tree, values, is_leaf)
+
+
+def select_nodes(tree: PyTree, is_node: Callable[[PyTree], bool]) -> list[Selection]:
+    """Selects the nodes of a tree for which `is_node` holds."""
+    return [Selection(leaf, None if is_node(leaf.value) else "another") for leaf in named_leaves(tree, is_node)]
+
+
+def show_refusals(selections: Sequence[Selection]) -> str:
+    """Returns why each leaf is not selected, for an error message."""
+    return abbreviate_list(f"{leaf.path}: {reason}" for leaf, reason in selections) or "none"
+
+
+def _marks(tree: PyTree, where: Where, is_leaf: Callable[[PyTree], bool]) -> list[Literal["leaf", "node"] | None]:
     """Returns, for each leaf, whether `where` selects the leaf itself, a node above it, or neither."""
     unmarked = jtu.tree_map(lambda _: _Mark(None), tree, is_leaf=is_leaf)
     mark = lambda node: jtu.tree_map(lambda _: _Mark("leaf" if isinstance(node, _Mark) else "node"), node)
@@ -88,7 +115,7 @@ def show_pattern(pattern: Pattern) -> str:
     return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
 
 
-def check_patterns(patterns: Iterable[Any], leaves: Sequence[Leaf], argument: str) -> None:
+def check_patterns(patterns: Iterable[object], leaves: Sequence[Leaf], argument: str) -> None:
     """Raises for a key that is not a pattern, and for a pattern that matches nothing, because both are mistakes."""
     for pattern in patterns:
         if not isinstance(pattern, (str, re.Pattern)):
@@ -100,7 +127,7 @@ def check_patterns(patterns: Iterable[Any], leaves: Sequence[Leaf], argument: st
         if not any(matches(pattern, leaf) for leaf in leaves):
             raise ValueError(
                 f"Each pattern of `{argument}` must match a leaf. Got {show_pattern(pattern)!r}, which matches none "
-                f"of: {some(leaf.path for leaf in leaves)}.{_near(show_pattern(pattern), leaves)}"
+                f"of: {abbreviate_list(leaf.path for leaf in leaves)}.{_near(show_pattern(pattern), leaves)}"
             )
 
 
@@ -117,11 +144,11 @@ def check_order(patterns: Collection[Pattern], leaves: Sequence[Leaf], argument:
         for leaf, taker in zip(leaves, takers, strict=True):
             (mine if matches(pattern, leaf) else others).add(taker)
         if wider := [repr(show_pattern(p)) for p in patterns if p in mine & others]:
-            behind.append(f"{show_pattern(pattern)!r} behind {some(wider)}")
+            behind.append(f"{show_pattern(pattern)!r} behind {abbreviate_list(wider)}")
     if behind:
         warnings.warn(
             f"Each pattern of `{argument}` should stand before wider ones: the first that matches a leaf takes it. "
-            f"These take none: {some(behind)}. Put the narrower first.",
+            f"These take none: {abbreviate_list(behind)}. Put the narrower first.",
             stacklevel=6,  # of `quantize_tree`
         )
 
@@ -143,5 +170,5 @@ def _near(pattern: str, leaves: Sequence[Leaf]) -> str:
         return f" Did you mean {spelled!r}?"
     if near := difflib.get_close_matches(dotted, paths, n=1):
         return f" Did you mean {near[0]!r}?"
-    first = some(dict.fromkeys(path.split(".")[0] for path in paths))
+    first = abbreviate_list(dict.fromkeys(path.split(".")[0] for path in paths))
     return f" Paths begin with: {first}." if paths else ""

@@ -3,16 +3,13 @@
 import abc
 import functools as ft
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from .._array.array import is_quantized
 from .._array.checks import as_method
 from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat, as_format
@@ -20,10 +17,15 @@ from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.inputs import check_statistic
 from .._types import PyTree
 from .._wrappers.scaled import ScaledArray
-from .folds import check_changed, check_outputs, divided, find_folds, Fold, Folds, multiplied
-from .leaves import Leaf, some
-from .select import select_leaves, Where
-from .weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
+from .change import Apply, change_model, Changes, divide_outputs, multiply_inputs, select_weights
+from .folds import find_folds, Folds, Weights
+from .leaves import DenseArray
+from .select import show_refusals, Where
+from .statistics import InputStatistics
+
+
+# Reduces the values of inputs that come from one output to one value.
+Pool = Callable[[Array, Callable[..., Array]], Array]
 
 
 class AbstractSmoothing(eqx.Module):
@@ -33,15 +35,12 @@ class AbstractSmoothing(eqx.Module):
     - `statistics`: the names of those that it reads, so that they are checked.
     """
 
-    inputs: eqx.AbstractVar[Mapping[str, Any]]
+    inputs: eqx.AbstractVar[Mapping[str, InputStatistics]]
     statistics: eqx.AbstractClassVar[tuple[str, ...]]
 
     @abc.abstractmethod
     def choose(
-        self,
-        weights: Sequence[Float32[Array, "*stack _ inputs"]],
-        stats: Any,
-        pool: Callable[[Array, Callable[..., Array]], Array],
+        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: InputStatistics, pool: Pool
     ) -> Float32[Array, "*stack inputs"]:
         """Returns by what to multiply weights that share their inputs; the inputs are divided by it.
 
@@ -74,11 +73,11 @@ class SmoothQuant(AbstractSmoothing):
         [SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models](https://arxiv.org/abs/2211.10438)
     """
 
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, InputStatistics]
     alpha: float = eqx.field(static=True)
     statistics = ("min", "max")
 
-    def __init__(self, inputs: Mapping[str, Any], alpha: float | int = 0.5) -> None:
+    def __init__(self, inputs: Mapping[str, InputStatistics], alpha: float | int = 0.5) -> None:
         """**Arguments:**
 
         - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned.
@@ -93,15 +92,12 @@ class SmoothQuant(AbstractSmoothing):
         self.inputs, self.alpha = inputs, float(alpha)
 
     def choose(
-        self,
-        weights: Sequence[Float32[Array, "*stack _ inputs"]],
-        stats: Any,
-        pool: Callable[[Array, Callable[..., Array]], Array],
+        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: InputStatistics, pool: Pool
     ) -> Float32[Array, "*stack inputs"]:
-        largest = pool(jnp.asarray(np.maximum(np.abs(stats.min), np.abs(stats.max)), jnp.float32), jnp.max)
-        of_weights = pool(ft.reduce(jnp.maximum, [jnp.max(jnp.abs(w), axis=-2) for w in weights]), jnp.max)
-        usable = (largest > 0) & (of_weights > 0)
-        x, w = jnp.where(usable, largest, 1), jnp.where(usable, of_weights, 1)
+        x_amax = pool(jnp.maximum(*(jnp.abs(jnp.asarray(x, jnp.float32)) for x in (stats.min, stats.max))), jnp.max)
+        w_amax = pool(ft.reduce(jnp.maximum, [jnp.max(jnp.abs(w), axis=-2) for w in weights]), jnp.max)
+        usable = (x_amax > 0) & (w_amax > 0)
+        x, w = jnp.where(usable, x_amax, 1), jnp.where(usable, w_amax, 1)
         return x**self.alpha / w ** (1 - self.alpha)
 
 
@@ -125,7 +121,7 @@ class AWQ(AbstractSmoothing):
         [AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration](https://arxiv.org/abs/2306.00978)
     """
 
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, InputStatistics]
     format: AbstractFormat
     method: AbstractScaleMethod
     grid: int = eqx.field(static=True)
@@ -133,7 +129,7 @@ class AWQ(AbstractSmoothing):
 
     def __init__(
         self,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, InputStatistics],
         format: AbstractFormat | str = "int4",
         *,
         method: AbstractMethod | None = None,
@@ -165,10 +161,7 @@ class AWQ(AbstractSmoothing):
         return np.linspace(0, 1, self.grid, dtype=np.float32)
 
     def choose(
-        self,
-        weights: Sequence[Float32[Array, "*stack _ inputs"]],
-        stats: Any,
-        pool: Callable[[Array, Callable[..., Array]], Array],
+        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: InputStatistics, pool: Pool
     ) -> Float32[Array, "*stack inputs"]:
         mean_abs = pool(jnp.asarray(stats.mean_abs, jnp.float32), jnp.mean)
         gram = jnp.asarray(stats.gram, jnp.float32)
@@ -180,19 +173,24 @@ class AWQ(AbstractSmoothing):
 
 @jax.jit
 def _search(
-    exponents: Array, format: AbstractFormat, method: AbstractScaleMethod, weights: Any, mean_abs: Array, gram: Array
+    exponents: Array,
+    format: AbstractFormat,
+    method: AbstractScaleMethod,
+    weights: tuple[Array, ...],
+    mean_abs: Array,
+    gram: Array,
 ) -> Array:
     factors = jax.vmap(lambda beta: awq_factors(mean_abs, beta))(exponents)
 
     def error(factor: Array) -> Array:
         # One at a time: each takes the memory of a dense weight.
-        of = lambda w: scaled_error(w, factor, gram, format, method)
-        return sum((of(w) for w in weights), jnp.zeros((), jnp.float32))
+        errors = [scaled_error(w, factor, gram, format, method) for w in weights]
+        return sum(errors, jnp.zeros((), jnp.float32))
 
     return factors[jnp.argmin(jax.lax.map(error, factors))]
 
 
-def awq_factors(mean_abs: Float[Array, " inputs"], beta: Any) -> Float[Array, " inputs"]:
+def awq_factors(mean_abs: Float[Array, " inputs"], beta: Array) -> Float[Array, " inputs"]:
     """Returns a power of the mean magnitudes, about one; one where there was no input."""
     live = mean_abs > 0
     powers = jnp.where(live, mean_abs, 1) ** beta
@@ -221,7 +219,7 @@ def smooth(
     axis: int | None = None,
     online: bool = True,
     batches: Iterable[PyTree] | None = None,
-    apply: Callable[[Any, Any], Any] | None = None,
+    apply: Apply | None = None,
 ) -> PyTree:
     """Multiplies weights by a factor for each of their inputs, and divides the inputs by it: the same model, which
     loses less when it is quantized. Call it before you quantize.
@@ -271,86 +269,57 @@ def smooth(
     """
     if not isinstance(method, AbstractSmoothing):
         raise TypeError(f"`method` must be an `eqq.AWQ` or an `eqq.SmoothQuant`, with statistics. Got {method!r}.")
-    check_axis(axis)
-    selections = select_leaves(
-        model, where, ineligible=unmappable_reason, skip=unmapped_reason, kind="float weights of linear layers"
-    )
-    leaves = [leaf for leaf, _ in selections]
-    axes = {n: a for n, x in enumerate(leaves) if (a := mapped_axis(x, axis)) is not None}
-    folds = find_folds(fold or {}, leaves, axes)
-    looked_up = lambda n: getattr(method.inputs.get(leaves[n].path), "looked_up", False)
-    chosen = {n for n, (_, reason) in enumerate(selections) if reason is None and not looked_up(n)}
+    selections, weights = select_weights(model, where, axis)
+    axes = weights.axes
+    looked_up = {path for path, stats in method.inputs.items() if getattr(stats, "looked_up", False)}
+    chosen = {n for n, (leaf, reason) in enumerate(selections) if reason is None and leaf.path not in looked_up}
     # A pair with a weight that is not selected stays as it is: all that take a channel must change with it.
-    folds = [f for f in folds if chosen.issuperset(f.consumers)]
-    folded = {n for f in folds for n in f.consumers}
-    alone = sorted(chosen - folded) if online else []
+    folds = [f for f in find_folds(fold or {}, weights) if chosen.issuperset(f.consumers)]
+    alone = sorted(chosen.difference(*(f.consumers for f in folds))) if online else []
     if not folds and not alone:
         raise ValueError(
             "`smooth` needs weights to scale. Got none among the leaves "
-            f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). Name pairs in "
+            f"({show_refusals(selections)}). Name pairs in "
             "`fold`, or pass `online=True`."
         )
-    check_changed(leaves, {*alone, *(n for f in folds for n in (*f.producers, *f.consumers))})
-    factors = [_factors(method, leaves, axes, f.consumers, f.pooled) for f in folds]
-    own = {n: _factors(method, leaves, axes, [n], lambda v, pool: v) for n in alone}
-    treedef = jtu.tree_structure(model, is_leaf=is_quantized)
-    before = [leaf.value for leaf in leaves]
-
-    def with_folds(numbers: Iterable[int]) -> list[Any]:
-        values = list(before)
-        for number in numbers:
-            _fold(values, axes, folds[number], factors[number])
-        return values
-
-    values = with_folds(range(len(folds)))
+    entries = []
+    for f in folds:
+        by = _choose_factors(method, weights, f.consumers, f.pool)
+        divide = ft.partial(divide_outputs, by=f.to_outputs(by), offset=f.offset)
+        changes = [(n, ft.partial(divide, axis=axis)) for n, axis in f.producers.items()]
+        changes += [(n, ft.partial(multiply_inputs, by=by, axis=axes[n])) for n in f.consumers]
+        entries.append(Changes(f.name, frozenset(f.consumers), changes))
+    own = {n: _choose_factors(method, weights, [n], lambda v, reduce: v) for n in alone}
+    wrap = {n: ft.partial(_scale_online, by=by, axis=axes[n]) for n, by in own.items()}
     remedy = "Leave the pair out: its weights then keep a vector."
-    check_outputs(model, with_folds, [f.name for f in folds], batches, apply, remedy)
-    done: dict[int, ScaledArray] = {}  # an array that appears twice is scaled once
-    folded_values = list(values)
-    for n, by in own.items():
-        x = folded_values[n]  # a producer was changed already
-        if id(x) not in done:
-            scaled = multiplied(jnp.asarray(x), by, axes[n])
-            done[id(x)] = ScaledArray(scaled, scale=(1 / by).astype(x.dtype), axis=axes[n])
-        values[n] = done[id(x)]
-    return jtu.tree_unflatten(treedef, values)
+    return change_model(model, weights, entries, wrap, batches, apply, remedy)
 
 
-def _factors(
-    method: AbstractSmoothing,
-    leaves: Sequence[Leaf],
-    axes: Mapping[int, int],
-    consumers: Sequence[int],
-    pool: Callable[..., Array],
-) -> Array:
-    name, weights, stats = type(method).__name__, [], []
-    for n in consumers:
-        leaf, axis = leaves[n], axes[n]
+def _scale_online(x: DenseArray, *, by: Array, axis: int) -> ScaledArray:
+    x = jnp.asarray(x)
+    scaled = multiply_inputs(x.astype(jnp.float32), by, axis).astype(x.dtype)
+    return ScaledArray(scaled, scale=(1 / by).astype(x.dtype), axis=axis)
+
+
+def _choose_factors(method: AbstractSmoothing, weights: Weights, consumers: Sequence[int], pool: Pool) -> Array:
+    name, values, stats = type(method).__name__, [], []
+    leaves = [weights.leaves[n] for n in consumers]
+    for n, leaf in zip(consumers, leaves, strict=True):
         if leaf.path not in method.inputs:
             raise ValueError(
                 f"`inputs` of {name} must hold statistics of every weight that gets factors. Got none for {leaf.path}. "
                 "Collect them on this model, or leave this weight out by `where`."
             )
-        of_leaf = method.inputs[leaf.path]
+        stats.append(method.inputs[leaf.path])
         for statistic in method.statistics:
-            check_statistic(of_leaf, statistic, name, leaf.path, tuple(leaf.value.shape), (axis,))
-        weights.append(jnp.swapaxes(jnp.asarray(leaf.value, jnp.float32), axis, -1))
-        stats.append(of_leaf)
-    for n, other in zip(consumers[1:], stats[1:], strict=True):
+            check_statistic(stats[-1], statistic, name, leaf.path, tuple(leaf.value.shape), (weights.axes[n],))
+        values.append(jnp.swapaxes(jnp.asarray(leaf.value, jnp.float32), weights.axes[n], -1))
+    for leaf, other in zip(leaves, stats, strict=True):
         if not np.allclose(other.second_moment, stats[0].second_moment, rtol=1e-3, atol=1e-12):
             raise ValueError(
-                f"The weights of a pair must be multiplied by the same inputs. Got others for {leaves[n].path} than "
-                f"for {leaves[consumers[0]].path}. Give each its own pair, or none."
+                f"The weights of a pair must be multiplied by the same inputs. Got others for {leaf.path} than "
+                f"for {leaves[0].path}. Give each its own pair, or none."
             )
-    found = method.choose(weights, stats[0], pool)
-    if all(jnp.asarray(leaves[n].value).dtype != jnp.float16 for n in consumers):
-        return found
-    return jnp.clip(found, 1e-4, 1e4)  # so that a factor and its inverse both have a value
-
-
-def _fold(values: list[Any], axes: Mapping[int, int], fold: Fold, by: Array) -> None:
-    """Changes the values of the leaves of a pair. A leaf may be changed by several: as producer, and as consumer."""
-    for n in fold.producers:
-        values[n] = divided(jnp.asarray(values[n]), fold.of_outputs(by), axes.get(n), fold.offset)
-    for n in fold.consumers:
-        values[n] = multiplied(jnp.asarray(values[n]), by, axes[n])
+    found = method.choose(values, stats[0], pool)
+    has_float16 = any(jnp.asarray(leaf.value).dtype == jnp.float16 for leaf in leaves)
+    return jnp.clip(found, 1e-4, 1e4) if has_float16 else found  # so that a factor and its inverse both have a value

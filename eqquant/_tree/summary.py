@@ -2,10 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
-import jax.core
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import DTypeLike
@@ -16,8 +14,9 @@ from .._wrappers.base import AbstractWrappedArray
 from .._wrappers.low_precision import LowPrecisionArray, map_largest
 from .._wrappers.mapped import AbstractMappedArray
 from .._wrappers.simulated import SimulatedArray
-from .leaves import array_nbytes, identity, is_mapped, Leaf, named_leaves
+from .leaves import array_nbytes, DenseArray, is_mapped, Leaf, named_leaves
 from .report import LeafReport, TreeReport
+from .select import replace_selected, select_nodes
 from .weights import default_skip_reason, ineligible_reason
 
 
@@ -43,8 +42,8 @@ def summary(tree: PyTree) -> TreeReport:
         if isinstance(leaf.value, AbstractWrappedArray):
             rows.extend(_rows_within(leaf))
         elif isinstance(leaf.value, SimulatedArray):
-            of_master = dataclasses.replace(leaf, value=leaf.value.master)
-            rows.extend(row_of(of_master, f"simulates {leaf.value.format!r}"))
+            master = dataclasses.replace(leaf, value=leaf.value.master)
+            rows.extend(row_of(master, f"simulates {leaf.value.format!r}"))
         elif is_quantized(leaf.value):
             reason = f"quantized, in a {type(leaf.parent).__name__}" if is_mapped(leaf) else "quantized"
             rows.append(quantized_row(leaf.path, leaf.value, reason, leaf.value.size * leaf.value.dtype.itemsize))
@@ -53,32 +52,31 @@ def summary(tree: PyTree) -> TreeReport:
     return TreeReport(tuple(rows))
 
 
-def _is_whole(x: Any) -> bool:
+def _is_whole(x: PyTree) -> bool:
     return is_quantized(x) or isinstance(x, (SimulatedArray, AbstractWrappedArray))
 
 
 def _rows_within(leaf: Leaf) -> list[LeafReport]:
     """Returns the rows of a weight whose products quantize the other operand, or both operands."""
     w = leaf.value
-    if isinstance(w, LowPrecisionArray) or not is_quantized(w.array):
-        delayed = ", by delayed scales" * (isinstance(w, LowPrecisionArray) and w.largest is not None)
-        how = (
-            f"; its products round both operands to {w.forward!r}, and gradients to {w.gradient!r}{delayed}"
-            if isinstance(w, LowPrecisionArray)
-            else f"; its products quantize the other operand, to {w.activations!r}"
-        )
-        within = summary({"array": w.array}).leaves
-        return [row._replace(path=f"{leaf.path}.{row.path}", reason=row.reason + how) for row in within]
-    of_scale = "" if w.scale_bits is None else "; scale of activations from calibration"
-    row = quantized_row(leaf.path, w.array, f"quantized{of_scale}", w.size * w.dtype.itemsize)
-    return [row._replace(activations=w.activations, nbytes=w.nbytes)]
+    if not isinstance(w, LowPrecisionArray) and is_quantized(w.array):
+        calibrated = "" if w.scale_bits is None else "; scale of activations from calibration"
+        row = quantized_row(leaf.path, w.array, f"quantized{calibrated}", w.size * w.dtype.itemsize)
+        return [row._replace(activations=w.activations, nbytes=w.nbytes)]
+    if isinstance(w, LowPrecisionArray):
+        delayed = "" if w.largest is None else ", by delayed scales"
+        how = f"round both operands to {w.forward!r}, and gradients to {w.gradient!r}{delayed}"
+    else:
+        how = f"quantize the other operand, to {w.activations!r}"
+    rows = summary({"array": w.array}).leaves
+    return [row._replace(path=f"{leaf.path}.{row.path}", reason=f"{row.reason}; its products {how}") for row in rows]
 
 
 def row_of(leaf: Leaf, reason: str) -> list[LeafReport]:
     x = leaf.value
     if is_quantized(x):
         return [quantized_row(leaf.path, x, reason, x.size * x.dtype.itemsize)]
-    if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+    if not isinstance(x, DenseArray):
         return []
     nbytes = array_nbytes(x)
     return [LeafReport(leaf.path, tuple(x.shape), str(x.dtype), None, None, reason, nbytes, nbytes)]
@@ -101,17 +99,9 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
 
     The tree, with `jax.Array`s in the place of quantized arrays. An array that appears in several places stays shared.
     """
-    done: dict[Any, Any] = {}
 
-    def dense(x: Any) -> Any:
-        if not is_leaf(x):
-            return x
-        same = identity(x)
-        if same not in done:
-            done[same] = dequantized(x)
-        return done[same]
-
-    def dequantized(x: Any) -> Any:
+    def dequantize(leaf: Leaf) -> PyTree:
+        x = leaf.value
         if isinstance(x, AbstractWrappedArray):
             return dequantize_tree(x.array, dtype)
         if isinstance(x, AbstractMappedArray):
@@ -121,8 +111,8 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
             x = dataclasses.replace(x, array=inner)  # pyright: ignore[reportCallIssue]
         return x.dequantize() if dtype is None else x.dequantize().astype(dtype)
 
-    is_leaf = lambda x: _is_whole(x) or isinstance(x, AbstractMappedArray)
-    return jtu.tree_map(dense, tree, is_leaf=is_leaf)
+    is_node = lambda x: _is_whole(x) or isinstance(x, AbstractMappedArray)
+    return replace_selected(tree, select_nodes(tree, is_node), dequantize, is_node)
 
 
 def tree_nbytes(tree: PyTree) -> int:
@@ -137,7 +127,7 @@ def tree_nbytes(tree: PyTree) -> int:
 
     The number of bytes.
     """
-    leaves = {id(x): x for x in jtu.tree_leaves(tree) if isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))}
+    leaves = {id(x): x for x in jtu.tree_leaves(tree) if isinstance(x, DenseArray)}
     return sum(array_nbytes(x) for x in leaves.values())
 
 

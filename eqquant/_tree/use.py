@@ -2,11 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from .._array.checks import as_method
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod
+from .._types import PyTree
+from .statistics import InputStatistics
+
+
+# A format of activations, its name, or statistics of inputs by the paths of weights.
+ActivationsLike = AbstractFormat | str | Mapping[str, PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +36,13 @@ class Use:
 
     format: AbstractFormat
     method: AbstractMethod | None = None
-    activations: Any = None
+    activations: AbstractFormat | Mapping[str, InputStatistics] | None = None
 
     def __init__(
-        self, format: AbstractFormat | str, method: AbstractMethod | None = None, activations: Any = None
+        self,
+        format: AbstractFormat | str,
+        method: AbstractMethod | None = None,
+        activations: ActivationsLike | None = None,
     ) -> None:
         object.__setattr__(self, "format", as_format(format))
         object.__setattr__(self, "method", None if method is None else as_method(method))
@@ -44,11 +52,11 @@ class Use:
         return hash((self.format, type(self.method)))  # a method may hold arrays
 
     def __repr__(self) -> str:
-        of_inputs = "" if self.activations is None else f" x {self.activations!r}"
-        return f"{self.format!r}{of_inputs}" + ("" if self.method is None else f" by {self.method!r}")
+        activated = "" if self.activations is None else f" x {self.activations!r}"
+        return f"{self.format!r}{activated}" + ("" if self.method is None else f" by {self.method!r}")
 
 
-def as_activations(x: Any) -> Any:
+def as_activations(x: ActivationsLike | None) -> AbstractFormat | Mapping[str, InputStatistics] | None:
     """Returns a format, or statistics by path, of activations; `None` for floats."""
     if isinstance(x, Mapping) and (not x or any(isinstance(v, (AbstractFormat, str, Use)) for v in x.values())):
         raise TypeError(
@@ -59,6 +67,6 @@ def as_activations(x: Any) -> Any:
     return x if x is None or isinstance(x, Mapping) else as_format(x, "activations")
 
 
-def as_use(x: Any) -> Use:
+def as_use(x: PyTree) -> Use:
     """Returns a format, its name, or a `Use`, as a `Use`."""
     return x if isinstance(x, Use) else Use(x)

@@ -1,10 +1,9 @@
 """Finds which leaves of a model are weights, and which of their axes are inputs."""
 
 import re
-from typing import Any
+from collections.abc import Iterable
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -12,24 +11,24 @@ import numpy as np
 from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._errors import a_type
-from .leaves import is_mapped, Leaf
+from .._types import PyTree
+from .leaves import DenseArray, is_mapped, Leaf
 
 
-def ineligible_reason(x: Any) -> str | None:
+def ineligible_reason(x: PyTree) -> str | None:
     """Returns why a leaf can never be quantized, or `None` if it can."""
     if is_quantized(x):
         return f"already quantized, to {x.format!r}"
-    dtype = getattr(x, "dtype", None)
-    if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or dtype is None:
+    if not isinstance(x, DenseArray):
         return "not an array"
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
         return "not floating point"
     return "a scalar" if x.ndim == 0 else None
 
 
 def default_skip_reason(leaf: Leaf) -> str | None:
     """Returns why an eligible leaf stays in float by default, or `None` for a weight."""
-    if (reason := part_reason(leaf) or _added_or_scaled_by(leaf)) is not None:
+    if (reason := part_reason(leaf) or _elementwise_use(leaf)) is not None:
         return reason
     if sum(length > 1 for length in leaf.value.shape) < 2:
         return "fewer than two dimensions longer than one"
@@ -42,7 +41,7 @@ def part_reason(leaf: Leaf) -> str | None:
     return f"part of {a_type(leaf.parent)}" if part else None
 
 
-def _added_or_scaled_by(leaf: Leaf) -> str | None:
+def _elementwise_use(leaf: Leaf) -> str | None:
     """Returns what a leaf is that a model adds, or multiplies by value by value, or `None`."""
     if _is_norm_parameter(leaf):
         return "a parameter of a normalisation layer"
@@ -74,7 +73,7 @@ def _is_norm_parameter(leaf: Leaf) -> bool:
     return any(_is_norm_layer(node) or (named and _is_norm_name(name)) for name, node in leaf.ancestors())
 
 
-def _is_norm_layer(node: Any) -> bool:
+def _is_norm_layer(node: PyTree) -> bool:
     name = type(node).__name__
     return name.endswith("Norm") and _NO_NORM.search(name.lower()) is None
 
@@ -90,7 +89,7 @@ def is_embedding(leaf: Leaf) -> bool:
 
 def use_without_product(leaf: Leaf) -> str | None:
     """Returns how a model uses a leaf that it multiplies nothing by, or `None` if products use it."""
-    return "looked up" if is_embedding(leaf) else _added_or_scaled_by(leaf)
+    return "looked up" if is_embedding(leaf) else _elementwise_use(leaf)
 
 
 def convolved_axes(leaf: Leaf) -> tuple[int, ...] | None:
@@ -118,7 +117,7 @@ def input_axis(leaf: Leaf) -> tuple[int | tuple[int, ...], bool]:
     return (axes[0] if len(axes) == 1 else axes), True
 
 
-def _named_axes(leaf: Leaf, axes: Any) -> tuple[int, ...] | None:
+def _named_axes(leaf: Leaf, axes: Iterable[object]) -> tuple[int, ...] | None:
     """Returns the axes of a haliax array that its layer names as inputs; for an embedding table, the embedding axes."""
     inputs = [getattr(leaf.layer, field, None) for field in ("In", "Spatial")]
     if inputs[0] is None:
@@ -153,7 +152,7 @@ def _kernel_axes(leaf: Leaf) -> tuple[int, ...] | None:
     return tuple(range(-inputs - outputs[0], -outputs[0])) if len(outputs) == 1 else None
 
 
-def _bias_shape(layer: Any) -> tuple[int, ...] | None:
+def _bias_shape(layer: PyTree) -> tuple[int, ...] | None:
     try:
         bias = jtu.tree_leaves(layer["bias"])
     except (TypeError, KeyError, IndexError):
@@ -161,11 +160,11 @@ def _bias_shape(layer: Any) -> tuple[int, ...] | None:
     return tuple(np.shape(bias[0])) if len(bias) == 1 else None
 
 
-def _several(x: Any) -> tuple[Any, ...]:
+def _several(x: object) -> tuple[object, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
-def check_axis(axis: Any) -> None:
+def check_axis(axis: object) -> None:
     """Raises unless `axis` may be the axis of the inputs of every weight, or `None`."""
     if axis not in (None, -1, -2):
         raise ValueError(
@@ -176,18 +175,22 @@ def check_axis(axis: Any) -> None:
 
 def unmappable_reason(leaf: Leaf) -> str | None:
     """Returns why the inputs of a leaf cannot be mapped, or `None`."""
+    if (reason := _no_inputs_reason(leaf)) is not None:
+        return reason
+    return None if input_axis(leaf)[0] in (-1, -2) else "its inputs are not one of its last two axes"
+
+
+def _no_inputs_reason(leaf: Leaf) -> str | None:
     if (reason := ineligible_reason(leaf.value)) is not None:
         return reason
     if convolved_axes(leaf) is not None:
         return "a convolution, whose inputs have several axes"
-    if leaf.value.ndim < 2:
-        return "fewer than two dimensions, so it has no inputs"
-    return None if input_axis(leaf)[0] in (-1, -2) else "its inputs are not one of its last two axes"
+    return "fewer than two dimensions, so it has no inputs" if leaf.value.ndim < 2 else None
 
 
 def mapped_axis(leaf: Leaf, axis: int | None = None) -> int | None:
     """Returns the axis of the inputs of a weight, the given one or its own; `None` if there is no such axis."""
-    if ineligible_reason(leaf.value) is not None or leaf.value.ndim < 2 or convolved_axes(leaf) is not None:
+    if _no_inputs_reason(leaf) is not None:
         return None
     found = input_axis(leaf)[0] if axis is None else axis
     return found if found in (-1, -2) else None  # pyright: ignore[reportReturnType]

@@ -12,7 +12,7 @@ from .._formats import Binary, Dynamic8, FP8, Int2, Int4, Int8, MXFP4, MXFP8, NF
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._report import Report, report_table
-from .._tree.quantize import FormatLike
+from .._tree.decide import FormatLike
 from .._tree.use import as_use, Use
 from ._error import ErrorReport, measure, Real, stored_bits, to_numpy, Values
 from ._plots import Axes, draw_front

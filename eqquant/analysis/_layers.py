@@ -12,8 +12,9 @@ from .._array.array import QuantizedArray
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._report import Name, Report, report_table
-from .._tree.leaves import float_leaves, some
-from .._tree.quantize import quantize_tree, Rules
+from .._tree.decide import FormatRules
+from .._tree.leaves import abbreviate_list, float_leaves
+from .._tree.quantize import quantize_tree
 from .._tree.select import Where
 from .._types import PyTree
 from ._error import decibel, ErrorReport, measure, Real, stored_bits, to_numpy
@@ -82,7 +83,7 @@ class TreeErrorReport(Report):
 
 def analyze_tree(
     model: PyTree,
-    format: Rules = "nf4",
+    format: FormatRules = "nf4",
     *,
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
@@ -149,8 +150,8 @@ def compare_trees(model: PyTree, quantized: PyTree, *, threshold: Real | None = 
     if list(before) != list(after):
         different = before.keys() ^ after.keys()
         raise ValueError(
-            f"`quantized` must have the leaves of `model`. Got different ones: {some(sorted(different)) or 'order'}. "
-            "Compare a model with what `quantize_tree` made of it."
+            "`quantized` must have the leaves of `model`. Got different ones: "
+            f"{abbreviate_list(sorted(different)) or 'order'}. Compare a model with what `quantize_tree` made of it."
         )
     rows = []
     for path, old in before.items():

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from .._formats.base import AbstractFormat
 from .._report import Name, Report, report_table, show_bytes
-from .._tree.leaves import array_nbytes, named_leaves, some
+from .._tree.leaves import abbreviate_list, array_nbytes, named_leaves
 from .._tree.use import Use
 from .._tree.weights import ineligible_reason
 from .._types import PyTree
@@ -179,7 +179,7 @@ def _check_leaves(model: PyTree, sensitivities: SensitivityReport) -> None:
             if path not in found:
                 raise ValueError(
                     f"`sensitivities` must belong to `model`. Got {path}, which is none of its float arrays: "
-                    f"{some(found)}. Measure again."
+                    f"{abbreviate_list(found)}. Measure again."
                 )
             shape, nbytes = tuple(found[path].shape), array_nbytes(found[path])
             if shape != leaf.shape or nbytes * leaf.arrays != leaf.dense_nbytes:

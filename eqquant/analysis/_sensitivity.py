@@ -20,8 +20,8 @@ from .._array.quantize import quantize
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._report import Name, Report, report_table
-from .._tree.leaves import some
-from .._tree.quantize import decide, FormatLike
+from .._tree.decide import decide, FormatLike
+from .._tree.leaves import abbreviate_list
 from .._tree.select import Where
 from .._tree.use import Use
 from .._types import PyTree
@@ -255,7 +255,7 @@ def _grouped(weights: Sequence[_Candidate], group: str | Sequence[str]) -> list[
     if unused := [p for p in patterns if p not in used]:
         raise ValueError(
             f"`group` must match the beginning of a path. Got {unused[0]!r}, which matches none of "
-            f"{some([w.paths[0] for w in weights])}."
+            f"{abbreviate_list([w.paths[0] for w in weights])}."
         )
     return [(name if len(alike) > 1 else None, alike) for name, alike in found.values()]
 

@@ -11,8 +11,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._array.value import AbstractArrayValue
-from .._tree.leaves import as_batches, Leaf, some
-from .._tree.select import select_leaves, Where
+from .._tree.leaves import abbreviate_list, as_batches, Leaf
+from .._tree.select import select_leaves, show_refusals, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
 from .._types import PyTree
 from .._wrappers.mapped import AbstractMappedArray
@@ -105,7 +105,7 @@ def collect_stats(
     count = observe_batches(run, model, watched, data, watches)
     leaves = tuple(_with_lookups(stats_of(leaf, watch), tables, gram) for leaf, watch in watches)
     if all(leaf.axis is None for leaf in leaves):
-        notes = some(f"{leaf.path}: {leaf.note}" for leaf in leaves)
+        notes = abbreviate_list(f"{leaf.path}: {leaf.note}" for leaf in leaves)
         raise ValueError(f"A weight must be multiplied with data to be observed. Got none that was ({notes}).")
     return ActivationStats(leaves, count, threshold)
 
@@ -143,7 +143,8 @@ def observe_batches(
         shapes = [np.shape(x) for x in jtu.tree_leaves(batch)]
         if any(0 in shape for shape in shapes):
             raise ValueError(
-                f"A batch must not be empty. Got shape {some(map(str, shapes))} in batch {count}. Leave it out."
+                f"A batch must not be empty. Got shape {abbreviate_list(map(str, shapes))} in batch {count}. "
+                "Leave it out."
             )
         out = [x for x in jtu.tree_leaves(_run(run, model, watched, batch, watches)) if eqx.is_array(x)]
         if not out:
@@ -171,7 +172,7 @@ def _run(run: Apply, model: PyTree, watched: PyTree, batch: PyTree, watches: Wat
         raise ValueError(
             "`collect_stats` cannot watch a weight that the model maps over by rows. Got "
             f"{(str(e) or type(e).__name__).splitlines()[0]!r} among "
-            f"{some(paths or [leaf.path for leaf, _ in watches])}. Leave it out with `where=`."
+            f"{abbreviate_list(paths or [leaf.path for leaf, _ in watches])}. Leave it out with `where=`."
         ) from e
 
 
@@ -207,8 +208,7 @@ def _select_weights(model: PyTree, where: Where | None) -> list[Leaf]:
     if not chosen:
         raise ValueError(
             "The model must hold weights. Got none among its leaves "
-            f"({some(f'{leaf.path}: {reason}' for leaf, reason in selections) or 'none'}). `where=` selects leaves "
-            "that are left alone by default."
+            f"({show_refusals(selections)}). `where=` selects leaves that are left alone by default."
         )
     return chosen
 

@@ -18,8 +18,9 @@ from .._array.checks import as_method, check_dtype
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._numerics.axes import logical_order, memory_order
-from .._tree.leaves import Leaf, named_leaves, some
-from .._tree.quantize import decide, Decision, quantize_leaf, Rules, with_activations
+from .._tree.decide import decide, Decision, FormatRules
+from .._tree.leaves import abbreviate_list, Leaf, named_leaves
+from .._tree.quantize import quantize_leaf, with_activations
 from .._tree.select import Where
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
@@ -44,7 +45,7 @@ class _Stage(NamedTuple):
 def quantize_sequentially(
     model: PyTree,
     batches: Iterable[PyTree],
-    format: Rules = "nf4",
+    format: FormatRules = "nf4",
     method: AbstractMethod | None = None,
     *,
     apply: Apply | None = None,
@@ -253,7 +254,7 @@ def _dense_like(float_model: PyTree, model: PyTree) -> list[PyTree]:
         different = [path for path, shape in shapes(leaves).items() if shapes(before).get(path) != shape]
         raise ValueError(
             "`float_model` must be the model before it was quantized. Got one that differs at "
-            f"{some(different or ['other leaves'])}."
+            f"{abbreviate_list(different or ['other leaves'])}."
         )
     return [leaf.value.dequantize() if is_quantized(leaf.value) else leaf.value for leaf in before]
 

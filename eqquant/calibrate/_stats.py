@@ -15,7 +15,7 @@ from rich.table import Table
 from .._formats import Int8
 from .._formats.base import AbstractFormat
 from .._report import as_plain, Name, Report, report_table
-from .._tree.leaves import some
+from .._tree.leaves import abbreviate_list
 from .._types import PyTree
 from ._result import CalibrationResult, parameters
 
@@ -120,7 +120,9 @@ class ActivationStats(Report, Mapping[str, LeafStats]):
         for leaf in self.leaves:
             if leaf.path == path:
                 return leaf
-        raise KeyError(f"No weight {path!r} was watched. The weights are {some(leaf.path for leaf in self.leaves)}.")
+        raise KeyError(
+            f"No weight {path!r} was watched. The weights are {abbreviate_list(leaf.path for leaf in self.leaves)}."
+        )
 
     def __iter__(self) -> Iterator[str]:
         return (leaf.path for leaf in self.leaves)

@@ -22,8 +22,8 @@ from .._array.quantize import quantize_array
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
+from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import named_leaves
-from .._tree.quantize import decide, Decision, Rules
 from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import quantized_row, row_of
 from .._types import PyTree
@@ -72,7 +72,7 @@ def skeleton(checkpoint: Checkpoint) -> PyTree:
 def convert(
     checkpoint: Checkpoint | str | os.PathLike[str],
     path: str | os.PathLike[str],
-    format: Rules | None = None,
+    format: FormatRules | None = None,
     *,
     axis: Axis = None,
     method: AbstractMethod | None = None,
@@ -145,7 +145,7 @@ def convert(
     return report
 
 
-def convert_into(checkpoint: Checkpoint, folder: Path, format: Rules | None = None, **options: Any) -> TreeReport:
+def convert_into(checkpoint: Checkpoint, folder: Path, format: FormatRules | None = None, **options: Any) -> TreeReport:
     """As `convert`, to a file of ours in a folder, which also gets `config.json` and the files of the tokenizer."""
     check_no_others(folder)
     with making(folder) as into:
@@ -161,7 +161,7 @@ def convert_into(checkpoint: Checkpoint, folder: Path, format: Rules | None = No
 
 def plan(
     checkpoint: Checkpoint,
-    format: Rules | None = None,
+    format: FormatRules | None = None,
     *,
     axis: Axis = None,
     method: AbstractMethod | None = None,
@@ -184,7 +184,7 @@ def fitting(checkpoint: Checkpoint, format: AbstractFormat, axis: Axis, dialect:
 
 def _planned(
     opened: Checkpoint,
-    format: Rules | None,
+    format: FormatRules | None,
     axis: Axis,
     method: AbstractMethod | None,
     dialect: str | None,
@@ -263,7 +263,7 @@ def _companions(source: Checkpoint, path: Path) -> dict[str, Path]:
     return {name: p for name, p in sorted(found.items()) if is_other(p)}
 
 
-def _decisions(checkpoint: Checkpoint, format: Rules | None, axis: Axis) -> dict[str, Decision]:
+def _decisions(checkpoint: Checkpoint, format: FormatRules | None, axis: Axis) -> dict[str, Decision]:
     """Returns a decision for each array, by its name; none if all stay as they are."""
     if format is None:
         return {}

@@ -19,7 +19,7 @@ from .._array.value import AbstractArrayValue
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
 from .._report import Name, Report, report_table
-from .._tree.leaves import Leaf, named_leaves, some
+from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._tree.placement import move, Shardings, wanted_shardings
 from .._tree.select import check_patterns, matches, Pattern
 from .._types import PyTree
@@ -87,7 +87,7 @@ class LoadPlan(Report):
         notes = {"left out": self.left_out, "kept from the model": self.kept, "unused": self.unused}
         for what, paths in {**notes, "rules that match nothing": self.idle}.items():
             if paths:
-                lines.append(escape(f"{len(paths)} {what}: {some(paths)}"))
+                lines.append(escape(f"{len(paths)} {what}: {abbreviate_list(paths)}"))
         lines += [escape(f"Problem: {problem}") for problem in self.problems]
         return Group(*lines, table)
 
@@ -170,11 +170,11 @@ def load_into(
     """
     plan = _Plan(model, checkpoint, names, dequantize, keep)
     if plan.problems:
-        idle = f" No array matches {some(plan.matched.idle)}." if plan.matched.idle else ""
+        idle = f" No array matches {abbreviate_list(plan.matched.idle)}." if plan.matched.idle else ""
         raise ValueError(
             f"`names` must give every leaf of the model an array of {plan.where}, and every array a leaf that fits. "
-            f"Got {some(plan.problems, '; ')}.{idle} `eqq.io.plan_load` shows all leaves. A rule to `None` leaves "
-            "an array out, and `keep=` leaves a leaf as it is."
+            f"Got {abbreviate_list(plan.problems, '; ')}.{idle} `eqq.io.plan_load` shows all leaves. A rule to `None` "
+            "leaves an array out, and `keep=` leaves a leaf as it is."
         )
     return plan.load(shardings)
 

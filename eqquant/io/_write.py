@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from .._errors import did_you_mean, Message
-from .._tree.leaves import Leaf, named_leaves, some
+from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._types import PyTree
 from . import _safetensors
 from ._atomic import making, replacing
@@ -177,7 +177,9 @@ def _sources(arrays: PyTree, names: Renaming) -> dict[str, Callable[[], Leaf]]:
     else:
         found = {leaf.path: (lambda leaf=leaf: leaf) for leaf in named_leaves(arrays, is_one) if _is_array(leaf)}
     if isinstance(names, Mapping) and (missing := [path for path in found if path not in names]):
-        raise ValueError(f"`names` must have all arrays; `None` leaves one out. Got none for {some(missing)}.")
+        raise ValueError(
+            f"`names` must have all arrays; `None` leaves one out. Got none for {abbreviate_list(missing)}."
+        )
     sources: dict[str, Callable[[], Leaf]] = {}
     before: dict[str, str] = {}
     for path, read in found.items():
@@ -268,7 +270,9 @@ def check_no_others(folder: Path, shard_nbytes: int | None = None) -> None:
         ours = lambda name: name in {p.name for p in shards_in(folder)} | {INDEX} if shard_nbytes else name == FILE
         others = [p.name for p in folder.iterdir() if p.name.endswith(_WEIGHTS) and not ours(p.name)]
         if others:
-            raise ValueError(f"{folder} must hold no other weights, which would be read instead. Got {some(others)}.")
+            raise ValueError(
+                f"{folder} must hold no other weights, which would be read instead. Got {abbreviate_list(others)}."
+            )
 
 
 def _write_folder(

@@ -1,0 +1,148 @@
+"""Changes weights of a model so that its outputs stay: several at once, or one with its operand."""
+
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array
+
+from .._array.checks import check_finite
+from .._mesh import on_device
+from .._types import PyTree
+from .._wrappers.mapped import AbstractMappedArray, beside
+from .folds import Weights
+from .leaves import abbreviate_list, as_batches, DenseArray, replace_leaves
+from .select import select_leaves, Selection, Where
+from .weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
+
+
+Change = Callable[[Array], Array]
+Apply = Callable[[PyTree, PyTree], PyTree]
+
+
+class Changes(NamedTuple):
+    """The changes of leaves, by number, that an entry of `fold` describes; `consumers` take the changed channels."""
+
+    name: str
+    consumers: frozenset[int]
+    changes: Sequence[tuple[int, Change]]
+
+
+def select_weights(model: PyTree, where: Where | None, axis: int | None) -> tuple[list[Selection], Weights]:
+    """Decides about the leaves of a model whose inputs can be changed."""
+    check_axis(axis)
+    selections = select_leaves(
+        model, where, ineligible=unmappable_reason, skip=unmapped_reason, kind="float weights of linear layers"
+    )
+    leaves = [leaf for leaf, _ in selections]
+    return selections, Weights(
+        leaves, {n: a for n, leaf in enumerate(leaves) if (a := mapped_axis(leaf, axis)) is not None}
+    )
+
+
+def change_model(
+    model: PyTree,
+    weights: Weights,
+    entries: Sequence[Changes],
+    wrap: Mapping[int, Callable[[DenseArray], AbstractMappedArray]],
+    batches: Iterable[PyTree] | None,
+    apply: Apply | None,
+    remedy: str,
+) -> PyTree:
+    """Returns the model with all changes, and then with some weights in arrays that change their operand.
+
+    Raises if a leaf that changes is not finite, or if the entries change the outputs on `batches`.
+    """
+    leaves = weights.leaves
+    for n in sorted({*wrap, *(n for entry in entries for n, _ in entry.changes)}):
+        if not isinstance(leaves[n].value, jax.ShapeDtypeStruct):
+            check_finite(on_device(jnp.asarray(leaves[n].value)), leaves[n].path)
+
+    def apply_changes(entries: Iterable[Changes]) -> list[PyTree]:
+        by_leaf = collections.defaultdict(list)
+        for entry in entries:
+            for n, change in entry.changes:
+                by_leaf[n].append(change)
+        return [_change(leaf.value, by_leaf[n]) if n in by_leaf else leaf.value for n, leaf in enumerate(leaves)]
+
+    values = apply_changes(entries)
+    if batches is not None:
+        run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
+        _check_outputs(run, model, lambda part: replace_leaves(model, apply_changes(part)), entries, batches, remedy)
+    done: dict[tuple[int, int], AbstractMappedArray] = {}  # an array that appears twice is wrapped once
+    for n, around in wrap.items():
+        same = id(values[n]), weights.axes[n]
+        if same not in done:
+            done[same] = around(values[n])
+    return replace_leaves(model, [done[id(x), weights.axes[n]] if n in wrap else x for n, x in enumerate(values)])
+
+
+def _change(x: DenseArray, changes: Sequence[Change]) -> DenseArray:
+    """Returns a leaf after all its changes, which are computed in float32 and rounded once."""
+
+    def change(x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        for one in changes:
+            y = one(y)
+        return y.astype(x.dtype)
+
+    return jax.eval_shape(change, x) if isinstance(x, jax.ShapeDtypeStruct) else change(jnp.asarray(x))
+
+
+def multiply_inputs(x: Array, by: Array, axis: int) -> Array:
+    """Returns a weight whose inputs, along an axis, are multiplied by one number each."""
+    return x * beside(by, x.ndim, axis)
+
+
+def divide_outputs(x: Array, by: Array, axis: int, offset: float | int) -> Array:
+    """Returns a weight whose outputs are divided by one number each, or a vector, to which a layer adds `offset`."""
+    if x.ndim > by.ndim:
+        return x / beside(by, x.ndim, axis)
+    return (x + offset) / by - offset
+
+
+def _check_outputs(
+    run: Apply,
+    model: PyTree,
+    apply_changes: Callable[[Sequence[Changes]], PyTree],
+    entries: Sequence[Changes],
+    batches: Iterable[PyTree],
+    remedy: str,
+) -> None:
+    """Raises if the changed model computes something else, and names the entries that do."""
+    data = list(as_batches(batches))
+    if not data:
+        raise ValueError(
+            "`batches` must hold at least one batch. Got none. A generator can be used only once: pass a list."
+        )
+    folded = apply_changes(entries)
+    for batch in data:
+        wanted = run(model, batch)
+        outputs = [y for y in jtu.tree_leaves(wanted) if eqx.is_inexact_array(y)]
+        if not any(bool((jnp.isfinite(y) & (y != 0)).any()) for y in outputs):
+            raise ValueError(
+                "`batches` must give outputs to compare. Got none that are finite and not zero: look for a NaN in the "
+                "model and in the batches."
+            )
+        if not _are_close(run(folded, batch), wanted):
+            wrong = [entry.name for entry in entries if not _are_close(run(apply_changes([entry]), batch), wanted)]
+            raise ValueError(
+                f"Each pair of `fold` must leave the outputs of the model unchanged. Got others with "
+                f"{abbreviate_list(wrong or [entry.name for entry in entries])}: something stands between the two that "
+                "is not linear in each channel, or something else takes the outputs too, such as a residual sum. "
+                f"{remedy}"
+            )
+
+
+def _are_close(found: PyTree, wanted: PyTree) -> bool:
+    for a, b in zip(jtu.tree_leaves(found), jtu.tree_leaves(wanted), strict=True):
+        if eqx.is_inexact_array(b):
+            tolerance = 1e-4 if jnp.finfo(b.dtype).bits >= 32 else 5e-2
+            largest = jnp.max(jnp.abs(jnp.where(jnp.isfinite(b), b, 0).astype(jnp.float32)), initial=0)
+            if not jnp.allclose(a, b, rtol=0, atol=float(tolerance * largest) + 1e-12, equal_nan=True):
+                return False
+    return True

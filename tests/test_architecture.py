@@ -178,7 +178,7 @@ def test_documented(name):
         for argument in inspect.signature(value).parameters:
             assert f"`{argument}`" in doc.partition("**Arguments:**")[2], argument
     elif issubclass(value, eqq.AbstractFormat) and not inspect.isabstract(value):
-        assert "**Arguments:**" in value.__init__.__doc__
+        assert "**Arguments:**" in f"{doc}{value.__init__.__doc__}"
 
 
 def test_every_documented_name_exists():

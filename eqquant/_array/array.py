@@ -27,7 +27,7 @@ from .. import _compat
 from .._formats.base import AbstractFormat
 from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
 from .._numerics import packing
-from .._numerics.blocks import BlockSize, expand, num_blocks
+from .._numerics.blocks import BlockSize, dequantize_blocks, num_blocks
 from .._numerics.scale_bits import bits_to_scale, clip_finite
 from .axes import as_axis, logical_order
 from .primitive import bind_dequantize
@@ -423,13 +423,8 @@ def clips(q: QuantizedArray) -> bool:
 
 def dense_rows(q: QuantizedArray) -> Float[Array, "*batch length"]:
     """Dequantizes by operations of XLA, and leaves the quantized axis last."""
-    format, length = q.format, q._length
-    values = format.decode(packing.unpack(q.codes, format.bits, length))
-    if q.zero_point is not None:
-        values = values - expand(q.zero_point.astype(jnp.float32), format.block_size, length)
-    dense = values * expand(q.scale, format.block_size, length)
-    if q.offset is not None:
-        dense = dense + expand(q.offset, format.block_size, length)
+    values = q.format.decode(packing.unpack(q.codes, q.format.bits, q._length))
+    dense = dequantize_blocks(values, q.scale, q.zero_point, q.offset, q.format.block_size)
     if clips(q):
         # The outermost level may lie half a step beyond the range, and rounding may enlarge a scale; both may overflow.
         dense = clip_finite(dense, q.dtype)

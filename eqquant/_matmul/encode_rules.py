@@ -11,7 +11,7 @@ from .. import _compat
 from .._formats.base import AbstractFormat
 from .._formats.steps import steps_of
 from .._methods import encode
-from .._methods.base import multiplies
+from .._methods.grid import multiplies
 from .._numerics import reduce
 from .._numerics.blocks import divide
 from . import native
@@ -24,10 +24,10 @@ def _encode(*args: Array, tree: Any, format: AbstractFormat, chunk: int | None) 
     steps = steps_of(format) if cpu_encode.encodes(rows, format.bits) is None else None
     if steps is None or (steps.rule == "steps" and len(steps.starts) > 31):  # XLA is as fast at more
         return encode.by_xla(*args, tree=tree, format=format, chunk=chunk)
-    divisor, factor = grid.kept, None
+    divisor, factor = grid.stored_scale, None
     if format.multiplies_by_reciprocal:
-        usable = multiplies(grid.scale, grid.kept, format)
-        divisor = jnp.where(usable, 1, grid.kept)
+        usable = multiplies(grid.scale, grid.stored_scale, format)
+        divisor = jnp.where(usable, 1, grid.stored_scale)
         factor = jnp.where(usable, divide(jnp.ones_like(grid.scale), grid.scale), 1)
     block_size = rows.shape[-1] if format.block_size in (None, "tensor") else format.block_size
     shift = None if grid.zero_point is None else grid.zero_point.astype(jnp.float32)

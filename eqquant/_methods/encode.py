@@ -16,8 +16,10 @@ from jaxtyping import Array, Float, UInt8
 from .. import _compat
 from .._formats.base import AbstractFormat
 from .._numerics import packing
+from .._numerics.batching import by_chunks
 from .._numerics.primitives import along_first, compiled, without_tangent
-from .base import AbstractMethod, AbstractScaleMethod, by_chunks, encode_by, Encoded, Grid, store
+from .base import AbstractMethod, AbstractScaleMethod
+from .grid import encode_by, Encoded, Grid, store
 
 
 encode_p = jax.extend.core.Primitive("encode")
@@ -40,7 +42,7 @@ def encode_packed(
     rows: Float[Array, "*batch length"], grid: Grid, format: AbstractFormat, chunk: int | None = None
 ) -> UInt8[Array, "*batch bytes"]:
     """Returns the packed codes of values; `chunk` is how many rows XLA encodes at a time."""
-    leaves, tree = jtu.tree_flatten(_compat.vary_alike((rows, grid._replace(kept_offset=None))))
+    leaves, tree = jtu.tree_flatten(_compat.vary_alike((rows, grid._replace(stored_offset=None))))
     return encode_p.bind(*leaves, tree=tree, format=format, chunk=chunk)
 
 

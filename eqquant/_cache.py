@@ -91,7 +91,7 @@ class QuantizedCache(eqx.Module):
         `ValueError` if the shape has fewer than three axes, if the window does not hold whole blocks of the keys, or if
         a format has no blocks of tokens. `TypeError` for what is no whole number, no format, or no dtype of floats.
         """
-        shape = _checked_shape(shape)
+        shape = _check_shape(shape)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"`dtype` must be of floats. Got {jnp.dtype(dtype)}. `keys` and `values` say what is stored."
@@ -183,36 +183,31 @@ class QuantizedCache(eqx.Module):
         new = keys.shape[-2]
         if count is not None:
             keys, values, count = _mask_padding(keys, values, count)
-        length = self.length + jnp.broadcast_to(
-            jnp.asarray(new if count is None else count, jnp.int32), self.length.shape
-        )
+        added = jnp.asarray(new if count is None else count, jnp.int32)
+        length = self.length + jnp.broadcast_to(added, self.length.shape)
         if not isinstance(length, jax.core.Tracer) and (most := int(jnp.max(length))) > self.context:
             raise ValueError(f"The cache has room for {self.context} tokens. Got {most}.")
         if self.recent is None:
             at = self.length[..., None] + self._count(new)
-            stored = [_put(old, x, at) for old, x in zip((self.keys, self.values), (keys, values), strict=True)]
-            return QuantizedCache(stored[0], stored[1], None, length)
+            return QuantizedCache(_put(self.keys, keys, at), _put(self.values, values, at), None, length)
         # Whole windows, from the one that is being filled: what is in it, and behind that the new tokens.
         window = self.window
         windows = -(-(window - 1 + new) // window)
         before = self.length // window
         within = self.length % window
         # One token fills a window at most. What that held may stay in it: `positions` hides it.
-        put = (
-            (lambda old, x: _write(old, x.astype(old.dtype), within[..., None]))
-            if windows == 1
-            else (lambda old, x: _strip(old, x, within, windows * window))
-        )
-        strips = [put(old, x) for old, x in zip(self.recent, (keys, values), strict=True)]
+        if windows == 1:
+            strip = lambda old, x: _write(old, x.astype(old.dtype), within[..., None])
+        else:
+            strip = lambda old, x: _strip(old, x, within, windows * window)
+        strips = strip(self.recent[0], keys), strip(self.recent[1], values)
         at = before[..., None] * window + self._count(windows * window)
         # Most steps fill no window. Then zeros take the place of what a later step will write.
         filled = length // window > before
-        stored = [
-            _put(old, x, at, jnp.any(filled), window) for old, x in zip((self.keys, self.values), strips, strict=True)
-        ]
+        put = lambda old, x: _put(old, x, at, jnp.any(filled), window)
         start = (length // window - before) * window
-        recent = strips if windows == 1 else [_cut(strip, start, window) for strip in strips]
-        return QuantizedCache(stored[0], stored[1], (recent[0], recent[1]), length)
+        recent = strips if windows == 1 else (_cut(strips[0], start, window), _cut(strips[1], start, window))
+        return QuantizedCache(put(self.keys, strips[0]), put(self.values, strips[1]), recent, length)
 
     def _count(self, n: int) -> Int[Array, "*ones n"]:
         return jnp.arange(n, dtype=jnp.int32).reshape(*[1] * self.length.ndim, n)
@@ -233,10 +228,10 @@ class QuantizedCache(eqx.Module):
         `ValueError` for other shapes.
         """
         self._check_rows(queries, "queries", "size", self.values.shape[-1])
-        old = _products(queries, self.keys.astype(queries.dtype))
+        old = _multiply(queries, self.keys.astype(queries.dtype))
         if self.recent is None:
             return old
-        return jnp.concatenate([old, _products(queries, self.recent[0].astype(queries.dtype))], axis=-1)
+        return jnp.concatenate([old, _multiply(queries, self.recent[0].astype(queries.dtype))], axis=-1)
 
     def mix(self, shares: Float[Array, "*batch heads rows places"]) -> Float[Array, "*batch heads rows size"]:
         """Sums the values of all places by their shares.
@@ -306,7 +301,7 @@ def _is_whole(x: object) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
-def _checked_shape(shape: object) -> tuple[int, ...]:
+def _check_shape(shape: object) -> tuple[int, ...]:
     expected = "`shape` must be (*batch, heads, context, size), whole numbers of at least one."
     if not isinstance(shape, tuple | list) or not all(map(_is_whole, shape)):
         raise TypeError(f"{expected} Got {shape!r}.")
@@ -357,7 +352,7 @@ def _quantized(x: Array, format: AbstractFormat, axis: int | tuple[int, ...]) ->
     return dataclasses.replace(vmap_leading(quantize_row, x.ndim - 1)(rows), axis=axis)
 
 
-def _products(queries: Array, keys: MaybeQuantized) -> Array:
+def _multiply(queries: Array, keys: MaybeQuantized) -> Array:
     # XLA for CPU transposes its right operand in memory: better the few products than all keys.
     few = not is_quantized(keys) and queries.shape[-2] < queries.shape[-1]
     return (keys @ queries.mT).mT if few else queries @ keys.mT

@@ -42,7 +42,7 @@ class GPTQ(AbstractMethod):
         [GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers](https://arxiv.org/abs/2210.17323)
     """
 
-    inputs: Inputs  # pyright: ignore[reportIncompatibleVariableOverride]
+    inputs: Inputs
     damping: float = eqx.field(static=True)
     order: str | None = eqx.field(static=True)
     method: AbstractScaleMethod
@@ -75,7 +75,7 @@ class GPTQ(AbstractMethod):
         `ValueError` for other values, or with both `inputs` and `gram`. Quantizing raises `ValueError` if statistics
         are missing, not finite, or of another weight; the message names the leaf.
         """
-        self.inputs = check_gram(inputs, gram, damping)
+        self.inputs = check_gram(inputs, gram, damping)  # pyright: ignore[reportIncompatibleVariableOverride]
         if order not in ("activations", None):
             raise ValueError(f'`order` must be "activations" or None. Got {order!r}.')
         method = AbsMax() if method is None else method

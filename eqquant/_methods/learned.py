@@ -46,7 +46,7 @@ class LearnedRounding(AbstractMethod):
         [Up or Down? Adaptive Rounding for Post-Training Quantization](https://arxiv.org/abs/2004.10568) introduced
     """
 
-    inputs: Inputs  # pyright: ignore[reportIncompatibleVariableOverride]
+    inputs: Inputs
     method: AbstractMethod  # pyright: ignore[reportIncompatibleVariableOverride]
     rounds: int = eqx.field(static=True)
     damping: float = eqx.field(static=True)
@@ -77,7 +77,7 @@ class LearnedRounding(AbstractMethod):
         `ValueError` for other values, or with both `inputs` and `gram`. Quantizing raises `ValueError` if statistics
         are missing, not finite, or of another weight; the message names the leaf.
         """
-        self.inputs = check_gram(inputs, gram, damping)
+        self.inputs = check_gram(inputs, gram, damping)  # pyright: ignore[reportIncompatibleVariableOverride]
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
             raise ValueError(f"`rounds` must be a positive whole number. Got {rounds!r}.")
         self.method = GPTQ(method=MSE(), damping=damping) if method is None else method  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from .._formats.base import AbstractFormat, is_ours, Scales
 from .choose import choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .grid import encode_by_chunks, Encoded, store
-from .inputs import check_statistic, is_collected, statistic
+from .inputs import check_statistic, statistic
 
 
 # Damping of column weights, relative to their mean.
@@ -77,7 +77,7 @@ class AbstractMethod(eqx.Module):
                 f"{path}. Collect them on the same model, or give this leaf another method."
             )
         inputs = self.inputs[path]
-        if is_collected(inputs) and inputs.axis is None and getattr(inputs, "looked_up", False):
+        if getattr(inputs, "looked_up", False) and inputs.axis is None:
             return own.without_inputs()
         return own._with(inputs=inputs)
 

@@ -37,12 +37,12 @@ class HQQ(AbstractScaleMethod):
         return search.result(_half_quadratic(search, squared, robust, start))
 
 
-def _half_quadratic(search: Search, factor: Array, error: Error, best: Best) -> Array:
+def _half_quadratic(search: Search, factor: Array, error: Error, best: Best[Array]) -> Array:
     # The penalty's weight assumes values of about one.
     size = jnp.mean(jnp.abs(search.units), axis=-1, keepdims=True)
     size = jnp.where(size > 0, size, 1)
 
-    def step(state: tuple[Array, Array, Best], _: None) -> tuple[tuple[Array, Array, Best], None]:
+    def step(state: tuple[Array, Array, Best[Array]], _: None) -> tuple[tuple[Array, Array, Best[Array]], None]:
         factor, beta, best = state
         levels = search.levels(factor)
         outliers = size * _shrink((search.units - levels * factor[..., None]) / size, beta)

@@ -16,7 +16,7 @@ from .base import AbstractMethod
 from .choose import choose_by_blocks, Rows, ZeroPoints
 from .grid import encode_by_chunks, encode_rows, Encoded, load_grid
 from .mse import MSE
-from .search import lower
+from .search import Best, lower
 
 
 # Scales or offsets of one level: codes, and the floats that these are multiplied by.
@@ -79,9 +79,7 @@ def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scale
         values = levels * scale[..., None] + offset[..., None]
         return levels, jnp.sum(jnp.square(blocks - values), axis=-1)
 
-    def try_one(
-        best: tuple[tuple[Scales, Scales], Array], factor: Array
-    ) -> tuple[tuple[tuple[Scales, Scales], Array], None]:
+    def try_one(best: Best[tuple[Scales, Scales]], factor: Array) -> tuple[Best[tuple[Scales, Scales]], None]:
         scale, offset = start[0] * factor[0], start[1] * factor[1]
         for _ in range(2):
             levels, error = errors(scale, offset)
@@ -157,7 +155,7 @@ class _Groups(eqx.Module):
     def move_codes(self, parts: list[Part]) -> list[Part]:
         """Moves the codes of each block by one, where that lowers its error."""
 
-        def move(best: tuple[list[Array], Array], step: Array) -> tuple[tuple[list[Array], Array], None]:
+        def move(best: Best[list[Array]], step: Array) -> tuple[Best[list[Array]], None]:
             decode, encode = self.nested.decode, self.nested.encode
             codes = [encode(decode(c) + d) for c, d in zip(best[0], step, strict=False)]
             return lower(best, codes, self.errors([(c, p[1]) for c, p in zip(codes, parts, strict=True)])), None
@@ -185,9 +183,7 @@ def _choose_two_levels(
     best = parts, groups.errors(parts).sum(-1)
     for n in range(len(wanted)):
 
-        def try_outer(
-            best: tuple[list[Part], Array], factor: Array, n: int = n
-        ) -> tuple[tuple[list[Part], Array], None]:
+        def try_outer(best: Best[list[Part]], factor: Array, n: int = n) -> tuple[Best[list[Part]], None]:
             parts = [*best[0]]
             parts[n] = groups.encode(wanted[n], own[n] * factor)
             return lower(best, parts, groups.errors(parts).sum(-1)), None

@@ -19,8 +19,8 @@ from .._numerics.scale_bits import round_scale
 
 
 # A candidate and its error, by block.
-Best = tuple[Array, Array]
 Candidate = TypeVar("Candidate")
+Best = tuple[Candidate, Array]
 Error = Callable[[Array], Array]
 
 # With many codes the error changes fast with the scale, and its minimum is near one; with few codes it changes slowly,
@@ -109,7 +109,7 @@ def least_squared(search: Search) -> Array:
     one = jnp.ones_like(search.scale)
     best = _least(squared, one, lambda step: search.storable(jnp.full_like(one, step)), _FACTORS)
 
-    def refit(_: Index, best: Best) -> Best:
+    def refit(_: Index, best: Best[Array]) -> Best[Array]:
         levels = search.levels(best[0])
         factor = search.storable(fit(search.units, levels, best[0], search.weighted(levels)))
         return lower(best, factor, squared(factor))
@@ -117,7 +117,7 @@ def least_squared(search: Search) -> Array:
     return jax.lax.fori_loop(0, _REFITS, refit, best)[0]
 
 
-def lower(best: tuple[Candidate, Array], candidate: Candidate, error: Array) -> tuple[Candidate, Array]:
+def lower(best: Best[Candidate], candidate: Candidate, error: Array) -> Best[Candidate]:
     """Returns the candidate, and its error, where this is lower than that of the best.
 
     Candidates may be trees. All arrays share their leading axes, those of the errors.
@@ -138,10 +138,10 @@ def fit(units: Array, levels: Array, factor: Array, weighted: Array | None = Non
     return jnp.where(fitted > 0, fitted, factor)
 
 
-def _least(error: Error, start: Array, candidate: Callable[[Array], Array], steps: np.ndarray) -> Best:
+def _least(error: Error, start: Array, candidate: Callable[[Array], Array], steps: np.ndarray) -> Best[Array]:
     """Returns the candidate of least error for each block. Tries one at a time, to hold only one in memory."""
 
-    def step(best: Best, step: Array) -> tuple[Best, None]:
+    def step(best: Best[Array], step: Array) -> tuple[Best[Array], None]:
         new = candidate(step)
         return lower(best, new, error(new)), None
 

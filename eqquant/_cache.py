@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,18 +10,19 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, Int
 
 from ._array.array import is_quantized, QuantizedArray
 from ._array.quantize import quantize_array
 from ._compat import vary_alike
 from ._formats.base import AbstractFormat, as_format
 from ._mesh import full_spec, place
+from ._numerics.batching import vmap_leading
 from ._numerics.packing import pack as pack_codes, segment_length
 
 
-Stored = QuantizedArray | Array
-_NOWHERE = np.iinfo(np.int32).max  # the position of a place that is empty: behind every token
+MaybeQuantized = QuantizedArray | Array
+_EMPTY_POSITION = np.iinfo(np.int32).max  # behind every token
 
 
 class QuantizedCache(eqx.Module):
@@ -52,8 +52,8 @@ class QuantizedCache(eqx.Module):
     [KIVI](https://arxiv.org/abs/2402.02750).
     """
 
-    keys: Float[Stored, "*batch heads context size"]
-    values: Float[Stored, "*batch heads context size"]
+    keys: Float[MaybeQuantized, "*batch heads context size"]
+    values: Float[MaybeQuantized, "*batch heads context size"]
     recent: tuple[Float[Array, "*batch heads window size"], Float[Array, "*batch heads window size"]] | None
     length: Int[Array, "*batch"]
 
@@ -91,31 +91,32 @@ class QuantizedCache(eqx.Module):
         `ValueError` if the shape has fewer than three axes, if the window does not hold whole blocks of the keys, or if
         a format has no blocks of tokens. `TypeError` for what is no whole number, no format, or no dtype of floats.
         """
-        shape = _checked_shape(shape)
+        shape = _check_shape(shape)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"`dtype` must be of floats. Got {jnp.dtype(dtype)}. `keys` and `values` say what is stored."
             )
-        of_keys = None if keys is None else as_format(keys, "keys")
-        of_values = of_keys if values is None else as_format(values, "values")
+        key_format = None if keys is None else as_format(keys, "keys")
+        value_format = key_format if values is None else as_format(values, "values")
         if window is not None and not _is_whole(window):
             raise TypeError(f"`window` must be a whole number. Got {window!r}.")
         if per_channel:
-            least = _fewest_tokens(of_keys)
+            least = _fewest_tokens(key_format)
             window = least if window is None else window
             if window < 1 or window % least:
-                raise ValueError(f"`window` must be a multiple of {least}, for {of_keys} per channel. Got {window}.")
+                raise ValueError(f"`window` must be a multiple of {least}, for {key_format} per channel. Got {window}.")
         window = window or 0
         if window < 0:
             raise ValueError(f"`window` must not be negative. Got {window}.")
         *batch, heads, context, size = shape
         context = -(-context // window) * window if window else context
         # An array for each field, because memory that is donated must not be given away twice.
-        zeros = lambda tokens, format=None, axis=-1: _zeros((*batch, heads, tokens, size), dtype, format, axis)
+        zeros = lambda format, axis=-1: _zeros((*batch, heads, context, size), dtype, format, axis)
+        new_window = lambda: jnp.zeros((*batch, heads, window, size), dtype)
         return QuantizedCache(
-            zeros(context, of_keys, -2 if per_channel else -1),
-            zeros(context, of_values),
-            (zeros(window), zeros(window)) if window else None,
+            zeros(key_format, -2 if per_channel else -1),
+            zeros(value_format),
+            (new_window(), new_window()) if window else None,
             jnp.zeros(tuple(batch), jnp.int32),
         )
 
@@ -142,10 +143,13 @@ class QuantizedCache(eqx.Module):
         """
         packed, length = self._count(self.context), self.length[..., None]
         if not self.window:
-            return jnp.where(packed < length, packed, _NOWHERE)[..., None, :]
+            return jnp.where(packed < length, packed, _EMPTY_POSITION)[..., None, :]
         whole = length // self.window * self.window
         newest = whole + self._count(self.window)
-        places = [jnp.where(packed < whole, packed, _NOWHERE), jnp.where(newest < length, newest, _NOWHERE)]
+        places = [
+            jnp.where(packed < whole, packed, _EMPTY_POSITION),
+            jnp.where(newest < length, newest, _EMPTY_POSITION),
+        ]
         return jnp.concatenate(places, axis=-1)[..., None, :]
 
     def append(
@@ -178,37 +182,32 @@ class QuantizedCache(eqx.Module):
             )
         new = keys.shape[-2]
         if count is not None:
-            keys, values, count = _text_alone(keys, values, count)
-        length = self.length + jnp.broadcast_to(
-            jnp.asarray(new if count is None else count, jnp.int32), self.length.shape
-        )
+            keys, values, count = _mask_padding(keys, values, count)
+        added = jnp.asarray(new if count is None else count, jnp.int32)
+        length = self.length + jnp.broadcast_to(added, self.length.shape)
         if not isinstance(length, jax.core.Tracer) and (most := int(jnp.max(length))) > self.context:
             raise ValueError(f"The cache has room for {self.context} tokens. Got {most}.")
         if self.recent is None:
             at = self.length[..., None] + self._count(new)
-            stored = [_put(old, x, at) for old, x in zip((self.keys, self.values), (keys, values), strict=True)]
-            return QuantizedCache(stored[0], stored[1], None, length)
+            return QuantizedCache(_put(self.keys, keys, at), _put(self.values, values, at), None, length)
         # Whole windows, from the one that is being filled: what is in it, and behind that the new tokens.
-        window, (of_keys, of_values) = self.window, self.recent
+        window = self.window
         windows = -(-(window - 1 + new) // window)
         before = self.length // window
         within = self.length % window
         # One token fills a window at most. What that held may stay in it: `positions` hides it.
-        put = (
-            (lambda old, x: _write(old, x.astype(old.dtype), within[..., None]))
-            if windows == 1
-            else (lambda old, x: _strip(old, x, within, windows * window))
-        )
-        strips = [put(old, x) for old, x in zip((of_keys, of_values), (keys, values), strict=True)]
+        if windows == 1:
+            strip = lambda old, x: _write(old, x.astype(old.dtype), within[..., None])
+        else:
+            strip = lambda old, x: _strip(old, x, within, windows * window)
+        strips = strip(self.recent[0], keys), strip(self.recent[1], values)
         at = before[..., None] * window + self._count(windows * window)
         # Most steps fill no window. Then zeros take the place of what a later step will write.
         filled = length // window > before
-        stored = [
-            _put(old, x, at, jnp.any(filled), window) for old, x in zip((self.keys, self.values), strips, strict=True)
-        ]
+        put = lambda old, x: _put(old, x, at, jnp.any(filled), window)
         start = (length // window - before) * window
-        recent = strips if windows == 1 else [_cut(strip, start, window) for strip in strips]
-        return QuantizedCache(stored[0], stored[1], (recent[0], recent[1]), length)
+        recent = strips if windows == 1 else (_cut(strips[0], start, window), _cut(strips[1], start, window))
+        return QuantizedCache(put(self.keys, strips[0]), put(self.values, strips[1]), recent, length)
 
     def _count(self, n: int) -> Int[Array, "*ones n"]:
         return jnp.arange(n, dtype=jnp.int32).reshape(*[1] * self.length.ndim, n)
@@ -229,10 +228,10 @@ class QuantizedCache(eqx.Module):
         `ValueError` for other shapes.
         """
         self._check_rows(queries, "queries", "size", self.values.shape[-1])
-        old = _products(queries, _as(self.keys, queries))
+        old = _multiply(queries, self.keys.astype(queries.dtype))
         if self.recent is None:
             return old
-        return jnp.concatenate([old, _products(queries, self.recent[0].astype(queries.dtype))], axis=-1)
+        return jnp.concatenate([old, _multiply(queries, self.recent[0].astype(queries.dtype))], axis=-1)
 
     def mix(self, shares: Float[Array, "*batch heads rows places"]) -> Float[Array, "*batch heads rows size"]:
         """Sums the values of all places by their shares.
@@ -250,7 +249,7 @@ class QuantizedCache(eqx.Module):
         `ValueError` for other shapes.
         """
         self._check_rows(shares, "shares", "places", self.context + self.window)
-        old = shares[..., : self.context] @ _as(self.values, shares)
+        old = shares[..., : self.context] @ self.values.astype(shares.dtype)
         if self.recent is None:
             return old
         return old + shares[..., self.context :] @ self.recent[1].astype(shares.dtype)
@@ -298,11 +297,11 @@ class QuantizedCache(eqx.Module):
         return QuantizedCache(put(self.keys), put(self.values), recent, length)
 
 
-def _is_whole(x: Any) -> bool:
+def _is_whole(x: object) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
-def _checked_shape(shape: Any) -> tuple[int, ...]:
+def _check_shape(shape: object) -> tuple[int, ...]:
     expected = "`shape` must be (*batch, heads, context, size), whole numbers of at least one."
     if not isinstance(shape, tuple | list) or not all(map(_is_whole, shape)):
         raise TypeError(f"{expected} Got {shape!r}.")
@@ -311,7 +310,7 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
     return tuple(map(int, shape))
 
 
-def _text_alone(keys: Array, values: Array, count: Any) -> tuple[Array, Array, Array]:
+def _mask_padding(keys: Array, values: Array, count: ArrayLike) -> tuple[Array, Array, Array]:
     """Puts zeros in the place of padding, which may be NaN, and checks how many tokens are none."""
     new, count = keys.shape[-2], jnp.asarray(count)
     if not jnp.issubdtype(count.dtype, jnp.integer):
@@ -336,7 +335,7 @@ def _fewest_tokens(format: AbstractFormat | None) -> int:
     return math.lcm(block, segment_length(format.bits))
 
 
-def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | None, axis: int) -> Any:
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | None, axis: int) -> MaybeQuantized:
     """As `_quantized`, of zeros: one row is quantized, and repeated."""
     if format is None:
         return jnp.zeros(shape, dtype)
@@ -346,34 +345,28 @@ def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | No
     return dataclasses.replace(repeated, axis=axis)
 
 
-def _quantized(x: Array, format: AbstractFormat, axis: int) -> QuantizedArray:
+def _quantized(x: Array, format: AbstractFormat, axis: int | tuple[int, ...]) -> QuantizedArray:
     """Quantizes every row alone: of a token, or with axis -2 of a channel. So a "tensor" of the format is a row."""
-    one = lambda row: quantize_array(row, format, (-1,), None, None)
+    quantize_row = lambda row: quantize_array(row, format, (-1,), None, None)
     rows = x if axis == -1 else x.mT
-    for _ in range(x.ndim - 1):
-        one = jax.vmap(one)
-    return dataclasses.replace(one(rows), axis=axis)
+    return dataclasses.replace(vmap_leading(quantize_row, x.ndim - 1)(rows), axis=axis)
 
 
-def _as(stored: Any, x: Array) -> Any:
-    return stored.astype(x.dtype)
-
-
-def _products(queries: Array, keys: Any) -> Array:
+def _multiply(queries: Array, keys: MaybeQuantized) -> Array:
     # XLA for CPU transposes its right operand in memory: better the few products than all keys.
     few = not is_quantized(keys) and queries.shape[-2] < queries.shape[-1]
     return (keys @ queries.mT).mT if few else queries @ keys.mT
 
 
 def _put(
-    old: Any,
+    old: MaybeQuantized,
     new: Float[Array, "*batch heads tokens size"],
     at: Int[Array, "*batch tokens"],
-    needed: Any = True,
+    needed: Bool[Array, ""] | bool = True,
     group: int = 1,
-) -> Any:
+) -> MaybeQuantized:
     """Writes tokens to their places, packed. Unless `needed`, what is written does not matter."""
-    if not is_quantized(old):
+    if not isinstance(old, QuantizedArray):
         return _write(old, new.astype(old.dtype), at)
     bits, across = old.format.bits, old.axis != -1
     # Packed zero points of several groups share bytes.
@@ -405,10 +398,8 @@ def _write(old: Array, new: Array, at: Int[Array, "*batch rows"]) -> Array:
 
 
 def _scatter(old: Array, new: Array, at: Array) -> Array:
-    one = lambda old, new, at: old.at[..., at, :].set(new, mode="drop", unique_indices=True)
-    for _ in range(at.ndim - 1):
-        one = jax.vmap(one)
-    return one(old, new, at)
+    write = lambda old, new, at: old.at[..., at, :].set(new, mode="drop", unique_indices=True)
+    return vmap_leading(write, at.ndim - 1)(old, new, at)
 
 
 def _loop(old: Array, new: Array, at: Array) -> Array:
@@ -427,7 +418,7 @@ _write_floats = jax.custom_jvp(_in_place)
 
 
 @_write_floats.defjvp
-def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _(primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Array]) -> tuple[Array, Array]:
     # Nothing differentiates a loop of unknown length backwards.
     return _write_floats(*primals), _scatter(tangents[0], tangents[1], primals[2])
 
@@ -436,13 +427,9 @@ def _strip(recent: Array, new: Array, start: Int[Array, "*batch"], length: int) 
     """The tokens that wait, then the new ones, then zeros."""
     wide = jnp.pad(recent, [(0, 0)] * (recent.ndim - 2) + [(0, length - recent.shape[-2]), (0, 0)])
     put = lambda wide, new, start: jax.lax.dynamic_update_slice_in_dim(wide, new, start, axis=-2)
-    for _ in range(start.ndim):
-        put = jax.vmap(put)
-    return put(wide, new.astype(recent.dtype), start)
+    return vmap_leading(put, start.ndim)(wide, new.astype(recent.dtype), start)
 
 
 def _cut(strip: Array, start: Int[Array, "*batch"], length: int) -> Array:
     cut = lambda strip, start: jax.lax.dynamic_slice_in_dim(strip, start, length, axis=-2)
-    for _ in range(start.ndim):
-        cut = jax.vmap(cut)
-    return cut(strip, start)
+    return vmap_leading(cut, start.ndim)(strip, start)

@@ -10,26 +10,27 @@ from typing import Any
 import jax
 import jax.core
 import jax.tree_util as jtu
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._types import PyTree
 
 
 # The mesh axes that divide one dimension, the major one first.
 Names = tuple[str, ...]
+Sharding = NamedSharding | PartitionSpec
 
 
-def as_names(entry: Any) -> Names:
+def as_names(entry: object) -> Names:
     """Returns an entry of a `PartitionSpec` (`None`, a name or several) as a tuple of names."""
     if entry is None:
         return ()
-    names = entry if isinstance(entry, tuple) else (entry,)
+    names: tuple[Any, ...] = entry if isinstance(entry, tuple) else (entry,)
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"The entries of a spec must be names of mesh axes, or None. Got {entry!r}.")
     return names
 
 
-def names_in(spec: PartitionSpec | Sequence[Any], ndim: int) -> tuple[Names, ...]:
+def names_in(spec: PartitionSpec | Sequence[object], ndim: int) -> tuple[Names, ...]:
     """Returns the mesh axes that divide each dimension. A spec may leave out trailing dimensions."""
     return tuple(as_names(entry) for entry in (*spec, *[None] * (ndim - len(spec))))
 
@@ -39,29 +40,30 @@ def as_spec(names: Sequence[Names]) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in names))
 
 
-def fit_spec(sharding: Any, ndim: int) -> Any:
+def fit_spec(sharding: Sharding | None, ndim: int) -> Sharding | None:
     """Fits a sharding to an array that has gained or lost leading axes: aligns the spec with the last axes."""
     if sharding is None:
         return None
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    return _like(sharding, [*[None] * (ndim - len(spec)), *spec[max(len(spec) - ndim, 0) :]])
+    spec = _spec(sharding)
+    return _with_entries(sharding, [*[None] * (ndim - len(spec)), *spec[max(len(spec) - ndim, 0) :]])
 
 
-def permute_spec(sharding: Any, ndim: int, order: Sequence[int]) -> Any:
+def permute_spec(sharding: Sharding | None, ndim: int, order: Sequence[int]) -> Sharding | None:
     """Permutes a sharding as `transpose` permutes its array."""
     sharding = fit_spec(sharding, ndim)
-    if sharding is None:
-        return None
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    return _like(sharding, [spec[a] for a in order])
+    return None if sharding is None else _with_entries(sharding, [_spec(sharding)[a] for a in order])
 
 
 def full_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
     """Extends a spec, which may leave out trailing axes, to all axes."""
-    return _like(sharding, [*sharding.spec, *[None] * (ndim - len(sharding.spec))])
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *[None] * (ndim - len(sharding.spec))))
 
 
-def _like(sharding: Any, entries: Sequence[Any]) -> Any:
+def _spec(sharding: Sharding) -> PartitionSpec:
+    return sharding.spec if isinstance(sharding, NamedSharding) else sharding
+
+
+def _with_entries(sharding: Sharding, entries: Sequence[object]) -> Sharding:
     spec = PartitionSpec(*entries)
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
 
@@ -72,7 +74,7 @@ def on_device(x: jax.Array) -> jax.Array:
     return x if here else jax.device_put(x, jax.memory.Space.Device)
 
 
-def as_named(sharding: Any, current: Any, name: str = "the array") -> NamedSharding:
+def as_named(sharding: object, current: object, name: str = "the array") -> NamedSharding:
     """Puts a spec on the mesh of the array, or else on the mesh of `jax.set_mesh`."""
     if isinstance(sharding, NamedSharding):
         return sharding
@@ -93,7 +95,7 @@ def as_named(sharding: Any, current: Any, name: str = "the array") -> NamedShard
     return NamedSharding(mesh, sharding)
 
 
-def _mesh_that_is_set() -> Any:
+def _mesh_that_is_set() -> Mesh | AbstractMesh:
     try:
         return jax.sharding.get_mesh()
     except ValueError:  # inside `jit`, where a mesh has no devices yet
@@ -103,37 +105,34 @@ def _mesh_that_is_set() -> Any:
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
     """Places leaves on devices; for traced leaves, constrains the sharding instead."""
 
-    def one(x: Any, sharding: NamedSharding) -> Any:
+    def put(x: jax.typing.ArrayLike, sharding: NamedSharding) -> jax.Array:
         if is_explicit(sharding.mesh) and isinstance(x, jax.core.Tracer):
             return jax.sharding.reshard(x, sharding)
         if isinstance(x, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(x, sharding)
-        if isinstance(sharding.mesh, _AbstractMesh):
+        if isinstance(sharding.mesh, AbstractMesh):
             raise ValueError("The mesh must have devices. Got an abstract mesh. Pass the mesh that it was made from.")
         return jax.device_put(x, sharding)
 
-    return jtu.tree_map(one, tree, shardings)
+    return jtu.tree_map(put, tree, shardings)
 
 
-_AbstractMesh = jax.sharding.AbstractMesh
-
-
-def follow(tree: PyTree, sharding: Any) -> PyTree:
+def follow(tree: PyTree, sharding: object) -> PyTree:
     """Moves arrays on one device to `sharding`, if it is a `NamedSharding`: state must be on the mesh of its model."""
 
-    def one(x: Any) -> Any:
+    def move(x: object) -> object:
         alone = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and len(x.devices()) == 1
         return place(x, sharding) if alone else x
 
-    return jtu.tree_map(one, tree) if isinstance(sharding, NamedSharding) else tree
+    return jtu.tree_map(move, tree) if isinstance(sharding, NamedSharding) else tree
 
 
-def is_explicit(mesh: Any) -> bool:
+def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether the mesh has explicit axes, so that types of arrays include shardings."""
     return AxisType.Explicit in mesh.axis_types
 
 
-def explicit_mesh(*trees: PyTree) -> Any:
+def explicit_mesh(*trees: PyTree) -> Mesh | AbstractMesh | None:
     """Returns the explicit mesh of the arrays, or `None`."""
     for leaf in jtu.tree_leaves(trees):
         mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
@@ -142,7 +141,7 @@ def explicit_mesh(*trees: PyTree) -> Any:
     return None
 
 
-def in_auto_mode(function: Callable[..., Any], out_shardings: PyTree) -> Callable[..., Any]:
+def in_auto_mode(function: Callable[..., PyTree], out_shardings: PyTree) -> Callable[..., PyTree]:
     """Lets the compiler choose shardings inside `function`; its results have `out_shardings`."""
 
     def typed(sharding: NamedSharding) -> NamedSharding:

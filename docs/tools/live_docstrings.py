@@ -36,25 +36,22 @@ class LiveDocstrings(griffe.Extension):
         if doc and node.docstring and inspect.cleandoc(doc) != node.docstring.value:
             node.docstring.value = inspect.cleandoc(doc)
         if isinstance(live, type) and issubclass(live, eqx.Module) and "__init__" not in node.members:
-            init = live.__dict__.get("__init__")
-            if init is not None and (init.__doc__ or "").startswith("**Arguments:**"):
-                node["__init__"] = _init(node, live, init.__doc__)
+            if "**Arguments:**" in (live.__dict__.get("__doc__") or ""):
+                node["__init__"] = _init(node, live)
 
 
-def _init(node: griffe.Object, cls: type, doc: str) -> griffe.Function:
+def _init(node: griffe.Object, cls: type) -> griffe.Function:
     parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
     for parameter in inspect.signature(cls).parameters.values():
         parameters.append(
             griffe.Parameter(
                 parameter.name,
-                annotation=node[parameter.name].annotation,
+                annotation=node.all_members[parameter.name].annotation,  # of a base, perhaps
                 kind=griffe.ParameterKind.positional_or_keyword,
                 default=None if parameter.default is parameter.empty else repr(parameter.default),
             )
         )
-    init = griffe.Function("__init__", parameters=griffe.Parameters(*parameters))
-    init.docstring = griffe.Docstring(inspect.cleandoc(doc), parent=init)
-    return init
+    return griffe.Function("__init__", parameters=griffe.Parameters(*parameters))
 
 
 def _import(node: griffe.Object) -> Any:

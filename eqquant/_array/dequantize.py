@@ -22,7 +22,7 @@ from .._native import calls
 from .._native.layout import Stored
 from .._native.lowering import lower_on_cpu
 from .._numerics import packing
-from .._numerics.blocks import expand
+from .._numerics.blocks import dequantize_blocks
 from .._numerics.primitives import along_first, compiled, without_tangent
 from .._numerics.scale_bits import clip_finite, scale_to_bits
 from .._types import PyTreeDef
@@ -54,13 +54,8 @@ def clips(q: AbstractCodes) -> bool:
 
 def dense_rows(q: AbstractCodes) -> Float[Array, "*batch length"]:
     """Dequantizes by operations of XLA, and leaves the quantized axis last."""
-    format, length = q.format, q._length
-    values = format.decode(packing.unpack(q.codes, format.bits, length))
-    if q.zero_point is not None:
-        values = values - expand(q.zero_point.astype(jnp.float32), format.block_size, length)
-    dense = values * expand(q.scale, format.block_size, length)
-    if q.offset is not None:
-        dense = dense + expand(q.offset, format.block_size, length)
+    values = q.format.decode(packing.unpack(q.codes, q.format.bits, q._length))
+    dense = dequantize_blocks(values, q.scale, q.zero_point, q.offset, q.format.block_size)
     if clips(q):
         # The outermost level may lie half a step beyond the range, and rounding may enlarge a scale; both may overflow.
         dense = clip_finite(dense, q.dtype)

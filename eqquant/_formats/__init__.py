@@ -16,14 +16,6 @@ from .gguf import (
     Q8_0 as Q8_0,
     TQ2_0 as TQ2_0,
 )
-from .integer import (
-    AbstractInteger as AbstractInteger,
-    Int2 as Int2,
-    Int3 as Int3,
-    Int4 as Int4,
-    Int5 as Int5,
-    Int6 as Int6,
-    Int8 as Int8,
-)
+from .integer import Int2 as Int2, Int3 as Int3, Int4 as Int4, Int5 as Int5, Int6 as Int6, Int8 as Int8
 from .microscaling import MXFP4 as MXFP4, MXFP8 as MXFP8, NVFP4 as NVFP4
 from .mlx import MLX as MLX

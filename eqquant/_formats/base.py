@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools as ft
-from typing import Any, ClassVar, get_args, Literal, TYPE_CHECKING
+from typing import ClassVar, get_args, Literal, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -25,6 +25,9 @@ else:
 
 # The dtypes that a user may choose for scales.
 StoredFloat = Literal["float32", "float16", "bfloat16"]
+
+Blocks = Float32[Array, "*batch blocks block"]
+Scales = Float32[Array, "*batch blocks"]
 
 _FORMATS: dict[str, type["AbstractFormat"]] = {}
 
@@ -79,7 +82,7 @@ class AbstractFormat(eqx.Module):
     scale_format: ClassVar["AbstractFormat | None"] = None
     multiplies_by_reciprocal: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if not cls.__name__.startswith(("Abstract", "_")):
             name, known = cls.__name__.lower(), _FORMATS.get(cls.__name__.lower())
@@ -89,7 +92,7 @@ class AbstractFormat(eqx.Module):
 
     if not TYPE_CHECKING:  # a type checker reads the fields
 
-        def __new__(cls, *args: Any, **fields: Any) -> "AbstractFormat":
+        def __new__(cls, *args: object, **fields: object) -> "AbstractFormat":
             check_keywords(cls, fields)
             return super().__new__(cls)
 

@@ -5,22 +5,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import absmean, BlockSize
-from .base import AbstractFormat
+from .base import AbstractFormat, Blocks, Scales
 
 
-class Ternary(AbstractFormat):
+class _AbstractAbsMean(AbstractFormat):
+    """The scale of a block is the mean magnitude of its values."""
+
+    block_size: BlockSize = eqx.field(static=True, default=None)
+
+    def choose_scale(self, blocks: Blocks) -> Scales:
+        return absmean(blocks)
+
+
+class Ternary(_AbstractAbsMean):
     r"""Values $-s, 0, s$ in two bits, where $s$ is the mean of $|x|$. Rounds $x / s$ and clips it to $\pm 1$.
 
     ??? cite
 
         [The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits](https://arxiv.org/abs/2402.17764)
+
+    **Arguments:**
+
+    - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
+        for one for the whole array.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=None)
     bits = 2
-
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return absmean(blocks)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
         return (jnp.clip(jnp.round(values), -1, 1) + 1).astype(jnp.uint8)
@@ -29,30 +39,23 @@ class Ternary(AbstractFormat):
         return codes.astype(jnp.float32) - 1
 
 
-class Binary(AbstractFormat):
+class Binary(_AbstractAbsMean):
     r"""Values $-s$ and $s$ in one bit, where $s$, the mean of $|x|$, has the least squared error. Zero becomes $s$.
 
     ??? cite
 
         [XNOR-Net: ImageNet Classification Using Binary Convolutional Neural Networks](https://arxiv.org/abs/1603.05279)
+
+    **Arguments:**
+
+    - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
+        for one for the whole array.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=None)
     bits = 1
-
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return absmean(blocks)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
         return (values >= 0).astype(jnp.uint8)
 
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
         return 2 * codes.astype(jnp.float32) - 1
-
-
-for _cls in (Ternary, Binary):
-    _cls.__init__.__doc__ = """**Arguments:**
-
-- `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
-    one for the whole array.
-"""

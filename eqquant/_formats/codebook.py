@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import absmax, BlockSize, signed_absmax
-from .base import AbstractFormat, check_stored_float, StoredFloat
+from .base import AbstractFormat, Blocks, check_stored_float, Scales, StoredFloat
 from .floating import FP8
 
 
@@ -33,7 +33,7 @@ class AbstractCodebook(AbstractFormat):
     def codebook(self) -> tuple[float, ...]:
         """The levels, sorted."""
 
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+    def choose_scale(self, blocks: Blocks) -> Scales:
         if self.signed_scale:
             return signed_absmax(blocks) / self.codebook[0]
         return absmax(blocks) / max(abs(self.codebook[0]), abs(self.codebook[-1]))
@@ -95,6 +95,13 @@ class NF4(AbstractCodebook):
     ??? cite
 
         [QLoRA: Efficient Finetuning of Quantized LLMs](https://arxiv.org/abs/2305.14314)
+
+    **Arguments:**
+
+    - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
+        for one for the whole array.
+    - `double_quant`: whether to quantize the scales too, which saves about 0.37 bits per weight at block size 64.
+    - `scale_dtype`: the dtype of scales that are not quantized, `"float32"`, `"float16"` or `"bfloat16"`.
     """
 
     block_size: BlockSize = eqx.field(static=True, default=64)
@@ -121,15 +128,6 @@ class NF4(AbstractCodebook):
         return FP8("ue4m4", block_size=256) if self.double_quant else None
 
 
-NF4.__init__.__doc__ = r"""**Arguments:**
-
-- `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
-    one for the whole array.
-- `double_quant`: whether to quantize the scales too, which saves about 0.37 bits per weight at block size 64.
-- `scale_dtype`: the dtype of scales that are not quantized, `"float32"`, `"float16"` or `"bfloat16"`.
-"""
-
-
 class Dynamic8(AbstractCodebook):
     r"""Eight-bit dynamic numbers, for optimizer state: seven decades, each with twice the levels of the one below.
 
@@ -144,6 +142,13 @@ class Dynamic8(AbstractCodebook):
     ??? cite
 
         [8-bit Optimizers via Block-wise Quantization](https://arxiv.org/abs/2110.02861)
+
+    **Arguments:**
+
+    - `signed`: whether half of the levels are negative. If `False`, levels are squares, and negative values become
+        zero.
+    - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
+        for one for the whole array.
     """
 
     signed: bool = eqx.field(static=True, default=True)
@@ -157,14 +162,6 @@ class Dynamic8(AbstractCodebook):
     @property
     def keeps_nonzero(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return not self.signed
-
-
-Dynamic8.__init__.__doc__ = """**Arguments:**
-
-- `signed`: whether half of the levels are negative. If `False`, levels are squares, and negative values become zero.
-- `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
-    one for the whole array.
-"""
 
 
 @ft.cache
@@ -235,20 +232,8 @@ class Codebook(AbstractCodebook):
 
 
 _NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip

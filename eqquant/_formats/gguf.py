@@ -13,12 +13,34 @@ from .._numerics.blocks import absmax, BlockSize, minmax, signed_absmax
 from .._numerics.integers import affine_scale
 from .._numerics.rounding import divide_as_c, round_half_away
 from .._numerics.scale_bits import ScaleDtype
-from .base import AbstractFormat, AbstractOffsetFormat
+from .base import AbstractFormat, AbstractOffsetFormat, Blocks, Scales
 from .codebook import AbstractCodebook
 from .integer import Int6, Int8
 
 
-class Q4_0(AbstractFormat):
+class _AbstractPlain(AbstractFormat):
+    """One level of scales, in float16. ggml multiplies values by their reciprocals."""
+
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
+    multiplies_by_reciprocal = True
+
+
+class _AbstractCentred(AbstractFormat):
+    """All `2**bits` levels about zero. The sign of the scale turns the longer side to the largest magnitude."""
+
+    def choose_scale(self, blocks: Blocks) -> Scales:
+        return signed_absmax(blocks) / -(2 ** (self.bits - 1))
+
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        half = 2 ** (self.bits - 1)
+        return jnp.clip(jnp.trunc(values + (half + 0.5)), 0, 2 * half - 1).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return codes.astype(jnp.float32) - 2 ** (self.bits - 1)
+
+
+class Q4_0(_AbstractCentred, _AbstractPlain):
     r"""GGUF's Q4_0: $s = x_m / {-8}$, where $x_m$ is the value of largest magnitude with its sign; codes $-8 \ldots 7$.
 
     Stores codes plus 8, as $\lfloor x / s + 8.5 \rfloor$. Blocks of 32; 4.5 bits per weight.
@@ -26,24 +48,14 @@ class Q4_0(AbstractFormat):
     ??? cite
 
         [ggml, `quantize_row_q4_0_ref`](https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c)
+
+    **Arguments:** none; the block size is set by definition.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 4
-    scale_dtype: ClassVar[ScaleDtype] = "float16"
-    multiplies_by_reciprocal = True
-
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return signed_absmax(blocks) / -8
-
-    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-        return jnp.clip(jnp.trunc(values + 8.5), 0, 15).astype(jnp.uint8)
-
-    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return codes.astype(jnp.float32) - 8
 
 
-class Q8_0(AbstractFormat):
+class Q8_0(_AbstractPlain):
     r"""GGUF's Q8_0: $s = \max|x| / 127$, codes $-127 \ldots 127$, rounded to nearest with ties away from zero.
 
     Stores codes plus 128. Blocks of 32; 8.5 bits per weight.
@@ -51,14 +63,13 @@ class Q8_0(AbstractFormat):
     ??? cite
 
         [ggml, `quantize_row_q8_0_ref`](https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c)
+
+    **Arguments:** none; the block size is set by definition.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 8
-    scale_dtype: ClassVar[ScaleDtype] = "float16"
-    multiplies_by_reciprocal = True
 
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+    def choose_scale(self, blocks: Blocks) -> Scales:
         return divide_as_c(absmax(blocks), 127)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
@@ -81,78 +92,59 @@ class _AbstractSteps(AbstractOffsetFormat):
 class _AbstractOffset(_AbstractSteps):
     """Steps from the least value of a block to the largest."""
 
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+    def choose_scale(self, blocks: Blocks) -> Scales:
         return divide_as_c(jnp.max(blocks, axis=-1) - jnp.min(blocks, axis=-1), 2**self.bits - 1)
 
-    def choose_offset(
-        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
-    ) -> Float32[Array, "*batch blocks"]:
+    def choose_offset(self, blocks: Blocks, scale: Scales) -> Scales:
         return jnp.min(blocks, axis=-1)
 
 
-class Q4_1(_AbstractOffset):
+class Q4_1(_AbstractOffset, _AbstractPlain):
     r"""GGUF's Q4_1: $s = (\max x - \min x) / 15$, codes $0 \ldots 15$, to which the offset $\min x$ is added.
 
     Blocks of 32; scales and offsets in float16; 5 bits per weight.
+
+    **Arguments:** none; the block size is set by definition.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 4
-    scale_dtype: ClassVar[ScaleDtype] = "float16"
-    multiplies_by_reciprocal = True
 
 
-class Q5_1(_AbstractOffset):
+class Q5_1(_AbstractOffset, _AbstractPlain):
     r"""GGUF's Q5_1: $s = (\max x - \min x) / 31$, codes $0 \ldots 31$, to which the offset $\min x$ is added.
 
     Blocks of 32; scales and offsets in float16; 6 bits per weight.
+
+    **Arguments:** none; the block size is set by definition.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 5
-    scale_dtype: ClassVar[ScaleDtype] = "float16"
-    multiplies_by_reciprocal = True
 
 
-class _AbstractCentred(AbstractFormat):
-    """All `2**bits` levels about zero. The sign of the scale turns the longer side to the largest magnitude."""
-
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
-        return signed_absmax(blocks) / -(2 ** (self.bits - 1))
-
-    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-        half = 2 ** (self.bits - 1)
-        return jnp.clip(jnp.trunc(values + (half + 0.5)), 0, 2 * half - 1).astype(jnp.uint8)
-
-    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return codes.astype(jnp.float32) - 2 ** (self.bits - 1)
-
-
-class Q5_0(_AbstractCentred):
+class Q5_0(_AbstractCentred, _AbstractPlain):
     r"""GGUF's Q5_0: $s = x_m / {-16}$, where $x_m$ is the value of largest magnitude with its sign; codes
     $-16 \ldots 15$.
 
     Stores codes plus 16, as $\lfloor x / s + 16.5 \rfloor$. Blocks of 32; scales in float16; 5.5 bits per weight.
+
+    **Arguments:** none; the block size is set by definition.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 5
-    scale_dtype: ClassVar[ScaleDtype] = "float16"
-    multiplies_by_reciprocal = True
 
 
-class TQ2_0(AbstractFormat):
+class TQ2_0(_AbstractPlain):
     r"""GGUF's TQ2_0 and TQ1_0, for weights that are ternary already: values $-s, 0, s$ with $s = \max|x|$.
 
     Blocks of 256; scales in float16; two bits per code, 2.0625 bits per weight. (TQ1_0 packs five codes in a byte.)
+
+    **Arguments:** none; the block size is set by definition.
     """
 
     block_size: BlockSize = eqx.field(static=True, default=256, init=False)
     bits = 2
-    scale_dtype: ClassVar[ScaleDtype] = "float16"
-    multiplies_by_reciprocal = True
 
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+    def choose_scale(self, blocks: Blocks) -> Scales:
         return absmax(blocks)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
@@ -174,7 +166,7 @@ class _Unsigned(AbstractFormat):
     block_size: BlockSize = eqx.field(static=True)
     scale_dtype: ClassVar[ScaleDtype] = "float16"
 
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+    def choose_scale(self, blocks: Blocks) -> Scales:
         return signed_absmax(blocks) / (2**self.bits - 1)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
@@ -187,12 +179,13 @@ class _Unsigned(AbstractFormat):
 class _AbstractK(_AbstractSteps):
     """The offset is at most zero, so that it can be a code with a scale, too."""
 
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
+    scale_format: ClassVar[AbstractFormat | None] = _Unsigned(bits=6, block_size=8)
+
+    def choose_scale(self, blocks: Blocks) -> Scales:
         return affine_scale(*minmax(blocks), self.bits)
 
-    def choose_offset(
-        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
-    ) -> Float32[Array, "*batch blocks"]:
+    def choose_offset(self, blocks: Blocks, scale: Scales) -> Scales:
         return minmax(blocks)[0]
 
 
@@ -201,6 +194,8 @@ class Q2_K(_AbstractK):
 
     $s = (\max x - \min x) / 3$ over a range that includes zero, and the offset $\min x$, each rounded to a
     multiple of a float16 for 256 weights.
+
+    **Arguments:** none; the block size is set by definition.
     """
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
@@ -213,11 +208,11 @@ class Q4_K(_AbstractK):
 
     $s = (\max x - \min x) / 15$ over a range that includes zero, and the offset $\min x$, each rounded to a
     multiple of a float16 for 256 weights.
+
+    **Arguments:** none; the block size is set by definition.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 4
-    scale_format: ClassVar[AbstractFormat | None] = _Unsigned(bits=6, block_size=8)
 
 
 class Q5_K(_AbstractK):
@@ -225,11 +220,11 @@ class Q5_K(_AbstractK):
 
     $s = (\max x - \min x) / 31$ over a range that includes zero, and the offset $\min x$, each rounded to a
     multiple of a float16 for 256 weights.
+
+    **Arguments:** none; the block size is set by definition.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     bits = 5
-    scale_format: ClassVar[AbstractFormat | None] = _Unsigned(bits=6, block_size=8)
 
 
 class Q3_K(_AbstractCentred):
@@ -237,6 +232,8 @@ class Q3_K(_AbstractCentred):
 
     $s = x_m / {-4}$, where $x_m$ is the value of largest magnitude with its sign, rounded to a multiple of a
     float16 for 256 weights.
+
+    **Arguments:** none; the block size is set by definition.
     """
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
@@ -249,6 +246,8 @@ class Q6_K(_AbstractCentred):
 
     $s = x_m / {-32}$, where $x_m$ is the value of largest magnitude with its sign, rounded to a multiple of a
     float16 for 256 weights.
+
+    **Arguments:** none; the block size is set by definition.
     """
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
@@ -262,6 +261,8 @@ _IQ4 = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38
 class _AbstractIQ4(AbstractCodebook):
     """Sixteen integers, dense about zero, of which none is zero."""
 
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
+    bits = 4
     signed_scale = True
 
     @property
@@ -273,10 +274,10 @@ class IQ4_NL(_AbstractIQ4):
     r"""GGUF's IQ4_NL: sixteen levels from -127 to 113, dense about zero; $s = x_m / {-127}$.
 
     $x_m$ is the value of largest magnitude with its sign. Blocks of 32; scales in float16; 4.5 bits per weight.
+
+    **Arguments:** none; the block size is set by definition.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
-    bits = 4
     scale_dtype: ClassVar[ScaleDtype] = "float16"
 
 
@@ -284,12 +285,8 @@ class IQ4_XS(_AbstractIQ4):
     r"""GGUF's IQ4_XS: the levels of [`eqquant.IQ4_NL`][], with scales of six bits; 4.25 bits per weight.
 
     Blocks of 32; scales are multiples of a float16 for 256 weights.
+
+    **Arguments:** none; the block size is set by definition.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
-    bits = 4
     scale_format: ClassVar[AbstractFormat | None] = Int6(block_size=8, scale_dtype="float16")
-
-
-for _cls in (Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, TQ2_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS):
-    _cls.__init__.__doc__ = "**Arguments:** none; the block size is set by definition."

@@ -9,13 +9,15 @@ from jaxtyping import Array, Float32, UInt8
 from .._numerics.blocks import absmax, BlockSize, minmax, signed_absmax
 from .._numerics.integers import affine_scale, affine_zero_point, decode_integer, encode_integer, symmetric_scale
 from .._numerics.scale_bits import round_scale
-from .base import AbstractAffineFormat, check_stored_float, StoredFloat
+from .base import AbstractAffineFormat, Blocks, check_stored_float, Scales, StoredFloat
 
 
 class AbstractInteger(AbstractAffineFormat):
     """A format whose codes are integers. Symmetric codes are stored plus `2**(bits - 1)`, so that they are unsigned."""
 
-    symmetric: eqx.AbstractVar[bool]
+    block_size: BlockSize = eqx.field(static=True, default=64)
+    symmetric: bool = eqx.field(static=True, default=True)
+    scale_dtype: StoredFloat = eqx.field(static=True, default="float32")  # pyright: ignore
     # Whether symmetric codes use all `2**bits` levels. The sign of the scale then points the longer side at the value
     # of largest magnitude.
     uses_lowest_code: ClassVar[bool] = False
@@ -29,16 +31,14 @@ class AbstractInteger(AbstractAffineFormat):
     def has_zero_points(self) -> bool:
         return not self.symmetric
 
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+    def choose_scale(self, blocks: Blocks) -> Scales:
         if self.symmetric and self.uses_lowest_code:
             return signed_absmax(blocks) / -(2 ** (self.bits - 1))
         if self.symmetric:
             return symmetric_scale(absmax(blocks), self.bits)
         return affine_scale(*minmax(blocks), self.bits)
 
-    def choose_zero_point(
-        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
-    ) -> UInt8[Array, "*batch blocks"]:
+    def choose_zero_point(self, blocks: Blocks, scale: Scales) -> UInt8[Array, "*batch blocks"]:
         return affine_zero_point(minmax(blocks)[0], round_scale(scale, self.scale_dtype), self.bits)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
@@ -55,11 +55,18 @@ class Int8(AbstractInteger):
     Symmetric: $s = \max|x| / 127$, codes $-127 \ldots 127$; a smaller scale, from calibration or a search, clips to
     $-128 \ldots 127$. Affine: $s = (\max x - \min x) / 255$ over a range that includes zero, codes $0 \ldots 255$; the
     zero point is $z = -\min x / s$, rounded.
+
+    **Arguments:**
+
+    - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
+        for one for the whole array.
+    - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
+        values that lie mostly on one side of zero.
+    - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25
+        bits per weight at block size 64. In float16 a scale below $6 \cdot 10^{-8}$ becomes zero, and its block too.
     """
 
     block_size: BlockSize = eqx.field(static=True, default=None)
-    symmetric: bool = eqx.field(static=True, default=True)
-    scale_dtype: StoredFloat = eqx.field(static=True, default="float32")  # pyright: ignore
     bits = 8
 
 
@@ -68,11 +75,17 @@ class Int6(AbstractInteger):
 
     Symmetric: $s = \max|x| / 31$, codes $-31 \ldots 31$. Affine: $s = (\max x - \min x) / 63$ over a range that
     includes zero, codes $0 \ldots 63$ and a zero point per block, of as many bits.
+
+    **Arguments:**
+
+    - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
+        for one for the whole array.
+    - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
+        values that lie mostly on one side of zero.
+    - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25
+        bits per weight at block size 64. In float16 a scale below $6 \cdot 10^{-8}$ becomes zero, and its block too.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=64)
-    symmetric: bool = eqx.field(static=True, default=True)
-    scale_dtype: StoredFloat = eqx.field(static=True, default="float32")  # pyright: ignore
     bits = 6
 
 
@@ -81,11 +94,17 @@ class Int5(AbstractInteger):
 
     Symmetric: $s = \max|x| / 15$, codes $-15 \ldots 15$. Affine: $s = (\max x - \min x) / 31$ over a range that
     includes zero, codes $0 \ldots 31$ and a zero point per block, of as many bits.
+
+    **Arguments:**
+
+    - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
+        for one for the whole array.
+    - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
+        values that lie mostly on one side of zero.
+    - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25
+        bits per weight at block size 64. In float16 a scale below $6 \cdot 10^{-8}$ becomes zero, and its block too.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=64)
-    symmetric: bool = eqx.field(static=True, default=True)
-    scale_dtype: StoredFloat = eqx.field(static=True, default="float32")  # pyright: ignore
     bits = 5
 
 
@@ -94,11 +113,17 @@ class Int4(AbstractInteger):
 
     Symmetric: $s = \max|x| / 7$, codes $-7 \ldots 7$. Affine: $s = (\max x - \min x) / 15$ over a range that includes
     zero, codes $0 \ldots 15$ and a zero point per block, of as many bits.
+
+    **Arguments:**
+
+    - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
+        for one for the whole array.
+    - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
+        values that lie mostly on one side of zero.
+    - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25
+        bits per weight at block size 64. In float16 a scale below $6 \cdot 10^{-8}$ becomes zero, and its block too.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=64)
-    symmetric: bool = eqx.field(static=True, default=True)
-    scale_dtype: StoredFloat = eqx.field(static=True, default="float32")  # pyright: ignore
     bits = 4
 
 
@@ -107,11 +132,17 @@ class Int3(AbstractInteger):
 
     Symmetric: levels $-4 \ldots 3$, with $s = x_m / {-4}$ where $x_m$ is the value of largest magnitude with its sign.
     Affine: $s = (\max x - \min x) / 7$ over a range that includes zero, codes $0 \ldots 7$ and a zero point per block.
+
+    **Arguments:**
+
+    - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
+        for one for the whole array.
+    - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
+        values that lie mostly on one side of zero.
+    - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25
+        bits per weight at block size 64. In float16 a scale below $6 \cdot 10^{-8}$ becomes zero, and its block too.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=64)
-    symmetric: bool = eqx.field(static=True, default=True)
-    scale_dtype: StoredFloat = eqx.field(static=True, default="float32")  # pyright: ignore
     bits = 3
     uses_lowest_code = True
 
@@ -122,22 +153,16 @@ class Int2(AbstractInteger):
     Symmetric: levels $-2 \ldots 1$, with $s = x_m / {-2}$ where $x_m$ is the value of largest magnitude with its sign.
     At two bits, one more level matters: levels $-1 \ldots 1$ alone lose 5 dB on normally distributed weights.
     Affine: $s = (\max x - \min x) / 3$ over a range that includes zero, codes $0 \ldots 3$ and a zero point per block.
+
+    **Arguments:**
+
+    - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
+        for one for the whole array.
+    - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
+        values that lie mostly on one side of zero.
+    - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25
+        bits per weight at block size 64. In float16 a scale below $6 \cdot 10^{-8}$ becomes zero, and its block too.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=64)
-    symmetric: bool = eqx.field(static=True, default=True)
-    scale_dtype: StoredFloat = eqx.field(static=True, default="float32")  # pyright: ignore
     bits = 2
     uses_lowest_code = True
-
-
-for _cls in (Int8, Int6, Int5, Int4, Int3, Int2):
-    _cls.__init__.__doc__ = r"""**Arguments:**
-
-- `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"` for
-    one for the whole array.
-- `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
-    values that lie mostly on one side of zero.
-- `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25 bits
-    per weight at block size 64. In float16 a scale below $6 \cdot 10^{-8}$ becomes zero, and its block too.
-"""

@@ -1,39 +1,27 @@
 """Small floats in small blocks with small scales: MXFP8, MXFP4 and NVFP4."""
 
-import abc
 from typing import ClassVar, Literal
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import absmax, BlockSize
 from .._numerics.minifloats import E2M1, E4M3, E5M2, exp2, floor_log2, Minifloat
 from .._numerics.scale_bits import ScaleDtype
-from .base import AbstractFormat
-from .floating import FP8
+from .base import AbstractFormat, Blocks, Scales
+from .floating import AbstractMinifloat, FP8
 
 
-class _AbstractMX(AbstractFormat):
+class _AbstractMX(AbstractMinifloat):
     """OCP microscaling: minifloats in blocks of 32, whose scales are powers of two and take one byte."""
 
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     scale_dtype: ClassVar[ScaleDtype] = "e8m0"
 
-    @property
-    @abc.abstractmethod
-    def element(self) -> Minifloat:
-        """The minifloat that a code holds."""
-
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+    def choose_scale(self, blocks: Blocks) -> Scales:
         exponent = floor_log2(absmax(blocks)) - self.element.max_exponent
         # E8M0 goes down to 2**-127, but that is subnormal in float32, which many backends flush to zero.
         return exp2(jnp.clip(exponent, -126, 127))
-
-    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-        return self.element.encode(values)
-
-    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return self.element.decode(codes)
 
 
 class MXFP8(_AbstractMX):
@@ -44,19 +32,14 @@ class MXFP8(_AbstractMX):
     ??? cite
 
         [OCP Microscaling Formats (MX) Specification v1.0](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)
+
+    **Arguments:**
+
+    - `kind`: the type of an element, `"e4m3"` (the default) or `"e5m2"`.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32)
     kind: Literal["e4m3", "e5m2"] = eqx.field(static=True, default="e4m3")
     bits = 8
-
-    def __init__(self, kind: Literal["e4m3", "e5m2"] = "e4m3") -> None:
-        """**Arguments:**
-
-        - `kind`: the type of an element, `"e4m3"` (the default) or `"e5m2"`.
-        """
-        self.kind = kind
-        self.block_size = 32
 
     def __check_init__(self) -> None:
         if self.kind not in ("e4m3", "e5m2"):
@@ -75,21 +58,18 @@ class MXFP4(_AbstractMX):
     ??? cite
 
         [OCP Microscaling Formats (MX) Specification v1.0](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)
+
+    **Arguments:** none; the block size is 32 by definition.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=32)
     bits = 4
-
-    def __init__(self) -> None:
-        """**Arguments:** none; the block size is 32 by definition."""
-        self.block_size = 32
 
     @property
     def element(self) -> Minifloat:
         return E2M1
 
 
-class NVFP4(AbstractFormat):
+class NVFP4(AbstractMinifloat):
     r"""NVIDIA's four-bit float: e2m1 elements in blocks of 16, with e4m3 scales and one float32 scale per tensor.
 
     $s = \max|x| / 6$ per block. It is quantized to e4m3 with one scale for the whole tensor, $\max s / 448$.
@@ -97,21 +77,17 @@ class NVFP4(AbstractFormat):
     ??? cite
 
         [Introducing NVFP4 for Efficient and Accurate Low-Precision Inference](https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/)
+
+    **Arguments:** none; the block size is 16 by definition.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=16)
+    block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 4
     scale_format: ClassVar[AbstractFormat | None] = FP8("e4m3", block_size="tensor")
 
-    def __init__(self) -> None:
-        """**Arguments:** none; the block size is 16 by definition."""
-        self.block_size = 16
+    @property
+    def element(self) -> Minifloat:
+        return E2M1
 
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+    def choose_scale(self, blocks: Blocks) -> Scales:
         return absmax(blocks) / E2M1.max
-
-    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-        return E2M1.encode(values)
-
-    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return E2M1.decode(codes)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import BlockSize, divide
-from .base import AbstractOffsetFormat, check_stored_float, StoredFloat
+from .base import AbstractOffsetFormat, Blocks, check_stored_float, Scales, StoredFloat
 
 
 class MLX(AbstractOffsetFormat):
@@ -19,6 +19,12 @@ class MLX(AbstractOffsetFormat):
     ??? cite
 
         [MLX, `quantize`](https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html)
+
+    **Arguments:**
+
+    - `bits`: the width of a code: 2, 3, 4, 5, 6 or 8.
+    - `block_size`: how many values along the quantized axis share a scale and an offset; MLX takes 32, 64 and 128.
+    - `scale_dtype`: the dtype of stored scales and offsets, `"float16"`, `"bfloat16"` or `"float32"`.
     """
 
     bits: Literal[2, 3, 4, 5, 6, 8] = eqx.field(static=True, default=4)  # pyright: ignore
@@ -28,22 +34,14 @@ class MLX(AbstractOffsetFormat):
     def __init__(
         self, bits: Literal[2, 3, 4, 5, 6, 8] = 4, block_size: BlockSize = 64, scale_dtype: StoredFloat = "float16"
     ) -> None:
-        """**Arguments:**
-
-        - `bits`: the width of a code: 2, 3, 4, 5, 6 or 8.
-        - `block_size`: how many values along the quantized axis share a scale and an offset; MLX takes 32, 64 and 128.
-        - `scale_dtype`: the dtype of stored scales and offsets, `"float16"`, `"bfloat16"` or `"float32"`.
-        """
-        self.bits = bits  # pyright: ignore
-        self.block_size = block_size
-        self.scale_dtype = scale_dtype  # pyright: ignore
+        self.bits, self.block_size, self.scale_dtype = bits, block_size, scale_dtype  # pyright: ignore
 
     def __check_init__(self) -> None:
         check_stored_float(self)
         if self.bits not in (2, 3, 4, 5, 6, 8):
             raise ValueError(f"`bits` of MLX must be 2, 3, 4, 5, 6 or 8. Got {self.bits!r}.")
 
-    def choose_scale(self, blocks: Float32[Array, "*batch blocks block"]) -> Float32[Array, "*batch blocks"]:
+    def choose_scale(self, blocks: Blocks) -> Scales:
         low, high = jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
         top = 2**self.bits - 1
         size = high / top - low / top  # divided first, since `high - low` may overflow
@@ -51,9 +49,7 @@ class MLX(AbstractOffsetFormat):
         edge = self.choose_offset(blocks, scale)
         return divide(edge, jnp.round(divide(edge, scale)))
 
-    def choose_offset(
-        self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
-    ) -> Float32[Array, "*batch blocks"]:
+    def choose_offset(self, blocks: Blocks, scale: Scales) -> Scales:
         low, high = jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
         return jnp.where(jnp.abs(low) > jnp.abs(high), low, high)
 

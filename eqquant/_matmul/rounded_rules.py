@@ -35,7 +35,7 @@ from .._array.primitive import bind_matmul, OF_W, OF_X, rounded_matmul_p, Roundi
 from .._array.quantize import quantize_array
 from .._formats.base import spans_rows
 from .._methods import AbsMax
-from .._methods.given import UpTo
+from .._methods.given import FixedAmax
 from .._numerics.blocks import absmax
 from .._numerics.hashing import hashed_key, seed_of
 from .._numerics.primitives import compiled, moved, without_tangent
@@ -82,7 +82,7 @@ def _rounded(x: Float[Array, "*batch m k"], rounding: Rounding | None, *largest:
     # bit for bit, and two gradients share a seed about once in 2**32.
     def quantize(x: Array, *expected: Array) -> QuantizedArray:
         key = hashed_key(seed_of(x)) if stochastic else None
-        q = quantize_array(x, format, (-1,), None, key, UpTo(*expected) if expected else AbsMax())
+        q = quantize_array(x, format, (-1,), None, key, FixedAmax(*expected) if expected else AbsMax())
         return _marked(q, x) if expected else q
 
     operands, batch = (x, *(_expected(x, array[..., place]) for array in largest)), x.shape[:-2]

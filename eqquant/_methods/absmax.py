@@ -2,10 +2,9 @@
 
 from typing import ClassVar
 
-from jaxtyping import Array, Float32
-
-from .._formats.base import AbstractAffineFormat, AbstractFormat, AbstractOffsetFormat
-from .base import AbstractScaleMethod, Scales, ZeroPoints
+from .._formats.base import AbstractAffineFormat, AbstractFormat, AbstractOffsetFormat, Blocks, Scales
+from .base import AbstractScaleMethod
+from .choose import ZeroPoints
 
 
 class AbsMax(AbstractScaleMethod):
@@ -13,19 +12,16 @@ class AbsMax(AbstractScaleMethod):
 
     This is the default. [`eqquant.Ternary`][] and [`eqquant.Binary`][] take the mean magnitude; the GGUF and OCP
     formats follow their specifications.
+
+    **Arguments:** none.
     """
 
     only_reduces: ClassVar[bool] = True
 
-    def choose_scales(
-        self, blocks: Float32[Array, "*batch blocks block"], format: AbstractFormat
-    ) -> tuple[Scales, ZeroPoints]:
+    def choose_scales(self, blocks: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:
         scale = format.choose_scale(blocks)
         if isinstance(format, AbstractAffineFormat) and format.has_zero_points:
             return scale, format.choose_zero_point(blocks, scale)
         if isinstance(format, AbstractOffsetFormat):
             return scale, format.choose_offset(blocks, scale)
         return scale, None
-
-
-AbsMax.__init__.__doc__ = "**Arguments:** none."

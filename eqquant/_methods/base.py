@@ -1,44 +1,22 @@
-"""The interface of methods, and what they share: storing scales, rounding and working in chunks.
-
-Methods know nothing of `QuantizedArray`: they take rows of values, and return plain arrays of codes and scales.
-"""
+"""The interface of methods, which take rows of values, and return plain arrays of codes and scales."""
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt8
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from .._formats.base import AbstractFormat, has_offsets, has_zero_points, is_ours
-from .._numerics.blocks import divide, expand, not_finite, num_blocks, split_blocks
-from .._numerics.scale_bits import bits_to_scale, scale_to_bits
+from .._formats.base import AbstractFormat, is_ours, Scales
+from .choose import choose_by_blocks, choose_by_weights, Rows, ZeroPoints
+from .grid import encode_by_chunks, Encoded, store
 from .inputs import check_statistic, statistic
-from .stochastic import move_stochastically
 
 
-# What is added to the weights of columns, relative to their mean.
+# Damping of column weights, relative to their mean.
 _DAMPING = 0.01
-
-Scales = Float32[Array, "*batch blocks"]
-# Zero points, or for a format with offsets these.
-ZeroPoints = UInt8[Array, "*batch blocks"] | Float32[Array, "*batch blocks"] | None
-
-
-class Encoded(NamedTuple):
-    """What a method returns: one code for each of `(*batch, length)` values, with the scales and zero points.
-
-    `scale` holds the bits of the scales, or an `Encoded` if the format quantizes its scales; so does `offset`.
-    """
-
-    codes: UInt8[Array, "*batch length"]
-    scale: Any  # UInt[Array, "*batch blocks"] | Encoded
-    zero_point: UInt8[Array, "*batch blocks"] | None = None
-    offset: Any = None
 
 
 class AbstractMethod(eqx.Module):
@@ -56,7 +34,7 @@ class AbstractMethod(eqx.Module):
     """
 
     inputs: ClassVar[Any] = None
-    method: ClassVar[Any] = None
+    method: ClassVar["AbstractMethod | None"] = None
     statistic: ClassVar[str | None] = None
 
     def __repr__(self) -> str:
@@ -107,10 +85,9 @@ class AbstractMethod(eqx.Module):
         """Returns the method for a weight that is looked up, not multiplied."""
         if self.method is not None:
             return self.method.without_inputs()
-        takes_inputs = any(field.name == "inputs" for field in dataclasses.fields(self))
-        return self._with(inputs=None) if takes_inputs else self
+        return self._with(inputs=None)
 
-    def _with(self, **changes: Any) -> "AbstractMethod":
+    def _with(self, **changes: object) -> "AbstractMethod":
         changes = {name: x for name, x in changes.items() if x is not getattr(self, name)}
         return dataclasses.replace(self, **changes) if changes else self  # pyright: ignore[reportArgumentType]
 
@@ -165,18 +142,13 @@ class AbstractScaleMethod(AbstractMethod):
         """
 
     def quantize_rows(
-        self,
-        rows: Float[Array, "*batch length"],
-        format: AbstractFormat,
-        *,
-        key: PRNGKeyArray | None = None,
-        chunk: int | None = None,
+        self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
     ) -> Encoded:
         scale, zero_point = self.choose_for_rows(rows, format, chunk=chunk)
-        return _encode(rows, *store(scale, zero_point, format), format, key, chunk)
+        return encode_by_chunks(rows, *store(scale, zero_point, format), format, key, chunk)
 
     def choose_for_rows(
-        self, rows: Float[Array, "*batch length"], format: AbstractFormat, *, chunk: int | None = None
+        self, rows: Rows, format: AbstractFormat, *, chunk: int | None = None
     ) -> tuple[Scales, ZeroPoints]:
         """Returns the scale and the zero point of each block of rows of values, NaN for a block that is not finite."""
         if self.inputs is None or self.choose_weighted is None:
@@ -190,325 +162,4 @@ class AbstractScaleMethod(AbstractMethod):
         # About one, so that no product of a weight and a square overflows. A column without inputs counts a little.
         mean = jnp.mean(moments, axis=-1, keepdims=True)
         weights = jnp.where(mean > 0, moments / jnp.where(mean > 0, mean, 1), 1) + _DAMPING
-        return _weighted_by_blocks(self.choose_weighted, rows, weights, format, chunk)
-
-
-def choose_by_blocks(
-    choose: Callable[[Array, AbstractFormat], tuple[Array, Array | None]],
-    rows: Float[Array, "*batch length"],
-    format: AbstractFormat,
-    *,
-    chunk: int | None = None,
-) -> tuple[Scales, ZeroPoints]:
-    """Cuts rows into blocks and chooses the scale and zero point of each. For your own [`eqquant.AbstractMethod`][].
-
-    !!! Example
-
-        ```python
-        scale, zero_point = eqq.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
-        ```
-
-    **Arguments:**
-
-    - `choose`: a function of blocks and a format, as [`eqquant.AbstractScaleMethod.choose_scales`][]. It is called for
-        whole blocks, and again for a shorter last block.
-    - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
-    - `format`: what to quantize to.
-    - `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
-
-    **Returns:**
-
-    What `choose` returns, for all blocks: float32 scales of shape `(*batch, blocks)`, and zero points, offsets or
-    `None`. The scale of a block that holds a NaN or an infinity is NaN.
-
-    **Raises:**
-
-    `TypeError` if `choose` returns other shapes, or zero points that do not suit the format.
-    """
-
-    def checked(blocks: Array, format: AbstractFormat) -> tuple[Array, Array | None]:
-        scale, zero_point = choose(blocks, format)
-        _check_scales(scale, zero_point, blocks.shape[:-1], format)
-        return _marked(scale, not_finite(blocks)), zero_point
-
-    return _choose(checked, rows, format, chunk)
-
-
-def _weighted_by_blocks(
-    choose: Callable[[Array, Array, AbstractFormat], tuple[Array, Array | None]],
-    rows: Float[Array, "*batch length"],
-    weights: Float32[Array, "*stack length"],
-    format: AbstractFormat,
-    chunk: int | None,
-) -> tuple[Scales, ZeroPoints]:
-    """As `choose_by_blocks`, with the weights of columns. `stack` are the first axes of `batch`."""
-    if weights.ndim > 1 and format.block_size != "tensor":
-        return jax.vmap(lambda rows, weights: _weighted_by_blocks(choose, rows, weights, format, chunk))(rows, weights)
-
-    def of_part(blocks: Array, format: AbstractFormat, part: int) -> tuple[Array, Array | None]:
-        own = weights
-        if format.block_size == "tensor":
-            own = weights.reshape(*weights.shape[:-1], *[1] * (rows.ndim - weights.ndim), rows.shape[-1])
-            own = jnp.broadcast_to(own, rows.shape)
-        own = split_blocks(own, format.block_size)[part]
-        own = own.reshape(*[1] * (blocks.ndim - own.ndim), *own.shape)
-        scale, zero_point = choose(blocks, jnp.broadcast_to(own, blocks.shape), format)
-        return _marked(scale, not_finite(blocks)), zero_point
-
-    return _choose(of_part, rows, format, chunk, numbered=True)
-
-
-def _choose(
-    choose: Callable[..., tuple[Array, Array | None]],
-    rows: Float[Array, "*batch length"],
-    format: AbstractFormat,
-    chunk: int | None,
-    numbered: bool = False,
-) -> tuple[Scales, ZeroPoints]:
-    """Chooses for the whole blocks, and for a shorter last one; `choose` may be told which of the two it is."""
-    *batch, length = rows.shape
-
-    def of_rows(_: Any, rows: Array) -> tuple[Array, Array | None]:
-        parts = split_blocks(rows.astype(jnp.float32), format.block_size)
-        number = lambda n: (n,) if numbered else ()
-        scales, zeros = zip(*(choose(part, format, *number(n)) for n, part in enumerate(parts)), strict=True)
-        return jnp.concatenate(scales, axis=-1), None if zeros[0] is None else jnp.concatenate(zeros, axis=-1)
-
-    scale, zero_point = by_chunks(of_rows, None if format.block_size == "tensor" else chunk, rows)
-    blocks = (*batch, num_blocks(length, format.block_size))
-    return jnp.broadcast_to(scale, blocks), None if zero_point is None else jnp.broadcast_to(zero_point, blocks)
-
-
-def encode_rows(
-    rows: Float[Array, "*batch length"],
-    scale: Scales,
-    zero_point: ZeroPoints,
-    format: AbstractFormat,
-    *,
-    key: PRNGKeyArray | None = None,
-    chunk: int | None = None,
-) -> Encoded:
-    """Encodes values with given scales: to the nearest codes, or with `key` by stochastic rounding.
-
-    A block that holds a NaN or an infinity gets a scale of NaN, so it decodes to NaN.
-
-    **Arguments:**
-
-    - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
-    - `scale`: float32, of shape `(*batch, blocks)`. Rounded to what `format` can store.
-    - `zero_point`: `uint8` of the same shape, below `2**bits`; for a format with offsets these, float32; for any other
-        format `None`.
-    - `format`: the format to quantize to.
-    - `key`, `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
-
-    **Returns:**
-
-    An `Encoded`.
-    """
-    _check_scales(scale, zero_point, (*rows.shape[:-1], num_blocks(rows.shape[-1], format.block_size)), format)
-    marks, _ = _choose(lambda blocks, _: (not_finite(blocks), None), rows, format, chunk)
-    return _encode(rows, *store(_marked(scale, marks), zero_point, format), format, key, chunk)
-
-
-def encode_stored(
-    rows: Float[Array, "*batch length"],
-    stored: Any,
-    stored_offset: Any,
-    format: AbstractFormat,
-    key: PRNGKeyArray | None,
-    chunk: int | None,
-) -> Encoded:
-    """As `encode_rows`, for scales and offsets as the format stores them, which stay as they are."""
-    offset = None if stored_offset is None else kept_scale(stored_offset, format)
-    grid = _grid(kept_scale(stored, format), offset, stored, stored_offset, format)
-    return _encode(rows, stored, stored_offset, grid, format, key, chunk)
-
-
-def decode_rows(encoded: Encoded, format: AbstractFormat) -> Float32[Array, "*batch length"]:
-    """Returns the values that codes stand for. For a method that compares candidates.
-
-    **Arguments:**
-
-    - `encoded`: what [`eqquant.encode_rows`][] returned.
-    - `format`: the format of the codes.
-
-    **Returns:**
-
-    Float32 values of shape `(*batch, length)`.
-    """
-    return decode_by(encoded.codes, stored_grid(encoded, format), format)
-
-
-def stored_grid(encoded: Encoded, format: AbstractFormat) -> "Grid":
-    """Returns the levels of each block, by what is stored."""
-    kept, offset = kept_scale(encoded.scale, format), encoded.offset
-    offset = None if offset is None else kept_scale(offset, format)
-    return Grid(kept, kept, encoded.zero_point, offset, offset)
-
-
-class Grid(NamedTuple):
-    """The levels of each block, to which values are rounded.
-
-    - `scale`, `kept`: the scales as they were chosen, and as they are stored.
-    - `offset`, `kept_offset`: what is subtracted before values are divided, and what is added after decoding.
-    """
-
-    scale: Scales
-    kept: Scales
-    zero_point: UInt8[Array, "*batch blocks"] | None = None
-    offset: Scales | None = None
-    kept_offset: Scales | None = None
-
-
-def store(scale: Scales, zero_point: ZeroPoints, format: AbstractFormat) -> tuple[Any, Any, Grid]:
-    """Returns scales and offsets as the format stores them, and the levels that follow."""
-    stored = store_scale(scale, format)
-    stored_offset = None
-    if has_offsets(format) and zero_point is not None:
-        stored_offset = store_scale(zero_point, format)  # pyright: ignore[reportArgumentType]
-    elif zero_point is not None:
-        # They are packed as codes are, so one that is too large would change its neighbours.
-        zero_point = jnp.minimum(zero_point, 2**format.bits - 1).astype(jnp.uint8)
-    return stored, stored_offset, _grid(scale, zero_point, stored, stored_offset, format)
-
-
-def _grid(scale: Scales, zero_point: ZeroPoints, stored: Any, stored_offset: Any, format: AbstractFormat) -> Grid:
-    if stored_offset is None:
-        return Grid(scale, kept_scale(stored, format), zero_point)
-    kept_offset = kept_scale(stored_offset, format)
-    # ggml subtracts the offset as it is before it is rounded, as it multiplies by such a scale.
-    offset = zero_point if format.multiplies_by_reciprocal else kept_offset
-    return Grid(scale, kept_scale(stored, format), None, offset, kept_offset)
-
-
-def decode_by(
-    codes: UInt8[Array, "*batch length"], grid: Grid, format: AbstractFormat
-) -> Float32[Array, "*batch length"]:
-    """Returns the levels that codes stand for."""
-    values, length = format.decode(codes), codes.shape[-1]
-    if grid.zero_point is not None:
-        values = values - expand(grid.zero_point.astype(jnp.float32), format.block_size, length)
-    values = values * expand(grid.kept, format.block_size, length)
-    return values if grid.kept_offset is None else values + expand(grid.kept_offset, format.block_size, length)
-
-
-def encode_by(
-    values: Float32[Array, "*batch length"], grid: Grid, format: AbstractFormat
-) -> tuple[UInt8[Array, "*batch length"], Float32[Array, "*batch length"]]:
-    """Returns the nearest codes of values, and the values in units of their scales that were rounded."""
-    per_value = lambda x: expand(x.astype(jnp.float32), format.block_size, values.shape[-1])
-    units = values if grid.offset is None else values - per_value(grid.offset)
-    units = _in_units(units, grid.scale, grid.kept, format)
-    units = units if grid.zero_point is None else units + per_value(grid.zero_point)
-    codes = format.encode(units)
-    if codes.dtype != jnp.uint8 or codes.shape != units.shape:
-        raise TypeError(
-            f"`{type(format).__name__}.encode` must return uint8 of the shape of its values, {units.shape}. Got "
-            f"{codes.dtype} of shape {codes.shape}. End it with `.astype(jnp.uint8)`."
-        )
-    return codes, units
-
-
-def _marked(scale: Array, marks: Array) -> Array:
-    return jnp.where(jnp.isnan(marks), jnp.nan, scale)  # not a sum, which would lose the sign of a zero
-
-
-def _check_scales(scale: Array, zero_point: Array | None, shape: tuple[int, ...], format: AbstractFormat) -> None:
-    if scale.shape != shape:
-        raise TypeError(f"There must be one scale per block, {shape} for {format!r}. Got shape {scale.shape}.")
-    name, dtype = ("Offsets", jnp.float32) if has_offsets(format) else ("Zero points", jnp.uint8)
-    has_any = has_offsets(format) or has_zero_points(format)
-    if has_any != (zero_point is not None):
-        has, got = ("has", "none") if has_any else ("has no", "some")
-        raise TypeError(f"{format!r} {has} {name.lower()}, and scales must come with as many. Got {got}.")
-    if zero_point is not None and (zero_point.shape != shape or zero_point.dtype != dtype):
-        raise TypeError(
-            f"{name} must be {jnp.dtype(dtype)} of the shape of the scales, {shape}. Got {zero_point.dtype} of shape "
-            f"{zero_point.shape}."
-        )
-
-
-def _encode(
-    rows: Float[Array, "*batch length"],
-    stored: Any,
-    stored_offset: Any,
-    grid: Grid,
-    format: AbstractFormat,
-    key: PRNGKeyArray | None,
-    chunk: int | None,
-) -> Encoded:
-    """Encodes values by what `store` returned, whose scales are NaN for every block that is not finite."""
-
-    def of_rows(first: Any, rows: Array, grid: Grid) -> Array:
-        codes, values = encode_by(rows.astype(jnp.float32), grid, format)
-        if key is None:
-            return codes
-        return move_stochastically(codes, values, format, _uniform_by_row(key, first, values.shape))
-
-    return Encoded(by_chunks(of_rows, chunk, rows, grid), stored, grid.zero_point, stored_offset)
-
-
-def _uniform_by_row(key: PRNGKeyArray, first: Any, shape: tuple[int, ...]) -> Float32[Array, "*batch length"]:
-    """Numbers between zero and one that depend on a row and its number alone, not on the chunk that it is in."""
-    *batch, length = shape
-    of_row = lambda row: jax.random.uniform(jax.random.fold_in(key, row), (length,), jnp.float32)
-    return jax.vmap(of_row)(first + jnp.arange(math.prod(batch))).reshape(shape)
-
-
-def _in_units(
-    values: Float32[Array, "*batch length"], scale: Scales, kept: Scales, format: AbstractFormat
-) -> Float32[Array, "*batch length"]:
-    """Divides values by their scales: by the stored ones, since decoding multiplies by those."""
-    per_value = lambda x: expand(x, format.block_size, values.shape[-1])
-    divided = divide(values, per_value(kept))
-    if not format.multiplies_by_reciprocal:
-        return divided
-    multiplied = values * per_value(divide(jnp.ones_like(scale), scale))
-    return jnp.where(per_value(multiplies(scale, kept, format)), multiplied, divided)
-
-
-def multiplies(scale: Scales, kept: Scales, format: AbstractFormat) -> Bool[Array, "*batch blocks"]:
-    """Returns for which blocks of a format that multiplies by reciprocals values are really multiplied."""
-    # A scale beyond the range of its dtype is infinite or zero. Dividing makes the block saturate, or zero.
-    return (jnp.abs(scale) <= float(jnp.finfo(jnp.dtype(format.scale_dtype)).max)) & (kept != 0)
-
-
-def store_scale(scale: Scales, format: AbstractFormat) -> Any:
-    """Returns scales or offsets as the format stores them: their bits, or an `Encoded` if it quantizes its scales."""
-    if format.scale_format is None:
-        return scale_to_bits(scale, format.scale_dtype)
-    nested = format.scale_format
-    outer, _ = choose_by_blocks(lambda blocks, f: (f.choose_scale(blocks), None), scale, nested)
-    return _encode(scale, *store(outer, None, nested), nested, None, None)
-
-
-def kept_scale(stored: Any, format: AbstractFormat) -> Scales:
-    """Returns stored scales or offsets as floats."""
-    if format.scale_format is None:
-        return bits_to_scale(stored, format.scale_dtype)
-    return decode_rows(stored, format.scale_format)
-
-
-def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: Any) -> Any:
-    """Returns `function(0, *arrays)`, computed a chunk of rows at a time: `function(first_row, *rows_of_arrays)`.
-
-    All arrays share their batch axes; a row is the last axis. The last chunk overlaps the one before it.
-    """
-    batch = arrays[0].shape[:-1]  # pyright: ignore[reportOptionalMemberAccess]
-    rows = math.prod(batch)
-    if chunk is None or rows <= chunk:
-        return function(0, *arrays)
-    flat = jax.tree.map(lambda a: a.reshape(rows, a.shape[-1]), arrays)
-
-    def of_chunk(n: Any) -> tuple[Any, Any]:
-        start = jnp.minimum(n * chunk, rows - chunk)
-        return start, function(start, *jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), flat))
-
-    def write(n: Any, done: Any) -> Any:
-        start, part = of_chunk(n)
-        return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, start, 0), done, part)
-
-    part = jax.eval_shape(lambda: of_chunk(0)[1])
-    empty = jax.tree.map(lambda a: jnp.zeros((rows, *a.shape[1:]), a.dtype), part)
-    done = jax.lax.fori_loop(0, -(-rows // chunk), write, empty)
-    return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), done)
+        return choose_by_weights(self.choose_weighted, rows, weights, format, chunk)

@@ -19,10 +19,12 @@ from .._formats.steps import steps_of
 from .._native import calls
 from .._native.lowering import lower_on_cpu
 from .._numerics import packing
+from .._numerics.batching import by_chunks
 from .._numerics.blocks import divide
 from .._numerics.primitives import along_first, compiled, without_tangent
 from .._types import PyTreeDef
-from .base import AbstractMethod, AbstractScaleMethod, by_chunks, encode_by, Encoded, Grid, multiplies, store
+from .base import AbstractMethod, AbstractScaleMethod
+from .grid import encode_by, Encoded, Grid, multiplies, store
 
 
 encode_p = jax.extend.core.Primitive("encode")
@@ -45,7 +47,7 @@ def encode_packed(
     rows: Float[Array, "*batch length"], grid: Grid, format: AbstractFormat, chunk: int | None = None
 ) -> UInt8[Array, "*batch bytes"]:
     """Returns the packed codes of values; `chunk` is how many rows XLA encodes at a time."""
-    leaves, tree = jtu.tree_flatten(_compat.vary_alike((rows, grid._replace(kept_offset=None))))
+    leaves, tree = jtu.tree_flatten(_compat.vary_alike((rows, grid._replace(stored_offset=None))))
     return encode_p.bind(*leaves, tree=tree, format=format, chunk=chunk)
 
 
@@ -63,10 +65,10 @@ def _native(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
     steps = steps_of(format) if calls.why_not_encode(rows, format.bits) is None else None
     if steps is None or (steps.rule == "steps" and len(steps.starts) > 31):  # XLA is as fast at more
         return by_xla(*args, tree=tree, format=format, chunk=chunk)
-    divisor, factor = grid.kept, None
+    divisor, factor = grid.stored_scale, None
     if format.multiplies_by_reciprocal:
-        usable = multiplies(grid.scale, grid.kept, format)
-        divisor = jnp.where(usable, 1, grid.kept)
+        usable = multiplies(grid.scale, grid.stored_scale, format)
+        divisor = jnp.where(usable, 1, grid.stored_scale)
         factor = jnp.where(usable, divide(jnp.ones_like(grid.scale), grid.scale), 1)
     length = rows.shape[-1]
     block_size = length if format.block_size in (None, "tensor") else format.block_size

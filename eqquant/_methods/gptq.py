@@ -1,33 +1,21 @@
 """GPTQ: rounds one column at a time, and lets the columns that follow make up for its error."""
 
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray, UInt8
 
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, Scales
+from .._numerics.batching import Index
 from .absmax import AbsMax
-from .base import (
-    AbstractMethod,
-    AbstractScaleMethod,
-    by_chunks,
-    decode_by,
-    encode_by,
-    Encoded,
-    Grid,
-    Scales,
-    store,
-    ZeroPoints,
-)
-from .inputs import statistic
-
-
-# How many columns are corrected one by one before the rest is corrected at once, by a product.
-_WIDTH = 128
-_HIGHEST = jax.lax.Precision.HIGHEST
+from .base import AbstractMethod, AbstractScaleMethod
+from .choose import Rows, ZeroPoints
+from .gram import by_layers, check_gram, gram_of, HIGHEST, WIDTH
+from .grid import decode_by, encode_by, Encoded, Grid, store
+from .inputs import Inputs
 
 
 class GPTQ(AbstractMethod):
@@ -54,7 +42,7 @@ class GPTQ(AbstractMethod):
         [GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers](https://arxiv.org/abs/2210.17323)
     """
 
-    inputs: Any
+    inputs: Inputs
     damping: float = eqx.field(static=True)
     order: str | None = eqx.field(static=True)
     method: AbstractScaleMethod
@@ -62,9 +50,9 @@ class GPTQ(AbstractMethod):
 
     def __init__(
         self,
-        inputs: Any = None,
+        inputs: Inputs = None,
         *,
-        gram: Any = None,
+        gram: Array | np.ndarray | None = None,
         damping: float | int = 0.01,
         order: str | None = "activations",
         method: AbstractMethod | None = None,
@@ -87,10 +75,7 @@ class GPTQ(AbstractMethod):
         `ValueError` for other values, or with both `inputs` and `gram`. Quantizing raises `ValueError` if statistics
         are missing, not finite, or of another weight; the message names the leaf.
         """
-        if inputs is not None and gram is not None:
-            raise ValueError("`gram` must come without `inputs`. Got both. Pass the statistics, or the matrix.")
-        if not 0 <= damping < float("inf"):
-            raise ValueError(f"`damping` must be finite and not negative. Got {damping}. The usual one is 0.01.")
+        self.inputs = check_gram(inputs, gram, damping)  # pyright: ignore[reportIncompatibleVariableOverride]
         if order not in ("activations", None):
             raise ValueError(f'`order` must be "activations" or None. Got {order!r}.')
         method = AbsMax() if method is None else method
@@ -98,34 +83,23 @@ class GPTQ(AbstractMethod):
             raise TypeError(
                 f"`method` of GPTQ must choose scales alone, such as `eqq.MSE()`. Got {method!r}: GPTQ finds the codes."
             )
-        self.inputs = gram if inputs is None else inputs
         self.damping, self.order, self.method = float(damping), order, method  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def quantize_rows(
-        self,
-        rows: Float[Array, "*batch length"],
-        format: AbstractFormat,
-        *,
-        key: PRNGKeyArray | None = None,
-        chunk: int | None = None,
+        self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
     ) -> Encoded:
         if key is not None:
             raise ValueError("`key` must be None with GPTQ, which rounds to the nearest code. Got a key.")
-        gram = jnp.asarray(statistic(self.inputs, "gram"), jnp.float32)
-        scale, zero_point = self._scales(rows, gram, format, chunk)
-        stored, stored_offset, grid = store(scale, zero_point, format)
+        gram = gram_of(self.inputs)
+        scale, zero_point = self._choose_scales(rows, gram, format, chunk)
+        scale_bits, offset_bits, grid = store(scale, zero_point, format)
+        factor = lambda gram: _factor(gram, self.damping, self.order)
+        find_codes = lambda factor, columns, grid: _find_codes(factor, columns, grid, format)
+        codes = by_layers(factor, find_codes, gram, chunk, rows, grid)
+        return Encoded(codes, scale_bits, grid.zero_point, offset_bits)
 
-        def of_layer(rows: Array, gram: Array, grid: Grid) -> UInt8[Array, "*batch length"]:
-            factor, order = _factor(gram, self.damping, self.order)
-            of_rows = lambda _, rows, grid: _codes(factor, order, rows, grid, format)
-            return by_chunks(of_rows, chunk, rows, grid)
-
-        for _ in range(gram.ndim - 2):
-            of_layer = jax.vmap(of_layer)
-        return Encoded(of_layer(rows, gram, grid), stored, grid.zero_point, stored_offset)
-
-    def _scales(
-        self, rows: Float[Array, "*batch length"], gram: Array, format: AbstractFormat, chunk: int | None
+    def _choose_scales(
+        self, rows: Rows, gram: Array, format: AbstractFormat, chunk: int | None
     ) -> tuple[Scales, ZeroPoints]:
         method = self.method
         if method.choose_weighted is not None and method.inputs is None:
@@ -155,7 +129,7 @@ def _factor(
         gram = gram[columns][:, columns]
     eye = jnp.eye(length, dtype=jnp.float32)
 
-    def invert(damping: Any) -> Array:
+    def invert(damping: Array) -> Array:
         # The factor of the reversed matrix, reversed, is upper triangular: its inverse is `U`, without an inverse of G.
         reverse = jnp.linalg.cholesky((gram + damping * eye)[::-1, ::-1])[::-1, ::-1]
         return jax.scipy.linalg.solve_triangular(reverse, eye, lower=False)
@@ -169,23 +143,20 @@ def _factor(
     return jax.lax.while_loop(singular, grow, start)[2], columns
 
 
-def _codes(
-    factor: Float32[Array, "length length"],
-    order: Int[Array, " length"],
-    rows: Float[Array, "*batch length"],
+def _find_codes(
+    factor_and_order: tuple[Float32[Array, "length length"], Int[Array, " length"]],
+    columns: Float[Array, "length rows"],
     grid: Grid,
     format: AbstractFormat,
-) -> UInt8[Array, "*batch length"]:
-    """Returns the codes of rows, found column by column in the given order."""
-    *batch, length = rows.shape
-    width = min(_WIDTH, length)
+) -> UInt8[Array, "length rows"]:
+    """Returns the codes of values, found column by column in the given order."""
+    (factor, order), length = factor_and_order, len(columns)
+    width = min(WIDTH, length)
     steps = -(-length // width)
     padding = steps * width - length
     size = format.block_size if isinstance(format.block_size, int) else length
-    # Columns come first, so that one is contiguous. Those of the padding are zeros that nothing else depends on.
-    columns_first = lambda x: x.reshape(-1, x.shape[-1]).T
-    grid = jax.tree.map(columns_first, grid)
-    columns = jnp.pad(columns_first(rows.astype(jnp.float32))[order], ((0, padding), (0, 0)))
+    # Columns of the padding are zeros that nothing else depends on.
+    columns = jnp.pad(columns.astype(jnp.float32)[order], ((0, padding), (0, 0)))
     block_of = jnp.pad(order // size, (0, padding))
     factor = jnp.pad(factor, ((0, padding), (0, padding))) + jnp.diag(
         (jnp.arange(length + padding) >= length).astype(jnp.float32)
@@ -193,18 +164,17 @@ def _codes(
 
     def round_columns(errors: Array, first: Array) -> tuple[Array, Array]:
         above = jax.lax.dynamic_slice_in_dim(factor, first, width, axis=1)
-        corrected = jax.lax.dynamic_slice_in_dim(columns, first, width) - jnp.matmul(
-            above.T, errors, precision=_HIGHEST
-        )
+        change = jnp.matmul(above.T, errors, precision=HIGHEST)
+        corrected = jax.lax.dynamic_slice_in_dim(columns, first, width) - change
         within = jax.lax.dynamic_slice_in_dim(above, first, width)
         blocks = jax.lax.dynamic_slice_in_dim(block_of, first, width)
 
-        def round_one(n: Any, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def round_one(n: Index, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             corrected, codes, errors = state
-            of_block = jax.tree.map(lambda x: x[blocks[n]][:, None], grid)
+            levels = jax.tree.map(lambda x: x[blocks[n]][:, None], grid)
             value = corrected[n][:, None]
-            code, _ = encode_by(value, of_block, format)
-            rounded = decode_by(code, of_block, format)
+            code, _ = encode_by(value, levels, format)
+            rounded = decode_by(code, levels, format)
             error = (value - rounded)[:, 0] / within[n, n]
             corrected = corrected - within[n][:, None] * error[None, :]
             return corrected, codes.at[n].set(code[:, 0]), errors.at[n].set(error)
@@ -215,4 +185,4 @@ def _codes(
 
     _, codes = jax.lax.scan(round_columns, jnp.zeros_like(columns), jnp.arange(steps) * width)
     codes = codes.reshape(steps * width, -1)[:length]
-    return jnp.zeros_like(codes).at[order].set(codes).T.reshape(*batch, length)
+    return jnp.zeros_like(codes).at[order].set(codes)

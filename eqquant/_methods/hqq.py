@@ -1,14 +1,13 @@
 """Half-Quadratic Quantization."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array
 
-from .._formats.base import AbstractFormat
-from .base import AbstractScaleMethod, Scales, ZeroPoints
-from .search import Best, better, fit, least_squared, Search
+from .._formats.base import AbstractFormat, Blocks, Scales
+from .base import AbstractScaleMethod
+from .choose import ZeroPoints
+from .search import Best, Error, fit, least_squared, lower, Search, start_search
 
 
 # The exponent of the norm, the first weight of the penalty, its growth, and the number of steps.
@@ -25,33 +24,30 @@ class HQQ(AbstractScaleMethod):
     ??? cite
 
         [Half-Quadratic Quantization of Large Machine Learning Models](https://mobiusml.github.io/hqq_blog/)
+
+    **Arguments:** none.
     """
 
-    def choose_scales(
-        self, blocks: Float32[Array, "*batch blocks block"], format: AbstractFormat
-    ) -> tuple[Scales, ZeroPoints]:
-        search = Search.of(blocks, format)
+    def choose_scales(self, blocks: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:
+        search = start_search(blocks, format)
         robust = lambda factor: jnp.sum(jnp.abs(search.errors(factor)) ** _P, axis=-1)
         one = jnp.ones_like(search.scale)
         squared = least_squared(search)
-        start = better((one, robust(one)), squared, robust)
+        start = lower((one, robust(one)), squared, robust(squared))
         return search.result(_half_quadratic(search, squared, robust, start))
 
 
-HQQ.__init__.__doc__ = "**Arguments:** none."
-
-
-def _half_quadratic(search: Search, factor: Array, error: Any, best: Best) -> Array:
+def _half_quadratic(search: Search, factor: Array, error: Error, best: Best[Array]) -> Array:
     # The penalty's weight assumes values of about one.
     size = jnp.mean(jnp.abs(search.units), axis=-1, keepdims=True)
     size = jnp.where(size > 0, size, 1)
 
-    def step(state: tuple[Array, Array, Best], _: None) -> tuple[Any, None]:
+    def step(state: tuple[Array, Array, Best[Array]], _: None) -> tuple[tuple[Array, Array, Best[Array]], None]:
         factor, beta, best = state
         levels = search.levels(factor)
         outliers = size * _shrink((search.units - levels * factor[..., None]) / size, beta)
         factor = search.storable(fit(search.units - outliers, levels, factor))
-        return (factor, beta * _KAPPA, better(best, factor, error)), None
+        return (factor, beta * _KAPPA, lower(best, factor, error(factor))), None
 
     start = (factor, jnp.asarray(_BETA, jnp.float32), best)
     (_, _, best), _ = jax.lax.scan(step, start, None, length=_ITERATIONS)

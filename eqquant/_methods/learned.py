@@ -1,24 +1,23 @@
 """Learned rounding: improves the codes and the scales of another method in turn, for the inputs of the weight."""
 
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt8
 
 from .._formats.base import AbstractFormat
+from .._numerics.batching import Index
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
-from .base import AbstractMethod, by_chunks, decode_by, encode_by, Encoded, Grid, stored_grid
+from .base import AbstractMethod
+from .choose import Rows
 from .gptq import GPTQ
-from .inputs import statistic
+from .gram import by_layers, check_gram, gram_of, HIGHEST, WIDTH
+from .grid import decode_by, encode_by, Encoded, Grid, load_grid
+from .inputs import Inputs
 from .mse import MSE
-
-
-# How many columns are rounded one by one before their errors reach the rest, by a product.
-_WIDTH = 128
-_HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class LearnedRounding(AbstractMethod):
@@ -47,7 +46,7 @@ class LearnedRounding(AbstractMethod):
         [Up or Down? Adaptive Rounding for Post-Training Quantization](https://arxiv.org/abs/2004.10568) introduced
     """
 
-    inputs: Any
+    inputs: Inputs
     method: AbstractMethod  # pyright: ignore[reportIncompatibleVariableOverride]
     rounds: int = eqx.field(static=True)
     damping: float = eqx.field(static=True)
@@ -55,9 +54,9 @@ class LearnedRounding(AbstractMethod):
 
     def __init__(
         self,
-        inputs: Any = None,
+        inputs: Inputs = None,
         *,
-        gram: Any = None,
+        gram: Array | np.ndarray | None = None,
         method: AbstractMethod | None = None,
         rounds: int = 4,
         damping: float | int = 0.01,
@@ -78,45 +77,28 @@ class LearnedRounding(AbstractMethod):
         `ValueError` for other values, or with both `inputs` and `gram`. Quantizing raises `ValueError` if statistics
         are missing, not finite, or of another weight; the message names the leaf.
         """
-        if inputs is not None and gram is not None:
-            raise ValueError("`gram` must come without `inputs`. Got both. Pass the statistics, or the matrix.")
-        if not 0 <= damping < float("inf"):
-            raise ValueError(f"`damping` must be finite and not negative. Got {damping}. The usual one is 0.01.")
+        self.inputs = check_gram(inputs, gram, damping)  # pyright: ignore[reportIncompatibleVariableOverride]
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
             raise ValueError(f"`rounds` must be a positive whole number. Got {rounds!r}.")
-        self.inputs = gram if inputs is None else inputs
         self.method = GPTQ(method=MSE(), damping=damping) if method is None else method  # pyright: ignore[reportIncompatibleVariableOverride]
         self.rounds, self.damping = rounds, float(damping)
 
     def quantize_rows(
-        self,
-        rows: Float[Array, "*batch length"],
-        format: AbstractFormat,
-        *,
-        key: PRNGKeyArray | None = None,
-        chunk: int | None = None,
+        self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
     ) -> Encoded:
         if key is not None:
             raise ValueError("`key` must be None with LearnedRounding, which rounds to the best code. Got a key.")
-        gram = jnp.asarray(statistic(self.inputs, "gram"), jnp.float32)
-        method = self.method
+        gram, method = gram_of(self.inputs), self.method
         if _takes_inputs(method):
             inputs = gram if method.statistic == "gram" else jnp.diagonal(gram, axis1=-2, axis2=-1)
             method = dataclasses.replace(method, inputs=inputs)  # pyright: ignore[reportCallIssue]
         start = method.quantize_rows(rows, format, chunk=chunk)
-        grid = stored_grid(start, format)
-
-        def of_layer(rows: Array, gram: Array, codes: Array, grid: Grid) -> tuple[Array, Array]:
-            damped = _damped(gram, self.damping)
-            of_rows = lambda _, rows, codes, grid: _descend(damped, rows, codes, grid, format, self.rounds)
-            return by_chunks(of_rows, chunk, rows, codes, grid)
-
-        for _ in range(gram.ndim - 2):
-            of_layer = jax.vmap(of_layer)
-        codes, scale = of_layer(rows, gram, start.codes, grid)
-        return start._replace(
-            codes=codes, scale=scale_to_bits(scale, format.scale_dtype) if _fits(format) else start.scale
-        )
+        grid = load_grid(start.scale, start.zero_point, start.offset, format)
+        damp = lambda gram: _damp(gram, self.damping)
+        descend = lambda gram, columns, codes, grid: _descend(gram, columns, codes, grid, format, self.rounds)
+        codes, scale = by_layers(damp, descend, gram, chunk, rows, start.codes, grid)
+        scale_bits = scale_to_bits(scale, format.scale_dtype) if _fits(format) else start.scale
+        return start._replace(codes=codes, scale=scale_bits)
 
 
 def _takes_inputs(method: AbstractMethod) -> bool:
@@ -128,7 +110,7 @@ def _fits(format: AbstractFormat) -> bool:
     return format.scale_format is None and format.block_size != "tensor"
 
 
-def _damped(gram: Float32[Array, "length length"], damping: float) -> Float32[Array, "length length"]:
+def _damp(gram: Float32[Array, "length length"], damping: float) -> Float32[Array, "length length"]:
     """Returns the Gram matrix with a mean of about one on its diagonal, and damped."""
     mean = jnp.mean(jnp.diagonal(gram))
     return gram / jnp.where(mean > 0, mean, 1) + damping * jnp.eye(len(gram), dtype=gram.dtype)
@@ -136,32 +118,28 @@ def _damped(gram: Float32[Array, "length length"], damping: float) -> Float32[Ar
 
 def _descend(
     gram: Float32[Array, "length length"],
-    rows: Float[Array, "*batch length"],
-    codes: UInt8[Array, "*batch length"],
+    columns: Float[Array, "length rows"],
+    codes: UInt8[Array, "length rows"],
     grid: Grid,
     format: AbstractFormat,
     rounds: int,
-) -> tuple[UInt8[Array, "*batch length"], Float32[Array, "*batch blocks"]]:
-    """Returns codes and scales of rows with a smaller error, or those that came."""
-    *batch, length = rows.shape
-    # Columns come first, so that one is contiguous.
-    columns_first = lambda x: x.reshape(-1, x.shape[-1]).T
-    problem = _Problem(gram, columns_first(rows.astype(jnp.float32)), format)
-    start = columns_first(codes), jax.tree.map(columns_first, grid)
+) -> tuple[UInt8[Array, "length rows"], Float32[Array, "blocks rows"]]:
+    """Returns codes and scales with a smaller error, or those that came."""
+    problem = _LeastSquares(gram, columns.astype(jnp.float32), format)
+    start = codes, grid
 
-    def one_round(_: Any, state: tuple[Array, Grid]) -> tuple[Array, Grid]:
+    def improve(_: Index, state: tuple[Array, Grid]) -> tuple[Array, Grid]:
         codes, grid = state
         codes = problem.move_codes(codes, grid)
         return codes, problem.fit_scales(codes, grid) if _fits(format) else grid
 
-    codes, grid = jax.lax.fori_loop(0, rounds, one_round, start)
+    codes, grid = jax.lax.fori_loop(0, rounds, improve, start)
     codes = problem.move_codes(codes, grid)
     lower = problem.loss(codes, grid) < problem.loss(*start)  # never for a NaN
-    codes, scale = jnp.where(lower, codes, start[0]), jnp.where(lower, grid.kept, start[1].kept)
-    return codes.T.reshape(*batch, length), scale.T.reshape(*batch, -1)
+    return jnp.where(lower, codes, start[0]), jnp.where(lower, grid.stored_scale, start[1].stored_scale)
 
 
-class _Problem(eqx.Module):
+class _LeastSquares(eqx.Module):
     """The least squares problem of all rows. Arrays are transposed: `(length, rows)` and `(blocks, rows)`."""
 
     gram: Float32[Array, "length length"]
@@ -177,14 +155,14 @@ class _Problem(eqx.Module):
 
     def _slopes(self, codes: Array, grid: Grid) -> Array:
         """Returns half the derivatives of the error by each value."""
-        return jnp.matmul(self.gram, self._values(codes, grid) - self.wanted, precision=_HIGHEST)
+        return jnp.matmul(self.gram, self._values(codes, grid) - self.wanted, precision=HIGHEST)
 
     def loss(self, codes: Array, grid: Grid) -> Float32[Array, " rows"]:
         return jnp.sum((self._values(codes, grid) - self.wanted) * self._slopes(codes, grid), axis=0)
 
     def move_codes(self, codes: Array, grid: Grid) -> Array:
         """Moves the codes of one column after the other."""
-        length, width = len(codes), min(_WIDTH, len(codes))
+        length, width = len(codes), min(WIDTH, len(codes))
         padded = -(-length // width) * width
         pad = lambda x: jnp.pad(x, [(0, padded - length)] + [(0, 0)] * (x.ndim - 1))
         gram = pad(pad(self.gram).T)
@@ -196,20 +174,20 @@ class _Problem(eqx.Module):
             within = jax.lax.dynamic_slice_in_dim(reach, first, width)
             start = jax.lax.dynamic_slice_in_dim(slopes, first, width)
 
-            def move_one(n: Any, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            def move_one(n: Index, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                 slopes, codes, change = state
                 curvature = within[n, n]
-                of_block = jax.tree.map(lambda x: x[block_of[first + n]][:, None], grid)
+                levels = jax.tree.map(lambda x: x[block_of[first + n]][:, None], grid)
                 best = values[n] - slopes[n] / jnp.where(curvature > 0, curvature, 1)
-                code, _ = encode_by(best[:, None], of_block, self.format)
-                step = decode_by(code, of_block, self.format)[:, 0] - values[n]
+                code, _ = encode_by(best[:, None], levels, self.format)
+                step = decode_by(code, levels, self.format)[:, 0] - values[n]
                 step, moves = _falls(step, slopes[n], curvature)
                 slopes = slopes + within[:, n][:, None] * step[None, :]
                 codes = codes.at[n].set(jnp.where(moves, code[:, 0], codes[n]))
                 return slopes, codes, change.at[n].set(step)
 
             _, codes, change = jax.lax.fori_loop(0, width, move_one, (start, codes, jnp.zeros_like(values)))
-            return slopes + jnp.matmul(reach, change, precision=_HIGHEST), codes
+            return slopes + jnp.matmul(reach, change, precision=HIGHEST), codes
 
         in_parts = lambda x: pad(x).reshape(-1, width, x.shape[-1])
         starts = jnp.arange(0, padded, width)
@@ -220,16 +198,16 @@ class _Problem(eqx.Module):
     def fit_scales(self, codes: Array, grid: Grid) -> Grid:
         """Fits the scales of one block after the other."""
         size, (length, rows) = self._size, codes.shape
-        blocks = len(grid.kept)
+        blocks = len(grid.stored_scale)
         pad = lambda x: jnp.pad(x, [(0, blocks * size - length)] + [(0, 0)] * (x.ndim - 1))
         gram = pad(pad(self.gram).T)
-        ones = jax.tree.map(jnp.ones_like, grid.kept)
+        ones = jax.tree.map(jnp.ones_like, grid.stored_scale)
         levels = pad(self._values(codes, Grid(ones, ones, grid.zero_point)))
 
         def fit_one(slopes: Array, x: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             first, levels, old = x
             reach = jax.lax.dynamic_slice_in_dim(gram, first, size, axis=1)
-            change = jnp.matmul(reach, levels, precision=_HIGHEST)  # of slopes, for each unit of the scale
+            change = jnp.matmul(reach, levels, precision=HIGHEST)  # of slopes, for each unit of the scale
             own = lambda x: jax.lax.dynamic_slice_in_dim(x, first, size)
             slope, curvature = jnp.sum(levels * own(slopes), axis=0), jnp.sum(levels * own(change), axis=0)
             wanted = old - slope / jnp.where(curvature > 0, curvature, 1)
@@ -240,13 +218,13 @@ class _Problem(eqx.Module):
             return slopes + change * step[None, :], jnp.where(moves, new, old)
 
         starts = jnp.arange(blocks) * size
-        parts = starts, levels.reshape(blocks, size, rows), grid.kept
+        parts = starts, levels.reshape(blocks, size, rows), grid.stored_scale
         _, scale = jax.lax.scan(fit_one, pad(self._slopes(codes, grid)), parts)
-        return grid._replace(scale=scale, kept=scale)
+        return grid._replace(scale=scale, stored_scale=scale)
 
 
 def _falls(
-    step: Float32[Array, " rows"], slope: Float32[Array, " rows"], curvature: Any
+    step: Float32[Array, " rows"], slope: Float32[Array, " rows"], curvature: Array
 ) -> tuple[Float32[Array, " rows"], Bool[Array, " rows"]]:
     """Returns steps of one variable, zero unless the error falls, and whether it does."""
     falls = step * (2 * slope + curvature * step) < 0

@@ -1,12 +1,10 @@
 """The method of least squared error."""
 
-from typing import Any
-
-from jaxtyping import Array, Float32
-
-from .._formats.base import AbstractFormat
-from .base import AbstractScaleMethod, Scales, ZeroPoints
-from .search import least_squared, Search
+from .._formats.base import AbstractFormat, Blocks, Scales
+from .base import AbstractScaleMethod
+from .choose import ZeroPoints
+from .inputs import Inputs
+from .search import least_squared, start_search
 
 
 class MSE(AbstractScaleMethod):
@@ -30,23 +28,14 @@ class MSE(AbstractScaleMethod):
         mean squares of its inputs, `(*stack, features)`. `None` if all columns have equal weight.
     """
 
-    inputs: Any = None
+    inputs: Inputs = None  # pyright: ignore[reportIncompatibleVariableOverride]
     statistic = "second_moment"
 
-    def choose_scales(
-        self, blocks: Float32[Array, "*batch blocks block"], format: AbstractFormat
-    ) -> tuple[Scales, ZeroPoints]:
-        search = Search.of(blocks, format)
-        return search.result(least_squared(search))
+    def choose_scales(self, blocks: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:
+        return self.choose_weighted(blocks, None, format)
 
     def choose_weighted(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self,
-        blocks: Float32[Array, "*batch blocks block"],
-        weights: Float32[Array, "*batch blocks block"],
-        format: AbstractFormat,
+        self, blocks: Blocks, weights: Blocks | None, format: AbstractFormat
     ) -> tuple[Scales, ZeroPoints]:
-        search = Search.of(blocks, format, weights)
+        search = start_search(blocks, format, weights)
         return search.result(least_squared(search))
-
-
-MSE.__init__.__doc__ = "**Arguments:**\n\n- `inputs`: statistics of inputs, or `None`."

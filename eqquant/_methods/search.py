@@ -5,20 +5,22 @@ factor of that scale.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32
+from jaxtyping import Array
 
-from .._formats.base import AbstractFormat, AbstractOffsetFormat, has_zero_points
+from .._formats.base import AbstractFormat, AbstractOffsetFormat, Blocks, has_zero_points, Scales
+from .._numerics.batching import Index
 from .._numerics.blocks import divide, minmax
-from .._numerics.scale_bits import bits_to_scale, scale_to_bits
+from .._numerics.scale_bits import round_scale
 
 
 # A candidate and its error, by block.
-Best = tuple[Array, Array]
+Candidate = TypeVar("Candidate")
+Best = tuple[Candidate, Array]
 Error = Callable[[Array], Array]
 
 # With many codes the error changes fast with the scale, and its minimum is near one; with few codes it changes slowly,
@@ -39,23 +41,11 @@ class Search(NamedTuple):
     `weights` say how much the squared error of each value counts; `None` if all count alike.
     """
 
-    units: Float32[Array, "*batch blocks block"]
-    scale: Float32[Array, "*batch blocks"]
+    units: Blocks
+    scale: Scales
     format: AbstractFormat
-    weights: Float32[Array, "*batch blocks block"] | None = None
-    offset: Float32[Array, "*batch blocks"] | None = None  # stays as the format chooses it
-
-    @staticmethod
-    def of(
-        blocks: Float32[Array, "*batch blocks block"],
-        format: AbstractFormat,
-        weights: Float32[Array, "*batch blocks block"] | None = None,
-    ) -> "Search":
-        scale, offset = format.choose_scale(blocks), None
-        if isinstance(format, AbstractOffsetFormat):
-            offset = format.choose_offset(blocks, scale)
-            blocks = blocks - offset[..., None]
-        return Search(divide(blocks, jnp.broadcast_to(scale[..., None], blocks.shape)), scale, format, weights, offset)
+    weights: Blocks | None = None
+    offset: Scales | None = None  # stays as the format chooses it
 
     def weighted(self, x: Array) -> Array:
         return x if self.weights is None else x * self.weights
@@ -74,10 +64,9 @@ class Search(NamedTuple):
         """Rounds the factor so that its scale can be stored: to a power of two, for instance."""
         if self.format.scale_dtype == "float32" or self.format.scale_format is not None:
             return factor
-        dtype = self.format.scale_dtype
-        kept = bits_to_scale(scale_to_bits(self.scale * factor, dtype), dtype)
-        usable = (self.scale != 0) & (kept != 0)
-        return jnp.where(usable, kept / jnp.where(usable, self.scale, 1), factor)
+        stored = round_scale(self.scale * factor, self.format.scale_dtype)
+        usable = (self.scale != 0) & (stored != 0)
+        return jnp.where(usable, stored / jnp.where(usable, self.scale, 1), factor)
 
     def result(self, factor: Array) -> tuple[Array, Array | None]:
         """Returns the scales, and their best zero points, or the offsets."""
@@ -105,26 +94,37 @@ class Search(NamedTuple):
         return _least(error, candidate(0.0), candidate, _CUT_BELOW[1:])[0]
 
 
+def start_search(blocks: Blocks, format: AbstractFormat, weights: Blocks | None = None) -> Search:
+    """Returns blocks in units of the scales that the format chooses."""
+    scale, offset = format.choose_scale(blocks), None
+    if isinstance(format, AbstractOffsetFormat):
+        offset = format.choose_offset(blocks, scale)
+        blocks = blocks - offset[..., None]
+    return Search(divide(blocks, jnp.broadcast_to(scale[..., None], blocks.shape)), scale, format, weights, offset)
+
+
 def least_squared(search: Search) -> Array:
     """Returns the factor of least squared error of each block: the best of a grid, then fitted to its codes."""
     squared = lambda factor: jnp.sum(search.weighted(jnp.square(search.errors(factor))), axis=-1)
     one = jnp.ones_like(search.scale)
     best = _least(squared, one, lambda step: search.storable(jnp.full_like(one, step)), _FACTORS)
-    refit = lambda _, best: better(best, search.storable(_refit(search, best[0])), squared)
+
+    def refit(_: Index, best: Best[Array]) -> Best[Array]:
+        levels = search.levels(best[0])
+        factor = search.storable(fit(search.units, levels, best[0], search.weighted(levels)))
+        return lower(best, factor, squared(factor))
+
     return jax.lax.fori_loop(0, _REFITS, refit, best)[0]
 
 
-def _refit(search: Search, factor: Array) -> Array:
-    """Returns the factor of least squared error for the codes that values have with `factor`."""
-    levels = search.levels(factor)
-    return fit(search.units, levels, factor, search.weighted(levels))
+def lower(best: Best[Candidate], candidate: Candidate, error: Array) -> Best[Candidate]:
+    """Returns the candidate, and its error, where this is lower than that of the best.
 
-
-def better(best: Best, candidate: Array, error: Error) -> Best:
-    """Returns the candidate with the lower error, for each block."""
-    new = error(candidate)
-    improved = new < best[1]  # never for a NaN
-    return jnp.where(improved, candidate, best[0]), jnp.where(improved, new, best[1])
+    Candidates may be trees. All arrays share their leading axes, those of the errors.
+    """
+    improved = error < best[1]  # never for a NaN
+    where = lambda new, old: jnp.where(improved.reshape(*improved.shape, *[1] * (new.ndim - improved.ndim)), new, old)
+    return jax.tree.map(where, candidate, best[0]), where(error, best[1])
 
 
 def fit(units: Array, levels: Array, factor: Array, weighted: Array | None = None) -> Array:
@@ -138,8 +138,11 @@ def fit(units: Array, levels: Array, factor: Array, weighted: Array | None = Non
     return jnp.where(fitted > 0, fitted, factor)
 
 
-def _least(error: Error, start: Array, candidate: Callable[[Any], Array], steps: np.ndarray) -> Best:
+def _least(error: Error, start: Array, candidate: Callable[[Array], Array], steps: np.ndarray) -> Best[Array]:
     """Returns the candidate of least error for each block. Tries one at a time, to hold only one in memory."""
-    step = lambda best, step: (better(best, candidate(step), error), None)
-    best, _ = jax.lax.scan(step, (start, error(start)), jnp.asarray(steps))
-    return best
+
+    def step(best: Best[Array], step: Array) -> tuple[Best[Array], None]:
+        new = candidate(step)
+        return lower(best, new, error(new)), None
+
+    return jax.lax.scan(step, (start, error(start)), jnp.asarray(steps))[0]

@@ -32,7 +32,7 @@ def move_stochastically(
 
     `uint8` codes, of the shape of the values.
     """
-    step = _even_step(format)
+    step = _even_levels(format)
     if step is not None:
         # On an even grid this takes one addition, and no lookup. A value that is a level keeps it.
         places = (values - step.low) / step.size
@@ -47,14 +47,14 @@ def move_stochastically(
     return jnp.where(uniform < chance, other, nearest)
 
 
-class _Step(NamedTuple):
+class _EvenLevels(NamedTuple):
     size: np.float32
     low: np.float32
     high: np.float32
 
 
 @ft.lru_cache
-def _even_step(format: AbstractFormat) -> _Step | None:
+def _even_levels(format: AbstractFormat) -> _EvenLevels | None:
     """Returns the distance of neighbouring levels and the ends, if all neighbours are as far apart; else `None`."""
     levels, _, above = _neighbours(format)
     _, reached = levels_of(format)
@@ -63,7 +63,7 @@ def _even_step(format: AbstractFormat) -> _Step | None:
     # Each level but the last has a neighbour above, so every gap is one that values round in.
     joined = np.count_nonzero(reached & (above != np.arange(len(above)))) == len(gaps) and above[last] == last
     even = joined and np.count_nonzero(reached) == len(grid) and (gaps == gaps[0]).all()
-    return _Step(np.float32(gaps[0]), np.float32(grid[0]), np.float32(grid[-1])) if even else None
+    return _EvenLevels(np.float32(gaps[0]), np.float32(grid[0]), np.float32(grid[-1])) if even else None
 
 
 @ft.lru_cache

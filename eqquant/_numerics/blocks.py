@@ -3,7 +3,7 @@
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from .reduce import reduce_blocks
 
@@ -44,6 +44,21 @@ def expand(per_block: Array, block_size: BlockSize, length: int) -> Array:
         return jnp.broadcast_to(per_block, (*batch, length))
     repeated = jnp.broadcast_to(per_block[..., None], (*batch, blocks, block_size))
     return repeated.reshape(*batch, blocks * block_size)[..., :length]
+
+
+def dequantize_blocks(
+    values: Float[Array, "*batch length"],
+    scale: Float[Array, "*batch blocks"],
+    zero_point: UInt8[Array, "*batch blocks"] | None,
+    offset: Float[Array, "*batch blocks"] | None,
+    block_size: BlockSize,
+) -> Float[Array, "*batch length"]:
+    """Returns `(values - zero_point) * scale + offset`, where `values` are decoded codes."""
+    length = values.shape[-1]
+    if zero_point is not None:
+        values = values - expand(zero_point.astype(jnp.float32), block_size, length)
+    values = values * expand(scale, block_size, length)
+    return values if offset is None else values + expand(offset, block_size, length)
 
 
 def absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:

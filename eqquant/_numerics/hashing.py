@@ -57,8 +57,6 @@ def _fold_in(key: UInt32[Array, "1"], data: Array) -> UInt32[Array, "1"]:
 
 
 def _random_bits(key: UInt32[Array, "1"], bit_width: int, shape: Sequence[int]) -> UInt[Array, "*shape"]:
-    if bit_width > 32:
-        raise ValueError(f"`bit_width` must be at most 32. Got {bit_width}. Take a generator of JAX.")
     dtype = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bit_width]
     return (_counted(key, math.prod(shape)) >> np.uint32(32 - bit_width)).astype(dtype).reshape(*shape)
 

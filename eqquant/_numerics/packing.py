@@ -116,56 +116,32 @@ def _unpack_parts(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) 
 def _pack_one(codes: UInt8[Array, "*batch length"], bits: int) -> UInt8[Array, "*batch bytes"]:
     if bits == 8:
         return codes
-    body, tail = _segments(codes.shape[-1], bits)
-    return jnp.concatenate(
-        [
-            _pack_planes(codes[..., : body * PLANE * (8 // bits)], PLANE, bits),
-            _pack_planes(codes[..., body * PLANE * (8 // bits) :], tail, bits),
-        ],
-        axis=-1,
-    )
+    segment = segment_length(bits)
+    return _by_segments(lambda codes: _pack_planes(codes, bits), codes, codes.shape[-1] // segment, segment)
 
 
 def _unpack_one(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) -> UInt8[Array, "*batch length"]:
     if bits == 8:
         return packed
-    body, tail = _segments(length, bits)
-    if tail == 0:
-        return _unpack_planes(packed, PLANE, bits)
-    last = _unpack_planes(packed[..., body * PLANE :], tail, bits)
-    if body > 0:
-        first = _unpack_planes(packed[..., : body * PLANE], PLANE, bits)
-        last = jnp.concatenate([first, last], axis=-1)
-    return last[..., :length]
+    count = length // segment_length(bits)
+    return _by_segments(lambda packed: _unpack_planes(packed, bits), packed, count, PLANE)[..., :length]
 
 
-def _segments(length: int, bits: int) -> tuple[int, int]:
-    """Returns the number of whole segments, and the plane length of the shorter last one (0 without one)."""
-    body, rest = divmod(length, PLANE * (8 // bits))
-    return body, packed_length(rest, bits)
+def _shifts(bits: int, shape: tuple[int, ...]) -> UInt8[Array, "*batch planes plane"]:
+    return jnp.broadcast_to(jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None], shape)
 
 
-def _shifts(bits: int) -> UInt8[Array, "planes 1"]:
-    return jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None]
-
-
-def _pack_planes(codes: UInt8[Array, "*batch codes"], plane: int, bits: int) -> UInt8[Array, "*batch bytes"]:
+def _pack_planes(codes: UInt8[Array, "*batch codes"], bits: int) -> UInt8[Array, "*batch bytes"]:
+    """Packs a segment, which may be shorter than others."""
     *batch, length = codes.shape
-    planes = 8 // bits
-    if plane == 0 or length == 0:
-        return codes[..., :0]
-    padding = -length % (plane * planes)
-    codes = jnp.pad(codes, [(0, 0)] * len(batch) + [(0, padding)])
-    segments = codes.shape[-1] // (planes * plane)  # not -1, which is ambiguous if another axis is empty
-    codes = codes.reshape(*batch, segments, planes, plane)
-    shifted = codes << jnp.broadcast_to(_shifts(bits), codes.shape)
-    return shifted.sum(axis=-2, dtype=jnp.uint8).reshape(*batch, segments * plane)
+    shape = (*batch, 8 // bits, packed_length(length, bits))
+    codes = jnp.pad(codes, [(0, 0)] * len(batch) + [(0, shape[-2] * shape[-1] - length)]).reshape(shape)
+    return (codes << _shifts(bits, shape)).sum(axis=-2, dtype=jnp.uint8)
 
 
-def _unpack_planes(packed: UInt8[Array, "*batch bytes"], plane: int, bits: int) -> UInt8[Array, "*batch codes"]:
-    *batch, length = packed.shape
-    planes = 8 // bits
-    packed = packed.reshape(*batch, length // plane, 1, plane)
-    packed = jnp.broadcast_to(packed, (*batch, length // plane, planes, plane))
-    codes = (packed >> jnp.broadcast_to(_shifts(bits), packed.shape)) & jnp.uint8(2**bits - 1)
-    return codes.reshape(*batch, length * planes)
+def _unpack_planes(packed: UInt8[Array, "*batch bytes"], bits: int) -> UInt8[Array, "*batch codes"]:
+    """Unpacks a segment."""
+    *batch, plane = packed.shape
+    shape = (*batch, 8 // bits, plane)
+    codes = jnp.broadcast_to(packed[..., None, :], shape) >> _shifts(bits, shape) & jnp.uint8(2**bits - 1)
+    return codes.reshape(*batch, 8 // bits * plane)

@@ -1,29 +1,30 @@
 """What the rules of the primitives share."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 from jaxtyping import Array
 
 from .. import _compat
 
 
-def compiled(primitive: Any, compute: Callable[..., Array], static: Sequence[str]) -> Callable[..., Array]:
+def compiled(primitive: Primitive, compute: Callable[..., Array], static: Sequence[str]) -> Callable[..., Array]:
     """Returns what a primitive does outside of `jit`: a program of its own, or where `jit` is disabled, `compute`.
 
     `static` are the names of its parameters.
     """
 
     # `jit` caches the compiled program, and JAX bounds that cache.
-    def run(*args: Array, **params: Any) -> Array:
+    def run(*args: Array, **params: object) -> Array:
         return primitive.bind(*args, **params)
 
     run.__name__ = primitive.name
     jitted = jax.jit(run, static_argnames=static)
 
-    def call(*args: Array, **params: Any) -> Array:
+    def call(*args: Array, **params: object) -> Array:
         disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
         return (compute if disabled else jitted)(*args, **params)
 
@@ -37,10 +38,10 @@ def moved(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
     return jnp.moveaxis(jnp.broadcast_to(a, (size, *a.shape)), 0, to)
 
 
-def without_tangent(primitive: Any) -> Callable[..., tuple[Array, Any]]:
+def without_tangent(primitive: Primitive) -> Callable[..., tuple[Array, ad.Zero]]:
     """Returns the JVP rule of a primitive that takes integers alone, or gives integers."""
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Array, Any]:
+    def jvp(primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], **params: object) -> tuple[Array, ad.Zero]:
         del tangents
         y = primitive.bind(*primals, **params)
         return y, _compat.zero_tangent(y)
@@ -48,10 +49,10 @@ def without_tangent(primitive: Any) -> Callable[..., tuple[Array, Any]]:
     return jvp
 
 
-def along_first(primitive: Any) -> Callable[..., tuple[Array, int]]:
+def along_first(primitive: Primitive) -> Callable[..., tuple[Array, int]]:
     """Returns the batching rule of a primitive that works along the last axes of operands with equal first ones."""
 
-    def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Array, int]:
+    def batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) -> tuple[Array, int]:
         size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
         return primitive.bind(*(moved(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
 

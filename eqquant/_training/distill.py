@@ -17,7 +17,7 @@ from .._array.straight_through import value_of
 from .._formats.base import AbstractFormat, levels_of
 from .._numerics import packing
 from .._numerics.axes import logical_order
-from .._numerics.blocks import expand
+from .._numerics.blocks import dequantize_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .._tree.change import Apply
 from .._tree.leaves import abbreviate_list, float_leaves, Leaf, named_leaves, replace_leaves
@@ -334,12 +334,7 @@ class _TrainedQuantized(eqx.Module):
 
     def value(self, changes: dict[str, Array]) -> Array:
         q, (_, values) = self.q, self._levels(changes)
-        size, length = q.format.block_size, self.codes.shape[-1]
-        if q.zero_point is not None:
-            values = values - expand(q.zero_point.astype(jnp.float32), size, length)
-        dense = values * expand(self._scale(changes), size, length)
-        if q.offset is not None:
-            dense = dense + expand(q.offset, size, length)
+        dense = dequantize_blocks(values, self._scale(changes), q.zero_point, q.offset, q.format.block_size)
         return logical_order(dense, q._axes, q.lengths).astype(q.dtype)
 
     def final(self, changes: dict[str, Array]) -> QuantizedArray:

@@ -1,0 +1,118 @@
+"""Cuts rows into blocks, and chooses the scale and the zero point of each."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, UInt8
+
+from .._formats.base import AbstractFormat, has_offsets, has_zero_points, Scales
+from .._numerics.batching import by_chunks, Index
+from .._numerics.blocks import not_finite, num_blocks, split_blocks
+
+
+Rows = Float[Array, "*batch length"]
+# Zero points, or for a format with offsets these.
+ZeroPoints = UInt8[Array, "*batch blocks"] | Float32[Array, "*batch blocks"] | None
+Chosen = tuple[Array, Array | None]
+
+
+def choose_by_blocks(
+    choose: Callable[[Array, AbstractFormat], tuple[Array, Array | None]],
+    rows: Float[Array, "*batch length"],
+    format: AbstractFormat,
+    *,
+    chunk: int | None = None,
+) -> tuple[Scales, ZeroPoints]:
+    """Cuts rows into blocks and chooses the scale and zero point of each. For your own [`eqquant.AbstractMethod`][].
+
+    !!! Example
+
+        ```python
+        scale, zero_point = eqq.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
+        ```
+
+    **Arguments:**
+
+    - `choose`: a function of blocks and a format, as [`eqquant.AbstractScaleMethod.choose_scales`][]. It is called for
+        whole blocks, and again for a shorter last block.
+    - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
+    - `format`: what to quantize to.
+    - `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
+
+    **Returns:**
+
+    What `choose` returns, for all blocks: float32 scales of shape `(*batch, blocks)`, and zero points, offsets or
+    `None`. The scale of a block that holds a NaN or an infinity is NaN.
+
+    **Raises:**
+
+    `TypeError` if `choose` returns other shapes, or zero points that do not suit the format.
+    """
+
+    def choose_and_check(blocks: Array, _: int) -> Chosen:
+        scale, zero_point = choose(blocks, format)
+        check_scales(scale, zero_point, blocks.shape[:-1], format)
+        return mark(scale, not_finite(blocks)), zero_point
+
+    return choose_by_parts(choose_and_check, rows, format, chunk)
+
+
+def choose_by_weights(
+    choose: Callable[[Array, Array, AbstractFormat], Chosen],
+    rows: Rows,
+    weights: Float32[Array, "*stack length"],
+    format: AbstractFormat,
+    chunk: int | None,
+) -> tuple[Scales, ZeroPoints]:
+    """As `choose_by_blocks`, with the weights of columns. `stack` are the first axes of `batch`."""
+    if weights.ndim > 1 and format.block_size != "tensor":
+        return jax.vmap(lambda rows, weights: choose_by_weights(choose, rows, weights, format, chunk))(rows, weights)
+    if format.block_size == "tensor":
+        weights = weights.reshape(*weights.shape[:-1], *[1] * (rows.ndim - weights.ndim), rows.shape[-1])
+        weights = jnp.broadcast_to(weights, rows.shape)
+    parts = split_blocks(weights, format.block_size)
+
+    def choose_weighted(blocks: Array, part: int) -> Chosen:
+        own = parts[part].reshape(*[1] * (blocks.ndim - parts[part].ndim), *parts[part].shape)
+        scale, zero_point = choose(blocks, jnp.broadcast_to(own, blocks.shape), format)
+        return mark(scale, not_finite(blocks)), zero_point
+
+    return choose_by_parts(choose_weighted, rows, format, chunk)
+
+
+def choose_by_parts(
+    choose: Callable[[Array, int], Chosen], rows: Rows, format: AbstractFormat, chunk: int | None
+) -> tuple[Scales, ZeroPoints]:
+    """Chooses for the whole blocks, part 0, and for a shorter last one."""
+    *batch, length = rows.shape
+
+    def choose_rows(_: Index, rows: Array) -> Chosen:
+        parts = split_blocks(rows.astype(jnp.float32), format.block_size)
+        scales, zeros = zip(*(choose(part, n) for n, part in enumerate(parts)), strict=True)
+        return jnp.concatenate(scales, axis=-1), None if zeros[0] is None else jnp.concatenate(zeros, axis=-1)
+
+    scale, zero_point = by_chunks(choose_rows, None if format.block_size == "tensor" else chunk, rows)
+    blocks = (*batch, num_blocks(length, format.block_size))
+    return jnp.broadcast_to(scale, blocks), None if zero_point is None else jnp.broadcast_to(zero_point, blocks)
+
+
+def mark(scale: Scales, marks: Scales) -> Scales:
+    """Returns scales that are NaN where the marks are."""
+    return jnp.where(jnp.isnan(marks), jnp.nan, scale)  # not a sum, which would lose the sign of a zero
+
+
+def check_scales(scale: Array, zero_point: Array | None, shape: tuple[int, ...], format: AbstractFormat) -> None:
+    """Raises unless there is one scale, and one zero point or offset if the format has them, for each block."""
+    if scale.shape != shape:
+        raise TypeError(f"There must be one scale per block, {shape} for {format!r}. Got shape {scale.shape}.")
+    name, dtype = ("Offsets", jnp.float32) if has_offsets(format) else ("Zero points", jnp.uint8)
+    has_any = has_offsets(format) or has_zero_points(format)
+    if has_any != (zero_point is not None):
+        has, got = ("has", "none") if has_any else ("has no", "some")
+        raise TypeError(f"{format!r} {has} {name.lower()}, and scales must come with as many. Got {got}.")
+    if zero_point is not None and (zero_point.shape != shape or zero_point.dtype != dtype):
+        raise TypeError(
+            f"{name} must be {jnp.dtype(dtype)} of the shape of the scales, {shape}. Got {zero_point.dtype} of shape "
+            f"{zero_point.shape}."
+        )

@@ -1,0 +1,55 @@
+"""What methods share that measure the error of outputs by a Gram matrix, the mean of $x x^T$ over the inputs."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32
+
+from .._numerics.batching import by_chunks, Index, vmap_leading
+from .._types import PyTree
+from .inputs import Inputs, statistic
+
+
+WIDTH = 128  # how many columns are handled one by one before the rest is corrected, by a product
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def gram_of(inputs: Inputs) -> Float32[Array, "*stack length length"]:
+    """Returns the mean of $x x^T$ over the inputs of a weight."""
+    return jnp.asarray(statistic(inputs, "gram"), jnp.float32)
+
+
+def check_gram(inputs: Inputs, gram: Array | np.ndarray | None, damping: float | int) -> Inputs:
+    """Returns the statistics or the Gram matrix that a method was given. Raises for both, and for a wrong damping."""
+    if inputs is not None and gram is not None:
+        raise ValueError("`gram` must come without `inputs`. Got both. Pass the statistics, or the matrix.")
+    if not 0 <= damping < float("inf"):
+        raise ValueError(f"`damping` must be finite and not negative. Got {damping}. The usual one is 0.01.")
+    return gram if inputs is None else inputs
+
+
+def by_layers(
+    prepare: Callable[[Array], PyTree],
+    function: Callable[..., PyTree],
+    gram: Float32[Array, "*stack length length"],
+    chunk: int | None,
+    *arrays: PyTree,
+) -> PyTree:
+    """Returns `function(prepare(gram), *arrays)` for each layer of a stack, a chunk of rows at a time.
+
+    The function takes and returns arrays whose columns come first, `(length, rows)`, so that one is contiguous.
+    """
+
+    def compute(gram: Array, *arrays: PyTree) -> PyTree:
+        prepared = prepare(gram)
+
+        def compute_rows(_: Index, *arrays: PyTree) -> PyTree:
+            *batch, _ = arrays[0].shape
+            found = function(prepared, *jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]).T, arrays))
+            return jax.tree.map(lambda x: x.T.reshape(*batch, len(x)), found)
+
+        return by_chunks(compute_rows, chunk, *arrays)
+
+    return vmap_leading(compute, gram.ndim - 2)(gram, *arrays)

@@ -1,0 +1,48 @@
+"""Maps functions over batch axes, and computes them a chunk of rows at a time."""
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from .._types import PyTree
+
+
+T = TypeVar("T")
+Index = int | Int[Array, ""]
+
+
+def vmap_leading(function: Callable[..., T], axes: int) -> Callable[..., T]:
+    """Maps a function over so many leading axes of all its arguments."""
+    for _ in range(axes):
+        function = jax.vmap(function)
+    return function
+
+
+def by_chunks(function: Callable[..., T], chunk: int | None, *arrays: PyTree) -> T:
+    """Returns `function(0, *arrays)`, computed a chunk of rows at a time: `function(first_row, *rows_of_arrays)`.
+
+    All arrays share their batch axes; a row is the last axis. The first argument is an array. The last chunk overlaps
+    the one before it.
+    """
+    batch = arrays[0].shape[:-1]
+    rows = math.prod(batch)
+    if chunk is None or rows <= chunk:
+        return function(0, *arrays)
+    flat = jax.tree.map(lambda a: a.reshape(rows, a.shape[-1]), arrays)
+
+    def compute(n: Index) -> tuple[Array, T]:
+        start = jnp.minimum(n * chunk, rows - chunk)
+        return start, function(start, *jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), flat))
+
+    def write(n: Index, done: T) -> T:
+        start, part = compute(n)
+        return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, start, 0), done, part)
+
+    part = jax.eval_shape(lambda: compute(0)[1])
+    empty = jax.tree.map(lambda a: jnp.zeros((rows, *a.shape[1:]), a.dtype), part)
+    done = jax.lax.fori_loop(0, -(-rows // chunk), write, empty)
+    return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), done)

@@ -8,8 +8,8 @@
 #include <functional>
 #include <string>
 
-#include "encode/encode.h"
 #include "core/matmul.h"
+#include "encode/encode.h"
 
 // Adds a test. Its name says what breaks where it fails: "matmul/zero points/many rows".
 void test(const std::string& name, std::function<void(const Isa&)> body);

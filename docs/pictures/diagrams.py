@@ -71,20 +71,22 @@ def sharding(theme: Theme) -> Any:
 
 def architecture(theme: Theme) -> Any:
     """The rooms of the package, by levels."""
-    ax = canvas(5.7, theme, "The rooms of eqquant: each imports from below")
+    ax = canvas(5.9, theme, "The rooms of eqquant: each imports from below")
     rows = (
-        ("L9", (("the public names: eqq.quantize, eqq.quantize_tree, ...", 4, ""),)),
-        ("L8", (("calibrate\nranges from data", 1.3, ""), ("analysis\nerrors, plans", 1.3, ""), ("io\nfiles", 1, ""))),
-        ("L7", (("_training\nmasters, simulation, low rank, optimizer state", 4, ""),)),
-        ("L6", (("_tree\nleaves by name, rules, reports", 2, ""), ("_cache\nkeys, values of attention", 1.6, ""))),
-        ("L5", (("_matmul: how a product is computed\nxla   cpu   cpu_int8   pallas_gpu   pallas_tpu", 4, "green"),)),
-        ("L4", (("_array: QuantizedArray\ncodes, scales, zero points, a format", 4, "blue"),)),
-        ("L3", (("_methods: how codes are found\nAbsMax, MSE, HQQ, GPTQ, ...", 4, "orange"),)),
-        ("L2", (("_formats: what codes mean\nNF4, Int8, MXFP4, ...", 4, "purple"),)),
-        ("L1", (("_numerics\npacking, blocks, rounding", 2, ""), ("_mesh\nshardings", 1, ""))),
-        ("L0", (("_compat, _errors, _report, _docs, _types", 4, ""),)),
+        ("L12", (("the public names: eqq.quantize, eqq.quantize_tree, ...", 4, ""),)),
+        ("L10", (("calibrate\nranges from data", 1.3, ""), ("analysis\nerrors, plans", 1.3, ""), ("io\nfiles", 1, ""))),
+        ("L9", (("_training: masters, simulation, optimizer state", 4, ""),)),
+        ("L8", (("_tree: leaves, rules, reports", 2, ""), ("_cache: keys, values", 1.6, ""))),
+        ("L7", (("_wrappers: arrays around arrays", 4, ""),)),
+        ("L6", (("_matmul: how a product is computed\nxla   cpu   cpu_int8   pallas_gpu   pallas_tpu", 4, "green"),)),
+        ("L5", (("_array: QuantizedArray\ncodes, scales, zero points, a format", 4, "blue"),)),
+        ("L4", (("_methods: how codes are found\nAbsMax, MSE, HQQ, GPTQ, ...", 4, "orange"),)),
+        ("L3", (("_formats: what codes mean\nNF4, Int8, MXFP4, ...", 4, "purple"),)),
+        ("L2", (("_numerics: packing, blocks, rounding", 4, ""),)),
+        ("L1", (("_native: eqquant-cpu", 2, ""), ("_mesh: shardings", 1.6, ""))),
+        ("L0", (("_compat, _errors, _report, _types", 4, ""),)),
     )
-    y, left = 5.3, 0.42
+    y, left = 5.5, 0.42
     for level, boxes in rows:
         high = 0.44 if any("\n" in text for text, _, _ in boxes) else 0.29
         y -= high + 0.09

@@ -10,7 +10,7 @@ import functools as ft
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -27,6 +27,7 @@ from .._mesh import as_spec, explicit_mesh, in_auto_mode, Names, names_in
 
 
 Axes = Sequence[Hashable]  # the names of the axes of an array
+Length: TypeAlias = Any  # of an axis: an integer, or a symbol in a program that is exported for any number of rows
 
 
 class Options(NamedTuple):
@@ -64,7 +65,7 @@ class Matrices(NamedTuple):
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, shape: Sequence[Length]) -> tuple[Length, ...]:
         """Returns the shape of the matrices."""
         sizes = lambda axes: [shape[axis] for axis in axes]
         return (*sizes(self.front), math.prod(sizes(self.rows)), math.prod(sizes(self.columns)))
@@ -304,14 +305,14 @@ class _Form(NamedTuple):
     x_axes: Axes
     w_axes: Axes
     out_axes: Axes
-    size: Mapping[Hashable, int]
+    size: Mapping[Hashable, Length]
     front: Axes  # of the weight: batch axes, those of a stack first
     m: Axes  # of `x` alone
     n: Axes  # of the weight alone
     k: Axes  # contracted
     summed: Axes  # of `front`, over which the result is summed
 
-    def sizes(self, names: Iterable[Hashable]) -> list[int]:
+    def sizes(self, names: Iterable[Hashable]) -> list[Length]:
         return [self.size[name] for name in names]
 
     def matrices(self, axes: Axes, rows: Axes) -> Matrices:
@@ -327,7 +328,7 @@ class _Form(NamedTuple):
 
 def _form_of(x: Any, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: Axes) -> _Form | None:
     memory, stack, single = w.constraints
-    size: dict[Hashable, int] = {}
+    size: dict[Hashable, Length] = {}
     for name, length in (*zip(w_axes, w.shape, strict=True), *zip(x_axes, x.shape, strict=True)):
         size[name] = length if size.get(name, 1) == 1 else size[name]
     contracts = any(name in x_axes and name not in out_axes for name in w_axes)
@@ -362,7 +363,7 @@ def _form_of(x: Any, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: A
     return _Form(x_axes, w_axes, out_axes, size, front, m, n, k, summed)
 
 
-def _product_of(size: Mapping[Hashable, int], names: Axes) -> int:
+def _product_of(size: Mapping[Hashable, Length], names: Axes) -> int:
     lengths = [size[name] for name in names]
     return math.prod(lengths) if all(isinstance(n, int) for n in lengths) else 0  # symbolic lengths
 

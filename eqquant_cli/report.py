@@ -4,7 +4,7 @@ import html
 import io
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, TYPE_CHECKING
+from typing import Annotated, cast, TYPE_CHECKING
 
 import typer
 
@@ -14,7 +14,7 @@ from .output import draw_errors
 
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure, SubFigure  # pyright: ignore[reportMissingImports]
 
 
 _PAGE = """<!doctype html>
@@ -90,9 +90,9 @@ def _row(tag: str, cells: Iterable[object]) -> str:
     return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
 
-def _svg(figure: "Figure") -> str:
+def _svg(figure: "Figure | SubFigure") -> str:
     """Returns a picture as text for a page, without the header of a file."""
     out = io.StringIO()
-    figure.savefig(out, format="svg")
+    cast("Figure", figure).savefig(out, format="svg")
     text = out.getvalue()
     return text[text.index("<svg") :]

@@ -91,6 +91,7 @@ class AbstractOperand(eqx.Module):
     """
 
     holds_codes: ClassVar[bool] = False  # whether it may stand in the place of `x`, with its codes
+    observes: ClassVar[bool] = False  # whether it only watches the array within, whose errors stay as they are
 
     @property
     @abc.abstractmethod
@@ -425,7 +426,7 @@ def _lengths_agree(first: Any, second: Any, weight: AbstractOperand) -> bool:
     left, right = first.shape[-1:], second.shape[-2:-1] or second.shape[-1:]
     if left == right:
         return True
-    if weight.constraints.memory is None or weight.ndim == 0:
+    if weight.ndim == 0 or (weight.observes and weight.constraints.memory is None):
         return False
     flipped, is_first = "q.T" if weight.ndim == 2 else "q.mT", weight is first
     fits = weight.ndim > 1 and (weight.shape[-2:-1] == right if is_first else weight.shape[-1:] == left)

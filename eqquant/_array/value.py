@@ -41,7 +41,7 @@ _METHODS = (
 _NOT_SHOWN = frozenset(
     (
         *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
-        *("as_matrices", "constraints", "holds_codes", "linear", "quantized_as", "with_dense_weight"),
+        *("as_matrices", "constraints", "holds_codes", "linear", "observes", "quantized_as", "with_dense_weight"),
     )
 )
 

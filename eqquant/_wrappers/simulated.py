@@ -16,6 +16,7 @@ from jaxtyping import Array, ArrayLike, Float, Float32, PRNGKeyArray, UInt32
 from .._array.array import QuantizedArray
 from .._array.checks import as_method, check_quantizable
 from .._array.contraction import Constraints, Matrices, Options
+from .._array.dequantize import in_memory_order
 from .._array.quantize import quantize_array
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue
@@ -127,7 +128,9 @@ class SimulatedArray(AbstractArrayValue):
         method = GivenScales(self._learned_scale(), None) if learned else self.method
         q = quantize_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, method)
         rows = memory_order(self.master, axes)
-        return dataclasses.replace(q, gradient_of=clipped(rows, _by_rows(q), self.log_factor) if learned else rows)
+        return dataclasses.replace(
+            q, gradient_of=clipped(rows, in_memory_order(q), self.log_factor) if learned else rows
+        )
 
     def _learned_scale(self) -> Float32[Array, "*batch blocks"]:
         scale = jax.lax.bitcast_convert_type(self.scale_bits, jnp.float32)  # pyright: ignore[reportArgumentType]
@@ -171,10 +174,6 @@ class SimulatedArray(AbstractArrayValue):
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         return wl.TextDoc(f"SimulatedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")
-
-
-def _by_rows(q: QuantizedArray) -> QuantizedArray:
-    return dataclasses.replace(q, axis=-1, lengths=(q._length,), logical_sharding=None, gradient_of=None)
 
 
 def simulate_array(

@@ -168,6 +168,8 @@ class WatchedArray(AbstractArrayValue):
     watch: Watch = eqx.field(static=True)
     swapped: bool = eqx.field(static=True, default=False)
 
+    observes = True
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.weight.shape)

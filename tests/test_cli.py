@@ -384,7 +384,7 @@ def test_no_picture_or_page_replaces_a_checkpoint(run, checkpoint, tmp_path):
 
 
 def test_values_that_are_not_finite(run, tmp_path):
-    save_file({"a": np.full((4, 4), np.nan, np.float32)}, tmp_path / "nan.safetensors")
+    save_file({"a": np.full((4, 8), np.nan, np.float32)}, tmp_path / "nan.safetensors")
     (tmp_path / "out.safetensors").write_bytes(b"old")
     err = run("quantize", tmp_path / "nan.safetensors", tmp_path / "out.safetensors", "--force", code=1)
     assert (

@@ -211,7 +211,7 @@ class Reader(eqx.Module):
 
 
 def test_lookups_are_no_products():
-    model = Reader(eqx.nn.Embedding(10, 4, key=jr.key(0)), eqx.nn.Linear(4, 2, key=jr.key(1)))
+    model = Reader(eqx.nn.Embedding(10, 8, key=jr.key(0)), eqx.nn.Linear(8, 2, key=jr.key(1)))
     ids = jnp.arange(6) % 3
     for model in (model, eqq.quantize_tree(model, "int8")):
         stats = collect_stats(model, [ids])
@@ -340,8 +340,8 @@ def test_a_convolution_of_ones_own():
 
 
 def test_stacked_layers_under_scan():
-    stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(5, 5, key=key))(jr.split(jr.key(0), 3))
-    data = batches(5)
+    stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(8, 8, key=key))(jr.split(jr.key(0), 3))
+    data = batches(8)
 
     def apply(stack, x):
         dynamic, static = eqx.partition(stack, eqx.is_array)
@@ -350,7 +350,7 @@ def test_stacked_layers_under_scan():
 
     for stack in (stack, eqq.quantize_tree(stack, "int8")):
         leaf = collect_stats(stack, data, apply=apply, gram=True)["weight"]
-        assert (leaf.rows.tolist(), leaf.min.shape, leaf.gram.shape) == ([19] * 3, (3, 5), (3, 5, 5))
+        assert (leaf.rows.tolist(), leaf.min.shape, leaf.gram.shape) == ([19] * 3, (3, 8), (3, 8, 8))
         x = jnp.concatenate(data)
         for n in range(3):
             rows = np.asarray(x, np.float64)
@@ -479,7 +479,7 @@ def test_equinox_shared():
 
 
 def test_adapters_and_simulated_weights():
-    model, x = eqx.nn.Linear(6, 4, key=jr.key(0)), normal(5, 6)
+    model, x = eqx.nn.Linear(8, 4, key=jr.key(0)), normal(5, 8)
     for model in (
         eqq.loraify(model, rank=2, key=jr.key(1)),
         eqq.loraify(eqq.quantize_tree(model, "nf4"), rank=2, key=jr.key(1)),
@@ -498,12 +498,12 @@ def test_where():
 
 def test_what_is_watched_is_what_is_quantized():
     model = {
-        "conv": eqx.nn.Conv1d(2, 3, 2, key=jr.key(0)),
-        "norm": eqx.nn.GroupNorm(3, 3, channelwise_affine=True),
-        "linear": eqx.nn.Linear(3, 2, key=jr.key(1)),
+        "conv": eqx.nn.Conv1d(4, 8, 2, key=jr.key(0)),
+        "norm": eqx.nn.GroupNorm(4, 8, channelwise_affine=True),
+        "linear": eqx.nn.Linear(8, 2, key=jr.key(1)),
     }
     apply = lambda m, x: jax.vmap(lambda x: m["linear"](m["norm"](m["conv"](x)).sum(axis=-1)))(x)
-    stats = collect_stats(model, [normal(4, 2, 5)], apply=apply)
+    stats = collect_stats(model, [normal(4, 4, 5)], apply=apply)
     planned = [leaf.path for leaf in eqq.plan_tree(model).leaves if leaf.format is not None]
     assert sorted(leaf.path for leaf in stats.leaves) == sorted(planned)
 

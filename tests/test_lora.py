@@ -86,7 +86,7 @@ def test_layers(getkey):
     for layer, x in [
         (eqx.nn.Conv2d(3, 4, 3, key=getkey()), (jnp.ones((3, 8, 8)),)),
         (eqx.nn.ConvTranspose1d(3, 4, 3, key=getkey()), (jnp.ones((3, 8)),)),
-        (eqx.nn.GRUCell(5, 6, key=getkey()), (jnp.ones(5), jnp.ones(6))),
+        (eqx.nn.GRUCell(8, 9, key=getkey()), (jnp.ones(8), jnp.ones(9))),
         (eqx.nn.MultiheadAttention(2, 8, key=getkey()), (jnp.ones((5, 8)),) * 3),
     ]:
         for base in (layer, eqq.quantize_tree(layer, "int8")):

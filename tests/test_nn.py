@@ -54,9 +54,9 @@ CASES = {
     "conv_transpose1d": Case(lambda key: nn.ConvTranspose1d(3, 4, 3, key=key), (3, 9)),
     "conv_transpose2d": Case(lambda key: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, key=key), (4, 5, 5)),
     "conv_transpose3d": Case(lambda key: nn.ConvTranspose3d(2, 4, 2, key=key), (2, 4, 4, 4)),
-    "gru": Case(lambda key: nn.GRUCell(5, 6, key=key), (5,), (6,), count=2),
+    "gru": Case(lambda key: nn.GRUCell(8, 9, key=key), (8,), (9,), count=2),
     "lstm": Case(
-        lambda key: nn.LSTMCell(5, 6, key=key), (5,), (6,), (6,), count=2, call=lambda c, x, h, s: c(x, (h, s))
+        lambda key: nn.LSTMCell(8, 9, key=key), (8,), (9,), (9,), count=2, call=lambda c, x, h, s: c(x, (h, s))
     ),
     "attention": Case(lambda key: nn.MultiheadAttention(2, 8, key=key), (5, 8), count=4, call=attention),
     "attention_masked": Case(
@@ -155,9 +155,9 @@ def test_gradients(case, quantized, dense, getkey):
 
 
 def test_weights_on_the_quantized_matmul(getkey):
-    for make, shape in ((lambda key: nn.Linear(8, 4, key=key), (8,)), (lambda key: nn.GRUCell(8, 4, key=key), (8,))):
+    for make, shape in ((lambda key: nn.Linear(8, 4, key=key), (8,)), (lambda key: nn.GRUCell(8, 9, key=key), (8,))):
         layer = eqq.quantize_tree(make(getkey()), "int8")
-        args = (jnp.ones(shape),) if isinstance(layer, nn.Linear) else (jnp.ones(shape), jnp.ones(4))
+        args = (jnp.ones(shape),) if isinstance(layer, nn.Linear) else (jnp.ones(shape), jnp.ones(9))
         names = primitives(lambda layer, *args: layer(*args), layer, *args)
         assert "quantized_matmul" in names and "dot_general" not in names
 
@@ -203,7 +203,7 @@ def test_left_alone(norm, shape, getkey):
 def test_batch_norm(getkey, mode):
     def make(key):
         k1, k2 = jax.random.split(key)
-        return nn.Sequential([nn.Linear(8, 4, key=k1), nn.BatchNorm(4, "batch", mode=mode), nn.Linear(4, 2, key=k2)])
+        return nn.Sequential([nn.Linear(8, 9, key=k1), nn.BatchNorm(9, "batch", mode=mode), nn.Linear(9, 2, key=k2)])
 
     model, state = nn.make_with_state(make)(getkey())
     q = eqq.quantize_tree(model, "int8")

@@ -200,8 +200,8 @@ def test_gradient_of_a_simulated_model(getkey):
     [
         (lambda key: eqx.nn.Conv2d(3, 4, 3, key=key), jnp.ones((3, 8, 8))),
         (lambda key: eqx.nn.ConvTranspose1d(3, 4, 3, key=key), jnp.ones((3, 8))),
-        (lambda key: eqx.nn.Embedding(10, 6, key=key), jnp.array(3)),
-        (lambda key: eqx.nn.GRUCell(5, 6, key=key), (jnp.ones(5), jnp.ones(6))),
+        (lambda key: eqx.nn.Embedding(10, 8, key=key), jnp.array(3)),
+        (lambda key: eqx.nn.GRUCell(8, 9, key=key), (jnp.ones(8), jnp.ones(9))),
         (lambda key: eqx.nn.MultiheadAttention(2, 8, key=key), (jnp.ones((5, 8)),) * 3),
     ],
 )

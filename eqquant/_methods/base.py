@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from .._formats.base import AbstractFormat, is_ours, Scales
 from .choose import choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .grid import encode_by_chunks, Encoded, store
-from .inputs import check_statistic, statistic
+from .inputs import check_statistic, InputsError, is_collected, statistic, Statistics
 
 
 # Damping of column weights, relative to their mean.
@@ -27,8 +27,9 @@ class AbstractMethod(eqx.Module):
 
     - `inputs`: statistics of the inputs that the weight is multiplied by. Declare it as a field if the method needs
         them. It may map paths of leaves to statistics, like the result of [`eqquant.calibrate.collect_stats`][]; then
-        [`eqquant.quantize_tree`][] passes each leaf its own. A weight that is looked up, such as an embedding, has no
-        inputs: it is quantized without them, or by `method`, unless its statistics were collected with `lookups=True`.
+        [`eqquant.quantize_tree`][] passes each leaf its own. A weight that is looked up, such as an embedding, or
+        added, has no inputs: it is quantized without them, or by `method`. Lookups have statistics nevertheless if
+        they were collected with `lookups=True`.
     - `method`: another method, which quantizes what has no inputs. Declare it as a field if the method needs `inputs`.
     - `statistic`: which of the statistics the method takes, `"gram"` or `"second_moment"`, so that they are checked.
     """
@@ -67,22 +68,36 @@ class AbstractMethod(eqx.Module):
         """
 
     def for_leaf(self, path: str) -> "AbstractMethod":
-        """Returns the method for one leaf of a tree, with the statistics of that leaf as `inputs`."""
+        """Returns the method for one leaf of a tree, with the statistics of that leaf as `inputs`.
+
+        Without its inputs, as [`eqquant.AbstractMethod.without_inputs`][] does, if no product used the leaf.
+        """
         own = self if self.method is None else self._with(method=self.method.for_leaf(path))
         if not isinstance(self.inputs, Mapping):
             return own
         if path not in self.inputs:
-            raise ValueError(
-                f"`inputs` of {type(self).__name__} must hold statistics of every leaf that it quantizes. Got none for "
-                f"{path}. Collect them on the same model, or give this leaf another method."
+            raise InputsError(
+                f"`inputs` of {type(self).__name__} must hold statistics of every leaf that it quantizes",
+                f"none for {path}",
+                "Collect them on the same model, or give these another method by a rule with `eqq.Use`.",
             )
         inputs = self.inputs[path]
-        if getattr(inputs, "looked_up", False) and inputs.axis is None:
+        if is_collected(inputs) and inputs.axis is None:
             return own.without_inputs()
         return own._with(inputs=inputs)
 
+    def statistics_for(self, path: str) -> Statistics | None:
+        """Returns what was collected for one leaf of a tree, by this method or by `method`; `None` if nothing was."""
+        inputs = self.inputs.get(path) if isinstance(self.inputs, Mapping) else None
+        if is_collected(inputs):
+            return inputs
+        return None if self.method is None else self.method.statistics_for(path)
+
     def without_inputs(self) -> "AbstractMethod":
-        """Returns the method for a weight that is looked up, not multiplied."""
+        """Returns the method for a weight that no product uses: that is looked up, added or never reached.
+
+        It is `method`, if there is one.
+        """
         if self.method is not None:
             return self.method.without_inputs()
         return self._with(inputs=None)

@@ -20,6 +20,21 @@ class Statistics(Protocol):
     gram: np.ndarray | None
 
 
+class InputsError(ValueError):
+    """An error about the statistics of one leaf, in three parts, so that those of several leaves become one error.
+
+    - `rule`: what must hold; it names no leaf, and neither does the `remedy`.
+    - `got`: what the leaf has; it names the leaf.
+    """
+
+    def __init__(self, rule: str, got: str, remedy: str) -> None:
+        super().__init__(rule, got, remedy)
+        self.rule, self.got, self.remedy = rule, got, remedy
+
+    def __str__(self) -> str:
+        return f"{self.rule}. Got {self.got}. {self.remedy}"
+
+
 # Collected statistics, of one leaf or by path; or an array, which is the statistic itself.
 Inputs = Statistics | Mapping[str, Statistics | Array | np.ndarray] | Array | np.ndarray | None
 
@@ -50,47 +65,65 @@ def check_statistic(
     if value is None:
         collect = is_collected(inputs)
         remedy = "Collect them with `gram=True`." if collect else "Pass what `eqq.calibrate.collect_stats` returns."
-        raise ValueError(f"{method} needs statistics of the inputs of {leaf}, as `inputs.{name}`. Got none. {remedy}")
+        raise InputsError(f"{method} needs statistics of inputs, as `inputs.{name}`", f"none for {leaf}", remedy)
     length, batch = math.prod(shape[a] for a in axes), [n for i, n in enumerate(shape) if i - len(shape) not in axes]
     features = [length] * (2 if name == "gram" else 1)
     stack = np.shape(value)[: -len(features)]
     if list(np.shape(value)[len(stack) :]) != features or list(stack) != batch[: len(stack)]:
         what = "a Gram matrix" if name == "gram" else "second moments"
-        raise ValueError(
-            f"`inputs` of {method} must hold {what} of the {length} inputs of {leaf}: shape {tuple(features)}, after "
-            f"the axes of a stack of layers. Got shape {np.shape(value)}. Collect them on this model, along this axis."
+        raise InputsError(
+            f"`inputs` of {method} must hold {what} of the inputs of each leaf, after the axes of a stack of layers",
+            f"shape {np.shape(value)} for {leaf}, which needs {tuple(features)}",
+            "Collect them on this model, along this axis.",
         )
     if isinstance(value, jax.core.Tracer):
         return
     values = np.asarray(value)
     if not np.isfinite(values).all():
-        raise ValueError(
-            f"`inputs` of {method} must be finite. Got a NaN or an infinity for {leaf}. Collect the statistics on data "
-            "whose activations are finite."
+        raise InputsError(
+            f"`inputs` of {method} must be finite",
+            f"a NaN or an infinity for {leaf}",
+            "Collect the statistics on data whose activations are finite.",
         )
     if np.iscomplexobj(values):
-        raise ValueError(f"`inputs` of {method} must be statistics of real inputs. Got complex values for {leaf}.")
+        raise InputsError(
+            f"`inputs` of {method} must be statistics of real inputs",
+            f"complex values for {leaf}",
+            "Collect them on real data.",
+        )
     if name == "gram":
         values = np.diagonal(values, axis1=-2, axis2=-1)
     if name in ("gram", "second_moment") and (values < 0).any():  # others may have any sign
-        raise ValueError(f"`inputs` of {method} must be means of squares. Got negative ones for {leaf}.")
+        raise InputsError(
+            f"`inputs` of {method} must be means of squares",
+            f"negative ones for {leaf}",
+            "Pass what `eqq.calibrate.collect_stats` returns.",
+        )
 
 
 def _check_collected(inputs: Statistics, method: str, leaf: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
     """Raises if statistics were collected for another weight, for none, or along another axis."""
     if tuple(inputs.shape) != shape:
-        raise ValueError(
-            f"`inputs` of {method} must be statistics of the same weight. Got those of a weight of shape "
-            f"{tuple(inputs.shape)} for {leaf}, of shape {shape}. Collect them on this model."
+        raise InputsError(
+            f"`inputs` of {method} must be statistics of the same weight",
+            f"those of a weight of shape {tuple(inputs.shape)} for {leaf}, of shape {shape}",
+            "Collect them on this model.",
         )
     if inputs.axis is None:
-        raise ValueError(
-            f"{method} needs the inputs of a weight, and none of {leaf} were seen: {inputs.note}. "
-            "Collect statistics on data that reaches it, or give this leaf another method by a rule with `eqq.Use`."
+        raise InputsError(
+            f"{method} needs the inputs of a weight",
+            f"none for {leaf}: {inputs.note}",
+            "Collect statistics on data that reaches it, or quantize it by a method without inputs.",
         )
     observed = (inputs.axis,) if isinstance(inputs.axis, int) else tuple(inputs.axis)
     if observed != axes:
-        raise ValueError(
-            f"{method} needs blocks along the axis of the inputs. Got statistics along axis {inputs.axis} of {leaf}, "
-            f"and blocks along {axes}. Pass `axis={inputs.axis}`."
+        raise InputsError(
+            f"{method} needs blocks along the axis of the inputs",
+            f"blocks along {_show_axes(axes)} of {leaf}, whose inputs lie along {_show_axes(observed)}",
+            "Leave `axis` out of `quantize_tree` and of its rules: it follows from the statistics. For one array pass "
+            "the axis of its inputs.",
         )
+
+
+def _show_axes(axes: tuple[int, ...]) -> str:
+    return f"axis {axes[0]}" if len(axes) == 1 else f"axes {axes}"

@@ -21,7 +21,7 @@ from .._numerics.blocks import dequantize_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .._tree.change import Apply
 from .._tree.leaves import abbreviate_list, float_leaves, Leaf, named_leaves, replace_leaves
-from .._tree.weights import default_skip_reason
+from .._tree.weights import place_reason
 from .._types import PyTree
 
 
@@ -351,7 +351,7 @@ def _as_trained(leaf: Leaf, codes: bool) -> _TrainedFloats | _TrainedQuantized |
     if is_quantized(x):
         part = _TrainedQuantized(x, packing.unpack(x.codes, x.format.bits, x._length), codes)
         return part if part.start() else None
-    if eqx.is_inexact_array(x) and default_skip_reason(leaf) is not None:
+    if eqx.is_inexact_array(x) and place_reason(leaf) is not None:
         return _TrainedFloats(x)
     return None
 

@@ -2,24 +2,38 @@
 
 import collections
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import jax
 from jaxtyping import Array
 
 from .._array.array import is_quantized
 from .._array.checks import check_quantizable
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
+from .._methods.inputs import InputsError, Statistics
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.simulated import SimulatedArray
 from .leaves import abbreviate_list, DenseArray, Leaf
-from .select import check_order, check_patterns, matches, Pattern, select_leaves, Selection, show_pattern, Where
+from .missing import join_errors
+from .roles import role_by_name
+from .select import (
+    check_order,
+    check_patterns,
+    find_named,
+    matches,
+    Pattern,
+    select_leaves,
+    Selection,
+    show_pattern,
+    Where,
+)
+from .sizes import no_smaller_reason, shape_of
 from .statistics import InputStatistics
-from .use import ActivationsLike, as_activations, as_use, Use
-from .weights import convolved_axes, ineligible_reason, input_axis, part_reason, use_without_product
+from .use import ActivationsLike, as_activations, as_use, Axis, Use
+from .weights import convolved_axes, ineligible_reason, input_axis, part_reason, place_reason, use_without_product
 
 
 FormatLike = AbstractFormat | str | Use
@@ -31,7 +45,7 @@ FormatRules = (
     | Mapping[Pattern, FormatLike | None]
     | Callable[[str, DenseArray], FormatLike | None]
 )
-Axis = int | Sequence[int] | None
+ActivationsRule = AbstractFormat | Mapping[str, InputStatistics] | None
 
 
 class Activations(NamedTuple):
@@ -43,7 +57,11 @@ class Activations(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The decision about a leaf: its format and the axes along which blocks run, or `None` and the reason."""
+    """The decision about a leaf: its format and the axes along which blocks run, or `None` and the reason.
+
+    A weight that would not get smaller has axes, and no format. `has_given_axis` says whether a rule or the whole call
+    names the axis.
+    """
 
     leaf: Leaf
     format: AbstractFormat | None
@@ -51,36 +69,99 @@ class Decision(NamedTuple):
     reason: str
     method: AbstractMethod | None = None
     activations: Activations | None = None
+    has_given_axis: bool = False
+
+
+class _Choice(NamedTuple):
+    """What the rules, or the whole call, say about a leaf.
+
+    - `is_final`: whether it is about this leaf alone, so that the name of the leaf does not matter.
+    - `says_activations`: whether the rule itself names activations.
+    """
+
+    format: AbstractFormat | None
+    reason: str
+    method: AbstractMethod | None = None
+    activations: ActivationsRule = None
+    axis: Axis = None
+    is_final: bool = False
+    says_activations: bool = False
+
+    def statistics(self, leaf: Leaf) -> Statistics | None:
+        """Returns what was collected for a leaf, by the method or for activations; `None` if nothing was."""
+        found = [] if self.method is None else [self.method.statistics_for(path) for path in leaf.paths]
+        if isinstance(self.activations, Mapping):
+            found += [self.activations[path] for path in leaf.paths if path in self.activations]
+        return next((seen for seen in found if seen is not None), None)
+
+    def role(self, leaf: Leaf) -> str | None:
+        """Returns why a leaf is no weight by its name, or `None`, as for one that a product was seen to use."""
+        seen = self.statistics(leaf)
+        is_multiplied = seen is not None and seen.axis is not None and not getattr(seen, "looked_up", False)
+        return None if is_multiplied else role_by_name(leaf)
+
+    def axes(self, leaf: Leaf) -> tuple[tuple[int, ...], bool]:
+        """Returns the axes of blocks, and whether they are known: those that are asked for, or those of the inputs."""
+        seen = self.statistics(leaf)
+        if self.axis is None and seen is not None and seen.axis is not None:
+            axis, known = seen.axis, True
+        else:
+            axis, known = input_axis(leaf) if self.axis is None else (self.axis, True)
+        try:
+            return check_quantizable(shape_of(leaf.value), axis, leaf.path)[1], known
+        except ValueError as e:
+            remedy = 'To give it to some weights alone: `{"*.proj": eqq.Use("nf4", axis=-2), "*": "nf4"}`.'
+            raise ValueError(f"{e} {remedy}") from None
 
 
 def decide(
-    tree: PyTree, format: FormatRules, where: Where | None, axis: Axis, activations: ActivationsLike | None = None
+    tree: PyTree,
+    format: FormatRules,
+    where: Where | None,
+    axis: Axis,
+    activations: ActivationsLike | None = None,
+    method: AbstractMethod | None = None,
 ) -> list[Decision]:
     """Returns one decision per leaf. Raises before anything is quantized."""
-    activations = as_activations(activations)
-    selections = select_leaves(tree, where, ineligible=_ineligible_reason)
-    choose = _chooser(format, selections)
-    decisions, by_rule = [], collections.defaultdict(list)
-    for leaf, refusal in selections:
-        use, reason = choose(leaf) if refusal is None else (None, refusal)
-        if use is None:
-            decisions.append(Decision(leaf, None, (), reason))
+    whole = _Choice(None, "", method, as_activations(activations), axis)
+    selections = select_leaves(tree, where, ineligible=_ineligible_reason, skip=place_reason)
+    choose = _chooser(format, selections, whole)
+    decisions, by_rule, errors = [], collections.defaultdict(list), {}
+    for (leaf, refusal), is_named in zip(selections, find_named(tree, where), strict=True):
+        choice = choose(leaf) if refusal is None else _Choice(None, refusal)
+        try:
+            decisions.append(_decide_leaf(leaf, choice, is_named))
+        except InputsError as e:
+            errors[leaf.path] = e
             continue
-        wanted, known = input_axis(leaf) if axis is None else (axis, True)
-        _, axes = check_quantizable(shape_of(leaf.value), wanted, leaf.path)
-        unknown = "" if known else "; its input axis is not known, blocks run along the last: see `axis`"
-        chosen, note = _choose_activations(leaf, activations if use.activations is None else use.activations, axes)
-        decisions.append(Decision(leaf, use.format, axes, reason + unknown + note, use.method, chosen))
-        if use.activations is not None:
-            by_rule[reason].append(decisions[-1])
-    if not any(d.format is not None for d in decisions):
-        raise ValueError(_nothing_message(decisions))
+        if choice.says_activations and decisions[-1].format is not None:
+            by_rule[choice.reason].append(decisions[-1])
+    if errors:
+        raise join_errors(errors, [*errors, *(d.leaf.path for d in decisions if d.format is not None)])
+    quantized = [d for d in decisions if d.format is not None]
+    if not quantized:
+        _tell_nothing(decisions)
     # Where a rule, or the whole call, reaches no product, activations were left out without a word.
     for taken in by_rule.values():
         _check_products(taken)
-    if activations is not None:
-        _check_products([d for d in decisions if d.format is not None])
+    if quantized and whole.activations is not None:
+        _check_products(quantized)
     return decisions
+
+
+def _decide_leaf(leaf: Leaf, choice: _Choice, is_named: bool) -> Decision:
+    """Decides about one leaf. What `where` names is quantized; all else only if that is worth it."""
+    if choice.format is None:
+        return Decision(leaf, None, (), choice.reason)
+    if not is_named and not choice.is_final and (role := choice.role(leaf)) is not None:
+        return Decision(leaf, None, (), role)
+    axes, known = choice.axes(leaf)
+    if not is_named and (reason := no_smaller_reason(leaf.value, choice.format, axes)) is not None:
+        return Decision(leaf, None, axes, reason)
+    unknown = "" if known else "; its input axis is not known, blocks run along the last: see `axis`"
+    activations, note = _choose_activations(leaf, choice.activations, axes, choice.role(leaf))
+    reason, is_given = choice.reason + unknown + note, choice.axis is not None
+    return Decision(leaf, choice.format, axes, reason, choice.method, activations, is_given)
 
 
 def decide_activations(
@@ -93,15 +174,21 @@ def decide_activations(
                 f"`{name}` is for arrays in float, and with `format=None` those that are quantized get activations "
                 f"alone. Got {name}={value!r}. Leave it out, or give a format."
             )
-    rule, decisions = as_activations(activations), []
+    rule, decisions, errors = as_activations(activations), [], {}
     selections = select_leaves(tree, where, ineligible=_no_codes_reason, kind="quantized arrays")
     for leaf, refusal in selections:
         if refusal is not None:
             decisions.append(Decision(leaf, None, (), refusal))
             continue
         axes = leaf.value.axis if isinstance(leaf.value.axis, tuple) else (leaf.value.axis,)
-        chosen, note = _choose_activations(leaf, rule, axes)
+        try:
+            chosen, note = _choose_activations(leaf, rule, axes, None)
+        except InputsError as e:
+            errors[leaf.path] = e
+            continue
         decisions.append(Decision(leaf, None, axes, f"quantized, and keeps its codes{note}", None, chosen))
+    if errors:
+        raise join_errors(errors, [leaf.path for leaf, refusal in selections if refusal is None])
     if all(refusal is not None for _, refusal in selections):
         wrappers = {type(d.leaf.parent) for d in decisions if part_reason(d.leaf) is not None}
         if ActivationQuantizedArray in wrappers:
@@ -117,11 +204,6 @@ def decide_activations(
         )
     _check_products([d for d in decisions if d.axes])
     return decisions
-
-
-def shape_of(x: DenseArray) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array, and the dtype that it has in JAX."""
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:
@@ -147,12 +229,12 @@ def _check_products(decisions: Sequence[Decision]) -> None:
 
 
 def _choose_activations(
-    leaf: Leaf, activations: AbstractFormat | Mapping[str, InputStatistics] | None, axes: tuple[int, ...]
+    leaf: Leaf, activations: ActivationsRule, axes: tuple[int, ...], role: str | None
 ) -> tuple[Activations | None, str]:
     """Returns the activations of a weight and a note, or `None` and the note why its products take floats."""
     if activations is None:
         return None, ""
-    if (use := use_without_product(leaf)) is not None:
+    if (use := use_without_product(leaf) or role) is not None:
         return None, f"; {use}, so no activations"
     note = ""
     if isinstance(activations, Mapping):
@@ -169,51 +251,85 @@ def _calibrated_activations(leaf: Leaf, stats: Mapping[str, InputStatistics]) ->
     """Returns the activations that statistics of inputs give; `None` if no product was observed."""
     found = next((stats[path] for path in leaf.paths if path in stats), None)
     if found is None:
-        raise ValueError(
-            f"`activations` must hold the statistics of every weight. Got none of {leaf.path}, only of "
-            f"{abbreviate_list(stats)}. Collect them on this model, with the same `where`."
+        raise InputsError(
+            "`activations` must hold the statistics of every weight",
+            f"none of {leaf.path}",
+            f"It has those of {abbreviate_list(stats)}. Collect them on this model, with the same `where`.",
         )
     if tuple(found.shape) != tuple(leaf.value.shape):
-        raise ValueError(
-            f"`activations` must hold the statistics of this model. Got those of a weight of shape {found.shape} for "
-            f"{leaf.path}, of shape {tuple(leaf.value.shape)}. Collect them again."
+        raise InputsError(
+            "`activations` must hold the statistics of this model",
+            f"those of a weight of shape {found.shape} for {leaf.path}, of shape {tuple(leaf.value.shape)}",
+            "Collect them again.",
         )
     if found.axis is None or found.looked_up:
         return None
     if not found.rows.all():
-        raise ValueError(
-            f"`activations` must have observed every layer of {leaf.path}. Got: {found.note}. Collect statistics on "
-            'more data, or let each example get its scale: activations="int8".'
+        raise InputsError(
+            "`activations` must have observed every layer of a stack",
+            f"{leaf.path}: {found.note}",
+            'Collect statistics on more data, or let each example get its scale: activations="int8".',
         )
     return Activations(*found.activations())
 
 
-def _chooser(format: FormatRules, selections: Sequence[Selection]) -> Callable[[Leaf], tuple[Use | None, str]]:
-    """Returns a function from an eligible leaf to its format, or to `None`, and the reason."""
-    if isinstance(format, Mapping):
-        check_patterns(format, [leaf for leaf, _ in selections], "format")
-        check_order(format, [leaf for leaf, refusal in selections if refusal is None], "format")
-        rules = [(pattern, None if f is None else as_use(f)) for pattern, f in format.items()]
+def _chooser(format: FormatRules, selections: Sequence[Selection], whole: _Choice) -> Callable[[Leaf], _Choice]:
+    """Returns a function from an eligible leaf to what is said about it. `whole` says what a rule leaves open."""
 
-        def choose_by_pattern(leaf: Leaf) -> tuple[Use | None, str]:
-            taken = ((use, f"rule {show_pattern(pattern)!r}") for pattern, use in rules if matches(pattern, leaf))
-            return next(taken, (None, "no rule matches"))
+    def choice(use: Use, reason: str, is_final: bool = False) -> _Choice:
+        return whole._replace(
+            format=use.format,
+            reason=reason,
+            method=whole.method if use.method is None else use.method,
+            activations=whole.activations if use.activations is None else use.activations,
+            axis=whole.axis if use.axis is None else use.axis,
+            is_final=is_final,
+            says_activations=use.activations is not None,
+        )
+
+    if isinstance(format, Mapping):
+        eligible = [leaf for leaf, refusal in selections if refusal is None]
+        check_patterns(format, [leaf for leaf, _ in selections], "format")
+        check_order(format, eligible, "format")
+        rules: list[tuple[Pattern, _Choice]] = []
+        for pattern, f in format.items():
+            reason = f"rule {show_pattern(pattern)!r}"
+            rule = _Choice(None, reason) if f is None else choice(as_use(f), reason)
+            # A pattern that matches no other leaf is about those that stay in float by their names.
+            named = f is not None and all(rule.role(leaf) for leaf in eligible if matches(pattern, leaf))
+            rules.append((pattern, rule._replace(is_final=named)))
+
+        def choose_by_pattern(leaf: Leaf) -> _Choice:
+            taken = (rule for pattern, rule in rules if matches(pattern, leaf))
+            return next(taken, _Choice(None, "no rule matches"))
 
         return choose_by_pattern
     if callable(format) and not isinstance(format, (AbstractFormat, str, type, Use)):
 
-        def choose_by_function(leaf: Leaf) -> tuple[Use | None, str]:
+        def choose_by_function(leaf: Leaf) -> _Choice:
             chosen = format(leaf.path, leaf.value)
             if chosen is None:
-                return None, "the format function returned None"
+                return _Choice(None, "the format function returned None")
             try:
-                return as_use(chosen), "the format function"
+                return choice(as_use(chosen), "the format function", is_final=True)
             except (TypeError, ValueError) as e:
                 raise type(e)(f"{leaf.path}: {e}") from None
 
         return choose_by_function
-    one = as_use(format)  # pyright: ignore[reportArgumentType]
-    return lambda leaf: (one, "a weight")
+    one = choice(as_use(format), "a weight")  # pyright: ignore[reportArgumentType]
+    return lambda leaf: one
+
+
+def _tell_nothing(decisions: Sequence[Decision]) -> None:
+    """Raises if a tree has no weights, and warns if all stay in float because of their sizes."""
+    small = [f"{d.leaf.path}: {d.reason}" for d in decisions if d.axes]
+    if not small:
+        raise ValueError(_nothing_message(decisions))
+    warnings.warn(
+        f"Nothing is quantized, since that would make no weight smaller ({abbreviate_list(small)}). `where=` quantizes "
+        "what it selects, whatever its size.",
+        stacklevel=5,  # of `quantize_tree`
+    )
 
 
 def _nothing_message(decisions: Sequence[Decision]) -> str:

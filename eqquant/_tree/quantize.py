@@ -1,7 +1,6 @@
 """Quantizes whole models, or plans what that would do."""
 
 import functools as ft
-import math
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
@@ -19,14 +18,17 @@ from .._array.value import AbstractArrayValue
 from .._errors import FORMAT_KEYWORDS, teach_keywords
 from .._mesh import full_spec, on_device
 from .._methods import AbsMax, AbstractMethod
+from .._methods.inputs import InputsError
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.simulated import simulate_array, SimulatedArray
-from .decide import decide, decide_activations, Decision, FormatRules, shape_of
+from .decide import decide, decide_activations, Decision, FormatRules
 from .leaves import replace_leaves
+from .missing import is_lookup, join_errors, unused_note, warn_of_unused
 from .placement import current_sharding, move, Shardings, wanted_shardings
 from .report import TreeReport
 from .select import Where
+from .sizes import dense_nbytes, quantized_struct
 from .summary import quantized_row, row_of
 from .use import ActivationsLike
 
@@ -133,11 +135,11 @@ def quantize_tree(
         others = {"axis": axis, "dtype": dtype, "key": key, "method": method, "simulate": simulate or None}
         decisions = decide_activations(tree, where, activations, **others)
     else:
-        decisions = decide(tree, format, where, axis, activations)  # pyright: ignore[reportArgumentType]
+        decisions = decide(tree, format, where, axis, activations, method)  # pyright: ignore[reportArgumentType]
     wanted = wanted_shardings(tree, [d.leaf for d in decisions], shardings)
     wanted = [_sharding_of(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)]
     work = [n for n, d in enumerate(decisions) if d.format is not None]
-    methods = {n: _method_of(decisions[n], default) for n in work}
+    methods = _find_methods(decisions, default)
     keys = dict(zip(work, [None] * len(work) if key is None else jr.split(key, len(work)), strict=True))
     values = [move(d.leaf.value, None if d.format else s) for d, s in zip(decisions, wanted, strict=True)]
     done: dict[Hashable, QuantizedArray | SimulatedArray] = {}  # an array that appears twice is quantized once
@@ -166,17 +168,31 @@ def with_activations(decision: Decision, w: PyTree, learn_scales: bool = False) 
         raise ValueError(f"{decision.leaf.path}: {e}") from None
 
 
-def _method_of(decision: Decision, default: AbstractMethod) -> AbstractMethod:
-    """Returns the method of a leaf, which has its own statistics. Raises if they are those of another array."""
-    method = (decision.method or default).for_leaf(decision.leaf.path)
-    method.check(decision.leaf.path, tuple(decision.leaf.value.shape), decision.axes)
-    return method
+def _find_methods(decisions: Sequence[Decision], default: AbstractMethod) -> dict[int, AbstractMethod]:
+    """Returns the method of each leaf to quantize, by number, which has the statistics of that leaf.
 
-
-def _quantized_shape(decision: Decision, dtype: DTypeLike | None) -> QuantizedArray:
-    """Returns the quantized leaf without values."""
-    quantize = lambda x: quantize_array(x, decision.format, decision.axes, dtype, None)  # pyright: ignore
-    return jax.eval_shape(quantize, shape_of(decision.leaf.value))
+    A leaf that no product used gets the method without inputs, and a warning says so. Raises one error for all leaves
+    whose statistics are missing, or are those of another array.
+    """
+    methods: dict[int, AbstractMethod] = {}
+    errors: dict[str, InputsError] = {}
+    unused: dict[str, str] = {}
+    for n, decision in enumerate(decisions):
+        if decision.format is None:
+            continue
+        leaf, method = decision.leaf, decision.method or default
+        try:
+            methods[n] = method.for_leaf(leaf.path)
+            methods[n].check(leaf.path, tuple(leaf.value.shape), decision.axes)
+        except InputsError as e:
+            errors[leaf.path] = e
+        if (seen := method.statistics_for(leaf.path)) is not None and seen.axis is None and not is_lookup(seen):
+            unused[leaf.path] = seen.note
+    quantized = [d.leaf.path for d in decisions if d.format is not None]
+    if errors:
+        raise join_errors(errors, quantized)
+    warn_of_unused(unused, quantized, stacklevel=4)
+    return methods
 
 
 def _sharding_of(decision: Decision, wanted: NamedSharding | None, dtype: DTypeLike | None) -> NamedSharding | None:
@@ -185,7 +201,8 @@ def _sharding_of(decision: Decision, wanted: NamedSharding | None, dtype: DTypeL
     actual = current_sharding(x)
     sharding = wanted or (None if actual is None else full_spec(actual, x.ndim))
     if decision.format is not None and sharding is not None:
-        leaf_shardings(_quantized_shape(decision, dtype), sharding, decision.leaf.path)
+        q = quantized_struct(x, decision.format, decision.axes, dtype)
+        leaf_shardings(q, sharding, decision.leaf.path)
     return sharding
 
 
@@ -256,17 +273,23 @@ def plan_tree(
     if format is None and activations is not None:
         decisions = decide_activations(tree, where, activations, axis=axis, dtype=dtype, method=method)
     else:
-        decisions = decide(tree, format, where, axis, activations)  # pyright: ignore[reportArgumentType]
+        decisions = decide(tree, format, where, axis, activations, method)  # pyright: ignore[reportArgumentType]
     for decision in decisions:
         leaf, reason = decision.leaf, decision.reason
         if decision.format is None:
             planned = row_of(leaf, reason)
         else:
-            method = decision.method or default
-            reason = reason if method == AbsMax() else f"{reason}, by {type(method).__name__}"
-            x = shape_of(leaf.value)
-            dense_nbytes = math.prod(x.shape) * x.dtype.itemsize
-            planned = [quantized_row(leaf.path, _quantized_shape(decision, dtype), reason, dense_nbytes)]
+            reason += _show_method(decision.method or default, leaf.path)
+            struct = quantized_struct(leaf.value, decision.format, decision.axes, dtype)
+            planned = [quantized_row(leaf.path, struct, reason, dense_nbytes(leaf.value))]
         activated = decision.activations
         rows += [row if activated is None else row._replace(activations=activated.format) for row in planned]
     return TreeReport(tuple(rows), planned=True)
+
+
+def _show_method(method: AbstractMethod, path: str) -> str:
+    """Returns the end of a reason: the method, if it is not the default, and why a leaf gets it without statistics."""
+    note = unused_note(method, path)
+    own = method if note is None else method.for_leaf(path)
+    named = "" if own == AbsMax() and note is None else f", by {type(own).__name__}"
+    return named if note is None else f"; {note}{named}"

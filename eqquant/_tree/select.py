@@ -58,6 +58,13 @@ def select_leaves(
     return selections
 
 
+def find_named(tree: PyTree, where: Where | None, is_leaf: Callable[[PyTree], bool] = is_quantized) -> list[bool]:
+    """Returns, for each leaf in order, whether `where` selects the leaf itself, and no node around it."""
+    if where is None:
+        return [False for _ in named_leaves(tree, is_leaf)]
+    return [mark == "leaf" for mark in _marks(tree, where, is_leaf)]
+
+
 def replace_selected(
     tree: PyTree,
     selections: Sequence[Selection],

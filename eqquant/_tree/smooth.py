@@ -14,12 +14,13 @@ from .._array.checks import as_method
 from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
-from .._methods.inputs import check_statistic
+from .._methods.inputs import check_statistic, InputsError
 from .._types import PyTree
 from .._wrappers.scaled import ScaledArray
 from .change import Apply, change_model, Changes, divide_outputs, multiply_inputs, select_weights
 from .folds import find_folds, Folds, Weights
 from .leaves import DenseArray
+from .missing import join_errors, warn_of_unused
 from .select import show_refusals, Where
 from .statistics import InputStatistics
 
@@ -270,9 +271,11 @@ def smooth(
     if not isinstance(method, AbstractSmoothing):
         raise TypeError(f"`method` must be an `eqq.AWQ` or an `eqq.SmoothQuant`, with statistics. Got {method!r}.")
     selections, weights = select_weights(model, where, axis)
+    if axis is None:
+        weights = _along_inputs(weights, method.inputs)
     axes = weights.axes
-    looked_up = {path for path, stats in method.inputs.items() if getattr(stats, "looked_up", False)}
-    chosen = {n for n, (leaf, reason) in enumerate(selections) if reason is None and leaf.path not in looked_up}
+    unused = _unused_weights(method.inputs, weights)
+    chosen = {n for n, (_, reason) in enumerate(selections) if reason is None}.difference(unused)
     # A pair with a weight that is not selected stays as it is: all that take a channel must change with it.
     folds = [f for f in find_folds(fold or {}, weights) if chosen.issuperset(f.consumers)]
     alone = sorted(chosen.difference(*(f.consumers for f in folds))) if online else []
@@ -282,6 +285,10 @@ def smooth(
             f"({show_refusals(selections)}). Name pairs in "
             "`fold`, or pass `online=True`."
         )
+    _check_statistics(method, weights, sorted({*alone, *(n for f in folds for n in f.consumers)}))
+    left = {weights.leaves[n].path: note for n, note in unused.items() if selections[n].reason is None and note}
+    if online:
+        warn_of_unused(left, [weights.leaves[n].path for n in chosen], 2, "they stay as they are")
     entries = []
     for f in folds:
         by = _choose_factors(method, weights, f.consumers, f.pool)
@@ -301,19 +308,48 @@ def _scale_online(x: DenseArray, *, by: Array, axis: int) -> ScaledArray:
     return ScaledArray(scaled, scale=(1 / by).astype(x.dtype), axis=axis)
 
 
+def _along_inputs(weights: Weights, stats: Mapping[str, InputStatistics]) -> Weights:
+    """Returns the weights with the axes of the inputs that were observed, which one model may have of both orders."""
+    seen = {n: stats[weights.leaves[n].path].axis for n in weights.axes if weights.leaves[n].path in stats}
+    return weights._replace(axes={n: seen[n] if seen.get(n) in (-1, -2) else axis for n, axis in weights.axes.items()})
+
+
+def _unused_weights(stats: Mapping[str, InputStatistics], weights: Weights) -> dict[int, str]:
+    """Returns the weights that no product used, by number, with the note why; an empty one for those looked up."""
+    found = {n: stats[leaf.path] for n, leaf in enumerate(weights.leaves) if leaf.path in stats}
+    lookup = {n for n, seen in found.items() if getattr(seen, "looked_up", False)}
+    unused = {n: seen.note for n, seen in found.items() if getattr(seen, "axis", -1) is None and n not in lookup}
+    return {**dict.fromkeys(lookup, ""), **unused}
+
+
+def _check_statistics(method: AbstractSmoothing, weights: Weights, numbers: Sequence[int]) -> None:
+    """Raises one error for all weights whose statistics are missing, or are those of another weight."""
+    name, errors = type(method).__name__, {}
+    for n in numbers:
+        leaf = weights.leaves[n]
+        try:
+            if leaf.path not in method.inputs:
+                raise InputsError(
+                    f"`inputs` of {name} must hold statistics of every weight that gets factors",
+                    f"none for {leaf.path}",
+                    "Collect them on this model, or leave these out by `where`.",
+                )
+            for statistic in method.statistics:
+                axes = (weights.axes[n],)
+                check_statistic(method.inputs[leaf.path], statistic, name, leaf.path, tuple(leaf.value.shape), axes)
+        except InputsError as e:
+            errors[leaf.path] = e
+    if errors:
+        raise join_errors(errors, ())
+
+
 def _choose_factors(method: AbstractSmoothing, weights: Weights, consumers: Sequence[int], pool: Pool) -> Array:
-    name, values, stats = type(method).__name__, [], []
     leaves = [weights.leaves[n] for n in consumers]
-    for n, leaf in zip(consumers, leaves, strict=True):
-        if leaf.path not in method.inputs:
-            raise ValueError(
-                f"`inputs` of {name} must hold statistics of every weight that gets factors. Got none for {leaf.path}. "
-                "Collect them on this model, or leave this weight out by `where`."
-            )
-        stats.append(method.inputs[leaf.path])
-        for statistic in method.statistics:
-            check_statistic(stats[-1], statistic, name, leaf.path, tuple(leaf.value.shape), (weights.axes[n],))
-        values.append(jnp.swapaxes(jnp.asarray(leaf.value, jnp.float32), weights.axes[n], -1))
+    stats = [method.inputs[leaf.path] for leaf in leaves]
+    values = [
+        jnp.swapaxes(jnp.asarray(leaf.value, jnp.float32), weights.axes[n], -1)
+        for n, leaf in zip(consumers, leaves, strict=True)
+    ]
     for leaf, other in zip(leaves, stats, strict=True):
         if not np.allclose(other.second_moment, stats[0].second_moment, rtol=1e-3, atol=1e-12):
             raise ValueError(

@@ -17,7 +17,8 @@ from .._wrappers.simulated import SimulatedArray
 from .leaves import array_nbytes, DenseArray, is_mapped, Leaf, named_leaves
 from .report import LeafReport, TreeReport
 from .select import replace_selected, select_nodes
-from .weights import default_skip_reason, ineligible_reason
+from .sizes import few_values_reason
+from .weights import default_skip_reason, ineligible_reason, input_axis
 
 
 def summary(tree: PyTree) -> TreeReport:
@@ -48,8 +49,15 @@ def summary(tree: PyTree) -> TreeReport:
             reason = f"quantized, in a {type(leaf.parent).__name__}" if is_mapped(leaf) else "quantized"
             rows.append(quantized_row(leaf.path, leaf.value, reason, leaf.value.size * leaf.value.dtype.itemsize))
         else:
-            rows.extend(row_of(leaf, ineligible_reason(leaf.value) or default_skip_reason(leaf) or "left in float"))
+            rows.extend(row_of(leaf, _dense_reason(leaf)))
     return TreeReport(tuple(rows))
+
+
+def _dense_reason(leaf: Leaf) -> str:
+    if (reason := ineligible_reason(leaf.value) or default_skip_reason(leaf)) is not None:
+        return reason
+    axis, _ = input_axis(leaf)
+    return few_values_reason(leaf.value, axis if isinstance(axis, tuple) else (axis,)) or "left in float"
 
 
 def _is_whole(x: PyTree) -> bool:

@@ -1,7 +1,7 @@
 """Pairs a format with a method and with a format of activations, for one leaf or one rule."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .._array.checks import as_method
 from .._formats.base import AbstractFormat, as_format
@@ -10,13 +10,14 @@ from .._types import PyTree
 from .statistics import InputStatistics
 
 
+Axis = int | Sequence[int] | None
 # A format of activations, its name, or statistics of inputs by the paths of weights.
 ActivationsLike = AbstractFormat | str | Mapping[str, PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A format with a method, and with a format of activations: a rule of [`eqquant.quantize_tree`][], or,
+    """A format with a method, a format of activations, and an axis: a rule of [`eqquant.quantize_tree`][], or,
     without a format of activations, an option of `plan_bits`.
 
     !!! Example
@@ -24,6 +25,7 @@ class Use:
         ```python
         eqq.quantize_tree(model, {"*.down.*": eqq.Use("int4", eqq.MSE()), "*": "int8"})
         eqq.quantize_tree(model, {"*.mlp.*": eqq.Use("int8", activations="int8"), "*": "int8"})
+        eqq.quantize_tree(model, {"*.proj": eqq.Use("int4", axis=-2), "*": "int4"})  # used as `x @ proj`
         ```
 
     **Arguments:**
@@ -32,28 +34,47 @@ class Use:
     - `method`: the method that chooses scales and codes; `None` uses the method of the whole call.
     - `activations`: the format that products quantize the other operand to, or its name, or statistics of inputs; as in
         [`eqquant.quantize_tree`][]. `None` uses the one of the whole call.
+    - `axis`: the axis (or axes, quantized as one) along which blocks run, for a model that has weights of both orders:
+        `-2` for `x @ w`. `None` uses the one of the whole call, or the input axes of each weight.
+
+    **Raises:**
+
+    `TypeError` if `axis` is no whole number, and no sequence of whole numbers.
     """
 
     format: AbstractFormat
     method: AbstractMethod | None = None
     activations: AbstractFormat | Mapping[str, InputStatistics] | None = None
+    axis: Axis = None
 
     def __init__(
         self,
         format: AbstractFormat | str,
         method: AbstractMethod | None = None,
         activations: ActivationsLike | None = None,
+        axis: Axis = None,
     ) -> None:
         object.__setattr__(self, "format", as_format(format))
         object.__setattr__(self, "method", None if method is None else as_method(method))
         object.__setattr__(self, "activations", as_activations(activations))
+        object.__setattr__(self, "axis", _as_axis(axis))
 
     def __hash__(self) -> int:
-        return hash((self.format, type(self.method)))  # a method may hold arrays
+        return hash((self.format, type(self.method), self.axis))  # a method may hold arrays
 
     def __repr__(self) -> str:
         activated = "" if self.activations is None else f" x {self.activations!r}"
-        return f"{self.format!r}{activated}" + ("" if self.method is None else f" by {self.method!r}")
+        along = "" if self.axis is None else f" along {self.axis}"
+        return f"{self.format!r}{activated}{along}" + ("" if self.method is None else f" by {self.method!r}")
+
+
+def _as_axis(axis: Axis) -> int | tuple[int, ...] | None:
+    if axis is None or (isinstance(axis, int) and not isinstance(axis, bool)):
+        return axis
+    several = tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else ()
+    if not several or not all(isinstance(a, int) for a in several):
+        raise TypeError(f"`axis` must be a whole number, or several. Got {axis!r}. For `x @ w` pass -2.")
+    return several
 
 
 def as_activations(x: ActivationsLike | None) -> AbstractFormat | Mapping[str, InputStatistics] | None:

@@ -1,6 +1,5 @@
 """Finds which leaves of a model are weights, and which of their axes are inputs."""
 
-import re
 from collections.abc import Iterable
 
 import equinox as eqx
@@ -13,6 +12,7 @@ from .._array.value import AbstractArrayValue
 from .._errors import a_type
 from .._types import PyTree
 from .leaves import DenseArray, is_mapped, Leaf
+from .roles import elementwise_role, role_by_name, role_by_place
 
 
 def ineligible_reason(x: PyTree) -> str | None:
@@ -27,8 +27,19 @@ def ineligible_reason(x: PyTree) -> str | None:
 
 
 def default_skip_reason(leaf: Leaf) -> str | None:
-    """Returns why an eligible leaf stays in float by default, or `None` for a weight."""
-    if (reason := part_reason(leaf) or _elementwise_use(leaf)) is not None:
+    """Returns why an eligible leaf stays in float by default, or `None` for a weight.
+
+    A weight is a matrix, or a stack of matrices, that a product may use. It is no part of another array, no state, no
+    bias and no parameter of a norm (`place_reason`), and its name does not say that a model adds it, exponentiates it
+    or multiplies by it value by value (`role_by_name`). Whether quantizing makes it smaller depends on its format:
+    `eqquant._tree.sizes` decides that.
+    """
+    return place_reason(leaf) or role_by_name(leaf)
+
+
+def place_reason(leaf: Leaf) -> str | None:
+    """Returns why an eligible leaf is no weight by its place in the model and by its shape, or `None`."""
+    if (reason := part_reason(leaf) or role_by_place(leaf)) is not None:
         return reason
     if sum(length > 1 for length in leaf.value.shape) < 2:
         return "fewer than two dimensions longer than one"
@@ -41,47 +52,6 @@ def part_reason(leaf: Leaf) -> str | None:
     return f"part of {a_type(leaf.parent)}" if part else None
 
 
-def _elementwise_use(leaf: Leaf) -> str | None:
-    """Returns what a leaf is that a model adds, or multiplies by value by value, or `None`."""
-    if _is_norm_parameter(leaf):
-        return "a parameter of a normalisation layer"
-    return "a bias" if _is_bias(leaf) else None  # whatever its shape: those of stacked layers have two dimensions
-
-
-_BIAS = re.compile(r"(^|_)bias")
-_HOLDS_BIASES = re.compile(r"(^|_)bias(es)?(_?\d+)?$")
-# `LayerNorm_0`, `input_layernorm`, `ln_f`, `norm_out`, `bn1`; but not `norm_proj`.
-_NORM = re.compile(
-    r"(norms?|(^|_)(ln|bn|gn))"
-    r"(_?\d+|_(f|final|in|out|pre|post|before|after|attn|attention|self|cross|mlp|ffn|q|k|v))?$"
-)
-_NORM_PARAMETERS = {"scale", "weight", "bias", "offset", "gain", "gamma", "beta", "g", "b", "mean", "var"}
-# These names mean a layer that normalises a weight, or wraps another layer, so it holds real weights.
-_NO_NORM = re.compile(r"(weight|spectral|pre|post|add)_?norms?(_?\d+)?$")
-
-
-def _is_bias(leaf: Leaf) -> bool:
-    held = any(_HOLDS_BIASES.search(name.lower()) for name, _ in leaf.ancestors())
-    return _BIAS.search(leaf.name.lower()) is not None or held
-
-
-def _is_norm_parameter(leaf: Leaf) -> bool:
-    # By the class of the layer, or in a dictionary of parameters by the names of both. Flax calls its weights `kernel`.
-    if leaf.name == "kernel":
-        return False
-    named = leaf.name in _NORM_PARAMETERS
-    return any(_is_norm_layer(node) or (named and _is_norm_name(name)) for name, node in leaf.ancestors())
-
-
-def _is_norm_layer(node: PyTree) -> bool:
-    name = type(node).__name__
-    return name.endswith("Norm") and _NO_NORM.search(name.lower()) is None
-
-
-def _is_norm_name(name: str) -> bool:
-    return _NORM.search(name.lower()) is not None and _NO_NORM.search(name.lower()) is None
-
-
 def is_embedding(leaf: Leaf) -> bool:
     """Returns whether a leaf is a table of a layer that looks up its rows."""
     return type(leaf.layer).__name__ in ("Embedding", "Embed") or leaf.name == "embedding"
@@ -89,7 +59,7 @@ def is_embedding(leaf: Leaf) -> bool:
 
 def use_without_product(leaf: Leaf) -> str | None:
     """Returns how a model uses a leaf that it multiplies nothing by, or `None` if products use it."""
-    return "looked up" if is_embedding(leaf) else _elementwise_use(leaf)
+    return "looked up" if is_embedding(leaf) else elementwise_role(leaf)
 
 
 def convolved_axes(leaf: Leaf) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ import numpy as np
 from .._array.value import AbstractArrayValue
 from .._tree.leaves import abbreviate_list, as_batches, Leaf
 from .._tree.select import select_leaves, show_refusals, Where
-from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason
+from .._tree.weights import convolved_axes, ineligible_reason, place_reason
 from .._types import PyTree
 from .._wrappers.mapped import AbstractMappedArray
 from ._calibrator import AbstractCalibrator
@@ -245,7 +245,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
 
 
 def _skip_reason(leaf: Leaf) -> str | None:
-    return None if _is_array(leaf.value) else default_skip_reason(leaf)
+    return None if _is_array(leaf.value) else place_reason(leaf)
 
 
 def stack_shape(leaf: Leaf) -> tuple[int, ...]:
@@ -270,7 +270,7 @@ def stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
     seen = {axis: sums.total for axis, sums in watch.along.items() if sums.total}
     notes = [] if path == watch.path else [f"the same array as {watch.path}"]
     if not seen:
-        notes.append(_why_unseen(watch))
+        notes.append(why_unseen(watch))
         looked_up = watch.looked_up and not watch.used
         return LeafStats(path, shape, None, "; ".join(notes), np.zeros(watch.stack, np.int64), looked_up=looked_up)
     if watch.used:
@@ -305,7 +305,7 @@ def _calibrated(sums: Sums, stack: tuple[int, ...]) -> CalibrationResult | None:
     return jtu.tree_map(lambda *leaves: jnp.stack(leaves).reshape(stack), *results)
 
 
-def _why_unseen(watch: Watch) -> str:
+def why_unseen(watch: Watch) -> str:
     if watch.used:
         return "used, but not by `@`, so its inputs were not seen: write `weight @ x` or `x @ weight`"
     if watch.looked_up:

@@ -17,14 +17,17 @@ from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import as_method, check_dtype
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
+from .._methods.inputs import InputsError
 from .._numerics.axes import logical_order, memory_order
 from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
+from .._tree.missing import join_errors, warn_of_unused
 from .._tree.quantize import quantize_leaf, with_activations
 from .._tree.select import Where
+from .._tree.weights import convolved_axes
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
-from ._collect import default_apply, observe_batches, stack_shape, stats_of, watch_leaves
+from ._collect import default_apply, observe_batches, stack_shape, stats_of, watch_leaves, why_unseen
 from ._dataflow import find_places, Place
 from ._lookups import Apply
 from ._observers import Watch
@@ -64,7 +67,7 @@ def quantize_sequentially(
     of those before it: where the float model multiplies $W$ by $x$ and this one by $\hat x$, it quantizes a weight near
     the $W'$ for which $W' \hat x$ is nearest to $W x$. Weights that do not depend on each other, such as query, key and
     value of an attention layer, take one step together. Layers that a `scan` runs are quantized one after the other.
-    Weights that are looked up come first.
+    Weights that are looked up, or added, come first, without statistics.
 
     In each step, the quantized model and the float model run once over the data, as one program, compiled once. Only
     the Gram matrices of one step, and its inputs in one batch, are in memory.
@@ -101,8 +104,8 @@ def quantize_sequentially(
 
     **Raises:**
 
-    What [`eqquant.quantize_tree`][] and [`eqquant.calibrate.collect_stats`][] raise. `ValueError` if the method needs
-    the inputs of a weight that no product used; the message names it, and nothing is quantized.
+    What [`eqquant.quantize_tree`][] and [`eqquant.calibrate.collect_stats`][] raise. A weight that no product uses is
+    quantized by the method without inputs, and a warning names it.
     """
     check_dtype(dtype)
     default = as_method(method)
@@ -113,7 +116,8 @@ def quantize_sequentially(
     state = _State(model, decide(model, format, where, None, activations), dtype)
     wanted = state.dense.copy() if float_model is None else _dense_like(_taking_floats(float_model)[0], model)
     observer = _Observer(state, wanted, eqx.filter_jit(default_apply if apply is None else apply), data, correction)
-    methods = {n: _prepared(state.decisions[n], default, watch, n in observer.places) for n, watch in observer}
+    state.decisions = [_along_inputs(d, observer.axes.get(n)) for n, d in enumerate(state.decisions)]
+    methods = _prepare_methods(state, observer, default)
     lookups = [_Stage([n]) for n in state.owners if n not in observer.places]
     stages = lookups + _stages(observer.places, observer.watches)
     with Progress(disable=not progress) as bar:
@@ -204,7 +208,7 @@ class _Observer:
 
     - `wanted`: the leaves of the float model.
     - `watches`: the `Watch` of each owner.
-    - `places`: the place of each observed weight in the traced program.
+    - `places`: the place of each observed weight in the traced program; `axes`: the axis of its inputs.
     """
 
     def __init__(
@@ -217,9 +221,11 @@ class _Observer:
         program, _, _ = eqx.filter_make_jaxpr(run)(self._watched(wanted), data[0])
         found = find_places(program)
         self.places: dict[int, Place] = {}
+        self.axes: dict[int, int] = {}
         for n, watch in self:
-            if places := [found[sums] for sums in watch.along.values() if sums in found]:
-                self.places[n] = min(places, key=lambda place: place.level)
+            if places := {axis: found[sums] for axis, sums in watch.along.items() if sums in found}:
+                self.places[n] = min(places.values(), key=lambda place: place.level)
+                self.axes[n] = next(iter(places))
 
     def __iter__(self) -> Iterator[tuple[int, Watch]]:
         return iter(self.watches.items())
@@ -309,20 +315,40 @@ def _stages(places: Mapping[int, Place], watches: Mapping[int, Watch]) -> list[_
     return stages
 
 
-def _prepared(decision: Decision, default: AbstractMethod, watch: Watch, seen: bool) -> AbstractMethod:
-    """Returns the method of a leaf without its statistics. Raises if it needs some and there will be none."""
-    method, path = decision.method or default, decision.leaf.path
-    if not _takes_inputs(method):
-        return method.for_leaf(path)
-    if seen:
-        return method
-    if watch.looked_up and not watch.used:
-        return method.without_inputs()
-    raise ValueError(
-        f"{type(method).__name__} needs the inputs of {path}, which no product used"
-        f"{' by `@`' if watch.used else ''}. Write `weight @ x` or `x @ weight`, or give this leaf another method by a "
-        "rule with `eqq.Use`."
-    )
+def _along_inputs(decision: Decision, axis: int | None) -> Decision:
+    """Returns the decision with blocks along the axis of the inputs that products were seen to contract."""
+    if axis is None or decision.has_given_axis or convolved_axes(decision.leaf) is not None:
+        return decision
+    return decision._replace(axes=(axis,))
+
+
+def _prepare_methods(state: _State, observer: _Observer, default: AbstractMethod) -> dict[int, AbstractMethod]:
+    """Returns the methods of leaves without the statistics that are still to come.
+
+    A leaf that no product uses gets its method without inputs, and a warning says so. Raises one error for all leaves
+    whose statistics are missing.
+    """
+    methods: dict[int, AbstractMethod] = {}
+    errors: dict[str, InputsError] = {}
+    unused: dict[str, str] = {}
+    for n, watch in observer:
+        method, path = state.decisions[n].method or default, state.decisions[n].leaf.path
+        if not _takes_inputs(method):
+            try:
+                methods[n] = method.for_leaf(path)
+            except InputsError as e:
+                errors[path] = e
+        elif n in observer.places:
+            methods[n] = method
+        else:
+            methods[n] = method.without_inputs()
+            if watch.used or not watch.looked_up:
+                unused[path] = why_unseen(watch)
+    quantized = [state.decisions[n].leaf.path for n in state.owners]
+    if errors:
+        raise join_errors(errors, quantized)
+    warn_of_unused(unused, quantized, stacklevel=3)
+    return methods
 
 
 def _takes_inputs(method: AbstractMethod) -> bool:

@@ -3,15 +3,18 @@
 If a JAX release moves an internal, results stay right: they only become dense.
 """
 
+import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.core
-import jax.numpy
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import ad
+from jaxtyping import Array
 
 
 _T = TypeVar("_T")
@@ -45,7 +48,7 @@ def jax_array_is_hidden() -> bool:
 
 def is_constant_of_trace(weight: Any, x: Any) -> bool:
     """Returns whether a function under tracing, such as the body of a `scan`, closes over `weight` but not over `x`."""
-    innermost = jax.numpy.zeros(())
+    innermost = jnp.zeros(())
     if not isinstance(innermost, jax.core.Tracer) or not isinstance(x, jax.core.Tracer):
         return False
     trace = getattr(innermost, "_trace", None)
@@ -72,6 +75,60 @@ def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Any]) -> bool:
         return False
     register_canonicalize_value_handler(cls, to_dense)
     return True
+
+
+def open_jaxpr(program: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, list[Array]]:
+    """Returns a traced program and the values of its constants. JAX 0.12 has one class for both kinds of programs."""
+    consts = getattr(program, "consts", ())
+    jaxpr: Jaxpr = getattr(program, "jaxpr", program)  # pyright: ignore[reportAssignmentType]
+    return jaxpr, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in consts]
+
+
+def inner_jaxpr(equation: JaxprEqn) -> tuple[Jaxpr, list[Array]]:
+    """Returns the program that an equation calls, such as that of a `jit` or a `checkpoint`."""
+    programs = (equation.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in equation.params)
+    return open_jaxpr(next(programs))
+
+
+def result_shape(equation: JaxprEqn) -> tuple[int, ...]:
+    """Returns the shape of the first result of an equation of a traced program."""
+    return equation.outvars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def bind_equation(equation: JaxprEqn, values: Sequence[Array]) -> list[Array]:
+    """Returns the results of an equation of a traced program."""
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)  # functions apart before JAX 0.11
+    result = equation.primitive.bind(*functions, *values, **params)
+    return list(result) if equation.primitive.multiple_results else [result]
+
+
+def scan_operands(operands: Sequence[_T], params: dict[str, Any]) -> tuple[list[_T], list[_T], list[_T]]:
+    """Returns the constants, the carried values and the stacked arrays of a `scan`, or what is known of each."""
+    if "ft_in" in params:  # since JAX 0.11
+        constants, carried, stacked = (list(group.vals) for group in params["ft_in"].update(operands).unpack())
+        return constants, carried, stacked
+    start = params["num_consts"]
+    stop = start + params["num_carry"]
+    return list(operands[:start]), list(operands[start:stop]), list(operands[stop:])
+
+
+def source_line(equation: JaxprEqn) -> str:
+    """Returns where an equation stands in the user's code, as `file:line`; "" if unknown."""
+    try:
+        from jax._src.source_info_util import user_frames
+    except ImportError:  # pragma: no cover
+        return ""
+    package = os.path.dirname(__file__) + os.sep
+    frames = user_frames(equation.source_info.traceback)
+    others = ("equinox", "quax", "jaxtyping", "beartype")
+    outside = (f for f in frames if not f.file_name.startswith(package) and not _is_in(f.file_name, others))
+    frame = next(outside, None)
+    return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
+def _is_in(file: str, packages: Sequence[str]) -> bool:
+    return any(f"{os.sep}{name}{os.sep}" in file for name in packages)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -159,10 +159,9 @@ def test_errors():
     with pytest.raises(TypeError, match="iterable of batches"):
         eqq.quantize_sequentially(model, {"x": x}, "int4", eqq.GPTQ())
     first = lambda model, x: jax.vmap(model.layers[0])(x)
-    with pytest.raises(ValueError, match=r"needs the inputs of layers.1.weight, which no product used\."):
-        eqq.quantize_sequentially(model, x, "int4", eqq.GPTQ(), apply=first)
-    with pytest.raises(ValueError, match=r"inputs of layers.0.weight, which no product used by `@`"):
-        eqq.quantize_sequentially(model, x, "int4", eqq.GPTQ(), apply=lambda m, x: jnp.dot(x, m.layers[0].weight.T))
+    with pytest.warns(UserWarning, match=r"No product used layers.1.weight.*'layers.1.weight': None, '\*'"):
+        q = eqq.quantize_sequentially(model, x, "int4", eqq.GPTQ(), apply=first)
+    assert_same(q.layers[1].weight, eqq.quantize_tree(model, "int4").layers[1].weight)
     with pytest.raises(ValueError, match="`correction` must be between 0 and 1. Got 2."):
         eqq.quantize_sequentially(model, x, "int4", eqq.GPTQ(), correction=2)
     with pytest.raises(ValueError, match="before it was quantized. Got one that differs at layers.0.weight"):

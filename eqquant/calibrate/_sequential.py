@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,10 +25,9 @@ from .._tree.quantize import quantize_leaf, with_activations
 from .._tree.select import Where
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
-from ._collect import default_apply, observe_batches, stack_shape, stats_of, watch_leaves
+from ._collect import default_apply, is_weight, observe_batches, stats_of
 from ._dataflow import find_places, Place
-from ._lookups import Apply
-from ._observers import Watch
+from ._observers import Apply, Observed, Watch
 from ._stats import LeafStats
 
 
@@ -64,7 +64,7 @@ def quantize_sequentially(
     of those before it: where the float model multiplies $W$ by $x$ and this one by $\hat x$, it quantizes a weight near
     the $W'$ for which $W' \hat x$ is nearest to $W x$. Weights that do not depend on each other, such as query, key and
     value of an attention layer, take one step together. Layers that a `scan` runs are quantized one after the other.
-    Weights that are looked up come first.
+    Weights that no product uses come first, by the method without inputs; a warning names those that are not looked up.
 
     In each step, the quantized model and the float model run once over the data, as one program, compiled once. Only
     the Gram matrices of one step, and its inputs in one batch, are in memory.
@@ -101,8 +101,7 @@ def quantize_sequentially(
 
     **Raises:**
 
-    What [`eqquant.quantize_tree`][] and [`eqquant.calibrate.collect_stats`][] raise. `ValueError` if the method needs
-    the inputs of a weight that no product used; the message names it, and nothing is quantized.
+    What [`eqquant.quantize_tree`][] and [`eqquant.calibrate.collect_stats`][] raise.
     """
     check_dtype(dtype)
     default = as_method(method)
@@ -112,8 +111,9 @@ def quantize_sequentially(
     model, again_quantizing = _taking_floats(model)
     state = _State(model, decide(model, format, where, None, activations), dtype)
     wanted = state.dense.copy() if float_model is None else _dense_like(_taking_floats(float_model)[0], model)
-    observer = _Observer(state, wanted, eqx.filter_jit(default_apply if apply is None else apply), data, correction)
-    methods = {n: _prepared(state.decisions[n], default, watch, n in observer.places) for n, watch in observer}
+    observer = _Observer(state, wanted, default_apply if apply is None else apply, data, correction)
+    methods = {n: _prepared(state.decisions[n], default, n in observer.places) for n, _ in observer}
+    _warn_of_unseen(state.decisions, default, observer)
     lookups = [_Stage([n]) for n in state.owners if n not in observer.places]
     stages = lookups + _stages(observer.places, observer.watches)
     with Progress(disable=not progress) as bar:
@@ -210,12 +210,15 @@ class _Observer:
     def __init__(
         self, state: _State, wanted: list[PyTree], run: Apply, data: list[PyTree], correction: float | int
     ) -> None:
-        self.state, self.wanted, self.run, self.data, self.correction = state, wanted, run, data, correction
+        self.state, self.wanted, self.data, self.correction = state, wanted, data, correction
         leaves = {n: state.decisions[n].leaf for n in state.owners}
-        self.watches = {n: Watch(leaf.path, stack_shape(leaf), 1.0, True, gated=True) for n, leaf in leaves.items()}
+        self.watches = {
+            n: Watch(leaf.path, tuple(leaf.value.shape), 1.0, True, gated=True) for n, leaf in leaves.items()
+        }
         self.pairs = [(leaf, self.watches[n]) for n, leaf in leaves.items()]
-        program, _, _ = eqx.filter_make_jaxpr(run)(self._watched(wanted), data[0])
-        found = find_places(program)
+        shared = [(state.decisions[n].leaf, self.watches[owner]) for n, owner in state.first.items()]
+        self.observed = Observed(run, shared, is_weight)
+        found = find_places(self.observed.program(self._model(wanted), data[0]))
         self.places: dict[int, Place] = {}
         for n, watch in self:
             if places := [found[sums] for sums in watch.along.values() if sums in found]:
@@ -224,11 +227,8 @@ class _Observer:
     def __iter__(self) -> Iterator[tuple[int, Watch]]:
         return iter(self.watches.items())
 
-    def _watched(self, values: list[PyTree]) -> PyTree:
-        state, by_path = self.state, {watch.path: watch for _, watch in self}
-        leaves = [dataclasses.replace(state.decisions[n].leaf, value=values[n]) for n in state.first]
-        model = jtu.tree_unflatten(state.treedef, values)
-        return watch_leaves(model, leaves, lambda leaf, _: by_path[leaf.path])[0]
+    def _model(self, values: list[PyTree]) -> PyTree:
+        return jtu.tree_unflatten(self.state.treedef, values)
 
     def observe(self, stage: _Stage) -> None:
         """Collects the statistics of the inputs of the weights of one stage, and compares them with the wanted ones."""
@@ -236,14 +236,12 @@ class _Observer:
             every = range(math.prod(watch.stack))
             watch.observe_next(() if n not in stage.numbers else every if stage.layer is None else (stage.layer,))
         compared = [self.watches[n] for n in stage.numbers if self.correction and self.places[n].uses == 1]
-        both = [(values, self._watched(values)) for values in (self.wanted, self.state.dense)]
         for count, batch in enumerate(self.data):
-            for (values, watched), filling in zip(both, (True, False), strict=True):
+            for values, filling in ((self.wanted, True), (self.state.dense, False)):
                 for watch in compared:
                     watch.compare(filling)
                 if compared or not filling:
-                    model = jtu.tree_unflatten(self.state.treedef, values)
-                    observe_batches(self.run, model, watched, [batch], self.pairs, count)
+                    observe_batches(self.observed, self._model(values), [batch], self.pairs, count)
 
 
 def _dense_like(float_model: PyTree, model: PyTree) -> list[PyTree]:
@@ -309,20 +307,29 @@ def _stages(places: Mapping[int, Place], watches: Mapping[int, Watch]) -> list[_
     return stages
 
 
-def _prepared(decision: Decision, default: AbstractMethod, watch: Watch, seen: bool) -> AbstractMethod:
-    """Returns the method of a leaf without its statistics. Raises if it needs some and there will be none."""
+def _prepared(decision: Decision, default: AbstractMethod, seen: bool) -> AbstractMethod:
+    """Returns the method of a leaf before its inputs are known; without inputs, for a leaf that no product uses."""
     method, path = decision.method or default, decision.leaf.path
     if not _takes_inputs(method):
         return method.for_leaf(path)
-    if seen:
-        return method
-    if watch.looked_up and not watch.used:
-        return method.without_inputs()
-    raise ValueError(
-        f"{type(method).__name__} needs the inputs of {path}, which no product used"
-        f"{' by `@`' if watch.used else ''}. Write `weight @ x` or `x @ weight`, or give this leaf another method by a "
-        "rule with `eqq.Use`."
-    )
+    return method if seen else method.without_inputs()
+
+
+def _warn_of_unseen(decisions: Sequence[Decision], default: AbstractMethod, observer: "_Observer") -> None:
+    """Warns of weights without inputs, whose method needs some; rows that are looked up have none by nature."""
+    unseen = [
+        decisions[n].leaf.path
+        for n, watch in observer
+        if n not in observer.places and _takes_inputs(decisions[n].method or default)
+        if watch.used or not watch.looked_up
+    ]
+    if unseen:
+        rule = ", ".join(f"{path!r}: None" for path in unseen[:3])
+        warnings.warn(
+            f"No product used {abbreviate_list(unseen)}, so their codes are found without the inputs that "
+            f"{type(default).__name__} takes. To leave them in float, give a rule: {{{rule}, '*': ...}}.",
+            stacklevel=3,
+        )
 
 
 def _takes_inputs(method: AbstractMethod) -> bool:

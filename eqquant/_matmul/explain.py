@@ -10,6 +10,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.extend.core import JaxprEqn
 from rich.table import Table
 
 from .._array.array import is_quantized
@@ -110,6 +111,14 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
     return MatmulExplanation(
         problem, platform, name, {**verdicts, name: f"chosen: {reason}"}, multiplied_types(problem, target, name)
     )
+
+
+def implementation_of(equation: JaxprEqn) -> str:
+    """Returns the implementation that a quantized matmul of a traced program takes on the default backend."""
+    params = equation.params
+    operands = operands_of([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
+    problem = problem_of(*operands, params["transpose"], params["precision"])
+    return choose(Target(_platform(None)), problem, params["implementation"])[0]
 
 
 def _products(jaxpr: Any) -> Iterator[tuple[Any, Any, bool, Any]]:

@@ -31,25 +31,33 @@ Fact: TypeAlias = View | Joined | type[Data] | type[Parameter]
 
 
 class Use(NamedTuple):
-    """One use of a weight that is no product.
+    """One use of a weight that is no product of floats.
 
     - `weight`: the number of the weight.
-    - `operation`: the name of the primitive; `"lookup"` for a selection of rows by data.
-    - `with_data`: whether the other operands depend on the data.
-    - `line`: where it stands in the user's code.
+    - `kind`: the name of the primitive; `"lookup"` for a selection of entries.
+    - `with_data`: whether other operands depend on the data.
+    - `equation`: the operation.
+    - `around`: the calls and loops that it stands in, from the outermost.
     """
 
     weight: int
-    operation: str
+    kind: str
     with_data: bool
-    line: str
+    equation: JaxprEqn
+    around: tuple[JaxprEqn, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """Where the operation stands in the user's code; "" if unknown. Inside a `jit` JAX knows the call alone."""
+        lines = map(_compat.source_line, (self.equation, *reversed(self.around)))
+        return next(filter(None, lines), "")
 
 
 class AbstractFollower(abc.ABC):
     """Gets every use of weights that a program makes, while it runs."""
 
     @abc.abstractmethod
-    def multiply(self, product: Product, line: str) -> Array:
+    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
         """Returns the other operand of a product, `product.x`, before it is multiplied."""
 
     @abc.abstractmethod
@@ -84,6 +92,7 @@ def follow(
 class _Run:
     def __init__(self, shapes: Sequence[tuple[int, ...]], follower: AbstractFollower) -> None:
         self.shapes, self.follower = shapes, follower
+        self.around: tuple[JaxprEqn, ...] = ()
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Array], facts: Sequence[Fact]) -> tuple[list[Array], list[Fact]]:
         """Returns the results of a program, and what is known of each."""
@@ -97,10 +106,16 @@ class _Run:
             if all(isinstance(f, type) for f in before) and equation.primitive.name not in _INNER:
                 outputs, after = _bind(equation, given), [_plain(before)] * len(equation.outvars)
             else:
+                around, self.around = self.around, (*self.around, equation)
                 outputs, after = _RULES.get(equation.primitive.name, _default)(self, equation, given, before)
+                self.around = around
             values.update(zip(equation.outvars, outputs, strict=True))
             known.update(zip(equation.outvars, after, strict=True))
         return [value(atom) for atom in jaxpr.outvars], [fact(atom) for atom in jaxpr.outvars]
+
+    def tell(self, view: View, kind: str, with_data: bool, equation: JaxprEqn) -> None:
+        """Tells the follower of one use of a weight."""
+        self.follower.use(Use(view.weight, kind, with_data, equation, self.around[:-1]))
 
     def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, besides: View | None = None) -> None:
         """Tells the follower that an operation uses weights in another way than as a product."""
@@ -109,8 +124,7 @@ class _Run:
             with_data = any(f is Data or (isinstance(f, View) and f.looked_up) for f in others)
             for view in _views(fact):
                 if view is not besides and not view.looked_up:
-                    name, line = equation.primitive.name, _compat.source_line(equation)
-                    self.follower.use(Use(view.weight, name, with_data, line))
+                    self.tell(view, equation.primitive.name, with_data, equation)
 
 
 def _views(fact: Fact) -> list[View]:
@@ -154,6 +168,12 @@ def _elementwise(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: 
     return _bind(equation, values), [kept[0]]
 
 
+def _compare(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+    """A mask made of a weight, such as where it is finite, is no use of it."""
+    del run
+    return _bind(equation, values), [_plain(facts)]
+
+
 def _pass_through(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     del run
     return _bind(equation, values), list(facts)
@@ -167,9 +187,7 @@ def _move(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequenc
     name, new_shape = equation.primitive.name, _compat.result_shape(equation)
     axes = lambda name: [int(axis) for axis in params[name]]
     if isinstance(first, Joined) and name == "transpose":
-        return _bind(equation, values), [
-            first._replace(axis=[int(axis) for axis in params["permutation"]].index(first.axis))
-        ]
+        return _bind(equation, values), [views.transpose_joined(first, axes("permutation"))]
     if not isinstance(first, View) or (name == "reshape" and params["dimensions"] is not None):
         return _default(run, equation, values, facts)
     if name == "transpose":
@@ -220,9 +238,8 @@ def _dynamic_slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts
         for axis, (start, size) in chosen.items()
     }
     if chosen:
-        run.follower.use(
-            Use(first.weight, "lookup", any(facts[1 + axis] is Data for axis in chosen), _compat.source_line(equation))
-        )
+        by_data = any(facts[1 + axis] is Data for axis in chosen)
+        run.tell(first, "lookup", by_data, equation)
     return _bind(equation, values), [views.take(first, choose, bool(chosen))]
 
 
@@ -230,9 +247,11 @@ def _gather(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
     """Selects entries along one axis, as an embedding does and a stack of experts."""
     first, params = facts[0], equation.params
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    if first is Parameter and isinstance(facts[1], View):  # a table of the values that codes stand for
+        return _decode(run, equation, values, facts[1:])
     if not isinstance(first, View):
         return _default(run, equation, values, facts)
-    run.follower.use(Use(first.weight, "lookup", facts[1] is Data, _compat.source_line(equation)))
+    run.tell(first, "lookup", facts[1] is Data, equation)
     shape, ndim = values[0].shape, len(_compat.result_shape(equation))
     axes: list[views.Digits] = [()] * ndim
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -264,7 +283,23 @@ def _concatenate(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: 
     return _bind(equation, values), [Joined(axis, tuple(parts))]
 
 
-# Products.
+# Products and quantized arrays, whose codes are followed.
+
+
+def _decode(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+    """Decodes codes: the result is of the weight, but which axes are which is not followed."""
+    first = facts[0]
+    if not isinstance(first, View):
+        return _default(run, equation, values, facts)
+    unknown = (None,) * len(_compat.result_shape(equation))
+    return _bind(equation, values), [first._replace(axes=unknown, fixed=())]
+
+
+def _multiply_codes(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+    weight = facts[equation.params["x_tree"].num_leaves :]
+    for view in (view for fact in weight for view in _views(fact)):
+        run.tell(view, "quantized_matmul", True, equation)
+    return _bind(equation, values), [_plain(facts)]
 
 
 def _multiply(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -276,14 +311,13 @@ def _multiply(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seq
         for n, fact in enumerate(facts[:2])
         if isinstance(fact, View | Joined) and not (looked_up(fact) and facts[1 - n] is not Data)
     ]
-    line = _compat.source_line(equation)
     for n in weights:
         weight = facts[n]
         products = arrange(equation, values, n, weight, run.shapes) if isinstance(weight, View | Joined) else []
         if products:
             rest[n] = Parameter
         for product in products:
-            values[1 - n] = run.follower.multiply(product._replace(x=values[1 - n]), line)
+            values[1 - n] = run.follower.multiply(product._replace(x=values[1 - n]), equation)
     run.use(equation, rest)
     return _bind(equation, values), [_plain(facts)]
 
@@ -408,6 +442,7 @@ _RULES = {
     **dict.fromkeys(
         (
             "convert_element_type",
+            "bitcast_convert_type",
             "reduce_precision",
             "neg",
             "copy",
@@ -422,6 +457,8 @@ _RULES = {
             "sub",
             "select_n",
             "clamp",
+            "max",
+            "min",
             "pvary",
             "pcast",
             "reshard",
@@ -429,11 +466,14 @@ _RULES = {
         _elementwise,
     ),
     **dict.fromkeys(("transpose", "squeeze", "broadcast_in_dim", "reshape", "rev"), _move),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "is_finite"), _compare),
     "optimization_barrier": _pass_through,
     "slice": _slice,
     "split": _split,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
     "concatenate": _concatenate,
+    "dequantize": _decode,
+    "quantized_matmul": _multiply_codes,
     **dict.fromkeys(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"), _multiply),
 }

@@ -192,7 +192,7 @@ def _arrange_ragged(params: dict[str, Any], values: Sequence[Array], n: int) -> 
     if not plain:
         return None
     stops = jnp.cumsum(sizes)[:, None]
-    number = jnp.arange(x.shape[numbers.lhs_ragged_dimensions[0]])
+    number = jnp.arange(x.shape[numbers.lhs_ragged_dimensions[0]])[None]
     reached = (number < stops) & (number >= stops - sizes[:, None])
     return jnp.transpose(x, (*numbers.lhs_ragged_dimensions, *contracted[0])), contracted[1], groups, reached
 

@@ -77,6 +77,12 @@ def transpose(view: View, permutation: Sequence[int]) -> View:
     return view._replace(axes=tuple(view.axes[axis] for axis in permutation))
 
 
+def transpose_joined(joined: Joined, permutation: Sequence[int]) -> Joined:
+    """Returns what is known of concatenated arrays after `jax.lax.transpose`."""
+    parts = tuple((view and transpose(view, permutation), length) for view, length in joined.parts)
+    return Joined(list(permutation).index(joined.axis), parts)
+
+
 def squeeze(view: View, dimensions: Sequence[int]) -> View:
     """Returns the view after `jax.lax.squeeze`."""
     fixed = [*view.fixed]

@@ -3,19 +3,21 @@
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Float32
 
 from .._array.value import AbstractArrayValue
 from .._program.follow import AbstractFollower, Data, Fact, follow, Parameter, Use
 from .._program.products import Product
+from .._program.trace import trace, Traced
 from .._program.views import whole
 from .._tree.leaves import Leaf
 from .._types import PyTree
@@ -169,14 +171,14 @@ class _Finder(AbstractFollower):
     def __init__(self, watches: Sequence[Watch]) -> None:
         self.watches = watches
 
-    def multiply(self, product: Product, line: str) -> Array:
+    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
         self.watches[product.view.weight].find(product)
         return product.x
 
     def use(self, use: Use) -> None:
         watch = self.watches[use.weight]
-        watch.looked_up |= use.operation == "lookup"
-        watch.used |= use.operation != "lookup"
+        watch.looked_up |= use.kind == "lookup"
+        watch.used |= use.kind != "lookup"
 
 
 class _Observer(AbstractFollower):
@@ -185,7 +187,7 @@ class _Observer(AbstractFollower):
     def __init__(self, watches: Sequence[Watch], numbers: Sequence[dict[tuple[int, ...], Array]]) -> None:
         self.watches, self.numbers = watches, numbers
 
-    def multiply(self, product: Product, line: str) -> Array:
+    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
         x, watch = product.x, self.watches[product.view.weight]
         axes = watch.negative(product)
         layered = product.by_layer(watch.stacks[axes], watch.shape) if x.size else None
@@ -205,19 +207,6 @@ class _Observer(AbstractFollower):
         pass
 
 
-class _Traced(NamedTuple):
-    """A function `(model, batch) -> outputs`, traced for arguments of some shapes.
-
-    - `program`: takes the arrays of the arguments, and returns those of the outputs.
-    - `facts`: what is known of each argument.
-    - `outputs`: makes the outputs of their arrays.
-    """
-
-    program: ClosedJaxpr
-    facts: list[Fact]
-    outputs: Callable[[Sequence[Array]], PyTree]
-
-
 class Observed:
     """Runs a function `(model, batch) -> outputs` as it is, and lets watches observe the inputs of weights.
 
@@ -233,13 +222,13 @@ class Observed:
         self.watches = list({id(watch): watch for _, watch in pairs}.values())
         self.numbers: dict[Hashable, int] = {leaf.keys: self.watches.index(watch) for leaf, watch in pairs}
         self.run, self.is_leaf = run, is_leaf
-        self._traced: dict[Hashable, _Traced] = {}
+        self._traced: dict[Hashable, tuple[Traced, list[Fact]]] = {}
         self._call = eqx.filter_jit(self._observe)
 
     def __call__(self, model: PyTree, batch: PyTree) -> PyTree:
         """Returns the outputs; the watches have observed the inputs once these are ready."""
         arrays, rest = eqx.partition((model, batch), eqx.is_array)
-        traced = self._trace(model, batch)
+        traced, _ = self._trace(model, batch)
         return traced.outputs(self._call(arrays, rest, [watch.numbers() for watch in self.watches]))
 
     def program(self, model: PyTree, batch: PyTree) -> ClosedJaxpr:
@@ -254,8 +243,11 @@ class Observed:
         traced = self._trace(model, batch)
         return self._follow(traced, self._arrays(model, batch), _Observer(self.watches, numbers))
 
-    def _follow(self, traced: _Traced, arrays: Sequence[Array], follower: AbstractFollower) -> list[Array]:
-        return follow(traced.program, arrays, traced.facts, [watch.shape for watch in self.watches], follower)
+    def _follow(
+        self, traced: tuple[Traced, list[Fact]], arrays: Sequence[Array], follower: AbstractFollower
+    ) -> list[Array]:
+        shapes = [watch.shape for watch in self.watches]
+        return follow(traced[0].program, arrays, traced[1], shapes, follower)
 
     def _dense(self, model: PyTree) -> PyTree:
         dense = lambda x: x.dequantize() if isinstance(x, AbstractArrayValue) else x
@@ -265,7 +257,7 @@ class Observed:
     def _arrays(self, model: PyTree, batch: PyTree) -> list[Array]:
         return [x for x in jtu.tree_leaves((self._dense(model), batch)) if eqx.is_array(x)]
 
-    def _trace(self, model: PyTree, batch: PyTree) -> _Traced:
+    def _trace(self, model: PyTree, batch: PyTree) -> tuple[Traced, list[Fact]]:
         """Traces the function once for arguments of these shapes, and prepares the watches for its products."""
         leaves, treedef = jtu.tree_flatten((model, batch))
         key = treedef, tuple(jax.typeof(x) if eqx.is_array(x) else id(x) for x in leaves)
@@ -273,27 +265,17 @@ class Observed:
             self._traced[key] = self._trace_anew(model, batch)
         return self._traced[key]
 
-    def _trace_anew(self, model: PyTree, batch: PyTree) -> _Traced:
+    def _trace_anew(self, model: PyTree, batch: PyTree) -> tuple[Traced, list[Fact]]:
         arguments = eqx.filter_eval_shape(lambda model, batch: (self._dense(model), batch), model, batch)
-        nodes, treedef = jtu.tree_flatten_with_path(arguments)
-        is_array = [isinstance(x, jax.ShapeDtypeStruct) for _, x in nodes]
-        found: list[Callable[[Sequence[Array]], PyTree]] = []
+        traced = trace(self.run, arguments)
 
-        def flat(arrays: Sequence[Array]) -> list[Array]:
-            remaining = iter(arrays)
-            leaves = [next(remaining) if array else x for (_, x), array in zip(nodes, is_array, strict=True)]
-            out, rest = eqx.partition(self.run(*jtu.tree_unflatten(treedef, leaves)), eqx.is_array)
-            results, tree = jtu.tree_flatten(out)
-            found[:] = [lambda results: eqx.combine(jtu.tree_unflatten(tree, results), rest)]
-            return results
+        def fact(keys: KeyPath, x: jax.ShapeDtypeStruct) -> Fact:
+            number = self.numbers.get(keys[1:])
+            if keys[0] == jtu.SequenceKey(1):
+                return Data
+            return Parameter if number is None else whole(number, x.shape)
 
-        arrays = [x for (_, x), array in zip(nodes, is_array, strict=True) if array]
-        program = jax.make_jaxpr(flat)(arrays)
-        facts: list[Fact] = []
-        for ((first, *keys), x), array in zip(nodes, is_array, strict=True):
-            number = self.numbers.get(tuple(keys)) if first.idx == 0 else None
-            if array:
-                facts.append(Data if first.idx == 1 else Parameter if number is None else whole(number, x.shape))
-        traced = _Traced(program, facts, found[0])
-        jax.eval_shape(lambda arrays: self._follow(traced, arrays, _Finder(self.watches)), arrays)
-        return traced
+        facts = [fact(keys, x) for keys, x in traced.arrays]
+        arrays = [x for _, x in traced.arrays]
+        jax.eval_shape(lambda arrays: self._follow((traced, facts), arrays, _Finder(self.watches)), arrays)
+        return traced, facts

@@ -38,6 +38,7 @@ class WeightUse:
     - `implementations`: of packed products.
     - `lines`: where it is decoded, and by what it is used then: `file:line (operations)`.
     - `decoded_nbytes`: the size of the floats that it is decoded to.
+    - `axis`: the axis (or axes) along which products of floats sum, the axis to quantize along; `None` if there are none.
     """
 
     path: str
@@ -47,6 +48,7 @@ class WeightUse:
     implementations: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     decoded_nbytes: int = 0
+    axis: int | tuple[int, ...] | None = None
 
     @property
     def remedy(self) -> str:
@@ -139,7 +141,10 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
     shapes = [tuple(leaf.value.shape) for _, leaf in weights]
     run = lambda arrays: follow(traced.program, arrays, facts, shapes, recorder)
     jax.eval_shape(run, [x for _, x in traced.arrays])
-    return CallExplanation(tuple(_describe(leaf, recorder.uses.get(n, [])) for n, (_, leaf) in enumerate(weights)))
+    uses, inputs = recorder.uses, recorder.inputs
+    return CallExplanation(
+        tuple(_describe(leaf, uses.get(n, []), inputs.get(n)) for n, (_, leaf) in enumerate(weights))
+    )
 
 
 def _is_model(tree: PyTree) -> bool:
@@ -179,8 +184,10 @@ class _Recorder(AbstractFollower):
 
     def __init__(self) -> None:
         self.uses: dict[int, list[Use]] = {}
+        self.inputs: dict[int, tuple[int, ...]] = {}
 
     def multiply(self, product: Product, equation: JaxprEqn) -> Array:
+        self.inputs.setdefault(product.view.weight, product.inputs.axes)
         if not product.view.looked_up:
             self.use(Use(product.view.weight, equation.primitive.name, True, equation))
         return product.x
@@ -199,7 +206,7 @@ _ROLES = {
 }
 
 
-def _describe(leaf: Leaf, uses: Sequence[Use]) -> WeightUse:
+def _describe(leaf: Leaf, uses: Sequence[Use], inputs: tuple[int, ...] | None) -> WeightUse:
     x, quantized = leaf.value, is_quantized(leaf.value)
     roles = list(dict.fromkeys(_ROLES.get(use.kind, f"used by {use.kind}") for use in uses))
     packed = [implementation_of(use.equation) for use in uses if use.kind == "quantized_matmul"]
@@ -207,6 +214,7 @@ def _describe(leaf: Leaf, uses: Sequence[Use]) -> WeightUse:
     for use in uses:
         if quantized and use.kind not in ("quantized_matmul", "lookup"):
             dense.setdefault(use.line, {})[use.kind] = None
+    axes = None if quantized or inputs is None else tuple(axis - x.ndim for axis in inputs)
     return WeightUse(
         leaf.path,
         repr(x.format) if quantized else None,
@@ -215,4 +223,5 @@ def _describe(leaf: Leaf, uses: Sequence[Use]) -> WeightUse:
         tuple(dict.fromkeys(packed)),
         tuple(f"{line} ({', '.join(names)})".lstrip() for line, names in dense.items()),
         x.size * x.dtype.itemsize if dense else 0,
+        axes[0] if axes is not None and len(axes) == 1 else axes,
     )

@@ -38,7 +38,7 @@ class WeightUse:
     - `implementations`: of packed products.
     - `lines`: where it is decoded, and by what it is used then: `file:line (operations)`.
     - `decoded_nbytes`: the size of the floats that it is decoded to.
-    - `axis`: the axis (or axes) along which products of floats sum, the axis to quantize along; `None` if there are none.
+    - `axis`: the axis (or axes) along which products of floats sum, to quantize along; `None` if there are none.
     """
 
     path: str

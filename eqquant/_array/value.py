@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .. import _compat
-from .contraction import AbstractOperand, matmul
+from .contraction import AbstractOperand, matmul_with
 
 
 _P = ParamSpec("_P")
@@ -128,11 +128,11 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
 
     def __matmul__(self, other: _Operand) -> Array:
         """`q @ x`: the quantized matmul, as [`eqquant.matmul`][] computes it. The result is dense."""
-        return matmul(self, other)
+        return matmul_with(self, other)
 
     def __rmatmul__(self, other: _Operand) -> Array:
         """`x @ q`: the quantized matmul, as [`eqquant.matmul`][] computes it. The result is dense."""
-        return matmul(other, self)
+        return matmul_with(other, self)
 
     def __add__(self, other: _Operand) -> Array:
         return self.dequantize() + _dense(other)

@@ -178,9 +178,6 @@ def test_public_names_are_those_of_the_init():
 
 # Docstrings, read from the sources as an editor reads them
 
-# Modules whose docstrings are still assembled at import. None may join them.
-ASSEMBLED = {"_array.value"}
-
 
 def definition_of(module, name):
     """The module that defines a name, through all imports, and the statement there that does."""
@@ -213,8 +210,8 @@ def check_docstring(doc, arguments):
 @pytest.mark.parametrize("name", PUBLIC)
 def test_docstring_in_the_source(name):
     package, _, last = name.rpartition(".")
-    module, node = definition_of(package, last)
-    if node is None or module in ASSEMBLED:
+    _, node = definition_of(package, last)
+    if node is None:
         return
     doc = ast.get_docstring(node)
     assert doc and not doc.startswith(("**", "!!!", "???")), "a docstring begins with what the name does"
@@ -235,8 +232,7 @@ def test_docstrings_are_literal(path):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
     ]
-    assigned = [t.lineno for t in targets if isinstance(t, ast.Attribute) and t.attr == "__doc__"]
-    assert not assigned or name_of(path) in ASSEMBLED
+    assert not [t.lineno for t in targets if isinstance(t, ast.Attribute) and t.attr == "__doc__"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -203,7 +203,7 @@ def matmul(
     return matmul_with(x, w, Options(precision, implementation))
 
 
-def matmul_with(x: Any, w: Any, options: Options) -> Array:
+def matmul_with(x: ArrayLike | AbstractOperand, w: ArrayLike | AbstractOperand, options: Options = Options()) -> Array:
     """As `matmul`, with all options."""
     first, second = (a if isinstance(a, AbstractOperand) else jnp.asarray(a) for a in (x, w))
     weight, other = (second, first) if isinstance(second, AbstractOperand) else (first, second)
@@ -387,8 +387,9 @@ def _product(form: _Form, options: Options, x: Any, w: AbstractOperand) -> Float
         x = _permute(x, form.x_axes, (*form.front, *inner)).reshape(*own, *shape)
         x = jnp.broadcast_to(turn(x, x_by_columns), (*front, m, k))
 
-    weight = as_matrices(w, form.matrices(form.w_axes, form.n))
-    y = turn(linear(weight, x, options._replace(by_columns=(x_by_columns, y_by_columns))), y_by_columns)
+    weight = w.as_matrices(form.matrices(form.w_axes, form.n))
+    product = weight.linear if isinstance(weight, AbstractOperand) else ft.partial(linear, weight)
+    y = turn(product(x, options._replace(by_columns=(x_by_columns, y_by_columns))), y_by_columns)
     y_axes = (*form.front, *((*form.n, *form.m) if y_by_columns else (*form.m, *form.n)))
     y = y.reshape(form.sizes(y_axes))
     if form.summed:

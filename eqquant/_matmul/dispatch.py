@@ -276,12 +276,13 @@ def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[
 
 
 def compute(
-    x: Any, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target, name: str
+    x: Any, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target, forced: str | None
 ) -> Float[Array, "*batch rows outer"]:
-    """Computes a product with the implementation of that name.
+    """Computes a product with the implementation `forced`, or the one to choose.
 
     `x` is also codes, or rows to quantize. An implementation that does not take codes gets their values.
     """
+    name, _ = choose(target, problem, forced)
     implementation = IMPLEMENTATIONS[name]
     if isinstance(w, SelectedArray) and not implementation.selects:
         w = w.taken()

@@ -38,7 +38,7 @@ from .._methods import AbsMax
 from .._methods.given import FixedAmax
 from .._numerics.blocks import absmax
 from .._numerics.hashing import hashed_key, seed_of
-from .._numerics.primitives import compiled, moved, without_tangent
+from .._numerics.primitives import compile_alone, move_mapped, without_tangent
 from .._numerics.scale_bits import scale_to_bits
 from .rows import DynamicRows
 
@@ -125,7 +125,7 @@ def largest_seen(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead 3
 def _batch_seen(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Array, Any]:
     (x, largest), (of_x, of_largest) = args, dims
     size = x.shape[of_x] if of_x is not None else largest.shape[of_largest]
-    x = moved(x, of_x, size)
+    x = move_mapped(x, of_x, size)
     if of_largest is None:
         return largest_seen_p.bind(x, largest), None
     return largest_seen_p.bind(jnp.moveaxis(x, 0, x.ndim - largest.ndim - 1), jnp.moveaxis(largest, of_largest, 0)), 0
@@ -151,10 +151,10 @@ def _batch_record(args: Sequence[Any], dims: Sequence[Any], *, result: jax.core.
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     place = 0
     if any(d is not None for d in places):  # of models, each with its own
-        of_largest = [moved(a, d, size) for a, d in zip(of_largest, places, strict=True)]
+        of_largest = [move_mapped(a, d, size) for a, d in zip(of_largest, places, strict=True)]
         place = result.ndim - of_largest[0].ndim  # before as many axes of a batch as the largest magnitudes have
     result = result.update(shape=(*result.shape[:place], size, *result.shape[place:]))
-    return record_p.bind(*of_largest, moved(nothing, of_nothing, size, place), result=result), place
+    return record_p.bind(*of_largest, move_mapped(nothing, of_nothing, size, place), result=result), place
 
 
 def _abstract(x: Any, w: Any, *largest: Any, **params: Any) -> jax.core.ShapedArray:
@@ -202,28 +202,28 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     (x, w, *largest), (of_x, of_w, *of_largest) = args, dims
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if any(d is not None for d in of_largest):  # of models, each with its own
-        largest = [moved(a, d, size) for a, d in zip(largest, of_largest, strict=True)]
+        largest = [move_mapped(a, d, size) for a, d in zip(largest, of_largest, strict=True)]
         place = max(x.ndim - (of_x is not None), w.ndim - (of_w is not None)) - largest[0].ndim
         return rounded_matmul_p.bind(
-            moved(x, of_x, size, place), moved(w, of_w, size, place), *largest, **params
+            move_mapped(x, of_x, size, place), move_mapped(w, of_w, size, place), *largest, **params
         ), place
     bind = lambda x, w: rounded_matmul_p.bind(x, w, *largest, **params)
     if of_w is None:
         # All examples share the weight: they become rows, so that the gradient of the weight sums over them.
-        x = moved(x, of_x, size, to=-3)
+        x = move_mapped(x, of_x, size, to=-3)
         *batch, _, m, k = x.shape
         y = bind(x.reshape(*batch, size * m, k), w)
         return y.reshape(*batch, size, m, y.shape[-1]), len(batch)
     if of_x is None:
-        w = moved(w, of_w, size, to=-3)
+        w = move_mapped(w, of_w, size, to=-3)
         *batch, _, n, k = w.shape
         y = bind(x, w.reshape(*batch, size * n, k))
         return y.reshape(*y.shape[:-1], size, n), y.ndim - 1
-    return bind(moved(x, of_x, size), moved(w, of_w, size)), 0
+    return bind(move_mapped(x, of_x, size), move_mapped(w, of_w, size)), 0
 
 
 largest_seen_p.def_abstract_eval(lambda x, largest: largest.update(shape=largest.shape[:-1]))
-largest_seen_p.def_impl(compiled(largest_seen_p, _largest_seen, []))
+largest_seen_p.def_impl(compile_alone(largest_seen_p, _largest_seen, []))
 ad.primitive_jvps[largest_seen_p] = without_tangent(largest_seen_p)
 batching.primitive_batchers[largest_seen_p] = _batch_seen
 mlir.register_lowering(largest_seen_p, mlir.lower_fun(_largest_seen, multiple_results=False))
@@ -237,7 +237,7 @@ mlir.register_lowering(record_p, mlir.lower_fun(_record, multiple_results=False)
 
 rounded_matmul_p.def_abstract_eval(_abstract)
 rounded_matmul_p.def_impl(
-    compiled(rounded_matmul_p, compute_rounded, ["of_x", "of_w", "of_gradient", "precision", "implementation"])
+    compile_alone(rounded_matmul_p, compute_rounded, ["of_x", "of_w", "of_gradient", "precision", "implementation"])
 )
 ad.primitive_jvps[rounded_matmul_p] = _jvp
 ad.primitive_transposes[rounded_matmul_p] = _transpose

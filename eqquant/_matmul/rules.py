@@ -23,7 +23,7 @@ from jaxtyping import Array
 from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.primitive import operands_of, quantized_matmul_p
-from .._numerics.primitives import compiled, moved
+from .._numerics.primitives import compile_alone, move_mapped
 from . import dispatch
 from .partition import partitioned
 from .problem import problem_of, Target
@@ -50,18 +50,15 @@ def _compute(
     by_columns: tuple[bool, bool],
     devices: int = 1,
 ) -> Array:
-    def compute(x: Any, w: QuantizedArray | SelectedArray) -> Array:
-        problem = problem_of(x, w, transpose, precision, by_columns)
-        name, _ = dispatch.choose(target, problem, implementation)
-        return dispatch.compute(x, w, problem, target, name)
-
     x, w = operands_of(args, x_tree, w_tree)
     # `gradient_of` does not affect the value.
     x, w = (dataclasses.replace(a, gradient_of=None) if isinstance(a, QuantizedArray) else a for a in (x, w))
     if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # a sum of nothing
+    describe = ft.partial(problem_of, transpose=transpose, precision=precision, by_columns=by_columns)
     if devices == 1:
-        return compute(x, w)
+        return dispatch.compute(x, w, describe(x, w), target, implementation)
+    compute = lambda x, w: dispatch.compute(x, w, describe(x, w), target, implementation)
     w = w.taken() if isinstance(w, SelectedArray) else w
     return partitioned(compute, x, w, transpose=transpose)  # pyright: ignore[reportArgumentType]
 
@@ -84,19 +81,9 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
     return mlir.lower_fun(compute, multiple_results=False)(context, *args, **params)
 
 
-def _impl(*args: Array, **params: Any) -> Array:
-    # `x` is in memory already, by rows.
-    return _compiled(*args, **{**params, "by_columns": (False, False)})
-
-
 def _here(*args: Array, **params: Any) -> Array:
     platform = next(iter(args[0].devices())).platform
     return _compute(Target("cuda" if platform == "gpu" else str(platform)), *args, **params)
-
-
-_compiled = compiled(
-    quantized_matmul_p, _here, ["x_tree", "w_tree", "transpose", "precision", "implementation", "by_columns"]
-)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -138,21 +125,21 @@ def _batch(
     of_x, of_w = list(zip(args, dims, strict=True))[:count], list(zip(args, dims, strict=True))[count:]
     if all(d is None for _, d in of_w):
         # All examples share the weight: they become rows, so a `vmap` of matvecs is one matmul.
-        stacked = [moved(a, d, size, to=-3) for a, d in of_x]
+        stacked = [move_mapped(a, d, size, to=-3) for a, d in of_x]
         m = stacked[0].shape[-2]
         rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in stacked]
         y = bind(*rows, *(a for a, _ in of_w), by_columns=(False, False))  # examples come before columns
         return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
     selected = _batch_of_selections(of_w, w_tree, size)
     if selected is not None:
-        return bind(*(moved(a, d, size) for a, d in of_x), *selected), 0
-    weights = [moved(a, d, size) for a, d in of_w]
+        return bind(*(move_mapped(a, d, size) for a, d in of_x), *selected), 0
+    weights = [move_mapped(a, d, size) for a, d in of_w]
     if all(d is None for _, d in of_x) and args[0].ndim == 2 and not transpose:
         # All weights share the input: their rows become the rows of one weight.
         n = weights[0].shape[1]
         y = bind(*(a for a, _ in of_x), *(a.reshape(size * n, a.shape[-1]) for a in weights))
         return y.reshape(y.shape[0], size, n), 1
-    return bind(*(moved(a, d, size) for a, d in of_x), *weights), 0
+    return bind(*(move_mapped(a, d, size) for a, d in of_x), *weights), 0
 
 
 def _batch_of_selections(of_w: Sequence[tuple[Any, int | None]], w_tree: Any, size: int) -> list[Any] | None:
@@ -161,10 +148,10 @@ def _batch_of_selections(of_w: Sequence[tuple[Any, int | None]], w_tree: Any, si
     if not isinstance(w, SelectedArray):
         return None
     *stack, (index, dim) = of_w
-    index = moved(index, dim, size)
+    index = move_mapped(index, dim, size)
     if any(d is not None for _, d in stack):
         # A stack for each example: they become one.
-        stacks = [moved(a, d, size) for a, d in stack]
+        stacks = [move_mapped(a, d, size) for a, d in stack]
         first = jnp.arange(size, dtype=index.dtype) * stacks[0].shape[1]
         index = index + first.reshape(-1, *[1] * (index.ndim - 1))
         return [*(a.reshape(-1, *a.shape[2:]) for a in stacks), index]
@@ -172,7 +159,14 @@ def _batch_of_selections(of_w: Sequence[tuple[Any, int | None]], w_tree: Any, si
 
 
 quantized_matmul_p.def_abstract_eval(_abstract)
-quantized_matmul_p.def_impl(_impl)
+quantized_matmul_p.def_impl(
+    compile_alone(
+        quantized_matmul_p,
+        _here,
+        ["x_tree", "w_tree", "transpose", "precision", "implementation", "by_columns"],
+        by_columns=(False, False),  # `x` is in memory already, by rows
+    )
+)
 ad.primitive_jvps[quantized_matmul_p] = _jvp
 ad.primitive_transposes[quantized_matmul_p] = _transpose
 batching.primitive_batchers[quantized_matmul_p] = _batch

@@ -21,7 +21,7 @@ from .._native.lowering import lower_on_cpu
 from .._numerics import packing
 from .._numerics.batching import by_chunks
 from .._numerics.blocks import divide
-from .._numerics.primitives import along_first, compiled, without_tangent
+from .._numerics.primitives import along_first, compile_alone, without_tangent
 from .._types import PyTreeDef
 from .base import AbstractMethod, AbstractScaleMethod
 from .grid import encode_by, Encoded, Grid, multiplies, store
@@ -85,7 +85,7 @@ def _abstract(*args: Any, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
 
 
 encode_p.def_abstract_eval(_abstract)
-encode_p.def_impl(compiled(encode_p, by_xla, ["tree", "format", "chunk"]))
+encode_p.def_impl(compile_alone(encode_p, by_xla, ["tree", "format", "chunk"]))
 ad.primitive_jvps[encode_p] = without_tangent(encode_p)
 batching.primitive_batchers[encode_p] = along_first(encode_p)
 lower_on_cpu(encode_p, _native, by_xla)

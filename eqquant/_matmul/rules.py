@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from .. import _compat
 from .._array.array import QuantizedArray
+from .._array.dense import allow_dense
 from .._array.primitive import operands_of, quantized_matmul_p
 from .._numerics.primitives import compiled, moved
 from . import dispatch
@@ -53,7 +54,8 @@ def _compute(
     def compute(x: Any, w: QuantizedArray | SelectedArray) -> Array:
         problem = problem_of(x, w, transpose, precision, by_columns)
         name, _ = dispatch.choose(target, problem, implementation)
-        return dispatch.compute(x, w, problem, target, name)
+        with allow_dense():
+            return dispatch.compute(x, w, problem, target, name)
 
     x, w = operands_of(args, x_tree, w_tree)
     # `gradient_of` does not affect the value.
@@ -115,7 +117,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     if gradient_of is not None and type(gradient_of) is not ad.Zero:
         d_weight = gradient_of.astype(x.dtype)
         d_weight = d_weight if params["transpose"] else jnp.swapaxes(d_weight, -1, -2)
-        dys.append(jnp.matmul(x.dequantize() if of_codes else x, d_weight, precision=params["precision"]))
+        with allow_dense():
+            values = x.dequantize() if of_codes else x
+        dys.append(jnp.matmul(values, d_weight, precision=params["precision"]))
     if not dys:
         return y, _compat.zero_tangent(y)
     return y, ft.reduce(ad.add_jaxvals, dys)

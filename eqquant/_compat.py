@@ -267,15 +267,23 @@ def user_line(packages: tuple[str, ...]) -> tuple[str, int, str] | None:
 
     - `packages`: prefixes of paths whose code is not the user's, besides those of JAX and Python.
     """
+    is_users = lambda file: not file.startswith(("<", *packages))
     try:
-        from jax._src import source_info_util
+        from jax._src.source_info_util import current, is_user_filename, user_frames
 
-        traceback = source_info_util.current().traceback
-        for frame in source_info_util.user_frames(traceback):
-            if not frame.file_name.startswith(("<", *packages)):
-                return frame.file_name, frame.start_line, frame.function_name
+        # Of an equation that is evaluated again, this is where it was traced first.
+        for found in user_frames(current().traceback):
+            if is_users(found.file_name):
+                return found.file_name, found.start_line, found.function_name
     except (ImportError, AttributeError, TypeError):  # pragma: no cover
-        pass
+        return None
+    # JAX's own tracebacks end at a function under `jit`.
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file) and is_user_filename(file):
+            return file, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
     return None
 
 

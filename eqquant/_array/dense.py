@@ -3,17 +3,14 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+
+from .contraction import AbstractOperand
 
 
-if TYPE_CHECKING:
-    from .codes import AbstractCodes
+_refuse: ContextVar[Callable[[AbstractOperand], None] | None] = ContextVar("refuse", default=None)
 
 
-_refuse: "ContextVar[Callable[[AbstractCodes], None] | None]" = ContextVar("refuse", default=None)
-
-
-def check_dense(q: "AbstractCodes") -> None:
+def check_dense(q: AbstractOperand) -> None:
     """Called before an array is decoded. Inside `refuse_dense`, passes more than a row to the function given there."""
     refuse = _refuse.get()
     if refuse is not None and sum(length != 1 for length in q.shape) > 1:
@@ -21,7 +18,7 @@ def check_dense(q: "AbstractCodes") -> None:
 
 
 @contextlib.contextmanager
-def refuse_dense(refuse: "Callable[[AbstractCodes], None] | None") -> Iterator[None]:
+def refuse_dense(refuse: Callable[[AbstractOperand], None] | None) -> Iterator[None]:
     """Calls a function with every array that is decoded whole, or none."""
     token = _refuse.set(refuse)
     try:

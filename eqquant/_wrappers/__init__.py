@@ -5,5 +5,7 @@ from . import (
     convolution as convolution,
     lookup_rules as lookup_rules,
     multiplied as multiplied,
+    pointwise_rules as pointwise_rules,
+    ragged_rules as ragged_rules,
     structure_rules as structure_rules,
 )

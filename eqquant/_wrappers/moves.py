@@ -35,11 +35,13 @@ class Move(NamedTuple):
     - `touched`: the logical axes along which entries are taken, added or reordered.
     - `result`: for each axis of the result the axis that it was, or `None` for a new one. An axis that is left out has
         length one.
+    - `codes`: makes an array of a quantized one, if that is not done leaf by leaf.
     """
 
     leaf: Callable[..., Array]
     touched: frozenset[int]
     result: Axes
+    codes: Callable[[QuantizedArray], AbstractArrayValue] | None = None
 
 
 class CannotMove(Exception):
@@ -60,7 +62,9 @@ def move(x: AbstractArrayValue | Array, how: Move, *others: AbstractArrayValue |
 
 
 @move.register
-def _(x: QuantizedArray, how: Move, *others: QuantizedArray) -> QuantizedArray:
+def _(x: QuantizedArray, how: Move, *others: QuantizedArray) -> AbstractArrayValue:
+    if how.codes is not None:
+        return how.codes(x)
     quantized = [axis % x.ndim for axis in x._axes]
     kept = [n for n, axis in enumerate(quantized) if axis in how.result]
     if not kept or not how.touched.isdisjoint(quantized):

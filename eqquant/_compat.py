@@ -11,7 +11,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.core
+import jax.extend
 import jax.numpy as jnp
+from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
+from jax._src.ad_util import stop_gradient_p as stop_gradient_p
+from jax._src.lax.lax import ragged_dot_general_p as ragged_dot_general_p
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import ad
 from jaxtyping import Array
@@ -257,6 +261,87 @@ def _device(context: Any) -> Any:
 
 def _devices(context: Any) -> Any:
     return getattr(getattr(context.module_context, "axis_context", None), "device_assignment", None) or ()
+
+
+def function_of(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Returns the function of a jaxpr without constants, which JAX closes or not."""
+    closed = jax.extend.core.ClosedJaxpr
+    return jax.extend.core.jaxpr_as_fun(jaxpr if isinstance(jaxpr, closed) else closed(jaxpr, ()))
+
+
+def bind_checkpoint(f: Callable[..., list[Any]], args: list[Any], params: dict[str, Any]) -> list[Any]:
+    """Calls a function of arrays as `jax.checkpoint` does, with the parameters of its primitive."""
+    from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+
+    traced = jax.make_jaxpr(f)(*args)
+    is_closed = jax.extend.core.ClosedJaxpr is not jax.extend.core.Jaxpr  # two classes before JAX 0.12
+    jaxpr = convert_constvars_jaxpr(traced.jaxpr if is_closed else traced)  # pyright: ignore
+    return remat_p.bind(*traced.consts, *args, jaxpr=jaxpr, **params)
+
+
+def let_quax_take_custom_vjp() -> None:
+    """Lets functions with `jax.custom_vjp` run under Quax, which has no rule for them: on dense operands.
+
+    JAX calls a method of the trace (`process_custom_vjp_call` in
+    https://github.com/nstarman/quax/blob/main/src/quax/_trace.py), and that of the base class raises.
+    """
+    try:
+        from jax._src.core import set_current_trace
+        from quax._trace import _QuaxTrace, _QuaxTracer
+        from quax._values import _dense
+    except ImportError:  # pragma: no cover
+        return
+
+    def process_custom_vjp_call(
+        self: Any, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
+    ) -> Any:
+        values = [self.to_value(tracer) for tracer in tracers]
+        with set_current_trace(self.parent_trace):
+            arrays = [value.materialise() for value in values]
+            out = self.parent_trace.process_custom_vjp_call(primitive, fun, fwd, bwd, arrays, **params)
+        return [_QuaxTracer(self, _dense(x)) for x in out]
+
+    if "process_custom_vjp_call" not in vars(_QuaxTrace):
+        _QuaxTrace.process_custom_vjp_call = process_custom_vjp_call  # pyright: ignore
+
+
+def operation_of_quax() -> str | None:
+    """Returns the name of the primitive that Quax is calling now, or `None` if it calls none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "quax._trace" and "primitive" in frame.f_locals:
+            return str(frame.f_locals["primitive"])
+        frame = frame.f_back
+    return None
+
+
+def user_line(packages: tuple[str, ...]) -> tuple[str, int, str] | None:
+    """Returns the file, line and function of the user's code that JAX runs or traces now, or `None` if unknown.
+
+    In a function under `jit`, it is the line inside the function, also when a transformation traces it again.
+
+    **Arguments:**
+
+    - `packages`: prefixes of paths whose code is not the user's, besides those of JAX and Python.
+    """
+    is_users = lambda file: not file.startswith(("<", *packages))
+    try:
+        from jax._src.source_info_util import current, is_user_filename, user_frames
+
+        # Of an equation that is evaluated again, this is where it was traced first.
+        for found in user_frames(current().traceback):
+            if is_users(found.file_name):
+                return found.file_name, found.start_line, found.function_name
+    except (ImportError, AttributeError, TypeError):  # pragma: no cover
+        return None
+    # JAX's own tracebacks end at a function under `jit`.
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file) and is_user_filename(file):
+            return file, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+    return None
 
 
 def expect_triton_warning() -> None:

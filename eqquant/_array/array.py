@@ -5,6 +5,7 @@ point, or `decode(codes) * scale + offset` with an offset, in blocks along its *
 axis is always last; `axis` is its logical place.
 """
 
+import contextlib
 import dataclasses
 import functools as ft
 import math
@@ -26,6 +27,7 @@ from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_a
 from .._numerics.axes import as_axis, logical_order
 from .codes import AbstractCodes
 from .contraction import Constraints, Matrices, Options
+from .dense import allow_dense, check_dense
 from .dequantize import bind_dequantize, dense_rows, in_memory_order
 from .primitive import bind_matmul
 from .sharding import leaf_shardings, logical_sharding
@@ -98,6 +100,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense array, of `shape` and `dtype`."""
         self._check_leaves()
+        check_dense(self)
         if explicit_mesh(self.codes) is not None:
             return in_auto_mode(_dequantize, logical_sharding(self))(self)
         return _dequantize(self)
@@ -148,7 +151,10 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
             return self.dequantize()[index]
         rows, within = split
         selected = jtu.tree_map(lambda leaf: leaf[rows], self)
-        return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
+        # Rows of a matrix are looked up; a matrix of a stack is a weight.
+        matrices = bool(rows) and isinstance(rows[-1], slice) and rows[-1] == slice(None)
+        with contextlib.nullcontext() if matrices else allow_dense():
+            return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
 
     def with_sharding(self, sharding: Any) -> "QuantizedArray":
         """Moves the array to `sharding`, a sharding of the logical array; under `jit`, constrains it.

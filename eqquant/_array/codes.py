@@ -14,6 +14,7 @@ from .._formats.base import AbstractFormat
 from .._numerics import packing
 from .._numerics.blocks import BlockSize, num_blocks
 from .._numerics.scale_bits import bits_to_scale
+from .dense import allow_dense
 from .value import AbstractArrayValue
 
 
@@ -114,7 +115,8 @@ class AbstractCodes(AbstractArrayValue):
     def _floats(self, stored: "Array | AbstractCodes") -> Array:
         """Returns scales or offsets as floats."""
         if isinstance(stored, AbstractCodes):
-            return stored.dequantize()
+            with allow_dense():
+                return stored.dequantize()
         return bits_to_scale(stored, self.format.scale_dtype)
 
     @property

@@ -254,9 +254,9 @@ def dot_general(
     dtype = natural if dtype is None else jnp.dtype(dtype)
     with jax.numpy_dtype_promotion("standard"):  # the caller asked for this dtype, so promotion is not implicit
         wide = jnp.promote_types(natural, dtype)
-    if not jnp.issubdtype(wide, jnp.inexact):
-        return None
-    y = contract(other.astype(wide), weight, x_axes, w_axes, out, Options(precision))
+        if not jnp.issubdtype(wide, jnp.inexact):
+            return None
+        y = contract(other.astype(wide), weight, x_axes, w_axes, out, Options(precision))
     return None if y is None else y.astype(dtype)
 
 

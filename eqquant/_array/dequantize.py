@@ -27,6 +27,7 @@ from .._numerics.primitives import along_first, compile_alone, without_tangent
 from .._numerics.scale_bits import clip_finite, scale_to_bits
 from .._types import PyTreeDef
 from .codes import AbstractCodes
+from .dense import allow_dense
 
 
 _Codes = TypeVar("_Codes", bound=AbstractCodes)
@@ -81,7 +82,8 @@ def stored_codes(q: AbstractCodes) -> Stored:
 
 def plain_bits(scale: _Scales) -> UInt[Array, "*batch blocks"]:
     """Returns the bits of scales or offsets: of those that are codes, the bits of their values in float32."""
-    return scale_to_bits(scale.dequantize(), "float32") if isinstance(scale, AbstractCodes) else scale
+    with allow_dense():
+        return scale_to_bits(scale.dequantize(), "float32") if isinstance(scale, AbstractCodes) else scale
 
 
 def split_scales(q: AbstractCodes) -> tuple[_Scales, Float32[Array, "*batch 1"] | None]:

@@ -32,7 +32,16 @@ Index: TypeAlias = (
 _NOT_SHOWN = frozenset(
     (
         *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
-        *("as_matrices", "constraints", "holds_codes", "linear", "observes", "quantized_as", "with_dense_weight"),
+        *(
+            "as_matrices",
+            "constraints",
+            "deferred",
+            "holds_codes",
+            "linear",
+            "observes",
+            "quantized_as",
+            "with_dense_weight",
+        ),
     )
 )
 
@@ -61,6 +70,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     # adapters, only adapters are trained by default.
     frozen: ClassVar[tuple[str, ...]] = ()
     quantized_as: ClassVar[str] = ""  # what makes a `QuantizedArray` of it, for errors
+    deferred: ClassVar[bool] = False  # whether it stands for an operation put off by `quaxify`, which never returns it
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -285,6 +285,8 @@ def compute(
     name, _ = choose(target, problem, forced)
     implementation = IMPLEMENTATIONS[name]
     if isinstance(w, SelectedArray) and not implementation.selects:
+        if w.index.size > w.stack.shape[0]:
+            return _one_by_one(x, w, problem, target, name)
         w = w.taken()
     if problem.activations is None or implementation.takes_codes(problem, target):
         return implementation.compute(x, w, problem, target)
@@ -297,6 +299,19 @@ def compute(
     if factor is not None:
         y = y.astype(jnp.float32) * jnp.broadcast_to(factor, y.shape)
     return y.astype(problem.dtype)
+
+
+def _one_by_one(x: Any, w: SelectedArray, problem: MatmulProblem, target: Target, name: str) -> Array:
+    """Computes the products with selected arrays in a loop, since copies of them would be larger than the stack."""
+    batch = w.index.shape
+    flat = jtu.tree_map(lambda a: a.reshape(w.index.size, *a.shape[len(batch) :]), (x, w.index))
+
+    def one(operands: tuple[Any, Array]) -> Array:
+        x, index = operands
+        return compute(x, dataclasses.replace(w, index=index).taken(), problem, target, name)
+
+    y = jax.lax.map(one, flat)
+    return y.reshape(*batch, *y.shape[1:])
 
 
 def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:

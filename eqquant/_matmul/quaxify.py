@@ -7,6 +7,8 @@ import equinox as eqx
 import jax.tree_util as jtu
 import quax
 
+from .._array.value import AbstractArrayValue
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -61,11 +63,16 @@ class _Quaxified(eqx.Module):
             out, out_treedef = jtu.tree_flatten(fn(*args, **kwargs), is_leaf=_is_value)
             return out
 
-        out = quax.quaxify(on_leaves)(leaves)
+        out = map(_done, quax.quaxify(on_leaves)(leaves))
         return jtu.tree_unflatten(out_treedef, out)
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
+
+
+def _done(x: Any) -> Any:
+    """Computes an operation that was put off, such as the product of a weight and a scalar."""
+    return x.dequantize() if isinstance(x, AbstractArrayValue) and x.deferred else x
 
 
 def _is_value(x: Any) -> bool:

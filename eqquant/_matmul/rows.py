@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 
 from .._array.array import QuantizedArray
 from .._array.contraction import AbstractRowsLike
+from .._array.dense import allow_dense
 from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat, spans_rows
 from .._methods import AbsMax, AbstractMethod
@@ -43,7 +44,8 @@ class AbstractRows(AbstractRowsLike):
 
     def dequantize(self) -> Float[Array, "*batch rows length"]:
         """Returns the values of the quantized rows."""
-        return self.quantized().dequantize()
+        with allow_dense():
+            return self.quantized().dequantize()
 
     def _quantized(self, method: AbstractMethod, gradient_of: Array | None) -> QuantizedArray:
         rows = jax.lax.stop_gradient(self.rows)

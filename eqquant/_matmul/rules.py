@@ -10,7 +10,7 @@ the primitive on the tangent, which is float.
 
 import dataclasses
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from .. import _compat
 from .._array.array import QuantizedArray
+from .._array.dense import allow_dense
 from .._array.primitive import operands_of, quantized_matmul_p
 from .._numerics.primitives import compile_alone, move_mapped
 from . import dispatch
@@ -53,14 +54,17 @@ def _compute(
     x, w = operands_of(args, x_tree, w_tree)
     # `gradient_of` does not affect the value.
     x, w = (dataclasses.replace(a, gradient_of=None) if isinstance(a, QuantizedArray) else a for a in (x, w))
+    if isinstance(w, SelectedArray):
+        w = dataclasses.replace(w, stack=dataclasses.replace(w.stack, gradient_of=None))
     if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # a sum of nothing
     describe = ft.partial(problem_of, transpose=transpose, precision=precision, by_columns=by_columns)
-    if devices == 1:
-        return dispatch.compute(x, w, describe(x, w), target, implementation)
-    compute = lambda x, w: dispatch.compute(x, w, describe(x, w), target, implementation)
-    w = w.taken() if isinstance(w, SelectedArray) else w
-    return partitioned(compute, x, w, transpose=transpose)  # pyright: ignore[reportArgumentType]
+    with allow_dense():
+        if devices == 1:
+            return dispatch.compute(x, w, describe(x, w), target, implementation)
+        compute = lambda x, w: dispatch.compute(x, w, describe(x, w), target, implementation)
+        w = w.taken() if isinstance(w, SelectedArray) else w
+        return partitioned(compute, x, w, transpose=transpose)  # pyright: ignore[reportArgumentType]
 
 
 def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
@@ -98,14 +102,35 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
         # An implementation that multiplies codes with codes cannot take floats.
         of_floats = {"x_tree": jtu.tree_structure(0), "implementation": None} if of_codes else {}
         dys.append(quantized_matmul_p.bind(dx.astype(x.dtype), *jtu.tree_leaves(w), **{**params, **of_floats}))
-    gradient_of = None if isinstance(dw, SelectedArray) else dw.gradient_of
+    gradient_of = dw.stack.gradient_of if isinstance(dw, SelectedArray) else dw.gradient_of
     if gradient_of is not None and type(gradient_of) is not ad.Zero:
         d_weight = gradient_of.astype(x.dtype)
         d_weight = d_weight if params["transpose"] else jnp.swapaxes(d_weight, -1, -2)
-        dys.append(jnp.matmul(x.dequantize() if of_codes else x, d_weight, precision=params["precision"]))
+        with allow_dense():
+            values = x.dequantize() if of_codes else x
+        product = ft.partial(jnp.matmul, precision=params["precision"])
+        selected = isinstance(w, SelectedArray)
+        dys.append(_with_selected(product, values, d_weight, w.index) if selected else product(values, d_weight))
     if not dys:
         return y, _compat.zero_tangent(y)
     return y, ft.reduce(ad.add_jaxvals, dys)
+
+
+def _with_selected(product: Callable[[Array, Array], Array], x: Array, stack: Array, index: Array) -> Array:
+    """Returns `product(x, stack[index])`. Copies no more arrays than the stack has."""
+    if index.size <= stack.shape[0]:
+        return product(x, stack[index])
+
+    @jax.checkpoint
+    def of_one(number: Array, w: Array) -> Array:
+        return product(jnp.where((index == number)[..., None, None], x, jnp.zeros_like(x)), w)
+
+    def add(y: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
+        return y + of_one(*one), None
+
+    zeros = jnp.zeros((*x.shape[:-1], stack.shape[-1]), x.dtype)
+    numbers = jnp.arange(stack.shape[0], dtype=index.dtype)
+    return jax.lax.scan(add, zeros, (numbers, stack))[0]
 
 
 def _transpose(dy: Any, *args: Any, transpose: bool, by_columns: tuple[bool, bool], **params: Any) -> list[Any]:

@@ -11,6 +11,7 @@ GPU and TPU convolve int8 in int32. On CPU XLA's convolutions of int8 take 20 ti
 the same integers are convolved as floats, in parts of the input channels whose sums are below 2^24, and so exact.
 """
 
+import contextlib
 import functools as ft
 import math
 from typing import Any
@@ -21,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int8, Int32, Num
 
 from .._array.array import QuantizedArray
+from .._array.dense import allow_dense
 from .._array.straight_through import value_of
 from .._formats.layout import layout_of
 from .._matmul.dispatch import as_codes, pack_arrays
@@ -55,8 +57,12 @@ def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: dict[s
     dense = ft.partial(lax.conv_general_dilated_p.bind, **params)
     weight = w.array.quantized() if isinstance(w.array, SimulatedArray) else w.array
     # Its gradient reaches what `gradient_of` of the rows names: a learned scale too, and nothing that is clipped.
-    expected = dense(restored(q.dequantize()).astype(x.dtype), w.dequantize())
-    if not _takes_codes(q, weight, params):
+    takes_codes = _takes_codes(q, weight, params)
+    with allow_dense():
+        values = restored(q.dequantize()).astype(x.dtype)
+    with allow_dense() if takes_codes else contextlib.nullcontext():
+        expected = dense(values, w.dequantize())
+    if not takes_codes:
         return expected
     y = _product(as_codes(q), weight, restored, params)
     return value_of(y.astype(expected.dtype), gradient_of=expected)

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
 from .._array.array import QuantizedArray
+from .._array.dense import allow_dense
 from .._formats.base import levels_of
 from .._numerics.blocks import expand
 
@@ -56,7 +57,9 @@ def clipped(
     levels, reached = levels_of(q.format)
     count = rows.shape[-1] if not isinstance(q.block_size, int) else min(q.block_size, rows.shape[-1])
     speed = 1 / math.sqrt(max(count, 1) * float(np.abs(levels[reached]).max()))
-    slope = jax.lax.stop_gradient(q.dequantize().astype(jnp.float32) - jnp.where(inside, rows, 0).astype(jnp.float32))
+    with allow_dense():
+        rounded = q.dequantize().astype(jnp.float32)
+    slope = jax.lax.stop_gradient(rounded - jnp.where(inside, rows, 0).astype(jnp.float32))
     zero = log_factor - jax.lax.stop_gradient(log_factor)  # its value; its gradient passes
     zero = expand(zero, q.block_size, rows.shape[-1]) if log_factor.ndim else jnp.broadcast_to(zero, rows.shape)
     return source + (speed * slope * zero).astype(rows.dtype)

@@ -12,16 +12,14 @@ from jaxtyping import Array, PRNGKeyArray
 from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import as_method, check_finite
 from .._array.quantize import requantize_like
-from .._array.value import AbstractArrayValue
-from .._errors import a_type
 from .._mesh import full_spec, place
 from .._methods import AbstractMethod
-from .._tree.leaves import identity, is_mapped, Leaf
+from .._tree.leaves import identity, Leaf
 from .._tree.placement import current_sharding
 from .._tree.select import replace_selected, select_leaves, select_nodes, show_refusals, Where
-from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
+from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding, part_reason
 from .._types import PyTree
-from .._wrappers.base import AbstractWrappedArray
+from .._wrappers.base import AbstractArrayAround
 from .._wrappers.lora import LoraArray
 from .._wrappers.low_precision import LowPrecisionArray
 from .._wrappers.simulated import SimulatedArray
@@ -166,9 +164,8 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "it is simulated: `finalize` first"
     if isinstance(leaf.parent, LowPrecisionArray):
         return "its products run in low precision: call `loraify` first, and `low_precision` then"
-    whole = is_mapped(leaf) or isinstance(leaf.parent, AbstractWrappedArray)
-    if isinstance(leaf.parent, AbstractArrayValue) and not whole:
-        return f"part of {a_type(leaf.parent)}"
+    if (reason := part_reason(leaf, AbstractArrayAround)) is not None:
+        return reason
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason
     return "it has one dimension" if leaf.value.ndim < 2 else None

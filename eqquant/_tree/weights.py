@@ -12,7 +12,9 @@ from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._errors import a_type
 from .._types import PyTree
-from .leaves import DenseArray, is_mapped, Leaf
+from .._wrappers.base import AbstractArrayAround
+from .._wrappers.mapped import AbstractMappedArray
+from .leaves import DenseArray, is_mapped, key_name, Leaf
 
 
 def ineligible_reason(x: PyTree) -> str | None:
@@ -35,10 +37,12 @@ def default_skip_reason(leaf: Leaf) -> str | None:
     return None
 
 
-def part_reason(leaf: Leaf) -> str | None:
-    """Returns which array a leaf is a part of, or `None`."""
-    part = isinstance(leaf.parent, AbstractArrayValue) and not is_mapped(leaf)
-    return f"part of {a_type(leaf.parent)}" if part else None
+def part_reason(leaf: Leaf, around: type[AbstractArrayAround] = AbstractMappedArray) -> str | None:
+    """Returns which array a leaf is a part of, or `None`. What an array of the class `around` holds is no part."""
+    if not isinstance(leaf.parent, AbstractArrayValue):
+        return None
+    is_whole = isinstance(leaf.parent, around) and key_name(leaf.keys[-1]) == "array"
+    return None if is_whole else f"part of {a_type(leaf.parent)}"
 
 
 def _elementwise_use(leaf: Leaf) -> str | None:

@@ -19,7 +19,7 @@ from .._errors import a_type
 from .._formats.base import AbstractFormat, as_format, has_one_scale, has_zero_points
 from .._matmul.rows import AbstractRows, DynamicRows, StaticRows
 from .base import AbstractWrappedArray
-from .learned_scale import clipped
+from .learned_scale import clipped, trained_scale
 
 
 class ActivationQuantizedArray(AbstractWrappedArray):
@@ -114,10 +114,7 @@ class ActivationQuantizedArray(AbstractWrappedArray):
     @property
     def scale(self) -> Float32[Array, "*stack"] | None:
         """The scale from calibration, perhaps trained since, or `None` if each example gets its own."""
-        if self.scale_bits is None:
-            return None
-        scale = jax.lax.bitcast_convert_type(self.scale_bits, jnp.float32)
-        return scale if self.log_factor is None else scale * jnp.exp(jax.lax.stop_gradient(self.log_factor))
+        return None if self.scale_bits is None else trained_scale(self.scale_bits, self.log_factor)
 
     def with_fixed_scale(self) -> "ActivationQuantizedArray":
         """Fixes a learned scale at the value that it has, so that it no longer trains.

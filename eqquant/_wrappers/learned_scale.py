@@ -1,16 +1,27 @@
-"""Gradients of values that were rounded with scales which clip them, and of such scales."""
+"""Scales that train, and the gradients of values that scales clip."""
 
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from .._array.array import QuantizedArray
 from .._array.dense import allow_dense
 from .._formats.base import levels_of
 from .._numerics.blocks import expand
+
+
+def trained_scale(
+    bits: UInt32[Array, "*scales"], log_factor: Float32[Array, "*scales"] | None
+) -> Float32[Array, "*scales"]:
+    """Returns the scale that training began with, times the factor that it has learned since, if it learns one.
+
+    Its gradient is that of `clipped`, so none passes here.
+    """
+    scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return scale if log_factor is None else scale * jnp.exp(jax.lax.stop_gradient(log_factor))
 
 
 def in_range(rows: Float[Array, "*batch length"], q: QuantizedArray) -> Bool[Array, "*batch length"]:

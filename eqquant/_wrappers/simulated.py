@@ -24,7 +24,7 @@ from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_poi
 from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
 from .._numerics.axes import as_axis, logical_order, memory_order
-from .learned_scale import clipped
+from .learned_scale import clipped, trained_scale
 
 
 def fake_quantize(
@@ -124,17 +124,13 @@ class SimulatedArray(AbstractArrayValue):
     def quantized(self) -> QuantizedArray:
         """Quantizes the master. Gradients with respect to the result go to the master."""
         axes = self._axes
-        learned = self.log_factor is not None
-        method = GivenScales(self._learned_scale(), None) if learned else self.method
+        learned = None if self.scale_bits is None else trained_scale(self.scale_bits, self.log_factor)
+        method = self.method if learned is None else GivenScales(learned, None)
         q = quantize_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, method)
         rows = memory_order(self.master, axes)
         return dataclasses.replace(
-            q, gradient_of=clipped(rows, in_memory_order(q), self.log_factor) if learned else rows
+            q, gradient_of=rows if learned is None else clipped(rows, in_memory_order(q), self.log_factor)
         )
-
-    def _learned_scale(self) -> Float32[Array, "*batch blocks"]:
-        scale = jax.lax.bitcast_convert_type(self.scale_bits, jnp.float32)  # pyright: ignore[reportArgumentType]
-        return scale * jnp.exp(jax.lax.stop_gradient(self.log_factor))  # pyright: ignore[reportArgumentType]
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the quantized master as a dense array, of `shape` and `dtype`."""

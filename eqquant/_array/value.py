@@ -16,6 +16,7 @@ import quax
 from jaxtyping import Array
 
 from .. import _compat
+from .._export import register_export
 from .contraction import AbstractOperand, matmul
 
 
@@ -61,6 +62,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        register_export(cls)
         _compat.accept_in_jax_lax(cls, lambda x: x.dequantize())
 
     @abc.abstractmethod

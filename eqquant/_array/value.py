@@ -17,6 +17,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .. import _compat
+from .._export import register_export
 from .contraction import AbstractOperand, matmul_with
 
 
@@ -74,6 +75,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        register_export(cls)
         _compat.accept_in_jax_lax(cls, lambda x: x.dequantize())
 
     @abc.abstractmethod

@@ -39,7 +39,7 @@ def quantize_packed(
     ):
         return None
     scale, zero_point = method.choose_for_rows(rows, format, chunk=chunk)
-    stored, stored_offset, grid = store(scale, zero_point, format)
+    stored, stored_offset, grid = store(rows, scale, zero_point, format, chunk)
     return Encoded(encode_packed(rows, grid, format, chunk), stored, grid.zero_point, stored_offset)
 
 
@@ -67,7 +67,7 @@ def _native(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
         return by_xla(*args, tree=tree, format=format, chunk=chunk)
     divisor, factor = grid.stored_scale, None
     if format.multiplies_by_reciprocal:
-        usable = multiplies(grid.scale, grid.stored_scale, format)
+        usable = multiplies(grid.scale, grid.stored_scale)
         divisor = jnp.where(usable, 1, grid.stored_scale)
         factor = jnp.where(usable, divide(jnp.ones_like(grid.scale), grid.scale), 1)
     length = rows.shape[-1]

@@ -88,6 +88,14 @@ def minmax(blocks: Float[Array, "*batch blocks block"]) -> tuple[Array, Array]:
     return reduce_blocks(blocks, "low"), reduce_blocks(blocks, "high")
 
 
+def ends(blocks: Float[Array, "*batch blocks block"]) -> tuple[Array, Array]:
+    """Returns the smallest and the largest value of each block, zero for a block without values."""
+    if blocks.shape[-1] == 0:
+        zeros = jnp.zeros(blocks.shape[:-1], blocks.dtype)
+        return zeros, zeros
+    return jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
+
+
 def divide(x: Float[Array, "*shape"], scale: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns `x / scale`, and 0 where the scale is 0 (a block of zeros, or of values too small for any scale)."""
     usable = scale != 0

@@ -37,6 +37,7 @@ _NOT_SHOWN = frozenset(
             "as_matrices",
             "constraints",
             "deferred",
+            "dense_for_jax",
             "holds_codes",
             "linear",
             "observes",
@@ -76,7 +77,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         register_export(cls)
-        _compat.accept_in_jax_lax(cls, lambda x: x.dequantize())
+        _compat.accept_in_jax_lax(cls, lambda x: x.dense_for_jax())
 
     @abc.abstractmethod
     def transpose(self, *axes: int | Sequence[int] | None) -> "AbstractArrayValue | Array":
@@ -113,11 +114,15 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         """For Quax: the same as `dequantize`."""
         return self.dequantize()
 
+    def dense_for_jax(self) -> Array:
+        """For JAX: the array that its functions see, the same as `dequantize`."""
+        return self.dequantize()
+
     @property
     def __jax_array__(self) -> Callable[[], Array]:
         if _compat.jax_array_is_hidden():
             raise AttributeError("hidden from this caller; see `_compat.jax_array_is_hidden`")
-        return self.dequantize
+        return self.dense_for_jax
 
     @property
     def T(self) -> Any:

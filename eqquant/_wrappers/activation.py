@@ -1,6 +1,7 @@
 """Quantized activations: rows that a product quantizes, and weights whose products quantize what they multiply."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -149,6 +150,16 @@ class ActivationQuantizedArray(AbstractWrappedArray):
 
     def _holding(self, array: Any) -> "ActivationQuantizedArray":
         return eqx.tree_at(lambda w: w.array, self, array, is_leaf=lambda x: x is self.array)
+
+    def dense_for_jax(self) -> Array:
+        """For JAX: the dense weight. Warns, since the product that JAX computes quantizes no activations."""
+        warnings.warn(
+            f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so its products quantize "
+            "no activations. Write `w @ x`, or call the function through `eqq.quaxify`, which multiplies codes in "
+            "`jnp.matmul`, `jnp.einsum` and convolutions.",
+            stacklevel=2,
+        )
+        return self.dequantize()
 
     @property
     def constraints(self) -> Constraints:

@@ -155,8 +155,8 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         """For JAX: the dense weight. Warns, since the product that JAX computes quantizes no activations."""
         warnings.warn(
             f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so its products "
-            "quantize no activations. Write `w @ x`, or call the function through `eqq.quaxify`, which multiplies codes in "
-            "`jnp.matmul`, `jnp.einsum` and convolutions.",
+            "quantize no activations. Write `w @ x`, or call the function through `eqq.quaxify`, which multiplies "
+            "codes in `jnp.matmul`, `jnp.einsum` and convolutions.",
             stacklevel=2,
         )
         return self.dequantize()

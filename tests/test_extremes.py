@@ -68,7 +68,9 @@ def test_never_worse_than_zeros(name, method):
     error, all_lost = norms(dense.astype(np.float64) - x, size), norms(x, size)
     # A float16 rounds a scale by 2**-11, and float32 flushes what is below its normal numbers.
     worse = error > all_lost * (1 + 2**-10) + 2.0**-120
-    assert not worse.any(), [(SIZES[i], row, error[i, row, n] / all_lost[i, row, n]) for i, row, n in np.argwhere(worse)]
+    assert not worse.any(), [
+        (SIZES[i], row, error[i, row, n] / all_lost[i, row, n]) for i, row, n in np.argwhere(worse)
+    ]
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q5_k", "q2_k"])

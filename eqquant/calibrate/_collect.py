@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._array.checks import as_jax_array
 from .._array.value import AbstractArrayValue
 from .._tree.leaves import abbreviate_list, as_batches, Leaf
 from .._tree.select import select_leaves, show_refusals, Where
@@ -231,7 +232,7 @@ def watch_leaves(
             return node
         if is_layer:
             return watch_convolution(node, watch)
-        return WatchedArray(node if _is_array(node) else jnp.asarray(node), watch.index(), watch)
+        return WatchedArray(node if _is_array(node) else as_jax_array(node), watch.index(), watch)
 
     watched = jtu.tree_map_with_path(replace, model, is_leaf=lambda x: _is_array(x) or is_convolution(x))
     return watched, [(leaf, watches[leaf.keys]) for leaf in chosen]

@@ -73,29 +73,36 @@ def plan_of(
         else []
     )
     fits = {f: set(weights) if to is None else fitting(checkpoint, f, axis, to) for f in options}
-    rows = []
+    rows, stays = [], []
     with Progress("Measuring", len(weights)) as progress:
         for name in weights:
             x = eqq.dequantize(checkpoint[name])
-            if offered := [f for f in options if name in fits[f]]:  # others stay in float
+            if offered := [f for f in options if name in fits[f]]:
                 rows += weight_sensitivity({name: x}, offered, axis=axis, method=method).leaves
+            else:  # it stays in float, which counts
+                stays.append((name, x.nbytes, x.size))
             progress.counted(name, x, x)
     if not weights:
         return {}
     if not rows:
         raise ValueError(f"--to {to} must be able to hold a weight. Got none that it can, such as {weights[0]!r}.")
-    given, size = sum(leaf.nbytes for leaf in ruled), sum(row.size for row in rows)
-    total = size + sum(math.prod(leaf.shape) for leaf in ruled)
+    size = sum(row.size for row in rows)
+    given = sum(leaf.nbytes for leaf in ruled) + sum(nbytes for _, nbytes, _ in stays)
+    total = size + sum(math.prod(leaf.shape) for leaf in ruled) + sum(count for *_, count in stays)
     mixes = [[f] for f in options] if to in _ALIKE else [options]
     reports = [SensitivityReport(0.0, tuple(_only(row, mix) for row in rows)) for mix in mixes]
-    least = [8 * (given + sum(min(row.nbytes) for row in report.leaves if row.nbytes)) / total for report in reports]
+    least = [
+        8 * (given + sum(min(row.nbytes, default=row.dense_nbytes) for row in report.leaves)) / total
+        for report in reports
+    ]
     if not budget >= min(least):
         smallest = min((f for row in rows for f in row.formats), key=lambda f: f.bits)
         reach = f"{math.ceil(100 * min(least)) / 100:.2f} bits per weight"
         smaller = ", or let `eqquant plan` choose from smaller formats, such as --format binary" if to is None else ""
+        floats = f", since {stays[0][0]!r} stays in float: --to {to} cannot hold it" if stays else ""
         raise ValueError(
             f"--budget must be at least {reach}, which {smallest} needs with its scales"
-            f"{' beside the formats of --rule' if ruled else ''}. Got {budget}. Raise it{smaller}."
+            f"{' beside the formats of --rule' if ruled else ''}{floats}. Got {budget}. Raise it{smaller}."
         )
     bits = (budget * total - 8 * given) / size
     plans = [plan_bits(skeleton, report, bits) for report, bound in zip(reports, least, strict=True) if budget >= bound]

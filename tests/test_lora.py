@@ -253,6 +253,14 @@ def test_merge_quantizes_again(name, getkey):
     assert jtu.tree_structure(merged) == jtu.tree_structure(model)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_merge_of_untrained_factors_changes_no_bit(name, getkey):
+    w = eqq.quantize(weights(getkey(), (16, 256)), FORMATS[name].format)
+    adapted = eqq.loraify({"w": w}, 3, key=getkey())
+    assert_same(eqq.merge_lora(adapted)["w"], w)
+    assert_same(jax.jit(eqq.merge_lora)(adapted)["w"], w)
+
+
 def test_merge_into_float(getkey):
     model = mlp(getkey())
     adapted = eqq.loraify(model, 3, key=getkey())

@@ -87,10 +87,35 @@ def as_one_array(x: Any, name: str, of_trees: str) -> Any:
     """Returns `x` as a JAX array (or struct). For anything else, raises and suggests `of_trees`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
+    if isinstance(x, np.ndarray) and (x.dtype.kind in "OSU" or x.dtype.names):
+        raise TypeError(
+            f"{name} must be a floating point array. Got dtype {x.dtype}. Convert it: `x.astype(np.float32)`."
+        )
+    check_not_masked(x, name)
     try:
-        return jnp.asarray(x)
+        return as_jax_array(x)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be one array. Got {described(x)}. For a model, call `{of_trees}`.") from None
+
+
+def as_jax_array(x: Any) -> Array:
+    """Returns `x` as a JAX array. Converts what JAX refuses of NumPy's: other byte orders, and extended precision."""
+    if isinstance(x, np.ndarray):
+        x = np.asarray(x)  # a masked array without a mask too
+        if x.dtype == np.longdouble:
+            x = x.astype(np.float64)
+        elif not x.dtype.isnative:
+            x = x.astype(x.dtype.newbyteorder("="))
+    return jnp.asarray(x)
+
+
+def check_not_masked(x: Any, name: str) -> None:
+    """Raises for an array of NumPy with masked values, which no array of JAX can hold."""
+    if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
+        raise TypeError(
+            f"{name} must have all its values. Got a masked array with {np.ma.count_masked(x)} masked ones. Fill them: "
+            "`x.filled(0)`."
+        )
 
 
 def how_to_get_one(x: Any) -> str:

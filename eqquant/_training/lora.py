@@ -151,7 +151,10 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: AbstractMethod | N
         check_finite(merged, leaf.path)
         if dense or not isinstance(base, QuantizedArray):
             return merged
-        return requantize_like(base, merged, method=as_method(method).for_leaf(leaf.path))
+        new = requantize_like(base, merged, method=as_method(method).for_leaf(leaf.path))
+        # Factors that add nothing leave every code as it was: formats may round their own values to others.
+        changes = (leaf.value.delta() != 0).any()
+        return jtu.tree_map(lambda new, old: jnp.where(changes, new, old), new, base)
 
     return replace_selected(model, selections, merge, is_adapted)
 

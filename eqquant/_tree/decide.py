@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jaxtyping import Array
 
 from .._array.array import is_quantized
-from .._array.checks import check_quantizable
+from .._array.checks import check_not_masked, check_quantizable
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._types import PyTree
@@ -67,6 +68,7 @@ def decide(
             decisions.append(Decision(leaf, None, (), reason))
             continue
         wanted, known = input_axis(leaf) if axis is None else (axis, True)
+        check_not_masked(leaf.value, leaf.path)
         _, axes = check_quantizable(shape_of(leaf.value), wanted, leaf.path)
         unknown = "" if known else "; its input axis is not known, blocks run along the last: see `axis`"
         chosen, note = _choose_activations(leaf, activations if use.activations is None else use.activations, axes)
@@ -121,7 +123,9 @@ def decide_activations(
 
 def shape_of(x: DenseArray) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array, and the dtype that it has in JAX."""
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+    # As `as_jax_array` converts it.
+    dtype = np.dtype(np.float64) if x.dtype == np.longdouble else x.dtype
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:

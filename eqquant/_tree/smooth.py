@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from .._array.checks import as_method
+from .._array.checks import as_jax_array, as_method
 from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
@@ -296,7 +296,7 @@ def smooth(
 
 
 def _scale_online(x: DenseArray, *, by: Array, axis: int) -> ScaledArray:
-    x = jnp.asarray(x)
+    x = as_jax_array(x)
     scaled = multiply_inputs(x.astype(jnp.float32), by, axis).astype(x.dtype)
     return ScaledArray(scaled, scale=(1 / by).astype(x.dtype), axis=axis)
 
@@ -313,7 +313,7 @@ def _choose_factors(method: AbstractSmoothing, weights: Weights, consumers: Sequ
         stats.append(method.inputs[leaf.path])
         for statistic in method.statistics:
             check_statistic(stats[-1], statistic, name, leaf.path, tuple(leaf.value.shape), (weights.axes[n],))
-        values.append(jnp.swapaxes(jnp.asarray(leaf.value, jnp.float32), weights.axes[n], -1))
+        values.append(jnp.swapaxes(as_jax_array(leaf.value).astype(jnp.float32), weights.axes[n], -1))
     for leaf, other in zip(leaves, stats, strict=True):
         if not np.allclose(other.second_moment, stats[0].second_moment, rtol=1e-3, atol=1e-12):
             raise ValueError(
@@ -321,5 +321,5 @@ def _choose_factors(method: AbstractSmoothing, weights: Weights, consumers: Sequ
                 f"for {leaves[0].path}. Give each its own pair, or none."
             )
     found = method.choose(values, stats[0], pool)
-    has_float16 = any(jnp.asarray(leaf.value).dtype == jnp.float16 for leaf in leaves)
+    has_float16 = any(as_jax_array(leaf.value).dtype == jnp.float16 for leaf in leaves)
     return jnp.clip(found, 1e-4, 1e4) if has_float16 else found  # so that a factor and its inverse both have a value

@@ -23,6 +23,8 @@ def ineligible_reason(x: PyTree) -> str | None:
         return f"already quantized, to {x.format!r}"
     if not isinstance(x, DenseArray):
         return "not an array"
+    if x.dtype == object:
+        return "an array of objects: convert it by `x.astype(np.float32)`"
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return "not floating point"
     return "a scalar" if x.ndim == 0 else None

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float32
 
+from .._array.checks import as_jax_array
 from .._array.value import AbstractArrayValue
 from .._program.follow import AbstractFollower, Data, Fact, follow, Parameter, Use
 from .._program.products import Product
@@ -227,6 +228,7 @@ class Observed:
 
     def __call__(self, model: PyTree, batch: PyTree) -> PyTree:
         """Returns the outputs; the watches have observed the inputs once these are ready."""
+        model = self._on_jax(model)
         arrays, rest = eqx.partition((model, batch), eqx.is_array)
         traced, _ = self._trace(model, batch)
         return traced.outputs(self._call(arrays, rest, [watch.numbers() for watch in self.watches]))
@@ -248,6 +250,11 @@ class Observed:
     ) -> list[Array]:
         shapes = [watch.shape for watch in self.watches]
         return follow(traced[0].program, arrays, traced[1], shapes, follower)
+
+    def _on_jax(self, model: PyTree) -> PyTree:
+        """Returns the model with watched arrays of NumPy as arrays of JAX, which refuses some of them."""
+        convert = lambda keys, x: as_jax_array(x) if keys in self.numbers and isinstance(x, np.ndarray) else x
+        return jtu.tree_map_with_path(convert, model, is_leaf=self.is_leaf)
 
     def _dense(self, model: PyTree) -> PyTree:
         dense = lambda x: x.dequantize() if isinstance(x, AbstractArrayValue) else x

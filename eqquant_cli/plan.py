@@ -74,7 +74,9 @@ def plan_of(
     total = size + sum(math.prod(leaf.shape) for leaf in ruled)
     mixes = [[f] for f in options] if to in _ALIKE else [options]
     reports = [SensitivityReport(0.0, tuple(_only(row, mix) for row in rows), measured=False) for mix in mixes]
-    least = [8 * (given + sum(min(row.nbytes) for row in report.leaves if row.nbytes)) / total for report in reports]
+    least = [
+        8 * (given + sum(min((*row.nbytes, row.dense_nbytes)) for row in report.leaves)) / total for report in reports
+    ]
     if not budget >= min(least):
         smallest = min((f for f in options if any(f in row.formats for row in rows)), key=lambda f: f.bits)
         reach = f"{math.ceil(100 * min(least)) / 100:.2f} bits per weight"

@@ -80,9 +80,14 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
         return {glob.escape(path): leaf.format for leaf in self.leaves for path in leaf.paths}
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of the leaves of the plan, including scales."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
     def bits(self) -> float:
         """Bits per weight, including scales, over the leaves of the plan."""
-        return 8 * sum(leaf.nbytes for leaf in self.leaves) / max(sum(x.size for x in self.leaves), 1)
+        return 8 * self.nbytes / max(sum(leaf.size for leaf in self.leaves), 1)
 
     @property
     def increase(self) -> float:
@@ -96,8 +101,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
             numbers = (f"{leaf.bits:.2f}", show_bytes(leaf.nbytes), f"{leaf.increase:.3e}")
             table.add_row(Name(leaf.group or ", ".join(leaf.paths)), escape(show_format(leaf.format)), *numbers)
         table.add_section()
-        nbytes = sum(leaf.nbytes for leaf in self.leaves)
-        totals = (f"{self.bits:.3f}", show_bytes(nbytes), f"{self.increase:.3e}")
+        totals = (f"{self.bits:.3f}", show_bytes(self.nbytes), f"{self.increase:.3e}")
         table.add_row(
             f"{sum(leaf.arrays for leaf in self.leaves)} weights", f"at most {self.target_bits:g} bits", *totals
         )
@@ -193,20 +197,15 @@ def plan_bits(
         ]
         return BitPlan(tuple(rows), float(target_bits), sensitivities.measured)
 
-    fitting = [choice for choice in _single_formats(options) if sum(map(_pick, costs, choice)) <= budget]
-    plans = [as_plan(choice) for choice in (choose(costs, losses, budget), *fitting)]
+    single = [as_plan(choice) for choice in _single_formats(options)]
+    plans = [as_plan(choose(costs, losses, budget)), *(plan for plan in single if plan.nbytes <= budget)]
     if loss is None:
         return min(plans, key=lambda plan: plan.increase)
     check_batch(batch)
-    measure = _measure_with(model, sensitivities, loss, batch)
-    return min(plans, key=measure)
+    return min(plans, key=_measure_with(model, sensitivities, loss, batch))
 
 
 _Option = tuple[AbstractFormat | Use | None, int, float]
-
-
-def _pick(numbers: np.ndarray, n: int) -> int:
-    return int(numbers[n])
 
 
 def _single_formats(options: Sequence[Sequence[_Option]]) -> Iterator[list[int]]:

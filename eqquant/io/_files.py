@@ -79,7 +79,7 @@ def _open_file(path: Path) -> Files:
     if index := _index_of(path):
         return _open_index(index)
     file = MappedFile(path)
-    if path.with_name(f"{path.name}.aria2").exists():
+    if os.path.exists(f"{path}.aria2"):
         file.fail(f"must be whole. Got an unfinished download: {path.name}.aria2 lies beside it.")
     if path.suffix not in (".safetensors", ".gguf") and not _is_known(file):
         if path.suffix in _PICKLES:

@@ -16,16 +16,16 @@ _NO, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 class PartName(NamedTuple):
-    """The name of a file that is a part of a checkpoint; all but the `number`, from one, is the same for all parts."""
+    """The name of a file that is one of a `total` of parts. They have the same name but for the `number`, from one."""
 
     start: str
     number: int
-    count: int
+    total: int
     end: str
 
     def paths(self, folder: Path) -> list[Path]:
         """Returns where the parts must be."""
-        return [folder / f"{self.start}-{n:05}-of-{self.count:05}{self.end}" for n in range(1, self.count + 1)]
+        return [folder / f"{self.start}-{n:05}-of-{self.total:05}{self.end}" for n in range(1, self.total + 1)]
 
 
 class Part(NamedTuple):
@@ -40,16 +40,16 @@ def part_name(path: Path) -> PartName | None:
     """Returns the name of a part, or `None` for one of a whole checkpoint."""
     found = _NAME.fullmatch(path.name)
     name = found and PartName(found[1], int(found[2]), int(found[3]), found[4])
-    return name if name and 1 <= name.number <= name.count and name.count > 1 else None
+    return name if name and 1 <= name.number <= name.total and name.total > 1 else None
 
 
 def other_parts(part: Part, is_gguf: bool) -> list[Path]:
     """Returns the paths of all parts, or none if a file is whole. Raises if a part is missing."""
     path, name = part.file.path, part_name(part.file.path)
-    count = part.metadata.get(_COUNT, 1) if is_gguf else name.count if name else 1
+    count = part.metadata.get(_COUNT, 1) if is_gguf else name.total if name else 1
     if count in (0, 1):
         return []
-    if name is None or name.count != count:
+    if name is None or name.total != count:
         part.file.fail(
             f"must have a name such as model-00001-of-00002.gguf, since it is one of several files: `{_COUNT}` is "
             f"{str(count)[:20]}. Got one that does not lead to the others."

@@ -131,8 +131,9 @@ def _packed(parts: Parts, settings: _Settings) -> Item:
     if t.dtype != "I32" or size is None or size.dtype != "I64" or size.shape != (len(t.shape),):
         problem = f"it is neither integers nor MXFP4: {t.dtype} with scales of {scale.dtype}"
         return unreadable(t, tensors, NAME, problem)
-    *leading, length = shape = tuple(int(n) for n in size.array())
-    if tuple(leading) != t.shape[:-1] or length < 1:
+    shape = tuple(int(n) for n in size.array())
+    length = shape[-1]
+    if shape[:-1] != t.shape[:-1] or length < 1:
         size.fail(f"It must be the shape of {list(t.shape[:-1])} rows. Got {shape}.")
     # Rows of a few values fit several widths.
     fitting = {b for b in (8, 4, 2, 6, 5, 3, 7) if -(-length * b // 32) == t.shape[-1]}
@@ -181,9 +182,8 @@ def _whole(parts: Parts, settings: _Settings) -> Item:
     t, scale, tensors = parts.get(""), parts.get("_scale") or parts.get("_scale_inv"), tuple(parts.values())
     if t is None or scale is None:
         tensors[0].fail("It must belong to a weight with a scale, of the same file. Got one of the two.")
-    # Two codes share a byte: F4 counts codes, others count bytes.
     half = t.dtype in ("U8", "I8", "F4") and len(t.shape) > 1
-    length = t.shape[-1] * (1 if t.dtype == "F4" else 2) if half else 0
+    length = t.nbytes * 2 // max(math.prod(t.shape[:-1]), 1)  # of a row whose codes share bytes
     if half and "_scale_2" in parts and scale.dtype == "F8_E4M3":
         return microscaled(t, scale, tensors, NVFP4(), outer=read_outer(parts["_scale_2"], scale, divides=False))
     if half and scale.dtype in ("U8", "F8_E8M0") and scale.shape == (*t.shape[:-1], -(-length // 32)):

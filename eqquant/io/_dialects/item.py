@@ -134,9 +134,11 @@ def _holds_codes(t: StoredTensor) -> bool:
 def settings_of(files: Files, *keys: str) -> Mapping[str, object]:
     """Returns what `config.json` says of quantization, under the first of the keys that it has."""
     text = files.config.get("text_config")  # of a model for text and images
-    configs = (files.config, text if isinstance(text, dict) else {})
-    found = (config[key] for config in configs for key in keys if isinstance(config.get(key), dict))
-    return next(found, {})
+    for config in (files.config, text if isinstance(text, dict) else {}):
+        for key in keys:
+            if isinstance(found := config.get(key), dict):
+                return found
+    return {}
 
 
 def as_format(t: StoredTensor, cls: Callable[..., AbstractFormat], *fields: object) -> AbstractFormat:

@@ -87,6 +87,13 @@ class AbstractCodes(AbstractArrayValue):
 
     def _check_leaves(self) -> None:
         """Raises if a leaf is no longer an unsigned integer. Dtypes are static, so this costs nothing in `jit`."""
+        if self.codes is None:
+            raise ValueError(
+                "A quantized array must hold its codes. Got one without: a filter for floats, such as "
+                "`eqx.filter(model, eqx.is_inexact_array)`, has taken them away. To train quantized arrays, write "
+                "`optim = eqq.float_masters(optimizer)` and `optim.init(model)`. To use the model, `eqx.combine` its "
+                "parts again."
+            )
         of_blocks = {"scale": self.scale_bits, "zero point": self.zero_point_bits, "offset": self.offset_bits}
         for name, leaf in {"codes": self.codes, **of_blocks}.items():
             dtype = getattr(leaf, "dtype", None)

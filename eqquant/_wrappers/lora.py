@@ -77,8 +77,6 @@ class LoraArray(AbstractArrayValue):
     def transpose(self, *axes: Any) -> "LoraArray | Array":
         """Transposes. Swapping the last two axes swaps the factors; any other permutation returns a dense array."""
         order = as_permutation(axes, self.ndim)
-        if order == list(range(self.ndim)):
-            return self
         swap = [*range(self.ndim - 2), self.ndim - 1, self.ndim - 2]
         if self.in_ndim != 1 or order != swap:
             return self.dequantize().transpose(order)

@@ -349,6 +349,9 @@ def _form_of(x: Any, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: A
         inside = k
         if not k or w.ndim < 2:
             return None
+    if inside and set(inside) < set(k):  # the sum also runs over matrices, such as experts: one product for each
+        matrices = [name for name in k if name not in inside]
+        front, summed, k = [*front, *matrices], [*summed, *matrices], list(inside)
     if set(inside) == set(k):  # the sum runs along the blocks, and all free axes of the weight are its rows
         n, k = free, inside
     elif contracts and all(name in free for name in inside):

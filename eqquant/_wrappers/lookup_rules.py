@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 import quax
 from jax import lax
 from jaxtyping import Array, ArrayLike, Integer
@@ -21,7 +22,8 @@ Moved: TypeAlias = AbstractArrayValue | Array
 @quax.register(lax.gather_p)
 def _gather(w: AbstractArrayValue, indices: ArrayLike, **params: Any) -> Moved:
     try:
-        if params.get("fill_value") is not None:
+        fill = params.get("fill_value")
+        if fill is not None and not np.isnan(fill):
             raise CannotMove
         lookup = _lookup_along_axis(w.shape, jnp.asarray(indices), params)
         if lookup is not None:
@@ -101,10 +103,6 @@ def _whole_rows(q: QuantizedArray, indices: ArrayLike, params: dict[str, Any]) -
         raise CannotMove
     if numbers.offset_dims[-1] != out_ndim - 1:
         raise CannotMove
-    gather = lambda leaf: lax.gather_p.bind(leaf, indices, **{**params, "slice_sizes": (*sizes[:-1], leaf.shape[-1])})
+    gather = lambda leaf: lax.gather(leaf, indices, numbers, (*sizes[:-1], leaf.shape[-1]), mode=params["mode"])
     with allow_dense():
-        return jtu.tree_map(gather, _unsharded(q)).dequantize()
-
-
-def _unsharded(q: QuantizedArray) -> QuantizedArray:
-    return q.with_sharding(None)
+        return jtu.tree_map(gather, q.with_sharding(None)).dequantize()

@@ -9,6 +9,7 @@ import functools as ft
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -106,7 +107,12 @@ def _(x: AbstractMappedArray, how: Move, *others: AbstractMappedArray) -> Abstra
     if x.axis % x.ndim in how.touched:
         raise CannotMove
     _check_matrices(x.ndim, how)
-    return _around(x, how, others, lambda leaf: (*range(stack), *[None] * (leaf.ndim - stack)) if stack else ())
+
+    def axes_of(leaf: Array) -> Axes:
+        shared = stack == 0 or leaf.ndim <= stack
+        return () if shared else (*range(stack), *[None] * (leaf.ndim - stack))
+
+    return _around(x, how, others, axes_of)
 
 
 @move.register
@@ -118,7 +124,7 @@ def _(x: LoraArray, how: Move, *others: LoraArray) -> LoraArray:
     kept = [axis for axis in inputs if axis in how.result]
     if not kept:
         raise CannotMove
-    _check_last(x.ndim, how, (stack, *kept))
+    _check_last(how, (stack, *kept))
     of_factor = lambda axes, name: how.leaf(axes, *(getattr(lora, name) for lora in (x, *others)))
     return dataclasses.replace(
         x,
@@ -136,7 +142,8 @@ def _around(
     axes_of: Callable[[Array], Axes],
 ) -> AbstractArrayAround:
     """Moves the array within, and each other leaf along the axes that it has; one without axes stays as it is."""
-    empty = lambda around: dataclasses.replace(around, array=None)  # pyright: ignore[reportCallIssue]
+    within = lambda around: around.array
+    empty = lambda around: eqx.tree_at(within, around, None, is_leaf=lambda part: part is around.array)
 
     def moved(leaf: Array, *rest: Array) -> Array:
         axes = axes_of(leaf)
@@ -145,22 +152,23 @@ def _around(
         if not axes or (how.touched.isdisjoint(axes) and how.result == tuple(range(x.ndim))):
             return leaf
         _check_matrices(x.ndim, how)
+        first = next(n for n, axis in enumerate(how.result) if axis is not None)
+        if sum(axis is not None for axis in axes) < x.ndim - 2 and None in how.result[first:]:
+            raise CannotMove  # a new axis between those of the stack
         return how.leaf(axes, leaf, *rest)
 
     array = move(x.array, how, *(other.array for other in others))
     rest = jtu.tree_map(moved, empty(x), *map(empty, others))
-    return dataclasses.replace(rest, array=array)  # pyright: ignore[reportCallIssue]
+    return eqx.tree_at(within, rest, array, is_leaf=lambda part: part is None)
 
 
 def _check_matrices(ndim: int, how: Move) -> None:
-    _check_last(ndim, how, (ndim - 2, ndim - 1))
+    _check_last(how, (ndim - 2, ndim - 1))
 
 
-def _check_last(ndim: int, how: Move, last: tuple[int, ...]) -> None:
-    """Raises unless new axes come first, and these axes stay last."""
-    old = [axis for axis in how.result if axis is not None]
-    front = how.result[: len(how.result) - len(old)]
-    if any(axis is not None for axis in front) or tuple(old[-len(last) :]) != last or min(last) < 0:
+def _check_last(how: Move, last: tuple[int, ...]) -> None:
+    """Raises unless these axes stay the last ones."""
+    if how.result[-len(last) :] != last or min(last) < 0:
         raise CannotMove
 
 

@@ -110,13 +110,14 @@ _PARTS: dict[str, Callable[[QuantizedArray], Any]] = {
     "quantized axes": lambda q: q.axis,
     "lengths along the quantized axis": lambda q: q.lengths,
     "dtypes": lambda q: q.dtype,
+    "gradients": lambda q: q.gradient_of is not None,
 }
 
 
 def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
     """Joins rows end to end. Every part but the last must be whole blocks and whole segments."""
     first = arrays[0]
-    for what in ("formats", "quantized axes", "dtypes"):
+    for what in ("formats", "quantized axes", "dtypes", "gradients"):
         for q in arrays[1:]:
             if _PARTS[what](q) != _PARTS[what](first):
                 raise ValueError(f"their {what} differ: {_PARTS[what](first)} and {_PARTS[what](q)}")
@@ -137,6 +138,7 @@ def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
         scale_bits=joined([q.scale_bits for q in arrays]),
         zero_point_bits=_packed_zero_point(first, joined([q.zero_point for q in arrays])),
         offset_bits=joined([q.offset_bits for q in arrays]),
+        gradient_of=None if first.gradient_of is None else jnp.concatenate([q.gradient_of for q in arrays], -1),
         lengths=(sum(q._length for q in arrays),),
     )
 
@@ -164,6 +166,7 @@ def _cut(q: QuantizedArray, start: int, stop: int) -> QuantizedArray:
         scale_bits=cut(q.scale_bits),
         zero_point_bits=_packed_zero_point(q, cut(q.zero_point)),
         offset_bits=cut(q.offset_bits),
+        gradient_of=None if q.gradient_of is None else q.gradient_of[..., start:stop],
         lengths=(stop - start,),
     )
 

@@ -81,20 +81,53 @@ def _broadcast_in_dim(w: AbstractArrayValue, *args: ArrayLike, **params: Any) ->
 @quax.register(lax.concatenate_p)
 def _concatenate(*operands: Value, dimension: int) -> Moved:
     try:
-        if all(isinstance(x, QuantizedArray) for x in operands):
-            return join(operands, dimension)
-        if not _alike(operands):
-            raise CannotMove
-
-        def joined(axes: Axes, *leaves: Array) -> Array:
-            if dimension not in axes:
-                raise CannotMove
-            return jnp.concatenate(leaves, axes.index(dimension))
-
-        first, *others = operands
-        return move(first, along_axes(jnp.ndim(first), frozenset({dimension}), joined), *others)
+        return _joined(operands, dimension)
     except (CannotMove, ValueError):
         return _dense(lax.concatenate_p, *operands, dimension=dimension)
+
+
+@quax.register(lax.stack_p)
+def _stack(*operands: Value, axis: int) -> Moved:
+    try:
+        return _joined([_with_axis(x, axis) for x in operands], axis)
+    except (CannotMove, ValueError):
+        return _dense(lax.stack_p, *operands, axis=axis)
+
+
+@quax.register(lax.tile_p)
+def _tile(w: AbstractArrayValue, *, reps: Sequence[int | np.integer]) -> Moved:
+    try:
+        for axis, times in enumerate(reps):
+            w = _joined([w] * int(times), axis) if times != 1 else w
+        return w
+    except (CannotMove, ValueError):
+        return _dense(lax.tile_p, w, reps=reps)
+
+
+def _joined(operands: Sequence[Value], dimension: int) -> Moved:
+    """Concatenates arrays. Raises `CannotMove` or `ValueError` if the result cannot stay packed."""
+    if not operands or not all(isinstance(x, AbstractArrayValue) for x in operands):
+        raise CannotMove
+    if all(isinstance(x, QuantizedArray) for x in operands):
+        return join([x.with_sharding(None) for x in operands], dimension)  # pyright: ignore[reportAttributeAccessIssue]
+    if not _alike(operands):
+        raise CannotMove
+
+    def leaf(axes: Axes, *leaves: Array) -> Array:
+        if dimension not in axes:
+            raise CannotMove
+        return jnp.concatenate(leaves, axes.index(dimension))
+
+    first, *others = operands
+    return move(first, along_axes(jnp.ndim(first), frozenset({dimension}), leaf), *others)
+
+
+def _with_axis(x: Value, axis: int) -> Moved:
+    """Adds an axis of length one."""
+    if not isinstance(x, AbstractArrayValue):
+        raise CannotMove
+    result = (*range(axis), None, *range(axis, x.ndim))
+    return move(x, change_axes(x.shape, result, tuple(1 if n is None else x.shape[n] for n in result)))
 
 
 @quax.register(lax.split_p)
@@ -105,6 +138,17 @@ def _split(w: AbstractArrayValue, *, sizes: Sequence[int | np.integer], axis: in
         return [_cut(w, {axis: (start, stop, 1)}) for start, stop in bounds]
     except (CannotMove, ValueError):
         return _dense(lax.split_p, w, sizes=sizes, axis=axis)
+
+
+@quax.register(lax.unstack_p)
+def _unstack(w: AbstractArrayValue, *, axis: int) -> list[Moved]:
+    kept = tuple(n for n in range(w.ndim) if n != axis)
+    shape = tuple(w.shape[n] for n in kept)
+    try:
+        parts = [_cut(w, {axis: (n, n + 1, 1)}) for n in range(w.shape[axis])]
+        return [move(part, change_axes(jnp.shape(part), kept, shape)) for part in parts]
+    except (CannotMove, ValueError):
+        return _dense(lax.unstack_p, w, axis=axis)
 
 
 @quax.register(lax.slice_p)

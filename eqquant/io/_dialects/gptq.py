@@ -166,15 +166,10 @@ def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> It
         return words if awq else unpack_low_first(words.view(np.uint8), bits)
 
     def load() -> Unpacked:
-        stored, middle = _outputs(zeros.array(), bits, awq), 2 ** (bits - 1)
+        stored = _outputs(zeros.array(), bits, awq)
         zero = _plus_one(zeros, bits, version) if layout == "gptq" else stored
-        # Some programs say `gptq` of `gptq_v2`. With `sym` there is one value to store, and no doubt.
-        if symmetric and (zero != middle).any() and (stored != middle).any():
-            other = "gptq_v2" if layout == "gptq" else "gptq"
-            zeros.fail(
-                f"Got zero points other than the middle, and a configuration that says `sym`. If they are those of "
-                f"{other}, `checkpoint_format` must say so; if the weight is not symmetric, `sym` must be false."
-            )
+        if symmetric:
+            _check_symmetric(zeros, zero, stored, 2 ** (bits - 1), layout)
         scales = np.ascontiguousarray(scale.array().T.astype(np.float32))
         zero = None if symmetric else np.ascontiguousarray(zero.T)
         pack = _pack_awq if awq else pack_codes if order is None else pack_columns
@@ -182,6 +177,19 @@ def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> It
 
     entry = weight(format, (out, length), str(DTYPES[scale.dtype][1]), permuted=order is not None)
     return Item(entry, layout if order is None else f"{layout}, act-order", tensors, load)
+
+
+def _check_symmetric(zeros: StoredTensor, zero: np.ndarray, stored: np.ndarray, middle: int, layout: str) -> None:
+    """Raises unless all zero points are the middle, or are stored so.
+
+    Some programs say `gptq` of `gptq_v2`. With `sym` there is one value to store, and no doubt.
+    """
+    if (zero != middle).any() and (stored != middle).any():
+        other = "gptq_v2" if layout == "gptq" else "gptq"
+        zeros.fail(
+            f"Got zero points other than the middle, and a configuration that says `sym`. If they are those of "
+            f"{other}, `checkpoint_format` must say so; if the weight is not symmetric, `sym` must be false."
+        )
 
 
 def _rules(layers: object) -> list[Mapping[str, object]]:

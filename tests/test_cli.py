@@ -152,6 +152,19 @@ def test_a_budget_in_the_layouts_of_others(run, checkpoint, tmp_path, to, budget
     assert quantized and 8 * sum(row.nbytes for row in quantized) <= budget * 64 * 64 + 1e4  # and small tables
 
 
+def test_a_budget_counts_rows_of_4304_that_a_layout_cannot_hold(run, tmp_path):
+    rng = np.random.default_rng(0)
+    wide = {f"layers.{n}.proj.weight": rng.normal(size=(16, 4304)).astype(np.float32) for n in range(3)}
+    wide["layers.0.up.weight"] = rng.normal(size=(16, 4096)).astype(np.float32)
+    save_file(wide, tmp_path / "model.safetensors")
+    command = ("quantize", tmp_path / "model.safetensors", tmp_path / "out.gguf", "--to", "gguf", "--budget")
+    err = run(*command, 4.6, "--dry-run", code=1)
+    assert "'layers.0.proj.weight' stays in float: --to gguf cannot hold it" in err and "Got 4.6" in err
+    run(*command, 26)
+    written = eqq.io.open(tmp_path / "out.gguf").rows
+    assert 8 * sum(row.nbytes for row in written) <= 26 * sum(x.size for x in wide.values())
+
+
 def test_a_budget_counts_the_weights_of_rules(run, checkpoint, tmp_path):
     options = ("--budget", 6.0, "--rule", "layers.0.proj.weight=int8")
     run("quantize", checkpoint, tmp_path / "out.safetensors", *options)

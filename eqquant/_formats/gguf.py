@@ -276,8 +276,8 @@ class _AbstractIQ4(AbstractCodebook):
 class IQ4_NL(_AbstractIQ4):
     r"""GGUF's IQ4_NL: sixteen levels from -127 to 113, dense about zero; $s = x_m / {-127}$.
 
-    $x_m$ is the value of largest magnitude with its sign. Blocks of 32; scales in float16; 4.5 bits per weight. No level
-    is zero: a zero beside other values decodes to $s$, so padded and sparse weights lose their zeros.
+    $x_m$ is the value of largest magnitude with its sign. Blocks of 32; scales in float16; 4.5 bits per weight.
+    No level is zero: a zero beside other values decodes to $s$, so padded and sparse weights lose their zeros.
 
     **Arguments:** none; the block size is set by definition.
     """

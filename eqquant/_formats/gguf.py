@@ -277,6 +277,7 @@ class IQ4_NL(_AbstractIQ4):
     r"""GGUF's IQ4_NL: sixteen levels from -127 to 113, dense about zero; $s = x_m / {-127}$.
 
     $x_m$ is the value of largest magnitude with its sign. Blocks of 32; scales in float16; 4.5 bits per weight.
+    No level is zero: a zero beside other values decodes to $s$, so padded and sparse weights lose their zeros.
 
     **Arguments:** none; the block size is set by definition.
     """
@@ -287,7 +288,8 @@ class IQ4_NL(_AbstractIQ4):
 class IQ4_XS(_AbstractIQ4):
     r"""GGUF's IQ4_XS: the levels of [`eqquant.IQ4_NL`][], with scales of six bits; 4.25 bits per weight.
 
-    Blocks of 32; scales are multiples of a float16 for 256 weights.
+    Blocks of 32; scales are multiples of a float16 for 256 weights. No level is zero: a zero beside other values
+    decodes to $s$, so padded and sparse weights lose their zeros.
 
     **Arguments:** none; the block size is set by definition.
     """

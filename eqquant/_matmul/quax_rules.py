@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike
 
 from .._array.array import QuantizedArray
+from .._array.codes import is_in_order
 from .._array.contraction import dot_general
 from .._array.value import AbstractArrayValue
 
@@ -52,7 +53,7 @@ def _broadcast_in_dim(q: QuantizedArray, *args: ArrayLike, **params: Any) -> Qua
     shape, dims = params["shape"], params["broadcast_dimensions"]
     batch = q.ndim - len(q.lengths)
     front = len(shape) - len(q.lengths)
-    whole = q._trailing and tuple(dims[batch:]) == tuple(range(front, len(shape))) and shape[front:] == q.lengths
+    whole = is_in_order(q) and tuple(dims[batch:]) == tuple(range(front, len(shape))) and shape[front:] == q.lengths
     if args or not whole or params.get("sharding") is not None:
         return _dense(lax.broadcast_in_dim_p, q, *args, **params)
     return _on_rows(
@@ -63,7 +64,7 @@ def _broadcast_in_dim(q: QuantizedArray, *args: ArrayLike, **params: Any) -> Qua
 @quax.register(lax.concatenate_p)
 def _concatenate(*operands: QuantizedArray | ArrayLike, dimension: int) -> QuantizedArray | Array:
     first = operands[0]
-    alike = isinstance(first, QuantizedArray) and first._trailing and dimension < first.ndim - len(first.lengths)
+    alike = isinstance(first, QuantizedArray) and is_in_order(first) and dimension < first.ndim - len(first.lengths)
     if not alike or len({jtu.tree_structure(x) for x in operands}) != 1:
         return _dense(lax.concatenate_p, *operands, dimension=dimension)
     joined = jtu.tree_map(lambda *leaves: jnp.concatenate(leaves, axis=dimension), *operands)
@@ -76,7 +77,7 @@ def _slice(q: QuantizedArray, **params: Any) -> QuantizedArray | Array:
     start, limit = params["start_indices"], params["limit_indices"]
     strides = params["strides"] or (1,) * q.ndim
     whole = all(s == 0 and e == d and t == 1 for s, e, d, t in _last(batch, start, limit, q.shape, strides))
-    if not q._trailing or not whole:
+    if not is_in_order(q) or not whole:
         return _dense(lax.slice_p, q, **params)
     index = tuple(slice(*bounds) for bounds in zip(start[:batch], limit[:batch], strides[:batch], strict=True))
     return _on_rows(q, lambda leaf: leaf[index])
@@ -85,7 +86,7 @@ def _slice(q: QuantizedArray, **params: Any) -> QuantizedArray | Array:
 @quax.register(lax.dynamic_slice_p)
 def _dynamic_slice(q: QuantizedArray, *starts: ArrayLike, slice_sizes: Sequence[int]) -> QuantizedArray | Array:
     batch = q.ndim - len(q.lengths)
-    if not q._trailing or len(starts) != q.ndim or tuple(slice_sizes[batch:]) != q.lengths:
+    if not is_in_order(q) or len(starts) != q.ndim or tuple(slice_sizes[batch:]) != q.lengths:
         return _dense(lax.dynamic_slice_p, q, *starts, slice_sizes=slice_sizes)
     # The slice of a whole axis starts at zero, since `dynamic_slice` clamps starts.
     zero = jnp.zeros((), jnp.result_type(starts[0]))

@@ -106,7 +106,7 @@ def kind_of_codes(problem: MatmulProblem, target: Target) -> codes.Kind | None:
     return codes.kind_of(problem.layout_of_x, problem.layout, target)
 
 
-def decoded(problem: MatmulProblem, target: Target) -> MatmulProblem:
+def decode_activations(problem: MatmulProblem, target: Target) -> MatmulProblem:
     """Returns the product of the values of the activations, as floats that hold them."""
     if problem.activations is None:
         return problem
@@ -294,7 +294,7 @@ def compute(
         w = w.taken()
     if problem.activations is None or implementation.takes_codes(problem, target):
         return implementation.compute(x, w, problem, target)
-    on_values, q, factor = decoded(problem, target), as_codes(x), None
+    on_values, q, factor = decode_activations(problem, target), as_codes(x), None
     if kind_of_codes(problem, target) == "bfloat16":
         # Then values are exact in the few bits that the platform multiplies.
         q, factor = _without_factor(q)
@@ -322,7 +322,7 @@ def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
     if implementation.platforms and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
     takes_codes = implementation.takes_codes(problem, target)
-    return implementation.supports(problem if takes_codes else decoded(problem, target), target)
+    return implementation.supports(problem if takes_codes else decode_activations(problem, target), target)
 
 
 def multiplied_types(problem: MatmulProblem, target: Target, name: str) -> str:
@@ -333,7 +333,7 @@ def multiplied_types(problem: MatmulProblem, target: Target, name: str) -> str:
     if kind is not None:
         types = [problem.layout_of_x.kind, problem.layout.kind] if kind == "float8" else [kind, kind]
         return f"{' x '.join(types)}, sums in float32"
-    wide = decoded(problem, target).dtype
+    wide = decode_activations(problem, target).dtype
     sums = "float64" if wide.itemsize > 4 else "float32"
     return f"{wide} x {wide} (decoded), sums in {sums}"
 

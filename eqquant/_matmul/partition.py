@@ -40,7 +40,7 @@ from .._numerics.scale_bits import scale_to_bits
 Compute = Callable[[Array, QuantizedArray], Array]
 
 
-def partitioned(
+def divide_product(
     compute: Compute, x: Float[Array, "*batch rows inner"], w: QuantizedArray, *, transpose: bool
 ) -> Float[Array, "*batch rows outer"]:
     """Returns `compute(x, w)`; each device computes its shards.
@@ -149,7 +149,7 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
         return mine
     blocks = num_blocks(row_length(w) // parts, w.block_size)
 
-    def decoded(stored: Array | AbstractCodes | None) -> Array | None:
+    def decode_own(stored: Array | AbstractCodes | None) -> Array | None:
         """Decodes scales or offsets of this device's blocks, since a scale of scales may cover more than one part."""
         if not isinstance(stored, AbstractCodes):
             return stored
@@ -179,9 +179,9 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
 
     return dataclasses.replace(
         mine,
-        scale_bits=decoded(mine.scale_bits),
+        scale_bits=decode_own(mine.scale_bits),
         zero_point_bits=own_zero_point(mine.zero_point_bits),
-        offset_bits=decoded(mine.offset_bits),
+        offset_bits=decode_own(mine.offset_bits),
         lengths=(row_length(w) // parts,),
     )
 

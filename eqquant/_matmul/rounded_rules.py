@@ -65,17 +65,17 @@ def compute_rounded(
         return jnp.matmul(x, jnp.swapaxes(w, -1, -2), precision=precision)
     product = ft.partial(bind_matmul, options=Options(precision, implementation))
     if w_rounding is None:
-        return jnp.swapaxes(product(w, _rounded(x, x_rounding, *largest)), -1, -2)
-    return product(x if x_rounding is None else _rows(x, x_rounding, *largest), _rounded(w, w_rounding, *largest))
+        return jnp.swapaxes(product(w, _round(x, x_rounding, *largest)), -1, -2)
+    return product(x if x_rounding is None else _rows(x, x_rounding, *largest), _round(w, w_rounding, *largest))
 
 
 def _rows(x: Float[Array, "*batch m k"], rounding: Rounding, *largest: Array) -> DynamicRows | QuantizedArray:
     """Returns the left operand: rows that an implementation quantizes where that is cheapest, if it may."""
     whole = spans_rows(rounding.format) or rounding.stochastic or bool(largest)
-    return _rounded(x, rounding, *largest) if whole else DynamicRows(x, rounding.format)
+    return _round(x, rounding, *largest) if whole else DynamicRows(x, rounding.format)
 
 
-def _rounded(x: Float[Array, "*batch m k"], rounding: Rounding | None, *largest: Array) -> QuantizedArray:
+def _round(x: Float[Array, "*batch m k"], rounding: Rounding | None, *largest: Array) -> QuantizedArray:
     format, stochastic, place = rounding  # pyright: ignore[reportGeneralTypeIssues]
 
     # One matrix at a time: a scale of a whole tensor is that of a product. Its own bits seed its rounding: runs repeat
@@ -83,16 +83,16 @@ def _rounded(x: Float[Array, "*batch m k"], rounding: Rounding | None, *largest:
     def quantize(x: Array, *expected: Array) -> QuantizedArray:
         key = hashed_key(seed_of(x)) if stochastic else None
         q = quantize_array(x, format, (-1,), None, key, FixedAmax(*expected) if expected else AbsMax())
-        return _marked(q, x) if expected else q
+        return _mark_not_finite(q, x) if expected else q
 
-    operands, batch = (x, *(_expected(x, array[..., place]) for array in largest)), x.shape[:-2]
+    operands, batch = (x, *(_find_largest(x, array[..., place]) for array in largest)), x.shape[:-2]
     flat = [a.reshape(math.prod(batch), *a.shape[len(batch) :]) for a in operands] if batch else operands
     q = jax.vmap(quantize)(*flat) if batch else quantize(*flat)
     q = jax.tree_util.tree_map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), q) if batch else q
     return dataclasses.replace(q, logical_sharding=None)
 
 
-def _expected(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead"]) -> Float32[Array, "*batch"]:
+def _find_largest(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead"]) -> Float32[Array, "*batch"]:
     """Returns the largest magnitude that each matrix is scaled by; that of now, where none is known."""
     x, largest = _compat.vary_alike((x, largest))
     known = largest > 0
@@ -101,7 +101,7 @@ def _expected(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead"]) -
     return jnp.broadcast_to(jax.lax.cond(jnp.all(known), lambda: largest, now), x.shape[:-2])
 
 
-def _marked(q: QuantizedArray, x: Float[Array, "m k"]) -> QuantizedArray:
+def _mark_not_finite(q: QuantizedArray, x: Float[Array, "m k"]) -> QuantizedArray:
     """Makes the scale NaN if a value is not finite: such a value has no code."""
     bad = jnp.isnan(_largest_seen(x, jnp.zeros(1, jnp.float32)))
     return dataclasses.replace(q, scale_bits=scale_to_bits(jnp.where(bad, jnp.nan, q.scale), q.format.scale_dtype))

@@ -26,7 +26,7 @@ from .._array.primitive import operands_of, quantized_matmul_p
 from .._numerics.primitives import compile_alone, mapped_size, move_mapped, Primal, Tangent
 from .._types import PyTreeDef
 from . import dispatch
-from .partition import partitioned
+from .partition import divide_product
 from .problem import problem_of, Target
 from .selected import SelectedArray
 
@@ -63,7 +63,7 @@ def _compute(
         return dispatch.compute(x, w, describe(x, w), target, implementation)
     compute = lambda x, w: dispatch.compute(x, w, describe(x, w), target, implementation)
     w = w.taken() if isinstance(w, SelectedArray) else w
-    return partitioned(compute, x, w, transpose=transpose)  # pyright: ignore[reportArgumentType]
+    return divide_product(compute, x, w, transpose=transpose)  # pyright: ignore[reportArgumentType]
 
 
 def _lower(platform: str, context: mlir.LoweringRuleContext, *args: object, **params: object) -> Sequence[mlir.Value]:

@@ -129,7 +129,7 @@ def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
     for q in arrays[:-1]:
         _check_whole(q, row_length(q))
 
-    def joined(parts: Sequence[PyTree]) -> PyTree:
+    def join_parts(parts: Sequence[PyTree]) -> PyTree:
         if parts[0] is None:
             return None
         return _join_lengths(parts) if is_quantized(parts[0]) else jnp.concatenate(parts, -1)
@@ -137,9 +137,9 @@ def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
     return dataclasses.replace(
         first,
         codes=jnp.concatenate([q.codes for q in arrays], -1),
-        scale_bits=joined([q.scale_bits for q in arrays]),
-        zero_point_bits=_packed_zero_point(first, joined([q.zero_point for q in arrays])),
-        offset_bits=joined([q.offset_bits for q in arrays]),
+        scale_bits=join_parts([q.scale_bits for q in arrays]),
+        zero_point_bits=_packed_zero_point(first, join_parts([q.zero_point for q in arrays])),
+        offset_bits=join_parts([q.offset_bits for q in arrays]),
         lengths=(sum(row_length(q) for q in arrays),),
     )
 

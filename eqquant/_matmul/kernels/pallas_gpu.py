@@ -86,7 +86,7 @@ _CONFIGS = (
 _CORES = {"H100": 132, "H200": 132, "A100": 108, "": 108}
 
 
-def tuned(device: str, bits: int, itemsize: int, m: int, *, transpose: bool) -> Config:
+def tune(device: str, bits: int, itemsize: int, m: int, *, transpose: bool) -> Config:
     """Returns the configuration for a device, given its name or "", and `m` rows of `x`."""
     for row in _CONFIGS:
         fits = row.device in device and row.transpose == transpose and row.itemsize == itemsize
@@ -209,7 +209,7 @@ def _product(
                 column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
                 x = _load(x_ref, m, column, m < m_size)
                 if scale is not None and config.scale_weights:
-                    values, scale = _scaled(values, scale), None
+                    values, scale = _scale(values, scale), None
                 left, right = (values, x) if config.weight_left else (x, values)
                 sums = plgpu.dot(left, right, trans_b=True, precision=precision)
                 if scale is not None:
@@ -252,7 +252,7 @@ def _transposed_product(
         sums, row_scale = [], weight.row_scales(layout, rows, dtype)
         for values, scale in weight.tile(layout, rows, byte, dtype, interpret):
             scale = ft.reduce(jnp.multiply, [s for s in (scale, row_scale) if s is not None])
-            sums.append(plgpu.dot(x, _scaled(values, scale), precision=precision))
+            sums.append(plgpu.dot(x, _scale(values, scale), precision=precision))
         return tuple(total + s for total, s in zip(totals, sums, strict=True))
 
     zeros = jnp.zeros((config.tile_m, run), jnp.float32)
@@ -263,7 +263,7 @@ def _transposed_product(
         plgpu.store(y_ref.at[part, m[:, None], column[None, :]], total.astype(y_ref.dtype), mask=mask)
 
 
-def _scaled(values: Float[Array, "rows run"], scale: Float32[Array, " rows"]) -> Float[Array, "rows run"]:
+def _scale(values: Float[Array, "rows run"], scale: Float32[Array, " rows"]) -> Float[Array, "rows run"]:
     product = values.astype(jnp.float32) * jnp.broadcast_to(scale[:, None], values.shape)
     return product.astype(values.dtype)
 
@@ -311,7 +311,7 @@ def matmul(
     _compat.expect_triton_warning()
     exactly = jax.lax.Precision.HIGHEST if precision == "highest" else None
     m, n, body = x.shape[0], weight.codes.shape[0], _body(layout)
-    config = config or tuned(target.device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
+    config = config or tune(target.device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
     m_tiles = pl.cdiv(m, config.tile_m)
     if transpose:
         kernel, outer, steps = _transposed_product, body, pl.cdiv(n, config.tile_n)

@@ -56,7 +56,7 @@ CONFIGS: dict[tuple[str, int, Literal["blocks", "one_scale"]], Config] = {
 }
 
 
-def tuned(device: str, layout: Layout) -> Config:
+def tune(device: str, layout: Layout) -> Config:
     """Returns the configuration for a device, given its name."""
     shape = "one_scale" if layout.one_scale else "blocks"
     known = (name for name, *rest in CONFIGS if name in device and rest == [layout.bits, shape])
@@ -157,7 +157,7 @@ def matmul(
 ) -> Float[Array, "m outer"]:
     """Computes `x . w^T`, or `x . w` if transposed, for operands that `supports` accepts. Sums are float32."""
     tiling = _tiling(
-        layout, x.shape[0], weight.codes.shape[0], x.dtype, transpose, precision, config or tuned(target.device, layout)
+        layout, x.shape[0], weight.codes.shape[0], x.dtype, transpose, precision, config or tune(target.device, layout)
     )
     y = (_transposed if transpose else _forward)(x, weight, tiling, interpret)
     exactly = jax.lax.Precision.HIGHEST if tiling.dtype == jnp.float32 else None

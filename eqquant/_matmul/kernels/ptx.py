@@ -65,7 +65,7 @@ def _table_words(bits: int) -> int:
     return 4 if bits == 4 else 1
 
 
-def _permuted(layout: Layout, dtype: DTypeLike) -> bool:
+def _looks_up_by_permutation(layout: Layout, dtype: DTypeLike) -> bool:
     """Returns whether to look codes up by `prmt`."""
     return layout.bits <= 4 and jnp.dtype(dtype).itemsize == 2
 
@@ -73,7 +73,7 @@ def _permuted(layout: Layout, dtype: DTypeLike) -> bool:
 def table_of(layout: Layout, dtype: DTypeLike, interpret: bool) -> Array:
     """Returns the stretched table for `decode`: the values, or for `prmt` their bytes."""
     values = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
-    if interpret or not _permuted(layout, dtype):
+    if interpret or not _looks_up_by_permutation(layout, dtype):
         return jnp.asarray(values)
     entries = np.zeros(4 * _table_words(layout.bits), np.uint16)
     entries[: len(values)] = values.view(np.uint16)
@@ -113,7 +113,7 @@ def decode(
         return _asm(integer_asm(dtype), [codes, (2**23 - offset).astype(jnp.float32)], dtype)
     if layout.kind in ("float8_e4m3fn", "float8_e5m2"):
         return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(dtype)
-    if _permuted(layout, dtype) and not interpret:
+    if _looks_up_by_permutation(layout, dtype) and not interpret:
         words = [jnp.broadcast_to(table[i], codes.shape) for i in range(2 * _table_words(layout.bits))]
         values = _asm(lookup_asm(layout.bits, plane), [codes, *words], dtype)
     else:

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
 from jax._src.ad_util import stop_gradient_p as stop_gradient_p
 from jax._src.lax.lax import ragged_dot_general_p as ragged_dot_general_p
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.interpreters import ad
-from jaxtyping import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+from jax.interpreters import ad, mlir
+from jaxtyping import Array, DTypeLike
 
 
 _T = TypeVar("_T")
@@ -50,7 +50,7 @@ def jax_array_is_hidden() -> bool:
     return False
 
 
-def is_constant_of_trace(weight: Any, x: Any) -> bool:
+def is_constant_of_trace(weight: Array, x: Array) -> bool:
     """Returns whether a function under tracing, such as the body of a `scan`, closes over `weight` but not over `x`."""
     innermost = jnp.zeros(())
     if not isinstance(innermost, jax.core.Tracer) or not isinstance(x, jax.core.Tracer):
@@ -62,7 +62,7 @@ def is_constant_of_trace(weight: Any, x: Any) -> bool:
     return type(weight) is type(innermost) and outer is not trace and outer is not getattr(x, "_trace", None)
 
 
-def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Any]) -> bool:
+def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Array]) -> bool:
     """Lets every `jax.lax` function take a `cls` operand, by converting it with `to_dense`.
 
     Primitives canonicalise each operand by a table keyed by type (`register_canonicalize_value_handler` in
@@ -152,12 +152,12 @@ def vary_alike(tree: _T) -> _T:
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
-def zero_tangent(y: Any) -> Any:
+def zero_tangent(y: Array) -> ad.Zero:
     """Returns the tangent of a value that depends on no float, for a rule of forward mode."""
     return ad.Zero(jax.typeof(y).to_tangent_aval())
 
 
-def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def result_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """Returns the type of a kernel's result: inside `shard_map` it varies along the mesh axes of `x`."""
     varying = getattr(jax.typeof(x), "manual_axis_type", None)
     if varying is None:
@@ -165,7 +165,7 @@ def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
 
 
-def lower_with_devices(primitive: Any) -> None:
+def lower_with_devices(primitive: Primitive) -> None:
     """Makes JAX pass the devices of a program to the lowering of `primitive`. See `num_devices`."""
     try:
         from jax._src.dispatch import prim_requires_devices_during_lowering
@@ -174,7 +174,7 @@ def lower_with_devices(primitive: Any) -> None:
     prim_requires_devices_during_lowering.add(primitive)
 
 
-def num_devices(context: Any) -> int:
+def num_devices(context: mlir.LoweringRuleContext) -> int:
     """Returns the number of devices that the compiler will divide the program among.
 
     **Returns:**
@@ -185,7 +185,7 @@ def num_devices(context: Any) -> int:
     return 1 if manual else max(len(_devices(context)), 1)
 
 
-def is_partly_manual(context: Any) -> bool:
+def is_partly_manual(context: mlir.LoweringRuleContext) -> bool:
     """Returns whether a program is in a `shard_map` over some axes of a mesh, whose others the compiler divides."""
     axis_context = getattr(context.module_context, "axis_context", None)
     manual = getattr(axis_context, "manual_axes", None)
@@ -193,7 +193,7 @@ def is_partly_manual(context: Any) -> bool:
     return any(size > 1 for name, size in sizes.items() if name not in manual)
 
 
-def spec_on_mesh(sharding: Any, mesh: Any) -> Any:
+def spec_on_mesh(sharding: jax.sharding.Sharding, mesh: jax.sharding.Mesh) -> jax.sharding.PartitionSpec:
     """Returns the `PartitionSpec` of a sharding that the compiler chose.
 
     **Returns:**
@@ -208,13 +208,13 @@ def spec_on_mesh(sharding: Any, mesh: Any) -> Any:
         return jax.sharding.PartitionSpec()
 
 
-def device_kind(context: Any) -> str:
+def device_kind(context: mlir.LoweringRuleContext) -> str:
     """Returns the name of the device that a program is for, such as `"NVIDIA H100 80GB HBM3"`; "" if unknown."""
     device = _device(context)
     return getattr(device, "device_kind", "")
 
 
-def compute_capability(context: Any) -> float:
+def compute_capability(context: mlir.LoweringRuleContext) -> float:
     """Returns the compute capability of the NVIDIA GPU that a program is for; 9.0 if unknown."""
     capability = getattr(_device(context), "compute_capability", None)
     try:
@@ -223,14 +223,14 @@ def compute_capability(context: Any) -> float:
         return 9.0
 
 
-def no_cpu_kernels(context: Any) -> str | None:
+def no_cpu_kernels(context: mlir.LoweringRuleContext) -> str | None:
     """Returns why a program for CPU cannot contain native kernels, or `None` if it can."""
     if _for_export(context):
         return "an exported program may not call a library that the machine it runs on may lack"
     return None
 
 
-def no_gpu_kernels(context: Any) -> str | None:
+def no_gpu_kernels(context: mlir.LoweringRuleContext) -> str | None:
     """Returns why a program for GPU cannot contain Pallas-Triton kernels, or `None` if it can.
 
     JAX does not promise that exported ones keep running: https://github.com/jax-ml/jax/issues/25196.
@@ -251,15 +251,15 @@ def no_gpu_kernels(context: Any) -> str | None:
     return None
 
 
-def _for_export(context: Any) -> bool:
+def _for_export(context: mlir.LoweringRuleContext) -> bool:
     return getattr(getattr(context.module_context, "lowering_parameters", None), "for_export", False)
 
 
-def _device(context: Any) -> Any:
+def _device(context: mlir.LoweringRuleContext) -> Any:
     return next(iter(_devices(context)), None)
 
 
-def _devices(context: Any) -> Any:
+def _devices(context: mlir.LoweringRuleContext) -> Any:
     return getattr(getattr(context.module_context, "axis_context", None), "device_assignment", None) or ()
 
 

@@ -129,6 +129,30 @@ def test_internals_of_jax_are_in_one_file(path):
     assert not [node.lineno for node in tree_of(path) if isinstance(node, ast.Name) and node.id == "hasattr"]
 
 
+def defined_in(room):
+    """The names that a room defines: of functions, classes and variables, and of attributes that it assigns."""
+    for path in MODULES:
+        if name_of(path).split(".")[0] == room:
+            for node in tree_of(path):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    yield node.name
+                elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                    yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+
+def test_private_attributes_are_read_in_their_room(path):
+    if name_of(path) == "_compat":  # which reads those of JAX
+        return
+    allowed = {"_replace", *defined_in(name_of(path).split(".")[0])}  # named tuples have `_replace`
+    read = [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in tree_of(path)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")) and node.attr not in allowed
+    ]
+    assert read == []
+
+
 def test_no_asserts(path):
     assert not [node.lineno for node in tree_of(path) if isinstance(node, ast.Assert)]
 

@@ -32,7 +32,7 @@ _STORED = 1 / 64
 _CLIPPED = 0.75
 
 
-def as_method(method: Any) -> AbstractMethod:
+def as_method(method: object) -> AbstractMethod:
     """Returns a method unchanged, or the default for `None`.
 
     **Raises:**
@@ -68,10 +68,10 @@ def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> t
         raise TypeError(f"{name} must be a floating point array. Got dtype {x.dtype}.")
     if x.ndim == 0:
         raise ValueError(f"{name} must have at least one dimension. Got a scalar. Leave scalars in float.")
-    return x, _as_axes(axis, x, name)
+    return x, _check_axes(axis, x, name)
 
 
-def _as_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
+def _check_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
     given = np.asarray(axis)
     axes = tuple(int(a) for a in given.ravel()) if given.dtype.kind == "i" else ()
     if not axes or any(not -x.ndim <= a < x.ndim for a in axes) or len({a % x.ndim for a in axes}) != len(axes):
@@ -83,8 +83,8 @@ def _as_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
     return tuple(a % x.ndim - x.ndim for a in axes)
 
 
-def as_one_array(x: Any, name: str, of_trees: str) -> Any:
-    """Returns `x` as a JAX array (or struct). For anything else, raises and suggests `of_trees`."""
+def as_one_array(x: Any, name: str, for_trees: str) -> Any:
+    """Returns `x` as a JAX array (or struct). For anything else, raises and suggests `for_trees`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     if isinstance(x, np.ndarray) and (x.dtype.kind in "OSU" or x.dtype.names):
@@ -95,7 +95,7 @@ def as_one_array(x: Any, name: str, of_trees: str) -> Any:
     try:
         return as_jax_array(x)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be one array. Got {described(x)}. For a model, call `{of_trees}`.") from None
+        raise TypeError(f"{name} must be one array. Got {described(x)}. For a model, call `{for_trees}`.") from None
 
 
 def as_jax_array(x: Any) -> Array:
@@ -118,7 +118,7 @@ def check_not_masked(x: Any, name: str) -> None:
         )
 
 
-def how_to_get_one(x: Any) -> str:
+def how_to_get_one(x: object) -> str:
     """Says where a quantized array is, for errors about `x`, which is not one."""
     if isinstance(x, AbstractArrayValue):
         if x.quantized_as:
@@ -128,7 +128,7 @@ def how_to_get_one(x: Any) -> str:
     return "`eqq.quantize` makes one."
 
 
-def described(x: Any) -> str:
+def described(x: object) -> str:
     """Describes `x` in a few words, since a model prints as a page."""
     if isinstance(x, AbstractArrayValue):
         return f"a {type(x).__name__}"

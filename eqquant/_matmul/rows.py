@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
@@ -84,3 +85,6 @@ class StaticRows(AbstractRows):
 
     def quantized(self) -> QuantizedArray:
         return self._quantized(GivenScales(self.scale, self.zero_point), self.gradient_of)
+
+
+Activations: TypeAlias = Array | QuantizedArray | AbstractRows  # floats, codes, or rows that a product quantizes

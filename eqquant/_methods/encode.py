@@ -18,6 +18,7 @@ from .._formats.base import AbstractFormat
 from .._formats.steps import steps_of
 from .._native import calls
 from .._native.lowering import lower_on_cpu
+from .._native.steps import Scaling
 from .._numerics import packing
 from .._numerics.batching import by_chunks
 from .._numerics.blocks import divide
@@ -74,7 +75,7 @@ def _native(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
     block_size = length if format.block_size in (None, "tensor") else format.block_size
     shift = None if grid.zero_point is None else grid.zero_point.astype(jnp.float32)
     out = packing.packed_length(length, format.bits)
-    return calls.encode(rows, steps, format.bits, block_size, out, divisor, factor, grid.offset, shift)
+    return calls.encode(rows, Scaling(divisor, factor, grid.offset, shift), steps, format.bits, block_size, out)
 
 
 def _abstract(*args: Any, tree: PyTreeDef, format: AbstractFormat, chunk: int | None) -> jax.core.ShapedArray:

@@ -1,6 +1,7 @@
 """What the rules of the primitives share."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.core
@@ -10,6 +11,10 @@ from jax.interpreters import ad
 from jaxtyping import Array
 
 from .. import _compat
+
+
+Tangent: TypeAlias = Array | ad.Zero
+Primal: TypeAlias = Array | ad.UndefinedPrimal  # of a rule of transposition
 
 
 def compile_alone(
@@ -27,6 +32,11 @@ def compile_alone(
 
     run.__name__ = primitive.name
     return jax.jit(run, static_argnames=static)
+
+
+def mapped_size(args: Sequence[Array], dims: Sequence[int | None]) -> int:
+    """Returns the length of the mapped axis."""
+    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
 
 
 def move_mapped(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
@@ -51,7 +61,7 @@ def along_first(primitive: Primitive) -> Callable[..., tuple[Array, int]]:
     """Returns the batching rule of a primitive that works along the last axes of operands with equal first ones."""
 
     def batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) -> tuple[Array, int]:
-        size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+        size = mapped_size(args, dims)
         return primitive.bind(*(move_mapped(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
 
     return batch

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from .._array.array import QuantizedArray
+from .._array.codes import row_length
 from .._array.dense import allow_dense
 from .._formats.base import levels_of
 from .._numerics.blocks import expand
@@ -41,7 +42,7 @@ def in_range(rows: Float[Array, "*batch length"], q: QuantizedArray) -> Bool[Arr
     offset = 0 if q.offset is None else q.offset
     # In either order: a scale may be negative.
     ends = (low - zero) * q.scale + offset, (high - zero) * q.scale + offset
-    of_values = lambda end: expand(end, q.format.block_size, q._length)
+    of_values = lambda end: expand(end, q.format.block_size, row_length(q))
     rows = rows.astype(jnp.float32)
     return (rows >= of_values(jnp.minimum(*ends))) & (rows <= of_values(jnp.maximum(*ends)))
 

@@ -18,7 +18,7 @@ from jaxtyping import Array
 from .._array.array import QuantizedArray
 from .._array.value import AbstractArrayValue
 from .._matmul.selected import SelectedArray
-from .._numerics.axes import as_axis
+from .._numerics.axes import as_axes, as_axis
 from .base import AbstractArrayAround, AbstractWrappedArray
 from .lora import LoraArray
 from .mapped import AbstractMappedArray
@@ -66,7 +66,7 @@ def move(x: AbstractArrayValue | Array, how: Move, *others: AbstractArrayValue |
 def _(x: QuantizedArray, how: Move, *others: QuantizedArray) -> AbstractArrayValue:
     if how.codes is not None:
         return how.codes(x)
-    quantized = [axis % x.ndim for axis in x._axes]
+    quantized = [axis % x.ndim for axis in as_axes(x.axis)]
     kept = [n for n, axis in enumerate(quantized) if axis in how.result]
     if not kept or not how.touched.isdisjoint(quantized):
         raise CannotMove

@@ -17,6 +17,7 @@ from .._array.array import QuantizedArray
 from .._array.contraction import contract, Options
 from .._array.value import AbstractArrayValue
 from .._matmul.selected import SelectedArray
+from .._numerics.axes import as_axes
 from .moves import along_axes, Axes, CannotMove, move
 
 
@@ -102,7 +103,7 @@ def select_entries(w: AbstractArrayValue, index: Integer[Array, " count"]) -> Ab
         return x[index] if axes and axes[0] == 0 else x
 
     def codes(q: QuantizedArray) -> SelectedArray:
-        if 0 in {axis % q.ndim for axis in q._axes}:
+        if 0 in {axis % q.ndim for axis in as_axes(q.axis)}:
             raise CannotMove
         return SelectedArray(q.with_sharding(None), index, q.ndim)
 

@@ -21,6 +21,7 @@ from .._array.array import QuantizedArray
 from .._array.dense import allow_dense
 from .._array.dequantize import in_memory_order
 from .._array.value import AbstractArrayValue
+from .._numerics.axes import as_axes
 from .moves import along_axes, Axes, CannotMove, change_axes, move
 from .pieces import divide, join
 
@@ -166,7 +167,7 @@ def _cut(w: AbstractArrayValue, parts: dict[int, tuple[int, int, int]]) -> Moved
     """Returns a slice: start, end and stride by axis."""
     if isinstance(w, QuantizedArray) and len(parts) == 1:
         ((axis, (start, stop, stride)),) = parts.items()
-        if axis - w.ndim in w._axes and stride == 1 and stop > start:
+        if axis - w.ndim in as_axes(w.axis) and stride == 1 and stop > start:
             sizes = [size for size in (start, stop - start, w.shape[axis] - stop) if size]
             return divide(w, sizes, axis)[1 if start else 0]
 

@@ -24,7 +24,7 @@ from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._tree.quantize import quantize_leaf, with_activations
 from .._tree.select import Where
 from .._types import PyTree
-from .._wrappers.activation import ActivationQuantizedArray
+from .._wrappers.activation import ActivationQuantizedArray, with_weight
 from ._collect import default_apply, is_weight, observe_batches, stats_of
 from ._dataflow import find_places, Place
 from ._observers import Apply, Observed, Watch
@@ -145,7 +145,7 @@ def _taking_floats(model: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Returns a model whose products quantize no operand, and a function that makes them do so again."""
     quantizing = lambda x: isinstance(x, ActivationQuantizedArray)
     nodes, treedef = jtu.tree_flatten(model, is_leaf=quantizing)
-    around = lambda node, array: node._holding(array) if quantizing(node) else array
+    around = lambda node, array: with_weight(node, array) if quantizing(node) else array
 
     def again(model: PyTree) -> PyTree:
         return jtu.tree_unflatten(treedef, map(around, nodes, treedef.flatten_up_to(model)))

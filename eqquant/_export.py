@@ -38,7 +38,7 @@ def register_export(cls: type[eqx.Module]) -> None:
         serialized_name=name,
         serialize_auxdata=lambda aux: _serialize(cls, aux),
         deserialize_auxdata=lambda data: _deserialize(cls, data),
-        from_children=lambda static, children: _build(cls, static, children),
+        from_children=lambda static, children: _build(cls, static, children),  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -106,4 +106,4 @@ def _from_json(value: Json) -> object:
     if kind == "dtype":
         return jax.numpy.dtype(written)  # pyright: ignore[reportArgumentType]
     items = tuple(_from_json(x) for x in written)  # pyright: ignore
-    return PartitionSpec(*items) if kind == "spec" else items
+    return PartitionSpec(*items) if kind == "spec" else items  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -114,6 +114,7 @@ PROGRAMS = {
 }
 # Not packed, because the values of an array would no longer be exact, or its class has no form for it.
 DENSE = {("columns", name) for name in ("split", "slice", "dynamic slice", "reversed", "tile")}
+DENSE |= {("static activations", "tile")}  # the copies would need a scale each
 # `lax.scan` takes the first axis of every leaf, and a scale for all layers has none.
 IMPOSSIBLE = {("static activations", "scan")}
 

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import html
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeAlias, TypeVar
@@ -17,6 +18,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .. import _compat
+from .._errors import a_type
 from .._export import register_export
 from .contraction import AbstractOperand, matmul_with
 
@@ -40,6 +42,7 @@ _NOT_SHOWN = frozenset(
             "dense_for_jax",
             "holds_codes",
             "linear",
+            "lost_in_jax",
             "observes",
             "quantized_as",
             "with_dense_weight",
@@ -72,6 +75,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     # adapters, only adapters are trained by default.
     frozen: ClassVar[tuple[str, ...]] = ()
     quantized_as: ClassVar[str] = ""  # what makes a `QuantizedArray` of it, for errors
+    lost_in_jax: ClassVar[str] = ""  # what a function of JAX, which sees the dense array, does not do
     deferred: ClassVar[bool] = False  # whether it stands for an operation put off by `quaxify`, which never returns it
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -115,7 +119,14 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         return self.dequantize()
 
     def dense_for_jax(self) -> Array:
-        """For JAX: the array that its functions see, the same as `dequantize`."""
+        """For JAX: the array that its functions see, the same as `dequantize`. Warns of what is lost by that."""
+        if self.lost_in_jax:
+            warnings.warn(
+                f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so "
+                f"{self.lost_in_jax}. Write `w @ x`, or call the function through `eqq.quaxify`, which multiplies "
+                "codes in `jnp.matmul`, `jnp.einsum` and convolutions.",
+                stacklevel=2,
+            )
         return self.dequantize()
 
     @property

@@ -111,7 +111,7 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Tangent], **params: object
         d_weight = d_weight if params["transpose"] else jnp.swapaxes(d_weight, -1, -2)
         with allow_dense():
             values = x.dequantize() if coded else x
-        product = ft.partial(jnp.matmul, precision=params["precision"])
+        product = ft.partial(jnp.matmul, precision=params["precision"])  # pyright: ignore[reportArgumentType]
         selected = isinstance(w, SelectedArray)
         dys.append(_with_selected(product, values, d_weight, w.index) if selected else product(values, d_weight))
     if not dys:

@@ -73,10 +73,11 @@ def _store_with_offset(
         scale = round_up_from_zero(scale, format.scale_dtype)
     scale_bits, offset_bits = store_scale(scale, format), store_scale(offset, format)
     grid = load_grid(scale_bits, None, offset_bits, format)
-    near = _is_near(scale, grid.stored_scale) & _is_near(offset, grid.stored_offset) & (grid.stored_scale != 0)
+    stored_offset = jnp.zeros(()) if grid.stored_offset is None else grid.stored_offset
+    near = _is_near(scale, grid.stored_scale) & _is_near(offset, stored_offset) & (grid.stored_scale != 0)
     if format.multiplies_by_reciprocal:
         # ggml subtracts the offset as it is before it is rounded, as it multiplies by such a scale.
-        grid = grid._replace(scale=scale, offset=jnp.where(near, offset, grid.stored_offset))
+        grid = grid._replace(scale=scale, offset=jnp.where(near, offset, stored_offset))
     keeps = near | ~(_largest_error(rows, grid, format, chunk) > _root_mean_square(rows, format, chunk))
     clear = lambda bits: clear_blocks(bits, keeps, format)
     return clear(scale_bits), clear(offset_bits), jax.tree.map(lambda x: jnp.where(keeps, x, 0), grid)
@@ -100,9 +101,10 @@ def _largest_error(rows: Rows, grid: Grid, format: AbstractFormat, chunk: int | 
     low, high = choose_by_parts(lambda blocks, _: ends(blocks), rows, format, chunk)
     levels, used = levels_of(format)
     levels = np.unique(levels[used])
-    first, last = (grid.stored_offset + float(level) * grid.stored_scale for level in (levels[0], levels[-1]))
+    offset = 0.0 if grid.stored_offset is None else grid.stored_offset
+    first, last = (offset + float(level) * grid.stored_scale for level in (levels[0], levels[-1]))
     within = float(np.diff(levels).max(initial=0)) / 2 * jnp.abs(grid.stored_scale)
-    below, above = jnp.minimum(first, last) - low, high - jnp.maximum(first, last)
+    below, above = jnp.minimum(first, last) - low, high - jnp.maximum(first, last)  # pyright: ignore[reportOptionalOperand]
     return jnp.maximum(within, jnp.maximum(below, above))
 
 

@@ -202,7 +202,7 @@ def _choose_two_levels(
         return lower((parts, groups.errors(parts).sum(-1)), fitted, groups.errors(fitted).sum(-1))[0]
 
     parts = groups.clear_worse(jax.lax.fori_loop(0, _ROUNDS, improve, best[0]))
-    merge = lambda x: x.reshape(*x.shape[:-2], count * share)[..., :blocks]
+    merge = lambda x: x.reshape(*x.shape[:-2], count * share)[..., :blocks]  # pyright: ignore[reportOperatorIssue]
     scale_bits, *offset_bits = (Encoded(merge(c), scale_to_bits(outer, nested.scale_dtype)) for c, outer in parts)
     return scale_bits, offset_bits[0] if has_offsets(format) else None
 

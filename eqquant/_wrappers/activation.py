@@ -1,7 +1,6 @@
 """Quantized activations: rows that a product quantizes, and weights whose products quantize what they multiply."""
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +50,8 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         range are clipped, and get no gradient.
     - `learn_scale`: whether that scale trains. It then holds a factor, stored as its logarithm, a float leaf.
     """
+
+    lost_in_jax = "its products quantize no activations"
 
     array: PyTree
     activations: AbstractFormat
@@ -149,16 +150,6 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         if not stand_in and not isinstance(array, AbstractArrayValue):
             return array
         return with_weight(self, array)
-
-    def dense_for_jax(self) -> Array:
-        """For JAX: the dense weight. Warns, since the product that JAX computes quantizes no activations."""
-        warnings.warn(
-            f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so its products "
-            "quantize no activations. Write `w @ x`, or call the function through `eqq.quaxify`, which multiplies "
-            "codes in `jnp.matmul`, `jnp.einsum` and convolutions.",
-            stacklevel=2,
-        )
-        return self.dequantize()
 
     @property
     def constraints(self) -> Constraints:

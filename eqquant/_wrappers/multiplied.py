@@ -13,7 +13,16 @@ import wadler_lindig as wl
 from jax import lax
 from jaxtyping import Array, ArrayLike, DTypeLike, Float
 
-from .._array.contraction import AbstractOperand, as_matrices, Constraints, constraints_of, linear, Matrices, Options
+from .._array.contraction import (
+    AbstractOperand,
+    as_floats,
+    as_matrices,
+    Constraints,
+    constraints_of,
+    linear,
+    Matrices,
+    Options,
+)
 from .._array.value import AbstractArrayValue
 from .base import AbstractArrayAround
 
@@ -77,7 +86,7 @@ class MultipliedArray(AbstractArrayAround):
     def _holding(self, array: AbstractOperand | Array) -> "MultipliedArray | Array":
         if isinstance(array, AbstractArrayValue):
             return dataclasses.replace(self, array=array)
-        return self._times(array)
+        return self._times(as_floats(array))
 
     def _times(self, x: Array) -> Array:
         # The factor keeps its dtype: all values share its rounding error.

@@ -141,7 +141,7 @@ def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
         scale_bits=join_parts([q.scale_bits for q in arrays]),
         zero_point_bits=_packed_zero_point(first, join_parts([q.zero_point for q in arrays])),
         offset_bits=join_parts([q.offset_bits for q in arrays]),
-        gradient_of=None if first.gradient_of is None else jnp.concatenate([q.gradient_of for q in arrays], -1),
+        gradient_of=join_parts([q.gradient_of for q in arrays]),
         lengths=(sum(row_length(q) for q in arrays),),
     )
 

@@ -68,7 +68,10 @@ def ragged_product(
     pairs = {axis: (0, n) for n, axis in enumerate(contracted[1])}
     w_axes = ["tile" if axis == group else pairs.get(axis, (2, axis)) for axis in range(w.ndim)]
     order = (group, *(axis for axis in range(w.ndim) if axis != group))
-    selected = select_entries(w if group == 0 else w.transpose(order), tiles.group)
+    stack = w if group == 0 else w.transpose(order)
+    selected = select_entries(stack, tiles.group) if isinstance(stack, AbstractArrayValue) else None
+    if not isinstance(selected, AbstractArrayValue):
+        return None
     x_axes: list[Any] = [(1, axis) for axis in range(x.ndim)]
     for n, axis in enumerate(contracted[0]):
         x_axes[axis] = (0, n)

@@ -48,7 +48,7 @@ def _transpose(w: AbstractArrayValue, *, permutation: Sequence[int]) -> Moved:
 @quax.register(lax.convert_element_type_p)
 def _convert_element_type(w: AbstractArrayValue, *, new_dtype: DTypeLike, **params: Any) -> Moved:
     del params
-    return w.astype(new_dtype)
+    return w.astype(new_dtype)  # pyright: ignore[reportReturnType]
 
 
 @quax.register(lax.reshape_p)
@@ -98,9 +98,10 @@ def _stack(*operands: Value, axis: int) -> Moved:
 @quax.register(lax.tile_p)
 def _tile(w: AbstractArrayValue, *, reps: Sequence[int | np.integer]) -> Moved:
     try:
+        tiled: Moved = w
         for axis, times in enumerate(reps):
-            w = _joined([w] * int(times), axis) if times != 1 else w
-        return w
+            tiled = _joined([tiled] * int(times), axis) if times != 1 else tiled
+        return tiled
     except (CannotMove, ValueError):
         return _dense(lax.tile_p, w, reps=reps)
 
@@ -133,7 +134,7 @@ def _with_axis(x: Value, axis: int) -> Moved:
 
 @quax.register(lax.split_p)
 def _split(w: AbstractArrayValue, *, sizes: Sequence[int | np.integer], axis: int) -> list[Moved]:
-    ends = np.cumsum(sizes)
+    ends = np.cumsum(np.asarray(sizes))
     bounds = [(int(stop - size), int(stop)) for size, stop in zip(sizes, ends, strict=True)]
     try:
         return [_cut(w, {axis: (start, stop, 1)}) for start, stop in bounds]
@@ -156,7 +157,8 @@ def _unstack(w: AbstractArrayValue, *, axis: int) -> list[Moved]:
 def _slice(w: AbstractArrayValue, **params: Any) -> Moved:
     strides = params["strides"] or (1,) * w.ndim
     parts = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    touched = {axis: part for axis, part in enumerate(parts) if part != (0, w.shape[axis], 1)}
+    touched = {axis: (int(a), int(b), int(c)) for axis, (a, b, c) in enumerate(parts)}
+    touched = {axis: part for axis, part in touched.items() if part != (0, w.shape[axis], 1)}
     try:
         return _cut(w, touched)
     except (CannotMove, ValueError):

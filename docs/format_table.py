@@ -57,8 +57,8 @@ FORMATS: Sequence[tuple[eqq.AbstractFormat, str, str]] = (
     (eqq.Q4_0(), r"$s = m / {-8}$ in float16, codes $-8 \ldots 7$", _GGUF),
     (eqq.Q4_1(), r"$s = (\max x - \min x) / 15$, offset $\min x$, in float16", _GGUF),
     (eqq.Q4_K(), r"$s = r / 15$, offset $\min x$, in six bits", _GGUF),
-    (eqq.IQ4_NL(), r"$s = m / {-127}$ in float16, 16 levels", _GGUF),
-    (eqq.IQ4_XS(), r"$s = m / {-127}$ in six bits, 16 levels", _GGUF),
+    (eqq.IQ4_NL(), r"$s = m / {-127}$ in float16, 16 levels, none zero", _GGUF),
+    (eqq.IQ4_XS(), r"$s = m / {-127}$ in six bits, 16 levels, none zero", _GGUF),
     (eqq.MLX(), r"$s = (\max x - \min x) / 15$, the extreme as offset", _MLX),
     (eqq.MXFP4(), r"$s = 2^{\lfloor \log_2 a \rfloor - 2}$, e2m1", _MX),
     (eqq.NVFP4(), r"$s = a / 6$ in e4m3, e2m1", _NVFP4),
@@ -69,7 +69,7 @@ FORMATS: Sequence[tuple[eqq.AbstractFormat, str, str]] = (
     (eqq.Q2_K(), r"$s = r / 3$, offset $\min x$, in four bits", _GGUF),
     (eqq.TQ2_0(), r"$s = a$ in float16, codes $-1, 0, 1$", _GGUF),
     (eqq.Ternary(), r"$s = \bar a$, codes $-1, 0, 1$", _TERNARY),
-    (eqq.Binary(), r"$s = \bar a$, codes $-1, 1$", _BINARY),
+    (eqq.Binary(), r"$s = \bar a$, codes $-1, 1$, none zero", _BINARY),
 )
 
 

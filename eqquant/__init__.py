@@ -97,7 +97,9 @@ from ._training.low_precision import low_precision as low_precision
 from ._training.mask import trainable_mask as trainable_mask
 from ._training.residuals import checkpoint_quantized as checkpoint_quantized, residual_nbytes as residual_nbytes
 from ._training.simulate import finalize as finalize
+from ._tree.explain import CallExplanation as CallExplanation, explain as explain, WeightUse as WeightUse
 from ._tree.folds import Into as Into, Residual as Residual
+from ._tree.no_dense import no_dense as no_dense
 from ._tree.placement import tree_shardings as tree_shardings
 from ._tree.quantize import plan_tree as plan_tree, quantize_tree as quantize_tree
 from ._tree.rotate import rotate as rotate

@@ -3,15 +3,22 @@
 If a JAX release moves an internal, results stay right: they only become dense.
 """
 
+import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.core
-import jax.numpy
-from jax.interpreters import ad
+import jax.extend
+import jax.numpy as jnp
+from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
+from jax._src.ad_util import stop_gradient_p as stop_gradient_p
+from jax._src.lax.lax import ragged_dot_general_p as ragged_dot_general_p
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+from jax.interpreters import ad, mlir
+from jaxtyping import Array, DTypeLike
 
 
 _T = TypeVar("_T")
@@ -43,9 +50,9 @@ def jax_array_is_hidden() -> bool:
     return False
 
 
-def is_constant_of_trace(weight: Any, x: Any) -> bool:
+def is_constant_of_trace(weight: Array, x: Array) -> bool:
     """Returns whether a function under tracing, such as the body of a `scan`, closes over `weight` but not over `x`."""
-    innermost = jax.numpy.zeros(())
+    innermost = jnp.zeros(())
     if not isinstance(innermost, jax.core.Tracer) or not isinstance(x, jax.core.Tracer):
         return False
     trace = getattr(innermost, "_trace", None)
@@ -55,7 +62,7 @@ def is_constant_of_trace(weight: Any, x: Any) -> bool:
     return type(weight) is type(innermost) and outer is not trace and outer is not getattr(x, "_trace", None)
 
 
-def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Any]) -> bool:
+def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Array]) -> bool:
     """Lets every `jax.lax` function take a `cls` operand, by converting it with `to_dense`.
 
     Primitives canonicalise each operand by a table keyed by type (`register_canonicalize_value_handler` in
@@ -72,6 +79,60 @@ def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Any]) -> bool:
         return False
     register_canonicalize_value_handler(cls, to_dense)
     return True
+
+
+def open_jaxpr(program: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, list[Array]]:
+    """Returns a traced program and the values of its constants. JAX 0.12 has one class for both kinds of programs."""
+    consts = getattr(program, "consts", ())
+    jaxpr: Jaxpr = getattr(program, "jaxpr", program)  # pyright: ignore[reportAssignmentType]
+    return jaxpr, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in consts]
+
+
+def inner_jaxpr(equation: JaxprEqn) -> tuple[Jaxpr, list[Array]]:
+    """Returns the program that an equation calls, such as that of a `jit` or a `checkpoint`."""
+    programs = (equation.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in equation.params)
+    return open_jaxpr(next(programs))
+
+
+def result_shape(equation: JaxprEqn) -> tuple[int, ...]:
+    """Returns the shape of the first result of an equation of a traced program."""
+    return equation.outvars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def bind_equation(equation: JaxprEqn, values: Sequence[Array]) -> list[Array]:
+    """Returns the results of an equation of a traced program."""
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)  # functions apart before JAX 0.11
+    result = equation.primitive.bind(*functions, *values, **params)
+    return list(result) if equation.primitive.multiple_results else [result]
+
+
+def scan_operands(operands: Sequence[_T], params: dict[str, Any]) -> tuple[list[_T], list[_T], list[_T]]:
+    """Returns the constants, the carried values and the stacked arrays of a `scan`, or what is known of each."""
+    if "ft_in" in params:  # since JAX 0.11
+        constants, carried, stacked = (list(group.vals) for group in params["ft_in"].update(operands).unpack())
+        return constants, carried, stacked
+    start = params["num_consts"]
+    stop = start + params["num_carry"]
+    return list(operands[:start]), list(operands[start:stop]), list(operands[stop:])
+
+
+def source_line(equation: JaxprEqn) -> str:
+    """Returns where an equation stands in the user's code, as `file:line`; "" if unknown."""
+    try:
+        from jax._src.source_info_util import user_frames
+    except ImportError:  # pragma: no cover
+        return ""
+    package = os.path.dirname(__file__) + os.sep
+    frames = user_frames(equation.source_info.traceback)
+    others = ("equinox", "quax", "jaxtyping", "beartype")
+    outside = (f for f in frames if not f.file_name.startswith(package) and not _is_in(f.file_name, others))
+    frame = next(outside, None)
+    return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
+def _is_in(file: str, packages: Sequence[str]) -> bool:
+    return any(f"{os.sep}{name}{os.sep}" in file for name in packages)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -91,12 +152,12 @@ def vary_alike(tree: _T) -> _T:
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
-def zero_tangent(y: Any) -> Any:
+def zero_tangent(y: Array) -> ad.Zero:
     """Returns the tangent of a value that depends on no float, for a rule of forward mode."""
     return ad.Zero(jax.typeof(y).to_tangent_aval())
 
 
-def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def result_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """Returns the type of a kernel's result: inside `shard_map` it varies along the mesh axes of `x`."""
     varying = getattr(jax.typeof(x), "manual_axis_type", None)
     if varying is None:
@@ -104,7 +165,7 @@ def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
 
 
-def lower_with_devices(primitive: Any) -> None:
+def lower_with_devices(primitive: Primitive) -> None:
     """Makes JAX pass the devices of a program to the lowering of `primitive`. See `num_devices`."""
     try:
         from jax._src.dispatch import prim_requires_devices_during_lowering
@@ -113,7 +174,7 @@ def lower_with_devices(primitive: Any) -> None:
     prim_requires_devices_during_lowering.add(primitive)
 
 
-def num_devices(context: Any) -> int:
+def num_devices(context: mlir.LoweringRuleContext) -> int:
     """Returns the number of devices that the compiler will divide the program among.
 
     **Returns:**
@@ -124,7 +185,7 @@ def num_devices(context: Any) -> int:
     return 1 if manual else max(len(_devices(context)), 1)
 
 
-def is_partly_manual(context: Any) -> bool:
+def is_partly_manual(context: mlir.LoweringRuleContext) -> bool:
     """Returns whether a program is in a `shard_map` over some axes of a mesh, whose others the compiler divides."""
     axis_context = getattr(context.module_context, "axis_context", None)
     manual = getattr(axis_context, "manual_axes", None)
@@ -132,7 +193,7 @@ def is_partly_manual(context: Any) -> bool:
     return any(size > 1 for name, size in sizes.items() if name not in manual)
 
 
-def spec_on_mesh(sharding: Any, mesh: Any) -> Any:
+def spec_on_mesh(sharding: jax.sharding.Sharding, mesh: jax.sharding.Mesh) -> jax.sharding.PartitionSpec:
     """Returns the `PartitionSpec` of a sharding that the compiler chose.
 
     **Returns:**
@@ -147,13 +208,13 @@ def spec_on_mesh(sharding: Any, mesh: Any) -> Any:
         return jax.sharding.PartitionSpec()
 
 
-def device_kind(context: Any) -> str:
+def device_kind(context: mlir.LoweringRuleContext) -> str:
     """Returns the name of the device that a program is for, such as `"NVIDIA H100 80GB HBM3"`; "" if unknown."""
     device = _device(context)
     return getattr(device, "device_kind", "")
 
 
-def compute_capability(context: Any) -> float:
+def compute_capability(context: mlir.LoweringRuleContext) -> float:
     """Returns the compute capability of the NVIDIA GPU that a program is for; 9.0 if unknown."""
     capability = getattr(_device(context), "compute_capability", None)
     try:
@@ -162,14 +223,14 @@ def compute_capability(context: Any) -> float:
         return 9.0
 
 
-def no_cpu_kernels(context: Any) -> str | None:
+def no_cpu_kernels(context: mlir.LoweringRuleContext) -> str | None:
     """Returns why a program for CPU cannot contain native kernels, or `None` if it can."""
     if _for_export(context):
         return "an exported program may not call a library that the machine it runs on may lack"
     return None
 
 
-def no_gpu_kernels(context: Any) -> str | None:
+def no_gpu_kernels(context: mlir.LoweringRuleContext) -> str | None:
     """Returns why a program for GPU cannot contain Pallas-Triton kernels, or `None` if it can.
 
     JAX does not promise that exported ones keep running: https://github.com/jax-ml/jax/issues/25196.
@@ -190,16 +251,97 @@ def no_gpu_kernels(context: Any) -> str | None:
     return None
 
 
-def _for_export(context: Any) -> bool:
+def _for_export(context: mlir.LoweringRuleContext) -> bool:
     return getattr(getattr(context.module_context, "lowering_parameters", None), "for_export", False)
 
 
-def _device(context: Any) -> Any:
+def _device(context: mlir.LoweringRuleContext) -> Any:
     return next(iter(_devices(context)), None)
 
 
-def _devices(context: Any) -> Any:
+def _devices(context: mlir.LoweringRuleContext) -> Any:
     return getattr(getattr(context.module_context, "axis_context", None), "device_assignment", None) or ()
+
+
+def function_of(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Returns the function of a jaxpr without constants, which JAX closes or not."""
+    closed = jax.extend.core.ClosedJaxpr
+    return jax.extend.core.jaxpr_as_fun(jaxpr if isinstance(jaxpr, closed) else closed(jaxpr, ()))
+
+
+def bind_checkpoint(f: Callable[..., list[Any]], args: list[Any], params: dict[str, Any]) -> list[Any]:
+    """Calls a function of arrays as `jax.checkpoint` does, with the parameters of its primitive."""
+    from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+
+    traced = jax.make_jaxpr(f)(*args)
+    is_closed = jax.extend.core.ClosedJaxpr is not jax.extend.core.Jaxpr  # two classes before JAX 0.12
+    jaxpr = convert_constvars_jaxpr(traced.jaxpr if is_closed else traced)  # pyright: ignore
+    return remat_p.bind(*traced.consts, *args, jaxpr=jaxpr, **params)
+
+
+def let_quax_take_custom_vjp() -> None:
+    """Lets functions with `jax.custom_vjp` run under Quax, which has no rule for them: on dense operands.
+
+    JAX calls a method of the trace (`process_custom_vjp_call` in
+    https://github.com/nstarman/quax/blob/main/src/quax/_trace.py), and that of the base class raises.
+    """
+    try:
+        from jax._src.core import set_current_trace
+        from quax._trace import _QuaxTrace, _QuaxTracer
+        from quax._values import _dense
+    except ImportError:  # pragma: no cover
+        return
+
+    def process_custom_vjp_call(
+        self: Any, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
+    ) -> Any:
+        values = [self.to_value(tracer) for tracer in tracers]
+        with set_current_trace(self.parent_trace):
+            arrays = [value.materialise() for value in values]
+            out = self.parent_trace.process_custom_vjp_call(primitive, fun, fwd, bwd, arrays, **params)
+        return [_QuaxTracer(self, _dense(x)) for x in out]
+
+    if "process_custom_vjp_call" not in vars(_QuaxTrace):
+        _QuaxTrace.process_custom_vjp_call = process_custom_vjp_call  # pyright: ignore
+
+
+def operation_of_quax() -> str | None:
+    """Returns the name of the primitive that Quax is calling now, or `None` if it calls none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "quax._trace" and "primitive" in frame.f_locals:
+            return str(frame.f_locals["primitive"])
+        frame = frame.f_back
+    return None
+
+
+def user_line(packages: tuple[str, ...]) -> tuple[str, int, str] | None:
+    """Returns the file, line and function of the user's code that JAX runs or traces now, or `None` if unknown.
+
+    In a function under `jit`, it is the line inside the function, also when a transformation traces it again.
+
+    **Arguments:**
+
+    - `packages`: prefixes of paths whose code is not the user's, besides those of JAX and Python.
+    """
+    is_users = lambda file: not file.startswith(("<", *packages))
+    try:
+        from jax._src.source_info_util import current, is_user_filename, user_frames
+
+        # Of an equation that is evaluated again, this is where it was traced first.
+        for found in user_frames(current().traceback):
+            if is_users(found.file_name):
+                return found.file_name, found.start_line, found.function_name
+    except (ImportError, AttributeError, TypeError):  # pragma: no cover
+        return None
+    # JAX's own tracebacks end at a function under `jit`.
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file) and is_user_filename(file):
+            return file, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+    return None
 
 
 def expect_triton_warning() -> None:

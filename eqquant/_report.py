@@ -125,9 +125,14 @@ def show_bytes(nbytes: int) -> str:
 
 
 def show_change(before: int, after: int) -> str:
-    """Formats two sizes, and how many times smaller, or larger, the second is."""
+    """Formats two sizes, and how much smaller, or larger, the second is."""
     ratio, word = (before / max(after, 1), "smaller") if after <= before else (after / max(before, 1), "larger")
-    return f"{show_bytes(before)} -> {show_bytes(after)}, {ratio:.1f} times {word}"
+    share = abs(after - before) / max(before, 1)
+    if ratio >= 1.05:
+        change = f"{ratio:.1f} times {word}"
+    else:
+        change = f"{share:.1%} {word}" if share >= 5e-4 else "the same size"
+    return f"{show_bytes(before)} -> {show_bytes(after)}, {change}"
 
 
 def report_table(*headers: str, text: int = 1) -> Table:

@@ -18,12 +18,20 @@ if TYPE_CHECKING:
     from eqquant._tree.report import TreeReport
 
 
-Source = Annotated[Path, typer.Argument(help="A .safetensors or .gguf file, a folder, or an index of several files.")]
-To = Annotated[str | None, typer.Option(help="gguf, bitsandbytes, compressed-tensors, gptq or mlx: whose layout.")]
-Output = Annotated[
-    Path, typer.Argument(help="The .safetensors or .gguf file to write, or a folder, for layouts of others too.")
+_SOURCE = "A .safetensors or .gguf file, a folder, or an index of several files."
+# Names in capitals: else the usage line shows `{source}`.
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help=_SOURCE)]
+To = Annotated[
+    str | None,
+    typer.Option(help="gguf, bitsandbytes, compressed-tensors, gptq or mlx: whose layout. A .gguf output means gguf."),
 ]
-Rules = Mapping[str, "eqq.AbstractFormat | None"]
+Output = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUTPUT", help="The .safetensors or .gguf file to write, or a folder, for layouts of others too."
+    ),
+]
+Rules = Mapping[str, "eqq.AbstractFormat | eqq.Use | None"]
 Json = Annotated[bool, typer.Option("--json", help="Prints JSON.")]
 Axis = Annotated[int | None, typer.Option(help="The input axis of weights: -2 for those stored as (in, out).")]
 
@@ -165,10 +173,19 @@ def method_of(name: str | None) -> eqq.AbstractMethod | None:
     return None if name is None else methods[name.lower()]()
 
 
-def check_checkpoint(path: Path, source: eqq.io.Checkpoint, to: str | None, force: bool) -> None:
-    """Raises unless a checkpoint may be written there, in the layout of `--to`."""
+def choose_layout(to: str | None, path: Path) -> str | None:
+    """Returns the layout of `--to`, or the one that the name of the output means; `None` for our own."""
     if to not in (None, *LAYOUTS):
         raise typer.BadParameter(f"--to must be {', '.join(LAYOUTS)}. Got {to!r}.")
+    if path.suffix != ".gguf":
+        return to
+    if to not in (None, "gguf"):
+        raise typer.BadParameter(f"--to {to} writes a folder. Got {str(path)!r}, the name of a GGUF file.")
+    return "gguf"
+
+
+def check_checkpoint(path: Path, source: eqq.io.Checkpoint, to: str | None, force: bool) -> None:
+    """Raises unless a checkpoint may be written there, in the layout `to`."""
     check_output(path, {None: ".safetensors" if _names_file(path) else "", "gguf": ".gguf"}.get(to, ""), force, source)
 
 
@@ -210,7 +227,8 @@ def check_output(path: Path, suffix: str, force: bool, *sources: eqq.io.Checkpoi
             what = "be the input" if replaced == [path] else "be the folder of the input, or link to its files"
             raise ValueError(f"The output must not {what}. Got {path}, and {file}, which is read.")
     if path.exists() and not force:
-        raise ValueError(f"{path} must not exist. Got one that does. `--force` replaces it.")
+        what = "file" if suffix else "folder"
+        raise ValueError(f"The output must be a new {what}. Got {str(path)!r}, which exists. `--force` replaces it.")
 
 
 def _files(source: eqq.io.Checkpoint) -> set[Path]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def compare(
     a: Source,
-    b: Annotated[Path, typer.Argument(help="The checkpoint to compare with it.")],
+    b: Annotated[Path, typer.Argument(metavar="OTHER", help="The checkpoint to compare with it.")],
     json: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Draws the errors into an .svg, .png or .pdf file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replaces the picture if it exists.")] = False,

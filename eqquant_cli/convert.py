@@ -23,6 +23,7 @@ def convert(
     Example: eqquant convert model-gptq model-ct --to compressed-tensors
     """
     checkpoint = arguments.open_source(source)
+    to = arguments.choose_layout(to, output)
     arguments.check_checkpoint(output, checkpoint, to, force)
     with Progress("Converting", len(checkpoint)) as progress:
         report = arguments.write_checkpoint(checkpoint, output, to=to, each=progress.counted)

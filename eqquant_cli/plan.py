@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Collection
-from typing import Annotated, Any, TYPE_CHECKING
+from typing import Annotated, TYPE_CHECKING
 
 import typer
 
@@ -11,8 +11,11 @@ from .arguments import Axis, Json, left, method_of, open_source, parse_format, R
 
 
 if TYPE_CHECKING:
+    import jax
+
     import eqquant as eqq
-    from eqquant.analysis import LeafSensitivity
+    from eqquant._types import PyTree
+    from eqquant.analysis import BitPlan, LeafSensitivity
 
 
 def plan(
@@ -25,8 +28,8 @@ def plan(
 ) -> None:
     """Plans formats within a budget of bits.
 
-    Judges by the errors of the weights alone. With data, `eqquant.analysis.sensitivity` measures what they do to a
-    model.
+    Judges by the errors of the weights alone, and by their roles. With data, `eqquant.analysis.sensitivity` measures
+    what they do to a model.
 
     Example: eqquant plan model.safetensors --budget 4.2
     """
@@ -36,12 +39,11 @@ def plan(
 
 # What a budget chooses from, by whose layout is written.
 _CANDIDATES = {
-    None: ("int2", "int4(32)", "nf4", "int8(64)"),
-    "gguf": ("q2_k", "q3_k", "q4_0", "q4_k", "q5_0", "q6_k", "q8_0"),
+    "gguf": ("q2_k", "q3_k", "q4_0", "iq4_xs", "q4_k", "q5_0", "q5_k", "q6_k", "q8_0"),
     "bitsandbytes": ("nf4", "int8"),
-    "compressed-tensors": ("int2", "int4(32)", "int4(128)", "int8(128)"),
+    "compressed-tensors": (*(f"int{bits}({size})" for bits in (2, 3, 4, 5, 6) for size in (128, 32)), "int8(128)"),
     "gptq": ("int2(64)", "int3(64)", "int4(64)", "int8(64)"),
-    "mlx": ("mlx(2)", "mlx(3)", "mlx(4)", "mlx(6)", "mlx(8)"),
+    "mlx": (*(f"mlx({bits}, {size})" for bits in (2, 3, 4, 5, 6) for size in (128, 64)), "mlx(8)"),
 }
 _ALIKE = ("bitsandbytes", "gptq")  # these have one format for all that is quantized
 
@@ -54,43 +56,29 @@ def plan_of(
     formats: list[str] | None = None,
     to: str | None = None,
     rules: Rules | None = None,
-) -> Any:
+) -> "BitPlan":
     """Returns the plan for the weights that no rule matches, having read one array at a time.
 
     The weights that rules quantize count too, so that all that is quantized stays within the budget.
     """
     import eqquant as eqq
-    from eqquant.analysis import plan_bits, SensitivityReport, weight_sensitivity
-    from eqquant.io._convert import fitting
+    from eqquant.analysis import plan_bits, SensitivityReport
 
-    from .output import Progress
-
-    options, rules = [parse_format(f) for f in formats or _CANDIDATES[to]], rules or {}
+    options, rules = _options(formats, to), rules or {}
     skeleton, weights = eqq.io.skeleton(checkpoint), left(weights_of(checkpoint), rules)
-    ruled = (
-        [leaf for leaf in eqq.plan_tree(skeleton, rules, axis=axis).leaves if leaf.format]
-        if any(rules.values())
-        else []
-    )
-    fits = {f: set(weights) if to is None else fitting(checkpoint, f, axis, to) for f in options}
-    rows = []
-    with Progress("Measuring", len(weights)) as progress:
-        for name in weights:
-            x = eqq.dequantize(checkpoint[name])
-            if offered := [f for f in options if name in fits[f]]:  # others stay in float
-                rows += weight_sensitivity({name: x}, offered, axis=axis, method=method).leaves
-            progress.counted(name, x, x)
-    if not weights:
-        return {}
-    if not rows:
-        raise ValueError(f"--to {to} must be able to hold a weight. Got none that it can, such as {weights[0]!r}.")
+    ruled = []
+    if any(rules.values()):
+        ruled = [leaf for leaf in eqq.plan_tree(skeleton, rules, axis=axis).leaves if leaf.format]
+    rows = _measured(checkpoint, skeleton, weights, options, axis, method, to)
     given, size = sum(leaf.nbytes for leaf in ruled), sum(row.size for row in rows)
     total = size + sum(math.prod(leaf.shape) for leaf in ruled)
     mixes = [[f] for f in options] if to in _ALIKE else [options]
-    reports = [SensitivityReport(0.0, tuple(_only(row, mix) for row in rows)) for mix in mixes]
-    least = [8 * (given + sum(min(row.nbytes) for row in report.leaves if row.nbytes)) / total for report in reports]
+    reports = [SensitivityReport(0.0, tuple(_only(row, mix) for row in rows), measured=False) for mix in mixes]
+    least = [
+        8 * (given + sum(min((*row.nbytes, row.dense_nbytes)) for row in report.leaves)) / total for report in reports
+    ]
     if not budget >= min(least):
-        smallest = min((f for row in rows for f in row.formats), key=lambda f: f.bits)
+        smallest = min((f for f in options if any(f in row.formats for row in rows)), key=lambda f: f.bits)
         reach = f"{math.ceil(100 * min(least)) / 100:.2f} bits per weight"
         smaller = ", or let `eqquant plan` choose from smaller formats, such as --format binary" if to is None else ""
         raise ValueError(
@@ -107,8 +95,58 @@ def plan_of(
     return best
 
 
+def _options(formats: list[str] | None, to: str | None) -> "list[eqq.AbstractFormat]":
+    """Returns the formats to choose from, each once."""
+    from eqquant.analysis._sensitivity import ALL_WIDTHS
+
+    spelled = formats or _CANDIDATES.get(to or "ours", ())
+    return list(dict.fromkeys(map(parse_format, spelled) if spelled else ALL_WIDTHS))
+
+
+def _measured(
+    checkpoint: "eqq.io.Checkpoint",
+    skeleton: "PyTree",
+    weights: list[str],
+    options: "list[eqq.AbstractFormat]",
+    axis: int | None,
+    method: "eqq.AbstractMethod | None",
+    to: str | None,
+) -> "list[LeafSensitivity]":
+    """Returns the errors of each weight in the formats that the layout `to` can hold it in."""
+    import eqquant as eqq
+    from eqquant._tree.leaves import named_leaves
+    from eqquant.analysis import weight_sensitivity
+    from eqquant.io._convert import fitting
+
+    from .output import Progress
+
+    wanted = set(weights)
+    fits = {f: wanted if to is None else fitting(checkpoint, f, axis, to) for f in options}
+    for name in weights:
+        if not any(name in names for names in fits.values()):
+            raise ValueError(
+                f"--budget must reach every weight, and the layout of {to} cannot hold {name!r}, whose shape is "
+                f"{checkpoint.items_by_name[name].struct.shape}, in any of its formats. To leave it in float, "
+                f"beside the budget: --skip '{name}'."
+            )
+    with Progress("Measuring", len(weights)) as progress:
+
+        def read(name: str) -> "jax.Array":
+            x = eqq.dequantize(checkpoint[name])
+            progress.counted(name, x, x)
+            return x
+
+        def where(tree: "PyTree") -> "PyTree":
+            return [leaf.value for leaf in named_leaves(tree) if leaf.path in wanted]
+
+        report = weight_sensitivity(skeleton, options, where=where, axis=axis, method=method, read=read)
+    # The method is one of the whole command, so that formats are enough.
+    rows = [dataclasses.replace(row, formats=tuple(options)) for row in report.leaves]
+    return [_only(row, [f for f in options if row.paths[0] in fits[f]]) for row in rows]
+
+
 def _only(row: "LeafSensitivity", formats: "Collection[eqq.AbstractFormat]") -> "LeafSensitivity":
     """Returns what was measured of a weight with some of the formats."""
     kept = [n for n, f in enumerate(row.formats) if f in formats]
-    of = lambda values: tuple(values[n] for n in kept)
-    return dataclasses.replace(row, formats=of(row.formats), nbytes=of(row.nbytes), losses=of(row.losses))
+    pick = lambda values: tuple(values[n] for n in kept)
+    return dataclasses.replace(row, formats=pick(row.formats), nbytes=pick(row.nbytes), losses=pick(row.losses))

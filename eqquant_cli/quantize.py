@@ -35,6 +35,7 @@ def quantize(
     Example: eqquant quantize model.safetensors model.nf4.safetensors --format nf4 --skip '*pooler*'
     """
     checkpoint = arguments.open_source(source)
+    to = arguments.choose_layout(to, output)
     arguments.check_checkpoint(output, checkpoint, to, force)
     found_by = arguments.method_of(method)
     arguments.check_patterns(checkpoint, rule or (), skip or ())
@@ -45,8 +46,8 @@ def quantize(
         from .plan import plan_of
 
         rules = arguments.rules_of(None, rule or (), skip or (), weights, to)
-        chosen = plan_of(checkpoint, budget, axis, found_by, to=to, rules=rules)
-        rules |= chosen
+        if arguments.left(weights, rules):
+            rules = {**rules, **plan_of(checkpoint, budget, axis, found_by, to=to, rules=rules)}
     else:
         found = arguments.format_of(format, bits, group_size, to)
         rules = arguments.rules_of(found, rule or (), skip or (), weights, to)

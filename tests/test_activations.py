@@ -868,7 +868,22 @@ def test_models_with_convolutions(getkey):
         assert (q[0].weight.scale is None) == (activations == "int8")
         y = eqq.quaxify(run)(q, x)
         near(y, expected)
-        assert float(jnp.abs(run(q, x) - y).max()) > 0  # without it floats are convolved
+        with pytest.warns(UserWarning, match="quantize no activations.*call the function through `eqq.quaxify`"):
+            floats = run(q, x)  # without it floats are convolved
+        assert float(jnp.abs(floats - y).max()) > 0
+
+
+def test_functions_of_jax_warn_that_they_quantize_no_activations(getkey):
+    layer, x = eqx.nn.Linear(64, 64, key=getkey()), jr.normal(getkey(), (8, 64))
+    w = eqq.quantize_tree(layer, "int8", activations="int8").weight
+    for f in (
+        lambda w, x: jnp.matmul(x, w.T),
+        lambda w, x: jnp.einsum("oi,bi->bo", w, x),
+        lambda w, x: jnp.dot(x, w.T),
+    ):
+        with pytest.warns(UserWarning, match="the dense weight of an ActivationQuantizedArray of shape"):
+            f(w, x)
+        np.testing.assert_array_equal(eqq.quaxify(f)(w, x), x @ w.T)
 
 
 @pytest.mark.parametrize("format", [eqq.Int8(), eqq.Int4(32)])  # codes are multiplied, or decoded

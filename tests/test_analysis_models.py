@@ -18,6 +18,7 @@ from hypothesis import given, settings, strategies as st
 import eqquant as eqq
 from eqquant import analysis
 from eqquant.analysis._knapsack import choose
+from eqquant.analysis._roles import weigh_roles
 
 from .helpers import sqnr, weights
 
@@ -188,6 +189,119 @@ def test_paths_with_brackets(getkey):
     quantized = eqq.quantize_tree(model, plan)
     kinds = {path: eqq.is_quantized(w) for path, w in quantized.items()}
     assert kinds == {"*": True, "w0": False, "w[0]": False}
+
+
+#
+# Without data
+#
+
+
+def test_weight_sensitivity():
+    model = {"a": jr.normal(jr.key(0), (8, 64)), "b": jr.normal(jr.key(1), (32, 64)) * 100}
+    report = analysis.weight_sensitivity(model, ("int2", "int8"))
+    for leaf in report.leaves:
+        w = model[leaf.paths[0]]
+        error = jnp.linalg.norm(w - eqq.quantize(w, "int2").dequantize()) / jnp.linalg.norm(w)
+        close(leaf.losses[0], float(error) ** 2, 1e-5)  # whatever the magnitude and the size
+        assert leaf.losses[1] < leaf.losses[0] / 100
+    assert "error, weighed by role" in str(report) and "loss" not in str(analysis.plan_bits(model, report, 5))
+    with pytest.raises(ValueError, match="at least one format"):
+        analysis.weight_sensitivity(model, ())
+
+
+def test_weight_sensitivity_reads_one_array_at_a_time():
+    model = {"layers": {str(n): {"w": jr.normal(jr.key(n), (8, 64))} for n in range(3)}, "bias": jnp.ones((2, 2))}
+    shapes, seen = jax.eval_shape(lambda: model), []
+
+    def read(path):
+        seen.append(path)
+        return model["layers"][path.split(".")[1]]["w"]
+
+    report = analysis.weight_sensitivity(shapes, ("int2", "int8"), read=read)
+    assert seen == ["layers.0.w", "layers.1.w", "layers.2.w"]
+    wanted = analysis.weight_sensitivity(model, ("int2", "int8"))
+    assert report.leaves == wanted.leaves
+    assert analysis.plan_bits(shapes, report, 5).increase == analysis.plan_bits(model, wanted, 5).increase
+
+
+def test_stacks_count_as_several_matrices():
+    layers = [jr.normal(jr.key(n), (16, 32)) for n in range(4)]
+    stacked = {"stack": jnp.stack(layers), "experts": jnp.stack(layers), "conv1d": jnp.ones((16, 32, 3))}
+    alone = [analysis.weight_sensitivity({"w": w}, "int3").leaves[0].losses[0] for w in layers]
+    conv, experts, stack = (leaf.losses[0] for leaf in analysis.weight_sensitivity(stacked, "int3").leaves)
+    close(stack, 4 * experts)
+    close(experts, np.mean(alone), 0.1)
+    assert conv <= 1
+
+
+ROLES = {
+    "an encoder": {
+        "embeddings.word_embeddings.weight": 1,
+        "embeddings.position_embeddings.weight": 0.5,
+        "embeddings.token_type_embeddings.weight": 0.5,
+        "encoder.layer.0.attention.self.query.weight": 0.3,
+        "encoder.layer.0.attention.output.dense.weight": 2,
+        "encoder.layer.1.attention.self.key.weight": 0.15,
+        "encoder.layer.1.output.dense.weight": 1,
+        "encoder.layer.2.attention.self.value.weight": 3,
+    },
+    "a head": {
+        "model.embed_tokens.weight": 1,
+        "model.layers.0.self_attn.q_proj.weight": 0.3,
+        "model.layers.1.self_attn.v_proj.weight": 1.5,
+        "model.layers.1.mlp.down_proj.weight": 1,
+        "model.layers.2.mlp.up_proj.weight": 2,
+        "lm_head.weight": 8,
+    },
+    "a table for both ends": {"model.embed_tokens.weight": 8, "model.layers.0.self_attn.k_proj.weight": 0.3},
+    "GPT-2": {"wte.weight": 8, "wpe.weight": 0.5, "h.0.attn.c_attn.weight": 2},
+    "GGUF": {"token_embd.weight": 1, "output.weight": 8, "blk.0.attn_q.weight": 0.3, "blk.0.attn_output.weight": 2},
+    "a vision transformer": {
+        "patch_embed.proj.weight": 2,
+        "pos_embed": 0.5,
+        "blocks.0.attn.qkv.weight": 2,
+        "blocks.1.mlp.fc1.weight": 1,
+        "blocks.2.mlp.fc2.weight": 2,
+        "head.weight": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("wanted", ROLES.values(), ids=ROLES)
+def test_roles(wanted):
+    assert weigh_roles(wanted) == wanted
+
+
+def test_a_plan_without_data_is_not_worse_than_one_format(model):
+    report = analysis.weight_sensitivity(model, (eqq.Int2(32), eqq.Int3(64), "nf4", eqq.Int5(64), eqq.Int8(64)))
+    size, increases = sum(leaf.size for leaf in report.leaves), []
+    for target in np.arange(3, 6.1, 0.25):
+        plan = analysis.plan_bits(model, report, float(target))
+        uniform = [
+            sum(leaf.losses[n] for leaf in report.leaves)
+            for n in range(5)
+            if 8 * sum(leaf.nbytes[n] for leaf in report.leaves) <= target * size
+        ]
+        assert plan.bits <= target and plan.increase <= min(uniform, default=math.inf)
+        increases.append(plan.increase)
+    assert increases == sorted(increases, reverse=True)
+
+
+def test_a_plan_is_compared_with_one_format(model, batch):
+    """Sensitivities that are wrong make a mix that is worse than one format, and measuring it shows that."""
+    formats = (eqq.Int2(32), eqq.NF4(), eqq.Int8(64))
+    true = analysis.sensitivity(model, squared_distance, batch, formats)
+    flat = [dataclasses.replace(leaf, losses=(1.0, 0.9, 0.1 * n)) for n, leaf in enumerate(true.leaves)]
+    wrong = analysis.SensitivityReport(true.loss, tuple(flat))
+    distance = lambda rules: float(squared_distance(eqq.dequantize_tree(eqq.quantize_tree(model, rules)), batch))
+    mix = analysis.plan_bits(model, wrong, 4.8)
+    measured = analysis.plan_bits(model, wrong, 4.8, loss=squared_distance, batch=batch)
+    assert distance(mix) > distance("nf4") and set(measured.values()) == {eqq.NF4()}
+    best = analysis.plan_bits(model, true, 4.8, loss=squared_distance, batch=batch)
+    assert distance(best) <= distance("nf4") and best.bits <= 4.8
+    for alone in ({"loss": squared_distance}, {"batch": batch}):
+        with pytest.raises(ValueError, match="`loss` and `batch` must be given together"):
+            analysis.plan_bits(model, true, 4.8, **alone)
 
 
 @settings(max_examples=60, deadline=None)

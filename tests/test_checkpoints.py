@@ -304,7 +304,7 @@ def test_a_block_of_nested_scales_costs_no_memory(tmp_path, blocksize):
         state(nested_offset=offset)(tensors)
         save_file(tensors, path)
         with pytest.raises(ValueError, match="model.safetensors must hold a valid 'w.quant_state.*an offset"):
-            eqq.io.open(path)
+            eqq.io.open(path)["w"]
 
 
 def words(*shape):
@@ -332,6 +332,9 @@ def halves(*shape):
 def test_nothing_to_quantize_and_odd_blocks(tmp_path, tensors, message):
     path = tmp_path / "model.safetensors"
     save_file({f"l.{name}": x for name, x in tensors.items()}, path)
+    groups = {"": {"weights": {"num_bits": 4}}}
+    settings = {"quant_method": "gptq", "config_groups": groups}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
     with pytest.raises(ValueError, match=rf"model.safetensors must hold a valid 'l\..*{message}"):
         eqq.io.open(path)["l.weight"]
 
@@ -375,9 +378,9 @@ def test_gptq(tmp_path, bits, version, sym):
     assert_bits(w.dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
     tensors["l.g_idx"] = np.zeros(128, np.int32)
     with pytest.raises(ValueError, match="'l.g_idx': It must give each of 4 groups 32 inputs"):
-        write(tmp_path, tensors)
+        write(tmp_path, tensors, quant_method="gptq")["l.weight"]
     with pytest.raises(ValueError, match="must have a companion 'qzeros'"):
-        write(tmp_path, {k: v for k, v in tensors.items() if k != "l.qzeros"})
+        write(tmp_path, {k: v for k, v in tensors.items() if k != "l.qzeros"}, quant_method="gptq")["l.weight"]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -413,7 +416,9 @@ def test_group_size_of_the_configuration(tmp_path, awq):
     def opened(groups, **settings):
         qweight = np.zeros((96, 1) if awq else (12, 8), np.int32)
         tensors = {"qweight": qweight, "qzeros": np.zeros((groups, 1), np.int32), "scales": np.ones((groups, 8), "f2")}
-        return write(tmp_path, {f"l.{name}": x for name, x in tensors.items()}, **settings)["l.weight"]
+        method = "awq" if awq else "gptq"
+        named = {f"l.{name}": x for name, x in tensors.items()}
+        return write(tmp_path, named, quant_method=method, **settings)["l.weight"]
 
     for groups, size in [(2, 64), (1, 64), (3, 96)]:  # the last group of 64 would be half of one
         with pytest.raises(ValueError, match=f"'l.scales': .*configuration, {size}. Got groups of {96 // groups} inp"):
@@ -440,13 +445,13 @@ def test_mlx_affine(tmp_path, bits):
     spread = lambda x: np.repeat(x.astype(np.float32), 32, axis=-1)
     assert_bits(w.astype(jnp.float32).dequantize(), q.astype(np.float32) * spread(s) + spread(b))
     for wrong, message in (
-        ({"bits": 7}, "2, 3, 4, 5, 6, 8 bits and a group size. Got 7 and 64"),
+        ({"bits": 7, "group_size": 64}, "2, 3, 4, 5, 6, 8 bits and a group size. Got 7 and 64"),
         ({"bits": bits, "group_size": 31}, "whole groups of 31|whole codes"),
         ({"bits": bits, "group_size": 32, "mode": "mxfp4"}, "in the mode mxfp4|must be U8"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({"quantization": wrong}))
         with pytest.raises(ValueError, match=rf"model.safetensors must hold a valid 'l\..*({message})"):
-            eqq.io.open(tmp_path)
+            eqq.io.open(tmp_path)["l.weight"]
     (tmp_path / "config.json").write_text(json.dumps({"quantization": {"mode": "magic"}}))
     assert "modes affine, mxfp4" in eqq.io.open(tmp_path).rows[0].problem
 

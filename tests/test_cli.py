@@ -1,21 +1,25 @@
 """The command line, run within this process; `--help` in one of its own."""
 
 import errno
+import itertools as it
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+import typer
 from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
+from eqquant._report import show_change
+from eqquant_cli.commands import app
 from eqquant_cli.main import main
 
 
@@ -152,6 +156,42 @@ def test_a_budget_in_the_layouts_of_others(run, checkpoint, tmp_path, to, budget
     assert quantized and 8 * sum(row.nbytes for row in quantized) <= budget * 64 * 64 + 1e4  # and small tables
 
 
+def test_a_budget_takes_a_method(run, checkpoint, tmp_path):
+    for method in ("absmax", "mse", "hqq"):
+        out = tmp_path / f"{method}.safetensors"
+        run("quantize", checkpoint, out, "--budget", 4.2, "--method", method)
+        report = eqq.summary(eqq.load(out))
+        assert 3.2 < report.quantized_bits <= 4.2
+    plan = json.loads(run("plan", checkpoint, "--budget", 4.2, "--method", "mse", "--json"))
+    assert plan["increase"] < json.loads(run("plan", checkpoint, "--budget", 4.2, "--json"))["increase"]
+
+
+def test_a_budget_is_for_every_weight(run, tmp_path):
+    weights = {"odd.weight": np.ones((8, 4304)), "even.weight": np.random.default_rng(0).normal(size=(8, 4096))}
+    save_file({name: w.astype(np.float32) for name, w in weights.items()}, tmp_path / "model.safetensors")
+    command = ("quantize", tmp_path / "model.safetensors", tmp_path / "out.gguf", "--budget", 4.6)
+    for dry in ((), ("--dry-run",)):
+        err = run(*command, *dry, code=1)
+        assert "cannot hold 'odd.weight', whose shape is (8, 4304)" in err and "--skip 'odd.weight'" in err
+    run(*command, "--skip", "odd.weight")
+    rows = {row.name: row for row in eqq.io.open(tmp_path / "out.gguf").rows}
+    assert rows["odd.weight"].format is None and 8 * rows["even.weight"].nbytes <= 4.6 * 8 * 4096
+
+
+def test_a_budget_knows_roles_of_skipped_weights(run, tmp_path):
+    """A table of tokens is the head too only if there is no head, and `--skip` does not take the head away."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.normal(size=(64, 64)) for name in ("model.embed_tokens.weight", "model.layers.0.up.weight")}
+    weights = {name: w.astype(np.float32) for name, w in weights.items()}
+    bits = {}
+    for name, more in (("tied", {}), ("head", {"lm_head.weight": weights["model.embed_tokens.weight"]})):
+        save_file({**weights, **more}, tmp_path / f"{name}.safetensors")
+        out = tmp_path / f"{name}.out.safetensors"
+        run("quantize", tmp_path / f"{name}.safetensors", out, "--budget", 5, *(["--skip", "lm_head*"] if more else []))
+        bits[name] = eqq.load(out)["model"]["embed_tokens"]["weight"].format.bits
+    assert bits["tied"] > bits["head"]
+
+
 def test_a_budget_counts_the_weights_of_rules(run, checkpoint, tmp_path):
     options = ("--budget", 6.0, "--rule", "layers.0.proj.weight=int8")
     run("quantize", checkpoint, tmp_path / "out.safetensors", *options)
@@ -191,7 +231,7 @@ def test_a_dry_run_refuses_what_the_real_run_refuses(run, checkpoint, tmp_path, 
     assert "Got float32[96, 64] in NF4()" in err
     assert "same bits" in run(*quantize, "--to", "gptq", "--rule", "*.0.*=int8(64)", *dry, code=1)
     assert "must end in .safetensors" in run("quantize", checkpoint, tmp_path / "out.pt", *dry, code=1)
-    assert "must not exist" in run("quantize", checkpoint, tmp_path / "folder", "--to", "mlx", *dry, code=1)
+    assert "must be a new folder" in run("quantize", checkpoint, tmp_path / "folder", "--to", "mlx", *dry, code=1)
     assert "must not be the input" in run("quantize", checkpoint, checkpoint, "--force", *dry, code=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "model.safetensors"]
 
@@ -304,7 +344,8 @@ WRONG = {
         2,
         "goes with --bits",
     ),
-    "a suffix": (("quantize", "model.safetensors", "out.gguf"), 1, "must end in .safetensors"),
+    "a suffix": (("quantize", "model.safetensors", "out.onnx"), 1, "must end in .safetensors"),
+    "a folder named as a file": (("quantize", "model.safetensors", "out.gguf", "--to", "mlx"), 2, "writes a folder"),
     "onto itself": (("quantize", "model.safetensors", "./model.safetensors", "--force"), 1, "must not be the input"),
     "a page there": (("report", "model.safetensors", "-o", "model.safetensors", "--force"), 1, "must end in .html"),
     "a page nowhere": (("report", "model.safetensors", "-o", "no/r.html"), 1, "which does not"),
@@ -452,20 +493,161 @@ def test_ctrl_c(run, checkpoint, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+def test_the_suffix_of_gguf_is_its_layout(run, checkpoint, tmp_path):
+    run("quantize", checkpoint, tmp_path / "a.gguf")
+    run("quantize", checkpoint, tmp_path / "b.gguf", "--to", "gguf")
+    assert eqq.io.open(tmp_path / "a.gguf").dialect == "gguf"
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    run("convert", checkpoint, tmp_path / "c.gguf")
+    assert eqq.io.open(tmp_path / "c.gguf").dialect == "gguf"
+
+
+def test_sizes_that_hardly_differ(run, checkpoint, tmp_path):
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    run("quantize", checkpoint, a, "--format", "int8")
+    assert ", the same size, " in run("convert", a, b)
+    assert show_change(1000, 990) == "1.00 KB -> 990 B, 1.0% smaller"
+    assert show_change(1000, 1010) == "1.00 KB -> 1.01 KB, 1.0% larger"
+    assert show_change(1000, 500) == "1.00 KB -> 500 B, 2.0 times smaller"
+
+
+def test_an_output_that_exists(run, checkpoint, tmp_path):
+    (tmp_path / "ct").mkdir()
+    err = run("quantize", checkpoint, tmp_path / "ct", "--to", "compressed-tensors", code=1)
+    assert "The output must be a new folder. Got " in err and "which exists. `--force` replaces it." in err
+
+
+@pytest.mark.parametrize("command", [c.name or c.callback.__name__ for c in app.registered_commands])
+def test_help_shows_names_of_arguments(run, command):
+    usage = run(command, "--help").splitlines()[0]
+    assert command in usage and usage.count("{") == len(re.findall(r"\{[A-Z]+\}", usage))
+
+
+#
+# Options, two at a time
+#
+
+OPTIONS = {
+    "quantize": {
+        "--format": ("int5",),
+        "--bits": ("6",),
+        "--group-size": ("32",),
+        "--budget": ("6",),
+        "--skip": ("layers.0.*",),
+        "--rule": ("embed.*=int8",),
+        "--method": ("mse",),
+        "--axis": ("-2",),
+        "--to": ("compressed-tensors",),
+        "--dry-run": (),
+        "--force": (),
+    },
+    "convert": {"--to": ("gguf",), "--force": ()},
+    "compare": {"--json": (), "--plot": ("errors.svg",), "--force": ()},
+    "plan": {
+        "--budget": ("4.2",),
+        "--format": ("int3(32, scale_dtype='float16')",),
+        "--method": ("hqq",),
+        "--axis": ("-2",),
+        "--json": (),
+    },
+    "bench": {"--format": ("int8",), "--size": ("64",), "--rows": ("2",), "--rounds": ("1",)},
+    "report": {"--format": ("int4",), "--axis": ("-2",), "--force": ()},
+}
+# Those that exclude each other, and what the error says.
+EXCLUDE = {
+    ("--format", "--bits"): "--format says both already",
+    ("--format", "--group-size"): "--format says both already",
+    ("--format", "--budget"): "--budget chooses the formats",
+    ("--bits", "--budget"): "--budget chooses the formats",
+    ("--group-size", "--budget"): "--budget chooses the formats",
+}
+PAIRS = [(command, *pair) for command, known in OPTIONS.items() for pair in it.combinations(known, 2)]
+
+
+def test_every_option_is_in_a_pair():
+    for command in app.registered_commands:
+        known = {
+            p.opts[0]
+            for p in typer.main.get_command_from_info(
+                command, pretty_exceptions_short=True, rich_markup_mode=None
+            ).params
+            if p.param_type_name == "option"
+        }
+        name = command.name or command.callback.__name__
+        assert {o for o in known if o not in ("--output",)} <= {*OPTIONS.get(name, {}), "--json"}, name
+
+
+@pytest.mark.parametrize("command, first, second", PAIRS, ids=["".join(pair) for pair in PAIRS])
+def test_pairs_of_options(run, checkpoint, tmp_path, monkeypatch, command, first, second):
+    monkeypatch.chdir(tmp_path)
+    given = {option: OPTIONS[command][option] for option in (first, second)}
+    spelled = [text for option, value in given.items() for text in (option, *value)]
+    if "--group-size" in given and not {"--bits", "--format", "--budget"} & given.keys():
+        assert "--group-size goes with --bits" in run(command, checkpoint, "out.safetensors", *spelled, code=2)
+        return
+    if "--axis" in given and "--to" in given:  # blocks along the outputs, which that layout has not
+        assert "an array that the file can hold" in run(command, checkpoint, "out", *spelled, code=1)
+        return
+    if (first, second) in EXCLUDE:
+        assert EXCLUDE[first, second] in run(command, checkpoint, "out", *spelled, code=2)
+        return
+    if command == "bench":
+        sizes = [] if "--size" in given else ["--size", 64]
+        assert "float32" in run(command, *spelled, *sizes, *([] if "--rounds" in given else ["--rounds", 1]))
+    elif command == "compare":
+        run("quantize", checkpoint, "other.safetensors")
+        out = run(command, checkpoint, "other.safetensors", *spelled)
+        assert ("--json" in given) == out.startswith("{") and ("--plot" in given) == (tmp_path / "errors.svg").exists()
+    elif command == "plan":
+        out = run(command, checkpoint, *spelled)
+        if "--json" in given:
+            formats = {leaf["format"] for leaf in json.loads(out)["leaves"]} - {None}
+            assert "--format" not in given or formats == {"Int3(block_size=32, scale_dtype='float16')"}
+            assert "--budget" not in given or json.loads(out)["target_bits"] == 4.2
+    elif command == "report":
+        if "--force" in given:
+            (tmp_path / "out.html").write_text("old")
+        assert "<svg" not in run(command, checkpoint, "-o", "out.html", *spelled)
+        assert "<svg" in (tmp_path / "out.html").read_text()
+    else:
+        check_written(run, checkpoint, tmp_path, command, given, spelled)
+
+
+def check_written(run, checkpoint, folder, command, given, spelled):
+    suffix = {None: ".safetensors", "gguf": ".gguf"}.get(given.get("--to", (None,))[0], "")
+    out = folder / f"out{suffix}"
+    if "--force" in given:
+        out.write_bytes(b"old") if suffix else out.mkdir()
+    line = run(command, checkpoint, out, *spelled)
+    if "--dry-run" in given:
+        assert "A plan" in line and (not out.exists() or "--force" in given)
+        return
+    opened = eqq.io.open(out)
+    assert opened.dialect == given.get("--to", ("eqquant",))[0]
+    quantized = {name: x for name, x in opened.items() if eqq.is_quantized(x)}
+    if command == "convert":
+        assert not quantized
+        return
+    assert ("layers.0.proj.weight" in quantized) == ("--skip" not in given)
+    if "--rule" in given:
+        assert quantized["embed.weight"].format == eqq.Int8() if "--to" not in given else "embed.weight" in quantized
+    q = quantized["layers.1.proj.weight"]
+    if "--format" in given or "--bits" in given:
+        assert q.format.bits == (5 if "--format" in given else 6)
+    if "--group-size" in given:
+        assert q.format.block_size == 32
+    assert "--axis" not in given or q.axis == -2
+    if "--budget" in given:
+        sizes = [(x.nbytes, x.size) for x in quantized.values()]
+        assert 8 * sum(n for n, _ in sizes) <= 6 * sum(n for _, n in sizes)
+    if "--method" in given:
+        w, axis = load_file(checkpoint)["layers.1.proj.weight"], q.axis
+        error = lambda q: np.linalg.norm(q.dequantize() - w)
+        assert error(q) < error(eqq.quantize(w, q.format, axis=axis))
+
+
 def test_help_does_not_wait_for_jax():
     program = "import sys; sys.argv = ['eqquant', '--help']\nfrom eqquant_cli.main import main\n"
     program += "try:\n    main()\nfinally:\n    print(sorted({'jax', 'eqquant'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]" and "quantize" in done.stdout
-
-
-def test_weight_sensitivity():
-    model = {"a": jr.normal(jr.key(0), (8, 64)), "b": jr.normal(jr.key(1), (8, 64)) * 100}
-    report = eqq.analysis.weight_sensitivity(model, ("int2", "int8"))
-    for leaf in report.leaves:
-        w = model[leaf.paths[0]]
-        error = jnp.linalg.norm(w - eqq.quantize(w, "int2").dequantize()) / jnp.linalg.norm(w)
-        assert leaf.losses[0] == pytest.approx(float(error) ** 2 * w.size, rel=1e-5)
-        assert leaf.losses[1] < leaf.losses[0] / 100
-    with pytest.raises(ValueError, match="at least one format"):
-        eqq.analysis.weight_sensitivity(model, ())

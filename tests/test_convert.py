@@ -386,7 +386,7 @@ def test_command_line(run, source, tmp_path):
     run("convert", tmp_path / "ours.safetensors", tmp_path / "again", "--to", "bitsandbytes")
     again = eqq.io.open(tmp_path / "again")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), {**checkpoint}, {**again}))
-    assert "must not exist" in run("convert", source, tmp_path / "again", "--to", "mlx", code=1)
+    assert "must be a new folder" in run("convert", source, tmp_path / "again", "--to", "mlx", code=1)
     assert "--to must be gguf" in run("convert", source, tmp_path / "x", "--to", "onnx", code=2)
     assert "must end in .gguf" in run("convert", source, tmp_path / "x", "--to", "gguf", code=1)
     assert "folder of the input" in run(

@@ -49,6 +49,25 @@ def check_terms(y, x, w):
 
 
 @needs_native
+def test_few_functions_on_the_way(getkey, monkeypatch):
+    """A reader passes twelve functions from `x @ q` to the call of a kernel; `docs/design.md` names them."""
+    found, original = [], jax.ffi.ffi_call
+
+    def ffi_call(*args, **kwargs):
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(os.path.dirname(eqq.__file__)):
+                found.append(frame.f_code.co_name)
+            frame = frame.f_back
+        return original(*args, **kwargs)
+
+    q, x = eqq.quantize(weights(getkey(), (24, 72)), "nf4"), weights(getkey(), (3, 72))
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    x @ q.T
+    assert found[0] == "multiply" and found[-1] == "__rmatmul__" and len(found) <= 12
+
+
+@needs_native
 @pytest.mark.parametrize("m", [1, 7, 16, 64, 300])
 @pytest.mark.parametrize("name", FORMATS)
 def test_product(getkey, name, m):

@@ -114,3 +114,29 @@ def test_quaxify_as_a_method(getkey):
 
     q, x = eqq.quantize(jr.normal(getkey(), (8, 64))), jr.normal(getkey(), (3, 64))
     np.testing.assert_array_equal(np.asarray(Layer(q)(x)), np.asarray(x @ q.T))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # haliax calls deprecated functions of JAX
+def test_haliax(getkey):
+    """A real layer, and a stack of layers, multiply packed weights under `quaxify`."""
+    hax = pytest.importorskip("haliax")
+    inputs, layers, batch = hax.make_axes(In=64, L=3, B=8)
+
+    class Block(eqx.Module):
+        lin: hax.nn.Linear
+
+        @staticmethod
+        def init(*, key):
+            return Block(hax.nn.Linear.init(inputs, inputs.alias("Mid"), key=key))
+
+        def __call__(self, x):
+            return hax.tanh(self.lin(x)).rename({"Mid": "In"})
+
+    x = hax.random.normal(getkey(), (batch, inputs))
+    layer = eqq.quantize_tree(hax.nn.Linear.init(inputs, inputs.alias("Out"), key=getkey()), "nf4")
+    stack = hax.nn.Stacked.init(layers, Block)(key=jax.random.split(getkey(), 3))
+    stack = eqq.quantize_tree(stack, "nf4")
+    for model, f in ((layer, lambda m, x: m(x).array), (stack, lambda m, x: m.fold(x).array)):
+        with eqq.no_dense(model):
+            y = eqq.quaxify(f)(model, x)
+        np.testing.assert_allclose(y, f(eqq.dequantize_tree(model), x), rtol=1e-4, atol=1e-5)

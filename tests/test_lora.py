@@ -1,5 +1,7 @@
 """Low-rank factors beside frozen weights."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -165,6 +167,37 @@ def test_stacked_layers(getkey):
     assert grads.weight.a.shape == (3, 2, 16) and grads.weight.base is None
 
 
+def test_rank_is_at_most_that_of_the_weight(getkey):
+    layers = {
+        "classes": eqx.nn.Linear(40, 2, key=getkey()),
+        "inputs": eqx.nn.Linear(3, 40, key=getkey()),
+        "conv": eqx.nn.Conv2d(2, 64, 2, key=getkey()),
+        "wide": eqx.nn.Linear(40, 40, key=getkey()),
+    }
+    for model in (layers, eqq.quantize_tree(layers, "int8")):
+        adapted = eqq.loraify(model, 16, alpha=24, key=getkey())
+        assert {name: layer.weight.rank for name, layer in adapted.items()} == dict(
+            classes=2, inputs=3, conv=8, wide=16
+        )
+        assert all(layer.weight.scaling == 24 / 16 for layer in adapted.values())
+        assert_close(adapted["classes"](jnp.ones(40)), model["classes"](jnp.ones(40)), 1e-6)
+
+
+def test_rank_by_path(getkey):
+    linear = lambda: eqx.nn.Linear(16, 16, key=getkey())
+    block = lambda: {"attn": {"q": linear(), "k": linear()}, "mlp": linear()}
+    model = eqq.quantize_tree({"blocks": [block(), block()], "head": linear()}, "nf4")
+    adapted = eqq.loraify(model, {"*.attn.*": 4, "head": None, "blocks.1": 2, "*": 3}, alpha=12, key=getkey())
+    ranks = lambda block: [w.weight.rank for w in (block["attn"]["q"], block["attn"]["k"], block["mlp"])]
+    assert ranks(adapted["blocks"][0]) == [4, 4, 3] and ranks(adapted["blocks"][1]) == [4, 4, 2]
+    assert adapted["blocks"][0]["mlp"].weight.scaling == 12 / 3
+    assert_same(adapted["head"].weight, model["head"].weight)
+    only = eqq.loraify(model, {re.compile("mlp"): 2}, key=getkey())
+    assert eqq.is_quantized(only["head"].weight) and only["blocks"][1]["mlp"].weight.rank == 2
+    chosen = eqq.loraify(model, {"*": 2}, where=lambda m: m["blocks"][0], key=getkey())
+    assert eqq.is_quantized(chosen["blocks"][1]["mlp"].weight) and chosen["blocks"][0]["mlp"].weight.rank == 2
+
+
 def test_initial_factors(getkey):
     x = eqq.loraify({"w": weights(getkey(), (300, 400))}, 64, key=getkey())["w"]
     assert jnp.all(x.b == 0) and x.a.dtype == x.b.dtype == jnp.float32
@@ -253,6 +286,14 @@ def test_merge_quantizes_again(name, getkey):
     assert jtu.tree_structure(merged) == jtu.tree_structure(model)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_merge_of_untrained_factors_changes_no_bit(name, getkey):
+    w = eqq.quantize(weights(getkey(), (16, 256)), FORMATS[name].format)
+    adapted = eqq.loraify({"w": w}, 3, key=getkey())
+    assert_same(eqq.merge_lora(adapted)["w"], w)
+    assert_same(jax.jit(eqq.merge_lora)(adapted)["w"], w)
+
+
 def test_merge_into_float(getkey):
     model = mlp(getkey())
     adapted = eqq.loraify(model, 3, key=getkey())
@@ -267,7 +308,7 @@ def test_merge_into_float(getkey):
 
 def test_errors(getkey):
     model, key = mlp(getkey()), getkey()
-    for rank in (0, -1):
+    for rank in (0, -1, True, {"*": 0}, {}):
         with pytest.raises(ValueError, match="`rank` must be a whole number, at least 1"):
             eqq.loraify(model, rank, key=key)
     for where, message in [
@@ -280,8 +321,14 @@ def test_errors(getkey):
         eqq.loraify({"ids": jnp.ones((3, 3), int)}, key=key, where=lambda t: t["ids"])
     with pytest.raises(ValueError, match="must hold weights.*bias: it has one dimension"):
         eqq.loraify({"bias": jnp.ones(3)}, key=key)
-    with pytest.raises(ValueError, match=r"Got 4 for layers\.2\.weight, which has 40 inputs and 3 outputs"):
-        eqq.loraify(model, 4, key=key)
+    with pytest.raises(ValueError, match="Each pattern of `rank` must match a leaf. Got 'head'"):
+        eqq.loraify(model, {"head": 2}, key=key)
+    with pytest.raises(ValueError, match=r"layers\.0\.weight: rule '\*'"):
+        eqq.loraify(model, {"*": None}, key=key)
+    with pytest.raises(TypeError, match=r"no argument `target_modules`. Write ranks by path: `rank=\{"):
+        eqq.loraify(model, target_modules=["q"], key=key)
+    with pytest.raises(TypeError, match="no argument `lora_alpha`. It is called `alpha`"):
+        eqq.loraify(model, lora_alpha=8, key=key)
     with pytest.raises(ValueError, match=r"layers\.0\.weight\.master: it is simulated: `finalize` first"):
         eqq.loraify(eqq.quantize_tree(model, "int8", simulate=True), 2, key=key)
     with pytest.raises(ValueError, match="`where` must return leaves or nodes"):

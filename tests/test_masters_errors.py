@@ -125,6 +125,25 @@ def test_dense_updates_are_refused(setting):
         eqq.apply_updates(model, {"w": jnp.ones(2)})
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_plain_optimizer_on_floats_alone(whole, setting):
+    """What a filter for floats leaves of a quantized array is no parameter, and the error says what to write."""
+    q, _, _, grads = setting
+    x = jnp.ones((2, 20))
+    floats = eqx.filter(q, eqx.is_inexact_array)
+    optim, params = optax.adamw(1e-3), q if whole else floats
+    state = optim.init(floats)
+    with pytest.raises(ValueError, match=r"must hold its codes.*`optim = eqq.float_masters\(optimizer\)`"):
+        optim.update(grads, state, params)
+    updates, _ = optim.update(eqx.filter_grad(loss)(q, x), state, params)
+    with pytest.raises(ValueError, match=r"Got none for layers\.0\.weight. Differentiate with `eqq.filter_value_and"):
+        eqq.apply_updates(q, updates)
+    moved = eqx.apply_updates(q, updates)  # floats alone
+    assert_same(moved.layers[0].weight, q.layers[0].weight)
+    assert jnp.any(moved.layers[0].bias != q.layers[0].bias)
+    assert_same(eqq.apply_updates(floats, updates).layers[0].bias, moved.layers[0].bias)
+
+
 def test_scaled_updates_are_refused(setting):
     model, _, _, grads = setting
     model, optim = arrays(model), optax.chain(eqq.float_masters(optax.scale_by_adam()), optax.scale(-lr))

@@ -92,3 +92,19 @@ def test_factors_and_rotations_leave_embeddings_as_they_are(
             ValueError, match=f"outputs of the model unchanged. Got others with layers.0.{maker}.weight"
         ):
             eqq.smooth(model, eqq.SmoothQuant(stats), fold=wrong, batches=[tokens], apply=apply)
+
+
+def test_plans_without_data(minilm: ModuleType, tokens: Any, model: Any) -> None:
+    """The plan is better than the best single format of as many bits, and better the more bits it has."""
+    wanted = minilm.embed(model, *tokens)
+
+    def cosine(format: Any) -> float:
+        rounded = eqq.dequantize_tree(eqq.quantize_tree(model, format))
+        return float(jnp.mean(jnp.sum(minilm.embed(rounded, *tokens) * wanted, axis=-1)))
+
+    report = eqq.analysis.weight_sensitivity(model)
+    plans = {bits: eqq.analysis.plan_bits(model, report, bits) for bits in (3.25, 4.25, 5.25)}
+    single = {3.25: eqq.Int3(64, scale_dtype="float16"), 4.25: eqq.NF4(double_quant=True), 5.25: eqq.IQ4_XS()}
+    found = {bits: cosine(plan) for bits, plan in plans.items()}
+    assert all(plan.bits <= bits and found[bits] > cosine(single[bits]) for bits, plan in plans.items())
+    assert list(found.values()) == sorted(found.values()) and found[4.25] > 0.98

@@ -147,6 +147,21 @@ def test_which_state_is_quantized(make, moments, getkey):
     assert describe(after) == describe(state)
 
 
+@pytest.mark.parametrize("init", [lambda optim: optim.init, lambda optim: jax.jit(optim.init)], ids=["eager", "jit"])
+def test_second_moments_of_yogi_stay_in_float(init, getkey):
+    """They change by differences that eight bits would round away, but for the large ones: they would only grow."""
+    w, optim, exact = weights(getkey(), (64, 128)), eqq.quantize_state(optax.yogi(1e-3)), optax.yogi(1e-3)
+    state, expected = init(optim)({"w": w}), exact.init({"w": w})
+    assert [path for path in quantized_in(state) if ".nu" in path] == []
+    assert any(".mu" in path for path in quantized_in(state))
+    assert any(".nu" in path for path in quantized_in(init(eqq.quantize_state(optax.adam(1e-3)))({"w": w})))
+    for key in jax.random.split(getkey(), 100):
+        grads = {"w": weights(key, (64, 128))}
+        _, state = jax.jit(optim.update)(grads, state)
+        _, expected = jax.jit(exact.update)(grads, expected)
+    assert_close(state[0].nu, expected[0].nu)
+
+
 def test_state_between_steps_is_the_quantized_one_of_the_optimizer(getkey):
     params, grads = weights(getkey(), (64, 128)), weights(getkey(), (64, 128))
     inner, optim = optax.adam(1e-3), eqq.quantize_state(optax.adam(1e-3))

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools as it
 import operator
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,12 @@ def test_power(q):
     equal(q**2, dense**2)
     equal(2.0**q, 2.0**dense)
     equal(abs(q) ** abs(q), abs(dense) ** abs(dense))
+
+
+def test_types_of_results():
+    """A type checker knows what an operator returns."""
+    for name in ("add", "radd", "rsub", "pow", "lt", "neg", "matmul"):
+        assert typing.get_type_hints(getattr(eqq.QuantizedArray, f"__{name}__"))["return"] is jax.Array
 
 
 @pytest.mark.parametrize("op", [operator.neg, operator.pos, abs], ids=lambda op: op.__name__)

@@ -102,7 +102,7 @@ def test_what_cannot_be_taken():
 def test_every_product_has_a_configuration():
     for bits, itemsize, m, transpose in it.product((1, 2, 4, 8), (2, 4), (1, 16, 17, 64, 10**6), (False, True)):
         for device in ("", "NVIDIA H100 80GB HBM3"):
-            config = pallas_gpu.tuned(device, bits, itemsize, m, transpose=transpose)
+            config = pallas_gpu.tune(device, bits, itemsize, m, transpose=transpose)
             sizes = (config.tile_m, config.tile_n, config.num_warps)
             assert all(size & (size - 1) == 0 for size in sizes)  # as Triton wants
 

@@ -60,7 +60,6 @@ UNARY = {
     "argmax": lambda x: lax.argmax(x, 1, jnp.int32),
     "sort": lambda x: lax.sort(x, dimension=0),
     "cumsum": lambda x: lax.cumsum(x, axis=1),
-    "flip": lambda x: lax.rev(x, (0,)),
     "pad": lambda x: lax.pad(x, jnp.float32(0.5), ((0, 1, 0), (2, 0, 1))),
 }
 
@@ -95,13 +94,24 @@ def test_unary(q, name):
         (lambda x: jnp.expand_dims(x, 1), True),
         (lambda x: jnp.squeeze(x[:, None], 1), True),
         (lambda x: lax.broadcast_in_dim(x, (4, 6, 70), (1, 2)), True),
-        (lambda x: lax.broadcast_in_dim(x, (6, 70, 4), (0, 1)), False),
+        (lambda x: lax.broadcast_in_dim(x, (6, 70, 4), (0, 1)), True),
+        (lambda x: lax.broadcast_in_dim(x, (6, 70, 4), (0, 1))[:, :, 1], True),
         (lambda x: lax.broadcast_in_dim(x, (6, 2, 70), (0, 2)), True),
         (lambda x: lax.slice(x, (1, 0), (5, 70), (2, 1)), True),
         (lambda x: lax.slice(x, (1, 3), (5, 70)), False),
         (lambda x: lax.dynamic_slice(x, (2, 0), (3, 70)), True),
         (lambda x: lax.dynamic_slice(x, (9, 5), (3, 70)), True),  # starts are clamped
         (lambda x: lax.dynamic_slice(x, (1, 5), (3, 60)), False),
+        (lambda x: lax.rev(x, (0,)), True),
+        (lambda x: lax.rev(x, (1,)), False),
+        (lambda x: lax.pad(x, np.float32(0), ((1, 2, 1), (0, 0, 0))), True),
+        (lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (1, 0, 0))), False),
+        (lambda x: lax.stop_gradient(x), True),
+        (lambda x: lax.optimization_barrier((x, x[0]))[0], True),
+        (lambda x: jnp.copy(x), True),
+        (lambda x: jnp.split(x, 3)[1], True),
+        (lambda x: jnp.split(x, (3, 30), 1)[1], False),
+        (lambda x: jax.checkpoint(lambda x: x[1:3])(x), True),
     ],
 )
 def test_structure(q, f, quantized):

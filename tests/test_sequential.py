@@ -160,9 +160,8 @@ def test_errors():
         eqq.quantize_sequentially(model, {"x": x}, "int4", eqq.GPTQ())
     first = lambda model, x: jax.vmap(model.layers[0])(x)
     with pytest.warns(UserWarning, match=r"Got none for layers.1.weight \(no batch reached it\)"):
-        eqq.quantize_sequentially(model, x, "int4", eqq.GPTQ(), apply=first)
-    with pytest.warns(UserWarning, match=r"layers.0.weight \(used, but not by `@`.*layers.1.weight \(no batch"):
-        eqq.quantize_sequentially(model, x, "int4", eqq.GPTQ(), apply=lambda m, x: jnp.dot(x, m.layers[0].weight.T))
+        q = eqq.quantize_sequentially(model, x, "int4", eqq.GPTQ(), apply=first)
+    assert_same(q.layers[1].weight, eqq.quantize_tree(model, "int4").layers[1].weight)
     with pytest.raises(ValueError, match="`correction` must be between 0 and 1. Got 2."):
         eqq.quantize_sequentially(model, x, "int4", eqq.GPTQ(), correction=2)
     with pytest.raises(ValueError, match="before it was quantized. Got one that differs at layers.0.weight"):

@@ -5,6 +5,7 @@ point, or `decode(codes) * scale + offset` with an offset, in blocks along its *
 axis is always last; `axis` is its logical place.
 """
 
+import contextlib
 import dataclasses
 import functools as ft
 import math
@@ -23,14 +24,16 @@ from typing_extensions import TypeVar
 
 from .._formats.base import AbstractFormat
 from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
-from .._numerics.axes import as_axis, logical_order
-from .codes import AbstractCodes
-from .contraction import Constraints, Matrices, Options
+from .._numerics.axes import as_axes, as_axis, logical_order
+from .._types import PyTree
+from .codes import AbstractCodes, is_in_order, row_length
+from .contraction import AbstractOperand, Constraints, Matrices, Options
+from .dense import allow_dense, check_dense
 from .dequantize import bind_dequantize, dense_rows, in_memory_order
 from .primitive import bind_matmul
 from .sharding import leaf_shardings, logical_sharding
 from .straight_through import value_of
-from .value import as_permutation, flatten_arguments
+from .value import as_permutation, flatten_arguments, Index
 
 
 _Format = TypeVar("_Format", bound="AbstractFormat", covariant=True, default="AbstractFormat")
@@ -71,7 +74,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
 
     # Makes `isinstance`, beartype and jaxtyping check `QuantizedArray[NF4]`; at run time they ignore a plain `Generic`
     # subscript.
-    def __class_getitem__(cls, format: Any) -> Any:
+    def __class_getitem__(cls, format: object) -> type:
         narrow = isinstance(format, type) and format is not Any  # `Any` is a class since Python 3.11
         return _narrowed(format) if narrow else super().__class_getitem__(format)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -98,6 +101,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense array, of `shape` and `dtype`."""
         self._check_leaves()
+        check_dense(self)
         if explicit_mesh(self.codes) is not None:
             return in_auto_mode(_dequantize, logical_sharding(self))(self)
         return _dequantize(self)
@@ -105,7 +109,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
     def transpose(self, *axes: int | Sequence[int] | None) -> "QuantizedArray":
         """Permutes the logical axes. Only relabels the quantized axes; permutes the others in memory."""
         order = as_permutation(axes, self.ndim)
-        quantized = [a + self.ndim for a in self._axes]
+        quantized = [a + self.ndim for a in as_axes(self.axis)]
         batch = [a for a in range(self.ndim) if a not in quantized]
         batch_order = tuple(batch.index(a) for a in order if a not in quantized)
         out = self
@@ -140,15 +144,18 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
             out, axis=as_axis(tuple(range(-len(lengths), 0))), lengths=lengths, logical_sharding=None
         )
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Index) -> Array:
         """Returns dense values. Dequantizes only the selected rows if the index keeps the quantized axes whole."""
-        index = index if isinstance(index, tuple) else (index,)
-        split = self._split_index(index)
+        parts = index if isinstance(index, tuple) else (index,)
+        split = self._split_index(parts)
         if split is None:
-            return self.dequantize()[index]
+            return self.dequantize()[parts]
         rows, within = split
         selected = jtu.tree_map(lambda leaf: leaf[rows], self)
-        return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
+        # Rows of a matrix are looked up; a matrix of a stack is a weight.
+        matrices = bool(rows) and isinstance(rows[-1], slice) and rows[-1] == slice(None)
+        with contextlib.nullcontext() if matrices else allow_dense():
+            return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
 
     def with_sharding(self, sharding: Any) -> "QuantizedArray":
         """Moves the array to `sharding`, a sharding of the logical array; under `jit`, constrains it.
@@ -216,21 +223,21 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
     @property
     def constraints(self) -> Constraints:
         """For products: the quantized axes stay whole."""
-        return Constraints(tuple(axis % self.ndim for axis in self._axes))
+        return Constraints(tuple(axis % self.ndim for axis in as_axes(self.axis)))
 
     def as_matrices(self, axes: Matrices) -> "QuantizedArray":
         """For products: the array as matrices, whose rows or columns are the quantized axes."""
         along = axes.columns == self.constraints.memory
-        batch = [axis for axis in range(self.ndim) if axis - self.ndim not in self._axes]
+        batch = [axis for axis in range(self.ndim) if axis - self.ndim not in as_axes(self.axis)]
         moved = (*axes.front, *(axes.rows if along else axes.columns))
         order = [batch.index(axis) for axis in (*(a for a in batch if a not in moved), *moved)]
         *front, rows, columns = axes.shape(self.shape)
         shape = (*front, rows if along else columns)
         arrange = lambda leaf: jnp.transpose(leaf, (*order, leaf.ndim - 1)).reshape(*shape, leaf.shape[-1])
         out = jtu.tree_map(arrange, self)
-        return dataclasses.replace(out, axis=-1 if along else -2, lengths=(self._length,), logical_sharding=None)
+        return dataclasses.replace(out, axis=-1 if along else -2, lengths=(row_length(self),), logical_sharding=None)
 
-    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+    def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
         """For products: `x . self^T` of matrices, by the primitive."""
         return bind_matmul(x, dataclasses.replace(self, axis=-1), options, transpose=self.axis == -2)
 
@@ -240,16 +247,16 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
     def _split_of(self, new: tuple[int, ...]) -> int | None:
         """Returns where the shape `new` divides into batch and quantized axes without moving memory, or `None`."""
         batch = self.codes.shape[:-1]
-        if not self._trailing or math.prod(new) != self.size:
+        if not is_in_order(self) or math.prod(new) != self.size:
             return None
         for split in reversed(range(len(new))):
-            if math.prod(new[split:]) == self._length and math.prod(new[:split]) == math.prod(batch):
+            if math.prod(new[split:]) == row_length(self) and math.prod(new[:split]) == math.prod(batch):
                 return split
         return None
 
-    def _split_index(self, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    def _split_index(self, index: tuple[Index, ...]) -> tuple[tuple[Index, ...], tuple[Index, ...]] | None:
         """Splits an index into a part for the batch axes and slices for the quantized ones, or returns `None`."""
-        if not self._trailing:
+        if not is_in_order(self):
             return None
         consumed = [0 if i is None or i is Ellipsis else _index_rank(i) for i in index]
         if sum(i is Ellipsis for i in index) > 1 or sum(consumed) > self.ndim:
@@ -265,7 +272,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
                 return index[:n], index[n:]
         return None
 
-    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+    def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         try:
             what = f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
         except (AttributeError, TypeError, ValueError):  # mid-surgery, or mapped over a wrong axis
@@ -279,13 +286,13 @@ def _dequantize(q: QuantizedArray) -> Array:
     dense = dense_rows(q) if q.format.bits == 8 else bind_dequantize(in_memory_order(q))
     if q.gradient_of is not None:
         dense = value_of(dense, gradient_of=q.gradient_of.astype(q.dtype))
-    return logical_order(dense, q._axes, q.lengths)
+    return logical_order(dense, as_axes(q.axis), q.lengths)
 
 
 @ft.cache
 def _narrowed(format_type: type[AbstractFormat]) -> type:
     class Narrowed(type):
-        def __instancecheck__(cls, instance: Any) -> bool:
+        def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, QuantizedArray) and isinstance(instance.format, format_type)
 
         def __subclasscheck__(cls, subclass: type) -> bool:
@@ -294,13 +301,13 @@ def _narrowed(format_type: type[AbstractFormat]) -> type:
     return Narrowed(f"QuantizedArray[{format_type.__name__}]", (), {"__doc__": QuantizedArray.__doc__})
 
 
-def _index_rank(index: Any) -> int:
+def _index_rank(index: Index) -> int:
     """Returns how many axes one element of an index consumes."""
     dtype = getattr(index, "dtype", None)
-    return np.ndim(index) if dtype is not None and dtype == bool else 1
+    return np.ndim(index) if dtype is not None and dtype == bool else 1  # pyright: ignore[reportArgumentType]
 
 
-def is_quantized(x: Any) -> bool:
+def is_quantized(x: PyTree) -> bool:
     """Returns whether `x` is a [`eqquant.QuantizedArray`][]. Pass it as `is_leaf`.
 
     **Arguments:**

@@ -32,7 +32,7 @@ _STORED = 1 / 64
 _CLIPPED = 0.75
 
 
-def as_method(method: Any) -> AbstractMethod:
+def as_method(method: object) -> AbstractMethod:
     """Returns a method unchanged, or the default for `None`.
 
     **Raises:**
@@ -68,10 +68,10 @@ def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> t
         raise TypeError(f"{name} must be a floating point array. Got dtype {x.dtype}.")
     if x.ndim == 0:
         raise ValueError(f"{name} must have at least one dimension. Got a scalar. Leave scalars in float.")
-    return x, _as_axes(axis, x, name)
+    return x, _check_axes(axis, x, name)
 
 
-def _as_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
+def _check_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
     given = np.asarray(axis)
     axes = tuple(int(a) for a in given.ravel()) if given.dtype.kind == "i" else ()
     if not axes or any(not -x.ndim <= a < x.ndim for a in axes) or len({a % x.ndim for a in axes}) != len(axes):
@@ -83,17 +83,42 @@ def _as_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
     return tuple(a % x.ndim - x.ndim for a in axes)
 
 
-def as_one_array(x: Any, name: str, of_trees: str) -> Any:
-    """Returns `x` as a JAX array (or struct). For anything else, raises and suggests `of_trees`."""
+def as_one_array(x: Any, name: str, for_trees: str) -> Any:
+    """Returns `x` as a JAX array (or struct). For anything else, raises and suggests `for_trees`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
+    if isinstance(x, np.ndarray) and (x.dtype.kind in "OSU" or x.dtype.names):
+        raise TypeError(
+            f"{name} must be a floating point array. Got dtype {x.dtype}. Convert it: `x.astype(np.float32)`."
+        )
+    check_not_masked(x, name)
     try:
-        return jnp.asarray(x)
+        return as_jax_array(x)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be one array. Got {described(x)}. For a model, call `{of_trees}`.") from None
+        raise TypeError(f"{name} must be one array. Got {described(x)}. For a model, call `{for_trees}`.") from None
 
 
-def how_to_get_one(x: Any) -> str:
+def as_jax_array(x: Any) -> Array:
+    """Returns `x` as a JAX array. Converts what JAX refuses of NumPy's: other byte orders, and extended precision."""
+    if isinstance(x, np.ndarray):
+        x = np.asarray(x)  # a masked array without a mask too
+        if x.dtype == np.longdouble:
+            x = x.astype(np.float64)
+        elif not x.dtype.isnative:
+            x = x.astype(x.dtype.newbyteorder("="))
+    return jnp.asarray(x)
+
+
+def check_not_masked(x: Any, name: str) -> None:
+    """Raises for an array of NumPy with masked values, which no array of JAX can hold."""
+    if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
+        raise TypeError(
+            f"{name} must have all its values. Got a masked array with {np.ma.count_masked(x)} masked ones. Fill them: "
+            "`x.filled(0)`."
+        )
+
+
+def how_to_get_one(x: object) -> str:
     """Says where a quantized array is, for errors about `x`, which is not one."""
     if isinstance(x, AbstractArrayValue):
         if x.quantized_as:
@@ -103,7 +128,7 @@ def how_to_get_one(x: Any) -> str:
     return "`eqq.quantize` makes one."
 
 
-def described(x: Any) -> str:
+def described(x: object) -> str:
     """Describes `x` in a few words, since a model prints as a page."""
     if isinstance(x, AbstractArrayValue):
         return f"a {type(x).__name__}"

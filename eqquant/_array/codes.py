@@ -12,8 +12,10 @@ from jaxtyping import Array, Float, Float32, UInt, UInt8
 
 from .._formats.base import AbstractFormat
 from .._numerics import packing
+from .._numerics.axes import as_axes
 from .._numerics.blocks import BlockSize, num_blocks
 from .._numerics.scale_bits import bits_to_scale
+from .dense import allow_dense
 from .value import AbstractArrayValue
 
 
@@ -24,7 +26,7 @@ class AbstractCodes(AbstractArrayValue):
     codes: UInt8[Array, "*batch bytes"]
     scale_bits: "UInt[Array, '*batch blocks'] | AbstractCodes"
     # Packed as the codes are.
-    zero_point_bits: UInt8[Array, "*batch bytes_of_blocks"] | None
+    zero_point_bits: UInt8[Array, "*batch bytes_per_block"] | None
     format: AbstractFormat
     axis: int | tuple[int, ...] = eqx.field(static=True)
     lengths: tuple[int, ...] = eqx.field(static=True)
@@ -39,19 +41,19 @@ class AbstractCodes(AbstractArrayValue):
     def shape(self) -> tuple[int, ...]:
         """The logical shape, derived from the stored arrays, so it is right under every transformation."""
         self._check_leaves()
-        if self.ndim < -min(self._axes):
+        if self.ndim < -min(as_axes(self.axis)):
             raise ValueError(
                 f"The quantized axis must not be mapped over. Got `axis={self.axis}` of an array of {self.ndim} "
                 "dimensions. `vmap`, `scan` and `tree_map` map over the first axes in memory, which are those before "
                 "the quantized one: transpose or dequantize first."
             )
-        if self.codes.shape[-1] != packing.packed_length(self._length, self.format.bits):
+        if self.codes.shape[-1] != packing.packed_length(row_length(self), self.format.bits):
             raise ValueError(
                 f"The quantized axis must be whole inside `shard_map`. Got {self.codes.shape[-1]} bytes of the "
-                f"{self._length} codes of a row. Divide another axis, or multiply outside it."
+                f"{row_length(self)} codes of a row. Divide another axis, or multiply outside it."
             )
         shape = list(self.codes.shape[:-1])
-        for axis, length in sorted(zip(self._axes, self.lengths, strict=True)):
+        for axis, length in sorted(zip(as_axes(self.axis), self.lengths, strict=True)):
             shape.insert(len(self.codes.shape) - 1 + len(self.lengths) + axis, length)
         return tuple(shape)
 
@@ -76,7 +78,7 @@ class AbstractCodes(AbstractArrayValue):
         self._check_leaves()
         if self.zero_point_bits is None:
             return None
-        return packing.unpack(self.zero_point_bits, self.format.bits, num_blocks(self._length, self.block_size))
+        return packing.unpack(self.zero_point_bits, self.format.bits, num_blocks(row_length(self), self.block_size))
 
     @property
     def offset(self) -> Float32[Array, "*batch blocks"] | None:
@@ -86,8 +88,15 @@ class AbstractCodes(AbstractArrayValue):
 
     def _check_leaves(self) -> None:
         """Raises if a leaf is no longer an unsigned integer. Dtypes are static, so this costs nothing in `jit`."""
-        of_blocks = {"scale": self.scale_bits, "zero point": self.zero_point_bits, "offset": self.offset_bits}
-        for name, leaf in {"codes": self.codes, **of_blocks}.items():
+        if self.codes is None:
+            raise ValueError(
+                "A quantized array must hold its codes. Got one without: a filter for floats, such as "
+                "`eqx.filter(model, eqx.is_inexact_array)`, has taken them away. To train quantized arrays, write "
+                "`optim = eqq.float_masters(optimizer)` and `optim.init(model)`. To use the model, `eqx.combine` its "
+                "parts again."
+            )
+        per_block = {"scale": self.scale_bits, "zero point": self.zero_point_bits, "offset": self.offset_bits}
+        for name, leaf in {"codes": self.codes, **per_block}.items():
             dtype = getattr(leaf, "dtype", None)
             if isinstance(leaf, AbstractCodes):
                 leaf._check_leaves()
@@ -114,20 +123,16 @@ class AbstractCodes(AbstractArrayValue):
     def _floats(self, stored: "Array | AbstractCodes") -> Array:
         """Returns scales or offsets as floats."""
         if isinstance(stored, AbstractCodes):
-            return stored.dequantize()
+            with allow_dense():
+                return stored.dequantize()
         return bits_to_scale(stored, self.format.scale_dtype)
 
-    @property
-    def _axes(self) -> tuple[int, ...]:
-        """`axis` as a tuple, in memory order."""
-        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
-    @property
-    def _length(self) -> int:
-        """The number of values in a row of codes."""
-        return math.prod(self.lengths)
+def row_length(q: AbstractCodes) -> int:
+    """Returns the number of values in a row of codes."""
+    return math.prod(q.lengths)
 
-    @property
-    def _trailing(self) -> bool:
-        """Whether the quantized axes are the last ones, in order, so that memory and logical order agree."""
-        return self._axes == tuple(range(-len(self.lengths), 0))
+
+def is_in_order(q: AbstractCodes) -> bool:
+    """Returns whether the quantized axes are the last ones, in order, so that memory and logical order agree."""
+    return as_axes(q.axis) == tuple(range(-len(q.lengths), 0))

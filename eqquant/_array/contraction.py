@@ -31,31 +31,22 @@ Length: TypeAlias = Any  # of an axis: an integer, or a symbol in a program that
 
 
 class Options(NamedTuple):
-    """What a product is asked for.
-
-    - `precision`, `implementation`: as in [`eqquant.matmul`][].
-    - `quantize_x`: a function that quantizes rows of activations, or `None`.
-    - `by_columns`: whether memory holds `x`, and the result, by columns, as in `bind_matmul`.
-    """
+    """What a product is asked for: `precision` and `implementation` as in [`eqquant.matmul`][], and more."""
 
     precision: PrecisionLike = None
     implementation: str | None = None
-    quantize_x: "Callable[[Array], AbstractRowsLike] | None" = None
-    by_columns: tuple[bool, bool] = (False, False)
+    quantize_x: "Callable[[Array], AbstractRowsLike] | None" = None  # quantizes rows of activations
+    by_columns: tuple[bool, bool] = (False, False)  # whether memory holds `x`, and the result, by columns
 
 
 class Constraints(NamedTuple):
-    """Which axes of a weight a product may merge, by their numbers.
+    """Which axes of a weight a product may merge, by their numbers."""
 
-    - `memory`: axes that lie in memory in this order, and become all of the rows or all of the columns of matrices;
-        `None` if any axes may be merged.
-    - `stack`: how many leading axes always stay axes of a batch.
-    - `single`: axes that become rows or columns alone.
-    """
-
+    # Axes that lie in memory in this order, and become all of the rows or all of the columns of matrices; `None` if
+    # any axes may be merged.
     memory: tuple[int, ...] | None
-    stack: int = 0
-    single: tuple[int, ...] = ()
+    stack: int = 0  # how many leading axes always stay axes of a batch
+    single: tuple[int, ...] = ()  # axes that become rows or columns alone
 
 
 class Matrices(NamedTuple):
@@ -126,7 +117,7 @@ class AbstractOperand(eqx.Module):
         """Returns the array as `(*front, rows, columns)`. `axes` satisfies the constraints."""
 
     @abc.abstractmethod
-    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+    def linear(self, x: "Array | AbstractOperand", options: Options) -> Float[Array, "*batch m n"]:
         """Returns `x(*batch, m, k) . self(*batch, n, k)^T`, for matrices as `as_matrices` returns them."""
 
     @abc.abstractmethod
@@ -134,7 +125,10 @@ class AbstractOperand(eqx.Module):
         """Returns the array with a dense weight, if products with it are still no plain ones; else `None`."""
 
 
-def linear(w: AbstractOperand | Array, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+Operand: TypeAlias = Array | AbstractOperand
+
+
+def linear(w: Operand, x: Operand, options: Options) -> Float[Array, "*batch m n"]:
     """Returns `x(*batch, m, k) . w(*batch, n, k)^T`, for floats or an array of ours."""
     if isinstance(w, AbstractOperand):
         return w.linear(x, options)
@@ -143,23 +137,23 @@ def linear(w: AbstractOperand | Array, x: Any, options: Options) -> Float[Array,
             f"`implementation` is for quantized operands. Got {options.implementation!r}, and none is quantized."
         )
     if options.quantize_x is not None and not isinstance(x, AbstractOperand):
-        x = options.quantize_x(x)
+        x = options.quantize_x(x).dequantize()
     return jnp.matmul(as_floats(x), jnp.swapaxes(w, -1, -2), precision=options.precision)
 
 
-def as_floats(x: Any) -> Array:
+def as_floats(x: ArrayLike | AbstractOperand | AbstractRowsLike) -> Array:
     """Returns the values of an operand."""
     return x.dequantize() if isinstance(x, AbstractOperand | AbstractRowsLike) else jnp.asarray(x)
 
 
-def as_matrices(w: AbstractOperand | Array, axes: Matrices) -> AbstractOperand | Array:
+def as_matrices(w: Operand, axes: Matrices) -> Operand:
     """Returns an array as `(*front, rows, columns)`, for floats or an array of ours."""
     if isinstance(w, AbstractOperand):
         return w.as_matrices(axes)
     return jnp.transpose(w, axes.order(w.ndim)).reshape(axes.shape(w.shape))
 
 
-def constraints_of(w: AbstractOperand | Array) -> Constraints:
+def constraints_of(w: Operand) -> Constraints:
     """Returns which axes of an array a product may merge."""
     return w.constraints if isinstance(w, AbstractOperand) else Constraints(None)
 
@@ -203,7 +197,7 @@ def matmul(
     return matmul_with(x, w, Options(precision, implementation))
 
 
-def matmul_with(x: Any, w: Any, options: Options) -> Array:
+def matmul_with(x: ArrayLike | AbstractOperand, w: ArrayLike | AbstractOperand, options: Options = Options()) -> Array:
     """As `matmul`, with all options."""
     first, second = (a if isinstance(a, AbstractOperand) else jnp.asarray(a) for a in (x, w))
     weight, other = (second, first) if isinstance(second, AbstractOperand) else (first, second)
@@ -230,8 +224,8 @@ def matmul_with(x: Any, w: Any, options: Options) -> Array:
 
 
 def dot_general(
-    first: Any,
-    second: Any,
+    first: ArrayLike | AbstractOperand,
+    second: ArrayLike | AbstractOperand,
     numbers: DotDimensionNumbers,
     *,
     precision: PrecisionLike = None,
@@ -239,8 +233,10 @@ def dot_general(
 ) -> Array | None:
     """As `jax.lax.dot_general(first, second, numbers)`, or `None` if the caller must compute it dense."""
     left = not isinstance(second, AbstractOperand)
-    weight, other = (first, second) if left else (second, first)
-    other: Array | AbstractOperand = other if isinstance(other, AbstractOperand) else jnp.asarray(other)
+    weight, given = (first, second) if left else (second, first)
+    if not isinstance(weight, AbstractOperand):
+        return None
+    other = given if isinstance(given, AbstractOperand) else jnp.asarray(given)
     contracted, batch = numbers
     pairs = [*zip(*batch, strict=True), *zip(*contracted, strict=True)]
     # The two axes of a pair share a name; the name of a free axis is its side and place.
@@ -254,14 +250,14 @@ def dot_general(
     dtype = natural if dtype is None else jnp.dtype(dtype)
     with jax.numpy_dtype_promotion("standard"):  # the caller asked for this dtype, so promotion is not implicit
         wide = jnp.promote_types(natural, dtype)
-    if not jnp.issubdtype(wide, jnp.inexact):
-        return None
-    y = contract(other.astype(wide), weight, x_axes, w_axes, out, Options(precision))
+        if not jnp.issubdtype(wide, jnp.inexact):
+            return None
+        y = contract(other.astype(wide), weight, x_axes, w_axes, out, Options(precision))
     return None if y is None else y.astype(dtype)
 
 
 def contract(
-    x: Array | AbstractOperand,
+    x: Operand,
     w: AbstractOperand,
     x_axes: Axes,
     w_axes: Axes,
@@ -327,7 +323,7 @@ class _Form(NamedTuple):
         return memory == list(self.k) and all(name in self.x_axes for name in self.front)
 
 
-def _form_of(x: Any, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: Axes) -> _Form | None:
+def _form_of(x: Operand, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: Axes) -> _Form | None:
     memory, stack, single = w.constraints
     size: dict[Hashable, Length] = {}
     for name, length in (*zip(w_axes, w.shape, strict=True), *zip(x_axes, x.shape, strict=True)):
@@ -349,6 +345,9 @@ def _form_of(x: Any, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: A
         inside = k
         if not k or w.ndim < 2:
             return None
+    if inside and set(inside) < set(k):  # the sum also runs over matrices, such as experts: one product for each
+        matrices = [name for name in k if name not in inside]
+        front, summed, k = [*front, *matrices], [*summed, *matrices], list(inside)
     if set(inside) == set(k):  # the sum runs along the blocks, and all free axes of the weight are its rows
         n, k = free, inside
     elif contracts and all(name in free for name in inside):
@@ -369,7 +368,7 @@ def _product_of(size: Mapping[Hashable, Length], names: Axes) -> int:
     return math.prod(lengths) if all(isinstance(n, int) for n in lengths) else 0  # symbolic lengths
 
 
-def _product(form: _Form, options: Options, x: Any, w: AbstractOperand) -> Float[Array, "..."]:
+def _product(form: _Form, options: Options, x: Operand, w: AbstractOperand) -> Float[Array, "..."]:
     front, m, k = form.sizes(form.front), math.prod(form.sizes(form.m)), math.prod(form.sizes(form.k))
     # A matrix whose rows lie last in memory is transposed by one `swapaxes`, which XLA can cancel against another.
     sides = (*form.m, *form.k, *form.n)
@@ -387,8 +386,9 @@ def _product(form: _Form, options: Options, x: Any, w: AbstractOperand) -> Float
         x = _permute(x, form.x_axes, (*form.front, *inner)).reshape(*own, *shape)
         x = jnp.broadcast_to(turn(x, x_by_columns), (*front, m, k))
 
-    weight = as_matrices(w, form.matrices(form.w_axes, form.n))
-    y = turn(linear(weight, x, options._replace(by_columns=(x_by_columns, y_by_columns))), y_by_columns)
+    weight = w.as_matrices(form.matrices(form.w_axes, form.n))
+    product = weight.linear if isinstance(weight, AbstractOperand) else ft.partial(linear, weight)
+    y = turn(product(x, options._replace(by_columns=(x_by_columns, y_by_columns))), y_by_columns)
     y_axes = (*form.front, *((*form.n, *form.m) if y_by_columns else (*form.m, *form.n)))
     y = y.reshape(form.sizes(y_axes))
     if form.summed:
@@ -404,7 +404,7 @@ def _permute(x: Array, names: Axes, wanted: Axes) -> Array:
     return jnp.transpose(x, (*order, *(names.index(name) for name in wanted if name in names)))
 
 
-def _result_spec(form: _Form, x: Any, w: AbstractOperand) -> PartitionSpec:
+def _result_spec(form: _Form, x: Operand, w: AbstractOperand) -> PartitionSpec:
     """Returns the spec of the product on an explicit mesh: the axes that divide `x`, then the remaining ones of `w`."""
     x_names, w_names = (_mesh_axes(a) for a in (x, w))
     divided = {name: by for name, by in zip(form.x_axes, x_names, strict=True) if name in form.out_axes}
@@ -415,13 +415,13 @@ def _result_spec(form: _Form, x: Any, w: AbstractOperand) -> PartitionSpec:
     return as_spec([divided[name] for name in form.out_axes])
 
 
-def _mesh_axes(a: Any) -> Sequence[Names]:
+def _mesh_axes(a: Operand) -> Sequence[Names]:
     """Returns the mesh axes that divide each axis of an operand, on an explicit mesh."""
     dense = jax.eval_shape(lambda a: a.dequantize(), a) if isinstance(a, AbstractOperand) else jax.typeof(a)
     return names_in(() if dense.sharding is None else dense.sharding.spec, a.ndim)
 
 
-def _lengths_agree(first: Any, second: Any, weight: AbstractOperand) -> bool:
+def _lengths_agree(first: Operand, second: Operand, weight: AbstractOperand) -> bool:
     """Returns whether contracted lengths agree. If not, raises for a quantized array; of floats JAX says it better."""
     left, right = first.shape[-1:], second.shape[-2:-1] or second.shape[-1:]
     if left == right:
@@ -437,7 +437,7 @@ def _lengths_agree(first: Any, second: Any, weight: AbstractOperand) -> bool:
     )
 
 
-def _check_closure(q: AbstractOperand, x: Any) -> None:
+def _check_closure(q: AbstractOperand, x: Operand) -> None:
     """Warns if a `scan` goes over the biases of stacked layers, but not over their weights."""
     if not isinstance(x, jax.Array) or x.ndim != 1 or q.ndim < 3:
         return

@@ -23,10 +23,11 @@ from .._native.layout import Stored
 from .._native.lowering import lower_on_cpu
 from .._numerics import packing
 from .._numerics.blocks import dequantize_blocks
-from .._numerics.primitives import along_first, compiled, without_tangent
+from .._numerics.primitives import along_first, compile_alone, without_tangent
 from .._numerics.scale_bits import clip_finite, scale_to_bits
 from .._types import PyTreeDef
-from .codes import AbstractCodes
+from .codes import AbstractCodes, row_length
+from .dense import allow_dense
 
 
 _Codes = TypeVar("_Codes", bound=AbstractCodes)
@@ -43,7 +44,7 @@ def bind_dequantize(q: AbstractCodes) -> Float[Array, "*batch length"]:
 
 def in_memory_order(q: _Codes) -> _Codes:
     """Returns an array whose logical order is that of memory, and which gets no gradient."""
-    return dataclasses.replace(q, axis=-1, lengths=(q._length,), logical_sharding=None, gradient_of=None)
+    return dataclasses.replace(q, axis=-1, lengths=(row_length(q),), logical_sharding=None, gradient_of=None)
 
 
 def clips(q: AbstractCodes) -> bool:
@@ -54,7 +55,7 @@ def clips(q: AbstractCodes) -> bool:
 
 def dense_rows(q: AbstractCodes) -> Float[Array, "*batch length"]:
     """Dequantizes by operations of XLA, and leaves the quantized axis last."""
-    values = q.format.decode(packing.unpack(q.codes, q.format.bits, q._length))
+    values = q.format.decode(packing.unpack(q.codes, q.format.bits, row_length(q)))
     dense = dequantize_blocks(values, q.scale, q.zero_point, q.offset, q.format.block_size)
     if clips(q):
         # The outermost level may lie half a step beyond the range, and rounding may enlarge a scale; both may overflow.
@@ -81,13 +82,14 @@ def stored_codes(q: AbstractCodes) -> Stored:
 
 def plain_bits(scale: _Scales) -> UInt[Array, "*batch blocks"]:
     """Returns the bits of scales or offsets: of those that are codes, the bits of their values in float32."""
-    return scale_to_bits(scale.dequantize(), "float32") if isinstance(scale, AbstractCodes) else scale
+    with allow_dense():
+        return scale_to_bits(scale.dequantize(), "float32") if isinstance(scale, AbstractCodes) else scale
 
 
 def split_scales(q: AbstractCodes) -> tuple[_Scales, Float32[Array, "*batch 1"] | None]:
     """Returns the scales of a weight, and what multiplies those of a row if they are small floats."""
     scale = q.scale_bits
-    if isinstance(scale, AbstractCodes) and nested_scale_kind(q.format, q._length) is not None:
+    if isinstance(scale, AbstractCodes) and nested_scale_kind(q.format, row_length(q)) is not None:
         return scale.codes, scale.scale
     return scale, None
 
@@ -103,14 +105,14 @@ def _by_xla(*args: Array, tree: PyTreeDef) -> Array:
 
 def _native(*args: Array, tree: PyTreeDef) -> Array:
     q: AbstractCodes = jtu.tree_unflatten(tree, args)
-    layout = layout_of(q.format, q._length, has_plain_scales(q))
+    layout = layout_of(q.format, row_length(q), has_plain_scales(q))
     if calls.why_not_decode(layout, q.dtype) is not None or q.size == 0:
         return dense_rows(q)
     return calls.decode(stored_codes(q), layout, q.dtype, clip=clips(q))
 
 
 dequantize_p.def_abstract_eval(_abstract)
-dequantize_p.def_impl(compiled(dequantize_p, _by_xla, ["tree"]))
+dequantize_p.def_impl(compile_alone(dequantize_p, _by_xla, ["tree"]))
 ad.primitive_jvps[dequantize_p] = without_tangent(dequantize_p)
 batching.primitive_batchers[dequantize_p] = along_first(dequantize_p)
 lower_on_cpu(dequantize_p, _native, _by_xla)

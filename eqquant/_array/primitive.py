@@ -5,7 +5,7 @@ The array class imports the primitives, to call them. Their rules are in `_matmu
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.extend
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 
 from .. import _compat
 from .._formats.base import AbstractFormat
-from .._types import PyTree
+from .._types import PyTree, PyTreeDef
 from .contraction import AbstractOperand, Options
 
 
@@ -66,7 +66,7 @@ def _precision(precision: PrecisionLike) -> PrecisionLike:
 
 
 # Where the largest magnitudes of the three arrays that a layer rounds stand in an array of them.
-OF_X, OF_W, OF_GRADIENT = 0, 1, 2
+X_PLACE, W_PLACE, GRADIENT_PLACE = 0, 1, 2
 
 
 class Rounding(NamedTuple):
@@ -87,10 +87,10 @@ def bind_rounded_matmul(
     w: Float[Array, "*batch outer inner"],
     largest: Float32[Array, "*lead 3"] | None = None,
     *,
-    of_x: Rounding | None,
-    of_w: Rounding | None,
-    of_gradient: Rounding,
-    precision: Any = None,
+    x_rounding: Rounding | None,
+    w_rounding: Rounding | None,
+    gradient_rounding: Rounding,
+    precision: PrecisionLike = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch rows outer"]:
     """`x(*batch, m, k) . w(*batch, n, k)^T` of floats that are rounded along `k` first, and of equal dtype.
@@ -103,23 +103,23 @@ def bind_rounded_matmul(
     - `largest`: with delayed scaling, the largest magnitudes of `x`, `w` and the gradient of the result, by which they
         are scaled; one that is not positive is not known yet. `lead` are the last axes of `batch`, or fewer. What
         arrives as their gradient are the magnitudes that this product saw.
-    - `of_x`, `of_w`: how each is rounded; `None` for a tangent, which stays as it is.
-    - `of_gradient`: how the gradient of the result is rounded, in the products of the backward pass.
+    - `x_rounding`, `w_rounding`: how each is rounded; `None` for a tangent, which stays as it is.
+    - `gradient_rounding`: how the gradient of the result is rounded, in the products of the backward pass.
     - `precision`, `implementation`: as in `bind_matmul`; the latter is of the forward pass.
     """
     return rounded_matmul_p.bind(
         x,
         w,
         *([] if largest is None else [largest]),
-        of_x=of_x,
-        of_w=of_w,
-        of_gradient=of_gradient,
+        x_rounding=x_rounding,
+        w_rounding=w_rounding,
+        gradient_rounding=gradient_rounding,
         precision=_precision(precision),
         implementation=implementation,
     )
 
 
-def operands_of(args: Sequence[Any], x_tree: Any, w_tree: Any) -> tuple[Any, Any]:
+def operands_of(args: Sequence[object], x_tree: PyTreeDef, w_tree: PyTreeDef) -> tuple[PyTree, PyTree]:
     """Returns the two operands, from the arguments of the primitive or from a sequence with one entry for each."""
     count = x_tree.num_leaves
     return jtu.tree_unflatten(x_tree, args[:count]), jtu.tree_unflatten(w_tree, args[count:])

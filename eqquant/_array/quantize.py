@@ -3,11 +3,11 @@
 import dataclasses
 import functools as ft
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
@@ -16,8 +16,9 @@ from .._formats.base import AbstractFormat, as_format, check_codes
 from .._mesh import explicit_mesh, full_spec, in_auto_mode, on_device
 from .._methods import AbsMax, AbstractMethod, Encoded
 from .._methods.encode import quantize_packed
+from .._methods.grid import ScaleBits
 from .._numerics import packing
-from .._numerics.axes import as_axis, logical_order, memory_order
+from .._numerics.axes import as_axes, as_axis, logical_order, memory_order
 from .array import QuantizedArray
 from .checks import (
     as_method,
@@ -29,6 +30,7 @@ from .checks import (
     described,
     how_to_get_one,
 )
+from .codes import row_length
 from .sharding import leaf_shardings
 from .value import AbstractArrayValue
 
@@ -143,7 +145,7 @@ def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"`q` must be a quantized array. Got {described(q)}. {how_to_get_one(q)}")
     q._check_leaves()
-    return logical_order(packing.unpack(q.codes, q.format.bits, q._length), q._axes, q.lengths)
+    return logical_order(packing.unpack(q.codes, q.format.bits, row_length(q)), as_axes(q.axis), q.lengths)
 
 
 def quantize_array(
@@ -211,20 +213,20 @@ def _quantize_here(
 
 
 def _as_array(
-    encoded: Encoded, format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: Any
+    encoded: Encoded, format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: np.dtype
 ) -> QuantizedArray:
     """Makes the array of packed codes; those of nested scales are not packed."""
 
-    def stored(x: Any) -> Any:
+    def stored(x: ScaleBits | None) -> Array | QuantizedArray | None:
         nested = format.scale_format
-        if nested is None or x is None:
-            return x
+        if nested is None or not isinstance(x, Encoded):
+            return x  # pyright: ignore[reportReturnType]
         packed = x._replace(codes=packing.pack(x.codes, nested.bits))
         return _as_array(packed, nested, -1, x.codes.shape[-1:], jnp.dtype(jnp.float32))
 
     codes, scale, offset = encoded.codes, stored(encoded.scale), stored(encoded.offset)
     zero_point = None if encoded.zero_point is None else packing.pack(encoded.zero_point, format.bits)
-    return QuantizedArray(codes, scale, zero_point, format, axis, lengths, dtype, offset_bits=offset)
+    return QuantizedArray(codes, scale, zero_point, format, axis, lengths, dtype, offset_bits=offset)  # pyright: ignore[reportArgumentType]
 
 
 def requantize(
@@ -258,7 +260,7 @@ def requantize(
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"`q` must be a quantized array. Got {described(q)}. {how_to_get_one(q)}")
-    values, _ = check_quantizable(x, q._axes)
+    values, _ = check_quantizable(x, as_axes(q.axis))
     if values.shape != q.shape:
         raise ValueError(f"`x` must have the shape of `q`, {q.shape}. Got {values.shape}.")
     check_finite(values)
@@ -269,5 +271,5 @@ def requantize_like(
     q: QuantizedArray, x: Float[Array, "..."], key: PRNGKeyArray | None = None, method: AbstractMethod = AbsMax()
 ) -> QuantizedArray:
     """As `requantize`, without checks."""
-    new = quantize_array(x, q.format, q._axes, q.logical_dtype, key, method, sharding=q.sharding)
+    new = quantize_array(x, q.format, as_axes(q.axis), q.logical_dtype, key, method, sharding=q.sharding)
     return dataclasses.replace(new, logical_sharding=q.logical_sharding)

@@ -11,10 +11,11 @@ import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
 
+from .._types import PyTree
 from .array import QuantizedArray
 
 
-def serialise_filter_spec(f: Any, x: Any) -> None:
+def serialise_filter_spec(f: Any, x: PyTree) -> None:
     """Saves one leaf for `equinox.tree_serialise_leaves`: a quantized array together with its format.
 
     !!! Example
@@ -44,7 +45,7 @@ def serialise_filter_spec(f: Any, x: Any) -> None:
         eqx.default_serialise_filter_spec(f, x)
 
 
-def deserialise_filter_spec(f: Any, x: Any) -> Any:
+def deserialise_filter_spec(f: Any, x: PyTree) -> PyTree:
     """Loads one leaf that [`eqquant.serialise_filter_spec`][] saved, for `equinox.tree_deserialise_leaves`.
 
     **Arguments:**

@@ -4,46 +4,63 @@ import abc
 import dataclasses
 import html
 import math
-import operator
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from types import EllipsisType
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 import quax
-from jaxtyping import Array
+from jax.sharding import Sharding
+from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .. import _compat
-from .contraction import AbstractOperand, matmul
+from .._errors import a_type
+from .._export import register_export
+from .contraction import AbstractOperand, matmul_with
 
 
-_BINARY = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "divmod",
-)  # each also reflected: `2 - q`
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_UNARY = ("neg", "pos", "abs")
-_METHODS = (
-    *("all", "any", "argmax", "argmin", "argpartition", "argsort", "choose", "clip", "compress", "cumprod", "cumsum"),
-    *("diagonal", "dot", "flatten", "item", "max", "mean", "min", "nonzero", "prod", "ptp", "ravel", "repeat", "round"),
-    *("searchsorted", "sort", "squeeze", "std", "sum", "take", "tobytes", "tolist", "trace", "var", "view"),
-    *("__dlpack__", "__dlpack_device__", "__round__"),
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Array = TypeVar("_Array", bound="AbstractArrayValue")
+_Operand: TypeAlias = ArrayLike | AbstractOperand
+
+Index: TypeAlias = (
+    int | slice | EllipsisType | ArrayLike | None | Sequence[int | slice | EllipsisType | ArrayLike | None]
 )
 # `dir` leaves out methods for Equinox and Quax, and aliases.
 _NOT_SHOWN = frozenset(
     (
         *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
-        *("as_matrices", "constraints", "holds_codes", "linear", "observes", "quantized_as", "with_dense_weight"),
+        *(
+            "as_matrices",
+            "constraints",
+            "deferred",
+            "dense_for_jax",
+            "holds_codes",
+            "linear",
+            "lost_in_jax",
+            "observes",
+            "quantized_as",
+            "with_dense_weight",
+        ),
     )
 )
+
+
+def _on_dense(
+    name: str, like: Callable[Concatenate[Array, _P], _R]
+) -> Callable[Concatenate["AbstractArrayValue", _P], _R]:
+    """Returns a method of ours, with the arguments of `like`, which calls the method `name` of the dense array."""
+
+    def call(self: "AbstractArrayValue", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """As the method of `jax.Array`, on the dequantized array. The result is dense."""
+        return getattr(self.dequantize(), name)(*args, **kwargs)
+
+    return call
 
 
 class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
@@ -58,21 +75,24 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     # adapters, only adapters are trained by default.
     frozen: ClassVar[tuple[str, ...]] = ()
     quantized_as: ClassVar[str] = ""  # what makes a `QuantizedArray` of it, for errors
+    lost_in_jax: ClassVar[str] = ""  # what a function of JAX, which sees the dense array, does not do
+    deferred: ClassVar[bool] = False  # whether it stands for an operation put off by `quaxify`, which never returns it
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        _compat.accept_in_jax_lax(cls, lambda x: x.dequantize())
+        register_export(cls)
+        _compat.accept_in_jax_lax(cls, lambda x: x.dense_for_jax())
 
     @abc.abstractmethod
-    def transpose(self, *axes: Any) -> Any:
+    def transpose(self, *axes: int | Sequence[int] | None) -> "AbstractArrayValue | Array":
         """Permutes the logical axes."""
 
     @abc.abstractmethod
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Index) -> Array:
         """Returns the dense values at an index."""
 
     @abc.abstractmethod
-    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+    def reshape(self, *shape: int | Sequence[int], order: str = "C", **kwargs: object) -> "AbstractArrayValue | Array":
         """Changes the shape."""
 
     @property
@@ -98,11 +118,22 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         """For Quax: the same as `dequantize`."""
         return self.dequantize()
 
+    def dense_for_jax(self) -> Array:
+        """For JAX: the array that its functions see, the same as `dequantize`. Warns of what is lost by that."""
+        if self.lost_in_jax:
+            warnings.warn(
+                f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so "
+                f"{self.lost_in_jax}. Write `w @ x`, or call the function through `eqq.quaxify`, which multiplies "
+                "codes in `jnp.matmul`, `jnp.einsum` and convolutions.",
+                stacklevel=2,
+            )
+        return self.dequantize()
+
     @property
     def __jax_array__(self) -> Callable[[], Array]:
         if _compat.jax_array_is_hidden():
             raise AttributeError("hidden from this caller; see `_compat.jax_array_is_hidden`")
-        return self.dequantize
+        return self.dense_for_jax
 
     @property
     def T(self) -> Any:
@@ -123,16 +154,140 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         order[axis1], order[axis2] = order[axis2], order[axis1]
         return self.transpose(order)
 
-    def __matmul__(self, other: Any) -> Array:
+    def __matmul__(self, other: _Operand) -> Array:
         """`q @ x`: the quantized matmul, as [`eqquant.matmul`][] computes it. The result is dense."""
-        return matmul(self, other)
+        return matmul_with(self, other)
 
-    def __rmatmul__(self, other: Any) -> Array:
+    def __rmatmul__(self, other: _Operand) -> Array:
         """`x @ q`: the quantized matmul, as [`eqquant.matmul`][] computes it. The result is dense."""
-        return matmul(other, self)
+        return matmul_with(other, self)
+
+    def __add__(self, other: _Operand) -> Array:
+        return self.dequantize() + _dense(other)
+
+    def __sub__(self, other: _Operand) -> Array:
+        return self.dequantize() - _dense(other)
+
+    def __mul__(self, other: _Operand) -> Array:
+        return self.dequantize() * _dense(other)
+
+    def __truediv__(self, other: _Operand) -> Array:
+        return self.dequantize() / _dense(other)
+
+    def __floordiv__(self, other: _Operand) -> Array:
+        return self.dequantize() // _dense(other)
+
+    def __mod__(self, other: _Operand) -> Array:
+        return self.dequantize() % _dense(other)
+
+    def __pow__(self, other: _Operand) -> Array:
+        return self.dequantize() ** _dense(other)
+
+    def __divmod__(self, other: _Operand) -> tuple[Array, Array]:
+        return divmod(self.dequantize(), _dense(other))
+
+    def __radd__(self, other: _Operand) -> Array:
+        return jnp.asarray(other) + self.dequantize()
+
+    def __rsub__(self, other: _Operand) -> Array:
+        return jnp.asarray(other) - self.dequantize()
+
+    def __rmul__(self, other: _Operand) -> Array:
+        return jnp.asarray(other) * self.dequantize()
+
+    def __rtruediv__(self, other: _Operand) -> Array:
+        return jnp.asarray(other) / self.dequantize()
+
+    def __rfloordiv__(self, other: _Operand) -> Array:
+        return jnp.asarray(other) // self.dequantize()
+
+    def __rmod__(self, other: _Operand) -> Array:
+        return jnp.asarray(other) % self.dequantize()
+
+    def __rpow__(self, other: _Operand) -> Array:
+        return jnp.asarray(other) ** self.dequantize()
+
+    def __rdivmod__(self, other: _Operand) -> tuple[Array, Array]:
+        return divmod(jnp.asarray(other), self.dequantize())
+
+    def __eq__(self, other: _Operand) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.dequantize() == _dense(other)
+
+    def __ne__(self, other: _Operand) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.dequantize() != _dense(other)
+
+    def __lt__(self, other: _Operand) -> Array:
+        return self.dequantize() < _dense(other)
+
+    def __le__(self, other: _Operand) -> Array:
+        return self.dequantize() <= _dense(other)
+
+    def __gt__(self, other: _Operand) -> Array:
+        return self.dequantize() > _dense(other)
+
+    def __ge__(self, other: _Operand) -> Array:
+        return self.dequantize() >= _dense(other)
+
+    def __neg__(self) -> Array:
+        return -self.dequantize()
+
+    def __pos__(self) -> Array:
+        return +self.dequantize()
+
+    def __abs__(self) -> Array:
+        return abs(self.dequantize())
+
+    all = _on_dense("all", jax.Array.all)
+    any = _on_dense("any", jax.Array.any)
+    argmax = _on_dense("argmax", jax.Array.argmax)
+    argmin = _on_dense("argmin", jax.Array.argmin)
+    argpartition = _on_dense("argpartition", jax.Array.argpartition)
+    argsort = _on_dense("argsort", jax.Array.argsort)
+    choose = _on_dense("choose", jax.Array.choose)
+    clip = _on_dense("clip", jax.Array.clip)
+    compress = _on_dense("compress", jax.Array.compress)
+    cumprod = _on_dense("cumprod", jax.Array.cumprod)
+    cumsum = _on_dense("cumsum", jax.Array.cumsum)
+    diagonal = _on_dense("diagonal", jax.Array.diagonal)
+    dot = _on_dense("dot", jax.Array.dot)
+    flatten = _on_dense("flatten", jax.Array.flatten)
+    item = _on_dense("item", jax.Array.item)
+    max = _on_dense("max", jax.Array.max)
+    mean = _on_dense("mean", jax.Array.mean)
+    min = _on_dense("min", jax.Array.min)
+    nonzero = _on_dense("nonzero", jax.Array.nonzero)
+    prod = _on_dense("prod", jax.Array.prod)
+    ptp = _on_dense("ptp", jax.Array.ptp)
+    ravel = _on_dense("ravel", jax.Array.ravel)
+    repeat = _on_dense("repeat", jax.Array.repeat)
+    round = _on_dense("round", jax.Array.round)
+    searchsorted = _on_dense("searchsorted", jax.Array.searchsorted)
+    sort = _on_dense("sort", jax.Array.sort)
+    squeeze = _on_dense("squeeze", jax.Array.squeeze)
+    std = _on_dense("std", jax.Array.std)
+    sum = _on_dense("sum", jax.Array.sum)
+    take = _on_dense("take", jax.Array.take)
+    trace = _on_dense("trace", jax.Array.trace)
+    var = _on_dense("var", jax.Array.var)
+    view = _on_dense("view", jax.Array.view)
+    __round__ = _on_dense("__round__", jax.Array.__round__)
+
+    def tobytes(self, order: str = "C") -> bytes:
+        """Returns the bytes of the dense values."""
+        return self.dequantize().tobytes(order)
+
+    def tolist(self) -> list:
+        """Returns the dense values as nested lists."""
+        return self.dequantize().tolist()
+
+    def __dlpack__(self, **options: object) -> object:
+        return self.dequantize().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.dequantize().__dlpack_device__()  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
-    def real(self) -> Any:
+    def real(self: _Array) -> _Array:
         """The array itself: values are floats."""
         return self
 
@@ -141,22 +296,22 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         """Zeros: values are floats."""
         return jnp.zeros(self.shape, self.dtype)
 
-    def conj(self) -> Any:
+    def conj(self: _Array) -> _Array:
         """The array itself: values are floats."""
         return self
 
     conjugate = conj
 
-    def copy(self) -> Any:
+    def copy(self: _Array) -> _Array:
         """Copies the array to new memory. Stays quantized."""
         return jax.tree_util.tree_map(jnp.copy, self)
 
     @property
-    def device(self) -> Any:
+    def device(self) -> "jax.Device | Sharding":  # pyright: ignore[reportInvalidTypeForm]
         """The device; with several devices, the sharding of the codes, as `jax.Array.device`."""
         return jax.tree_util.tree_leaves(self)[0].device
 
-    def devices(self) -> set[Any]:
+    def devices(self) -> "set[jax.Device]":  # pyright: ignore[reportInvalidTypeForm]
         """Returns the devices that hold the array."""
         return set().union(*(leaf.devices() for leaf in jax.tree_util.tree_leaves(self)))
 
@@ -164,11 +319,11 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         """Returns whether any of its memory was freed or donated."""
         return any(leaf.is_deleted() for leaf in jax.tree_util.tree_leaves(self))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         del copy  # dequantizing always makes a new array
         return np.asarray(self.dequantize(), dtype=dtype)
 
-    def block_until_ready(self) -> "AbstractArrayValue":
+    def block_until_ready(self: _Array) -> _Array:
         """Waits until the codes and scales are computed."""
         return jax.block_until_ready(self)
 
@@ -216,12 +371,13 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-def flatten_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def flatten_arguments(arguments: Sequence[int | Sequence[int] | None]) -> tuple[int, ...]:
     """Makes `f(1, 2)` and `f((1, 2))` the same call."""
-    return tuple(arguments[0]) if len(arguments) == 1 and np.ndim(arguments[0]) > 0 else arguments
+    nested = len(arguments) == 1 and np.ndim(arguments[0]) > 0  # pyright: ignore[reportArgumentType]
+    return tuple(arguments[0] if nested else arguments)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
-def as_permutation(axes: tuple[Any, ...], ndim: int) -> list[int]:
+def as_permutation(axes: Sequence[int | Sequence[int] | None], ndim: int) -> list[int]:
     """Returns the arguments of `transpose` as a list of non-negative axes; no argument or `None` reverses the axes."""
     given = () if axes and axes[0] is None else flatten_arguments(axes)
     order = [int(a) for a in given] or list(range(ndim))[::-1]
@@ -230,42 +386,5 @@ def as_permutation(axes: tuple[Any, ...], ndim: int) -> list[int]:
     return [a % ndim for a in order]
 
 
-def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    function.__name__ = name
-    function.__qualname__ = f"AbstractArrayValue.{name}"
-    function.__doc__ = f"As `jax.Array.{name}`, on the dequantized array; the result is dense."
-    return function
-
-
-def _dense(x: Any) -> Any:
-    return x.dequantize() if isinstance(x, AbstractArrayValue) else x
-
-
-def _operator(name: str) -> Callable[[Any, Any], Any]:
-    return divmod if name == "divmod" else getattr(operator, name)
-
-
-def _binary(op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: op(self.dequantize(), _dense(other))
-
-
-def _reflected(op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: op(jnp.asarray(other), self.dequantize())
-
-
-def _unary(op: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: op(self.dequantize())
-
-
-def _method(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: getattr(self.dequantize(), name)(*args, **kwargs)
-
-
-for _name in (*_BINARY, *_COMPARISONS):
-    setattr(AbstractArrayValue, f"__{_name}__", _named(f"__{_name}__", _binary(_operator(_name))))
-for _name in _BINARY:
-    setattr(AbstractArrayValue, f"__r{_name}__", _named(f"__r{_name}__", _reflected(_operator(_name))))
-for _name in _UNARY:
-    setattr(AbstractArrayValue, f"__{_name}__", _named(f"__{_name}__", _unary(getattr(operator, _name))))
-for _name in _METHODS:
-    setattr(AbstractArrayValue, _name, _named(_name, _method(_name)))
+def _dense(x: _Operand) -> ArrayLike:
+    return x.dequantize() if isinstance(x, AbstractOperand) else x

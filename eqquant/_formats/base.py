@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
 from .._errors import check_keywords, did_you_mean
+from .._export import register_export
 from .._numerics.blocks import BlockSize
 from .._numerics.packing import num_planes
 from .._numerics.scale_bits import ScaleDtype
@@ -84,6 +85,7 @@ class AbstractFormat(eqx.Module):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        register_export(cls)
         if not cls.__name__.startswith(("Abstract", "_")):
             name, known = cls.__name__.lower(), _FORMATS.get(cls.__name__.lower())
             # A notebook may define a user's class again; the library's own formats cannot be replaced.

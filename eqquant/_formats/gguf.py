@@ -9,10 +9,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .._numerics.blocks import absmax, BlockSize, minmax, signed_absmax
+from .._numerics.blocks import absmax, BlockSize, ends, minmax, signed_absmax
 from .._numerics.integers import affine_scale
 from .._numerics.rounding import divide_as_c, round_half_away
-from .._numerics.scale_bits import ScaleDtype
+from .._numerics.scale_bits import round_up_from_zero, ScaleDtype
 from .base import AbstractFormat, AbstractOffsetFormat, Blocks, Scales
 from .codebook import AbstractCodebook
 from .integer import Int6, Int8
@@ -93,10 +93,12 @@ class _AbstractOffset(_AbstractSteps):
     """Steps from the least value of a block to the largest."""
 
     def choose_scale(self, blocks: Blocks) -> Scales:
-        return divide_as_c(jnp.max(blocks, axis=-1) - jnp.min(blocks, axis=-1), 2**self.bits - 1)
+        (low, high), top = ends(blocks), 2**self.bits - 1
+        # Divided first where `high - low` overflows.
+        return jnp.where(jnp.isfinite(high - low), divide_as_c(high - low, top), high / top - low / top)
 
     def choose_offset(self, blocks: Blocks, scale: Scales) -> Scales:
-        return jnp.min(blocks, axis=-1)
+        return ends(blocks)[0]
 
 
 class Q4_1(_AbstractOffset, _AbstractPlain):
@@ -167,7 +169,8 @@ class _Unsigned(AbstractFormat):
     scale_dtype: ClassVar[ScaleDtype] = "float16"
 
     def choose_scale(self, blocks: Blocks) -> Scales:
-        return signed_absmax(blocks) / (2**self.bits - 1)
+        # Not zero: scales would vanish beside offsets.
+        return round_up_from_zero(signed_absmax(blocks) / (2**self.bits - 1), self.scale_dtype)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
         return jnp.clip(jnp.round(values), 0, 2**self.bits - 1).astype(jnp.uint8)
@@ -274,6 +277,7 @@ class IQ4_NL(_AbstractIQ4):
     r"""GGUF's IQ4_NL: sixteen levels from -127 to 113, dense about zero; $s = x_m / {-127}$.
 
     $x_m$ is the value of largest magnitude with its sign. Blocks of 32; scales in float16; 4.5 bits per weight.
+    No level is zero: a zero beside other values decodes to $s$, so padded and sparse weights lose their zeros.
 
     **Arguments:** none; the block size is set by definition.
     """
@@ -284,7 +288,8 @@ class IQ4_NL(_AbstractIQ4):
 class IQ4_XS(_AbstractIQ4):
     r"""GGUF's IQ4_XS: the levels of [`eqquant.IQ4_NL`][], with scales of six bits; 4.25 bits per weight.
 
-    Blocks of 32; scales are multiples of a float16 for 256 weights.
+    Blocks of 32; scales are multiples of a float16 for 256 weights. No level is zero: a zero beside other values
+    decodes to $s$, so padded and sparse weights lose their zeros.
 
     **Arguments:** none; the block size is set by definition.
     """

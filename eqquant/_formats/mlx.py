@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .._numerics.blocks import BlockSize, divide
+from .._numerics.blocks import BlockSize, divide, ends
 from .base import AbstractOffsetFormat, Blocks, check_stored_float, Scales, StoredFloat
 
 
@@ -42,7 +42,7 @@ class MLX(AbstractOffsetFormat):
             raise ValueError(f"`bits` of MLX must be 2, 3, 4, 5, 6 or 8. Got {self.bits!r}.")
 
     def choose_scale(self, blocks: Blocks) -> Scales:
-        low, high = jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
+        low, high = ends(blocks)
         top = 2**self.bits - 1
         size = high / top - low / top  # divided first, since `high - low` may overflow
         scale = jnp.where(jnp.abs(low) > jnp.abs(high), size, -size)
@@ -50,7 +50,7 @@ class MLX(AbstractOffsetFormat):
         return divide(edge, jnp.round(divide(edge, scale)))
 
     def choose_offset(self, blocks: Blocks, scale: Scales) -> Scales:
-        low, high = jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
+        low, high = ends(blocks)
         return jnp.where(jnp.abs(low) > jnp.abs(high), low, high)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:

@@ -5,4 +5,5 @@ from . import (
     quax_rules as quax_rules,
     rounded_rules as rounded_rules,
     rules as rules,
+    transform_rules as transform_rules,
 )

@@ -8,6 +8,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,20 +26,22 @@ from .._numerics.scale_bits import scale_to_bits
 from .kernels import codes, xla, xla_cpu
 from .kernels.packed import decode_bytes, Packed
 from .problem import MatmulProblem, Target
-from .rows import AbstractRows, StaticRows
+from .rows import AbstractRows, Activations, StaticRows
 from .selected import SelectedArray
 
 
 class _Implementation(NamedTuple):
     platforms: tuple[str, ...]  # () for all
     supports: Callable[[MatmulProblem, Target], str | None]  # the reason why not, or None
-    compute: Callable[[Any, Any, MatmulProblem, Target], Array]
+    compute: Callable[..., Array]  # of `x`, `w`, the problem and the target
     # Whether it multiplies codes of activations. Otherwise it gets their values.
     takes_codes: Callable[[MatmulProblem, Target], bool] = lambda problem, target: False
     selects: bool = False  # whether it reads arrays of a stack where they lie
 
 
-def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False, **options: Any) -> _Implementation:
+def _kernel(
+    platform: str, load: Callable[[], ModuleType], *, any_layout: bool = False, **more: object
+) -> _Implementation:
     """Returns the implementation of a kernel, which takes raw arrays. Imports its module at first use.
 
     The module has the functions `supports` and `matmul`. `matmul` takes operands of two dimensions; if `any_layout`,
@@ -60,7 +63,7 @@ def _kernel(platform: str, load: Callable[[], Any], *, any_layout: bool = False,
             transpose=problem.transpose,
             precision=_precision(problem),
             target=target,
-            **options,
+            **more,
             **({"by_columns": problem.by_columns} if any_layout else {}),
         )
         batch = x.shape[:-2]
@@ -88,7 +91,7 @@ def _xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: Target) -> A
     layout, transpose, precision = problem.layout, problem.transpose, problem.precision
     if target.platform == "cpu":
         return xla_cpu.matmul(x, pack_arrays(w), layout, w.dtype, transpose=transpose, precision=precision)
-    if _of_bytes(problem):
+    if _has_plain_bytes(problem):
         # The scale of a row can scale the results, or with `transpose` the operand. The weight is then a single
         # conversion, which XLA fuses with the product.
         decode = ft.partial(decode_bytes, layout=layout, dtype=x.dtype)
@@ -103,7 +106,7 @@ def kind_of_codes(problem: MatmulProblem, target: Target) -> codes.Kind | None:
     return codes.kind_of(problem.layout_of_x, problem.layout, target)
 
 
-def decoded(problem: MatmulProblem, target: Target) -> MatmulProblem:
+def decode_activations(problem: MatmulProblem, target: Target) -> MatmulProblem:
     """Returns the product of the values of the activations, as floats that hold them."""
     if problem.activations is None:
         return problem
@@ -124,10 +127,10 @@ def _without_factor(q: QuantizedArray) -> tuple[QuantizedArray, Float32[Array, "
     return dataclasses.replace(q, scale_bits=ones), q.scale
 
 
-def as_codes(x: Any) -> QuantizedArray:
+def as_codes(x: Activations) -> QuantizedArray:
     """Returns quantized activations."""
     x = x.quantized() if isinstance(x, AbstractRows) else x
-    return dataclasses.replace(x, gradient_of=None)
+    return dataclasses.replace(x, gradient_of=None)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
 def _cpu_int8_supports(problem: MatmulProblem, target: Target) -> str | None:
@@ -141,8 +144,11 @@ def _cpu_int8_supports(problem: MatmulProblem, target: Target) -> str | None:
     return _cpu_int8_kernel().supports(problem.layout, problem.m, problem.n, problem.dtype, target=target)
 
 
-def _cpu_int8_product(x: Any, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target) -> Array:
-    product = ft.partial(_cpu_int8_kernel().matmul, layout=problem.layout, target=target, by_columns=problem.by_columns)
+def _cpu_int8_product(
+    x: Activations, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target
+) -> Array:
+    del target
+    product = ft.partial(_cpu_int8_kernel().matmul, layout=problem.layout, by_columns=problem.by_columns)
     weight = stored_arrays(w)
     if isinstance(x, AbstractRows) and x.format in _ROWS_INSIDE:
         given = {"x_scale": x.scale, "x_zero": x.zero_point} if isinstance(x, StaticRows) else {}
@@ -158,7 +164,7 @@ def _cpu_int8_product(x: Any, w: QuantizedArray | SelectedArray, problem: Matmul
 _ROWS_INSIDE = tuple(Int8(size, symmetric=symmetric) for size in (None, "tensor") for symmetric in (True, False))
 
 
-def _of_bytes(p: MatmulProblem) -> bool:
+def _has_plain_bytes(p: MatmulProblem) -> bool:
     """Returns whether a weight decodes by one conversion of bytes (to integers or small floats) and a scale per row."""
     layout = p.layout
     # The transposed product scales `x` first, which might underflow in float16.
@@ -174,25 +180,25 @@ def _always(problem: MatmulProblem, target: Target) -> None:
 # Importing Pallas takes as long as importing JAX, so import these at first use.
 
 
-def _cpu() -> Any:
+def _cpu() -> ModuleType:
     from .kernels import cpu
 
     return cpu
 
 
-def _cpu_int8_kernel() -> Any:
+def _cpu_int8_kernel() -> ModuleType:
     from .kernels import cpu_int8
 
     return cpu_int8
 
 
-def _pallas_gpu() -> Any:
+def _pallas_gpu() -> ModuleType:
     from .kernels import pallas_gpu
 
     return pallas_gpu
 
 
-def _pallas_tpu() -> Any:
+def _pallas_tpu() -> ModuleType:
     from .kernels import pallas_tpu
 
     return pallas_tpu
@@ -234,10 +240,10 @@ def _codes(problem: MatmulProblem) -> bool:
 _PREFERENCES = (
     _Preference("cpu", "cpu_int8", lambda p, _: _codes(p) and library.isa() != "generic", _INTEGERS),
     _Preference("", "xla", lambda p, target: kind_of_codes(p, target) in ("int8", "float8"), _SMALL),
-    _Preference("cuda", "xla", lambda p, _: _of_bytes(p), _FUSED),
+    _Preference("cuda", "xla", lambda p, _: _has_plain_bytes(p), _FUSED),
     _Preference("cuda", "pallas_gpu", lambda p, _: p.m <= 256, _FEW_ROWS),
     _Preference("cuda", "xla", lambda p, _: True, _MANY_ROWS),
-    _Preference("tpu", "xla", lambda p, _: _of_bytes(p), _FUSED),
+    _Preference("tpu", "xla", lambda p, _: _has_plain_bytes(p), _FUSED),
     _Preference("tpu", "pallas_tpu", lambda p, _: p.m <= (256 if p.layout.one_scale else 64), _FEW_ROWS),
     _Preference("tpu", "xla", lambda p, _: True, _MANY_ROWS),
     _Preference("cpu", "xla", lambda p, _: library.isa() == "generic", _PLAIN),
@@ -276,26 +282,42 @@ def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[
 
 
 def compute(
-    x: Any, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target, name: str
+    x: Activations, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target, forced: str | None
 ) -> Float[Array, "*batch rows outer"]:
-    """Computes a product with the implementation of that name.
+    """Computes a product with the implementation `forced`, or the one to choose.
 
     `x` is also codes, or rows to quantize. An implementation that does not take codes gets their values.
     """
+    name, _ = choose(target, problem, forced)
     implementation = IMPLEMENTATIONS[name]
     if isinstance(w, SelectedArray) and not implementation.selects:
+        if w.index.size > w.stack.shape[0]:
+            return _one_by_one(x, w, problem, target, name)
         w = w.taken()
     if problem.activations is None or implementation.takes_codes(problem, target):
         return implementation.compute(x, w, problem, target)
-    of_values, q, factor = decoded(problem, target), as_codes(x), None
+    on_values, q, factor = decode_activations(problem, target), as_codes(x), None
     if kind_of_codes(problem, target) == "bfloat16":
         # Then values are exact in the few bits that the platform multiplies.
         q, factor = _without_factor(q)
-    values = dataclasses.replace(q, logical_dtype=of_values.dtype).dequantize()
-    y = implementation.compute(values, w, of_values, target)
+    values = dataclasses.replace(q, logical_dtype=on_values.dtype).dequantize()
+    y = implementation.compute(values, w, on_values, target)
     if factor is not None:
         y = y.astype(jnp.float32) * jnp.broadcast_to(factor, y.shape)
     return y.astype(problem.dtype)
+
+
+def _one_by_one(x: Any, w: SelectedArray, problem: MatmulProblem, target: Target, name: str) -> Array:
+    """Computes the products with selected arrays in a loop, since copies of them would be larger than the stack."""
+    batch = w.index.shape
+    flat = jtu.tree_map(lambda a: a.reshape(w.index.size, *a.shape[len(batch) :]), (x, w.index))
+
+    def one(operands: tuple[Any, Array]) -> Array:
+        x, index = operands
+        return compute(x, dataclasses.replace(w, index=index).taken(), problem, target, name)
+
+    y = jax.lax.map(one, flat)
+    return y.reshape(*batch, *y.shape[1:])
 
 
 def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
@@ -315,7 +337,7 @@ def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
     if implementation.platforms and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
     takes_codes = implementation.takes_codes(problem, target)
-    return implementation.supports(problem if takes_codes else decoded(problem, target), target)
+    return implementation.supports(problem if takes_codes else decode_activations(problem, target), target)
 
 
 def multiplied_types(problem: MatmulProblem, target: Target, name: str) -> str:
@@ -326,7 +348,7 @@ def multiplied_types(problem: MatmulProblem, target: Target, name: str) -> str:
     if kind is not None:
         types = [problem.layout_of_x.kind, problem.layout.kind] if kind == "float8" else [kind, kind]
         return f"{' x '.join(types)}, sums in float32"
-    wide = decoded(problem, target).dtype
+    wide = decode_activations(problem, target).dtype
     sums = "float64" if wide.itemsize > 4 else "float32"
     return f"{wide} x {wide} (decoded), sums in {sums}"
 

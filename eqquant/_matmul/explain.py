@@ -4,22 +4,27 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
+import jax.core
 import jax.extend
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.extend.core import JaxprEqn
+from jax.lax import PrecisionLike
 from rich.table import Table
 
-from .._array.array import is_quantized
+from .._array.array import is_quantized, QuantizedArray
 from .._array.contraction import matmul
 from .._array.primitive import operands_of, quantized_matmul_p, rounded_matmul_p
 from .._array.value import AbstractArrayValue
 from .._report import Report, report_table
+from .._types import PyTree
 from .dispatch import choose, IMPLEMENTATIONS, multiplied_types, refusal_of, why_decoded
 from .problem import MatmulProblem, problem_of, Target
 from .rounded_rules import compute_rounded
+from .rows import Activations
+from .selected import SelectedArray
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -47,7 +52,7 @@ class MatmulExplanation(Report):
         return table
 
 
-def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExplanation:
+def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> MatmulExplanation:
     """Reports which implementation `x @ w` takes, and why it does not take the others.
 
     !!! Example
@@ -94,8 +99,7 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
         axes = getattr(q, "axis", "")
         part = f"the sum is over a part of the quantized axes {axes}, or copies of the other operand would be larger"
         why = "it has one dimension" if q.ndim < 2 else part
-        result: Any = traced.out_avals[0]
-        shape, dtype = (math.prod(q.shape[:-1]), q.shape[-1]), result.dtype
+        shape, dtype = (math.prod(q.shape[:-1]), q.shape[-1]), traced.out_avals[0].dtype  # pyright: ignore
         problem = MatmulProblem(1, *shape, dtype, getattr(q, "format", None), False)  # pyright: ignore
         verdicts = {"dense": f"{why}: dequantize, then multiply"}
         return MatmulExplanation(problem, platform, "dense", verdicts, f"{dtype} x {dtype}")
@@ -112,7 +116,17 @@ def explain_matmul(x: Any, w: Any, *, platform: str | None = None) -> MatmulExpl
     )
 
 
-def _products(jaxpr: Any) -> Iterator[tuple[Any, Any, bool, Any]]:
+def implementation_of(equation: JaxprEqn) -> str:
+    """Returns the implementation that a quantized matmul of a traced program takes on the default backend."""
+    params = equation.params
+    operands = operands_of([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
+    problem = problem_of(*operands, params["transpose"], params["precision"])
+    return choose(Target(_platform(None)), problem, params["implementation"])[0]
+
+
+def _products(
+    jaxpr: jax.extend.core.Jaxpr,
+) -> Iterator[tuple[Activations | jax.core.ShapedArray, QuantizedArray | SelectedArray, bool, PrecisionLike]]:
     """Yields the operands, `transpose` and `precision` of each quantized matmul in a jaxpr and its inner jaxprs."""
     for equation in jaxpr.eqns:
         params = equation.params

@@ -17,8 +17,8 @@ Scales go with their codes. A scale that covers more than the shard of a device 
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jaxtyping import Array, Float
 
 from .. import _compat
 from .._array.array import QuantizedArray
+from .._array.codes import AbstractCodes, row_length
 from .._array.sharding import can_divide, divided_leaves, leaf_specs, smallest_part
 from .._mesh import as_spec, Names, names_in
 from .._numerics import packing
@@ -39,7 +40,7 @@ from .._numerics.scale_bits import scale_to_bits
 Compute = Callable[[Array, QuantizedArray], Array]
 
 
-def partitioned(
+def divide_product(
     compute: Compute, x: Float[Array, "*batch rows inner"], w: QuantizedArray, *, transpose: bool
 ) -> Float[Array, "*batch rows outer"]:
     """Returns `compute(x, w)`; each device computes its shards.
@@ -57,7 +58,9 @@ def partitioned(
         del leaves
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)
 
-    def partition(mesh: Mesh, operands: Any, result: Any) -> Any:
+    def partition(
+        mesh: Mesh, operands: Sequence[jax.ShapeDtypeStruct], result: jax.ShapeDtypeStruct
+    ) -> tuple[Mesh, Callable[..., Array], NamedSharding, tuple[NamedSharding, ...]]:
         x, *leaves = operands
         codes = leaves[0]
         names = lambda of: _names(of, mesh)
@@ -99,7 +102,7 @@ class _Division(NamedTuple):
 
 
 def _divide(
-    sizes: Any,
+    sizes: Mapping[str, int],
     w: QuantizedArray,
     x: tuple[Names, ...],
     codes: tuple[Names, ...],
@@ -109,11 +112,11 @@ def _divide(
     """Chooses the division, from the shardings of the operands and the wanted sharding of the result."""
     n, k = w.shape[-2:]
     *batch, rows, kept = result
-    of_weight = codes[-2] if transpose else codes[-1]
+    contracting = codes[-2] if transpose else codes[-1]
     # Each device sums over its part of the weight; except along mesh axes that also divide the examples, as in fully
     # sharded training, where the weight is divided only to store it.
     taken = {name for names in (*batch, *result[-2:]) for name in names}
-    contracted = tuple(name for name in of_weight if name in x[-1] or name not in taken)
+    contracted = tuple(name for name in contracting if name in x[-1] or name not in taken)
     if not can_divide(n if transpose else k, None if transpose else w.format, contracted, sizes):
         contracted = ()
     (rows, dealt_rows), (kept, dealt_kept) = _deal(rows, contracted), _deal(kept, contracted)
@@ -144,55 +147,57 @@ def _local(w: QuantizedArray, leaves: Sequence[Array], names: Names, parts: int)
     mine = jtu.tree_unflatten(jtu.tree_structure(w), leaves)
     if parts == 1:
         return mine
-    blocks = num_blocks(w._length // parts, w.block_size)
+    blocks = num_blocks(row_length(w) // parts, w.block_size)
 
-    def decoded(stored: Any) -> Any:
+    def decode_own(stored: Array | AbstractCodes | None) -> Array | None:
         """Decodes scales or offsets of this device's blocks, since a scale of scales may cover more than one part."""
-        if not isinstance(stored, QuantizedArray):
+        if not isinstance(stored, AbstractCodes):
             return stored
         # Codes that cannot be cut between the blocks of devices are whole on each.
-        length = stored._length
+        length = row_length(stored)
         if length > blocks and stored.codes.shape[-1] == packing.packed_length(length, stored.format.bits):
             first = jax.lax.axis_index(names) * blocks
-            of_all = stored.dequantize()
-            return scale_to_bits(jax.lax.dynamic_slice_in_dim(of_all, first, blocks, axis=-1), mine.format.scale_dtype)
+            whole_scale = stored.dequantize()
+            return scale_to_bits(
+                jax.lax.dynamic_slice_in_dim(whole_scale, first, blocks, axis=-1), mine.format.scale_dtype
+            )
         values = stored.format.decode(packing.unpack(stored.codes, stored.format.bits, blocks))
-        whole = stored.scale.shape[-1] == num_blocks(stored._length, stored.block_size)
-        first = jax.lax.axis_index(names) * blocks if whole and stored._length > blocks else 0
-        of_all = expand(stored.scale, stored.block_size, stored._length if whole else blocks)
-        scale = values * jax.lax.dynamic_slice_in_dim(of_all, first, blocks, axis=-1)
+        whole = stored.scale.shape[-1] == num_blocks(row_length(stored), stored.block_size)
+        first = jax.lax.axis_index(names) * blocks if whole and row_length(stored) > blocks else 0
+        whole_scale = expand(stored.scale, stored.block_size, row_length(stored) if whole else blocks)
+        scale = values * jax.lax.dynamic_slice_in_dim(whole_scale, first, blocks, axis=-1)
         return scale_to_bits(scale, mine.format.scale_dtype)
 
-    def own_zero_point(packed: Any) -> Any:
+    def own_zero_point(packed: Array | None) -> Array | None:
         """Takes the zero points of this device's blocks, where they are packed with those of other devices."""
-        of_all, bits = num_blocks(w._length, w.block_size), w.format.bits
-        if packed is None or of_all == blocks or packed.shape[-1] != packing.packed_length(of_all, bits):
+        count, bits = num_blocks(row_length(w), w.block_size), w.format.bits
+        if packed is None or count == blocks or packed.shape[-1] != packing.packed_length(count, bits):
             return packed
         first = jax.lax.axis_index(names) * blocks
-        own = jax.lax.dynamic_slice_in_dim(packing.unpack(packed, bits, of_all), first, blocks, axis=-1)
+        own = jax.lax.dynamic_slice_in_dim(packing.unpack(packed, bits, count), first, blocks, axis=-1)
         return packing.pack(own, bits)
 
     return dataclasses.replace(
         mine,
-        scale_bits=decoded(mine.scale_bits),
+        scale_bits=decode_own(mine.scale_bits),
         zero_point_bits=own_zero_point(mine.zero_point_bits),
-        offset_bits=decoded(mine.offset_bits),
-        lengths=(w._length // parts,),
+        offset_bits=decode_own(mine.offset_bits),
+        lengths=(row_length(w) // parts,),
     )
 
 
-def _names(struct: Any, mesh: Mesh) -> tuple[Names, ...]:
+def _names(struct: jax.ShapeDtypeStruct, mesh: Mesh) -> tuple[Names, ...]:
     """Returns the mesh axes that divide each dimension."""
     return names_in(_compat.spec_on_mesh(struct.sharding, mesh), len(struct.shape))
 
 
-def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[str, dict[str, Any]]:
+def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[str, dict[str, int | tuple[str, ...]]]:
     """Returns the sharding rule of the product, as an einsum. It divides the quantized axis only into whole parts."""
     batch = [f"batch{i}" for i in range(len(shape) - 2)]
-    length = w._length
+    length = row_length(w)
     unit = smallest_part(length, w.format)
     parts = max(length // unit, 1) if length % unit == 0 else 1
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, int | tuple[str, ...]] = {}
 
     def along(count: int, name: str) -> str:
         """Names a dimension of `count` entries along the quantized axis: parts, of some entries each."""
@@ -205,7 +210,7 @@ def _rule(shape: tuple[int, ...], w: QuantizedArray, transpose: bool) -> tuple[s
 
     k, lasts = along(length, "within"), []
     for number, (leaf, divided) in enumerate(zip(jtu.tree_leaves(w), divided_leaves(w, parts), strict=True)):
-        lasts.append(along(leaf.shape[-1], f"of_leaf{number}") if divided else f"shared{number}")
+        lasts.append(along(leaf.shape[-1], f"within{number}") if divided else f"shared{number}")
     if parts > 1 and "parts" not in (k, *lasts):
         sizes["parts"] = parts  # a factor that is never a whole dimension must have its size
     leaves = [" ".join([*batch, "n", last]) for last in lasts]

@@ -1,14 +1,19 @@
 """Describes a quantized matmul for the choice of an implementation: shapes, dtype, layout."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax.core
 import jax.numpy as jnp
+import numpy as np
+from jax.lax import PrecisionLike
 
+from .._array.array import QuantizedArray
 from .._array.dequantize import has_plain_scales
 from .._formats.base import AbstractFormat
 from .._formats.layout import layout_of
 from .._native.layout import Layout
 from .kernels.target import Target as Target
+from .rows import Activations
 from .selected import SelectedArray
 
 
@@ -22,10 +27,10 @@ class MatmulProblem(NamedTuple):
     m: int
     n: int
     k: int
-    dtype: Any
+    dtype: np.dtype
     format: AbstractFormat
     transpose: bool
-    precision: Any = None
+    precision: PrecisionLike = None
     plain_scales: bool = False  # the format quantizes its scales, but a shard holds them decoded
     by_columns: tuple[bool, bool] = (False, False)  # as in `bind_matmul`
     activations: AbstractFormat | None = None
@@ -42,7 +47,11 @@ class MatmulProblem(NamedTuple):
 
 
 def problem_of(
-    x: Any, w: Any, transpose: bool, precision: Any, by_columns: tuple[bool, bool] = (False, False)
+    x: Activations | jax.core.ShapedArray,
+    w: QuantizedArray | SelectedArray,
+    transpose: bool,
+    precision: PrecisionLike,
+    by_columns: tuple[bool, bool] = (False, False),
 ) -> MatmulProblem:
     """Returns the problem for the operands of the primitive: arrays, or only their shapes and dtypes."""
     (n, k), dtype, plain = (

@@ -1,17 +1,20 @@
 """`quaxify`: runs any function on quantized operands with Quax."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
 import quax
 
+from .._array.value import AbstractArrayValue
+from .._types import PyTree
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_Function = TypeVar("_Function", bound=Callable[..., PyTree])
 
 
-def quaxify(fn: _Function, /, filter_spec: Any = True) -> _Function:
+def quaxify(fn: _Function, /, filter_spec: PyTree = True) -> _Function:
     """Transforms a function so that it takes quantized arrays, with [Quax](https://docs.kidger.site/quax/).
 
     Inside the function, every `jax.lax.dot_general`, and so `jnp.matmul` and `jnp.einsum`, uses the quantized matmul
@@ -43,30 +46,35 @@ def quaxify(fn: _Function, /, filter_spec: Any = True) -> _Function:
 
 
 class _Quaxified(eqx.Module):
-    fn: Any
+    fn: Callable[..., PyTree]
 
     @property
-    def __wrapped__(self) -> Any:
+    def __wrapped__(self) -> Callable[..., PyTree]:
         return self.fn
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         # Quax maps over its arguments while JAX has no current trace, which making some nodes needs (`_Quaxify` in
         # https://github.com/nstarman/quax/blob/main/src/quax/_quaxify.py). So pass it leaves, and make nodes inside.
         leaves, treedef = jtu.tree_flatten((self.fn, args, kwargs), is_leaf=_is_value)
         out_treedef = None
 
-        def on_leaves(leaves: list[Any]) -> list[Any]:
+        def on_leaves(leaves: list[PyTree]) -> list[PyTree]:
             nonlocal out_treedef
             fn, args, kwargs = jtu.tree_unflatten(treedef, leaves)
             out, out_treedef = jtu.tree_flatten(fn(*args, **kwargs), is_leaf=_is_value)
             return out
 
-        out = quax.quaxify(on_leaves)(leaves)
+        out = map(_done, quax.quaxify(on_leaves)(leaves))
         return jtu.tree_unflatten(out_treedef, out)
 
-    def __get__(self, instance: Any, owner: Any) -> Any:
+    def __get__(self, instance: object, owner: type | None) -> Callable[..., PyTree]:
         return self if instance is None else eqx.Partial(self, instance)
 
 
-def _is_value(x: Any) -> bool:
+def _done(x: PyTree) -> PyTree:
+    """Computes an operation that was put off, such as the product of a weight and a scalar."""
+    return x.dequantize() if isinstance(x, AbstractArrayValue) and x.deferred else x
+
+
+def _is_value(x: object) -> bool:
     return isinstance(x, quax.Value)

@@ -19,26 +19,26 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.core
 import jax.extend
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Float, Float32
 
 from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.contraction import Options
-from .._array.primitive import bind_matmul, OF_W, OF_X, rounded_matmul_p, Rounding
+from .._array.primitive import bind_matmul, rounded_matmul_p, Rounding, W_PLACE, X_PLACE
 from .._array.quantize import quantize_array
 from .._formats.base import spans_rows
 from .._methods import AbsMax
 from .._methods.given import FixedAmax
 from .._numerics.blocks import absmax
 from .._numerics.hashing import hashed_key, seed_of
-from .._numerics.primitives import compiled, moved, without_tangent
+from .._numerics.primitives import compile_alone, mapped_size, move_mapped, Primal, Tangent, without_tangent
 from .._numerics.scale_bits import scale_to_bits
 from .rows import DynamicRows
 
@@ -51,31 +51,31 @@ def compute_rounded(
     x: Float[Array, "*batch m k"],
     w: Float[Array, "*batch n k"],
     *largest: Float32[Array, "*lead 3"],
-    of_x: Rounding | None,
-    of_w: Rounding | None,
-    of_gradient: Rounding,
-    precision: Any,
+    x_rounding: Rounding | None,
+    w_rounding: Rounding | None,
+    gradient_rounding: Rounding,
+    precision: PrecisionLike,
     implementation: str | None,
 ) -> Float[Array, "*batch m n"]:
     """Rounds both operands, and multiplies them by the quantized matmul."""
-    del of_gradient
+    del gradient_rounding
     if 0 in (*x.shape, *w.shape):
         return jnp.zeros((*x.shape[:-1], w.shape[-2]), x.dtype)
-    if of_w is None and of_x is None:
+    if w_rounding is None and x_rounding is None:
         return jnp.matmul(x, jnp.swapaxes(w, -1, -2), precision=precision)
     product = ft.partial(bind_matmul, options=Options(precision, implementation))
-    if of_w is None:
-        return jnp.swapaxes(product(w, _rounded(x, of_x, *largest)), -1, -2)
-    return product(x if of_x is None else _rows(x, of_x, *largest), _rounded(w, of_w, *largest))
+    if w_rounding is None:
+        return jnp.swapaxes(product(w, _round(x, x_rounding, *largest)), -1, -2)
+    return product(x if x_rounding is None else _rows(x, x_rounding, *largest), _round(w, w_rounding, *largest))
 
 
 def _rows(x: Float[Array, "*batch m k"], rounding: Rounding, *largest: Array) -> DynamicRows | QuantizedArray:
     """Returns the left operand: rows that an implementation quantizes where that is cheapest, if it may."""
     whole = spans_rows(rounding.format) or rounding.stochastic or bool(largest)
-    return _rounded(x, rounding, *largest) if whole else DynamicRows(x, rounding.format)
+    return _round(x, rounding, *largest) if whole else DynamicRows(x, rounding.format)
 
 
-def _rounded(x: Float[Array, "*batch m k"], rounding: Rounding | None, *largest: Array) -> QuantizedArray:
+def _round(x: Float[Array, "*batch m k"], rounding: Rounding | None, *largest: Array) -> QuantizedArray:
     format, stochastic, place = rounding  # pyright: ignore[reportGeneralTypeIssues]
 
     # One matrix at a time: a scale of a whole tensor is that of a product. Its own bits seed its rounding: runs repeat
@@ -83,16 +83,16 @@ def _rounded(x: Float[Array, "*batch m k"], rounding: Rounding | None, *largest:
     def quantize(x: Array, *expected: Array) -> QuantizedArray:
         key = hashed_key(seed_of(x)) if stochastic else None
         q = quantize_array(x, format, (-1,), None, key, FixedAmax(*expected) if expected else AbsMax())
-        return _marked(q, x) if expected else q
+        return _mark_not_finite(q, x) if expected else q
 
-    operands, batch = (x, *(_expected(x, array[..., place]) for array in largest)), x.shape[:-2]
+    operands, batch = (x, *(_find_largest(x, array[..., place]) for array in largest)), x.shape[:-2]
     flat = [a.reshape(math.prod(batch), *a.shape[len(batch) :]) for a in operands] if batch else operands
     q = jax.vmap(quantize)(*flat) if batch else quantize(*flat)
     q = jax.tree_util.tree_map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), q) if batch else q
     return dataclasses.replace(q, logical_sharding=None)
 
 
-def _expected(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead"]) -> Float32[Array, "*batch"]:
+def _find_largest(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead"]) -> Float32[Array, "*batch"]:
     """Returns the largest magnitude that each matrix is scaled by; that of now, where none is known."""
     x, largest = _compat.vary_alike((x, largest))
     known = largest > 0
@@ -101,7 +101,7 @@ def _expected(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead"]) -
     return jnp.broadcast_to(jax.lax.cond(jnp.all(known), lambda: largest, now), x.shape[:-2])
 
 
-def _marked(q: QuantizedArray, x: Float[Array, "m k"]) -> QuantizedArray:
+def _mark_not_finite(q: QuantizedArray, x: Float[Array, "m k"]) -> QuantizedArray:
     """Makes the scale NaN if a value is not finite: such a value has no code."""
     bad = jnp.isnan(_largest_seen(x, jnp.zeros(1, jnp.float32)))
     return dataclasses.replace(q, scale_bits=scale_to_bits(jnp.where(bad, jnp.nan, q.scale), q.format.scale_dtype))
@@ -122,13 +122,12 @@ def largest_seen(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead 3
     return jax.lax.pmax(seen, others) if others else seen
 
 
-def _batch_seen(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Array, Any]:
-    (x, largest), (of_x, of_largest) = args, dims
-    size = x.shape[of_x] if of_x is not None else largest.shape[of_largest]
-    x = moved(x, of_x, size)
-    if of_largest is None:
+def _batch_seen(args: Sequence[Array], dims: Sequence[int | None]) -> tuple[Array, int | None]:
+    (x, largest), (x_axis, largest_axis) = args, dims
+    x = move_mapped(x, x_axis, mapped_size(args, dims))
+    if largest_axis is None:
         return largest_seen_p.bind(x, largest), None
-    return largest_seen_p.bind(jnp.moveaxis(x, 0, x.ndim - largest.ndim - 1), jnp.moveaxis(largest, of_largest, 0)), 0
+    return largest_seen_p.bind(jnp.moveaxis(x, 0, x.ndim - largest.ndim - 1), jnp.moveaxis(largest, largest_axis, 0)), 0
 
 
 def _record(
@@ -139,43 +138,56 @@ def _record(
     return jnp.zeros(result.shape, result.dtype)
 
 
-def _transpose_record(dy: Any, dlargest: Any, seen: Any, largest: Any, nothing: Any, *, result: Any) -> list[Any]:
+def _transpose_record(
+    dy: Tangent, dlargest: Primal, seen: Array, largest: Array, nothing: Array, *, result: jax.core.ShapedArray
+) -> list[Array | None]:
     del dlargest, nothing, result
-    if type(dy) is ad.Zero:
+    if isinstance(dy, ad.Zero):
         return [None, None, None, None]
     return [jnp.concatenate([seen, largest_seen(dy, largest)[..., None]], axis=-1), None, None, None]
 
 
-def _batch_record(args: Sequence[Any], dims: Sequence[Any], *, result: jax.core.ShapedArray) -> tuple[Array, int]:
-    (*of_largest, nothing), (*places, of_nothing) = args, dims
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+def _batch_record(
+    args: Sequence[Array], dims: Sequence[int | None], *, result: jax.core.ShapedArray
+) -> tuple[Array, int]:
+    (*values, nothing), (*axes, nothing_axis) = args, dims
+    size = mapped_size(args, dims)
     place = 0
-    if any(d is not None for d in places):  # of models, each with its own
-        of_largest = [moved(a, d, size) for a, d in zip(of_largest, places, strict=True)]
-        place = result.ndim - of_largest[0].ndim  # before as many axes of a batch as the largest magnitudes have
+    if any(axis is not None for axis in axes):  # of models, each with its own
+        values = [move_mapped(a, axis, size) for a, axis in zip(values, axes, strict=True)]
+        place = result.ndim - values[0].ndim  # before as many axes of a batch as the largest magnitudes have
     result = result.update(shape=(*result.shape[:place], size, *result.shape[place:]))
-    return record_p.bind(*of_largest, moved(nothing, of_nothing, size, place), result=result), place
+    return record_p.bind(*values, move_mapped(nothing, nothing_axis, size, place), result=result), place
 
 
-def _abstract(x: Any, w: Any, *largest: Any, **params: Any) -> jax.core.ShapedArray:
+def _abstract(
+    x: jax.core.ShapedArray, w: jax.core.ShapedArray, *largest: jax.core.ShapedArray, **params: object
+) -> jax.core.ShapedArray:
     del params, largest
     if x.shape[-1] != w.shape[-1] or x.shape[:-2] != w.shape[:-2] or x.dtype != w.dtype:
         raise ValueError(f"rounded_matmul: {x.str_short()} and {w.str_short()} do not fit.")
     return x.update(shape=(*x.shape[:-1], w.shape[-2]))
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of_x: Any, of_w: Any, **params: Any) -> tuple[Any, Any]:
+def _jvp(
+    primals: Sequence[Array],
+    tangents: Sequence[Tangent],
+    *,
+    x_rounding: Rounding | None,
+    w_rounding: Rounding | None,
+    **params: object,
+) -> tuple[Array, Tangent]:
     (x, w, *largest), (dx, dw, *dlargest) = primals, tangents
-    y = rounded_matmul_p.bind(x, w, *largest, of_x=of_x, of_w=of_w, **params)
+    y = rounded_matmul_p.bind(x, w, *largest, x_rounding=x_rounding, w_rounding=w_rounding, **params)
     params["implementation"] = None
     dys = []
-    if type(dx) is not ad.Zero:
-        dys.append(rounded_matmul_p.bind(dx, w, *largest, of_x=None, of_w=of_w, **params))
-    if type(dw) is not ad.Zero:
-        dys.append(rounded_matmul_p.bind(x, dw, *largest, of_x=of_x, of_w=None, **params))
-    places = {rounding.largest: a for rounding, a in ((of_x, x), (of_w, w)) if rounding is not None}
-    if places.keys() == {OF_X, OF_W} and type(dlargest[0]) is not ad.Zero:  # the product of the forward pass
-        seen = jnp.stack([largest_seen(places[OF_X], *largest), largest_seen(places[OF_W], *largest)], axis=-1)
+    if not isinstance(dx, ad.Zero):
+        dys.append(rounded_matmul_p.bind(dx, w, *largest, x_rounding=None, w_rounding=w_rounding, **params))
+    if not isinstance(dw, ad.Zero):
+        dys.append(rounded_matmul_p.bind(x, dw, *largest, x_rounding=x_rounding, w_rounding=None, **params))
+    places = {rounding.largest: a for rounding, a in ((x_rounding, x), (w_rounding, w)) if rounding is not None}
+    if places.keys() == {X_PLACE, W_PLACE} and not isinstance(dlargest[0], ad.Zero):  # the product of the forward pass
+        seen = jnp.stack([largest_seen(places[X_PLACE], *largest), largest_seen(places[W_PLACE], *largest)], axis=-1)
         # No values of the result, but under a `vmap` as many axes: without it examples would be summed before `record`
         # is transposed, if its own operands have no axis of them.
         nothing = jax.lax.slice_in_dim(y, 0, 0, axis=-1)
@@ -186,44 +198,53 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of_x: Any, of_w: An
 
 
 def _transpose(
-    dy: Any, x: Any, w: Any, *largest: Any, of_x: Any, of_w: Any, of_gradient: Any, **params: Any
-) -> list[Any]:
+    dy: Tangent,
+    x: Primal,
+    w: Primal,
+    *largest: Array,
+    x_rounding: Rounding | None,
+    w_rounding: Rounding | None,
+    gradient_rounding: Rounding,
+    **params: object,
+) -> list[Array | None]:
     none = [None] * len(largest)
-    if type(dy) is ad.Zero:
+    if isinstance(dy, ad.Zero):
         return [None, None, *none]
     turn = lambda a: jnp.swapaxes(a, -1, -2)
-    bind = ft.partial(rounded_matmul_p.bind, of_x=of_gradient, of_gradient=of_gradient, **params)
+    bind = ft.partial(
+        rounded_matmul_p.bind, x_rounding=gradient_rounding, gradient_rounding=gradient_rounding, **params
+    )
     if ad.is_undefined_primal(x):
-        return [bind(dy, turn(w), *largest, of_w=of_w), None, *none]
-    return [None, bind(turn(dy), turn(x), *largest, of_w=of_x), *none]
+        return [bind(dy, turn(w), *largest, w_rounding=w_rounding), None, *none]
+    return [None, bind(turn(dy), turn(x), *largest, w_rounding=x_rounding), *none]
 
 
-def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    (x, w, *largest), (of_x, of_w, *of_largest) = args, dims
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    if any(d is not None for d in of_largest):  # of models, each with its own
-        largest = [moved(a, d, size) for a, d in zip(largest, of_largest, strict=True)]
-        place = max(x.ndim - (of_x is not None), w.ndim - (of_w is not None)) - largest[0].ndim
+def _batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) -> tuple[Array, int]:
+    (x, w, *largest), (x_axis, w_axis, *largest_axes) = args, dims
+    size = mapped_size(args, dims)
+    if any(d is not None for d in largest_axes):  # of models, each with its own
+        largest = [move_mapped(a, d, size) for a, d in zip(largest, largest_axes, strict=True)]
+        place = max(x.ndim - (x_axis is not None), w.ndim - (w_axis is not None)) - largest[0].ndim
         return rounded_matmul_p.bind(
-            moved(x, of_x, size, place), moved(w, of_w, size, place), *largest, **params
+            move_mapped(x, x_axis, size, place), move_mapped(w, w_axis, size, place), *largest, **params
         ), place
     bind = lambda x, w: rounded_matmul_p.bind(x, w, *largest, **params)
-    if of_w is None:
+    if w_axis is None:
         # All examples share the weight: they become rows, so that the gradient of the weight sums over them.
-        x = moved(x, of_x, size, to=-3)
+        x = move_mapped(x, x_axis, size, to=-3)
         *batch, _, m, k = x.shape
         y = bind(x.reshape(*batch, size * m, k), w)
         return y.reshape(*batch, size, m, y.shape[-1]), len(batch)
-    if of_x is None:
-        w = moved(w, of_w, size, to=-3)
+    if x_axis is None:
+        w = move_mapped(w, w_axis, size, to=-3)
         *batch, _, n, k = w.shape
         y = bind(x, w.reshape(*batch, size * n, k))
         return y.reshape(*y.shape[:-1], size, n), y.ndim - 1
-    return bind(moved(x, of_x, size), moved(w, of_w, size)), 0
+    return bind(move_mapped(x, x_axis, size), move_mapped(w, w_axis, size)), 0
 
 
 largest_seen_p.def_abstract_eval(lambda x, largest: largest.update(shape=largest.shape[:-1]))
-largest_seen_p.def_impl(compiled(largest_seen_p, _largest_seen, []))
+largest_seen_p.def_impl(compile_alone(largest_seen_p, _largest_seen, []))
 ad.primitive_jvps[largest_seen_p] = without_tangent(largest_seen_p)
 batching.primitive_batchers[largest_seen_p] = _batch_seen
 mlir.register_lowering(largest_seen_p, mlir.lower_fun(_largest_seen, multiple_results=False))
@@ -237,7 +258,11 @@ mlir.register_lowering(record_p, mlir.lower_fun(_record, multiple_results=False)
 
 rounded_matmul_p.def_abstract_eval(_abstract)
 rounded_matmul_p.def_impl(
-    compiled(rounded_matmul_p, compute_rounded, ["of_x", "of_w", "of_gradient", "precision", "implementation"])
+    compile_alone(
+        rounded_matmul_p,
+        compute_rounded,
+        ["x_rounding", "w_rounding", "gradient_rounding", "precision", "implementation"],
+    )
 )
 ad.primitive_jvps[rounded_matmul_p] = _jvp
 ad.primitive_transposes[rounded_matmul_p] = _transpose

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 
 from .._array.array import QuantizedArray
 from .._array.contraction import AbstractRowsLike
+from .._array.dense import allow_dense
 from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat, spans_rows
 from .._methods import AbsMax, AbstractMethod
@@ -43,7 +45,8 @@ class AbstractRows(AbstractRowsLike):
 
     def dequantize(self) -> Float[Array, "*batch rows length"]:
         """Returns the values of the quantized rows."""
-        return self.quantized().dequantize()
+        with allow_dense():
+            return self.quantized().dequantize()
 
     def _quantized(self, method: AbstractMethod, gradient_of: Array | None) -> QuantizedArray:
         rows = jax.lax.stop_gradient(self.rows)
@@ -82,3 +85,6 @@ class StaticRows(AbstractRows):
 
     def quantized(self) -> QuantizedArray:
         return self._quantized(GivenScales(self.scale, self.zero_point), self.gradient_of)
+
+
+Activations: TypeAlias = Array | QuantizedArray | AbstractRows  # floats, codes, or rows that a product quantizes

@@ -10,27 +10,31 @@ the primitive on the tangent, which is float.
 
 import dataclasses
 import functools as ft
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.interpreters import ad, batching, mlir
+from jax.lax import PrecisionLike
 from jaxtyping import Array
 
 from .. import _compat
 from .._array.array import QuantizedArray
+from .._array.dense import allow_dense
 from .._array.primitive import operands_of, quantized_matmul_p
-from .._numerics.primitives import compiled, moved
+from .._numerics.primitives import compile_alone, mapped_size, move_mapped, Primal, Tangent
+from .._types import PyTreeDef
 from . import dispatch
-from .partition import partitioned
+from .partition import divide_product
 from .problem import problem_of, Target
 from .selected import SelectedArray
 
 
-def _abstract(*args: Any, x_tree: Any, w_tree: Any, transpose: bool, **params: Any) -> jax.core.ShapedArray:
+def _abstract(
+    *args: jax.core.ShapedArray, x_tree: PyTreeDef, w_tree: PyTreeDef, transpose: bool, **params: object
+) -> jax.core.ShapedArray:
     del params
     x, w = operands_of(args, x_tree, w_tree)
     *batch, n, k = w.shape
@@ -42,31 +46,31 @@ def _abstract(*args: Any, x_tree: Any, w_tree: Any, transpose: bool, **params: A
 def _compute(
     target: Target,
     *args: Array,
-    x_tree: Any,
-    w_tree: Any,
+    x_tree: PyTreeDef,
+    w_tree: PyTreeDef,
     transpose: bool,
-    precision: Any,
+    precision: PrecisionLike,
     implementation: str | None,
     by_columns: tuple[bool, bool],
     devices: int = 1,
 ) -> Array:
-    def compute(x: Any, w: QuantizedArray | SelectedArray) -> Array:
-        problem = problem_of(x, w, transpose, precision, by_columns)
-        name, _ = dispatch.choose(target, problem, implementation)
-        return dispatch.compute(x, w, problem, target, name)
-
     x, w = operands_of(args, x_tree, w_tree)
     # `gradient_of` does not affect the value.
     x, w = (dataclasses.replace(a, gradient_of=None) if isinstance(a, QuantizedArray) else a for a in (x, w))
+    if isinstance(w, SelectedArray):
+        w = dataclasses.replace(w, stack=dataclasses.replace(w.stack, gradient_of=None))
     if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # a sum of nothing
-    if devices == 1:
-        return compute(x, w)
-    w = w.taken() if isinstance(w, SelectedArray) else w
-    return partitioned(compute, x, w, transpose=transpose)  # pyright: ignore[reportArgumentType]
+    describe = ft.partial(problem_of, transpose=transpose, precision=precision, by_columns=by_columns)
+    with allow_dense():
+        if devices == 1:
+            return dispatch.compute(x, w, describe(x, w), target, implementation)
+        compute = lambda x, w: dispatch.compute(x, w, describe(x, w), target, implementation)
+        w = w.taken() if isinstance(w, SelectedArray) else w
+        return divide_product(compute, x, w, transpose=transpose)  # pyright: ignore[reportArgumentType]
 
 
-def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
+def _lower(platform: str, context: mlir.LoweringRuleContext, *args: object, **params: object) -> Sequence[mlir.Value]:
     devices, x_tree = _compat.num_devices(context), params["x_tree"]
     why_none = {"cpu": _compat.no_cpu_kernels, "cuda": _compat.no_gpu_kernels}.get(platform, lambda _: None)
     no_kernels = why_none(context)
@@ -84,87 +88,106 @@ def _lower(platform: str, context: Any, *args: Any, **params: Any) -> Any:
     return mlir.lower_fun(compute, multiple_results=False)(context, *args, **params)
 
 
-def _impl(*args: Array, **params: Any) -> Array:
-    # `x` is in memory already, by rows.
-    return _compiled(*args, **{**params, "by_columns": (False, False)})
-
-
-def _here(*args: Array, **params: Any) -> Array:
+def _here(*args: Array, **params: object) -> Array:
     platform = next(iter(args[0].devices())).platform
-    return _compute(Target("cuda" if platform == "gpu" else str(platform)), *args, **params)
+    return _compute(Target("cuda" if platform == "gpu" else str(platform)), *args, **params)  # pyright: ignore[reportArgumentType]
 
 
-_compiled = compiled(
-    quantized_matmul_p, _here, ["x_tree", "w_tree", "transpose", "precision", "implementation", "by_columns"]
-)
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[Array], tangents: Sequence[Tangent], **params: object) -> tuple[Array, Tangent]:
     x, w = operands_of(primals, params["x_tree"], params["w_tree"])
     dx, dw = operands_of(tangents, params["x_tree"], params["w_tree"])
     y = quantized_matmul_p.bind(*primals, **params)
     # Of an array, only the leaf `gradient_of` has a tangent; every other leaf is an unsigned integer.
-    of_codes = not jtu.treedef_is_leaf(params["x_tree"])
-    dx = dx.gradient_of if of_codes else dx
+    coded = not jtu.treedef_is_leaf(params["x_tree"])
+    dx = dx.gradient_of if coded else dx
     dys = []
-    if dx is not None and type(dx) is not ad.Zero:
+    if dx is not None and not isinstance(dx, ad.Zero):
         # An implementation that multiplies codes with codes cannot take floats.
-        of_floats = {"x_tree": jtu.tree_structure(0), "implementation": None} if of_codes else {}
-        dys.append(quantized_matmul_p.bind(dx.astype(x.dtype), *jtu.tree_leaves(w), **{**params, **of_floats}))
-    gradient_of = None if isinstance(dw, SelectedArray) else dw.gradient_of
-    if gradient_of is not None and type(gradient_of) is not ad.Zero:
+        float_params = {"x_tree": jtu.tree_structure(0), "implementation": None} if coded else {}
+        dys.append(quantized_matmul_p.bind(dx.astype(x.dtype), *jtu.tree_leaves(w), **{**params, **float_params}))
+    gradient_of = dw.stack.gradient_of if isinstance(dw, SelectedArray) else dw.gradient_of
+    if gradient_of is not None and not isinstance(gradient_of, ad.Zero):
         d_weight = gradient_of.astype(x.dtype)
         d_weight = d_weight if params["transpose"] else jnp.swapaxes(d_weight, -1, -2)
-        dys.append(jnp.matmul(x.dequantize() if of_codes else x, d_weight, precision=params["precision"]))
+        with allow_dense():
+            values = x.dequantize() if coded else x
+        product = ft.partial(jnp.matmul, precision=params["precision"])  # pyright: ignore[reportArgumentType]
+        selected = isinstance(w, SelectedArray)
+        dys.append(_with_selected(product, values, d_weight, w.index) if selected else product(values, d_weight))
     if not dys:
         return y, _compat.zero_tangent(y)
     return y, ft.reduce(ad.add_jaxvals, dys)
 
 
-def _transpose(dy: Any, *args: Any, transpose: bool, by_columns: tuple[bool, bool], **params: Any) -> list[Any]:
+def _with_selected(product: Callable[[Array, Array], Array], x: Array, stack: Array, index: Array) -> Array:
+    """Returns `product(x, stack[index])`. Copies no more arrays than the stack has."""
+    if index.size <= stack.shape[0]:
+        return product(x, stack[index])
+
+    @jax.checkpoint
+    def multiply_one(number: Array, w: Array) -> Array:
+        return product(jnp.where((index == number)[..., None, None], x, jnp.zeros_like(x)), w)
+
+    def add(y: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
+        return y + multiply_one(*one), None
+
+    zeros = jnp.zeros((*x.shape[:-1], stack.shape[-1]), x.dtype)
+    numbers = jnp.arange(stack.shape[0], dtype=index.dtype)
+    return jax.lax.scan(add, zeros, (numbers, stack))[0]
+
+
+def _transpose(
+    dy: Tangent, *args: Primal, transpose: bool, by_columns: tuple[bool, bool], **params: object
+) -> list[Array | None]:
     nothing = [None] * (len(args) - 1)
-    if type(dy) is ad.Zero:
+    if isinstance(dy, ad.Zero):
         return [None, *nothing]
     dx = quantized_matmul_p.bind(dy, *args[1:], transpose=not transpose, by_columns=by_columns[::-1], **params)
     return [dx, *nothing]
 
 
 def _batch(
-    args: Sequence[Any], dims: Sequence[Any], *, x_tree: Any, w_tree: Any, transpose: bool, **params: Any
-) -> Any:
+    args: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    x_tree: PyTreeDef,
+    w_tree: PyTreeDef,
+    transpose: bool,
+    **params: object,
+) -> tuple[Array, int]:
     bind = ft.partial(quantized_matmul_p.bind, x_tree=x_tree, w_tree=w_tree, transpose=transpose, **params)
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    size = mapped_size(args, dims)
     count = x_tree.num_leaves
-    of_x, of_w = list(zip(args, dims, strict=True))[:count], list(zip(args, dims, strict=True))[count:]
-    if all(d is None for _, d in of_w):
+    x_leaves, w_leaves = list(zip(args, dims, strict=True))[:count], list(zip(args, dims, strict=True))[count:]
+    if all(d is None for _, d in w_leaves):
         # All examples share the weight: they become rows, so a `vmap` of matvecs is one matmul.
-        stacked = [moved(a, d, size, to=-3) for a, d in of_x]
+        stacked = [move_mapped(a, d, size, to=-3) for a, d in x_leaves]
         m = stacked[0].shape[-2]
         rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in stacked]
-        y = bind(*rows, *(a for a, _ in of_w), by_columns=(False, False))  # examples come before columns
+        y = bind(*rows, *(a for a, _ in w_leaves), by_columns=(False, False))  # examples come before columns
         return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
-    selected = _batch_of_selections(of_w, w_tree, size)
+    selected = _batch_selections(w_leaves, w_tree, size)
     if selected is not None:
-        return bind(*(moved(a, d, size) for a, d in of_x), *selected), 0
-    weights = [moved(a, d, size) for a, d in of_w]
-    if all(d is None for _, d in of_x) and args[0].ndim == 2 and not transpose:
+        return bind(*(move_mapped(a, d, size) for a, d in x_leaves), *selected), 0
+    weights = [move_mapped(a, d, size) for a, d in w_leaves]
+    if all(d is None for _, d in x_leaves) and args[0].ndim == 2 and not transpose:
         # All weights share the input: their rows become the rows of one weight.
         n = weights[0].shape[1]
-        y = bind(*(a for a, _ in of_x), *(a.reshape(size * n, a.shape[-1]) for a in weights))
+        y = bind(*(a for a, _ in x_leaves), *(a.reshape(size * n, a.shape[-1]) for a in weights))
         return y.reshape(y.shape[0], size, n), 1
-    return bind(*(moved(a, d, size) for a, d in of_x), *weights), 0
+    return bind(*(move_mapped(a, d, size) for a, d in x_leaves), *weights), 0
 
 
-def _batch_of_selections(of_w: Sequence[tuple[Any, int | None]], w_tree: Any, size: int) -> list[Any] | None:
+def _batch_selections(w_leaves: Sequence[tuple[Array, int | None]], w_tree: PyTreeDef, size: int) -> list[Array] | None:
     """Returns the leaves of a batch of selections, or `None` if `w` is no selection. The stack gets no batch axis."""
-    w = jtu.tree_unflatten(w_tree, [a for a, _ in of_w])
+    w = jtu.tree_unflatten(w_tree, [a for a, _ in w_leaves])
     if not isinstance(w, SelectedArray):
         return None
-    *stack, (index, dim) = of_w
-    index = moved(index, dim, size)
+    *stack, (index, dim) = w_leaves
+    index = move_mapped(index, dim, size)
     if any(d is not None for _, d in stack):
         # A stack for each example: they become one.
-        stacks = [moved(a, d, size) for a, d in stack]
+        stacks = [move_mapped(a, d, size) for a, d in stack]
         first = jnp.arange(size, dtype=index.dtype) * stacks[0].shape[1]
         index = index + first.reshape(-1, *[1] * (index.ndim - 1))
         return [*(a.reshape(-1, *a.shape[2:]) for a in stacks), index]
@@ -172,7 +195,14 @@ def _batch_of_selections(of_w: Sequence[tuple[Any, int | None]], w_tree: Any, si
 
 
 quantized_matmul_p.def_abstract_eval(_abstract)
-quantized_matmul_p.def_impl(_impl)
+quantized_matmul_p.def_impl(
+    compile_alone(
+        quantized_matmul_p,
+        _here,
+        ["x_tree", "w_tree", "transpose", "precision", "implementation", "by_columns"],
+        by_columns=(False, False),  # `x` is in memory already, by rows
+    )
+)
 ad.primitive_jvps[quantized_matmul_p] = _jvp
 ad.primitive_transposes[quantized_matmul_p] = _transpose
 batching.primitive_batchers[quantized_matmul_p] = _batch

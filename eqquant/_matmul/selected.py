@@ -1,6 +1,7 @@
 """`select`: layers and experts of a stack, whose weights products read where they lie."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int32
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.contraction import Constraints, Matrices, Options
+from .._array.contraction import AbstractOperand, Constraints, Matrices, Options
 from .._array.primitive import bind_matmul
-from .._array.value import AbstractArrayValue, as_permutation
+from .._array.value import AbstractArrayValue, as_permutation, Index
+from .._formats.base import AbstractFormat
+from .._numerics.axes import as_axes
 from .._types import PyTree
 
 
@@ -56,13 +59,9 @@ class SelectedArray(AbstractArrayValue):
         return self.stack.dtype
 
     @property
-    def format(self) -> Any:
+    def format(self) -> AbstractFormat:
         """The format of the stack."""
         return self.stack.format
-
-    @property
-    def _axes(self) -> tuple[int, ...]:
-        return self.stack._axes
 
     def taken(self) -> QuantizedArray:
         """Returns a copy of the selected arrays."""
@@ -71,31 +70,31 @@ class SelectedArray(AbstractArrayValue):
     def dequantize(self) -> Float[Array, "..."]:
         return self.taken().dequantize()
 
-    def transpose(self, *axes: Any) -> "SelectedArray | QuantizedArray":
+    def transpose(self, *axes: int | Sequence[int] | None) -> "SelectedArray | QuantizedArray":
         """Permutes the logical axes. Copies what is selected if that moves the axes of the index."""
         order, front = as_permutation(axes, self.ndim), self.index.ndim
         if order[:front] != list(range(front)):
             return self.taken().transpose(order)
         return dataclasses.replace(self, stack=self.stack.transpose((0, *(axis - front + 1 for axis in order[front:]))))
 
-    def astype(self, dtype: Any) -> "SelectedArray | Array":
+    def astype(self, dtype: DTypeLike) -> "SelectedArray | Array":
         """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""
         if not jnp.issubdtype(dtype, jnp.floating):
             return self.dequantize().astype(dtype)
         return dataclasses.replace(self, stack=self.stack.astype(dtype))
 
-    def reshape(self, *shape: Any, **kwargs: Any) -> "QuantizedArray | Array":
+    def reshape(self, *shape: int | Sequence[int], **kwargs: Any) -> "QuantizedArray | Array":
         """Copies what is selected, and reshapes the copy."""
         return self.taken().reshape(*shape, **kwargs)
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Index) -> Array:
         """Returns dense values at an index."""
         return self.taken()[index]
 
     @property
     def constraints(self) -> Constraints:
         """For products: the axes of the index stay, and the quantized axes stay whole."""
-        memory = tuple(axis % self.ndim for axis in self._axes)
+        memory = tuple(axis % self.ndim for axis in as_axes(self.stack.axis))
         return Constraints(memory, self.index.ndim if self.ndim == self.index.ndim + 2 else 0)
 
     def as_matrices(self, axes: Matrices) -> "SelectedArray | QuantizedArray":
@@ -107,7 +106,7 @@ class SelectedArray(AbstractArrayValue):
         stack = dataclasses.replace(self.stack, axis=-1 if along else -2)
         return dataclasses.replace(self, stack=stack, index=self.index.reshape(front))
 
-    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+    def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
         """For products: `x . self^T` of matrices, by the primitive, which reads the stack where it lies."""
         w = dataclasses.replace(self, stack=dataclasses.replace(self.stack, axis=-1))
         return bind_matmul(x, w, options, transpose=self.stack.axis == -2)
@@ -115,11 +114,11 @@ class SelectedArray(AbstractArrayValue):
     def with_dense_weight(self) -> None:
         """For products: dense ones are plain."""
 
-    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+    def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         return wl.TextDoc(f"SelectedArray({wl.pformat(self.stack)}, index={list(self.index.shape)})")
 
 
-def select(tree: PyTree, index: Any) -> PyTree:
+def select(tree: PyTree, index: ArrayLike) -> PyTree:
     """Selects a layer of stacked layers, or experts of many, without a copy of their quantized weights.
 
     The same as `jax.tree_util.tree_map(lambda a: a[index], tree)`, but a product with a weight of the result reads the
@@ -167,12 +166,12 @@ def select(tree: PyTree, index: Any) -> PyTree:
     return jtu.tree_map(lambda leaf: _select(leaf, index), tree, is_leaf=is_leaf)
 
 
-def _select(leaf: Any, index: Array | np.ndarray) -> Any:
+def _select(leaf: PyTree, index: Array | np.ndarray) -> PyTree:
     if isinstance(leaf, SelectedArray):
         return _select_again(leaf, index)
     if not is_quantized(leaf):
         return _entry(leaf, index) if eqx.is_array(leaf) else leaf
-    if leaf.ndim + min(leaf._axes) < 1:
+    if leaf.ndim + min(as_axes(leaf.axis)) < 1:
         raise ValueError(f"`select` needs a first axis, before the quantized one. Got an array of shape {leaf.shape}.")
     leaf = dataclasses.replace(leaf, logical_sharding=None)
     if leaf.gradient_of is not None:
@@ -180,12 +179,12 @@ def _select(leaf: Any, index: Array | np.ndarray) -> Any:
     return SelectedArray(leaf, _within(index, leaf.codes.shape[0]), leaf.ndim)
 
 
-def _select_again(q: SelectedArray, index: Array | np.ndarray) -> Any:
+def _select_again(q: SelectedArray, index: Array | np.ndarray) -> SelectedArray:
     """Selects from what is selected. With one entry, its arrays become the entries: `(layers * experts, ...)`."""
     count = q.shape[0]
     if q.index.ndim > 0:
         return dataclasses.replace(q, index=_entry(q.index, index))
-    if q.ndim + min(q._axes) < 1:
+    if q.ndim + min(as_axes(q.stack.axis)) < 1:
         raise ValueError(f"`select` needs a first axis, before the quantized one. Got an array of shape {q.shape}.")
     stack = jtu.tree_map(lambda a: a.reshape(-1, *a.shape[2:]), q.stack)
     return SelectedArray(stack, q.index * count + _within(index, count), stack.ndim)

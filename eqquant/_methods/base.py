@@ -9,6 +9,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
+from .._export import register_export
 from .._formats.base import AbstractFormat, is_ours, Scales
 from .choose import choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .grid import encode_by_chunks, Encoded, store
@@ -33,6 +34,10 @@ class AbstractMethod(eqx.Module):
     - `method`: another method, which quantizes what has no inputs. Declare it as a field if the method needs `inputs`.
     - `statistic`: which of the statistics the method takes, `"gram"` or `"second_moment"`, so that they are checked.
     """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        register_export(cls)
 
     inputs: ClassVar[Any] = None
     method: ClassVar["AbstractMethod | None"] = None
@@ -160,7 +165,7 @@ class AbstractScaleMethod(AbstractMethod):
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
     ) -> Encoded:
         scale, zero_point = self.choose_for_rows(rows, format, chunk=chunk)
-        return encode_by_chunks(rows, *store(scale, zero_point, format), format, key, chunk)
+        return encode_by_chunks(rows, *store(rows, scale, zero_point, format, chunk), format, key, chunk)
 
     def choose_for_rows(
         self, rows: Rows, format: AbstractFormat, *, chunk: int | None = None

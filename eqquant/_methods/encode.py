@@ -18,10 +18,11 @@ from .._formats.base import AbstractFormat
 from .._formats.steps import steps_of
 from .._native import calls
 from .._native.lowering import lower_on_cpu
+from .._native.steps import Scaling
 from .._numerics import packing
 from .._numerics.batching import by_chunks
 from .._numerics.blocks import divide
-from .._numerics.primitives import along_first, compiled, without_tangent
+from .._numerics.primitives import along_first, compile_alone, without_tangent
 from .._types import PyTreeDef
 from .base import AbstractMethod, AbstractScaleMethod
 from .grid import encode_by, Encoded, Grid, multiplies, store
@@ -39,7 +40,7 @@ def quantize_packed(
     ):
         return None
     scale, zero_point = method.choose_for_rows(rows, format, chunk=chunk)
-    stored, stored_offset, grid = store(scale, zero_point, format)
+    stored, stored_offset, grid = store(rows, scale, zero_point, format, chunk)
     return Encoded(encode_packed(rows, grid, format, chunk), stored, grid.zero_point, stored_offset)
 
 
@@ -67,14 +68,14 @@ def _native(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
         return by_xla(*args, tree=tree, format=format, chunk=chunk)
     divisor, factor = grid.stored_scale, None
     if format.multiplies_by_reciprocal:
-        usable = multiplies(grid.scale, grid.stored_scale, format)
+        usable = multiplies(grid.scale, grid.stored_scale)
         divisor = jnp.where(usable, 1, grid.stored_scale)
         factor = jnp.where(usable, divide(jnp.ones_like(grid.scale), grid.scale), 1)
     length = rows.shape[-1]
     block_size = length if format.block_size in (None, "tensor") else format.block_size
     shift = None if grid.zero_point is None else grid.zero_point.astype(jnp.float32)
     out = packing.packed_length(length, format.bits)
-    return calls.encode(rows, steps, format.bits, block_size, out, divisor, factor, grid.offset, shift)
+    return calls.encode(rows, Scaling(divisor, factor, grid.offset, shift), steps, format.bits, block_size, out)
 
 
 def _abstract(*args: Any, tree: PyTreeDef, format: AbstractFormat, chunk: int | None) -> jax.core.ShapedArray:
@@ -85,7 +86,7 @@ def _abstract(*args: Any, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
 
 
 encode_p.def_abstract_eval(_abstract)
-encode_p.def_impl(compiled(encode_p, by_xla, ["tree", "format", "chunk"]))
+encode_p.def_impl(compile_alone(encode_p, by_xla, ["tree", "format", "chunk"]))
 ad.primitive_jvps[encode_p] = without_tangent(encode_p)
 batching.primitive_batchers[encode_p] = along_first(encode_p)
 lower_on_cpu(encode_p, _native, by_xla)

@@ -90,9 +90,11 @@ class GPTQ(AbstractMethod):
     ) -> Encoded:
         if key is not None:
             raise ValueError("`key` must be None with GPTQ, which rounds to the nearest code. Got a key.")
+        if rows.shape[-1] == 0:  # no column to round
+            return self.method.quantize_rows(rows, format, chunk=chunk)
         gram = gram_of(self.inputs)
         scale, zero_point = self._choose_scales(rows, gram, format, chunk)
-        scale_bits, offset_bits, grid = store(scale, zero_point, format)
+        scale_bits, offset_bits, grid = store(rows, scale, zero_point, format, chunk)
         factor = lambda gram: _factor(gram, self.damping, self.order)
         find_codes = lambda factor, columns, grid: _find_codes(factor, columns, grid, format)
         codes = by_layers(factor, find_codes, gram, chunk, rows, grid)

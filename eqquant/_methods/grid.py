@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt, UInt8
 
-from .._formats.base import AbstractFormat, has_offsets, Scales
+from .._formats.base import AbstractFormat, has_offsets, levels_of, Scales
 from .._numerics.batching import by_chunks, Index
-from .._numerics.blocks import dequantize_blocks, divide, expand, not_finite, num_blocks
-from .._numerics.scale_bits import bits_to_scale, scale_to_bits
+from .._numerics.blocks import absmax, dequantize_blocks, divide, ends, expand, not_finite, num_blocks
+from .._numerics.scale_bits import bits_to_scale, round_up_from_zero, scale_to_bits
 from .choose import check_scales, choose_by_blocks, choose_by_parts, mark, Rows, ZeroPoints
 from .stochastic import move_stochastically
 
@@ -48,18 +49,74 @@ class Grid(NamedTuple):
 # Storing
 
 
-def store(scale: Scales, zero_point: ZeroPoints, format: AbstractFormat) -> tuple[ScaleBits, ScaleBits | None, Grid]:
-    """Returns scales and offsets as the format stores them, and the levels that follow."""
-    scale_bits, offset, offset_bits = store_scale(scale, format), None, None
+def store(
+    rows: Rows, scale: Scales, zero_point: ZeroPoints, format: AbstractFormat, chunk: int | None = None
+) -> tuple[ScaleBits, ScaleBits | None, Grid]:
+    """Returns scales and offsets of rows of values as the format stores them, and the levels that follow."""
     if zero_point is not None and has_offsets(format):
-        offset, zero_point = zero_point, None
-        offset_bits = store_scale(offset, format)
-    elif zero_point is not None:
+        return _store_with_offset(rows, scale, zero_point, format, chunk)
+    if zero_point is not None:
         # They are packed as codes are, so one that is too large would change its neighbours.
         zero_point = jnp.minimum(zero_point, 2**format.bits - 1).astype(jnp.uint8)
-    grid = load_grid(scale_bits, zero_point, offset_bits, format)._replace(scale=scale)
-    # ggml subtracts the offset as it is before it is rounded, as it multiplies by such a scale.
-    return scale_bits, offset_bits, grid._replace(offset=offset) if format.multiplies_by_reciprocal else grid
+    scale_bits = store_scale(scale, format)
+    return scale_bits, None, load_grid(scale_bits, zero_point, None, format)._replace(scale=scale)
+
+
+def _store_with_offset(
+    rows: Rows, scale: Scales, offset: Scales, format: AbstractFormat, chunk: int | None
+) -> tuple[ScaleBits, ScaleBits, Grid]:
+    """Stores scales and offsets. A block becomes zeros where what is stored might be further from it than zeros are."""
+    # No level overflows float32, and no scale vanishes beside an offset.
+    largest = float(jnp.finfo(jnp.float32).max) / (float(np.abs(levels_of(format)[0]).max()) + 1)
+    scale = jnp.where(jnp.isnan(scale), scale, jnp.clip(scale, -largest, largest))
+    if format.scale_format is None:
+        scale = round_up_from_zero(scale, format.scale_dtype)
+    scale_bits, offset_bits = store_scale(scale, format), store_scale(offset, format)
+    grid = load_grid(scale_bits, None, offset_bits, format)
+    stored_offset = jnp.zeros(()) if grid.stored_offset is None else grid.stored_offset
+    near = _is_near(scale, grid.stored_scale) & _is_near(offset, stored_offset) & (grid.stored_scale != 0)
+    if format.multiplies_by_reciprocal:
+        # ggml subtracts the offset as it is before it is rounded, as it multiplies by such a scale.
+        grid = grid._replace(scale=scale, offset=jnp.where(near, offset, stored_offset))
+    keeps = near | ~(_largest_error(rows, grid, format, chunk) > _root_mean_square(rows, format, chunk))
+    clear = lambda bits: clear_blocks(bits, keeps, format)
+    return clear(scale_bits), clear(offset_bits), jax.tree.map(lambda x: jnp.where(keeps, x, 0), grid)
+
+
+def clear_blocks(stored: ScaleBits, keeps: Bool[Array, "*batch blocks"], format: AbstractFormat) -> ScaleBits:
+    """Returns stored scales or offsets that are zero where a block does not keep them."""
+    if isinstance(stored, Encoded) and format.scale_format is not None:
+        zero = format.scale_format.encode(jnp.zeros(keeps.shape, jnp.float32))
+        return stored._replace(codes=jnp.where(keeps, stored.codes, zero))
+    return jnp.where(keeps, stored, 0)  # pyright: ignore[reportArgumentType]
+
+
+def _is_near(wanted: Scales, stored: Scales) -> Bool[Array, "*batch blocks"]:
+    """Returns where rounding for storage moved scales or offsets so little that it costs next to nothing."""
+    return jnp.abs(stored - wanted) <= jnp.abs(wanted) / 16
+
+
+def _largest_error(rows: Rows, grid: Grid, format: AbstractFormat, chunk: int | None) -> Scales:
+    """Returns a bound of the errors of the values of each block."""
+    low, high = choose_by_parts(lambda blocks, _: ends(blocks), rows, format, chunk)
+    levels, used = levels_of(format)
+    levels = np.unique(levels[used])
+    offset = 0.0 if grid.stored_offset is None else grid.stored_offset
+    first, last = (offset + float(level) * grid.stored_scale for level in (levels[0], levels[-1]))
+    within = float(np.diff(levels).max(initial=0)) / 2 * jnp.abs(grid.stored_scale)
+    below, above = jnp.minimum(first, last) - low, high - jnp.maximum(first, last)  # pyright: ignore[reportOptionalOperand]
+    return jnp.maximum(within, jnp.maximum(below, above))
+
+
+def _root_mean_square(rows: Rows, format: AbstractFormat, chunk: int | None) -> Scales:
+    """Returns the root of the mean square of each block."""
+
+    def choose(blocks: Array, _: int) -> tuple[Array, None]:
+        size = absmax(blocks)  # as a unit, it keeps squares from overflowing
+        units = divide(blocks, jnp.broadcast_to(size[..., None], blocks.shape))
+        return size * jnp.sqrt(jnp.sum(jnp.square(units), axis=-1) / max(blocks.shape[-1], 1)), None
+
+    return choose_by_parts(choose, rows, format, chunk)[0]
 
 
 def load_grid(
@@ -80,7 +137,7 @@ def store_scale(scale: Scales, format: AbstractFormat) -> ScaleBits:
         return scale_to_bits(scale, format.scale_dtype)
     nested = format.scale_format
     outer, _ = choose_by_blocks(lambda blocks, f: (f.choose_scale(blocks), None), scale, nested)
-    return encode_by_chunks(scale, *store(outer, None, nested), nested)
+    return encode_by_chunks(scale, *store(scale, outer, None, nested), nested)
 
 
 def load_scale(stored: ScaleBits, format: AbstractFormat) -> Scales:
@@ -112,7 +169,7 @@ def encode_by(
     divided = divide(units, per_value(grid.stored_scale))
     if format.multiplies_by_reciprocal:
         multiplied = units * per_value(divide(jnp.ones_like(grid.scale), grid.scale))
-        divided = jnp.where(per_value(multiplies(grid.scale, grid.stored_scale, format)), multiplied, divided)
+        divided = jnp.where(per_value(multiplies(grid.scale, grid.stored_scale)), multiplied, divided)
     units = divided if grid.zero_point is None else divided + per_value(grid.zero_point)
     codes = format.encode(units)
     if codes.dtype != jnp.uint8 or codes.shape != units.shape:
@@ -123,10 +180,11 @@ def encode_by(
     return codes, units
 
 
-def multiplies(scale: Scales, stored_scale: Scales, format: AbstractFormat) -> Bool[Array, "*batch blocks"]:
+def multiplies(scale: Scales, stored_scale: Scales) -> Bool[Array, "*batch blocks"]:
     """Returns for which blocks of a format that multiplies by reciprocals values are really multiplied."""
-    # A scale beyond the range of its dtype is infinite or zero. Dividing makes the block saturate, or zero.
-    return (jnp.abs(scale) <= float(jnp.finfo(jnp.dtype(format.scale_dtype)).max)) & (stored_scale != 0)
+    # A scale beyond the range of its dtype, or near the end, is far from itself. Dividing makes the block saturate, or
+    # zero.
+    return _is_near(scale, stored_scale) & (stored_scale != 0)
 
 
 def encode_rows(
@@ -157,7 +215,7 @@ def encode_rows(
     """
     check_scales(scale, zero_point, (*rows.shape[:-1], num_blocks(rows.shape[-1], format.block_size)), format)
     marks, _ = choose_by_parts(lambda blocks, _: (not_finite(blocks), None), rows, format, chunk)
-    return encode_by_chunks(rows, *store(mark(scale, marks), zero_point, format), format, key, chunk)
+    return encode_by_chunks(rows, *store(rows, mark(scale, marks), zero_point, format, chunk), format, key, chunk)
 
 
 def encode_by_chunks(
@@ -170,6 +228,8 @@ def encode_by_chunks(
     chunk: int | None = None,
 ) -> Encoded:
     """Encodes values by what `store` returned, whose scales are NaN for every block that is not finite."""
+    if key is not None:  # by what is stored, so that the mean of what values decode to is no other value
+        grid = grid._replace(scale=grid.stored_scale, offset=grid.stored_offset)
 
     def encode(first: Index, rows: Array, grid: Grid) -> Array:
         codes, values = encode_by(rows.astype(jnp.float32), grid, format)

@@ -138,6 +138,12 @@ class _Groups(eqx.Module):
         levels, scale, offset = self.levels(parts)
         return jnp.sum(self.counts * jnp.square(self.values - levels * scale - offset), axis=-1)
 
+    def clear_worse(self, parts: list[Part]) -> list[Part]:
+        """Makes zeros of blocks whose errors are larger than they are."""
+        worse = self.errors(parts) > jnp.sum(self.counts * jnp.square(self.values), axis=-1)
+        zero = self.nested.encode(jnp.zeros(worse.shape, jnp.float32))
+        return [(jnp.where(worse, zero, codes), outer) for codes, outer in parts]
+
     def fit_floats(self, parts: list[Part]) -> list[Part]:
         """Fits the floats of each group to its codes."""
         levels, _, _ = self.levels(parts)
@@ -195,8 +201,8 @@ def _choose_two_levels(
         fitted = groups.fit_floats(parts)
         return lower((parts, groups.errors(parts).sum(-1)), fitted, groups.errors(fitted).sum(-1))[0]
 
-    parts = jax.lax.fori_loop(0, _ROUNDS, improve, best[0])
-    merge = lambda x: x.reshape(*x.shape[:-2], -1)[..., :blocks]
+    parts = groups.clear_worse(jax.lax.fori_loop(0, _ROUNDS, improve, best[0]))
+    merge = lambda x: x.reshape(*x.shape[:-2], count * share)[..., :blocks]  # pyright: ignore[reportOperatorIssue]
     scale_bits, *offset_bits = (Encoded(merge(c), scale_to_bits(outer, nested.scale_dtype)) for c, outer in parts)
     return scale_bits, offset_bits[0] if has_offsets(format) else None
 

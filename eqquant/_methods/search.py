@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._formats.base import AbstractFormat, AbstractOffsetFormat, Blocks, has_zero_points, Scales
+from .._formats.base import AbstractFormat, AbstractOffsetFormat, Blocks, has_zero_points, levels_of, Scales
 from .._numerics.batching import Index
 from .._numerics.blocks import divide, minmax
 from .._numerics.scale_bits import round_scale
@@ -30,7 +30,6 @@ _FACTORS = np.concatenate(
     [np.linspace(2.0, 1.2, 5), np.linspace(1.1, 0.7, 48, endpoint=False), np.geomspace(0.7, 1 / 16, 24)]
 ).astype(np.float32)
 _REFITS = 2
-_LARGEST = float(jnp.finfo(jnp.float32).max) / 2**9
 # The shares of a range's excess length to cut off below; the rest is cut off above.
 _CUT_BELOW = np.linspace(0, 1, 5, dtype=np.float32)
 
@@ -71,7 +70,9 @@ class Search(NamedTuple):
     def result(self, factor: Array) -> tuple[Array, Array | None]:
         """Returns the scales, and their best zero points, or the offsets."""
         # A very large scale stays as it is: a larger one might decode to infinity.
-        scale = jnp.where(jnp.abs(self.scale) < _LARGEST, self.scale * factor, self.scale)
+        levels, used = levels_of(self.format)
+        limit = float(jnp.finfo(jnp.float32).max) / max(2**9, 2 * float(np.abs(levels[used]).max()))
+        scale = jnp.where(jnp.abs(self.scale) < limit, self.scale * factor, self.scale)
         if not has_zero_points(self.format):
             return scale, self.offset
         ratio = divide(scale, self.scale)

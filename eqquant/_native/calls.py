@@ -7,7 +7,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8
 
 from . import library
 from .layout import Layout, Stored
-from .steps import Steps
+from .steps import Scaling, Steps
 
 
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -78,24 +78,19 @@ def why_not_encode(rows: Float[Array, "*batch length"], bits: int) -> str | None
 
 def encode(
     rows: Float[Array, "*batch length"],
+    scaling: Scaling,
     steps: Steps,
     bits: int,
     block_size: int,
     packed_length: int,
-    divisor: Float32[Array, "*batch blocks"],
-    factor: Float32[Array, "*batch blocks"] | None,
-    offset: Float32[Array, "*batch blocks"] | None,
-    shift: Float32[Array, "*batch blocks"] | None,
 ) -> UInt8[Array, "*batch bytes"]:
-    """Returns the packed codes of `(rows - offset) * factor / divisor + shift`, unless `why_not_encode`.
+    """Returns the packed codes of the scaled values, unless `why_not_encode`.
 
-    Where the divisor is zero, values are zero before the shift. Where it is one, and there are factors, nothing is
-    divided; elsewhere factors are one. Codes are found by the floats at which they change, so one kernel serves every
-    format. Results have the bits of XLA's operations, but for the sign of zeros; where a scale is NaN, codes mean
-    nothing and may differ.
+    Codes are found by the floats at which they change, so one kernel serves every format. Results have the bits of
+    XLA's operations, but for the sign of zeros; where a scale is NaN, codes mean nothing and may differ.
     """
     *batch, _ = rows.shape
-    blocks = [a for a in (divisor, factor, offset, shift) if a is not None]
+    blocks = [a for a in scaling if a is not None]
     two = lambda a: a.reshape(-1, a.shape[-1])
     by_rule = steps.rule != "steps"
     result = jax.ShapeDtypeStruct((two(rows).shape[0], packed_length), jnp.uint8)
@@ -103,9 +98,9 @@ def encode(
         *map(two, (rows, *blocks)),
         bits=np.int32(bits),
         block_size=np.int64(block_size),
-        factor=factor is not None,
-        offset=offset is not None,
-        shift=shift is not None,
+        factor=scaling.factor is not None,
+        offset=scaling.offset is not None,
+        shift=scaling.shift is not None,
         rule=np.int32(_RULES.index(steps.rule)),
         bias=np.float32(steps.bias),
         nan=np.int32(steps.nan),

@@ -10,7 +10,6 @@ import functools as ft
 import importlib.metadata
 import pathlib
 import re
-from typing import Any
 
 import jax
 
@@ -50,14 +49,14 @@ def instruction_sets() -> list[str]:
     return [name.decode() for name in names if name is not None]
 
 
-def _library() -> Any:
+def _library() -> ctypes.CDLL:
     import eqquant_cpu  # pyright: ignore[reportMissingImports]
 
     return _open(pathlib.Path(eqquant_cpu.LIBRARY))
 
 
 @ft.cache
-def _open(path: pathlib.Path) -> Any:
+def _open(path: pathlib.Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name in ("version", "isa", "isa_refusal", "isa_at"):
         getattr(library, f"eqquant_cpu_{name}").restype = ctypes.c_char_p

@@ -1,7 +1,6 @@
 """Lowers primitives: to native code on CPU where that may run, to operations of XLA everywhere else."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -17,7 +16,7 @@ def lower_on_cpu(primitive: Primitive, native: Callable[..., Array], by_xla: Cal
     divides among devices.
     """
 
-    def lower(context: Any, *args: Any, **params: Any) -> Any:
+    def lower(context: mlir.LoweringRuleContext, *args: object, **params: object) -> Sequence[mlir.Value]:
         alone = _compat.num_devices(context) == 1 and not _compat.is_partly_manual(context)
         function = native if alone and _compat.no_cpu_kernels(context) is None else by_xla
         return mlir.lower_fun(function, multiple_results=False)(context, *args, **params)

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Array, Float32
 
 
 class Steps(NamedTuple):
@@ -19,6 +20,19 @@ class Steps(NamedTuple):
     nan: int
     rule: str = "steps"
     bias: float = 0.0
+
+
+class Scaling(NamedTuple):
+    """How values become levels, `(values - offset) * factor / divisor + shift`, with numbers for each block.
+
+    Where the divisor is zero, values are zero before the shift. Where it is one, and there are factors, nothing is
+    divided; elsewhere factors are one.
+    """
+
+    divisor: Float32[Array, "*batch blocks"]
+    factor: Float32[Array, "*batch blocks"] | None
+    offset: Float32[Array, "*batch blocks"] | None
+    shift: Float32[Array, "*batch blocks"] | None
 
 
 def float_order(x: np.ndarray) -> np.ndarray:

@@ -11,6 +11,11 @@ def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
     return axes[0] if len(axes) == 1 else axes
 
 
+def as_axes(axis: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The inverse of `as_axis`: returns the quantized axes as a tuple, in memory order."""
+    return axis if isinstance(axis, tuple) else (axis,)
+
+
 def memory_order(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "*batch length"]:
     """Moves the quantized axes of a logical array to the end, and merges them into one."""
     rows = jnp.moveaxis(x, axes, range(-len(axes), 0))

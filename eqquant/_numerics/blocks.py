@@ -54,11 +54,21 @@ def dequantize_blocks(
     block_size: BlockSize,
 ) -> Float[Array, "*batch length"]:
     """Returns `(values - zero_point) * scale + offset`, where `values` are decoded codes."""
-    length = values.shape[-1]
-    if zero_point is not None:
-        values = values - expand(zero_point.astype(jnp.float32), block_size, length)
-    values = values * expand(scale, block_size, length)
-    return values if offset is None else values + expand(offset, block_size, length)
+    zero_point = None if zero_point is None else zero_point.astype(jnp.float32)
+    each = lambda per_block: None if per_block is None else expand(per_block, block_size, values.shape[-1])
+    return dequantize_values(values, each(scale), each(zero_point), each(offset))
+
+
+def dequantize_values(
+    values: Float[Array, "*shape"],
+    scale: Float[Array, "*shape"] | None,
+    zero_point: Float[Array, "*shape"] | None,
+    offset: Float[Array, "*shape"] | None,
+) -> Float[Array, "*shape"]:
+    """As `dequantize_blocks`, with numbers for each value. What is `None` changes nothing."""
+    values = values if zero_point is None else values - zero_point
+    values = values if scale is None else values * scale
+    return values if offset is None else values + offset
 
 
 def absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
@@ -86,6 +96,14 @@ def absmean(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch
 def minmax(blocks: Float[Array, "*batch blocks block"]) -> tuple[Array, Array]:
     """Returns the smallest and the largest value of each block, widened to include zero, so that zero has a code."""
     return reduce_blocks(blocks, "low"), reduce_blocks(blocks, "high")
+
+
+def ends(blocks: Float[Array, "*batch blocks block"]) -> tuple[Array, Array]:
+    """Returns the smallest and the largest value of each block, zero for a block without values."""
+    if blocks.shape[-1] == 0:
+        zeros = jnp.zeros(blocks.shape[:-1], blocks.dtype)
+        return zeros, zeros
+    return jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
 
 
 def divide(x: Float[Array, "*shape"], scale: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -1,8 +1,10 @@
 """What the rules of the primitives share."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad
@@ -11,27 +13,33 @@ from jaxtyping import Array
 from .. import _compat
 
 
-def compiled(primitive: Primitive, compute: Callable[..., Array], static: Sequence[str]) -> Callable[..., Array]:
+Tangent: TypeAlias = Array | ad.Zero
+Primal: TypeAlias = Array | ad.UndefinedPrimal  # of a rule of transposition
+
+
+def compile_alone(
+    primitive: Primitive, compute: Callable[..., Array], static: Sequence[str], **fixed: object
+) -> Callable[..., Array]:
     """Returns what a primitive does outside of `jit`: a program of its own, or where `jit` is disabled, `compute`.
 
-    `static` are the names of its parameters.
+    `static` are the names of its parameters, and `fixed` the values that some of them take there.
     """
 
     # `jit` caches the compiled program, and JAX bounds that cache.
     def run(*args: Array, **params: object) -> Array:
-        return primitive.bind(*args, **params)
+        traced = any(isinstance(a, jax.core.Tracer) for a in args)  # not where `jit` is disabled
+        return (primitive.bind if traced else compute)(*args, **{**params, **fixed})
 
     run.__name__ = primitive.name
-    jitted = jax.jit(run, static_argnames=static)
-
-    def call(*args: Array, **params: object) -> Array:
-        disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-        return (compute if disabled else jitted)(*args, **params)
-
-    return call
+    return jax.jit(run, static_argnames=static)
 
 
-def moved(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
+def mapped_size(args: Sequence[Array], dims: Sequence[int | None]) -> int:
+    """Returns the length of the mapped axis."""
+    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+
+
+def move_mapped(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
     """Moves the mapped axis to place `to`, or broadcasts along a new one."""
     if dim is not None:
         return jnp.moveaxis(a, dim, to)
@@ -53,7 +61,7 @@ def along_first(primitive: Primitive) -> Callable[..., tuple[Array, int]]:
     """Returns the batching rule of a primitive that works along the last axes of operands with equal first ones."""
 
     def batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) -> tuple[Array, int]:
-        size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-        return primitive.bind(*(moved(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
+        size = mapped_size(args, dims)
+        return primitive.bind(*(move_mapped(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
 
     return batch

@@ -35,6 +35,16 @@ def round_scale(scale: Float32[Array, "*shape"], dtype: ScaleDtype) -> Float32[A
     return scale if dtype == "float32" else bits_to_scale(scale_to_bits(scale, dtype), dtype)
 
 
+def round_up_from_zero(scale: Float32[Array, "*shape"], dtype: ScaleDtype) -> Float32[Array, "*shape"]:
+    """Returns scales of which none is stored as zero, except zero: those that would be become the least that is not."""
+    if dtype == "e8m0":
+        return scale
+    # Backends flush subnormal numbers of float32 and bfloat16 to zero.
+    info = jnp.finfo(dtype)
+    least = jnp.float32(info.smallest_subnormal if dtype == "float16" else info.tiny)
+    return jnp.where((scale != 0) & (jnp.abs(scale) < least), jnp.copysign(least, scale), scale)
+
+
 def clip_finite(x: Float32[Array, "*shape"], dtype: DTypeLike) -> Float32[Array, "*shape"]:
     """Clips to the finite range of `dtype`, and of float32. NaN stays NaN, which XLA's clip on CPU drops."""
     limit = float(min(jnp.finfo(dtype).max, jnp.finfo(jnp.float32).max))

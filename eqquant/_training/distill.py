@@ -13,10 +13,11 @@ from jaxtyping import Array, Float
 from rich.console import Console
 
 from .._array.array import is_quantized, QuantizedArray
+from .._array.codes import row_length
 from .._array.straight_through import value_of
 from .._formats.base import AbstractFormat, levels_of
 from .._numerics import packing
-from .._numerics.axes import logical_order
+from .._numerics.axes import as_axes, logical_order
 from .._numerics.blocks import dequantize_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .._tree.change import Apply
@@ -335,7 +336,7 @@ class _TrainedQuantized(eqx.Module):
     def value(self, changes: dict[str, Array]) -> Array:
         q, (_, values) = self.q, self._levels(changes)
         dense = dequantize_blocks(values, self._scale(changes), q.zero_point, q.offset, q.format.block_size)
-        return logical_order(dense, q._axes, q.lengths).astype(q.dtype)
+        return logical_order(dense, as_axes(q.axis), q.lengths).astype(q.dtype)
 
     def final(self, changes: dict[str, Array]) -> QuantizedArray:
         codes = packing.pack(self._levels(changes)[0], self.q.format.bits)
@@ -349,7 +350,7 @@ def _as_trained(leaf: Leaf, codes: bool) -> _TrainedFloats | _TrainedQuantized |
     """Returns a leaf that is trained, or `None` for any other leaf."""
     x = leaf.value
     if is_quantized(x):
-        part = _TrainedQuantized(x, packing.unpack(x.codes, x.format.bits, x._length), codes)
+        part = _TrainedQuantized(x, packing.unpack(x.codes, x.format.bits, row_length(x)), codes)
         return part if part.start() else None
     if eqx.is_inexact_array(x) and place_reason(leaf) is not None:
         return _TrainedFloats(x)

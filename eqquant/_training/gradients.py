@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
 from .._array.array import is_quantized
-from .._numerics.axes import memory_order
+from .._numerics.axes import as_axes, memory_order
 from .._types import PyTree
 from .mask import trainable_mask
 
@@ -162,7 +162,7 @@ def _variable(x: PyTree) -> ArrayLike:
 def _with_variable(x: PyTree, variable: ArrayLike) -> PyTree:
     if not is_quantized(x):
         return variable
-    source = memory_order(jnp.asarray(variable), x._axes)
+    source = memory_order(jnp.asarray(variable), as_axes(x.axis))
     # In a gradient of a gradient the array already has such a leaf, which must receive its gradient too.
     return dataclasses.replace(x, gradient_of=source if x.gradient_of is None else x.gradient_of + source)
 

@@ -1,7 +1,8 @@
 """Low-rank adaptation (LoRA): small trainable factors for frozen weights, quantized or not."""
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import jax.random as jr
@@ -12,24 +13,50 @@ from jaxtyping import Array, PRNGKeyArray
 from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import as_method, check_finite
 from .._array.quantize import requantize_like
-from .._array.value import AbstractArrayValue
-from .._errors import a_type
+from .._errors import teach_keywords
 from .._mesh import full_spec, place
 from .._methods import AbstractMethod
-from .._tree.leaves import identity, is_mapped, Leaf
+from .._tree.leaves import identity, Leaf
 from .._tree.placement import current_sharding
-from .._tree.select import replace_selected, select_leaves, select_nodes, show_refusals, Where
-from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
+from .._tree.select import (
+    check_order,
+    check_patterns,
+    matches,
+    Pattern,
+    replace_selected,
+    select_leaves,
+    select_nodes,
+    Selection,
+    show_pattern,
+    show_refusals,
+    Where,
+)
+from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding, part_reason
 from .._types import PyTree
-from .._wrappers.base import AbstractWrappedArray
+from .._wrappers.base import AbstractArrayAround
 from .._wrappers.lora import LoraArray
 from .._wrappers.low_precision import LowPrecisionArray
 from .._wrappers.simulated import SimulatedArray
 
 
+# The key type of `Mapping` is invariant, so the union needs each kind of key.
+Ranks = int | Mapping[str, int | None] | Mapping[re.Pattern[str], int | None] | Mapping[Pattern, int | None]
+
+_BY_PATH = 'Write ranks by path: `rank={"*.attention.*": 8, "head": None}`.'
+
+
+@teach_keywords(
+    **dict.fromkeys(
+        ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern"), _BY_PATH
+    ),
+    **dict.fromkeys(("r", "lora_rank"), "It is called `rank`."),
+    lora_alpha="It is called `alpha`.",
+    modules_to_save="Train more than the factors with the mask: see `eqq.trainable_mask`.",
+    lora_dropout="It drops nothing: put a dropout layer into the model.",
+)
 def loraify(
     model: PyTree,
-    rank: int = 8,
+    rank: Ranks = 8,
     alpha: float | int = 16,
     *,
     where: Where | None = None,
@@ -54,6 +81,10 @@ def loraify(
         model = eqq.apply_updates(model, updates)
         ```
 
+        ```python
+        model = eqq.loraify(model, {"*.attention.*": 16, "head": None, "*": 8}, key=key)
+        ```
+
     ??? cite
 
         [QLoRA: Efficient Finetuning of Quantized LLMs](https://arxiv.org/abs/2305.14314)
@@ -61,7 +92,10 @@ def loraify(
     **Arguments:**
 
     - `model`: any pytree.
-    - `rank`: $r$, the number of columns of $B$ and of rows of $A$.
+    - `rank`: $r$, the number of columns of $B$ and of rows of $A$. A weight with fewer inputs or outputs gets as many
+        as these, with the same scale $\alpha / r$. Or a mapping `{pattern: rank or None}`, where the first pattern
+        that matches the path of a weight, or of a layer that holds it, wins; `None` gives a weight no factors, and so
+        does no match. Patterns are those of [`eqquant.quantize_tree`][].
     - `alpha`: $\alpha$, the numerator of the scale.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By
         default, every quantized array; or, if the model has none, every weight that [`eqquant.quantize_tree`][] would
@@ -75,12 +109,10 @@ def loraify(
 
     **Raises:**
 
-    `ValueError` if nothing is selected, or if `rank` is not a whole number from 1 to the number of a weight's inputs or
-    outputs, whichever is smaller; `TypeError` if `where` selects an array that is not floating point, has fewer than
-    two dimensions, is simulated, or already has factors. The message names the leaf.
+    `ValueError` if nothing is selected, if a rank is not a whole number of at least 1, or if a pattern matches nothing;
+    `TypeError` if `where` selects an array that is not floating point, has fewer than two dimensions, is simulated, or
+    already has factors. The message names the leaf.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"`rank` must be a whole number, at least 1. Got {rank}.")
     is_leaf = lambda x: is_quantized(x) or isinstance(x, LoraArray)
     selections = select_leaves(
         model,
@@ -90,15 +122,45 @@ def loraify(
         kind="weights of two or more dimensions",
         is_leaf=is_leaf,
     )
+    selections, ranks = _choose_ranks(rank, selections)
     if all(reason is not None for _, reason in selections):
         raise ValueError(
             "The model must hold weights that can have factors. Got none among its leaves "
             f"({show_refusals(selections)}). `where=` selects others."
         )
     keys = {leaf.path: k for (leaf, _), k in zip(selections, jr.split(key, len(selections)), strict=True)}
-    adapt = lambda leaf: _adapt(leaf, rank, alpha, keys[leaf.path])
+    adapt = lambda leaf: _adapt(leaf, ranks[leaf.path], alpha, keys[leaf.path])
     same = lambda leaf: (identity(leaf.value), convolved_axes(leaf))
     return replace_selected(model, selections, adapt, is_leaf, same)
+
+
+def _choose_ranks(rank: Ranks, selections: Sequence[Selection]) -> tuple[list[Selection], dict[str, int]]:
+    """Returns the rank of each selected leaf, by path; leaves without a rank are no longer selected."""
+    leaves = [leaf for leaf, _ in selections]
+    rules = {_match_layers(p, leaves): r for p, r in rank.items()} if isinstance(rank, Mapping) else {}
+    for r in rules.values() if rules else [rank]:
+        if r is not None and (isinstance(r, bool) or not isinstance(r, int) or r < 1):
+            raise ValueError(f"`rank` must be a whole number, at least 1. Got {r}.")
+    check_patterns(rules, leaves, "rank")
+    check_order(rules, [leaf for leaf, reason in selections if reason is None], "rank")
+    chosen, ranks = [], {}
+    for leaf, reason in selections:
+        pattern = next((p for p in rules if matches(p, leaf)), None)
+        wanted = rank if isinstance(rank, int) else None if pattern is None else rules[pattern]
+        if reason is None and wanted is None:
+            reason = "no rule matches" if pattern is None else f"rule {show_pattern(pattern)!r}"
+        elif wanted is not None:
+            ranks[leaf.path] = wanted
+        chosen.append(Selection(leaf, reason))
+    return chosen, ranks
+
+
+def _match_layers(pattern: Pattern, leaves: Sequence[Leaf]) -> Pattern:
+    """Returns a pattern of weights: one that matches no weight, but what holds weights, matches all within."""
+    if not isinstance(pattern, str) or any(matches(pattern, leaf) for leaf in leaves):
+        return pattern
+    within = f"{pattern}.*"
+    return within if any(matches(within, leaf) for leaf in leaves) else pattern
 
 
 def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
@@ -153,7 +215,10 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: AbstractMethod | N
         check_finite(merged, leaf.path)
         if dense or not isinstance(base, QuantizedArray):
             return merged
-        return requantize_like(base, merged, method=as_method(method).for_leaf(leaf.path))
+        new = requantize_like(base, merged, method=as_method(method).for_leaf(leaf.path))
+        # Factors that add nothing leave every code as it was: formats may round their own values to others.
+        changes = (leaf.value.delta() != 0).any()
+        return jtu.tree_map(lambda new, old: jnp.where(changes, new, old), new, base)
 
     return replace_selected(model, selections, merge, is_adapted)
 
@@ -166,9 +231,8 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "it is simulated: `finalize` first"
     if isinstance(leaf.parent, LowPrecisionArray):
         return "its products run in low precision: call `loraify` first, and `low_precision` then"
-    whole = is_mapped(leaf) or isinstance(leaf.parent, AbstractWrappedArray)
-    if isinstance(leaf.parent, AbstractArrayValue) and not whole:
-        return f"part of {a_type(leaf.parent)}"
+    if (reason := part_reason(leaf, AbstractArrayAround)) is not None:
+        return reason
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason
     return "it has one dimension" if leaf.value.ndim < 2 else None
@@ -180,18 +244,14 @@ def _adapt(leaf: Leaf, rank: int, alpha: float | int, key: PRNGKeyArray) -> Lora
     in_ndim = len(convolved_axes(leaf) or (-1,))
     *batch, out = w.shape[: w.ndim - in_ndim]
     inputs = w.shape[w.ndim - in_ndim :]
-    if rank > min(out, math.prod(inputs)):
-        raise ValueError(
-            f"`rank` must be at most the inputs and outputs of a weight. Got {rank} for {leaf.path}, which has "
-            f"{math.prod(inputs)} inputs and {out} outputs. Lower it, or leave this weight out with `where=`."
-        )
+    capped = min(rank, out, math.prod(inputs))
     bound = 1 / math.sqrt(math.prod(inputs))
-    a = jr.uniform(key, (*batch, rank, *inputs), jnp.float32, -bound, bound)
-    b = jnp.zeros((*batch, out, rank), jnp.float32)
+    a = jr.uniform(key, (*batch, capped, *inputs), jnp.float32, -bound, bound)
+    b = jnp.zeros((*batch, out, capped), jnp.float32)
     if (sharding := current_sharding(w)) is not None:
         # Each factor is sharded like its side of the weight.
         entries = full_spec(sharding, w.ndim).spec
         batch_entries, out_entry, in_entries = entries[: len(batch)], entries[len(batch)], entries[len(batch) + 1 :]
         on_mesh = lambda *entries: NamedSharding(sharding.mesh, PartitionSpec(*entries))
         a, b = place((a, b), (on_mesh(*batch_entries, None, *in_entries), on_mesh(*batch_entries, out_entry, None)))
-    return LoraArray(w, a, b, float(alpha), in_ndim)
+    return LoraArray(w, a, b, float(alpha * capped / rank), in_ndim)  # the scale stays `alpha / rank`

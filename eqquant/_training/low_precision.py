@@ -3,14 +3,13 @@
 import jax.numpy as jnp
 
 from .._array.array import is_quantized
-from .._errors import a_type
 from .._formats import FP8
 from .._formats.base import AbstractFormat, as_format, has_offsets, has_one_scale, has_zero_points
 from .._mesh import follow
 from .._tree.leaves import key_name, Leaf
 from .._tree.placement import current_sharding, replicated_sharding
 from .._tree.select import replace_selected, select_leaves, show_refusals, Where
-from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding
+from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding, part_reason
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.lora import LoraArray
@@ -128,7 +127,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
     if isinstance(leaf.parent, LowPrecisionArray):
         return "its products run in low precision already: `dequantize_tree` first"
     if isinstance(leaf.parent, (ActivationQuantizedArray, SimulatedArray)):
-        return f"part of {a_type(leaf.parent)}, whose products round already: `dequantize_tree` first"
+        return f"{part_reason(leaf)}, whose products round already: `dequantize_tree` first"
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason
     if convolved_axes(leaf) is not None:
@@ -139,7 +138,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
 def _skip_reason(leaf: Leaf) -> str | None:
     if isinstance(leaf.parent, LoraArray):
         is_base = key_name(leaf.keys[-1]) == "base" and leaf.parent.in_ndim == 1
-        return None if is_base else f"part of {a_type(leaf.parent)}"
+        return None if is_base else part_reason(leaf)
     if is_embedding(leaf):
         return "an embedding, which is looked up"
     return default_skip_reason(leaf)

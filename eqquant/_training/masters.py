@@ -184,10 +184,18 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
     has another structure. The message names the leaf.
     """
     steps = _flatten_like(model, updates, "`updates` must have the structure of the model.")
+    mask = jtu.tree_leaves(trainable_mask(model))
 
-    def apply(leaf: Leaf, step: PyTree) -> PyTree:
+    def apply(leaf: Leaf, step: PyTree, trains: bool) -> PyTree:
         path, x = leaf.path, leaf.value
         if step is None:
+            return x
+        if is_quantized(step) and not jtu.tree_leaves(step):  # from `eqx.filter_grad`, to which codes are no parameters
+            if trains and jtu.tree_leaves(x):
+                raise ValueError(
+                    f"A quantized array that trains needs an update. Got none for {path}. {_TO_DIFFERENTIATE} Wrap the "
+                    "optimizer in `eqq.float_masters`. To train floats alone, call `eqx.apply_updates`."
+                )
             return x
         if is_quantized(x) != is_quantized(step):
             raise ValueError(
@@ -197,9 +205,10 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
             )
         return jtu.tree_map(lambda part, by: _add(path, part, by, is_quantized(x)), x, step)
 
-    return replace_leaves(model, map(apply, named_leaves(model), steps))
+    return replace_leaves(model, map(apply, named_leaves(model), steps, mask))
 
 
+_TO_DIFFERENTIATE = "Differentiate with `eqq.filter_value_and_grad`, which gives quantized arrays a gradient."
 _TO_FREEZE = "put `optax.masked` around `eqq.float_masters`, and give its mask to `eqq.filter_grad` as `filter_spec`."
 
 
@@ -339,8 +348,8 @@ def _flatten_gradients(params: PyTree, leaves: Trained, grads: PyTree, masters: 
             continue
         if grad is None or is_quantized(grad):
             raise ValueError(
-                f"Every trained parameter needs a gradient. Got none for {path}. Differentiate with "
-                f"`eqq.filter_value_and_grad`, which gives quantized arrays one. To freeze it: {_TO_FREEZE}"
+                f"Every trained parameter needs a gradient. Got none for {path}. {_TO_DIFFERENTIATE} To freeze it: "
+                f"{_TO_FREEZE}"
             )
         if jnp.shape(grad) != tuple(x.shape):
             raise ValueError(

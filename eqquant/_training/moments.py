@@ -3,12 +3,15 @@
 import dataclasses
 import functools as ft
 import math
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from .._array.array import is_quantized
 from .._array.quantize import quantize_array, requantize_like
@@ -59,7 +62,8 @@ def quantize_state(
     [`eqquant.Dynamic8`][], a moment takes 8.125 bits per value instead of 32. It supports Adam and its relatives
     (AdamW, Nadam, AMSGrad, AdaBelief, Adan, AdEMAMix, ADOPT, the first moment of Sophia), SGD, Lion, Muon, RMSProp
     without centring, Adagrad, the unfactored moments of Adafactor, SM3 and NovoGrad, inside any of optax's wrappers.
-    All other state, including the state of custom optimizers, stays in float.
+    All other state, including the state of custom optimizers, stays in float. So do the second moments of Yogi, which
+    change by steps too small for eight bits.
 
     !!! Example
 
@@ -99,13 +103,14 @@ def quantize_state(
     unsigned = dataclasses.replace(signed, signed=False) if has_unsigned else Dynamic8(signed=False)  # pyright: ignore[reportCallIssue]
     inner = as_optimizer(optimizer)
 
-    def quantize_fields(state: PyTree) -> PyTree:
+    def quantize_fields(state: PyTree, stays: Collection[str] = ()) -> PyTree:
         quantize = {
             field: jtu.tree_map(
                 ft.partial(_quantize_moment, format=signed if sign else unsigned, min_size=min_size),
                 getattr(state, field),
             )
             for field, sign in _moments(state).items()
+            if field not in stays
         }
         return state._replace(**quantize) if quantize else state
 
@@ -114,7 +119,9 @@ def quantize_state(
         if not jtu.tree_leaves(params):  # from `optax.tree_map_params`, to find them in the state
             return state
         _check_float(state, params)
-        done = jtu.tree_map(quantize_fields, state, is_leaf=lambda x: bool(_moments(x)))
+        stays = ("nu",) if _is_yogi(state, inner.init, params) else ()
+        quantize = ft.partial(quantize_fields, stays=stays)
+        done = jtu.tree_map(quantize, state, is_leaf=lambda x: bool(_moments(x)))
         if not any(is_quantized(x) for x in jtu.tree_leaves(done, is_leaf=is_quantized)):
             names = [jtu.keystr(path) for path, x in jtu.tree_leaves_with_path(state) if jnp.size(x) > 1]
             raise ValueError(
@@ -159,6 +166,27 @@ def _moments(state: PyTree) -> dict[str, bool]:
     """Returns the fields of a state that are moments, and whether they are signed."""
     is_known = type(state).__module__.partition(".")[0] == "optax"
     return _MOMENTS.get(type(state).__name__, {}) if is_known else {}
+
+
+def _is_yogi(state: PyTree, init: Callable[[PyTree], PyTree], params: PyTree) -> bool:
+    """Returns whether second moments in a state of Adam start above zero, as those of Yogi alone do.
+
+    Yogi changes them by so little that eight bits round most steps down to nothing, and the larger ones remain.
+    """
+    is_adam = lambda x: "mu" in _moments(x) and type(x).__name__ == "ScaleByAdamState"
+
+    def largest(state: PyTree) -> list[Array]:
+        nodes = [x for x in jtu.tree_leaves(state, is_leaf=is_adam) if is_adam(x)]
+        return [jnp.max(x, initial=0) for node in nodes for x in jtu.tree_leaves(node.nu)]
+
+    if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(state)):
+        # Values do not depend on those of the parameters, and XLA makes none of these arrays.
+        zeros = lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x))
+        with jax.ensure_compile_time_eval():
+            found = jax.jit(lambda: largest(init(jtu.tree_map(zeros, params))))()
+    else:
+        found = largest(state)
+    return any(float(x) > 0 for x in found)
 
 
 def _quantize_moment(x: PyTree, format: AbstractFormat, min_size: int) -> PyTree:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
-from .._array.checks import check_finite
+from .._array.checks import as_jax_array, check_finite
 from .._mesh import on_device
 from .._types import PyTree
 from .._wrappers.mapped import AbstractMappedArray, beside
@@ -60,7 +60,7 @@ def change_model(
     leaves = weights.leaves
     for n in sorted({*wrap, *(n for entry in entries for n, _ in entry.changes)}):
         if not isinstance(leaves[n].value, jax.ShapeDtypeStruct):
-            check_finite(on_device(jnp.asarray(leaves[n].value)), leaves[n].path)
+            check_finite(on_device(as_jax_array(leaves[n].value)), leaves[n].path)
 
     def apply_changes(entries: Iterable[Changes]) -> list[PyTree]:
         by_leaf = collections.defaultdict(list)
@@ -90,7 +90,7 @@ def _change(x: DenseArray, changes: Sequence[Change]) -> DenseArray:
             y = one(y)
         return y.astype(x.dtype)
 
-    return jax.eval_shape(change, x) if isinstance(x, jax.ShapeDtypeStruct) else change(jnp.asarray(x))
+    return jax.eval_shape(change, x) if isinstance(x, jax.ShapeDtypeStruct) else change(as_jax_array(x))
 
 
 def multiply_inputs(x: Array, by: Array, axis: int) -> Array:

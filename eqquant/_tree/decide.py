@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+import numpy as np
 from jaxtyping import Array
 
 from .._array.array import is_quantized
-from .._array.checks import check_quantizable
+from .._array.checks import check_not_masked, check_quantizable
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._methods.inputs import InputsError, Statistics
@@ -107,6 +109,7 @@ class _Choice(NamedTuple):
             axis, known = seen.axis, True
         else:
             axis, known = input_axis(leaf) if self.axis is None else (self.axis, True)
+        check_not_masked(leaf.value, leaf.path)
         try:
             return check_quantizable(shape_of(leaf.value), axis, leaf.path)[1], known
         except ValueError as e:
@@ -204,6 +207,13 @@ def decide_activations(
         )
     _check_products([d for d in decisions if d.axes])
     return decisions
+
+
+def shape_of(x: DenseArray) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array, and the dtype that it has in JAX."""
+    # As `as_jax_array` converts it.
+    dtype = np.dtype(np.float64) if x.dtype == np.longdouble else x.dtype
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:

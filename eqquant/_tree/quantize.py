@@ -4,14 +4,13 @@ import functools as ft
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
-import jax.numpy as jnp
 import jax.random as jr
 from jax.sharding import NamedSharding
 from jaxtyping import DTypeLike, PRNGKeyArray
 from rich.progress import track
 
 from .._array.array import QuantizedArray
-from .._array.checks import as_method, check_dtype, check_finite
+from .._array.checks import as_jax_array, as_method, check_dtype, check_finite
 from .._array.quantize import quantize_array
 from .._array.sharding import leaf_shardings
 from .._array.value import AbstractArrayValue
@@ -223,7 +222,7 @@ def _quantize_leaf(
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
         q = jax.eval_shape(encode, leaf.value)
         return move(q, sharding) if isinstance(q, QuantizedArray) else q
-    x = on_device(move(jnp.asarray(leaf.value), sharding))
+    x = on_device(move(as_jax_array(leaf.value), sharding))
     check_finite(x, leaf.path)
     # Waits, so that the temporaries of one leaf are freed before the next leaf needs memory.
     return jax.block_until_ready(encode(x))

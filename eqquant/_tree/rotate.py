@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._array.checks import as_jax_array
 from .._numerics import hadamard
 from .._types import PyTree
 from .._wrappers.rotated import RotatedArray
@@ -130,7 +131,7 @@ def _check_together(turn: Changes, selections: Sequence[Selection], chosen: set[
 def _rotate_online(x: DenseArray, *, seed: int, axis: int) -> RotatedArray:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda x: RotatedArray.of(x, seed, axis), x)
-    return _jitted_rotated(jnp.asarray(x), seed, axis)
+    return _jitted_rotated(as_jax_array(x), seed, axis)
 
 
 _jitted_rotated = jax.jit(RotatedArray.of, static_argnums=(1, 2))
@@ -161,7 +162,9 @@ def _turn_stream(stream: Stream, weights: Weights, seed: int) -> Changes:
     changes: list[tuple[int, Change]] = []
     for norm, after in stream.norms.items():
         gain = weights.leaves[norm].value
-        gain = jnp.ones(gain.shape) if isinstance(gain, jax.ShapeDtypeStruct) else jnp.asarray(gain, jnp.float32)
+        gain = (
+            jnp.ones(gain.shape) if isinstance(gain, jax.ShapeDtypeStruct) else as_jax_array(gain).astype(jnp.float32)
+        )
         changes += [(n, ft.partial(multiply_inputs, by=gain + stream.offset, axis=weights.axes[n])) for n in after]
         changes.append((norm, lambda x: jnp.full_like(x, 1 - stream.offset)))
     readers = frozenset(n for after in stream.norms.values() for n in after)

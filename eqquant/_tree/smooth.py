@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from .._array.checks import as_method
+from .._array.checks import as_jax_array, as_method
 from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
@@ -303,7 +303,7 @@ def smooth(
 
 
 def _scale_online(x: DenseArray, *, by: Array, axis: int) -> ScaledArray:
-    x = jnp.asarray(x)
+    x = as_jax_array(x)
     scaled = multiply_inputs(x.astype(jnp.float32), by, axis).astype(x.dtype)
     return ScaledArray(scaled, scale=(1 / by).astype(x.dtype), axis=axis)
 
@@ -347,7 +347,7 @@ def _choose_factors(method: AbstractSmoothing, weights: Weights, consumers: Sequ
     leaves = [weights.leaves[n] for n in consumers]
     stats = [method.inputs[leaf.path] for leaf in leaves]
     values = [
-        jnp.swapaxes(jnp.asarray(leaf.value, jnp.float32), weights.axes[n], -1)
+        jnp.swapaxes(as_jax_array(leaf.value).astype(jnp.float32), weights.axes[n], -1)
         for n, leaf in zip(consumers, leaves, strict=True)
     ]
     for leaf, other in zip(leaves, stats, strict=True):
@@ -357,5 +357,5 @@ def _choose_factors(method: AbstractSmoothing, weights: Weights, consumers: Sequ
                 f"for {leaves[0].path}. Give each its own pair, or none."
             )
     found = method.choose(values, stats[0], pool)
-    has_float16 = any(jnp.asarray(leaf.value).dtype == jnp.float16 for leaf in leaves)
+    has_float16 = any(as_jax_array(leaf.value).dtype == jnp.float16 for leaf in leaves)
     return jnp.clip(found, 1e-4, 1e4) if has_float16 else found  # so that a factor and its inverse both have a value

@@ -11,7 +11,9 @@ from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._errors import a_type
 from .._types import PyTree
-from .leaves import DenseArray, is_mapped, Leaf
+from .._wrappers.base import AbstractArrayAround
+from .._wrappers.mapped import AbstractMappedArray
+from .leaves import DenseArray, is_mapped, key_name, Leaf
 from .roles import elementwise_role, role_by_name, role_by_place
 
 
@@ -21,6 +23,8 @@ def ineligible_reason(x: PyTree) -> str | None:
         return f"already quantized, to {x.format!r}"
     if not isinstance(x, DenseArray):
         return "not an array"
+    if x.dtype == object:
+        return "an array of objects: convert it by `x.astype(np.float32)`"
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return "not floating point"
     return "a scalar" if x.ndim == 0 else None
@@ -46,10 +50,12 @@ def place_reason(leaf: Leaf) -> str | None:
     return None
 
 
-def part_reason(leaf: Leaf) -> str | None:
-    """Returns which array a leaf is a part of, or `None`."""
-    part = isinstance(leaf.parent, AbstractArrayValue) and not is_mapped(leaf)
-    return f"part of {a_type(leaf.parent)}" if part else None
+def part_reason(leaf: Leaf, around: type[AbstractArrayAround] = AbstractMappedArray) -> str | None:
+    """Returns which array a leaf is a part of, or `None`. What an array of the class `around` holds is no part."""
+    if not isinstance(leaf.parent, AbstractArrayValue):
+        return None
+    is_whole = isinstance(leaf.parent, around) and key_name(leaf.keys[-1]) == "array"
+    return None if is_whole else f"part of {a_type(leaf.parent)}"
 
 
 def is_embedding(leaf: Leaf) -> bool:

@@ -1,4 +1,11 @@
 """Arrays around another array: input transforms, quantized activations, fake quantization, low-rank factors."""
 
-# Importing this registers a rule of Quax.
-from . import convolution as convolution
+# Importing these registers rules of Quax.
+from . import (
+    convolution as convolution,
+    lookup_rules as lookup_rules,
+    multiplied as multiplied,
+    pointwise_rules as pointwise_rules,
+    ragged_rules as ragged_rules,
+    structure_rules as structure_rules,
+)

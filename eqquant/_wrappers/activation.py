@@ -1,6 +1,7 @@
 """Quantized activations: rows that a product quantizes, and weights whose products quantize what they multiply."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,17 +10,18 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import wadler_lindig as wl
-from jaxtyping import Array, Float, Float32, UInt8, UInt32
+from jaxtyping import Array, ArrayLike, Float, Float32, UInt8, UInt32
 
 from .. import _compat
 from .._array.checks import check_parameters
-from .._array.contraction import as_matrices, Constraints, constraints_of, linear, Matrices, Options
+from .._array.contraction import AbstractOperand, as_matrices, Constraints, constraints_of, linear, Matrices, Options
 from .._array.value import AbstractArrayValue, as_permutation
 from .._errors import a_type
 from .._formats.base import AbstractFormat, as_format, has_one_scale, has_zero_points
 from .._matmul.rows import AbstractRows, DynamicRows, StaticRows
+from .._types import PyTree
 from .base import AbstractWrappedArray
-from .learned_scale import clipped
+from .learned_scale import clipped, trained_scale
 
 
 class ActivationQuantizedArray(AbstractWrappedArray):
@@ -49,7 +51,9 @@ class ActivationQuantizedArray(AbstractWrappedArray):
     - `learn_scale`: whether that scale trains. It then holds a factor, stored as its logarithm, a float leaf.
     """
 
-    array: Any
+    lost_in_jax = "its products quantize no activations"
+
+    array: PyTree
     activations: AbstractFormat
     scale_bits: UInt32[Array, "*stack"] | None
     zero_point: UInt8[Array, "*stack"] | None
@@ -57,10 +61,10 @@ class ActivationQuantizedArray(AbstractWrappedArray):
 
     def __init__(
         self,
-        array: Any,
+        array: PyTree,
         activations: AbstractFormat | str,
-        scale: Any = None,
-        zero_point: Any = None,
+        scale: ArrayLike | None = None,
+        zero_point: ArrayLike | None = None,
         *,
         learn_scale: bool = False,
     ) -> None:
@@ -114,10 +118,7 @@ class ActivationQuantizedArray(AbstractWrappedArray):
     @property
     def scale(self) -> Float32[Array, "*stack"] | None:
         """The scale from calibration, perhaps trained since, or `None` if each example gets its own."""
-        if self.scale_bits is None:
-            return None
-        scale = jax.lax.bitcast_convert_type(self.scale_bits, jnp.float32)
-        return scale if self.log_factor is None else scale * jnp.exp(jax.lax.stop_gradient(self.log_factor))
+        return None if self.scale_bits is None else trained_scale(self.scale_bits, self.log_factor)
 
     def with_fixed_scale(self) -> "ActivationQuantizedArray":
         """Fixes a learned scale at the value that it has, so that it no longer trains.
@@ -130,28 +131,25 @@ class ActivationQuantizedArray(AbstractWrappedArray):
             return self
         return ActivationQuantizedArray(self.array, self.activations, self.scale, self.zero_point)
 
-    def transpose(self, *axes: Any) -> Any:
+    def transpose(self, *axes: int | Sequence[int] | None) -> Array | AbstractArrayValue:
         """Permutes the logical axes of the weight."""
         order, batch = as_permutation(axes, self.ndim), self.ndim - 2
         array = self.array.transpose(order)
         moved = self.scale_bits is not None and self.scale_bits.ndim > 0 and order[:batch] != list(range(batch))
         return array if moved else self._around(array)
 
-    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+    def reshape(self, *shape: int | Sequence[int], **kwargs: Any) -> Array | AbstractArrayValue:
         """Reshapes the weight."""
         array = self.array.reshape(*shape, **kwargs)
         stacked = self.scale_bits is not None and self.scale_bits.ndim > 0
         return array if stacked else self._around(array)
 
-    def _around(self, array: Any) -> Any:
+    def _around(self, array: PyTree) -> Array | AbstractArrayValue:
         # While training, floats may stand in the place of the weight.
         stand_in = not isinstance(self.array, AbstractArrayValue) and jnp.issubdtype(array.dtype, jnp.floating)
         if not stand_in and not isinstance(array, AbstractArrayValue):
             return array
-        return self._holding(array)
-
-    def _holding(self, array: Any) -> "ActivationQuantizedArray":
-        return eqx.tree_at(lambda w: w.array, self, array, is_leaf=lambda x: x is self.array)
+        return with_weight(self, array)
 
     @property
     def constraints(self) -> Constraints:
@@ -171,27 +169,32 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         is_part = lambda x: any(x is part for part in parts(self))
         return eqx.tree_at(parts, self, (as_matrices(self.array, axes), *scales), is_leaf=is_part)
 
-    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+    def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
         """For products: that of the weight, which quantizes rows of `x`."""
         return linear(self.array, x, options._replace(quantize_x=self.quantize_rows))
 
     def with_dense_weight(self) -> "ActivationQuantizedArray":
         """For products: the same, with a dense weight."""
-        return self._holding(self._dense_within())
+        return with_weight(self, self._dense_within())
 
     def quantize_rows(self, rows: Float[Array, "*batch rows length"]) -> AbstractRows:
         """Returns rows of the other operand, to be quantized by the product."""
         if self.scale is None:
             return DynamicRows(rows, self.activations)
-        of_rows = lambda value: jnp.broadcast_to(value, (*rows.shape[:-1], 1))
-        given = jtu.tree_map(of_rows, (self.scale, self.zero_point))
+        per_row = lambda value: jnp.broadcast_to(value, (*rows.shape[:-1], 1))
+        given = jtu.tree_map(per_row, (self.scale, self.zero_point))
         rows, scale, zero_point = _compat.vary_alike((rows, *given))
         static = StaticRows(rows, self.activations, scale, zero_point, None)
         return dataclasses.replace(static, gradient_of=clipped(rows, static.quantized(), self.log_factor))
 
-    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+    def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         learned = "" if self.log_factor is None else ", learned"
         static = "" if self.scale_bits is None else f", scale from calibration{learned}"
         return wl.TextDoc(
             f"ActivationQuantizedArray({wl.pformat(self.array)}, activations={self.activations!r}{static})"
         )
+
+
+def with_weight(w: ActivationQuantizedArray, array: PyTree) -> ActivationQuantizedArray:
+    """Returns an array with the same quantized activations around another weight."""
+    return eqx.tree_at(lambda w: w.array, w, array, is_leaf=lambda x: x is w.array)

@@ -1,20 +1,21 @@
 """Arrays around another: those whose products alone differ from its own, and what they share with other ones."""
 
 import abc
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
-from .._array.value import AbstractArrayValue
+from .._array.value import AbstractArrayValue, Index
+from .._formats.base import AbstractFormat
+from .._types import PyTree
 
 
 class AbstractArrayAround(AbstractArrayValue):
     """An array of the shape and dtype of another, which it holds: floats, or anything that stands for an array."""
 
-    array: eqx.AbstractVar[Any]
+    array: eqx.AbstractVar[PyTree]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -32,7 +33,7 @@ class AbstractArrayAround(AbstractArrayValue):
         return np.dtype(self.array.dtype)
 
     @property
-    def format(self) -> Any:
+    def format(self) -> AbstractFormat | None:
         """The format of the weight, `None` for floats."""
         # The `format` of a `jax.Array` is a layout.
         return getattr(self.array, "format", None) if isinstance(self.array, AbstractArrayValue) else None
@@ -53,14 +54,14 @@ class AbstractWrappedArray(AbstractArrayAround):
         """Returns the dense weight."""
         return self._dense_within()
 
-    def astype(self, dtype: Any) -> Any:
+    def astype(self, dtype: DTypeLike) -> AbstractArrayValue | Array:
         """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""
         return self._around(self.array.astype(dtype))
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Index) -> Array:
         """Returns dense values of the weight."""
         return self.array[index]
 
     @abc.abstractmethod
-    def _around(self, array: Any) -> Any:
+    def _around(self, array: PyTree) -> Array | AbstractArrayValue:
         """Returns another array with these products, or that array itself if it cannot have them."""

@@ -11,39 +11,46 @@ GPU and TPU convolve int8 in int32. On CPU XLA's convolutions of int8 take 20 ti
 the same integers are convolved as floats, in parts of the input channels whose sums are below 2^24, and so exact.
 """
 
+import contextlib
 import functools as ft
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import quax
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float, Int8, Int32, Num
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int8, Int32, Num
 
 from .._array.array import QuantizedArray
+from .._array.codes import row_length
+from .._array.dense import allow_dense
 from .._array.straight_through import value_of
+from .._array.value import AbstractArrayValue
 from .._formats.layout import layout_of
 from .._matmul.dispatch import as_codes, pack_arrays
 from .._matmul.kernels import codes
 from .._native.layout import Layout
-from .._numerics.axes import logical_order
+from .._numerics.axes import as_axes, logical_order
 from .activation import ActivationQuantizedArray
 from .simulated import SimulatedArray
 
+
+Params: TypeAlias = dict[str, Any]  # of the primitive
 
 # Float32 holds every integer up to this.
 _EXACT = 2**24
 
 
 @quax.register(lax.conv_general_dilated_p)
-def _convolve(x: ArrayLike, w: ActivationQuantizedArray, **params: Any) -> Array:
+def _convolve(x: ArrayLike, w: ActivationQuantizedArray, **params: object) -> Array:
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return convolve(x, w, params)
     return lax.conv_general_dilated_p.bind(x, w.dequantize(), **params)
 
 
-def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: dict[str, Any]) -> Float[Array, "..."]:
+def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: Params) -> Float[Array, "..."]:
     """Computes `conv_general_dilated`, with the parameters of its primitive, after quantizing each example of `x`.
 
     Formats that are no integers, or have blocks, are decoded: then the values of both are convolved.
@@ -55,38 +62,44 @@ def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: dict[s
     dense = ft.partial(lax.conv_general_dilated_p.bind, **params)
     weight = w.array.quantized() if isinstance(w.array, SimulatedArray) else w.array
     # Its gradient reaches what `gradient_of` of the rows names: a learned scale too, and nothing that is clipped.
-    expected = dense(restored(q.dequantize()).astype(x.dtype), w.dequantize())
-    if not _takes_codes(q, weight, params):
+    takes_codes = _takes_codes(q, weight, params)
+    with allow_dense():
+        values = restored(q.dequantize()).astype(x.dtype)
+    with allow_dense() if takes_codes else contextlib.nullcontext():
+        expected = dense(values, w.dequantize())
+    if not takes_codes:
         return expected
     y = _product(as_codes(q), weight, restored, params)
     return value_of(y.astype(expected.dtype), gradient_of=expected)
 
 
 def _layouts(q: QuantizedArray, w: QuantizedArray) -> tuple[Layout, Layout]:
-    return layout_of(q.format, q.shape[-1]), layout_of(w.format, w._length)
+    return layout_of(q.format, q.shape[-1]), layout_of(w.format, row_length(w))
 
 
-def _takes_codes(q: QuantizedArray, w: Any, params: dict[str, Any]) -> bool:
+def _takes_codes(q: QuantizedArray, w: Array | AbstractArrayValue, params: Params) -> bool:
     if not isinstance(w, QuantizedArray) or params["batch_group_count"] != 1:
         return False
-    inputs = {axis % w.ndim for axis in w._axes}
-    of_channels = inputs == set(range(w.ndim)) - {params["dimension_numbers"].rhs_spec[0]}
-    return of_channels and all(
+    inputs = {axis % w.ndim for axis in as_axes(w.axis)}
+    whole_channels = inputs == set(range(w.ndim)) - {params["dimension_numbers"].rhs_spec[0]}
+    return whole_channels and all(
         layout.one_scale and not layout.offsets and codes.is_integer(layout) for layout in _layouts(q, w)
     )
 
 
-def _product(q: QuantizedArray, w: QuantizedArray, restored: Any, params: dict[str, Any]) -> Float[Array, "..."]:
-    numbers, (of_x, of_w) = params["dimension_numbers"], _layouts(q, w)
-    left = codes.operand(pack_arrays(q), of_x, "int8", of_x.length)
-    right = codes.operand(pack_arrays(w), of_w, "int8", of_w.length)
+def _product(
+    q: QuantizedArray, w: QuantizedArray, restored: Callable[[Array], Array], params: Params
+) -> Float[Array, "..."]:
+    numbers, (x_layout, w_layout) = params["dimension_numbers"], _layouts(q, w)
+    left = codes.operand(pack_arrays(q), x_layout, "int8", x_layout.length)
+    right = codes.operand(pack_arrays(w), w_layout, "int8", w_layout.length)
     shape = lambda n, axis: tuple(n if i == axis else 1 for i in range(w.ndim))
     per_example = lambda a, spec: a.reshape(shape(a.shape[0], spec[0]))
     per_channel = lambda a, spec, axis: a.reshape(shape(a.shape[0], spec[axis]))
-    a, b = restored(left.values), logical_order(right.values[:, 0], w._axes, w.lengths)
+    a, b = restored(left.values), logical_order(right.values[:, 0], as_axes(w.axis), w.lengths)
     p = None if left.zero is None else per_example(left.zero, numbers.lhs_spec)
     r = None if right.zero is None else per_channel(right.zero, numbers.rhs_spec, 0)
-    as_floats = ft.partial(_in_floats, params=params, largest=_largest(of_x, p) * _largest(of_w, r))
+    as_floats = ft.partial(_in_floats, params=params, largest=_largest(x_layout, p) * _largest(w_layout, r))
     if r is not None:
         y = as_floats(a, b, p, r)
     else:
@@ -96,18 +109,18 @@ def _product(q: QuantizedArray, w: QuantizedArray, restored: Any, params: dict[s
     return y.astype(jnp.float32) * jnp.broadcast_to(scale, y.shape)
 
 
-def _largest(layout: Layout, zero: Any) -> int:
+def _largest(layout: Layout, zero: Array | None) -> int:
     """Returns the largest magnitude of a value without its zero point."""
     return int(max(map(abs, layout.table))) if zero is None else 2**layout.bits
 
 
-def _exactly(a: Num[Array, "..."], b: Num[Array, "..."], params: dict[str, Any], dtype: Any) -> Num[Array, "..."]:
+def _exactly(a: Num[Array, "..."], b: Num[Array, "..."], params: Params, dtype: DTypeLike) -> Num[Array, "..."]:
     exact = {"preferred_element_type": jnp.dtype(dtype), "precision": (lax.Precision.HIGHEST,) * 2}
     return lax.conv_general_dilated_p.bind(a, b, **{**params, **exact})
 
 
 def _in_integers(
-    a: Int8[Array, "..."], b: Int8[Array, "..."], p: Any, r: None, *, params: dict[str, Any]
+    a: Int8[Array, "..."], b: Int8[Array, "..."], p: Array | None, r: None, *, params: Params
 ) -> Int32[Array, "..."]:
     del r
     y, numbers = _exactly(a, b, params, jnp.int32), params["dimension_numbers"]
@@ -119,21 +132,21 @@ def _in_integers(
 
 
 def _in_floats(
-    a: Int8[Array, "..."], b: Int8[Array, "..."], p: Any, r: Any, *, params: dict[str, Any], largest: int
+    a: Int8[Array, "..."], b: Int8[Array, "..."], p: Array | None, r: Array | None, *, params: Params, largest: int
 ) -> Int32[Array, "..."]:
     centred = lambda a, p: (a if p is None else a.astype(jnp.int32) - jnp.broadcast_to(p, a.shape)).astype(jnp.float32)
     a, b, numbers = centred(a, p), centred(b, r), params["dimension_numbers"]
-    of_a, (_, of_b, *window) = numbers.lhs_spec[1], numbers.rhs_spec
-    groups, channels = params["feature_group_count"], b.shape[of_b]
+    a_axis, (_, b_axis, *window) = numbers.lhs_spec[1], numbers.rhs_spec
+    groups, channels = params["feature_group_count"], b.shape[b_axis]
     together = max(_EXACT // (largest * math.prod(b.shape[axis] for axis in window)), 1)
 
     def part(start: int) -> Int32[Array, "..."]:
         size = min(together, channels - start)
-        each = jnp.moveaxis(a, of_a, -1)
+        each = jnp.moveaxis(a, a_axis, -1)
         each = each.reshape(*each.shape[:-1], groups, channels)[..., start : start + size]
-        some = jnp.moveaxis(each.reshape(*each.shape[:-2], groups * size), -1, of_a)
-        of_weight = lax.slice_in_dim(b, start, start + size, axis=of_b)
-        return _exactly(some, of_weight, params, jnp.float32).astype(jnp.int32)
+        some = jnp.moveaxis(each.reshape(*each.shape[:-2], groups * size), -1, a_axis)
+        weight = lax.slice_in_dim(b, start, start + size, axis=b_axis)
+        return _exactly(some, weight, params, jnp.float32).astype(jnp.int32)
 
     if together >= channels:
         return _exactly(a, b, params, jnp.float32).astype(jnp.int32)

@@ -1,15 +1,28 @@
-"""Gradients of values that were rounded with scales which clip them, and of such scales."""
+"""Scales that train, and the gradients of values that scales clip."""
 
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from .._array.array import QuantizedArray
+from .._array.codes import row_length
+from .._array.dense import allow_dense
 from .._formats.base import levels_of
 from .._numerics.blocks import expand
+
+
+def trained_scale(
+    bits: UInt32[Array, "*scales"], log_factor: Float32[Array, "*scales"] | None
+) -> Float32[Array, "*scales"]:
+    """Returns the scale that training began with, times the factor that it has learned since, if it learns one.
+
+    Its gradient is that of `clipped`, so none passes here.
+    """
+    scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return scale if log_factor is None else scale * jnp.exp(jax.lax.stop_gradient(log_factor))
 
 
 def in_range(rows: Float[Array, "*batch length"], q: QuantizedArray) -> Bool[Array, "*batch length"]:
@@ -29,7 +42,7 @@ def in_range(rows: Float[Array, "*batch length"], q: QuantizedArray) -> Bool[Arr
     offset = 0 if q.offset is None else q.offset
     # In either order: a scale may be negative.
     ends = (low - zero) * q.scale + offset, (high - zero) * q.scale + offset
-    of_values = lambda end: expand(end, q.format.block_size, q._length)
+    of_values = lambda end: expand(end, q.format.block_size, row_length(q))
     rows = rows.astype(jnp.float32)
     return (rows >= of_values(jnp.minimum(*ends))) & (rows <= of_values(jnp.maximum(*ends)))
 
@@ -56,7 +69,9 @@ def clipped(
     levels, reached = levels_of(q.format)
     count = rows.shape[-1] if not isinstance(q.block_size, int) else min(q.block_size, rows.shape[-1])
     speed = 1 / math.sqrt(max(count, 1) * float(np.abs(levels[reached]).max()))
-    slope = jax.lax.stop_gradient(q.dequantize().astype(jnp.float32) - jnp.where(inside, rows, 0).astype(jnp.float32))
+    with allow_dense():
+        rounded = q.dequantize().astype(jnp.float32)
+    slope = jax.lax.stop_gradient(rounded - jnp.where(inside, rows, 0).astype(jnp.float32))
     zero = log_factor - jax.lax.stop_gradient(log_factor)  # its value; its gradient passes
     zero = expand(zero, q.block_size, rows.shape[-1]) if log_factor.ndim else jnp.broadcast_to(zero, rows.shape)
     return source + (speed * slope * zero).astype(rows.dtype)

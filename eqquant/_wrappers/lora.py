@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,10 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import wadler_lindig as wl
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
-from .._array.contraction import as_floats, as_matrices, Constraints, constraints_of, linear, Matrices, Options
-from .._array.value import AbstractArrayValue, as_permutation
+from .._array.contraction import (
+    AbstractOperand,
+    as_floats,
+    as_matrices,
+    Constraints,
+    constraints_of,
+    linear,
+    Matrices,
+    Options,
+)
+from .._array.value import AbstractArrayValue, as_permutation, Index
 
 
 class LoraArray(AbstractArrayValue):
@@ -74,7 +84,7 @@ class LoraArray(AbstractArrayValue):
         a = self.a.reshape(*self.b.shape[:-2], self.rank, -1)
         return self.scaling * jnp.matmul(self.b, a).reshape(*self.b.shape[:-1], *self.a.shape[-self.in_ndim :])
 
-    def transpose(self, *axes: Any) -> "LoraArray | Array":
+    def transpose(self, *axes: int | Sequence[int] | None) -> "LoraArray | Array":
         """Transposes. Swapping the last two axes swaps the factors; any other permutation returns a dense array."""
         order = as_permutation(axes, self.ndim)
         swap = [*range(self.ndim - 2), self.ndim - 1, self.ndim - 2]
@@ -82,15 +92,15 @@ class LoraArray(AbstractArrayValue):
             return self.dequantize().transpose(order)
         return dataclasses.replace(self, base=self.base.mT, a=self.b.mT, b=self.a.mT)
 
-    def astype(self, dtype: Any) -> Array:
+    def astype(self, dtype: DTypeLike) -> Array:
         """Returns a dense array of another dtype."""
         return self.dequantize().astype(dtype)
 
-    def reshape(self, *shape: Any, **kwargs: Any) -> Array:
+    def reshape(self, *shape: int | Sequence[int], **kwargs: Any) -> Array:
         """Returns a dense array of another shape."""
         return self.dequantize().reshape(*shape, **kwargs)
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Index) -> Array:
         """Returns a dense array. An embedding lookup computes only the rows that it takes."""
         if self.in_ndim != 1 or self.ndim != 2 or isinstance(index, tuple) or index is None or index is Ellipsis:
             return self.dequantize()[index]
@@ -114,7 +124,7 @@ class LoraArray(AbstractArrayValue):
             a, b = b.mT, a.mT
         return dataclasses.replace(self, base=as_matrices(self._frozen_base(), axes), a=a, b=b)
 
-    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+    def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
         """For products: that of the base, plus that of the factors."""
         y = linear(self.base, x, options)
         product = ft.partial(jnp.matmul, precision=options.precision)
@@ -124,10 +134,10 @@ class LoraArray(AbstractArrayValue):
     def with_dense_weight(self) -> None:
         """For products: dense ones are plain."""
 
-    def _frozen_base(self) -> Any:
+    def _frozen_base(self) -> Array | AbstractArrayValue:
         return self.base if isinstance(self.base, AbstractArrayValue) else jax.lax.stop_gradient(self.base)
 
-    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+    def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         shape = getattr(self.b, "shape", ())  # a mask holds booleans
         rank = shape[-1] if shape else self.b
         return wl.TextDoc(f"LoraArray({wl.pformat(self.base)}, rank={rank}, alpha={self.alpha})")

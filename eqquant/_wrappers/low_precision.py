@@ -1,7 +1,7 @@
 """Weights whose products are computed in low precision, forward and backward."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,10 +11,10 @@ import wadler_lindig as wl
 from jaxtyping import Array, Float
 
 from .. import _compat
-from .._array.contraction import as_floats, as_matrices, Constraints, Matrices, Options
-from .._array.primitive import bind_rounded_matmul, OF_GRADIENT, OF_W, OF_X, Rounding
+from .._array.contraction import AbstractOperand, as_floats, as_matrices, Constraints, Matrices, Options
+from .._array.primitive import bind_rounded_matmul, GRADIENT_PLACE, Rounding, W_PLACE, X_PLACE
 from .._array.straight_through import value_of
-from .._array.value import as_permutation
+from .._array.value import AbstractArrayValue, as_permutation
 from .._formats.base import AbstractFormat, as_format
 from .._types import PyTree
 from .base import AbstractWrappedArray
@@ -49,7 +49,7 @@ class LowPrecisionArray(AbstractWrappedArray):
         $\mathrm d y$ that scales follow from: floats `(*stack, 3)`, zeros at first.
     """
 
-    array: Any
+    array: PyTree
     forward: AbstractFormat
     gradient: AbstractFormat
     stochastic: bool = eqx.field(static=True)
@@ -57,7 +57,7 @@ class LowPrecisionArray(AbstractWrappedArray):
 
     def __init__(
         self,
-        array: Any,
+        array: PyTree,
         forward: AbstractFormat | str,
         gradient: AbstractFormat | str,
         stochastic: bool = True,
@@ -69,17 +69,17 @@ class LowPrecisionArray(AbstractWrappedArray):
         self.stochastic = stochastic
         self.largest = largest
 
-    def transpose(self, *axes: Any) -> Any:
+    def transpose(self, *axes: int | Sequence[int] | None) -> Array | AbstractArrayValue:
         """Permutes the logical axes of the weight."""
         order = as_permutation(axes, self.ndim)
         moved = self._around(self.array.transpose(order))
-        return moved if order[: self.ndim - 2] == list(range(self.ndim - 2)) else moved._sharing()
+        return moved if order[: self.ndim - 2] == list(range(self.ndim - 2)) else moved._sharing()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+    def reshape(self, *shape: int | Sequence[int], **kwargs: Any) -> Array | AbstractArrayValue:
         """Reshapes the weight."""
-        return self._around(self.array.reshape(*shape, **kwargs))._sharing()
+        return self._around(self.array.reshape(*shape, **kwargs))._sharing()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _around(self, array: Any) -> Any:
+    def _around(self, array: PyTree) -> Array | AbstractArrayValue:
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return array
         return dataclasses.replace(self, array=array)
@@ -88,9 +88,9 @@ class LowPrecisionArray(AbstractWrappedArray):
         """Returns the array with one scale for all of a stack, if scales are delayed."""
         if self.largest is None or self.largest.ndim == 1:
             return self
-        of_each = self.largest.reshape(-1, 3)
+        each = self.largest.reshape(-1, 3)
         # What the products see are magnitudes of each.
-        one = value_of(jnp.max(of_each, axis=0), gradient_of=jnp.sum(of_each, axis=0))
+        one = value_of(jnp.max(each, axis=0), gradient_of=jnp.sum(each, axis=0))
         return dataclasses.replace(self, largest=one)
 
     @property
@@ -105,7 +105,7 @@ class LowPrecisionArray(AbstractWrappedArray):
             out = dataclasses.replace(out, largest=out.largest.reshape(*axes.shape(self.shape)[:-2], 3))
         return dataclasses.replace(out, array=as_matrices(self.dequantize(), axes))
 
-    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+    def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
         """For products: rounds both operands along the sum, and later the gradient of the result."""
         delayed = self.largest is not None
         rounding = lambda format, place, stochastic=False: Rounding(format, stochastic, place if delayed else None)
@@ -115,9 +115,9 @@ class LowPrecisionArray(AbstractWrappedArray):
             x,
             w,
             self.largest.astype(jnp.float32) if self.largest is not None else None,
-            of_x=rounding(self.forward, OF_X),
-            of_w=rounding(self.forward, OF_W),
-            of_gradient=rounding(self.gradient, OF_GRADIENT, self.stochastic),
+            x_rounding=rounding(self.forward, X_PLACE),
+            w_rounding=rounding(self.forward, W_PLACE),
+            gradient_rounding=rounding(self.gradient, GRADIENT_PLACE, self.stochastic),
             precision=options.precision,
             implementation=options.implementation,
         )
@@ -125,17 +125,17 @@ class LowPrecisionArray(AbstractWrappedArray):
     def with_dense_weight(self) -> None:
         """For products: the weight is dense."""
 
-    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+    def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         rounding = ", rounded to nearest" * (not self.stochastic)
         delayed = ", delayed scales" * (self.largest is not None)
         formats = f"{self.forward!r}, gradient={self.gradient!r}"
         return wl.TextDoc(f"LowPrecisionArray({wl.pformat(self.array)}, {formats}{rounding}{delayed})")
 
 
-def map_largest(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+def map_largest(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """Applies a function to the largest magnitudes that scales follow from, wherever a tree has them."""
 
-    def mapped(x: Any) -> Any:
+    def mapped(x: PyTree) -> PyTree:
         if not isinstance(x, LowPrecisionArray) or x.largest is None:
             return x
         return eqx.tree_at(lambda w: w.largest, x, function(x.largest))  # what takes their place may be no array

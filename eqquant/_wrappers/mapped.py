@@ -2,16 +2,26 @@
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import wadler_lindig as wl
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
-from .._array.contraction import as_floats, as_matrices, Constraints, constraints_of, linear, Matrices, Options
-from .._array.value import as_permutation
+from .._array.contraction import (
+    AbstractOperand,
+    as_floats,
+    as_matrices,
+    Constraints,
+    constraints_of,
+    linear,
+    Matrices,
+    Options,
+)
+from .._array.value import as_permutation, Index
 from .base import AbstractArrayAround
 
 
@@ -65,7 +75,7 @@ class AbstractMappedArray(AbstractArrayAround):
         """Returns the dense array $W$."""
         return self.map_back(self._dense_within(), self.axis)
 
-    def transpose(self, *axes: Any) -> "AbstractMappedArray | Array":
+    def transpose(self, *axes: int | Sequence[int] | None) -> "AbstractMappedArray | Array":
         """Permutes the logical axes. Dense unless that only swaps the last two, or nothing."""
         order = as_permutation(axes, self.ndim)
         same, last = list(range(self.ndim)), self.ndim - 1
@@ -75,17 +85,17 @@ class AbstractMappedArray(AbstractArrayAround):
             return dataclasses.replace(self, array=self.array.swapaxes(-1, -2), axis=-3 - self.axis)  # pyright: ignore[reportCallIssue]
         return self.dequantize().transpose(order)
 
-    def astype(self, dtype: Any) -> "AbstractMappedArray | Array":
+    def astype(self, dtype: DTypeLike) -> "AbstractMappedArray | Array":
         """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""
         if jnp.issubdtype(dtype, jnp.floating):
             return dataclasses.replace(self, array=self.array.astype(dtype))  # pyright: ignore[reportCallIssue]
         return self.dequantize().astype(dtype)
 
-    def reshape(self, *shape: Any, **kwargs: Any) -> Array:
+    def reshape(self, *shape: int | Sequence[int], **kwargs: Any) -> Array:
         """Reshapes the dense array."""
         return self.dequantize().reshape(*shape, **kwargs)
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Index) -> Array:
         """Returns dense values. Dequantizes only the selected rows if the index is one of rows."""
         if self.axis == -1 and self.ndim == 2 and (isinstance(index, slice) or not isinstance(index, tuple)):
             if index is not None and index is not Ellipsis and getattr(index, "dtype", None) != bool:
@@ -109,7 +119,7 @@ class AbstractMappedArray(AbstractArrayAround):
         axis = -1 if axes.columns == (self.axis % self.ndim,) else -2
         return dataclasses.replace(out, array=as_matrices(self.array, axes), axis=axis)  # pyright: ignore[reportCallIssue]
 
-    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+    def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
         """For products: maps inputs before the product of matrices, or results after it."""
         if self.axis == -1:
             return linear(self.array, self.map_inputs(as_floats(x), -1), options)
@@ -118,7 +128,7 @@ class AbstractMappedArray(AbstractArrayAround):
     def with_dense_weight(self) -> None:
         """For products: dense ones are plain."""
 
-    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+    def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         return wl.TextDoc(f"{type(self).__name__}({wl.pformat(self.array)}, axis={self.axis})")
 
 

@@ -1,13 +1,12 @@
 """An array whose columns are stored in another order, so that those that share a scale are neighbours."""
 
-from typing import Any
-
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt32
 
 from .._array.array import QuantizedArray
+from .._types import PyTree
 from .mapped import AbstractMappedArray, beside
 
 
@@ -32,7 +31,7 @@ class PermutedArray(AbstractMappedArray):
     - `axis`: the axis that is permuted, -1 or -2.
     """
 
-    array: Any
+    array: PyTree
     order: UInt32[Array, "*batch length"]
     axis: int = eqx.field(static=True, default=-1)
 

@@ -3,19 +3,22 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jaxtyping import Array
 
 from .._array.array import is_quantized, QuantizedArray
+from .._array.codes import row_length
 from .._array.value import AbstractArrayValue
+from .._numerics.axes import as_axes
 from .._numerics.packing import pack, segment_length
+from .._types import PyTree
 from .mapped import AbstractMappedArray
 
 
-def join(arrays: Sequence[Any], axis: int = 0) -> Any:
+def join(arrays: Sequence[PyTree], axis: int = 0) -> PyTree:
     """Concatenates arrays, all dense or all quantized, along a logical axis.
 
     **Raises:**
@@ -37,7 +40,7 @@ def join(arrays: Sequence[Any], axis: int = 0) -> Any:
     return jtu.tree_map(lambda *leaves: jnp.concatenate(leaves, at), *arrays)
 
 
-def stack(arrays: Sequence[Any]) -> Any:
+def stack(arrays: Sequence[PyTree]) -> PyTree:
     """Stacks arrays, all dense or all quantized, along a new first axis. Raises as `join`."""
     if all(isinstance(x, AbstractMappedArray) for x in arrays):
         _check_alike([x.array for x in arrays])
@@ -46,7 +49,7 @@ def stack(arrays: Sequence[Any]) -> Any:
     return jtu.tree_map(lambda *leaves: jnp.stack(leaves), *arrays)
 
 
-def divide(x: Any, sizes: Sequence[int], axis: int = 0) -> list[Any]:
+def divide(x: PyTree, sizes: Sequence[int], axis: int = 0) -> list[PyTree]:
     """Divides an array along a logical axis into parts of these sizes. Raises as `join`."""
     if sum(sizes) != x.shape[axis]:
         raise ValueError(f"{x.shape[axis]} along axis {axis} cannot be divided into {' + '.join(map(str, sizes))}")
@@ -65,7 +68,7 @@ def divide(x: Any, sizes: Sequence[int], axis: int = 0) -> list[Any]:
     return jnp.split(x, bounds[1:-1], axis)
 
 
-def take(x: Any, indices: np.ndarray, axis: int = 0) -> Any:
+def take(x: PyTree, indices: np.ndarray, axis: int = 0) -> PyTree:
     """Gathers along a logical axis. Raises a `ValueError` for the quantized axis of a quantized array."""
     if not is_quantized(x):
         return jnp.take(x, indices, axis)
@@ -75,7 +78,7 @@ def take(x: Any, indices: np.ndarray, axis: int = 0) -> Any:
     return jtu.tree_map(lambda leaf: jnp.take(leaf, indices, at), x)
 
 
-def _all_quantized(arrays: Sequence[Any]) -> bool:
+def _all_quantized(arrays: Sequence[PyTree]) -> bool:
     if any(isinstance(x, AbstractArrayValue) and not is_quantized(x) for x in arrays):
         raise ValueError("their inputs are stored in orders of their own")
     quantized = [is_quantized(x) for x in arrays]
@@ -86,7 +89,7 @@ def _all_quantized(arrays: Sequence[Any]) -> bool:
 
 def _batch_axis(q: QuantizedArray, axis: int) -> int | None:
     """Returns where a logical axis stands in memory, or `None` for a quantized axis."""
-    quantized = {a % q.ndim for a in q._axes}
+    quantized = {a % q.ndim for a in as_axes(q.axis)}
     return None if axis % q.ndim in quantized else [a for a in range(q.ndim) if a not in quantized].index(axis % q.ndim)
 
 
@@ -105,18 +108,19 @@ def _check_alike(arrays: Sequence[QuantizedArray]) -> None:
                 raise ValueError(f"their {what} differ: {of(first)} and {of(q)}")
 
 
-_PARTS: dict[str, Callable[[QuantizedArray], Any]] = {
+_PARTS: dict[str, Callable[[QuantizedArray], object]] = {
     "formats": lambda q: q.format,
     "quantized axes": lambda q: q.axis,
     "lengths along the quantized axis": lambda q: q.lengths,
     "dtypes": lambda q: q.dtype,
+    "gradients": lambda q: q.gradient_of is not None,
 }
 
 
 def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
     """Joins rows end to end. Every part but the last must be whole blocks and whole segments."""
     first = arrays[0]
-    for what in ("formats", "quantized axes", "dtypes"):
+    for what in ("formats", "quantized axes", "dtypes", "gradients"):
         for q in arrays[1:]:
             if _PARTS[what](q) != _PARTS[what](first):
                 raise ValueError(f"their {what} differ: {_PARTS[what](first)} and {_PARTS[what](q)}")
@@ -124,9 +128,9 @@ def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
     if len(first.lengths) > 1 or not isinstance(block, int):
         raise ValueError(f"a row of {first.format!r} has one scale, and would have several along axis {first.axis}")
     for q in arrays[:-1]:
-        _check_whole(q, q._length)
+        _check_whole(q, row_length(q))
 
-    def joined(parts: Sequence[Any]) -> Any:
+    def join_parts(parts: Sequence[PyTree]) -> PyTree:
         if parts[0] is None:
             return None
         return _join_lengths(parts) if is_quantized(parts[0]) else jnp.concatenate(parts, -1)
@@ -134,10 +138,11 @@ def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
     return dataclasses.replace(
         first,
         codes=jnp.concatenate([q.codes for q in arrays], -1),
-        scale_bits=joined([q.scale_bits for q in arrays]),
-        zero_point_bits=_packed_zero_point(first, joined([q.zero_point for q in arrays])),
-        offset_bits=joined([q.offset_bits for q in arrays]),
-        lengths=(sum(q._length for q in arrays),),
+        scale_bits=join_parts([q.scale_bits for q in arrays]),
+        zero_point_bits=_packed_zero_point(first, join_parts([q.zero_point for q in arrays])),
+        offset_bits=join_parts([q.offset_bits for q in arrays]),
+        gradient_of=join_parts([q.gradient_of for q in arrays]),
+        lengths=(sum(row_length(q) for q in arrays),),
     )
 
 
@@ -147,13 +152,13 @@ def _cut(q: QuantizedArray, start: int, stop: int) -> QuantizedArray:
     if len(q.lengths) > 1:
         raise ValueError(f"the axes {q.axis} are quantized as one")
     for at in (start, stop):
-        if at != q._length:
+        if at != row_length(q):
             _check_whole(q, at)
     one = not isinstance(block, int)  # one scale for the row, which each part keeps
     first, last = (0, 1) if one else (start // block, -(-stop // block))
     part = slice(start * q.format.bits // 8, -(-stop * q.format.bits // 8))
 
-    def cut(x: Any) -> Any:
+    def cut(x: PyTree) -> PyTree:
         if x is None or one:
             return x
         return _cut(x, first, last) if is_quantized(x) else x[..., first:last]
@@ -164,11 +169,12 @@ def _cut(q: QuantizedArray, start: int, stop: int) -> QuantizedArray:
         scale_bits=cut(q.scale_bits),
         zero_point_bits=_packed_zero_point(q, cut(q.zero_point)),
         offset_bits=cut(q.offset_bits),
+        gradient_of=None if q.gradient_of is None else q.gradient_of[..., start:stop],
         lengths=(stop - start,),
     )
 
 
-def _packed_zero_point(q: QuantizedArray, zero_point: Any) -> Any:
+def _packed_zero_point(q: QuantizedArray, zero_point: Array | None) -> Array | None:
     return None if zero_point is None else pack(zero_point, q.format.bits)
 
 

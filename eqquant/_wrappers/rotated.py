@@ -1,11 +1,10 @@
 """An array whose inputs are rotated first, so that none of them is large."""
 
-from typing import Any
-
 import equinox as eqx
 from jaxtyping import Array, Float
 
 from .._numerics.hadamard import rotate
+from .._types import PyTree
 from .mapped import AbstractMappedArray
 
 
@@ -33,7 +32,7 @@ class RotatedArray(AbstractMappedArray):
     - `axis`: the axis of the inputs, -1 or -2.
     """
 
-    array: Any
+    array: PyTree
     seed: int = eqx.field(static=True, default=0)
     axis: int = eqx.field(static=True, default=-1)
 

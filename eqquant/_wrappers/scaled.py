@@ -1,10 +1,9 @@
 """An array whose inputs are multiplied by a vector first, as AWQ and SmoothQuant need where they cannot fold it."""
 
-from typing import Any
-
 import equinox as eqx
 from jaxtyping import Array, Float
 
+from .._types import PyTree
 from .mapped import AbstractMappedArray, beside
 
 
@@ -29,7 +28,7 @@ class ScaledArray(AbstractMappedArray):
     - `axis`: the axis of the inputs, -1 or -2.
     """
 
-    array: Any
+    array: PyTree
     scale: Float[Array, "*stack inputs"]
     axis: int = eqx.field(static=True, default=-1)
 

@@ -11,20 +11,20 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
-from jaxtyping import Array, ArrayLike, Float, Float32, PRNGKeyArray, UInt32
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, PRNGKeyArray, UInt32
 
 from .._array.array import QuantizedArray
 from .._array.checks import as_method, check_quantizable
-from .._array.contraction import Constraints, Matrices, Options
+from .._array.contraction import AbstractOperand, Constraints, Matrices, Options
 from .._array.dequantize import in_memory_order
 from .._array.quantize import quantize_array
 from .._array.straight_through import value_of
-from .._array.value import AbstractArrayValue
+from .._array.value import AbstractArrayValue, Index
 from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_points
 from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
-from .._numerics.axes import as_axis, logical_order, memory_order
-from .learned_scale import clipped
+from .._numerics.axes import as_axes, as_axis, logical_order, memory_order
+from .learned_scale import clipped, trained_scale
 
 
 def fake_quantize(
@@ -76,7 +76,7 @@ def fake_quantize(
     source, axes = check_quantizable(x, axis)
     q = quantize_array(jax.lax.stop_gradient(source), format, axes, None, key, as_method(method))
     if clip:
-        source = logical_order(clipped(memory_order(source, axes), q), q._axes, q.lengths)
+        source = logical_order(clipped(memory_order(source, axes), q), as_axes(q.axis), q.lengths)
     return value_of(q.dequantize(), gradient_of=source)
 
 
@@ -123,56 +123,48 @@ class SimulatedArray(AbstractArrayValue):
 
     def quantized(self) -> QuantizedArray:
         """Quantizes the master. Gradients with respect to the result go to the master."""
-        axes = self._axes
-        learned = self.log_factor is not None
-        method = GivenScales(self._learned_scale(), None) if learned else self.method
+        axes = as_axes(self.axis)
+        learned = None if self.scale_bits is None else trained_scale(self.scale_bits, self.log_factor)
+        method = self.method if learned is None else GivenScales(learned, None)
         q = quantize_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, method)
         rows = memory_order(self.master, axes)
         return dataclasses.replace(
-            q, gradient_of=clipped(rows, in_memory_order(q), self.log_factor) if learned else rows
+            q, gradient_of=rows if learned is None else clipped(rows, in_memory_order(q), self.log_factor)
         )
-
-    def _learned_scale(self) -> Float32[Array, "*batch blocks"]:
-        scale = jax.lax.bitcast_convert_type(self.scale_bits, jnp.float32)  # pyright: ignore[reportArgumentType]
-        return scale * jnp.exp(jax.lax.stop_gradient(self.log_factor))  # pyright: ignore[reportArgumentType]
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the quantized master as a dense array, of `shape` and `dtype`."""
         return self.quantized().dequantize()
 
-    def transpose(self, *axes: Any) -> QuantizedArray:
+    def transpose(self, *axes: int | Sequence[int] | None) -> QuantizedArray:
         return self.quantized().transpose(*axes)
 
-    def astype(self, dtype: Any) -> QuantizedArray | Array:
+    def astype(self, dtype: DTypeLike) -> QuantizedArray | Array:
         return self.quantized().astype(dtype)
 
-    def reshape(self, *shape: Any, **kwargs: Any) -> QuantizedArray | Array:
+    def reshape(self, *shape: int | Sequence[int], **kwargs: Any) -> QuantizedArray | Array:
         return self.quantized().reshape(*shape, **kwargs)
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Index) -> Array:
         return self.quantized()[index]
 
     @property
     def constraints(self) -> Constraints:
         """For products: those of the quantized array."""
-        return Constraints(tuple(axis % self.ndim for axis in self._axes))
+        return Constraints(tuple(axis % self.ndim for axis in as_axes(self.axis)))
 
     def as_matrices(self, axes: Matrices) -> QuantizedArray:
         """For products: the quantized array as matrices."""
         return self.quantized().as_matrices(axes)
 
-    def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
+    def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
         """For products: that of the quantized array."""
         return self.quantized().linear(x, options)
 
     def with_dense_weight(self) -> None:
         """For products: dense ones are plain."""
 
-    @property
-    def _axes(self) -> tuple[int, ...]:
-        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
-
-    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+    def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         return wl.TextDoc(f"SimulatedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")
 
 
@@ -180,7 +172,7 @@ def simulate_array(
     x: Array,
     format: AbstractFormat,
     axes: tuple[int, ...],
-    dtype: Any,
+    dtype: DTypeLike | None,
     method: AbstractMethod = AbsMax(),
     learn_scales: bool = False,
 ) -> SimulatedArray:

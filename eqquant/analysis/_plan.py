@@ -3,23 +3,32 @@
 import dataclasses
 import glob
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
+from jaxtyping import Scalar
 from rich.markup import escape
 from rich.table import Table
 
 from .._formats.base import AbstractFormat
 from .._report import Name, Report, report_table, show_bytes
 from .._tree.leaves import abbreviate_list, array_nbytes, named_leaves
-from .._tree.use import Use
+from .._tree.use import as_use, Use
 from .._tree.weights import ineligible_reason
 from .._types import PyTree
 from ._comparison import show_format
 from ._knapsack import choose
 from ._plots import Axes, draw_bars
-from ._sensitivity import LeafSensitivity, SensitivityReport
+from ._sensitivity import (
+    as_number,
+    Candidate,
+    check_batch,
+    LeafSensitivity,
+    loss_with,
+    quantize_named,
+    SensitivityReport,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +56,15 @@ class PlannedLeaf:
 class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
     """A format for each leaf: a mapping `{path: format or None}` that you can pass to [`eqquant.quantize_tree`][].
 
-    The keys of such a mapping are globs, so `glob.escape` escapes each path with `*`, `?` or `[`.
+    `measured` says whether the increase of a loss was measured, or errors of weights stand for it. The keys of such a
+    mapping are globs, so `glob.escape` escapes each path with `*`, `?` or `[`.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("bits", "increase")
 
     leaves: tuple[PlannedLeaf, ...]
     target_bits: float
+    measured: bool = True
 
     def __getitem__(self, path: str) -> AbstractFormat | Use | None:
         return self._formats[path]
@@ -69,23 +80,28 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
         return {glob.escape(path): leaf.format for leaf in self.leaves for path in leaf.paths}
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of the leaves of the plan, including scales."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
     def bits(self) -> float:
         """Bits per weight, including scales, over the leaves of the plan."""
-        return 8 * sum(leaf.nbytes for leaf in self.leaves) / max(sum(x.size for x in self.leaves), 1)
+        return 8 * self.nbytes / max(sum(leaf.size for leaf in self.leaves), 1)
 
     @property
     def increase(self) -> float:
-        """The expected increase of the loss: the sum over the leaves."""
+        """The expected increase of the loss, or the error that stands for it: the sum over the leaves."""
         return sum(leaf.increase for leaf in self.leaves)
 
     def __rich__(self) -> Table:
-        table = report_table("parameter", "stored as", "bits/weight", "size", "loss increase", text=2)
+        what = "loss increase" if self.measured else "error"
+        table = report_table("parameter", "stored as", "bits/weight", "size", what, text=2)
         for leaf in self.leaves:
             numbers = (f"{leaf.bits:.2f}", show_bytes(leaf.nbytes), f"{leaf.increase:.3e}")
             table.add_row(Name(leaf.group or ", ".join(leaf.paths)), escape(show_format(leaf.format)), *numbers)
         table.add_section()
-        nbytes = sum(leaf.nbytes for leaf in self.leaves)
-        totals = (f"{self.bits:.3f}", show_bytes(nbytes), f"{self.increase:.3e}")
+        totals = (f"{self.bits:.3f}", show_bytes(self.nbytes), f"{self.increase:.3e}")
         table.add_row(
             f"{sum(leaf.arrays for leaf in self.leaves)} weights", f"at most {self.target_bits:g} bits", *totals
         )
@@ -104,7 +120,14 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
         return draw_bars(ax, names, [leaf.bits for leaf in self.leaves], labels, formats)
 
 
-def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: float | int = 4.5) -> BitPlan:
+def plan_bits(
+    model: PyTree,
+    sensitivities: SensitivityReport,
+    target_bits: float | int = 4.5,
+    *,
+    loss: Callable[[PyTree, PyTree], Scalar] | None = None,
+    batch: PyTree = None,
+) -> BitPlan:
     """Chooses a format for each leaf that minimises the increase of the loss within a budget of average bits.
 
     Assumes that the increases of single leaves add up, and finds the mix with the least sum within the budget by
@@ -112,11 +135,14 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
     budget exactly; otherwise it rounds bytes up to steps of 1/32768 of the budget, and spends the rest greedily. Counts
     the stored bytes, including scales and padding. A leaf may also stay in float, without loss.
 
+    With `loss` and `batch` it then measures the mix, and each format that fits the budget for all leaves, and returns
+    the best of these. So the plan is not worse than one format for all, on this batch.
+
     !!! Example
 
         ```python
-        report = eqq.analysis.sensitivity(model, loss, batch, ("int2", "nf4", "int8"))
-        plan = eqq.analysis.plan_bits(model, report, target_bits=4.5)
+        report = eqq.analysis.sensitivity(model, loss, batch)
+        plan = eqq.analysis.plan_bits(model, report, target_bits=4.5, loss=loss, batch=batch)
         print(plan)
         model = eqq.quantize_tree(model, plan)
         ```
@@ -124,8 +150,10 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
     **Arguments:**
 
     - `model`: the model that the sensitivities were measured on.
-    - `sensitivities`: the report that [`eqquant.analysis.sensitivity`][] returned.
+    - `sensitivities`: the report that [`eqquant.analysis.sensitivity`][] or [`eqquant.analysis.weight_sensitivity`][]
+        returned.
     - `target_bits`: the largest allowed average of bits per weight, including scales, over the measured leaves.
+    - `loss`, `batch`: as for [`eqquant.analysis.sensitivity`][], to compare the mix with one format for all.
 
     **Returns:**
 
@@ -136,7 +164,8 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
     **Raises:**
 
     `TypeError` if `sensitivities` is not such a report; `ValueError` if a leaf is not in the model or has another shape
-    or dtype there, if `target_bits` is NaN or infinite, or if no mix fits the budget: the message gives the range.
+    or dtype there, if `target_bits` is NaN or infinite, if only one of `loss` and `batch` is given, or if no mix fits
+    the budget: the message gives the range.
     """
     if not isinstance(sensitivities, SensitivityReport):
         raise TypeError(
@@ -145,6 +174,9 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
         )
     if not math.isfinite(target_bits):
         raise ValueError(f"`target_bits` must be finite. Got {target_bits}. With 32, float32 weights stay in float.")
+    if (loss is None) != (batch is None):
+        given, missing = ("loss", "batch") if batch is None else ("batch", "loss")
+        raise ValueError(f"`loss` and `batch` must be given together. Got `{given}` alone. Pass `{missing}` too.")
     _check_leaves(model, sensitivities)
     leaves = sensitivities.leaves
     options = [_options(leaf, sensitivities.loss) for leaf in leaves]
@@ -157,15 +189,54 @@ def plan_bits(model: PyTree, sensitivities: SensitivityReport, target_bits: floa
             f"`target_bits` must be within reach of the formats that were measured, from {least:.3f} to {most:.3f} "
             f"bits per weight. Got {target_bits}. Raise it, or measure smaller formats, for instance `eqq.Binary()`."
         )
-    chosen = choose(costs, losses, budget)
-    rows = [
-        PlannedLeaf(leaf.paths, leaf.shape, *offered[pick], leaf.arrays, leaf.group)
-        for leaf, offered, pick in zip(leaves, options, chosen, strict=True)
-    ]
-    return BitPlan(tuple(rows), float(target_bits))
+
+    def as_plan(choice: Sequence[int]) -> BitPlan:
+        rows = [
+            PlannedLeaf(leaf.paths, leaf.shape, *offered[pick], leaf.arrays, leaf.group)
+            for leaf, offered, pick in zip(leaves, options, choice, strict=True)
+        ]
+        return BitPlan(tuple(rows), float(target_bits), sensitivities.measured)
+
+    single = [as_plan(choice) for choice in _single_formats(options)]
+    plans = [as_plan(choose(costs, losses, budget)), *(plan for plan in single if plan.nbytes <= budget)]
+    if loss is None:
+        return min(plans, key=lambda plan: plan.increase)
+    check_batch(batch)
+    return min(plans, key=_measure_with(model, sensitivities, loss, batch))
 
 
-def _options(leaf: LeafSensitivity, base: float) -> list[tuple[AbstractFormat | Use | None, int, float]]:
+_Option = tuple[AbstractFormat | Use | None, int, float]
+
+
+def _single_formats(options: Sequence[Sequence[_Option]]) -> Iterator[list[int]]:
+    """Yields the choice of each format that all leaves can have."""
+    for format, *_ in options[0] if options else ():
+        places = [[n for n, option in enumerate(offered) if option[0] is format] for offered in options]
+        if all(places):
+            yield [found[0] for found in places]
+
+
+def _measure_with(
+    model: PyTree, sensitivities: SensitivityReport, loss: Callable[[PyTree, PyTree], Scalar], batch: PyTree
+) -> Callable[[BitPlan], float]:
+    """Returns a function that measures the loss of the model with a whole plan."""
+    compute = loss_with(model, loss, batch)
+    places = {leaf.path: (n, leaf.value) for n, leaf in enumerate(named_leaves(model))}
+    axes = {path: leaf.axes for leaf in sensitivities.leaves for path in leaf.paths}
+
+    def measure(plan: BitPlan) -> float:
+        replaced = {}
+        for leaf in plan.leaves:
+            for path in leaf.paths if leaf.format is not None else ():
+                place, value = places[path]
+                w = Candidate([place], [path], value, axes[path])
+                replaced[place] = quantize_named(w, as_use(leaf.format)).dequantize()
+        return as_number(compute(replaced), "a plan")
+
+    return measure
+
+
+def _options(leaf: LeafSensitivity, base: float) -> list[_Option]:
     """Returns the options of a leaf, the smallest first, so that ties go to the smaller option."""
     increases = [loss - base for loss in leaf.losses]
     options = [*zip(leaf.formats, leaf.nbytes, increases, strict=True), (None, leaf.dense_nbytes, 0.0)]

@@ -17,17 +17,33 @@ from rich.table import Table
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.quantize import quantize
+from .._formats import Int2, Int3, Int5, Int8, IQ4_XS, NF4, Q3_K, Q5_K, Q6_K
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._report import Name, Report, report_table
 from .._tree.decide import decide, FormatLike
-from .._tree.leaves import abbreviate_list
+from .._tree.leaves import abbreviate_list, array_nbytes, DenseArray, named_leaves
 from .._tree.select import Where
 from .._tree.use import Use
 from .._types import PyTree
 from ._comparison import as_uses, show_format
 from ._error import measure, to_numpy
 from ._plots import Axes, draw_dots
+from ._roles import weigh_roles
+
+
+# From two to eight bits, none far from the next, with scales that are short or quantized.
+ALL_WIDTHS: tuple[AbstractFormat, ...] = (
+    Int2(64, scale_dtype="float16"),
+    Int3(128, scale_dtype="float16"),
+    Q3_K(),
+    NF4(128, double_quant=True),
+    IQ4_XS(),
+    Int5(128, scale_dtype="float16"),
+    Q5_K(),
+    Q6_K(),
+    Int8(),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +51,7 @@ class LeafSensitivity:
     """The loss with one leaf, or a group of leaves, quantized to each of the formats, and its bytes in each format.
 
     `paths` has one entry, or several for an array that appears in several places, or for a group. A group is `arrays`
-    of one shape, and `group` its name.
+    of one shape, and `group` its name. Blocks run along `axes`.
     """
 
     paths: tuple[str, ...]
@@ -46,6 +62,7 @@ class LeafSensitivity:
     losses: tuple[float, ...]
     arrays: int = 1
     group: str | None = None
+    axes: tuple[int, ...] = (-1,)
 
     @property
     def name(self) -> str:
@@ -58,14 +75,18 @@ class LeafSensitivity:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SensitivityReport(Report):
-    """The loss of the float model, and with each leaf quantized to each format. Prints as a table of increases."""
+    """The loss of the float model, and with each leaf quantized to each format. Prints as a table of increases.
+
+    `measured` says whether a loss was measured, or the error of the weights stands for it.
+    """
 
     loss: float
     leaves: tuple[LeafSensitivity, ...]
+    measured: bool = True
 
     def __rich__(self) -> Table:
         table = report_table("parameter", *(escape(show_format(f)) for f in self.leaves[0].formats))
-        table.title = f"increase of the loss, from {self.loss:.6g}"
+        table.title = f"increase of the loss, from {self.loss:.6g}" if self.measured else "error, weighed by role"
         for leaf in self.leaves:
             table.add_row(Name(leaf.name), *(f"{loss - self.loss:.3e}" for loss in leaf.losses))
         return table
@@ -79,6 +100,8 @@ class SensitivityReport(Report):
         increases = np.array([leaf.losses for leaf in self.leaves]).T - self.loss
         dots = {show_format(f): row.tolist() for f, row in zip(self.leaves[0].formats, increases, strict=True)}
         labels = ("What quantizing each weight alone does to the loss", "increase of the loss")
+        if not self.measured:
+            labels = ("The relative squared error of each weight, weighed by its role", "error")
         return draw_dots(ax, names, dots, labels)
 
 
@@ -86,7 +109,7 @@ def sensitivity(
     model: PyTree,
     loss: Callable[[PyTree, PyTree], Scalar],
     batch: PyTree,
-    formats: Sequence[FormatLike] | FormatLike = ("int2", "nf4", "int8"),
+    formats: Sequence[FormatLike] | FormatLike = ALL_WIDTHS,
     *,
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
@@ -107,8 +130,8 @@ def sensitivity(
             x, y = batch                                     # y: the outputs of the float model
             return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
-        report = eqq.analysis.sensitivity(model, loss, (x, y), ("int2", "nf4", "int8"))
-        plan = eqq.analysis.plan_bits(model, report, target_bits=4.5)
+        report = eqq.analysis.sensitivity(model, loss, (x, y))
+        plan = eqq.analysis.plan_bits(model, report, target_bits=4.5, loss=loss, batch=(x, y))
         model = eqq.quantize_tree(model, plan)
         ```
 
@@ -117,7 +140,9 @@ def sensitivity(
     - `model`: any pytree, in float.
     - `loss`: a function `(model, batch) -> scalar`. It runs under `equinox.filter_jit`.
     - `batch`: the second argument of the loss: any pytree of arrays, with examples along the first axis.
-    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s with a method, or one of these.
+    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s with a method, or one of these. The default is a
+        choice of nine, from two to eight bits, that mix well. Fewer take less time, and make a worse plan where two
+        neighbours are far apart.
     - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
     - `method`: the method that chooses scales and codes, for each of `formats` that sets none.
@@ -136,18 +161,18 @@ def sensitivity(
     """
     uses = _some_uses(formats, method)
     check_batch(batch)
-    weights, compute = _weights(model, where, axis), _loss_with(model, loss, batch)
-    base = _as_number(compute({}), "the model as it is")
+    weights, compute = _weights(model, where, axis), loss_with(model, loss, batch)
+    base = as_number(compute({}), "the model as it is")
     changed = False
 
-    def loss_of(name: str, use: Use, alike: Sequence[_Candidate], quantized: Sequence[QuantizedArray]) -> float:
+    def loss_of(name: str, use: Use, alike: Sequence[Candidate], quantized: Sequence[QuantizedArray]) -> float:
         nonlocal changed
         replaced = {}
         for w, q in zip(alike, quantized, strict=True):
             rounded = q.dequantize()
             replaced.update(dict.fromkeys(w.places, rounded))
             changed = changed or not np.array_equal(rounded, w.value)
-        return _as_number(compute(replaced), f"{name} in {use!r}")
+        return as_number(compute(replaced), f"{name} in {use!r}")
 
     rows = _rows(weights, group, uses, loss_of)
     if changed and all(loss == base for row in rows for loss in row.losses):
@@ -165,59 +190,70 @@ def sensitivity(
 
 def weight_sensitivity(
     model: PyTree,
-    formats: Sequence[FormatLike] | FormatLike = ("int2", "nf4", "int8"),
+    formats: Sequence[FormatLike] | FormatLike = ALL_WIDTHS,
     *,
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
     method: AbstractMethod | None = None,
     group: str | Sequence[str] = (),
+    read: Callable[[str], Array | np.ndarray] | None = None,
 ) -> SensitivityReport:
-    """Estimates sensitivities from the weights alone, where there are no data to measure a loss on.
+    r"""Estimates sensitivities from the weights alone, where there are no data to measure a loss on.
 
-    The loss of a leaf is its relative squared error, times its share of the values: as if a relative error were as bad
-    in every leaf. [`eqquant.analysis.sensitivity`][] measures what it does instead.
+    The loss of a weight is $r \lVert W - \hat W \rVert^2 / \lVert W \rVert^2$, so a large weight counts as much as a
+    small one. The factor $r$ is a guess from its name: 0.15 for queries and keys, 1.5 for values, 2 for the embedding
+    of patches, 0.5 for positions and types of tokens, 8 for the head (or for the table of tokens, if there is neither a
+    head nor an encoder), and 1 for all others; twice as much in the first and the last layer. A stack of matrices
+    counts as several, unless they are experts. [`eqquant.analysis.sensitivity`][] measures instead.
 
     !!! Example
 
         ```python
-        report = eqq.analysis.weight_sensitivity(model, ("int2", "nf4", "int8"))
+        report = eqq.analysis.weight_sensitivity(model)
         model = eqq.quantize_tree(model, eqq.analysis.plan_bits(model, report, target_bits=4.2))
         ```
 
     **Arguments:**
 
     - `model`: any pytree, in float.
-    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s with a method, or one of these.
+    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s with a method, or one of these. The default is a
+        choice of nine, from two to eight bits, that mix well.
     - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
     - `method`: the method that chooses scales and codes, for each of `formats` that sets none.
     - `group`: patterns of the beginnings of paths, in which `*` is any one key: with `"layers.*"`, the arrays of one
         shape at `layers.0.up.weight`, `layers.1.up.weight` and so on get one format, and are measured at once.
+    - `read`: returns the array of a path. Then `model` may hold shapes alone, as [`eqquant.io.skeleton`][] does, and
+        one array at a time is in memory.
 
     **Returns:**
 
-    A report as that of [`eqquant.analysis.sensitivity`][], whose loss is the sum of squared relative errors, each times
-    the number of values.
+    A report as that of [`eqquant.analysis.sensitivity`][], whose losses are these errors.
 
     **Raises:**
 
     `ValueError` if `formats` is empty, and as [`eqquant.quantize_tree`][].
     """
+    uses, weights = _some_uses(formats, method), _weights(model, where, axis)
+    factors = weigh_roles(leaf.path for leaf in named_leaves(model) if isinstance(leaf.value, DenseArray))
 
-    def loss_of(name: str, use: Use, alike: Sequence[_Candidate], quantized: Sequence[QuantizedArray]) -> float:
+    def error_of(name: str, use: Use, alike: Sequence[Candidate], quantized: Sequence[QuantizedArray]) -> float:
         del name, use
-        loss = 0.0
+        error = 0.0
         for w, q in zip(alike, quantized, strict=True):
-            values, path = to_numpy(w.value, w.paths[0]), w.paths[0]
-            loss += min(measure(values, to_numpy(q, path), (path, path)).relative_l2, 1.0) ** 2 * values.size
-        return loss
+            path = w.paths[0]
+            relative = measure(to_numpy(w.value, path), to_numpy(q, path), (path, path)).relative_l2
+            error += factors[path] * _count_matrices(w) * min(relative, 1.0) ** 2
+        return error
 
-    uses = _some_uses(formats, method)
-    return SensitivityReport(0.0, _rows(_weights(model, where, axis), group, uses, loss_of))
+    return SensitivityReport(0.0, _rows(weights, group, uses, error_of, read), measured=False)
 
 
-class _Candidate(NamedTuple):
-    """An array that `quantize_tree` would quantize: the indices and the paths of its leaves, its value and its axes."""
+class Candidate(NamedTuple):
+    """An array that `quantize_tree` would quantize: the indices and the paths of its leaves, its value and its axes.
+
+    The value is a shape alone until it is read.
+    """
 
     places: list[int]
     paths: list[str]
@@ -225,22 +261,28 @@ class _Candidate(NamedTuple):
     axes: tuple[int, ...]
 
 
-def _weights(model: PyTree, where: Where | None, axis: int | Sequence[int] | None) -> list[_Candidate]:
-    found: dict[int, _Candidate] = {}
+def _count_matrices(w: Candidate) -> int:
+    """Returns how many matrices a weight is that products use one after another: the layers of a stack."""
+    is_stack = len(w.value.shape) == 3 and len(w.axes) == 1 and "expert" not in w.paths[0].lower()
+    return w.value.shape[0] if is_stack and min(w.value.shape[1:]) >= 16 else 1  # else a convolution
+
+
+def _weights(model: PyTree, where: Where | None, axis: int | Sequence[int] | None) -> list[Candidate]:
+    found: dict[int, Candidate] = {}
     for n, decision in enumerate(decide(model, "int8", where, axis)):
         if decision.format is not None:
             x = decision.leaf.value
-            w = found.setdefault(id(x), _Candidate([], [], x, decision.axes))
+            w = found.setdefault(id(x), Candidate([], [], x, decision.axes))
             w.places.append(n)
             w.paths.append(decision.leaf.path)
     return list(found.values())
 
 
-def _grouped(weights: Sequence[_Candidate], group: str | Sequence[str]) -> list[tuple[str | None, list[_Candidate]]]:
+def _grouped(weights: Sequence[Candidate], group: str | Sequence[str]) -> list[tuple[str | None, list[Candidate]]]:
     """Returns the arrays that share a format, with the name of their group, or each array alone."""
     patterns = [group] if isinstance(group, str) else list(group)
     matchers = {p: re.compile(r"[^.]*".join(re.escape(part) for part in p.split("*")) + r"(?=\.|$)") for p in patterns}
-    found: dict[Hashable, tuple[str | None, list[_Candidate]]] = {}
+    found: dict[Hashable, tuple[str | None, list[Candidate]]] = {}
     used = set()
     for w in weights:
         path = w.paths[0]
@@ -261,23 +303,27 @@ def _grouped(weights: Sequence[_Candidate], group: str | Sequence[str]) -> list[
 
 
 def _rows(
-    weights: Sequence[_Candidate],
+    weights: Sequence[Candidate],
     group: str | Sequence[str],
     uses: Sequence[Use],
-    loss_of: Callable[[str, Use, Sequence[_Candidate], Sequence[QuantizedArray]], float],
+    loss_of: Callable[[str, Use, Sequence[Candidate], Sequence[QuantizedArray]], float],
+    read: Callable[[str], Array | np.ndarray] | None = None,
 ) -> tuple[LeafSensitivity, ...]:
     """Returns a row for each array or group: quantizes it to each format, and asks `loss_of` for the loss."""
     formats = tuple(use if use.method is not None else use.format for use in uses)
     rows = []
     for name, alike in _grouped(weights, group):
+        if read is not None:
+            alike = [w._replace(value=read(w.paths[0])) for w in alike]
         losses, nbytes = [], []
         for use in uses:
-            quantized = [_quantize_named(w, use) for w in alike]
+            quantized = [quantize_named(w, use) for w in alike]
             losses.append(loss_of(name or alike[0].paths[0], use, alike, quantized))
             nbytes.append(sum(q.nbytes for q in quantized))
-        paths, dense = tuple(path for w in alike for path in w.paths), sum(w.value.nbytes for w in alike)
-        shape = tuple(alike[0].value.shape)
-        rows.append(LeafSensitivity(paths, shape, dense, formats, tuple(nbytes), tuple(losses), len(alike), name))
+        paths, dense = tuple(path for w in alike for path in w.paths), sum(array_nbytes(w.value) for w in alike)
+        shape, axes = tuple(alike[0].value.shape), alike[0].axes
+        row = LeafSensitivity(paths, shape, dense, formats, tuple(nbytes), tuple(losses), len(alike), name, axes)
+        rows.append(row)
     return tuple(rows)
 
 
@@ -288,7 +334,7 @@ def _some_uses(formats: Sequence[FormatLike] | FormatLike, method: AbstractMetho
     return uses
 
 
-def _loss_with(
+def loss_with(
     model: PyTree, loss: Callable[[PyTree, PyTree], Scalar], batch: PyTree
 ) -> Callable[[Mapping[int, Array]], PyTree]:
     """Returns a function that computes the loss with some leaves replaced, and is compiled once."""
@@ -302,7 +348,7 @@ def _loss_with(
     return compute
 
 
-def _as_number(out: PyTree, what: str) -> float:
+def as_number(out: PyTree, what: str) -> float:
     """Returns a loss as a number. Raises if it is not one finite number; the message says what was replaced."""
     if not isinstance(out, (jax.Array, np.ndarray, np.generic, float, int)):
         raise ValueError(f"`loss` must return one finite number. Got a {type(out).__name__}. Return a scalar.")
@@ -315,7 +361,7 @@ def _as_number(out: PyTree, what: str) -> float:
     return float(value)
 
 
-def _quantize_named(w: _Candidate, use: Use) -> QuantizedArray:
+def quantize_named(w: Candidate, use: Use) -> QuantizedArray:
     """Calls `quantize`, and names the leaf in its errors."""
     path = w.paths[0]
     try:

@@ -13,12 +13,12 @@ import numpy as np
 from .._array.value import AbstractArrayValue
 from .._tree.leaves import abbreviate_list, as_batches, Leaf
 from .._tree.select import select_leaves, show_refusals, Where
-from .._tree.weights import convolved_axes, ineligible_reason, place_reason
+from .._tree.weights import ineligible_reason, place_reason
 from .._types import PyTree
 from .._wrappers.mapped import AbstractMappedArray
 from ._calibrator import AbstractCalibrator
-from ._lookups import Apply, Lookups
-from ._observers import is_convolution, Sums, UnevenStackError, Watch, watch_convolution, WatchedArray
+from ._lookups import Lookups
+from ._observers import Apply, Observed, Sums, Watch
 from ._result import CalibrationResult
 from ._stats import ActivationStats, LeafStats
 
@@ -39,10 +39,10 @@ def collect_stats(
 ) -> ActivationStats:
     """Runs a model on data and collects statistics of the inputs of each weight.
 
-    Leaves the model unchanged. It runs a copy, in which each weight is an array that behaves the same and observes the
-    other operand of `@`: under `jit`, `vmap` and `scan`, for quantized and stacked weights, anywhere in the model. It
-    observes the convolutions of `equinox.nn` too. It does not observe an embedding lookup, which is not a product, or a
-    weight that the model passes to `jnp.einsum`, `jnp.dot` or `jax.lax`; the report says so.
+    Runs the model as it is, and follows each weight through the traced program to the products that it takes part in:
+    `@`, `jnp.einsum`, `jax.lax.dot_general`, convolutions and `jax.lax.ragged_dot`; transposed, reshaped, divided,
+    masked or scaled; under `jit`, `vmap`, `scan`, `cond` and `jax.checkpoint`. Quantized weights are decoded for it. It
+    does not observe an embedding lookup, which is not a product; the report says so.
 
     It counts everything that the model computes, including padding and, under `vmap`, both branches of a `cond`.
 
@@ -82,9 +82,9 @@ def collect_stats(
     **Raises:**
 
     `ValueError` without batches, for an empty batch, if the inputs of a weight are NaN or infinite or their squares
-    overflow float32 (the message names the weight and the batch), if the model maps over the rows of a weight, if
-    `threshold` is not positive, if the model has no weights, or if no product uses them; `TypeError` if `where` selects
-    a leaf that is not a weight, or if `batches` is a dictionary.
+    overflow float32 (the message names the weight and the batch), if `threshold` is not positive, if the model has no
+    weights, or if no product uses them; `TypeError` if `where` selects a leaf that is not a weight, or if `batches` is
+    a dictionary.
     """
     threshold = float(threshold)
     if not threshold > 0:
@@ -97,12 +97,12 @@ def collect_stats(
             f"{calibrator.format!r} and shape {calibrator.shape}. Make it without a shape, for a format of one "
             'scale: `eqq.Int8("tensor")` or `eqq.FP8()`. Formats with blocks have no scales from calibration.'
         )
-    make = lambda leaf, stack: Watch(leaf.path, stack, threshold, gram, calibrator=calibrator)
-    watched, watches = watch_leaves(model, _select_weights(model, where), make)
-    run = eqx.filter_jit(default_apply if apply is None else apply)
-    tables = Lookups(run, model, watches)
+    make = lambda leaf: Watch(leaf.path, tuple(leaf.value.shape), threshold, gram, calibrator=calibrator)
+    watches = watch_leaves(_select_weights(model, where), make)
+    run = default_apply if apply is None else apply
+    tables = Lookups(eqx.filter_jit(run), model, watches)
     data = tables.after_each(as_batches(batches)) if lookups else batches
-    count = observe_batches(run, model, watched, data, watches)
+    count = observe_batches(Observed(run, watches, is_weight), model, data, watches)
     leaves = tuple(_with_lookups(stats_of(leaf, watch), tables, gram) for leaf, watch in watches)
     if all(leaf.axis is None for leaf in leaves):
         notes = abbreviate_list(f"{leaf.path}: {leaf.note}" for leaf in leaves)
@@ -131,14 +131,9 @@ def _with_lookups(stats: LeafStats, tables: Lookups, gram: bool) -> LeafStats:
 
 
 def observe_batches(
-    run: Apply,
-    model: PyTree,
-    watched: PyTree,
-    batches: Iterable[PyTree],
-    watches: Watches,
-    count: int = 0,
+    observed: Observed, model: PyTree, batches: Iterable[PyTree], watches: Watches, count: int = 0
 ) -> int:
-    """Runs the model with observed weights on each batch, and returns how many there were, `count` before them."""
+    """Runs the model on each batch with its weights observed, and returns how many there were, `count` before them."""
     for batch in as_batches(batches):
         shapes = [np.shape(x) for x in jtu.tree_leaves(batch)]
         if any(0 in shape for shape in shapes):
@@ -146,7 +141,7 @@ def observe_batches(
                 f"A batch must not be empty. Got shape {abbreviate_list(map(str, shapes))} in batch {count}. "
                 "Leave it out."
             )
-        out = [x for x in jtu.tree_leaves(_run(run, model, watched, batch, watches)) if eqx.is_array(x)]
+        out = [x for x in jtu.tree_leaves(observed(model, batch)) if eqx.is_array(x)]
         if not out:
             raise ValueError("`apply` must return the outputs of the model. Got no array.")
         jax.block_until_ready(out)  # the outputs depend on every callback, so all statistics are in then
@@ -159,50 +154,19 @@ def observe_batches(
     return count
 
 
-def _run(run: Apply, model: PyTree, watched: PyTree, batch: PyTree, watches: Watches) -> PyTree:
-    """Returns the outputs. If the model runs only without the stand-ins, raises an error that names their weights."""
-    try:
-        return run(watched, batch)
-    except UnevenStackError:
-        raise
-    except (ValueError, IndexError, TypeError) as e:
-        if not _traces(run, model, batch):
-            raise
-        paths = [leaf.path for leaf, watch in watches if not _traces(run, _only(watched, watch), batch)]
-        raise ValueError(
-            "`collect_stats` cannot watch a weight that the model maps over by rows. Got "
-            f"{(str(e) or type(e).__name__).splitlines()[0]!r} among "
-            f"{abbreviate_list(paths or [leaf.path for leaf, _ in watches])}. Leave it out with `where=`."
-        ) from e
-
-
-def _traces(run: Apply, model: PyTree, batch: PyTree) -> bool:
-    try:
-        eqx.filter_eval_shape(run, model, batch)
-    except Exception:
-        return False
-    return True
-
-
-def _only(watched: PyTree, watch: Watch) -> PyTree:
-    """Returns the model with only one weight observed."""
-    is_watched = lambda x: isinstance(x, WatchedArray)
-    plain = lambda x: x.weight if is_watched(x) and x.watch is not watch else x
-    return jtu.tree_map(plain, watched, is_leaf=is_watched)
-
-
 def default_apply(model: PyTree, batch: PyTree) -> PyTree:
     return jax.vmap(model)(batch)
 
 
-def _is_array(x: object) -> TypeGuard[AbstractArrayValue]:
+def is_weight(x: object) -> TypeGuard[AbstractArrayValue]:
+    """Returns whether a node of a model is an array of ours that is observed as one weight."""
     # An array that maps its inputs holds the weight that sees them as they are mapped.
     return isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractMappedArray)
 
 
 def _select_weights(model: PyTree, where: Where | None) -> list[Leaf]:
     selections = select_leaves(
-        model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights", is_leaf=_is_array
+        model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights", is_leaf=is_weight
     )
     chosen = [leaf for leaf, reason in selections if reason is None]
     if not chosen:
@@ -213,44 +177,24 @@ def _select_weights(model: PyTree, where: Where | None) -> list[Leaf]:
     return chosen
 
 
-def watch_leaves(
-    model: PyTree, chosen: Sequence[Leaf], make: Callable[[Leaf, tuple[int, ...]], Watch]
-) -> tuple[PyTree, list[tuple[Leaf, Watch]]]:
-    """Returns the model with some weights observed, and the `Watch` of each. A shared array has one `Watch`."""
+def watch_leaves(chosen: Sequence[Leaf], make: Callable[[Leaf], Watch]) -> list[tuple[Leaf, Watch]]:
+    """Returns each leaf with its `Watch`. A shared array has one `Watch`."""
     by_array: dict[int, Watch] = {}
-    watches = {}  # by key path, so that a convolution finds the watch of its weight
     for leaf in chosen:
         if id(leaf.value) not in by_array:
-            by_array[id(leaf.value)] = make(leaf, stack_shape(leaf))
-        watches[leaf.keys] = by_array[id(leaf.value)]
-
-    def replace(keys: tuple, node: PyTree) -> PyTree:
-        is_layer = is_convolution(node)
-        watch = watches.get((*keys, jtu.GetAttrKey("weight")) if is_layer else keys)
-        if watch is None:
-            return node
-        if is_layer:
-            return watch_convolution(node, watch)
-        return WatchedArray(node if _is_array(node) else jnp.asarray(node), watch.index(), watch)
-
-    watched = jtu.tree_map_with_path(replace, model, is_leaf=lambda x: _is_array(x) or is_convolution(x))
-    return watched, [(leaf, watches[leaf.keys]) for leaf in chosen]
+            by_array[id(leaf.value)] = make(leaf)
+    return [(leaf, by_array[id(leaf.value)]) for leaf in chosen]
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:
-    reason = None if _is_array(leaf.value) else ineligible_reason(leaf.value)
+    reason = None if is_weight(leaf.value) else ineligible_reason(leaf.value)
     if reason is None and leaf.value.ndim < 2:
         reason = "fewer than two dimensions, so it has no inputs"
     return reason
 
 
 def _skip_reason(leaf: Leaf) -> str | None:
-    return None if _is_array(leaf.value) else place_reason(leaf)
-
-
-def stack_shape(leaf: Leaf) -> tuple[int, ...]:
-    """Returns the shape of a stack of layers: the axes of a weight before those of one layer's weight."""
-    return tuple(leaf.value.shape[: leaf.value.ndim - 1 - len(convolved_axes(leaf) or (-1,))])
+    return None if is_weight(leaf.value) else place_reason(leaf)
 
 
 def _check_finite(watches: Watches, batch: int) -> None:
@@ -267,17 +211,18 @@ def _check_finite(watches: Watches, batch: int) -> None:
 
 def stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
     path, shape = leaf.path, tuple(leaf.value.shape)
-    seen = {axis: sums.total for axis, sums in watch.along.items() if sums.total}
+    seen = [axes for axes, sums in watch.along.items() if sums.total]
     notes = [] if path == watch.path else [f"the same array as {watch.path}"]
     if not seen:
         notes.append(why_unseen(watch))
         looked_up = watch.looked_up and not watch.used
         return LeafStats(path, shape, None, "; ".join(notes), np.zeros(watch.stack, np.int64), looked_up=looked_up)
     if watch.used:
-        notes.append("also used without `@`, which was not seen")
+        notes.append("also used in another way than as a product, which was not seen")
     if len(seen) > 1:
         notes.append("also multiplied along its other axis, which is not counted")
-    axis, total = next(iter(seen.items()))
+    axes = watch.axes if watch.axes in seen else seen[0]
+    total, stack = watch.along[axes].total, watch.stack_shape(axes)
     rows = total["rows"]
     missed = int(np.sum(rows == 0))
     if missed:
@@ -288,11 +233,11 @@ def stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
         value = total[name]
         reached = np.maximum(rows, 1).reshape(-1, *[1] * (value.ndim - 1))
         value = np.where(rows[:, None] > 0, value, 0) if name in ("min", "max") else value / reached
-        means[name] = value.reshape(*watch.stack, *value.shape[1:])
+        means[name] = value.reshape(*stack, *value.shape[1:])
     rate = float(np.sum(total["outlier_rate"]) / (np.sum(rows) * total["outlier_rate"].shape[-1]))
-    counted, calibrated = rows.astype(np.int64).reshape(watch.stack), _calibrated(watch.along[axis], watch.stack)
-    axes, note = convolved_axes(leaf) or axis, "; ".join(notes)
-    return LeafStats(path, shape, axes, note, counted, outlier_rate=rate, calibrated=calibrated, **means)
+    counted, calibrated = rows.astype(np.int64).reshape(stack), _calibrated(watch.along[axes], stack)
+    axis = axes[0] if len(axes) == 1 else axes
+    return LeafStats(path, shape, axis, "; ".join(notes), counted, outlier_rate=rate, calibrated=calibrated, **means)
 
 
 def _calibrated(sums: Sums, stack: tuple[int, ...]) -> CalibrationResult | None:
@@ -307,7 +252,7 @@ def _calibrated(sums: Sums, stack: tuple[int, ...]) -> CalibrationResult | None:
 
 def why_unseen(watch: Watch) -> str:
     if watch.used:
-        return "used, but not by `@`, so its inputs were not seen: write `weight @ x` or `x @ weight`"
+        return "used, but not as a product, so it has no inputs"
     if watch.looked_up:
         return "looked up, not multiplied: a lookup has no inputs"
     return "no batch reached it"

@@ -1,7 +1,6 @@
 """How the outputs of a model depend on the tables that it looks up: what products have as the Gram matrix of inputs."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import equinox as eqx
 import jax
@@ -13,10 +12,9 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from .._tree.leaves import Leaf
 from .._types import PyTree
-from ._observers import Watch
+from ._observers import Apply, Watch
 
 
-Apply: TypeAlias = Callable[[PyTree, PyTree], PyTree]
 Table = Float[Array, "*stack entries features"]
 
 

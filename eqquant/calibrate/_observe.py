@@ -1,11 +1,9 @@
 """A primitive that reports statistics of an input to the host, for whole batches at once.
 
-Models are written for one example and mapped over a batch. Under `vmap` the primitive folds the batch into rows, like
-the quantized matmul, so the device computes the statistics of the whole batch. In `scan`, `while_loop` and `cond` it
-runs as often as the product whose input it observes.
+In `scan`, `while_loop` and `cond` it runs as often as the product whose input it observes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -13,8 +11,8 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Float, Float32, Shaped
+from jax.interpreters import mlir
+from jaxtyping import Array, Bool, Float, Float32, Shaped
 
 
 Moments: TypeAlias = dict[str, Array | np.ndarray]
@@ -28,8 +26,9 @@ observe_p = jax.extend.core.Primitive("observe")
 
 def observe(
     x: Shaped[Array, "*inputs"],
-    rows: Float[Array, "*stack rows features"],
+    rows: Float[Array, "... rows features"],
     index: Float32[Array, "*stack"],
+    reached: Bool[Array, "*stack rows"] | None = None,
     **params: Option,
 ) -> Shaped[Array, "*inputs"]:
     """Returns `x`, but only after `record` has received the moments of `rows`.
@@ -39,28 +38,44 @@ def observe(
     - `x`: the input of a weight.
     - `rows`: the same input, arranged as rows.
     - `index`: the index of the weight in a stack of layers.
+    - `reached`: which rows each layer of a stack of one axis sees; then `rows` has no stack. By default all.
     - `params`: `record`, compared by identity; `threshold`, the magnitude above which a value counts as an outlier;
         `gram`, whether to compute the Gram matrix of the features, too; `keep`, whether `record` receives the rows as
         well; and `gated`, whether nothing is computed where all indices are negative.
     """
-    told = observe_p.bind(rows, index, **params)
+    if reached is None:
+        told = observe_p.bind(rows, index, **params)
+    else:
+        one = lambda at: observe_p.bind(rows, *at, **params)
+        told = jax.lax.map(one, (index, reached))
     return jax.lax.optimization_barrier((x, told))[0]
 
 
-def _moments(x: Float[Array, "*stack rows features"], threshold: float | int, gram: bool, keep: bool) -> Moments:
+def _moments(
+    x: Float[Array, "*stack rows features"],
+    reached: Bool[Array, " rows"] | None,
+    threshold: float | int,
+    gram: bool,
+    keep: bool,
+) -> Moments:
     x = x.astype(jnp.float32)
+    count = jnp.full(x.shape[:-2], x.shape[-2], jnp.int32)
+    low = high = x
+    if reached is not None:
+        count, among = jnp.sum(reached, dtype=jnp.int32), reached[:, None]
+        x, low, high = (jnp.where(among, x, other) for other in (0, jnp.inf, -jnp.inf))
     size = jnp.abs(x)
     moments: Moments = {
-        "rows": jnp.full(x.shape[:-2], x.shape[-2], jnp.int32),
-        "min": jnp.min(x, axis=-2),
-        "max": jnp.max(x, axis=-2),
+        "rows": count,
+        "min": jnp.min(low, axis=-2),
+        "max": jnp.max(high, axis=-2),
         "mean": jnp.sum(x, axis=-2),
         "mean_abs": jnp.sum(size, axis=-2),
         "second_moment": jnp.sum(jnp.square(x), axis=-2),
         "outlier_rate": jnp.sum(size > threshold, axis=-2, dtype=jnp.int32),
     }
     if keep:
-        moments["values"] = x
+        moments["values"] = x if reached is None else jnp.where(reached[:, None], x, jnp.nan)
     if gram:
         moments["gram"] = jnp.matmul(jnp.swapaxes(x, -1, -2), x, precision=jax.lax.Precision.HIGHEST)
     return moments
@@ -69,40 +84,21 @@ def _moments(x: Float[Array, "*stack rows features"], threshold: float | int, gr
 def _run(
     x: Array,
     index: Array,
-    *,
+    *reached: Array,
     record: Record,
     threshold: float | int,
     gram: bool,
     keep: bool = False,
     gated: bool = False,
 ) -> Array:
-    def tell(x: Array, index: Array) -> Array:
-        return io_callback(
-            record, jax.ShapeDtypeStruct(index.shape, index.dtype), index, _moments(x, threshold, gram, keep)
-        )
+    def tell(x: Array, index: Array, *reached: Array) -> Array:
+        moments = _moments(x, reached[0] if reached else None, threshold, gram, keep)
+        return io_callback(record, jax.ShapeDtypeStruct(index.shape, index.dtype), index, moments)
 
-    return jax.lax.cond(jnp.any(index >= 0), tell, lambda x, index: index, x, index) if gated else tell(x, index)
-
-
-def _batch(operands: Sequence[Array], axes: Sequence[int | None], **params: Option) -> tuple[Array, int | None]:
-    (x, index), (x_axis, index_axis) = operands, axes
-    if index_axis is None and x_axis is not None:  # one layer for the whole batch: the examples become rows
-        x = jnp.moveaxis(x, x_axis, -3)
-        x = x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
-        return observe_p.bind(x, index, **params), None
-    index = jnp.moveaxis(index, index_axis or 0, 0)
-    x = jnp.broadcast_to(x, (index.shape[0], *x.shape)) if x_axis is None else jnp.moveaxis(x, x_axis, 0)
-    return observe_p.bind(x, index, **params), 0
-
-
-def _jvp(primals: Sequence[Array], tangents: Sequence[object], **params: Option) -> tuple[Array, Array]:
-    del tangents
-    told = observe_p.bind(*primals, **params)
-    return told, jnp.zeros_like(told)
+    operands = x, index, *reached
+    return jax.lax.cond(jnp.any(index >= 0), tell, lambda x, index, *_: index, *operands) if gated else tell(*operands)
 
 
 observe_p.def_impl(jax.jit(_run, static_argnames=("record", "threshold", "gram", "keep", "gated")))
-observe_p.def_abstract_eval(lambda x, index, **params: index)
-batching.primitive_batchers[observe_p] = _batch
-ad.primitive_jvps[observe_p] = _jvp
+observe_p.def_abstract_eval(lambda x, index, *reached, **params: index)
 mlir.register_lowering(observe_p, mlir.lower_fun(_run, multiple_results=False))

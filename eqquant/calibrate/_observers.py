@@ -1,38 +1,32 @@
-"""Stand-ins for weights that observe their inputs while statistics are collected."""
+"""Sums over the inputs of weights, taken while a model runs."""
 
-import dataclasses
-import functools as ft
 import math
 import threading
-from collections.abc import Sequence
-from typing import TypeGuard, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, PRNGKeyArray
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.tree_util import KeyPath
+from jaxtyping import Array, Float32
 
-from .._array.contraction import (
-    AbstractOperand,
-    as_floats,
-    as_matrices,
-    Constraints,
-    constraints_of,
-    linear,
-    Matrices,
-    Options,
-)
-from .._array.value import AbstractArrayValue, as_permutation
+from .._array.checks import as_jax_array
+from .._array.value import AbstractArrayValue
+from .._program.follow import AbstractFollower, Data, Fact, follow, Parameter, Use
+from .._program.products import Product
+from .._program.trace import trace, Traced
+from .._program.views import whole
+from .._tree.leaves import Leaf
 from .._types import PyTree
 from ._calibrator import AbstractCalibrator
 from ._observe import Moments, observe
 
 
-T = TypeVar("T")
-Weight = Array | AbstractArrayValue
-Convolution = eqx.nn.Conv | eqx.nn.ConvTranspose
+Apply: TypeAlias = Callable[[PyTree, PyTree], PyTree]
 
 
 class Sums:
@@ -63,9 +57,10 @@ class Sums:
                 values = values.reshape(numbers.size, *values.shape[index.ndim :])
                 if self.calibrators is not None:
                     for number, rows in zip(numbers, values, strict=True):
-                        self.waiting.setdefault(int(number), []).append(rows.ravel().copy())
+                        reached = rows[~np.isnan(rows).any(axis=-1)]  # NaN in the inputs raises by their moments
+                        self.waiting.setdefault(int(number), []).append(reached.ravel())
                 if self.wanted is not None:
-                    moments = self._compare(numbers, values, moments)
+                    moments = self._compare(numbers, np.nan_to_num(values), moments)
             for name, value in moments.items():
                 value = np.asarray(value, np.float64)
                 value = value.reshape(numbers.size, *value.shape[index.ndim :])
@@ -100,30 +95,59 @@ _COMBINE = {"min": (np.minimum, np.inf), "max": (np.maximum, -np.inf)}
 
 
 class Watch:
-    """Collects the statistics of the inputs of one weight. A static field of pytrees, compared by identity.
+    """Collects the statistics of the inputs of one weight.
 
-    - `along`: the sums for each contracted axis of the weight.
-    - `gated`: whether only the layers in `active` are observed, by the index that they carry.
-    - `looked_up`, `used`: whether the weight was indexed, and whether it was used in another way without `@`.
+    - `path`, `shape`: those of the weight.
+    - `along`: the sums for each combination of axes that products contract; axes are negative.
+    - `stacks`: for each of these, the axes whose entries see inputs of their own: the layers of a stack.
+    - `gated`: whether only the layers in `active` are observed.
+    - `looked_up`, `used`: whether rows of the weight were looked up, and whether it was used in another way.
     """
 
     def __init__(
         self,
         path: str,
-        stack: tuple[int, ...],
+        shape: tuple[int, ...],
         threshold: float | int,
         gram: bool,
         gated: bool = False,
         calibrator: AbstractCalibrator | None = None,
     ) -> None:
-        self.path, self.stack, self.threshold, self.gram, self.gated = path, stack, threshold, gram, gated
+        self.path, self.shape, self.threshold, self.gram, self.gated = path, shape, threshold, gram, gated
+        self.calibrator, self.keep = calibrator, gated or calibrator is not None
         self.looked_up = self.used = False
         self.active: Sequence[int] = ()
-        self.keep = gated or calibrator is not None
-        self.along = {axis: Sums(math.prod(stack), calibrator) for axis in (-1, -2)}
+        self.along: dict[tuple[int, ...], Sums] = {}
+        self.stacks: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    @property
+    def axes(self) -> tuple[int, ...] | None:
+        """The axes of the inputs, `None` without products. Of several, the last axis, else the first that is seen."""
+        return next((axes for axes in ((-1,), (-2,)) if axes in self.along), next(iter(self.along), None))
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The shape of the stack of layers that see inputs of their own."""
+        return () if self.axes is None else self.stack_shape(self.axes)
+
+    def stack_shape(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the stack for products along some axes."""
+        return tuple(self.shape[axis] for axis in self.stacks[axes])
+
+    def find(self, product: Product) -> None:
+        """Prepares sums for a product."""
+        axes, stack = self.negative(product), product.stack(self.shape)
+        before = self.stacks.get(axes, ())
+        if axes not in self.along or len(stack) > len(before):
+            self.stacks[axes] = stack
+            self.along[axes] = Sums(math.prod(self.stack_shape(axes)), self.calibrator)
+
+    def negative(self, product: Product) -> tuple[int, ...]:
+        """Returns the axes that a product contracts, counted from the end."""
+        return tuple(axis - len(self.shape) for axis in product.inputs.axes)
 
     def observe_next(self, layers: Sequence[int]) -> None:
-        """Drops what was collected. The next `index()` selects these layers."""
+        """Drops what was collected. Then only these layers are observed."""
         self.active = layers
         for sums in self.along.values():
             sums.total, sums.wanted = {}, None
@@ -134,164 +158,131 @@ class Watch:
             sums.filling = filling
             sums.wanted = {} if filling or sums.wanted is None else sums.wanted
 
-    def index(self) -> Float32[Array, "*stack"]:
-        """Returns the index of each layer of the stack: a leaf, so that it is sliced and mapped with the weight.
-
-        It is a float, so that filters for float arrays keep it with the weights. Negative for layers not observed.
-        """
-        numbers = np.arange(math.prod(self.stack), dtype=np.float32)
+    def numbers(self) -> dict[tuple[int, ...], Float32[Array, " layers"]]:
+        """Returns the number of each layer, for each combination of axes; negative for layers that are not observed."""
+        every = {axes: np.arange(sums.layers, dtype=np.float32) for axes, sums in self.along.items()}
         if self.gated:
-            numbers = np.where(np.isin(numbers, self.active), numbers, -1)
-        return jnp.asarray(numbers.reshape(self.stack), jnp.float32)
-
-    def see(self, x: Array, rows: Float[Array, "*stack rows features"], index: Array, axis: int) -> Array:
-        """Returns `x`, after the sums have received the moments of `rows`."""
-        index = jnp.broadcast_to(index, rows.shape[:-2]).astype(jnp.float32)
-        params = {"threshold": self.threshold, "gram": self.gram, "keep": self.keep, "gated": self.gated}
-        return observe(x, rows, index, record=self.along[axis], **params)
+            every = {axes: np.where(np.isin(n, self.active), n, -1) for axes, n in every.items()}
+        return {axes: jnp.asarray(n, jnp.float32) for axes, n in every.items()}
 
 
-class UnevenStackError(ValueError):
-    """Raised if a weight was sliced or mapped without the indices of its layers."""
+class _Finder(AbstractFollower):
+    """Prepares watches for the products of a program."""
+
+    def __init__(self, watches: Sequence[Watch]) -> None:
+        self.watches = watches
+
+    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
+        self.watches[product.view.weight].find(product)
+        return product.x
+
+    def use(self, use: Use) -> None:
+        watch = self.watches[use.weight]
+        watch.looked_up |= use.kind == "lookup"
+        watch.used |= use.kind != "lookup"
 
 
-class WatchedArray(AbstractArrayValue):
-    """A weight whose products with `@` are observed. All other operations run on the weight itself, unobserved.
+class _Observer(AbstractFollower):
+    """Lets watches observe the inputs of products."""
 
-    - `weight`: the weight: a JAX array, a quantized array or another array of this library.
-    - `index`: the index of the layer, with the shape of the axes before the last two.
-    - `swapped`: whether the last two axes are swapped.
+    def __init__(self, watches: Sequence[Watch], numbers: Sequence[dict[tuple[int, ...], Array]]) -> None:
+        self.watches, self.numbers = watches, numbers
+
+    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
+        x, watch = product.x, self.watches[product.view.weight]
+        axes = watch.negative(product)
+        layered = product.by_layer(watch.stacks[axes], watch.shape) if x.size else None
+        if layered is None:
+            watch.used |= x.size > 0
+            return x
+        rows, reached = layered.rows, layered.reached
+        if jnp.iscomplexobj(rows):
+            rows = jnp.concatenate([jnp.real(rows), jnp.imag(rows)], axis=-2)
+            reached = None if reached is None else jnp.concatenate([reached, reached], axis=-1)
+        rows = rows if jnp.issubdtype(rows.dtype, jnp.floating) else rows.astype(jnp.float32)
+        number = self.numbers[product.view.weight][axes][layered.layer]
+        params = {"threshold": watch.threshold, "gram": watch.gram, "keep": watch.keep, "gated": watch.gated}
+        return observe(x, rows, number, reached, record=watch.along[axes], **params)
+
+    def use(self, use: Use) -> None:
+        pass
+
+
+class Observed:
+    """Runs a function `(model, batch) -> outputs` as it is, and lets watches observe the inputs of weights.
+
+    **Arguments:**
+
+    - `run`: the function.
+    - `pairs`: the leaves to watch, each with its `Watch`. Leaves that are the same array share a watch.
+    - `is_leaf`: whether a node of the model may be one of these leaves.
     """
 
-    weight: Weight
-    index: Float32[Array, "*stack"]
-    watch: Watch = eqx.field(static=True)
-    swapped: bool = eqx.field(static=True, default=False)
+    def __init__(self, run: Apply, pairs: Iterable[tuple[Leaf, Watch]], is_leaf: Callable[[object], bool]) -> None:
+        pairs = list(pairs)
+        self.watches = list({id(watch): watch for _, watch in pairs}.values())
+        self.numbers: dict[Hashable, int] = {leaf.keys: self.watches.index(watch) for leaf, watch in pairs}
+        self.run, self.is_leaf = run, is_leaf
+        self._traced: dict[Hashable, tuple[Traced, list[Fact]]] = {}
+        self._call = eqx.filter_jit(self._observe)
 
-    observes = True
+    def __call__(self, model: PyTree, batch: PyTree) -> PyTree:
+        """Returns the outputs; the watches have observed the inputs once these are ready."""
+        model = self._on_jax(model)
+        arrays, rest = eqx.partition((model, batch), eqx.is_array)
+        traced, _ = self._trace(model, batch)
+        return traced.outputs(self._call(arrays, rest, [watch.numbers() for watch in self.watches]))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.weight.shape)
+    def program(self, model: PyTree, batch: PyTree) -> ClosedJaxpr:
+        """Returns the program that observes."""
+        arrays, rest = eqx.partition((model, batch), eqx.is_array)
+        self._trace(model, batch)
+        observe_arrays = lambda arrays, numbers: self._observe(arrays, rest, numbers)
+        return jax.make_jaxpr(observe_arrays)(arrays, [watch.numbers() for watch in self.watches])
 
-    @property
-    def ndim(self) -> int:
-        return self.weight.ndim
+    def _observe(self, arrays: PyTree, rest: PyTree, numbers: Sequence[dict[tuple[int, ...], Array]]) -> list[Array]:
+        model, batch = eqx.combine(arrays, rest)
+        traced = self._trace(model, batch)
+        return self._follow(traced, self._arrays(model, batch), _Observer(self.watches, numbers))
 
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.weight.dtype)
+    def _follow(
+        self, traced: tuple[Traced, list[Fact]], arrays: Sequence[Array], follower: AbstractFollower
+    ) -> list[Array]:
+        shapes = [watch.shape for watch in self.watches]
+        return follow(traced[0].program, arrays, traced[1], shapes, follower)
 
-    def dequantize(self) -> Float[Array, "..."]:
-        self.watch.used = True
-        return self.weight.dequantize() if isinstance(self.weight, AbstractArrayValue) else jnp.asarray(self.weight)
+    def _on_jax(self, model: PyTree) -> PyTree:
+        """Returns the model with watched arrays of NumPy as arrays of JAX, which refuses some of them."""
+        convert = lambda keys, x: as_jax_array(x) if keys in self.numbers and isinstance(x, np.ndarray) else x
+        return jtu.tree_map_with_path(convert, model, is_leaf=self.is_leaf)
 
-    def transpose(self, *axes: int | Sequence[int] | None) -> Weight:
-        order, ndim = as_permutation(axes, self.ndim), self.ndim
-        transposed = self.weight.transpose(order)
-        if order == [*range(ndim - 2), ndim - 1, ndim - 2]:
-            return dataclasses.replace(self, weight=transposed, swapped=not self.swapped)
-        self.watch.used = True
-        return transposed
+    def _dense(self, model: PyTree) -> PyTree:
+        dense = lambda x: x.dequantize() if isinstance(x, AbstractArrayValue) else x
+        watched = lambda keys, x: dense(x) if keys in self.numbers else x
+        return jtu.tree_map_with_path(watched, model, is_leaf=self.is_leaf)
 
-    def astype(self, dtype: DTypeLike) -> "WatchedArray":
-        return dataclasses.replace(self, weight=self.weight.astype(dtype))
+    def _arrays(self, model: PyTree, batch: PyTree) -> list[Array]:
+        return [x for x in jtu.tree_leaves((self._dense(model), batch)) if eqx.is_array(x)]
 
-    def reshape(self, *shape: PyTree, **kwargs: PyTree) -> Weight:
-        self.watch.used = True
-        return self.weight.reshape(*shape, **kwargs)
+    def _trace(self, model: PyTree, batch: PyTree) -> tuple[Traced, list[Fact]]:
+        """Traces the function once for arguments of these shapes, and prepares the watches for its products."""
+        leaves, treedef = jtu.tree_flatten((model, batch))
+        key = treedef, tuple(jax.typeof(x) if eqx.is_array(x) else id(x) for x in leaves)
+        if key not in self._traced:
+            self._traced[key] = self._trace_anew(model, batch)
+        return self._traced[key]
 
-    def __getitem__(self, index: PyTree) -> Array:
-        self.watch.looked_up = True
-        return self.weight[index]
+    def _trace_anew(self, model: PyTree, batch: PyTree) -> tuple[Traced, list[Fact]]:
+        arguments = eqx.filter_eval_shape(lambda model, batch: (self._dense(model), batch), model, batch)
+        traced = trace(self.run, arguments)
 
-    @property
-    def constraints(self) -> Constraints:
-        """For products: those of the weight, and the layers of a stack stay apart."""
-        if self.index.ndim != max(self.ndim - 2, 0):
-            raise UnevenStackError(
-                f"{self.watch.path} must be sliced or mapped as one. Got a weight of shape {self.shape} in a stack of "
-                f"shape {self.index.shape}. Slice or map every array of a stacked model, as `eqx.is_array` selects."
-            )
-        within = constraints_of(self.weight)
-        return within._replace(stack=max(within.stack, self.index.ndim))
+        def fact(keys: KeyPath, x: jax.ShapeDtypeStruct) -> Fact:
+            number = self.numbers.get(keys[1:])
+            if keys[0] == jtu.SequenceKey(1):
+                return Data
+            return Parameter if number is None else whole(number, x.shape)
 
-    def as_matrices(self, axes: Matrices) -> "WatchedArray | Weight":
-        """For products: the weight as matrices; unobserved if the sum runs over several axes of it."""
-        weight: Weight = as_matrices(self.weight, axes)  # pyright: ignore[reportAssignmentType]
-        last = (self.ndim - 1, self.ndim - 2)
-        if len(axes.columns) != 1 or axes.columns[0] not in last or any(axis in last for axis in axes.front):
-            self.watch.used = True
-            return weight
-        along = axes.columns[0] == last[0]
-        index = self.index.reshape(axes.shape(self.shape)[:-2])
-        return WatchedArray(weight, index, self.watch, self.swapped if along else not self.swapped)
-
-    def linear(self, x: AbstractOperand | Array, options: Options) -> Float[Array, "*batch m n"]:
-        """For products: that of the weight, after the inputs were observed."""
-        if math.prod(x.shape) > 0:
-            x = as_floats(x)
-            rows = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
-            x = self.watch.see(x, rows, self.index, -2 if self.swapped else -1)
-        return linear(self.weight, x, options)
-
-    def with_dense_weight(self) -> "WatchedArray | None":
-        """For products: the same, with a dense weight."""
-        if not isinstance(self.weight, AbstractArrayValue):
-            return None
-        return dataclasses.replace(self, weight=self.weight.with_dense_weight() or self.weight.dequantize())
-
-
-def is_convolution(x: object) -> TypeGuard[Convolution]:
-    """Whether `x` is an Equinox convolution. A user's subclass is not, because it may have its own `__call__`."""
-    return type(x) in _CONVOLUTIONS
-
-
-_CONVOLUTIONS = (
-    *(eqx.nn.Conv, eqx.nn.Conv1d, eqx.nn.Conv2d, eqx.nn.Conv3d),
-    *(eqx.nn.ConvTranspose, eqx.nn.ConvTranspose1d, eqx.nn.ConvTranspose2d, eqx.nn.ConvTranspose3d),
-)
-
-
-def watch_convolution(layer: Convolution, watch: Watch) -> Convolution:
-    """Returns the same convolution, as an instance of a subclass that observes the patches under its kernel.
-
-    `equinox.nn.Conv.__call__` passes its kernel to `jax.lax.conv_general_dilated`, which converts it to an array, so a
-    `WatchedArray` would not see the inputs. The layer observes them instead.
-    """
-    return _copy(_watched_class(type(layer)), layer, watch=watch, index=watch.index())
-
-
-@ft.cache
-def _watched_class(cls: type[Convolution]) -> type[Convolution]:
-    class Watched(cls):  # pyright: ignore[reportGeneralTypeIssues]
-        watch: Watch = eqx.field(static=True, kw_only=True)
-        index: Float32[Array, "*stack"] = eqx.field(kw_only=True)
-
-        def __call__(self, x: Array, *, key: PRNGKeyArray | None = None) -> Array:
-            plain = _copy(cls, self)
-            return plain(self.watch.see(x, _patches(plain, x), self.index, -1), key=key)
-
-    Watched.__name__ = Watched.__qualname__ = f"Watched{cls.__name__}"
-    return Watched
-
-
-def _copy(cls: type[T], layer: eqx.Module, **changes: object) -> T:
-    """Copies the fields of a layer into another class, without `__init__`, which would initialise new weights."""
-    copy = object.__new__(cls)
-    for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
-        value = changes[field.name] if field.name in changes else getattr(layer, field.name)
-        object.__setattr__(copy, field.name, value)
-    return copy
-
-
-def _patches(layer: Convolution, x: Float[Array, "..."]) -> Float[Array, "rows features"]:
-    """Returns the patch under each position of the kernel: a row per position and group, with the kernel's features."""
-    inputs = layer.weight.shape[1:]
-    features = math.prod(inputs)
-    # A one-hot kernel for each input extracts the patches, so the layer applies its own strides, padding and dilation.
-    one_hot = jnp.eye(features, dtype=x.dtype).reshape(features, *inputs)
-    kernel = jnp.tile(one_hot, (layer.groups, *[1] * len(inputs)))
-    with jax.default_matmul_precision("highest"):
-        picked = _copy(type(layer), layer, weight=kernel, bias=None, use_bias=False)(x)
-    return jnp.swapaxes(picked.reshape(layer.groups, features, -1), -1, -2).reshape(-1, features)
+        facts = [fact(keys, x) for keys, x in traced.arrays]
+        arrays = [x for _, x in traced.arrays]
+        jax.eval_shape(lambda arrays: self._follow((traced, facts), arrays, _Finder(self.watches)), arrays)
+        return traced, facts

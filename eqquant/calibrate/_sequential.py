@@ -24,13 +24,11 @@ from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._tree.missing import join_errors, warn_of_unused
 from .._tree.quantize import quantize_leaf, with_activations
 from .._tree.select import Where
-from .._tree.weights import convolved_axes
 from .._types import PyTree
-from .._wrappers.activation import ActivationQuantizedArray
-from ._collect import default_apply, observe_batches, stack_shape, stats_of, watch_leaves, why_unseen
+from .._wrappers.activation import ActivationQuantizedArray, with_weight
+from ._collect import default_apply, is_weight, observe_batches, stats_of, why_unseen
 from ._dataflow import find_places, Place
-from ._lookups import Apply
-from ._observers import Watch
+from ._observers import Apply, Observed, Watch
 from ._stats import LeafStats
 
 
@@ -115,7 +113,7 @@ def quantize_sequentially(
     model, again_quantizing = _taking_floats(model)
     state = _State(model, decide(model, format, where, None, activations), dtype)
     wanted = state.dense.copy() if float_model is None else _dense_like(_taking_floats(float_model)[0], model)
-    observer = _Observer(state, wanted, eqx.filter_jit(default_apply if apply is None else apply), data, correction)
+    observer = _Observer(state, wanted, default_apply if apply is None else apply, data, correction)
     state.decisions = [_along_inputs(d, observer.axes.get(n)) for n, d in enumerate(state.decisions)]
     methods = _prepare_methods(state, observer, default)
     lookups = [_Stage([n]) for n in state.owners if n not in observer.places]
@@ -149,7 +147,7 @@ def _taking_floats(model: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Returns a model whose products quantize no operand, and a function that makes them do so again."""
     quantizing = lambda x: isinstance(x, ActivationQuantizedArray)
     nodes, treedef = jtu.tree_flatten(model, is_leaf=quantizing)
-    around = lambda node, array: node._holding(array) if quantizing(node) else array
+    around = lambda node, array: with_weight(node, array) if quantizing(node) else array
 
     def again(model: PyTree) -> PyTree:
         return jtu.tree_unflatten(treedef, map(around, nodes, treedef.flatten_up_to(model)))
@@ -214,27 +212,27 @@ class _Observer:
     def __init__(
         self, state: _State, wanted: list[PyTree], run: Apply, data: list[PyTree], correction: float | int
     ) -> None:
-        self.state, self.wanted, self.run, self.data, self.correction = state, wanted, run, data, correction
+        self.state, self.wanted, self.data, self.correction = state, wanted, data, correction
         leaves = {n: state.decisions[n].leaf for n in state.owners}
-        self.watches = {n: Watch(leaf.path, stack_shape(leaf), 1.0, True, gated=True) for n, leaf in leaves.items()}
+        self.watches = {
+            n: Watch(leaf.path, tuple(leaf.value.shape), 1.0, True, gated=True) for n, leaf in leaves.items()
+        }
         self.pairs = [(leaf, self.watches[n]) for n, leaf in leaves.items()]
-        program, _, _ = eqx.filter_make_jaxpr(run)(self._watched(wanted), data[0])
-        found = find_places(program)
+        shared = [(state.decisions[n].leaf, self.watches[owner]) for n, owner in state.first.items()]
+        self.observed = Observed(run, shared, is_weight)
+        found = find_places(self.observed.program(self._model(wanted), data[0]))
         self.places: dict[int, Place] = {}
-        self.axes: dict[int, int] = {}
+        self.axes: dict[int, tuple[int, ...]] = {}
         for n, watch in self:
-            if places := {axis: found[sums] for axis, sums in watch.along.items() if sums in found}:
+            if places := {axes: found[sums] for axes, sums in watch.along.items() if sums in found}:
                 self.places[n] = min(places.values(), key=lambda place: place.level)
-                self.axes[n] = next(iter(places))
+                self.axes[n] = watch.axes if watch.axes in places else next(iter(places))
 
     def __iter__(self) -> Iterator[tuple[int, Watch]]:
         return iter(self.watches.items())
 
-    def _watched(self, values: list[PyTree]) -> PyTree:
-        state, by_path = self.state, {watch.path: watch for _, watch in self}
-        leaves = [dataclasses.replace(state.decisions[n].leaf, value=values[n]) for n in state.first]
-        model = jtu.tree_unflatten(state.treedef, values)
-        return watch_leaves(model, leaves, lambda leaf, _: by_path[leaf.path])[0]
+    def _model(self, values: list[PyTree]) -> PyTree:
+        return jtu.tree_unflatten(self.state.treedef, values)
 
     def observe(self, stage: _Stage) -> None:
         """Collects the statistics of the inputs of the weights of one stage, and compares them with the wanted ones."""
@@ -242,14 +240,12 @@ class _Observer:
             every = range(math.prod(watch.stack))
             watch.observe_next(() if n not in stage.numbers else every if stage.layer is None else (stage.layer,))
         compared = [self.watches[n] for n in stage.numbers if self.correction and self.places[n].uses == 1]
-        both = [(values, self._watched(values)) for values in (self.wanted, self.state.dense)]
         for count, batch in enumerate(self.data):
-            for (values, watched), filling in zip(both, (True, False), strict=True):
+            for values, filling in ((self.wanted, True), (self.state.dense, False)):
                 for watch in compared:
                     watch.compare(filling)
                 if compared or not filling:
-                    model = jtu.tree_unflatten(self.state.treedef, values)
-                    observe_batches(self.run, model, watched, [batch], self.pairs, count)
+                    observe_batches(self.observed, self._model(values), [batch], self.pairs, count)
 
 
 def _dense_like(float_model: PyTree, model: PyTree) -> list[PyTree]:
@@ -315,11 +311,9 @@ def _stages(places: Mapping[int, Place], watches: Mapping[int, Watch]) -> list[_
     return stages
 
 
-def _along_inputs(decision: Decision, axis: int | None) -> Decision:
-    """Returns the decision with blocks along the axis of the inputs that products were seen to contract."""
-    if axis is None or decision.has_given_axis or convolved_axes(decision.leaf) is not None:
-        return decision
-    return decision._replace(axes=(axis,))
+def _along_inputs(decision: Decision, axes: tuple[int, ...] | None) -> Decision:
+    """Returns the decision with blocks along the axes of the inputs that products were seen to contract."""
+    return decision if axes is None or decision.has_given_axis else decision._replace(axes=axes)
 
 
 def _prepare_methods(state: _State, observer: _Observer, default: AbstractMethod) -> dict[int, AbstractMethod]:

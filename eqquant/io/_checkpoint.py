@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from rich.console import Group
 from rich.markup import escape
+from rich.text import Text
 
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
@@ -17,6 +18,7 @@ from ._dialects.item import Item
 from ._files import find_files
 
 
+_MAX_PROBLEMS = 10  # to print below a table
 # The first that recognizes a checkpoint reads it.
 DIALECTS = (gguf, own, torchao, bitsandbytes, gptq, mlx, gpt_oss, compressed_tensors, safetensors)
 
@@ -82,8 +84,6 @@ class Checkpoint(Report, Mapping[str, Any]):
         item = self.items_by_name.get(name)
         if item is None:
             raise KeyError(f"{self.path} has no {name!r}. {did_you_mean(str(name), self.items_by_name)}".rstrip())
-        if item.problem is not None:
-            item.tensors[0].fail(f"{item.problem[0].upper()}{item.problem[1:]}.")
         return item.read()
 
     # A mapping's own would read arrays, to find out whether one is there, or to compare them.
@@ -114,8 +114,10 @@ class Checkpoint(Report, Mapping[str, Any]):
             table.add_row(Name(row.name), shape, escape(printable(row.stored_as)), Name(reads), *numbers, style=style)
         quantized = sum(row.format is not None for row in self.rows)
         head = f"{len(self.rows)} arrays, {quantized} of them quantized, {show_bytes(self.nbytes)}"
+        problems = dict.fromkeys(printable(row.problem) for row in self.rows if row.problem)
+        notes = [Text(f"Cannot be read: {problem}", style="red") for problem in list(problems)[:_MAX_PROBLEMS]]
         # A line for the path, which may be long.
-        return Group(Name(self.path), f"{self.dialect}, {head}, {self.bits:.3f} bits per value", table)
+        return Group(Name(self.path), f"{self.dialect}, {head}, {self.bits:.3f} bits per value", table, *notes)
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:
@@ -133,7 +135,8 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
 
     **Arguments:**
 
-    - `path`: a `.safetensors` or `.gguf` file, a folder that holds one, or an index of several with the index.
+    - `path`: a `.safetensors` or `.gguf` file, a folder that holds one, or an index of several with the index. One part
+        of several, such as `model-00001-of-00002.gguf`, stands for all.
 
     **Returns:**
 
@@ -141,8 +144,9 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
 
     **Raises:**
 
-    `FileNotFoundError` if there is no such file. `ValueError` if a file is damaged, or of another kind; the message
-    names the file, and the tensor.
+    `FileNotFoundError` if there is no such file. `ValueError` if a file is damaged, of another kind, or a part without
+    the others; the message names the file, and the tensor. An array that cannot be read is listed with its `problem`,
+    and raises when it is read.
     """
     files = find_files(path)
     dialect = next(d for d in DIALECTS if d.recognizes(files))

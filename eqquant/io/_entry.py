@@ -16,7 +16,7 @@ from .._array.array import is_quantized, QuantizedArray
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points
 from .._methods import AbstractMethod
-from .._numerics.axes import as_axis
+from .._numerics.axes import as_axes, as_axis
 from .._numerics.blocks import num_blocks
 from .._numerics.packing import packed_length
 from .._tree.leaves import Leaf
@@ -168,7 +168,7 @@ def _describe_quantized(x: QuantizedArray | PermutedArray, path: str) -> Entry:
     gradient_of = None if q.gradient_of is None else np.dtype(q.gradient_of.dtype).name
     try:
         order = (x.axis, tuple(x.order.shape)) if isinstance(x, PermutedArray) else None
-        entry = Entry("quantized", q.dtype.name, q.shape, q.format, q._axes, gradient_of, order=order)
+        entry = Entry("quantized", q.dtype.name, q.shape, q.format, as_axes(q.axis), gradient_of, order=order)
         expected, got = named_parts(entry.struct), named_parts(x)
         for name, part in expected.items():
             if name not in got or (got[name].shape, got[name].dtype) != (part.shape, part.dtype):

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint are: in a file, in several with an index, or in all files of a folder."""
+"""Where the tensors of a checkpoint are: in a file, in several with an index or with numbers, or in a folder."""
 
 import dataclasses
 import os
@@ -7,10 +7,12 @@ from pathlib import Path
 
 from .._errors import did_you_mean
 from . import _gguf, _safetensors
+from ._parts import join, other_parts, Part, part_name
 from ._tensors import MappedFile, parse_json, StoredTensor
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_UNFINISHED = (".incomplete", ".part", ".crdownload", ".aria2")  # what programs call a file while they download it
 _MAX_CONFIG = 100_000_000
 _MAX_NAME = 255  # of a file, in bytes; longer ones are errors of the system, which name no file here
 
@@ -43,20 +45,20 @@ def find_files(path: str | os.PathLike[str]) -> Files:
     if not path.exists():
         raise FileNotFoundError(f"{path} must be a file or folder that exists. Got neither. {_near(path)}".rstrip())
     if not path.is_dir():
-        return _open_index(path) if path.name.endswith("index.json") else _open_file(path, _config(path.parent))
+        return _open_index(path) if path.name.endswith("index.json") else _open_file(path)
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise ValueError(f"{path} must have one index. Got {', '.join(p.name for p in indices)}. Open one of them.")
     if indices:
         return _open_index(indices[0])
     found = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".gguf") and not p.name.startswith("."))
-    if len(found) == 1:
-        return _open_file(found[0], _config(path))
+    if len({(name := part_name(p)) and name._replace(number=1) or p for p in found}) == 1:
+        return _open_file(found[0])
     if not found:
         pickles = [p.name for p in path.iterdir() if p.suffix in _PICKLES]
-        raise FileNotFoundError(
-            f"{path} must hold a .safetensors or .gguf file. Got {_pickles(pickles) if pickles else 'none'}."
-        )
+        unfinished = [p.name for p in path.iterdir() if p.suffix in _UNFINISHED]
+        got = _pickles(pickles) if pickles else f"{unfinished[0]}, an unfinished download" if unfinished else "none"
+        raise FileNotFoundError(f"{path} must hold a .safetensors or .gguf file. Got {got}.")
     names = ", ".join(p.name for p in found[:10])
     raise ValueError(f"{path} must hold one file, or an index of several. Got {names}. Open one of them.")
 
@@ -73,15 +75,32 @@ def _pickles(names: list[str]) -> str:
     return f"{', '.join(names[:10])}: pickles can run code, and are never opened; convert them to safetensors"
 
 
-def _open_file(path: Path, config: Mapping[str, object]) -> Files:
+def _open_file(path: Path) -> Files:
+    if index := _index_of(path):
+        return _open_index(index)
     file = MappedFile(path)
+    if os.path.exists(f"{path}.aria2"):
+        file.fail(f"must be whole. Got an unfinished download: {path.name}.aria2 lies beside it.")
     if path.suffix not in (".safetensors", ".gguf") and not _is_known(file):
         if path.suffix in _PICKLES:
             file.fail(f"must be a .safetensors or .gguf file. Got {_pickles([path.name])}.")
         file.fail(f"must be a .safetensors or .gguf file. Got another kind, which begins with {file.buffer[:8]!r}.")
-    container, reader = ("gguf", _gguf) if file.buffer[:4] == _gguf.MAGIC else ("safetensors", _safetensors)
-    tensors, metadata = reader.read(file)
-    return Files(file, tensors, metadata, config, container)
+    is_gguf = file.buffer[:4] == _gguf.MAGIC or path.suffix == ".gguf"
+    read = lambda file: Part(file, *(_gguf.read(file) if is_gguf else _safetensors.read(file)))
+    part = read(file)
+    tensors, metadata = part.tensors, part.metadata
+    if paths := other_parts(part, is_gguf):
+        tensors, metadata = join([read(MappedFile(p)) for p in paths], is_gguf)
+    return Files(file, tensors, metadata, _config(path.parent), "gguf" if is_gguf else "safetensors")
+
+
+def _index_of(path: Path) -> Path | None:
+    """Returns the index that lists a file, if the name of the file says that it is one of several."""
+    for index in sorted(path.parent.glob("*.safetensors.index.json")) if part_name(path) else ():
+        where = read_json(MappedFile(index)).get("weight_map")
+        if isinstance(where, dict) and path.name in where.values():
+            return index
+    return None
 
 
 def _is_known(file: MappedFile) -> bool:

@@ -5,9 +5,12 @@
     tensors    name: text, number of dimensions: u32, dimensions: u64 each, the fastest first, type: u32, offset: u64
     data       from the next multiple of `general.alignment` (32 by default); offsets count from there
 
+Text that is not UTF-8 keeps its bytes, as Python's names of files do (`surrogateescape`).
+
 Blocks run along the fastest dimension, which is the last one here.
 """
 
+import bisect
 import functools as ft
 import struct
 from collections.abc import Sequence
@@ -15,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ._tensors import DTYPES, MappedFile, num_bytes, StoredTensor
+from ._tensors import MappedFile, num_bytes, StoredTensor
 
 
 MAGIC = b"GGUF"
@@ -59,11 +62,13 @@ TYPES = {
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
 }
 SIZES = {name: (block, nbytes) for name, block, nbytes in TYPES.values()}
 # The numbers of the types of values: formats of `struct`. Text is 8, arrays are 9.
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 TEXT, ARRAY = 8, 9
+TEXT_ERRORS = "surrogateescape"
 PairItem = str | bool | int | float
 
 
@@ -128,8 +133,11 @@ def read(file: MappedFile) -> tuple[dict[str, StoredTensor], dict[str, object]]:
     if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
         file.fail(f"must align tensors to a power of two. Got {alignment!r}.")
     data = -(-cursor.at // alignment) * alignment
+    starts = sorted({*(offset for *_, offset in infos), max(file.size - data, 0)})
     tensors: dict[str, StoredTensor] = {}
     for name, dtype, shape, nbytes, offset in infos:
+        if nbytes is None:  # of a type that is newer than this package: up to the next tensor
+            nbytes = starts[min(bisect.bisect_right(starts, offset), len(starts) - 1)] - offset
         if name in tensors:
             file.fail(f"must name each tensor once. Got {name!r} twice.")
         if offset % alignment or data + offset + nbytes > file.size:
@@ -169,11 +177,7 @@ class _Cursor:
         return struct.unpack(kind, self.take(struct.calcsize(kind), what))[0]
 
     def text(self, what: str) -> str:
-        raw = self.take(self.number("<Q", f"the length of {what}"), what)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            self.file.fail(f"must hold UTF-8 as {what}. Got {raw[:40]!r}.")
+        return self.take(self.number("<Q", f"the length of {what}"), what).decode(errors=TEXT_ERRORS)
 
     def value(self, kind: int, what: str) -> "PairItem | ArrayValue":
         if kind in SCALARS:
@@ -192,7 +196,7 @@ class _Cursor:
             self.file.fail(f"must hold an array of numbers or text for {what}. Got {length} items of the type {of}.")
         return ArrayValue(self.file, what, of, length, start, self.at - start)
 
-    def tensor(self) -> tuple[str, str, tuple[int, ...], int, int]:
+    def tensor(self) -> tuple[str, str, tuple[int, ...], int | None, int]:
         name = self.text("the name of a tensor")
         what = f"the description of {name!r}"
         rank = self.number("<I", what)
@@ -200,10 +204,8 @@ class _Cursor:
             self.file.fail(f"must give {name!r} at most {MAX_DIMENSIONS} dimensions. Got {rank}.")
         shape = tuple(self.number("<Q", what) for _ in range(rank))[::-1]
         kind, offset = self.number("<I", what), self.number("<Q", what)
-        if kind not in TYPES:
-            self.file.fail(f"must give {name!r} a known type. Got the number {kind}.")
-        dtype, block, nbytes = TYPES[kind]
-        size = num_bytes(shape, 8 if block > 1 else DTYPES[dtype][0])
-        if size is None or (block > 1 and (not shape or shape[-1] % block)):
+        dtype, block, nbytes = TYPES.get(kind, (f"type {kind}", 1, None))
+        count = num_bytes(shape, 8)
+        if count is None or (block > 1 and (not shape or shape[-1] % block)):
             self.file.fail(f"must give {name!r} a shape of whole blocks, {block} of {dtype}. Got {shape}.")
-        return name, dtype, shape, size if block == 1 else size // block * nbytes, offset
+        return name, dtype, shape, None if nbytes is None else count // block * nbytes, offset

@@ -8,6 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._array.array import QuantizedArray
+from .._array.codes import row_length
 from .._formats.base import AbstractFormat
 from .._numerics.packing import packed_length
 from .._wrappers.permuted import permuted, PermutedArray
@@ -58,7 +59,7 @@ def repack(parts: Unpacked, entry: Entry, source: StoredTensor) -> QuantizedArra
     structs, format = named_parts(like), like.format
     packed = aligned_empty(structs["codes"].shape, np.uint8)
     rows = packed.reshape(-1, packed.shape[-1])
-    step = -(-_CHUNK // (like._length * parts.least_rows)) * parts.least_rows
+    step = -(-_CHUNK // (row_length(like) * parts.least_rows)) * parts.least_rows
 
     def pack(start: int) -> None:
         stop = min(start + step, len(rows))

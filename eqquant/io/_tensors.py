@@ -44,6 +44,20 @@ NAME_OF = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not No
 _MAX_RANK = 32
 
 
+_HEAD = 64
+
+
+def _substitute(head: bytes) -> str | None:
+    """Says what lies in the place of a file that was not downloaded, from its first bytes."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, of a clone without its large files: run `git lfs pull`"
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
+        return "a web page (HTML): download the file again, with a token if the model is gated"
+    if len(head) == _HEAD and not any(head):
+        return "zeros: its download did not finish, so download it again"
+    return None
+
+
 class MappedFile:
     """A file that is read through a memory map, which ends when the last array that shows it is gone."""
 
@@ -56,6 +70,8 @@ class MappedFile:
             self.size = f.seek(0, 2)
             # An empty file cannot be mapped.
             self.buffer: mmap.mmap | bytes = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+        if (got := _substitute(self.buffer[:_HEAD])) is not None:
+            self.fail(f"must be the file itself. Got {got}.")
 
     def fail(self, rule: str) -> NoReturn:
         """Raises a `ValueError` that names the file."""

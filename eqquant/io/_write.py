@@ -141,7 +141,10 @@ def _write(
 
 def describe_model(config: Mapping[str, object]) -> dict[str, object]:
     """Returns what a `config.json` says of the model alone."""
-    return {key: value for key, value in config.items() if key not in ("quantization_config", "quantization")}
+    quantization = ("quantization_config", "quantization", "compression_config")
+    model = {key: value for key, value in config.items() if key not in quantization}
+    text = model.get("text_config")  # of a model for text and images
+    return {**model, "text_config": describe_model(text)} if isinstance(text, dict) else model
 
 
 def check_layouts(dialect: str, arrays: Iterable[tuple[str, AnyArray]]) -> None:

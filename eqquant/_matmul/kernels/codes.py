@@ -95,23 +95,21 @@ def _columns(
 ) -> Float32[Array, "m n"]:
     """Returns the product with some rows of the weight."""
     right = operand(w, w_layout, kind, unit)
-    blocks, of_x, of_w = left.values.shape[1], w_layout.length, right.values.shape[0]
-    lengths = jnp.asarray(np.minimum(unit, of_x - unit * np.arange(blocks)), jnp.int32)
+    blocks, length, n = left.values.shape[1], w_layout.length, right.values.shape[0]
+    lengths = jnp.asarray(np.minimum(unit, length - unit * np.arange(blocks)), jnp.int32)
     scaled_sums = ft.partial(_scaled_sums, looped=looped)
     if blocks == 1:
         return scaled_sums(left, right, lengths)[..., 0]
-    size = 4 * left.values.shape[0] * of_w
+    size = 4 * left.values.shape[0] * n
     together = max(min(_PARTIAL_BYTES // max(size, 1), blocks), 1)
     add = lambda left, right, lengths: jnp.sum(scaled_sums(left, right, lengths), axis=-1)
     if together == blocks:
         return add(left, right, lengths)
     steps = blocks // together
-    of_blocks = lambda a: jnp.moveaxis(
-        a[:, : steps * together].reshape(a.shape[0], steps, together, *a.shape[2:]), 1, 0
-    )
-    parts = (jax.tree.map(of_blocks, left), jax.tree.map(of_blocks, right), lengths[: steps * together])
+    cut = lambda a: jnp.moveaxis(a[:, : steps * together].reshape(a.shape[0], steps, together, *a.shape[2:]), 1, 0)
+    parts = (jax.tree.map(cut, left), jax.tree.map(cut, right), lengths[: steps * together])
     parts = (*parts[:2], parts[2].reshape(steps, together))
-    zero = jnp.zeros((left.values.shape[0], of_w), jnp.float32)
+    zero = jnp.zeros((left.values.shape[0], n), jnp.float32)
     total, _ = jax.lax.scan(lambda total, part: (total + add(*part), None), zero, parts)
     if blocks % together == 0:
         return total
@@ -124,16 +122,16 @@ def _scaled_sums(
 ) -> Float32[Array, "m n blocks"]:
     y = _dots(left.values, right.values)
     shape = y.shape
-    of_x, of_w = lambda a: jnp.broadcast_to(a[:, None], shape), lambda a: jnp.broadcast_to(a[None], shape)
+    per_row, per_column = lambda a: jnp.broadcast_to(a[:, None], shape), lambda a: jnp.broadcast_to(a[None], shape)
     if right.zero is not None:
-        y = y - of_x(_sums(left.values, looped)) * of_w(right.zero)
+        y = y - per_row(_sums(left.values, looped)) * per_column(right.zero)
     if left.zero is not None:
-        y = y - of_x(left.zero) * of_w(_sums(right.values, looped))
+        y = y - per_row(left.zero) * per_column(_sums(right.values, looped))
     if left.zero is not None and right.zero is not None:
-        y = y + of_x(left.zero) * of_w(right.zero) * jnp.broadcast_to(lengths, shape)
+        y = y + per_row(left.zero) * per_column(right.zero) * jnp.broadcast_to(lengths, shape)
     y = y.astype(jnp.float32)
-    y = y if left.scale is None else y * of_x(left.scale)
-    return y if right.scale is None else y * of_w(right.scale)
+    y = y if left.scale is None else y * per_row(left.scale)
+    return y if right.scale is None else y * per_column(right.scale)
 
 
 def _dots(left: Num[Array, "m blocks unit"], right: Num[Array, "n blocks unit"]) -> Num[Array, "m n blocks"]:

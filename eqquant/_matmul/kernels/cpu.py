@@ -6,10 +6,8 @@ the result in either memory order. Of a stack of weights it takes those that ind
 
 """
 
-from typing import Any
-
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
 from ..._native import calls, library
 from ..._native.layout import Layout, Stored
@@ -20,7 +18,7 @@ def supports(
     layout: Layout,
     m: int,
     n: int,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     transpose: bool,
     precision: str,
@@ -44,7 +42,7 @@ def matmul(
     precision: str,
     target: Target = Target("cpu"),
     by_columns: tuple[bool, bool] = (False, False),
-) -> Float[Array, "*batch results of_results"]:
+) -> Float[Array, "*batch y_rows y_columns"]:
     """Computes the product, for operands that `supports` accepts.
 
     Products are as exact as XLA's own in float32. With results of 16 bits, or with precision "fastest", the kernel may

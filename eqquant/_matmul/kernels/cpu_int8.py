@@ -6,18 +6,16 @@ row with a value that is not finite gives NaN. Rows may have zero points too; pr
 integers. The kernels are those of `native/`, as in `cpu.py`.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int8, UInt8
+from jaxtyping import Array, DTypeLike, Float, Float32, Int8, UInt8
 
 from ..._native import calls, library
 from ..._native.layout import Layout, Stored
 from .target import Target
 
 
-def supports(layout: Layout, m: int, n: int, dtype: Any, *, target: Target = Target("cpu")) -> str | None:
+def supports(layout: Layout, m: int, n: int, dtype: DTypeLike, *, target: Target = Target("cpu")) -> str | None:
     """Returns why the kernel cannot take the product with a result of `dtype`, or `None` if it can."""
     del target
     if jnp.dtype(dtype) not in calls.DTYPES:
@@ -40,10 +38,9 @@ def matmul(
     x_scale: Float32[Array, "*batch m 1"] | None = None,
     x_zero: UInt8[Array, "*batch m 1"] | None = None,
     affine: bool = False,
-    dtype: Any = None,
-    target: Target = Target("cpu"),
+    dtype: DTypeLike | None = None,
     by_columns: tuple[bool, bool] = (False, False),
-) -> Float[Array, "*batch results of_results"]:
+) -> Float[Array, "*batch y_rows y_columns"]:
     """Computes the product, for operands that `supports` accepts.
 
     Codes of `x` are `int8`, or `uint8` that are 128 more than what they mean, as an array stores them; `x_scale` has
@@ -51,7 +48,6 @@ def matmul(
     that. Or `x` is floats, and the result has their dtype: they are quantized with `x_scale` and `x_zero`, or without
     those with scales of their own, and zero points if `affine`. `by_columns` is that of `cpu.matmul`.
     """
-    del target
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     more = [a for a in (x_scale, x_zero) if a is not None]
     attributes = {"affine": affine or x_zero is not None, "scaled": x_scale is not None}

@@ -1,14 +1,16 @@
 """A weight for the kernels in XLA and Pallas: zero points are unpacked, offsets and nested scales decoded."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, UInt, UInt8
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, UInt, UInt8
 
 from ..._native.layout import Layout, ScaleKind
 from ..._numerics import minifloats, packing
+from ..._numerics.blocks import dequantize_values
 from ..._numerics.scale_bits import bits_to_scale
 
 
@@ -54,17 +56,17 @@ def look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*s
         return codes.astype(jnp.float32) + layout.offset
     if layout.kind != "table":
         return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(jnp.float32)
-    values: list[Any] = [np.float32(value) for value in layout.table]
+    values: Sequence[ArrayLike] = [np.float32(value) for value in layout.table]
     if layout.bits == 8:
         return jnp.asarray(np.stack(values)).at[codes].get(mode="promise_in_bounds")
     # Each bit of a code halves the table: about as many selections as entries, but only one comparison per bit.
     for bit in range(layout.bits):
         upper = (codes & jnp.uint8(1 << bit)) != 0
         values = [jnp.where(upper, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
-    return values[0]
+    return jnp.asarray(values[0])
 
 
-def decode_bytes(weight: Packed, layout: Layout, dtype: Any) -> Float[Array, "*batch n k"]:
+def decode_bytes(weight: Packed, layout: Layout, dtype: DTypeLike) -> Float[Array, "*batch n k"]:
     """Decodes 8-bit integers and floats without zero points, directly to `dtype`.
 
     This is exact for the library's formats. Going by way of float32 gives the same values, but XLA fuses only one
@@ -76,7 +78,7 @@ def decode_bytes(weight: Packed, layout: Layout, dtype: Any) -> Float[Array, "*b
 
 
 def decode_columns(
-    weight: Packed, layout: Layout, start: int, dtype: Any, *, scaled: bool = True
+    weight: Packed, layout: Layout, start: int, dtype: DTypeLike, *, scaled: bool = True
 ) -> Float[Array, "*batch n columns"]:
     """Decodes the columns from `start` on, where a packed segment must begin. Not for kernels."""
     columns = np.arange(start, layout.length)
@@ -84,14 +86,9 @@ def decode_columns(
     codes = packing.unpack(packed, layout.bits, len(columns))
     values = look_up(codes, layout)
     blocks = np.minimum(columns // layout.block_size, weight.scale.shape[-1] - 1)
-    if weight.zero_point is not None:
-        values = values - weight.zero_point[..., blocks].astype(jnp.float32)
-    if not scaled:
-        return values.astype(dtype)
-    scale = decode_scale(weight.scale, layout.scale)[..., blocks]
-    if weight.row_scale is not None:
+    scale = decode_scale(weight.scale, layout.scale)[..., blocks] if scaled else None
+    if scale is not None and weight.row_scale is not None:
         scale = scale * jnp.broadcast_to(weight.row_scale, scale.shape)
-    values = values * scale
-    if weight.offset is not None:
-        values = values + weight.offset[..., blocks]
-    return values.astype(dtype)
+    zero_point = None if weight.zero_point is None else weight.zero_point[..., blocks].astype(jnp.float32)
+    offset = None if weight.offset is None else weight.offset[..., blocks]
+    return dequantize_values(values, scale, zero_point, offset).astype(dtype)

@@ -16,12 +16,13 @@ different scales, so it scales weights before it multiplies.
 
 import functools as ft
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float32
+from jax.lax import PrecisionLike
+from jaxtyping import Array, DTypeLike, Float, Float32
 
 from ... import _compat
 from ..._compat import pallas_triton as plgpu
@@ -85,11 +86,11 @@ _CONFIGS = (
 _CORES = {"H100": 132, "H200": 132, "A100": 108, "": 108}
 
 
-def tuned(device: str, bits: int, itemsize: int, m: int, *, transpose: bool) -> Config:
+def tune(device: str, bits: int, itemsize: int, m: int, *, transpose: bool) -> Config:
     """Returns the configuration for a device, given its name or "", and `m` rows of `x`."""
     for row in _CONFIGS:
-        of_kind = row.device in device and row.transpose == transpose and row.itemsize == itemsize
-        if of_kind and bits in row.bits and m <= row.max_m:
+        fits = row.device in device and row.transpose == transpose and row.itemsize == itemsize
+        if fits and bits in row.bits and m <= row.max_m:
             return row.config
     raise LookupError(f"no configuration for {bits} bits")  # unreachable: the rows for any device take everything
 
@@ -104,7 +105,7 @@ def _split(config: Config, device: str, tiles: int, steps: int) -> int:
 
 
 def supports(
-    layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str, target: Target
+    layout: Layout, m: int, n: int, dtype: DTypeLike, *, transpose: bool, precision: str, target: Target
 ) -> str | None:
     """Returns why the kernel cannot take the product, or `None` if it can."""
     del transpose, precision
@@ -146,13 +147,13 @@ def _body(layout: Layout) -> int:
 class _Weight(NamedTuple):
     """References to a weight in memory, which load and decode its tiles."""
 
-    codes: Any
-    scale: Any
-    row_scale: Any
-    zero_point: Any
-    table: Any
+    codes: jax.Ref | Array
+    scale: jax.Ref | Array
+    row_scale: jax.Ref | Array | None
+    zero_point: jax.Ref | Array | None
+    table: jax.Ref | Array
 
-    def of_rows(self, layout: Layout, n: Any, dtype: Any) -> Float32[Array, " rows"] | None:
+    def row_scales(self, layout: Layout, n: Array, dtype: DTypeLike) -> Float32[Array, " rows"] | None:
         """Returns the factor of each whole row, or `None`."""
         stretch = layout.stretch(dtype)
         factors = [decode_scale(self.scale[n, 0], layout.scale)] if layout.one_scale else []
@@ -160,7 +161,9 @@ class _Weight(NamedTuple):
         factors += [jnp.full(n.shape, 1 / stretch, jnp.float32)] if stretch != 1 else []
         return ft.reduce(jnp.multiply, factors) if factors else None
 
-    def tile(self, layout: Layout, n: Any, byte: Any, dtype: Any, interpret: bool) -> list[tuple[Array, Array | None]]:
+    def tile(
+        self, layout: Layout, n: Array, byte: Array, dtype: DTypeLike, interpret: bool
+    ) -> list[tuple[Array, Array | None]]:
         """Decodes a run of bytes from `byte` on, of rows `n`: returns the values and the scales of each plane."""
         run = _run_bytes(layout)
         codes = self.codes[n[:, None], (byte + jnp.arange(run, dtype=jnp.int32))[None, :]]
@@ -173,14 +176,21 @@ class _Weight(NamedTuple):
         return planes
 
 
-def _column(byte: Any, plane: int, layout: Layout) -> Any:
+def _column(byte: Array, plane: int, layout: Layout) -> Array:
     """Returns the first column of plane `plane`, for the run at `byte`."""
     segment = packing.PLANE if layout.bits < 8 else _step_bytes(layout)
     return byte // segment * (segment * layout.planes) + plane * segment + byte % segment
 
 
 def _product(
-    x_ref: Any, weight: _Weight, y_ref: Any, *, layout: Layout, config: Config, precision: Any, interpret: bool
+    x_ref: jax.Ref,
+    weight: _Weight,
+    y_ref: jax.Ref,
+    *,
+    layout: Layout,
+    config: Config,
+    precision: PrecisionLike,
+    interpret: bool,
 ) -> None:
     """Computes a tile of `y(part, m, n)`: a part of the sum over `k`."""
     (m_size, _), n_size, dtype = x_ref.shape, weight.codes.shape[0], x_ref.dtype
@@ -199,7 +209,7 @@ def _product(
                 column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
                 x = _load(x_ref, m, column, m < m_size)
                 if scale is not None and config.scale_weights:
-                    values, scale = _scaled(values, scale), None
+                    values, scale = _scale(values, scale), None
                 left, right = (values, x) if config.weight_left else (x, values)
                 sums = plgpu.dot(left, right, trans_b=True, precision=precision)
                 if scale is not None:
@@ -209,7 +219,7 @@ def _product(
 
     shape = (config.tile_n, config.tile_m) if config.weight_left else (config.tile_m, config.tile_n)
     total = jax.lax.fori_loop(first, last, step, jnp.zeros(shape, jnp.float32))
-    scale = weight.of_rows(layout, rows, dtype)
+    scale = weight.row_scales(layout, rows, dtype)
     if scale is not None:
         total = total * jnp.broadcast_to(_along(scale, config.weight_left), total.shape)
     index = (m[None, :], n[:, None]) if config.weight_left else (m[:, None], n[None, :])
@@ -217,7 +227,14 @@ def _product(
 
 
 def _transposed_product(
-    x_ref: Any, weight: _Weight, y_ref: Any, *, layout: Layout, config: Config, precision: Any, interpret: bool
+    x_ref: jax.Ref,
+    weight: _Weight,
+    y_ref: jax.Ref,
+    *,
+    layout: Layout,
+    config: Config,
+    precision: PrecisionLike,
+    interpret: bool,
 ) -> None:
     """Computes a tile of `y(part, m, k)`, of one run of bytes: a part of the sum over `n`."""
     (m_size, n_size), dtype = x_ref.shape, x_ref.dtype
@@ -232,10 +249,10 @@ def _transposed_product(
         n = number * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
         rows = jnp.minimum(n, n_size - 1)
         x = _load(x_ref, m, n, m < m_size, n < n_size)
-        sums, row_scale = [], weight.of_rows(layout, rows, dtype)
+        sums, row_scale = [], weight.row_scales(layout, rows, dtype)
         for values, scale in weight.tile(layout, rows, byte, dtype, interpret):
             scale = ft.reduce(jnp.multiply, [s for s in (scale, row_scale) if s is not None])
-            sums.append(plgpu.dot(x, _scaled(values, scale), precision=precision))
+            sums.append(plgpu.dot(x, _scale(values, scale), precision=precision))
         return tuple(total + s for total, s in zip(totals, sums, strict=True))
 
     zeros = jnp.zeros((config.tile_m, run), jnp.float32)
@@ -246,18 +263,18 @@ def _transposed_product(
         plgpu.store(y_ref.at[part, m[:, None], column[None, :]], total.astype(y_ref.dtype), mask=mask)
 
 
-def _scaled(values: Float[Array, "rows run"], scale: Float32[Array, " rows"]) -> Float[Array, "rows run"]:
+def _scale(values: Float[Array, "rows run"], scale: Float32[Array, " rows"]) -> Float[Array, "rows run"]:
     product = values.astype(jnp.float32) * jnp.broadcast_to(scale[:, None], values.shape)
     return product.astype(values.dtype)
 
 
-def _steps(steps: Any, part: Array, parts: int) -> tuple[Array, Array]:
+def _steps(steps: int | Array, part: Array, parts: int) -> tuple[Array, Array]:
     """Returns the first and the last step of one part of a sum."""
     each = pl.cdiv(steps, parts)
     return part * each, jnp.minimum((part + 1) * each, steps)
 
 
-def _load(ref: Any, rows: Array, columns: Array, *masks: Array) -> Array:
+def _load(ref: jax.Ref, rows: Array, columns: Array, *masks: Array) -> Array:
     """Loads a tile of a matrix, with zeros where the masks are false."""
     shape = (rows.size, columns.size)
     mask = jnp.broadcast_to(masks[0][:, None], shape)
@@ -294,7 +311,7 @@ def matmul(
     _compat.expect_triton_warning()
     exactly = jax.lax.Precision.HIGHEST if precision == "highest" else None
     m, n, body = x.shape[0], weight.codes.shape[0], _body(layout)
-    config = config or tuned(target.device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
+    config = config or tune(target.device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
     m_tiles = pl.cdiv(m, config.tile_m)
     if transpose:
         kernel, outer, steps = _transposed_product, body, pl.cdiv(n, config.tile_n)

@@ -15,14 +15,15 @@ A row is whole pairs of segments and a rest. XLA decodes and multiplies the rest
 """
 
 import functools as ft
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, DTypeLike, Float, Float32
 
 from ... import _compat
 from ..._native.layout import Layout
@@ -35,7 +36,7 @@ from .xla import add_rest
 
 VMEM_BYTES = 48 * 2**20  # v7x has 64 MiB, others have more
 
-Refs = dict[str, Any]  # the operands of a kernel by name; some layouts lack some
+Refs = dict[str, jax.Ref | Array]  # the operands of a kernel by name; some layouts lack some
 
 
 class Config(NamedTuple):
@@ -55,7 +56,7 @@ CONFIGS: dict[tuple[str, int, Literal["blocks", "one_scale"]], Config] = {
 }
 
 
-def tuned(device: str, layout: Layout) -> Config:
+def tune(device: str, layout: Layout) -> Config:
     """Returns the configuration for a device, given its name."""
     shape = "one_scale" if layout.one_scale else "blocks"
     known = (name for name, *rest in CONFIGS if name in device and rest == [layout.bits, shape])
@@ -68,7 +69,7 @@ class Tiling(NamedTuple):
     layout: Layout
     n: int
     row_bytes: int  # of a row that the kernel takes
-    dtype: Any  # of the operands of products
+    dtype: DTypeLike  # of the operands of products
     tile_m: int
     tile_n: int
     unroll: int
@@ -113,7 +114,7 @@ class Tiling(NamedTuple):
         """Whether scales are (blocks, n), as XLA stores them if it would have to pad rows of blocks to 128 lanes."""
         return pl.cdiv(self.layout.length, self.layout.block_size) % LANES != 0
 
-    def block(self, chunk: Any, plane: int, copy: int) -> Any:
+    def block(self, chunk: Array, plane: int, copy: int) -> Array:
         """Returns the block of the lanes of one copy, of a plane of the `chunk`-th 128 bytes of a row."""
         first = copy * (LANES // self.copies)  # of these lanes
         run = (2 * chunk + first // packing.PLANE) * self.layout.planes + plane
@@ -123,7 +124,7 @@ class Tiling(NamedTuple):
 
 
 def supports(
-    layout: Layout, m: int, n: int, dtype: Any, *, transpose: bool, precision: str, target: Target
+    layout: Layout, m: int, n: int, dtype: DTypeLike, *, transpose: bool, precision: str, target: Target
 ) -> str | None:
     """Returns why the kernel cannot take the product, or `None` if it can."""
     del target
@@ -156,7 +157,7 @@ def matmul(
 ) -> Float[Array, "m outer"]:
     """Computes `x . w^T`, or `x . w` if transposed, for operands that `supports` accepts. Sums are float32."""
     tiling = _tiling(
-        layout, x.shape[0], weight.codes.shape[0], x.dtype, transpose, precision, config or tuned(target.device, layout)
+        layout, x.shape[0], weight.codes.shape[0], x.dtype, transpose, precision, config or tune(target.device, layout)
     )
     y = (_transposed if transpose else _forward)(x, weight, tiling, interpret)
     exactly = jax.lax.Precision.HIGHEST if tiling.dtype == jnp.float32 else None
@@ -165,7 +166,9 @@ def matmul(
     return y.astype(x.dtype)
 
 
-def _tiling(layout: Layout, m: int, n: int, dtype: Any, transpose: bool, precision: str, config: Config) -> Tiling:
+def _tiling(
+    layout: Layout, m: int, n: int, dtype: DTypeLike, transpose: bool, precision: str, config: Config
+) -> Tiling:
     dtype = jnp.float32 if dtype == jnp.float32 and precision == "highest" else jnp.bfloat16
     tiling = Tiling(layout, n, _whole_bytes(layout), dtype, 8, config.tile_n, config.unroll, transpose)
     # Two copies of 8 rows fill the 16 sublanes of a bfloat16 register.
@@ -296,7 +299,7 @@ def _row_factors(weight: Packed, tiling: Tiling) -> tuple[Float32[Array, "1 n"] 
     return scale * tiling.decoder.step, shift
 
 
-def _scratch(weight: Packed, tiling: Tiling) -> dict[str, Any]:
+def _scratch(weight: Packed, tiling: Tiling) -> dict[str, pl.MemoryRef]:
     if tiling.layout.one_scale:
         return {}
     by_block = pltpu.VMEM((weight.scale.shape[1], tiling.tile_n), jnp.float32)
@@ -308,15 +311,15 @@ def _compiler_params(rows: Literal["parallel", "arbitrary"]) -> pltpu.CompilerPa
     return pltpu.CompilerParams(dimension_semantics=("parallel", rows), vmem_limit_bytes=VMEM_BYTES)
 
 
-def _forward_kernel(tiling: Tiling, refs: Refs, y_ref: Any, scale_ref: Any = None) -> None:
-    layout, tile_m = tiling.layout, tiling.tile_m
-    y_ref[...] = jnp.zeros_like(y_ref)
-    if not layout.one_scale:
+def _forward_kernel(tiling: Tiling, refs: Refs, y_ref: jax.Ref, scale_ref: jax.Ref | None = None) -> None:
+    tile_m = tiling.tile_m
+    y_ref[...] = jnp.zeros(y_ref.shape, y_ref.dtype)
+    if scale_ref is not None:
         scale_ref[...], shift = _scales(tiling, refs)
         if tiling.shifted:
             y_ref[...] = _dot(refs["sums"][...], scale_ref[...] * shift)
 
-    def take(start: Any, count: int) -> None:
+    def take(start: Array, count: int) -> None:
         """Adds the products of `count` times 128 bytes of every row."""
         total = jnp.zeros(y_ref.shape, jnp.float32)
         for chunk in range(count):
@@ -328,7 +331,7 @@ def _forward_kernel(tiling: Tiling, refs: Refs, y_ref: Any, scale_ref: Any = Non
             for p, both in enumerate(partial):
                 for copy in range(tiling.copies):
                     part = both[copy * tile_m : (copy + 1) * tile_m]
-                    if not layout.one_scale:
+                    if scale_ref is not None:
                         row = scale_ref[pl.ds(tiling.block(start + chunk, p, copy), 1), :]
                         part = part * jnp.broadcast_to(row, part.shape)
                     total = total + part
@@ -341,29 +344,31 @@ def _forward_kernel(tiling: Tiling, refs: Refs, y_ref: Any, scale_ref: Any = Non
         y_ref[...] += refs["sums"][...] * (refs["row"][...] * refs["shift"][...])
 
 
-def _transposed_kernel(tiling: Tiling, refs: Refs, y_ref: Any, scale_ref: Any = None, shift_ref: Any = None) -> None:
+def _transposed_kernel(
+    tiling: Tiling, refs: Refs, y_ref: jax.Ref, scale_ref: jax.Ref | None = None, shift_ref: jax.Ref | None = None
+) -> None:
     layout, tile_m = tiling.layout, tiling.tile_m
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
-        y_ref[...] = jnp.zeros_like(y_ref)
+        y_ref[...] = jnp.zeros(y_ref.shape, y_ref.dtype)
 
     refs = {**refs, "first_row": pl.program_id(1) * tiling.tile_n}  # `program_id` must not be called inside a loop
     x = refs["x"][...]
-    if not layout.one_scale:
+    if scale_ref is not None:
         scale_ref[...], shift = _scales(tiling, refs)
-        if tiling.shifted:
+        if shift_ref is not None:
             shift_ref[...] = shift
     copy_of_lane = jax.lax.broadcasted_iota(jnp.int32, (tile_m, LANES), 1) >> (LANES // tiling.copies).bit_length() - 1
 
-    def scaled(chunk: Any, plane: int) -> Array:
+    def scaled(chunk: Array, plane: int) -> Array:
         """Returns scaled copies of `x`."""
-        if layout.one_scale:
+        if scale_ref is None:
             return x.astype(tiling.dtype)
         rows = [scale_ref[pl.ds(tiling.block(chunk, plane, copy), 1), :] for copy in range(tiling.copies)]
         return jnp.concatenate([x * jnp.broadcast_to(row, x.shape) for row in rows]).astype(tiling.dtype)
 
-    def take(start: Any, count: int) -> None:
+    def take(start: Array, count: int) -> None:
         for chunk in range(count):
             lanes = _lanes(start + chunk)
             copies = [scaled(start + chunk, p) for p in range(1 if tiling.planes_share_scales else layout.planes)]
@@ -375,18 +380,18 @@ def _transposed_kernel(tiling: Tiling, refs: Refs, y_ref: Any, scale_ref: Any = 
                 part = jnp.zeros((tile_m, LANES), jnp.float32)
                 for copy in range(tiling.copies):
                     rows = slice(copy * tile_m, (copy + 1) * tile_m)
-                    of_copy = partial[rows]
+                    copy_sum = partial[rows]
                     if shift_ref is not None:
                         shift = shift_ref[pl.ds(tiling.block(start + chunk, p, copy), 1), :]
                         added = x_of_block[rows].astype(jnp.float32) * jnp.broadcast_to(shift, x.shape)
-                        of_copy += jnp.broadcast_to(added.sum(axis=1, keepdims=True), of_copy.shape)
-                    part = jnp.where(copy_of_lane == copy, of_copy, part)
+                        copy_sum += jnp.broadcast_to(added.sum(axis=1, keepdims=True), copy_sum.shape)
+                    part = jnp.where(copy_of_lane == copy, copy_sum, part)
                 y_ref[p, :, lanes] += part
 
     _loop(tiling, take)
 
 
-def _loop(tiling: Tiling, take: Any) -> None:
+def _loop(tiling: Tiling, take: Callable[[Array, int], None]) -> None:
     """Calls `take(first, count)` for all chunks of a row."""
     unroll = tiling.unroll
     steps, rest = divmod(tiling.row_bytes // LANES, unroll)
@@ -394,7 +399,7 @@ def _loop(tiling: Tiling, take: Any) -> None:
     take(jnp.int32(steps * unroll), rest)
 
 
-def _lanes(chunk: Any) -> Any:
+def _lanes(chunk: Array) -> slice | pl.Slice:
     return pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES)
 
 
@@ -416,7 +421,7 @@ def _zero_past_rows(tiling: Tiling, refs: Refs, values: Float[Array, "_ _"], axi
     """Sets values past the last row of the weight to zero: a sum over rows must not see NaNs. Rows are along `axis`."""
     if not tiling.transpose or tiling.n % tiling.tile_n == 0:
         return values
-    row = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis) + refs["first_row"]
+    row = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis) + refs["first_row"]  # pyright: ignore[reportOperatorIssue]
     return jnp.where(row < tiling.n, values, jnp.zeros_like(values))
 
 

@@ -11,12 +11,10 @@ Triton cannot express the first two, so they are inline assembly. Pallas cannot 
 up in the table instead, and the tests run the assembly in an emulator.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt8
+from jaxtyping import Array, DTypeLike, Float, Int32, UInt8
 
 from ..._compat import pallas_triton as plt
 from ..._native.layout import Layout
@@ -48,7 +46,7 @@ def lookup_asm(bits: int, plane: int) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-def integer_asm(dtype: Any) -> str:
+def integer_asm(dtype: DTypeLike) -> str:
     """Returns PTX that converts four bytes to `dtype`, from `$0` on, and subtracts the operands that follow them."""
     name = {"bfloat16": "bf16", "float16": "f16", "float32": ""}[jnp.dtype(dtype).name]
     first = 2 if name else 4
@@ -67,22 +65,22 @@ def _table_words(bits: int) -> int:
     return 4 if bits == 4 else 1
 
 
-def _permuted(layout: Layout, dtype: Any) -> bool:
+def _looks_up_by_permutation(layout: Layout, dtype: DTypeLike) -> bool:
     """Returns whether to look codes up by `prmt`."""
     return layout.bits <= 4 and jnp.dtype(dtype).itemsize == 2
 
 
-def table_of(layout: Layout, dtype: Any, interpret: bool) -> Array:
+def table_of(layout: Layout, dtype: DTypeLike, interpret: bool) -> Array:
     """Returns the stretched table for `decode`: the values, or for `prmt` their bytes."""
     values = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
-    if interpret or not _permuted(layout, dtype):
+    if interpret or not _looks_up_by_permutation(layout, dtype):
         return jnp.asarray(values)
     entries = np.zeros(4 * _table_words(layout.bits), np.uint16)
     entries[: len(values)] = values.view(np.uint16)
     return jnp.asarray(np.concatenate([entries & 255, entries >> 8]).astype(np.uint8).view("<i4"))
 
 
-def _asm(asm: str, args: list[Array], dtype: Any) -> Array:
+def _asm(asm: str, args: list[Array], dtype: DTypeLike) -> Array:
     """Runs PTX on four elements at a time. Elements of 32 bits take a register each; smaller ones share registers."""
     constraint = lambda kind, itemsize: ",".join([kind] * itemsize)
     outputs = constraint("=r" if jnp.dtype(dtype).itemsize == 2 else "=f", jnp.dtype(dtype).itemsize)
@@ -102,8 +100,8 @@ def decode(
     zero: Int32[Array, " rows"] | None,
     plane: int,
     layout: Layout,
-    table: Any,
-    dtype: Any,
+    table: jax.Ref | Array,
+    dtype: DTypeLike,
     interpret: bool,
 ) -> Float[Array, "rows run"]:
     """Returns the values of one plane, minus the zero point of each row."""
@@ -115,7 +113,7 @@ def decode(
         return _asm(integer_asm(dtype), [codes, (2**23 - offset).astype(jnp.float32)], dtype)
     if layout.kind in ("float8_e4m3fn", "float8_e5m2"):
         return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(dtype)
-    if _permuted(layout, dtype) and not interpret:
+    if _looks_up_by_permutation(layout, dtype) and not interpret:
         words = [jnp.broadcast_to(table[i], codes.shape) for i in range(2 * _table_words(layout.bits))]
         values = _asm(lookup_asm(layout.bits, plane), [codes, *words], dtype)
     else:

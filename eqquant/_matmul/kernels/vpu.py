@@ -6,13 +6,13 @@ it to the top of its byte, mask the others. Other tables, of up to sixteen value
 sublanes, whose eight entries are half a table.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int8, Int32, UInt, UInt8
+from jaxtyping import Array, DTypeLike, Float, Float32, Int8, Int32, UInt, UInt8
 
 from ..._native.layout import Layout
 
@@ -30,7 +30,7 @@ class Decoder(NamedTuple):
     """Decodes codes to `dtype`. A value is `step * decoded + offset`."""
 
     layout: Layout
-    dtype: Any
+    dtype: DTypeLike
 
     @property
     def looked_up(self) -> bool:
@@ -70,7 +70,9 @@ class Decoder(NamedTuple):
         pairs = ((lower - ((upper >= 2**15) & (lower != 0))) << 16) | upper
         return np.concatenate([pairs.astype(np.uint32), table.astype(np.float32).view(np.uint32)]).view(np.int32)
 
-    def decode(self, codes: UInt8[Array, "rows lanes"], table_ref: Any) -> list[Float[Array, "rows lanes"]]:
+    def decode(
+        self, codes: UInt8[Array, "rows lanes"], table_ref: jax.Ref | Array | None
+    ) -> list[Float[Array, "rows lanes"]]:
         """Decodes every plane. Multiply by `step` and add `offset` to get values."""
         bits, kind, dtype, layout = self.layout.bits, self.layout.kind, self.dtype, self.layout
         if kind in ("float8_e4m3fn", "float8_e5m2"):
@@ -84,12 +86,12 @@ class Decoder(NamedTuple):
         for p in range(layout.planes):
             index = _bits(packed, bits * p, min(bits, 3), to=0).astype(jnp.int32)
             upper = _bits(packed, bits * p + 3, 1, to=4).astype(jnp.int32) if bits == 4 else jnp.zeros_like(index)
-            planes.append(_look_up(index, upper, table_ref, dtype))
+            planes.append(_look_up(index, upper, table_ref, dtype))  # pyright: ignore[reportArgumentType]
         return planes
 
 
 def _look_up(
-    index: Int32[Array, "rows lanes"], upper: Int32[Array, "rows lanes"], table_ref: Any, dtype: Any
+    index: Int32[Array, "rows lanes"], upper: Int32[Array, "rows lanes"], table_ref: jax.Ref | Array, dtype: DTypeLike
 ) -> Float[Array, "rows lanes"]:
     """Looks up `index` in one half of a table of 16: the upper half where `upper` is 16, the lower half where it is 0.
 

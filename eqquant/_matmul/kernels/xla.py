@@ -5,29 +5,33 @@ XLA decides whether to write the decoded weight to memory: on GPU and TPU it may
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.lax import PrecisionLike
+from jaxtyping import Array, DTypeLike, Float
 
 from ..._native.layout import Layout
 from ..._types import PyTree
 from .packed import decode_columns, Packed
 
 
-Decode = Callable[[Any], Array]
+Decode = Callable[[PyTree], Array]
 
 
 def dense(
-    x: Float[Array, "*batch rows inner"], w: PyTree, decode: Decode, *, transpose: bool, precision: Any
+    x: Float[Array, "*batch rows inner"], w: PyTree, decode: Decode, *, transpose: bool, precision: PrecisionLike
 ) -> Float[Array, "*batch rows outer"]:
     """Computes one `dot_general` with the whole decoded weight, `decode(w): (*batch, n, k)`."""
     return _dot(x, decode(w).astype(x.dtype), transpose=transpose, precision=precision).astype(x.dtype)
 
 
 def _dot(
-    x: Float[Array, "*batch rows inner"], weight: Float[Array, "*batch n k"], *, transpose: bool, precision: Any
+    x: Float[Array, "*batch rows inner"],
+    weight: Float[Array, "*batch n k"],
+    *,
+    transpose: bool,
+    precision: PrecisionLike,
 ) -> Float[Array, "*batch rows outer"]:
     """Returns the product in the dtype of sums."""
     batch = tuple(range(x.ndim - 2))
@@ -44,7 +48,7 @@ def dense_scaled(
     scale: Float[Array, "*batch n"],
     *,
     transpose: bool,
-    precision: Any,
+    precision: PrecisionLike,
 ) -> Float[Array, "*batch rows outer"]:
     """As `dense`, for `scale[:, None] * decode(w)`, but scales the results, or with `transpose` the operand."""
     wide = accumulator(x.dtype)
@@ -64,7 +68,7 @@ def add_rest(
     start: int,
     *,
     transpose: bool,
-    precision: Any,
+    precision: PrecisionLike,
 ) -> Float[Array, "m outer"]:
     """Completes `y`, the product of a kernel with the columns of a weight before `start`.
 
@@ -79,6 +83,6 @@ def add_rest(
     return y + _dot(x[:, start:], rest, transpose=False, precision=precision)
 
 
-def accumulator(dtype: Any) -> jnp.dtype:
+def accumulator(dtype: DTypeLike) -> jnp.dtype:
     """Returns the dtype of sums."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)  # `promote_types` may be strict

@@ -7,15 +7,18 @@ reordering codes takes longer than multiplying them.
 
 import functools as ft
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Float, Float32
+import numpy as np
+from jax.lax import PrecisionLike
+from jaxtyping import Array, DTypeLike, Float, Float32
 
 from ..._native.layout import Layout
 from ..._numerics import packing
+from ..._numerics.blocks import dequantize_values
 from .packed import decode_columns, decode_scale, look_up, Packed
 from .xla import accumulator
 
@@ -26,7 +29,13 @@ ROWS_BYTES = 2**21
 
 
 def matmul(
-    x: Float[Array, "*batch rows inner"], weight: Packed, layout: Layout, dtype: Any, *, transpose: bool, precision: Any
+    x: Float[Array, "*batch rows inner"],
+    weight: Packed,
+    layout: Layout,
+    dtype: DTypeLike,
+    *,
+    transpose: bool,
+    precision: PrecisionLike,
 ) -> Float[Array, "*batch rows outer"]:
     """`x(*batch, m, k) . w(*batch, n, k)^T`, or with `transpose` `x(*batch, m, n) . w(*batch, n, k)`.
 
@@ -60,8 +69,8 @@ class _Decoder(NamedTuple):
     """Decodes rows of a weight in parts: the planes of whole packed segments, then the rest."""
 
     layout: Layout
-    wide: Any  # the dtype of values, and of sums
-    rounded: Any  # the dtype to round values to first, or None
+    wide: np.dtype  # the dtype of values, and of sums
+    rounded: np.dtype | None  # the dtype to round values to first, or None
     scaled: bool  # if not, the caller multiplies by `scale_of_rows`
 
     @property
@@ -89,9 +98,8 @@ class _Decoder(NamedTuple):
         offset = None if weight.offset is None else self._per_unit(weight.offset, unit)
         for plane in range(layout.planes if body else 0):
             values = look_up(packing.unpack_plane(codes, plane, layout.bits), layout)
-            values = values if zero is None else values - jnp.broadcast_to(zero[plane], values.shape)
-            values = values if scale is None else values * jnp.broadcast_to(scale[plane], values.shape)
-            values = values if offset is None else values + jnp.broadcast_to(offset[plane], values.shape)
+            each = [a if a is None else jnp.broadcast_to(a[plane], values.shape) for a in (scale, zero, offset)]
+            values = dequantize_values(values, *each)
             parts.append(self._finish(values).reshape(rows, body // layout.planes))
         if body == layout.length and body:
             return parts
@@ -119,12 +127,12 @@ class _Decoder(NamedTuple):
         scale = decode_scale(weight.scale, self.layout.scale)
         return scale if weight.row_scale is None else scale * jnp.broadcast_to(weight.row_scale, scale.shape)
 
-    def _per_unit(self, of_blocks: Float32[Array, "rows blocks"], unit: int) -> list[Float32[Array, "rows _ units 1"]]:
+    def _per_unit(self, per_block: Float32[Array, "rows blocks"], unit: int) -> list[Float32[Array, "rows _ units 1"]]:
         """Returns one number per unit, for each plane."""
-        layout, (rows, blocks) = self.layout, of_blocks.shape
+        layout, (rows, blocks) = self.layout, per_block.shape
         if layout.one_scale:
-            return [of_blocks[:, :, None, None]] * layout.planes
-        repeated = jnp.broadcast_to(of_blocks[:, :, None], (rows, blocks, layout.block_size // unit))
+            return [per_block[:, :, None, None]] * layout.planes
+        repeated = jnp.broadcast_to(per_block[:, :, None], (rows, blocks, layout.block_size // unit))
         units = repeated.reshape(rows, blocks * repeated.shape[2])[:, : self.body // unit]
         units = units.reshape(rows, self.body // layout.planes // self.run, layout.planes, self.run // unit, 1)
         return [units[:, :, plane] for plane in range(layout.planes)]
@@ -138,12 +146,12 @@ class _Decoder(NamedTuple):
 
 
 def _product(
-    decoder: _Decoder, rows: int, precision: Any, x: Float[Array, "m k"], weight: Packed
+    decoder: _Decoder, rows: int, precision: PrecisionLike, x: Float[Array, "m k"], weight: Packed
 ) -> Float[Array, "m n"]:
     dot = ft.partial(jax.lax.dot_general, precision=precision, preferred_element_type=x.dtype)
     columns = decoder.split(x)
 
-    def of_rows(weight: Packed) -> Float[Array, "rows m"]:
+    def multiply(weight: Packed) -> Float[Array, "rows m"]:
         # With the weight on the left, products with few rows of `x` are faster.
         numbers = (((1,), (1,)), ((), ()))
         return ft.reduce(jnp.add, [dot(w, x, numbers) for w, x in zip(decoder.decode(weight), columns, strict=True)])
@@ -151,33 +159,33 @@ def _product(
     looped, rest = _cut(weight, rows)
     y = []
     if looped is not None:
-        _, of_steps = jax.lax.scan(lambda _, weight: (None, of_rows(weight)), None, looped)
-        y.append(of_steps.reshape(looped.codes.shape[0] * rows, x.shape[0]))
+        _, y_steps = jax.lax.scan(lambda _, weight: (None, multiply(weight)), None, looped)
+        y.append(y_steps.reshape(looped.codes.shape[0] * rows, x.shape[0]))
     if rest is not None:
-        y.append(of_rows(rest))
+        y.append(multiply(rest))
     y = jnp.concatenate(y) if len(y) > 1 else y[0]
     scale = decoder.scale_of_rows(weight)
     return jnp.transpose(y if scale is None else y * jnp.broadcast_to(scale[:, None], y.shape))
 
 
 def _transposed_product(
-    decoder: _Decoder, rows: int, precision: Any, x: Float[Array, "m n"], weight: Packed
+    decoder: _Decoder, rows: int, precision: PrecisionLike, x: Float[Array, "m n"], weight: Packed
 ) -> Float[Array, "m k"]:
     dot = ft.partial(jax.lax.dot_general, precision=precision, preferred_element_type=x.dtype)
     scale = decoder.scale_of_rows(weight)
     x = x if scale is None else x * jnp.broadcast_to(scale, x.shape)
 
-    def of_rows(x: Float[Array, "m rows"], weight: Packed) -> list[Float[Array, "m _"]]:
+    def multiply(x: Float[Array, "m rows"], weight: Packed) -> list[Float[Array, "m _"]]:
         return [dot(x, w, (((1,), (0,)), ((), ()))) for w in decoder.decode(weight)]
 
     looped, rest = _cut(weight, rows)
     if looped is None:
-        return decoder.join(of_rows(x, weight))
+        return decoder.join(multiply(x, weight))
     taken = looped.codes.shape[0] * rows
     steps = jnp.moveaxis(x[:, :taken].reshape(x.shape[0], taken // rows, rows), 1, 0)
     total = [jnp.zeros_like(part) for part in decoder.split(jnp.zeros((x.shape[0], decoder.layout.length), x.dtype))]
-    add = lambda total, step: ([t + y for t, y in zip(total, of_rows(*step), strict=True)], None)
-    total = of_rows(x[:, taken:], rest) if rest is not None else total
+    add = lambda total, step: ([t + y for t, y in zip(total, multiply(*step), strict=True)], None)
+    total = multiply(x[:, taken:], rest) if rest is not None else total
     total, _ = jax.lax.scan(add, total, (steps, looped))
     return decoder.join(total)
 

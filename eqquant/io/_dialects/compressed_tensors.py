@@ -9,14 +9,23 @@
     nvfp4-pack-quantized   P_packed as MXFP4; P_scale float8_e4m3 (out, in / 16); P_global_scale float32, which scales
                            are divided by
     int-quantized          P int8, P_scale (out, groups) or one for all, optionally P_zero_point int8
-    float-quantized        P float8_e4m3, P_scale as before, or one for each 128 x 128 values
-    Hugging Face's fp8     the same with the name P_scale_inv, which values are multiplied by too
+    float-quantized        P float8_e4m3, P_scale as before, or one for each tile, such as of 128 x 128 values
 
-P is such as `layers.0.weight`. A scale of a block in two dimensions is stored once for each row. A weight has the
-dtype of its scales.
+P is such as `layers.0.weight`. Experts have a third axis in front. One scale for all goes with zero points that are not
+packed, int8. A scale of a block in two dimensions is stored once for each row. A weight has the dtype of its scales.
+
+Other libraries store the last two with other names of scales (`_SCALES`). All multiply by them:
+
+    P_scale_inv, P_scales_inv          Hugging Face's fp8, P may be `experts.down_proj`
+    L.scale or P.scale                 DeepSeek, where int8 or uint8 (out, in / 2) with scales (out, in / 32) is MXFP4
+    L.qscale_weight                    Mistral
+    L.scale_weight                     ComfyUI
+    P_scale with P_scale_2 float32     ModelOpt's NVFP4: P uint8 (out, in / 2), scales are multiplied by `P_scale_2`
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,82 +33,161 @@ from ..._formats import Int8, MXFP4, MXFP8, NVFP4
 from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
-from .item import act_order, as_format, group, INTEGERS, Item, Parts, settings_of, unreadable, weight, with_plain
-from .scaled import as_float32, float_kind, group_size, microscaled, read_outer, scale_dtype, scaled
+from .._tensors import StoredTensor
+from .item import (
+    act_order,
+    as_format,
+    expect,
+    group,
+    INTEGERS,
+    Item,
+    Parts,
+    settings_of,
+    SMALL_FLOATS,
+    unreadable,
+    weight,
+    with_plain,
+)
+from .scaled import as_float32, float_kind, grid, microscaled, read_outer, scale_dtype, scaled
 
 
 NAME = "compressed-tensors"
 
 _ANCHORS = ("_packed", "_scale", "_scale_inv")
-_PARTS = (*_ANCHORS, "_shape", "_zero_point", "_g_idx", "_global_scale", "")
+_PARTS = (*_ANCHORS, "_shape", "_zero_point", "_g_idx", "_global_scale", "_scale_2", "")
+# What the names of a weight and of its scale end with.
+_SCALES = (
+    *(("", "_scale"), ("", "_scale_inv"), ("", "_scales_inv"), ("", ".scale")),
+    *((".weight", ".scale"), (".weight", ".qscale_weight"), (".weight", ".scale_weight")),
+)
+
+
+class _Settings(NamedTuple):
+    """What `config.json` says about weights.
+
+    - `bits`: widths of codes.
+    - `integers`: whether small blocks hold integers, and not floats.
+    - `tile`: the rows and columns of a tile, if there are tiles.
+    """
+
+    bits: frozenset[int]
+    integers: bool
+    tile: tuple[int, int] | None
 
 
 def recognizes(files: Files) -> bool:
-    return any(base.endswith("weight") for base in group(files.tensors, _ANCHORS, ()))
+    return bool(_groups(files))
 
 
 def items(files: Files) -> dict[str, Item]:
-    groups = group(files.tensors, _ANCHORS, _PARTS)
-    widths = _widths(settings_of(files, "quantization_config", "compression_config"))
-    read = lambda _, parts: _packed(parts, widths) if "_packed" in parts else _whole(parts)
-    return with_plain(files, {name: parts for name, parts in groups.items() if name.endswith("weight")}, read)
+    settings = _settings(settings_of(files, "quantization_config", "compression_config"))
+    read = lambda _, parts: _packed(parts, settings) if "_packed" in parts else _whole(parts, settings)
+    return with_plain(files, _groups(files), read)
 
 
-def _widths(settings: Mapping[str, object]) -> list[int]:
-    """Returns widths of codes: those that `config.json` names, then the others, the common ones first."""
+def _groups(files: Files) -> dict[str, Parts]:
+    """Returns the tensors of each weight. Without the word `weight` in its name, it must have a scale and be codes."""
+    found: dict[str, Parts] = {}
+    for name, parts in group(files.tensors, _ANCHORS, _PARTS).items():
+        if name.endswith("weight"):
+            found[name] = parts
+    for name, t in files.tensors.items():
+        if name not in found and t.dtype in ("I8", "U8", *SMALL_FLOATS):
+            named = (name.removesuffix(own) + scale for own, scale in _SCALES if name.endswith(own))
+            scale = next((files.tensors[scale] for scale in named if scale in files.tensors), None)
+            if scale is not None:
+                found[name] = {"": t, "_scale": scale}
+    return found
+
+
+def _settings(settings: Mapping[str, object]) -> _Settings:
     groups = settings.get("config_groups")
     weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    named = {w.get("num_bits") for w in weights if isinstance(w, dict) and isinstance(w.get("num_bits"), int)}
-    return sorted((8, 4, 2, 6, 5, 3, 7), key=lambda bits: bits not in named)
+    weights = [w for w in weights if isinstance(w, dict)]
+    bits = frozenset(w["num_bits"] for w in weights if isinstance(w.get("num_bits"), int))
+    # AutoRound has integers in the place of MXFP4, under the same names.
+    kinds = {str(w.get("type")) for w in weights} or {str(settings.get("data_type"))[:6]}
+    tiles = [settings.get("weight_block_size"), *(w.get("block_structure") for w in weights)]
+    found = {
+        tuple(x) for x in tiles if isinstance(x, list) and len(x) == 2 and all(type(n) is int and n > 0 for n in x)
+    }
+    return _Settings(bits, kinds in ({"int"}, {"mx_int"}), found.pop() if len(found) == 1 else None)
 
 
-def _packed(parts: Parts, widths: Sequence[int]) -> Item:
+def _packed(parts: Parts, settings: _Settings) -> Item:
     t, scale, tensors = parts["_packed"], parts.get("_scale"), tuple(parts.values())
-    if scale is None or len(t.shape) != 2 or len(scale.shape) != 2 or scale.shape[0] != t.shape[0]:
-        t.fail("It must have two dimensions and a scale for each row. Got others.")
+    if scale is None or len(t.shape) < 2:
+        t.fail("It must have two dimensions or more, and a scale. Got others.")
+    if t.dtype == "U8" and settings.integers:
+        return unreadable(t, tensors, NAME, "eqquant reads small blocks of floats, and `config.json` says integers")
     if t.dtype == "U8" and "_global_scale" in parts:
+        if scale.dtype != "F8_E4M3":
+            return unreadable(t, tensors, NAME, f"eqquant reads NVFP4 with scales of F8_E4M3, not {scale.dtype}")
         outer = read_outer(parts["_global_scale"], scale, divides=True)
         return microscaled(t, scale, tensors, NVFP4(), outer=outer)
     if t.dtype == "U8" and scale.dtype == "U8":
         return microscaled(t, scale, (t, scale), MXFP4())
     size = parts.get("_shape")
-    if t.dtype != "I32" or size is None or size.dtype != "I64" or size.shape != (2,):
+    if t.dtype != "I32" or size is None or size.dtype != "I64" or size.shape != (len(t.shape),):
         problem = f"it is neither integers nor MXFP4: {t.dtype} with scales of {scale.dtype}"
         return unreadable(t, tensors, NAME, problem)
-    out, length = (int(n) for n in size.array())
-    if out != t.shape[0] or length < 1:
-        size.fail(f"It must have {t.shape[0]} rows. Got {(out, length)}.")
+    shape = tuple(int(n) for n in size.array())
+    length = shape[-1]
+    if shape[:-1] != t.shape[:-1] or length < 1:
+        size.fail(f"It must be the shape of {list(t.shape[:-1])} rows. Got {shape}.")
     # Rows of a few values fit several widths.
-    bits = next((b for b in widths if -(-length * b // 32) == t.shape[1]), None)
-    if bits is None:
-        return unreadable(t, tensors, NAME, "eqquant reads 2 to 8 bits of compressed-tensors")
+    fitting = {b for b in (8, 4, 2, 6, 5, 3, 7) if -(-length * b // 32) == t.shape[-1]}
+    if len(fitting) > 1:
+        fitting &= settings.bits
+    if len(fitting) != 1:
+        problem = "eqquant reads 2 to 8 bits of compressed-tensors, and short rows if `config.json` says how many"
+        return unreadable(t, tensors, NAME, problem)
+    return _integers(parts, t, scale, shape, *fitting)
+
+
+def _integers(parts: Parts, t: StoredTensor, scale: StoredTensor, shape: tuple[int, ...], bits: int) -> Item:
+    *batch, out, length = shape
+    layout = grid(scale, shape)
+    blocks = layout.shape[-1]
     zero = parts.get("_zero_point")
-    if zero is not None and (zero.dtype != "I32" or zero.shape != (-(-out * bits // 32), scale.shape[1])):
-        zero.fail(f"It must be packed along the rows, I32. Got {zero.dtype} of {list(zero.shape)}.")
-    order = act_order(parts.get("_g_idx"), length, scale.shape[1])
+    whole = zero is not None and zero.dtype == "I8" and math.prod(zero.shape) == math.prod(layout.shape)
+    if zero is not None and not whole:
+        expect(zero, ("I32",), (*batch, -(-out * bits // 32), blocks))
+    order = act_order(parts.get("_g_idx"), length, blocks)
     # Int8 holds codes of seven bits too, with the zero where its own is.
     cls, shift = INTEGERS.get(bits, Int8), np.uint8(0 if bits in INTEGERS else 128 - 2 ** (bits - 1))
-    format = as_format(scale, cls, group_size(scale, scale.shape[1], length), zero is None)
+    format = as_format(scale, cls, layout.block, zero is None)
 
     def unpack(words: np.ndarray, count: int) -> np.ndarray:
-        return unpack_low_first(np.ascontiguousarray(words).view(np.uint8), bits)[:, :count] + shift
+        return unpack_low_first(np.ascontiguousarray(words).view(np.uint8), bits)[..., :count] + shift
 
     def codes(start: int, stop: int) -> np.ndarray:
-        found = unpack(t.array()[start:stop], length)
+        found = unpack(t.array().reshape(-1, t.shape[-1])[start:stop], length)
         return found if order is None else found.take(order, axis=1)
 
-    def load() -> Unpacked:
-        zeros = None if zero is None else np.ascontiguousarray(unpack(zero.array().T, out).T)
-        return Unpacked(codes, as_float32(scale), zeros, order=order)
+    def zeros() -> np.ndarray | None:
+        if zero is None:
+            return None
+        if whole:
+            middle = np.uint8(2 ** (bits - 1))
+            return layout.spread(zero.array().view(np.uint8) + middle + shift, tuple(batch), out)
+        return np.ascontiguousarray(unpack(zero.array().swapaxes(-1, -2), out).swapaxes(-1, -2))
 
-    entry = weight(format, (out, length), scale_dtype(scale), permuted=order is not None)
-    return Item(entry, f"{bits} bits, packed", tensors, load)
+    load = lambda: Unpacked(codes, layout.spread(as_float32(scale), tuple(batch), out), zeros(), order=order)
+    entry = weight(format, shape, scale_dtype(scale), permuted=order is not None)
+    return Item(entry, f"{bits} bits, packed", tuple(parts.values()), load)
 
 
-def _whole(parts: Parts) -> Item:
-    t, scale, tensors = parts.get(""), parts.get("_scale") or parts["_scale_inv"], tuple(parts.values())
-    if t is None:
-        scale.fail("It must be the scale of a weight of the same file. Got none.")
-    if scale.dtype == "U8" and t.dtype in ("F8_E4M3", "F8_E5M2") and len(t.shape) == 2:
+def _whole(parts: Parts, settings: _Settings) -> Item:
+    t, scale, tensors = parts.get(""), parts.get("_scale") or parts.get("_scale_inv"), tuple(parts.values())
+    if t is None or scale is None:
+        tensors[0].fail("It must belong to a weight with a scale, of the same file. Got one of the two.")
+    half = t.dtype in ("U8", "I8", "F4") and len(t.shape) > 1
+    length = t.nbytes * 2 // max(math.prod(t.shape[:-1]), 1)  # of a row whose codes share bytes
+    if half and "_scale_2" in parts and scale.dtype == "F8_E4M3":
+        return microscaled(t, scale, tensors, NVFP4(), outer=read_outer(parts["_scale_2"], scale, divides=False))
+    if half and scale.dtype in ("U8", "F8_E8M0") and scale.shape == (*t.shape[:-1], -(-length // 32)):
+        return microscaled(t, scale, tensors, MXFP4())
+    if scale.dtype == "U8" and t.dtype in ("F8_E4M3", "F8_E5M2") and len(t.shape) > 1:
         return microscaled(t, scale, tensors, MXFP8(float_kind(t)))
-    return scaled(t, scale, parts.get("_zero_point"), tensors)
+    return scaled(t, scale, parts.get("_zero_point"), tensors, tile=settings.tile)

@@ -1,26 +1,34 @@
-"""Weights of GPTQ (AutoGPTQ, GPTQModel) and of AWQ (AutoAWQ, the GEMM version).
+"""Weights of GPTQ (AutoGPTQ, GPTQModel), of AWQ (AutoAWQ, the GEMM version) and of AutoRound, which writes both.
 
     P.qweight   GPTQ: int32 (in * bits / 32, out), consecutive inputs in a word, the first in the low bits
                 AWQ:  int32 (in, out / 8), outputs 0, 2, 4, 6, 1, 3, 5, 7 in a word
-    P.qzeros    int32 (groups, out * bits / 32), packed along the outputs in the same order. GPTQ's checkpoint format
-                `gptq` stores them minus one, `gptq_v2` as they are
+    P.qzeros    int32 (groups, out * bits / 32), packed along the outputs in the same order; of GPTQ minus one, or as
+                they are
     P.scales    (groups, out)
     P.g_idx     int32 (in,): the group of each input; with act-order they are not in order, and the weight becomes an
                 `eqquant.PermutedArray`
 
-`P.weight` is (out, in), as the layer's weight would be: value = (code - zero) * scale.
-https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ
+`P.weight` is (out, in), as the layer's weight would be: value = (code - zero) * scale. Only `config.json` says how zero
+points are stored:
+
+    quant_method  gptq        checkpoint_format  gptq (the default): minus one; gptq_v2: as they are
+                  awq         version            gemm (the default) or exllama
+                  auto-round  packing_format     auto_round:auto_gptq: minus one; auto_round:auto_awq: AWQ; auto_round,
+                                                 auto_round:gptqmodel and those of other kernels: as they are
+
+https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ, https://github.com/intel/auto-round
 """
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from .._bits import in_each_byte, off_stride, pack_codes, pack_columns, unpack_columns, unpack_low_first
-from .._files import Files
+from .._files import Files, read_json
 from .._repack import Unpacked
-from .._tensors import DTYPES, StoredTensor
+from .._tensors import DTYPES, MappedFile, StoredTensor
 from .item import (
     act_order,
     as_format,
@@ -52,12 +60,67 @@ def recognizes(files: Files) -> bool:
 
 def items(files: Files) -> dict[str, Item]:
     groups = group(files.tensors, (".qweight",), _PARTS)
-    settings = settings_of(files, "quantization_config")
+    settings = settings_of(files, "quantization_config") or _settings_beside(files)
+    layout = _layout(settings)
     named = {f"{base}.weight": parts for base, parts in groups.items()}
-    return with_plain(files, named, lambda _, parts: _item(parts, settings))
+    return with_plain(files, named, lambda name, parts: _item(parts, layout, _settings_of_layer(settings, name)))
 
 
-def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
+def _settings_beside(files: Files) -> Mapping[str, object]:
+    """Returns the settings in a file of their own, as AutoGPTQ wrote them before `config.json` had them."""
+    path = files.file.path.with_name("quantize_config.json")
+    return {"quant_method": "gptq", **read_json(MappedFile(path))} if path.is_file() else {}
+
+
+class _Layout(NamedTuple):
+    """How zero points are stored: `gptq` (minus one), `gptq_v2` or `awq`; or why that is not known."""
+
+    name: str | None
+    problem: str = ""
+
+
+def _layout(settings: Mapping[str, object]) -> _Layout:
+    """Finds the layout of all weights by what the configuration says."""
+    method, names = str(settings.get("quant_method", "")).lower(), ("checkpoint_format", "format", "version")
+    said = next((str(settings[name]).lower() for name in names if settings.get(name) is not None), None)
+    marlin = settings.get("is_marlin_format") is True
+    if "auto-round" in method or "auto_round" in method:  # `intel/auto-round` too
+        said = settings.get("packing_format", settings.get("backend"))
+        parts = str(said).lower().split(":")
+        if "awq" in parts or "auto_awq" in parts:
+            return _Layout("awq")
+        if "gptq" in parts or "auto_gptq" in parts:
+            return _Layout("gptq")
+        if parts[0] in ("auto_round", "autoround", "auto-round"):
+            return _Layout("gptq_v2")
+        rule = "`packing_format` of AutoRound that begins with auto_round"
+    elif method == "gptq":
+        if said in (None, "gptq", "gptq_v2") and not marlin:
+            return _Layout(said or "gptq")
+        rule = "`checkpoint_format` gptq or gptq_v2"
+    elif method == "awq":
+        if said in (None, "gemm", "exllama") and not marlin:
+            return _Layout("awq")
+        rule = "`version` gemm of AWQ"
+    elif method:
+        rule, said = "`quant_method` gptq, awq or auto-round", method
+    else:
+        return _Layout(
+            None,
+            "`config.json` must say `quant_method`, and for gptq `checkpoint_format`: gptq for zero points that are "
+            "stored minus one, gptq_v2 for others",
+        )
+    return _Layout(None, f"eqquant reads the {rule}, not {'marlin' if marlin else str(said)[:40]!r}")
+
+
+def _settings_of_layer(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Returns the settings with what they say of one layer, by its name."""
+    layers = settings.get("extra_config")
+    own = layers.get(name.removesuffix(".weight")) if isinstance(layers, dict) else None
+    return {**settings, **own} if isinstance(own, dict) else settings
+
+
+def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> Item:
     t, zeros, scale, tensors = parts[".qweight"], parts.get(".qzeros"), parts.get(".scales"), tuple(parts.values())
     if zeros is None or len(zeros.shape) != 2:
         t.fail("It must have a companion 'qzeros' of two dimensions. Got none.")
@@ -71,19 +134,25 @@ def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
     if bits not in _BITS or (awq and bits != 4):
         problem = "eqquant reads 2, 3, 4 and 8 bits of GPTQ, and 4 bits of AWQ"
         return unreadable(t, tensors, f"{bits} bits", problem)
+    # Without a configuration, shapes tell AWQ from GPTQ, and AWQ has one way to store zero points.
+    layout = declared.name or ("awq" if awq and not settings else None)
+    if layout is None:
+        return unreadable(t, tensors, f"{bits} bits", declared.problem)
+    if (layout == "awq") != awq:
+        t.fail(f"It must have the shape of {layout}, as the configuration says. Got {list(t.shape)}.")
     length = t.shape[0] if awq else t.shape[0] * 32 // bits
     expect(zeros, ("I32",), (groups, out * bits // 32))
     expect(t, ("I32",), (length, out // 8) if awq else (length * bits // 32, out))
     if groups < 1 or length < 1 or length % groups:
         scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
     size, actual = settings.get("group_size"), length // groups
-    # `dynamic` gives some weights another size, and `g_idx` says which groups there are.
-    if isinstance(size, int) and size > 0 and "dynamic" not in settings and ".g_idx" not in parts:
+    # Rules for some layers may give them another size, and `g_idx` says which groups there are.
+    rules = [rule for key in ("dynamic", "extra_config") for rule in _rules(settings.get(key))]
+    if isinstance(size, int) and size > 0 and not rules and ".g_idx" not in parts:
         if size < length if groups == 1 else size != actual:
             scale.fail(f"It must have the group size of the configuration, {size}. Got groups of {actual} inputs.")
-    symmetric = settings.get("sym") is True and not awq
+    symmetric = settings.get("sym") is True and not awq and not any(rule.get("sym") is False for rule in rules)
     format = as_format(scale, INTEGERS[bits], None if groups == 1 else actual, symmetric)
-    layout = "awq" if awq else str(settings.get("checkpoint_format", "gptq"))[:20]
     order = None if awq else act_order(parts.get(".g_idx"), length, groups)
     version = _model_version(settings)
 
@@ -97,9 +166,10 @@ def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
         return words if awq else unpack_low_first(words.view(np.uint8), bits)
 
     def load() -> Unpacked:
-        zero = _plus_one(zeros, bits, version) if layout == "gptq" else _outputs(zeros.array(), bits, awq)
-        if symmetric and (zero != 2 ** (bits - 1)).any():
-            zeros.fail("Got zero points other than the middle, and a configuration that says `sym`.")
+        stored = _outputs(zeros.array(), bits, awq)
+        zero = _plus_one(zeros, bits, version) if layout == "gptq" else stored
+        if symmetric:
+            _check_symmetric(zeros, zero, stored, 2 ** (bits - 1), layout)
         scales = np.ascontiguousarray(scale.array().T.astype(np.float32))
         zero = None if symmetric else np.ascontiguousarray(zero.T)
         pack = _pack_awq if awq else pack_codes if order is None else pack_columns
@@ -107,6 +177,24 @@ def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
 
     entry = weight(format, (out, length), str(DTYPES[scale.dtype][1]), permuted=order is not None)
     return Item(entry, layout if order is None else f"{layout}, act-order", tensors, load)
+
+
+def _check_symmetric(zeros: StoredTensor, zero: np.ndarray, stored: np.ndarray, middle: int, layout: str) -> None:
+    """Raises unless all zero points are the middle, or are stored so.
+
+    Some programs say `gptq` of `gptq_v2`. With `sym` there is one value to store, and no doubt.
+    """
+    if (zero != middle).any() and (stored != middle).any():
+        other = "gptq_v2" if layout == "gptq" else "gptq"
+        zeros.fail(
+            f"Got zero points other than the middle, and a configuration that says `sym`. If they are those of "
+            f"{other}, `checkpoint_format` must say so; if the weight is not symmetric, `sym` must be false."
+        )
+
+
+def _rules(layers: object) -> list[Mapping[str, object]]:
+    """Returns what a configuration says of some layers, by name or by pattern."""
+    return [rule for rule in layers.values() if isinstance(rule, dict)] if isinstance(layers, dict) else []
 
 
 def _model_version(settings: Mapping[str, object]) -> int | None:

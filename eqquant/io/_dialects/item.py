@@ -1,7 +1,8 @@
 """One array of a checkpoint, which may be stored in several tensors."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from .._tensors import DTYPES, StoredTensor
 # The formats of integers of a number of bits.
 INTEGERS = {8: Int8, 6: Int6, 5: Int5, 4: Int4, 3: Int3, 2: Int2}
 FLOATS = ("F16", "BF16", "F32")
+SMALL_FLOATS = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4")
 Parts = Mapping[str, StoredTensor]
 
 
@@ -30,7 +32,7 @@ class Item:
     - `stored_as`: what the file calls it: a dtype, or the name of a layout.
     - `tensors`: the tensors that hold it. Errors name the first one.
     - `load`: reads it, or its parts, which are repacked.
-    - `problem`: why it cannot be read, if that is known.
+    - `problem`: why it cannot be read, if that is known. Then `load` raises.
     """
 
     entry: Entry
@@ -57,6 +59,8 @@ class Item:
 
 def plain(t: StoredTensor) -> Item:
     """An array that is stored as it is."""
+    if t.dtype not in DTYPES:
+        return unreadable(t, (t,), t.dtype, f"eqquant does not know the dtype {t.dtype[:40]!r}")
     dtype = DTYPES[t.dtype][1]
     if dtype is None:
         return unreadable(t, (t,), t.dtype, f"no library agrees about the order of packed {t.dtype}")
@@ -67,7 +71,17 @@ def unreadable(
     t: StoredTensor, tensors: tuple[StoredTensor, ...], stored_as: str, problem: str, dtype: str | None = None
 ) -> Item:
     """An array that this package cannot read, with the reason."""
-    return Item(Entry("array", dtype or t.dtype, t.shape), stored_as, tensors, t.array, problem)
+    load = lambda: t.fail(f"{problem[0].upper()}{problem[1:]}.")
+    return Item(Entry("array", dtype or t.dtype, t.shape), stored_as, tensors, load, problem)
+
+
+def _damaged(tensors: tuple[StoredTensor, ...], error: str) -> Item:
+    """An array whose tensors do not fit together. The checkpoint lists it, and reading it raises the error."""
+
+    def load() -> NoReturn:
+        raise ValueError(error)
+
+    return Item(Entry("array", tensors[0].dtype, tensors[0].shape), tensors[0].dtype, tensors, load, error)
 
 
 def weight(
@@ -85,15 +99,46 @@ def group(tensors: Parts, anchors: tuple[str, ...], suffixes: Iterable[str]) -> 
 
 def with_plain(files: Files, groups: Mapping[str, Parts], read: Callable[[str, Parts], Item]) -> dict[str, Item]:
     """Returns an item for each weight, and for every tensor that belongs to none."""
-    found = {name: read(name, parts) for name, parts in groups.items()}
+
+    def item(name: str, parts: Parts) -> Item:
+        try:
+            return read(name, parts)
+        except ValueError as e:
+            return _damaged(tuple(parts.values()), str(e))
+
     used = {t.name for parts in groups.values() for t in parts.values()}
-    return found | {name: plain(t) for name, t in files.tensors.items() if name not in used}
+    return {name: item(name, parts) for name, parts in groups.items()} | plain_arrays(files, used)
+
+
+def plain_arrays(files: Files, used: Collection[str] = ()) -> dict[str, Item]:
+    """Returns an item for every tensor but for the `used` ones.
+
+    If `config.json` says that the checkpoint is quantized, codes are no values: without a scale they cannot be read.
+    """
+    settings = settings_of(files, "quantization_config", "compression_config", "quantization")
+    method = str(settings.get("quant_method", "quantized"))[:40]
+    problem = f"`config.json` says that the weights are {method}, and eqquant finds no scale for this one"
+    return {
+        name: unreadable(t, (t,), t.dtype, f"{problem}, {t.dtype}") if settings and _holds_codes(t) else plain(t)
+        for name, t in files.tensors.items()
+        if name not in used
+    }
+
+
+def _holds_codes(t: StoredTensor) -> bool:
+    if t.dtype in SMALL_FLOATS:
+        return bool(t.shape)
+    return len(t.shape) > 1 and (t.dtype == "I8" or (t.dtype in ("U8", "I32", "U32") and t.name.endswith("weight")))
 
 
 def settings_of(files: Files, *keys: str) -> Mapping[str, object]:
     """Returns what `config.json` says of quantization, under the first of the keys that it has."""
-    found = next((files.config[key] for key in keys if key in files.config), None)
-    return found if isinstance(found, dict) else {}
+    text = files.config.get("text_config")  # of a model for text and images
+    for config in (files.config, text if isinstance(text, dict) else {}):
+        for key in keys:
+            if isinstance(found := config.get(key), dict):
+                return found
+    return {}
 
 
 def as_format(t: StoredTensor, cls: Callable[..., AbstractFormat], *fields: object) -> AbstractFormat:

@@ -5,7 +5,7 @@
     P.biases   only in mode affine: floats of the shape of the scales; value = code * scale + bias
 
 `quantization` of config.json has `mode`, `bits` and `group_size`, for all layers and under the name of a layer for that
-one. A weight has the dtype of its scales, or bfloat16.
+one; other bits and groups would fit the same shapes. A weight has the dtype of its scales, or bfloat16.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from .scaled import microscaled
 
 NAME = "mlx"
 
-# The bits and the group size of each mode, where the configuration says neither.
-_MODES = {"affine": (4, 64), "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+# The bits and the group size of each mode. In mode affine the configuration says them.
+_MODES = {"affine": None, "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 _FORMATS = {"mxfp4": MXFP4(), "mxfp8": MXFP8(), "nvfp4": NVFP4()}
 _BITS = (2, 3, 4, 5, 6, 8)
 _PARTS = (".weight", ".scales", ".biases")
@@ -54,7 +54,11 @@ def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
     if not isinstance(mode, str) or mode not in _MODES:
         problem = f"eqquant reads the modes {', '.join(_MODES)} of MLX, not {str(mode)[:40]!r}"
         return unreadable(t, tensors, str(mode)[:40], problem)
-    bits, size = (settings.get(name, value) for name, value in zip(("bits", "group_size"), _MODES[mode], strict=True))
+    only = _MODES[mode]
+    bits, size = (settings.get(key, only and only[n]) for n, key in enumerate(("bits", "group_size")))
+    if bits is None or size is None:
+        problem = "`quantization` of `config.json` must say `bits` and `group_size`: several fit these shapes"
+        return unreadable(t, tensors, mode, problem)
     if type(bits) is not int or type(size) is not int or bits not in _BITS or size < 1:
         got = f"{str(bits)[:40]} and {str(size)[:40]}"
         t.fail(f"It must have {', '.join(map(str, _BITS))} bits and a group size. Got {got}.")
@@ -64,9 +68,9 @@ def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
     if length % size:
         t.fail(f"It must hold rows of whole groups of {size}. Got {length} values.")
     stored_as = f"{mode}, {bits} bits"
-    if mode != "affine":
-        if (bits, size) != _MODES[mode]:
-            t.fail(f"It must have {_MODES[mode]} bits and values in a group in the mode {mode}. Got {(bits, size)}.")
+    if only is not None:
+        if (bits, size) != only:
+            t.fail(f"It must have {only} bits and values in a group in the mode {mode}. Got {(bits, size)}.")
         return dataclasses.replace(microscaled(t, scale, tensors, _FORMATS[mode]), stored_as=stored_as)
     if bias is None:
         t.fail("It must have a companion 'biases'. Got none.")

@@ -1,7 +1,7 @@
 """Tensors that mean what they are: any safetensors file without quantized weights."""
 
 from .._files import Files
-from .item import Item, plain
+from .item import Item, plain_arrays
 
 
 NAME = "safetensors"
@@ -12,4 +12,4 @@ def recognizes(files: Files) -> bool:
 
 
 def items(files: Files) -> dict[str, Item]:
-    return {name: plain(t) for name, t in files.tensors.items()}
+    return plain_arrays(files)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -14,49 +14,95 @@ from .._tensors import DTYPES, StoredTensor
 from .item import as_format, expect, FLOATS, Item, unreadable, weight
 
 
+class Grid(NamedTuple):
+    """How scales lie over the last two axes of a weight, `(*batch, out, in)`.
+
+    - `shape`: that of the scales, with the batch axes of the weight, or ones: `(*batch, rows, blocks)`.
+    - `block`: the values of a row that share a scale.
+    - `repeats`: the rows that share a scale.
+    """
+
+    shape: tuple[int, ...]
+    block: BlockSize
+    repeats: int
+
+    def spread(self, x: np.ndarray, batch: tuple[int, ...], out: int) -> np.ndarray:
+        """Returns a scale, or a zero point, for each block of each row."""
+        rows = np.repeat(x.reshape(self.shape), self.repeats, axis=-2)[..., :out, :]
+        return np.ascontiguousarray(np.broadcast_to(rows, (*batch, out, self.shape[-1])))
+
+
+def grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int, int] | None = None) -> Grid:
+    """Finds out which values of a weight share a scale: all, a row, a group of a row, or a tile.
+
+    **Arguments:**
+
+    - `scale`, `shape`: the scales, and the shape of the weight.
+    - `tile`: the rows and columns of a tile, if the configuration says that there are tiles; 128 x 128 otherwise.
+    """
+    *batch, out, length = shape
+    found = _with_batch(scale.shape, shape)
+    rows, blocks = found[-2:]
+    height, width = tile or (128, 128)
+    tiles = (rows, blocks) == (-(-out // height), -(-length // width))
+    if all(n in (1, b) for n, b in zip(found, batch, strict=False)):
+        if rows == blocks == 1:
+            return Grid(found, "tensor" if math.prod(found) == 1 < math.prod(shape[:-1]) else None, out)
+        if tiles and tile is not None:
+            return Grid(found, None if blocks == 1 else width, height)
+        if rows == out:
+            return Grid(found, group_size(scale, blocks, length), 1)
+        if tiles:
+            return Grid(found, None if blocks == 1 else width, height)
+    each = f"each row, or each {height} x {width} values"
+    scale.fail(f"It must have a scale for {each}, of {list(shape)}. Got {list(scale.shape)}.")
+
+
+def _with_batch(given: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of scales with as many axes as the weight: those that a library leaves out have length one."""
+    if math.prod(given) == 1:
+        return (1,) * len(shape)
+    if len(shape) == 2 and len(given) != 2:
+        return (math.prod(given), 1)
+    return (*given, *(1,) * (len(shape) - len(given)))
+
+
 def scaled(
     t: StoredTensor,
     scale: StoredTensor,
     zero: StoredTensor | None,
     others: tuple[StoredTensor, ...],
     dtype: str | None = None,
+    tile: tuple[int, int] | None = None,
 ) -> Item:
     """An array of bytes, int8 or fp8. A scale of a tile is stored once for each row of it.
 
     **Arguments:**
 
-    - `t`, `scale`, `zero`: codes `(out, in)`, scales, and zero points, if the codes are integers and have them.
+    - `t`, `scale`, `zero`: codes `(*batch, out, in)`, scales, and zero points, if the codes are integers and have them.
     - `others`: tensors that belong to the array besides, for its size in the file.
     - `dtype`: that of the result; by default that of the scales.
+    - `tile`: as for `grid`.
     """
     tensors = tuple(dict.fromkeys((t, scale, *others)))
-    if t.dtype not in ("I8", "F8_E4M3", "F8_E5M2") or len(t.shape) != 2:
+    if t.dtype not in ("I8", "F8_E4M3", "F8_E5M2") or len(t.shape) < 2:
         return unreadable(t, tensors, t.dtype, f"eqquant does not know scales of {t.dtype}{list(t.shape)}")
-    out, length = t.shape
-    rows, blocks = scale.shape if len(scale.shape) == 2 else (math.prod(scale.shape), 1)
-    if rows == out or rows == blocks == 1:
-        block: BlockSize = "tensor" if rows == 1 < out else group_size(scale, blocks, length)
-        repeats = out // rows if rows else 1
-    elif (rows, blocks) == (-(-out // 128), -(-length // 128)):
-        block, repeats = (None if blocks == 1 else 128), 128
-    else:
-        scale.fail(
-            f"It must have a scale for each row, or each 128 x 128 values, of {list(t.shape)}. Got {list(scale.shape)}."
-        )
+    *batch, out, length = t.shape
+    layout = grid(scale, t.shape, tile)
     signed = t.dtype == "I8"
     zero = zero if signed else None
-    if zero is not None and (zero.dtype != "I8" or math.prod(zero.shape) != rows * blocks):
+    if zero is not None and (zero.dtype != "I8" or math.prod(zero.shape) != math.prod(layout.shape)):
         zero.fail(f"It must have the shape of the scale, in I8. Got {zero.dtype} of {list(zero.shape)}.")
-    format = as_format(scale, Int8, block, zero is None) if signed else as_format(scale, FP8, float_kind(t), block)
+    kind = (Int8, layout.block, zero is None) if signed else (FP8, float_kind(t), layout.block)
     codes_of = lambda x: x.view(np.uint8) ^ np.uint8(128) if signed else x.view(np.uint8)
 
     def load() -> Unpacked:
-        spread = lambda x: np.repeat(x.reshape(rows, blocks), repeats, axis=0)[:out]
+        spread = lambda x: layout.spread(x, tuple(batch), out)
         zeros = None if zero is None else spread(codes_of(zero.array()))
-        codes = lambda start, stop: codes_of(t.array()[start:stop])
+        codes = lambda start, stop: codes_of(t.array().reshape(-1, length)[start:stop])
         return Unpacked(codes, spread(as_float32(scale)), zeros)
 
-    return Item(weight(format, t.shape, dtype or scale_dtype(scale)), t.dtype, tensors, load)
+    return Item(weight(as_format(scale, *kind), t.shape, dtype or scale_dtype(scale)), t.dtype, tensors, load)
 
 
 def as_float32(scale: StoredTensor) -> np.ndarray:

@@ -108,14 +108,15 @@ def _int4(t: StoredTensor, scale: StoredTensor, parts: Parts) -> Item:
     if groups < 1 or length < 1 or length % groups:
         scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
     format = as_format(scale, MLX, 4, length // groups, "float32")
-    problem = None if "act_pre_scale" not in parts else "eqquant does not read `act_pre_scale` of torchao's Int4Tensor"
+    if "act_pre_scale" in parts:
+        return unreadable(t, tensors, "Int4Tensor", "eqquant does not read `act_pre_scale` of torchao's Int4Tensor")
 
     def load() -> Unpacked:
         scales, zeros = (np.ascontiguousarray(part.array().T, np.float32) for part in (scale, zero))
         codes = lambda start, stop: unpack_low_first(t.bytes().reshape(out, half)[start:stop], 4) ^ np.uint8(8)
         return Unpacked(codes, scales, offset=zeros - np.float32(8) * scales)
 
-    return Item(weight(format, (out, length), str(DTYPES[scale.dtype][1])), "Int4Tensor", tensors, load, problem)
+    return Item(weight(format, (out, length), str(DTYPES[scale.dtype][1])), "Int4Tensor", tensors, load)
 
 
 def _few_bits(

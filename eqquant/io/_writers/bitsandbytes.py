@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..._array.array import QuantizedArray
+from ..._array.codes import row_length
 from ..._formats import Codebook, Int8, NF4
 from ..._formats.base import levels_of
 from .._tensors import NewTensor
@@ -93,7 +94,7 @@ def _nested(q: QuantizedArray) -> tuple[int, QuantizedArray, np.ndarray, np.ndar
     if not isinstance(inner, QuantizedArray) or inner.format.bits != 8 or not isinstance(inner.format.block_size, int):
         return None
     outer, per_outer = np.asarray(inner.scale), inner.format.block_size
-    rows, blocks = outer.size // outer.shape[-1], inner._length
+    rows, blocks = outer.size // outer.shape[-1], row_length(inner)
     size = per_outer if rows == 1 else math.gcd(blocks, per_outer)
     if size not in _BLOCKS:
         return None

@@ -17,7 +17,7 @@ from ..._types import PyTree
 from .._atomic import replacing
 from .._blocks import BLOCK_TYPES
 from .._entry import AnyArray
-from .._gguf import ALIGNMENT, ARRAY, ArrayValue, MAGIC, MAX_DIMENSIONS, SCALARS, SIZES, TEXT, TYPES
+from .._gguf import ALIGNMENT, ARRAY, ArrayValue, MAGIC, MAX_DIMENSIONS, SCALARS, SIZES, TEXT, TEXT_ERRORS, TYPES
 from .._tensors import NAME_OF, NewTensor, to_bytes
 from .layout import dense, finite_scales, refuse, row_parts, unpack_rows, WrittenArray
 
@@ -37,8 +37,8 @@ _MAX_NAME = 63  # llama.cpp keeps names in 64 bytes, the last of them zero
 
 def layout(name: str, x: AnyArray, kind: str | None = None) -> WrittenArray:
     """Returns the tensor of an array, of the type that its format is called as, or of another one."""
-    if len(name.encode()) > _MAX_NAME:
-        raise ValueError(f"{name!r} must have at most {_MAX_NAME} bytes, as llama.cpp wants. Got {len(name.encode())}.")
+    if (length := len(_encode(name))) > _MAX_NAME:
+        raise ValueError(f"{name!r} must have at most {_MAX_NAME} bytes, as llama.cpp wants. Got {length}.")
     if x.ndim > MAX_DIMENSIONS or x.size == 0:
         raise ValueError(
             f"{name!r} must have at most {MAX_DIMENSIONS} dimensions, none of them empty. Got the shape {x.shape}."
@@ -96,7 +96,7 @@ def write(path: Path, tensors: Iterable[NewTensor], metadata: Mapping[str, objec
         raise ValueError(f"`metadata` must align to a power of two, from 8 on. Got {alignment!r}.")
     header = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     for key, value in metadata.items():
-        if not isinstance(key, str) or not 0 < len(key.encode()) < 2**16:
+        if not isinstance(key, str) or not 0 < len(_encode(key)) < 2**16:
             raise ValueError(f"Keys of `metadata` must be text of at most 65535 bytes. Got {str(key)[:80]!r}.")
         header += [_text(key), _pair(key, value)]
     offset = 0
@@ -124,8 +124,12 @@ def _align(f: BinaryIO, alignment: int) -> None:
 _KINDS = {np.dtype(kind).name: number for number, kind in SCALARS.items()}
 
 
+def _encode(text: str) -> bytes:
+    return text.encode(errors=TEXT_ERRORS)
+
+
 def _text(text: str) -> bytes:
-    raw = text.encode()
+    raw = _encode(text)
     return struct.pack("<Q", len(raw)) + raw
 
 

@@ -1,0 +1,32 @@
+"""Where whole weights are decoded: what `no_dense` refuses, and what it lets pass."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+from .contraction import AbstractOperand
+
+
+_refuse: ContextVar[Callable[[AbstractOperand], None] | None] = ContextVar("refuse", default=None)
+
+
+def check_dense(q: AbstractOperand) -> None:
+    """Called before an array is decoded. Inside `refuse_dense`, passes more than a row to the function given there."""
+    refuse = _refuse.get()
+    if refuse is not None and sum(length != 1 for length in q.shape) > 1:
+        refuse(q)
+
+
+@contextlib.contextmanager
+def refuse_dense(refuse: Callable[[AbstractOperand], None] | None) -> Iterator[None]:
+    """Calls a function with every array that is decoded whole, or none."""
+    token = _refuse.set(refuse)
+    try:
+        yield
+    finally:
+        _refuse.reset(token)
+
+
+def allow_dense() -> contextlib.AbstractContextManager[None]:
+    """Lets arrays be decoded: activations, scales, rows of a lookup, weights in an implementation of the product."""
+    return refuse_dense(None)

@@ -1,0 +1,204 @@
+"""Products of weights in a traced program, whatever primitive computes them: each as rows of inputs, by layer."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+from jaxtyping import Array, Bool, Int32, Shaped
+
+from .views import Digit, Digits, Inputs, inputs_of, Joined, View
+
+
+class Layered(NamedTuple):
+    """The inputs of a product, divided among the layers of a stack.
+
+    - `rows`: an input in each row.
+    - `layer`: the number of the layer in the stack.
+    - `reached`: which rows reach the layer; `None` if all do.
+    """
+
+    rows: Shaped[Array, "*batch rows features"]
+    layer: Int32[Array, "*batch"]
+    reached: Bool[Array, "*batch rows"] | None
+
+
+class Product(NamedTuple):
+    """A product of a weight.
+
+    - `view`: which of the weight's values are multiplied.
+    - `inputs`: the axes of the weight along which it sums.
+    - `x`: the other operand, as the program has it.
+    - `rows`: its rows, each with the inputs in the order of the weight.
+    - `batch`: the digits along each batch axis, which both operands have.
+    - `reached`: which rows each entry of the first batch axis sees, if not all; then `rows` has no batch axis.
+    """
+
+    view: View
+    inputs: Inputs
+    x: Array
+    rows: Shaped[Array, "*batch rows features"]
+    batch: tuple[Digits, ...]
+    reached: Bool[Array, "group rows"] | None = None
+
+    def stack(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the axes of the weight whose entries see inputs of their own: the first axes beside the inputs."""
+        others = [axis for axis in range(len(shape)) if axis not in self.inputs.axes]
+        batch = [digit for digits in self.batch for digit in digits or ()]
+        alone = {axis for axis in others if _number_values(batch, axis) == shape[axis]}
+        chosen = [*self.view.fixed, *(d for digits in self.view.axes for d in digits or () if d.is_traced)]
+        alone |= {digit.axis for digit in chosen if digit.axis in others[:-1]}
+        return tuple(others[: max(map(others.index, alone), default=-1) + 1])
+
+    def by_layer(self, stack: Sequence[int], shape: Sequence[int]) -> Layered | None:
+        """Returns the inputs divided among the layers of a stack; `None` if the program does not tell which layer."""
+        kept = [n for n, digits in enumerate(self.batch) if any(d.axis in stack for d in digits or ())]
+        pooled = [n for n in range(len(self.batch)) if n not in kept]
+        rows, reached = self.rows, self.reached
+        if reached is None:
+            rows = jnp.transpose(rows, (*kept, *pooled, len(self.batch), len(self.batch) + 1))
+            rows = rows.reshape(*rows.shape[: len(kept)], -1, rows.shape[-1])
+        sizes = [len(self.reached)] if self.reached is not None else list(rows.shape[: len(kept)])
+        # Entries that the other operand does not have see all of its rows.
+        given = {digit.axis for n in kept for digit in self.batch[n] or ()} | {d.axis for d in self.view.fixed}
+        free = [
+            digits
+            for digits in self.view.axes
+            if digits and digits[0].axis in stack and digits[0].axis not in given and digits[0].is_traced
+        ]
+        given |= {digit.axis for digits in free for digit in digits}
+        free += [(Digit(axis, shape[axis]),) for axis in stack if axis not in given]
+        axes = [*free, *(self.batch[n] for n in kept)]
+        lengths = [math.prod(d.size for d in digits) for digits in free] + sizes
+        number = jnp.zeros(lengths, jnp.int32)
+        for axis in stack:
+            at = _values_along(axis, axes, self.view.fixed, shape[axis])
+            if at is None:
+                return None
+            number = number * shape[axis] + at
+        rows = jnp.broadcast_to(rows, (*(lengths if reached is None else lengths[: len(free)]), *rows.shape[-2:]))
+        return Layered(rows, number, reached)
+
+
+def _number_values(digits: Sequence[Digit], axis: int) -> int:
+    return math.prod(digit.length for digit in digits if digit.axis == axis)
+
+
+def _values_along(axis: int, axes: Sequence[Digits], fixed: Sequence[Digit], length: int) -> Any:
+    """Returns the index along an axis of the weight for each entry of an array with some digits along each axis."""
+    covered, total = 1, jnp.zeros([1] * len(axes), jnp.int32)
+    for digit in fixed:
+        if digit.axis == axis:
+            if digit.at is None:
+                return None
+            covered, total = covered * digit.length, total + jnp.asarray(digit.at, jnp.int32) * digit.stride
+    for n, digits in enumerate(axes):
+        inner = 1
+        for digit in reversed(digits or ()):
+            if digit.axis == axis:
+                position = np.arange(math.prod(d.size for d in digits or ())) // inner % digit.size
+                values = jnp.asarray(digit.values, jnp.int32)[position] * digit.stride
+                covered, total = (
+                    covered * digit.length,
+                    total + values.reshape([-1 if m == n else 1 for m in range(len(axes))]),
+                )
+            inner *= digit.size
+    return total if covered == length else None
+
+
+def arrange(
+    equation: JaxprEqn,
+    values: Sequence[Array],
+    n: int,
+    weight: View | Joined,
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Product]:
+    """Returns the products that a primitive computes with operand `n`; none if their inputs cannot be told.
+
+    A weight that is a part of an operand has a product of its own.
+    """
+    arranged = _ARRANGE[equation.primitive.name](equation.params, values, n)
+    if arranged is None:
+        return []
+    rows, contracted, batch, reached = arranged
+    products, start = [], 0
+    parts = weight.parts if isinstance(weight, Joined) else ((weight, 0),)
+    for view, length in parts:
+        own = rows
+        if isinstance(weight, Joined) and weight.axis in contracted:
+            axis = rows.ndim - len(contracted) + list(contracted).index(weight.axis)
+            own = jax.lax.slice_in_dim(rows, start, start + length, axis=axis)
+        start += length
+        if view is None or (isinstance(weight, Joined) and weight.axis in batch):
+            continue
+        inputs = inputs_of(view, contracted, own.shape[own.ndim - len(contracted) :], shapes[view.weight])
+        if inputs is not None:
+            own = _in_order(own.reshape(*own.shape[: own.ndim - len(contracted)], -1), inputs)
+            products.append(
+                Product(view, inputs, values[1 - n], own, tuple(view.axes[axis] for axis in batch), reached)
+            )
+    return products
+
+
+def _in_order(rows: Shaped[Array, "*batch rows summed"], inputs: Inputs) -> Shaped[Array, "*batch rows features"]:
+    """Returns rows whose features are in the order of the weight; zero where the product does not reach."""
+    features = inputs.features.ravel()
+    if np.array_equal(features, np.arange(inputs.total)):
+        return rows
+    return jnp.zeros((*rows.shape[:-1], inputs.total), rows.dtype).at[..., features].set(rows)
+
+
+# Rows with one axis for each axis of the sum; these axes and the batch axes of the weight; and which rows reach which
+# entry of the batch.
+Arranged = tuple[Array, Sequence[int], Sequence[int], Array | None]
+
+
+def _arrange_dot(params: dict[str, Any], values: Sequence[Array], n: int) -> Arranged:
+    contracted, batch = params["dimension_numbers"]
+    x, mine = values[1 - n], 1 - n
+    free = [axis for axis in range(x.ndim) if axis not in (*contracted[mine], *batch[mine])]
+    rows = jnp.transpose(x, (*batch[mine], *free, *contracted[mine]))
+    lengths = lambda axes: [x.shape[axis] for axis in axes]
+    m = math.prod(lengths(free))
+    return rows.reshape(*lengths(batch[mine]), m, *lengths(contracted[mine])), contracted[n], batch[n], None
+
+
+def _arrange_convolution(params: dict[str, Any], values: Sequence[Array], n: int) -> Arranged | None:
+    """The patch under each position of the kernel is a row. Rows of all groups are together."""
+    if n != 1 or params["batch_group_count"] != 1:
+        return None
+    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    x, inputs = values[0], [values[1].shape[axis] for axis in numbers.rhs_spec[1:]]
+    features = math.prod(inputs)
+    # A kernel that is one at one place extracts the values there: its strides, padding and dilation are the program's.
+    kernel = jnp.eye(features, dtype=x.dtype).reshape(features, *inputs)
+    kernel = jnp.moveaxis(jnp.tile(kernel, (groups, *[1] * len(inputs))), range(kernel.ndim), numbers.rhs_spec)
+    exact = {**params, "precision": (jax.lax.Precision.HIGHEST,) * 2, "preferred_element_type": None}
+    picked = jnp.moveaxis(jax.lax.conv_general_dilated_p.bind(x, kernel, **exact), numbers.out_spec[1], 0)
+    rows = jnp.swapaxes(picked.reshape(groups, features, -1), -1, -2)
+    return rows.reshape(-1, *inputs), numbers.rhs_spec[1:], (), None
+
+
+def _arrange_ragged(params: dict[str, Any], values: Sequence[Array], n: int) -> Arranged | None:
+    """The weight of each group sees the rows of its group."""
+    numbers = params["ragged_dot_dimension_numbers"]
+    contracted, batch = numbers.dot_dimension_numbers
+    groups = list(numbers.rhs_group_dimensions)
+    x, sizes = values[0], values[2]
+    plain = n == 1 and not batch[0] and len(groups) == 1 and x.ndim == 1 + len(contracted[0]) and sizes.ndim == 1
+    if not plain:
+        return None
+    stops = jnp.cumsum(sizes)[:, None]
+    number = jnp.arange(x.shape[numbers.lhs_ragged_dimensions[0]])[None]
+    reached = (number < stops) & (number >= stops - sizes[:, None])
+    return jnp.transpose(x, (*numbers.lhs_ragged_dimensions, *contracted[0])), contracted[1], groups, reached
+
+
+_ARRANGE = {
+    "dot_general": _arrange_dot,
+    "conv_general_dilated": _arrange_convolution,
+    "ragged_dot_general": _arrange_ragged,
+}

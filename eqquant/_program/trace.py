@@ -1,0 +1,49 @@
+"""Traces a function of pytrees to a program of arrays."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.extend.core import ClosedJaxpr
+from jax.tree_util import KeyPath
+from jaxtyping import Array
+
+from .._types import PyTree
+
+
+class Traced(NamedTuple):
+    """A function, traced for arguments of some shapes.
+
+    - `program`: takes the arrays of the arguments, and returns those of the outputs.
+    - `arrays`: the key path and the shape and dtype of each array of the arguments.
+    - `outputs`: makes the outputs of their arrays.
+    """
+
+    program: ClosedJaxpr
+    arrays: list[tuple[KeyPath, jax.ShapeDtypeStruct]]
+    outputs: Callable[[Sequence[Array]], PyTree]
+
+
+def trace(run: Callable[..., PyTree], arguments: Sequence[PyTree]) -> Traced:
+    """Traces `run(*arguments)`, whose arrays may be `jax.ShapeDtypeStruct`s."""
+    nodes, treedef = jtu.tree_flatten_with_path(arguments)
+    is_array = [eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in nodes]
+    found: list[Callable[[Sequence[Array]], PyTree]] = []
+
+    def flat(arrays: Sequence[Array]) -> list[Array]:
+        remaining = iter(arrays)
+        leaves = [next(remaining) if array else x for (_, x), array in zip(nodes, is_array, strict=True)]
+        out, rest = eqx.partition(run(*jtu.tree_unflatten(treedef, leaves)), eqx.is_array)
+        results, tree = jtu.tree_flatten(out)
+        found[:] = [lambda results: eqx.combine(jtu.tree_unflatten(tree, results), rest)]
+        return results
+
+    arrays = [
+        (keys, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        for (keys, x), array in zip(nodes, is_array, strict=True)
+        if array
+    ]
+    program = jax.make_jaxpr(flat)([x for _, x in arrays])
+    return Traced(program, arrays, found[0])

@@ -1,0 +1,226 @@
+"""Tells which axes of an array in a traced program are which axes of a weight, whatever moved the values.
+
+An index along an axis of a weight of length 12 that a program reshapes to `(3, 4)` has two digits: the first is the
+index divided by 4, the second the rest. Each axis of a `View` is a sequence of such digits.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+
+class Digit(NamedTuple):
+    """The digit `index // stride % length` of the index along an axis of a weight.
+
+    - `at`: the values of the digit, in order, where the array holds a selection of them; `None` for all of them.
+        A selection may be traced.
+    """
+
+    axis: int
+    length: int
+    stride: int = 1
+    at: Array | np.ndarray | None = None
+
+    @property
+    def size(self) -> int:
+        """How many values of the digit the array holds."""
+        return self.length if self.at is None else len(self.at)
+
+    @property
+    def values(self) -> Array | np.ndarray:
+        """The values of the digit, in order."""
+        return np.arange(self.length) if self.at is None else self.at
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether only a run of the program tells which values are selected."""
+        return isinstance(self.at, jax.Array)
+
+
+Digits = tuple[Digit, ...] | None  # of one axis of an array; `None` if it mixes values of several
+
+
+class View(NamedTuple):
+    """An array that holds values of one weight, perhaps masked or scaled.
+
+    - `weight`: the number of the weight.
+    - `axes`: the digits along each axis. None for an axis along which the array repeats, `None` if they are unknown.
+    - `fixed`: digits with one value, along no axis.
+    - `looked_up`: whether data chose among its values.
+    """
+
+    weight: int
+    axes: tuple[Digits, ...]
+    fixed: tuple[Digit, ...] = ()
+    looked_up: bool = False
+
+
+class Joined(NamedTuple):
+    """Arrays that a program concatenated along an axis, with their lengths along it."""
+
+    axis: int
+    parts: tuple[tuple["View | None", int], ...]
+
+
+def whole(weight: int, shape: Sequence[int]) -> View:
+    """Returns the view that is all of a weight."""
+    return View(weight, tuple((Digit(axis, length),) for axis, length in enumerate(shape)))
+
+
+def transpose(view: View, permutation: Sequence[int]) -> View:
+    """Returns the view after `jax.lax.transpose`."""
+    return view._replace(axes=tuple(view.axes[axis] for axis in permutation))
+
+
+def transpose_joined(joined: Joined, permutation: Sequence[int]) -> Joined:
+    """Returns what is known of concatenated arrays after `jax.lax.transpose`."""
+    parts = tuple((view and transpose(view, permutation), length) for view, length in joined.parts)
+    return Joined(list(permutation).index(joined.axis), parts)
+
+
+def squeeze(view: View, dimensions: Sequence[int]) -> View:
+    """Returns the view after `jax.lax.squeeze`."""
+    fixed = [*view.fixed]
+    for axis in dimensions:
+        fixed += [_only(digit) for digit in view.axes[axis] or () if digit.length > 1]
+    kept = tuple(digits for axis, digits in enumerate(view.axes) if axis not in dimensions)
+    return view._replace(axes=kept, fixed=tuple(fixed))
+
+
+def _only(digit: Digit) -> Digit:
+    return digit._replace(at=jnp.asarray(digit.at)[0] if digit.is_traced else np.asarray(digit.values)[0])
+
+
+def reshape(view: View, shape: Sequence[int], new_shape: Sequence[int]) -> View:
+    """Returns the view after `jax.lax.reshape` from `shape` to `new_shape`."""
+    view = squeeze(view, [axis for axis, length in enumerate(shape) if length == 1])
+    lengths, wanted = [n for n in shape if n != 1], [n for n in new_shape if n != 1]
+    axes: list[Digits] = []
+    start, given = 0, 0
+    while start < len(wanted):
+        # Take axes from both sides until they hold equally many values.
+        stop, end, target, have = start + 1, given + 1, wanted[start], lengths[given]
+        while target != have:
+            if target < have:
+                target *= wanted[stop]
+                stop += 1
+            else:
+                have *= lengths[end]
+                end += 1
+        axes += _divide(_merge(view.axes[given:end]) if end > given + 1 else view.axes[given], wanted[start:stop])
+        start, given = stop, end
+    remaining = iter(axes)
+    return view._replace(axes=tuple(() if n == 1 else next(remaining) for n in new_shape))
+
+
+def _merge(axes: Sequence[Digits]) -> Digits:
+    """Returns the digits of several axes that become one; digits that follow each other become one again."""
+    merged: list[Digit] = []
+    for digits in axes:
+        if not digits:  # unknown, or repeated
+            return None
+        for digit in digits:
+            major = merged[-1] if merged else None
+            whole = major is not None and major.at is None and digit.at is None
+            if major and whole and (major.axis, major.stride) == (digit.axis, digit.stride * digit.length):
+                merged[-1] = Digit(digit.axis, major.length * digit.length, digit.stride)
+            else:
+                merged.append(digit)
+    return tuple(merged)
+
+
+def _divide(digits: Digits, lengths: Sequence[int]) -> list[Digits]:
+    """Returns the digits of each axis that one axis is divided into."""
+    if len(lengths) == 1 or digits is None:
+        return [digits] * len(lengths)
+    waiting, axes = list(digits), []
+    for length in lengths:
+        taken: list[Digit] = []
+        while (missing := length // math.prod(d.size for d in taken)) > 1 and waiting:
+            digit = waiting.pop(0)
+            if digit.size > missing:
+                minor = digit.length // missing
+                if digit.at is not None or digit.length % missing:
+                    return [None] * len(lengths)
+                taken.append(Digit(digit.axis, missing, digit.stride * minor))
+                waiting.insert(0, Digit(digit.axis, minor, digit.stride))
+                break
+            taken.append(digit)
+        if math.prod(d.size for d in taken) != length:
+            return [None] * len(lengths)
+        axes.append(tuple(taken))
+    return axes if digits else [()] * len(lengths)
+
+
+def broadcast(view: View, shape: Sequence[int], new_shape: Sequence[int], dimensions: Sequence[int]) -> View:
+    """Returns the view after `jax.lax.broadcast_in_dim`."""
+    repeated = [axis for axis, to in enumerate(dimensions) if shape[axis] != new_shape[to]]
+    fixed = squeeze(view, repeated).fixed
+    axes: list[Digits] = [()] * len(new_shape)
+    for axis, to in enumerate(dimensions):
+        axes[to] = () if axis in repeated else view.axes[axis]
+    return view._replace(axes=tuple(axes), fixed=fixed)
+
+
+def take(view: View, chosen: Mapping[int, Any], looked_up: bool = False) -> View:
+    """Returns the view with a selection of the entries along some axes.
+
+    **Arguments:**
+
+    - `chosen`: for each axis a function from the values of a digit to the selected values.
+    - `looked_up`: whether data chose.
+    """
+    axes = list(view.axes)
+    for axis, choose in chosen.items():
+        digits = axes[axis]
+        if digits is not None and len(digits) == 1:
+            axes[axis] = (digits[0]._replace(at=choose(digits[0].values)),)
+        elif digits:
+            axes[axis] = None
+    return view._replace(axes=tuple(axes), looked_up=view.looked_up or looked_up)
+
+
+class Inputs(NamedTuple):
+    """What a product sums over, in terms of a weight.
+
+    - `axes`: the axes of the weight that hold its inputs.
+    - `features`: for each index along the axes of the sum, the number of the input; an array of numbers.
+    - `total`: how many inputs the weight has.
+    """
+
+    axes: tuple[int, ...]
+    features: np.ndarray
+    total: int
+
+
+def inputs_of(view: View, contracted: Sequence[int], lengths: Sequence[int], shape: Sequence[int]) -> Inputs | None:
+    """Returns the inputs of a product that sums over some axes of a view; `None` if these are no inputs of the weight.
+
+    **Arguments:**
+
+    - `contracted`: the axes of the view, in the order of `Inputs.features`.
+    - `lengths`: their lengths.
+    - `shape`: the shape of the weight.
+    """
+    groups = [view.axes[axis] for axis in contracted]
+    digits = [digit for group in groups for digit in group or ()]
+    if any(group is None for group in groups) or not digits:
+        return None
+    axes = sorted({digit.axis for digit in digits})
+    beside = [digit for digit in view.fixed if digit.axis in axes]
+    if any(digit.is_traced for digit in (*digits, *beside)):
+        return None
+    strides = {axis: math.prod(shape[other] for other in axes if other > axis) for axis in axes}
+    step = lambda digit: digit.stride * strides[digit.axis]
+    number = np.asarray(sum(int(digit.at) * step(digit) for digit in beside))  # pyright: ignore[reportArgumentType]
+    for digit in digits:
+        number = number[..., None] + np.asarray(digit.values) * step(digit)
+    sizes = [math.prod(digit.size for digit in group or ()) for group in groups]
+    if sizes != list(lengths):  # the array repeats along one of them
+        return None
+    return Inputs(tuple(axes), number.reshape(sizes), math.prod(shape[axis] for axis in axes))

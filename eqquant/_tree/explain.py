@@ -1,0 +1,227 @@
+"""`explain`: traces a call of a model, and reports how it uses each weight."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.extend.core import JaxprEqn
+from jax.tree_util import KeyPath
+from jaxtyping import Array
+from rich.table import Table
+
+from .._array.array import is_quantized
+from .._array.value import AbstractArrayValue
+from .._matmul.explain import implementation_of
+from .._program.follow import AbstractFollower, Data, Fact, follow, Parameter, Use
+from .._program.products import Product
+from .._program.trace import trace
+from .._program.views import whole
+from .._report import Name, Report, report_table, show_bytes
+from .._types import PyTree
+from .leaves import DenseArray, Leaf, named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightUse:
+    """How a call uses one weight.
+
+    - `path`: the name of the weight.
+    - `format`: the `repr` of its format; `None` for floats.
+    - `nbytes`: its size.
+    - `roles`: what happens to it: `"packed"` (a product reads the codes), `"decoded"` (the whole weight becomes floats
+        first), `"multiplied"` (a product of floats), `"looked up"`, `"added"`, `"scaled"` (multiplied value by value),
+        `"used by <operation>"`; none if the call does not use it.
+    - `implementations`: of packed products.
+    - `lines`: where it is decoded, and by what it is used then: `file:line (operations)`.
+    - `decoded_nbytes`: the size of the floats that it is decoded to.
+    - `axis`: the axis (or axes) along which products of floats sum, to quantize along; `None` if there are none.
+    """
+
+    path: str
+    format: str | None
+    nbytes: int
+    roles: tuple[str, ...]
+    implementations: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    decoded_nbytes: int = 0
+    axis: int | tuple[int, ...] | None = None
+
+    @property
+    def remedy(self) -> str:
+        """What to write so that the weight is not decoded; "" if it is not."""
+        if "decoded" not in self.roles:
+            return ""
+        if "multiplied" in self.roles:
+            return "call `eqq.quaxify(f)`; if it is, let the sum run along the quantized axis, as `w @ x` does"
+        return f"leave it in float: {{{self.path!r}: None, '*': ...}}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CallExplanation(Report):
+    """How a call uses each weight of a model. Prints as a table.
+
+    - `weights`: a [`eqquant.WeightUse`][] for each quantized array, and each array of floats with two axes or more.
+    """
+
+    weights: tuple[WeightUse, ...]
+
+    @property
+    def decoded(self) -> tuple[WeightUse, ...]:
+        """The quantized weights that the call decodes whole."""
+        return tuple(weight for weight in self.weights if "decoded" in weight.roles)
+
+    def __rich__(self) -> Table:
+        table = report_table("weight", "format", "use", "where", "remedy", "size", "decoded", text=5)
+        for w in self.weights:
+            use = ", ".join(w.roles) or "unused"
+            use += f" ({', '.join(w.implementations)})" if w.implementations else ""
+            decoded = show_bytes(w.decoded_nbytes) if w.decoded_nbytes else ""
+            style = "bold" if w.remedy else None if w.format else "dim"
+            row = (
+                Name(w.path),
+                w.format or "float",
+                use,
+                "\n".join(map(os.path.basename, w.lines)),
+                w.remedy,
+                show_bytes(w.nbytes),
+                decoded,
+            )
+            table.add_row(*row, style=style)
+        return table
+
+
+def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallExplanation:
+    """Traces a call, and reports how it uses each weight: multiplied packed, decoded whole, looked up, or added.
+
+    Computes nothing. A product that reads codes needs a fraction of the memory traffic of one whose weight is decoded
+    first; this tells where a model has which.
+
+    !!! Example
+
+        ```python
+        print(eqq.explain(model, x))
+        print(eqq.explain(lambda model, x: jax.vmap(model)(x), model, batch))
+        print(eqq.explain(eqq.quaxify(lambda model, x: model(x)), model, x))
+        ```
+
+    **Arguments:**
+
+    - `f`: the model, or a function that takes the model as an argument.
+    - `args`, `kwargs`: its arguments. Arrays may be `jax.ShapeDtypeStruct`s. Equinox modules and trees with quantized
+        arrays count as models, everything else as data.
+
+    **Returns:**
+
+    An object with `.weights`, a [`eqquant.WeightUse`][] for each weight; `.decoded`, those of them that are decoded
+    whole; and `.to_dict()`. Prints as a table.
+
+    **Raises:**
+
+    `ValueError` if there is no weight. The errors of `f(*args, **kwargs)`.
+    """
+    items, names = [f, *args, *kwargs.values()], list(kwargs)
+    models = [n for n, tree in enumerate(items) if _is_model(tree)]
+    weights = _weights(items, models)
+    if not weights:
+        raise ValueError(
+            "`explain` needs a model with weights, as the function or an argument. Got none. Pass the model: "
+            "`eqq.explain(lambda model, x: jax.vmap(model)(x), model, x)`."
+        )
+
+    def call(f: Callable[..., PyTree], *others: PyTree) -> PyTree:
+        positional = len(others) - len(names)
+        return f(*others[:positional], **dict(zip(names, others[positional:], strict=True)))
+
+    traced, recorder = trace(call, items), _Recorder()
+    facts = [_fact(keys, x.shape, weights, models) for keys, x in traced.arrays]
+    shapes = [tuple(leaf.value.shape) for _, leaf in weights]
+    run = lambda arrays: follow(traced.program, arrays, facts, shapes, recorder)
+    jax.eval_shape(run, [x for _, x in traced.arrays])
+    uses, inputs = recorder.uses, recorder.inputs
+    return CallExplanation(
+        tuple(_describe(leaf, uses.get(n, []), inputs.get(n)) for n, (_, leaf) in enumerate(weights))
+    )
+
+
+def _is_model(tree: PyTree) -> bool:
+    nodes = jtu.tree_leaves(tree, is_leaf=lambda x: isinstance(x, AbstractArrayValue))
+    return isinstance(tree, eqx.Module) or any(isinstance(x, AbstractArrayValue) for x in nodes)
+
+
+def _weights(items: Sequence[PyTree], models: Sequence[int]) -> list[tuple[KeyPath, Leaf]]:
+    """Returns each weight, with its key path in the list of items. Names tell the item if several have weights."""
+
+    def is_weight(x: PyTree) -> bool:
+        is_floats = isinstance(x, DenseArray) and x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+        return is_quantized(x) or is_floats
+
+    found = {n: [leaf for leaf in named_leaves(items[n]) if is_weight(leaf.value)] for n in models}
+    found = {n: leaves for n, leaves in found.items() if leaves}
+    name = lambda n, leaf: leaf.path if len(found) == 1 else f"args[{n - 1}].{leaf.path}" if n else f"f.{leaf.path}"
+    return [
+        ((jtu.SequenceKey(n), *leaf.keys), dataclasses.replace(leaf, path=name(n, leaf)))
+        for n, leaves in found.items()
+        for leaf in leaves
+    ]
+
+
+def _fact(
+    keys: KeyPath, shape: tuple[int, ...], weights: Sequence[tuple[KeyPath, Leaf]], models: Sequence[int]
+) -> Fact:
+    """Returns what is known of an argument of the program: of a quantized array the codes are followed."""
+    for n, (path, leaf) in enumerate(weights):
+        if keys == path or (is_quantized(leaf.value) and keys == (*path, jtu.GetAttrKey("codes"))):
+            return whole(n, shape)
+    return Parameter if keys[0].idx in models else Data
+
+
+class _Recorder(AbstractFollower):
+    """Keeps the uses of each weight, by its number."""
+
+    def __init__(self) -> None:
+        self.uses: dict[int, list[Use]] = {}
+        self.inputs: dict[int, tuple[int, ...]] = {}
+
+    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
+        self.inputs.setdefault(product.view.weight, product.inputs.axes)
+        if not product.view.looked_up:
+            self.use(Use(product.view.weight, equation.primitive.name, True, equation))
+        return product.x
+
+    def use(self, use: Use) -> None:
+        self.uses.setdefault(use.weight, []).append(use)
+
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_ROLES = {
+    **dict.fromkeys(_PRODUCTS, "multiplied"),
+    **dict.fromkeys(("add", "sub", "add_any"), "added"),
+    "mul": "scaled",
+    "lookup": "looked up",
+    "quantized_matmul": "packed",
+}
+
+
+def _describe(leaf: Leaf, uses: Sequence[Use], inputs: tuple[int, ...] | None) -> WeightUse:
+    x, quantized = leaf.value, is_quantized(leaf.value)
+    roles = list(dict.fromkeys(_ROLES.get(use.kind, f"used by {use.kind}") for use in uses))
+    packed = [implementation_of(use.equation) for use in uses if use.kind == "quantized_matmul"]
+    dense: dict[str, dict[str, None]] = {}  # the operations on floats of a quantized weight, by line
+    for use in uses:
+        if quantized and use.kind not in ("quantized_matmul", "lookup"):
+            dense.setdefault(use.line, {})[use.kind] = None
+    axes = None if quantized or inputs is None else tuple(axis - x.ndim for axis in inputs)
+    return WeightUse(
+        leaf.path,
+        repr(x.format) if quantized else None,
+        x.nbytes if quantized else x.size * x.dtype.itemsize,
+        tuple(["decoded", *roles] if dense else roles),
+        tuple(dict.fromkeys(packed)),
+        tuple(f"{line} ({', '.join(names)})".lstrip() for line, names in dense.items()),
+        x.size * x.dtype.itemsize if dense else 0,
+        axes[0] if axes is not None and len(axes) == 1 else axes,
+    )

@@ -1,0 +1,108 @@
+"""Quax rules of gathers: the rows that a lookup takes are decoded, and matrices of a stack stay packed."""
+
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import quax
+from jax import lax
+from jaxtyping import Array, ArrayLike, Integer
+
+from .._array.array import QuantizedArray
+from .._array.dense import allow_dense
+from .._array.value import AbstractArrayValue
+from .moves import along_axes, Axes, CannotMove, change_axes, move
+
+
+Moved: TypeAlias = AbstractArrayValue | Array
+
+
+@quax.register(lax.gather_p)
+def _gather(w: AbstractArrayValue, indices: ArrayLike, **params: Any) -> Moved:
+    try:
+        fill = params.get("fill_value")
+        if fill is not None and not np.isnan(fill):
+            raise CannotMove
+        lookup = _lookup_along_axis(w.shape, jnp.asarray(indices), params)
+        if lookup is not None:
+            return _looked_up(w, lookup, params)
+        if isinstance(w, QuantizedArray):
+            return _whole_rows(w, indices, params)
+    except CannotMove:
+        pass
+    return lax.gather_p.bind(w.dequantize(), indices, **params)
+
+
+class _Lookup(NamedTuple):
+    """A gather of entries along one axis, with all other axes whole."""
+
+    axis: int
+    indices: Integer[Array, " entries"]
+    batch: tuple[int, ...]  # the axes of the indices
+    places: tuple[int, ...]  # where those axes are in the result
+    kept: bool  # whether the axis remains in the result, with length one
+
+
+def _lookup_along_axis(shape: tuple[int, ...], indices: Array, params: dict[str, Any]) -> _Lookup | None:
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    moving = [axis for axis, size in enumerate(sizes) if size != shape[axis]]
+    # With one entry alone, an axis is whole and moves.
+    moving = moving or [axis for axis in numbers.start_index_map if sizes[axis] == 1][:1]
+    collapsed = set(numbers.collapsed_slice_dims)
+    if len(moving) != 1 or sizes[moving[0]] != 1 or numbers.operand_batching_dims or collapsed - set(moving):
+        return None
+    (axis,) = moving
+    if axis not in numbers.start_index_map:
+        return None
+    column = numbers.start_index_map.index(axis)
+    entries = indices[..., column]
+    if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+        # Whole axes must start at zero.
+        inside = (indices == 0).at[..., column].set(True).all(-1)
+        entries = jnp.where(inside, entries, shape[axis])
+    batch, out_ndim = entries.shape, entries.ndim + len(numbers.offset_dims)
+    places = tuple(n for n in range(out_ndim) if n not in numbers.offset_dims)
+    return _Lookup(axis, entries.reshape(math.prod(batch)), batch, places, axis not in collapsed)
+
+
+def _looked_up(w: AbstractArrayValue, lookup: _Lookup, params: dict[str, Any]) -> Moved:
+    axis, entries, batch, places, kept = lookup
+
+    def leaf(axes: Axes, x: Array) -> Array:
+        if axis not in axes:
+            return x
+        at = axes.index(axis)
+        rest = tuple(n for n in range(x.ndim) if n != at)
+        numbers = lax.GatherDimensionNumbers(rest, (at,), (at,))
+        sizes = [1 if n == at else length for n, length in enumerate(x.shape)]
+        # The fill mode gives entries out of bounds scales whose bits are all ones: NaN, as for a float operand.
+        return lax.gather(x, entries[:, None], numbers, sizes, mode=params["mode"])
+
+    taken = move(w, along_axes(w.ndim, frozenset({axis}), leaf))
+    rest = [length for n, length in enumerate(taken.shape) if n != axis]
+    if sum(length != 1 for length in rest) > 1 and axis == 0 and places in ((), (0,)):
+        # Matrices of a stack.
+        result = (*[0] * len(batch), *[None] * kept, *range(1, w.ndim))
+        return move(taken, change_axes(taken.shape, result, tuple(1 if n is None else taken.shape[n] for n in result)))
+    with allow_dense():
+        dense = taken.dequantize() if isinstance(taken, AbstractArrayValue) else taken
+    dense = jnp.moveaxis(dense, axis, 0).reshape(*batch, *rest)
+    if kept:
+        dense = jnp.expand_dims(dense, len(batch) + axis)
+    return jnp.moveaxis(dense, range(len(batch)), places)
+
+
+def _whole_rows(q: QuantizedArray, indices: ArrayLike, params: dict[str, Any]) -> Array:
+    """Gathers whole rows by several indices at once."""
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    axis, out_ndim = q.ndim - 1, jnp.ndim(indices) - 1 + len(numbers.offset_dims)
+    whole = q.axis == -1 and sizes[-1] == q.shape[-1]
+    if not whole or q.ndim < 2 or axis in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims):
+        raise CannotMove
+    if numbers.offset_dims[-1] != out_ndim - 1:
+        raise CannotMove
+    gather = lambda leaf: lax.gather(leaf, indices, numbers, (*sizes[:-1], leaf.shape[-1]), mode=params["mode"])
+    with allow_dense():
+        return jtu.tree_map(gather, q.with_sharding(None)).dequantize()

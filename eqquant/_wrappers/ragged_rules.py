@@ -1,0 +1,144 @@
+"""Quax's rule of `jax.lax.ragged_dot`: mixtures of experts multiply packed experts.
+
+Rows of `x` are sorted by expert. They are cut into tiles of equally many rows, each of one expert, and the weights are
+selected by tile: native kernels read experts where they lie in the stack, and other implementations take one at a time.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import quax
+from jaxtyping import Array, ArrayLike, Integer
+
+from .. import _compat
+from .._array.array import QuantizedArray
+from .._array.contraction import contract, Options
+from .._array.value import AbstractArrayValue
+from .._matmul.selected import SelectedArray
+from .._numerics.axes import as_axes
+from .moves import along_axes, Axes, CannotMove, move
+
+
+# More rows than this gain nothing from sharing a decoded expert.
+_MOST_ROWS = 256
+
+
+@quax.register(_compat.ragged_dot_general_p)
+def _ragged_dot(x: ArrayLike, w: AbstractArrayValue, group_sizes: ArrayLike, **params: Any) -> Array:
+    x, sizes = jnp.asarray(x), jnp.asarray(group_sizes)
+    numbers, dtype = params["ragged_dot_dimension_numbers"], params["preferred_element_type"]
+    (x_contracted, w_contracted), batch = numbers.dot_dimension_numbers
+    ragged = numbers.lhs_ragged_dimensions[0]
+    plain = not any(batch) and sizes.ndim == 1 and ragged not in x_contracted and 0 not in (*x.shape, *w.shape)
+    others = (params.get("group_offset"), params.get("out_sharding"))
+    if plain and others == (None, None) and not isinstance(params["precision"], str):
+        try:
+            y = ragged_product(
+                x, w, sizes, (x_contracted, w_contracted), ragged, numbers.rhs_group_dimensions[0], params
+            )
+        except CannotMove:
+            y = None
+        if y is not None:
+            return y.astype(jnp.result_type(x, w) if dtype is None else dtype)
+    return _compat.ragged_dot_general_p.bind(x, w.dequantize(), sizes, **params)
+
+
+def ragged_product(
+    x: Array,
+    w: AbstractArrayValue,
+    sizes: Integer[Array, " groups"],
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    ragged: int,
+    group: int,
+    params: dict[str, Any],
+) -> Array | None:
+    """Returns the product of each row of `x` with the weight of its group, or `None` if it must be dense.
+
+    **Arguments:**
+
+    - `x`: floats. Along the axis `ragged`, entries are sorted by group.
+    - `w`: the weights of groups, which are stacked along the axis `group`.
+    - `sizes`: the number of entries of each group. Entries beyond their sum belong to no group, and give zeros.
+    - `contracted`: the axes of `x` and of `w` that are summed over.
+    - `params`: `precision` and `preferred_element_type`, as in `jax.lax.dot_general`.
+    """
+    tiles = _tiles(x.shape[ragged], sizes)
+    pairs = {axis: (0, n) for n, axis in enumerate(contracted[1])}
+    w_axes = ["tile" if axis == group else pairs.get(axis, (2, axis)) for axis in range(w.ndim)]
+    order = (group, *(axis for axis in range(w.ndim) if axis != group))
+    stack = w if group == 0 else w.transpose(order)
+    selected = select_entries(stack, tiles.group) if isinstance(stack, AbstractArrayValue) else None
+    if not isinstance(selected, AbstractArrayValue):
+        return None
+    x_axes: list[Any] = [(1, axis) for axis in range(x.ndim)]
+    for n, axis in enumerate(contracted[0]):
+        x_axes[axis] = (0, n)
+    x_axes[ragged : ragged + 1] = ["tile", "row"]
+    out_axes = [name for name in x_axes if name[0] != 0] + [name for name in w_axes if name[0] == 2]
+
+    rows = jnp.take(x, tiles.rows.reshape(-1), ragged, mode="fill", fill_value=0)
+    rows = rows.reshape(*x.shape[:ragged], *tiles.rows.shape, *x.shape[ragged + 1 :])
+    with jax.numpy_dtype_promotion("standard"):  # as in `dot_general`
+        natural = jnp.promote_types(x.dtype, w.dtype)
+        wide = jnp.promote_types(natural, params["preferred_element_type"] or natural)
+        if not jnp.issubdtype(wide, jnp.inexact):
+            return None
+        options = Options(params["precision"])
+        y = contract(rows.astype(wide), selected, x_axes, [w_axes[n] for n in order], out_axes, options)
+    if y is None:
+        return None
+    at = out_axes.index("tile")
+    flat = y.reshape(*y.shape[:at], math.prod(tiles.rows.shape), *y.shape[at + 2 :])
+    return jnp.take(flat, tiles.places, at, mode="fill", fill_value=0)
+
+
+def select_entries(w: AbstractArrayValue, index: Integer[Array, " count"]) -> AbstractArrayValue | Array:
+    """Returns `w[index]` along the first axis: codes are selected from the stack, without a copy.
+
+    **Raises:**
+
+    `CannotMove` if the array cannot stay packed.
+    """
+
+    def leaf(axes: Axes, x: Array) -> Array:
+        return x[index] if axes and axes[0] == 0 else x
+
+    def codes(q: QuantizedArray) -> SelectedArray:
+        if 0 in {axis % q.ndim for axis in as_axes(q.axis)}:
+            raise CannotMove
+        return SelectedArray(q.with_sharding(None), index, q.ndim)
+
+    return move(w, along_axes(w.ndim, frozenset({0}), leaf)._replace(codes=codes))
+
+
+class _Tiles(NamedTuple):
+    """Rows in tiles of one group each."""
+
+    group: Integer[Array, " tiles"]
+    rows: Integer[Array, "tiles height"]  # the row at each place, or the number of rows where there is none
+    places: Integer[Array, " rows"]  # the place of each row, or the number of places
+
+
+def _tiles(count: int, sizes: Integer[Array, " groups"]) -> _Tiles:
+    groups = sizes.shape[0]
+    height = min(2 ** math.ceil(math.log2(math.ceil(count / groups))), _MOST_ROWS)
+    filled = min(groups, count)  # the groups that may need a tile that is not full
+    number = (count - filled) // height + filled
+    ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), count)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    tile_ends = jnp.cumsum(-((starts - ends) // height))
+    tile_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), tile_ends[:-1]])
+
+    tile = jnp.arange(number, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), groups - 1).astype(jnp.int32)
+    first = starts[group] + (tile - tile_starts[group]) * height
+    rows = first[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
+    rows = jnp.where(rows < ends[group][:, None], rows, count)
+
+    row = jnp.arange(count, dtype=jnp.int32)
+    own = jnp.minimum(jnp.searchsorted(ends, row, side="right"), groups - 1)
+    within = row - starts[own]
+    places = (tile_starts[own] + within // height) * height + within % height
+    return _Tiles(group, rows, jnp.where(row < ends[-1], places, number * height))

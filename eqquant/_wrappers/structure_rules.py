@@ -1,0 +1,259 @@
+"""Quax rules of structure: what only moves axes or whole rows keeps arrays packed, where that is exact.
+
+A primitive without a rule dequantizes its operands, and so does a move that a class of arrays cannot make.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import quax
+from jax import lax
+from jax.extend.core import Primitive
+from jaxtyping import Array, ArrayLike, DTypeLike
+
+from .. import _compat
+from .._array.array import QuantizedArray
+from .._array.dense import allow_dense
+from .._array.dequantize import in_memory_order
+from .._array.value import AbstractArrayValue
+from .._numerics.axes import as_axes
+from .moves import along_axes, Axes, CannotMove, change_axes, move
+from .pieces import divide, join
+
+
+Value: TypeAlias = AbstractArrayValue | ArrayLike
+Moved: TypeAlias = AbstractArrayValue | Array
+
+
+def _dense(primitive: Primitive, *operands: Value, **params: Any) -> Any:
+    dense = (x.dequantize() if isinstance(x, AbstractArrayValue) else x for x in operands)
+    return primitive.bind(*dense, **params)
+
+
+def _alike(operands: Sequence[Value]) -> bool:
+    """Returns whether all are arrays of one class, with equal structures."""
+    return all(isinstance(x, AbstractArrayValue) for x in operands) and len(set(map(jtu.tree_structure, operands))) == 1
+
+
+@quax.register(lax.transpose_p)
+def _transpose(w: AbstractArrayValue, *, permutation: Sequence[int]) -> Moved:
+    return w.transpose(permutation)
+
+
+@quax.register(lax.convert_element_type_p)
+def _convert_element_type(w: AbstractArrayValue, *, new_dtype: DTypeLike, **params: Any) -> Moved:
+    del params
+    return w.astype(new_dtype)  # pyright: ignore[reportReturnType]
+
+
+@quax.register(lax.reshape_p)
+def _reshape(w: AbstractArrayValue, *args: ArrayLike, **params: Any) -> Moved:
+    if args or params.get("dimensions") is not None:
+        return _dense(lax.reshape_p, w, *args, **params)
+    return w.reshape(params["new_sizes"])
+
+
+@quax.register(lax.squeeze_p)
+def _squeeze(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> Moved:
+    kept = tuple(axis for axis in range(w.ndim) if axis not in dimensions)
+    try:
+        return move(w, change_axes(w.shape, kept, tuple(w.shape[axis] for axis in kept)))
+    except CannotMove:
+        return _dense(lax.squeeze_p, w, dimensions=dimensions)
+
+
+@quax.register(lax.broadcast_in_dim_p)
+def _broadcast_in_dim(w: AbstractArrayValue, *args: ArrayLike, **params: Any) -> Moved:
+    shape, places = params["shape"], list(params["broadcast_dimensions"])
+    result = tuple(places.index(axis) if axis in places else None for axis in range(len(shape)))
+    try:
+        if args or params.get("sharding") is not None:
+            raise CannotMove
+        return move(w, change_axes(w.shape, result, tuple(shape)))
+    except CannotMove:
+        return _dense(lax.broadcast_in_dim_p, w, *args, **params)
+
+
+@quax.register(lax.concatenate_p)
+def _concatenate(*operands: Value, dimension: int) -> Moved:
+    try:
+        return _joined(operands, dimension)
+    except (CannotMove, ValueError):
+        return _dense(lax.concatenate_p, *operands, dimension=dimension)
+
+
+@quax.register(lax.stack_p)
+def _stack(*operands: Value, axis: int) -> Moved:
+    try:
+        return _joined([_with_axis(x, axis) for x in operands], axis)
+    except (CannotMove, ValueError):
+        return _dense(lax.stack_p, *operands, axis=axis)
+
+
+@quax.register(lax.tile_p)
+def _tile(w: AbstractArrayValue, *, reps: Sequence[int | np.integer]) -> Moved:
+    try:
+        tiled: Moved = w
+        for axis, times in enumerate(reps):
+            tiled = _joined([tiled] * int(times), axis) if times != 1 else tiled
+        return tiled
+    except (CannotMove, ValueError):
+        return _dense(lax.tile_p, w, reps=reps)
+
+
+def _joined(operands: Sequence[Value], dimension: int) -> Moved:
+    """Concatenates arrays. Raises `CannotMove` or `ValueError` if the result cannot stay packed."""
+    if not operands or not all(isinstance(x, AbstractArrayValue) for x in operands):
+        raise CannotMove
+    if all(isinstance(x, QuantizedArray) for x in operands):
+        return join([x.with_sharding(None) for x in operands], dimension)  # pyright: ignore[reportAttributeAccessIssue]
+    if not _alike(operands):
+        raise CannotMove
+
+    def leaf(axes: Axes, *leaves: Array) -> Array:
+        if dimension not in axes:
+            raise CannotMove
+        return jnp.concatenate(leaves, axes.index(dimension))
+
+    first, *others = operands
+    return move(first, along_axes(jnp.ndim(first), frozenset({dimension}), leaf), *others)
+
+
+def _with_axis(x: Value, axis: int) -> Moved:
+    """Adds an axis of length one."""
+    if not isinstance(x, AbstractArrayValue):
+        raise CannotMove
+    result = (*range(axis), None, *range(axis, x.ndim))
+    return move(x, change_axes(x.shape, result, tuple(1 if n is None else x.shape[n] for n in result)))
+
+
+@quax.register(lax.split_p)
+def _split(w: AbstractArrayValue, *, sizes: Sequence[int | np.integer], axis: int) -> list[Moved]:
+    ends = np.cumsum(np.asarray(sizes))
+    bounds = [(int(stop - size), int(stop)) for size, stop in zip(sizes, ends, strict=True)]
+    try:
+        return [_cut(w, {axis: (start, stop, 1)}) for start, stop in bounds]
+    except (CannotMove, ValueError):
+        return _dense(lax.split_p, w, sizes=sizes, axis=axis)
+
+
+@quax.register(lax.unstack_p)
+def _unstack(w: AbstractArrayValue, *, axis: int) -> list[Moved]:
+    kept = tuple(n for n in range(w.ndim) if n != axis)
+    shape = tuple(w.shape[n] for n in kept)
+    try:
+        parts = [_cut(w, {axis: (n, n + 1, 1)}) for n in range(w.shape[axis])]
+        return [move(part, change_axes(jnp.shape(part), kept, shape)) for part in parts]
+    except (CannotMove, ValueError):
+        return _dense(lax.unstack_p, w, axis=axis)
+
+
+@quax.register(lax.slice_p)
+def _slice(w: AbstractArrayValue, **params: Any) -> Moved:
+    strides = params["strides"] or (1,) * w.ndim
+    parts = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    touched = {axis: (int(a), int(b), int(c)) for axis, (a, b, c) in enumerate(parts)}
+    touched = {axis: part for axis, part in touched.items() if part != (0, w.shape[axis], 1)}
+    try:
+        return _cut(w, touched)
+    except (CannotMove, ValueError):
+        return _dense(lax.slice_p, w, **params)
+
+
+def _cut(w: AbstractArrayValue, parts: dict[int, tuple[int, int, int]]) -> Moved:
+    """Returns a slice: start, end and stride by axis."""
+    if isinstance(w, QuantizedArray) and len(parts) == 1:
+        ((axis, (start, stop, stride)),) = parts.items()
+        if axis - w.ndim in as_axes(w.axis) and stride == 1 and stop > start:
+            sizes = [size for size in (start, stop - start, w.shape[axis] - stop) if size]
+            return divide(w, sizes, axis)[1 if start else 0]
+
+    def leaf(axes: Axes, x: Array) -> Array:
+        whole = lambda n: (0, x.shape[n], 1)
+        bounds = [parts.get(axis, whole(n)) if axis is not None else whole(n) for n, axis in enumerate(axes)]
+        return lax.slice(x, *zip(*bounds, strict=True)) if bounds else x
+
+    return move(w, along_axes(w.ndim, frozenset(parts), leaf))
+
+
+@quax.register(lax.dynamic_slice_p)
+def _dynamic_slice(w: AbstractArrayValue, *starts: ArrayLike, slice_sizes: Sequence[int]) -> Moved:
+    # The slice of a whole axis starts at zero, since `dynamic_slice` clamps starts.
+    touched = frozenset(axis for axis in range(w.ndim) if slice_sizes[axis] != w.shape[axis])
+
+    def leaf(axes: Axes, x: Array) -> Array:
+        zero = jnp.zeros((), jnp.result_type(starts[0]))
+        at = [starts[axis] if axis in touched else zero for axis in axes]
+        return lax.dynamic_slice(x, at, [slice_sizes[a] if a in touched else x.shape[n] for n, a in enumerate(axes)])
+
+    try:
+        if len(starts) != w.ndim:  # sizes that are traced
+            raise CannotMove
+        return move(w, along_axes(w.ndim, touched, leaf))
+    except CannotMove:
+        return _dense(lax.dynamic_slice_p, w, *starts, slice_sizes=slice_sizes)
+
+
+@quax.register(lax.rev_p)
+def _reverse(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> Moved:
+    leaf = lambda axes, x: lax.rev(x, [n for n, axis in enumerate(axes) if axis in dimensions])
+    try:
+        return move(w, along_axes(w.ndim, frozenset(dimensions), leaf))
+    except CannotMove:
+        return _dense(lax.rev_p, w, dimensions=dimensions)
+
+
+@quax.register(lax.pad_p)
+def _pad(w: AbstractArrayValue, value: ArrayLike, *, padding_config: Sequence[tuple[int, int, int]]) -> Moved:
+    touched = frozenset(axis for axis, added in enumerate(padding_config) if any(added))
+
+    def leaf(axes: Axes, x: Array) -> Array:
+        return lax.pad(x, jnp.zeros((), x.dtype), [padding_config[a] if a in touched else (0, 0, 0) for a in axes])
+
+    try:
+        known = not isinstance(value, jax.core.Tracer)
+        if not (known and value == 0 and isinstance(w, QuantizedArray) and _decodes_zeros(w)):
+            raise CannotMove
+        return move(w, along_axes(w.ndim, touched, leaf))
+    except CannotMove:
+        return _dense(lax.pad_p, w, value, padding_config=padding_config)
+
+
+def _decodes_zeros(w: QuantizedArray) -> bool:
+    """Returns whether leaves whose bits are all zero decode to zeros."""
+    row = lambda w: jtu.tree_map(lambda leaf: leaf.reshape(-1, leaf.shape[-1])[:1], in_memory_order(w))
+    with jax.ensure_compile_time_eval(), allow_dense():
+        zeros = jtu.tree_map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(row, w))
+        return not bool(jnp.any(zeros.dequantize()))
+
+
+@quax.register(lax.select_n_p)
+def _select_n(which: ArrayLike, *cases: Value) -> Moved:
+    if not _alike(cases) or jnp.ndim(which) != 0:
+        return _dense(lax.select_n_p, which, *cases)
+    return jtu.tree_map(lambda *leaves: lax.select_n(which, *leaves), *cases)
+
+
+@quax.register(lax.copy_p)
+def _copy(w: AbstractArrayValue) -> Moved:
+    return jtu.tree_map(jnp.copy, w)
+
+
+@quax.register(_compat.stop_gradient_p)
+def _stop_gradient(w: AbstractArrayValue) -> Moved:
+    return jtu.tree_map(lax.stop_gradient, w)
+
+
+@quax.register(lax.optimization_barrier_p)
+def _optimization_barrier(*operands: Value) -> tuple[Value, ...]:
+    return lax.optimization_barrier(operands)
+
+
+@quax.register(_compat.name_p)
+def _name(w: AbstractArrayValue, **params: Any) -> Moved:
+    return jtu.tree_map(lambda leaf: _compat.name_p.bind(leaf, **params), w)

@@ -1,0 +1,111 @@
+"""Mixtures of experts multiply packed experts: `jax.lax.ragged_dot` and forms of einsum."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import eqquant as eqq
+from eqquant._native import library as native
+
+from .helpers import primitives, weights
+
+
+def close(y, expected, tol=1e-4):
+    np.testing.assert_allclose(np.asarray(y), np.asarray(expected), rtol=tol, atol=tol * np.abs(expected).max() + 1e-6)
+
+
+SIZES = {
+    "one token": (1, [0, 1, 0]),
+    "a token each": (3, [1, 1, 1]),
+    "few": (8, [2, 0, 5, 1]),
+    "empty first and last": (64, [0, 10, 30, 4, 0, 0, 20, 0]),
+    "tokens beyond": (64, [3, 0, 10, 7]),
+    "all beyond": (7, [0, 0, 0]),
+    "one has all": (70, [0, 70]),
+    "more than there are": (5, [9, 9]),
+    "many": (700, [300, 0, 399]),
+}
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", SIZES)
+def test_ragged_dot(getkey, name, axis):
+    count, sizes = SIZES[name]
+    w, x = eqq.quantize(weights(getkey(), (len(sizes), 96, 64)), "int8", axis=axis), weights(getkey(), (count, 96))
+    run = eqq.quaxify(lax.ragged_dot)
+    sizes = jnp.array(sizes)
+    with eqq.no_dense():
+        y = jax.jit(run)(x, w, sizes)
+    close(y, lax.ragged_dot(x, w.dequantize(), sizes))
+    loss = lambda f: lambda x, w: jnp.sum(jnp.sin(f(x, w, sizes)))
+    close(jax.grad(loss(run))(x, w), jax.grad(loss(lax.ragged_dot))(x, w.dequantize()))
+    of_weight = eqq.filter_grad(lambda w: loss(run)(x, w))(w)
+    close(of_weight, jax.grad(loss(lax.ragged_dot), 1)(x, w.dequantize()))
+
+
+def test_other_layouts(getkey):
+    """Any axis may be contracted and ragged; a sum over ragged rows is dense."""
+    w, sizes = eqq.quantize(weights(getkey(), (48, 3, 64)), "nf4"), jnp.array([2, 3, 4])
+    numbers = lambda contract, ragged, group: lax.RaggedDotDimensionNumbers((contract, ((), ())), [ragged], group)
+    for shape, dims in (((9, 64), (((1,), (2,)), 0, [1])), ((48, 9, 2), (((0,), (0,)), 1, [1]))):
+        f = lambda x, w: lax.ragged_dot_general(x, w, sizes, numbers(*dims))  # noqa: B023
+        x = weights(getkey(), shape)
+        assert "dequantize" not in primitives(eqq.quaxify(f), x, w)
+        close(eqq.quaxify(f)(x, w), f(x, w.dequantize()))
+    x, w = weights(getkey(), (9, 8)), eqq.quantize(weights(getkey(), (9, 64)), "nf4")
+    f = lambda x, w: lax.ragged_dot_general(x, w, sizes, numbers(((0,), (0,)), 0, []))
+    close(eqq.quaxify(f)(x, w), f(x, w.dequantize()))
+
+
+def test_dtypes(getkey):
+    x, w = weights(getkey(), (6, 64), jnp.bfloat16), eqq.quantize(weights(getkey(), (2, 64, 32), jnp.bfloat16), "int8")
+    for preferred in (None, jnp.float32):
+        f = lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 3]), preferred_element_type=preferred)  # noqa: B023
+        y, expected = eqq.quaxify(f)(x, w), f(x, w.dequantize())
+        assert y.dtype == expected.dtype
+        close(y.astype(jnp.float32), expected.astype(jnp.float32), tol=2e-2)
+
+
+@pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
+def test_native_kernels_copy_no_expert(getkey):
+    w, x = eqq.quantize(weights(getkey(), (8, 512, 512)), "nf4"), weights(getkey(), (64, 512))
+    f = eqq.quaxify(lambda x, w: lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), jnp.full(8, 8)))
+    program = jax.jit(f).lower(x, w).compile()
+    assert program.memory_analysis().temp_size_in_bytes < w.nbytes
+    assert not re.search(r"u8\[\d+,512,256\]\S* (gather|copy|dynamic-slice)", program.as_text())
+
+
+def test_pointwise_convolutions(getkey):
+    """Convolutions with windows of one are products; others are dense, and right."""
+    layouts = {
+        "channels first": ((24, 16, 1, 1), (1, 2, 3), ("NCHW", "OIHW", "NCHW"), (2, 16, 9, 7)),
+        "channels last": ((1, 1, 16, 24), (0, 1, 2), ("NHWC", "HWIO", "NHWC"), (2, 9, 7, 16)),
+        "across blocks": ((1, 1, 16, 24), -1, ("NHWC", "HWIO", "NHWC"), (2, 9, 7, 16)),
+        "one axis": ((24, 16, 1), -2, ("NCH", "OIH", "NCH"), (2, 16, 9)),
+    }
+    for shape, axis, numbers, x_shape in layouts.values():
+        w, x = eqq.quantize(weights(getkey(), shape), "int8", axis=axis), weights(getkey(), x_shape)
+        for stride in (1, 2):
+            strides = (stride,) * (len(shape) - 2)
+            f = lambda x, w: lax.conv_general_dilated(x, w, strides, "VALID", dimension_numbers=numbers)  # noqa: B023
+            names = primitives(eqq.quaxify(f), x, w)
+            assert "quantized_matmul" in names and "conv_general_dilated" not in names
+            close(jax.jit(eqq.quaxify(f))(x, w), f(x, w.dequantize()))
+
+
+def test_other_convolutions_are_dense(getkey):
+    w, x = eqq.quantize(weights(getkey(), (16, 4, 1, 1)), "int8"), weights(getkey(), (2, 16, 9, 7))
+    depthwise = eqq.quantize(weights(getkey(), (16, 1, 3, 3)), "int8", axis=(-3, -2, -1))
+    pointwise = eqq.quantize(weights(getkey(), (8, 16, 1, 1)), "int8", axis=(-3, -2, -1))
+    for w, options in (
+        (w, {"feature_group_count": 4}),
+        (depthwise, {"feature_group_count": 16}),
+        (pointwise, {"padding": ((1, 1), (0, 2))}),
+        (pointwise, {"padding": ((0, 0), (0, 0)), "lhs_dilation": (2, 1)}),
+    ):
+        f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), **{"padding": "VALID", **options})  # noqa: B023
+        close(eqq.quaxify(f)(x, w), f(x, w.dequantize()))

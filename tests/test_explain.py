@@ -1,0 +1,127 @@
+"""`eqq.explain`: how a call uses each weight."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+
+import eqquant as eqq
+
+from .helpers import FORMATS
+
+
+class Net(eqx.Module):
+    embedding: eqx.nn.Embedding
+    position: jax.Array
+    mlp: eqx.nn.MLP
+    mix: jax.Array
+    unused: jax.Array
+    decay: jax.Array
+
+    def __call__(self, ids):
+        x = jax.vmap(self.embedding)(ids) + self.position
+        x = jax.vmap(self.mlp)(x)
+        x = jnp.einsum("td,od->to", x, self.mix)
+        return x * jnp.exp(self.decay)
+
+
+def net():
+    normal = lambda *shape: jr.normal(jr.key(0), shape)
+    mlp = eqx.nn.MLP(64, 64, 64, 1, key=jr.key(1))
+    return Net(
+        eqx.nn.Embedding(99, 64, key=jr.key(2)), normal(8, 64), mlp, normal(64, 64), normal(64, 64), normal(8, 64)
+    )
+
+
+IDS = jnp.arange(8)
+EVERYTHING = {"*": "nf4"}
+
+
+def roles(explanation):
+    return {weight.path: weight.roles for weight in explanation.weights}
+
+
+def test_floats():
+    found = roles(eqq.explain(net(), IDS))
+    assert found == {
+        "embedding.weight": ("looked up",),
+        "position": ("added",),
+        "mlp.layers.0.weight": ("multiplied",),
+        "mlp.layers.1.weight": ("multiplied",),
+        "mix": ("multiplied",),
+        "unused": (),
+        "decay": ("used by exp",),
+    }
+
+
+def quantized():
+    leaves = ("embedding.weight", "position", "mlp.layers.0.weight", "mlp.layers.1.weight", "mix", "unused", "decay")
+    return eqq.quantize_tree(net(), {**dict.fromkeys(leaves, "nf4"), "*": None})
+
+
+def test_packed_decoded_and_looked_up():
+    model = quantized()
+    explanation = eqq.explain(model, IDS)
+    found = {weight.path: weight for weight in explanation.weights}
+    assert [weight.path for weight in explanation.decoded] == ["position", "mix", "decay"]
+    assert found["embedding.weight"].roles == ("looked up",)
+    assert found["mlp.layers.0.weight"].roles == ("packed",) and len(found["mlp.layers.0.weight"].implementations) == 1
+    mix = found["mix"]
+    assert mix.roles == ("decoded", "multiplied") and mix.decoded_nbytes == 64 * 64 * 4 and "quaxify" in mix.remedy
+    assert mix.nbytes == model.mix.nbytes and mix.format == repr(model.mix.format)
+    line = f"test_explain.py:{Net.__call__.__code__.co_firstlineno + 3} (dot_general)"
+    assert len(mix.lines) == 1 and mix.lines[0].endswith(line)
+    assert "'decay': None" in found["decay"].remedy and found["unused"].roles == ()
+
+
+def test_quaxify_keeps_products_packed():
+    model = quantized()
+    explanation = eqq.explain(eqq.quaxify(lambda model, ids: model(ids)), model, IDS)
+    assert roles(explanation)["mix"] == ("packed",)
+
+
+def test_inside_of_loops_and_branches():
+    stack = eqq.quantize(jr.normal(jr.key(0), (3, 64, 64)), "int8")
+    loop = lambda w, x: jax.lax.scan(lambda x, w: (w @ x, None), x, w)[0]
+    assert eqq.explain(loop, stack, jnp.ones(64)).weights[0].roles == ("packed",)
+    branch = lambda w, x: jax.lax.cond(x[0] > 0, lambda: w[0] @ x, lambda: w[1] @ x)
+    decodes = eqq.explain(branch, stack, jnp.ones(64)).weights[0]
+    assert decodes.roles == ("decoded", "multiplied")  # `w[0]` is a dense array
+    dense = lambda w, x: jax.lax.cond(x[0] > 0, lambda: jnp.sum(w) * x, lambda: x)
+    assert eqq.explain(dense, stack, jnp.ones(64)).decoded
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format(format):
+    w = eqq.quantize(jr.normal(jr.key(0), (8, 512)), FORMATS[format].format)
+    rows = eqq.explain(lambda w, x: w @ x, w, jnp.ones(512)).weights[0]
+    assert rows.roles == ("packed",) and not rows.remedy
+    dense = eqq.explain(lambda w, x: jnp.einsum("oi,i->o", w, x), w, jnp.ones(512)).weights[0]
+    assert dense.roles == ("decoded", "multiplied") and dense.decoded_nbytes == 8 * 512 * 4
+    looked_up = eqq.explain(lambda w, n: w[n] * 2, w, jnp.asarray(3)).weights[0]
+    assert looked_up.roles == ("looked up",)
+
+
+def test_names_tell_the_argument():
+    model = eqx.nn.Linear(4, 4, key=jr.key(0))
+    two = eqq.explain(lambda a, b, x: a(b(x)), model, model, jnp.ones(4))
+    assert [weight.path for weight in two.weights] == ["args[0].weight", "args[1].weight"]
+    by_name = eqq.explain(lambda x, *, model: model(x), jnp.ones(4), model=model)
+    assert roles(by_name) == {"weight": ("multiplied",)}
+
+
+def test_shapes_are_enough_and_reports_print():
+    model = quantized()
+    explanation = eqq.explain(model, jax.ShapeDtypeStruct((8,), jnp.int32))
+    assert "quaxify" in str(explanation)
+    assert json.loads(explanation.to_json())["weights"][0]["path"] == "embedding.weight"
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="needs a model with weights.*Pass the model"):
+        eqq.explain(lambda x: x, jnp.ones((4, 4)))
+    with pytest.raises(ValueError, match="contract|equal length"):
+        eqq.explain(eqq.quantize_tree(eqx.nn.Linear(64, 64, key=jr.key(0)), "int8"), jnp.ones(63))

@@ -1,0 +1,107 @@
+"""`jax.export` of functions with our arrays: written by one process, read by another."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant._export import _deserialize
+from eqquant._matmul.selected import SelectedArray
+
+from .helpers import FORMATS, weights
+
+
+pytest.importorskip("flatbuffers")  # what JAX serializes with
+
+W = weights(jax.random.key(0), (128, 64))
+X = weights(jax.random.key(1), (5, 64))
+
+
+def arrays():
+    """One of each class, and of each kind of field."""
+    q = eqq.quantize(W, "int8")
+    return {
+        "quantized": eqq.quantize(W, "nf4"),
+        "nested": eqq.quantize(W, eqq.NF4(double_quant=True)),
+        "offsets": eqq.quantize(W, "q4_k"),
+        "zero points": eqq.quantize(W, eqq.Int4(32, symmetric=False, scale_dtype="bfloat16")),
+        "codebook": eqq.quantize(W, eqq.Codebook([-1, -0.1, 0, 0.3])),
+        "selected": eqq.select(eqq.quantize(jnp.stack([W, -W]), "nf4"), 1),
+        "activations": eqq.ActivationQuantizedArray(q, "int8"),
+        "static activations": eqq.ActivationQuantizedArray(q, "int8", 0.02),
+        "simulated": eqq.quantize_tree({"w": W}, "int4", simulate=True, method=eqq.MSE())["w"],
+        "learned scales": eqq.quantize_tree({"w": W}, "int4", simulate=True, learn_scales=True)["w"],
+        "low precision": eqq.LowPrecisionArray(W, "fp8", eqq.FP8("e5m2")),
+        "factors": eqq.loraify({"w": q}, 4, key=jax.random.key(2))["w"],
+        "rotated": eqq.quantize_tree(eqq.rotate({"w": W}), "int8")["w"],
+        "scaled": eqq.ScaledArray(q, scale=jnp.arange(1.0, 65.0)),
+        "permuted": eqq.PermutedArray(q, order=jnp.arange(64, dtype=jnp.uint32)[::-1]),
+    }
+
+
+READER = """
+import pickle, sys
+import jax, jax.export, jax.numpy as jnp, numpy as np
+sys.path.insert(0, {root!r})
+from tests.test_export import X, arrays
+written = pickle.loads(open({path!r}, "rb").read())
+for name, array in arrays().items():
+    exported = jax.export.deserialize(bytearray(written[name]))
+    assert exported.in_tree == jax.tree.structure(((array, X), {{}})), name
+    np.testing.assert_array_equal(exported.call(array, X), jax.jit(lambda w, x: x @ w.T)(array, X), name)
+print("read", len(written))
+"""
+
+
+def serialized(array):
+    return jax.export.export(jax.jit(lambda w, x: x @ w.T))(array, X).serialize()
+
+
+@pytest.mark.long
+def test_another_process_reads_every_class(tmp_path):
+    import pickle
+
+    found = arrays()
+    classes = {cls for x in found.values() for cls in type(x).__mro__ if cls.__name__.endswith("Array")}
+    assert {eqq.QuantizedArray, SelectedArray, eqq.LoraArray, eqq.PermutedArray, eqq.SimulatedArray} <= classes
+    path = tmp_path / "written"
+    path.write_bytes(pickle.dumps({name: bytes(serialized(array)) for name, array in found.items()}))
+    program = READER.format(root=str(Path(__file__).parents[1]), path=str(path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == f"read {len(found)}", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format(name):
+    q = eqq.quantize(W, FORMATS[name].format)
+    exported = jax.export.deserialize(jax.export.export(jax.jit(lambda q: (q, q.dequantize())))(q).serialize())
+    again, dense = exported.call(q)
+    assert jax.tree.structure(again) == jax.tree.structure(q) and repr(again.format) == repr(q.format)
+    np.testing.assert_array_equal(dense, q.dequantize())
+
+
+def test_what_cannot_be_serialized():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    q = dataclasses.replace(eqq.quantize(W, "nf4"), logical_sharding=sharding)
+    with pytest.raises(TypeError, match=r"`logical_sharding` of QuantizedArray must be .*Got a NamedSharding"):
+        serialized(q)
+    serialized(dataclasses.replace(q, logical_sharding=None))
+    serialized(dataclasses.replace(q, logical_sharding=jax.sharding.PartitionSpec(None, ("x", "y"))))
+
+
+def test_other_versions_are_refused():
+    good = {"version": 1, "fields": {"block_size": 64, "double_quant": False, "scale_dtype": "float32"}}
+    assert _deserialize(eqq.NF4, json.dumps(good).encode()) == good["fields"]
+    with pytest.raises(ValueError, match="serialized NF4 must be of version 1. Got 2"):
+        _deserialize(eqq.NF4, json.dumps({**good, "version": 2}).encode())
+    with pytest.raises(ValueError, match="must have the static fields"):
+        _deserialize(eqq.NF4, json.dumps({"version": 1, "fields": {"block_size": 64}}).encode())

@@ -1,0 +1,231 @@
+"""Weights of a traced program, followed to their products: every way to write a product gives the same statistics."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax import lax
+
+import eqquant as eqq
+from eqquant.calibrate import collect_stats
+
+
+def normal(*shape, seed=0):
+    return jr.normal(jr.key(seed), shape)
+
+
+def gram(rows):
+    rows = np.asarray(rows, np.float64).reshape(-1, rows.shape[-1])
+    return rows.T @ rows / len(rows)
+
+
+def close(got, wanted):
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+
+
+X = normal(7, 12, seed=1)
+
+
+def _joined(w, x):
+    both = jnp.concatenate([w, w * 2], axis=0)
+    return jnp.split(x @ both.T, 2, axis=-1)[0]
+
+
+def _pieces(w, x):
+    q, k = jnp.split(w, 2, axis=0)
+    return x @ q.T, x @ k.T
+
+
+def _loop(w, x):
+    return lax.fori_loop(0, 1, lambda _, y: y + jnp.einsum("bi,oi->bo", x, w), jnp.zeros((7, 8)))
+
+
+# Each multiplies w(8, 12) by the rows of x(7, 12).
+WAYS = {
+    "matmul": lambda w, x: jnp.matmul(x, w.T),
+    "einsum": lambda w, x: jnp.einsum("oi,bi->bo", w, x),
+    "dot": lambda w, x: jnp.dot(x, w.T),
+    "tensordot": lambda w, x: jnp.tensordot(x, w, axes=((1,), (1,))),
+    "dot_general": lambda w, x: lax.dot_general(w, x, (((1,), (1,)), ((), ()))),
+    "heads": lambda w, x: jnp.einsum("hdi,bi->bhd", w.reshape(2, 4, 12), x),
+    "heads as a batch": lambda w, x: jnp.einsum("hdi,hbi->hbd", w.reshape(2, 4, 12), jnp.stack([x, x])),
+    "inputs in two axes": lambda w, x: jnp.einsum("oij,bij->bo", w.reshape(8, 3, 4), x.reshape(7, 3, 4)),
+    "inputs in another order": lambda w, x: jnp.einsum(
+        "oij,bji->bo", w.reshape(8, 3, 4), x.reshape(7, 3, 4).swapaxes(1, 2)
+    ),
+    "reversed": lambda w, x: x[:, ::-1] @ w[:, ::-1].T,
+    "padded axes": lambda w, x: x @ w[None, :, None].squeeze((0, 2)).T,
+    "broadcast": lambda w, x: jnp.matmul(jnp.broadcast_to(w, (7, 8, 12)), x[..., None])[..., 0],
+    "pieces": _pieces,
+    "joined": _joined,
+    "split of inputs": lambda w, x: jnp.einsum("oi,bi->bo", jnp.flip(w, 0), x),
+    "mask": lambda w, x: x @ jnp.where(jnp.tril(jnp.ones((8, 12))) > 0, w, 0).T,
+    "factor": lambda w, x: jnp.einsum("oi,bi->bo", w * 0.5 / 3, x),
+    "cast": lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16).T).astype(jnp.float32),
+    "weight norm": lambda w, x: x @ (w / jnp.linalg.norm(w, axis=-1, keepdims=True)).T,
+    "stop_gradient": lambda w, x: x @ lax.stop_gradient(w).T,
+    "checkpoint": lambda w, x: jax.checkpoint(lambda w, x: jnp.einsum("oi,bi->bo", w, x))(w, x),
+    "jit": lambda w, x: jax.jit(lambda w, x: jnp.einsum("oi,bi->bo", w, x))(w, x),
+    "vmap": lambda w, x: jax.vmap(lambda x: jnp.einsum("oi,i->o", w, x))(x),
+    "vmap over rows of the weight": lambda w, x: jax.vmap(lambda row: x @ row)(w),
+    "cond": lambda w, x: lax.cond(x[0, 0] > 1e3, lambda: x @ w.T + 1, lambda: jnp.einsum("oi,bi->bo", w, x)),
+    "scan": lambda w, x: lax.scan(lambda c, row: (c, jnp.einsum("oi,i->o", w, row)), 0.0, x)[1],
+    "while": _loop,
+    "convolution": lambda w, x: lax.conv_general_dilated(x[:, :, None], w[:, :, None], (1,), "VALID"),
+    "ragged_dot": lambda w, x: lax.ragged_dot(x, w.T[None], jnp.asarray([7])),
+    "custom_jvp": lambda w, x: jax.nn.relu(jax.nn.relu(x @ w.T)) - 0,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_products_however_they_are_written(way):
+    stats = collect_stats({"w": normal(8, 12)}, [X], apply=lambda m, x: WAYS[way](m["w"], x), gram=True)["w"]
+    assert stats.axis == -1, stats.note
+    tolerant = X.astype(jnp.float16) if way == "cast" else X
+    close(stats.gram, gram(tolerant))
+    # The norm of a weight is another use of it.
+    assert ("not seen" in stats.note) == (way == "weight norm")
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("convolution", "cast")])
+def test_outputs_are_those_of_the_model(way):
+    seen = []
+
+    def apply(m, x):
+        y = WAYS[way](m["w"], x)
+        jax.debug.callback(lambda y: seen.append(jax.tree.map(np.asarray, y)), y)
+        return y
+
+    collect_stats({"w": normal(8, 12)}, [X], apply=apply)
+    jax.effects_barrier()
+    jax.tree.map(close, seen[-1], jax.tree.map(np.asarray, WAYS[way](normal(8, 12), X)))
+
+
+def test_axes_of_inputs_are_those_of_the_product():
+    # (embed, heads, size), (heads, size, embed) and (heads, embed, size) as libraries with named axes store them.
+    model = {"q": normal(12, 2, 3), "o": normal(2, 3, 12), "each": normal(2, 12, 5)}
+
+    def apply(m, x):
+        heads = jnp.einsum("be,ehd->bhd", x, m["q"])
+        return jnp.einsum("bhd,hde->be", heads, m["o"]), jnp.einsum("hbe,hed->hbd", jnp.stack([x, 2 * x]), m["each"])
+
+    stats = collect_stats(model, [X], apply=apply, gram=True)
+    heads = jnp.einsum("be,ehd->bhd", X, model["q"])
+    assert (stats["q"].axis, stats["o"].axis, stats["each"].axis) == (-3, (-3, -2), -2)
+    close(stats["q"].gram, gram(X))
+    close(stats["o"].gram, gram(heads.reshape(7, 6)))
+    assert stats["each"].rows.tolist() == [7, 7]
+    close(stats["each"].gram, np.stack([gram(X), 4 * gram(X)]))
+    for name, w in model.items():
+        leaf = stats[name]
+        q = eqq.quantize(w, eqq.Int4(block_size=None), axis=leaf.axis, method=eqq.GPTQ(leaf))
+        plain = eqq.quantize(w, eqq.Int4(block_size=None), axis=leaf.axis)
+        assert jnp.abs(q.dequantize() - w).max() < 1 and q.format == plain.format
+
+
+def test_layers_by_number():
+    stack = normal(4, 12, 12) / 4
+
+    def loop(w, x):
+        return lax.fori_loop(1, 4, lambda n, x: jnp.tanh(jnp.einsum("bi,oi->bo", x, w[n])), x)
+
+    def scan(w, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w.T), None), x, w[1:])[0]
+
+    def unrolled(w, x):
+        for n in range(1, 4):
+            x = jnp.tanh(jnp.matmul(x, w[n].T))
+        return x
+
+    wanted, x = [np.zeros((12, 12))], X
+    for n in range(1, 4):
+        wanted.append(gram(x))
+        x = jnp.tanh(x @ stack[n].T)
+    for apply in (loop, scan, unrolled):
+        leaf = collect_stats(stack, [X], apply=apply, gram=True)["the array"]
+        assert leaf.rows.tolist() == [0, 7, 7, 7]
+        close(leaf.gram, np.stack(wanted))
+
+
+def test_experts_see_the_tokens_that_reach_them():
+    experts, chosen = normal(3, 5, 12), jnp.asarray([2, 0, 2, 2, 0, 0, 0])
+    order = jnp.argsort(chosen)
+    reached = [gram(X[chosen == n]) if n != 1 else np.zeros((12, 12)) for n in range(3)]
+
+    def ragged(w, x):
+        return lax.ragged_dot(x[order], w.mT, jnp.bincount(chosen, length=3))
+
+    def gathered(w, x):
+        return jax.vmap(lambda w, x: w @ x)(w[chosen], x)
+
+    def selected(w, x):
+        return jax.vmap(lambda n, x: eqq.select(w, n) @ x)(chosen, x)
+
+    for apply in (ragged, gathered, selected):
+        leaf = collect_stats(experts, [X], apply=apply, gram=True)["the array"]
+        assert leaf.rows.tolist() == [4, 0, 3] and "1 of 3 layers were not reached" in leaf.note
+        close(leaf.gram, np.stack(reached))
+        close(leaf.min[2], np.asarray(X[chosen == 2]).min(axis=0))
+        q = eqq.quantize(experts, "int4", method=eqq.GPTQ(leaf))
+        assert jnp.isfinite(q.dequantize()).all()
+
+
+def test_every_expert_for_every_token():
+    leaf = collect_stats(
+        normal(3, 12, 5), [X], apply=lambda w, x: jnp.einsum("te,eio,ti->to", jnp.ones((7, 3)), w, x), gram=True
+    )["the array"]
+    assert leaf.axis == -2
+    close(leaf.gram[0] if leaf.gram.ndim > 2 else leaf.gram, gram(X))
+
+
+def test_convolutions_of_every_kind():
+    x = normal(3, 4, 9, seed=2)
+    layers = {
+        "plain": eqx.nn.Conv1d(4, 6, 3, key=jr.key(0)),
+        "grouped": eqx.nn.Conv1d(4, 6, 3, groups=2, key=jr.key(0)),
+        "depthwise": eqx.nn.Conv1d(4, 8, 3, groups=4, stride=2, padding=1, key=jr.key(0)),
+        "one": eqx.nn.Conv1d(4, 6, 1, key=jr.key(0)),
+        "transposed": eqx.nn.ConvTranspose1d(4, 6, 3, stride=2, key=jr.key(0)),
+    }
+    for name, layer in layers.items():
+        leaf = collect_stats(layer, [x], gram=True)["weight"]
+        assert leaf.axis == (-2, -1) and leaf.gram.shape == (np.prod(layer.weight.shape[1:]),) * 2, name
+        # The squares of the outputs of a kernel are those that its Gram matrix tells, if one group is alone.
+        if getattr(layer, "groups", 1) == 1:
+            plain = eqx.tree_at(lambda c: c.bias, layer, jnp.zeros_like(layer.bias))
+            y = np.moveaxis(np.asarray(jax.vmap(plain)(x), np.float64), 1, 0).reshape(6, -1)
+            w = np.asarray(layer.weight, np.float64).reshape(6, -1)
+            close(np.einsum("oi,ij,oj->o", w, leaf.gram, w), np.square(y).mean(axis=1))
+
+
+def test_inputs_of_a_part_of_the_features():
+    def apply(w, x):
+        return x[:, :4] @ w[:, :4].T + x[:, 4:] @ w[:, 4:].T
+
+    leaf = collect_stats(normal(8, 12), [X], apply=apply, gram=True)["the array"]
+    wanted = gram(X) / 2  # each of the two products counts as rows
+    wanted[:4, 4:] = wanted[4:, :4] = 0
+    close(leaf.gram, wanted)
+
+
+def test_models_in_one_line():
+    # A library that writes einsum, without a word of `quaxify`: statistics for every method.
+    class Net(eqx.Module):
+        w1: jax.Array
+        w2: jax.Array
+
+        def __call__(self, x):
+            return jnp.einsum("i,io->o", jax.nn.gelu(jnp.einsum("i,oi->o", x, self.w1)), self.w2)
+
+    x = normal(64, 16, seed=3) @ jnp.tril(jnp.ones((16, 16)))  # correlated
+    model = Net(normal(32, 16), normal(32, 8))
+    stats = collect_stats(model, [x], gram=True)
+    assert {path: leaf.axis for path, leaf in stats.items()} == {"w1": -1, "w2": -2}
+    wanted = jax.vmap(model)(x)
+    error = lambda q: float(jnp.linalg.norm(jax.vmap(eqq.dequantize_tree(q))(x) - wanted))
+    plain, gptq = (eqq.quantize_tree(model, {"w1": "int3", "*": None}, method=m) for m in (None, eqq.GPTQ(stats)))
+    assert error(gptq) < 0.8 * error(plain)
+    one_by_one = eqq.quantize_sequentially(model, [x], {"w1": "int3", "*": None}, eqq.GPTQ())
+    assert error(one_by_one) < 0.8 * error(plain)

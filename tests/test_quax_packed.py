@@ -1,0 +1,148 @@
+"""What stays packed under `quaxify`: a table of operations of JAX and of classes of arrays."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import eqquant as eqq
+
+from .helpers import primitives, weights
+
+
+def nf4(w):
+    return eqq.quantize(w, "nf4")
+
+
+def scaled(w):
+    scale = 1 + jr.uniform(jr.key(7), (w.shape[0], w.shape[-1]))
+    return eqq.ScaledArray(nf4(w / scale[:, None]), scale)
+
+
+def permuted(w):
+    order = jr.permutation(jr.key(7), w.shape[-1]).astype(jnp.uint32)
+    stack = jnp.broadcast_to(order, (w.shape[0], w.shape[-1]))
+    return eqq.PermutedArray(nf4(w[..., order]), stack)
+
+
+def with_factors(w):
+    b, a = jr.normal(jr.key(7), (4, w.shape[1], 2)), jr.normal(jr.key(8), (4, 2, w.shape[2]))
+    return eqq.LoraArray(nf4(w), a, b, alpha=1.0, in_ndim=1)
+
+
+# Stacks of matrices `(4, 48, 64)`.
+ARRAYS = {
+    "nf4": nf4,
+    "double quantization": lambda w: eqq.quantize(w, eqq.NF4(double_quant=True)),
+    "zero points": lambda w: eqq.quantize(w, eqq.Int4(symmetric=False)),
+    "offsets": lambda w: eqq.quantize(w, "q4_1"),
+    "rows": lambda w: eqq.quantize(w, "int8"),
+    "tensor": lambda w: eqq.quantize(w, eqq.Int8("tensor")),
+    "microscaling": lambda w: eqq.quantize(w, "mxfp4"),
+    "columns": lambda w: eqq.quantize(w, eqq.NF4(16), axis=-2),
+    "scaled": scaled,
+    "rotated": lambda w: dataclass_with(eqq.RotatedArray.of(w), nf4),
+    "permuted": permuted,
+    "factors": with_factors,
+    "simulated": lambda w: eqq.SimulatedArray(w, eqq.NF4(), -1, w.dtype),
+    "activations": lambda w: eqq.ActivationQuantizedArray(nf4(w), "int8"),
+    "static activations": lambda w: eqq.ActivationQuantizedArray(nf4(w), "int8", 0.04),
+    "static by layer": lambda w: eqq.ActivationQuantizedArray(nf4(w), "int8", jnp.linspace(0.03, 0.04, 4)),
+}
+
+
+def dataclass_with(w, quantize):
+    return eqx.tree_at(lambda w: w.array, w, quantize(w.array))
+
+
+def product(w, x):
+    return jnp.einsum("bi,oi->bo", x, w)
+
+
+def in_loop(w, x):
+    return lax.fori_loop(0, 2, lambda _, y: jnp.tanh(product(w[0], x)) + y, jnp.zeros((2, 48)))
+
+
+# Functions of a stack and of `x`, `(2, 64)`, whose every product can be packed.
+PROGRAMS = {
+    "times one": lambda w, x: product(w[0] * 1, x),
+    "times a scalar": lambda w, x: product(2.5 * w[1], x),
+    "times a traced scalar": lambda w, x: product(w[1] * x[0, 0], x),
+    "divided": lambda w, x: product(w[1] / (x[0, 0] + 9), x),
+    "negated": lambda w, x: product(-(-w[1] / 2), x),
+    "split": lambda w, x: product(jnp.split(w[1], 3)[1], x),
+    "slice": lambda w, x: product(w[1, 8:40:2], x),
+    "dynamic slice": lambda w, x: product(lax.dynamic_slice_in_dim(w[1], 7, 20), x),
+    "reversed": lambda w, x: product(w[1][::-1], x),
+    "concatenated": lambda w, x: jnp.concatenate([product(part, x) for part in (w[1], w[2])]),
+    "stop_gradient": lambda w, x: product(lax.stop_gradient(w[1]), x),
+    "checkpoint": lambda w, x: jax.checkpoint(product)(w[1], x),
+    "checkpoint with a policy": lambda w, x: jax.checkpoint(
+        product, policy=jax.checkpoint_policies.everything_saveable, prevent_cse=False
+    )(w[1], x),
+    "name": lambda w, x: product(checkpoint_name(w[1], "w"), x),
+    "jit": lambda w, x: jax.jit(product)(w[1], x),
+    "take": lambda w, x: product(jnp.take(w, 2, axis=0), x),
+    "take several": lambda w, x: jnp.einsum("bi,loi->lbo", x, jnp.take(w, jnp.array([2, 0]), axis=0)),
+    "index": lambda w, x: product(w[x[0].argmax() % 4], x),
+    "index by vmap": lambda w, x: jax.vmap(lambda n, x: w[n] @ x)(jnp.array([3, 1]), x),
+    "stack": lambda w, x: jnp.einsum("bi,loi->lbo", x, jnp.stack([w[1], w[3]])),
+    "broadcast": lambda w, x: jnp.einsum("bi,boi->bo", x, jnp.broadcast_to(w[1], (2, *w.shape[1:]))),
+    "expand and squeeze": lambda w, x: product(jnp.squeeze(w[1][None, None], (0, 1)), x),
+    "unstack": lambda w, x: product(jnp.unstack(w)[2], x),
+    "tile": lambda w, x: product(jnp.tile(w[1], (2, 1)), x),
+    "copy": lambda w, x: product(jnp.copy(w[1]), x),
+    "barrier": lambda w, x: product(*lax.optimization_barrier((w[1], x))),
+    "transposed": lambda w, x: jnp.matmul(x, w[1].T),
+    "swapped": lambda w, x: jnp.einsum("bi,lio->lbo", x, jnp.swapaxes(w, 1, 2)),
+    "select": lambda w, x: product(lax.select_n(x[0, 0] > 0, w[1], w[2]), x),
+    "where": lambda w, x: product(jnp.where(x[0, 0] > 0, w[1], w[1]), x),
+    "scan": lambda w, x: lax.scan(lambda y, w: (y + product(w, x), None), jnp.zeros((2, 48)), w)[0],
+    "loop": in_loop,
+    "cond": lambda w, x: lax.cond(x[0, 0] > 0, lambda: product(w[1], x), lambda: product(w[2], x)),
+    "vmap": lambda w, x: jax.vmap(product, (0, None))(w, x),
+    "ragged_dot": lambda w, x: lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), jnp.array([1, 0, 1, 0])),
+    "experts": lambda w, x: jnp.einsum("te,eoi,ti->to", jnp.tanh(x[:, :4]), w, x),
+    "all experts": lambda w, x: jnp.einsum("ti,eoi->teo", x, w),
+    "experts of tokens": lambda w, x: jnp.einsum("eti,eoi->eto", jnp.stack([x] * 4), w),
+}
+# Not packed, because the values of an array would no longer be exact, or its class has no form for it.
+DENSE = {("columns", name) for name in ("split", "slice", "dynamic slice", "reversed", "tile")}
+DENSE |= {("static activations", "tile")}  # the copies would need a scale each
+# `lax.scan` takes the first axis of every leaf, and a scale for all layers has none.
+IMPOSSIBLE = {("static activations", "scan")}
+
+
+@pytest.fixture
+def arguments(getkey):
+    return weights(getkey(), (4, 48, 64)), jr.normal(getkey(), (2, 64))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("array", ARRAYS)
+def test_packed(arguments, name, array):
+    if (array, name) in IMPOSSIBLE:
+        pytest.skip("the leaves have no axis in common")
+    w, x = ARRAYS[array](arguments[0]), arguments[1]
+    program = PROGRAMS[name]
+    run = eqq.quaxify(program)
+    if (array, name) not in DENSE:
+        with eqq.no_dense():
+            names = primitives(run, w, x)
+        assert "quantized_matmul" in names and "dequantize" not in names
+    close = ft.partial(np.testing.assert_allclose, **tolerance(array))
+    close(jax.jit(run)(w, x), program(w.dequantize(), x))
+    gradient = lambda f, w: jax.grad(lambda x: jnp.sum(jnp.sin(f(w, x))))(x)
+    if "activations" not in array and "static" not in array:
+        close(gradient(run, w), gradient(program, w.dequantize()))
+
+
+def tolerance(array):
+    rounded = "activations" in array or "static" in array
+    return {"rtol": 1e-3, "atol": 0.5 if rounded else 5e-4}

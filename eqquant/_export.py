@@ -106,4 +106,4 @@ def _from_json(value: Json) -> object:
     if kind == "dtype":
         return jax.numpy.dtype(written)  # pyright: ignore[reportArgumentType]
     items = tuple(_from_json(x) for x in written)  # pyright: ignore
-    return PartitionSpec(*items) if kind == "spec" else items  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return PartitionSpec(*items) if kind == "spec" else items  # pyright: ignore

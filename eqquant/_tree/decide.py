@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import jax
-import numpy as np
 from jaxtyping import Array
 
 from .._array.array import is_quantized
@@ -207,13 +205,6 @@ def decide_activations(
         )
     _check_products([d for d in decisions if d.axes])
     return decisions
-
-
-def shape_of(x: DenseArray) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array, and the dtype that it has in JAX."""
-    # As `as_jax_array` converts it.
-    dtype = np.dtype(np.float64) if x.dtype == np.longdouble else x.dtype
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:

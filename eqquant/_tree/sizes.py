@@ -4,6 +4,7 @@ import functools as ft
 import math
 
 import jax
+import numpy as np
 from jaxtyping import DTypeLike
 
 from .._array.array import QuantizedArray
@@ -18,7 +19,9 @@ _FEWEST = 8
 
 def shape_of(x: DenseArray) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array, and the dtype that it has in JAX."""
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+    # As `as_jax_array` converts it.
+    dtype = np.dtype(np.float64) if x.dtype == np.longdouble else x.dtype
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(dtype))
 
 
 def dense_nbytes(x: DenseArray) -> int:

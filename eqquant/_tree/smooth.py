@@ -351,7 +351,7 @@ def _choose_factors(method: AbstractSmoothing, weights: Weights, consumers: Sequ
         for n, leaf in zip(consumers, leaves, strict=True)
     ]
     for leaf, other in zip(leaves, stats, strict=True):
-        if not np.allclose(other.second_moment, stats[0].second_moment, rtol=1e-3, atol=1e-12):
+        if not np.allclose(other.second_moment, stats[0].second_moment, rtol=1e-3, atol=1e-12):  # pyright: ignore[reportArgumentType]
             raise ValueError(
                 f"The weights of a pair must be multiplied by the same inputs. Got others for {leaf.path} than "
                 f"for {leaves[0].path}. Give each its own pair, or none."

@@ -115,8 +115,9 @@ def test_convolution_has_all_its_inputs_as_one(getkey):
 
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1)])
 def test_input_axes_do_not_depend_on_the_quantized_one(axis, getkey):
-    conv = eqq.quantize_tree(eqx.nn.Conv2d(16, 32, 3, key=getkey()), "int4", axis=axis)
-    linear = eqq.quantize_tree(eqx.nn.Linear(8, 6, key=getkey()), "int4", axis=axis)
+    weight = lambda layer: layer.weight  # named, it is quantized whatever its size
+    conv = eqq.quantize_tree(eqx.nn.Conv2d(16, 32, 3, key=getkey()), "int4", axis=axis, where=weight)
+    linear = eqq.quantize_tree(eqx.nn.Linear(8, 6, key=getkey()), "int4", axis=axis, where=weight)
     for layer, x in ((conv, jnp.ones((16, 5, 5))), (linear, jnp.ones(8))):
         adapted = eqq.loraify(layer, 2, key=getkey())
         assert adapted.weight.b.shape == (layer.weight.shape[0], 2)
@@ -170,14 +171,14 @@ def test_stacked_layers(getkey):
 def test_rank_is_at_most_that_of_the_weight(getkey):
     layers = {
         "classes": eqx.nn.Linear(40, 2, key=getkey()),
-        "inputs": eqx.nn.Linear(3, 40, key=getkey()),
+        "inputs": eqx.nn.Linear(9, 40, key=getkey()),
         "conv": eqx.nn.Conv2d(2, 64, 2, key=getkey()),
         "wide": eqx.nn.Linear(40, 40, key=getkey()),
     }
     for model in (layers, eqq.quantize_tree(layers, "int8")):
         adapted = eqq.loraify(model, 16, alpha=24, key=getkey())
         assert {name: layer.weight.rank for name, layer in adapted.items()} == dict(
-            classes=2, inputs=3, conv=8, wide=16
+            classes=2, inputs=9, conv=8, wide=16
         )
         assert all(layer.weight.scaling == 24 / 16 for layer in adapted.values())
         assert_close(adapted["classes"](jnp.ones(40)), model["classes"](jnp.ones(40)), 1e-6)

@@ -211,7 +211,11 @@ def _slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequen
     steps = params["strides"] or [1] * len(shape)
     bounds = enumerate(zip(params["start_indices"], params["limit_indices"], steps, strict=True))
     chosen = {axis: slice(*b) for axis, b in bounds if b != (0, shape[axis], 1)}
-    taken = views.take(first, {axis: lambda at, part=part: at[part] for axis, part in chosen.items()})
+    # A single row is looked up; a matrix is a layer of a stack, or a part of a weight.
+    is_row = bool(chosen) and sum(n > 1 for n in _compat.result_shape(equation)) < 2
+    if is_row:
+        run.tell(first, "lookup", False, equation)
+    taken = views.take(first, {axis: lambda at, part=part: at[part] for axis, part in chosen.items()}, is_row)
     return _bind(equation, values), [taken]
 
 

@@ -226,7 +226,7 @@ def test_weight_sensitivity_reads_one_array_at_a_time():
 
 def test_stacks_count_as_several_matrices():
     layers = [jr.normal(jr.key(n), (16, 32)) for n in range(4)]
-    stacked = {"stack": jnp.stack(layers), "experts": jnp.stack(layers), "conv1d": jnp.ones((16, 32, 3))}
+    stacked = {"stack": jnp.stack(layers), "experts": jnp.stack(layers), "conv1d": jnp.ones((16, 32, 9))}
     alone = [analysis.weight_sensitivity({"w": w}, "int3").leaves[0].losses[0] for w in layers]
     conv, experts, stack = (leaf.losses[0] for leaf in analysis.weight_sensitivity(stacked, "int3").leaves)
     close(stack, 4 * experts)

@@ -120,6 +120,25 @@ def test_shapes_are_enough_and_reports_print():
     assert json.loads(explanation.to_json())["weights"][0]["path"] == "embedding.weight"
 
 
+def test_rules_follow_from_the_call():
+    class Both(eqx.Module):
+        out_first: jax.Array
+        in_first: jax.Array
+        table: jax.Array
+
+        def __call__(self, x):
+            return jnp.tanh(self.out_first @ x + self.table[0]) @ self.in_first + self.table.sum()
+
+    keys = jr.split(jr.key(0), 3)
+    model = Both(*(jr.normal(k, shape) for k, shape in zip(keys, ((48, 32), (48, 16), (4, 48)), strict=True)))
+    rules = eqq.explain(model, jnp.ones(32)).rules("int8")
+    assert rules == {"out_first": eqq.Use("int8", axis=-1), "in_first": eqq.Use("int8", axis=-2), "table": None}
+    q = eqq.quantize_tree(model, rules)
+    assert (q.out_first.axis, q.in_first.axis, eqq.is_quantized(q.table)) == (-1, -2, False)
+    found = eqq.explain(net(), IDS).rules()
+    assert [path for path, use in found.items() if use is None] == ["position", "unused", "decay"]
+
+
 def test_errors():
     with pytest.raises(ValueError, match="needs a model with weights.*Pass the model"):
         eqq.explain(lambda x: x, jnp.ones((4, 4)))

@@ -15,14 +15,16 @@ from rich.table import Table
 
 from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
+from .._formats.base import AbstractFormat
 from .._matmul.explain import implementation_of
-from .._program.follow import AbstractFollower, Data, Fact, follow, Parameter, Use
+from .._program.follow import AbstractFollower, Data, Fact, follow, Parameter, Use as SeenUse
 from .._program.products import Product
 from .._program.trace import trace
 from .._program.views import whole
 from .._report import Name, Report, report_table, show_bytes
 from .._types import PyTree
 from .leaves import DenseArray, Leaf, named_leaves
+from .use import Use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,31 @@ class CallExplanation(Report):
     def decoded(self) -> tuple[WeightUse, ...]:
         """The quantized weights that the call decodes whole."""
         return tuple(weight for weight in self.weights if "decoded" in weight.roles)
+
+    def rules(self, format: AbstractFormat | str = "nf4") -> dict[str, Use | None]:
+        """Returns rules for [`eqquant.quantize_tree`][], from a call of a float model.
+
+        Weights that the call multiplies or looks up get the format, along the axis of their inputs. All others stay in
+        float: they are added, scaled value by value, exponentiated, or not used.
+
+        !!! Example
+
+            ```python
+            model = eqq.quantize_tree(model, eqq.explain(model, x).rules("nf4"))
+            ```
+
+        **Arguments:**
+
+        - `format`: the format of the weights, or its name.
+
+        **Returns:**
+
+        A dictionary from the path of each weight to an [`eqquant.Use`][], or to `None`. What is no weight matches no
+        rule.
+        """
+        worth = [w for w in self.weights if "multiplied" in w.roles or w.roles == ("looked up",)]
+        uses = {w.path: Use(format, axis=w.axis) for w in worth}
+        return {w.path: uses.get(w.path) for w in self.weights}
 
     def __rich__(self) -> Table:
         table = report_table("weight", "format", "use", "where", "remedy", "size", "decoded", text=5)
@@ -183,16 +210,16 @@ class _Recorder(AbstractFollower):
     """Keeps the uses of each weight, by its number."""
 
     def __init__(self) -> None:
-        self.uses: dict[int, list[Use]] = {}
+        self.uses: dict[int, list[SeenUse]] = {}
         self.inputs: dict[int, tuple[int, ...]] = {}
 
     def multiply(self, product: Product, equation: JaxprEqn) -> Array:
         self.inputs.setdefault(product.view.weight, product.inputs.axes)
         if not product.view.looked_up:
-            self.use(Use(product.view.weight, equation.primitive.name, True, equation))
+            self.use(SeenUse(product.view.weight, equation.primitive.name, True, equation))
         return product.x
 
-    def use(self, use: Use) -> None:
+    def use(self, use: SeenUse) -> None:
         self.uses.setdefault(use.weight, []).append(use)
 
 
@@ -206,7 +233,7 @@ _ROLES = {
 }
 
 
-def _describe(leaf: Leaf, uses: Sequence[Use], inputs: tuple[int, ...] | None) -> WeightUse:
+def _describe(leaf: Leaf, uses: Sequence[SeenUse], inputs: tuple[int, ...] | None) -> WeightUse:
     x, quantized = leaf.value, is_quantized(leaf.value)
     roles = list(dict.fromkeys(_ROLES.get(use.kind, f"used by {use.kind}") for use in uses))
     packed = [implementation_of(use.equation) for use in uses if use.kind == "quantized_matmul"]

@@ -94,7 +94,7 @@ from ._training import (
 )
 from ._training.delayed import delayed_scaling as delayed_scaling, DelayedScalingState as DelayedScalingState
 from ._training.low_precision import low_precision as low_precision
-from ._training.mask import trainable_mask as trainable_mask
+from ._training.mask import train_only as train_only, trainable_mask as trainable_mask
 from ._training.residuals import checkpoint_quantized as checkpoint_quantized, residual_nbytes as residual_nbytes
 from ._training.simulate import finalize as finalize
 from ._tree.explain import CallExplanation as CallExplanation, explain as explain, WeightUse as WeightUse

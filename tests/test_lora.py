@@ -362,3 +362,34 @@ def test_saved(getkey, tmp_path):
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", model)
     again = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", model)
     np.testing.assert_array_equal(np.asarray(again.layers[0].weight), np.asarray(model.layers[0].weight))
+
+
+@pytest.mark.parametrize("library", ["equinox", "eqquant"])
+def test_the_usual_loop_trains_the_factors_alone(library, getkey):
+    """`eqx.filter_value_and_grad` gives biases and norms gradients, which `optax.masked` would add to them."""
+    linear = lambda: eqx.nn.Linear(64, 64, key=getkey())
+    model = eqx.nn.Sequential([linear(), eqx.nn.LayerNorm(64), linear()])
+    model = eqq.loraify(eqq.quantize_tree(model, "nf4"), 4, key=getkey())
+    x, y = jr.normal(getkey(), (16, 64)), jr.normal(getkey(), (16, 64))
+    loss = lambda m: jnp.mean(jnp.square(jax.vmap(m)(x) - y))
+    optim = eqq.train_only(optax.adam(1e-2), eqq.trainable_mask(model))
+    grad, apply = {
+        "equinox": (eqx.filter_value_and_grad, eqx.apply_updates),
+        "eqquant": (eqq.filter_value_and_grad, eqq.apply_updates),
+    }[library]
+
+    @eqx.filter_jit
+    def step(m, state):
+        with jax.numpy_dtype_promotion("standard"):  # Adam needs it
+            value, grads = grad(loss)(m)
+            updates, state = optim.update(grads, state, m)
+        return apply(m, updates), state, value
+
+    trained, state = model, optim.init(eqx.filter(model, eqx.is_inexact_array) if library == "equinox" else model)
+    values = []
+    for _ in range(20):
+        trained, state, value = step(trained, state)
+        values.append(float(value))
+    assert values[-1] < 0.9 * values[0]
+    frozen = lambda m: eqx.partition(m, eqq.trainable_mask(m))[1]
+    assert eqx.tree_equal(frozen(trained), frozen(model))

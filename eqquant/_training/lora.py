@@ -74,7 +74,7 @@ def loraify(
         ```python
         model = eqq.quantize_tree(model, eqq.NF4(double_quant=True))
         model = eqq.loraify(model, rank=8, key=key)
-        optim = optax.masked(optax.adamw(1e-3), eqq.trainable_mask(model))
+        optim = eqq.train_only(optax.adamw(1e-3), eqq.trainable_mask(model))
         state = optim.init(model)
         loss, grads = eqq.filter_value_and_grad(loss_fn)(model, x, y)  # gradients of the factors only
         updates, state = optim.update(grads, state, model)

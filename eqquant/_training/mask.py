@@ -1,4 +1,6 @@
-"""The mask of the leaves that training changes."""
+"""The mask of the leaves that training changes, and optimizers that change no others."""
+
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -8,6 +10,10 @@ from .._array.value import AbstractArrayValue
 from .._types import PyTree
 from .._wrappers.base import AbstractArrayAround
 from .._wrappers.low_precision import map_largest
+
+
+if TYPE_CHECKING:
+    import optax  # imported on first use: it takes as long to import as this package
 
 
 _LARGEST = object()  # stands for the largest magnitudes of delayed scaling, which change whatever else is frozen
@@ -23,7 +29,7 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     !!! Example
 
         ```python
-        optim = optax.masked(optax.adamw(1e-3), eqq.trainable_mask(model))
+        optim = eqq.train_only(optax.adamw(1e-3), eqq.trainable_mask(model))
         trained, frozen = eqx.partition(model, eqq.trainable_mask(model))
         ```
 
@@ -54,3 +60,35 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
         return jtu.tree_map_with_path(trains, x, is_leaf=is_quantized)
 
     return jtu.tree_unflatten(treedef, [mask(x) for x in nodes])
+
+
+def train_only(
+    optimizer: "optax.GradientTransformation", mask: PyTree[bool]
+) -> "optax.GradientTransformationExtraArgs":
+    """Makes an optimizer that changes only the leaves that a mask selects.
+
+    As `optax.masked`, but every other leaf gets an update of zero. `optax.masked` passes on the gradients of other
+    leaves as updates: with a gradient of the whole model, as `equinox.filter_value_and_grad` returns it, biases and
+    norms would climb the loss.
+
+    !!! Example
+
+        ```python
+        optim = eqq.train_only(optax.adamw(1e-3), eqq.trainable_mask(model))
+        state = optim.init(model)
+        updates, state = optim.update(grads, state, model)
+        ```
+
+    **Arguments:**
+
+    - `optimizer`: any optax optimizer. It has state for the selected leaves only.
+    - `mask`: a tree of booleans, such as [`eqquant.trainable_mask`][] returns, or a prefix of one.
+
+    **Returns:**
+
+    An optax gradient transformation. Wrap it around [`eqquant.float_masters`][], not the other way round.
+    """
+    import optax
+
+    others = jtu.tree_map(lambda selected: not selected, mask)
+    return optax.chain(optax.masked(optimizer, mask), optax.masked(optax.set_to_zero(), others))

@@ -297,6 +297,30 @@ def test_import_is_quiet_and_light():
 
 
 @pytest.mark.long
+def test_primitives_of_jax_may_move():
+    """Without the modules of JAX that keep some primitives, everything imports, and operands become dense."""
+    program = """if True:
+        import importlib, sys
+        import equinox, jax, quax
+        import jax.numpy as jnp
+        find = importlib.import_module
+        def hide(name, *args):
+            if name.startswith("jax._src"):
+                raise ImportError(name)
+            return find(name, *args)
+        importlib.import_module = hide
+        import eqquant as eqq
+        importlib.import_module = find
+        w, x = eqq.quantize(jnp.eye(64).reshape(2, 32, 64), "int8"), jnp.ones((2, 64))
+        ragged = lambda w, x: jax.lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), jnp.array([1, 1]))
+        for f in (jax.checkpoint(lambda w, x: x @ w[0].T), ragged, lambda w, x: x @ jax.lax.stop_gradient(w[0]).T):
+            print(bool(jnp.allclose(eqq.quaxify(f)(w, x), f(w.dequantize(), x), atol=1e-2)))
+    """
+    done = run(program, JAX_PLATFORMS="cpu")
+    assert (done.returncode, done.stderr, done.stdout.split()) == (0, "", ["True"] * 3)
+
+
+@pytest.mark.long
 def test_import_starts_no_backend():
     # A platform that does not exist is an error as soon as JAX starts one.
     assert run("import eqquant", JAX_PLATFORMS="no_such_platform").returncode == 0

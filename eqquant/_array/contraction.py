@@ -439,9 +439,8 @@ def _lengths_agree(first: Operand, second: Operand, weight: AbstractOperand) -> 
 
 def _check_closure(q: AbstractOperand, x: Operand) -> None:
     """Warns if a `scan` goes over the biases of stacked layers, but not over their weights."""
-    if not isinstance(x, jax.Array) or x.ndim != 1 or q.ndim < 3:
-        return
-    if _compat.is_constant_of_trace(jtu.tree_leaves(q)[0], x):
+    leaf = jtu.tree_leaves(q)[0]
+    if isinstance(x, jax.Array) and x.ndim == 1 and q.ndim > 2 and _compat.is_constant_of_trace(leaf, x):
         warnings.warn(
             f"A stack of quantized weights, of shape {q.shape}, is multiplied by one vector inside a function "
             "that closes over the stack. If a `scan` was to take it layer by layer, split the model with "

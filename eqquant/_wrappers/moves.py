@@ -6,7 +6,7 @@ rule of a primitive knows any class.
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import equinox as eqx
@@ -21,6 +21,7 @@ from .._matmul.selected import SelectedArray
 from .._numerics.axes import as_axes, as_axis
 from .base import AbstractArrayAround, AbstractWrappedArray
 from .lora import LoraArray
+from .low_precision import LowPrecisionArray
 from .mapped import AbstractMappedArray
 from .multiplied import MultipliedArray
 from .simulated import SimulatedArray
@@ -36,13 +37,13 @@ class Move(NamedTuple):
     - `touched`: the logical axes along which entries are taken, added or reordered.
     - `result`: for each axis of the result the axis that it was, or `None` for a new one. An axis that is left out has
         length one.
-    - `codes`: makes an array of a quantized one, if that is not done leaf by leaf.
+    - `codes`: makes an array of quantized ones, if that is not done leaf by leaf.
     """
 
     leaf: Callable[..., Array]
     touched: frozenset[int]
     result: Axes
-    codes: Callable[[QuantizedArray], AbstractArrayValue] | None = None
+    codes: Callable[..., AbstractArrayValue] | None = None
 
 
 class CannotMove(Exception):
@@ -65,7 +66,7 @@ def move(x: AbstractArrayValue | Array, how: Move, *others: AbstractArrayValue |
 @move.register
 def _(x: QuantizedArray, how: Move, *others: QuantizedArray) -> AbstractArrayValue:
     if how.codes is not None:
-        return how.codes(x)
+        return how.codes(x, *others)
     quantized = [axis % x.ndim for axis in as_axes(x.axis)]
     kept = [n for n, axis in enumerate(quantized) if axis in how.result]
     if not kept or not how.touched.isdisjoint(quantized):
@@ -97,8 +98,14 @@ def _(x: AbstractWrappedArray, how: Move, *others: AbstractWrappedArray) -> Abst
 
 
 @move.register
+def _(x: LowPrecisionArray, how: Move, *others: LowPrecisionArray) -> AbstractArrayValue | Array:
+    # The largest magnitudes are three for each array of a stack.
+    return _around(x, how, others, lambda leaf: (*range(leaf.ndim - 1), None))
+
+
+@move.register
 def _(x: MultipliedArray, how: Move, *others: MultipliedArray) -> AbstractArrayValue | Array:
-    return _around(x, how, others, lambda leaf: ())
+    return _around(x, how, others, lambda leaf: (), stacks=False)
 
 
 @move.register
@@ -117,20 +124,26 @@ def _(x: AbstractMappedArray, how: Move, *others: AbstractMappedArray) -> Abstra
 
 @move.register
 def _(x: LoraArray, how: Move, *others: LoraArray) -> LoraArray:
-    stack = x.ndim - 1 - x.in_ndim
-    if others and not how.touched <= set(range(stack)):
-        raise CannotMove  # the other factor differs
+    stack, loras = x.ndim - 1 - x.in_ndim, (x, *others)
+    if any(lora.rank != x.rank for lora in others):
+        raise CannotMove
     inputs = tuple(range(stack + 1, x.ndim))
     kept = [axis for axis in inputs if axis in how.result]
     if not kept:
         raise CannotMove
     _check_last(how, (stack, *kept))
-    of_factor = lambda axes, name: how.leaf(axes, *(getattr(lora, name) for lora in (x, *others)))
+
+    def moved(axes: Axes, *factors: Array) -> Array:
+        kept = how.touched.isdisjoint(axes) and how.result == tuple(range(x.ndim))
+        if kept and not _are_one(factors):
+            raise CannotMove  # the other factor differs
+        return factors[0] if kept else how.leaf(axes, *factors)
+
     return dataclasses.replace(
         x,
         base=move(x.base, how, *(other.base for other in others)),
-        a=of_factor((*range(stack), None, *inputs), "a"),
-        b=of_factor((*range(stack + 1), None), "b"),
+        a=moved((*range(stack), None, *inputs), *(lora.a for lora in loras)),
+        b=moved((*range(stack + 1), None), *(lora.b for lora in loras)),
         in_ndim=len(kept),
     )
 
@@ -140,26 +153,53 @@ def _around(
     how: Move,
     others: tuple[AbstractArrayAround, ...],
     axes_of: Callable[[Array], Axes],
+    *,
+    stacks: bool = True,
 ) -> AbstractArrayAround:
-    """Moves the array within, and each other leaf along the axes that it has; one without axes stays as it is."""
+    """Moves the array within, and each other leaf along the axes that it has; one without axes stays as it is.
+
+    If arrays are joined along the axis of a stack, leaves that differ get that axis: `stacks` says whether they can.
+    """
     within = lambda around: around.array
     empty = lambda around: eqx.tree_at(within, around, None, is_leaf=lambda part: part is around.array)
 
     def moved(leaf: Array, *rest: Array) -> Array:
+        if rest:
+            return joined(leaf, *rest)
         axes = axes_of(leaf)
-        if rest and not axes:
-            raise CannotMove  # the values of one would stand for those of all
         if not axes or (how.touched.isdisjoint(axes) and how.result == tuple(range(x.ndim))):
             return leaf
         _check_matrices(x.ndim, how)
         first = next(n for n, axis in enumerate(how.result) if axis is not None)
         if sum(axis is not None for axis in axes) < x.ndim - 2 and None in how.result[first:]:
             raise CannotMove  # a new axis between those of the stack
-        return how.leaf(axes, leaf, *rest)
+        return how.leaf(axes, leaf)
+
+    def joined(*leaves: Array) -> Array:
+        if not all(how.touched <= set(axes_of(leaf)) for leaf in leaves):
+            if _are_one(leaves):
+                return leaves[0]
+            if not stacks or not how.touched <= set(range(x.ndim - 2)):
+                raise CannotMove  # the values of one would stand for those of all
+            arrays = (x, *others)
+            leaves = tuple(_stacked(leaf, axes_of(leaf), w.shape) for leaf, w in zip(leaves, arrays, strict=True))
+        return how.leaf(axes_of(leaves[0]), *leaves)
 
     array = move(x.array, how, *(other.array for other in others))
     rest = jtu.tree_map(moved, empty(x), *map(empty, others))
     return eqx.tree_at(within, rest, array, is_leaf=lambda part: part is None)
+
+
+def _are_one(leaves: Sequence[Array]) -> bool:
+    return all(leaf is leaves[0] for leaf in leaves)
+
+
+def _stacked(leaf: Array, axes: Axes, shape: tuple[int, ...]) -> Array:
+    """Gives a leaf each axis of the stack. Its own axes stay the last."""
+    stack, present = len(shape) - 2, [axis for axis in axes if axis is not None]
+    own = leaf.shape[len(present) :]
+    places = [*present, *range(stack, stack + len(own))]
+    return jax.lax.broadcast_in_dim(leaf, (*shape[:stack], *own), places)
 
 
 def _check_matrices(ndim: int, how: Move) -> None:

@@ -110,18 +110,19 @@ def _joined(operands: Sequence[Value], dimension: int) -> Moved:
     """Concatenates arrays. Raises `CannotMove` or `ValueError` if the result cannot stay packed."""
     if not operands or not all(isinstance(x, AbstractArrayValue) for x in operands):
         raise CannotMove
+    codes = lambda *arrays: join([x.with_sharding(None) for x in arrays], dimension)
     if all(isinstance(x, QuantizedArray) for x in operands):
-        return join([x.with_sharding(None) for x in operands], dimension)  # pyright: ignore[reportAttributeAccessIssue]
+        return codes(*operands)
     if not _alike(operands):
         raise CannotMove
 
     def leaf(axes: Axes, *leaves: Array) -> Array:
-        if dimension not in axes:
+        if dimension not in axes or len({(leaf.ndim, leaf.dtype) for leaf in leaves}) > 1:
             raise CannotMove
         return jnp.concatenate(leaves, axes.index(dimension))
 
     first, *others = operands
-    return move(first, along_axes(jnp.ndim(first), frozenset({dimension}), leaf), *others)
+    return move(first, along_axes(jnp.ndim(first), frozenset({dimension}), leaf)._replace(codes=codes), *others)
 
 
 def _with_axis(x: Value, axis: int) -> Moved:

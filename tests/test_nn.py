@@ -33,9 +33,9 @@ def convnet(key):
             nn.GroupNorm(4, 8),
             nn.MaxPool2d(2, 2),
             nn.Lambda(jnp.ravel),
-            nn.Linear(8 * 16, 6, key=k2),
+            nn.Linear(8 * 16, 9, key=k2),
             nn.Dropout(inference=True),
-            nn.MLP(6, 4, 8, 1, key=k3),
+            nn.MLP(9, 4, 8, 1, key=k3),
         ]
     )
 

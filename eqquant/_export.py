@@ -104,6 +104,6 @@ def _from_json(value: Json) -> object:
         return value
     ((kind, written),) = value.items()
     if kind == "dtype":
-        return jax.numpy.dtype(written)  # pyright: ignore[reportArgumentType]  # pyright: ignore
+        return jax.numpy.dtype(written)  # pyright: ignore
     items = tuple(_from_json(x) for x in written)  # pyright: ignore
     return PartitionSpec(*items) if kind == "spec" else items  # pyright: ignore

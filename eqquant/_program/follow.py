@@ -4,9 +4,7 @@ A program may multiply by a transposed, reshaped, masked or selected part of a w
 `jax.checkpoint`. The program itself runs as it was traced: no array in it stands for another.
 """
 
-import abc
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,54 +13,10 @@ from jaxtyping import Array
 
 from .. import _compat
 from . import views
-from .products import arrange, Product
+from .facts import AbstractFollower, AbstractRun, bind, Data, Fact, Parameter, plain_fact, Result, Use, views_of
+from .loops import run_call, run_cond, run_scan, run_while
+from .products import arrange
 from .views import Joined, View
-
-
-class Data:
-    """Known of a value that depends on the data."""
-
-
-class Parameter:
-    """Known of a value that depends on parameters of the model alone, and is a view of no weight."""
-
-
-Fact: TypeAlias = View | Joined | type[Data] | type[Parameter]
-
-
-class Use(NamedTuple):
-    """One use of a weight that is no product of floats.
-
-    - `weight`: the number of the weight.
-    - `kind`: the name of the primitive; `"lookup"` for a selection of entries.
-    - `with_data`: whether other operands depend on the data.
-    - `equation`: the operation.
-    - `around`: the calls and loops that it stands in, from the outermost.
-    """
-
-    weight: int
-    kind: str
-    with_data: bool
-    equation: JaxprEqn
-    around: tuple[JaxprEqn, ...] = ()
-
-    @property
-    def line(self) -> str:
-        """Where the operation stands in the user's code; "" if unknown. Inside a `jit` JAX knows the call alone."""
-        lines = map(_compat.source_line, (self.equation, *reversed(self.around)))
-        return next(filter(None, lines), "")
-
-
-class AbstractFollower(abc.ABC):
-    """Gets every use of weights that a program makes, while it runs."""
-
-    @abc.abstractmethod
-    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
-        """Returns the other operand of a product, `product.x`, before it is multiplied."""
-
-    @abc.abstractmethod
-    def use(self, use: Use) -> None:
-        """Gets a use that is no product."""
 
 
 def follow(
@@ -89,7 +43,7 @@ def follow(
     return _Run(shapes, follower).run(jaxpr, [*consts, *inputs], known)[0]
 
 
-class _Run:
+class _Run(AbstractRun):
     def __init__(self, shapes: Sequence[tuple[int, ...]], follower: AbstractFollower) -> None:
         self.shapes, self.follower = shapes, follower
         self.around: tuple[JaxprEqn, ...] = ()
@@ -104,7 +58,7 @@ class _Run:
         for equation in jaxpr.eqns:
             given, before = [value(atom) for atom in equation.invars], [fact(atom) for atom in equation.invars]
             if all(isinstance(f, type) for f in before) and equation.primitive.name not in _INNER:
-                outputs, after = _bind(equation, given), [_plain(before)] * len(equation.outvars)
+                outputs, after = bind(equation, given), [plain_fact(before)] * len(equation.outvars)
             else:
                 around, self.around = self.around, (*self.around, equation)
                 outputs, after = _RULES.get(equation.primitive.name, _default)(self, equation, given, before)
@@ -122,33 +76,14 @@ class _Run:
         for n, fact in enumerate(facts):
             others = [f for m, f in enumerate(facts) if m != n]
             with_data = any(f is Data or (isinstance(f, View) and f.looked_up) for f in others)
-            for view in _views(fact):
+            for view in views_of(fact):
                 if view is not besides and not view.looked_up:
                     self.tell(view, equation.primitive.name, with_data, equation)
 
 
-def _views(fact: Fact) -> list[View]:
-    if isinstance(fact, View):
-        return [fact]
-    return [part for part, _ in fact.parts if part is not None] if isinstance(fact, Joined) else []
-
-
-def _plain(facts: Sequence[Fact]) -> type[Data] | type[Parameter]:
-    """Returns what is known of a result that is a view of no weight."""
-    depends = lambda fact: fact is Data or any(view.looked_up for view in _views(fact))
-    return Data if any(map(depends, facts)) else Parameter
-
-
-def _bind(equation: JaxprEqn, values: Sequence[Array]) -> list[Array]:
-    return _compat.bind_equation(equation, values)
-
-
-Result: TypeAlias = tuple[list[Array], list[Fact]]
-
-
 def _default(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     run.use(equation, facts)
-    return _bind(equation, values), [_plain(facts)] * len(equation.outvars)
+    return bind(equation, values), [plain_fact(facts)] * len(equation.outvars)
 
 
 # Operations that keep each value where it is.
@@ -165,18 +100,18 @@ def _elementwise(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: 
         return _default(run, equation, values, facts)
     if len(facts) > 1:
         run.use(equation, facts, besides=kept[0] if isinstance(kept[0], View) else None)
-    return _bind(equation, values), [kept[0]]
+    return bind(equation, values), [kept[0]]
 
 
 def _compare(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     """A mask made of a weight, such as where it is finite, is no use of it."""
     del run
-    return _bind(equation, values), [_plain(facts)]
+    return bind(equation, values), [plain_fact(facts)]
 
 
 def _pass_through(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     del run
-    return _bind(equation, values), list(facts)
+    return bind(equation, values), list(facts)
 
 
 # Operations that move values.
@@ -187,7 +122,7 @@ def _move(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequenc
     name, new_shape = equation.primitive.name, _compat.result_shape(equation)
     axes = lambda name: [int(axis) for axis in params[name]]
     if isinstance(first, Joined) and name == "transpose":
-        return _bind(equation, values), [views.transpose_joined(first, axes("permutation"))]
+        return bind(equation, values), [views.transpose_joined(first, axes("permutation"))]
     if not isinstance(first, View) or (name == "reshape" and params["dimensions"] is not None):
         return _default(run, equation, values, facts)
     if name == "transpose":
@@ -200,7 +135,7 @@ def _move(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequenc
         moved = views.take(first, {axis: lambda at: at[::-1] for axis in axes("dimensions")})
     else:
         moved = views.reshape(first, shape, new_shape)
-    return _bind(equation, values), [moved]
+    return bind(equation, values), [moved]
 
 
 def _slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -216,7 +151,7 @@ def _slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequen
     if is_row:
         run.tell(first, "lookup", False, equation)
     taken = views.take(first, {axis: lambda at, part=part: at[part] for axis, part in chosen.items()}, is_row)
-    return _bind(equation, values), [taken]
+    return bind(equation, values), [taken]
 
 
 def _split(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -227,7 +162,7 @@ def _split(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequen
     for size in equation.params["sizes"]:
         parts.append(views.take(first, {axis: lambda at, start=start, size=size: at[start : start + size]}))
         start += size
-    return _bind(equation, values), parts
+    return bind(equation, values), parts
 
 
 def _dynamic_slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -244,7 +179,7 @@ def _dynamic_slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts
     if chosen:
         by_data = any(facts[1 + axis] is Data for axis in chosen)
         run.tell(first, "lookup", by_data, equation)
-    return _bind(equation, values), [views.take(first, choose, bool(chosen))]
+    return bind(equation, values), [views.take(first, choose, bool(chosen))]
 
 
 def _gather(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -276,7 +211,7 @@ def _gather(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
     else:  # which entries these are is not followed
         unknown = [digit._replace(at=None) for axis in (*chosen, *dropped) for digit in first.axes[axis] or ()]
         taken = first._replace(fixed=(*first.fixed, *unknown))
-    return _bind(equation, values), [taken._replace(axes=tuple(axes), looked_up=True)]
+    return bind(equation, values), [taken._replace(axes=tuple(axes), looked_up=True)]
 
 
 def _concatenate(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -284,7 +219,7 @@ def _concatenate(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: 
     if any(fact is Data or isinstance(fact, Joined) for fact in facts):
         return _default(run, equation, values, facts)
     parts = [(f if isinstance(f, View) else None, x.shape[axis]) for f, x in zip(facts, values, strict=True)]
-    return _bind(equation, values), [Joined(axis, tuple(parts))]
+    return bind(equation, values), [Joined(axis, tuple(parts))]
 
 
 # Products and quantized arrays, whose codes are followed.
@@ -296,20 +231,20 @@ def _decode(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
     if not isinstance(first, View):
         return _default(run, equation, values, facts)
     unknown = (None,) * len(_compat.result_shape(equation))
-    return _bind(equation, values), [first._replace(axes=unknown, fixed=())]
+    return bind(equation, values), [first._replace(axes=unknown, fixed=())]
 
 
 def _multiply_codes(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     weight = facts[equation.params["x_tree"].num_leaves :]
-    for view in (view for fact in weight for view in _views(fact)):
+    for view in (view for fact in weight for view in views_of(fact)):
         run.tell(view, "quantized_matmul", True, equation)
-    return _bind(equation, values), [_plain(facts)]
+    return bind(equation, values), [plain_fact(facts)]
 
 
 def _multiply(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     values, rest = list(values), list(facts)
     # Rows that were looked up are the input of a parameter, and a weight for other data.
-    looked_up = lambda fact: all(view.looked_up for view in _views(fact))
+    looked_up = lambda fact: all(view.looked_up for view in views_of(fact))
     weights = [
         n
         for n, fact in enumerate(facts[:2])
@@ -323,123 +258,17 @@ def _multiply(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seq
         for product in products:
             values[1 - n] = run.follower.multiply(product._replace(x=values[1 - n]), equation)
     run.use(equation, rest)
-    return _bind(equation, values), [_plain(facts)]
-
-
-# Programs within a program.
-
-
-def _call(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    jaxpr, consts = _compat.inner_jaxpr(equation)
-    return run.run(jaxpr, [*consts, *values], [*[Parameter] * len(consts), *facts])
-
-
-def _cond(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    results: list[list[Fact]] = []
-
-    def branch(closed: ClosedJaxpr, *operands: Array) -> list[Array]:
-        jaxpr, consts = _compat.open_jaxpr(closed)
-        outputs, after = run.run(jaxpr, [*consts, *operands], [*[Parameter] * len(consts), *facts[1:]])
-        results.append(after)
-        return outputs
-
-    branches = [lambda *operands, closed=closed: branch(closed, *operands) for closed in equation.params["branches"]]
-    outputs = jax.lax.switch(values[0], branches, *values[1:])
-    same = [all(fact is after[0] for fact in after) for after in zip(*results, strict=True)]
-    plain = Data if facts[0] is Data else Parameter
-    mixed = [
-        after[0] if alike and isinstance(after[0], type) else Data
-        for alike, after in zip(same, zip(*results, strict=True), strict=True)
-    ]
-    return list(outputs), [Data if plain is Data else fact for fact in mixed]
-
-
-def _while(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    params = equation.params
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    split = lambda items: (items[:n_cond], items[n_cond : n_cond + n_body], items[n_cond + n_body :])
-    (cond_values, body_values, start), (cond_facts, body_facts, carried) = split(list(values)), split(list(facts))
-    body, body_consts = _compat.open_jaxpr(params["body_jaxpr"])
-    cond, cond_consts = _compat.open_jaxpr(params["cond_jaxpr"])
-    kept = _carried(body, n_body, carried)
-
-    def step(carry: list[Array]) -> list[Array]:
-        known = [*[Parameter] * len(body_consts), *body_facts, *kept]
-        return run.run(body, [*body_consts, *body_values, *carry], known)[0]
-
-    def test(carry: list[Array]) -> Array:
-        known = [*[Parameter] * len(cond_consts), *cond_facts, *kept]
-        return run.run(cond, [*cond_consts, *cond_values, *carry], known)[0][0]
-
-    _use_carried(run, equation, carried, kept)
-    return list(jax.lax.while_loop(test, step, start)), kept
-
-
-def _carried(body: Jaxpr, before: int, carried: Sequence[Fact]) -> list[Fact]:
-    """Returns what is known of the values that a loop carries: those that no pass changes stay what they are."""
-    inner = body.invars[before : before + len(carried)]
-    changes = [out is not var for out, var in zip(body.outvars, inner, strict=False)]
-    return [Data if change else fact for fact, change in zip(carried, changes, strict=True)]
-
-
-def _use_carried(run: _Run, equation: JaxprEqn, before: Sequence[Fact], kept: Sequence[Fact]) -> None:
-    run.use(equation, [fact for fact, now in zip(before, kept, strict=True) if now is not fact])
-
-
-def _scan(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    params = equation.params
-    consts, start, stacked = _compat.scan_operands(values, params)
-    const_facts, carried, stacked_facts = _compat.scan_operands(facts, params)
-    body, body_consts = _compat.open_jaxpr(params["jaxpr"])
-    kept = _carried(body, len(consts), carried)
-    count = len(start)
-
-    def step(carry: list[Array], at: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
-        number, slices = at
-        known = [
-            *[Parameter] * len(body_consts),
-            *const_facts,
-            *kept,
-            *(_of_layer(fact, number) for fact in stacked_facts),
-        ]
-        outputs, _ = run.run(body, [*body_consts, *consts, *carry, *slices], known)
-        return outputs[:count], outputs[count:]
-
-    _use_carried(run, equation, carried, kept)
-    run.use(equation, [fact for fact in stacked_facts if isinstance(fact, Joined)])
-    carry, results = jax.lax.scan(
-        step,
-        start,
-        (jnp.arange(params["length"]), stacked),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*carry, *results], [*kept, *[_plain([*facts, *kept])] * len(results)]
-
-
-def _of_layer(fact: Fact, number: Array) -> Fact:
-    """Returns what is known of one entry along the first axis."""
-    if not isinstance(fact, View):
-        return Parameter if isinstance(fact, Joined) else fact
-    first = fact.axes[0]
-    fixed = [*fact.fixed]
-    if first is not None:
-        inner = 1
-        for digit in reversed(first):
-            values = jnp.asarray(digit.values)
-            fixed.append(digit._replace(at=values[number // inner % digit.size]))
-            inner *= digit.size
-    return fact._replace(axes=fact.axes[1:], fixed=tuple(fixed))
+    return bind(equation, values), [plain_fact(facts)]
 
 
 _INNER = {
     **dict.fromkeys(
-        ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"), _call
+        ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"),
+        run_call,
     ),
-    "cond": _cond,
-    "while": _while,
-    "scan": _scan,
+    "cond": run_cond,
+    "while": run_while,
+    "scan": run_scan,
 }
 _RULES = {
     **_INNER,

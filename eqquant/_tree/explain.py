@@ -17,7 +17,8 @@ from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
 from .._matmul.explain import implementation_of
-from .._program.follow import AbstractFollower, Data, Fact, follow, Parameter, Use as SeenUse
+from .._program.facts import AbstractFollower, Data, Fact, Parameter, Use as SeenUse
+from .._program.follow import follow
 from .._program.products import Product
 from .._program.trace import trace
 from .._program.views import whole

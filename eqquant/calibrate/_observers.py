@@ -16,7 +16,8 @@ from jaxtyping import Array, Float32
 
 from .._array.checks import as_jax_array
 from .._array.value import AbstractArrayValue
-from .._program.follow import AbstractFollower, Data, Fact, follow, Parameter, Use
+from .._program.facts import AbstractFollower, Data, Fact, Parameter, Use
+from .._program.follow import follow
 from .._program.products import Product
 from .._program.trace import trace, Traced
 from .._program.views import whole

@@ -1,0 +1,116 @@
+"""Programs within a program: calls, branches and loops. A loop over stacked layers tells which layer it is at."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jaxtyping import Array
+
+from .. import _compat
+from .facts import AbstractRun, Data, Fact, Parameter, plain_fact, Result
+from .views import Joined, View
+
+
+def run_call(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+    jaxpr, consts = _compat.inner_jaxpr(equation)
+    return run.run(jaxpr, [*consts, *values], [*[Parameter] * len(consts), *facts])
+
+
+def run_cond(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+    results: list[list[Fact]] = []
+
+    def branch(closed: ClosedJaxpr, *operands: Array) -> list[Array]:
+        jaxpr, consts = _compat.open_jaxpr(closed)
+        outputs, after = run.run(jaxpr, [*consts, *operands], [*[Parameter] * len(consts), *facts[1:]])
+        results.append(after)
+        return outputs
+
+    branches = [lambda *operands, closed=closed: branch(closed, *operands) for closed in equation.params["branches"]]
+    outputs = jax.lax.switch(values[0], branches, *values[1:])
+    same = [all(fact is after[0] for fact in after) for after in zip(*results, strict=True)]
+    plain = Data if facts[0] is Data else Parameter
+    mixed = [
+        after[0] if alike and isinstance(after[0], type) else Data
+        for alike, after in zip(same, zip(*results, strict=True), strict=True)
+    ]
+    return list(outputs), [Data if plain is Data else fact for fact in mixed]
+
+
+def run_while(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+    params = equation.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    split = lambda items: (items[:n_cond], items[n_cond : n_cond + n_body], items[n_cond + n_body :])
+    (cond_values, body_values, start), (cond_facts, body_facts, carried) = split(list(values)), split(list(facts))
+    body, body_consts = _compat.open_jaxpr(params["body_jaxpr"])
+    cond, cond_consts = _compat.open_jaxpr(params["cond_jaxpr"])
+    kept = _carried(body, n_body, carried)
+
+    def step(carry: list[Array]) -> list[Array]:
+        known = [*[Parameter] * len(body_consts), *body_facts, *kept]
+        return run.run(body, [*body_consts, *body_values, *carry], known)[0]
+
+    def test(carry: list[Array]) -> Array:
+        known = [*[Parameter] * len(cond_consts), *cond_facts, *kept]
+        return run.run(cond, [*cond_consts, *cond_values, *carry], known)[0][0]
+
+    _use_carried(run, equation, carried, kept)
+    return list(jax.lax.while_loop(test, step, start)), kept
+
+
+def _carried(body: Jaxpr, before: int, carried: Sequence[Fact]) -> list[Fact]:
+    """Returns what is known of the values that a loop carries: those that no pass changes stay what they are."""
+    inner = body.invars[before : before + len(carried)]
+    changes = [out is not var for out, var in zip(body.outvars, inner, strict=False)]
+    return [Data if change else fact for fact, change in zip(carried, changes, strict=True)]
+
+
+def _use_carried(run: AbstractRun, equation: JaxprEqn, before: Sequence[Fact], kept: Sequence[Fact]) -> None:
+    run.use(equation, [fact for fact, now in zip(before, kept, strict=True) if now is not fact])
+
+
+def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+    params = equation.params
+    consts, start, stacked = _compat.scan_operands(values, params)
+    const_facts, carried, stacked_facts = _compat.scan_operands(facts, params)
+    body, body_consts = _compat.open_jaxpr(params["jaxpr"])
+    kept = _carried(body, len(consts), carried)
+    count = len(start)
+
+    def step(carry: list[Array], at: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
+        number, slices = at
+        known = [
+            *[Parameter] * len(body_consts),
+            *const_facts,
+            *kept,
+            *(_of_layer(fact, number) for fact in stacked_facts),
+        ]
+        outputs, _ = run.run(body, [*body_consts, *consts, *carry, *slices], known)
+        return outputs[:count], outputs[count:]
+
+    _use_carried(run, equation, carried, kept)
+    run.use(equation, [fact for fact in stacked_facts if isinstance(fact, Joined)])
+    carry, results = jax.lax.scan(
+        step,
+        start,
+        (jnp.arange(params["length"]), stacked),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *results], [*kept, *[plain_fact([*facts, *kept])] * len(results)]
+
+
+def _of_layer(fact: Fact, number: Array) -> Fact:
+    """Returns what is known of one entry along the first axis."""
+    if not isinstance(fact, View):
+        return Parameter if isinstance(fact, Joined) else fact
+    first = fact.axes[0]
+    fixed = [*fact.fixed]
+    if first is not None:
+        inner = 1
+        for digit in reversed(first):
+            values = jnp.asarray(digit.values)
+            fixed.append(digit._replace(at=values[number // inner % digit.size]))
+            inner *= digit.size
+    return fact._replace(axes=fact.axes[1:], fixed=tuple(fixed))

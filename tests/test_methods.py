@@ -371,8 +371,9 @@ def test_rows_by_hand(contract_row):
 
 def test_merging_and_planning_take_a_method():
     model = eqq.loraify(eqq.quantize_tree({"w": heavy((64, 64))}, "int4", method=eqq.MSE()), rank=2, key=jr.key(0))
+    model = eqx.tree_at(lambda m: m["w"].b, model, jnp.full((64, 2), 0.1))
     merged, base = eqq.merge_lora(model, method=eqq.MSE())["w"], model["w"].base
-    assert_same(merged, eqq.requantize(base, base.dequantize(), method=eqq.MSE()))
+    assert_same(merged, eqq.requantize(base, model["w"].dequantize(), method=eqq.MSE()))
     rules = {"a": eqq.Use("int4", eqq.HQQ()), "b": "int8"}
     plan = eqq.plan_tree({"a": heavy((4, 64)), "b": heavy((4, 64))}, rules, method=eqq.MSE())
     assert [leaf.reason for leaf in plan.leaves] == ["rule 'a', by HQQ", "rule 'b', by MSE"]

@@ -359,7 +359,7 @@ def test_scanned_linen(linen):
         def __call__(self, x):
             blocks = linen.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
             x, _ = blocks()(x, None)
-            x = linen.Conv(6, (3,))(x)
+            x = linen.Conv(16, (3,))(x)
             x = linen.MultiHeadDotProductAttention(2)(x)
             return linen.BatchNorm(use_running_average=True)(x)
 

@@ -116,6 +116,8 @@ def _(x: AbstractMappedArray, how: Move, *others: AbstractMappedArray) -> Abstra
     _check_matrices(x.ndim, how)
 
     def axes_of(leaf: Array) -> Axes:
+        if 1 < leaf.ndim <= stack:
+            raise CannotMove  # it belongs to some axes of the stack
         shared = stack == 0 or leaf.ndim <= stack
         return () if shared else (*range(stack), *[None] * (leaf.ndim - stack))
 

@@ -14,7 +14,6 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import quax
-from jax.sharding import Sharding
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .. import _compat
@@ -276,7 +275,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         """Returns the bytes of the dense values."""
         return self.dequantize().tobytes(order)
 
-    def tolist(self) -> list:
+    def tolist(self) -> list[object]:
         """Returns the dense values as nested lists."""
         return self.dequantize().tolist()
 
@@ -307,11 +306,11 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         return jax.tree_util.tree_map(jnp.copy, self)
 
     @property
-    def device(self) -> "jax.Device | Sharding":  # pyright: ignore[reportInvalidTypeForm]
+    def device(self) -> Any:  # pyright knows no `jax.Device`
         """The device; with several devices, the sharding of the codes, as `jax.Array.device`."""
         return jax.tree_util.tree_leaves(self)[0].device
 
-    def devices(self) -> "set[jax.Device]":  # pyright: ignore[reportInvalidTypeForm]
+    def devices(self) -> set[Any]:
         """Returns the devices that hold the array."""
         return set().union(*(leaf.devices() for leaf in jax.tree_util.tree_leaves(self)))
 

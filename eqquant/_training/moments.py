@@ -180,8 +180,8 @@ def _is_yogi(state: PyTree, init: Callable[[PyTree], PyTree], params: PyTree) ->
         return [jnp.max(x, initial=0) for node in nodes for x in jtu.tree_leaves(node.nu)]
 
     if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(state)):
-        # Values do not depend on those of the parameters, and XLA makes none of these arrays.
-        zeros = lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x))
+        # The first state depends neither on the values of the parameters nor on their lengths.
+        zeros = lambda x: jnp.zeros([1] * jnp.ndim(x), jnp.result_type(x))
         with jax.ensure_compile_time_eval():
             found = jax.jit(lambda: largest(init(jtu.tree_map(zeros, params))))()
     else:

@@ -106,8 +106,8 @@ def test_same_bits_of_every_shape(getkey, by_xla, name, length, dtype):
 
 
 def test_sixteen_bits(getkey, by_xla):
-    check_bits(getkey, by_xla, "nf4", (9, 200), jnp.bfloat16)
-    check_bits(getkey, by_xla, "int4", (9, 200), jnp.float16)
+    check_bits(getkey, by_xla, "nf4", (11, 200), jnp.bfloat16)
+    check_bits(getkey, by_xla, "int4", (11, 200), jnp.float16)
 
 
 @pytest.mark.parametrize(

@@ -451,6 +451,7 @@ _RULES = {
             "neg",
             "copy",
             "copy_p",
+            "name",
             "stop_gradient",
             "sharding_constraint",
             "real",

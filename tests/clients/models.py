@@ -120,7 +120,13 @@ def transformer_flow():
     model = TransformerFlow(1, 8, 2, 64, 2, 2, head_dim=32, key=jr.key(0))
     # It starts as the identity: the last projection is zero.
     last = lambda m: m.blocks.proj_out.weight
-    return eqx.tree_at(last, model, 0.1 * jr.normal(jr.key(1), last(model).shape))
+    return eqx.tree_at(last, model, 0.02 * jr.normal(jr.key(1), last(model).shape))
+
+
+def sample(model, batch):
+    """Samples with caches of keys and values, in state that the model holds as `eqx.nn.StateIndex`."""
+    state = eqx.nn.State(model)
+    return jax.vmap(lambda z: model.reverse(z, None, state)[0])(*batch)
 
 
 def coupling_flow():
@@ -251,6 +257,7 @@ CLIENTS = {
     "transformer-flows": Client(
         "transformer_flows", transformer_flow, over(lambda m, x: m.forward(x, None)[0]), normal(8, 1, 8, 8), quick=True
     ),
+    "transformer-flows sampling": Client("transformer_flows", transformer_flow, sample, normal(4, 16, 4)),
     "flowjax": Client("flowjax", coupling_flow, log_prob, normal(64, 16), quick=True),
     "marin-haliax": Client("haliax", haliax_stack, fold, normal(64, 64), quick=True, plain=False),
     "expaloma": Client("expaloma", charges, charges_of, molecules),

@@ -100,6 +100,7 @@ def test_qat(client, batches):
     assert np.isfinite(values).all() and min(values[1:]) < values[0]
 
 
+@pytest.mark.long
 def test_qlora(client, batches):
     model, x = client.make(), batches[0]
     q = eqq.loraify(client.quantize(), rank=4, key=jr.key(7))
@@ -112,6 +113,7 @@ def test_qlora(client, batches):
     assert_near(client.packed(merged, x), client.packed(trained, x), 1e-2)
 
 
+@pytest.mark.long
 def test_files(client, batches, tmp_path):
     q, x = client.quantize(), batches[0]
     eqq.save(tmp_path / "model.safetensors", q)
@@ -140,6 +142,7 @@ def test_statistics(client, batches):
     assert distance(client.packed(gptq, x), expected) < 1.2 * distance(client.packed(rounded, x), expected)
 
 
+@pytest.mark.long
 def test_vmap(client, batches):
     """An ensemble: `vmap` over models, as over arrays."""
     q, x = client.quantize(), batches[0]
@@ -151,6 +154,7 @@ def test_vmap(client, batches):
     assert_near(outputs[1], expected)
 
 
+@pytest.mark.long
 def test_orbax(client, batches, tmp_path):
     import orbax.checkpoint as ocp
 

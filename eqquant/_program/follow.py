@@ -280,6 +280,7 @@ _RULES = {
             "neg",
             "copy",
             "copy_p",
+            "name",
             "stop_gradient",
             "sharding_constraint",
             "real",

@@ -195,7 +195,7 @@ def real_readers(session: nox.Session) -> None:
 
 @nox.session
 def clients(session: nox.Session) -> None:
-    """Quantizes, trains, calibrates and saves models of other libraries, unmodified. `-- quick`: one of each kind, less."""
+    """Quantizes, trains, calibrates and saves models of other libraries, unmodified. `-- quick`: one of each kind."""
     quick = "quick" in session.posargs
     lines = Path("tests/clients/requirements.txt").read_text().splitlines()
     chosen = [line.partition(" #")[0] for line in lines if line[:1] != "#" and ("# quick" in line or not quick)]

@@ -57,6 +57,11 @@ def test_the_code_of_every_page_is_tested():
         assert page in (ROOT / "tests" / file).read_text()
 
 
+def test_works_with(capsys):
+    q = run("works_with.md")["q"]
+    assert q.layers[0].weight.format == eqq.Int4() and "packed" in capsys.readouterr().out
+
+
 # Start
 
 

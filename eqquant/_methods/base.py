@@ -75,7 +75,7 @@ class AbstractMethod(eqx.Module):
     def for_leaf(self, path: str) -> "AbstractMethod":
         """Returns the method for one leaf of a tree, with the statistics of that leaf as `inputs`.
 
-        Without its inputs, as [`eqquant.AbstractMethod.without_inputs`][] does, if no product used the leaf.
+        Without its inputs, as `without_inputs` does, if no product used the leaf.
         """
         own = self if self.method is None else self._with(method=self.method.for_leaf(path))
         if not isinstance(self.inputs, Mapping):

@@ -18,7 +18,7 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.lax import DotDimensionNumbers, PrecisionLike
+from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Inexact
 
@@ -221,39 +221,6 @@ def matmul_with(x: ArrayLike | AbstractOperand, w: ArrayLike | AbstractOperand, 
     if name is not None:
         raise ValueError(f"`implementation` is for quantized operands. Got {name!r}, and none is quantized.")
     return jnp.matmul(as_floats(first), as_floats(second), precision=options.precision)
-
-
-def dot_general(
-    first: ArrayLike | AbstractOperand,
-    second: ArrayLike | AbstractOperand,
-    numbers: DotDimensionNumbers,
-    *,
-    precision: PrecisionLike = None,
-    dtype: DTypeLike | None = None,
-) -> Array | None:
-    """As `jax.lax.dot_general(first, second, numbers)`, or `None` if the caller must compute it dense."""
-    left = not isinstance(second, AbstractOperand)
-    weight, given = (first, second) if left else (second, first)
-    if not isinstance(weight, AbstractOperand):
-        return None
-    other = given if isinstance(given, AbstractOperand) else jnp.asarray(given)
-    contracted, batch = numbers
-    pairs = [*zip(*batch, strict=True), *zip(*contracted, strict=True)]
-    # The two axes of a pair share a name; the name of a free axis is its side and place.
-    named = lambda side, ndim: [
-        next((pair for pair in pairs if pair[side] == axis), (side, axis, "free")) for axis in range(ndim)
-    ]
-    w_axes, x_axes = named(1 - left, weight.ndim), named(int(left), other.ndim)
-    free = sorted(name for name in (*w_axes, *x_axes) if len(name) == 3)
-    out = [*pairs[: len(batch[0])], *free]  # free axes of the left operand come first
-    natural = jnp.result_type(other.dtype, weight.dtype)
-    dtype = natural if dtype is None else jnp.dtype(dtype)
-    with jax.numpy_dtype_promotion("standard"):  # the caller asked for this dtype, so promotion is not implicit
-        wide = jnp.promote_types(natural, dtype)
-        if not jnp.issubdtype(wide, jnp.inexact):
-            return None
-        y = contract(other.astype(wide), weight, x_axes, w_axes, out, Options(precision))
-    return None if y is None else y.astype(dtype)
 
 
 def contract(

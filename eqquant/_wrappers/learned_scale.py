@@ -42,9 +42,9 @@ def in_range(rows: Float[Array, "*batch length"], q: QuantizedArray) -> Bool[Arr
     offset = 0 if q.offset is None else q.offset
     # In either order: a scale may be negative.
     ends = (low - zero) * q.scale + offset, (high - zero) * q.scale + offset
-    of_values = lambda end: expand(end, q.format.block_size, row_length(q))
+    per_value = lambda end: expand(end, q.format.block_size, row_length(q))
     rows = rows.astype(jnp.float32)
-    return (rows >= of_values(jnp.minimum(*ends))) & (rows <= of_values(jnp.maximum(*ends)))
+    return (rows >= per_value(jnp.minimum(*ends))) & (rows <= per_value(jnp.maximum(*ends)))
 
 
 def clipped(

@@ -1,7 +1,7 @@
 """Quax rules of gathers: the rows that a lookup takes are decoded, and matrices of a stack stay packed."""
 
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -13,10 +13,8 @@ from jaxtyping import Array, ArrayLike, Integer
 from .._array.array import QuantizedArray
 from .._array.dense import allow_dense
 from .._array.value import AbstractArrayValue
-from .moves import along_axes, Axes, CannotMove, change_axes, move
-
-
-Moved: TypeAlias = AbstractArrayValue | Array
+from .._matmul.quax_rules import bind_dense
+from .moves import along_axes, Axes, CannotMove, change_axes, move, Moved
 
 
 @quax.register(lax.gather_p)
@@ -32,7 +30,7 @@ def _gather(w: AbstractArrayValue, indices: ArrayLike, **params: Any) -> Moved:
             return _whole_rows(w, indices, params)
     except CannotMove:
         pass
-    return lax.gather_p.bind(w.dequantize(), indices, **params)
+    return bind_dense(lax.gather_p, w, indices, **params)
 
 
 class _Lookup(NamedTuple):

@@ -28,6 +28,7 @@ from .simulated import SimulatedArray
 
 
 Axes: TypeAlias = tuple[int | None, ...]  # the logical axis of each axis of a leaf; `None` for one of its own
+Moved: TypeAlias = AbstractArrayValue | Array
 
 
 class Move(NamedTuple):
@@ -51,7 +52,7 @@ class CannotMove(Exception):
 
 
 @ft.singledispatch
-def move(x: AbstractArrayValue | Array, how: Move, *others: AbstractArrayValue | Array) -> AbstractArrayValue | Array:
+def move(x: Moved, how: Move, *others: Moved) -> Moved:
     """Applies a move to an array, and to others of the same structure if the move joins several.
 
     **Raises:**
@@ -82,34 +83,34 @@ def _(x: QuantizedArray, how: Move, *others: QuantizedArray) -> AbstractArrayVal
 
 
 @move.register
-def _(x: SimulatedArray, how: Move, *others: SimulatedArray) -> AbstractArrayValue | Array:
+def _(x: SimulatedArray, how: Move, *others: SimulatedArray) -> Moved:
     return move(x.quantized(), how, *(other.quantized() for other in others))
 
 
 @move.register
-def _(x: SelectedArray, how: Move, *others: SelectedArray) -> AbstractArrayValue | Array:
+def _(x: SelectedArray, how: Move, *others: SelectedArray) -> Moved:
     return move(x.taken(), how, *(other.taken() for other in others))
 
 
 @move.register
-def _(x: AbstractWrappedArray, how: Move, *others: AbstractWrappedArray) -> AbstractArrayValue | Array:
+def _(x: AbstractWrappedArray, how: Move, *others: AbstractWrappedArray) -> Moved:
     # Leaves besides the weight are scalars, or one for each array of a stack.
     return _around(x, how, others, lambda leaf: tuple(range(leaf.ndim)))
 
 
 @move.register
-def _(x: LowPrecisionArray, how: Move, *others: LowPrecisionArray) -> AbstractArrayValue | Array:
+def _(x: LowPrecisionArray, how: Move, *others: LowPrecisionArray) -> Moved:
     # The largest magnitudes are three for each array of a stack.
     return _around(x, how, others, lambda leaf: (*range(leaf.ndim - 1), None))
 
 
 @move.register
-def _(x: MultipliedArray, how: Move, *others: MultipliedArray) -> AbstractArrayValue | Array:
+def _(x: MultipliedArray, how: Move, *others: MultipliedArray) -> Moved:
     return _around(x, how, others, lambda leaf: (), stacks=False)
 
 
 @move.register
-def _(x: AbstractMappedArray, how: Move, *others: AbstractMappedArray) -> AbstractArrayValue | Array:
+def _(x: AbstractMappedArray, how: Move, *others: AbstractMappedArray) -> Moved:
     stack = max(x.ndim - 2, 0)
     if x.axis % x.ndim in how.touched:
         raise CannotMove

@@ -24,6 +24,7 @@ from .._array.contraction import (
     Options,
 )
 from .._array.value import AbstractArrayValue
+from .._matmul.quax_rules import bind_dense
 from .base import AbstractArrayAround
 
 
@@ -101,24 +102,24 @@ class MultipliedArray(AbstractArrayAround):
 
 @quax.register(lax.mul_p)
 def _multiply(w: AbstractArrayValue, factor: ArrayLike, **params: Any) -> AbstractArrayValue | Array:
-    return _multiplied(w, factor) if _is_factor(w, factor) else lax.mul_p.bind(w.dequantize(), factor, **params)
+    return _multiplied(w, factor) if _is_factor(w, factor) else bind_dense(lax.mul_p, w, factor, **params)
 
 
 @quax.register(lax.mul_p)
 def _multiply_from_left(factor: ArrayLike, w: AbstractArrayValue, **params: Any) -> AbstractArrayValue | Array:
-    return _multiplied(w, factor) if _is_factor(w, factor) else lax.mul_p.bind(factor, w.dequantize(), **params)
+    return _multiplied(w, factor) if _is_factor(w, factor) else bind_dense(lax.mul_p, factor, w, **params)
 
 
 @quax.register(lax.div_p)
 def _divide(w: AbstractArrayValue, factor: ArrayLike, **params: Any) -> AbstractArrayValue | Array:
     if _is_factor(w, factor):
         return _multiplied(w, factor, divides=True)
-    return lax.div_p.bind(w.dequantize(), factor, **params)
+    return bind_dense(lax.div_p, w, factor, **params)
 
 
 @quax.register(lax.neg_p)
 def _negate(w: AbstractArrayValue, **params: Any) -> AbstractArrayValue | Array:
-    return _multiplied(w, -1.0) if w.ndim > 1 else lax.neg_p.bind(w.dequantize(), **params)
+    return _multiplied(w, -1.0) if w.ndim > 1 else bind_dense(lax.neg_p, w, **params)
 
 
 def _is_factor(w: AbstractArrayValue, factor: ArrayLike) -> bool:

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import quax
 from jax import lax
 from jaxtyping import Array, ArrayLike
 
-from .._array.contraction import AbstractOperand, contract, Options
+from .._array.contraction import AbstractOperand, Options
 from .._array.value import AbstractArrayValue
+from .._matmul.quax_rules import bind_dense, contract_in
 from .low_precision import LowPrecisionArray
 from .moves import CannotMove, change_axes, move
 
@@ -18,7 +18,7 @@ from .moves import CannotMove, change_axes, move
 def _convolve(x: ArrayLike, w: AbstractArrayValue, **params: Any) -> Array:
     x = jnp.asarray(x)
     y = _pointwise(x, w, params) if _is_pointwise(w, params) else None
-    return lax.conv_general_dilated_p.bind(x, w.dequantize(), **params) if y is None else y
+    return bind_dense(lax.conv_general_dilated_p, x, w, **params) if y is None else y
 
 
 def _is_pointwise(w: AbstractArrayValue, params: dict[str, Any]) -> bool:
@@ -46,14 +46,8 @@ def _pointwise(x: Array, w: AbstractArrayValue, params: dict[str, Any]) -> Array
     x_axes = _named(x_spec, ["batch", "in", *places])
     out_axes = _named(out_spec, ["batch", "out", *places])
     w_axes = ["out" if axis == w_spec[0] else "in" for axis in kept]
-    with jax.numpy_dtype_promotion("standard"):  # the convolution's dtype is asked for
-        natural = jnp.promote_types(x.dtype, w.dtype)
-        dtype = params["preferred_element_type"] or natural
-        wide = jnp.promote_types(natural, dtype)
-        if not jnp.issubdtype(wide, jnp.inexact):
-            return None
-        y = contract(x.astype(wide), matrix, x_axes, w_axes, out_axes, Options(params["precision"]))
-    return None if y is None else y.astype(dtype)
+    options = Options(params["precision"])
+    return contract_in(params["preferred_element_type"], x, matrix, x_axes, w_axes, out_axes, options)
 
 
 def _named(spec: tuple[int, ...], names: list[str | int]) -> list[str | int]:

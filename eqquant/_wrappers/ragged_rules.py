@@ -7,15 +7,15 @@ selected by tile: native kernels read experts where they lie in the stack, and o
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import quax
 from jaxtyping import Array, ArrayLike, Integer
 
 from .. import _compat
 from .._array.array import QuantizedArray
-from .._array.contraction import contract, Options
+from .._array.contraction import Options
 from .._array.value import AbstractArrayValue
+from .._matmul.quax_rules import bind_dense, contract_in
 from .._matmul.selected import SelectedArray
 from .._numerics.axes import as_axes
 from .moves import along_axes, Axes, CannotMove, move
@@ -28,7 +28,7 @@ _MOST_ROWS = 256
 @quax.register(_compat.ragged_dot_general_p)
 def _ragged_dot(x: ArrayLike, w: AbstractArrayValue, group_sizes: ArrayLike, **params: Any) -> Array:
     x, sizes = jnp.asarray(x), jnp.asarray(group_sizes)
-    numbers, dtype = params["ragged_dot_dimension_numbers"], params["preferred_element_type"]
+    numbers = params["ragged_dot_dimension_numbers"]
     (x_contracted, w_contracted), batch = numbers.dot_dimension_numbers
     ragged = numbers.lhs_ragged_dimensions[0]
     plain = not any(batch) and sizes.ndim == 1 and ragged not in x_contracted and 0 not in (*x.shape, *w.shape)
@@ -41,8 +41,8 @@ def _ragged_dot(x: ArrayLike, w: AbstractArrayValue, group_sizes: ArrayLike, **p
         except CannotMove:
             y = None
         if y is not None:
-            return y.astype(jnp.result_type(x, w) if dtype is None else dtype)
-    return _compat.ragged_dot_general_p.bind(x, w.dequantize(), sizes, **params)
+            return y
+    return bind_dense(_compat.ragged_dot_general_p, x, w, sizes, **params)
 
 
 def ragged_product(
@@ -80,13 +80,8 @@ def ragged_product(
 
     rows = jnp.take(x, tiles.rows.reshape(-1), ragged, mode="fill", fill_value=0)
     rows = rows.reshape(*x.shape[:ragged], *tiles.rows.shape, *x.shape[ragged + 1 :])
-    with jax.numpy_dtype_promotion("standard"):  # as in `dot_general`
-        natural = jnp.promote_types(x.dtype, w.dtype)
-        wide = jnp.promote_types(natural, params["preferred_element_type"] or natural)
-        if not jnp.issubdtype(wide, jnp.inexact):
-            return None
-        options = Options(params["precision"])
-        y = contract(rows.astype(wide), selected, x_axes, [w_axes[n] for n in order], out_axes, options)
+    dtype, options = params["preferred_element_type"], Options(params["precision"])
+    y = contract_in(dtype, rows, selected, x_axes, [w_axes[n] for n in order], out_axes, options)
     if y is None:
         return None
     at = out_axes.index("tile")

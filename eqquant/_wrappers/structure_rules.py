@@ -3,8 +3,9 @@
 A primitive without a rule dequantizes its operands, and so does a move that a class of arrays cannot make.
 """
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -21,18 +22,31 @@ from .._array.array import QuantizedArray
 from .._array.dense import allow_dense
 from .._array.dequantize import in_memory_order
 from .._array.value import AbstractArrayValue
+from .._matmul.quax_rules import bind_dense
 from .._numerics.axes import as_axes
-from .moves import along_axes, Axes, CannotMove, change_axes, move
+from .moves import along_axes, Axes, CannotMove, change_axes, move, Moved
 from .pieces import divide, join
 
 
 Value: TypeAlias = AbstractArrayValue | ArrayLike
-Moved: TypeAlias = AbstractArrayValue | Array
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def _dense(primitive: Primitive, *operands: Value, **params: Any) -> Any:
-    dense = (x.dequantize() if isinstance(x, AbstractArrayValue) else x for x in operands)
-    return primitive.bind(*dense, **params)
+def _register(primitive: Primitive) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a rule of Quax that keeps arrays packed. Where it raises `CannotMove`, operands become dense."""
+
+    def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
+        @ft.wraps(rule)
+        def or_dense(*operands: Any, **params: Any) -> Any:
+            try:
+                return rule(*operands, **params)
+            except CannotMove:
+                return bind_dense(primitive, *operands, **params)
+
+        return quax.register(primitive)(or_dense)
+
+    return decorate
 
 
 def _alike(operands: Sequence[Value]) -> bool:
@@ -40,77 +54,62 @@ def _alike(operands: Sequence[Value]) -> bool:
     return all(isinstance(x, AbstractArrayValue) for x in operands) and len(set(map(jtu.tree_structure, operands))) == 1
 
 
-@quax.register(lax.transpose_p)
+@_register(lax.transpose_p)
 def _transpose(w: AbstractArrayValue, *, permutation: Sequence[int]) -> Moved:
     return w.transpose(permutation)
 
 
-@quax.register(lax.convert_element_type_p)
+@_register(lax.convert_element_type_p)
 def _convert_element_type(w: AbstractArrayValue, *, new_dtype: DTypeLike, **params: Any) -> Moved:
     del params
     return w.astype(new_dtype)  # pyright: ignore[reportReturnType]
 
 
-@quax.register(lax.reshape_p)
+@_register(lax.reshape_p)
 def _reshape(w: AbstractArrayValue, *args: ArrayLike, **params: Any) -> Moved:
     if args or params.get("dimensions") is not None:
-        return _dense(lax.reshape_p, w, *args, **params)
+        raise CannotMove
     return w.reshape(params["new_sizes"])
 
 
-@quax.register(lax.squeeze_p)
+@_register(lax.squeeze_p)
 def _squeeze(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> Moved:
     kept = tuple(axis for axis in range(w.ndim) if axis not in dimensions)
-    try:
-        return move(w, change_axes(w.shape, kept, tuple(w.shape[axis] for axis in kept)))
-    except CannotMove:
-        return _dense(lax.squeeze_p, w, dimensions=dimensions)
+    return move(w, change_axes(w.shape, kept, tuple(w.shape[axis] for axis in kept)))
 
 
-@quax.register(lax.broadcast_in_dim_p)
+@_register(lax.broadcast_in_dim_p)
 def _broadcast_in_dim(w: AbstractArrayValue, *args: ArrayLike, **params: Any) -> Moved:
     shape, places = params["shape"], list(params["broadcast_dimensions"])
     result = tuple(places.index(axis) if axis in places else None for axis in range(len(shape)))
-    try:
-        if args or params.get("sharding") is not None:
-            raise CannotMove
-        return move(w, change_axes(w.shape, result, tuple(shape)))
-    except CannotMove:
-        return _dense(lax.broadcast_in_dim_p, w, *args, **params)
+    if args or params.get("sharding") is not None:
+        raise CannotMove
+    return move(w, change_axes(w.shape, result, tuple(shape)))
 
 
-@quax.register(lax.concatenate_p)
+@_register(lax.concatenate_p)
 def _concatenate(*operands: Value, dimension: int) -> Moved:
-    try:
-        return _joined(operands, dimension)
-    except (CannotMove, ValueError):
-        return _dense(lax.concatenate_p, *operands, dimension=dimension)
+    return _joined(operands, dimension)
 
 
-@quax.register(lax.stack_p)
+@_register(lax.stack_p)
 def _stack(*operands: Value, axis: int) -> Moved:
-    try:
-        return _joined([_with_axis(x, axis) for x in operands], axis)
-    except (CannotMove, ValueError):
-        return _dense(lax.stack_p, *operands, axis=axis)
+    return _joined([_with_axis(x, axis) for x in operands], axis)
 
 
-@quax.register(lax.tile_p)
+@_register(lax.tile_p)
 def _tile(w: AbstractArrayValue, *, reps: Sequence[int | np.integer]) -> Moved:
-    try:
-        tiled: Moved = w
-        for axis, times in enumerate(reps):
-            tiled = _joined([tiled] * int(times), axis) if times != 1 else tiled
-        return tiled
-    except (CannotMove, ValueError):
-        return _dense(lax.tile_p, w, reps=reps)
+    tiled: Moved = w
+    for axis, times in enumerate(reps):
+        tiled = _joined([tiled] * int(times), axis) if times != 1 else tiled
+    return tiled
 
 
 def _joined(operands: Sequence[Value], dimension: int) -> Moved:
-    """Concatenates arrays. Raises `CannotMove` or `ValueError` if the result cannot stay packed."""
+    """Concatenates arrays. Raises `CannotMove` if the result cannot stay packed."""
     if not operands or not all(isinstance(x, AbstractArrayValue) for x in operands):
         raise CannotMove
-    codes = lambda *arrays: join([x.with_sharding(None) for x in arrays], dimension)
+    codes = lambda *arrays: _exactly(join, [x.with_sharding(None) for x in arrays], dimension)
     if all(isinstance(x, QuantizedArray) for x in operands):
         return codes(*operands)
     if not _alike(operands):
@@ -125,6 +124,14 @@ def _joined(operands: Sequence[Value], dimension: int) -> Moved:
     return move(first, along_axes(jnp.ndim(first), frozenset({dimension}), leaf)._replace(codes=codes), *others)
 
 
+def _exactly(f: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Calls `join` or `divide`, which raise a `ValueError` where blocks would be cut."""
+    try:
+        return f(*args, **kwargs)
+    except ValueError as e:
+        raise CannotMove from e
+
+
 def _with_axis(x: Value, axis: int) -> Moved:
     """Adds an axis of length one."""
     if not isinstance(x, AbstractArrayValue):
@@ -133,37 +140,28 @@ def _with_axis(x: Value, axis: int) -> Moved:
     return move(x, change_axes(x.shape, result, tuple(1 if n is None else x.shape[n] for n in result)))
 
 
-@quax.register(lax.split_p)
+@_register(lax.split_p)
 def _split(w: AbstractArrayValue, *, sizes: Sequence[int | np.integer], axis: int) -> list[Moved]:
     ends = np.cumsum(np.asarray(sizes))
     bounds = [(int(stop - size), int(stop)) for size, stop in zip(sizes, ends, strict=True)]
-    try:
-        return [_cut(w, {axis: (start, stop, 1)}) for start, stop in bounds]
-    except (CannotMove, ValueError):
-        return _dense(lax.split_p, w, sizes=sizes, axis=axis)
+    return [_cut(w, {axis: (start, stop, 1)}) for start, stop in bounds]
 
 
-@quax.register(lax.unstack_p)
+@_register(lax.unstack_p)
 def _unstack(w: AbstractArrayValue, *, axis: int) -> list[Moved]:
     kept = tuple(n for n in range(w.ndim) if n != axis)
     shape = tuple(w.shape[n] for n in kept)
-    try:
-        parts = [_cut(w, {axis: (n, n + 1, 1)}) for n in range(w.shape[axis])]
-        return [move(part, change_axes(jnp.shape(part), kept, shape)) for part in parts]
-    except (CannotMove, ValueError):
-        return _dense(lax.unstack_p, w, axis=axis)
+    parts = [_cut(w, {axis: (n, n + 1, 1)}) for n in range(w.shape[axis])]
+    return [move(part, change_axes(jnp.shape(part), kept, shape)) for part in parts]
 
 
-@quax.register(lax.slice_p)
+@_register(lax.slice_p)
 def _slice(w: AbstractArrayValue, **params: Any) -> Moved:
     strides = params["strides"] or (1,) * w.ndim
     parts = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
     touched = {axis: (int(a), int(b), int(c)) for axis, (a, b, c) in enumerate(parts)}
     touched = {axis: part for axis, part in touched.items() if part != (0, w.shape[axis], 1)}
-    try:
-        return _cut(w, touched)
-    except (CannotMove, ValueError):
-        return _dense(lax.slice_p, w, **params)
+    return _cut(w, touched)
 
 
 def _cut(w: AbstractArrayValue, parts: dict[int, tuple[int, int, int]]) -> Moved:
@@ -172,7 +170,7 @@ def _cut(w: AbstractArrayValue, parts: dict[int, tuple[int, int, int]]) -> Moved
         ((axis, (start, stop, stride)),) = parts.items()
         if axis - w.ndim in as_axes(w.axis) and stride == 1 and stop > start:
             sizes = [size for size in (start, stop - start, w.shape[axis] - stop) if size]
-            return divide(w, sizes, axis)[1 if start else 0]
+            return _exactly(divide, w, sizes, axis)[1 if start else 0]
 
     def leaf(axes: Axes, x: Array) -> Array:
         whole = lambda n: (0, x.shape[n], 1)
@@ -182,7 +180,7 @@ def _cut(w: AbstractArrayValue, parts: dict[int, tuple[int, int, int]]) -> Moved
     return move(w, along_axes(w.ndim, frozenset(parts), leaf))
 
 
-@quax.register(lax.dynamic_slice_p)
+@_register(lax.dynamic_slice_p)
 def _dynamic_slice(w: AbstractArrayValue, *starts: ArrayLike, slice_sizes: Sequence[int]) -> Moved:
     # The slice of a whole axis starts at zero, since `dynamic_slice` clamps starts.
     touched = frozenset(axis for axis in range(w.ndim) if slice_sizes[axis] != w.shape[axis])
@@ -192,37 +190,28 @@ def _dynamic_slice(w: AbstractArrayValue, *starts: ArrayLike, slice_sizes: Seque
         at = [starts[axis] if axis in touched else zero for axis in axes]
         return lax.dynamic_slice(x, at, [slice_sizes[a] if a in touched else x.shape[n] for n, a in enumerate(axes)])
 
-    try:
-        if len(starts) != w.ndim:  # sizes that are traced
-            raise CannotMove
-        return move(w, along_axes(w.ndim, touched, leaf))
-    except CannotMove:
-        return _dense(lax.dynamic_slice_p, w, *starts, slice_sizes=slice_sizes)
+    if len(starts) != w.ndim:  # sizes that are traced
+        raise CannotMove
+    return move(w, along_axes(w.ndim, touched, leaf))
 
 
-@quax.register(lax.rev_p)
+@_register(lax.rev_p)
 def _reverse(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> Moved:
     leaf = lambda axes, x: lax.rev(x, [n for n, axis in enumerate(axes) if axis in dimensions])
-    try:
-        return move(w, along_axes(w.ndim, frozenset(dimensions), leaf))
-    except CannotMove:
-        return _dense(lax.rev_p, w, dimensions=dimensions)
+    return move(w, along_axes(w.ndim, frozenset(dimensions), leaf))
 
 
-@quax.register(lax.pad_p)
+@_register(lax.pad_p)
 def _pad(w: AbstractArrayValue, value: ArrayLike, *, padding_config: Sequence[tuple[int, int, int]]) -> Moved:
     touched = frozenset(axis for axis, added in enumerate(padding_config) if any(added))
 
     def leaf(axes: Axes, x: Array) -> Array:
         return lax.pad(x, jnp.zeros((), x.dtype), [padding_config[a] if a in touched else (0, 0, 0) for a in axes])
 
-    try:
-        known = not isinstance(value, jax.core.Tracer)
-        if not (known and value == 0 and isinstance(w, QuantizedArray) and _decodes_zeros(w)):
-            raise CannotMove
-        return move(w, along_axes(w.ndim, touched, leaf))
-    except CannotMove:
-        return _dense(lax.pad_p, w, value, padding_config=padding_config)
+    known = not isinstance(value, jax.core.Tracer)
+    if not (known and value == 0 and isinstance(w, QuantizedArray) and _decodes_zeros(w)):
+        raise CannotMove
+    return move(w, along_axes(w.ndim, touched, leaf))
 
 
 def _decodes_zeros(w: QuantizedArray) -> bool:
@@ -233,28 +222,28 @@ def _decodes_zeros(w: QuantizedArray) -> bool:
         return not bool(jnp.any(zeros.dequantize()))
 
 
-@quax.register(lax.select_n_p)
+@_register(lax.select_n_p)
 def _select_n(which: ArrayLike, *cases: Value) -> Moved:
     if not _alike(cases) or jnp.ndim(which) != 0:
-        return _dense(lax.select_n_p, which, *cases)
+        raise CannotMove
     return jtu.tree_map(lambda *leaves: lax.select_n(which, *leaves), *cases)
 
 
-@quax.register(lax.copy_p)
+@_register(lax.copy_p)
 def _copy(w: AbstractArrayValue) -> Moved:
     return jtu.tree_map(jnp.copy, w)
 
 
-@quax.register(_compat.stop_gradient_p)
+@_register(_compat.stop_gradient_p)
 def _stop_gradient(w: AbstractArrayValue) -> Moved:
     return jtu.tree_map(lax.stop_gradient, w)
 
 
-@quax.register(lax.optimization_barrier_p)
+@_register(lax.optimization_barrier_p)
 def _optimization_barrier(*operands: Value) -> tuple[Value, ...]:
     return lax.optimization_barrier(operands)
 
 
-@quax.register(_compat.name_p)
+@_register(_compat.name_p)
 def _name(w: AbstractArrayValue, **params: Any) -> Moved:
     return jtu.tree_map(lambda leaf: _compat.name_p.bind(leaf, **params), w)

@@ -3,12 +3,14 @@
 If a JAX release moves an internal, results stay right: they only become dense.
 """
 
+import functools as ft
 import importlib
+import importlib.util
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
@@ -130,24 +132,6 @@ def scan_operands(operands: Sequence[_T], params: dict[str, Any]) -> tuple[list[
     start = params["num_consts"]
     stop = start + params["num_carry"]
     return list(operands[:start]), list(operands[start:stop]), list(operands[stop:])
-
-
-def source_line(equation: JaxprEqn) -> str:
-    """Returns where an equation stands in the user's code, as `file:line`; "" if unknown."""
-    try:
-        from jax._src.source_info_util import user_frames
-    except ImportError:  # pragma: no cover
-        return ""
-    package = os.path.dirname(__file__) + os.sep
-    frames = user_frames(equation.source_info.traceback)
-    others = ("equinox", "quax", "jaxtyping", "beartype")
-    outside = (f for f in frames if not f.file_name.startswith(package) and not _is_in(f.file_name, others))
-    frame = next(outside, None)
-    return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
-
-
-def _is_in(file: str, packages: Sequence[str]) -> bool:
-    return any(f"{os.sep}{name}{os.sep}" in file for name in packages)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -291,10 +275,8 @@ def bind_checkpoint(f: Callable[..., list[Any]], args: list[Any], params: dict[s
     except ImportError:  # pragma: no cover
         return f(*args)  # which keeps all values for the backward pass
 
-    traced = jax.make_jaxpr(f)(*args)
-    is_closed = jax.extend.core.ClosedJaxpr is not jax.extend.core.Jaxpr  # two classes before JAX 0.12
-    jaxpr = convert_constvars_jaxpr(traced.jaxpr if is_closed else traced)  # pyright: ignore
-    return remat_p.bind(*traced.consts, *args, jaxpr=jaxpr, **params)
+    jaxpr, consts = open_jaxpr(jax.make_jaxpr(f)(*args))
+    return remat_p.bind(*consts, *args, jaxpr=convert_constvars_jaxpr(jaxpr), **params)
 
 
 def let_quax_take_custom_vjp() -> None:
@@ -333,33 +315,60 @@ def operation_of_quax() -> str | None:
     return None
 
 
-def user_line(packages: tuple[str, ...]) -> tuple[str, int, str] | None:
-    """Returns the file, line and function of the user's code that JAX runs or traces now, or `None` if unknown.
+class Line(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    number: int
+    function: str
+
+
+@ft.cache
+def _library_folders() -> tuple[str, ...]:
+    """Returns the folders whose code is not the user's, besides those of JAX and Python."""
+    names = ("eqquant", "beartype", "equinox", "jaxtyping", "plum", "quax")
+    found = (importlib.util.find_spec(name) for name in names)
+    return tuple(os.path.dirname(spec.origin) + os.sep for spec in found if spec is not None and spec.origin)
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(("<", *_library_folders()))
+
+
+def line_of_equation(equation: JaxprEqn) -> Line | None:
+    """Returns where an equation of a traced program stands in the user's code, or `None` if unknown."""
+    return _first_line(equation.source_info.traceback)
+
+
+def _first_line(traceback: Any) -> Line | None:
+    try:
+        from jax._src.source_info_util import user_frames
+    except ImportError:  # pragma: no cover
+        return None
+    lines = (Line(frame.file_name, frame.start_line, frame.function_name) for frame in user_frames(traceback))
+    return next((line for line in lines if _is_users(line.file)), None)
+
+
+def current_line() -> Line | None:
+    """Returns the line of the user's code that JAX runs or traces now, or `None` if unknown.
 
     In a function under `jit`, it is the line inside the function, also when a transformation traces it again.
-
-    **Arguments:**
-
-    - `packages`: prefixes of paths whose code is not the user's, besides those of JAX and Python.
     """
-    is_users = lambda file: not file.startswith(("<", *packages))
     try:
-        from jax._src.source_info_util import current, is_user_filename, user_frames
+        from jax._src.source_info_util import current, is_user_filename
 
         # Of an equation that is evaluated again, this is where it was traced first.
-        for found in user_frames(current().traceback):
-            if is_users(found.file_name):
-                return found.file_name, found.start_line, found.function_name
+        found = _first_line(current().traceback)
     except (ImportError, AttributeError, TypeError):  # pragma: no cover
         return None
     # JAX's own tracebacks end at a function under `jit`.
     frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_users(file) and is_user_filename(file):
-            return file, frame.f_lineno, frame.f_code.co_name
+    while found is None and frame is not None:
+        code = frame.f_code
+        if _is_users(code.co_filename) and is_user_filename(code.co_filename):
+            found = Line(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back
-    return None
+    return found
 
 
 def expect_triton_warning() -> None:

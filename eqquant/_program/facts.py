@@ -23,8 +23,8 @@ class Parameter:
 Fact: TypeAlias = View | Joined | type[Data] | type[Parameter]
 
 
-class Use(NamedTuple):
-    """One use of a weight that is no product of floats.
+class SeenUse(NamedTuple):
+    """One use of a weight.
 
     - `weight`: the number of the weight.
     - `kind`: the name of the primitive; `"lookup"` for a selection of entries.
@@ -42,19 +42,19 @@ class Use(NamedTuple):
     @property
     def line(self) -> str:
         """Where the operation stands in the user's code; "" if unknown. Inside a `jit` JAX knows the call alone."""
-        lines = map(_compat.source_line, (self.equation, *reversed(self.around)))
-        return next(filter(None, lines), "")
+        lines = map(_compat.line_of_equation, (self.equation, *reversed(self.around)))
+        return next((f"{line.file}:{line.number}" for line in lines if line is not None), "")
 
 
 class AbstractFollower(abc.ABC):
     """Gets every use of weights that a program makes, while it runs."""
 
     @abc.abstractmethod
-    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
-        """Returns the other operand of a product, `product.x`, before it is multiplied."""
+    def multiply(self, product: Product, use: SeenUse) -> Array:
+        """Returns the other operand of a product of floats, `product.x`, before it is multiplied."""
 
     @abc.abstractmethod
-    def use(self, use: Use) -> None:
+    def use(self, use: SeenUse) -> None:
         """Gets a use that is no product."""
 
 

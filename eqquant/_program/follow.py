@@ -13,9 +13,9 @@ from jaxtyping import Array
 
 from .. import _compat
 from . import views
-from .facts import AbstractFollower, AbstractRun, bind, Data, Fact, Parameter, plain_fact, Result, Use, views_of
+from .facts import AbstractFollower, AbstractRun, bind, Data, Fact, Parameter, plain_fact, Result, SeenUse, views_of
 from .loops import run_call, run_cond, run_scan, run_while
-from .products import arrange
+from .products import arrange, Product
 from .views import Joined, View
 
 
@@ -69,7 +69,12 @@ class _Run(AbstractRun):
 
     def tell(self, view: View, kind: str, with_data: bool, equation: JaxprEqn) -> None:
         """Tells the follower of one use of a weight."""
-        self.follower.use(Use(view.weight, kind, with_data, equation, self.around[:-1]))
+        self.follower.use(SeenUse(view.weight, kind, with_data, equation, self.around[:-1]))
+
+    def multiply(self, product: Product, with_data: bool, equation: JaxprEqn) -> Array:
+        """Returns the other operand of a product, once the follower has seen it."""
+        use = SeenUse(product.view.weight, equation.primitive.name, with_data, equation, self.around[:-1])
+        return self.follower.multiply(product, use)
 
     def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, besides: View | None = None) -> None:
         """Tells the follower that an operation uses weights in another way than as a product."""
@@ -256,7 +261,8 @@ def _multiply(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seq
         if products:
             rest[n] = Parameter
         for product in products:
-            values[1 - n] = run.follower.multiply(product._replace(x=values[1 - n]), equation)
+            with_data = facts[1 - n] is Data
+            values[1 - n] = run.multiply(product._replace(x=values[1 - n]), with_data, equation)
     run.use(equation, rest)
     return bind(equation, values), [plain_fact(facts)]
 

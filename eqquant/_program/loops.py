@@ -83,7 +83,7 @@ def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
             *[Parameter] * len(body_consts),
             *const_facts,
             *kept,
-            *(_of_layer(fact, number) for fact in stacked_facts),
+            *(_take_layer(fact, number) for fact in stacked_facts),
         ]
         outputs, _ = run.run(body, [*body_consts, *consts, *carry, *slices], known)
         return outputs[:count], outputs[count:]
@@ -101,7 +101,7 @@ def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
     return [*carry, *results], [*kept, *[plain_fact([*facts, *kept])] * len(results)]
 
 
-def _of_layer(fact: Fact, number: Array) -> Fact:
+def _take_layer(fact: Fact, number: Array) -> Fact:
     """Returns what is known of one entry along the first axis."""
     if not isinstance(fact, View):
         return Parameter if isinstance(fact, Joined) else fact

@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.extend.core import JaxprEqn
 from jax.tree_util import KeyPath
 from jaxtyping import Array
 from rich.table import Table
@@ -17,7 +16,7 @@ from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
 from .._matmul.explain import implementation_of
-from .._program.facts import AbstractFollower, Data, Fact, Parameter, Use as SeenUse
+from .._program.facts import AbstractFollower, Data, Fact, Parameter, SeenUse
 from .._program.follow import follow
 from .._program.products import Product
 from .._program.trace import trace
@@ -165,7 +164,9 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
         return f(*others[:positional], **dict(zip(names, others[positional:], strict=True)))
 
     traced, recorder = trace(call, items), _Recorder()
-    facts = [_fact(keys, x.shape, weights, models) for keys, x in traced.arrays]
+    numbers = {_followed(keys, leaf): n for n, (keys, leaf) in enumerate(weights)}
+    plain = lambda keys: Parameter if keys[0].idx in models else Data
+    facts: list[Fact] = [whole(numbers[keys], x.shape) if keys in numbers else plain(keys) for keys, x in traced.arrays]
     shapes = [tuple(leaf.value.shape) for _, leaf in weights]
     run = lambda arrays: follow(traced.program, arrays, facts, shapes, recorder)
     jax.eval_shape(run, [x for _, x in traced.arrays])
@@ -197,14 +198,9 @@ def _weights(items: Sequence[PyTree], models: Sequence[int]) -> list[tuple[KeyPa
     ]
 
 
-def _fact(
-    keys: KeyPath, shape: tuple[int, ...], weights: Sequence[tuple[KeyPath, Leaf]], models: Sequence[int]
-) -> Fact:
-    """Returns what is known of an argument of the program: of a quantized array the codes are followed."""
-    for n, (path, leaf) in enumerate(weights):
-        if keys == path or (is_quantized(leaf.value) and keys == (*path, jtu.GetAttrKey("codes"))):
-            return whole(n, shape)
-    return Parameter if keys[0].idx in models else Data
+def _followed(keys: KeyPath, leaf: Leaf) -> KeyPath:
+    """Returns the key path of the array that is followed for a weight: of a quantized array its codes."""
+    return (*keys, jtu.GetAttrKey("codes")) if is_quantized(leaf.value) else keys
 
 
 class _Recorder(AbstractFollower):
@@ -214,10 +210,10 @@ class _Recorder(AbstractFollower):
         self.uses: dict[int, list[SeenUse]] = {}
         self.inputs: dict[int, tuple[int, ...]] = {}
 
-    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
+    def multiply(self, product: Product, use: SeenUse) -> Array:
         self.inputs.setdefault(product.view.weight, product.inputs.axes)
         if not product.view.looked_up:
-            self.use(SeenUse(product.view.weight, equation.primitive.name, True, equation))
+            self.use(use)
         return product.x
 
     def use(self, use: SeenUse) -> None:

@@ -3,14 +3,8 @@
 import contextlib
 import linecache
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import beartype
-import equinox as eqx
 import jax
-import jaxtyping
-import plum
-import quax
 
 from .. import _compat
 from .._array.array import is_quantized
@@ -22,9 +16,6 @@ from .leaves import abbreviate_list, named_leaves
 
 # Part of the key of JAX's caches: what was traced outside is traced again inside.
 _inside = jax.make_user_context(False)
-_PACKAGES = tuple(
-    str(Path(package.__file__ or "").parent) for package in (_compat, beartype, eqx, jaxtyping, plum, quax)
-)
 
 
 @contextlib.contextmanager
@@ -76,7 +67,7 @@ def _refusal(names: dict[tuple[object, ...], list[str]]) -> Callable[[AbstractOp
         found = names.get(_key(q, q.shape), [])
         weight = f"{q.dtype.name}[{','.join(map(str, q.shape))}] in {getattr(q, 'format', None)!r}"
         named = f"`{found[0]}`, " if len(found) == 1 else f"one of {abbreviate_list(found)}, " if found else ""
-        line, operation = _compat.user_line(_PACKAGES), _compat.operation_of_quax()
+        line, operation = _compat.current_line(), _compat.operation_of_quax()
         by = "" if operation is None else f", by `{operation}`"
         if operation is None:
             remedy = "Call the function under `eqq.quaxify`, or write the product as `w @ x` or `x @ w`."
@@ -92,9 +83,8 @@ def _refusal(names: dict[tuple[object, ...], list[str]]) -> Callable[[AbstractOp
     return refuse
 
 
-def _at(line: tuple[str, int, str] | None) -> str:
+def _at(line: _compat.Line | None) -> str:
     if line is None:
         return ""
-    file, number, function = line
-    code = linecache.getline(file, number).strip()
-    return f", at {file}:{number} in {function}" + (f": `{code}`" if code else "")
+    code = linecache.getline(line.file, line.number).strip()
+    return f", at {line.file}:{line.number} in {line.function}" + (f": `{code}`" if code else "")

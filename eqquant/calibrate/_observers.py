@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float32
 
 from .._array.checks import as_jax_array
 from .._array.value import AbstractArrayValue
-from .._program.facts import AbstractFollower, Data, Fact, Parameter, Use
+from .._program.facts import AbstractFollower, Data, Fact, Parameter, SeenUse
 from .._program.follow import follow
 from .._program.products import Product
 from .._program.trace import trace, Traced
@@ -173,11 +173,11 @@ class _Finder(AbstractFollower):
     def __init__(self, watches: Sequence[Watch]) -> None:
         self.watches = watches
 
-    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
+    def multiply(self, product: Product, use: SeenUse) -> Array:
         self.watches[product.view.weight].find(product)
         return product.x
 
-    def use(self, use: Use) -> None:
+    def use(self, use: SeenUse) -> None:
         watch = self.watches[use.weight]
         watch.looked_up |= use.kind == "lookup"
         watch.used |= use.kind != "lookup"
@@ -189,7 +189,7 @@ class _Observer(AbstractFollower):
     def __init__(self, watches: Sequence[Watch], numbers: Sequence[dict[tuple[int, ...], Array]]) -> None:
         self.watches, self.numbers = watches, numbers
 
-    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
+    def multiply(self, product: Product, use: SeenUse) -> Array:
         x, watch = product.x, self.watches[product.view.weight]
         axes = watch.negative(product)
         layered = product.by_layer(watch.stacks[axes], watch.shape) if x.size else None
@@ -205,7 +205,7 @@ class _Observer(AbstractFollower):
         params = {"threshold": watch.threshold, "gram": watch.gram, "keep": watch.keep, "gated": watch.gated}
         return observe(x, rows, number, reached, record=watch.along[axes], **params)
 
-    def use(self, use: Use) -> None:
+    def use(self, use: SeenUse) -> None:
         pass
 
 

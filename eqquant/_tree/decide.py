@@ -13,6 +13,7 @@ from .._array.checks import check_not_masked, check_quantizable
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._methods.inputs import InputsError, Statistics
+from .._numerics.axes import as_axes
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.simulated import SimulatedArray
@@ -154,13 +155,14 @@ def _decide_leaf(leaf: Leaf, choice: _Choice, is_named: bool) -> Decision:
     """Decides about one leaf. What `where` names is quantized; all else only if that is worth it."""
     if choice.format is None:
         return Decision(leaf, None, (), choice.reason)
-    if not is_named and not choice.is_final and (role := choice.role(leaf)) is not None:
+    role = choice.role(leaf)
+    if role is not None and not is_named and not choice.is_final:
         return Decision(leaf, None, (), role)
     axes, known = choice.axes(leaf)
     if not is_named and (reason := no_smaller_reason(leaf.value, choice.format, axes)) is not None:
         return Decision(leaf, None, axes, reason)
     unknown = "" if known else "; its input axis is not known, blocks run along the last: see `axis`"
-    activations, note = _choose_activations(leaf, choice.activations, axes, choice.role(leaf))
+    activations, note = _choose_activations(leaf, choice.activations, axes, role)
     reason, is_given = choice.reason + unknown + note, choice.axis is not None
     return Decision(leaf, choice.format, axes, reason, choice.method, activations, is_given)
 
@@ -181,7 +183,7 @@ def decide_activations(
         if refusal is not None:
             decisions.append(Decision(leaf, None, (), refusal))
             continue
-        axes = leaf.value.axis if isinstance(leaf.value.axis, tuple) else (leaf.value.axis,)
+        axes = as_axes(leaf.value.axis)
         try:
             chosen, note = _choose_activations(leaf, rule, axes, None)
         except InputsError as e:

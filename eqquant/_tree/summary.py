@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from .._array.array import is_quantized, QuantizedArray
+from .._numerics.axes import as_axes
 from .._types import PyTree
 from .._wrappers.base import AbstractWrappedArray
 from .._wrappers.low_precision import LowPrecisionArray, map_largest
@@ -57,7 +58,7 @@ def _dense_reason(leaf: Leaf) -> str:
     if (reason := ineligible_reason(leaf.value) or default_skip_reason(leaf)) is not None:
         return reason
     axis, _ = input_axis(leaf)
-    return few_values_reason(leaf.value, axis if isinstance(axis, tuple) else (axis,)) or "left in float"
+    return few_values_reason(leaf.value, as_axes(axis)) or "left in float"
 
 
 def _is_whole(x: PyTree) -> bool:

@@ -11,7 +11,7 @@ from rich.table import Table
 from .._array.array import QuantizedArray
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat, levels_of
-from .._numerics.axes import memory_order
+from .._numerics.axes import as_axes, memory_order
 from .._numerics.blocks import divide, expand
 from .._report import Report, report_table
 from ._plots import Axes, draw_histogram
@@ -221,7 +221,7 @@ def stored_bits(q: QuantizedArray) -> float:
 
 def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
     """Returns the values in the memory order of `q`, with the scale and the zero point of each."""
-    axes = q.axis if isinstance(q.axis, tuple) else (q.axis,)
+    axes = as_axes(q.axis)
     rows = memory_order(jnp.asarray(to_numpy(x, "`x`"), jnp.float32), axes)
     spread = lambda per_block: expand(per_block, q.format.block_size, rows.shape[-1])
     zero = jnp.zeros_like(q.scale) if q.zero_point is None else q.zero_point.astype(jnp.float32)

@@ -62,9 +62,7 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     return jtu.tree_unflatten(treedef, [mask(x) for x in nodes])
 
 
-def train_only(
-    optimizer: "optax.GradientTransformation", mask: PyTree[bool]
-) -> "optax.GradientTransformationExtraArgs":
+def train_only(optimizer: "optax.GradientTransformation", mask: PyTree[bool]) -> "optax.GradientTransformation":
     """Makes an optimizer that changes only the leaves that a mask selects.
 
     As `optax.masked`, but every other leaf gets an update of zero. `optax.masked` passes on the gradients of other
@@ -90,5 +88,4 @@ def train_only(
     """
     import optax
 
-    others = jtu.tree_map(lambda selected: not selected, mask)
-    return optax.chain(optax.masked(optimizer, mask), optax.masked(optax.set_to_zero(), others))
+    return optax.selective_transform(optimizer, freeze_mask=jtu.tree_map(lambda selected: not selected, mask))

@@ -11,7 +11,6 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 from .._array.array import is_quantized
 from .._array.quantize import quantize_array, requantize_like
@@ -119,7 +118,7 @@ def quantize_state(
         if not jtu.tree_leaves(params):  # from `optax.tree_map_params`, to find them in the state
             return state
         _check_float(state, params)
-        stays = ("nu",) if _is_yogi(state, inner.init, params) else ()
+        stays = ("nu",) if _is_yogi(inner.init, params) else ()
         quantize = ft.partial(quantize_fields, stays=stays)
         done = jtu.tree_map(quantize, state, is_leaf=lambda x: bool(_moments(x)))
         if not any(is_quantized(x) for x in jtu.tree_leaves(done, is_leaf=is_quantized)):
@@ -168,25 +167,18 @@ def _moments(state: PyTree) -> dict[str, bool]:
     return _MOMENTS.get(type(state).__name__, {}) if is_known else {}
 
 
-def _is_yogi(state: PyTree, init: Callable[[PyTree], PyTree], params: PyTree) -> bool:
+def _is_yogi(init: Callable[[PyTree], PyTree], params: PyTree) -> bool:
     """Returns whether second moments in a state of Adam start above zero, as those of Yogi alone do.
 
     Yogi changes them by so little that eight bits round most steps down to nothing, and the larger ones remain.
     """
     is_adam = lambda x: "mu" in _moments(x) and type(x).__name__ == "ScaleByAdamState"
-
-    def largest(state: PyTree) -> list[Array]:
+    # The first state depends neither on the values of the parameters nor on their lengths.
+    one_value = lambda x: jnp.zeros([1] * jnp.ndim(x), jnp.result_type(x))
+    with jax.ensure_compile_time_eval():
+        state = init(jtu.tree_map(one_value, params))
         nodes = [x for x in jtu.tree_leaves(state, is_leaf=is_adam) if is_adam(x)]
-        return [jnp.max(x, initial=0) for node in nodes for x in jtu.tree_leaves(node.nu)]
-
-    if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(state)):
-        # The first state depends neither on the values of the parameters nor on their lengths.
-        zeros = lambda x: jnp.zeros([1] * jnp.ndim(x), jnp.result_type(x))
-        with jax.ensure_compile_time_eval():
-            found = jax.jit(lambda: largest(init(jtu.tree_map(zeros, params))))()
-    else:
-        found = largest(state)
-    return any(float(x) > 0 for x in found)
+        return any(float(jnp.max(x)) > 0 for node in nodes for x in jtu.tree_leaves(node.nu))
 
 
 def _quantize_moment(x: PyTree, format: AbstractFormat, min_size: int) -> PyTree:

@@ -78,8 +78,8 @@ def words(
     """
     codebooks = {2: eqq.Codebook(NORMAL_2, size, **HALF), 3: eqq.Codebook(NORMAL_3, size, **HALF)}
     of = lambda bits: eqq.Use(codebooks.get(bits, eqq.NF4(size, **HALF)), method)
-    of_positions = {} if positions is None else {"embeddings.position.*": of(positions)}
-    return {"embeddings.token_type.*": eqq.Int8(), **of_positions, "embeddings.*": of(bits)}
+    position_rules = {} if positions is None else {"embeddings.position.*": of(positions)}
+    return {"embeddings.token_type.*": eqq.Int8(), **position_rules, "embeddings.*": of(bits)}
 
 
 def rounded(format: eqq.AbstractFormat, method: eqq.AbstractMethod | None = None) -> Callable[["Data"], Any]:
@@ -96,24 +96,24 @@ def scaled(format: eqq.AbstractFormat, method: eqq.AbstractScaleMethod) -> Calla
     return start
 
 
-def gptq(linear: eqq.AbstractFormat, of_words: Mapping[str, Any], inner: Any = None) -> Callable[["Data"], Any]:
-    rules = {**of_words, "*": linear}
+def gptq(linear: eqq.AbstractFormat, word_rules: Mapping[str, Any], inner: Any = None) -> Callable[["Data"], Any]:
+    rules = {**word_rules, "*": linear}
     return lambda data: eqq.quantize_tree(data.model, rules, method=eqq.GPTQ(data.stats(), method=inner))
 
 
 def learned(
-    linear: eqq.AbstractFormat, of_words: Mapping[str, Any], more: Mapping[str, eqq.AbstractFormat] | None = None
+    linear: eqq.AbstractFormat, word_rules: Mapping[str, Any], more: Mapping[str, eqq.AbstractFormat] | None = None
 ) -> Callable[["Data"], Any]:
     """`more` are formats of the layers that lose most for each byte, which `plan_minilm.py` found."""
-    rules = {**of_words, **{f"*.{name}.weight": format for name, format in (more or {}).items()}, "*": linear}
+    rules = {**word_rules, **{f"*.{name}.weight": format for name, format in (more or {}).items()}, "*": linear}
     return lambda data: eqq.quantize_tree(data.model, rules, method=eqq.LearnedRounding(data.stats()))
 
 
-def in_order(linear: Any, of_words: Mapping[str, Any], inner: Any = None) -> Callable[["Data"], Any]:
+def in_order(linear: Any, word_rules: Mapping[str, Any], inner: Any = None) -> Callable[["Data"], Any]:
     by_path = linear if isinstance(linear, Mapping) else {"*": linear}
     rules = {path: eqq.Use(format, eqq.GPTQ(method=inner)) for path, format in by_path.items()}
     return lambda data: eqq.quantize_sequentially(
-        data.model, data.calibrate_on, {**of_words, **rules}, apply=tokens, progress=True
+        data.model, data.calibrate_on, {**word_rules, **rules}, apply=tokens, progress=True
     )
 
 
@@ -123,11 +123,13 @@ def products_of_codes(
     """`activations` is a format, or a calibrator that finds one scale for all inputs."""
 
     def start(data: "Data") -> Any:
-        of_inputs = activations
+        calibrated = activations
         if not isinstance(activations, eqq.AbstractFormat):
-            of_inputs = eqq.calibrate.collect_stats(data.model, data.calibrate_on, apply=tokens, calibrator=activations)
+            calibrated = eqq.calibrate.collect_stats(
+                data.model, data.calibrate_on, apply=tokens, calibrator=activations
+            )
         rules = {"embeddings.*": eqq.Int8(), "*": eqq.Use(weights, method(data.stats(rotated)))}
-        return eqq.quantize_tree(data.rotated() if rotated else data.model, rules, activations=of_inputs)
+        return eqq.quantize_tree(data.rotated() if rotated else data.model, rules, activations=calibrated)
 
     return start
 
@@ -275,8 +277,8 @@ def full_batches_of(sentences: list[str], size: int = 32) -> list[Batch]:
     group = np.searchsorted(cut, lengths, side="right") - 1
     batches = []
     for n, length in enumerate(cut):
-        of_length = [sentences[i] for i in np.flatnonzero(group == n)]
-        batches += [minilm.tokenize(of_length[i : i + size], int(length)) for i in range(0, len(of_length), size)]
+        same_length = [sentences[i] for i in np.flatnonzero(group == n)]
+        batches += [minilm.tokenize(same_length[i : i + size], int(length)) for i in range(0, len(same_length), size)]
     return batches
 
 

@@ -193,19 +193,19 @@ def _torch(w: np.ndarray, x: np.ndarray) -> dict[str, Variant]:
 
     # Four bits: the product of each group is `(code - 8) * scale + zero`.
     group = torch.from_numpy(w).reshape(w.shape[0], -1, 64)
-    of_group = group.abs().amax(-1, keepdim=True) / 7
-    four = ((group / of_group).round() + 8).clamp(0, 15).to(torch.int32).reshape(w.shape)
-    scale_zero = torch.stack([of_group[..., 0], torch.zeros_like(of_group[..., 0])], -1).transpose(0, 1)
+    group_scale = group.abs().amax(-1, keepdim=True) / 7
+    four = ((group / group_scale).round() + 8).clamp(0, 15).to(torch.int32).reshape(w.shape)
+    scale_zero = torch.stack([group_scale[..., 0], torch.zeros_like(group_scale[..., 0])], -1).transpose(0, 1)
     scale_zero = scale_zero.contiguous().to(torch.bfloat16)
     found = {}
     try:
         int8(weights[0])
         found["torch int8, bfloat16 x"] = Variant(int8, weights)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(four, 1)
-        of_four = [(packed.clone(), scale_zero.clone()) for _ in range(8)]
+        packed_copies = [(packed.clone(), scale_zero.clone()) for _ in range(8)]
         int4 = lambda pair: torch.ops.aten._weight_int4pack_mm_for_cpu(rows, pair[0], 64, pair[1])
-        int4(of_four[0])
-        found["torch int4, bfloat16 x"] = Variant(int4, of_four)
+        int4(packed_copies[0])
+        found["torch int4, bfloat16 x"] = Variant(int4, packed_copies)
     except Exception as error:
         print(f"left out: torch's product does not run here ({error})", file=sys.stderr)
     return found
@@ -271,19 +271,19 @@ def copy_bandwidth(smoke: bool) -> float:
 def show_all(console: Console, results: list[dict[str, Any]]) -> None:
     """A table for each instruction set; of results that were measured twice, the last."""
     for isa in dict.fromkeys(r["isa"] for r in results):
-        of_isa = {(r["n"], r["k"], r["name"], r["m"]): r for r in results if r["isa"] == isa}
-        rows = sorted({m for *_, m in of_isa})
+        by_key = {(r["n"], r["k"], r["name"], r["m"]): r for r in results if r["isa"] == isa}
+        rows = sorted({m for *_, m in by_key})
         columns = [f"M = {m}, {c}" for m in rows for c in ("cold", "warm")]
         table = Table("W", "weight", *columns, "bandwidth, M = 1", title=f"time relative to float32, {isa}")
         for n, k, name in dict.fromkeys(
-            key[:3] for key in sorted(of_isa, key=lambda key: (key[:2], key[2] != "float32"))
+            key[:3] for key in sorted(by_key, key=lambda key: (key[:2], key[2] != "float32"))
         ):
             cells = []
             for m in rows:
-                found = of_isa.get((n, k, name, m))
+                found = by_key.get((n, k, name, m))
                 unit = "{:.2f} ms" if name == "float32" else "{:.2f}"
                 cells += [unit.format(found[c]) if found else "" for c in ("cold", "warm")]
-            one = of_isa.get((n, k, name, 1), {})
+            one = by_key.get((n, k, name, 1), {})
             cells.append(f"{one['bytes per s'] / one['bandwidth']:.0%}" if "bytes per s" in one else "")
             table.add_row(f"{n} x {k}", name, *cells)
         console.print(table)

@@ -113,9 +113,9 @@ def main() -> None:
     table = Table(
         "weights", "MB", "tokens per s", "time beside float32", title=f"{layers} layers of {width}, one token"
     )
-    for name, of_rounds in seconds.items():
-        ratio = np.median(of_rounds / seconds["float32"])
-        table.add_row(name, f"{sizes[name] / 1e6:.0f}", f"{1 / np.median(of_rounds):.1f}", f"{ratio:.2f}")
+    for name, by_round in seconds.items():
+        ratio = np.median(by_round / seconds["float32"])
+        table.add_row(name, f"{sizes[name] / 1e6:.0f}", f"{1 / np.median(by_round):.1f}", f"{ratio:.2f}")
     console.print(table)
 
 

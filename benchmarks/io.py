@@ -112,9 +112,9 @@ def gpt_oss(rng):
 
 def mlx(bits):
     def make(rng):
-        of_groups = lambda: scales(rng, OUT, IN // 64)
+        group_scales = lambda: scales(rng, OUT, IN // 64)
         packed = words(rng, OUT, IN * bits // 32).view(np.uint32)
-        return {"weight": packed, "scales": of_groups(), "biases": of_groups()}, {"bits": bits, "group_size": 64}
+        return {"weight": packed, "scales": group_scales(), "biases": group_scales()}, {"bits": bits, "group_size": 64}
 
     return make
 
@@ -126,7 +126,7 @@ def llm_int8(rng):
 def torchao(rng):
     tensors = {"_weight_qdata": rng.integers(-127, 128, (OUT, IN), np.int8)}
     about = {"_type": "Int8Tensor", "_data": {}, "_tensor_data_names": ["qdata", "scale"]}
-    return {**tensors, "_weight_scale": scales(rng, OUT, 1, dtype=np.float32)}, {"of_weights": json.dumps(about)}
+    return {**tensors, "_weight_scale": scales(rng, OUT, 1, dtype=np.float32)}, {"quantized_weights": json.dumps(about)}
 
 
 def bitsandbytes(rng):
@@ -276,7 +276,7 @@ def make(name, folder, weights=COUNT):
     one, config = DIALECTS[name](rng)
     tensors = {f"layers.{n}.{key}": x for n in range(weights) for key, x in one.items()}
     metadata = None
-    if about := config.pop("of_weights", None):
+    if about := config.pop("quantized_weights", None):
         metadata = {f"layers.{n}.weight": about for n in range(weights)} | {"tensor_names": json.dumps(list(tensors))}
     save_file(tensors, folder / "model.safetensors", metadata)
     (folder / "config.json").write_text(json.dumps({"quantization_config": config, "quantization": config}))
@@ -316,8 +316,8 @@ def measure(name):
                 watcher.join()
                 more = peak - before - nbytes
             del arrays
-        of_file = {"size": size, "seconds": best, "processor": processor}
-        return {**of_file, "more": more, "largest": nbytes / COUNT}
+        measured = {"size": size, "seconds": best, "processor": processor}
+        return {**measured, "more": more, "largest": nbytes / COUNT}
 
 
 def measure_library(name):
@@ -365,9 +365,9 @@ def main():
     print(f"| --- |{' ---: |' * len(columns)}{' --- |' if more else ''}", flush=True)
     for name in names:
         row = in_process("--row", name)
-        speed, of_core = (row["size"] / row[key] / 1e6 for key in ("seconds", "processor"))
+        speed, core_speed = (row["size"] / row[key] / 1e6 for key in ("seconds", "processor"))
         print(
-            f"| {name} | {row['size'] / 1e6:.0f} | {speed:.0f} | {of_core:.0f} | {max(row['more'], 0) / 1e6:.0f} | "
+            f"| {name} | {row['size'] / 1e6:.0f} | {speed:.0f} | {core_speed:.0f} | {max(row['more'], 0) / 1e6:.0f} | "
             f"{row['largest'] / 1e6:.0f} |" + f" {theirs.get(name) or ''} |" * bool(theirs),
             flush=True,
         )

@@ -262,8 +262,8 @@ def random_table(name: str, llama_bench: str | None, rounds: int, console: Conso
                 theirs.append(_llama_bench(llama_bench, path, 16))
     table = Table("weights", "MB", "ms per token", "tokens per s", "beside float32", box=box.MARKDOWN)
     base = float(np.median(times["float32"]))
-    for kind, of_kind in times.items():
-        ms = float(np.median(of_kind))
+    for kind, each_ms in times.items():
+        ms = float(np.median(each_ms))
         table.add_row(kind, f"{sizes[kind] / 1e6:.0f}", f"{ms:.2f}", f"{1e3 / ms:.1f}", f"{ms / base:.3f}")
     if theirs:
         ms = float(np.median(theirs))

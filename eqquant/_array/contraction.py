@@ -1,8 +1,8 @@
 """Brings every product with an array of ours to one form: `x(*batch, m, k) . w(*batch, n, k)^T`.
 
-`@`, the shapes of `jnp.matmul` and the dimension numbers of `jax.lax.dot_general` become names of axes, as in an
-einsum. Where a name occurs decides what its axis does. Only this file rearranges shapes: a class of arrays implements
-one product of matrices, `AbstractOperand.linear`.
+`@` and the shapes of `jnp.matmul` become names of axes, as in an einsum; so do the dimension numbers of
+`jax.lax.dot_general`, in `_matmul/quax_rules.py`. Where a name occurs decides what its axis does. Only this file
+rearranges shapes: a class of arrays implements one product of matrices, `AbstractOperand.linear`.
 """
 
 import abc

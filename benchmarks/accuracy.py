@@ -70,39 +70,45 @@ HALF: dict[str, Any] = {"scale_dtype": "float16"}
 
 
 def words(
-    bits: int, size: int | None, positions: int | None = None, method: eqq.AbstractMethod | None = None
+    bits: int, size: int | None, positions: int | None = None, method: eqq.extend.AbstractMethod | None = None
 ) -> dict[str, Any]:
     """Rules for what is looked up. Positions, which are few, may have more bits, and token types have.
 
     Without a `method` that of the linear layers weighs errors of words by what the outputs make of them.
     """
     codebooks = {2: eqq.Codebook(NORMAL_2, size, **HALF), 3: eqq.Codebook(NORMAL_3, size, **HALF)}
-    of = lambda bits: eqq.Use(codebooks.get(bits, eqq.NF4(size, **HALF)), method)
+    of = lambda bits: eqq.QuantConfig(codebooks.get(bits, eqq.NF4(size, **HALF)), method)
     position_rules = {} if positions is None else {"embeddings.position.*": of(positions)}
     return {"embeddings.token_type.*": eqq.Int8(), **position_rules, "embeddings.*": of(bits)}
 
 
-def rounded(format: eqq.AbstractFormat, method: eqq.AbstractMethod | None = None) -> Callable[["Data"], Any]:
+def rounded(
+    format: eqq.extend.AbstractFormat, method: eqq.extend.AbstractMethod | None = None
+) -> Callable[["Data"], Any]:
     return lambda data: eqq.quantize_tree(data.model, format, method=method)
 
 
-def scaled(format: eqq.AbstractFormat, method: eqq.AbstractScaleMethod) -> Callable[["Data"], Any]:
+def scaled(format: eqq.extend.AbstractFormat, method: eqq.extend.AbstractScaleMethod) -> Callable[["Data"], Any]:
     """AWQ, whose factors every weight keeps: nothing in this model takes them."""
 
     def start(data: "Data") -> Any:
-        smoothed = eqq.smooth(data.model, eqq.AWQ(data.stats(), format, method=method))
+        smoothed = eqq.transforms.smooth(data.model, eqq.transforms.AWQ(data.stats(), format, method=method))
         return eqq.quantize_tree(smoothed, format, method=method)
 
     return start
 
 
-def gptq(linear: eqq.AbstractFormat, word_rules: Mapping[str, Any], inner: Any = None) -> Callable[["Data"], Any]:
+def gptq(
+    linear: eqq.extend.AbstractFormat, word_rules: Mapping[str, Any], inner: Any = None
+) -> Callable[["Data"], Any]:
     rules = {**word_rules, "*": linear}
     return lambda data: eqq.quantize_tree(data.model, rules, method=eqq.GPTQ(data.stats(), method=inner))
 
 
 def learned(
-    linear: eqq.AbstractFormat, word_rules: Mapping[str, Any], more: Mapping[str, eqq.AbstractFormat] | None = None
+    linear: eqq.extend.AbstractFormat,
+    word_rules: Mapping[str, Any],
+    more: Mapping[str, eqq.extend.AbstractFormat] | None = None,
 ) -> Callable[["Data"], Any]:
     """`more` are formats of the layers that lose most for each byte, which `plan_minilm.py` found."""
     rules = {**word_rules, **{f"*.{name}.weight": format for name, format in (more or {}).items()}, "*": linear}
@@ -111,24 +117,24 @@ def learned(
 
 def in_order(linear: Any, word_rules: Mapping[str, Any], inner: Any = None) -> Callable[["Data"], Any]:
     by_path = linear if isinstance(linear, Mapping) else {"*": linear}
-    rules = {path: eqq.Use(format, eqq.GPTQ(method=inner)) for path, format in by_path.items()}
+    rules = {path: eqq.QuantConfig(format, eqq.GPTQ(method=inner)) for path, format in by_path.items()}
     return lambda data: eqq.quantize_sequentially(
         data.model, data.calibrate_on, {**word_rules, **rules}, apply=tokens, progress=True
     )
 
 
 def products_of_codes(
-    weights: eqq.AbstractFormat, activations: Any, method: Any = eqq.MSE, *, rotated: bool = False
+    weights: eqq.extend.AbstractFormat, activations: Any, method: Any = eqq.MSE, *, rotated: bool = False
 ) -> Callable[["Data"], Any]:
     """`activations` is a format, or a calibrator that finds one scale for all inputs."""
 
     def start(data: "Data") -> Any:
         calibrated = activations
-        if not isinstance(activations, eqq.AbstractFormat):
+        if not isinstance(activations, eqq.extend.AbstractFormat):
             calibrated = eqq.calibrate.collect_stats(
                 data.model, data.calibrate_on, apply=tokens, calibrator=activations
             )
-        rules = {"embeddings.*": eqq.Int8(), "*": eqq.Use(weights, method(data.stats(rotated)))}
+        rules = {"embeddings.*": eqq.Int8(), "*": eqq.QuantConfig(weights, method(data.stats(rotated)))}
         return eqq.quantize_tree(data.rotated() if rotated else data.model, rules, activations=calibrated)
 
     return start
@@ -140,7 +146,7 @@ def recipes() -> dict[str, Recipe]:
     normal3, normal3_128 = (eqq.Codebook(NORMAL_3, size, **HALF) for size in (64, 128))
     nf4, affine4 = eqq.NF4(64, **HALF), eqq.Int4(64, symmetric=False, **HALF)
     int8, affine8 = eqq.Int8(), eqq.Int8(symmetric=False)
-    static = eqq.calibrate.MSE(eqq.Int8("tensor", symmetric=False))
+    static = eqq.calibrate.MSERange(eqq.Int8("tensor", symmetric=False))
     token4, block4 = eqq.Int4(None, symmetric=False), eqq.Int4(symmetric=False)
     mse = eqq.MSE()
     return {
@@ -215,7 +221,7 @@ class Data:
 
     @ft.cache
     def rotated(self) -> Any:
-        return eqq.rotate(self.model)
+        return eqq.transforms.rotate(self.model)
 
     @ft.cache
     def stats(self, rotated: bool = False) -> Any:
@@ -234,7 +240,7 @@ class Data:
 
     def scores(self, q: minilm.Encoder) -> dict[str, float]:
         """The mean cosine with the float model, and the share of the ten nearest sentences that are the same."""
-        quantizing = lambda x: isinstance(x, eqq.ActivationQuantizedArray)
+        quantizing = lambda x: isinstance(x, eqq.arrays.ActivationQuantizedArray)
         dense = q if any(map(quantizing, jax.tree.leaves(q, is_leaf=quantizing))) else eqq.dequantize_tree(q)
         found = sentences_and_scores.embed_all(dense, self.ids, self.mask)
         neighbours = sentences_and_scores.neighbours
@@ -318,7 +324,7 @@ def bits_of(q: minilm.Encoder) -> float:
 
 
 def is_scaled(x: Any) -> bool:
-    return isinstance(x, eqq.ScaledArray)
+    return isinstance(x, eqq.arrays.ScaledArray)
 
 
 def one_round(q: minilm.Encoder, model: minilm.Encoder, data: Data, n: int, passes: int) -> minilm.Encoder:

@@ -37,7 +37,7 @@ class Recipes:
     def __init__(self, model: minilm.Encoder, batches: list[Any]) -> None:
         self.model, self.batches, self.stats = model, batches, {}
 
-    def dynamic(self, weights: Any, activations: Any, method: eqq.AbstractMethod | None = None) -> Any:
+    def dynamic(self, weights: Any, activations: Any, method: eqq.extend.AbstractMethod | None = None) -> Any:
         rules = {"embeddings.*": None, "*": weights}
         return eqq.quantize_tree(self.model, rules, activations=activations, method=method)
 
@@ -49,7 +49,10 @@ class Recipes:
         return self.dynamic(weights, self.collect(calibrator))
 
     def smooth(self, weights: Any, activations: Any) -> Any:
-        model, rules = eqq.smooth(self.model, eqq.SmoothQuant(self.collect())), {"embeddings.*": None, "*": weights}
+        model, rules = (
+            eqq.transforms.smooth(self.model, eqq.transforms.SmoothQuant(self.collect())),
+            {"embeddings.*": None, "*": weights},
+        )
         return eqq.quantize_tree(model, rules, activations=activations)
 
     def gptq(self, weights: Any, activations: Any) -> Any:
@@ -71,7 +74,7 @@ def rows(recipes: Recipes) -> dict[str, Callable[[], Any]]:
         "int8 x int8 with zero points, SmoothQuant, per token": lambda: recipes.smooth("int8", AFFINE),
         "int8 x int8, static, whole range": lambda: recipes.static("int8"),
         "int8 x int8, static, percentile": lambda: recipes.static("int8", eqq.calibrate.Percentile(one)),
-        "int8 x int8, static, MSE": lambda: recipes.static("int8", eqq.calibrate.MSE(one)),
+        "int8 x int8, static, MSE": lambda: recipes.static("int8", eqq.calibrate.MSERange(one)),
         "int4 x int8, per token": lambda: recipes.dynamic("int4", AFFINE),
         "int4 with zero points x int8, per token": lambda: recipes.dynamic(eqq.Int4(64, symmetric=False), AFFINE),
         "int4 in blocks of 32 with zero points x int8, per token": lambda: recipes.dynamic(

@@ -41,10 +41,25 @@ SINGLE = (
     *(eqq.Int3(size, **HALF) for size in (128, 64)),
     *(eqq.NF4(size, double_quant=True) for size in (128, 64, 32)),
     *(eqq.Int4(64, **HALF), eqq.NF4(None), eqq.NF4(), eqq.NF4(16), eqq.Int4(32), eqq.MXFP4(), eqq.NVFP4()),
-    *(eqq.Q2_K(), eqq.Q3_K(), eqq.Q4_0(), eqq.Q4_1(), eqq.Q4_K(), eqq.IQ4_XS(), eqq.IQ4_NL()),
-    *(eqq.Q5_0(), eqq.Q5_1(), eqq.Q5_K(), eqq.Int5(128, **HALF), eqq.Int5(64, **HALF), eqq.Int5()),
+    *(
+        eqq.formats.Q2_K(),
+        eqq.formats.Q3_K(),
+        eqq.formats.Q4_0(),
+        eqq.formats.Q4_1(),
+        eqq.formats.Q4_K(),
+        eqq.formats.IQ4_XS(),
+        eqq.formats.IQ4_NL(),
+    ),
+    *(
+        eqq.formats.Q5_0(),
+        eqq.formats.Q5_1(),
+        eqq.formats.Q5_K(),
+        eqq.Int5(128, **HALF),
+        eqq.Int5(64, **HALF),
+        eqq.Int5(),
+    ),
 )
-Rules = Mapping[str, eqq.AbstractFormat | eqq.Use | None]
+Rules = Mapping[str, eqq.extend.AbstractFormat | eqq.QuantConfig | None]
 
 
 class Case(NamedTuple):
@@ -75,7 +90,7 @@ class Rounded:
             model = eqx.tree_at(lambda m, path=path: part_at(m, path), model, jnp.asarray(self.values[path, format]))
         return self.case.score(model)
 
-    def bits(self, format: eqq.AbstractFormat) -> float:
+    def bits(self, format: eqq.extend.AbstractFormat) -> float:
         leaves = [leaf for leaf in eqq.plan_tree(self.case.model, format).leaves if leaf.format is not None]
         return 8 * sum(leaf.nbytes for leaf in leaves) / sum(int(np.prod(leaf.shape)) for leaf in leaves)
 

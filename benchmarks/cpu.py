@@ -83,7 +83,7 @@ def throughput(size: int, rounds: int) -> None:
     formats = [
         *(eqq.NF4(), eqq.NF4(double_quant=True), eqq.Int8(), eqq.Int8(symmetric=False), eqq.Int4()),
         *(eqq.Int4(symmetric=False), eqq.Int2(), eqq.Ternary(), eqq.Binary(), eqq.FP8(), eqq.FP8("e5m2")),
-        *(eqq.MXFP8(), eqq.MXFP4(), eqq.NVFP4(), eqq.Q4_0(), eqq.Q8_0()),
+        *(eqq.MXFP8(), eqq.MXFP4(), eqq.NVFP4(), eqq.formats.Q4_0(), eqq.formats.Q8_0()),
     ]
     for format in formats:
         quantize = jax.jit(lambda w, format=format: eqq.quantize(w, format))

@@ -43,7 +43,7 @@ from eqquant._native import library as native
 FORMATS = {
     "nf4": eqq.NF4(),
     "int4": eqq.Int4(),
-    "q4_0": eqq.Q4_0(),
+    "q4_0": eqq.formats.Q4_0(),
     "mxfp4": eqq.MXFP4(),
     "nvfp4": eqq.NVFP4(),
     "int2": eqq.Int2(),

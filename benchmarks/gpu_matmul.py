@@ -50,7 +50,15 @@ CHECKED = {
         for f in (
             *(eqq.Int4(symmetric=False), eqq.Int4(block_size=128), eqq.Int4(block_size=None), eqq.Int2()),
             *(eqq.Int2(symmetric=False), eqq.Ternary(block_size=64), eqq.Binary(), eqq.Binary(block_size=64)),
-            *(eqq.Int8(symmetric=False), eqq.FP8(), eqq.FP8("e5m2"), eqq.MXFP8(), eqq.NVFP4(), eqq.Q4_0(), eqq.Q8_0()),
+            *(
+                eqq.Int8(symmetric=False),
+                eqq.FP8(),
+                eqq.FP8("e5m2"),
+                eqq.MXFP8(),
+                eqq.NVFP4(),
+                eqq.formats.Q4_0(),
+                eqq.formats.Q8_0(),
+            ),
             *(eqq.Dynamic8(), eqq.Codebook([-1, -0.5, -0.25, 0, 0.25, 0.5, 1])),
         )
     },

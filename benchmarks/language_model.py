@@ -41,19 +41,19 @@ FORMATS = {
     "int8": eqq.Int8(64),
     "fp8": eqq.FP8(),
     "int6": eqq.Int6(64),
-    "q6_k": eqq.Q6_K(),
+    "q6_k": eqq.formats.Q6_K(),
     "int5": eqq.Int5(64),
-    "q5_k": eqq.Q5_K(),
+    "q5_k": eqq.formats.Q5_K(),
     "nf4": eqq.NF4(),
     "int4": eqq.Int4(64),
     "int4 affine": eqq.Int4(64, symmetric=False),
-    "q4_0": eqq.Q4_0(),
-    "q4_k": eqq.Q4_K(),
+    "q4_0": eqq.formats.Q4_0(),
+    "q4_k": eqq.formats.Q4_K(),
     "mxfp4": eqq.MXFP4(),
     "int3": eqq.Int3(64),
-    "q3_k": eqq.Q3_K(),
+    "q3_k": eqq.formats.Q3_K(),
     "int2": eqq.Int2(32),
-    "q2_k": eqq.Q2_K(),
+    "q2_k": eqq.formats.Q2_K(),
 }
 AFFINE = eqq.Int4(32, symmetric=False)
 CACHES: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ ACTIVATIONS = {
     "nvfp4": ("nvfp4",),
     "int2": ("int8",),
 }
-METHODS: dict[str, eqq.AbstractMethod | None] = {
+METHODS: dict[str, eqq.extend.AbstractMethod | None] = {
     "rounding": None,
     "MSE": eqq.MSE(),
     "HQQ": eqq.HQQ(),
@@ -125,7 +125,7 @@ class Bench:
         same = jnp.argmax(self.expected, -1) == jnp.argmax(logits, -1)
         return Measured(bits / told.size, bits / self.nbytes, float(divergence.mean()), float(same.mean()))
 
-    def quantized(self, format: eqq.AbstractFormat, method: str) -> Llama:
+    def quantized(self, format: eqq.extend.AbstractFormat, method: str) -> Llama:
         if method == "GPTQ":
             return eqq.quantize_sequentially(self.model, self.calibration, format, METHODS[method], apply=logits_of)
         return eqq.quantize_tree(self.model, format, method=METHODS[method])

@@ -51,7 +51,11 @@ MODELS = (
     Shape("70B", 80, 8192, 64, 8, 28672, 128256),
     Shape("405B", 126, 16384, 128, 8, 53248, 128256),
 )
-FORMATS: dict[str, eqq.AbstractFormat | None] = {"bf16": None, "int8": eqq.Int8(), "NF4": eqq.NF4(double_quant=True)}
+FORMATS: dict[str, eqq.extend.AbstractFormat | None] = {
+    "bf16": None,
+    "int8": eqq.Int8(),
+    "NF4": eqq.NF4(double_quant=True),
+}
 
 
 abstract_mesh = lambda data, model: AbstractMesh((data, model), ("data", "model"))
@@ -62,7 +66,7 @@ abstract_mesh = lambda data, model: AbstractMesh((data, model), ("data", "model"
 #
 
 
-def transformer(shape: Shape, format: eqq.AbstractFormat | None, dtype: Any = jnp.bfloat16) -> PyTree:
+def transformer(shape: Shape, format: eqq.extend.AbstractFormat | None, dtype: Any = jnp.bfloat16) -> PyTree:
     """The weights, with all layers stacked. What is not a weight of a layer stays in `dtype`."""
     _, n, width, heads, kv_heads, ffn, vocabulary = shape
     kv = width // heads * kv_heads
@@ -267,7 +271,9 @@ def block(layer: PyTree, x: Float[Array, "batch sequence width"], on: Callable[.
     return x + on(to(jax.nn.silu(on(to(h, "gate"), "model")) * on(to(h, "up"), "model"), "down"), None)
 
 
-def compare(mesh: Mesh, format: eqq.AbstractFormat | None, dtype: Any, product: Product) -> tuple[list[str], bool]:
+def compare(
+    mesh: Mesh, format: eqq.extend.AbstractFormat | None, dtype: Any, product: Product
+) -> tuple[list[str], bool]:
     """Bytes of arguments and of collectives on each device, by formula and as compiled; and whether they are equal."""
     small = transformer(SMALL, format, dtype)["layers"]
     layer = jtu.tree_map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), small)

@@ -8,12 +8,22 @@ same model: it runs under every JAX transformation, trains, saves and shards, an
 - Products: `q @ x`, `matmul`, `explain_matmul`, `quaxify`.
 - Training: `filter_value_and_grad`, `float_masters`, `apply_updates`, `loraify`, `quantize_state`.
 - Files: `save`, `load`, `eqquant.io`.
-- Measuring: `eqquant.calibrate`, `eqquant.analysis`.
+- Better accuracy: `GPTQ` and other methods, `eqquant.transforms`, `eqquant.calibrate`.
+- Measuring: `eqquant.analysis`.
+- More: `eqquant.formats` (GGUF, MLX), `eqquant.arrays`, and `eqquant.extend` for formats and methods of your own.
 """
 
 from importlib.metadata import version as _version
 
-from . import analysis as analysis, calibrate as calibrate, io as io
+from . import (
+    analysis as analysis,
+    arrays as arrays,
+    calibrate as calibrate,
+    extend as extend,
+    formats as formats,
+    io as io,
+    transforms as transforms,
+)
 from ._array.array import (
     ArrayOrQuantized as ArrayOrQuantized,
     is_quantized as is_quantized,
@@ -37,42 +47,17 @@ from ._formats import (
     Int5 as Int5,
     Int6 as Int6,
     Int8 as Int8,
-    IQ4_NL as IQ4_NL,
-    IQ4_XS as IQ4_XS,
-    MLX as MLX,
     MXFP4 as MXFP4,
     MXFP8 as MXFP8,
     NF4 as NF4,
     NVFP4 as NVFP4,
-    Q2_K as Q2_K,
-    Q3_K as Q3_K,
-    Q4_0 as Q4_0,
-    Q4_1 as Q4_1,
-    Q4_K as Q4_K,
-    Q5_0 as Q5_0,
-    Q5_1 as Q5_1,
-    Q5_K as Q5_K,
-    Q6_K as Q6_K,
-    Q8_0 as Q8_0,
     Ternary as Ternary,
-    TQ2_0 as TQ2_0,
-)
-from ._formats.base import (
-    AbstractAffineFormat as AbstractAffineFormat,
-    AbstractFormat as AbstractFormat,
-    AbstractOffsetFormat as AbstractOffsetFormat,
 )
 from ._matmul.explain import explain_matmul as explain_matmul
 from ._matmul.quaxify import quaxify as quaxify
-from ._matmul.selected import select as select, SelectedArray as SelectedArray
+from ._matmul.selected import take_layer as take_layer
 from ._methods import (
     AbsMax as AbsMax,
-    AbstractMethod as AbstractMethod,
-    AbstractScaleMethod as AbstractScaleMethod,
-    choose_by_blocks as choose_by_blocks,
-    decode_rows as decode_rows,
-    encode_rows as encode_rows,
-    Encoded as Encoded,
     GPTQ as GPTQ,
     HQQ as HQQ,
     JointMSE as JointMSE,
@@ -87,27 +72,23 @@ from ._training import (
     filter_value_and_grad as filter_value_and_grad,
     float_masters as float_masters,
     FloatMastersState as FloatMastersState,
-    LoraArray as LoraArray,
     loraify as loraify,
     merge_lora as merge_lora,
     quantize_state as quantize_state,
 )
-from ._training.delayed import delayed_scaling as delayed_scaling, DelayedScalingState as DelayedScalingState
-from ._training.low_precision import low_precision as low_precision
+from ._training.delayed import delayed_scaling as delayed_scaling
+from ._training.low_precision import low_precision_training as low_precision_training
 from ._training.mask import train_only as train_only, trainable_mask as trainable_mask
-from ._training.residuals import checkpoint_quantized as checkpoint_quantized, residual_nbytes as residual_nbytes
+from ._training.residuals import checkpoint_quantized as checkpoint_quantized
 from ._training.simulate import finalize as finalize
+from ._tree.config import QuantConfig as QuantConfig
 from ._tree.explain import CallExplanation as CallExplanation, explain as explain, WeightUse as WeightUse
-from ._tree.folds import Into as Into, Residual as Residual
 from ._tree.no_dense import no_dense as no_dense
 from ._tree.placement import tree_shardings as tree_shardings
-from ._tree.quantize import plan_tree as plan_tree, quantize_tree as quantize_tree
-from ._tree.rotate import rotate as rotate
-from ._tree.smooth import (
-    AbstractSmoothing as AbstractSmoothing,
-    AWQ as AWQ,
-    smooth as smooth,
-    SmoothQuant as SmoothQuant,
+from ._tree.quantize import (
+    plan_tree as plan_tree,
+    quantize_activations as quantize_activations,
+    quantize_tree as quantize_tree,
 )
 from ._tree.summary import (
     count_params as count_params,
@@ -115,18 +96,7 @@ from ._tree.summary import (
     summary as summary,
     tree_nbytes as tree_nbytes,
 )
-from ._tree.use import Use as Use
-from ._wrappers.activation import ActivationQuantizedArray as ActivationQuantizedArray
-from ._wrappers.low_precision import LowPrecisionArray as LowPrecisionArray
-from ._wrappers.mapped import AbstractMappedArray as AbstractMappedArray
-from ._wrappers.permuted import PermutedArray as PermutedArray
-from ._wrappers.rotated import RotatedArray as RotatedArray
-from ._wrappers.scaled import ScaledArray as ScaledArray
-from ._wrappers.simulated import (
-    fake_quantize as fake_quantize,
-    SimulatedArray as SimulatedArray,
-    straight_through as straight_through,
-)
+from ._wrappers.simulated import fake_quantize as fake_quantize
 from .calibrate._sequential import quantize_sequentially as quantize_sequentially
 from .io._load import load as load
 from .io._save import save as save

@@ -31,29 +31,29 @@ Output = Annotated[
         metavar="OUTPUT", help="The .safetensors or .gguf file to write, or a folder, for layouts of others too."
     ),
 ]
-Rules = Mapping[str, "eqq.AbstractFormat | eqq.Use | None"]
+Rules = Mapping[str, "eqq.extend.AbstractFormat | eqq.QuantConfig | None"]
 Json = Annotated[bool, typer.Option("--json", help="Prints JSON.")]
 Axis = Annotated[int | None, typer.Option(help="The input axis of weights: -2 for those stored as (in, out).")]
 
 
-def formats_by_name() -> dict[str, type[eqq.AbstractFormat]]:
+def formats_by_name() -> dict[str, type[eqq.extend.AbstractFormat]]:
     """Returns the classes of formats by their lower-case names."""
     import eqquant as eqq
 
     return {
         name.lower(): cls
         for name, cls in vars(eqq).items()
-        if isinstance(cls, type) and issubclass(cls, eqq.AbstractFormat) and not name.startswith("Abstract")
+        if isinstance(cls, type) and issubclass(cls, eqq.extend.AbstractFormat) and not name.startswith("Abstract")
     }
 
 
-def parse_format(text: str) -> eqq.AbstractFormat:
+def parse_format(text: str) -> eqq.extend.AbstractFormat:
     """Returns the format that a text names: `nf4`, `int4(32)`, `int4(block_size=32, symmetric=False)`."""
     import eqquant as eqq
 
     known, (name, bracket, rest) = formats_by_name(), text.strip().partition("(")
     if not bracket or name.lower() not in known:
-        return eqq.Use(name).format  # raises for an unknown name, with the nearest one
+        return eqq.QuantConfig(name).format  # raises for an unknown name, with the nearest one
     try:
         call = ast.parse(f"f({rest}", mode="eval").body
         if not isinstance(call, ast.Call) or any(k.arg is None for k in call.keywords):
@@ -79,7 +79,7 @@ _DEFAULTS |= {"gguf": "q4_0"}
 
 def format_of(
     format: str | None, bits: int | None, group_size: int | None, to: str | None = None
-) -> eqq.AbstractFormat:
+) -> eqq.extend.AbstractFormat:
     """Returns the format of `--format`, or of `--bits` and `--group-size`, or the one that suits `--to`."""
     if format is not None and (bits is not None or group_size is not None):
         spelled = f"--format '{format}(block_size={group_size or 64})'"
@@ -102,17 +102,17 @@ _OTHERS = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
 
 
 def rules_of(
-    format: eqq.AbstractFormat | None,
+    format: eqq.extend.AbstractFormat | None,
     rule: Sequence[str],
     skip: Sequence[str],
     names: Iterable[str] = (),
     to: str | None = None,
-) -> dict[str, eqq.AbstractFormat | None]:
+) -> dict[str, eqq.extend.AbstractFormat | None]:
     """Returns the rules of `--skip` and `--rule`, in this order, and then `format`, if there is one, for all others.
 
     Embeddings and the last layer among the weights `names` stay in float if the library `to` loads them only so.
     """
-    rules: dict[str, eqq.AbstractFormat | None] = dict.fromkeys(skip)
+    rules: dict[str, eqq.extend.AbstractFormat | None] = dict.fromkeys(skip)
     for text in rule:
         pattern, equals, spelled = text.partition("=")
         if not equals:
@@ -163,7 +163,7 @@ def weights_of(checkpoint: eqq.io.Checkpoint) -> list[str]:
     return [leaf.path for leaf in plan.leaves if leaf.format is not None]
 
 
-def method_of(name: str | None) -> eqq.AbstractMethod | None:
+def method_of(name: str | None) -> eqq.extend.AbstractMethod | None:
     """Returns the method of a name: absmax, mse or hqq."""
     import eqquant as eqq
 

@@ -52,7 +52,7 @@ def plan_of(
     checkpoint: "eqq.io.Checkpoint",
     budget: float,
     axis: int | None,
-    method: "eqq.AbstractMethod | None",
+    method: "eqq.extend.AbstractMethod | None",
     formats: list[str] | None = None,
     to: str | None = None,
     rules: Rules | None = None,
@@ -95,7 +95,7 @@ def plan_of(
     return best
 
 
-def _options(formats: list[str] | None, to: str | None) -> "list[eqq.AbstractFormat]":
+def _options(formats: list[str] | None, to: str | None) -> "list[eqq.extend.AbstractFormat]":
     """Returns the formats to choose from, each once."""
     from eqquant.analysis._sensitivity import ALL_WIDTHS
 
@@ -107,9 +107,9 @@ def _measured(
     checkpoint: "eqq.io.Checkpoint",
     skeleton: "PyTree",
     weights: list[str],
-    options: "list[eqq.AbstractFormat]",
+    options: "list[eqq.extend.AbstractFormat]",
     axis: int | None,
-    method: "eqq.AbstractMethod | None",
+    method: "eqq.extend.AbstractMethod | None",
     to: str | None,
 ) -> "list[LeafSensitivity]":
     """Returns the errors of each weight in the formats that the layout `to` can hold it in."""
@@ -145,7 +145,7 @@ def _measured(
     return [_only(row, [f for f in options if row.paths[0] in fits[f]]) for row in rows]
 
 
-def _only(row: "LeafSensitivity", formats: "Collection[eqq.AbstractFormat]") -> "LeafSensitivity":
+def _only(row: "LeafSensitivity", formats: "Collection[eqq.extend.AbstractFormat]") -> "LeafSensitivity":
     """Returns what was measured of a weight with some of the formats."""
     kept = [n for n, f in enumerate(row.formats) if f in formats]
     pick = lambda values: tuple(values[n] for n in kept)

@@ -18,7 +18,7 @@ import eqquant as eqq
 
 
 # %% The format: levels 0 and +-2**-k for k from 0 to 6, times the largest magnitude of the block
-class Log4(eqq.AbstractFormat):
+class Log4(eqq.extend.AbstractFormat):
     """Bit 3 is the sign. Bits 0 to 2 are the exponent `k`, where 7 stands for zero."""
 
     block_size: int | None = eqx.field(static=True, default=64)

@@ -20,13 +20,13 @@ import eqquant as eqq
 
 
 # %% The method
-class Norm(eqq.AbstractScaleMethod):
+class Norm(eqq.extend.AbstractScaleMethod):
     """Takes the scale that leaves the lowest sum of |error| ** p in each block."""
 
     p: float = eqx.field(static=True, default=1.0)
 
     def choose_scales(
-        self, blocks: Float32[Array, "*batch blocks block"], format: eqq.AbstractFormat
+        self, blocks: Float32[Array, "*batch blocks block"], format: eqq.extend.AbstractFormat
     ) -> tuple[Float32[Array, "*batch blocks"], UInt8[Array, "*batch blocks"] | None]:
         candidates = []
         for factor in (1, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5):
@@ -48,7 +48,7 @@ assert q.format == eqq.Int4()
 
 # %% A whole model, with the method for some of its weights
 model = eqx.nn.MLP(in_size=64, out_size=8, width_size=128, depth=2, key=jr.key(1))
-rules = {"layers.0.*": eqq.Use("int4", Norm(2.0)), "*": "int8"}
+rules = {"layers.0.*": eqq.QuantConfig("int4", Norm(2.0)), "*": "int8"}
 print(eqq.summary(eqq.quantize_tree(model, rules)))
 
 # %% Inside jit and vmap
@@ -66,7 +66,7 @@ Console(width=120).print(table)
 
 
 # %% A method that looks at the inputs of a weight: errors count by the mean square of the feature that they meet
-class ByInputs(eqq.AbstractMethod):
+class ByInputs(eqq.extend.AbstractMethod):
     """Takes the scale of least error at the outputs, as far as the mean squares of the inputs tell."""
 
     inputs: Any  # of all leaves, as `collect_stats` returns them; of one leaf, once `quantize_tree` has picked it
@@ -74,21 +74,21 @@ class ByInputs(eqq.AbstractMethod):
     def quantize_rows(
         self,
         rows: Float[Array, "*batch length"],
-        format: eqq.AbstractFormat,
+        format: eqq.extend.AbstractFormat,
         *,
         key: Any = None,
         chunk: int | None = None,
-    ) -> eqq.Encoded:
-        scale, zero_point = eqq.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
+    ) -> eqq.extend.EncodedRows:
+        scale, zero_point = eqq.extend.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
         candidates = []
         for factor in (1, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5):
-            encoded = eqq.encode_rows(rows, factor * scale, zero_point, format)
-            squares = (eqq.decode_rows(encoded, format) - rows) ** 2 * self.inputs.second_moment
+            encoded = eqq.extend.encode_rows(rows, factor * scale, zero_point, format)
+            squares = (eqq.extend.decode_rows(encoded, format) - rows) ** 2 * self.inputs.second_moment
             # One factor for each row keeps this short. A row is one output, so outputs do not compete.
             candidates.append((jnp.sum(squares, axis=-1, keepdims=True), factor * scale))
         errors, scales = jax.tree_util.tree_map(lambda *x: jnp.stack(x), *candidates)
         best = jnp.take_along_axis(scales, jnp.argmin(errors, axis=0)[None], axis=0)[0]
-        return eqq.encode_rows(rows, best, zero_point, format, key=key, chunk=chunk)
+        return eqq.extend.encode_rows(rows, best, zero_point, format, key=key, chunk=chunk)
 
 
 # %% On a layer whose inputs differ in size

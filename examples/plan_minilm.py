@@ -32,22 +32,22 @@ measured_on, compared_on = (8, 64) if args.smoke else (64, 256)
 console = Console(width=120)
 
 # %% One format for all weights, near each budget. Those with one scale per channel take a little more than their codes.
-uniform: Mapping[float, Sequence[eqq.AbstractFormat | eqq.Use]] = {
-    3: (eqq.Use(eqq.Int2(block_size=32), eqq.MSE()), eqq.Int2(block_size=32)),
-    3.5: (eqq.Use(eqq.Int2(block_size=24), eqq.MSE()), eqq.Use(eqq.Int2(block_size=20), eqq.MSE())),
-    4: (eqq.Use(eqq.NF4(block_size=None), eqq.MSE()), eqq.NF4(block_size=None)),
-    4.5: (eqq.Use("nf4", eqq.MSE()), eqq.NF4(), eqq.Q4_0()),
-    6: (eqq.Use(eqq.NF4(block_size=16), eqq.MSE()), eqq.NF4(block_size=16)),
+uniform: Mapping[float, Sequence[eqq.extend.AbstractFormat | eqq.QuantConfig]] = {
+    3: (eqq.QuantConfig(eqq.Int2(block_size=32), eqq.MSE()), eqq.Int2(block_size=32)),
+    3.5: (eqq.QuantConfig(eqq.Int2(block_size=24), eqq.MSE()), eqq.QuantConfig(eqq.Int2(block_size=20), eqq.MSE())),
+    4: (eqq.QuantConfig(eqq.NF4(block_size=None), eqq.MSE()), eqq.NF4(block_size=None)),
+    4.5: (eqq.QuantConfig("nf4", eqq.MSE()), eqq.NF4(), eqq.formats.Q4_0()),
+    6: (eqq.QuantConfig(eqq.NF4(block_size=16), eqq.MSE()), eqq.NF4(block_size=16)),
     8: (eqq.Int8(), eqq.FP8()),
 }
 # The formats offered to each weight. Float is always one more choice.
 offered = [
-    *(eqq.Use(eqq.Int2(block_size=size), eqq.MSE()) for size in (64, 32, 16)),
+    *(eqq.QuantConfig(eqq.Int2(block_size=size), eqq.MSE()) for size in (64, 32, 16)),
     eqq.NF4(block_size=None),
     *(eqq.NF4(block_size=size, double_quant=True) for size in (128, 64)),
-    *(eqq.Use(eqq.NF4(block_size=size), eqq.MSE()) for size in (None, 64, 32, 16)),
+    *(eqq.QuantConfig(eqq.NF4(block_size=size), eqq.MSE()) for size in (None, 64, 32, 16)),
     eqq.Int8(),
-    eqq.Q8_0(),
+    eqq.formats.Q8_0(),
 ]
 if args.smoke:
     # Without a search for scales, which takes longer to compile than everything else.
@@ -92,7 +92,7 @@ def score(format: Any) -> tuple[float, float]:
     return cosine, sentences_and_scores.agreement(sentences_and_scores.neighbours(found), nearest)
 
 
-def bits_of(format: eqq.AbstractFormat) -> float:
+def bits_of(format: eqq.extend.AbstractFormat) -> float:
     """Bits per weight with one format for all weights."""
     leaves = [leaf for leaf in eqq.plan_tree(model, format).leaves if leaf.format is not None]
     return 8 * sum(leaf.nbytes for leaf in leaves) / sum(math.prod(leaf.shape) for leaf in leaves)

@@ -41,7 +41,7 @@ MIXED = {
     "*.up.*": eqq.Int8(),
     "*": eqq.NF4(double_quant=True),
 }
-PLANS: Mapping[str, eqq.AbstractFormat | Mapping[str, eqq.AbstractFormat | None]] = {
+PLANS: Mapping[str, eqq.extend.AbstractFormat | Mapping[str, eqq.extend.AbstractFormat | None]] = {
     "int8 per channel": eqq.Int8(),
     "NF4": eqq.NF4(block_size=64),
     "NF4, double quant": eqq.NF4(block_size=64, double_quant=True),

@@ -64,7 +64,7 @@ def scanned(layers: Layer, x: Float[Array, "batch width"]) -> Float[Array, "batc
 # On a CPU with native kernels this is the fast way: no product copies its weight out of the stack.
 @eqx.filter_jit
 def selected(layers: Layer, x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
-    step = lambda x, n: (jax.vmap(eqq.select(layers, n))(x), None)
+    step = lambda x, n: (jax.vmap(eqq.take_layer(layers, n))(x), None)
     return jax.lax.scan(step, x, jnp.arange(depth))[0]
 
 

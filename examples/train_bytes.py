@@ -164,7 +164,9 @@ def train_in_low_precision(formats: tuple[str, ...]) -> dict[str, float]:
     untrained, found = Transformer(key=jr.key(args.seed)), {}
     for name in ("float32", *formats):
         format, delayed, _ = name.partition("-delayed")
-        candidate = eqq.low_precision(untrained, format, delayed=bool(delayed)) if name != "float32" else untrained
+        candidate = (
+            eqq.low_precision_training(untrained, format, delayed=bool(delayed)) if name != "float32" else untrained
+        )
         optim = eqq.delayed_scaling(adamw(3e-3, steps)) if delayed else adamw(3e-3, steps)
         trained = train(name, candidate, optim, english, steps)
         # Evaluated as it trains, and with the same weights in float.

@@ -27,7 +27,7 @@ class Row(NamedTuple):
     normally distributed weights.
     """
 
-    format: eqq.AbstractFormat
+    format: eqq.extend.AbstractFormat
     bits: float
     sqnr: float
 
@@ -67,22 +67,22 @@ FORMATS = {
     "mxfp8_e5m2": Row(eqq.MXFP8("e5m2"), 8.25, 23.5),
     "mxfp4": Row(eqq.MXFP4(), 4.25, 18.0),
     "nvfp4": Row(eqq.NVFP4(), 4.5 + 32 / 4096, 20.0),
-    "q4_0": Row(eqq.Q4_0(), 4.5, 20.5),
-    "q8_0": Row(eqq.Q8_0(), 8.5, 44.0),
-    "q4_1": Row(eqq.Q4_1(), 5, 20.0),
-    "q5_0": Row(eqq.Q5_0(), 5.5, 26.5),
-    "q5_1": Row(eqq.Q5_1(), 6, 26.5),
-    "q2_k": Row(eqq.Q2_K(), 2.625, 8.0),
-    "q3_k": Row(eqq.Q3_K(), 3.4375, 14.0),
-    "q4_k": Row(eqq.Q4_K(), 4.5, 20.0),
-    "q5_k": Row(eqq.Q5_K(), 5.5, 26.0),
-    "q6_k": Row(eqq.Q6_K(), 6.5625, 32.0),
-    "iq4_nl": Row(eqq.IQ4_NL(), 4.5, 20.0),
-    "iq4_xs": Row(eqq.IQ4_XS(), 4.25, 20.0),
-    "tq2_0": Row(eqq.TQ2_0(), 2.0625, 1.0),
-    "mlx": Row(eqq.MLX(), 4.5, 19.0),
-    "mlx_3_bits": Row(eqq.MLX(3, scale_dtype="float32"), 4, 12.0),
-    "mlx_channel": Row(eqq.MLX(8, None, "bfloat16"), 8 + 32 / 4096, 38.0),
+    "q4_0": Row(eqq.formats.Q4_0(), 4.5, 20.5),
+    "q8_0": Row(eqq.formats.Q8_0(), 8.5, 44.0),
+    "q4_1": Row(eqq.formats.Q4_1(), 5, 20.0),
+    "q5_0": Row(eqq.formats.Q5_0(), 5.5, 26.5),
+    "q5_1": Row(eqq.formats.Q5_1(), 6, 26.5),
+    "q2_k": Row(eqq.formats.Q2_K(), 2.625, 8.0),
+    "q3_k": Row(eqq.formats.Q3_K(), 3.4375, 14.0),
+    "q4_k": Row(eqq.formats.Q4_K(), 4.5, 20.0),
+    "q5_k": Row(eqq.formats.Q5_K(), 5.5, 26.0),
+    "q6_k": Row(eqq.formats.Q6_K(), 6.5625, 32.0),
+    "iq4_nl": Row(eqq.formats.IQ4_NL(), 4.5, 20.0),
+    "iq4_xs": Row(eqq.formats.IQ4_XS(), 4.25, 20.0),
+    "tq2_0": Row(eqq.formats.TQ2_0(), 2.0625, 1.0),
+    "mlx": Row(eqq.formats.MLX(), 4.5, 19.0),
+    "mlx_3_bits": Row(eqq.formats.MLX(3, scale_dtype="float32"), 4, 12.0),
+    "mlx_channel": Row(eqq.formats.MLX(8, None, "bfloat16"), 8 + 32 / 4096, 38.0),
     "dynamic8": Row(eqq.Dynamic8(), 8 + 32 / 256, 36.0),
     "codebook": Row(eqq.Codebook([-1, -0.5, -0.25, 0, 0.25, 0.5, 1]), 3.5, 12.0),
     "codebook_16": Row(eqq.Codebook([*range(-7, 8)], scale_dtype="bfloat16"), 4.25, 19.0),

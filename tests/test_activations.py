@@ -107,7 +107,7 @@ def test_only_a_scale_that_clips_reaches_the_lowest_code(getkey):
     """Codes of int8 are from -127 where the scale is of the row's own largest, and from -128 where one is given."""
     x = jnp.array([[-300.0, -128, -127.4, 5, 126.6, 300]])
     q = eqq.quantize(weights(getkey(), (3, 6)), "int8")
-    w = eqq.ActivationQuantizedArray(q, "int8", 1.0)
+    w = eqq.arrays.ActivationQuantizedArray(q, "int8", 1.0)
     clipped = jnp.array([[-128.0, -128, -127, 5, 127, 127]])
     np.testing.assert_array_equal(w.quantize_rows(x).dequantize(), clipped)
     np.testing.assert_allclose(x @ w.T, clipped @ q.dequantize().T, rtol=1e-5, atol=1e-4)
@@ -170,7 +170,7 @@ def test_few_rows_meet_the_packed_weight(getkey, monkeypatch, of_x, of_w, dtype)
 
 
 def test_explains(getkey):
-    w = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 64)), "int8"), "int8")
+    w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 64)), "int8"), "int8")
     found = eqq.explain_matmul(jnp.ones((4, 64)), w.T)
     assert found.types == "int8 x int8, sums in int32"
     assert found.implementation == ("xla" if native.refusal() or native.isa() == "generic" else "cpu_int8")
@@ -186,7 +186,7 @@ def test_explains(getkey):
 @pytest.mark.parametrize("of_x", [eqq.Int8(), eqq.Int8(symmetric=False)])
 @pytest.mark.parametrize("of_w", [eqq.Int8(), eqq.Int8(symmetric=False), eqq.Int4(None), eqq.Int4(64, symmetric=False)])
 def test_a_single_row_does_not_widen_the_weight(getkey, of_x, of_w):
-    w = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (512, 256)), of_w), of_x)
+    w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (512, 256)), of_w), of_x)
     product = jax.jit(ft.partial(eqq.matmul, implementation="xla"))
     text = product.lower(jnp.ones((1, 256)), w.T).compile().as_text()
     wide = re.findall(r"= [sf]32\[([\d,]+)\]", text)
@@ -195,7 +195,7 @@ def test_a_single_row_does_not_widen_the_weight(getkey, of_x, of_w):
 
 def test_transformations(getkey):
     x, w = weights(getkey(), (6, 96)), weights(getkey(), (24, 96))
-    a = eqq.ActivationQuantizedArray(eqq.quantize(w, "int8"), AFFINE)
+    a = eqq.arrays.ActivationQuantizedArray(eqq.quantize(w, "int8"), AFFINE)
     expected = jnp.stack([a @ row for row in x])
     np.testing.assert_allclose(jax.jit(jax.vmap(lambda x: a @ x))(x), expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose((a @ x.T).T, expected, rtol=1e-6, atol=1e-6)
@@ -209,7 +209,7 @@ def test_transformations(getkey):
 
 
 def test_nvfp4_examples_share_no_scale(getkey):
-    a = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 64)), "nvfp4"), "nvfp4")
+    a = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 64)), "nvfp4"), "nvfp4")
     x = weights(getkey(), (4, 64)) * jnp.asarray([[1e-3], [1.0], [1e3], [0.0]])
     y = jax.vmap(lambda x: a @ x)(x)
     np.testing.assert_allclose(y, jnp.stack([a @ row for row in x]), rtol=1e-5)
@@ -218,7 +218,7 @@ def test_nvfp4_examples_share_no_scale(getkey):
 
 def test_gradients_pass_straight_through(getkey):
     x, w, t = weights(getkey(), (6, 96)), eqq.quantize(weights(getkey(), (24, 96)), "int4"), weights(getkey(), (6, 96))
-    a = eqq.ActivationQuantizedArray(w, "int8")
+    a = eqq.arrays.ActivationQuantizedArray(w, "int8")
     f = lambda x: jnp.sum(jnp.sin(x @ a.T))
     y, dy = jax.jvp(f, (x,), (t,))
     expected = jnp.cos(x @ a.T) @ w.dequantize()
@@ -235,7 +235,7 @@ def test_gradients_pass_straight_through(getkey):
 @pytest.mark.parametrize("of_x", ["int8", "fp8"])
 def test_rows_that_are_not_finite(getkey, of_x, static):
     q = eqq.quantize(weights(getkey(), (24, 96)), "int8")
-    a = eqq.ActivationQuantizedArray(q, of_x, *([0.1] if static else []))
+    a = eqq.arrays.ActivationQuantizedArray(q, of_x, *([0.1] if static else []))
     x = weights(getkey(), (4, 96)).at[0, 3].set(jnp.nan).at[1, 4].set(jnp.inf).at[2].set(0)
     y = np.asarray(x @ a.T)
     assert np.isnan(y[:2]).all() and (y[2] == 0).all() and np.isfinite(y[3]).all()
@@ -246,8 +246,8 @@ def test_complex_operands(getkey):
     q, x = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8"), weights(getkey(), (2, 4, 32))
     x = jax.lax.complex(x[0], x[1])
     for w in (
-        eqq.ActivationQuantizedArray(q, "int8"),
-        eqq.ActivationQuantizedArray(q, "int8", jnp.full(3, 0.03)),
+        eqq.arrays.ActivationQuantizedArray(q, "int8"),
+        eqq.arrays.ActivationQuantizedArray(q, "int8", jnp.full(3, 0.03)),
         eqq.quantize_tree(q.dequantize(), "int8", activations="int8", simulate=True),
     ):
         for y, parts in ((x @ w.mT, (x.real @ w.mT, x.imag @ w.mT)), (w @ x.T, (w @ x.real.T, w @ x.imag.T))):
@@ -258,7 +258,7 @@ def test_complex_operands(getkey):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes(getkey, dtype):
-    a = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 96)).astype(dtype), "int8"), AFFINE)
+    a = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 96)).astype(dtype), "int8"), AFFINE)
     x = weights(getkey(), (4, 96)).astype(dtype)
     y = x @ a.T
     assert y.dtype == dtype
@@ -287,7 +287,7 @@ def test_a_whole_model(getkey, model, tmp_path):
     row = eqq.summary(q).leaves[0]
     assert (row.path, row.format, row.activations) == ("layers.0.weight", eqq.Int8(), eqq.Int8())
     assert "Int8() x Int8()" in str(eqq.summary(q))
-    planned = eqq.plan_tree(model, {"layers.0.*": eqq.Use("int4", activations="fp8"), "*": "int8"}).leaves
+    planned = eqq.plan_tree(model, {"layers.0.*": eqq.QuantConfig("int4", activations="fp8"), "*": "int8"}).leaves
     assert [row.activations for row in planned if row.format] == [eqq.FP8(), None, None]
     dense = eqq.dequantize_tree(q).layers[0].weight
     np.testing.assert_array_equal(dense, q.layers[0].weight.dequantize())
@@ -301,8 +301,8 @@ def test_a_whole_model(getkey, model, tmp_path):
 def test_what_no_product_uses(getkey):
     table = eqx.nn.Embedding(16, 32, key=getkey())
     q = eqq.quantize_tree([table, eqx.nn.Linear(32, 8, key=getkey())], "int8", activations="int8")
-    assert eqq.is_quantized(q[0].weight) and isinstance(q[1].weight, eqq.ActivationQuantizedArray)
-    plan = eqq.plan_tree([table, eqx.nn.Linear(8, 4, key=getkey())], {"*": eqq.Use("int8", activations="int8")})
+    assert eqq.is_quantized(q[0].weight) and isinstance(q[1].weight, eqq.arrays.ActivationQuantizedArray)
+    plan = eqq.plan_tree([table, eqx.nn.Linear(8, 4, key=getkey())], {"*": eqq.QuantConfig("int8", activations="int8")})
     assert "no activations" in plan.leaves[0].reason
     with pytest.raises(ValueError, match="looked up"):
         eqq.quantize_tree(table, "int8", activations="int8")
@@ -314,14 +314,14 @@ def test_bad_activations(getkey, model):
     for bad in ("int7", "float16"):
         for make in (
             lambda bad: eqq.quantize_tree(model, "int8", activations=bad),
-            lambda bad: eqq.Use("int8", activations=bad),
-            lambda bad: eqq.ActivationQuantizedArray(eqq.quantize(model.layers[0].weight), bad),
+            lambda bad: eqq.QuantConfig("int8", activations=bad),
+            lambda bad: eqq.arrays.ActivationQuantizedArray(eqq.quantize(model.layers[0].weight), bad),
         ):
             with pytest.raises(ValueError, match="^`activations` must be one of"):
                 make(bad)
-    for bad in ({}, {"layers.0.*": "int8"}, {"*": eqq.Int8()}, {"*": eqq.Use("int8")}):
+    for bad in ({}, {"layers.0.*": "int8"}, {"*": eqq.Int8()}, {"*": eqq.QuantConfig("int8")}):
         with pytest.raises(
-            TypeError, match=r'^`activations` must be one format.*Got \{.*eqq.Use\("int8", activations='
+            TypeError, match=r'^`activations` must be one format.*Got \{.*eqq.QuantConfig\("int8", activations='
         ):
             eqq.quantize_tree(model, "int8", activations=bad)
     with pytest.raises(ValueError, match=r"no scales from calibration in formats with blocks: take `eqq.Int8\("):
@@ -338,40 +338,42 @@ def test_bad_activations(getkey, model):
 def test_a_model_that_is_quantized_already(getkey, model):
     x, tree = weights(getkey(), (16, 32)), {"mlp": model, "table": eqx.nn.Embedding(16, 32, key=getkey())}
     stats = eqq.calibrate.collect_stats(tree, [x], gram=True, apply=lambda m, x: jax.vmap(m["mlp"])(x))
-    codes = eqq.quantize_tree(tree, {"mlp.layers.2.*": None, "table.*": "int8", "*": eqq.Use("int4", eqq.GPTQ(stats))})
+    codes = eqq.quantize_tree(
+        tree, {"mlp.layers.2.*": None, "table.*": "int8", "*": eqq.QuantConfig("int4", eqq.GPTQ(stats))}
+    )
     for activations in ("int8", stats):
-        q = eqq.quantize_tree(codes, None, activations=activations)
+        q = eqq.quantize_activations(codes, activations)
         first, rest = q["mlp"].layers[0].weight, (q["mlp"].layers[2].weight, q["table"].weight)
-        assert isinstance(first, eqq.ActivationQuantizedArray) and (first.scale is None) == (activations == "int8")
+        assert isinstance(first, eqq.arrays.ActivationQuantizedArray) and (first.scale is None) == (
+            activations == "int8"
+        )
         assert eqx.tree_equal(first.array, codes["mlp"].layers[0].weight)
         assert eqx.tree_equal(rest, (codes["mlp"].layers[2].weight, codes["table"].weight))
         assert 0 < relative(jax.vmap(codes["mlp"])(x), jax.vmap(q["mlp"])(x)) < 0.05
     planned = {row.path: row.activations for row in eqq.plan_tree(codes, None, activations="int8").leaves}
     assert planned["mlp.layers.0.weight"] == eqq.Int8() and planned["table.weight"] is None
-    one = eqq.quantize_tree(codes, None, activations="fp8", where=lambda m: m["mlp"].layers[1].weight)
-    two = eqq.quantize_tree(one, None, activations="int8")["mlp"].layers  # those that have activations keep them
+    one = eqq.quantize_activations(codes, "fp8", where=lambda m: m["mlp"].layers[1].weight)
+    two = eqq.quantize_activations(one, "int8")["mlp"].layers  # those that have activations keep them
     assert (two[0].weight.activations, two[1].weight.activations) == (eqq.Int8(), eqq.FP8())
-    rotated = eqq.quantize_tree(eqq.quantize_tree(eqq.rotate(model), "int8"), None, activations="int8")
-    assert isinstance(rotated.layers[0].weight.array, eqq.ActivationQuantizedArray)
-    for tree_, options, message in (
-        (model, {}, r"Got none to take them \(layers.0.weight: not quantized.*Give a format"),
-        (q["mlp"], {}, r"layers.0.weight.array: part of an ActivationQuantizedArray.*QuantizedArray\(w.array, \"fp8\""),
-        (eqq.loraify(codes["mlp"], key=getkey()), {}, "part of a LoraArray.*before they are wrapped"),
-        (codes["table"], {}, "weights that products use. Got none among weight .*looked up"),
-        (codes, {"method": eqq.MSE()}, "`method` is for arrays in float.*Leave it out"),
-        (codes, {"simulate": True}, "`simulate` is for arrays in float"),
+    rotated = eqq.quantize_activations(eqq.quantize_tree(eqq.transforms.rotate(model), "int8"))
+    assert isinstance(rotated.layers[0].weight.array, eqq.arrays.ActivationQuantizedArray)
+    for tree_, message in (
+        (model, r"Got none to take them \(layers.0.weight: not quantized.*Give a format"),
+        (q["mlp"], r"layers.0.weight.array: part of an ActivationQuantizedArray.*QuantizedArray\(w.array, \"fp8\""),
+        (eqq.loraify(codes["mlp"], key=getkey()), "part of a LoraArray.*before they are wrapped"),
+        (codes["table"], "weights that products use. Got none among weight .*looked up"),
     ):
         with pytest.raises(ValueError, match=message):
-            eqq.quantize_tree(tree_, None, activations="int8", **options)
+            eqq.quantize_activations(tree_, "int8")
     with pytest.raises(TypeError, match="`where` must select quantized arrays"):
-        eqq.quantize_tree(codes, None, activations="int8", where=lambda m: m["mlp"].layers[2].weight)
+        eqq.quantize_activations(codes, "int8", where=lambda m: m["mlp"].layers[2].weight)
     whole = eqq.quantize_tree(model, "int8")
-    with pytest.raises(ValueError, match=r"To quantize activations alone: `quantize_tree\(model, None, activations="):
+    with pytest.raises(ValueError, match=r"To quantize activations alone: `eqq.quantize_activations\(model, "):
         eqq.quantize_tree(whole, "int8", activations="int8")
 
 
 def test_rules_that_reach_no_product(getkey, model):
-    w8a8, linear = eqq.Use("int8", activations="int8"), eqx.nn.Linear(32, 8, key=getkey())
+    w8a8, linear = eqq.QuantConfig("int8", activations="int8"), eqx.nn.Linear(32, 8, key=getkey())
     tables, tree = (
         eqx.nn.Embedding(16, 32, key=getkey()),
         {"table": eqx.nn.Embedding(16, 32, key=getkey()), "x": linear},
@@ -382,7 +384,7 @@ def test_rules_that_reach_no_product(getkey, model):
             (tree, {"table.*": w8a8, "*": "int8"}, "table.weight .*looked up"),
             (tree, {"table.*": w8a8, "*": w8a8}, "table.weight .*looked up"),
             (tree, {"x.*": None, "*": w8a8}, "table.weight .*looked up"),
-            (tables, lambda path, leaf: eqq.Use("int8", activations="int8"), "weight .*looked up"),
+            (tables, lambda path, leaf: eqq.QuantConfig("int8", activations="int8"), "weight .*looked up"),
         ):
             with pytest.raises(ValueError, match=f"weights that products use. Got none among {named}.*wrap it"):
                 quantize(tree_, rules)
@@ -395,13 +397,13 @@ def test_rules_that_reach_no_product(getkey, model):
             with pytest.raises(ValueError, match=f"Got none among {named}"):
                 eqq.quantize_tree(tree_, *arguments, where=where, **options)
     # One product is enough for a rule, and for the whole call.
-    wrapped = lambda q: isinstance(q, eqq.ActivationQuantizedArray)
+    wrapped = lambda q: isinstance(q, eqq.arrays.ActivationQuantizedArray)
     for rules, options in (
         (w8a8, {}),
         ({"*": w8a8}, {}),
         ({"table.*": "int8", "*": w8a8}, {"activations": "fp8"}),
         ({"table.*": None, "*": "int8"}, {"activations": "int8"}),
-        (lambda path, leaf: eqq.Use("int8", activations="int8"), {}),
+        (lambda path, leaf: eqq.QuantConfig("int8", activations="int8"), {}),
     ):
         q = eqq.quantize_tree(tree, rules, **options)
         assert wrapped(q["x"].weight) and not wrapped(q["table"].weight)
@@ -427,7 +429,7 @@ def test_training(getkey, model):
 
     for _ in range(10):
         q, state = step(q, state)
-    assert isinstance(q.layers[0].weight, eqq.ActivationQuantizedArray)
+    assert isinstance(q.layers[0].weight, eqq.arrays.ActivationQuantizedArray)
     assert loss(q, x) < 0.7 * start
 
 
@@ -439,8 +441,8 @@ def test_low_rank_factors_on_top(getkey, model):
     grads = eqq.filter_grad(lambda m: jnp.sum(jnp.square(jax.vmap(m)(x))))(adapted)
     shapes = {leaf.shape for leaf in jax.tree.leaves(grads.layers[0])}
     assert shapes == {(64, 4), (4, 32)}  # only the factors
-    assert isinstance(eqq.merge_lora(adapted).layers[0].weight, eqq.ActivationQuantizedArray)
-    outside = eqq.LoraArray(q.layers[0].weight, jnp.ones((4, 32)), jnp.ones((64, 4)), 4.0, 1)
+    assert isinstance(eqq.merge_lora(adapted).layers[0].weight, eqq.arrays.ActivationQuantizedArray)
+    outside = eqq.arrays.LoraArray(q.layers[0].weight, jnp.ones((4, 32)), jnp.ones((64, 4)), 4.0, 1)
     expected = q.layers[0].weight @ x[0] + jnp.ones((64, 4)) @ (jnp.ones((4, 32)) @ x[0])
     np.testing.assert_allclose(outside @ x[0], expected, rtol=1e-5)
 
@@ -449,13 +451,13 @@ def test_low_rank_factors_on_top(getkey, model):
 def test_dense_products_keep_their_options(getkey):
     """Of a float base, of a stack of maps, and of factors of a convolution."""
     w, x = weights(getkey(), (2, 24, 32)), weights(getkey(), (5, 32))
-    conv = eqq.LoraArray(
+    conv = eqq.arrays.LoraArray(
         weights(getkey(), (4, 3, 32)), weights(getkey(), (2, 3, 32)), weights(getkey(), (4, 2)), 1.0, 2
     )
     arrays = {
-        "base": eqq.LoraArray(w[0], weights(getkey(), (4, 32)), weights(getkey(), (24, 4)), 4.0, 1),
-        "map": eqq.RotatedArray.of(w[0]),
-        "maps": eqq.ScaledArray(w, 1 + jnp.abs(w[:, 0])),
+        "base": eqq.arrays.LoraArray(w[0], weights(getkey(), (4, 32)), weights(getkey(), (24, 4)), 4.0, 1),
+        "map": eqq.arrays.RotatedArray.of(w[0]),
+        "maps": eqq.arrays.ScaledArray(w, 1 + jnp.abs(w[:, 0])),
         "convolution": conv,
     }
     steps = lambda rows: DynamicRows(rows, eqq.Int4())
@@ -468,7 +470,7 @@ def test_dense_products_keep_their_options(getkey):
         is_map = name.startswith("map")
         x_mapped = array.map_inputs(jnp.broadcast_to(x.T, (*array.shape[:-2], 32, 5)), -2) if is_map else x.T
         rounded = steps(x_mapped.mT).dequantize().mT
-        quantizing = eqq.ActivationQuantizedArray(array, "int4")
+        quantizing = eqq.arrays.ActivationQuantizedArray(array, "int4")
         y = quantizing @ x.T
         stored = array.array if is_map else array.base if name == "base" else array.dequantize()
         low = array.scaling * array.b @ (array.a @ x.T) if name == "base" else 0
@@ -482,13 +484,13 @@ def test_functions_of_quax_round_both_operands(getkey, model):
     """Also where the weight is simulated, has factors, maps its inputs, or has a scale for each layer."""
     x, w = weights(getkey(), (6, 32)), weights(getkey(), (8, 32))
     simulated = eqq.quantize_tree({"w": w}, "int4", simulate=True)["w"]
-    factors = eqq.LoraArray(w, jnp.ones((2, 32)), jnp.ones((8, 2)), 1.0, 1)
+    factors = eqq.arrays.LoraArray(w, jnp.ones((2, 32)), jnp.ones((8, 2)), 1.0, 1)
     dense = jax.jit(eqq.quaxify(lambda w: jnp.einsum("oi,bi->bo", w, x)))
     transposed = jax.jit(eqq.quaxify(lambda w: jnp.matmul(x, w.T)))
-    for inner in (eqq.quantize(w, "int4"), simulated, factors, eqq.RotatedArray.of(w)):
-        a = eqq.ActivationQuantizedArray(inner, "int4")
+    for inner in (eqq.quantize(w, "int4"), simulated, factors, eqq.arrays.RotatedArray.of(w)):
+        a = eqq.arrays.ActivationQuantizedArray(inner, "int4")
         expected = DynamicRows(x, eqq.Int4()).dequantize() @ a.dequantize().T
-        if isinstance(inner, (eqq.LoraArray, eqq.RotatedArray)):  # rounded as the weight within sees them
+        if isinstance(inner, (eqq.arrays.LoraArray, eqq.arrays.RotatedArray)):  # rounded as the weight within sees them
             expected = x @ a.T
         for product in (dense, transposed):
             np.testing.assert_allclose(product(a), expected, rtol=1e-4, atol=1e-4)
@@ -499,7 +501,7 @@ def test_functions_of_quax_round_both_operands(getkey, model):
         np.testing.assert_allclose(of_quax, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [eqq.RotatedArray, eqq.ScaledArray, eqq.PermutedArray])
+@pytest.mark.parametrize("kind", [eqq.arrays.RotatedArray, eqq.arrays.ScaledArray, eqq.arrays.PermutedArray])
 def test_maps_around_codes_multiply_codes(getkey, kind):
     """The other operand is mapped, then quantized: by `@`, by functions of Quax, and in stacks."""
     q, x = eqq.quantize(weights(getkey(), (2, 24, 32)), "int8"), weights(getkey(), (5, 32))
@@ -507,10 +509,10 @@ def test_maps_around_codes_multiply_codes(getkey, kind):
         jnp.stack([jr.permutation(getkey(), 32)] * 2).astype(jnp.uint32),
         1 + jnp.abs(weights(getkey(), (2, 32))),
     )
-    of = {eqq.ScaledArray: scale, eqq.PermutedArray: order}
+    of = {eqq.arrays.ScaledArray: scale, eqq.arrays.PermutedArray: order}
     make = lambda n: kind(jax.tree.map(lambda a: a[n], q), *((of[kind][n],) if kind in of else ()))
-    layers = [eqq.ActivationQuantizedArray(make(n), "int8") for n in range(2)]
-    stack = eqq.ActivationQuantizedArray(make(slice(None)), "int8")
+    layers = [eqq.arrays.ActivationQuantizedArray(make(n), "int8") for n in range(2)]
+    stack = eqq.arrays.ActivationQuantizedArray(make(slice(None)), "int8")
     expected = jnp.stack([layer @ x.T for layer in layers])
     dense = jnp.stack([layer.dequantize() @ x.T for layer in layers])
     assert relative(dense, expected) < 0.02
@@ -528,7 +530,7 @@ def test_maps_around_codes_multiply_codes(getkey, kind):
 
 def test_functions_of_quax_with_a_scale_for_each_layer(getkey):
     q, x = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8"), weights(getkey(), (6, 32))
-    w = eqq.ActivationQuantizedArray(q, "int8", jnp.array([0.01, 0.03, 0.1]))
+    w = eqq.arrays.ActivationQuantizedArray(q, "int8", jnp.array([0.01, 0.03, 0.1]))
     layers = [jax.tree.map(lambda a, n=n: a[n], w) for n in range(3)]
     alone = jnp.stack([layer @ x.T for layer in layers])
     xs = weights(getkey(), (6, 3, 32))
@@ -549,14 +551,14 @@ def test_functions_of_quax_with_a_scale_for_each_layer(getkey):
 def test_low_rank_factors_stay_apart(getkey):
     """Dequantized, factors are what they are around a plain weight: inside of others too, in any dtype."""
     w, factors = weights(getkey(), (8, 32)), (weights(getkey(), (2, 32)), weights(getkey(), (8, 2)))
-    bare = eqq.LoraArray(eqq.quantize(w, "int8"), *factors, 1.0, 1)
-    quantizing = eqq.ActivationQuantizedArray(bare, "int8")
+    bare = eqq.arrays.LoraArray(eqq.quantize(w, "int8"), *factors, 1.0, 1)
+    quantizing = eqq.arrays.ActivationQuantizedArray(bare, "int8")
     found = eqq.dequantize_tree([bare, quantizing], "bfloat16")
-    mapped = eqq.dequantize_tree([eqq.RotatedArray(bare), eqq.RotatedArray(quantizing)], "bfloat16")
+    mapped = eqq.dequantize_tree([eqq.arrays.RotatedArray(bare), eqq.arrays.RotatedArray(quantizing)], "bfloat16")
     for x in (*found, *(array.array for array in mapped)):
-        assert isinstance(x, eqq.LoraArray) and x.base.dtype == jnp.bfloat16 and x.a.dtype == jnp.float32
+        assert isinstance(x, eqq.arrays.LoraArray) and x.base.dtype == jnp.bfloat16 and x.a.dtype == jnp.float32
         np.testing.assert_array_equal(x.base, bare.base.dequantize().astype("bfloat16"))
-    plain = eqq.dequantize_tree(eqq.ActivationQuantizedArray(bare.base, "int8"), "bfloat16")
+    plain = eqq.dequantize_tree(eqq.arrays.ActivationQuantizedArray(bare.base, "int8"), "bfloat16")
     np.testing.assert_array_equal(plain, found[0].base)
 
 
@@ -568,7 +570,7 @@ def test_low_rank_factors_stay_apart(getkey):
     "calibrator",
     [
         None,
-        eqq.calibrate.MSE(eqq.Int8("tensor", symmetric=False)),
+        eqq.calibrate.MSERange(eqq.Int8("tensor", symmetric=False)),
         slow(eqq.calibrate.MinMax("int8")),
         slow(eqq.calibrate.Percentile("fp8")),
         slow(eqq.calibrate.MovingAverage("int8")),
@@ -616,7 +618,7 @@ def test_rows_that_are_not_finite_spoil_no_others(getkey, size):
     w, x = eqq.quantize(weights(getkey(), (8, 32)), "int8"), weights(getkey(), (4, 32))
     x = x.at[1, 3].set(jnp.nan).at[2, 5].set(-jnp.inf)
     for format, zero in ((eqq.Int8(size), None), (eqq.Int8(size, symmetric=False), 120)):
-        a = eqq.ActivationQuantizedArray(w, format, 0.02, zero)
+        a = eqq.arrays.ActivationQuantizedArray(w, format, 0.02, zero)
         for implementation in (None, "xla"):
             y = eqq.matmul(a, x.T, implementation=implementation)
             np.testing.assert_array_equal(jnp.isnan(y).any(0), [False, True, True, False])
@@ -627,7 +629,7 @@ def test_static_scales_inside_the_product(getkey, format):
     """The product quantizes rows itself: under `jit`, `vmap`, `scan` and `grad`, in stacks, and on every platform."""
     w, x = eqq.quantize(weights(getkey(), (3, 24, 64)), "int8"), weights(getkey(), (3, 6, 64))
     zero = None if format.symmetric else jnp.array([0, 120, 255], jnp.uint8)
-    stack = eqq.ActivationQuantizedArray(w, format, jnp.array([0.01, 0.03, 1e-3]), zero)
+    stack = eqq.arrays.ActivationQuantizedArray(w, format, jnp.array([0.01, 0.03, 1e-3]), zero)
     layers = [jax.tree.map(lambda a, n=n: a[n], stack) for n in range(3)]
 
     def rounded(layer, x):
@@ -714,7 +716,7 @@ def test_distillation_rounds_both_operands(getkey):
 @pytest.mark.long
 def test_layers_of_a_stack_meet_their_part_of_an_operand(getkey):
     q = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8")
-    w = eqq.ActivationQuantizedArray(q, "int8", jnp.array([0.01, 0.03, 0.1]))
+    w = eqq.arrays.ActivationQuantizedArray(q, "int8", jnp.array([0.01, 0.03, 0.1]))
     layers = [jax.tree.map(lambda a, n=n: a[n], w) for n in range(3)]
     for shape in ((3, 3, 32, 5), (4, 3, 32, 5), (4, 1, 32, 5), (3, 32, 5), (1, 32, 5), (32, 5), (32,)):
         x = weights(getkey(), shape)
@@ -769,19 +771,21 @@ def test_bad_statistics(getkey, model):
         ((q, "int8", jnp.inf), "`scale` must be finite"),
     ):
         with pytest.raises(ValueError, match=message):
-            eqq.ActivationQuantizedArray(*arguments)
+            eqq.arrays.ActivationQuantizedArray(*arguments)
     with pytest.raises(TypeError, match="`scale` must be floating point"):
-        eqq.ActivationQuantizedArray(q, "int8", 1)
-    jax.jit(lambda scale, zero: eqq.ActivationQuantizedArray(q, AFFINE, scale, zero))(jnp.float32(0), jnp.uint8(3))
+        eqq.arrays.ActivationQuantizedArray(q, "int8", 1)
+    jax.jit(lambda scale, zero: eqq.arrays.ActivationQuantizedArray(q, AFFINE, scale, zero))(
+        jnp.float32(0), jnp.uint8(3)
+    )
     with pytest.raises(TypeError, match="a quantized weight"):
-        eqq.ActivationQuantizedArray(jnp.ones((3, 4)), "int8")
+        eqq.arrays.ActivationQuantizedArray(jnp.ones((3, 4)), "int8")
 
 
 @pytest.mark.long
 def test_in_order(getkey, model):
     x = weights(getkey(), (64, 32))
     q = eqq.quantize_sequentially(model, [x], "int4", eqq.GPTQ(), activations="int8")
-    assert isinstance(q.layers[2].weight, eqq.ActivationQuantizedArray)
+    assert isinstance(q.layers[2].weight, eqq.arrays.ActivationQuantizedArray)
     assert relative(jax.vmap(model)(x), jax.vmap(q)(x)) < 0.2
 
 
@@ -825,7 +829,7 @@ def test_convolutions_multiply_integers(groups, channels, size, format, getkey):
     x = jr.normal(getkey(), (2, channels, 7, 6)) + 0.5
     q = eqq.quantize(jr.normal(getkey(), (6, channels // groups, size, size)), eqq.Int8(), axis=(1, 2, 3))
     f = jax.jit(eqq.quaxify(ft.partial(convolved, groups=groups)))
-    y = f(x, eqq.ActivationQuantizedArray(q, format))
+    y = f(x, eqq.arrays.ActivationQuantizedArray(q, format))
     a, s = integers_of(eqq.quantize(x.reshape(2, -1), format))
     b, t = integers_of(q)
     sides = ((size - 1) // 2, size // 2)
@@ -843,14 +847,14 @@ def test_how_convolutions_run(getkey):
     f = eqq.quaxify(convolved)
 
     def integers(format, activations, platform):
-        w = eqq.ActivationQuantizedArray(eqq.quantize(weight, format, axis=(1, 2, 3)), activations)
+        w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weight, format, axis=(1, 2, 3)), activations)
         program = jax.jit(f).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
         lines = [line for line in program.splitlines() if "stablehlo.convolution" in line]
         return any(re.search(r": \(tensor<\w*xi8>, tensor<\w*xi8>\) -> tensor<\w*xi32>", line) for line in lines)
 
     assert integers(eqq.Int8(), "int8", "tpu") and integers(eqq.Int4(None), AFFINE, "cuda")
     assert not integers(eqq.Int8(), "int8", "cpu") and not integers(eqq.FP8(), "fp8", "cuda")
-    w = eqq.ActivationQuantizedArray(eqq.quantize(weight, eqq.Int4(32), axis=(1, 2, 3)), "int8")
+    w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weight, eqq.Int4(32), axis=(1, 2, 3)), "int8")
     rounded = eqq.quantize(x.reshape(2, -1), "int8").dequantize().reshape(x.shape)
     np.testing.assert_allclose(f(x, w), convolved(rounded, w.dequantize()), rtol=1e-5, atol=1e-5)
 
@@ -892,7 +896,7 @@ def test_gradients_of_convolutions(getkey, format):
     x, weight = jr.normal(getkey(), (2, 4, 6, 6)), jr.normal(getkey(), (6, 4, 3, 3))
     dy, scale = jr.normal(getkey(), (2, 6, 6, 6)), np.float32(0.01)
     simulated = eqq.quantize_tree({"w": weight}, format, axis=(1, 2, 3), simulate=True)["w"]
-    w = eqq.ActivationQuantizedArray(simulated, "int8", scale, learn_scale=True)
+    w = eqq.arrays.ActivationQuantizedArray(simulated, "int8", scale, learn_scale=True)
     f = lambda w, x: jnp.sum(eqq.quaxify(convolved)(x, w) * dy)
     of_w, of_x = eqx.filter_jit(jax.grad(f, (0, 1), allow_int=True))(w, x)
     inside = (x / scale >= -128.5) & (x / scale <= 127.5)

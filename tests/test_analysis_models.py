@@ -440,7 +440,7 @@ def test_names_of_many_rows_do_not_collide(model):
 
 
 def test_methods(model, batch):
-    by_mse = eqq.Use("int4", eqq.MSE())
+    by_mse = eqq.QuantConfig("int4", eqq.MSE())
     report = analysis.analyze_tree(model, "int4", method=eqq.MSE())
     assert report.leaves == analysis.analyze_tree(model, {"*": by_mse}).leaves
     assert report.sqnr_db > analysis.analyze_tree(model, "int4").sqnr_db + 0.3
@@ -448,9 +448,9 @@ def test_methods(model, batch):
         analysis.sensitivity(model, squared_distance, batch, (by_mse,))
     )
     w = model.layers[0].up.weight
-    rows = analysis.compare_formats(w, ("int4", eqq.Use("int4", eqq.HQQ())), method=eqq.MSE()).rows
+    rows = analysis.compare_formats(w, ("int4", eqq.QuantConfig("int4", eqq.HQQ())), method=eqq.MSE()).rows
     assert rows[0] == analysis.run_benchmark(w, "int4", method=eqq.MSE()) and rows[0].name == "Int4() by MSE()"
-    assert rows[1] == analysis.run_benchmark(w, eqq.Use("int4", eqq.HQQ()))
+    assert rows[1] == analysis.run_benchmark(w, eqq.QuantConfig("int4", eqq.HQQ()))
     best = analysis.outlier_impact(w, 95, "int4", method=eqq.MSE())
     assert best.mse < analysis.outlier_impact(w, 95, "int4").mse
 

@@ -19,7 +19,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import eqquant as eqq
-from eqquant.calibrate import CalibrationResult, MinMax, MovingAverage, MSE, Percentile
+from eqquant.calibrate import CalibrationResult, MinMax, MovingAverage, MSERange, Percentile
 from eqquant.calibrate._wide import Wide
 from eqquant.reference import integer_format
 
@@ -35,7 +35,7 @@ FLOAT32 = 1e-6
 
 T6 = np.float32([1, -2, 3, -4, 5, -5])
 C6 = np.float32([0, 1, -2, 1.5, -1.5, 3])
-CALIBRATORS = {"min_max": MinMax, "percentile": Percentile, "moving": MovingAverage, "mse": MSE}
+CALIBRATORS = {"min_max": MinMax, "percentile": Percentile, "moving": MovingAverage, "mse": MSERange}
 COMMUTING = ["min_max", "percentile", "mse"]
 # The block size, the shape that data ends in, and the axis that blocks run along.
 BY = {
@@ -298,7 +298,7 @@ def test_across_devices():
     program = """
 import functools as ft, jax, jax.random as jr, jax.tree_util as jtu, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from eqquant.calibrate import MinMax, MSE, Percentile
+from eqquant.calibrate import MinMax, MSERange, Percentile
 
 def same(a, b):
     assert jtu.tree_structure(a) == jtu.tree_structure(b)
@@ -306,7 +306,7 @@ def same(a, b):
 
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 x = jr.t(jr.key(0), 3.0, (8, 50))
-for start in (MinMax(), Percentile(), MSE()):
+for start in (MinMax(), Percentile(), MSERange()):
     expected = start.update(x)
     # XLA merges by itself where the batch is sharded,
     sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
@@ -419,7 +419,7 @@ def squared_error(x, result):
 def test_mse_beats_every_other_range(bits, symmetric):
     x = data((50_000,)) if symmetric else jnp.abs(data((50_000,)))
     wide = range_of(x, bits, symmetric)
-    found = make(MSE, "tensor", bits, symmetric).update(x).result()
+    found = make(MSERange, "tensor", bits, symmetric).update(x).result()
     error = squared_error(x, found)
     assert error < (0.97 if bits == 8 else 0.8) * squared_error(x, wide)
     # No range on a grid of its own is better by more than 2 %: steps of the grid, and bins.
@@ -431,15 +431,15 @@ def test_mse_beats_every_other_range(bits, symmetric):
 
 def test_mse_clips_nothing_of_uniform_data():
     x = jr.uniform(jr.key(0), (50_000,), minval=-1.0)
-    np.testing.assert_allclose(float(MSE().update(x).result().max), 1, atol=0.02)
+    np.testing.assert_allclose(float(MSERange().update(x).result().max), 1, atol=0.02)
 
 
 @pytest.mark.long
 def test_mse_of_each_channel():
     x = jr.normal(jr.key(0), (4000, 3)) * jnp.array([1e-3, 1.0, 1e3]).reshape(1, 3)
-    together = MSE(eqq.Int4(block_size=None), (3,), axis=-2).update(x).result()
+    together = MSERange(eqq.Int4(block_size=None), (3,), axis=-2).update(x).result()
     for n in range(3):
-        close(together.scale[n, 0], MSE(eqq.Int4("tensor")).update(x[:, n]).result().scale, 1e-5)
+        close(together.scale[n, 0], MSERange(eqq.Int4("tensor")).update(x[:, n]).result().scale, 1e-5)
 
 
 # Shapes
@@ -511,7 +511,7 @@ def test_a_result_knows_its_format_and_axis():
         with pytest.raises(ValueError, match=r"`scale` must suit the values|`zero_point` must hold"):
             eqq.quantize(w, eqq.Int4("tensor", symmetric=False), scale=affine.scale, zero_point=affine.zero_point)
         for bits in (4, 3, 2):  # clipping on purpose
-            best = make(MSE, "tensor", bits).update(w).result()
+            best = make(MSERange, "tensor", bits).update(w).result()
             eqq.quantize(w, eqq.Int4("tensor"), scale=best.scale)
 
 
@@ -569,7 +569,7 @@ def test_errors_of_calibrators():
     with pytest.raises(ValueError, match=r"Got MinMax\(format=Int4\(.*\) for MinMax\(format=Int8"):
         MinMax().merge(MinMax(eqq.Int4("tensor")))
     with pytest.raises(ValueError, match="`merge` takes a calibrator of the same kind"):
-        MinMax().merge(MSE())
+        MinMax().merge(MSERange())
     for lower, upper in ((99, 1), (-1, 99), (1, 101), (50, 50), (100, 100)):
         with pytest.raises(ValueError, match=f"Got lower={lower} and upper={upper}"):
             Percentile(lower=lower, upper=upper)
@@ -615,7 +615,7 @@ def test_errors_of_shapes_and_formats():
             MinMax(format, x)
     for format in ("nf4", "fp8", "mxfp4"):
         with pytest.raises(ValueError, match="`format` must be one of integers. Got .*, such as `Percentile`"):
-            MSE(format, x)
+            MSERange(format, x)
     with pytest.raises((TypeError, TypeCheckError)):
         MinMax(8)
 
@@ -660,9 +660,9 @@ def test_mse_result_inside_of_shard_map():
     spec = jax.sharding.PartitionSpec("data")
     x = jr.normal(jr.key(0), (2, 64))
     scales = jax.jit(
-        jax.shard_map(lambda x: MSE().update(x).result().scale[None], mesh=mesh, in_specs=spec, out_specs=spec)
+        jax.shard_map(lambda x: MSERange().update(x).result().scale[None], mesh=mesh, in_specs=spec, out_specs=spec)
     )
-    expected = [MSE().update(row).result().scale for row in x]
+    expected = [MSERange().update(row).result().scale for row in x]
     np.testing.assert_array_equal(scales(x), expected)
 
 

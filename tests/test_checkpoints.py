@@ -130,7 +130,7 @@ def test_gguf():
             (in_file,) = (row.bits for row in checkpoint.rows if row.name == f"blk.{name}.weight")
             # The scale of a tensor is stored once per row, and NVFP4's file has none.
             assert 8 * x.nbytes / x.size == pytest.approx(in_file + (32 / 256 if name == "NVFP4" else 0))
-    assert checkpoint["blk.Q4_0.weight"].format == eqq.Q4_0()
+    assert checkpoint["blk.Q4_0.weight"].format == eqq.formats.Q4_0()
     assert_bits(checkpoint["norm.weight"], jnp.arange(5.0))
     assert checkpoint.metadata["llama.block_count"] == 2 and len(checkpoint.metadata["tokenizer.ggml.tokens"]) == 3
     with pytest.raises(
@@ -393,7 +393,7 @@ def test_gptq_in_chunks(tmp_path, monkeypatch, bits, ordered):
     group = group if ordered else rng.permutation(group)
     tensors = {"l.qweight": pack_words(q.T, bits).T, "l.qzeros": pack_words(z - 1, bits), "l.scales": s}
     w = write(tmp_path, {**tensors, "l.g_idx": group.astype(np.int32)}, quant_method="gptq")["l.weight"]
-    assert isinstance(w, eqq.PermutedArray) != ordered
+    assert isinstance(w, eqq.arrays.PermutedArray) != ordered
     assert_bits(w.dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
 
 
@@ -441,7 +441,7 @@ def test_mlx_affine(tmp_path, bits):
     checkpoint = eqq.io.open(tmp_path)
     assert checkpoint.dialect == "mlx" and set(checkpoint) == {"l.weight", "n.bias"}
     w = checkpoint["l.weight"]
-    assert w.format == eqq.MLX(bits, 32) and w.dtype == np.float16
+    assert w.format == eqq.formats.MLX(bits, 32) and w.dtype == np.float16
     spread = lambda x: np.repeat(x.astype(np.float32), 32, axis=-1)
     assert_bits(w.astype(jnp.float32).dequantize(), q.astype(np.float32) * spread(s) + spread(b))
     for wrong, message in (
@@ -584,7 +584,7 @@ def act_order_file(path, length=128, out=32, groups=4, seed=0):
 def test_act_order(tmp_path):
     checkpoint, expected = act_order_file(tmp_path)
     w = checkpoint["l.weight"]
-    assert isinstance(w, eqq.PermutedArray) and w.shape == (32, 128) and w.array.format.block_size == 32
+    assert isinstance(w, eqq.arrays.PermutedArray) and w.shape == (32, 128) and w.array.format.block_size == 32
     assert "act-order" in str(checkpoint) and w.nbytes < 32 * 128
     assert_bits(w.dequantize(), expected)
     assert_bits(w.T.dequantize(), expected.T)
@@ -631,7 +631,7 @@ def test_act_order_under_transformations_and_in_files(tmp_path):
     assert "weight.array" in str(eqq.summary(layer))
     adapted = eqq.loraify(layer, rank=2, key=jax.random.key(2))
     np.testing.assert_allclose(jax.vmap(adapted)(x), y, rtol=1e-4, atol=1e-3)
-    assert isinstance(adapted.weight.array, eqq.LoraArray)
+    assert isinstance(adapted.weight.array, eqq.arrays.LoraArray)
     dense = eqq.merge_lora(adapted, dense=True)
     np.testing.assert_allclose(jax.vmap(dense)(x), y, rtol=1e-4, atol=1e-3)
     # Into a model, from the file, and divided by rows.
@@ -712,7 +712,7 @@ def test_torchao_integers_and_floats(tmp_path):
     packed = (q[:, ::2] & 15 | q[:, 1::2] << 4).astype(np.int8)
     four = {"qdata": ("I8", packed), "scale": ("F16", scales), "zero_point": ("F16", zeros)}
     w = write_torchao(path, "l.weight", "Int4Tensor", four, block_size=[1, 32])
-    assert w.format == eqq.MLX(4, 32, "float32") and w.dtype == jnp.float16
+    assert w.format == eqq.formats.MLX(4, 32, "float32") and w.dtype == jnp.float16
     exact = q * spread(scales.T.astype(np.float64)) + spread(zeros.T.astype(np.float64))
     np.testing.assert_allclose(w.dequantize(), exact.astype(np.float16), rtol=1e-3, atol=1e-6)
     with pytest.raises(ValueError, match="does not read `act_pre_scale`"):

@@ -259,7 +259,7 @@ def test_lookups_count_for_methods():
     assert collect_stats(done, data, apply=apply, lookups=True)["table"].axis is None
     # A table that is looked up takes no activations.
     q = eqq.quantize_tree(weights, "int8", activations=known)
-    quantizing = {name for name, x in q.items() if isinstance(x, eqq.ActivationQuantizedArray)}
+    quantizing = {name for name, x in q.items() if isinstance(x, eqq.arrays.ActivationQuantizedArray)}
     assert quantizing == {"mix"}
 
 

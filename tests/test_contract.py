@@ -93,7 +93,7 @@ def test_one_block_of_zeros_among_others(row, getkey):
     x = weights(getkey(), (2, 512)).at[:, 128:256].set(0.0)
     if row.format.block_size in (None, "tensor") and row.format.bits == 1:
         pytest.skip("one scale for the row, and no code for zero")
-    if row.format.block_size is None and isinstance(row.format, eqq.AbstractOffsetFormat):
+    if row.format.block_size is None and isinstance(row.format, eqq.extend.AbstractOffsetFormat):
         pytest.skip("one offset for the row, to which no multiple of the scale need be opposite")
     dense = np.asarray(eqq.quantize(x, row.format).dequantize())
     if row.format.block_size != "tensor" or row.format.bits > 1:
@@ -103,7 +103,7 @@ def test_one_block_of_zeros_among_others(row, getkey):
 def test_requantizing_is_idempotent_on_the_values(row, getkey):
     """What a format can represent, it represents: quantizing again moves no value by more than rounding."""
     x = eqq.quantize(weights(getkey(), (4, 128)), row.format).dequantize()
-    if isinstance(row.format, (eqq.Ternary, eqq.MLX)):
+    if isinstance(row.format, (eqq.Ternary, eqq.formats.MLX)):
         pytest.skip("its scale is the mean magnitude, which zeros lower; or rounded for the sake of zero")
     again = eqq.quantize(x, row.format).dequantize()
     # A float16 scale, an affine range or scales that are quantized themselves may each move by one step.
@@ -237,7 +237,7 @@ def test_jaxtyping(row, q):
     assert not isinstance(q, Float[eqq.QuantizedArray, "200 6"])
     kind = type(row.format)
     assert isinstance(q, Float[eqq.QuantizedArray[kind], "6 200"])
-    assert isinstance(q, eqq.QuantizedArray[eqq.AbstractFormat])
+    assert isinstance(q, eqq.QuantizedArray[eqq.extend.AbstractFormat])
     other = eqq.Int8 if kind is not eqq.Int8 else eqq.NF4
     assert not isinstance(q, Float[eqq.QuantizedArray[other], "6 200"])
     assert not isinstance(q.dequantize(), eqq.QuantizedArray[kind])

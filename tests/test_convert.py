@@ -39,7 +39,7 @@ FORMATS = {
     "compressed-tensors": eqq.Int4(32),
     "gptq": eqq.Int4(32, symmetric=False),
     "mlx": eqq.MXFP4(),
-    "gguf": eqq.Q4_0(),
+    "gguf": eqq.formats.Q4_0(),
 }
 
 
@@ -276,7 +276,7 @@ def test_arrays_that_do_not_agree_are_refused(tmp_path, name, shape, message):
 
 
 def test_a_file_has_no_activations(source, tmp_path):
-    use = eqq.Use("int8", activations="int8")
+    use = eqq.QuantConfig("int8", activations="int8")
     with pytest.raises(ValueError, match="holds no format of what a weight is multiplied with"):
         eqq.io.convert(source, tmp_path / "out.safetensors", {"*": use})
     assert not (tmp_path / "out.safetensors").exists()

@@ -128,7 +128,7 @@ def test_steps(name):
 def test_what_is_native(getkey):
     w = weights(getkey(), (4, 256))
     count = lambda f: calls(lambda w: eqq.quantize(w, f), w)[0]
-    assert [count(f) for f in (eqq.NF4(), eqq.Int4(), eqq.Q4_0(), eqq.Int8(), eqq.FP8())] == [1, 1, 1, 0, 0]
+    assert [count(f) for f in (eqq.NF4(), eqq.Int4(), eqq.formats.Q4_0(), eqq.Int8(), eqq.FP8())] == [1, 1, 1, 0, 0]
 
     class Own(eqq.Int4):
         def encode(self, values):

@@ -31,11 +31,11 @@ FORMATS = {
     "int2": eqq.Int2(symmetric=False),
     "ternary": eqq.Ternary(),
     "binary": eqq.Binary(),
-    "q4_0": eqq.Q4_0(),
-    "q8_0": eqq.Q8_0(),
+    "q4_0": eqq.formats.Q4_0(),
+    "q8_0": eqq.formats.Q8_0(),
     "int6": eqq.Int6(),
     "int5_odd": eqq.Int5(block_size=40, symmetric=False),
-    "q6_k": eqq.Q6_K(),
+    "q6_k": eqq.formats.Q6_K(),
 }
 
 

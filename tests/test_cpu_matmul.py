@@ -88,7 +88,9 @@ def test_dtypes(getkey, name, dtype):
 
 @needs_native
 @pytest.mark.parametrize("m", [1, 16, 300])
-@pytest.mark.parametrize("format", ["q4_1", "q5_1", "q4_k", "q5_k", "q2_k", *map(eqq.MLX, (2, 3, 4, 6, 8))], ids=str)
+@pytest.mark.parametrize(
+    "format", ["q4_1", "q5_1", "q4_k", "q5_k", "q2_k", *map(eqq.formats.MLX, (2, 3, 4, 6, 8))], ids=str
+)
 def test_offsets(getkey, format, m):
     q = eqq.quantize(weights(getkey(), (3, 40, 512)), format)
     # With a mean, large parts cancel: those of codes, and those of offsets.
@@ -103,7 +105,7 @@ def test_offsets(getkey, format, m):
         np.testing.assert_array_equal(y, np.broadcast_to(np.inf * dense[1, :, 5], y.shape))
         y = eqq.matmul(z.at[1, 0, 3].set(jnp.inf), q, implementation="cpu")[1, 0]
         np.testing.assert_array_equal(y, np.inf * dense[1, 3])
-    picked = jax.jit(lambda q, n: (x[0] @ eqq.select(q, n).T, z[0] @ eqq.select(q, n)))(q, 2)
+    picked = jax.jit(lambda q, n: (x[0] @ eqq.take_layer(q, n).T, z[0] @ eqq.take_layer(q, n)))(q, 2)
     assert relative_error(picked[0], np.asarray(x[0], np.float64) @ dense[2].T) < 1e-6
     assert relative_error(picked[1], np.asarray(z[0], np.float64) @ dense[2]) < 1e-6
 

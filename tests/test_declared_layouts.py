@@ -131,7 +131,7 @@ def test_bits_that_shapes_leave_open(tmp_path):
             eqq.io.open(path)["l.weight"]
     for bits, group in ((4, 64), (8, 32)):
         (tmp_path / "config.json").write_text(json.dumps({"quantization": {"bits": bits, "group_size": group}}))
-        assert eqq.io.open(path)["l.weight"].format == eqq.MLX(bits, group)
+        assert eqq.io.open(path)["l.weight"].format == eqq.formats.MLX(bits, group)
     # compressed-tensors: rows of a few values.
     q = np.arange(6)[None] % 4
     tensors = {"l.weight_packed": pack_words(q, 3), "l.weight_scale": np.ones((1, 1), np.float32)}

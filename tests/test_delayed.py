@@ -26,7 +26,7 @@ def magnitudes(*arrays):
 
 
 def delayed(w, format="fp8", largest=None, **options):
-    model = eqq.low_precision({"w": w}, format, delayed=True, **{"stochastic": False, **options})
+    model = eqq.low_precision_training({"w": w}, format, delayed=True, **{"stochastic": False, **options})
     return model if largest is None else eqx.tree_at(lambda m: m["w"].largest, model, jnp.asarray(largest))
 
 
@@ -271,7 +271,7 @@ def test_without_the_wrapper_scales_are_those_of_now(operands):
             updates, state = optim.update(jax.grad(product)(model, x, dy), state, model)
             model = optax.apply_updates(model, updates)
     assert (model["w"].largest < 0).all()
-    now = eqq.low_precision({"w": model["w"].array}, eqq.FP8("e4m3", "tensor"))
+    now = eqq.low_precision_training({"w": model["w"].array}, eqq.FP8("e4m3", "tensor"))
     np.testing.assert_array_equal(x @ model["w"].T, x @ now["w"].T)
     # With the wrapper again, all is well.
     optim = eqq.delayed_scaling(optax.sgd(0.0))
@@ -289,7 +289,7 @@ def test_around_other_wrappers(operands):
         with jax.numpy_dtype_promotion("standard"):
             updates, _ = optim.update(jax.grad(product)(model, x, dy), optim.init(model), model)
         np.testing.assert_array_equal(eqx.apply_updates(model, updates)["w"].largest, expected)
-    model = eqq.low_precision(eqq.quantize_tree({"w": w}, "int8"), "fp8", delayed=True)
+    model = eqq.low_precision_training(eqq.quantize_tree({"w": w}, "int8"), "fp8", delayed=True)
     optim = eqq.delayed_scaling(eqq.float_masters(optax.sgd(0.1), masters={"w": w}))
     updates, state = optim.update(eqq.filter_grad(product)(model, x, dy), optim.init(model), model)
     after = eqq.apply_updates(model, updates)
@@ -301,7 +301,7 @@ def test_around_other_wrappers(operands):
 def test_low_rank_factors(operands):
     """The base is frozen, and what its products see is not, with a mask inside of the wrapper or outside."""
     x, w, dy = operands
-    model = eqq.low_precision(eqq.loraify({"w": w}, rank=2, key=jr.key(2)), "fp8", delayed=True)
+    model = eqq.low_precision_training(eqq.loraify({"w": w}, rank=2, key=jr.key(2)), "fp8", delayed=True)
     mask = eqq.trainable_mask(model)
     assert jax.tree.leaves(mask) == [False, True, True, True]
     for optim in (
@@ -353,7 +353,7 @@ def test_training_a_model(whole):
     """An ordinary loop, which passes the optimizer the parameters, or the model with its functions."""
     tokens = jr.randint(jr.key(1), (8, 33), 0, 11)
     low = {"network": Network(jr.key(0)), "function": jax.nn.gelu}
-    low = eqq.low_precision(low, "fp8", delayed=True)
+    low = eqq.low_precision_training(low, "fp8", delayed=True)
     optim = eqq.delayed_scaling(optax.adamw(1e-2))
 
     @eqx.filter_jit
@@ -383,21 +383,23 @@ def test_training_a_model(whole):
 def test_models(operands, tmp_path):
     _, w, _ = operands
     model = Network(jr.key(0))
-    low = eqq.low_precision(model, "fp8", delayed=True)
+    low = eqq.low_precision_training(model, "fp8", delayed=True)
     assert "delayed scales" in repr(low.head.weight) and "delayed scales" in str(eqq.summary(low)).replace("\n", " ")
     assert low.layers.weight.largest.shape == (3, 3) and low.head.weight.largest.shape == (3,)
     assert eqq.count_params(low) == eqq.count_params(model)
     assert eqx.tree_equal(eqq.dequantize_tree(low), model)
-    only = eqq.low_precision(model, "fp8", where=lambda m: m.head, delayed=True)
+    only = eqq.low_precision_training(model, "fp8", where=lambda m: m.head, delayed=True)
     assert only.head.weight.largest is not None and only.layers.weight is model.layers.weight
-    shared = eqq.low_precision({"a": w, "b": w}, delayed=True)
+    shared = eqq.low_precision_training({"a": w, "b": w}, delayed=True)
     assert shared["a"] is shared["b"]
     trained = eqx.tree_at(lambda m: m.head.weight.largest, low, jnp.arange(3.0))
     eqq.save(tmp_path / "low.safetensors", trained)
     assert eqx.tree_equal(eqq.load(tmp_path / "low.safetensors", low), trained)
     eqx.tree_serialise_leaves(tmp_path / "low.eqx", trained)
     assert eqx.tree_equal(eqx.tree_deserialise_leaves(tmp_path / "low.eqx", low), trained)
-    stacked = eqq.quantize_tree({"low": eqq.low_precision({"w": jnp.stack([w] * 3)}, delayed=True), "w": w}, "int8")
+    stacked = eqq.quantize_tree(
+        {"low": eqq.low_precision_training({"w": jnp.stack([w] * 3)}, delayed=True), "w": w}, "int8"
+    )
     assert isinstance(stacked["low"]["w"].largest, jax.Array)
 
 
@@ -405,9 +407,9 @@ def test_bad_input(operands):
     x, w, dy = operands
     for format in (eqq.MXFP8(), eqq.Int8(symmetric=False), eqq.NVFP4(), eqq.Int8(64), "mlx"):
         with pytest.raises(ValueError, match="`delayed` needs formats of one scale"):
-            eqq.low_precision({"w": w}, format, delayed=True)
+            eqq.low_precision_training({"w": w}, format, delayed=True)
     with pytest.raises(ValueError, match="`delayed` needs formats of one scale"):
-        eqq.low_precision({"w": w}, "fp8", eqq.MXFP8(), delayed=True)
+        eqq.low_precision_training({"w": w}, "fp8", eqq.MXFP8(), delayed=True)
     with pytest.raises(TypeError, match="`optimizer` must be an optax optimizer"):
         eqq.delayed_scaling(optax.adam)
     for history in (0, True):
@@ -418,7 +420,7 @@ def test_bad_input(operands):
             eqq.delayed_scaling(optax.sgd(0.1), margin=margin)
     optim = eqq.delayed_scaling(optax.sgd(0.1))
     with pytest.raises(ValueError, match="needs weights with delayed scales"):
-        optim.init(eqq.low_precision({"w": w}))
+        optim.init(eqq.low_precision_training({"w": w}))
     model = delayed(w)
     state, grads = optim.init(model), jax.grad(product)(model, x, dy)
     with pytest.raises(ValueError, match="`delayed_scaling` needs the parameters"):

@@ -167,7 +167,7 @@ def test_tables_beyond_the_range_of_16_bits(kernel, getkey, values, dtype):
 
 
 def test_bytes_beyond_the_last_row_do_not_leak(kernel, getkey):
-    class Odd4(eqq.AbstractFormat):
+    class Odd4(eqq.extend.AbstractFormat):
         block_size: int | None = eqx.field(static=True, default=64)
         bits = 4
 
@@ -282,7 +282,7 @@ def test_preferences(platform, changes, expected, reason):
 )
 def test_why_activations_are_decoded(pair, platform, expected):
     w, x = eqq.quantize(jnp.ones((64, 128)), pair[0]), jax.ShapeDtypeStruct((4, 128), jnp.float32)
-    how = eqq.explain_matmul(x, eqq.ActivationQuantizedArray(w, pair[1]).T, platform=platform)
+    how = eqq.explain_matmul(x, eqq.arrays.ActivationQuantizedArray(w, pair[1]).T, platform=platform)
     said = how.verdicts[how.implementation]
     assert ("decoded" in how.types) == (expected is not None) == ("Activations are decoded" in said)
     assert "cpu_int8 would be better" not in said and (expected is None or expected in said)

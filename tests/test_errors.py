@@ -297,7 +297,7 @@ SNIPPETS = {
         "eqq.Int4(scale_dtype='e8m0')",
         "ValueError: `scale_dtype` of Int4 must be one of float32, float",
     ),
-    "width": ("eqq.MLX(7)", "ValueError: `bits` of MLX must be 2, 3, 4, 5, 6 or 8. Got 7"),
+    "width": ("eqq.formats.MLX(7)", "ValueError: `bits` of MLX must be 2, 3, 4, 5, 6 or 8. Got 7"),
     "class in a tree": ("eqq.quantize_tree([w], eqq.NF4)", "TypeError: `format` must be an instance."),
     "class in rules": ("eqq.quantize_tree([w], {'*': eqq.NF4})", "TypeError: `format` must be an instance."),
     "class of a function": (
@@ -353,7 +353,7 @@ def test_the_original_survives_every_error(w):
 
 def test_formats_pass_through(w):
     assert as_format(eqq.NF4(32)) == eqq.NF4(32)
-    assert as_format("NF4") == eqq.NF4() and as_format("q4_0") == eqq.Q4_0()
+    assert as_format("NF4") == eqq.NF4() and as_format("q4_0") == eqq.formats.Q4_0()
 
 
 @pytest.mark.parametrize(

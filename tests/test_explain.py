@@ -132,7 +132,11 @@ def test_rules_follow_from_the_call():
     keys = jr.split(jr.key(0), 3)
     model = Both(*(jr.normal(k, shape) for k, shape in zip(keys, ((48, 32), (48, 16), (4, 48)), strict=True)))
     rules = eqq.explain(model, jnp.ones(32)).rules("int8")
-    assert rules == {"out_first": eqq.Use("int8", axis=-1), "in_first": eqq.Use("int8", axis=-2), "table": None}
+    assert rules == {
+        "out_first": eqq.QuantConfig("int8", axis=-1),
+        "in_first": eqq.QuantConfig("int8", axis=-2),
+        "table": None,
+    }
     q = eqq.quantize_tree(model, rules)
     assert (q.out_first.axis, q.in_first.axis, eqq.is_quantized(q.table)) == (-1, -2, False)
     found = eqq.explain(net(), IDS).rules()

@@ -34,16 +34,16 @@ def arrays():
         "offsets": eqq.quantize(W, "q4_k"),
         "zero points": eqq.quantize(W, eqq.Int4(32, symmetric=False, scale_dtype="bfloat16")),
         "codebook": eqq.quantize(W, eqq.Codebook([-1, -0.1, 0, 0.3])),
-        "selected": eqq.select(eqq.quantize(jnp.stack([W, -W]), "nf4"), 1),
-        "activations": eqq.ActivationQuantizedArray(q, "int8"),
-        "static activations": eqq.ActivationQuantizedArray(q, "int8", 0.02),
+        "selected": eqq.take_layer(eqq.quantize(jnp.stack([W, -W]), "nf4"), 1),
+        "activations": eqq.arrays.ActivationQuantizedArray(q, "int8"),
+        "static activations": eqq.arrays.ActivationQuantizedArray(q, "int8", 0.02),
         "simulated": eqq.quantize_tree({"w": W}, "int4", simulate=True, method=eqq.MSE())["w"],
         "learned scales": eqq.quantize_tree({"w": W}, "int4", simulate=True, learn_scales=True)["w"],
-        "low precision": eqq.LowPrecisionArray(W, "fp8", eqq.FP8("e5m2")),
+        "low precision": eqq.arrays.LowPrecisionArray(W, "fp8", eqq.FP8("e5m2")),
         "factors": eqq.loraify({"w": q}, 4, key=jax.random.key(2))["w"],
-        "rotated": eqq.quantize_tree(eqq.rotate({"w": W}), "int8")["w"],
-        "scaled": eqq.ScaledArray(q, scale=jnp.arange(1.0, 65.0)),
-        "permuted": eqq.PermutedArray(q, order=jnp.arange(64, dtype=jnp.uint32)[::-1]),
+        "rotated": eqq.quantize_tree(eqq.transforms.rotate({"w": W}), "int8")["w"],
+        "scaled": eqq.arrays.ScaledArray(q, scale=jnp.arange(1.0, 65.0)),
+        "permuted": eqq.arrays.PermutedArray(q, order=jnp.arange(64, dtype=jnp.uint32)[::-1]),
     }
 
 
@@ -71,7 +71,13 @@ def test_another_process_reads_every_class(tmp_path):
 
     found = arrays()
     classes = {cls for x in found.values() for cls in type(x).__mro__ if cls.__name__.endswith("Array")}
-    assert {eqq.QuantizedArray, SelectedArray, eqq.LoraArray, eqq.PermutedArray, eqq.SimulatedArray} <= classes
+    assert {
+        eqq.QuantizedArray,
+        SelectedArray,
+        eqq.arrays.LoraArray,
+        eqq.arrays.PermutedArray,
+        eqq.arrays.FakeQuantizedArray,
+    } <= classes
     path = tmp_path / "written"
     path.write_bytes(pickle.dumps({name: bytes(serialized(array)) for name, array in found.items()}))
     program = READER.format(root=str(Path(__file__).parents[1]), path=str(path))

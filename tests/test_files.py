@@ -324,7 +324,7 @@ def test_what_cannot_be_saved(path):
         jax.jit(lambda x: eqq.save(path, x))(jnp.ones(2))
 
 
-class Halves(eqq.AbstractFormat):
+class Halves(eqq.extend.AbstractFormat):
     """Multiples of a half."""
 
     block_size: int | None = eqx.field(static=True, default=32)

@@ -163,7 +163,7 @@ def test_experts_see_the_tokens_that_reach_them():
         return jax.vmap(lambda w, x: w @ x)(w[chosen], x)
 
     def selected(w, x):
-        return jax.vmap(lambda n, x: eqq.select(w, n) @ x)(chosen, x)
+        return jax.vmap(lambda n, x: eqq.take_layer(w, n) @ x)(chosen, x)
 
     for apply in (ragged, gathered, selected):
         leaf = collect_stats(experts, [X], apply=apply, gram=True)["the array"]

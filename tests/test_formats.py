@@ -96,7 +96,7 @@ def test_mxfp4_is_that_of_ggml(case, x):
 
 
 def test_codes_of_too_many_bits():
-    class _Long(eqq.AbstractFormat):
+    class _Long(eqq.extend.AbstractFormat):
         top: int = eqx.field(static=True)
         block_size: int | None = eqx.field(static=True, default=32)
         bits = 3
@@ -356,7 +356,7 @@ def test_stochastic_rounding_is_to_a_neighbour(name, getkey):
 
 def test_an_offset_is_added_last(getkey):
     x = weights(getkey(), (3, 100)) + 5
-    for format in (eqq.Q4_1(), eqq.Q4_K(), eqq.MLX(3, 32, "float32")):
+    for format in (eqq.formats.Q4_1(), eqq.formats.Q4_K(), eqq.formats.MLX(3, 32, "float32")):
         q = eqq.quantize(x, format)
         spread = lambda of_blocks: np.repeat(np.asarray(of_blocks), format.block_size, axis=-1)[:, :100]
         values = np.asarray(format.decode(eqq.unpack(q))) * spread(q.scale) + spread(q.offset)
@@ -374,7 +374,7 @@ def test_offsets_are_not_given(getkey):
     with pytest.raises(ValueError, match="`format` must have no offsets"):
         eqq.calibrate.MinMax("q4_1", x)
 
-    class Wrong(eqq.AbstractScaleMethod):
+    class Wrong(eqq.extend.AbstractScaleMethod):
         def choose_scales(self, blocks, format):
             return format.choose_scale(blocks), None
 

@@ -193,7 +193,7 @@ def test_plans_take_methods_with_statistics(tower):
     model, ids, stats = tower
     wanted = jax.vmap(model)(ids)
     loss = lambda model, batch: jnp.mean(jnp.square(jax.vmap(model)(batch[0]) - batch[1]))
-    offered = [eqq.Int2(32), eqq.Use(eqq.Int2(32), eqq.GPTQ(stats)), eqq.Int8()]
+    offered = [eqq.Int2(32), eqq.QuantConfig(eqq.Int2(32), eqq.GPTQ(stats)), eqq.Int8()]
     report = eqq.analysis.sensitivity(model, loss, (ids, wanted), offered, where=lambda m: (m.head, m.layers))
     for leaf in report.leaves:
         assert leaf.losses[2] < leaf.losses[1] < leaf.losses[0]

@@ -37,7 +37,7 @@ def test_all_parts_of_a_gguf_file(tmp_path):
     eqq.io.convert(paths[1], tmp_path / "whole.out", {"*": "q8_0"}, dialect="gguf")
     whole = eqq.io.open(tmp_path / "whole.out")
     assert list(whole) == ["a", "b", "c", "d"] and whole.metadata == {"general.architecture": "llama"}
-    assert whole["d"].format == eqq.Q8_0() and float(whole["d"][0, 0]) == pytest.approx(2, rel=1e-3)
+    assert whole["d"].format == eqq.formats.Q8_0() and float(whole["d"][0, 0]) == pytest.approx(2, rel=1e-3)
 
 
 def test_one_part_never_passes_for_the_whole(tmp_path):

@@ -14,7 +14,9 @@ JOINT = eqq.JointMSE()
 # Signal to noise of ggml's own quantizer on the same values, in dB, as `tests/real_readers` prints it.
 GGML = {"Q2_K": 10.57, "Q3_K": 16.39, "Q4_K": 22.92, "Q5_K": 28.80, "Q6_K": 35.00, "IQ4_NL": 22.33, "IQ4_XS": 22.27}
 FORMATS = [getattr(eqq, name)() for name in (*GGML, "Q4_1")]
-FORMATS = [format if format == eqq.Q3_K() else pytest.param(format, marks=pytest.mark.slow) for format in FORMATS]
+FORMATS = [
+    format if format == eqq.formats.Q3_K() else pytest.param(format, marks=pytest.mark.slow) for format in FORMATS
+]
 
 
 def values(shape):

@@ -245,14 +245,16 @@ def test_pairs_of_layers(llama, tmp_path, name, stacked):
     checkpoint = checkpoint_of(name, tmp_path)
     model = llama.load(checkpoint, stacked=stacked)
     layers = "layers" if stacked else "layers.{n}"
-    pairs = eqq.io.names.llama_pairs(model.config.head_size, offset=model.config.offset, layers=layers)
+    pairs = eqq.transforms.llama_pairs(model.config.head_size, offset=model.config.offset, layers=layers)
 
     def apply(model, ids):
         return model(ids, llama.Cache.empty(model.config, 2, ids.shape[1], stacked=stacked))[0]
 
     ids = jnp.asarray(tokens())
     stats = eqq.calibrate.collect_stats(model, [ids], apply=apply)
-    folded = eqq.smooth(model, eqq.SmoothQuant(stats), fold=pairs, batches=[ids], apply=apply, online=False)
+    folded = eqq.transforms.smooth(
+        model, eqq.transforms.SmoothQuant(stats), fold=pairs, batches=[ids], apply=apply, online=False
+    )
     first = lambda model: model.layers.mlp.down.weight if stacked else model.layers[0].mlp.down.weight
     assert not np.allclose(first(folded), first(model))
     wanted = np.asarray(eqx.filter_jit(apply)(model, ids))

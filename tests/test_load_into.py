@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import eqquant as eqq
 from eqquant._wrappers import pieces
-from eqquant.io import names as ready, To
+from eqquant.io import names as ready, Target
 
 
 D, HEADS, KV, FF, VOCAB, N = 64, 4, 2, 128, 32, 3
@@ -140,7 +140,7 @@ def test_fused_and_divided_rows(format):
 
 
 @pytest.mark.parametrize(
-    "format", [eqq.NF4(), eqq.Int4(symmetric=False), eqq.NF4(double_quant=True), eqq.MLX(4, 64), eqq.Int3()]
+    "format", [eqq.NF4(), eqq.Int4(symmetric=False), eqq.NF4(double_quant=True), eqq.formats.MLX(4, 64), eqq.Int3()]
 )
 def test_joined_and_divided_along_the_quantized_axis(format):
     unit = 64 * 256 if format.scale_format is not None else 512  # whole blocks of scales
@@ -159,7 +159,7 @@ def test_transposing_relabels():
     q = eqq.quantize(jr.normal(jr.key(0), (64, 24)), "nf4", axis=0)
     model = {"layer": {"weight": zeros(24, 64), "bias": zeros(24)}, "conv": zeros(5, 1, 1)}
     arrays = {"c.weight": q, "c.bias": jnp.arange(24.0), "conv": jnp.arange(5.0)}
-    loaded = eqq.io.load_into(model, arrays, {"c.{p}": To("layer.{p}", transpose=True), "conv": "conv"})
+    loaded = eqq.io.load_into(model, arrays, {"c.{p}": Target("layer.{p}", transpose=True), "conv": "conv"})
     w = loaded["layer"]["weight"]
     assert w.axis == -1 and w.codes is q.codes or np.array_equal(w.codes, q.codes)
     np.testing.assert_array_equal(np.asarray(w), np.asarray(q).T)
@@ -199,7 +199,7 @@ def test_phi3_mixtral_and_tied():
     attention = {"q": linear(D, D), "k": linear(D // 2, D), "v": linear(D // 2, D)}
     layer = {"attention": attention, "mlp": {"gate": linear(FF, D), "up": linear(FF, D)}}
     model = {"layers": [layer], "embedding": linear(VOCAB, D), "head": linear(VOCAB, D)}
-    tied = {"model.embed_tokens.weight": To(("embedding.weight", "head.weight"), tied=True)}
+    tied = {"model.embed_tokens.weight": Target(("embedding.weight", "head.weight"), tied=True)}
     loaded = eqq.io.load_into(model, arrays, ready.phi3(tied))
     q = loaded["layers"][0]["attention"]["v"]["weight"]
     np.testing.assert_array_equal(np.asarray(q), np.asarray(qkv)[D + D // 2 :])
@@ -279,7 +279,7 @@ ARRAYS = {"a": jnp.ones((4, 64)), "b": jnp.ones(3), "c": eqq.quantize(jnp.ones((
         ({("a", "c"): "x", "b": "y"}, "some are quantized and others are not.*`dequantize=True`"),
         ({("a", "d"): "x", "b": "y", "c": None}, "a is there, and no array for 'd'"),
         ({"{z}": "x"}, "a: `z` is 'a', and 'x' lacks it"),
-        ({"a": To("x", apply=lambda w: w.nope), "b": "y", "c": None}, "x: .*nope"),
+        ({"a": Target("x", apply=lambda w: w.nope), "b": "y", "c": None}, "x: .*nope"),
         ({"a": ("x", "y"), "b": None, "c": None}, "cannot be divided into 4 [+] 3"),
         (lambda name: {"a": "x", "b": "y"}.get(name, "z"), "z: c, .* no such array"),
     ],
@@ -310,7 +310,7 @@ def test_parts_in_different_formats():
     model = {"x": zeros(8, 64)}
     with pytest.raises(ValueError, match=r"x: their formats differ: NF4.* and Int4.*`dequantize=True`"):
         eqq.io.load_into(model, arrays, {("a", "b"): "x"})
-    np.testing.assert_allclose(eqq.io.load_into(model, arrays, {("a", "b"): To("x", dequantize=True)})["x"], 1)
+    np.testing.assert_allclose(eqq.io.load_into(model, arrays, {("a", "b"): Target("x", dequantize=True)})["x"], 1)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_starts_as_the_model_it_was(name, getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), FORMATS[name].format), weights(getkey(), (7, 20))
     adapted = eqq.loraify(model, rank=3, key=getkey())
     assert type(adapted) is eqx.nn.MLP
-    assert all(isinstance(layer.weight, eqq.LoraArray) for layer in adapted.layers)
+    assert all(isinstance(layer.weight, eqq.arrays.LoraArray) for layer in adapted.layers)
     assert_close(jax.vmap(adapted)(x), jax.vmap(model)(x), 0)
     assert_same(adapted.layers[0].weight.base, model.layers[0].weight)
 
@@ -127,16 +127,16 @@ def test_input_axes_do_not_depend_on_the_quantized_one(axis, getkey):
 
 def test_one_array(getkey):
     q = eqq.quantize(weights(getkey(), (6, 70)), "int4")
-    assert isinstance(eqq.loraify(q, 2, key=getkey()), eqq.LoraArray)
+    assert isinstance(eqq.loraify(q, 2, key=getkey()), eqq.arrays.LoraArray)
 
 
 def test_embeddings_only_when_selected(getkey):
     model = {"embedding": eqx.nn.Embedding(10, 64, key=getkey()), "linear": eqx.nn.Linear(64, 3, key=getkey())}
     model = eqq.quantize_tree(model, "nf4")
     adapted = eqq.loraify(model, 2, key=getkey())
-    assert eqq.is_quantized(adapted["embedding"].weight) and isinstance(adapted["linear"].weight, eqq.LoraArray)
+    assert eqq.is_quantized(adapted["embedding"].weight) and isinstance(adapted["linear"].weight, eqq.arrays.LoraArray)
     chosen = eqq.loraify(model, 2, key=getkey(), where=lambda m: m["embedding"])
-    assert isinstance(chosen["embedding"].weight, eqq.LoraArray) and eqq.is_quantized(chosen["linear"].weight)
+    assert isinstance(chosen["embedding"].weight, eqq.arrays.LoraArray) and eqq.is_quantized(chosen["linear"].weight)
     x = eqx.tree_at(lambda m: m["embedding"].weight.b, chosen, jnp.ones((10, 2)))["embedding"]
     assert_close(jax.vmap(x)(jnp.array([3, 3, 7])), x.weight.dequantize()[jnp.array([3, 3, 7])], 1e-6)
 

@@ -58,7 +58,7 @@ def test_the_three_products(operands, name):
 
     @jax.jit
     def products(x, w, dy):
-        product = lambda x, w: x @ eqq.LowPrecisionArray(w, forward, gradient, False).T
+        product = lambda x, w: x @ eqq.arrays.LowPrecisionArray(w, forward, gradient, False).T
         y, pull = jax.vjp(product, x, w)
         return y, *pull(dy)
 
@@ -70,7 +70,7 @@ def test_the_three_products(operands, name):
 
 def test_forward_mode_passes_straight_through(operands):
     x, w, _ = operands
-    product = lambda x, w: x @ eqq.LowPrecisionArray(w, "int8", "int8").T
+    product = lambda x, w: x @ eqq.arrays.LowPrecisionArray(w, "int8", "int8").T
     dx, dw = x[::-1], w[::-1]
     _, dy = jax.jvp(product, (x, w), (dx, dw))
     values = rounded(x, "int8"), rounded(w, "int8")
@@ -83,7 +83,7 @@ def test_forward_mode_passes_straight_through(operands):
 def test_vmap_folds_examples_into_rows(operands):
     """The gradient of the weight is one product over all examples, not a sum of outer products."""
     x, w, dy = operands
-    layer = eqq.low_precision({"weight": w}, **NEAREST)
+    layer = eqq.low_precision_training({"weight": w}, **NEAREST)
 
     def loss(layer, x):
         return jnp.sum(jax.vmap(lambda x: layer["weight"] @ x)(x) * dy)
@@ -100,22 +100,26 @@ def test_vmap_folds_examples_into_rows(operands):
 @pytest.mark.long
 def test_a_batch_of_weights(getkey):
     w, x, dy = (weights(getkey(), shape) for shape in ((3, 24, 40), (3, 5, 40), (3, 5, 24)))
-    product = lambda w, x, dy: jax.vjp(lambda w, x: x @ eqq.LowPrecisionArray(w, "fp8", "fp8", False).mT, w, x)[1](dy)
+    product = lambda w, x, dy: jax.vjp(lambda w, x: x @ eqq.arrays.LowPrecisionArray(w, "fp8", "fp8", False).mT, w, x)[
+        1
+    ](dy)
     together = product(w, x, dy)
     each = [product(*operands) for operands in zip(w, x, dy, strict=True)]
     for got, expected in zip(together, zip(*each, strict=True), strict=True):
         np.testing.assert_allclose(got, jnp.stack(expected), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jax.vmap(product)(w, x, dy)[0], together[0], rtol=1e-5, atol=1e-6)
     # One input for many weights, and per-example gradients.
-    of_one = jax.vmap(lambda w: eqq.LowPrecisionArray(w, "int8", "int8") @ x[0, 0])(w)
-    np.testing.assert_allclose(of_one[1], eqq.LowPrecisionArray(w[1], "int8", "int8") @ x[0, 0], rtol=1e-5, atol=1e-6)
+    of_one = jax.vmap(lambda w: eqq.arrays.LowPrecisionArray(w, "int8", "int8") @ x[0, 0])(w)
+    np.testing.assert_allclose(
+        of_one[1], eqq.arrays.LowPrecisionArray(w[1], "int8", "int8") @ x[0, 0], rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("shape", [(40,), slow((40, 3)), slow((2, 40, 3)), (3, 2, 40, 5)])
 def test_shapes(getkey, shape):
     """The operators take the shapes of `jnp.matmul`, and so does `quaxify`."""
     w, x = weights(getkey(), (24, 40)), weights(getkey(), shape)
-    q = eqq.LowPrecisionArray(w, "int8", "int8")
+    q = eqq.arrays.LowPrecisionArray(w, "int8", "int8")
     left, right = (jnp.matmul(w, x), jnp.matmul(x.T, w.T)) if len(shape) < 3 else (jnp.matmul(w, x), None)
     assert (q @ x).shape == left.shape and relative(q @ x, left) < 0.02
     np.testing.assert_allclose(eqq.quaxify(jnp.matmul)(q, x), q @ x, rtol=1e-5, atol=1e-5)
@@ -126,7 +130,7 @@ def test_shapes(getkey, shape):
 
 def test_stacks_broadcast(getkey):
     w, x = weights(getkey(), (3, 24, 40)), weights(getkey(), (7, 40))
-    q = eqq.LowPrecisionArray(w, "int8", "int8")
+    q = eqq.arrays.LowPrecisionArray(w, "int8", "int8")
     for rows in (x, x[0]):
         y = jnp.stack([rows @ layer.T for layer in w])
         assert (rows @ q.mT).shape == y.shape and relative(rows @ q.mT, y) < 0.02
@@ -142,7 +146,7 @@ def test_stochastic_rounding(operands):
     @jax.jit
     def gradient(salt):
         # A last example whose gradient meets a zero: it changes only the randomness.
-        product = lambda w: jnp.concatenate([x, jnp.zeros((1, 40))]) @ eqq.LowPrecisionArray(w, "int4", "int4").T
+        product = lambda w: jnp.concatenate([x, jnp.zeros((1, 40))]) @ eqq.arrays.LowPrecisionArray(w, "int4", "int4").T
         salted = jnp.concatenate([dy, jnp.full((1, 4), salt)])
         return jax.vjp(product, w)[1](salted)[0]
 
@@ -171,14 +175,14 @@ def test_gradients_of_16_bits_seed_alike_rarely(operands):
 def test_with_64_bits(operands):
     x, w, dy = operands
     with jax.enable_x64(True):
-        dw = jax.grad(lambda w: jnp.sum(x @ eqq.LowPrecisionArray(w, "int8", "int8").T * dy))(w)
+        dw = jax.grad(lambda w: jnp.sum(x @ eqq.arrays.LowPrecisionArray(w, "int8", "int8").T * dy))(w)
         assert dw.dtype == jnp.float32 and relative(dw, dy.T @ x) < 0.05
 
 
 @pytest.mark.parametrize("precision", ["F32_F32_F32", ("highest", "default"), "highest"])
 def test_precisions(operands, precision):
     x, w, _ = operands
-    q = eqq.LowPrecisionArray(w, "int8", "int8")
+    q = eqq.arrays.LowPrecisionArray(w, "int8", "int8")
     product = lambda x, w: jnp.matmul(x, w.T, precision=precision)
     y, pull = jax.vjp(lambda x: eqq.quaxify(product)(x, q), x)
     np.testing.assert_allclose(y, x @ q.T, rtol=1e-5, atol=1e-5)
@@ -192,7 +196,7 @@ CASES += [slow(*case) for case in it.product(("int8", "fp8", "fp8_tensor", "mxfp
 @pytest.mark.parametrize(("name", "bad"), CASES)
 def test_not_finite(operands, name, bad):
     x, w, dy = operands
-    product = lambda x, w: x @ eqq.LowPrecisionArray(w, *PAIRS[name]).T
+    product = lambda x, w: x @ eqq.arrays.LowPrecisionArray(w, *PAIRS[name]).T
     y, pull = jax.vjp(product, x.at[3, 5].set(bad), w)
     assert not jnp.isfinite(y[3]).any()
     dx, dw = pull(dy.at[2, 7].set(bad))
@@ -258,7 +262,7 @@ def trained(model, tokens, steps=20, grad=eqx.filter_value_and_grad, mask=None, 
 def test_training_a_model():
     """An ordinary loop, with `eqx.filter_grad` and optax: the loss falls, and runs repeat bit for bit."""
     model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (8, 33), 0, 11)
-    low, values = trained(eqq.low_precision(model), tokens, repeat=True)
+    low, values = trained(eqq.low_precision_training(model), tokens, repeat=True)
     assert values[-1] < 0.9 * values[0]
     dense = eqq.dequantize_tree(low)
     assert jax.tree.structure(dense) == jax.tree.structure(model)
@@ -268,22 +272,28 @@ def test_training_a_model():
 @pytest.mark.slow
 def test_losses_stay_beside_those_of_float():
     model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (8, 33), 0, 11)
-    np.testing.assert_allclose(trained(eqq.low_precision(model), tokens)[1], trained(model, tokens)[1], rtol=0.01)
+    np.testing.assert_allclose(
+        trained(eqq.low_precision_training(model), tokens)[1], trained(model, tokens)[1], rtol=0.01
+    )
 
 
 def test_what_is_wrapped():
     model = Network(jr.key(0))
-    low = eqq.low_precision(model, "fp8")
-    assert isinstance(low.head.weight, eqq.LowPrecisionArray) and isinstance(low.layers.weight, eqq.LowPrecisionArray)
+    low = eqq.low_precision_training(model, "fp8")
+    assert isinstance(low.head.weight, eqq.arrays.LowPrecisionArray) and isinstance(
+        low.layers.weight, eqq.arrays.LowPrecisionArray
+    )
     assert low.head.weight.gradient == eqq.FP8("e5m2") and low.head.weight.format is None
     assert low.table.weight is model.table.weight and low.conv.weight is model.conv.weight
     assert low.layers.bias is model.layers.bias
     text = str(eqq.summary(low))
     assert "head.weight" in text and "gradients" in text and "LowPrecisionArray" in repr(low.head)
-    assert "Int8() x Int8()" in str(eqq.explain_matmul(jnp.ones((4, 16)), eqq.low_precision(model).head.weight.T))
-    only = eqq.low_precision(model, where=lambda m: m.head)
-    assert isinstance(only.head.weight, eqq.LowPrecisionArray) and only.layers.weight is model.layers.weight
-    shared = eqq.low_precision({"a": model.head.weight, "b": model.head.weight})
+    assert "Int8() x Int8()" in str(
+        eqq.explain_matmul(jnp.ones((4, 16)), eqq.low_precision_training(model).head.weight.T)
+    )
+    only = eqq.low_precision_training(model, where=lambda m: m.head)
+    assert isinstance(only.head.weight, eqq.arrays.LowPrecisionArray) and only.layers.weight is model.layers.weight
+    shared = eqq.low_precision_training({"a": model.head.weight, "b": model.head.weight})
     assert shared["a"] is shared["b"]
     masked = jax.tree.leaves(eqq.trainable_mask(low))
     assert all(masked) and len(masked) == len(jax.tree.leaves(low))
@@ -291,11 +301,13 @@ def test_what_is_wrapped():
 
 def test_everything_but_products_is_the_float_array(operands):
     _, w, _ = operands
-    q = eqq.LowPrecisionArray(w, "int8", "int8")
+    q = eqq.arrays.LowPrecisionArray(w, "int8", "int8")
     np.testing.assert_array_equal(q[3], w[3])
     np.testing.assert_array_equal(jnp.sin(q), jnp.sin(w))
     assert q.T.shape == (40, 24) and q.reshape(2, 12, 40).shape == (2, 12, 40)
-    assert q.astype(jnp.bfloat16).dtype == jnp.bfloat16 and isinstance(q.astype(jnp.bfloat16), eqq.LowPrecisionArray)
+    assert q.astype(jnp.bfloat16).dtype == jnp.bfloat16 and isinstance(
+        q.astype(jnp.bfloat16), eqq.arrays.LowPrecisionArray
+    )
     assert isinstance(q.astype(jnp.int32), jax.Array)
     y = q.astype(jnp.bfloat16) @ w[0].astype(jnp.bfloat16)
     assert y.dtype == jnp.bfloat16
@@ -306,27 +318,27 @@ def test_low_rank_factors():
     """The frozen base multiplies in low precision, float or quantized; only factors train."""
     model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (4, 17), 0, 11)
     for base in (model, eqq.quantize_tree(model, "nf4")):
-        low = eqq.low_precision(eqq.loraify(base, rank=2, key=jr.key(2)))
-        assert isinstance(low.head.weight.base, eqq.LowPrecisionArray)
+        low = eqq.low_precision_training(eqq.loraify(base, rank=2, key=jr.key(2)))
+        assert isinstance(low.head.weight.base, eqq.arrays.LowPrecisionArray)
         mask = eqq.trainable_mask(low)
         after, values = trained(low, tokens, 5, eqq.filter_value_and_grad, mask)
         assert values[-1] < values[0]
         assert eqx.tree_equal(after.head.weight.base, low.head.weight.base)
         assert not eqx.tree_equal(after.head.weight.b, low.head.weight.b)
     with pytest.raises(ValueError, match="`loraify` first"):
-        eqq.loraify(eqq.low_precision(eqq.quantize_tree({"w": model.head.weight})), rank=2, key=jr.key(2))
+        eqq.loraify(eqq.low_precision_training(eqq.quantize_tree({"w": model.head.weight})), rank=2, key=jr.key(2))
 
 
 def test_quantized_weights_train_with_masters(operands):
     x, w, dy = operands
-    model = eqq.low_precision(eqq.quantize_tree({"w": w}, "int8"))
+    model = eqq.low_precision_training(eqq.quantize_tree({"w": w}, "int8"))
     optim = eqq.float_masters(optax.sgd(0.1), masters={"w": w})
     state = optim.init(model)
     grads = eqq.filter_grad(lambda m: jnp.sum(x @ m["w"].T * dy))(model)
     assert relative(jax.tree.leaves(grads)[0], dy.T @ x) < 0.03
     updates, state = optim.update(grads, state, model)
     after = eqq.apply_updates(model, updates)
-    assert isinstance(after["w"], eqq.LowPrecisionArray) and eqq.is_quantized(after["w"].array)
+    assert isinstance(after["w"], eqq.arrays.LowPrecisionArray) and eqq.is_quantized(after["w"].array)
     np.testing.assert_array_equal(
         after["w"].array.dequantize(), eqq.quantize(jax.tree.leaves(state.masters)[0], "int8").dequantize()
     )
@@ -340,7 +352,7 @@ def test_sharding(operands, kind):
 
     @jax.jit
     def products(x, w, dy):
-        y, pull = jax.vjp(lambda x, w: x @ eqq.LowPrecisionArray(w, "int8", "int8").T, x, w)
+        y, pull = jax.vjp(lambda x, w: x @ eqq.arrays.LowPrecisionArray(w, "int8", "int8").T, x, w)
         return y, *pull(dy)
 
     alone = products(x, w, dy)
@@ -356,7 +368,7 @@ def test_shard_map(operands):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
     def gradient(w, x, dy):
-        return jax.grad(lambda w: jnp.sum(x @ eqq.LowPrecisionArray(w, "int8", "int8", False).T * dy))(w)
+        return jax.grad(lambda w: jnp.sum(x @ eqq.arrays.LowPrecisionArray(w, "int8", "int8", False).T * dy))(w)
 
     each = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P()))
     parts = [gradient(w, *pair) for pair in zip(jnp.split(x, 4), jnp.split(dy, 4), strict=True)]
@@ -364,7 +376,7 @@ def test_shard_map(operands):
 
 
 def test_files(tmp_path):
-    low = eqq.low_precision(Network(jr.key(0)), "fp8")
+    low = eqq.low_precision_training(Network(jr.key(0)), "fp8")
     eqq.save(tmp_path / "low.safetensors", low)
     assert eqx.tree_equal(eqq.load(tmp_path / "low.safetensors", low), low)
 
@@ -372,20 +384,20 @@ def test_files(tmp_path):
 def test_bad_input():
     model = Network(jr.key(0))
     with pytest.raises(ValueError, match="must hold weights that products use"):
-        eqq.low_precision({"bias": jnp.ones(3)})
+        eqq.low_precision_training({"bias": jnp.ones(3)})
     with pytest.raises(TypeError, match="one dimension"):
-        eqq.low_precision(model, where=lambda m: m.head.bias)
+        eqq.low_precision_training(model, where=lambda m: m.head.bias)
     with pytest.raises(TypeError, match="a convolution, which is computed in float"):
-        eqq.low_precision(model, where=lambda m: (m.conv.weight, m.head.weight))
+        eqq.low_precision_training(model, where=lambda m: (m.conv.weight, m.head.weight))
     with pytest.raises(TypeError, match="Got a LowPrecisionArray"):
-        eqq.ActivationQuantizedArray(eqq.low_precision(model).head.weight, "int8")
+        eqq.arrays.ActivationQuantizedArray(eqq.low_precision_training(model).head.weight, "int8")
     with pytest.raises(TypeError, match="low precision already"):
-        eqq.low_precision(eqq.low_precision(model), where=lambda m: m.head.weight.array)
+        eqq.low_precision_training(eqq.low_precision_training(model), where=lambda m: m.head.weight.array)
     with pytest.raises(ValueError, match="part of an ActivationQuantizedArray, whose products round already"):
-        eqq.low_precision(eqq.quantize_tree(model, "int8", activations="int8"))
+        eqq.low_precision_training(eqq.quantize_tree(model, "int8", activations="int8"))
     with pytest.raises(ValueError, match="`forward` must be one of .*int9"):
-        eqq.low_precision(model, "int9")
+        eqq.low_precision_training(model, "int9")
     with pytest.raises(ValueError, match="`gradient` must be one of .*int9"):
-        eqq.low_precision(model, gradient="int9")
+        eqq.low_precision_training(model, gradient="int9")
     with pytest.raises(ValueError, match="axes of equal length"):
-        eqq.low_precision(model).head.weight @ jnp.ones(7)
+        eqq.low_precision_training(model).head.weight @ jnp.ones(7)

@@ -19,15 +19,15 @@ OUT, IN = 24, 96
 
 def permuted(w):
     order = np.random.default_rng(0).permutation(w.shape[-1])
-    return eqq.PermutedArray(w[..., order], jnp.asarray(order, jnp.uint32))
+    return eqq.arrays.PermutedArray(w[..., order], jnp.asarray(order, jnp.uint32))
 
 
 def scaled(w):
     scale = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, w.shape[-1]), jnp.float32)
-    return eqq.ScaledArray(w / scale.reshape(*[1] * (w.ndim - 1), -1), scale)
+    return eqq.arrays.ScaledArray(w / scale.reshape(*[1] * (w.ndim - 1), -1), scale)
 
 
-KINDS = {"permuted": permuted, "scaled": scaled, "rotated": eqq.RotatedArray.of}
+KINDS = {"permuted": permuted, "scaled": scaled, "rotated": eqq.arrays.RotatedArray.of}
 
 
 @pytest.fixture(params=KINDS)
@@ -150,7 +150,7 @@ def test_stacks(kind):
 
 
 def test_maps_within_maps(w):
-    m = eqq.RotatedArray(eqq.RotatedArray.of(rotate(w, -1, 1), 2), 1)
+    m = eqq.arrays.RotatedArray(eqq.arrays.RotatedArray.of(rotate(w, -1, 1), 2), 1)
     x = jr.normal(jr.key(1), (IN,))
     close(m @ x, w @ x)
     close(m.dequantize(), w)
@@ -174,20 +174,20 @@ def run(model, xs):
 
 
 def test_rotated_models_are_the_same(model, xs):
-    rotated = eqq.rotate(model, seed=3)
-    assert isinstance(rotated.layers[0].weight, eqq.RotatedArray)
+    rotated = eqq.transforms.rotate(model, seed=3)
+    assert isinstance(rotated.layers[0].weight, eqq.arrays.RotatedArray)
     close(run(rotated, xs), run(model, xs))
     close(run(eqq.dequantize_tree(rotated), xs), run(model, xs))
     assert eqq.tree_nbytes(rotated) == eqq.tree_nbytes(model)
-    one = eqq.rotate(model, where=lambda m: m.layers[1].weight)
-    assert isinstance(one.layers[0].weight, jax.Array) and isinstance(one.layers[1].weight, eqq.RotatedArray)
-    planned = eqq.rotate(eqx.filter_eval_shape(lambda: model))
+    one = eqq.transforms.rotate(model, where=lambda m: m.layers[1].weight)
+    assert isinstance(one.layers[0].weight, jax.Array) and isinstance(one.layers[1].weight, eqq.arrays.RotatedArray)
+    planned = eqq.transforms.rotate(eqx.filter_eval_shape(lambda: model))
     assert planned.layers[0].weight.array.shape == (64, IN)
 
 
 @pytest.mark.long
 def test_quantizing_sees_what_is_stored(model, xs):
-    rotated = eqq.rotate(model)
+    rotated = eqq.transforms.rotate(model)
     stats = eqq.calibrate.collect_stats(rotated, [xs], gram=True)
     turned = np.asarray(rotate(xs, -1, 0), np.float64)
     close(stats["layers.0.weight.array"].gram, turned.T @ turned / len(xs))
@@ -212,14 +212,14 @@ def test_rotations_spread_what_is_large():
     eqq_error = lambda m: float(
         jnp.linalg.norm(eqq.dequantize_tree(eqq.quantize_tree({"w": m}, eqq.Int4(None)))["w"] - w)
     )
-    assert eqq_error(eqq.RotatedArray.of(w)) < 0.5 * eqq_error(w)
+    assert eqq_error(eqq.arrays.RotatedArray.of(w)) < 0.5 * eqq_error(w)
 
 
 @pytest.mark.long
 def test_training(model, xs):
-    q = eqq.quantize_tree(eqq.rotate(model), "int4")
+    q = eqq.quantize_tree(eqq.transforms.rotate(model), "int4")
     loss = lambda m: jnp.mean(jnp.square(jax.vmap(m)(xs) - 1))
-    optim = eqq.float_masters(optax.sgd(0.1), masters=eqq.rotate(model))
+    optim = eqq.float_masters(optax.sgd(0.1), masters=eqq.transforms.rotate(model))
     state, before = optim.init(q), loss(q)
 
     @eqx.filter_jit
@@ -233,16 +233,16 @@ def test_training(model, xs):
     # The masters are those of the rotated space.
     wanted = eqq.quantize(state.masters.layers[0].weight.array, "int4")
     assert eqx.tree_equal(q.layers[0].weight.array, wanted)
-    simulated = eqq.quantize_tree(eqq.rotate(model), "int4", simulate=True)
+    simulated = eqq.quantize_tree(eqq.transforms.rotate(model), "int4", simulate=True)
     done = eqq.finalize(simulated)
-    assert eqx.tree_equal(done, eqq.quantize_tree(eqq.rotate(model), "int4"))
+    assert eqx.tree_equal(done, eqq.quantize_tree(eqq.transforms.rotate(model), "int4"))
     close(run(simulated, xs), run(done, xs))
 
 
 def test_low_rank_factors(model, xs):
-    q = eqq.quantize_tree(eqq.rotate(model), "int4")
+    q = eqq.quantize_tree(eqq.transforms.rotate(model), "int4")
     adapted = eqq.loraify(q, rank=2, key=jr.key(2))
-    assert isinstance(adapted.layers[0].weight.array, eqq.LoraArray)
+    assert isinstance(adapted.layers[0].weight.array, eqq.arrays.LoraArray)
     close(run(adapted, xs), run(q, xs))
     # The factors alone train, though they stand inside of an array that maps its inputs.
     mask = eqq.trainable_mask(adapted)
@@ -254,23 +254,23 @@ def test_low_rank_factors(model, xs):
 
 
 def test_files(model, tmp_path):
-    for m in (eqq.quantize_tree(eqq.rotate(model, seed=4), "nf4"), eqq.rotate(model)):
+    for m in (eqq.quantize_tree(eqq.transforms.rotate(model, seed=4), "nf4"), eqq.transforms.rotate(model)):
         eqq.save(tmp_path / "m.safetensors", m)
         assert eqx.tree_equal(eqq.load(tmp_path / "m.safetensors", m), m)
-    other = eqq.rotate(model, seed=5)
+    other = eqq.transforms.rotate(model, seed=5)
     with pytest.raises(ValueError, match="seed=0.*seed=5|seed=5.*seed=0"):
         eqq.load(tmp_path / "m.safetensors", other)
 
 
 def test_arrays_in_two_places_stay_shared(xs):
     w = jr.normal(jr.key(0), (8, IN))
-    rotated = eqq.rotate({"a": w, "b": w})
+    rotated = eqq.transforms.rotate({"a": w, "b": w})
     assert rotated["a"] is rotated["b"]
 
 
 def test_weights_on_the_right(xs):
     w = jr.normal(jr.key(0), (IN, 8))
-    rotated = eqq.rotate({"w": w}, axis=-2)
+    rotated = eqq.transforms.rotate({"w": w}, axis=-2)
     close(xs @ rotated["w"], xs @ w)
     q = eqq.quantize_tree(rotated, "int8")
     assert q["w"].array.axis == -2 and np.abs(xs @ q["w"] - xs @ w).max() < 0.5
@@ -285,23 +285,23 @@ def test_errors(model):
         (eqq.quantize_tree(model), "already quant"),
     ):
         with pytest.raises(ValueError, match=f"`rotate` needs weights in float.*{why}"):
-            eqq.rotate(tree)
+            eqq.transforms.rotate(tree)
     with pytest.raises(TypeError, match="layers.0.bias: fewer than two dimensions"):
-        eqq.rotate(model, where=lambda m: m.layers[0].bias)
+        eqq.transforms.rotate(model, where=lambda m: m.layers[0].bias)
     for seed in (-1, True):
         with pytest.raises(ValueError, match="`seed` must be a whole number"):
-            eqq.rotate(model, seed=seed)
+            eqq.transforms.rotate(model, seed=seed)
     for axis in (0, 1, 2, -3):
         with pytest.raises(ValueError, match="`axis` must be -1, for weights"):
-            eqq.rotate(model, axis=axis)
+            eqq.transforms.rotate(model, axis=axis)
         with pytest.raises(ValueError, match="`axis` must be -1 or -2"):
-            eqq.RotatedArray(jnp.ones((4, 4)), 0, axis)
+            eqq.arrays.RotatedArray(jnp.ones((4, 4)), 0, axis)
         with pytest.raises(ValueError, match="`axis` must be -1 or -2"):
-            eqq.ScaledArray(jnp.ones((4, 4)), jnp.ones(4), axis)
+            eqq.arrays.ScaledArray(jnp.ones((4, 4)), jnp.ones(4), axis)
     with pytest.raises(ValueError, match="mapped already"):
-        eqq.rotate(eqq.rotate(model))
+        eqq.transforms.rotate(eqq.transforms.rotate(model))
 
 
 def test_floats_have_no_format():
     """The `format` of a `jax.Array` is another thing."""
-    assert eqq.RotatedArray.of(jnp.ones((2, 4))).format is None
+    assert eqq.arrays.RotatedArray.of(jnp.ones((2, 4))).format is None

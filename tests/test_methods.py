@@ -30,7 +30,7 @@ FORMATS = {
     "ternary": eqq.Ternary(block_size=64),
     "mxfp4": eqq.MXFP4(),
     "nvfp4": eqq.NVFP4(),
-    "q4_0": eqq.Q4_0(),
+    "q4_0": eqq.formats.Q4_0(),
     "nf4_double": eqq.NF4(double_quant=True),
 }
 METHODS = {"mse": eqq.MSE(), "hqq": eqq.HQQ()}
@@ -216,11 +216,11 @@ def test_huge_weights_stay_finite(rule):
 
 def test_a_rule_may_name_its_method():
     model = eqx.nn.MLP(64, 64, 64, 2, key=jr.key(0))
-    rules = {"layers.0.*": eqq.Use("int4", eqq.MSE()), "layers.1.*": "int4", "*": eqq.Use("int8")}
+    rules = {"layers.0.*": eqq.QuantConfig("int4", eqq.MSE()), "layers.1.*": "int4", "*": eqq.QuantConfig("int8")}
     mixed = eqq.quantize_tree(model, rules, method=eqq.HQQ())
     for n, format, method in ((0, "int4", eqq.MSE()), (1, "int4", eqq.HQQ()), (2, "int8", eqq.HQQ())):
         assert_same(mixed.layers[n].weight, eqq.quantize(model.layers[n].weight, format, method=method))
-    by_function = eqq.quantize_tree(model, lambda path, _: eqq.Use("int4", eqq.MSE()) if "0" in path else None)
+    by_function = eqq.quantize_tree(model, lambda path, _: eqq.QuantConfig("int4", eqq.MSE()) if "0" in path else None)
     assert_same(by_function.layers[0].weight, mixed.layers[0].weight)
 
 
@@ -238,7 +238,7 @@ def test_training_takes_a_method(rule):
     assert_same(eqq.apply_updates(quantized, updates)["w"], eqq.quantize(state.masters["w"], "int2", method=method))
 
 
-class WeighedBy(eqq.AbstractScaleMethod):
+class WeighedBy(eqq.extend.AbstractScaleMethod):
     """A method with statistics: it records those of the leaf that it was given."""
 
     inputs: object
@@ -268,7 +268,7 @@ def test_errors():
     with pytest.raises(ValueError, match="Pass one of them"):
         eqq.quantize(w, "int4", method=eqq.MSE(), scale=1.0)
 
-    class OneScale(eqq.AbstractScaleMethod):
+    class OneScale(eqq.extend.AbstractScaleMethod):
         def choose_scales(self, blocks, format):
             return jnp.ones(()), None
 
@@ -276,7 +276,7 @@ def test_errors():
         eqq.quantize(w, "int4", method=OneScale())
 
 
-class Zeros(eqq.AbstractScaleMethod):
+class Zeros(eqq.extend.AbstractScaleMethod):
     """A method with the zero points that it is told."""
 
     zero_point: object = eqx.field(static=True)
@@ -298,7 +298,7 @@ def test_zero_points_must_suit_the_format(format, zero_point):
     wrong = jnp.zeros((2, 1), jnp.uint8) if zero_point is not None else None
     if format == eqq.NF4() or wrong is None:
         with pytest.raises(TypeError, match="zero points"):
-            eqq.encode_rows(heavy((2, 64)), scale, wrong, format)
+            eqq.extend.encode_rows(heavy((2, 64)), scale, wrong, format)
 
 
 def test_zero_points_beyond_the_codes_change_no_other():
@@ -310,7 +310,7 @@ def test_zero_points_beyond_the_codes_change_no_other():
 
 
 def test_fields_of_methods():
-    class Called(eqq.AbstractScaleMethod):
+    class Called(eqq.extend.AbstractScaleMethod):
         function: object
 
         def choose_scales(self, blocks, format):
@@ -322,7 +322,7 @@ def test_fields_of_methods():
         eqq.quantize_tree({"w": heavy((2, 64))}, "int4", method=Called(jnp.ones(())), simulate=True)
 
 
-class ByInputs(eqq.AbstractScaleMethod):
+class ByInputs(eqq.extend.AbstractScaleMethod):
     """Clips more where inputs are large: a method that reads what `collect_stats` returns."""
 
     inputs: object
@@ -347,7 +347,9 @@ def test_collected_statistics_are_inputs():
 
 def test_tied_masters_with_two_methods():
     w = heavy((8, 64))
-    simulated = eqq.quantize_tree({"a": w, "b": w}, {"a": eqq.Use("int2", eqq.MSE()), "b": "int2"}, simulate=True)
+    simulated = eqq.quantize_tree(
+        {"a": w, "b": w}, {"a": eqq.QuantConfig("int2", eqq.MSE()), "b": "int2"}, simulate=True
+    )
     final = eqq.finalize(simulated)
     for name in "ab":
         np.testing.assert_array_equal(final[name].dequantize(), simulated[name].dequantize())
@@ -362,11 +364,11 @@ def test_randomness_does_not_depend_on_chunks():
 @pytest.mark.long
 def test_rows_by_hand(contract_row):
     rows, format = heavy((6, 130)), contract_row.format
-    scale, zero_point = eqq.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
-    encoded = eqq.encode_rows(rows, scale, zero_point, format)
+    scale, zero_point = eqq.extend.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
+    encoded = eqq.extend.encode_rows(rows, scale, zero_point, format)
     q = eqq.quantize(rows, format)
     np.testing.assert_array_equal(eqq.unpack(q), encoded.codes)
-    np.testing.assert_array_equal(eqq.decode_rows(encoded, format), q.dequantize())
+    np.testing.assert_array_equal(eqq.extend.decode_rows(encoded, format), q.dequantize())
 
 
 def test_merging_and_planning_take_a_method():
@@ -374,7 +376,7 @@ def test_merging_and_planning_take_a_method():
     model = eqx.tree_at(lambda m: m["w"].b, model, jnp.full((64, 2), 0.1))
     merged, base = eqq.merge_lora(model, method=eqq.MSE())["w"], model["w"].base
     assert_same(merged, eqq.requantize(base, model["w"].dequantize(), method=eqq.MSE()))
-    rules = {"a": eqq.Use("int4", eqq.HQQ()), "b": "int8"}
+    rules = {"a": eqq.QuantConfig("int4", eqq.HQQ()), "b": "int8"}
     plan = eqq.plan_tree({"a": heavy((4, 64)), "b": heavy((4, 64))}, rules, method=eqq.MSE())
     assert [leaf.reason for leaf in plan.leaves] == ["rule 'a', by HQQ", "rule 'b', by MSE"]
 
@@ -498,3 +500,25 @@ def test_no_leaf_is_weakly_typed():
     """Otherwise a program is compiled twice: for this array, and for one from a file."""
     q = eqq.quantize(jnp.full((4, 64), 2.0), "nf4")
     assert not any(leaf.weak_type for leaf in jtu.tree_leaves(q))
+
+
+def test_methods_by_name(getkey):
+    w = weights(getkey(), (8, 64))
+    for name, method in {
+        "mse": eqq.MSE(),
+        "HQQ": eqq.HQQ(),
+        "absmax": eqq.AbsMax(),
+        "joint-mse": eqq.JointMSE(),
+    }.items():
+        assert eqx.tree_equal(eqq.quantize(w, "int4", method=name), eqq.quantize(w, "int4", method=method))
+    tree = eqq.quantize_tree({"w": w}, {"w": eqq.QuantConfig("int4", "mse")})
+    assert eqx.tree_equal(tree["w"], eqq.quantize(w, "int4", method=eqq.MSE()))
+    for name, message in {
+        "gptq": r"must come with statistics.*collect_stats.*`method=eqq.GPTQ\(stats\)`",
+        "learned_rounding": r"eqq.LearnedRounding\(stats\)",
+        "awq": r"eqq.transforms.smooth\(model, eqq.transforms.AWQ\(stats\)\)",
+        "smooth_quant": "changes the float model before",
+        "gptk": "one of absmax.*Got 'gptk'. Did you mean",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            eqq.quantize_tree({"w": w}, "int4", method=name)

@@ -80,10 +80,12 @@ def test_factors_and_rotations_leave_embeddings_as_they_are(
 ) -> None:
     apply = lambda model, batch: minilm.embed(model, *batch)
     stats = eqq.calibrate.collect_stats(model, [tokens], apply=apply)
-    pairs = eqq.io.names.bert_pairs()
-    folded = eqq.smooth(model, eqq.SmoothQuant(stats), fold=pairs, batches=[tokens], apply=apply, online=False)
+    pairs = eqq.transforms.bert_pairs()
+    folded = eqq.transforms.smooth(
+        model, eqq.transforms.SmoothQuant(stats), fold=pairs, batches=[tokens], apply=apply, online=False
+    )
     assert not np.allclose(folded.layers[0].attention.output.weight, model.layers[0].attention.output.weight)
-    for changed in (folded, eqq.rotate(model)):
+    for changed in (folded, eqq.transforms.rotate(model)):
         np.testing.assert_allclose(minilm.embed(changed, *tokens), minilm.embed(model, *tokens), rtol=0, atol=1e-5)
     # GELU stands between these two, and the norm feeds a residual sum too.
     for maker, taker in (("up", "down"), ("attention_norm", "up")):
@@ -91,7 +93,7 @@ def test_factors_and_rotations_leave_embeddings_as_they_are(
         with pytest.raises(
             ValueError, match=f"outputs of the model unchanged. Got others with layers.0.{maker}.weight"
         ):
-            eqq.smooth(model, eqq.SmoothQuant(stats), fold=wrong, batches=[tokens], apply=apply)
+            eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats), fold=wrong, batches=[tokens], apply=apply)
 
 
 def test_plans_without_data(minilm: ModuleType, tokens: Any, model: Any) -> None:
@@ -104,7 +106,7 @@ def test_plans_without_data(minilm: ModuleType, tokens: Any, model: Any) -> None
 
     report = eqq.analysis.weight_sensitivity(model)
     plans = {bits: eqq.analysis.plan_bits(model, report, bits) for bits in (3.25, 4.25, 5.25)}
-    single = {3.25: eqq.Int3(64, scale_dtype="float16"), 4.25: eqq.NF4(double_quant=True), 5.25: eqq.IQ4_XS()}
+    single = {3.25: eqq.Int3(64, scale_dtype="float16"), 4.25: eqq.NF4(double_quant=True), 5.25: eqq.formats.IQ4_XS()}
     found = {bits: cosine(plan) for bits, plan in plans.items()}
     assert all(plan.bits <= bits and found[bits] > cosine(single[bits]) for bits, plan in plans.items())
     assert list(found.values()) == sorted(found.values()) and found[4.25] > 0.98

@@ -183,7 +183,7 @@ def test_a_model_is_not_an_array(getkey):
 def test_unpack_and_requantize_of_a_wrapper():
     q = eqq.quantize(jnp.ones((2, 3, 64)), "int4")
     with pytest.raises(TypeError, match=r"Got a SelectedArray. Its `.taken\(\)` is one"):
-        eqq.unpack(eqq.select(q, 0))
+        eqq.unpack(eqq.take_layer(q, 0))
     with pytest.raises(TypeError, match=r"Got a LoraArray. Its `.base` is one"):
         eqq.requantize(eqq.loraify({"w": q}, 2, key=jr.key(0))["w"], jnp.ones(q.shape))
 
@@ -279,6 +279,13 @@ def test_annotations(getkey):
 
     q = eqq.quantize(weights(getkey(), (8, 64)))
     assert f(q) == f(q.dequantize()) == (8, 64)
+    tree = {"w": q.dequantize()}
+    for wrapped in (
+        *(eqq.quantize_tree(tree, "int8", activations="int8"), eqq.quantize_tree(tree, "int8", simulate=True)),
+        *(eqq.loraify(tree, rank=2, key=getkey()), eqq.low_precision_training(tree), eqq.transforms.rotate(tree)),
+        eqq.take_layer(eqq.quantize_tree({"w": weights(getkey(), (3, 8, 64))}), 1),
+    ):
+        assert f(wrapped["w"]) == (8, 64)
     for wrong in (q.codes, q.dequantize()[0]):
         with pytest.raises(Exception, match="Type-check error"):
             f(wrong)

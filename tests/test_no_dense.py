@@ -65,16 +65,21 @@ def test_products_and_lookups_pass(getkey, format, implementation):
         jax.jit(lambda w, x: eqq.matmul(x, w.T, implementation=implementation))(w, x)
         jax.grad(lambda x: jnp.sum(eqq.matmul(x, w.T, implementation=implementation)))(x)
         eqx.filter_jit(eqq.filter_grad(lambda w: jnp.sum(x @ w.T)))(w)
-        eqq.select(stack, 1) @ x[0]
+        eqq.take_layer(stack, 1) @ x[0]
         _ = w[3], w[jnp.array([1, 2])], w[1:3], stack[0, 1], w.scale
-        eqq.ActivationQuantizedArray(w, "int8") @ x[0]
+        eqq.arrays.ActivationQuantizedArray(w, "int8") @ x[0]
         eqq.quaxify(lambda w: jax.vmap(lambda i: w[i])(jnp.arange(4)))(w)
     assert y.shape == (4, 32)
 
 
 def test_whole_matrices_do_not_pass(getkey):
     stack = eqq.quantize(jr.normal(getkey(), (3, 32, 64)), "nf4")
-    for decode in (lambda: stack[0], lambda: stack[:], lambda: stack + 1, lambda: eqq.select(stack, 0).dequantize()):
+    for decode in (
+        lambda: stack[0],
+        lambda: stack[:],
+        lambda: stack + 1,
+        lambda: eqq.take_layer(stack, 0).dequantize(),
+    ):
         decode()
         with eqq.no_dense(), pytest.raises(RuntimeError, match="no_dense"):
             decode()

@@ -32,7 +32,7 @@ def multiply(model, x):
 BY = {
     "quantize": lambda w: eqq.quantize(w, "int4"),
     "quantize_tree": lambda w: eqq.quantize_tree({"w": w}, "int4")["w"],
-    "rotate": lambda w: eqq.rotate({"w": w})["w"],
+    "rotate": lambda w: eqq.transforms.rotate({"w": w})["w"],
     "collect_stats": lambda w: (
         eqq.calibrate.collect_stats({"w": w}, [jnp.ones((3, 64))], apply=multiply)["w"].second_moment
     ),

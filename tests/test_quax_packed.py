@@ -22,18 +22,18 @@ def nf4(w):
 
 def scaled(w):
     scale = 1 + jr.uniform(jr.key(7), (w.shape[0], w.shape[-1]))
-    return eqq.ScaledArray(nf4(w / scale[:, None]), scale)
+    return eqq.arrays.ScaledArray(nf4(w / scale[:, None]), scale)
 
 
 def permuted(w):
     order = jr.permutation(jr.key(7), w.shape[-1]).astype(jnp.uint32)
     stack = jnp.broadcast_to(order, (w.shape[0], w.shape[-1]))
-    return eqq.PermutedArray(nf4(w[..., order]), stack)
+    return eqq.arrays.PermutedArray(nf4(w[..., order]), stack)
 
 
 def with_factors(w):
     b, a = jr.normal(jr.key(7), (4, w.shape[1], 2)), jr.normal(jr.key(8), (4, 2, w.shape[2]))
-    return eqq.LoraArray(nf4(w), a, b, alpha=1.0, in_ndim=1)
+    return eqq.arrays.LoraArray(nf4(w), a, b, alpha=1.0, in_ndim=1)
 
 
 # Stacks of matrices `(4, 48, 64)`.
@@ -47,13 +47,13 @@ ARRAYS = {
     "microscaling": lambda w: eqq.quantize(w, "mxfp4"),
     "columns": lambda w: eqq.quantize(w, eqq.NF4(16), axis=-2),
     "scaled": scaled,
-    "rotated": lambda w: dataclass_with(eqq.RotatedArray.of(w), nf4),
+    "rotated": lambda w: dataclass_with(eqq.arrays.RotatedArray.of(w), nf4),
     "permuted": permuted,
     "factors": with_factors,
-    "simulated": lambda w: eqq.SimulatedArray(w, eqq.NF4(), -1, w.dtype),
-    "activations": lambda w: eqq.ActivationQuantizedArray(nf4(w), "int8"),
-    "static activations": lambda w: eqq.ActivationQuantizedArray(nf4(w), "int8", 0.04),
-    "static by layer": lambda w: eqq.ActivationQuantizedArray(nf4(w), "int8", jnp.linspace(0.03, 0.04, 4)),
+    "simulated": lambda w: eqq.arrays.FakeQuantizedArray(w, eqq.NF4(), -1, w.dtype),
+    "activations": lambda w: eqq.arrays.ActivationQuantizedArray(nf4(w), "int8"),
+    "static activations": lambda w: eqq.arrays.ActivationQuantizedArray(nf4(w), "int8", 0.04),
+    "static by layer": lambda w: eqq.arrays.ActivationQuantizedArray(nf4(w), "int8", jnp.linspace(0.03, 0.04, 4)),
 }
 
 
@@ -143,7 +143,7 @@ def test_packed(arguments, name, array):
             names = primitives(run, w, x)
         assert "quantized_matmul" in names and "dequantize" not in names
     close = ft.partial(np.testing.assert_allclose, rtol=1e-3, atol=5e-4)
-    if isinstance(w, eqq.ActivationQuantizedArray) and (array, name) not in DENSE:
+    if isinstance(w, eqq.arrays.ActivationQuantizedArray) and (array, name) not in DENSE:
         close(jax.jit(run)(w, x), with_rounded_inputs(name, w, x))
         return
     gradient = lambda f, w: jax.grad(lambda x: jnp.sum(jnp.sin(f(w, x))))(x)

@@ -20,7 +20,10 @@ READERS = {
     "layers.{n}.mlp_norm.weight": "layers.{n}.up.weight",
     "norm.weight": "head.weight",
 }
-FOLD = {WRITERS: eqq.Residual(READERS), "layers.{n}.value.{p}": eqq.Into(("layers.{n}.output.weight",), HEAD)}
+FOLD = {
+    WRITERS: eqq.transforms.ResidualStream(READERS),
+    "layers.{n}.value.{p}": eqq.transforms.FoldInto(("layers.{n}.output.weight",), HEAD),
+}
 
 
 class Layer(eqx.Module):
@@ -98,7 +101,7 @@ def close(a, b, tolerance=1e-5):
 
 @pytest.mark.long
 def test_outputs_stay(model):
-    found = eqq.rotate(model, fold=FOLD, online=False, batches=[IDS], seed=3)
+    found = eqq.transforms.rotate(model, fold=FOLD, online=False, batches=[IDS], seed=3)
     assert jax.tree.structure(found) == jax.tree.structure(model)
     close(run(found), run(model))
     first, w = found.layers[0], model.layers[0]
@@ -117,21 +120,21 @@ def test_outputs_stay(model):
 @pytest.mark.long
 def test_stacks_and_what_is_left(model):
     rules = {
-        tuple(text.replace(".{n}", "") for text in WRITERS): eqq.Residual(
+        tuple(text.replace(".{n}", "") for text in WRITERS): eqq.transforms.ResidualStream(
             {gain.replace(".{n}", ""): weights.replace(".{n}", "") for gain, weights in READERS.items()}
         ),
-        "layers.value.{p}": eqq.Into(("layers.output.weight",), HEAD),
+        "layers.value.{p}": eqq.transforms.FoldInto(("layers.output.weight",), HEAD),
     }
-    stacked, wanted = Model(stacked=True), eqq.rotate(model, fold=FOLD)
-    found = eqq.rotate(stacked, fold=rules)
-    assert isinstance(found.layers.down.weight, eqq.RotatedArray) and eqx.is_array(found.layers.up.weight)
+    stacked, wanted = Model(stacked=True), eqq.transforms.rotate(model, fold=FOLD)
+    found = eqq.transforms.rotate(stacked, fold=rules)
+    assert isinstance(found.layers.down.weight, eqq.arrays.RotatedArray) and eqx.is_array(found.layers.up.weight)
     for name in ("query", "value", "output", "up"):
         close(getattr(found.layers, name).weight[1], getattr(wanted.layers[1], name).weight)
     close(found.layers.down.weight.array[1], wanted.layers[1].down.weight.array)
     for rotated_model in (found, wanted):
         close(run(rotated_model), run(model))
         close(run(eqq.quantize_tree(rotated_model, "int8")), run(model), 0.1)
-    structs = eqq.rotate(eqx.filter_eval_shape(lambda: model), fold=FOLD)
+    structs = eqq.transforms.rotate(eqx.filter_eval_shape(lambda: model), fold=FOLD)
     assert jax.tree.map(lambda x: x.shape, structs) == jax.tree.map(lambda x: x.shape, wanted)
 
 
@@ -141,15 +144,15 @@ def test_pairs_alone_and_transposed_weights():
     x = jr.normal(keys[2], (4, 5))
     apply = lambda m, x: (x @ m["up"]["w"] + m["up"]["b"][None]) @ m["down"]["w"]
     options = {"axis": -2, "online": False, "batches": [x], "apply": apply}
-    found = eqq.rotate(model, fold={"up.{p}": "down.w"}, **options)
+    found = eqq.transforms.rotate(model, fold={"up.{p}": "down.w"}, **options)
     close(apply(found, x), apply(model, x))
     close(found["up"]["w"], rotated(model["up"]["w"], -1, 0))
     with pytest.raises(ValueError, match=r"outputs of the model unchanged. Got others with up.b, up.w"):
         wrong = {**options, "apply": lambda m, x: jax.nn.relu(x @ m["up"]["w"]) @ m["down"]["w"]}
-        eqq.rotate(model, fold={"up.{p}": "down.w"}, **wrong)
+        eqq.transforms.rotate(model, fold={"up.{p}": "down.w"}, **wrong)
     # A weight that is not selected keeps what writes to it as it is.
-    kept = eqq.rotate(model, fold={"up.{p}": "down.w"}, axis=-2, where=lambda m: m["up"]["w"])
-    assert kept["down"]["w"] is model["down"]["w"] and isinstance(kept["up"]["w"], eqq.RotatedArray)
+    kept = eqq.transforms.rotate(model, fold={"up.{p}": "down.w"}, axis=-2, where=lambda m: m["up"]["w"])
+    assert kept["down"]["w"] is model["down"]["w"] and isinstance(kept["up"]["w"], eqq.arrays.RotatedArray)
 
 
 @pytest.mark.long
@@ -174,9 +177,9 @@ def test_models_of_the_examples(experts, offset, stacked):
         model = jax.tree.map(lambda x: uneven(x) if eqx.is_inexact_array(x) else x, model)
         cache = llama.Cache.empty(config, 3, 8, stacked=stacked)
         apply = lambda model, ids: model(ids, cache)[0]
-        fold = eqq.io.names.llama_rotations(4, offset=offset, layers="layers" if stacked else "layers.{n}")
+        fold = eqq.transforms.llama_rotations(4, offset=offset, layers="layers" if stacked else "layers.{n}")
         apply = eqx.filter_jit(apply)
-        close(apply(eqq.rotate(model, fold=fold, online=False), IDS), apply(model, IDS))
+        close(apply(eqq.transforms.rotate(model, fold=fold, online=False), IDS), apply(model, IDS))
 
 
 def test_a_norm_is_not_judged_by_part_of_its_name(model):
@@ -186,50 +189,50 @@ def test_a_norm_is_not_judged_by_part_of_its_name(model):
         pass
 
     named = Model(lambda size: T5LayerNorm(size, use_bias=False))
-    close(*(eqq.rotate(m, fold=FOLD, online=False).head.weight for m in (named, model)))
+    close(*(eqq.transforms.rotate(m, fold=FOLD, online=False).head.weight for m in (named, model)))
 
 
 def test_weights_of_one_stream_are_selected_together(model):
     layers = lambda m: [m.layers[0], m.layers[1]]
     with pytest.raises(ValueError, match=r"outputs of embedding.weight, .* not head.weight: not selected by `where`"):
-        eqq.rotate(model, fold=FOLD, where=layers)
+        eqq.transforms.rotate(model, fold=FOLD, where=layers)
     with pytest.raises(ValueError, match=r"With `online=False`.* Got no `fold`\."):
-        eqq.rotate(model, online=False)
+        eqq.transforms.rotate(model, online=False)
     with pytest.raises(ValueError, match=r"With `online=False`.* Got no weight of `fold`"):
-        eqq.rotate(
+        eqq.transforms.rotate(
             model, fold={"layers.{n}.value.{p}": FOLD["layers.{n}.value.{p}"]}, where=lambda m: m.head, online=False
         )
 
 
 def test_errors(model):
     with pytest.raises(ValueError, match=r"Got layers.0.attention_norm.weight, whose layer subtracts the mean"):
-        eqq.rotate(Model(lambda size: eqx.nn.LayerNorm(size, use_bias=False)), fold=FOLD)
+        eqq.transforms.rotate(Model(lambda size: eqx.nn.LayerNorm(size, use_bias=False)), fold=FOLD)
     with pytest.raises(ValueError, match=r"whose layer adds layers.0.attention_norm.bias"):
-        eqq.rotate(Model(eqx.nn.RMSNorm), fold=FOLD)
+        eqq.transforms.rotate(Model(eqx.nn.RMSNorm), fold=FOLD)
     with pytest.raises(ValueError, match=r"Each pattern of `fold` must match a leaf. Got 'nothing.\*'"):
-        eqq.rotate(model, fold={(*WRITERS, "nothing.*"): FOLD[WRITERS]})
+        eqq.transforms.rotate(model, fold={(*WRITERS, "nothing.*"): FOLD[WRITERS]})
     with pytest.raises(
         ValueError, match=r"must have the 24 channels of its norms. Got layers.0.up.weight of \(32, 24\)"
     ):
-        eqq.rotate(model, fold={"layers.{n}.up.{p}": eqq.Residual(READERS)})
+        eqq.transforms.rotate(model, fold={"layers.{n}.up.{p}": eqq.transforms.ResidualStream(READERS)})
     with pytest.raises(ValueError, match="unchanged. Got others with embedding.weight, layers"):
-        eqq.rotate(model, fold={WRITERS[:2]: FOLD[WRITERS]}, batches=[IDS])
-    with pytest.raises(ValueError, match="must begin with a weight.*Name norms in an `eqq.Residual`"):
-        eqq.rotate(model, fold={"norm.{p}": "head.weight"})
+        eqq.transforms.rotate(model, fold={WRITERS[:2]: FOLD[WRITERS]}, batches=[IDS])
+    with pytest.raises(ValueError, match="must begin with a weight.*Name norms in an `eqq.transforms.ResidualStream`"):
+        eqq.transforms.rotate(model, fold={"norm.{p}": "head.weight"})
     with pytest.raises(ValueError, match="must rotate the inputs of each weight once. Got several for head.weight"):
-        eqq.rotate(model, fold={**FOLD, "layers.1.down.{p}": "head.weight"})
+        eqq.transforms.rotate(model, fold={**FOLD, "layers.1.down.{p}": "head.weight"})
     with pytest.raises(TypeError, match="must map the pattern of each norm.*Got {}"):
-        eqq.rotate(model, fold={WRITERS: eqq.Residual({})})
-    with pytest.raises(TypeError, match="must map several patterns at once to an `eqq.Residual`"):
-        eqq.rotate(model, fold={WRITERS: "head.weight"})
+        eqq.transforms.rotate(model, fold={WRITERS: eqq.transforms.ResidualStream({})})
+    with pytest.raises(TypeError, match="must map several patterns at once to an `eqq.transforms.ResidualStream`"):
+        eqq.transforms.rotate(model, fold={WRITERS: "head.weight"})
     for path, where in (("embedding.weight", lambda m: m.embedding), ("norm.weight", lambda m: m.norm)):
         spoiled = eqx.tree_at(lambda m, where=where: where(m).weight, model, replace_fn=lambda x: x.at[0].set(jnp.nan))
         with pytest.raises(ValueError, match=f"^{path} must be finite in float32"):
-            eqq.rotate(spoiled, fold=FOLD)
-    eqq.rotate(spoiled, fold={}, where=lambda m: m.head)  # leaves that norm alone
+            eqq.transforms.rotate(spoiled, fold=FOLD)
+    eqq.transforms.rotate(spoiled, fold={}, where=lambda m: m.head)  # leaves that norm alone
     tied = eqx.tree_at(lambda m: m.head.weight, model, model.embedding.weight)
     with pytest.raises(ValueError, match=r"Got embedding.weight, which is the same array as head.weight"):
-        eqq.rotate(tied, fold=FOLD)
+        eqq.transforms.rotate(tied, fold=FOLD)
     quantized = eqq.quantize_tree(model, {"embedding.*": "int8"})
     with pytest.raises(ValueError, match=r"`fold` needs floats. Got embedding.weight: already quantized"):
-        eqq.rotate(quantized, fold=FOLD)
+        eqq.transforms.rotate(quantized, fold=FOLD)

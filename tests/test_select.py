@@ -1,4 +1,4 @@
-"""`eqq.select`: layers and experts of a stack, against the arrays themselves, and what a compiled program copies."""
+"""`eqq.take_layer`: layers and experts of a stack, against the arrays themselves, and what a compiled program copies."""
 
 import re
 
@@ -23,7 +23,7 @@ NAMES = {
     "double": eqq.NF4(double_quant=True),
     "int8": eqq.Int8(),
     "affine": eqq.Int4(symmetric=False),
-    "offsets": eqq.Q4_1(),
+    "offsets": eqq.formats.Q4_1(),
     "transposed": eqq.Int2(),
 }
 
@@ -44,30 +44,30 @@ def close(y, expected, tol=2e-5):
 def test_products(getkey, stack):
     dense, x, z = stack.dequantize(), jr.normal(getkey(), (3, 200)), jr.normal(getkey(), (3, 48))
     for index, place in ((0, 0), (3, 3), (-1, 4), (-5, 0)):
-        q, w = eqq.select(stack, index), dense[place]
+        q, w = eqq.take_layer(stack, index), dense[place]
         assert q.shape == w.shape and q.dtype == w.dtype and q.ndim == 2
         close(x @ q.T, x @ w.T)
         close(q @ x[0], w @ x[0])
         close(z @ q, z @ w)
-    of_index = jax.jit(lambda stack, index: eqq.select(stack, index) @ x.T)
+    of_index = jax.jit(lambda stack, index: eqq.take_layer(stack, index) @ x.T)
     close(of_index(stack, 2), dense[2] @ x.T)
-    assert np.array_equal(eqq.select(stack, 1).dequantize(), dense[1])
+    assert np.array_equal(eqq.take_layer(stack, 1).dequantize(), dense[1])
 
 
 @pytest.mark.parametrize("stack", ["double", "offsets", "transposed"], indirect=True)
 def test_several(getkey, stack):
     dense, x = stack.dequantize(), jr.normal(getkey(), (3, 200))
     chosen = jnp.array([4, 0, 4])
-    q, w = eqq.select(stack, chosen), dense[chosen]
+    q, w = eqq.take_layer(stack, chosen), dense[chosen]
     assert q.shape == w.shape
     close(q @ x.T, w @ x.T)
     close(x[:, :48] @ q, x[:, :48] @ w)
     close(q @ x[:, :, None], w @ x[:, :, None])
     close(jnp.tensordot(q, x, ((0,), (0,))), jnp.tensordot(w, x, ((0,), (0,))))
-    close(jax.vmap(lambda n, x: eqq.select(stack, n) @ x)(chosen, x), jnp.einsum("mnk,mk->mn", w, x))
-    close(jax.vmap(lambda x: eqq.select(stack, 1) @ x)(x), x @ dense[1].T)
+    close(jax.vmap(lambda n, x: eqq.take_layer(stack, n) @ x)(chosen, x), jnp.einsum("mnk,mk->mn", w, x))
+    close(jax.vmap(lambda x: eqq.take_layer(stack, 1) @ x)(x), x @ dense[1].T)
     both = jax.tree_util.tree_map(lambda a: jnp.stack([a, a[::-1]]), stack)
-    y = jax.vmap(lambda stack, n: eqq.select(stack, n) @ x[0])(both, chosen[:2])
+    y = jax.vmap(lambda stack, n: eqq.take_layer(stack, n) @ x[0])(both, chosen[:2])
     close(y, jnp.stack([dense[4], dense[4]]) @ x[0])
 
 
@@ -75,11 +75,11 @@ def test_again(getkey):
     """Experts of a layer."""
     stack = eqq.quantize(weights(getkey(), (3, 4, 16, 64)), "nf4")
     dense, x, chosen = stack.dequantize(), jr.normal(getkey(), (2, 64)), jnp.array([3, -4])
-    layer = eqq.select(stack, 1)
+    layer = eqq.take_layer(stack, 1)
     close(layer @ x[0], dense[1] @ x[0])
-    close(eqq.select(layer, chosen) @ x[0], dense[1][chosen] @ x[0])
-    close(jax.jit(lambda n: eqq.select(eqq.select(stack, n), 2) @ x.T)(2), dense[2, 2] @ x.T)
-    close(eqq.select(eqq.select(stack, jnp.array([2, 0])), 1).dequantize(), dense[0])
+    close(eqq.take_layer(layer, chosen) @ x[0], dense[1][chosen] @ x[0])
+    close(jax.jit(lambda n: eqq.take_layer(eqq.take_layer(stack, n), 2) @ x.T)(2), dense[2, 2] @ x.T)
+    close(eqq.take_layer(eqq.take_layer(stack, jnp.array([2, 0])), 1).dequantize(), dense[0])
 
 
 @pytest.mark.parametrize("stack", ["affine", "transposed"], indirect=True)
@@ -92,18 +92,18 @@ def test_gradients(getkey, stack):
         return jnp.sum(jax.lax.scan(step, x, steps)[0] ** 2)
 
     dense = stack.dequantize()
-    value, gradient = jax.jit(jax.value_and_grad(lambda x: run(stack, x, eqq.select)))(x)
+    value, gradient = jax.jit(jax.value_and_grad(lambda x: run(stack, x, eqq.take_layer)))(x)
     expected = jax.value_and_grad(lambda x: run(dense, x, lambda w, n: w[n]))(x)
     close(value, expected[0])
     close(gradient, expected[1], 1e-4)
-    tangent = jax.jvp(lambda x: run(stack, x, eqq.select), (x,), (x,))[1]
+    tangent = jax.jvp(lambda x: run(stack, x, eqq.take_layer), (x,), (x,))[1]
     close(tangent, jnp.sum(expected[1] * x), 1e-3)
 
 
 def test_training(getkey):
     """Gradients of quantized weights reach the stack."""
     stack, x = eqq.quantize(weights(getkey(), (3, 8, 64)), "int8"), jr.normal(getkey(), (64,))
-    gradient = eqq.filter_grad(lambda q: jnp.sum(eqq.select(q, 1) @ x))(stack)
+    gradient = eqq.filter_grad(lambda q: jnp.sum(eqq.take_layer(q, 1) @ x))(stack)
     close(gradient, jnp.zeros((3, 8, 64)).at[1].set(x))
 
 
@@ -131,7 +131,7 @@ def test_modules(getkey, lora):
     expected = x
     for n in range(5):
         expected = jax.vmap(jtu.tree_map(lambda a: a[n] if eqx.is_array(a) else a, layers))(expected)
-    step = lambda x, n: (jax.vmap(eqq.select(layers, n))(x), None)
+    step = lambda x, n: (jax.vmap(eqq.take_layer(layers, n))(x), None)
     close(eqx.filter_jit(lambda: jax.lax.scan(step, x, jnp.arange(5))[0])(), expected)
 
 
@@ -142,12 +142,12 @@ def test_copies_nothing(getkey):
 
     @jax.jit
     def run(layers, x):
-        return jax.lax.scan(lambda x, n: (eqq.select(layers, n) @ x, None), x, jnp.arange(5))[0]
+        return jax.lax.scan(lambda x, n: (eqq.take_layer(layers, n) @ x, None), x, jnp.arange(5))[0]
 
     text = run.lower(layers.linear.weight, x).compile().as_text()
     assert "eqquant_cpu_matmul" in text
     assert not re.search(r"= u8\[[^\]]*\]\S* (copy|dynamic-slice|slice|fusion)\(", text)
-    assert eqq.explain_matmul(x, eqq.select(layers.linear.weight, 0)).implementation == "cpu"
+    assert eqq.explain_matmul(x, eqq.take_layer(layers.linear.weight, 0)).implementation == "cpu"
 
 
 def test_on_several_devices(getkey):
@@ -156,13 +156,13 @@ def test_on_several_devices(getkey):
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
     q = q.with_sharding(NamedSharding(mesh, P(None, "data", None)))
-    y = jax.jit(lambda q, x, n: x @ eqq.select(q, n).T)(q, x, 1)
+    y = jax.jit(lambda q, x, n: x @ eqq.take_layer(q, n).T)(q, x, 1)
     close(y, np.asarray(x) @ np.asarray(q.dequantize())[1].T)
 
 
 def test_everything_else(getkey):
     stack = eqq.quantize(weights(getkey(), (5, 8, 64)), "nf4")
-    q, w = eqq.select(stack, 2), stack.dequantize()[2]
+    q, w = eqq.take_layer(stack, 2), stack.dequantize()[2]
     for f in (lambda a: a[3], lambda a: a + 1, jnp.sin, lambda a: a.reshape(-1), lambda a: a.astype("int32"), jnp.sum):
         assert np.array_equal(f(q), f(w))
     assert q.astype("bfloat16").dtype == jnp.bfloat16 and q.T.shape == (64, 8)
@@ -174,21 +174,21 @@ def test_everything_else(getkey):
 def test_errors(getkey):
     stack = eqq.quantize(weights(getkey(), (5, 8, 64)), "nf4")
     with pytest.raises(TypeError, match="integers. Got float64"):
-        eqq.select(stack, 1.0)
+        eqq.take_layer(stack, 1.0)
     with pytest.raises(ValueError, match="first axis, before the quantized one"):
-        eqq.select(eqq.quantize(jnp.ones(64), "nf4"), 0)
+        eqq.take_layer(eqq.quantize(jnp.ones(64), "nf4"), 0)
     with pytest.raises(ValueError, match="Got a scalar"):
-        eqq.select({"scale": jnp.ones(())}, 0)
+        eqq.take_layer({"scale": jnp.ones(())}, 0)
     with pytest.raises(ValueError, match="map over the index"):
-        jax.vmap(lambda q: q @ jnp.ones(64))(eqq.select(stack, jnp.arange(5)))
-    for tree in (stack, {"bias": jnp.ones((5, 3))}, eqq.select(eqq.quantize(jnp.ones((2, 5, 8, 64)), "nf4"), 1)):
+        jax.vmap(lambda q: q @ jnp.ones(64))(eqq.take_layer(stack, jnp.arange(5)))
+    for tree in (stack, {"bias": jnp.ones((5, 3))}, eqq.take_layer(eqq.quantize(jnp.ones((2, 5, 8, 64)), "nf4"), 1)):
         for index in (9, -6, np.int64(5), np.array([0, 5]), jnp.array([[1], [-7]])):
             with pytest.raises(IndexError, match="at least -5 and below 5, the length of the stack. Got (9|-6|5|-7)"):
-                eqq.select(tree, index)
+                eqq.take_layer(tree, index)
             with pytest.raises(IndexError, match="at least -5 and below 5"):
-                jax.jit(lambda tree, index=index: jnp.zeros(()) * eqq.select(tree, index))(tree)
+                jax.jit(lambda tree, index=index: jnp.zeros(()) * eqq.take_layer(tree, index))(tree)
     # A traced one cannot be known: it takes the nearest.
-    last = jax.jit(lambda stack, n: eqq.select(stack, n).dequantize())(stack, 9)
+    last = jax.jit(lambda stack, n: eqq.take_layer(stack, n).dequantize())(stack, 9)
     assert np.array_equal(last, stack.dequantize()[4])
 
 
@@ -196,9 +196,9 @@ def test_errors(getkey):
 def test_dtypes_of_the_index(dtype):
     stack = {"q": eqq.quantize(jnp.arange(200.0)[:, None] * jnp.ones((1, 64)), "int8"), "b": jnp.arange(200.0)}
     known = (0, 100, 127, *((199,) if dtype == "uint8" else ()), *((-1, -128) if dtype.startswith("i") else ()))
-    taken = jax.jit(lambda n: (lambda at: (at["q"].dequantize()[0], at["b"]))(eqq.select(stack, n)))
+    taken = jax.jit(lambda n: (lambda at: (at["q"].dequantize()[0], at["b"]))(eqq.take_layer(stack, n)))
     for n in known:
         wanted = n % 200
-        at = eqq.select(stack, np.dtype(dtype).type(n))
+        at = eqq.take_layer(stack, np.dtype(dtype).type(n))
         assert float(at["b"]) == wanted and float(at["q"].dequantize()[0]) == pytest.approx(wanted)
         assert [float(x) for x in taken(np.asarray(n, dtype))] == pytest.approx([wanted, wanted])

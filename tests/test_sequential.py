@@ -139,7 +139,9 @@ def test_shared_arrays_convolutions_and_other_methods():
     model = eqx.nn.MLP(16, 16, 16, 2, key=jr.key(0))
     model = eqx.tree_at(lambda m: m.layers[1].weight, model, model.layers[0].weight)
     x = jr.normal(jr.key(1), (32, 16))
-    q = eqq.quantize_sequentially(model, [x], {"layers.2.*": eqq.Use("int8", eqq.MSE()), "*": "int4"}, eqq.GPTQ())
+    q = eqq.quantize_sequentially(
+        model, [x], {"layers.2.*": eqq.QuantConfig("int8", eqq.MSE()), "*": "int4"}, eqq.GPTQ()
+    )
     assert q.layers[0].weight is q.layers[1].weight
     assert q.layers[2].weight.format == eqq.Int8()
     conv = eqx.nn.Conv1d(4, 8, 3, key=jr.key(0))

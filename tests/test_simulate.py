@@ -38,7 +38,7 @@ def test_value_is_exact_and_gradient_the_identity(name, getkey):
 
 
 def test_straight_through_is_the_same():
-    assert eqq.straight_through is eqq.fake_quantize
+    assert eqq.extend.straight_through is eqq.fake_quantize
 
 
 def test_value_where_the_usual_trick_rounds(getkey):
@@ -154,7 +154,7 @@ def test_simulated_model_equals_its_final_one(name, getkey):
     final = eqq.finalize(simulated)
     assert type(simulated) is type(final) is eqx.nn.MLP
     for a, b, w in zip(simulated.layers, final.layers, model.layers, strict=True):
-        assert isinstance(a.weight, eqq.SimulatedArray) and isinstance(b.weight, eqq.QuantizedArray)
+        assert isinstance(a.weight, eqq.arrays.FakeQuantizedArray) and isinstance(b.weight, eqq.QuantizedArray)
         assert_same(b.weight, eqq.quantize(w.weight, format))
         assert jnp.all(a.weight.master == w.weight)
         np.testing.assert_array_equal(np.asarray(a.weight), np.asarray(b.weight))
@@ -238,7 +238,7 @@ def test_behaves_as_an_array(getkey):
         lambda a: a.sum(),
     ):
         np.testing.assert_array_equal(np.asarray(f(s)), np.asarray(f(q)))
-    assert "SimulatedArray" in repr(s) and "Int4()" in repr(s)
+    assert "FakeQuantizedArray" in repr(s) and "Int4()" in repr(s)
 
 
 def test_dtype_of_the_model_and_of_the_master(getkey):
@@ -312,7 +312,7 @@ def test_gradients_of_learned_scales(getkey):
     w, x, dy = weights(getkey(), (4, 64)), weights(getkey(), (6, 64)), weights(getkey(), (6, 4))
     simulated = eqq.quantize_tree({"w": w}, eqq.Int4(32), simulate=True, learn_scales=True)["w"]
     simulated = eqx.tree_at(lambda s: s.log_factor, simulated, simulated.log_factor - 0.5)  # so that some values clip
-    quantizing = eqq.ActivationQuantizedArray(simulated, eqq.Int8(symmetric=False), 0.01, 100, learn_scale=True)
+    quantizing = eqq.arrays.ActivationQuantizedArray(simulated, eqq.Int8(symmetric=False), 0.01, 100, learn_scale=True)
     f = lambda pair: jnp.sum(pair[1] @ pair[0].T * dy)
     of_w, of_x = eqx.filter_jit(eqx.filter_grad(f))((quantizing, x))
 
@@ -336,7 +336,7 @@ def test_gradients_of_learned_scales(getkey):
 
 
 def test_a_static_scale_passes_no_gradient_to_what_it_clips(getkey):
-    w = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (3, 4)), "int8"), "int8", 0.01)
+    w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (3, 4)), "int8"), "int8", 0.01)
     dx = jax.grad(lambda x: jnp.sum(w @ x))(jnp.asarray([0.5, -1.26, 1.4, -2.0]))
     assert (dx[:2] != 0).all() and (dx[2:] == 0).all()
 
@@ -384,8 +384,8 @@ def test_bad_learned_scales(getkey):
     tree = {"w": weights(getkey(), (8, 64))}
     with pytest.raises(ValueError, match="must come with `simulate=True`"):
         eqq.quantize_tree(tree, "int4", learn_scales=True)
-    for format in (eqq.MXFP4(), eqq.NVFP4(), eqq.Int4(symmetric=False), eqq.Q4_1(), eqq.Int8("tensor")):
+    for format in (eqq.MXFP4(), eqq.NVFP4(), eqq.Int4(symmetric=False), eqq.formats.Q4_1(), eqq.Int8("tensor")):
         with pytest.raises(ValueError, match="`learn_scales=True` needs a format whose scales are floats"):
             eqq.quantize_tree(tree, format, simulate=True, learn_scales=True)
     with pytest.raises(ValueError, match="needs a scale to begin with"):
-        eqq.ActivationQuantizedArray(eqq.quantize(tree["w"]), "int8", learn_scale=True)
+        eqq.arrays.ActivationQuantizedArray(eqq.quantize(tree["w"]), "int8", learn_scale=True)

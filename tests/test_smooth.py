@@ -85,26 +85,29 @@ def close(a, b, tolerance=1e-5):
 
 
 def methods(stats):
-    return {"smooth": eqq.SmoothQuant(stats, 0.7), "awq": eqq.AWQ(stats, eqq.Int4(16), grid=6)}
+    return {"smooth": eqq.transforms.SmoothQuant(stats, 0.7), "awq": eqq.transforms.AWQ(stats, eqq.Int4(16), grid=6)}
 
 
 @pytest.mark.parametrize("name", ["smooth", "awq"])
 def test_outputs_stay(model, stats, name):
     method = methods(stats)[name]
-    folded = eqq.smooth(model, method, fold=FOLD, batches=[XS])
+    folded = eqq.transforms.smooth(model, method, fold=FOLD, batches=[XS])
     assert jax.tree_util.tree_structure(folded) == jax.tree_util.tree_structure(model)
     assert not np.allclose(folded.layers[0].norm.weight, model.layers[0].norm.weight)
     close(run(folded, XS), run(model, XS))
-    kept = eqq.smooth(model, method)
-    assert isinstance(kept.layers[1].down.weight, eqq.ScaledArray)
+    kept = eqq.transforms.smooth(model, method)
+    assert isinstance(kept.layers[1].down.weight, eqq.arrays.ScaledArray)
     close(run(kept, XS), run(model, XS))
     # Only the norm is folded: `down` keeps a vector, or stays as it was.
     some = {"layers.{n}.norm.{p}": FOLD["layers.{n}.norm.{p}"]}
-    assert isinstance(eqq.smooth(model, method, fold=some).layers[0].down.weight, eqq.ScaledArray)
+    assert isinstance(eqq.transforms.smooth(model, method, fold=some).layers[0].down.weight, eqq.arrays.ScaledArray)
     # A producer may keep a vector for its own inputs.
     producer = {"layers.{n}.up.{p}": FOLD["layers.{n}.up.{p}"]}
-    close(run(eqq.smooth(model, method, fold=producer), XS), run(model, XS))
-    assert eqq.smooth(model, method, fold=some, online=False).layers[0].down.weight is model.layers[0].down.weight
+    close(run(eqq.transforms.smooth(model, method, fold=producer), XS), run(model, XS))
+    assert (
+        eqq.transforms.smooth(model, method, fold=some, online=False).layers[0].down.weight
+        is model.layers[0].down.weight
+    )
 
 
 @pytest.mark.long
@@ -115,14 +118,14 @@ def test_stacks(stats):
     model = Model(jr.key(0))
     for name in ("smooth", "awq"):
         both = (
-            eqq.smooth(stacked, methods(of_stack)[name], fold=rules),
-            eqq.smooth(model, methods(stats)[name], fold=FOLD),
+            eqq.transforms.smooth(stacked, methods(of_stack)[name], fold=rules),
+            eqq.transforms.smooth(model, methods(stats)[name], fold=FOLD),
         )
         for n in range(2):
             close(both[0].layers.down.weight[n], both[1].layers[n].down.weight, 1e-4)
             close(both[0].layers.norm.bias[n], both[1].layers[n].norm.bias, 1e-4)
         close(run(both[0], XS), run(stacked, XS))
-    kept = eqq.smooth(stacked, methods(of_stack)["smooth"])
+    kept = eqq.transforms.smooth(stacked, methods(of_stack)["smooth"])
     close(run(kept, XS), run(stacked, XS))
     close(run(eqq.quantize_tree(kept, "int8"), XS), run(stacked, XS), 0.05)
 
@@ -131,14 +134,14 @@ def test_smoothquant_is_the_formula(model, stats):
     w, x = np.asarray(model.layers[0].down.weight), stats["layers.0.down.weight"]
     largest = np.maximum(-x.min, x.max)
     factor = largest**0.7 / np.abs(w).max(axis=0) ** 0.3
-    kept = eqq.smooth(model, eqq.SmoothQuant(stats, 0.7)).layers[0].down.weight
+    kept = eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats, 0.7)).layers[0].down.weight
     close(kept.scale, 1 / factor)
     close(kept.array, w * factor)
 
 
 def test_awq_takes_the_best_of_its_grid(model, stats):
     method = methods(stats)["awq"]
-    kept = eqq.smooth(model, method).layers[1].up.weight
+    kept = eqq.transforms.smooth(model, method).layers[1].up.weight
     w, x = np.asarray(model.layers[1].up.weight, np.float64), stats["layers.1.up.weight"]
 
     def error(factor):
@@ -155,7 +158,7 @@ def test_awq_takes_the_best_of_its_grid(model, stats):
 
 def test_awq_helps(model, stats):
     error = lambda m: np.linalg.norm(run(eqq.quantize_tree(m, eqq.Int4(16)), XS) - run(model, XS))
-    assert error(eqq.smooth(model, eqq.AWQ(stats, eqq.Int4(16)), fold=FOLD)) < 0.95 * error(model)
+    assert error(eqq.transforms.smooth(model, eqq.transforms.AWQ(stats, eqq.Int4(16)), fold=FOLD)) < 0.95 * error(model)
 
 
 def test_inputs_without_data(model, stats):
@@ -164,7 +167,7 @@ def test_inputs_without_data(model, stats):
         for path, s in stats.items()
     }
     for method in methods(dead).values():
-        close(run(eqq.smooth(model, method, fold=FOLD), XS), run(model, XS))
+        close(run(eqq.transforms.smooth(model, method, fold=FOLD), XS), run(model, XS))
 
 
 def test_heads_that_share_values():
@@ -179,13 +182,15 @@ def test_heads_that_share_values():
     apply = lambda model, xs: jax.vmap(lambda x: attend(model, x))(xs)
     xs = jr.normal(jr.key(3), (32, 8))
     stats = eqq.calibrate.collect_stats(model, [xs], apply=apply, gram=True)
-    fold = {"value.{p}": eqq.Into(("output.weight",), head_size=3)}
+    fold = {"value.{p}": eqq.transforms.FoldInto(("output.weight",), head_size=3)}
     for method in methods(stats).values():
-        folded = eqq.smooth(model, method, fold=fold, batches=[xs], apply=apply, where=lambda m: m["output"]["weight"])
+        folded = eqq.transforms.smooth(
+            model, method, fold=fold, batches=[xs], apply=apply, where=lambda m: m["output"]["weight"]
+        )
         assert not np.allclose(folded["value"]["weight"], value)
         close(apply(folded, xs), apply(model, xs))
     with pytest.raises(ValueError, match="has 6 outputs.*12 inputs.*head_size"):
-        eqq.smooth(model, method, fold={"value.{p}": "output.weight"})
+        eqq.transforms.smooth(model, method, fold={"value.{p}": "output.weight"})
 
 
 def test_norms_that_add_one():
@@ -193,23 +198,27 @@ def test_norms_that_add_one():
     model = {"norm": {"weight": jr.normal(jr.key(0), (8,))}, "up": {"weight": jr.normal(jr.key(1), (4, 8))}}
     xs = jr.normal(jr.key(2), (32, 8))
     stats = eqq.calibrate.collect_stats(model, [xs], apply=apply)
-    right, wrong = eqq.Into(("up.weight",), offset=1), "up.weight"
-    folded = eqq.smooth(model, eqq.SmoothQuant(stats), fold={"norm.{p}": right}, batches=[xs], apply=apply)
+    right, wrong = eqq.transforms.FoldInto(("up.weight",), offset=1), "up.weight"
+    folded = eqq.transforms.smooth(
+        model, eqq.transforms.SmoothQuant(stats), fold={"norm.{p}": right}, batches=[xs], apply=apply
+    )
     close(apply(folded, xs), apply(model, xs))
     with pytest.raises(ValueError, match="must leave the outputs of the model unchanged. Got others with norm.weight"):
-        eqq.smooth(model, eqq.SmoothQuant(stats), fold={"norm.{p}": wrong}, batches=[xs], apply=apply)
+        eqq.transforms.smooth(
+            model, eqq.transforms.SmoothQuant(stats), fold={"norm.{p}": wrong}, batches=[xs], apply=apply
+        )
 
 
 def test_pairs_that_do_not_fold(model, stats):
-    method = eqq.SmoothQuant(stats)
-    smooth = lambda fold, **kwargs: eqq.smooth(model, method, fold=fold, **kwargs)
+    method = eqq.transforms.SmoothQuant(stats)
+    smooth = lambda fold, **kwargs: eqq.transforms.smooth(model, method, fold=fold, **kwargs)
     with pytest.raises(ValueError, match="Got others with layers.0.gate.weight, layers.0.gate.bias.*stands between"):
         smooth({"layers.{n}.gate.{p}": "layers.{n}.down.weight"}, batches=[XS])
     for nothing in (0.0, jnp.nan):  # which no fold changes
         with pytest.raises(ValueError, match="none that are finite and not zero"):
             smooth(FOLD, batches=[XS], apply=lambda model, x, nothing=nothing: nothing * jax.vmap(model)(x))
     with pytest.raises(TypeError, match="to one pattern of the weights after it"):
-        eqq.rotate({"w": jnp.ones((8, 8))}, fold={"w": eqq.Residual({"w": ("a", "b")})})
+        eqq.transforms.rotate({"w": jnp.ones((8, 8))}, fold={"w": eqq.transforms.ResidualStream({"w": ("a", "b")})})
     with pytest.raises(ValueError, match="Each pattern of `fold`.*Got 'layers.{n}.nrm"):
         smooth({"layers.{n}.nrm.{p}": "layers.{n}.up.weight"})
     with pytest.raises(ValueError, match="outputs of layers.0.norm.weight.* must be the inputs"):
@@ -222,37 +231,37 @@ def test_pairs_that_do_not_fold(model, stats):
         smooth({"layers.{n}.norm.{p}": "layers.{n}.up.bias"})
     tied = {"a": model.layers[0].up.weight, "b": model.layers[0].up.weight, "norm": jnp.ones(SIZE)}
     with pytest.raises(ValueError, match="the same array as b"):
-        eqq.smooth(tied, method, fold={"norm": "a"})
+        eqq.transforms.smooth(tied, method, fold={"norm": "a"})
 
 
 def test_statistics_that_do_not_fit(model, stats):
     with pytest.raises(ValueError, match="none for layers.0.gate.weight, none for layers.0.up.*Collect them"):
-        eqq.smooth(model, eqq.SmoothQuant({}))
+        eqq.transforms.smooth(model, eqq.transforms.SmoothQuant({}))
     wrong = dataclasses.replace(stats["layers.0.up.weight"], shape=(3, SIZE))
     with pytest.raises(ValueError, match="statistics of the same weight.*layers.0.up.weight"):
-        eqq.smooth(model, eqq.SmoothQuant({**stats, "layers.0.up.weight": wrong}))
+        eqq.transforms.smooth(model, eqq.transforms.SmoothQuant({**stats, "layers.0.up.weight": wrong}))
     spoiled = dataclasses.replace(stats["layers.0.up.weight"], gram=np.full((SIZE, SIZE), np.nan))
     with pytest.raises(ValueError, match="must be finite.*layers.0.up.weight"):
-        eqq.smooth(model, eqq.AWQ({**stats, "layers.0.up.weight": spoiled}))
+        eqq.transforms.smooth(model, eqq.transforms.AWQ({**stats, "layers.0.up.weight": spoiled}))
     for leaf in ("up", "norm"):  # multiplied, divided
         spoiled = eqx.tree_at(
             lambda m, leaf=leaf: getattr(m.layers[0], leaf).weight, model, replace_fn=lambda x: x.at[0].set(jnp.inf)
         )
         with pytest.raises(ValueError, match=f"^layers.0.{leaf}.weight must be finite in float32"):
-            eqq.smooth(spoiled, eqq.SmoothQuant(stats), fold=FOLD)
+            eqq.transforms.smooth(spoiled, eqq.transforms.SmoothQuant(stats), fold=FOLD)
     no_gram = {path: dataclasses.replace(s, gram=None) for path, s in stats.items()}
     with pytest.raises(ValueError, match="inputs.gram"):
-        eqq.smooth(model, eqq.AWQ(no_gram))
+        eqq.transforms.smooth(model, eqq.transforms.AWQ(no_gram))
     with pytest.raises(ValueError, match="`smooth` needs weights to scale.*already quantized"):
-        eqq.smooth(eqq.quantize_tree(model), eqq.SmoothQuant(stats))
+        eqq.transforms.smooth(eqq.quantize_tree(model), eqq.transforms.SmoothQuant(stats))
 
 
 def test_arguments(stats, model):
     with pytest.raises(ValueError, match="`axis` must be -1, for weights"):
-        eqq.smooth(model, eqq.SmoothQuant(stats), axis=1)
+        eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats), axis=1)
     with pytest.raises(ValueError, match="`alpha` must be between 0 and 1"):
-        eqq.SmoothQuant(stats, 2)
+        eqq.transforms.SmoothQuant(stats, 2)
     with pytest.raises(ValueError, match="`grid`"):
-        eqq.AWQ(stats, grid=1)
+        eqq.transforms.AWQ(stats, grid=1)
     with pytest.raises(TypeError, match="`method` of AWQ must choose scales without statistics"):
-        eqq.AWQ(stats, method=eqq.GPTQ(stats))
+        eqq.transforms.AWQ(stats, method=eqq.GPTQ(stats))

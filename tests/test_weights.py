@@ -188,7 +188,7 @@ class Mixed(eqx.Module):
         ({"A_log": "int8", "*": "nf4"}, {"A_log"}),
         ({"*gamma": "int8", "*": "nf4"}, {"blocks.0.gamma", "blocks.1.gamma"}),
         ({re.compile("A_log|pos_embed"): "int8", "*": "nf4"}, {"A_log", "pos_embed"}),
-        ({"blocks.0.gamma": eqq.Use("int8"), "A_log": None, "*": "nf4"}, {"blocks.0.gamma"}),
+        ({"blocks.0.gamma": eqq.QuantConfig("int8"), "A_log": None, "*": "nf4"}, {"blocks.0.gamma"}),
         (lambda path, x: "nf4", {"A_log", "pos_embed", "blocks.0.gamma", "blocks.1.gamma"}),
     ],
 )
@@ -209,7 +209,7 @@ def test_where_takes_it():
 def test_a_rule_does_not_quantize_activations_of_what_is_added():
     model = {"pos_embed": jnp.ones((16, 64)), "w": jnp.ones((64, 64))}
     q = eqq.quantize_tree(model, {"pos_embed": "int8", "*": "int8"}, activations="int8")
-    assert eqq.is_quantized(q["pos_embed"]) and isinstance(q["w"], eqq.ActivationQuantizedArray)
+    assert eqq.is_quantized(q["pos_embed"]) and isinstance(q["w"], eqq.arrays.ActivationQuantizedArray)
 
 
 # What statistics say
@@ -232,9 +232,9 @@ def test_an_observed_product_overrules_a_name():
     stats = collect_stats(model, [weights(jr.key(1), (32, 64))], gram=True)
     for kwargs in (dict(method=eqq.GPTQ(stats)), dict(method=eqq.MSE(stats)), dict(activations=stats)):
         assert quantized(model, "int8", **kwargs) == quantized(model, {"*": "int8"}, **kwargs) == {"delta"}
-    rules = {"*": eqq.Use("int8", eqq.GPTQ(stats))}
+    rules = {"*": eqq.QuantConfig("int8", eqq.GPTQ(stats))}
     assert quantized(model, rules) == {"delta"}
-    assert isinstance(eqq.quantize_tree(model, "int8", activations=stats).delta, eqq.ActivationQuantizedArray)
+    assert isinstance(eqq.quantize_tree(model, "int8", activations=stats).delta, eqq.arrays.ActivationQuantizedArray)
 
 
 class BothOrders(eqx.Module):
@@ -269,7 +269,7 @@ def test_axes_come_from_statistics(name):
     elif name == "sequential":
         q = eqq.quantize_sequentially(model, IMAGES, "int4", eqq.GPTQ())
     elif name == "rule":
-        q = eqq.quantize_tree(model, {"*": eqq.Use("int4", eqq.GPTQ(stats))})
+        q = eqq.quantize_tree(model, {"*": eqq.QuantConfig("int4", eqq.GPTQ(stats))})
     else:
         q = eqq.quantize_tree(model, "int4", method=getattr(eqq, name)(stats))
     assert axes_of(q) == AXES
@@ -277,22 +277,28 @@ def test_axes_come_from_statistics(name):
 
 def test_a_rule_says_the_axis():
     model = BothOrders()
-    rules = {"proj": eqq.Use("nf4", axis=-2), "*": "nf4"}
+    rules = {"proj": eqq.QuantConfig("nf4", axis=-2), "*": "nf4"}
     assert axes_of(eqq.quantize_tree(model, rules)) == AXES
     assert {leaf.path: leaf.axis for leaf in eqq.plan_tree(model, rules).leaves if leaf.format} == AXES
     # A rule before the whole call, for which all axes of a convolution may be asked too.
-    rules = {"conv.*": eqq.Use("int8", axis=(-3, -2, -1)), "linear.*": eqq.Use("int8", axis=-1), "*": "int8"}
+    rules = {
+        "conv.*": eqq.QuantConfig("int8", axis=(-3, -2, -1)),
+        "linear.*": eqq.QuantConfig("int8", axis=-1),
+        "*": "int8",
+    }
     assert axes_of(eqq.quantize_tree(model, rules, axis=-2)) == AXES
-    assert eqq.Use("nf4", axis=-2) != eqq.Use("nf4") and "along -2" in repr(eqq.Use("nf4", axis=-2))
+    assert eqq.QuantConfig("nf4", axis=-2) != eqq.QuantConfig("nf4") and "along -2" in repr(
+        eqq.QuantConfig("nf4", axis=-2)
+    )
     with pytest.raises(TypeError, match="`axis` must be a whole number"):
-        eqq.Use("nf4", axis=())
+        eqq.QuantConfig("nf4", axis=())
 
 
 def test_smooth_finds_both_orders():
     model = BothOrders()
     stats = collect_stats(model, IMAGES, gram=True)
-    for method in (eqq.SmoothQuant(stats), eqq.AWQ(stats)):
-        smoothed = eqq.smooth(model, method)
+    for method in (eqq.transforms.SmoothQuant(stats), eqq.transforms.AWQ(stats)):
+        smoothed = eqq.transforms.smooth(model, method)
         assert (smoothed.linear.weight.axis, smoothed.proj.axis) == (-1, -2)
         wanted = jax.vmap(model)(IMAGES[0])
         np.testing.assert_allclose(jax.vmap(smoothed)(IMAGES[0]), wanted, atol=1e-4 * float(jnp.abs(wanted).max()))
@@ -304,7 +310,7 @@ def test_errors_about_axes_do_not_lead_in_a_circle():
     words = r"Got blocks along axis -1 of proj, whose inputs lie along axis -2. Leave `axis` out"
     with pytest.raises(ValueError, match=words):
         eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats), axis=-1)
-    with pytest.raises(ValueError, match=r"different axes of linear.weight.*eqq.Use\("):
+    with pytest.raises(ValueError, match=r"different axes of linear.weight.*eqq.QuantConfig\("):
         eqq.quantize_tree(model, "int4", axis=(-3, -2, -1))
     assert axes_of(eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats))) == AXES  # as the message says
 
@@ -382,10 +388,10 @@ def test_sequentially_too(method):
 def test_smooth_leaves_it_alone():
     model = Added()
     stats = collect_stats(model, TOKENS, gram=True)
-    for method in (eqq.SmoothQuant(stats), eqq.AWQ(stats)):
+    for method in (eqq.transforms.SmoothQuant(stats), eqq.transforms.AWQ(stats)):
         with pytest.warns(UserWarning, match=UNUSED + "they stay as they are"):
-            smoothed = eqq.smooth(model, method)
-        assert smoothed.table is model.table and isinstance(smoothed.linear.weight, eqq.ScaledArray)
+            smoothed = eqq.transforms.smooth(model, method)
+        assert smoothed.table is model.table and isinstance(smoothed.linear.weight, eqq.arrays.ScaledArray)
 
 
 # Errors that list all leaves
@@ -432,7 +438,7 @@ def test_statistics_of_activations_are_one_error():
     assert all(f"none of {path}" in str(e.value) for path in ("layers.0.v", "layers.1.w", "layers.2.v"))
     assert '{"layers.*.v": None, "layers.1.w": None, "layers.2.w": None, "*": ...}' in str(e.value)
     with pytest.raises(ValueError, match="none of layers.0.v, none of layers.1.v"):
-        eqq.quantize_tree(eqq.quantize_tree(model, "int8"), None, activations=stats)
+        eqq.quantize_activations(eqq.quantize_tree(model, "int8"), stats)
 
 
 def test_no_rule_if_all_leaves_are_concerned():

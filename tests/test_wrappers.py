@@ -242,7 +242,7 @@ def test_the_plan_says_that_the_inputs_of_a_kernel_are_not_known(kernel, bias):
 def test_factors_beside_kernels():
     params = {"embed": {"embedding": normal(10, 8)}, "dense": {"kernel": normal(8, 16), "bias": normal(16)}}
     lora = eqq.loraify(eqq.quantize_tree(params, "int8"), 2, key=jax.random.key(0))
-    assert isinstance(lora["dense"]["kernel"], eqq.LoraArray) and eqq.is_quantized(lora["embed"]["embedding"])
+    assert isinstance(lora["dense"]["kernel"], eqq.arrays.LoraArray) and eqq.is_quantized(lora["embed"]["embedding"])
     x = normal(3, 8)
     np.testing.assert_allclose(
         x @ lora["dense"]["kernel"], x @ lora["dense"]["kernel"].dequantize(), rtol=1e-4, atol=1e-4

@@ -55,16 +55,26 @@ def sweep(*case):
 
 
 CASES = [
-    ("gguf", eqq.Q4_0(), (5, 96)),
-    ("gguf", eqq.Q8_0(), (5, 96)),
+    ("gguf", eqq.formats.Q4_0(), (5, 96)),
+    ("gguf", eqq.formats.Q8_0(), (5, 96)),
     ("gguf", eqq.MXFP4(), (5, 96)),
-    ("gguf", eqq.Q4_K(), (2, 3, 512)),
+    ("gguf", eqq.formats.Q4_K(), (2, 3, 512)),
     *(
         sweep("gguf", format(), (3, 512))
-        for format in (eqq.Q4_1, eqq.Q5_0, eqq.Q5_1, eqq.Q2_K, eqq.Q3_K, eqq.Q5_K, eqq.Q6_K, eqq.IQ4_NL, eqq.IQ4_XS)
+        for format in (
+            eqq.formats.Q4_1,
+            eqq.formats.Q5_0,
+            eqq.formats.Q5_1,
+            eqq.formats.Q2_K,
+            eqq.formats.Q3_K,
+            eqq.formats.Q5_K,
+            eqq.formats.Q6_K,
+            eqq.formats.IQ4_NL,
+            eqq.formats.IQ4_XS,
+        )
     ),
-    sweep("gguf", eqq.Q4_0(), (2, 3, 32)),
-    sweep("gguf", eqq.Q8_0(), (64,)),
+    sweep("gguf", eqq.formats.Q4_0(), (2, 3, 32)),
+    sweep("gguf", eqq.formats.Q8_0(), (64,)),
     ("bitsandbytes", eqq.NF4(32), (3, 96)),
     sweep("bitsandbytes", eqq.NF4(), (6, 128)),
     sweep("bitsandbytes", eqq.NF4(), (2, 3, 64)),
@@ -87,8 +97,8 @@ CASES = [
     sweep("compressed-tensors", eqq.FP8(block_size=64), (200, 256)),
     ("compressed-tensors", eqq.FP8(block_size="tensor"), (200, 256)),
     ("compressed-tensors", eqq.MXFP4(), (5, 96)),
-    ("mlx", eqq.MLX(3, 32), (5, 96)),
-    *(sweep("mlx", eqq.MLX(bits, 64), (2, 3, 128)) for bits in (2, 4, 5, 6, 8)),
+    ("mlx", eqq.formats.MLX(3, 32), (5, 96)),
+    *(sweep("mlx", eqq.formats.MLX(bits, 64), (2, 3, 128)) for bits in (2, 4, 5, 6, 8)),
     sweep("mlx", eqq.MXFP4(), (5, 96)),
     sweep("mlx", eqq.MXFP8(), (5, 96)),
     ("gptq", eqq.Int4(32), (16, 64)),

@@ -106,7 +106,7 @@ def levels(theme: Theme) -> Any:
     """The values that each format can give to a block of normally distributed weights."""
     formats = [
         *(eqq.Binary(), eqq.Ternary(), eqq.Int2(), eqq.Int3()),
-        *(eqq.Int4(), eqq.Q4_0(), eqq.NF4(), eqq.IQ4_NL(), eqq.MXFP4(), eqq.NVFP4()),
+        *(eqq.Int4(), eqq.formats.Q4_0(), eqq.NF4(), eqq.formats.IQ4_NL(), eqq.MXFP4(), eqq.NVFP4()),
         *(eqq.Int5(), eqq.Int6(), eqq.FP8("e5m2"), eqq.FP8(), eqq.Dynamic8(), eqq.Int8()),
     ]
     fig = figure(5.4)

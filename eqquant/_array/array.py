@@ -33,7 +33,7 @@ from .dequantize import bind_dequantize, dense_rows, in_memory_order
 from .primitive import bind_matmul
 from .sharding import leaf_shardings, logical_sharding
 from .straight_through import value_of
-from .value import as_permutation, flatten_arguments, Index
+from .value import AbstractArrayValue, as_permutation, flatten_arguments, Index
 
 
 _Format = TypeVar("_Format", bound="AbstractFormat", covariant=True, default="AbstractFormat")
@@ -321,5 +321,5 @@ def is_quantized(x: PyTree) -> bool:
     return isinstance(x, QuantizedArray)
 
 
-# Annotates arguments that may be either: `Float[ArrayOrQuantized, "out in"]`.
-ArrayOrQuantized = jax.Array | QuantizedArray
+# Annotates arguments that may be any of them: `Float[ArrayOrQuantized, "out in"]`.
+ArrayOrQuantized = jax.Array | AbstractArrayValue

@@ -14,10 +14,10 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Float32
 
-from .._errors import Message
+from .._errors import did_you_mean, Message
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points, levels_of
 from .._mesh import explicit_mesh
-from .._methods import AbsMax, AbstractMethod
+from .._methods import AbsMax, AbstractMethod, HQQ, JointMSE, MSE
 from .._methods.given import GivenScales
 from .._numerics.axes import memory_order
 from .._numerics.blocks import divide, expand, not_finite, num_blocks
@@ -32,15 +32,23 @@ _STORED = 1 / 64
 _CLIPPED = 0.75
 
 
+MethodLike = AbstractMethod | str
+_METHODS = {"absmax": AbsMax, "mse": MSE, "joint_mse": JointMSE, "hqq": HQQ}
+_NEED_INPUTS = {"gptq": "GPTQ", "learned_rounding": "LearnedRounding"}
+_TRANSFORMS = {"awq": "AWQ", "smoothquant": "SmoothQuant"}
+
+
 def as_method(method: object) -> AbstractMethod:
-    """Returns a method unchanged, or the default for `None`.
+    """Returns the method of a name, a method unchanged, or the default for `None`.
 
     **Raises:**
 
-    `TypeError` for anything else.
+    `ValueError` for the name of a method that needs statistics, and for an unknown name; `TypeError` for anything else.
     """
     if method is None:
         return AbsMax()
+    if isinstance(method, str):
+        return _method_of_name(method)
     if isinstance(method, type) and issubclass(method, AbstractMethod):
         raise TypeError(f"`method` must be an instance. Got the class {method.__name__}. Write `{method.__name__}()`.")
     if not isinstance(method, AbstractMethod):
@@ -57,6 +65,28 @@ def as_method(method: object) -> AbstractMethod:
                     f"{type(leaf).__name__}. Write `{field.name}: ... = eqx.field(static=True)`."
                 )
     return method
+
+
+def _method_of_name(name: str) -> AbstractMethod:
+    key = name.lower().replace("-", "_")
+    if key in _METHODS:
+        return _METHODS[key]()
+    collect = "`stats = eqq.calibrate.collect_stats(model, batches, gram=True)`"
+    if key in _NEED_INPUTS:
+        raise ValueError(
+            f"`method={name!r}` must come with statistics of the inputs of each weight. Got a name alone. Collect them, "
+            f"{collect}, and pass `method=eqq.{_NEED_INPUTS[key]}(stats)`."
+        )
+    if (transform := key.replace("_", "")) in _TRANSFORMS:
+        raise ValueError(
+            f"`method` must be a method, and {_TRANSFORMS[transform]} changes the float model before. Got {name!r}. Write "
+            f"`model = eqq.transforms.smooth(model, eqq.transforms.{_TRANSFORMS[transform]}(stats))` first."
+        )
+    known = (*_METHODS, *_NEED_INPUTS)
+    raise ValueError(
+        f"`method` must be one of {', '.join(known)}, or a method such as `eqq.MSE()`. Got {name!r}. "
+        f"{did_you_mean(key, known)}".rstrip()
+    )
 
 
 def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Any, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UIn
 from .._errors import FORMAT_KEYWORDS, teach_keywords
 from .._formats.base import AbstractFormat, as_format, check_codes
 from .._mesh import explicit_mesh, full_spec, in_auto_mode, on_device
-from .._methods import AbsMax, AbstractMethod, Encoded
+from .._methods import AbsMax, AbstractMethod, EncodedRows
 from .._methods.encode import quantize_packed
 from .._methods.grid import ScaleBits
 from .._numerics import packing
@@ -29,6 +29,7 @@ from .checks import (
     check_quantizable,
     described,
     how_to_get_one,
+    MethodLike,
 )
 from .codes import row_length
 from .sharding import leaf_shardings
@@ -50,7 +51,7 @@ def quantize(
     axis: int | Sequence[int] = -1,
     dtype: DTypeLike | None = None,
     key: PRNGKeyArray | None = None,
-    method: AbstractMethod | None = None,
+    method: MethodLike | None = None,
     scale: Float[ArrayLike, "..."] | None = None,
     zero_point: Num[ArrayLike, "..."] | None = None,
 ) -> QuantizedArray:
@@ -213,13 +214,13 @@ def _quantize_here(
 
 
 def _as_array(
-    encoded: Encoded, format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: np.dtype
+    encoded: EncodedRows, format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: np.dtype
 ) -> QuantizedArray:
     """Makes the array of packed codes; those of nested scales are not packed."""
 
     def stored(x: ScaleBits | None) -> Array | QuantizedArray | None:
         nested = format.scale_format
-        if nested is None or not isinstance(x, Encoded):
+        if nested is None or not isinstance(x, EncodedRows):
             return x  # pyright: ignore[reportReturnType]
         packed = x._replace(codes=packing.pack(x.codes, nested.bits))
         return _as_array(packed, nested, -1, x.codes.shape[-1:], jnp.dtype(jnp.float32))
@@ -234,7 +235,7 @@ def requantize(
     x: Float[ArrayLike, "..."],
     *,
     key: PRNGKeyArray | None = None,
-    method: AbstractMethod | None = None,
+    method: MethodLike | None = None,
 ) -> QuantizedArray:
     """Quantizes new values like `q`: with its format, quantized axis, dtype and sharding.
 

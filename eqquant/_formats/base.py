@@ -39,7 +39,7 @@ class AbstractFormat(eqx.Module):
     !!! Example
 
         ```python
-        class Log4(eqq.AbstractFormat):
+        class Log4(eqq.extend.AbstractFormat):
             "Four bits: a sign, and zero or a power of two."
 
             block_size: int | None = eqx.field(static=True, default=32)

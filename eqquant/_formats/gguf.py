@@ -286,7 +286,7 @@ class IQ4_NL(_AbstractIQ4):
 
 
 class IQ4_XS(_AbstractIQ4):
-    r"""GGUF's IQ4_XS: the levels of [`eqquant.IQ4_NL`][], with scales of six bits; 4.25 bits per weight.
+    r"""GGUF's IQ4_XS: the levels of [`eqquant.formats.IQ4_NL`][], with scales of six bits; 4.25 bits per weight.
 
     Blocks of 32; scales are multiples of a float16 for 256 weights. No level is zero: a zero beside other values
     decodes to $s$, so padded and sparse weights lose their zeros.

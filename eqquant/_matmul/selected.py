@@ -1,4 +1,4 @@
-"""`select`: layers and experts of a stack, whose weights products read where they lie."""
+"""`take_layer`: layers and experts of a stack, whose weights products read where they lie."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from .._types import PyTree
 
 
 class SelectedArray(AbstractArrayValue):
-    """`stack[index]`, where products on CPU read the stack. [`eqquant.select`][] makes it.
+    """`stack[index]`, where products on CPU read the stack. [`eqquant.take_layer`][] makes it.
 
     Behaves as the quantized array `taken()`. With a native kernel `q @ x` and `x @ q` copy nothing; everything else
     takes the selected arrays out of the stack first.
@@ -46,7 +46,7 @@ class SelectedArray(AbstractArrayValue):
         if self.stack.ndim != self.stack_ndim:
             raise ValueError(
                 f"`vmap` and `scan` must map over the index of a selection, not over the selection. Got a stack of "
-                f"{self.stack.ndim} dimensions instead of {self.stack_ndim}. Call `select` inside the mapped function."
+                f"{self.stack.ndim} dimensions instead of {self.stack_ndim}. Call `take_layer` inside the mapped function."
             )
         return (*self.index.shape, *self.stack.shape[1:])
 
@@ -118,7 +118,7 @@ class SelectedArray(AbstractArrayValue):
         return wl.TextDoc(f"SelectedArray({wl.pformat(self.stack)}, index={list(self.index.shape)})")
 
 
-def select(tree: PyTree, index: ArrayLike) -> PyTree:
+def take_layer(tree: PyTree, index: ArrayLike) -> PyTree:
     """Selects a layer of stacked layers, or experts of many, without a copy of their quantized weights.
 
     The same as `jax.tree_util.tree_map(lambda a: a[index], tree)`, but a product with a weight of the result reads the
@@ -131,11 +131,11 @@ def select(tree: PyTree, index: ArrayLike) -> PyTree:
         ```python
         @eqx.filter_jit
         def forward(layers, x):                          # layers: one module, made by `eqx.filter_vmap`
-            step = lambda x, n: (jax.vmap(eqq.select(layers, n))(x), None)
+            step = lambda x, n: (jax.vmap(eqq.take_layer(layers, n))(x), None)
             return jax.lax.scan(step, x, jnp.arange(depth))[0]
 
         # Experts: each token has one of its own.
-        y = jax.vmap(lambda n, x: eqq.select(experts, n)(x))(chosen, tokens)
+        y = jax.vmap(lambda n, x: eqq.take_layer(experts, n)(x))(chosen, tokens)
         ```
 
     To train stacked layers, `scan` over the layers themselves. In a `scan` over numbers, each step adds gradients of
@@ -149,7 +149,7 @@ def select(tree: PyTree, index: ArrayLike) -> PyTree:
 
     **Returns:**
 
-    The same tree. Instead of a [`eqquant.QuantizedArray`][] it has a [`eqquant.SelectedArray`][], which behaves like
+    The same tree. Instead of a [`eqquant.QuantizedArray`][] it has a [`eqquant.arrays.SelectedArray`][], which behaves like
     it. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are copied, since gradients
     go to the arrays themselves.
 
@@ -172,7 +172,9 @@ def _select(leaf: PyTree, index: Array | np.ndarray) -> PyTree:
     if not is_quantized(leaf):
         return _entry(leaf, index) if eqx.is_array(leaf) else leaf
     if leaf.ndim + min(as_axes(leaf.axis)) < 1:
-        raise ValueError(f"`select` needs a first axis, before the quantized one. Got an array of shape {leaf.shape}.")
+        raise ValueError(
+            f"`take_layer` needs a first axis, before the quantized one. Got an array of shape {leaf.shape}."
+        )
     leaf = dataclasses.replace(leaf, logical_sharding=None)
     if leaf.gradient_of is not None:
         return jtu.tree_map(lambda a: _entry(a, index), leaf)
@@ -185,14 +187,14 @@ def _select_again(q: SelectedArray, index: Array | np.ndarray) -> SelectedArray:
     if q.index.ndim > 0:
         return dataclasses.replace(q, index=_entry(q.index, index))
     if q.ndim + min(as_axes(q.stack.axis)) < 1:
-        raise ValueError(f"`select` needs a first axis, before the quantized one. Got an array of shape {q.shape}.")
+        raise ValueError(f"`take_layer` needs a first axis, before the quantized one. Got an array of shape {q.shape}.")
     stack = jtu.tree_map(lambda a: a.reshape(-1, *a.shape[2:]), q.stack)
     return SelectedArray(stack, q.index * count + _within(index, count), stack.ndim)
 
 
 def _entry(a: Array, index: Array | np.ndarray) -> Array:
     if a.ndim == 0:
-        raise ValueError("`select` needs arrays with a first axis. Got a scalar.")
+        raise ValueError("`take_layer` needs arrays with a first axis. Got a scalar.")
     return jnp.asarray(a)[_within(index, a.shape[0])]
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from .._export import register_export
 from .._formats.base import AbstractFormat, is_ours, Scales
 from .choose import choose_by_blocks, choose_by_weights, Rows, ZeroPoints
-from .grid import encode_by_chunks, Encoded, store
+from .grid import encode_by_chunks, EncodedRows, store
 from .inputs import check_statistic, InputsError, is_collected, statistic, Statistics
 
 
@@ -24,7 +24,7 @@ class AbstractMethod(eqx.Module):
     """Turns rows of values into codes and scales of a format.
 
     A quantized array does not remember its method. If your method only chooses scales and zero points, subclass the
-    simpler [`eqquant.AbstractScaleMethod`][], which rounds to the nearest code for you.
+    simpler [`eqquant.extend.AbstractScaleMethod`][], which rounds to the nearest code for you.
 
     - `inputs`: statistics of the inputs that the weight is multiplied by. Declare it as a field if the method needs
         them. It may map paths of leaves to statistics, like the result of [`eqquant.calibrate.collect_stats`][]; then
@@ -56,7 +56,7 @@ class AbstractMethod(eqx.Module):
         *,
         key: PRNGKeyArray | None = None,
         chunk: int | None = None,
-    ) -> Encoded:
+    ) -> EncodedRows:
         """Returns the codes and scales of rows of values.
 
         **Arguments:**
@@ -69,7 +69,7 @@ class AbstractMethod(eqx.Module):
 
         **Returns:**
 
-        An `Encoded`. Call [`eqquant.encode_rows`][] to make one from scales.
+        An `EncodedRows`. Call [`eqquant.extend.encode_rows`][] to make one from scales.
         """
 
     def for_leaf(self, path: str) -> "AbstractMethod":
@@ -84,7 +84,7 @@ class AbstractMethod(eqx.Module):
             raise InputsError(
                 f"`inputs` of {type(self).__name__} must hold statistics of every leaf that it quantizes",
                 f"none for {path}",
-                "Collect them on the same model, or give these another method by a rule with `eqq.Use`.",
+                "Collect them on the same model, or give these another method by a rule with `eqq.QuantConfig`.",
             )
         inputs = self.inputs[path]
         if is_collected(inputs) and inputs.axis is None:
@@ -123,7 +123,7 @@ class AbstractScaleMethod(AbstractMethod):
     !!! Example
 
         ```python
-        class Clip(eqq.AbstractScaleMethod):
+        class Clip(eqq.extend.AbstractScaleMethod):
             "Clips the largest tenth of the range."
 
             def choose_scales(self, blocks, format):
@@ -152,7 +152,7 @@ class AbstractScaleMethod(AbstractMethod):
 
         - `blocks`: float32 values, cut into blocks. They may come from only some rows of the array, and from only some
             columns: a shorter last block comes alone. A block does not say which columns it holds, so for statistics of
-            each input feature subclass [`eqquant.AbstractMethod`][].
+            each input feature subclass [`eqquant.extend.AbstractMethod`][].
         - `format`: the format to quantize to. `format.choose_scale(blocks)` returns its own choice.
 
         **Returns:**
@@ -163,7 +163,7 @@ class AbstractScaleMethod(AbstractMethod):
 
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
-    ) -> Encoded:
+    ) -> EncodedRows:
         scale, zero_point = self.choose_for_rows(rows, format, chunk=chunk)
         return encode_by_chunks(rows, *store(rows, scale, zero_point, format, chunk), format, key, chunk)
 

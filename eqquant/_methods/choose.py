@@ -24,21 +24,21 @@ def choose_by_blocks(
     *,
     chunk: int | None = None,
 ) -> tuple[Scales, ZeroPoints]:
-    """Cuts rows into blocks and chooses the scale and zero point of each. For your own [`eqquant.AbstractMethod`][].
+    """Cuts rows into blocks and chooses the scale and zero point of each. For your own [`eqquant.extend.AbstractMethod`][].
 
     !!! Example
 
         ```python
-        scale, zero_point = eqq.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
+        scale, zero_point = eqq.extend.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
         ```
 
     **Arguments:**
 
-    - `choose`: a function of blocks and a format, as [`eqquant.AbstractScaleMethod.choose_scales`][]. It is called for
+    - `choose`: a function of blocks and a format, as [`eqquant.extend.AbstractScaleMethod.choose_scales`][]. It is called for
         whole blocks, and again for a shorter last block.
     - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
     - `format`: what to quantize to.
-    - `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
+    - `chunk`: as for [`eqquant.extend.AbstractMethod.quantize_rows`][].
 
     **Returns:**
 

@@ -25,7 +25,7 @@ from .._numerics.blocks import divide
 from .._numerics.primitives import along_first, compile_alone, without_tangent
 from .._types import PyTreeDef
 from .base import AbstractMethod, AbstractScaleMethod
-from .grid import encode_by, Encoded, Grid, multiplies, store
+from .grid import encode_by, EncodedRows, Grid, multiplies, store
 
 
 encode_p = jax.extend.core.Primitive("encode")
@@ -33,7 +33,7 @@ encode_p = jax.extend.core.Primitive("encode")
 
 def quantize_packed(
     method: AbstractMethod, rows: Float[Array, "*batch length"], format: AbstractFormat, chunk: int | None
-) -> Encoded | None:
+) -> EncodedRows | None:
     """Returns what `method.quantize_rows` does, with packed codes; `None` for a method that finds codes itself."""
     if type(method).quantize_rows is not AbstractScaleMethod.quantize_rows or not isinstance(
         method, AbstractScaleMethod
@@ -41,7 +41,7 @@ def quantize_packed(
         return None
     scale, zero_point = method.choose_for_rows(rows, format, chunk=chunk)
     stored, stored_offset, grid = store(rows, scale, zero_point, format, chunk)
-    return Encoded(encode_packed(rows, grid, format, chunk), stored, grid.zero_point, stored_offset)
+    return EncodedRows(encode_packed(rows, grid, format, chunk), stored, grid.zero_point, stored_offset)
 
 
 def encode_packed(

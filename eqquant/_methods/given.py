@@ -6,7 +6,7 @@ from jaxtyping import Array, Float32, PRNGKeyArray, UInt8
 from .._formats.base import AbstractFormat
 from .base import AbstractMethod
 from .choose import Rows
-from .grid import encode_by_chunks, encode_rows, Encoded, load_grid, store_scale
+from .grid import encode_by_chunks, encode_rows, EncodedRows, load_grid, store_scale
 
 
 class GivenScales(AbstractMethod):
@@ -17,7 +17,7 @@ class GivenScales(AbstractMethod):
 
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
-    ) -> Encoded:
+    ) -> EncodedRows:
         return encode_rows(rows, self.scale, self.zero_point, format, key=key, chunk=chunk)
 
 
@@ -30,7 +30,7 @@ class FixedAmax(AbstractMethod):
 
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
-    ) -> Encoded:
+    ) -> EncodedRows:
         scale = jnp.broadcast_to(format.choose_scale(self.amax.reshape(1, 1)), (*rows.shape[:-1], 1))
         clipped = jnp.clip(rows.astype(jnp.float32), -self.amax, self.amax)  # an integer format has a code more
         bits = store_scale(scale, format)

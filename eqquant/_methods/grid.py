@@ -16,20 +16,20 @@ from .choose import check_scales, choose_by_blocks, choose_by_parts, mark, Rows,
 from .stochastic import move_stochastically
 
 
-class Encoded(NamedTuple):
+class EncodedRows(NamedTuple):
     """What a method returns: one code for each of `(*batch, length)` values, with the scales and zero points.
 
-    `scale` holds the bits of the scales, or an `Encoded` if the format quantizes its scales; so does `offset`.
+    `scale` holds the bits of the scales, or an `EncodedRows` if the format quantizes its scales; so does `offset`.
     """
 
     codes: UInt8[Array, "*batch length"]
-    scale: "UInt[Array, '*batch blocks'] | Encoded"
+    scale: "UInt[Array, '*batch blocks'] | EncodedRows"
     zero_point: UInt8[Array, "*batch blocks"] | None = None
-    offset: "UInt[Array, '*batch blocks'] | Encoded | None" = None
+    offset: "UInt[Array, '*batch blocks'] | EncodedRows | None" = None
 
 
 # Scales or offsets as a format stores them.
-ScaleBits = UInt[Array, "*batch blocks"] | Encoded
+ScaleBits = UInt[Array, "*batch blocks"] | EncodedRows
 
 
 class Grid(NamedTuple):
@@ -85,7 +85,7 @@ def _store_with_offset(
 
 def clear_blocks(stored: ScaleBits, keeps: Bool[Array, "*batch blocks"], format: AbstractFormat) -> ScaleBits:
     """Returns stored scales or offsets that are zero where a block does not keep them."""
-    if isinstance(stored, Encoded) and format.scale_format is not None:
+    if isinstance(stored, EncodedRows) and format.scale_format is not None:
         zero = format.scale_format.encode(jnp.zeros(keeps.shape, jnp.float32))
         return stored._replace(codes=jnp.where(keeps, stored.codes, zero))
     return jnp.where(keeps, stored, 0)  # pyright: ignore[reportArgumentType]
@@ -132,7 +132,7 @@ def load_grid(
 
 
 def store_scale(scale: Scales, format: AbstractFormat) -> ScaleBits:
-    """Returns scales or offsets as the format stores them: their bits, or an `Encoded` if it quantizes its scales."""
+    """Returns scales or offsets as the format stores them: their bits, or an `EncodedRows` if it quantizes its scales."""
     if format.scale_format is None:
         return scale_to_bits(scale, format.scale_dtype)
     nested = format.scale_format
@@ -142,7 +142,7 @@ def store_scale(scale: Scales, format: AbstractFormat) -> ScaleBits:
 
 def load_scale(stored: ScaleBits, format: AbstractFormat) -> Scales:
     """Returns stored scales or offsets as floats."""
-    if isinstance(stored, Encoded) and format.scale_format is not None:
+    if isinstance(stored, EncodedRows) and format.scale_format is not None:
         return decode_rows(stored, format.scale_format)
     return bits_to_scale(stored, format.scale_dtype)  # pyright: ignore[reportArgumentType]
 
@@ -195,7 +195,7 @@ def encode_rows(
     *,
     key: PRNGKeyArray | None = None,
     chunk: int | None = None,
-) -> Encoded:
+) -> EncodedRows:
     """Encodes values with given scales: to the nearest codes, or with `key` by stochastic rounding.
 
     A block that holds a NaN or an infinity gets a scale of NaN, so it decodes to NaN.
@@ -207,11 +207,11 @@ def encode_rows(
     - `zero_point`: `uint8` of the same shape, below `2**bits`; for a format with offsets these, float32; for any other
         format `None`.
     - `format`: the format to quantize to.
-    - `key`, `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
+    - `key`, `chunk`: as for [`eqquant.extend.AbstractMethod.quantize_rows`][].
 
     **Returns:**
 
-    An `Encoded`.
+    An `EncodedRows`.
     """
     check_scales(scale, zero_point, (*rows.shape[:-1], num_blocks(rows.shape[-1], format.block_size)), format)
     marks, _ = choose_by_parts(lambda blocks, _: (not_finite(blocks), None), rows, format, chunk)
@@ -226,7 +226,7 @@ def encode_by_chunks(
     format: AbstractFormat,
     key: PRNGKeyArray | None = None,
     chunk: int | None = None,
-) -> Encoded:
+) -> EncodedRows:
     """Encodes values by what `store` returned, whose scales are NaN for every block that is not finite."""
     if key is not None:  # by what is stored, so that the mean of what values decode to is no other value
         grid = grid._replace(scale=grid.stored_scale, offset=grid.stored_offset)
@@ -237,15 +237,15 @@ def encode_by_chunks(
             return codes
         return move_stochastically(codes, values, format, _uniform_by_row(key, first, values.shape))
 
-    return Encoded(by_chunks(encode, chunk, rows, grid), scale_bits, grid.zero_point, offset_bits)
+    return EncodedRows(by_chunks(encode, chunk, rows, grid), scale_bits, grid.zero_point, offset_bits)
 
 
-def decode_rows(encoded: Encoded, format: AbstractFormat) -> Float32[Array, "*batch length"]:
+def decode_rows(encoded: EncodedRows, format: AbstractFormat) -> Float32[Array, "*batch length"]:
     """Returns the values that codes stand for. For a method that compares candidates.
 
     **Arguments:**
 
-    - `encoded`: what [`eqquant.encode_rows`][] returned.
+    - `encoded`: what [`eqquant.extend.encode_rows`][] returned.
     - `format`: the format of the codes.
 
     **Returns:**

@@ -14,7 +14,7 @@ from .._numerics.blocks import divide, num_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod
 from .choose import choose_by_blocks, Rows, ZeroPoints
-from .grid import encode_by_chunks, encode_rows, Encoded, load_grid
+from .grid import encode_by_chunks, encode_rows, EncodedRows, load_grid
 from .mse import MSE
 from .search import Best, lower
 
@@ -31,7 +31,7 @@ _STEPS = np.array([(s, o) for s in (-1, 0, 1) for o in (-1, 0, 1) if s or o], np
 class JointMSE(AbstractMethod):
     r"""Like [`eqquant.MSE`][], but also finds offsets and both levels of quantized scales, together with the codes.
 
-    For GGUF's K-quants ([`eqquant.Q4_K`][] and its relatives) and for other formats with offsets. The scales and
+    For GGUF's K-quants ([`eqquant.formats.Q4_K`][] and its relatives) and for other formats with offsets. The scales and
     offsets of a K-quant are small integers times floats that 256 weights share. Rounding a scale to such an integer
     moves it far from the best one. So this method improves the integers, the floats and the codes in turn, each by
     least squares, while the squared error of a block, or of the blocks that share a float, falls. For a format with
@@ -48,7 +48,7 @@ class JointMSE(AbstractMethod):
 
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
-    ) -> Encoded:
+    ) -> EncodedRows:
         scale, offset = choose_by_blocks(_choose_scales, rows, format, chunk=chunk)
         nested = format.scale_format
         if nested is None or not isinstance(nested.block_size, int) or nested.scale_format is not None:
@@ -172,7 +172,7 @@ class _Groups(eqx.Module):
 
 def _choose_two_levels(
     rows: Rows, scale: Scales, offset: Scales | None, format: AbstractFormat, nested: AbstractFormat
-) -> tuple[Encoded, Encoded | None]:
+) -> tuple[EncodedRows, EncodedRows | None]:
     """Returns scales and offsets as the format stores them, near the given ones, of the least error found."""
     block, share = format.block_size if isinstance(format.block_size, int) else rows.shape[-1], nested.block_size
     blocks = num_blocks(rows.shape[-1], format.block_size)
@@ -203,7 +203,7 @@ def _choose_two_levels(
 
     parts = groups.clear_worse(jax.lax.fori_loop(0, _ROUNDS, improve, best[0]))
     merge = lambda x: x.reshape(*x.shape[:-2], count * share)[..., :blocks]  # pyright: ignore[reportOperatorIssue]
-    scale_bits, *offset_bits = (Encoded(merge(c), scale_to_bits(outer, nested.scale_dtype)) for c, outer in parts)
+    scale_bits, *offset_bits = (EncodedRows(merge(c), scale_to_bits(outer, nested.scale_dtype)) for c, outer in parts)
     return scale_bits, offset_bits[0] if has_offsets(format) else None
 
 

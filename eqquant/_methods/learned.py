@@ -15,7 +15,7 @@ from .base import AbstractMethod
 from .choose import Rows
 from .gptq import GPTQ
 from .gram import by_layers, check_gram, gram_of, HIGHEST, WIDTH
-from .grid import decode_by, encode_by, Encoded, Grid, load_grid
+from .grid import decode_by, encode_by, EncodedRows, Grid, load_grid
 from .inputs import Inputs
 from .mse import MSE
 
@@ -85,7 +85,7 @@ class LearnedRounding(AbstractMethod):
 
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
-    ) -> Encoded:
+    ) -> EncodedRows:
         if key is not None:
             raise ValueError("`key` must be None with LearnedRounding, which rounds to the best code. Got a key.")
         gram, method = gram_of(self.inputs), self.method

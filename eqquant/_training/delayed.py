@@ -39,9 +39,9 @@ class DelayedScalingState(NamedTuple):
 def delayed_scaling(
     optimizer: "optax.GradientTransformation", *, history: int = 16, margin: float = 0.0
 ) -> "optax.GradientTransformationExtraArgs":
-    r"""Keeps the scales of a model that was made by `eqq.low_precision(..., delayed=True)`: *delayed scaling*.
+    r"""Keeps the scales of a model that was made by `eqq.low_precision_training(..., delayed=True)`: *delayed scaling*.
 
-    Each [`eqquant.LowPrecisionArray`][] of such a model holds three floats, the largest magnitudes that its products
+    Each [`eqquant.arrays.LowPrecisionArray`][] of such a model holds three floats, the largest magnitudes that its products
     expect of $x$, $W$ and $\mathrm d y$. Their gradients are no gradients, but the magnitudes that the products of
     this step saw. The wrapper puts these into a history, and returns updates by which the model then holds the largest
     of the history. All else is left to the wrapped optimizer, which sees no magnitudes: neither its moments nor its
@@ -54,7 +54,7 @@ def delayed_scaling(
     !!! Example
 
         ```python
-        model = eqq.low_precision(model, "fp8", delayed=True)
+        model = eqq.low_precision_training(model, "fp8", delayed=True)
         optim = eqq.delayed_scaling(optax.adamw(1e-3))
         state = optim.init(model)
 
@@ -85,7 +85,7 @@ def delayed_scaling(
 
     **Returns:**
 
-    An `optax.GradientTransformationExtraArgs`, whose state is a [`eqquant.DelayedScalingState`][].
+    An `optax.GradientTransformationExtraArgs`, whose state holds the history of amax of each weight.
 
     **Raises:**
 
@@ -109,7 +109,7 @@ def delayed_scaling(
             raise ValueError(
                 "`delayed_scaling` needs weights with delayed scales. Got none among the leaves of the parameters "
                 f"({abbreviate_list(leaf.path for leaf in named_leaves(params))}). Make the model with "
-                "`eqq.low_precision(model, 'fp8', delayed=True)`, or use the optimizer without the wrapper."
+                "`eqq.low_precision_training(model, 'fp8', delayed=True)`, or use the optimizer without the wrapper."
             )
         # What the model holds already was the largest of a history.
         empty = lambda x: jnp.zeros((*x.shape, history), jnp.float32)

@@ -11,11 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.checks import as_method, check_finite
+from .._array.checks import as_method, check_finite, MethodLike
 from .._array.quantize import requantize_like
 from .._errors import teach_keywords
 from .._mesh import full_spec, place
-from .._methods import AbstractMethod
 from .._tree.leaves import identity, Leaf
 from .._tree.placement import current_sharding
 from .._tree.select import (
@@ -36,7 +35,7 @@ from .._types import PyTree
 from .._wrappers.base import AbstractArrayAround
 from .._wrappers.lora import LoraArray
 from .._wrappers.low_precision import LowPrecisionArray
-from .._wrappers.simulated import SimulatedArray
+from .._wrappers.simulated import FakeQuantizedArray
 
 
 # The key type of `Mapping` is invariant, so the union needs each kind of key.
@@ -64,7 +63,7 @@ def loraify(
 ) -> PyTree:
     r"""Adds trainable low-rank factors to the weights of a model, and freezes the weights. The model keeps its class.
 
-    Each weight $W$ becomes a [`eqquant.LoraArray`][], with the value $W + \frac{\alpha}{r} B A$. $A$ starts with
+    Each weight $W$ becomes a [`eqquant.arrays.LoraArray`][], with the value $W + \frac{\alpha}{r} B A$. $A$ starts with
     uniform values of variance $1 / 3n$ for $n$ inputs, and $B$ with zeros, so the outputs of the model do not change at
     first. For a model quantized with `NF4(double_quant=True)`, this is QLoRA. All other leaves are frozen too,
     including biases and norms, unless you set them in the mask ([`eqquant.trainable_mask`][]).
@@ -180,7 +179,7 @@ def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
     return skip
 
 
-def merge_lora(model: PyTree, *, dense: bool = False, method: AbstractMethod | None = None) -> PyTree:
+def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None = None) -> PyTree:
     """Merges low-rank factors into their weights. The inverse of [`eqquant.loraify`][].
 
     !!! Example
@@ -199,7 +198,7 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: AbstractMethod | N
 
     **Returns:**
 
-    The model with a plain or quantized array in the place of each [`eqquant.LoraArray`][].
+    The model with a plain or quantized array in the place of each [`eqquant.arrays.LoraArray`][].
 
     **Raises:**
 
@@ -227,7 +226,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
     """Returns why a leaf cannot have factors, or `None`."""
     if isinstance(leaf.value, LoraArray):
         return "it has factors already: `merge_lora` first"
-    if isinstance(leaf.parent, SimulatedArray):
+    if isinstance(leaf.parent, FakeQuantizedArray):
         return "it is simulated: `finalize` first"
     if isinstance(leaf.parent, LowPrecisionArray):
         return "its products run in low precision: call `loraify` first, and `low_precision` then"

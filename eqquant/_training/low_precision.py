@@ -14,10 +14,10 @@ from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.lora import LoraArray
 from .._wrappers.low_precision import LowPrecisionArray
-from .._wrappers.simulated import SimulatedArray
+from .._wrappers.simulated import FakeQuantizedArray
 
 
-def low_precision(
+def low_precision_training(
     model: PyTree,
     forward: AbstractFormat | str = "int8",
     gradient: AbstractFormat | str | None = None,
@@ -36,10 +36,10 @@ def low_precision(
     !!! Example
 
         ```python
-        model = eqq.low_precision(model)                    # int8, gradients rounded stochastically
-        model = eqq.low_precision(model, "fp8")             # e4m3 forward, e5m2 for gradients
-        model = eqq.low_precision(model, eqq.MXFP8())       # blocks of 32 along each sum
-        model = eqq.low_precision(model, "fp8", delayed=True)       # scales of earlier steps
+        model = eqq.low_precision_training(model)                    # int8, gradients rounded stochastically
+        model = eqq.low_precision_training(model, "fp8")             # e4m3 forward, e5m2 for gradients
+        model = eqq.low_precision_training(model, eqq.MXFP8())       # blocks of 32 along each sum
+        model = eqq.low_precision_training(model, "fp8", delayed=True)       # scales of earlier steps
         grads = eqx.filter_grad(loss)(model, x, y)          # no other change to the training loop
         ...
         model = eqq.dequantize_tree(model)                  # the float model again
@@ -72,7 +72,7 @@ def low_precision(
 
     **Returns:**
 
-    A model of the same classes, in which each weight is a [`eqquant.LowPrecisionArray`][] around the float array. An
+    A model of the same classes, in which each weight is a [`eqquant.arrays.LowPrecisionArray`][] around the float array. An
     array that appears in several places stays shared.
 
     **Raises:**
@@ -126,7 +126,7 @@ def _check_delayed(*formats: AbstractFormat) -> None:
 def _ineligible_reason(leaf: Leaf) -> str | None:
     if isinstance(leaf.parent, LowPrecisionArray):
         return "its products run in low precision already: `dequantize_tree` first"
-    if isinstance(leaf.parent, (ActivationQuantizedArray, SimulatedArray)):
+    if isinstance(leaf.parent, (ActivationQuantizedArray, FakeQuantizedArray)):
         return f"{part_reason(leaf)}, whose products round already: `dequantize_tree` first"
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason

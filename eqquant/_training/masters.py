@@ -12,14 +12,14 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, UInt32
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.checks import as_method
+from .._array.checks import as_method, MethodLike
 from .._array.quantize import requantize_like
 from .._mesh import follow
 from .._methods import AbstractMethod
 from .._tree.leaves import abbreviate_list, DenseArray, float_leaves, Leaf, named_leaves, replace_leaves
 from .._tree.placement import replicated_sharding
 from .._types import PyTree
-from .._wrappers.simulated import SimulatedArray
+from .._wrappers.simulated import FakeQuantizedArray
 from .mask import trainable_mask
 
 
@@ -53,7 +53,7 @@ def float_masters(
     masters: PyTree | None = None,
     dtype: DTypeLike = jnp.float32,
     key: PRNGKeyArray | None = None,
-    method: AbstractMethod | None = None,
+    method: MethodLike | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
     """Trains quantized weights with any optax optimizer: quantization-aware training.
 
@@ -283,9 +283,9 @@ def _start_masters(leaves: Trained, masters: PyTree | None, dtype: np.dtype) -> 
     if masters is None:
         # In float32, whatever the logical dtype: masters rounded to less precision would quantize to other codes.
         return [x.astype(jnp.float32).dequantize().astype(dtype) if is_quantized(x) else None for _, x in leaves]
-    is_leaf = lambda x: is_quantized(x) or isinstance(x, SimulatedArray)
+    is_leaf = lambda x: is_quantized(x) or isinstance(x, FakeQuantizedArray)
     given = float_leaves(masters, is_leaf)
-    given = {path: x.master if isinstance(x, SimulatedArray) else x for path, x in given.items()}
+    given = {path: x.master if isinstance(x, FakeQuantizedArray) else x for path, x in given.items()}
     return [_copy_master(path, q, given.get(path), dtype) if is_quantized(q) else None for path, q in leaves]
 
 

@@ -52,8 +52,8 @@ def checkpoint_quantized(
         # Saves only the results of products, and computes again what lies between them.
         dots = jax.checkpoint_policies.dots_saveable
         x = eqq.checkpoint_quantized(block, policy=dots)(x)
-        print(eqq.residual_nbytes(block, x))               # bytes, before and after
-        print(eqq.residual_nbytes(eqq.checkpoint_quantized(block), x))
+        print(eqq.analysis.residual_nbytes(block, x))               # bytes, before and after
+        print(eqq.analysis.residual_nbytes(eqq.checkpoint_quantized(block), x))
         ```
 
     **Arguments:**
@@ -194,7 +194,7 @@ def residual_nbytes(fun: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree)
     !!! Example
 
         ```python
-        eqq.residual_nbytes(loss, model, x, y)
+        eqq.analysis.residual_nbytes(loss, model, x, y)
         ```
 
     **Arguments:**

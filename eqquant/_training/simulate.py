@@ -10,11 +10,11 @@ from .._tree.leaves import Leaf
 from .._tree.select import replace_selected, select_nodes
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
-from .._wrappers.simulated import SimulatedArray
+from .._wrappers.simulated import FakeQuantizedArray
 
 
 def finalize(tree: PyTree) -> PyTree:
-    """Ends simulated quantization: turns every [`eqquant.SimulatedArray`][] into the [`eqquant.QuantizedArray`][] that
+    """Ends simulated quantization: turns every [`eqquant.arrays.FakeQuantizedArray`][] into the [`eqquant.QuantizedArray`][] that
     it simulates. Learned scales become those of the result.
 
     !!! Example
@@ -37,7 +37,7 @@ def finalize(tree: PyTree) -> PyTree:
 
     `ValueError` if the tree has no simulated array, or, outside `jit`, if a master holds values that are not finite.
     """
-    is_simulated = lambda x: isinstance(x, SimulatedArray)
+    is_simulated = lambda x: isinstance(x, FakeQuantizedArray)
     selections = select_nodes(tree, is_simulated)
     if all(reason is not None for _, reason in selections):
         raise ValueError(

@@ -16,7 +16,8 @@ from .._methods.inputs import InputsError, Statistics
 from .._numerics.axes import as_axes
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
-from .._wrappers.simulated import SimulatedArray
+from .._wrappers.simulated import FakeQuantizedArray
+from .config import ActivationsLike, as_activations, as_config, Axis, QuantConfig
 from .leaves import abbreviate_list, DenseArray, Leaf
 from .missing import join_errors
 from .roles import role_by_name
@@ -33,11 +34,10 @@ from .select import (
 )
 from .sizes import no_smaller_reason, shape_of
 from .statistics import InputStatistics
-from .use import ActivationsLike, as_activations, as_use, Axis, Use
 from .weights import convolved_axes, ineligible_reason, input_axis, part_reason, place_reason, use_without_product
 
 
-FormatLike = AbstractFormat | str | Use
+FormatLike = AbstractFormat | str | QuantConfig
 # The key type of `Mapping` is invariant, so the union needs each kind of key.
 FormatRules = (
     FormatLike
@@ -112,7 +112,7 @@ class _Choice(NamedTuple):
         try:
             return check_quantizable(shape_of(leaf.value), axis, leaf.path)[1], known
         except ValueError as e:
-            remedy = 'To give it to some weights alone: `{"*.proj": eqq.Use("nf4", axis=-2), "*": "nf4"}`.'
+            remedy = 'To give it to some weights alone: `{"*.proj": eqq.QuantConfig("nf4", axis=-2), "*": "nf4"}`.'
             raise ValueError(f"{e} {remedy}") from None
 
 
@@ -195,14 +195,14 @@ def decide_activations(
     if all(refusal is not None for _, refusal in selections):
         wrappers = {type(d.leaf.parent) for d in decisions if part_reason(d.leaf) is not None}
         if ActivationQuantizedArray in wrappers:
-            remedy = 'To change activations, wrap each weight: `eqq.ActivationQuantizedArray(w.array, "fp8")`.'
+            remedy = 'To change activations, wrap each weight: `eqq.arrays.ActivationQuantizedArray(w.array, "fp8")`.'
         elif wrappers:
             remedy = "Give weights their activations before they are wrapped, as by `loraify`."
         else:
             remedy = 'Give a format: `quantize_tree(model, "int8", activations="int8")`.'
         reasons = abbreviate_list(f"{d.leaf.path}: {d.reason}" for d in decisions if d.reason != "not an array")
         raise ValueError(
-            "`format=None` is for a tree of quantized arrays, which get activations. Got none to take them "
+            "`quantize_activations` needs quantized arrays that products use. Got none to take them "
             f"({reasons}). {remedy}"
         )
     _check_products([d for d in decisions if d.axes])
@@ -210,7 +210,7 @@ def decide_activations(
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:
-    simulated = "simulated: `finalize` first" if isinstance(leaf.parent, SimulatedArray) else None
+    simulated = "simulated: `finalize` first" if isinstance(leaf.parent, FakeQuantizedArray) else None
     return ineligible_reason(leaf.value) or simulated
 
 
@@ -227,7 +227,7 @@ def _check_products(decisions: Sequence[Decision]) -> None:
         raise ValueError(
             "`activations` must be for weights that products use. Got none among "
             f"{abbreviate_list(f'{d.leaf.path} ({d.reason})' for d in decisions)}. Leave it out. If your code "
-            'multiplies by one, wrap it: `eqq.ActivationQuantizedArray(eqq.quantize(w, "int8"), "int8")`.'
+            'multiplies by one, wrap it: `eqq.arrays.ActivationQuantizedArray(eqq.quantize(w, "int8"), "int8")`.'
         )
 
 
@@ -279,7 +279,7 @@ def _calibrated_activations(leaf: Leaf, stats: Mapping[str, InputStatistics]) ->
 def _chooser(format: FormatRules, selections: Sequence[Selection], whole: _Choice) -> Callable[[Leaf], _Choice]:
     """Returns a function from an eligible leaf to what is said about it. `whole` says what a rule leaves open."""
 
-    def choice(use: Use, reason: str, is_final: bool = False) -> _Choice:
+    def choice(use: QuantConfig, reason: str, is_final: bool = False) -> _Choice:
         return whole._replace(
             format=use.format,
             reason=reason,
@@ -297,7 +297,7 @@ def _chooser(format: FormatRules, selections: Sequence[Selection], whole: _Choic
         rules: list[tuple[Pattern, _Choice]] = []
         for pattern, f in format.items():
             reason = f"rule {show_pattern(pattern)!r}"
-            rule = _Choice(None, reason) if f is None else choice(as_use(f), reason)
+            rule = _Choice(None, reason) if f is None else choice(as_config(f), reason)
             # A pattern that matches no other leaf is about those that stay in float by their names.
             named = f is not None and all(rule.role(leaf) for leaf in eligible if matches(pattern, leaf))
             rules.append((pattern, rule._replace(is_final=named)))
@@ -307,19 +307,19 @@ def _chooser(format: FormatRules, selections: Sequence[Selection], whole: _Choic
             return next(taken, _Choice(None, "no rule matches"))
 
         return choose_by_pattern
-    if callable(format) and not isinstance(format, (AbstractFormat, str, type, Use)):
+    if callable(format) and not isinstance(format, (AbstractFormat, str, type, QuantConfig)):
 
         def choose_by_function(leaf: Leaf) -> _Choice:
             chosen = format(leaf.path, leaf.value)
             if chosen is None:
                 return _Choice(None, "the format function returned None")
             try:
-                return choice(as_use(chosen), "the format function", is_final=True)
+                return choice(as_config(chosen), "the format function", is_final=True)
             except (TypeError, ValueError) as e:
                 raise type(e)(f"{leaf.path}: {e}") from None
 
         return choose_by_function
-    one = choice(as_use(format), "a weight")  # pyright: ignore[reportArgumentType]
+    one = choice(as_config(format), "a weight")  # pyright: ignore[reportArgumentType]
     return lambda leaf: one
 
 
@@ -347,7 +347,7 @@ def _nothing_message(decisions: Sequence[Decision]) -> str:
         return (
             "The tree must hold something to quantize. Got one that is already quantized, with no other weights in "
             f"float ({reasons}). To quantize it again, call `dequantize_tree` first. To quantize activations alone: "
-            '`quantize_tree(model, None, activations="int8")`, which keeps the codes.'
+            '`eqq.quantize_activations(model, "int8")`, which keeps the codes.'
         )
     return (
         f"The tree must hold something to quantize. Got none among its {len(arrays)} arrays ({reasons}). "

@@ -23,8 +23,8 @@ from .._program.trace import trace
 from .._program.views import whole
 from .._report import Name, Report, report_table, show_bytes
 from .._types import PyTree
+from .config import QuantConfig
 from .leaves import DenseArray, Leaf, named_leaves
-from .use import Use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class CallExplanation(Report):
         """The quantized weights that the call decodes whole."""
         return tuple(weight for weight in self.weights if "decoded" in weight.roles)
 
-    def rules(self, format: AbstractFormat | str = "nf4") -> dict[str, Use | None]:
+    def rules(self, format: AbstractFormat | str = "nf4") -> dict[str, QuantConfig | None]:
         """Returns rules for [`eqquant.quantize_tree`][], from a call of a float model.
 
         Weights that the call multiplies or looks up get the format, along the axis of their inputs. All others stay in
@@ -94,11 +94,11 @@ class CallExplanation(Report):
 
         **Returns:**
 
-        A dictionary from the path of each weight to an [`eqquant.Use`][], or to `None`. What is no weight matches no
+        A dictionary from the path of each weight to an [`eqquant.QuantConfig`][], or to `None`. What is no weight matches no
         rule.
         """
         worth = [w for w in self.weights if "multiplied" in w.roles or w.roles == ("looked up",)]
-        uses = {w.path: Use(format, axis=w.axis) for w in worth}
+        uses = {w.path: QuantConfig(format, axis=w.axis) for w in worth}
         return {w.path: uses.get(w.path) for w in self.weights}
 
     def __rich__(self) -> Table:

@@ -13,15 +13,15 @@ from .patterns import compile_pattern
 from .weights import ineligible_reason, is_embedding, unmappable_reason
 
 
-class Into(NamedTuple):
-    """Where the outputs of a layer go, for the `fold` of [`eqquant.smooth`][] and of [`eqquant.rotate`][].
+class FoldInto(NamedTuple):
+    """Where the outputs of a layer go, for the `fold` of [`eqquant.transforms.smooth`][] and of [`eqquant.transforms.rotate`][].
 
     !!! Example
 
         ```python
         fold = {
-            "layers.{n}.mlp_norm.{p}": "layers.{n}.mlp.{x:gate|up}.weight",     # text is `Into((text,))`
-            "layers.{n}.attention.v.{p}": eqq.Into(("layers.{n}.attention.output.weight",), head_size=64),
+            "layers.{n}.mlp_norm.{p}": "layers.{n}.mlp.{x:gate|up}.weight",     # text is `FoldInto((text,))`
+            "layers.{n}.attention.v.{p}": eqq.transforms.FoldInto(("layers.{n}.attention.output.weight",), head_size=64),
         }
         ```
 
@@ -38,11 +38,11 @@ class Into(NamedTuple):
     offset: float | int = 0
 
 
-Folds = Mapping[str, str | Into]
+Folds = Mapping[str, str | FoldInto]
 
 
-class Residual(NamedTuple):
-    """What takes the sum of a residual stream, for the `fold` of [`eqquant.rotate`][]: norms, and weights after them.
+class ResidualStream(NamedTuple):
+    """What takes the sum of a residual stream, for the `fold` of [`eqquant.transforms.rotate`][]: norms, and weights after them.
 
     Norms must divide by the root of the mean square alone, as `equinox.nn.RMSNorm` does without a bias. Their gains
     move into the weights after them.
@@ -56,7 +56,7 @@ class Residual(NamedTuple):
             "layers.{n}.mlp_norm.weight": "layers.{n}.mlp.{x:gate|up}.weight",
             "norm.weight": "head.weight",
         }
-        model = eqq.rotate(model, fold={writers: eqq.Residual(readers)})
+        model = eqq.transforms.rotate(model, fold={writers: eqq.transforms.ResidualStream(readers)})
         ```
 
     **Arguments:**
@@ -69,7 +69,7 @@ class Residual(NamedTuple):
     offset: float | int = 0
 
 
-Rotations = Mapping[str | tuple[str, ...], str | Into | Residual]
+Rotations = Mapping[str | tuple[str, ...], str | FoldInto | ResidualStream]
 
 
 class Weights(NamedTuple):
@@ -158,10 +158,10 @@ def find_folds(folds: Folds, weights: Weights) -> list[Fold]:
     return found
 
 
-def _find_pairs(key: str, into: str | Into, weights: Weights) -> Iterator[Fold]:
+def _find_pairs(key: str, into: str | FoldInto, weights: Weights) -> Iterator[Fold]:
     if isinstance(into, str):
-        into = Into((into,))
-    if not isinstance(key, str) or not isinstance(into, Into):
+        into = FoldInto((into,))
+    if not isinstance(key, str) or not isinstance(into, FoldInto):
         raise TypeError(
             "`fold` must map the path of what makes channels to the paths of weights that take them, such as "
             f"{{'layers.{{n}}.norm.{{p}}': 'layers.{{n}}.up.weight'}}. Got {key!r}: {into!r}."
@@ -179,7 +179,7 @@ def _find_pairs(key: str, into: str | Into, weights: Weights) -> Iterator[Fold]:
         yield _pair(name, producers, consumers, into, weights)
 
 
-def _pair(name: str, producers: Sequence[int], consumers: Sequence[int], into: Into, weights: Weights) -> Fold:
+def _pair(name: str, producers: Sequence[int], consumers: Sequence[int], into: FoldInto, weights: Weights) -> Fold:
     leaves, axes = weights
     for n in consumers:
         if n not in axes:
@@ -206,17 +206,17 @@ def _pair(name: str, producers: Sequence[int], consumers: Sequence[int], into: I
     if size is None or size_out % size:
         raise ValueError(
             f"{name} has {size_out} outputs, and {abbreviate_list(inputs)} has {size_in} inputs. Several heads share "
-            f"an output: pass `eqq.Into(..., head_size=...)`, which must divide {size_out}. Got {size}."
+            f"an output: pass `eqq.transforms.FoldInto(..., head_size=...)`, which must divide {size_out}. Got {size}."
         )
     return Fold(name, output_axes, consumers, (size_out // size, size_in // size_out, size), into.offset)
 
 
-def find_stream(writers: tuple[str, ...], into: Residual, weights: Weights) -> Stream:
+def find_stream(writers: tuple[str, ...], into: ResidualStream, weights: Weights) -> Stream:
     """Returns the residual stream that a rule describes. Raises if rotating it would change the model."""
     texts = [text for pair in into.norms.items() for text in pair] if isinstance(into.norms, Mapping) else []
     if not texts or not all(isinstance(text, str) for text in texts):
         raise TypeError(
-            "`eqq.Residual` must map the pattern of each norm to one pattern of the weights after it, such as "
+            "`eqq.transforms.ResidualStream` must map the pattern of each norm to one pattern of the weights after it, such as "
             f"'{{x:up|gate}}.weight'. Got {into.norms!r}."
         )
     leaves, axes = weights

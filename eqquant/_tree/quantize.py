@@ -10,7 +10,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from rich.progress import track
 
 from .._array.array import QuantizedArray
-from .._array.checks import as_jax_array, as_method, check_dtype, check_finite
+from .._array.checks import as_jax_array, as_method, check_dtype, check_finite, MethodLike
 from .._array.quantize import quantize_array
 from .._array.sharding import leaf_shardings
 from .._array.value import AbstractArrayValue
@@ -20,7 +20,8 @@ from .._methods import AbsMax, AbstractMethod
 from .._methods.inputs import InputsError
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
-from .._wrappers.simulated import simulate_array, SimulatedArray
+from .._wrappers.simulated import FakeQuantizedArray, simulate_array
+from .config import ActivationsLike
 from .decide import decide, decide_activations, Decision, FormatRules
 from .leaves import replace_leaves
 from .missing import is_lookup, join_errors, unused_note, warn_of_unused
@@ -29,7 +30,6 @@ from .report import TreeReport
 from .select import Where
 from .sizes import dense_nbytes, quantized_struct
 from .summary import quantized_row, row_of
-from .use import ActivationsLike
 
 
 _REMEDIES = {
@@ -44,7 +44,7 @@ _REMEDIES = {
 @teach_keywords(**_REMEDIES)
 def quantize_tree(
     tree: PyTree,
-    format: FormatRules | None = "nf4",
+    format: FormatRules = "nf4",
     *,
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
@@ -53,7 +53,7 @@ def quantize_tree(
     progress: bool = False,
     simulate: bool = False,
     shardings: Shardings | None = None,
-    method: AbstractMethod | None = None,
+    method: MethodLike | None = None,
     activations: ActivationsLike | None = None,
     learn_scales: bool = False,
 ) -> PyTree:
@@ -65,9 +65,8 @@ def quantize_tree(
         model = eqq.quantize_tree(model, eqq.NF4())
         model = eqq.quantize_tree(model, {"layers.0.*": None, "*": "int4"})
         model = eqq.quantize_tree(model, "int8", where=lambda m: m.layers[1].weight)
-        model = eqq.quantize_tree(model, {"*.down.*": eqq.Use("int4", eqq.HQQ()), "*": "int4"}, method=eqq.MSE())
+        model = eqq.quantize_tree(model, {"*.down.*": eqq.QuantConfig("int4", eqq.HQQ()), "*": "int4"}, method=eqq.MSE())
         model = eqq.quantize_tree(model, "int8", activations="int8")                   # W8A8
-        model = eqq.quantize_tree(quantized, None, activations="int8")                 # keeps the codes
         model = eqq.quantize_tree(model, shardings={"*.up.weight": P("model"), "*.down.weight": P(None, "model")})
         ```
 
@@ -79,8 +78,7 @@ def quantize_tree(
         leaf in float; or a function `(path, leaf) -> format or None`. A path reads `layers.0.weight`; a pattern is a
         glob (`"*.attention.*"`), which matches the whole path, or a compiled regular expression, which may match any
         part of it. Both match a path with or without the key of a wrapper, such as `value` in Flax's `bias.value`. A
-        leaf that no pattern matches stays in float. `None` with `activations` is for a tree of quantized arrays: these
-        keep their codes, and get activations; floats stay floats.
+        leaf that no pattern matches stays in float.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized. A selected leaf is
         always quantized, even a bias. In a selected node, and in the whole tree without `where`, only weights are:
         floating point arrays with two or more dimensions longer than one, except biases and the parameters of
@@ -92,17 +90,18 @@ def quantize_tree(
     - `dtype`: the dtype that the leaves dequantize to; by default, their own.
     - `key`: for stochastic rounding.
     - `progress`: whether to show a progress bar.
-    - `simulate`: keeps each weight in float, as the master of a [`eqquant.SimulatedArray`][] that quantizes it at every
+    - `simulate`: keeps each weight in float, as the master of a [`eqquant.arrays.FakeQuantizedArray`][] that quantizes it at every
         use. Train the model as usual, then call [`eqquant.finalize`][].
     - `shardings`: the shardings of leaves, quantized or not: a mapping from patterns, as in `format`, or a function
         `(path, leaf)`, or a tree that is a prefix of the model; each gives the `NamedSharding` of the logical array, or
         a `PartitionSpec` on the mesh of `jax.set_mesh`, or `None`. All other leaves keep their sharding: each device
         quantizes its shard of a sharded weight, and nothing is gathered.
-    - `method`: the method that chooses scales and codes; [`eqquant.AbsMax`][] by default. A [`eqquant.Use`][] sets the
+    - `method`: the method that chooses scales and codes, or the name of one that needs no statistics (`"mse"`);
+        [`eqquant.AbsMax`][] by default. A [`eqquant.QuantConfig`][] sets the
         method of one rule.
     - `activations`: the format that products quantize the other operand to, or its lower-case name: each example gets
         scales of its own. Or the statistics of inputs that [`eqquant.calibrate.collect_stats`][] returns, which hold
-        one scale for each weight. By default products take floats. A [`eqquant.Use`][] sets it for one rule. Weights
+        one scale for each weight. By default products take floats. A [`eqquant.QuantConfig`][] sets it for one rule. Weights
         that no product uses, such as embeddings, stay without, and if a rule reaches no others, that is an error;
         convolutions multiply codes under [`eqquant.quaxify`][].
     - `learn_scales`: with `simulate`, whether scales train beside the masters, those of calibrated activations too
@@ -111,7 +110,7 @@ def quantize_tree(
     **Returns:**
 
     A tree of the same classes, in which each weight is a [`eqquant.QuantizedArray`][] (or, with `simulate`, a
-    [`eqquant.SimulatedArray`][]; with `activations`, an [`eqquant.ActivationQuantizedArray`][] around it). An array
+    [`eqquant.arrays.FakeQuantizedArray`][]; with `activations`, an [`eqquant.arrays.ActivationQuantizedArray`][] around it). An array
     that appears in several places of the tree is quantized once and stays shared. Weights are quantized one at a time,
     and a large weight a chunk of rows at a time. So the peak memory is the result plus one leaf in its own dtype,
     whatever the format and method; up to three leaves in float32 for leaves that are on several devices or have one
@@ -130,18 +129,14 @@ def quantize_tree(
     if learn_scales and not simulate:
         raise ValueError("`learn_scales=True` must come with `simulate=True`, whose scales can train. Got it alone.")
     default = as_method(method)
-    if format is None and activations is not None:
-        others = {"axis": axis, "dtype": dtype, "key": key, "method": method, "simulate": simulate or None}
-        decisions = decide_activations(tree, where, activations, **others)
-    else:
-        decisions = decide(tree, format, where, axis, activations, method)  # pyright: ignore[reportArgumentType]
+    decisions = decide(tree, format, where, axis, activations, None if method is None else default)
     wanted = wanted_shardings(tree, [d.leaf for d in decisions], shardings)
     wanted = [_sharding_of(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)]
     work = [n for n, d in enumerate(decisions) if d.format is not None]
     methods = _find_methods(decisions, default)
     keys = dict(zip(work, [None] * len(work) if key is None else jr.split(key, len(work)), strict=True))
     values = [move(d.leaf.value, None if d.format else s) for d, s in zip(decisions, wanted, strict=True)]
-    done: dict[Hashable, QuantizedArray | SimulatedArray] = {}  # an array that appears twice is quantized once
+    done: dict[Hashable, QuantizedArray | FakeQuantizedArray] = {}  # an array that appears twice is quantized once
     for n in track(work, "Quantizing") if progress else work:
         decision = decisions[n]
         same = (id(decision.leaf.value), decision.format, decision.axes, wanted[n], id(decision.method))
@@ -154,6 +149,40 @@ def quantize_tree(
             done[same] = _quantize_leaf(decision, encode, dtype, wanted[n])
         values[n] = done[same]
     return replace_leaves(tree, [with_activations(d, x, learn_scales) for d, x in zip(decisions, values, strict=True)])
+
+
+def quantize_activations(tree: PyTree, activations: ActivationsLike = "int8", *, where: Where | None = None) -> PyTree:
+    """Lets products of a quantized model quantize their activations too. Weights keep their codes.
+
+    [`eqquant.quantize_tree`][] with `activations=` does the same for a model in float.
+
+    !!! Example
+
+        ```python
+        model = eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats))
+        model = eqq.quantize_activations(model, "int8")    # dynamic, per token
+        model = eqq.quantize_activations(model, stats)     # static, per tensor
+        ```
+
+    **Arguments:**
+
+    - `tree`: a pytree with [`eqquant.QuantizedArray`][]s.
+    - `activations`: the format of activations, or its lower-case name, for dynamic quantization: each row of the
+        activations (a token) gets scales of its own. Or the statistics that [`eqquant.calibrate.collect_stats`][]
+        returns, for static quantization with one scale per weight.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`.
+
+    **Returns:**
+
+    The tree, in which each quantized weight of a product is an [`eqquant.arrays.ActivationQuantizedArray`][].
+    Embeddings, weights in float, and weights whose activations are quantized already stay as they are.
+
+    **Raises:**
+
+    `ValueError` if no weight can take activations; the message says of each weight why.
+    """
+    decisions = decide_activations(tree, where, activations)
+    return replace_leaves(tree, [with_activations(d, d.leaf.value) for d in decisions])
 
 
 def with_activations(decision: Decision, w: PyTree, learn_scales: bool = False) -> PyTree:
@@ -214,10 +243,10 @@ def quantize_leaf(decision: Decision, method: AbstractMethod, dtype: DTypeLike |
 
 def _quantize_leaf(
     decision: Decision,
-    encode: Callable[..., QuantizedArray | SimulatedArray],
+    encode: Callable[..., QuantizedArray | FakeQuantizedArray],
     dtype: DTypeLike | None,
     sharding: NamedSharding | None,
-) -> QuantizedArray | SimulatedArray:
+) -> QuantizedArray | FakeQuantizedArray:
     leaf, encode = decision.leaf, ft.partial(encode, format=decision.format, axes=decision.axes, dtype=dtype)
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
         q = jax.eval_shape(encode, leaf.value)
@@ -236,7 +265,7 @@ def plan_tree(
     where: Where | None = None,
     axis: int | Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
-    method: AbstractMethod | None = None,
+    method: MethodLike | None = None,
     activations: ActivationsLike | None = None,
 ) -> TreeReport:
     """Plans what [`eqquant.quantize_tree`][] would do with these arguments: a dry run that computes nothing.
@@ -272,7 +301,7 @@ def plan_tree(
     if format is None and activations is not None:
         decisions = decide_activations(tree, where, activations, axis=axis, dtype=dtype, method=method)
     else:
-        decisions = decide(tree, format, where, axis, activations, method)  # pyright: ignore[reportArgumentType]
+        decisions = decide(tree, format, where, axis, activations, None if method is None else default)  # pyright: ignore[reportArgumentType]
     for decision in decisions:
         leaf, reason = decision.leaf, decision.reason
         if decision.format is None:

@@ -12,7 +12,7 @@ from .._numerics import hadamard
 from .._types import PyTree
 from .._wrappers.rotated import RotatedArray
 from .change import Apply, Change, change_model, Changes, multiply_inputs, select_weights
-from .folds import find_folds, find_stream, Fold, Residual, Rotations, Stream, Weights
+from .folds import find_folds, find_stream, Fold, ResidualStream, Rotations, Stream, Weights
 from .leaves import abbreviate_list, DenseArray
 from .select import Selection, Where
 
@@ -31,7 +31,7 @@ def rotate(
     r"""Rotates the inputs of weights by a randomised Hadamard transform, so that no input and no weight is far larger
     than the others. Call it before you quantize.
 
-    Each weight $W$ becomes a [`eqquant.RotatedArray`][], which stores $V = W R^T$ and computes $V (R x)$: the same
+    Each weight $W$ becomes a [`eqquant.arrays.RotatedArray`][], which stores $V = W R^T$ and computes $V (R x)$: the same
     model up to rounding in float32. Then quantize it as any other: formats and methods see $V$,
     [`eqquant.calibrate.collect_stats`][] sees the rotated inputs, and so do quantized activations. That is what makes
     two and three bits work with one scale for each row, and activations of four bits. Weights in small blocks gain
@@ -40,7 +40,7 @@ def rotate(
     !!! Example
 
         ```python
-        model = eqq.rotate(model)
+        model = eqq.transforms.rotate(model)
         stats = eqq.calibrate.collect_stats(model, batches, gram=True)
         model = eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats))
         ```
@@ -55,7 +55,7 @@ def rotate(
     !!! Example
 
         ```python
-        model = eqq.rotate(model, fold=eqq.io.names.llama_rotations(head_size=128), batches=batches)
+        model = eqq.transforms.rotate(model, fold=eqq.transforms.llama_rotations(head_size=128), batches=batches)
         ```
 
     ??? cite
@@ -65,8 +65,8 @@ def rotate(
     **Arguments:**
 
     - `model`: any pytree of floats.
-    - `fold`: from patterns of what makes channels to what takes them: an [`eqquant.Residual`][], or for a pair of
-        layers an [`eqquant.Into`][] or the pattern of a weight, as in [`eqquant.smooth`][]. In a pair nothing but sums
+    - `fold`: from patterns of what makes channels to what takes them: an [`eqquant.transforms.ResidualStream`][], or for a pair of
+        layers an [`eqquant.transforms.FoldInto`][] or the pattern of a weight, as in [`eqquant.transforms.smooth`][]. In a pair nothing but sums
         over tokens may stand between the two. `eqq.io.names` has those of some families of models.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`, whose inputs are rotated. By default, every
         weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions.
@@ -74,7 +74,7 @@ def rotate(
     - `seed`: of the random signs. It is part of the structure of the result, which has no more leaves than `model`.
     - `online`: whether weights that `fold` does not reach rotate their operands. Otherwise they stay as they are.
     - `batches`, `apply`: data on which to compare the result with the model before, and a function
-        `(model, batch) -> outputs`, as for [`eqquant.smooth`][].
+        `(model, batch) -> outputs`, as for [`eqquant.transforms.smooth`][].
 
     **Returns:**
 
@@ -140,14 +140,14 @@ _jitted_rotated = jax.jit(RotatedArray.of, static_argnums=(1, 2))
 def _find_turns(fold: Rotations, weights: Weights, seed: int) -> list[Changes]:
     turns, pairs, read = [], {}, []
     for key, into in fold.items():
-        if isinstance(into, Residual):
+        if isinstance(into, ResidualStream):
             patterns = (key,) if isinstance(key, str) else tuple(key)
             turns.append(_turn_stream(find_stream(patterns, into, weights), weights, seed))
         elif isinstance(key, str):
             pairs[key] = into
         else:
             raise TypeError(
-                "`fold` must map several patterns at once to an `eqq.Residual`. Give each pair its own entry."
+                "`fold` must map several patterns at once to an `eqq.transforms.ResidualStream`. Give each pair its own entry."
             )
     turns += [_turn_pair(pair, weights, seed) for pair in find_folds(pairs, weights)]
     read = [n for turn in turns for n in turn.consumers]
@@ -178,7 +178,7 @@ def _turn_pair(pair: Fold, weights: Weights, seed: int) -> Changes:
     if all(weights.leaves[n].value.ndim < ndim for n in pair.producers):
         raise ValueError(
             f"A pair of `fold` must begin with a weight, whose outputs can be rotated. Got {pair.name}. Name norms in "
-            "an `eqq.Residual`."
+            "an `eqq.transforms.ResidualStream`."
         )
     channels = [*pair.producers.items(), *((n, weights.axes[n]) for n in pair.consumers)]
     changes = [(n, ft.partial(_rotate_axis, axis=axis, size=pair.heads[2], seed=seed)) for n, axis in channels]

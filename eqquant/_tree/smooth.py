@@ -30,7 +30,7 @@ Pool = Callable[[Array, Callable[..., Array]], Array]
 
 
 class AbstractSmoothing(eqx.Module):
-    """Chooses a factor for each input channel, for [`eqquant.smooth`][]. Subclass it for a choice of your own.
+    """Chooses a factor for each input channel, for [`eqquant.transforms.smooth`][]. Subclass it for a choice of your own.
 
     - `inputs`: statistics of the inputs of weights, by path, as [`eqquant.calibrate.collect_stats`][] returns them.
     - `statistics`: the names of those that it reads, so that they are checked.
@@ -66,7 +66,7 @@ class SmoothQuant(AbstractSmoothing):
 
         ```python
         stats = eqq.calibrate.collect_stats(model, batches)
-        model = eqq.smooth(model, eqq.SmoothQuant(stats), fold=eqq.io.names.llama_pairs(head_size=128))
+        model = eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats), fold=eqq.transforms.llama_pairs(head_size=128))
         ```
 
     ??? cite
@@ -113,7 +113,7 @@ class AWQ(AbstractSmoothing):
 
         ```python
         stats = eqq.calibrate.collect_stats(model, batches, gram=True)
-        model = eqq.smooth(model, eqq.AWQ(stats, "int4"), fold=eqq.io.names.llama_pairs(head_size=128))
+        model = eqq.transforms.smooth(model, eqq.transforms.AWQ(stats, "int4"), fold=eqq.transforms.llama_pairs(head_size=128))
         model = eqq.quantize_tree(model, "int4")
         ```
 
@@ -227,7 +227,7 @@ def smooth(
 
     Where a norm or a linear layer makes the inputs, and nothing else takes its outputs, this divides the weights of
     that layer instead: exact, and free at run time. You name such pairs as `fold`. Everywhere else the weight becomes a
-    [`eqquant.ScaledArray`][], which multiplies its inputs by a vector.
+    [`eqquant.arrays.ScaledArray`][], which multiplies its inputs by a vector.
 
     The result has other statistics: collect them again before you use a method that needs them, such as
     [`eqquant.GPTQ`][].
@@ -239,16 +239,16 @@ def smooth(
             "layers.{n}.norm.{p}": "layers.{n}.{x:gate|up}.weight",
             "layers.{n}.up.{p}": "layers.{n}.down.weight",
         }
-        model = eqq.smooth(model, eqq.AWQ(stats, "int4"), fold=fold, batches=batches)
+        model = eqq.transforms.smooth(model, eqq.transforms.AWQ(stats, "int4"), fold=fold, batches=batches)
         ```
 
     **Arguments:**
 
     - `model`: any pytree of floats.
-    - `method`: an [`eqquant.AWQ`][] or [`eqquant.SmoothQuant`][], with statistics of this model.
+    - `method`: an [`eqquant.transforms.AWQ`][] or [`eqquant.transforms.SmoothQuant`][], with statistics of this model.
     - `fold`: from patterns of what makes channels, such as the weight and the bias of a norm, to patterns of the
         weights that take them. `{n}` matches a part of a path, and the same one on both sides; `{x:q|k}` matches
-        either. An [`eqquant.Into`][] says more. `eqq.io.names` has the pairs of some families of models.
+        either. An [`eqquant.transforms.FoldInto`][] says more. `eqq.io.names` has the pairs of some families of models.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`, that get factors. By default, every weight that
         [`eqquant.quantize_tree`][] would quantize, except convolutions and what is only looked up.
     - `axis`: the axis of the inputs of every weight, if it is not known: -2 for weights that are used as `x @ w`.
@@ -269,7 +269,9 @@ def smooth(
     message names the leaf, and nothing is changed.
     """
     if not isinstance(method, AbstractSmoothing):
-        raise TypeError(f"`method` must be an `eqq.AWQ` or an `eqq.SmoothQuant`, with statistics. Got {method!r}.")
+        raise TypeError(
+            f"`method` must be an `eqq.transforms.AWQ` or an `eqq.transforms.SmoothQuant`, with statistics. Got {method!r}."
+        )
     selections, weights = select_weights(model, where, axis)
     if axis is None:
         weights = _along_inputs(weights, method.inputs)

@@ -14,7 +14,7 @@ from .._types import PyTree
 from .._wrappers.base import AbstractWrappedArray
 from .._wrappers.low_precision import LowPrecisionArray, map_largest
 from .._wrappers.mapped import AbstractMappedArray
-from .._wrappers.simulated import SimulatedArray
+from .._wrappers.simulated import FakeQuantizedArray
 from .leaves import array_nbytes, DenseArray, is_mapped, Leaf, named_leaves
 from .report import LeafReport, TreeReport
 from .select import replace_selected, select_nodes
@@ -43,7 +43,7 @@ def summary(tree: PyTree) -> TreeReport:
     for leaf in named_leaves(tree, _is_whole):
         if isinstance(leaf.value, AbstractWrappedArray):
             rows.extend(_rows_within(leaf))
-        elif isinstance(leaf.value, SimulatedArray):
+        elif isinstance(leaf.value, FakeQuantizedArray):
             master = dataclasses.replace(leaf, value=leaf.value.master)
             rows.extend(row_of(master, f"simulates {leaf.value.format!r}"))
         elif is_quantized(leaf.value):
@@ -62,7 +62,7 @@ def _dense_reason(leaf: Leaf) -> str:
 
 
 def _is_whole(x: PyTree) -> bool:
-    return is_quantized(x) or isinstance(x, (SimulatedArray, AbstractWrappedArray))
+    return is_quantized(x) or isinstance(x, (FakeQuantizedArray, AbstractWrappedArray))
 
 
 def _rows_within(leaf: Leaf) -> list[LeafReport]:

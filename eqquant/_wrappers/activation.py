@@ -35,7 +35,7 @@ class ActivationQuantizedArray(AbstractWrappedArray):
     !!! Example
 
         ```python
-        w = eqq.ActivationQuantizedArray(eqq.quantize(w, "int8"), "int8")
+        w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(w, "int8"), "int8")
         y = w @ x                                  # int8 times int8, summed in int32
         print(eqq.explain_matmul(x, w.T))          # what runs, in which types
         ```

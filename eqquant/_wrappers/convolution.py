@@ -33,7 +33,7 @@ from .._matmul.kernels import codes
 from .._native.layout import Layout
 from .._numerics.axes import as_axes, logical_order
 from .activation import ActivationQuantizedArray
-from .simulated import SimulatedArray
+from .simulated import FakeQuantizedArray
 
 
 Params: TypeAlias = dict[str, Any]  # of the primitive
@@ -60,7 +60,7 @@ def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: Params
     q = w.quantize_rows(examples.reshape(examples.shape[0], math.prod(examples.shape[1:]))).quantized()
     restored = lambda values: jnp.moveaxis(values.reshape(examples.shape), 0, batch)
     dense = ft.partial(lax.conv_general_dilated_p.bind, **params)
-    weight = w.array.quantized() if isinstance(w.array, SimulatedArray) else w.array
+    weight = w.array.quantized() if isinstance(w.array, FakeQuantizedArray) else w.array
     # Its gradient reaches what `gradient_of` of the rows names: a learned scale too, and nothing that is clipped.
     takes_codes = _takes_codes(q, weight, params)
     with allow_dense():

@@ -23,7 +23,7 @@ from .base import AbstractWrappedArray
 class LowPrecisionArray(AbstractWrappedArray):
     r"""A float weight whose products are computed in low precision, forward and backward.
 
-    [`eqquant.low_precision`][] makes it. It trains like the float array that it holds: that is what the optimizer
+    [`eqquant.low_precision_training`][] makes it. It trains like the float array that it holds: that is what the optimizer
     changes. Each of the three products of a layer rounds both operands, along the axis that it sums over, and
     multiplies codes with codes:
 
@@ -34,7 +34,7 @@ class LowPrecisionArray(AbstractWrappedArray):
     !!! Example
 
         ```python
-        w = eqq.LowPrecisionArray(w, "fp8", eqq.FP8("e5m2"))
+        w = eqq.arrays.LowPrecisionArray(w, "fp8", eqq.FP8("e5m2"))
         y = x @ w.T                                                  # both operands are rounded to e4m3
         dx = jax.grad(lambda x: jnp.sum(jnp.sin(x @ w.T)))(x)        # rounds the gradient of `y` to e5m2
         ```

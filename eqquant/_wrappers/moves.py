@@ -24,7 +24,7 @@ from .lora import LoraArray
 from .low_precision import LowPrecisionArray
 from .mapped import AbstractMappedArray
 from .multiplied import MultipliedArray
-from .simulated import SimulatedArray
+from .simulated import FakeQuantizedArray
 
 
 Axes: TypeAlias = tuple[int | None, ...]  # the logical axis of each axis of a leaf; `None` for one of its own
@@ -83,7 +83,7 @@ def _(x: QuantizedArray, how: Move, *others: QuantizedArray) -> AbstractArrayVal
 
 
 @move.register
-def _(x: SimulatedArray, how: Move, *others: SimulatedArray) -> Moved:
+def _(x: FakeQuantizedArray, how: Move, *others: FakeQuantizedArray) -> Moved:
     return move(x.quantized(), how, *(other.quantized() for other in others))
 
 

@@ -14,14 +14,14 @@ class RotatedArray(AbstractMappedArray):
     $R$ is a randomised Hadamard transform: random signs, then a matrix whose entries all have about the same magnitude.
     So an input or a weight that is far larger than others spreads over all of them. Computing $R x$ takes
     $O(K \log K)$ operations for $K$ inputs, in float32; and $O(K p)$ more for an odd prime factor $p$ of $K$ that is
-    part of no Hadamard matrix. [`eqquant.rotate`][] makes it.
+    part of no Hadamard matrix. [`eqquant.transforms.rotate`][] makes it.
 
     Arrays with the same inputs and the same seed rotate them the same way, and XLA computes that once.
 
     !!! Example
 
         ```python
-        w = eqq.RotatedArray.of(dense)
+        w = eqq.arrays.RotatedArray.of(dense)
         y = w @ x                           # w.array @ (R @ x), which is dense @ x up to rounding
         ```
 

@@ -10,13 +10,13 @@ from .mapped import AbstractMappedArray, beside
 class ScaledArray(AbstractMappedArray):
     """An array with a scale for each of its inputs: `w @ x` is `w.array @ (w.scale * x)`.
 
-    [`eqquant.smooth`][] makes it where no other layer can take the scales. A product costs one more multiplication for
+    [`eqquant.transforms.smooth`][] makes it where no other layer can take the scales. A product costs one more multiplication for
     each of its inputs.
 
     !!! Example
 
         ```python
-        w = eqq.ScaledArray(eqq.quantize(dense / scale, "int4"), scale)    # about `dense`
+        w = eqq.arrays.ScaledArray(eqq.quantize(dense / scale, "int4"), scale)    # about `dense`
         ```
 
     `scale` is an array of floats, and trains as the weight of a norm does.

@@ -14,7 +14,7 @@ import wadler_lindig as wl
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, PRNGKeyArray, UInt32
 
 from .._array.array import QuantizedArray
-from .._array.checks import as_method, check_quantizable
+from .._array.checks import as_method, check_quantizable, MethodLike
 from .._array.contraction import AbstractOperand, Constraints, Matrices, Options
 from .._array.dequantize import in_memory_order
 from .._array.quantize import quantize_array
@@ -34,7 +34,7 @@ def fake_quantize(
     axis: int | Sequence[int] = -1,
     clip: bool = False,
     key: PRNGKeyArray | None = None,
-    method: AbstractMethod | None = None,
+    method: MethodLike | None = None,
 ) -> Float[Array, "..."]:
     r"""Quantizes and dequantizes `x`, and passes gradients straight through: the straight-through estimator.
 
@@ -61,7 +61,7 @@ def fake_quantize(
     - `clip`: makes the gradient zero where `x` lies outside the range of its block: from half a step below the lowest
         level to half a step above the highest, shifted by the zero point. It matters only for formats whose scale
         clips: [`eqquant.Ternary`][], [`eqquant.Binary`][], and [`eqquant.MXFP4`][], whose scales are powers of two;
-        and for [`eqquant.Q4_0`][] and [`eqquant.Int2`][], which have one more level on one side of zero, so that the
+        and for [`eqquant.formats.Q4_0`][] and [`eqquant.Int2`][], which have one more level on one side of zero, so that the
         largest values on the other side may lie outside.
 
     **Returns:**
@@ -83,11 +83,11 @@ def fake_quantize(
 straight_through = fake_quantize
 
 
-class SimulatedArray(AbstractArrayValue):
+class FakeQuantizedArray(AbstractArrayValue):
     """A float master that is quantized at each use, and trains like any float array.
 
     [`eqquant.quantize_tree`][] makes it with `simulate=True`. Its one leaf is `master`, so any training loop works
-    unchanged. Products, lookups and everything else use [`quantized`][eqquant.SimulatedArray.quantized]; gradients go
+    unchanged. Products, lookups and everything else use [`quantized`][eqquant.arrays.FakeQuantizedArray.quantized]; gradients go
     to the master.
 
     **Arguments:**
@@ -165,7 +165,7 @@ class SimulatedArray(AbstractArrayValue):
         """For products: dense ones are plain."""
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
-        return wl.TextDoc(f"SimulatedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")
+        return wl.TextDoc(f"FakeQuantizedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")
 
 
 def simulate_array(
@@ -175,7 +175,7 @@ def simulate_array(
     dtype: DTypeLike | None,
     method: AbstractMethod = AbsMax(),
     learn_scales: bool = False,
-) -> SimulatedArray:
+) -> FakeQuantizedArray:
     """Returns the array that `quantize_tree(..., simulate=True)` puts in place of `x`."""
     if jtu.tree_leaves(method) or method.inputs is not None:
         raise ValueError(
@@ -184,7 +184,7 @@ def simulate_array(
         )
     dtype = np.dtype(x.dtype if dtype is None else dtype)
     if not learn_scales:
-        return SimulatedArray(x, format, as_axis(axes), dtype, method)
+        return FakeQuantizedArray(x, format, as_axis(axes), dtype, method)
     shifted = has_zero_points(format) or has_offsets(format)
     plain = format.scale_format is None and format.scale_dtype in ("float32", "float16", "bfloat16")
     if shifted or not plain or format.block_size == "tensor":
@@ -196,4 +196,4 @@ def simulate_array(
     scale = quantize_array(x, format, axes, dtype, None, method).scale
     scale = jnp.where(scale == 0, jnp.float32(1e-8), scale)
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-    return SimulatedArray(x, format, as_axis(axes), dtype, method, bits, jnp.zeros_like(scale))
+    return FakeQuantizedArray(x, format, as_axis(axes), dtype, method, bits, jnp.zeros_like(scale))

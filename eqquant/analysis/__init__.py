@@ -4,6 +4,7 @@ See `docs/analysis.md`. Sums run on the host, in float64.
 """
 
 from .._report import Report as Report
+from .._training.residuals import residual_nbytes as residual_nbytes
 from ._comparison import (
     Benchmark as Benchmark,
     compare_formats as compare_formats,

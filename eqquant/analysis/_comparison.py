@@ -12,8 +12,8 @@ from .._formats import Binary, Dynamic8, FP8, Int2, Int4, Int8, MXFP4, MXFP8, NF
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._report import Report, report_table
+from .._tree.config import as_config, QuantConfig
 from .._tree.decide import FormatLike
-from .._tree.use import as_use, Use
 from ._error import ErrorReport, measure, Real, stored_bits, to_numpy, Values
 from ._plots import Axes, draw_front
 
@@ -115,7 +115,7 @@ def run_benchmark(
     **Arguments:**
 
     - `x`: the values.
-    - `format`: a format, its lower-case name, or a [`eqquant.Use`][] with a method.
+    - `format`: a format, its lower-case name, or a [`eqquant.QuantConfig`][] with a method.
     - `name`: the name of the row; by default, the `repr` of the format.
     - `axis`: the axis along which blocks run.
     - `method`: the method that chooses scales and codes, unless `format` sets one.
@@ -129,7 +129,7 @@ def run_benchmark(
 
     As [`eqquant.quantize`][] and [`eqquant.analysis.analyze_error`][].
     """
-    (use,) = as_uses(format, method)
+    (use,) = as_configs(format, method)
     values = to_numpy(x, "`x`")
     q = quantize(values, use.format, axis=axis, method=use.method)
     error = measure(values, to_numpy(q, "`q`"), ("`x`", "its quantized version"), threshold)
@@ -155,7 +155,7 @@ def compare_formats(
     **Arguments:**
 
     - `x`: the values.
-    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s with a method, or one of these. All formats of the
+    - `formats`: formats, their lower-case names, [`eqquant.QuantConfig`][]s with a method, or one of these. All formats of the
         library by default.
     - `axis`: the axis along which blocks run.
     - `method`: the method that chooses scales and codes, for each of `formats` that sets none.
@@ -170,20 +170,20 @@ def compare_formats(
     """
     if not formats:
         raise ValueError("`formats` must name at least one format. Got none. Leave it out for all of the library.")
-    return Comparison(tuple(run_benchmark(x, use, axis=axis) for use in as_uses(formats, method)))
+    return Comparison(tuple(run_benchmark(x, use, axis=axis) for use in as_configs(formats, method)))
 
 
-def as_uses(formats: Sequence[FormatLike] | FormatLike, method: AbstractMethod | None) -> tuple[Use, ...]:
-    """Converts one or several formats to `Use`s, each with its own method or else the given one."""
-    several = (formats,) if isinstance(formats, (AbstractFormat, str, type, Use)) else formats
-    uses = [as_use(format) for format in several]
+def as_configs(formats: Sequence[FormatLike] | FormatLike, method: AbstractMethod | None) -> tuple[QuantConfig, ...]:
+    """Converts one or several formats to `QuantConfig`s, each with its own method or else the given one."""
+    several = (formats,) if isinstance(formats, (AbstractFormat, str, type, QuantConfig)) else formats
+    uses = [as_config(format) for format in several]
     if any(use.activations is not None for use in uses):
         raise ValueError(
             "`formats` must leave `activations` out: losses are measured with quantized weights alone. Got some. Pass "
             "them to `quantize_tree`."
         )
-    return tuple(Use(use.format, method) if use.method is None else use for use in uses)
+    return tuple(QuantConfig(use.format, method) if use.method is None else use for use in uses)
 
 
-def show_format(format: AbstractFormat | Use | None) -> str:
+def show_format(format: AbstractFormat | QuantConfig | None) -> str:
     return "float" if format is None else repr(format)

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from .._formats.base import AbstractFormat
 from .._report import Name, Report, report_table, show_bytes
+from .._tree.config import as_config, QuantConfig
 from .._tree.leaves import abbreviate_list, array_nbytes, named_leaves
-from .._tree.use import as_use, Use
 from .._tree.weights import ineligible_reason
 from .._types import PyTree
 from ._comparison import show_format
@@ -37,7 +37,7 @@ class PlannedLeaf:
 
     paths: tuple[str, ...]
     shape: tuple[int, ...]
-    format: AbstractFormat | Use | None
+    format: AbstractFormat | QuantConfig | None
     nbytes: int
     increase: float
     arrays: int = 1
@@ -53,7 +53,7 @@ class PlannedLeaf:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
+class BitPlan(Report, Mapping[str, AbstractFormat | QuantConfig | None]):
     """A format for each leaf: a mapping `{path: format or None}` that you can pass to [`eqquant.quantize_tree`][].
 
     `measured` says whether the increase of a loss was measured, or errors of weights stand for it. The keys of such a
@@ -66,7 +66,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
     target_bits: float
     measured: bool = True
 
-    def __getitem__(self, path: str) -> AbstractFormat | Use | None:
+    def __getitem__(self, path: str) -> AbstractFormat | QuantConfig | None:
         return self._formats[path]
 
     def __iter__(self) -> Iterator[str]:
@@ -76,7 +76,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | Use | None]):
         return len(self._formats)
 
     @property
-    def _formats(self) -> dict[str, AbstractFormat | Use | None]:
+    def _formats(self) -> dict[str, AbstractFormat | QuantConfig | None]:
         return {glob.escape(path): leaf.format for leaf in self.leaves for path in leaf.paths}
 
     @property
@@ -205,7 +205,7 @@ def plan_bits(
     return min(plans, key=_measure_with(model, sensitivities, loss, batch))
 
 
-_Option = tuple[AbstractFormat | Use | None, int, float]
+_Option = tuple[AbstractFormat | QuantConfig | None, int, float]
 
 
 def _single_formats(options: Sequence[Sequence[_Option]]) -> Iterator[list[int]]:
@@ -230,7 +230,7 @@ def _measure_with(
             for path in leaf.paths if leaf.format is not None else ():
                 place, value = places[path]
                 w = Candidate([place], [path], value, axes[path])
-                replaced[place] = quantize_named(w, as_use(leaf.format)).dequantize()
+                replaced[place] = quantize_named(w, as_config(leaf.format)).dequantize()
         return as_number(compute(replaced), "a plan")
 
     return measure

@@ -21,12 +21,12 @@ from .._formats import Int2, Int3, Int5, Int8, IQ4_XS, NF4, Q3_K, Q5_K, Q6_K
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._report import Name, Report, report_table
+from .._tree.config import QuantConfig
 from .._tree.decide import decide, FormatLike
 from .._tree.leaves import abbreviate_list, array_nbytes, DenseArray, named_leaves
 from .._tree.select import Where
-from .._tree.use import Use
 from .._types import PyTree
-from ._comparison import as_uses, show_format
+from ._comparison import as_configs, show_format
 from ._error import measure, to_numpy
 from ._plots import Axes, draw_dots
 from ._roles import weigh_roles
@@ -57,7 +57,7 @@ class LeafSensitivity:
     paths: tuple[str, ...]
     shape: tuple[int, ...]
     dense_nbytes: int
-    formats: tuple[AbstractFormat | Use, ...]
+    formats: tuple[AbstractFormat | QuantConfig, ...]
     nbytes: tuple[int, ...]
     losses: tuple[float, ...]
     arrays: int = 1
@@ -140,7 +140,7 @@ def sensitivity(
     - `model`: any pytree, in float.
     - `loss`: a function `(model, batch) -> scalar`. It runs under `equinox.filter_jit`.
     - `batch`: the second argument of the loss: any pytree of arrays, with examples along the first axis.
-    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s with a method, or one of these. The default is a
+    - `formats`: formats, their lower-case names, [`eqquant.QuantConfig`][]s with a method, or one of these. The default is a
         choice of nine, from two to eight bits, that mix well. Fewer take less time, and make a worse plan where two
         neighbours are far apart.
     - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
@@ -165,7 +165,7 @@ def sensitivity(
     base = as_number(compute({}), "the model as it is")
     changed = False
 
-    def loss_of(name: str, use: Use, alike: Sequence[Candidate], quantized: Sequence[QuantizedArray]) -> float:
+    def loss_of(name: str, use: QuantConfig, alike: Sequence[Candidate], quantized: Sequence[QuantizedArray]) -> float:
         nonlocal changed
         replaced = {}
         for w, q in zip(alike, quantized, strict=True):
@@ -216,7 +216,7 @@ def weight_sensitivity(
     **Arguments:**
 
     - `model`: any pytree, in float.
-    - `formats`: formats, their lower-case names, [`eqquant.Use`][]s with a method, or one of these. The default is a
+    - `formats`: formats, their lower-case names, [`eqquant.QuantConfig`][]s with a method, or one of these. The default is a
         choice of nine, from two to eight bits, that mix well.
     - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
@@ -237,7 +237,7 @@ def weight_sensitivity(
     uses, weights = _some_uses(formats, method), _weights(model, where, axis)
     factors = weigh_roles(leaf.path for leaf in named_leaves(model) if isinstance(leaf.value, DenseArray))
 
-    def error_of(name: str, use: Use, alike: Sequence[Candidate], quantized: Sequence[QuantizedArray]) -> float:
+    def error_of(name: str, use: QuantConfig, alike: Sequence[Candidate], quantized: Sequence[QuantizedArray]) -> float:
         del name, use
         error = 0.0
         for w, q in zip(alike, quantized, strict=True):
@@ -305,8 +305,8 @@ def _grouped(weights: Sequence[Candidate], group: str | Sequence[str]) -> list[t
 def _rows(
     weights: Sequence[Candidate],
     group: str | Sequence[str],
-    uses: Sequence[Use],
-    loss_of: Callable[[str, Use, Sequence[Candidate], Sequence[QuantizedArray]], float],
+    uses: Sequence[QuantConfig],
+    loss_of: Callable[[str, QuantConfig, Sequence[Candidate], Sequence[QuantizedArray]], float],
     read: Callable[[str], Array | np.ndarray] | None = None,
 ) -> tuple[LeafSensitivity, ...]:
     """Returns a row for each array or group: quantizes it to each format, and asks `loss_of` for the loss."""
@@ -327,8 +327,8 @@ def _rows(
     return tuple(rows)
 
 
-def _some_uses(formats: Sequence[FormatLike] | FormatLike, method: AbstractMethod | None) -> tuple[Use, ...]:
-    uses = as_uses(formats, method)
+def _some_uses(formats: Sequence[FormatLike] | FormatLike, method: AbstractMethod | None) -> tuple[QuantConfig, ...]:
+    uses = as_configs(formats, method)
     if not uses:
         raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
     return uses
@@ -361,7 +361,7 @@ def as_number(out: PyTree, what: str) -> float:
     return float(value)
 
 
-def quantize_named(w: Candidate, use: Use) -> QuantizedArray:
+def quantize_named(w: Candidate, use: QuantConfig) -> QuantizedArray:
     """Calls `quantize`, and names the leaf in its errors."""
     path = w.paths[0]
     try:

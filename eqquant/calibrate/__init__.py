@@ -1,7 +1,6 @@
 """Calibration: ranges, scales and statistics from data. See `docs/calibrate.md`."""
 
-from ._calibrator import AbstractCalibrator as AbstractCalibrator
-from ._clipping import MSE as MSE, Percentile as Percentile
+from ._clipping import MSERange as MSERange, Percentile as Percentile
 from ._collect import collect_stats as collect_stats
 from ._ranges import MinMax as MinMax, MovingAverage as MovingAverage
 from ._result import CalibrationResult as CalibrationResult

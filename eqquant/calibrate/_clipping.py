@@ -44,7 +44,7 @@ class Percentile(AbstractSketched):
 
     **Arguments:**
 
-    - `format`, `shape`, `axis`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
+    - `format`, `shape`, `axis`, `name`: as for [`eqquant.extend.AbstractCalibrator`][].
     - `lower`, `upper`: the percentiles, from 0 to 100 (not fractions).
     """
 
@@ -69,7 +69,7 @@ class Percentile(AbstractSketched):
         return low, high
 
 
-class MSE(AbstractSketched):
+class MSERange(AbstractSketched):
     r"""Finds the range with the least squared error $\mathbb{E}[(x - \hat x)^2]$: clipping large values adds error, but
     the finer steps reduce it.
 
@@ -80,7 +80,7 @@ class MSE(AbstractSketched):
     !!! Example
 
         ```python
-        cal = eqq.calibrate.MSE(eqq.Int4(block_size="tensor"))
+        cal = eqq.calibrate.MSERange(eqq.Int4(block_size="tensor"))
         for x in batches:
             cal = cal.update(x)
         q = cal.result().quantize(x)
@@ -92,7 +92,7 @@ class MSE(AbstractSketched):
 
     **Arguments:**
 
-    - `format`, `shape`, `axis`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][]. `format` must be an integer
+    - `format`, `shape`, `axis`, `name`: as for [`eqquant.extend.AbstractCalibrator`][]. `format` must be an integer
         format.
     """
 

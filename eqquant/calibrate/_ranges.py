@@ -23,7 +23,7 @@ class MinMax(AbstractCalibrator):
 
     **Arguments:**
 
-    - `format`, `shape`, `axis`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
+    - `format`, `shape`, `axis`, `name`: as for [`eqquant.extend.AbstractCalibrator`][].
     """
 
     def _start(self) -> Range:
@@ -56,7 +56,7 @@ class MovingAverage(AbstractCalibrator):
 
     **Arguments:**
 
-    - `format`, `shape`, `axis`, `name`: as for [`eqquant.calibrate.AbstractCalibrator`][].
+    - `format`, `shape`, `axis`, `name`: as for [`eqquant.extend.AbstractCalibrator`][].
     - `momentum`: $m$, the weight of a new batch, above 0 and at most 1.
     """
 

@@ -24,7 +24,7 @@ class CalibrationResult(eqx.Module):
     !!! Example
 
         ```python
-        result = eqq.calibrate.MSE("int4", w).update(w).result()
+        result = eqq.calibrate.MSERange("int4", w).update(w).result()
         q = result.quantize(w)
         ```
 

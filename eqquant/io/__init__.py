@@ -5,5 +5,5 @@ from ._checkpoint import Checkpoint as Checkpoint, CheckpointRow as CheckpointRo
 from ._convert import convert as convert, skeleton as skeleton
 from ._load import assign as assign
 from ._load_into import load_into as load_into, LoadPlan as LoadPlan, LoadRow as LoadRow, plan_load as plan_load
-from ._rules import To as To
+from ._rules import Target as Target
 from ._write import write as write

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .._array.array import QuantizedArray
-from .._array.checks import as_method, check_finite
+from .._array.checks import as_method, check_finite, MethodLike
 from .._array.quantize import quantize_array
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
@@ -75,7 +75,7 @@ def convert(
     format: FormatRules | None = None,
     *,
     axis: Axis = None,
-    method: AbstractMethod | None = None,
+    method: MethodLike | None = None,
     dialect: str | None = None,
     shard_nbytes: int | None = None,
     each: Each | None = None,
@@ -164,7 +164,7 @@ def plan(
     format: FormatRules | None = None,
     *,
     axis: Axis = None,
-    method: AbstractMethod | None = None,
+    method: MethodLike | None = None,
     dialect: str | None = None,
 ) -> TreeReport:
     """Returns what `convert` would return, and raises what it would raise before it quantizes."""
@@ -186,7 +186,7 @@ def _planned(
     opened: Checkpoint,
     format: FormatRules | None,
     axis: Axis,
-    method: AbstractMethod | None,
+    method: MethodLike | None,
     dialect: str | None,
     each: Each | None,
 ) -> tuple[dict[str, Decision], dict[str, LazyArray], TreeReport]:

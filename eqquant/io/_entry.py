@@ -43,9 +43,9 @@ class Entry:
     - `kind`: a JAX array, a NumPy array, a NumPy scalar, a PRNG key, a quantized array, or a Python scalar or string.
     - `dtype`: the (logical) dtype; for a Python scalar its type.
     - `gradient_of`: the dtype of that field of a quantized array, if it is not `None`.
-    - `within`: what the arrays around it, such as an `eqquant.SimulatedArray`, make of it: their fields that are no
+    - `within`: what the arrays around it, such as an `eqquant.arrays.FakeQuantizedArray`, make of it: their fields that are no
         leaves, as text. `None` if no array is around it, or if that is not known.
-    - `order`: of an `eqquant.PermutedArray` its axis, and the shape of its order.
+    - `order`: of an `eqquant.arrays.PermutedArray` its axis, and the shape of its order.
     """
 
     kind: LeafKind
@@ -222,6 +222,6 @@ def _structs(
 def named_parts(q: PyTree) -> dict[str, PyTree]:
     """Returns the leaves by name: `codes`, `scale_bits` (or `scale_bits.codes` and so on), and others alike.
 
-    Those of an `eqquant.PermutedArray` are `order`, and these after `array.`.
+    Those of an `eqquant.arrays.PermutedArray` are `order`, and these after `array.`.
     """
     return {jtu.keystr(keys, simple=True, separator="."): leaf for keys, leaf in jtu.tree_flatten_with_path(q)[0]}

@@ -31,7 +31,7 @@ from ._entry import describe, describe_leaf, Entry, is_one
 from ._lazy import LazyArray
 from ._load import own_sharding
 from ._memory import to_jax
-from ._names import of as names_of
+from ._names import detect
 from ._rules import match_names, Matched, NameRules, Recipe
 
 
@@ -136,7 +136,7 @@ def load_into(
         new first axis, by its number. So layers become a stack for `scan`, and experts one array.
     - A tuple of paths: the array is divided among these leaves, along the first axis. A tuple of *names* as the key
         does the opposite: it joins these arrays.
-    - An [`eqquant.io.To`][] also transposes, or applies a function.
+    - An [`eqquant.io.Target`][] also transposes, or applies a function.
     - `None`: the array is left out.
 
     All this moves packed codes and scales, and computes nothing. What cannot be exact, such as joining parts in
@@ -153,7 +153,7 @@ def load_into(
         structure, the dtypes, and all leaves that are not arrays. A quantized array may take the place of a float one.
     - `checkpoint`: the result of [`eqquant.io.open`][], or a path to open; or any dictionary of arrays.
     - `names`: rules as above, or a function from the name of an array to what becomes of it. By default
-        [`eqquant.io.names.of`][], which knows the names of some families of models.
+        [`eqquant.io.names.detect`][], which knows the names of some families of models.
     - `dequantize`: whether every array becomes dense as it is read.
     - `keep`: globs or regular expressions for leaves that keep the values of the model.
     - `shardings`: the shardings of the logical arrays, as for [`eqquant.quantize_tree`][]. By default those of the
@@ -225,7 +225,7 @@ class _Plan:
         self.kept = tuple(
             leaf.path for leaf in self.leaves if leaf.path in self.places and any(matches(p, leaf) for p in keep)
         )
-        self.matched: Matched = match_names(names_of(checkpoint) if names is None else names, tuple(self.sources))
+        self.matched: Matched = match_names(detect(checkpoint) if names is None else names, tuple(self.sources))
         self.recipes: dict[str, Recipe] = {}
         self.made: dict[str, PyTree] = {}  # the arrays of the result, without values
         self.problem_of: dict[str, str] = {}
@@ -272,7 +272,7 @@ class _Plan:
             made = self._make(recipe, structs, abstract=True)
         except Exception as e:  # also whatever `apply` raises
             formats = ", ".join(f"{name}: {self._describe(name)}" for name in names[:4])
-            self._wrong(recipe.paths[0], f"{e} ({formats}). `dequantize=True` of `eqq.io.To` makes them dense")
+            self._wrong(recipe.paths[0], f"{e} ({formats}). `dequantize=True` of `eqq.io.Target` makes them dense")
             return
         for path, x in made.items():
             entry = _entry(x, path)

@@ -1,6 +1,6 @@
 """The names of arrays in the checkpoints of families of models, as tables: name in the file, path in the model."""
 
-from ._rules import To
+from ._rules import Target
 
 
 LLAMA = {
@@ -39,11 +39,11 @@ GPT2 = {
     "wte.weight": "embedding.weight",
     "wpe.weight": "position.weight",
     "h.{n}.ln_1.{p}": "layers.{n}.attention_norm.{p}",
-    "h.{n}.attn.c_attn.{p}": To(QKV, transpose=True),
-    "h.{n}.attn.c_proj.{p}": To("layers.{n}.attention.output.{p}", transpose=True),
+    "h.{n}.attn.c_attn.{p}": Target(QKV, transpose=True),
+    "h.{n}.attn.c_proj.{p}": Target("layers.{n}.attention.output.{p}", transpose=True),
     "h.{n}.ln_2.{p}": "layers.{n}.mlp_norm.{p}",
-    "h.{n}.mlp.c_fc.{p}": To("layers.{n}.mlp.up.{p}", transpose=True),
-    "h.{n}.mlp.c_proj.{p}": To("layers.{n}.mlp.down.{p}", transpose=True),
+    "h.{n}.mlp.c_fc.{p}": Target("layers.{n}.mlp.up.{p}", transpose=True),
+    "h.{n}.mlp.c_proj.{p}": Target("layers.{n}.mlp.down.{p}", transpose=True),
     "ln_f.{p}": "norm.{p}",
     "lm_head.weight": "head.weight",
     "*.attn.bias": None,

@@ -21,7 +21,7 @@ from .._types import PyTree
 from .._wrappers.pieces import take
 from ._checkpoint import Checkpoint
 from ._name_tables import BERT, ENCODER, GEMMA, GGUF, GGUF_OWN, GPT2, LLAMA, MIXTRAL, PHI3, QWEN_MOE, VIT
-from ._rules import LeafTarget, NameRules, RuleKey, To
+from ._rules import LeafTarget, NameRules, RuleKey, Target
 
 
 NameTable = dict[RuleKey, LeafTarget]
@@ -38,7 +38,7 @@ def llama(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
         # A model without a head of its own, whose file has one:
         model = eqq.io.load_into(skeleton, "llama", eqq.io.names.llama({"lm_head.weight": None}))
         # The other way round: one array in both places.
-        both = eqq.io.To(("embedding.weight", "head.weight"), tied=True)
+        both = eqq.io.Target(("embedding.weight", "head.weight"), tied=True)
         model = eqq.io.load_into(skeleton, "llama", eqq.io.names.llama({"model.embed_tokens.weight": both}))
         ```
 
@@ -207,10 +207,10 @@ def gguf(checkpoint: Checkpoint, overrides: Overrides = None) -> NameTable:
                     f"{checkpoint.path} must say how many heads it has, in `{architecture}.attention.head_count`. Got "
                     f"{number}. Write rules of your own, with `eqq.io.names.rotary_halves`."
                 )
-            rules[f"blk.{{n}}.attn_{x}.{{p}}"] = To(f"layers.{{n}}.attention.{x}.{{p}}", apply=rotary_halves(count))
+            rules[f"blk.{{n}}.attn_{x}.{{p}}"] = Target(f"layers.{{n}}.attention.{x}.{{p}}", apply=rotary_halves(count))
     if architecture in _PLUS_ONE:
         norms = {name: path for name, path in GGUF.items() if "norm" in name and name != "token_embd_norm.{p}"}
-        rules |= {name: To(path, apply=minus_one) for name, path in norms.items() if isinstance(path, str)}
+        rules |= {name: Target(path, apply=minus_one) for name, path in norms.items() if isinstance(path, str)}
     return _merge(overrides, "", rules, GGUF)
 
 
@@ -226,7 +226,7 @@ def rotary_halves(heads: int) -> Callable[[PyTree], PyTree]:
 
     **Returns:**
 
-    A function for [`eqquant.io.To`][].
+    A function for [`eqquant.io.Target`][].
     """
 
     def undo(x: PyTree) -> PyTree:
@@ -255,7 +255,7 @@ _FAMILIES: dict[str, tuple[Callable[..., NameTable], str]] = {
 }
 
 
-def of(checkpoint: object, overrides: Overrides = None) -> NameRules:
+def detect(checkpoint: object, overrides: Overrides = None) -> NameRules:
     """Returns the rules for a checkpoint, by what it says of itself.
 
     That is `model_type` in `config.json`, or the architecture of a GGUF file. Arrays of our own files, and of
@@ -329,13 +329,15 @@ def rename(names: Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget], chang
     def one(target: LeafTarget) -> LeafTarget:
         if target is None:
             return None
-        to = target if isinstance(target, To) else To(target)
+        to = target if isinstance(target, Target) else Target(target)
         path = change(to.path) if isinstance(to.path, str) else tuple(map(change, to.path))
-        return dataclasses.replace(to, path=path) if isinstance(target, To) else path
+        return dataclasses.replace(to, path=path) if isinstance(target, Target) else path
 
     renamed = {key: one(target) for key, target in names.items()}
     if absent := [old for old in changes if old not in seen]:
-        targets = [target if isinstance(target, To) else To(target) for target in names.values() if target is not None]
+        targets = [
+            target if isinstance(target, Target) else Target(target) for target in names.values() if target is not None
+        ]
         paths = [path for to in targets for path in to.paths]
         raise ValueError(
             f"Each text of `changes` must be a part of a path. Got {absent[0]!r}, in none of {', '.join(paths[:10])}."

@@ -11,15 +11,15 @@ from .._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class To:
+class Target:
     """A place in a model, for [`eqquant.io.load_into`][], and what to do with an array on its way there.
 
     !!! Example
 
         ```python
         names = {
-            "wte.weight": "embedding.weight",                                   # text is `To("embedding.weight")`
-            "h.{n}.mlp.c_fc.{p}": To("layers.{n}.mlp.up.{p}", transpose=True),
+            "wte.weight": "embedding.weight",                                   # text is `Target("embedding.weight")`
+            "h.{n}.mlp.c_fc.{p}": Target("layers.{n}.mlp.up.{p}", transpose=True),
         }
         ```
 
@@ -46,7 +46,7 @@ class To:
         return (self.path,) if isinstance(self.path, str) else tuple(self.path)
 
 
-LeafTarget = str | tuple[str, ...] | To | None
+LeafTarget = str | tuple[str, ...] | Target | None
 RuleKey = str | re.Pattern[str] | tuple[str | re.Pattern[str], ...]
 NameRules = Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget] | Callable[[str], LeafTarget]
 
@@ -59,7 +59,7 @@ class Recipe(NamedTuple):
     """
 
     paths: tuple[str, ...]
-    to: To
+    to: Target
     sources: tuple[tuple[str, ...], ...]
     stacked: tuple[int, ...]
 
@@ -83,7 +83,7 @@ class _Match(NamedTuple):
 class _Rule(NamedTuple):
     shown: tuple[str, ...]
     patterns: tuple[re.Pattern[str], ...]
-    to: To | None
+    to: Target | None
 
 
 def match_names(names: NameRules, found: Sequence[str]) -> Matched:
@@ -123,7 +123,7 @@ def match_names(names: NameRules, found: Sequence[str]) -> Matched:
             problems.append(f"{', '.join(paths)}: {wrong}")
             continue
         sources = tuple(tuple(layers[at][n] for n in range(len(rule.shown))) for at in sorted(layers))
-        recipes.append(Recipe(paths, rule.to or To(paths), sources, lengths))
+        recipes.append(Recipe(paths, rule.to or Target(paths), sources, lengths))
     unknown = [name for name in found if name not in matches]
     busy = {match.rule for match in matches.values()}
     idle = [", ".join(rule.shown) for number, rule in enumerate(rules) if number not in busy]
@@ -158,10 +158,10 @@ def _rule(key: object, target: object, literal: bool = False) -> _Rule:
     patterns = () if literal else tuple(k if isinstance(k, re.Pattern) else compile_pattern(k, "names") for k in keys)
     shown = tuple(k.pattern if isinstance(k, re.Pattern) else k for k in keys)
     if isinstance(target, str) or (isinstance(target, tuple) and target):
-        target = To(target)
-    if target is not None and not isinstance(target, To):
+        target = Target(target)
+    if target is not None and not isinstance(target, Target):
         raise TypeError(
-            f"`names` must give {shown[0]!r} the path of a leaf, a tuple of paths, an `eqq.io.To`, or None, which "
+            f"`names` must give {shown[0]!r} the path of a leaf, a tuple of paths, an `eqq.io.Target`, or None, which "
             f"leaves it out. Got {target!r}."
         )
     for pattern, text in zip(patterns, shown, strict=False):

@@ -92,7 +92,7 @@ def _suits_channels(cache: str | None) -> bool:
     """At four bits and fewer, a few large numbers of each key cost the others too much, unless channels have scales."""
     if cache is None:
         return False
-    format = eqq.Use(cache).format
+    format = eqq.QuantConfig(cache).format
     return format.bits <= 4 and isinstance(format.block_size, int) and format.scale_format is None
 
 

@@ -32,8 +32,8 @@ class Cache(eqx.Module):
         context: int,
         dtype: DTypeLike = jnp.float32,
         *,
-        format: eqq.AbstractFormat | str | None = None,
-        values: eqq.AbstractFormat | str | None = None,
+        format: eqq.extend.AbstractFormat | str | None = None,
+        values: eqq.extend.AbstractFormat | str | None = None,
         per_channel: bool = False,
         stacked: bool = False,
     ) -> "Cache":
@@ -211,7 +211,7 @@ def mixture(
     def add(total: Array, n: Array) -> tuple[Array, None]:
         def of_expert() -> Array:
             # Selected here, so that an expert that no token chose is not even read.
-            return shares[:, n, None] * jax.vmap(eqq.select(experts, n))(x)
+            return shares[:, n, None] * jax.vmap(eqq.take_layer(experts, n))(x)
 
         used = jnp.any(shares[:, n] > 0)
         return total + jax.lax.cond(used, of_expert, lambda: jnp.zeros_like(x)), None
@@ -316,7 +316,7 @@ class Llama(eqx.Module):
         def step(carry: tuple[Array, Cache], of_layer: tuple[Array, Array]) -> tuple[tuple[Array, Cache], None]:
             (x, cache), (n, window) = carry, of_layer
             turned = jtu.tree_map(lambda a, b: jnp.where(window > 0, b, a), rotation, local)
-            return eqq.select(self.layers, n)(x, n, positions, turned, window, of_row, cache), None
+            return eqq.take_layer(self.layers, n)(x, n, positions, turned, window, of_row, cache), None
 
         numbers = (jnp.arange(self.config.layers), jnp.asarray(self.config.windows))
         (x, cache), _ = jax.lax.scan(step, (x, cache), numbers)
@@ -340,7 +340,7 @@ def load(checkpoint: eqq.io.Checkpoint, dtype: DTypeLike = jnp.float32, *, stack
     """Loads a model from a checkpoint of any library. Weights that are quantized stay as they are, packed."""
     config = config_of(checkpoint)
     heads = ("lm_head.weight", "output.weight")
-    names = eqq.io.names.of(checkpoint, dict.fromkeys(heads) if config.tied else None)
+    names = eqq.io.names.detect(checkpoint, dict.fromkeys(heads) if config.tied else None)
     if stacked:
         names = eqq.io.names.rename(names, {"layers.{n}": "layers"})
     skeleton = eqx.filter_eval_shape(Llama, config, dtype, stacked=stacked, key=jr.key(0))
@@ -356,7 +356,7 @@ def joined(model: Llama) -> Llama:
 
     def join(*layers: eqx.nn.Linear) -> tuple[eqx.nn.Linear | None, ...]:
         given = [f.weight for f in layers]
-        of_codes = all(isinstance(w, eqq.ActivationQuantizedArray) and w.scale is None for w in given)
+        of_codes = all(isinstance(w, eqq.arrays.ActivationQuantizedArray) and w.scale is None for w in given)
         weights = [w.array for w in given] if of_codes else given
         inputs = {w.activations for w in given} if of_codes else set()
         of = lambda w: (w.format, w.dtype, w.ndim, w.shape[-1])
@@ -366,7 +366,7 @@ def joined(model: Llama) -> Llama:
             return layers
         weight = eqq.quaxify(lambda *w: jnp.concatenate(w, axis=-2))(*weights)
         if of_codes:
-            weight = eqq.ActivationQuantizedArray(weight, inputs.pop())
+            weight = eqq.arrays.ActivationQuantizedArray(weight, inputs.pop())
         rows = sum(f.out_features for f in layers)
         skeleton = eqx.filter_eval_shape(eqx.nn.Linear, layers[0].in_features, rows, False, key=jr.key(0))
         return (eqx.tree_at(lambda f: f.weight, skeleton, weight), *[None] * (len(layers) - 1))

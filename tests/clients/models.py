@@ -251,7 +251,7 @@ CLIENTS = {
         mixed_axes,
         over(lambda m, x: m(x)[0]),
         normal(4, 3, 16, 16),
-        format={"proj": eqq.Use("nf4", axis=-2), "*": "nf4"},
+        format={"proj": eqq.QuantConfig("nf4", axis=-2), "*": "nf4"},
         decoded=("conv1.weight",),
     ),
     "transformer-flows": Client(

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from .._array.checks import as_method
+from .._array.checks import as_method, MethodLike
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod
 from .._types import PyTree
@@ -16,16 +16,16 @@ ActivationsLike = AbstractFormat | str | Mapping[str, PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
+class QuantConfig:
     """A format with a method, a format of activations, and an axis: a rule of [`eqquant.quantize_tree`][], or,
     without a format of activations, an option of `plan_bits`.
 
     !!! Example
 
         ```python
-        eqq.quantize_tree(model, {"*.down.*": eqq.Use("int4", eqq.MSE()), "*": "int8"})
-        eqq.quantize_tree(model, {"*.mlp.*": eqq.Use("int8", activations="int8"), "*": "int8"})
-        eqq.quantize_tree(model, {"*.proj": eqq.Use("int4", axis=-2), "*": "int4"})  # used as `x @ proj`
+        eqq.quantize_tree(model, {"*.down.*": eqq.QuantConfig("int4", eqq.MSE()), "*": "int8"})
+        eqq.quantize_tree(model, {"*.mlp.*": eqq.QuantConfig("int8", activations="int8"), "*": "int8"})
+        eqq.quantize_tree(model, {"*.proj": eqq.QuantConfig("int4", axis=-2), "*": "int4"})  # used as `x @ proj`
         ```
 
     **Arguments:**
@@ -50,7 +50,7 @@ class Use:
     def __init__(
         self,
         format: AbstractFormat | str,
-        method: AbstractMethod | None = None,
+        method: MethodLike | None = None,
         activations: ActivationsLike | None = None,
         axis: Axis = None,
     ) -> None:
@@ -79,15 +79,15 @@ def _as_axis(axis: Axis) -> int | tuple[int, ...] | None:
 
 def as_activations(x: ActivationsLike | None) -> AbstractFormat | Mapping[str, InputStatistics] | None:
     """Returns a format, or statistics by path, of activations; `None` for floats."""
-    if isinstance(x, Mapping) and (not x or any(isinstance(v, (AbstractFormat, str, Use)) for v in x.values())):
+    if isinstance(x, Mapping) and (not x or any(isinstance(v, (AbstractFormat, str, QuantConfig)) for v in x.values())):
         raise TypeError(
             "`activations` must be one format, its name, or what `eqq.calibrate.collect_stats` returns. Got "
-            f"{dict(x)!r}. To choose by rule, write `eqq.Use` in the rules of `format`: "
-            '`{"layers.0.*": eqq.Use("int8", activations="int8"), "*": "int8"}`.'
+            f"{dict(x)!r}. To choose by rule, write `eqq.QuantConfig` in the rules of `format`: "
+            '`{"layers.0.*": eqq.QuantConfig("int8", activations="int8"), "*": "int8"}`.'
         )
     return x if x is None or isinstance(x, Mapping) else as_format(x, "activations")
 
 
-def as_use(x: PyTree) -> Use:
-    """Returns a format, its name, or a `Use`, as a `Use`."""
-    return x if isinstance(x, Use) else Use(x)
+def as_config(x: PyTree) -> QuantConfig:
+    """Returns a format, its name, or a `QuantConfig`, as a `QuantConfig`."""
+    return x if isinstance(x, QuantConfig) else QuantConfig(x)

@@ -1,17 +1,17 @@
-"""Layers of families of models between which factors can move, for `eqq.smooth`, or rotations, for `eqq.rotate`."""
+"""Layers of families of models between which factors can move, for `eqq.transforms.smooth`, or rotations, for `eqq.transforms.rotate`."""
 
-from .._tree.folds import Folds, Into, Residual, Rotations
+from .folds import FoldInto, Folds, ResidualStream, Rotations
 
 
 def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Folds:
     """Returns the pairs of Llama and its relatives, by the paths of [`eqquant.io.names.llama`][], for
-    [`eqquant.smooth`][]: norms, which feed projections; values, which feed the output of attention; and `up`, which
+    [`eqquant.transforms.smooth`][]: norms, which feed projections; values, which feed the output of attention; and `up`, which
     feeds `down` after a product with the gate.
 
     !!! Example
 
         ```python
-        model = eqq.smooth(model, eqq.AWQ(stats), fold=eqq.io.names.llama_pairs(head_size=128))
+        model = eqq.transforms.smooth(model, eqq.transforms.AWQ(stats), fold=eqq.transforms.llama_pairs(head_size=128))
         ```
 
     **Arguments:**
@@ -25,16 +25,16 @@ def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layer
     A mapping for `fold`.
     """
     return {
-        f"{layers}.attention_norm.{{p}}": Into((f"{layers}.attention.{{x:q|k|v}}.weight",), offset=offset),
-        f"{layers}.mlp_norm.{{p}}": Into((f"{layers}.mlp.{{x:gate|up}}.weight",), offset=offset),
-        f"{layers}.attention.v.{{p}}": Into((f"{layers}.attention.output.weight",), head_size),
+        f"{layers}.attention_norm.{{p}}": FoldInto((f"{layers}.attention.{{x:q|k|v}}.weight",), offset=offset),
+        f"{layers}.mlp_norm.{{p}}": FoldInto((f"{layers}.mlp.{{x:gate|up}}.weight",), offset=offset),
+        f"{layers}.attention.v.{{p}}": FoldInto((f"{layers}.attention.output.weight",), head_size),
         f"{layers}.mlp.up.{{p}}": f"{layers}.mlp.down.weight",
     }
 
 
 def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Rotations:
     """Returns what can be rotated in Llama and its relatives at no cost, by the paths of [`eqquant.io.names.llama`][],
-    for [`eqquant.rotate`][]: the residual stream, and the heads of values with the outputs of attention. What is left
+    for [`eqquant.transforms.rotate`][]: the residual stream, and the heads of values with the outputs of attention. What is left
     is `down`, which takes a product of two layers and rotates online.
 
     A model that multiplies by its embedding to get logits needs a head of its own, because the last norm's gains move
@@ -43,12 +43,12 @@ def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "l
     !!! Example
 
         ```python
-        model = eqq.rotate(model, fold=eqq.io.names.llama_rotations(head_size=128), batches=batches)
+        model = eqq.transforms.rotate(model, fold=eqq.transforms.llama_rotations(head_size=128), batches=batches)
         ```
 
     **Arguments:**
 
-    - `head_size`, `offset`, `layers`: as for [`eqquant.io.names.llama_pairs`][].
+    - `head_size`, `offset`, `layers`: as for [`eqquant.transforms.llama_pairs`][].
 
     **Returns:**
 
@@ -61,12 +61,12 @@ def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "l
         f"{layers}.mlp_norm.weight": f"{layers}.{{x:{normalized}}}",
         "norm.weight": "head.weight",
     }
-    pair = {f"{layers}.attention.v.{{p}}": Into((f"{layers}.attention.output.weight",), head_size)}
-    return {writers: Residual(readers, offset), **pair}
+    pair = {f"{layers}.attention.v.{{p}}": FoldInto((f"{layers}.attention.output.weight",), head_size)}
+    return {writers: ResidualStream(readers, offset), **pair}
 
 
 def bert_pairs(*, layers: str = "layers.{n}") -> Folds:
-    """Returns the pairs of BERT, by the paths of [`eqquant.io.names.bert`][], for [`eqquant.smooth`][].
+    """Returns the pairs of BERT, by the paths of [`eqquant.io.names.bert`][], for [`eqquant.transforms.smooth`][].
 
     There is one: values, which feed the output of attention. A norm of BERT feeds a residual sum too, and GELU stands
     between `up` and `down`.

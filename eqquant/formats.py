@@ -1,4 +1,5 @@
-"""The formats of other programs: GGUF's, and MLX's. Their names, such as `"q4_k"`, work wherever a format is asked for."""
+"""The formats of other programs: GGUF's, and MLX's. Their names, such as `"q4_k"`, work wherever a format is asked "
+"for."""
 
 from ._formats import (
     IQ4_NL as IQ4_NL,

@@ -42,7 +42,7 @@ def formats_by_name() -> dict[str, type[eqq.extend.AbstractFormat]]:
 
     return {
         name.lower(): cls
-        for name, cls in vars(eqq).items()
+        for name, cls in {**vars(eqq), **vars(eqq.formats)}.items()
         if isinstance(cls, type) and issubclass(cls, eqq.extend.AbstractFormat) and not name.startswith("Abstract")
     }
 

@@ -178,7 +178,8 @@ def reexported(package):
     }
 
 
-PACKAGES = {"": eqq, **{f"{n}.": operator.attrgetter(n)(eqq) for n in ("analysis", "calibrate", "io", "io.names")}}
+SUBMODULES = ("analysis", "arrays", "calibrate", "extend", "formats", "io", "io.names", "transforms")
+PACKAGES = {"": eqq, **{f"{n}.": operator.attrgetter(n)(eqq) for n in SUBMODULES}}
 PUBLIC = [
     prefix + name
     for prefix, package in PACKAGES.items()
@@ -198,6 +199,17 @@ def test_public_names_are_those_of_the_init():
     ours = {name for name in PUBLIC if not name.startswith("reference.")}
     assert ours == {p + name for p in PACKAGES for name in reexported(PACKAGES[p])} - packages
     assert {"quantize_tree", "NF4", "QuantizedArray", "analysis.plan_bits"} <= set(PUBLIC)
+
+
+def test_few_public_names():
+    # The formats of GGUF are rows of one table, so are the families of names; `reference` is for comparisons alone.
+    counted = {re.sub(r"^(formats|io\.names|reference)\..*", r"\1", name) for name in PUBLIC}
+    assert len(counted) <= 145, sorted(counted)
+
+
+def test_no_name_means_two_things():
+    names = [name.rpartition(".")[2] for name in PUBLIC if not name.startswith(("io.names.", "reference."))]
+    assert len(names) == len(set(names)), "two public names are alike"
 
 
 # Docstrings, read from the sources as an editor reads them

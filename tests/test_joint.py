@@ -13,7 +13,7 @@ import eqquant as eqq
 JOINT = eqq.JointMSE()
 # Signal to noise of ggml's own quantizer on the same values, in dB, as `tests/real_readers` prints it.
 GGML = {"Q2_K": 10.57, "Q3_K": 16.39, "Q4_K": 22.92, "Q5_K": 28.80, "Q6_K": 35.00, "IQ4_NL": 22.33, "IQ4_XS": 22.27}
-FORMATS = [getattr(eqq, name)() for name in (*GGML, "Q4_1")]
+FORMATS = [getattr(eqq.formats, name)() for name in (*GGML, "Q4_1")]
 FORMATS = [
     format if format == eqq.formats.Q3_K() else pytest.param(format, marks=pytest.mark.slow) for format in FORMATS
 ]
@@ -32,7 +32,7 @@ def errors(x, q):
 )
 def test_at_least_the_signal_to_noise_of_ggml(name):
     x = values((64, 1024))
-    q = eqq.quantize(x, getattr(eqq, name)(), method=JOINT)
+    q = eqq.quantize(x, getattr(eqq.formats, name)(), method=JOINT)
     assert 10 * np.log10(np.sum(x**2) / errors(x, q).sum()) > GGML[name]
 
 

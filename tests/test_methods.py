@@ -502,8 +502,8 @@ def test_no_leaf_is_weakly_typed():
     assert not any(leaf.weak_type for leaf in jtu.tree_leaves(q))
 
 
-def test_methods_by_name(getkey):
-    w = weights(getkey(), (8, 64))
+def test_methods_by_name():
+    w = heavy((8, 64))
     for name, method in {
         "mse": eqq.MSE(),
         "HQQ": eqq.HQQ(),

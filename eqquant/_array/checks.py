@@ -74,12 +74,14 @@ def _method_of_name(name: str) -> AbstractMethod:
     collect = "`stats = eqq.calibrate.collect_stats(model, batches, gram=True)`"
     if key in _NEED_INPUTS:
         raise ValueError(
-            f"`method={name!r}` must come with statistics of the inputs of each weight. Got a name alone. Collect them, "
+            f"`method={name!r}` must come with statistics of the inputs of each weight. Got a name alone. Collect "
+            f"them, "
             f"{collect}, and pass `method=eqq.{_NEED_INPUTS[key]}(stats)`."
         )
     if (transform := key.replace("_", "")) in _TRANSFORMS:
         raise ValueError(
-            f"`method` must be a method, and {_TRANSFORMS[transform]} changes the float model before. Got {name!r}. Write "
+            f"`method` must be a method, and {_TRANSFORMS[transform]} changes the float model before. Got {name!r}. "
+            f"Write "
             f"`model = eqq.transforms.smooth(model, eqq.transforms.{_TRANSFORMS[transform]}(stats))` first."
         )
     known = (*_METHODS, *_NEED_INPUTS)

@@ -46,7 +46,8 @@ class SelectedArray(AbstractArrayValue):
         if self.stack.ndim != self.stack_ndim:
             raise ValueError(
                 f"`vmap` and `scan` must map over the index of a selection, not over the selection. Got a stack of "
-                f"{self.stack.ndim} dimensions instead of {self.stack_ndim}. Call `take_layer` inside the mapped function."
+                f"{self.stack.ndim} dimensions instead of {self.stack_ndim}. Call `take_layer` inside the mapped "
+                f"function."
             )
         return (*self.index.shape, *self.stack.shape[1:])
 
@@ -149,7 +150,8 @@ def take_layer(tree: PyTree, index: ArrayLike) -> PyTree:
 
     **Returns:**
 
-    The same tree. Instead of a [`eqquant.QuantizedArray`][] it has a [`eqquant.arrays.SelectedArray`][], which behaves like
+    The same tree. Instead of a [`eqquant.QuantizedArray`][] it has a [`eqquant.arrays.SelectedArray`][], which behaves
+    like
     it. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are copied, since gradients
     go to the arrays themselves.
 

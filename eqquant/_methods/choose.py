@@ -24,7 +24,8 @@ def choose_by_blocks(
     *,
     chunk: int | None = None,
 ) -> tuple[Scales, ZeroPoints]:
-    """Cuts rows into blocks and chooses the scale and zero point of each. For your own [`eqquant.extend.AbstractMethod`][].
+    """Cuts rows into blocks and chooses the scale and zero point of each. For your own
+    [`eqquant.extend.AbstractMethod`][].
 
     !!! Example
 
@@ -34,8 +35,8 @@ def choose_by_blocks(
 
     **Arguments:**
 
-    - `choose`: a function of blocks and a format, as [`eqquant.extend.AbstractScaleMethod.choose_scales`][]. It is called for
-        whole blocks, and again for a shorter last block.
+    - `choose`: a function of blocks and a format, as [`eqquant.extend.AbstractScaleMethod.choose_scales`][]. It is
+        called for whole blocks, and again for a shorter last block.
     - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
     - `format`: what to quantize to.
     - `chunk`: as for [`eqquant.extend.AbstractMethod.quantize_rows`][].

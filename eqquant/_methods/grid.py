@@ -132,7 +132,8 @@ def load_grid(
 
 
 def store_scale(scale: Scales, format: AbstractFormat) -> ScaleBits:
-    """Returns scales or offsets as the format stores them: their bits, or an `EncodedRows` if it quantizes its scales."""
+    """Returns scales or offsets as the format stores them: their bits, or an `EncodedRows` if it quantizes its "
+    "scales."""
     if format.scale_format is None:
         return scale_to_bits(scale, format.scale_dtype)
     nested = format.scale_format

@@ -31,8 +31,8 @@ _STEPS = np.array([(s, o) for s in (-1, 0, 1) for o in (-1, 0, 1) if s or o], np
 class JointMSE(AbstractMethod):
     r"""Like [`eqquant.MSE`][], but also finds offsets and both levels of quantized scales, together with the codes.
 
-    For GGUF's K-quants ([`eqquant.formats.Q4_K`][] and its relatives) and for other formats with offsets. The scales and
-    offsets of a K-quant are small integers times floats that 256 weights share. Rounding a scale to such an integer
+    For GGUF's K-quants ([`eqquant.formats.Q4_K`][] and its relatives) and for other formats with offsets. The scales
+    and offsets of a K-quant are small integers times floats that 256 weights share. Rounding a scale to such an integer
     moves it far from the best one. So this method improves the integers, the floats and the codes in turn, each by
     least squares, while the squared error of a block, or of the blocks that share a float, falls. For a format with
     neither offsets nor quantized scales it does what `MSE` does.

@@ -14,8 +14,8 @@ from .._wrappers.simulated import FakeQuantizedArray
 
 
 def finalize(tree: PyTree) -> PyTree:
-    """Ends simulated quantization: turns every [`eqquant.arrays.FakeQuantizedArray`][] into the [`eqquant.QuantizedArray`][] that
-    it simulates. Learned scales become those of the result.
+    """Ends simulated quantization: turns every [`eqquant.arrays.FakeQuantizedArray`][] into the
+    [`eqquant.QuantizedArray`][] that it simulates. Learned scales become those of the result.
 
     !!! Example
 

@@ -94,8 +94,8 @@ class CallExplanation(Report):
 
         **Returns:**
 
-        A dictionary from the path of each weight to an [`eqquant.QuantConfig`][], or to `None`. What is no weight matches no
-        rule.
+        A dictionary from the path of each weight to an [`eqquant.QuantConfig`][], or to `None`. What is no weight
+        matches no rule.
         """
         worth = [w for w in self.weights if "multiplied" in w.roles or w.roles == ("looked up",)]
         uses = {w.path: QuantConfig(format, axis=w.axis) for w in worth}

@@ -14,14 +14,15 @@ from .weights import ineligible_reason, is_embedding, unmappable_reason
 
 
 class FoldInto(NamedTuple):
-    """Where the outputs of a layer go, for the `fold` of [`eqquant.transforms.smooth`][] and of [`eqquant.transforms.rotate`][].
+    """Where the outputs of a layer go, for the `fold` of [`eqquant.transforms.smooth`][] and of
+    [`eqquant.transforms.rotate`][].
 
     !!! Example
 
         ```python
         fold = {
             "layers.{n}.mlp_norm.{p}": "layers.{n}.mlp.{x:gate|up}.weight",     # text is `FoldInto((text,))`
-            "layers.{n}.attention.v.{p}": eqq.transforms.FoldInto(("layers.{n}.attention.output.weight",), head_size=64),
+            "layers.{n}.attn.v.{p}": eqq.transforms.FoldInto(("layers.{n}.attn.output.weight",), head_size=64),
         }
         ```
 
@@ -42,7 +43,8 @@ Folds = Mapping[str, str | FoldInto]
 
 
 class ResidualStream(NamedTuple):
-    """What takes the sum of a residual stream, for the `fold` of [`eqquant.transforms.rotate`][]: norms, and weights after them.
+    """What takes the sum of a residual stream, for the `fold` of [`eqquant.transforms.rotate`][]: norms, and weights
+    after them.
 
     Norms must divide by the root of the mean square alone, as `equinox.nn.RMSNorm` does without a bias. Their gains
     move into the weights after them.
@@ -216,7 +218,8 @@ def find_stream(writers: tuple[str, ...], into: ResidualStream, weights: Weights
     texts = [text for pair in into.norms.items() for text in pair] if isinstance(into.norms, Mapping) else []
     if not texts or not all(isinstance(text, str) for text in texts):
         raise TypeError(
-            "`eqq.transforms.ResidualStream` must map the pattern of each norm to one pattern of the weights after it, such as "
+            "`eqq.transforms.ResidualStream` must map the pattern of each norm to one pattern of the weights after "
+            "it, such as "
             f"'{{x:up|gate}}.weight'. Got {into.norms!r}."
         )
     leaves, axes = weights

@@ -1,12 +1,13 @@
-"""Layers of families of models between which factors can move, for `eqq.transforms.smooth`, or rotations, for `eqq.transforms.rotate`."""
+"""Layers of families of models between which factors can move, for `eqq.transforms.smooth`, or rotations, for "
+"`eqq.transforms.rotate`."""
 
 from .folds import FoldInto, Folds, ResidualStream, Rotations
 
 
 def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Folds:
     """Returns the pairs of Llama and its relatives, by the paths of [`eqquant.io.names.llama`][], for
-    [`eqquant.transforms.smooth`][]: norms, which feed projections; values, which feed the output of attention; and `up`, which
-    feeds `down` after a product with the gate.
+    [`eqquant.transforms.smooth`][]: norms, which feed projections; values, which feed the output of attention; and
+    `up`, which feeds `down` after a product with the gate.
 
     !!! Example
 
@@ -34,8 +35,8 @@ def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layer
 
 def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Rotations:
     """Returns what can be rotated in Llama and its relatives at no cost, by the paths of [`eqquant.io.names.llama`][],
-    for [`eqquant.transforms.rotate`][]: the residual stream, and the heads of values with the outputs of attention. What is left
-    is `down`, which takes a product of two layers and rotates online.
+    for [`eqquant.transforms.rotate`][]: the residual stream, and the heads of values with the outputs of attention.
+    What is left is `down`, which takes a product of two layers and rotates online.
 
     A model that multiplies by its embedding to get logits needs a head of its own, because the last norm's gains move
     into it. Norms between a layer and the residual sum, as in Gemma 2, do not let a rotation through.

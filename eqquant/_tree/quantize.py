@@ -65,7 +65,7 @@ def quantize_tree(
         model = eqq.quantize_tree(model, eqq.NF4())
         model = eqq.quantize_tree(model, {"layers.0.*": None, "*": "int4"})
         model = eqq.quantize_tree(model, "int8", where=lambda m: m.layers[1].weight)
-        model = eqq.quantize_tree(model, {"*.down.*": eqq.QuantConfig("int4", eqq.HQQ()), "*": "int4"}, method=eqq.MSE())
+        model = eqq.quantize_tree(model, {"*.down.*": eqq.QuantConfig("int4", "hqq"), "*": "int4"}, method="mse")
         model = eqq.quantize_tree(model, "int8", activations="int8")                   # W8A8
         model = eqq.quantize_tree(model, shardings={"*.up.weight": P("model"), "*.down.weight": P(None, "model")})
         ```
@@ -90,8 +90,8 @@ def quantize_tree(
     - `dtype`: the dtype that the leaves dequantize to; by default, their own.
     - `key`: for stochastic rounding.
     - `progress`: whether to show a progress bar.
-    - `simulate`: keeps each weight in float, as the master of a [`eqquant.arrays.FakeQuantizedArray`][] that quantizes it at every
-        use. Train the model as usual, then call [`eqquant.finalize`][].
+    - `simulate`: keeps each weight in float, as the master of a [`eqquant.arrays.FakeQuantizedArray`][] that quantizes
+        it at every use. Train the model as usual, then call [`eqquant.finalize`][].
     - `shardings`: the shardings of leaves, quantized or not: a mapping from patterns, as in `format`, or a function
         `(path, leaf)`, or a tree that is a prefix of the model; each gives the `NamedSharding` of the logical array, or
         a `PartitionSpec` on the mesh of `jax.set_mesh`, or `None`. All other leaves keep their sharding: each device
@@ -101,7 +101,8 @@ def quantize_tree(
         method of one rule.
     - `activations`: the format that products quantize the other operand to, or its lower-case name: each example gets
         scales of its own. Or the statistics of inputs that [`eqquant.calibrate.collect_stats`][] returns, which hold
-        one scale for each weight. By default products take floats. A [`eqquant.QuantConfig`][] sets it for one rule. Weights
+        one scale for each weight. By default products take floats. A [`eqquant.QuantConfig`][] sets it for one rule.
+        Weights
         that no product uses, such as embeddings, stay without, and if a rule reaches no others, that is an error;
         convolutions multiply codes under [`eqquant.quaxify`][].
     - `learn_scales`: with `simulate`, whether scales train beside the masters, those of calibrated activations too
@@ -110,7 +111,8 @@ def quantize_tree(
     **Returns:**
 
     A tree of the same classes, in which each weight is a [`eqquant.QuantizedArray`][] (or, with `simulate`, a
-    [`eqquant.arrays.FakeQuantizedArray`][]; with `activations`, an [`eqquant.arrays.ActivationQuantizedArray`][] around it). An array
+    [`eqquant.arrays.FakeQuantizedArray`][]; with `activations`, an [`eqquant.arrays.ActivationQuantizedArray`][]
+    around it). An array
     that appears in several places of the tree is quantized once and stays shared. Weights are quantized one at a time,
     and a large weight a chunk of rows at a time. So the peak memory is the result plus one leaf in its own dtype,
     whatever the format and method; up to three leaves in float32 for leaves that are on several devices or have one

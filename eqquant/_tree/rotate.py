@@ -31,8 +31,8 @@ def rotate(
     r"""Rotates the inputs of weights by a randomised Hadamard transform, so that no input and no weight is far larger
     than the others. Call it before you quantize.
 
-    Each weight $W$ becomes a [`eqquant.arrays.RotatedArray`][], which stores $V = W R^T$ and computes $V (R x)$: the same
-    model up to rounding in float32. Then quantize it as any other: formats and methods see $V$,
+    Each weight $W$ becomes a [`eqquant.arrays.RotatedArray`][], which stores $V = W R^T$ and computes $V (R x)$: the
+    same model up to rounding in float32. Then quantize it as any other: formats and methods see $V$,
     [`eqquant.calibrate.collect_stats`][] sees the rotated inputs, and so do quantized activations. That is what makes
     two and three bits work with one scale for each row, and activations of four bits. Weights in small blocks gain
     little, because a large value affects only its own block.
@@ -65,8 +65,10 @@ def rotate(
     **Arguments:**
 
     - `model`: any pytree of floats.
-    - `fold`: from patterns of what makes channels to what takes them: an [`eqquant.transforms.ResidualStream`][], or for a pair of
-        layers an [`eqquant.transforms.FoldInto`][] or the pattern of a weight, as in [`eqquant.transforms.smooth`][]. In a pair nothing but sums
+    - `fold`: from patterns of what makes channels to what takes them: an [`eqquant.transforms.ResidualStream`][], or
+        for a pair of
+        layers an [`eqquant.transforms.FoldInto`][] or the pattern of a weight, as in [`eqquant.transforms.smooth`][].
+        In a pair nothing but sums
         over tokens may stand between the two. `eqq.io.names` has those of some families of models.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`, whose inputs are rotated. By default, every
         weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions.
@@ -147,7 +149,8 @@ def _find_turns(fold: Rotations, weights: Weights, seed: int) -> list[Changes]:
             pairs[key] = into
         else:
             raise TypeError(
-                "`fold` must map several patterns at once to an `eqq.transforms.ResidualStream`. Give each pair its own entry."
+                "`fold` must map several patterns at once to an `eqq.transforms.ResidualStream`. Give each pair its "
+                "own entry."
             )
     turns += [_turn_pair(pair, weights, seed) for pair in find_folds(pairs, weights)]
     read = [n for turn in turns for n in turn.consumers]

@@ -30,7 +30,8 @@ Pool = Callable[[Array, Callable[..., Array]], Array]
 
 
 class AbstractSmoothing(eqx.Module):
-    """Chooses a factor for each input channel, for [`eqquant.transforms.smooth`][]. Subclass it for a choice of your own.
+    """Chooses a factor for each input channel, for [`eqquant.transforms.smooth`][]. Subclass it for a choice of your
+    own.
 
     - `inputs`: statistics of the inputs of weights, by path, as [`eqquant.calibrate.collect_stats`][] returns them.
     - `statistics`: the names of those that it reads, so that they are checked.
@@ -66,7 +67,8 @@ class SmoothQuant(AbstractSmoothing):
 
         ```python
         stats = eqq.calibrate.collect_stats(model, batches)
-        model = eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats), fold=eqq.transforms.llama_pairs(head_size=128))
+        pairs = eqq.transforms.llama_pairs(head_size=128)
+        model = eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats), fold=pairs)
         ```
 
     ??? cite
@@ -113,7 +115,8 @@ class AWQ(AbstractSmoothing):
 
         ```python
         stats = eqq.calibrate.collect_stats(model, batches, gram=True)
-        model = eqq.transforms.smooth(model, eqq.transforms.AWQ(stats, "int4"), fold=eqq.transforms.llama_pairs(head_size=128))
+        pairs = eqq.transforms.llama_pairs(head_size=128)
+        model = eqq.transforms.smooth(model, eqq.transforms.AWQ(stats, "int4"), fold=pairs)
         model = eqq.quantize_tree(model, "int4")
         ```
 
@@ -270,7 +273,8 @@ def smooth(
     """
     if not isinstance(method, AbstractSmoothing):
         raise TypeError(
-            f"`method` must be an `eqq.transforms.AWQ` or an `eqq.transforms.SmoothQuant`, with statistics. Got {method!r}."
+            f"`method` must be an `eqq.transforms.AWQ` or an `eqq.transforms.SmoothQuant`, with statistics. Got "
+            f"{method!r}."
         )
     selections, weights = select_weights(model, where, axis)
     if axis is None:

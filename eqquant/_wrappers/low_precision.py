@@ -23,8 +23,8 @@ from .base import AbstractWrappedArray
 class LowPrecisionArray(AbstractWrappedArray):
     r"""A float weight whose products are computed in low precision, forward and backward.
 
-    [`eqquant.low_precision_training`][] makes it. It trains like the float array that it holds: that is what the optimizer
-    changes. Each of the three products of a layer rounds both operands, along the axis that it sums over, and
+    [`eqquant.low_precision_training`][] makes it. It trains like the float array that it holds: that is what the
+    optimizer changes. Each of the three products of a layer rounds both operands, along the axis that it sums over, and
     multiplies codes with codes:
 
     $$y = x W^\top, \quad \mathrm d x = \mathrm d y\, W, \quad \mathrm d W = \mathrm d y^\top x$$

@@ -10,8 +10,8 @@ from .mapped import AbstractMappedArray, beside
 class ScaledArray(AbstractMappedArray):
     """An array with a scale for each of its inputs: `w @ x` is `w.array @ (w.scale * x)`.
 
-    [`eqquant.transforms.smooth`][] makes it where no other layer can take the scales. A product costs one more multiplication for
-    each of its inputs.
+    [`eqquant.transforms.smooth`][] makes it where no other layer can take the scales. A product costs one more
+    multiplication for each of its inputs.
 
     !!! Example
 

@@ -61,8 +61,8 @@ def fake_quantize(
     - `clip`: makes the gradient zero where `x` lies outside the range of its block: from half a step below the lowest
         level to half a step above the highest, shifted by the zero point. It matters only for formats whose scale
         clips: [`eqquant.Ternary`][], [`eqquant.Binary`][], and [`eqquant.MXFP4`][], whose scales are powers of two;
-        and for [`eqquant.formats.Q4_0`][] and [`eqquant.Int2`][], which have one more level on one side of zero, so that the
-        largest values on the other side may lie outside.
+        and for [`eqquant.formats.Q4_0`][] and [`eqquant.Int2`][], which have one more level on one side of zero, so
+        that the largest values on the other side may lie outside.
 
     **Returns:**
 
@@ -87,8 +87,8 @@ class FakeQuantizedArray(AbstractArrayValue):
     """A float master that is quantized at each use, and trains like any float array.
 
     [`eqquant.quantize_tree`][] makes it with `simulate=True`. Its one leaf is `master`, so any training loop works
-    unchanged. Products, lookups and everything else use [`quantized`][eqquant.arrays.FakeQuantizedArray.quantized]; gradients go
-    to the master.
+    unchanged. Products, lookups and everything else use [`quantized`][eqquant.arrays.FakeQuantizedArray.quantized];
+    gradients go to the master.
 
     **Arguments:**
 

@@ -155,8 +155,8 @@ def compare_formats(
     **Arguments:**
 
     - `x`: the values.
-    - `formats`: formats, their lower-case names, [`eqquant.QuantConfig`][]s with a method, or one of these. All formats of the
-        library by default.
+    - `formats`: formats, their lower-case names, [`eqquant.QuantConfig`][]s with a method, or one of these. All
+        formats of the library by default.
     - `axis`: the axis along which blocks run.
     - `method`: the method that chooses scales and codes, for each of `formats` that sets none.
 

@@ -72,8 +72,8 @@ def collect_stats(
     - `lookups`: whether to measure how much the outputs depend on weights that are looked up, such as embeddings, by
         one backward pass for each batch. Then methods treat them as they treat weights with inputs.
     - `calibrator`: finds the range of all values of the inputs of each weight, for `activations=` of
-        [`eqquant.quantize_tree`][]: [`eqquant.calibrate.MSERange`][]`("int8")`, for instance, with one scale. By default the
-        whole range.
+        [`eqquant.quantize_tree`][]: [`eqquant.calibrate.MSERange`][]`("int8")`, for instance, with one scale. By
+        default the whole range.
 
     **Returns:**
 

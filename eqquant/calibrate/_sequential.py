@@ -84,8 +84,8 @@ def quantize_sequentially(
     - `model`: an Equinox model, or any pytree of weights. Some may be quantized already.
     - `batches`: a list of batches, each any pytree of arrays. A single array counts as one batch.
     - `format`, `where`, `dtype`: as for [`eqquant.quantize_tree`][].
-    - `method`: the method, without statistics; [`eqquant.GPTQ`][]`()` for instance. An [`eqquant.QuantConfig`][] sets the
-        method of one rule.
+    - `method`: the method, without statistics; [`eqquant.GPTQ`][]`()` for instance. An [`eqquant.QuantConfig`][] sets
+        the method of one rule.
     - `apply`: a function `(model, batch) -> outputs`, as for [`eqquant.calibrate.collect_stats`][].
     - `correction`: how much of the errors of weights before it a weight makes up for: from 0, for nothing, to 1. With
         little data, all of it fits that data too well.

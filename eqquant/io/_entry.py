@@ -43,8 +43,8 @@ class Entry:
     - `kind`: a JAX array, a NumPy array, a NumPy scalar, a PRNG key, a quantized array, or a Python scalar or string.
     - `dtype`: the (logical) dtype; for a Python scalar its type.
     - `gradient_of`: the dtype of that field of a quantized array, if it is not `None`.
-    - `within`: what the arrays around it, such as an `eqquant.arrays.FakeQuantizedArray`, make of it: their fields that are no
-        leaves, as text. `None` if no array is around it, or if that is not known.
+    - `within`: what the arrays around it, such as an `eqquant.arrays.FakeQuantizedArray`, make of it: their fields
+        that are no leaves, as text. `None` if no array is around it, or if that is not known.
     - `order`: of an `eqquant.arrays.PermutedArray` its axis, and the shape of its order.
     """
 

@@ -192,7 +192,7 @@ def bytes_of(path, q):
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ2_0"])
 def test_the_bytes_of_its_own_quantizer(tmp_path, name):
     x = data("student")
-    q = eqq.quantize(jnp.asarray(x), getattr(eqq, name)())
+    q = eqq.quantize(jnp.asarray(x), getattr(eqq.formats, name)())
     theirs = gguf.quants.quantize(x, gguf.GGMLQuantizationType[name])
     np.testing.assert_array_equal(bytes_of(tmp_path / "x.gguf", q), theirs)
 
@@ -201,7 +201,7 @@ def test_the_bytes_of_its_own_quantizer(tmp_path, name):
 @pytest.mark.parametrize("name", ["Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
 def test_our_search_finds_no_larger_errors_than_that_of_ggml(tmp_path, name, kind):
     x = data(kind)
-    q = eqq.quantize(jnp.asarray(x), getattr(eqq, name)(), method=eqq.JointMSE())
+    q = eqq.quantize(jnp.asarray(x), getattr(eqq.formats, name)(), method=eqq.JointMSE())
     number = gguf.GGMLQuantizationType[name]
     ours = gguf.quants.dequantize(bytes_of(tmp_path / "x.gguf", q), number)
     np.testing.assert_array_equal(ours, q.dequantize())

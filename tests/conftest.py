@@ -1,4 +1,5 @@
 import collections
+import datetime
 import gc
 import itertools as it
 import random
@@ -15,19 +16,31 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser):
     parser.addoption("--every", type=int, default=1, metavar="N", help="run one in N cases of each test")
+    help = "which of each N cases to run; without it the date chooses, so that N days in a row run all cases"
+    parser.addoption("--offset", type=int, metavar="K", help=help)
+
+
+def pytest_configure(config):
+    if config.option.offset is None:  # processes of pytest-xdist get the option from the process that starts them
+        config.option.offset = datetime.datetime.now(datetime.UTC).date().toordinal() % config.option.every
+
+
+def pytest_report_header(config):
+    every, offset = config.option.every, config.option.offset
+    return f"one in {every} cases of each test, those of today: --every {every} --offset {offset} repeats them"
 
 
 @pytest.hookimpl(trylast=True)  # after those marked `slow` have left
 def pytest_collection_modifyitems(config, items):
-    every, seen = config.getoption("--every"), collections.Counter()
-    kept, left_out = [], []
+    """Keeps one in N cases of each test, and one of a test that has fewer than N."""
+    every, offset = config.option.every, config.option.offset
+    cases = collections.defaultdict(list)
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        (left_out if seen[test] % every else kept).append(item)
-        seen[test] += 1
-    if left_out:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = {item for test in cases.values() for item in test[offset % min(every, len(test)) :: every]}
+    if left_out := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture

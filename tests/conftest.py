@@ -3,6 +3,7 @@ import datetime
 import gc
 import itertools as it
 import random
+import traceback
 
 import jax
 import jax.random as jr
@@ -12,6 +13,9 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for meshes
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+COMPILED = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
@@ -27,17 +31,43 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     every, offset = config.option.every, config.option.offset
-    return f"one in {every} cases of each test, those of today: --every {every} --offset {offset} repeats them"
+    return None if every == 1 else f"one in {every} cases of each test: --every {every} --offset {offset} repeats them"
+
+
+def sample(cases, every, offset):
+    """One in `every` cases, and one of fewer. All offsets together choose each case."""
+    return cases[offset % min(every, len(cases)) :: every]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Collects without garbage collection, which would look through the many objects of tests again and again.
+
+    And takes note of the lines that made JAX compile a program.
+    """
+    lines = session.config.stash[COMPILED] = []
+
+    def record(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            lines.append([str(frame) for frame in traceback.extract_stack() if "tests" in frame.filename][-1:])
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        jax.monitoring.unregister_event_duration_listener(record)
 
 
 @pytest.hookimpl(trylast=True)  # after those marked `slow` have left
 def pytest_collection_modifyitems(config, items):
-    """Keeps one in N cases of each test, and one of a test that has fewer than N."""
     every, offset = config.option.every, config.option.offset
     cases = collections.defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
-    kept = {item for test in cases.values() for item in test[offset % min(every, len(test)) :: every]}
+    kept = {item for test in cases.values() for item in sample(test, every, offset)}
     if left_out := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in kept]

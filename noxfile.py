@@ -65,9 +65,12 @@ def install_native(session: nox.Session, *, required: bool = False) -> None:
 
 
 def shared_programs(session: nox.Session) -> dict[str, str]:
-    """Environment variables that make processes, and later runs, share the programs that they compile."""
+    """Environment variables that make processes, and later runs, share what Python and JAX compile."""
+    folder = Path(session.virtualenv.location).parent
     return {
-        "JAX_COMPILATION_CACHE_DIR": str(Path(session.virtualenv.location).parent / "compiled"),
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
@@ -90,14 +93,14 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Runs every tenth case of each test, on the newest versions that this Python has. `-- --every 1` runs all."""
+    """Runs one in ten cases of each test, as the date chooses, on the newest versions. `-- --every 1` runs all."""
     install(session, "tests", "ecosystem", "examples", weights=True)
     pytest(session, "--every", "10")
 
 
 @nox.session(python=OLDEST_PYTHON)
 def tests_oldest(session: nox.Session) -> None:
-    """Runs the tests on the oldest supported versions: every sixteenth case of each, without those marked `long`."""
+    """Runs the tests on the oldest supported versions: one in sixteen cases of each, without those marked `long`."""
     install(session, "tests", "examples", oldest=True, weights=True)
     # These are about bytes, sentences and sums on the host, hardly about versions of JAX. `nox -s sweep` runs all.
     files = ("test_cli", "test_convert", "test_hostile_files", "test_writers", "test_load_into")

@@ -1,7 +1,9 @@
 import collections
+import datetime
 import gc
 import itertools as it
 import random
+import traceback
 
 import jax
 import jax.random as jr
@@ -13,21 +15,62 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+COMPILED = pytest.StashKey[list]()
+
+
 def pytest_addoption(parser):
     parser.addoption("--every", type=int, default=1, metavar="N", help="run one in N cases of each test")
+    help = "which of each N cases to run; without it the date chooses, so that N days in a row run all cases"
+    parser.addoption("--offset", type=int, metavar="K", help=help)
+
+
+def pytest_configure(config):
+    if config.option.offset is None:  # processes of pytest-xdist get the option from the process that starts them
+        config.option.offset = datetime.datetime.now(datetime.UTC).date().toordinal() % config.option.every
+
+
+def pytest_report_header(config):
+    every, offset = config.option.every, config.option.offset
+    return None if every == 1 else f"one in {every} cases of each test: --every {every} --offset {offset} repeats them"
+
+
+def sample(cases, every, offset):
+    """One in `every` cases, and one of fewer. All offsets together choose each case."""
+    return cases[offset % min(every, len(cases)) :: every]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Collects without garbage collection, which would look through the many objects of tests again and again.
+
+    And takes note of the lines that made JAX compile a program.
+    """
+    lines = session.config.stash[COMPILED] = []
+
+    def record(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            lines.append([str(frame) for frame in traceback.extract_stack() if "tests" in frame.filename][-1:])
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        jax.monitoring.unregister_event_duration_listener(record)
 
 
 @pytest.hookimpl(trylast=True)  # after those marked `slow` have left
 def pytest_collection_modifyitems(config, items):
-    every, seen = config.getoption("--every"), collections.Counter()
-    kept, left_out = [], []
+    every, offset = config.option.every, config.option.offset
+    cases = collections.defaultdict(list)
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        (left_out if seen[test] % every else kept).append(item)
-        seen[test] += 1
-    if left_out:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = {item for test in cases.values() for item in sample(test, every, offset)}
+    if left_out := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 import eqquant as eqq
-from eqquant._formats.layout import layout_of
-from eqquant._matmul.kernels.packed import no_pallas_reads
+from eqquant._formats.base import has_offsets
+from eqquant._numerics.packing import widths
 
 
 class Row(NamedTuple):
@@ -95,8 +95,8 @@ KINDS = (
     *("fp8_e4m3", "mxfp4", "nvfp4", "q4_0", "dynamic8", "q5_k"),
 )
 
-# Those that kernels read, and not only `xla`.
-IN_KERNELS = [name for name, row in FORMATS.items() if no_pallas_reads(layout_of(row.format, 4096)) is None]
+# Those that kernels in Pallas read: codes that lie in one byte, without offsets.
+IN_KERNELS = [name for name, (f, *_) in FORMATS.items() if len(widths(f.bits)) == 1 and not has_offsets(f)]
 KINDS_IN_KERNELS = [name for name in KINDS if name in IN_KERNELS]
 
 NEWEST = jax.__version_info__ >= (0, 11)

@@ -182,11 +182,11 @@ class TestTree:
     @pytest.mark.parametrize(
         "tree, reason",
         [
-            ({"ids": jnp.arange(4)}, "ids: not floating point"),
-            ({"mask": jnp.ones((2, 2), bool)}, "mask: not floating point"),
-            ({"c": jnp.ones((2, 2), jnp.complex64)}, "c: not floating point"),
-            ({"scalar": jnp.ones(())}, "scalar: a scalar"),
-            ([jnp.ones(3)], "0: fewer than two dimensions"),
+            ({"ids": np.arange(4)}, "ids: not floating point"),
+            ({"mask": np.ones((2, 2), bool)}, "mask: not floating point"),
+            ({"c": np.ones((2, 2), np.complex64)}, "c: not floating point"),
+            ({"scalar": np.ones((), np.float32)}, "scalar: a scalar"),
+            ([np.ones(3, np.float32)], "0: fewer than two dimensions"),
         ],
     )
     def test_nothing_to_quantize(self, call, tree, reason):

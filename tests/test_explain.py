@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import pytest
 
 import eqquant as eqq
@@ -36,7 +37,7 @@ def net():
     )
 
 
-IDS = jnp.arange(8)
+IDS = np.arange(8, dtype=np.int32)
 EVERYTHING = {"*": "nf4"}
 
 

@@ -1,6 +1,7 @@
 """`jax.export` of functions with our arrays: written by one process, read by another."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -21,29 +22,36 @@ from .helpers import FORMATS, weights
 
 pytest.importorskip("flatbuffers")  # what JAX serializes with
 
-W = weights(jax.random.key(0), (128, 64))
-X = weights(jax.random.key(1), (5, 64))
+
+@functools.cache
+def weight():
+    return weights(jax.random.key(0), (128, 64))
+
+
+@functools.cache
+def inputs():
+    return weights(jax.random.key(1), (5, 64))
 
 
 def arrays():
     """One of each class, and of each kind of field."""
-    q = eqq.quantize(W, "int8")
+    q = eqq.quantize(weight(), "int8")
     return {
-        "quantized": eqq.quantize(W, "nf4"),
-        "nested": eqq.quantize(W, eqq.NF4(double_quant=True)),
-        "offsets": eqq.quantize(W, "q4_k"),
-        "zero points": eqq.quantize(W, eqq.Int4(32, symmetric=False, scale_dtype="bfloat16")),
-        "codebook": eqq.quantize(W, eqq.Codebook([-1, -0.1, 0, 0.3])),
-        "selected": eqq.take_layer(eqq.quantize(jnp.stack([W, -W]), "nf4"), 1),
-        "activations": eqq.arrays.ActivationQuantizedArray(q, "int8"),
-        "static activations": eqq.arrays.ActivationQuantizedArray(q, "int8", 0.02),
-        "simulated": eqq.quantize_tree({"w": W}, "int4", simulate=True, method=eqq.MSE())["w"],
-        "learned scales": eqq.quantize_tree({"w": W}, "int4", simulate=True, learn_scales=True)["w"],
-        "low precision": eqq.arrays.LowPrecisionArray(W, "fp8", eqq.FP8("e5m2")),
+        "quantized": eqq.quantize(weight(), "nf4"),
+        "nested": eqq.quantize(weight(), eqq.NF4(double_quant=True)),
+        "offsets": eqq.quantize(weight(), "q4_k"),
+        "zero points": eqq.quantize(weight(), eqq.Int4(32, symmetric=False, scale_dtype="bfloat16")),
+        "codebook": eqq.quantize(weight(), eqq.Codebook([-1, -0.1, 0, 0.3])),
+        "selected": eqq.select(eqq.quantize(jnp.stack([weight(), -weight()]), "nf4"), 1),
+        "activations": eqq.ActivationQuantizedArray(q, "int8"),
+        "static activations": eqq.ActivationQuantizedArray(q, "int8", 0.02),
+        "simulated": eqq.quantize_tree({"w": weight()}, "int4", simulate=True, method=eqq.MSE())["w"],
+        "learned scales": eqq.quantize_tree({"w": weight()}, "int4", simulate=True, learn_scales=True)["w"],
+        "low precision": eqq.LowPrecisionArray(weight(), "fp8", eqq.FP8("e5m2")),
         "factors": eqq.loraify({"w": q}, 4, key=jax.random.key(2))["w"],
-        "rotated": eqq.quantize_tree(eqq.transforms.rotate({"w": W}), "int8")["w"],
-        "scaled": eqq.arrays.ScaledArray(q, scale=jnp.arange(1.0, 65.0)),
-        "permuted": eqq.arrays.PermutedArray(q, order=jnp.arange(64, dtype=jnp.uint32)[::-1]),
+        "rotated": eqq.quantize_tree(eqq.rotate({"w": weight()}), "int8")["w"],
+        "scaled": eqq.ScaledArray(q, scale=jnp.arange(1.0, 65.0)),
+        "permuted": eqq.PermutedArray(q, order=jnp.arange(64, dtype=jnp.uint32)[::-1]),
     }
 
 
@@ -51,18 +59,18 @@ READER = """
 import pickle, sys
 import jax, jax.export, jax.numpy as jnp, numpy as np
 sys.path.insert(0, {root!r})
-from tests.test_export import X, arrays
+from tests.test_export import arrays, inputs
 written = pickle.loads(open({path!r}, "rb").read())
 for name, array in arrays().items():
     exported = jax.export.deserialize(bytearray(written[name]))
-    assert exported.in_tree == jax.tree.structure(((array, X), {{}})), name
-    np.testing.assert_array_equal(exported.call(array, X), jax.jit(lambda w, x: x @ w.T)(array, X), name)
+    assert exported.in_tree == jax.tree.structure(((array, inputs()), {{}})), name
+    np.testing.assert_array_equal(exported.call(array, inputs()), jax.jit(lambda w, x: x @ w.T)(array, inputs()), name)
 print("read", len(written))
 """
 
 
 def serialized(array):
-    return jax.export.export(jax.jit(lambda w, x: x @ w.T))(array, X).serialize()
+    return jax.export.export(jax.jit(lambda w, x: x @ w.T))(array, inputs()).serialize()
 
 
 @pytest.mark.long
@@ -87,7 +95,7 @@ def test_another_process_reads_every_class(tmp_path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format(name):
-    q = eqq.quantize(W, FORMATS[name].format)
+    q = eqq.quantize(weight(), FORMATS[name].format)
     exported = jax.export.deserialize(jax.export.export(jax.jit(lambda q: (q, q.dequantize())))(q).serialize())
     again, dense = exported.call(q)
     assert jax.tree.structure(again) == jax.tree.structure(q) and repr(again.format) == repr(q.format)
@@ -97,7 +105,7 @@ def test_every_format(name):
 def test_what_cannot_be_serialized():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    q = dataclasses.replace(eqq.quantize(W, "nf4"), logical_sharding=sharding)
+    q = dataclasses.replace(eqq.quantize(weight(), "nf4"), logical_sharding=sharding)
     with pytest.raises(TypeError, match=r"`logical_sharding` of QuantizedArray must be .*Got a NamedSharding"):
         serialized(q)
     serialized(dataclasses.replace(q, logical_sharding=None))

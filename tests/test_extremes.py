@@ -14,7 +14,7 @@ from .helpers import FORMATS, KINDS
 
 
 LENGTH = 256
-GRAM = jnp.eye(LENGTH)
+GRAM = np.eye(LENGTH, dtype=np.float32)
 METHODS = {
     "absmax": eqq.AbsMax(),
     "mse": eqq.MSE(),

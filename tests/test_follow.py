@@ -1,5 +1,7 @@
 """Weights of a traced program, followed to their products: every way to write a product gives the same statistics."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,9 @@ def close(got, wanted):
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
 
 
-X = normal(7, 12, seed=1)
+@functools.cache
+def inputs():
+    return normal(7, 12, seed=1)
 
 
 def _joined(w, x):
@@ -83,9 +87,9 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_products_however_they_are_written(way):
-    stats = collect_stats({"w": normal(8, 12)}, [X], apply=lambda m, x: WAYS[way](m["w"], x), gram=True)["w"]
+    stats = collect_stats({"w": normal(8, 12)}, [inputs()], apply=lambda m, x: WAYS[way](m["w"], x), gram=True)["w"]
     assert stats.axis == -1, stats.note
-    tolerant = X.astype(jnp.float16) if way == "cast" else X
+    tolerant = inputs().astype(jnp.float16) if way == "cast" else inputs()
     close(stats.gram, gram(tolerant))
     # The norm of a weight is another use of it.
     assert ("not seen" in stats.note) == (way == "weight norm")
@@ -100,9 +104,9 @@ def test_outputs_are_those_of_the_model(way):
         jax.debug.callback(lambda y: seen.append(jax.tree.map(np.asarray, y)), y)
         return y
 
-    collect_stats({"w": normal(8, 12)}, [X], apply=apply)
+    collect_stats({"w": normal(8, 12)}, [inputs()], apply=apply)
     jax.effects_barrier()
-    jax.tree.map(close, seen[-1], jax.tree.map(np.asarray, WAYS[way](normal(8, 12), X)))
+    jax.tree.map(close, seen[-1], jax.tree.map(np.asarray, WAYS[way](normal(8, 12), inputs())))
 
 
 def test_axes_of_inputs_are_those_of_the_product():
@@ -113,13 +117,13 @@ def test_axes_of_inputs_are_those_of_the_product():
         heads = jnp.einsum("be,ehd->bhd", x, m["q"])
         return jnp.einsum("bhd,hde->be", heads, m["o"]), jnp.einsum("hbe,hed->hbd", jnp.stack([x, 2 * x]), m["each"])
 
-    stats = collect_stats(model, [X], apply=apply, gram=True)
-    heads = jnp.einsum("be,ehd->bhd", X, model["q"])
+    stats = collect_stats(model, [inputs()], apply=apply, gram=True)
+    heads = jnp.einsum("be,ehd->bhd", inputs(), model["q"])
     assert (stats["q"].axis, stats["o"].axis, stats["each"].axis) == (-3, (-3, -2), -2)
-    close(stats["q"].gram, gram(X))
+    close(stats["q"].gram, gram(inputs()))
     close(stats["o"].gram, gram(heads.reshape(7, 6)))
     assert stats["each"].rows.tolist() == [7, 7]
-    close(stats["each"].gram, np.stack([gram(X), 4 * gram(X)]))
+    close(stats["each"].gram, np.stack([gram(inputs()), 4 * gram(inputs())]))
     for name, w in model.items():
         leaf = stats[name]
         q = eqq.quantize(w, eqq.Int4(block_size=None), axis=leaf.axis, method=eqq.GPTQ(leaf))
@@ -141,12 +145,12 @@ def test_layers_by_number():
             x = jnp.tanh(jnp.matmul(x, w[n].T))
         return x
 
-    wanted, x = [np.zeros((12, 12))], X
+    wanted, x = [np.zeros((12, 12))], inputs()
     for n in range(1, 4):
         wanted.append(gram(x))
         x = jnp.tanh(x @ stack[n].T)
     for apply in (loop, scan, unrolled):
-        leaf = collect_stats(stack, [X], apply=apply, gram=True)["the array"]
+        leaf = collect_stats(stack, [inputs()], apply=apply, gram=True)["the array"]
         assert leaf.rows.tolist() == [0, 7, 7, 7]
         close(leaf.gram, np.stack(wanted))
 
@@ -154,7 +158,7 @@ def test_layers_by_number():
 def test_experts_see_the_tokens_that_reach_them():
     experts, chosen = normal(3, 5, 12), jnp.asarray([2, 0, 2, 2, 0, 0, 0])
     order = jnp.argsort(chosen)
-    reached = [gram(X[chosen == n]) if n != 1 else np.zeros((12, 12)) for n in range(3)]
+    reached = [gram(inputs()[chosen == n]) if n != 1 else np.zeros((12, 12)) for n in range(3)]
 
     def ragged(w, x):
         return lax.ragged_dot(x[order], w.mT, jnp.bincount(chosen, length=3))
@@ -166,20 +170,20 @@ def test_experts_see_the_tokens_that_reach_them():
         return jax.vmap(lambda n, x: eqq.take_layer(w, n) @ x)(chosen, x)
 
     for apply in (ragged, gathered, selected):
-        leaf = collect_stats(experts, [X], apply=apply, gram=True)["the array"]
+        leaf = collect_stats(experts, [inputs()], apply=apply, gram=True)["the array"]
         assert leaf.rows.tolist() == [4, 0, 3] and "1 of 3 layers were not reached" in leaf.note
         close(leaf.gram, np.stack(reached))
-        close(leaf.min[2], np.asarray(X[chosen == 2]).min(axis=0))
+        close(leaf.min[2], np.asarray(inputs()[chosen == 2]).min(axis=0))
         q = eqq.quantize(experts, "int4", method=eqq.GPTQ(leaf))
         assert jnp.isfinite(q.dequantize()).all()
 
 
 def test_every_expert_for_every_token():
     leaf = collect_stats(
-        normal(3, 12, 5), [X], apply=lambda w, x: jnp.einsum("te,eio,ti->to", jnp.ones((7, 3)), w, x), gram=True
+        normal(3, 12, 5), [inputs()], apply=lambda w, x: jnp.einsum("te,eio,ti->to", jnp.ones((7, 3)), w, x), gram=True
     )["the array"]
     assert leaf.axis == -2
-    close(leaf.gram[0] if leaf.gram.ndim > 2 else leaf.gram, gram(X))
+    close(leaf.gram[0] if leaf.gram.ndim > 2 else leaf.gram, gram(inputs()))
 
 
 def test_convolutions_of_every_kind():
@@ -206,8 +210,8 @@ def test_inputs_of_a_part_of_the_features():
     def apply(w, x):
         return x[:, :4] @ w[:, :4].T + x[:, 4:] @ w[:, 4:].T
 
-    leaf = collect_stats(normal(8, 12), [X], apply=apply, gram=True)["the array"]
-    wanted = gram(X) / 2  # each of the two products counts as rows
+    leaf = collect_stats(normal(8, 12), [inputs()], apply=apply, gram=True)["the array"]
+    wanted = gram(inputs()) / 2  # each of the two products counts as rows
     wanted[:4, 4:] = wanted[4:, :4] = 0
     close(leaf.gram, wanted)
 

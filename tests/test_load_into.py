@@ -1,6 +1,7 @@
 """Arrays of a checkpoint into the leaves of a model: each value where it belongs, packed, or an error at once."""
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -265,7 +266,9 @@ def test_names_of_gguf():
     np.testing.assert_array_equal(loaded["norm"]["weight"], 0)
 
 
-ARRAYS = {"a": jnp.ones((4, 64)), "b": jnp.ones(3), "c": eqq.quantize(jnp.ones((4, 64)), "nf4")}
+@functools.cache
+def arrays():
+    return {"a": jnp.ones((4, 64)), "b": jnp.ones(3), "c": eqq.quantize(jnp.ones((4, 64)), "nf4")}
 
 
 @pytest.mark.parametrize(
@@ -287,17 +290,17 @@ ARRAYS = {"a": jnp.ones((4, 64)), "b": jnp.ones(3), "c": eqq.quantize(jnp.ones((
 def test_what_does_not_fit_is_an_error_before_reading(names, message):
     model = {"x": zeros(4, 64), "y": zeros(3)}
     with pytest.raises(ValueError, match=message) as error:
-        eqq.io.load_into(model, ARRAYS, names)
+        eqq.io.load_into(model, arrays(), names)
     assert str(error.value).startswith("`names` must give every leaf of the model an array of `checkpoint`")
-    plan = eqq.io.plan_load(model, ARRAYS, names)
+    plan = eqq.io.plan_load(model, arrays(), names)
     assert re.search(message, " ".join(plan.problems) + " `dequantize=True`") and "Problem" in str(plan)
 
 
 def test_names_that_are_paths_already():
     with pytest.raises(ValueError, match="Got '[*]'.*write `names=lambda name: name`"):
-        eqq.io.load_into(ARRAYS, ARRAYS, {"*": "*"})
-    loaded = eqq.io.load_into(ARRAYS, ARRAYS, lambda name: name)
-    np.testing.assert_array_equal(loaded["b"], ARRAYS["b"])
+        eqq.io.load_into(arrays(), arrays(), {"*": "*"})
+    loaded = eqq.io.load_into(arrays(), arrays(), lambda name: name)
+    np.testing.assert_array_equal(loaded["b"], arrays()["b"])
 
 
 def test_complex_numbers_do_not_become_real():
@@ -328,7 +331,7 @@ def test_parts_in_different_formats():
 )
 def test_rules_that_are_none(names, error, message):
     with pytest.raises(error, match=message):
-        eqq.io.load_into({"x": zeros(4, 64)}, ARRAYS, names)
+        eqq.io.load_into({"x": zeros(4, 64)}, arrays(), names)
 
 
 def test_rename_that_matches_nothing():

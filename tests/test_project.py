@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import COMPILED, sample
+
 
 pytest.importorskip("nox")
 
@@ -43,3 +45,15 @@ def test_commands_of_the_readme():
         assert command == f"python3 -m venv .venv && .venv/bin/pip install nox uv && .venv/bin/nox -s {session['name']}"
         assert session["python"] is None
     assert re.search(r"^nox .*-s tests( |$)", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
+
+
+def test_nothing_is_compiled_while_tests_are_collected(pytestconfig):
+    """Every process of pytest collects every test. So arrays of a module belong in functions, or to NumPy."""
+    assert pytestconfig.stash[COMPILED] == []
+
+
+@pytest.mark.parametrize("cases", [1, 3, 10, 25])
+def test_samples_of_all_offsets_are_all_cases(cases):
+    samples = [sample(range(cases), 10, offset) for offset in range(10)]
+    assert {case for chosen in samples for case in chosen} == set(range(cases))
+    assert {len(chosen) for chosen in samples} <= {max(cases // 10, 1), -(-cases // 10)}

@@ -81,7 +81,7 @@ class Model(eqx.Module):
         return jax.vmap(lambda x: self.head(self.norm(x)))(x)
 
 
-IDS = np.asarray(jr.randint(jr.key(1), (3, 7), 0, WORDS))
+IDS = np.random.default_rng(1).integers(0, WORDS, (3, 7), dtype=np.int32)
 
 
 @eqx.filter_jit

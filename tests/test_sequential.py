@@ -1,5 +1,7 @@
 """`quantize_sequentially`: against the same steps made by hand with `collect_stats` and `quantize_tree`."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -49,12 +51,14 @@ class Layers(eqx.Module):
         return jax.lax.scan(lambda x, block: (eqx.combine(block, static)(x), None), x, arrays)[0]
 
 
-BATCHES = [jr.randint(jr.key(n), (24,), 0, 40) for n in range(2)]
+@functools.cache
+def batches():
+    return [jr.randint(jr.key(n), (24,), 0, 40) for n in range(2)]
 
 
 def by_hand(model, groups, method):
     for where in groups:
-        stats = collect_stats(model, BATCHES, gram=True, where=where)
+        stats = collect_stats(model, batches(), gram=True, where=where)
         model = eqq.quantize_tree(model, FORMAT, where=where, method=method(stats))
     return model
 
@@ -72,19 +76,19 @@ def expected():
 
 def test_layers_of_a_list(expected):
     done = []
-    q = eqq.quantize_sequentially(Layers(False), BATCHES, FORMAT, eqq.GPTQ(), correction=0, after_each=done.append)
+    q = eqq.quantize_sequentially(Layers(False), batches(), FORMAT, eqq.GPTQ(), correction=0, after_each=done.append)
     compare = lambda a, b: np.testing.assert_allclose(a.dequantize(), b.dequantize(), atol=1e-5)
     jax.tree.map(lambda a, b: compare(a, b) if eqq.is_quantized(a) else None, q, expected, is_leaf=eqq.is_quantized)
     # Query and key take one step, and the embedding one before all others.
     count = lambda model: sum(map(eqq.is_quantized, jax.tree.leaves(model, is_leaf=eqq.is_quantized)))
     assert [count(model) for model in done] == [1, 3, 4, 6, 7]
     # From any step on, the rest follows.
-    again = eqq.quantize_sequentially(done[2], BATCHES, FORMAT, eqq.GPTQ(), correction=0)
+    again = eqq.quantize_sequentially(done[2], batches(), FORMAT, eqq.GPTQ(), correction=0)
     jax.tree.map(np.testing.assert_array_equal, again, q)
 
 
 def test_layers_of_a_scan(expected):
-    q = eqq.quantize_sequentially(Layers(True), BATCHES, FORMAT, eqq.GPTQ(), correction=0)
+    q = eqq.quantize_sequentially(Layers(True), batches(), FORMAT, eqq.GPTQ(), correction=0)
     for n in range(2):
         for name in ("query", "key", "out"):
             stacked = getattr(q.blocks, name).weight

@@ -198,11 +198,11 @@ def test_gradient_of_a_simulated_model(getkey):
 @pytest.mark.parametrize(
     "make, x",
     [
-        (lambda key: eqx.nn.Conv2d(3, 4, 3, key=key), jnp.ones((3, 8, 8))),
-        (lambda key: eqx.nn.ConvTranspose1d(3, 4, 3, key=key), jnp.ones((3, 8))),
-        (lambda key: eqx.nn.Embedding(10, 8, key=key), jnp.array(3)),
-        (lambda key: eqx.nn.GRUCell(8, 9, key=key), (jnp.ones(8), jnp.ones(9))),
-        (lambda key: eqx.nn.MultiheadAttention(2, 8, key=key), (jnp.ones((5, 8)),) * 3),
+        (lambda key: eqx.nn.Conv2d(3, 4, 3, key=key), np.ones((3, 8, 8), np.float32)),
+        (lambda key: eqx.nn.ConvTranspose1d(3, 4, 3, key=key), np.ones((3, 8), np.float32)),
+        (lambda key: eqx.nn.Embedding(10, 8, key=key), np.array(3, np.int32)),
+        (lambda key: eqx.nn.GRUCell(8, 9, key=key), (np.ones(8, np.float32), np.ones(9, np.float32))),
+        (lambda key: eqx.nn.MultiheadAttention(2, 8, key=key), (np.ones((5, 8), np.float32),) * 3),
     ],
 )
 def test_layers(make, x, getkey):

@@ -1,6 +1,7 @@
 """Factors for the inputs of weights: SmoothQuant and AWQ, folded into the layers before them or kept as vectors."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
@@ -61,7 +62,9 @@ class Stacked(eqx.Module):
         return jax.lax.scan(lambda x, layer: (eqx.combine(layer, static)(x), None), x, arrays)[0]
 
 
-XS = np.asarray(jr.normal(jr.key(1), (64, SIZE)) * jnp.exp(jr.normal(jr.key(2), (SIZE,)))[None])
+@functools.cache
+def inputs():
+    return np.asarray(jr.normal(jr.key(1), (64, SIZE)) * jnp.exp(jr.normal(jr.key(2), (SIZE,)))[None])
 
 
 @eqx.filter_jit
@@ -76,7 +79,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def stats(model):
-    return eqq.calibrate.collect_stats(model, [XS], gram=True)
+    return eqq.calibrate.collect_stats(model, [inputs()], gram=True)
 
 
 def close(a, b, tolerance=1e-5):
@@ -91,29 +94,26 @@ def methods(stats):
 @pytest.mark.parametrize("name", ["smooth", "awq"])
 def test_outputs_stay(model, stats, name):
     method = methods(stats)[name]
-    folded = eqq.transforms.smooth(model, method, fold=FOLD, batches=[XS])
+    folded = eqq.smooth(model, method, fold=FOLD, batches=[inputs()])
     assert jax.tree_util.tree_structure(folded) == jax.tree_util.tree_structure(model)
     assert not np.allclose(folded.layers[0].norm.weight, model.layers[0].norm.weight)
-    close(run(folded, XS), run(model, XS))
-    kept = eqq.transforms.smooth(model, method)
-    assert isinstance(kept.layers[1].down.weight, eqq.arrays.ScaledArray)
-    close(run(kept, XS), run(model, XS))
+    close(run(folded, inputs()), run(model, inputs()))
+    kept = eqq.smooth(model, method)
+    assert isinstance(kept.layers[1].down.weight, eqq.ScaledArray)
+    close(run(kept, inputs()), run(model, inputs()))
     # Only the norm is folded: `down` keeps a vector, or stays as it was.
     some = {"layers.{n}.norm.{p}": FOLD["layers.{n}.norm.{p}"]}
     assert isinstance(eqq.transforms.smooth(model, method, fold=some).layers[0].down.weight, eqq.arrays.ScaledArray)
     # A producer may keep a vector for its own inputs.
     producer = {"layers.{n}.up.{p}": FOLD["layers.{n}.up.{p}"]}
-    close(run(eqq.transforms.smooth(model, method, fold=producer), XS), run(model, XS))
-    assert (
-        eqq.transforms.smooth(model, method, fold=some, online=False).layers[0].down.weight
-        is model.layers[0].down.weight
-    )
+    close(run(eqq.smooth(model, method, fold=producer), inputs()), run(model, inputs()))
+    assert eqq.smooth(model, method, fold=some, online=False).layers[0].down.weight is model.layers[0].down.weight
 
 
 @pytest.mark.long
 def test_stacks(stats):
     stacked = Stacked(jr.key(0))
-    of_stack = eqq.calibrate.collect_stats(stacked, [XS], gram=True)
+    of_stack = eqq.calibrate.collect_stats(stacked, [inputs()], gram=True)
     rules = {key.replace(".{n}", ""): value.replace(".{n}", "") for key, value in FOLD.items()}
     model = Model(jr.key(0))
     for name in ("smooth", "awq"):
@@ -124,10 +124,10 @@ def test_stacks(stats):
         for n in range(2):
             close(both[0].layers.down.weight[n], both[1].layers[n].down.weight, 1e-4)
             close(both[0].layers.norm.bias[n], both[1].layers[n].norm.bias, 1e-4)
-        close(run(both[0], XS), run(stacked, XS))
-    kept = eqq.transforms.smooth(stacked, methods(of_stack)["smooth"])
-    close(run(kept, XS), run(stacked, XS))
-    close(run(eqq.quantize_tree(kept, "int8"), XS), run(stacked, XS), 0.05)
+        close(run(both[0], inputs()), run(stacked, inputs()))
+    kept = eqq.smooth(stacked, methods(of_stack)["smooth"])
+    close(run(kept, inputs()), run(stacked, inputs()))
+    close(run(eqq.quantize_tree(kept, "int8"), inputs()), run(stacked, inputs()), 0.05)
 
 
 def test_smoothquant_is_the_formula(model, stats):
@@ -157,8 +157,8 @@ def test_awq_takes_the_best_of_its_grid(model, stats):
 
 
 def test_awq_helps(model, stats):
-    error = lambda m: np.linalg.norm(run(eqq.quantize_tree(m, eqq.Int4(16)), XS) - run(model, XS))
-    assert error(eqq.transforms.smooth(model, eqq.transforms.AWQ(stats, eqq.Int4(16)), fold=FOLD)) < 0.95 * error(model)
+    error = lambda m: np.linalg.norm(run(eqq.quantize_tree(m, eqq.Int4(16)), inputs()) - run(model, inputs()))
+    assert error(eqq.smooth(model, eqq.AWQ(stats, eqq.Int4(16)), fold=FOLD)) < 0.95 * error(model)
 
 
 def test_inputs_without_data(model, stats):
@@ -167,7 +167,7 @@ def test_inputs_without_data(model, stats):
         for path, s in stats.items()
     }
     for method in methods(dead).values():
-        close(run(eqq.transforms.smooth(model, method, fold=FOLD), XS), run(model, XS))
+        close(run(eqq.smooth(model, method, fold=FOLD), inputs()), run(model, inputs()))
 
 
 def test_heads_that_share_values():
@@ -213,10 +213,10 @@ def test_pairs_that_do_not_fold(model, stats):
     method = eqq.transforms.SmoothQuant(stats)
     smooth = lambda fold, **kwargs: eqq.transforms.smooth(model, method, fold=fold, **kwargs)
     with pytest.raises(ValueError, match="Got others with layers.0.gate.weight, layers.0.gate.bias.*stands between"):
-        smooth({"layers.{n}.gate.{p}": "layers.{n}.down.weight"}, batches=[XS])
+        smooth({"layers.{n}.gate.{p}": "layers.{n}.down.weight"}, batches=[inputs()])
     for nothing in (0.0, jnp.nan):  # which no fold changes
         with pytest.raises(ValueError, match="none that are finite and not zero"):
-            smooth(FOLD, batches=[XS], apply=lambda model, x, nothing=nothing: nothing * jax.vmap(model)(x))
+            smooth(FOLD, batches=[inputs()], apply=lambda model, x, nothing=nothing: nothing * jax.vmap(model)(x))
     with pytest.raises(TypeError, match="to one pattern of the weights after it"):
         eqq.transforms.rotate({"w": jnp.ones((8, 8))}, fold={"w": eqq.transforms.ResidualStream({"w": ("a", "b")})})
     with pytest.raises(ValueError, match="Each pattern of `fold`.*Got 'layers.{n}.nrm"):

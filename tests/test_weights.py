@@ -1,5 +1,6 @@
 """What counts as a weight: sizes, states, roles by name, axes that were observed, and weights without inputs."""
 
+import functools
 import re
 
 import equinox as eqx
@@ -253,7 +254,11 @@ class BothOrders(eqx.Module):
 
 
 AXES = {"conv.weight": (-3, -2, -1), "linear.weight": -1, "proj": -2}
-IMAGES = [jr.normal(jr.key(n), (32, 3, 16, 16)) for n in range(2)]
+
+
+@functools.cache
+def images():
+    return [jr.normal(jr.key(n), (32, 3, 16, 16)) for n in range(2)]
 
 
 def axes_of(q):
@@ -263,11 +268,11 @@ def axes_of(q):
 @pytest.mark.parametrize("name", ["GPTQ", "MSE", "LearnedRounding", "activations", "sequential", "rule"])
 def test_axes_come_from_statistics(name):
     model = BothOrders()
-    stats = collect_stats(model, IMAGES, gram=True)
+    stats = collect_stats(model, images(), gram=True)
     if name == "activations":
         q = eqq.quantize_tree(model, "int8", activations=stats)
     elif name == "sequential":
-        q = eqq.quantize_sequentially(model, IMAGES, "int4", eqq.GPTQ())
+        q = eqq.quantize_sequentially(model, images(), "int4", eqq.GPTQ())
     elif name == "rule":
         q = eqq.quantize_tree(model, {"*": eqq.QuantConfig("int4", eqq.GPTQ(stats))})
     else:
@@ -296,17 +301,17 @@ def test_a_rule_says_the_axis():
 
 def test_smooth_finds_both_orders():
     model = BothOrders()
-    stats = collect_stats(model, IMAGES, gram=True)
-    for method in (eqq.transforms.SmoothQuant(stats), eqq.transforms.AWQ(stats)):
-        smoothed = eqq.transforms.smooth(model, method)
+    stats = collect_stats(model, images(), gram=True)
+    for method in (eqq.SmoothQuant(stats), eqq.AWQ(stats)):
+        smoothed = eqq.smooth(model, method)
         assert (smoothed.linear.weight.axis, smoothed.proj.axis) == (-1, -2)
-        wanted = jax.vmap(model)(IMAGES[0])
-        np.testing.assert_allclose(jax.vmap(smoothed)(IMAGES[0]), wanted, atol=1e-4 * float(jnp.abs(wanted).max()))
+        wanted = jax.vmap(model)(images()[0])
+        np.testing.assert_allclose(jax.vmap(smoothed)(images()[0]), wanted, atol=1e-4 * float(jnp.abs(wanted).max()))
 
 
 def test_errors_about_axes_do_not_lead_in_a_circle():
     model = BothOrders()
-    stats = collect_stats(model, IMAGES, gram=True)
+    stats = collect_stats(model, images(), gram=True)
     words = r"Got blocks along axis -1 of proj, whose inputs lie along axis -2. Leave `axis` out"
     with pytest.raises(ValueError, match=words):
         eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats), axis=-1)
@@ -337,7 +342,11 @@ class Added(eqx.Module):
         return jax.vmap(self.linear)(rows).mean(0)
 
 
-TOKENS = [jr.normal(jr.key(n), (64, 4, 64)) for n in range(2)]
+@functools.cache
+def tokens():
+    return [jr.normal(jr.key(n), (64, 4, 64)) for n in range(2)]
+
+
 UNUSED = r"Got none for table \(.*\), rows \(.*\), spare \(no batch reached it\): "
 
 
@@ -353,7 +362,7 @@ UNUSED = r"Got none for table \(.*\), rows \(.*\), spare \(no batch reached it\)
 )
 def test_a_weight_without_inputs_gets_the_inner_method(make, inner):
     model = Added()
-    method = make(collect_stats(model, TOKENS, gram=True))
+    method = make(collect_stats(model, tokens(), gram=True))
     with pytest.warns(UserWarning, match=UNUSED + "quantized without them") as caught:
         q = eqq.quantize_tree(model, "int4", method=method)
     assert '{"table": None, "rows": None, "spare": None, "*": ...}' in str(caught[0].message)
@@ -370,7 +379,7 @@ def test_a_weight_without_inputs_gets_the_inner_method(make, inner):
 
 def test_the_rule_of_the_message_stops_it():
     model = Added()
-    stats = collect_stats(model, TOKENS, gram=True)
+    stats = collect_stats(model, tokens(), gram=True)
     q = eqq.quantize_tree(model, {"table": None, "rows": None, "spare": None, "*": "int4"}, method=eqq.GPTQ(stats))
     assert not eqq.is_quantized(q.table) and eqq.is_quantized(q.linear.weight)
 
@@ -379,7 +388,7 @@ def test_the_rule_of_the_message_stops_it():
 def test_sequentially_too(method):
     model = Added()
     with pytest.warns(UserWarning, match=UNUSED):
-        q = eqq.quantize_sequentially(model, TOKENS, "int4", method)
+        q = eqq.quantize_sequentially(model, tokens(), "int4", method)
     wanted = eqq.quantize_tree(model, "int4", method=method.without_inputs())
     assert all(eqx.tree_equal(getattr(q, name), getattr(wanted, name)) for name in ("table", "rows", "words", "spare"))
     assert not eqx.tree_equal(q.linear, wanted.linear)
@@ -387,8 +396,8 @@ def test_sequentially_too(method):
 
 def test_smooth_leaves_it_alone():
     model = Added()
-    stats = collect_stats(model, TOKENS, gram=True)
-    for method in (eqq.transforms.SmoothQuant(stats), eqq.transforms.AWQ(stats)):
+    stats = collect_stats(model, tokens(), gram=True)
+    for method in (eqq.SmoothQuant(stats), eqq.AWQ(stats)):
         with pytest.warns(UserWarning, match=UNUSED + "they stay as they are"):
             smoothed = eqq.transforms.smooth(model, method)
         assert smoothed.table is model.table and isinstance(smoothed.linear.weight, eqq.arrays.ScaledArray)

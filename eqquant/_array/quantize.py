@@ -115,6 +115,7 @@ def quantize(
         )
     found_by = as_method(method)
     found_by.check("`x`", checked.shape, axes)
+    found_by.check_weight("`x`", checked)
     return quantize_array(checked, format, axes, dtype, key, given or found_by)
 
 

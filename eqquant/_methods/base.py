@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._export import register_export
 from .._formats.base import AbstractFormat, is_ours, Scales
 from .choose import choose_by_blocks, choose_by_weights, Rows, ZeroPoints
-from .grid import encode_by_chunks, EncodedRows, store
+from .fingerprint import check_same_weight
+from .grid import encode_by_chunks, Encoded, store
 from .inputs import check_statistic, InputsError, is_collected, statistic, Statistics
 
 
@@ -115,6 +118,12 @@ class AbstractMethod(eqx.Module):
         """Raises if the statistics do not belong to an array, quantized along its axes. Errors call it `name`."""
         if self.statistic is not None and (self.inputs is not None or self.method is not None):
             check_statistic(self.inputs, self.statistic, type(self).__name__, name, shape, axes)
+
+    def check_weight(self, name: str, x: Array | np.ndarray | jax.ShapeDtypeStruct) -> None:
+        """Raises if statistics were collected with other values of an array `x`. Errors call it `name`."""
+        check_same_weight(self.inputs, f"`inputs` of {type(self).__name__}", name, x)
+        if self.method is not None:
+            self.method.check_weight(name, x)
 
 
 class AbstractScaleMethod(AbstractMethod):

@@ -93,7 +93,7 @@ class LearnedRounding(AbstractMethod):
             inputs = gram if method.statistic == "gram" else jnp.diagonal(gram, axis1=-2, axis2=-1)
             method = dataclasses.replace(method, inputs=inputs)  # pyright: ignore[reportCallIssue]
         start = method.quantize_rows(rows, format, chunk=chunk)
-        if rows.shape[-1] == 0:  # no column to move
+        if rows.size == 0:  # nothing to move
             return start
         grid = load_grid(start.scale, start.zero_point, start.offset, format)
         damp = lambda gram: _damp(gram, self.damping)

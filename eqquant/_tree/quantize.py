@@ -214,6 +214,7 @@ def _find_methods(decisions: Sequence[Decision], default: AbstractMethod) -> dic
         try:
             methods[n] = method.for_leaf(leaf.path)
             methods[n].check(leaf.path, tuple(leaf.value.shape), decision.axes)
+            methods[n].check_weight(leaf.path, leaf.value)
         except InputsError as e:
             errors[leaf.path] = e
         if (seen := method.statistics_for(leaf.path)) is not None and seen.axis is None and not is_lookup(seen):
@@ -239,6 +240,7 @@ def _sharding_of(decision: Decision, wanted: NamedSharding | None, dtype: DTypeL
 def quantize_leaf(decision: Decision, method: AbstractMethod, dtype: DTypeLike | None) -> QuantizedArray:
     """Quantizes one leaf by a method that has its statistics, as `quantize_tree` does. It keeps its sharding."""
     method.check(decision.leaf.path, tuple(decision.leaf.value.shape), decision.axes)
+    method.check_weight(decision.leaf.path, decision.leaf.value)
     encode = ft.partial(quantize_array, key=None, method=method)
     return _quantize_leaf(decision, encode, dtype, None)  # pyright: ignore[reportReturnType]
 

@@ -14,6 +14,7 @@ from .._array.checks import as_jax_array, as_method
 from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
+from .._methods.fingerprint import check_same_weight
 from .._methods.inputs import check_statistic, InputsError
 from .._types import PyTree
 from .._wrappers.scaled import ScaledArray
@@ -343,6 +344,7 @@ def _check_statistics(method: AbstractSmoothing, weights: Weights, numbers: Sequ
             for statistic in method.statistics:
                 axes = (weights.axes[n],)
                 check_statistic(method.inputs[leaf.path], statistic, name, leaf.path, tuple(leaf.value.shape), axes)
+            check_same_weight(method.inputs[leaf.path], f"`inputs` of {name}", leaf.path, leaf.value)
         except InputsError as e:
             errors[leaf.path] = e
     if errors:

@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._array.value import AbstractArrayValue
+from .._methods.fingerprint import fingerprint
 from .._tree.leaves import abbreviate_list, as_batches, Leaf
 from .._tree.select import select_leaves, show_refusals, Where
 from .._tree.weights import ineligible_reason, place_reason
@@ -103,11 +104,16 @@ def collect_stats(
     tables = Lookups(eqx.filter_jit(run), model, watches)
     data = tables.after_each(as_batches(batches)) if lookups else batches
     count = observe_batches(Observed(run, watches, is_weight), model, data, watches)
-    leaves = tuple(_with_lookups(stats_of(leaf, watch), tables, gram) for leaf, watch in watches)
+    found = [(leaf, _with_lookups(stats_of(leaf, watch), tables, gram)) for leaf, watch in watches]
+    leaves = tuple(_with_fingerprint(stats, leaf) for leaf, stats in found)
     if all(leaf.axis is None for leaf in leaves):
         notes = abbreviate_list(f"{leaf.path}: {leaf.note}" for leaf in leaves)
         raise ValueError(f"A weight must be multiplied with data to be observed. Got none that was ({notes}).")
     return ActivationStats(leaves, count, threshold)
+
+
+def _with_fingerprint(stats: LeafStats, leaf: Leaf) -> LeafStats:
+    return stats if is_weight(leaf.value) else dataclasses.replace(stats, fingerprint=fingerprint(leaf.value))
 
 
 def _with_lookups(stats: LeafStats, tables: Lookups, gram: bool) -> LeafStats:

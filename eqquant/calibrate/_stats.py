@@ -42,6 +42,7 @@ class LeafStats:
         it has a `second_moment` and a `gram` nevertheless: those of the gradients of its entries, in random directions
         of the outputs. So they say how much an error of an entry changes the outputs. `rows` counts the gradients;
         a table with fewer of them than features has no statistics.
+    - `fingerprint`: a few sums of the values of the weight, by which methods recognize it; `None` if it was quantized.
 
     The statistics are `None` for a weight without observed inputs. In a stack, they are zero (like `rows`) for each
     layer without observed inputs.
@@ -61,6 +62,7 @@ class LeafStats:
     gram: np.ndarray | None = dataclasses.field(default=None, repr=False)
     looked_up: bool = False
     calibrated: CalibrationResult | None = dataclasses.field(default=None, repr=False)
+    fingerprint: np.ndarray | None = dataclasses.field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain Python values, without the Gram matrix."""
@@ -89,7 +91,8 @@ def _flatten_stats(stats: LeafStats) -> tuple[tuple[PyTree, ...], tuple[Hashable
 
 def _unflatten_stats(static: tuple[Hashable, ...], arrays: Iterable[PyTree]) -> LeafStats:
     stats = object.__new__(LeafStats)  # JAX also unflattens with leaves that are not arrays
-    fields = {"path": "", "shape": static[0], "axis": static[1], "note": "", "looked_up": False, "calibrated": None}
+    fields = {"path": "", "shape": static[0], "axis": static[1], "note": "", "looked_up": False}
+    fields |= {"calibrated": None, "fingerprint": None}
     for name, value in (*fields.items(), *zip(_STATISTICS, arrays, strict=True)):
         object.__setattr__(stats, name, value)
     return stats
@@ -123,6 +126,16 @@ class ActivationStats(Report, Mapping[str, LeafStats]):
         raise KeyError(
             f"No weight {path!r} was watched. The weights are {abbreviate_list(leaf.path for leaf in self.leaves)}."
         )
+
+    def without_fingerprints(self) -> "ActivationStats":
+        """Returns the statistics for use with other values of the weights, if their inputs are as before.
+
+        Methods raise for a weight that differs by 5 % or more from the one whose inputs were observed, since other
+        statistics make results worse without a word: those from before [`eqquant.rotate`][], [`eqquant.smooth`][] or
+        training, or of another checkpoint.
+        """
+        leaves = tuple(dataclasses.replace(leaf, fingerprint=None) for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=leaves)
 
     def __iter__(self) -> Iterator[str]:
         return (leaf.path for leaf in self.leaves)

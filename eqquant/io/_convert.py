@@ -295,6 +295,7 @@ def _quantized(
         before = checkpoint[name]
         values = jnp.asarray(before.dequantize() if isinstance(before, AbstractArrayValue) else before)
         check_finite(values, name)
+        method.check_weight(name, values)
         after = jax.block_until_ready(quantize(values))
         if each is not None:
             each(name, before, after)

@@ -570,7 +570,7 @@ def test_low_rank_factors_stay_apart(getkey):
     "calibrator",
     [
         None,
-        lambda: eqq.calibrate.MSE(eqq.Int8("tensor", symmetric=False)),
+        lambda: eqq.calibrate.MSERange(eqq.Int8("tensor", symmetric=False)),
         slow(lambda: eqq.calibrate.MinMax("int8")),
         slow(lambda: eqq.calibrate.Percentile("fp8")),
         slow(lambda: eqq.calibrate.MovingAverage("int8")),

@@ -42,16 +42,16 @@ def arrays():
         "offsets": eqq.quantize(weight(), "q4_k"),
         "zero points": eqq.quantize(weight(), eqq.Int4(32, symmetric=False, scale_dtype="bfloat16")),
         "codebook": eqq.quantize(weight(), eqq.Codebook([-1, -0.1, 0, 0.3])),
-        "selected": eqq.select(eqq.quantize(jnp.stack([weight(), -weight()]), "nf4"), 1),
-        "activations": eqq.ActivationQuantizedArray(q, "int8"),
-        "static activations": eqq.ActivationQuantizedArray(q, "int8", 0.02),
+        "selected": eqq.take_layer(eqq.quantize(jnp.stack([weight(), -weight()]), "nf4"), 1),
+        "activations": eqq.arrays.ActivationQuantizedArray(q, "int8"),
+        "static activations": eqq.arrays.ActivationQuantizedArray(q, "int8", 0.02),
         "simulated": eqq.quantize_tree({"w": weight()}, "int4", simulate=True, method=eqq.MSE())["w"],
         "learned scales": eqq.quantize_tree({"w": weight()}, "int4", simulate=True, learn_scales=True)["w"],
-        "low precision": eqq.LowPrecisionArray(weight(), "fp8", eqq.FP8("e5m2")),
+        "low precision": eqq.arrays.LowPrecisionArray(weight(), "fp8", eqq.FP8("e5m2")),
         "factors": eqq.loraify({"w": q}, 4, key=jax.random.key(2))["w"],
-        "rotated": eqq.quantize_tree(eqq.rotate({"w": weight()}), "int8")["w"],
-        "scaled": eqq.ScaledArray(q, scale=jnp.arange(1.0, 65.0)),
-        "permuted": eqq.PermutedArray(q, order=jnp.arange(64, dtype=jnp.uint32)[::-1]),
+        "rotated": eqq.quantize_tree(eqq.transforms.rotate({"w": weight()}), "int8")["w"],
+        "scaled": eqq.arrays.ScaledArray(q, scale=jnp.arange(1.0, 65.0)),
+        "permuted": eqq.arrays.PermutedArray(q, order=jnp.arange(64, dtype=jnp.uint32)[::-1]),
     }
 
 

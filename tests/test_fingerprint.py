@@ -54,11 +54,11 @@ OTHERS = {
 }
 USES = {
     "gptq": lambda model, stats: eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats)),
-    "of a rule": lambda model, stats: eqq.quantize_tree(model, {"*": eqq.Use("int4", eqq.MSE(stats))}),
+    "of a rule": lambda model, stats: eqq.quantize_tree(model, {"*": eqq.QuantConfig("int4", eqq.MSE(stats))}),
     "inner": lambda model, stats: eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats, method=eqq.MSE(stats))),
     "learned": lambda model, stats: eqq.quantize_tree(model, "int4", method=eqq.LearnedRounding(stats)),
     "activations": lambda model, stats: eqq.quantize_tree(model, "int8", activations=stats),
-    "smooth": lambda model, stats: eqq.smooth(model, eqq.SmoothQuant(stats)),
+    "smooth": lambda model, stats: eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats)),
     "one array": lambda model, stats: eqq.quantize(
         model.layers[0].weight, "int4", method=eqq.GPTQ(stats["layers.0.weight"])
     ),
@@ -84,10 +84,10 @@ def test_the_same_weight(model, stats, use):
 
 
 def test_smoothing_before_collecting(model, batches, stats):
-    smoothed = eqq.smooth(model, eqq.SmoothQuant(stats))
+    smoothed = eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats))
     again = collect_stats(smoothed, batches, gram=True)
     eqq.quantize_tree(smoothed, "int4", method=eqq.GPTQ(again))
-    turned = eqq.rotate(model)
+    turned = eqq.transforms.rotate(model)
     eqq.quantize_tree(turned, "int4", method=eqq.GPTQ(collect_stats(turned, batches, gram=True)))
 
 

@@ -94,20 +94,23 @@ def methods(stats):
 @pytest.mark.parametrize("name", ["smooth", "awq"])
 def test_outputs_stay(model, stats, name):
     method = methods(stats)[name]
-    folded = eqq.smooth(model, method, fold=FOLD, batches=[inputs()])
+    folded = eqq.transforms.smooth(model, method, fold=FOLD, batches=[inputs()])
     assert jax.tree_util.tree_structure(folded) == jax.tree_util.tree_structure(model)
     assert not np.allclose(folded.layers[0].norm.weight, model.layers[0].norm.weight)
     close(run(folded, inputs()), run(model, inputs()))
-    kept = eqq.smooth(model, method)
-    assert isinstance(kept.layers[1].down.weight, eqq.ScaledArray)
+    kept = eqq.transforms.smooth(model, method)
+    assert isinstance(kept.layers[1].down.weight, eqq.arrays.ScaledArray)
     close(run(kept, inputs()), run(model, inputs()))
     # Only the norm is folded: `down` keeps a vector, or stays as it was.
     some = {"layers.{n}.norm.{p}": FOLD["layers.{n}.norm.{p}"]}
     assert isinstance(eqq.transforms.smooth(model, method, fold=some).layers[0].down.weight, eqq.arrays.ScaledArray)
     # A producer may keep a vector for its own inputs.
     producer = {"layers.{n}.up.{p}": FOLD["layers.{n}.up.{p}"]}
-    close(run(eqq.smooth(model, method, fold=producer), inputs()), run(model, inputs()))
-    assert eqq.smooth(model, method, fold=some, online=False).layers[0].down.weight is model.layers[0].down.weight
+    close(run(eqq.transforms.smooth(model, method, fold=producer), inputs()), run(model, inputs()))
+    assert (
+        eqq.transforms.smooth(model, method, fold=some, online=False).layers[0].down.weight
+        is model.layers[0].down.weight
+    )
 
 
 @pytest.mark.long
@@ -125,7 +128,7 @@ def test_stacks(stats):
             close(both[0].layers.down.weight[n], both[1].layers[n].down.weight, 1e-4)
             close(both[0].layers.norm.bias[n], both[1].layers[n].norm.bias, 1e-4)
         close(run(both[0], inputs()), run(stacked, inputs()))
-    kept = eqq.smooth(stacked, methods(of_stack)["smooth"])
+    kept = eqq.transforms.smooth(stacked, methods(of_stack)["smooth"])
     close(run(kept, inputs()), run(stacked, inputs()))
     close(run(eqq.quantize_tree(kept, "int8"), inputs()), run(stacked, inputs()), 0.05)
 
@@ -158,7 +161,7 @@ def test_awq_takes_the_best_of_its_grid(model, stats):
 
 def test_awq_helps(model, stats):
     error = lambda m: np.linalg.norm(run(eqq.quantize_tree(m, eqq.Int4(16)), inputs()) - run(model, inputs()))
-    assert error(eqq.smooth(model, eqq.AWQ(stats, eqq.Int4(16)), fold=FOLD)) < 0.95 * error(model)
+    assert error(eqq.transforms.smooth(model, eqq.transforms.AWQ(stats, eqq.Int4(16)), fold=FOLD)) < 0.95 * error(model)
 
 
 def test_inputs_without_data(model, stats):
@@ -167,7 +170,7 @@ def test_inputs_without_data(model, stats):
         for path, s in stats.items()
     }
     for method in methods(dead).values():
-        close(run(eqq.smooth(model, method, fold=FOLD), inputs()), run(model, inputs()))
+        close(run(eqq.transforms.smooth(model, method, fold=FOLD), inputs()), run(model, inputs()))
 
 
 def test_heads_that_share_values():

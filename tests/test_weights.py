@@ -302,8 +302,8 @@ def test_a_rule_says_the_axis():
 def test_smooth_finds_both_orders():
     model = BothOrders()
     stats = collect_stats(model, images(), gram=True)
-    for method in (eqq.SmoothQuant(stats), eqq.AWQ(stats)):
-        smoothed = eqq.smooth(model, method)
+    for method in (eqq.transforms.SmoothQuant(stats), eqq.transforms.AWQ(stats)):
+        smoothed = eqq.transforms.smooth(model, method)
         assert (smoothed.linear.weight.axis, smoothed.proj.axis) == (-1, -2)
         wanted = jax.vmap(model)(images()[0])
         np.testing.assert_allclose(jax.vmap(smoothed)(images()[0]), wanted, atol=1e-4 * float(jnp.abs(wanted).max()))
@@ -397,7 +397,7 @@ def test_sequentially_too(method):
 def test_smooth_leaves_it_alone():
     model = Added()
     stats = collect_stats(model, tokens(), gram=True)
-    for method in (eqq.SmoothQuant(stats), eqq.AWQ(stats)):
+    for method in (eqq.transforms.SmoothQuant(stats), eqq.transforms.AWQ(stats)):
         with pytest.warns(UserWarning, match=UNUSED + "they stay as they are"):
             smoothed = eqq.transforms.smooth(model, method)
         assert smoothed.table is model.table and isinstance(smoothed.linear.weight, eqq.arrays.ScaledArray)

@@ -15,7 +15,7 @@ from .._export import register_export
 from .._formats.base import AbstractFormat, is_ours, Scales
 from .choose import choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .fingerprint import check_same_weight
-from .grid import encode_by_chunks, Encoded, store
+from .grid import encode_by_chunks, EncodedRows, store
 from .inputs import check_statistic, InputsError, is_collected, statistic, Statistics
 
 

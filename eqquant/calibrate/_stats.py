@@ -131,8 +131,8 @@ class ActivationStats(Report, Mapping[str, LeafStats]):
         """Returns the statistics for use with other values of the weights, if their inputs are as before.
 
         Methods raise for a weight that differs by 5 % or more from the one whose inputs were observed, since other
-        statistics make results worse without a word: those from before [`eqquant.rotate`][], [`eqquant.smooth`][] or
-        training, or of another checkpoint.
+        statistics make results worse without a word: those from before [`eqquant.transforms.rotate`][],
+        [`eqquant.transforms.smooth`][] or training, or of another checkpoint.
         """
         leaves = tuple(dataclasses.replace(leaf, fingerprint=None) for leaf in self.leaves)
         return dataclasses.replace(self, leaves=leaves)

@@ -18,7 +18,7 @@ import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from timing import interleaved
+from timing import time_in_turns
 
 import eqquant as eqq
 
@@ -92,7 +92,7 @@ def rows(recipes: Recipes) -> dict[str, Callable[[], Any]]:
 def seconds_of(model: minilm.Encoder, other: minilm.Encoder, ids: Any, mask: Any, rounds: int) -> tuple[float, float]:
     """The median seconds of a batch for two models, which take turns."""
     of = lambda one: lambda: minilm.embed(one, ids, mask)
-    taken = interleaved({"model": of(model), "other": of(other)}, rounds)
+    taken = time_in_turns({"model": of(model), "other": of(other)}, rounds)
     return float(np.median(taken["model"])), float(np.median(taken["other"]))
 
 

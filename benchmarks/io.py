@@ -73,7 +73,7 @@ def awq(rng):
     return {**tensors, "scales": scales(rng, groups, OUT)}, {"quant_method": "awq"}
 
 
-def compressed(bits):
+def make_compressed(bits):
     def make(rng):
         tensors = {
             "weight_packed": words(rng, OUT, IN * bits // 32),
@@ -178,8 +178,8 @@ DIALECTS = {
     "safetensors, float16": half,
     "eqquant, NF4": None,
     "compressed-tensors, int8": int8,
-    "compressed-tensors, 4 bits": compressed(4),
-    "compressed-tensors, 3 bits": compressed(3),
+    "compressed-tensors, 4 bits": make_compressed(4),
+    "compressed-tensors, 3 bits": make_compressed(3),
     "compressed-tensors, MXFP4": mxfp4,
     "compressed-tensors, NVFP4": nvfp4,
     "Hugging Face, fp8 in 128 x 128": fp8_tiles,

@@ -125,7 +125,7 @@ class Bench:
         same = jnp.argmax(self.expected, -1) == jnp.argmax(logits, -1)
         return Measured(bits / told.size, bits / self.nbytes, float(divergence.mean()), float(same.mean()))
 
-    def quantized(self, format: eqq.AbstractFormat, method: str) -> Llama:
+    def quantize(self, format: eqq.AbstractFormat, method: str) -> Llama:
         if method == "GPTQ":
             return eqq.quantize_sequentially(self.model, self.calibration, format, METHODS[method], apply=logits_of)
         return eqq.quantize_tree(self.model, format, method=METHODS[method])
@@ -150,7 +150,7 @@ def formats_table(bench: Bench, names: Sequence[str], methods: Sequence[str], co
         for method in methods:
             began = time.perf_counter()
             try:
-                model = bench.quantized(FORMATS[name], method)
+                model = bench.quantize(FORMATS[name], method)
             except ValueError as e:  # a method may not take a format, and says so
                 print(f"{name}, {method}: {e}", file=sys.stderr)
                 continue

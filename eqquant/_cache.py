@@ -336,7 +336,7 @@ def _fewest_tokens(format: AbstractFormat | None) -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | None, axis: int) -> MaybeQuantized:
-    """As `_quantized`, of zeros: one row is quantized, and repeated."""
+    """As `_quantize_rows`, of zeros: one row is quantized, and repeated."""
     if format is None:
         return jnp.zeros(shape, dtype)
     *batch, rows, length = shape if axis == -1 else (*shape[:-2], shape[-1], shape[-2])
@@ -345,7 +345,7 @@ def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | No
     return dataclasses.replace(repeated, axis=axis)
 
 
-def _quantized(x: Array, format: AbstractFormat, axis: int | tuple[int, ...]) -> QuantizedArray:
+def _quantize_rows(x: Array, format: AbstractFormat, axis: int | tuple[int, ...]) -> QuantizedArray:
     """Quantizes every row alone: of a token, or with axis -2 of a channel. So a "tensor" of the format is a row."""
     quantize_row = lambda row: quantize_array(row, format, (-1,), None, None)
     rows = x if axis == -1 else x.mT
@@ -371,7 +371,7 @@ def _put(
     bits, across = old.format.bits, old.axis != -1
     # Packed zero points of several groups share bytes.
     apart = lambda q: dataclasses.replace(q, zero_point_bits=q.zero_point) if across else q
-    pack = lambda: jtu.tree_leaves(apart(_quantized(new.astype(old.dtype), old.format, old.axis)))
+    pack = lambda: jtu.tree_leaves(apart(_quantize_rows(new.astype(old.dtype), old.format, old.axis)))
     if needed is True:
         packed = pack()
     else:

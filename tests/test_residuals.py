@@ -82,8 +82,8 @@ def test_bytes(getkey):
     assert count(eqq.checkpoint_quantized(block)) < 0.35 * in_float
     assert count(eqq.checkpoint_quantized(block, "int4")) < 0.25 * in_float
     rows = 24 * (32 + 4)  # codes and a scale of each row
-    of_products = 24 * (128 + 4) + 2 * rows
-    assert count(eqq.checkpoint_quantized(block, policy=DOTS)) < 2 * (rows + of_products)
+    product_bytes = 24 * (128 + 4) + 2 * rows
+    assert count(eqq.checkpoint_quantized(block, policy=DOTS)) < 2 * (rows + product_bytes)
     assert count(jax.checkpoint(lambda x: block(x))) == 0 and eqq.residual_nbytes(lambda x: 2 * x, x) <= 4
 
 

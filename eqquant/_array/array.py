@@ -76,7 +76,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
     # subscript.
     def __class_getitem__(cls, format: object) -> type:
         narrow = isinstance(format, type) and format is not Any  # `Any` is a class since Python 3.11
-        return _narrowed(format) if narrow else super().__class_getitem__(format)  # pyright: ignore[reportAttributeAccessIssue]
+        return _narrow(format) if narrow else super().__class_getitem__(format)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def dtype(self) -> np.dtype:
@@ -290,7 +290,7 @@ def _dequantize(q: QuantizedArray) -> Array:
 
 
 @ft.cache
-def _narrowed(format_type: type[AbstractFormat]) -> type:
+def _narrow(format_type: type[AbstractFormat]) -> type:
     class Narrowed(type):
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, QuantizedArray) and isinstance(instance.format, format_type)

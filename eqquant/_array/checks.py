@@ -95,7 +95,9 @@ def as_one_array(x: Any, name: str, for_trees: str) -> Any:
     try:
         return as_jax_array(x)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be one array. Got {described(x)}. For a model, call `{for_trees}`.") from None
+        raise TypeError(
+            f"{name} must be one array. Got {describe_argument(x)}. For a model, call `{for_trees}`."
+        ) from None
 
 
 def as_jax_array(x: Any) -> Array:
@@ -128,7 +130,7 @@ def how_to_get_one(x: object) -> str:
     return "`eqq.quantize` makes one."
 
 
-def described(x: object) -> str:
+def describe_argument(x: object) -> str:
     """Describes `x` in a few words, since a model prints as a page."""
     if isinstance(x, AbstractArrayValue):
         return f"a {type(x).__name__}"
@@ -175,7 +177,7 @@ def _all_finite(x: Array) -> Array:
     return jnp.isfinite(x.astype(jnp.float32)).all()
 
 
-def check_given(
+def check_given_scales(
     x: Any, format: AbstractFormat, axes: tuple[int, ...], scale: Any, zero_point: Any
 ) -> GivenScales | None:
     """Checks the scales and zero points of a caller, and broadcasts them to `(*batch, blocks)`."""

@@ -23,7 +23,7 @@ from .._native.layout import Stored
 from .._native.lowering import lower_on_cpu
 from .._numerics import packing
 from .._numerics.blocks import dequantize_blocks
-from .._numerics.primitives import along_first, compile_alone, without_tangent
+from .._numerics.primitives import compile_alone, leading_batching_rule, zero_tangent_jvp
 from .._numerics.scale_bits import clip_finite, scale_to_bits
 from .._types import PyTreeDef
 from .codes import AbstractCodes, row_length
@@ -113,6 +113,6 @@ def _native(*args: Array, tree: PyTreeDef) -> Array:
 
 dequantize_p.def_abstract_eval(_abstract)
 dequantize_p.def_impl(compile_alone(dequantize_p, _by_xla, ["tree"]))
-ad.primitive_jvps[dequantize_p] = without_tangent(dequantize_p)
-batching.primitive_batchers[dequantize_p] = along_first(dequantize_p)
+ad.primitive_jvps[dequantize_p] = zero_tangent_jvp(dequantize_p)
+batching.primitive_batchers[dequantize_p] = leading_batching_rule(dequantize_p)
 lower_on_cpu(dequantize_p, _native, _by_xla)

@@ -38,7 +38,7 @@ def serialise_filter_spec(f: Any, x: PyTree) -> None:
     Nothing.
     """
     if isinstance(x, QuantizedArray):
-        np.save(f, np.asarray(_meaning(x)))
+        np.save(f, np.asarray(_describe_leaf(x)))
         for leaf in jtu.tree_leaves(x):
             eqx.default_serialise_filter_spec(f, leaf)
     else:
@@ -65,7 +65,7 @@ def deserialise_filter_spec(f: Any, x: PyTree) -> PyTree:
     """
     if not isinstance(x, QuantizedArray):
         return eqx.default_deserialise_filter_spec(f, x)
-    saved, expected = np.load(f), _meaning(x)
+    saved, expected = np.load(f), _describe_leaf(x)
     if saved.dtype.kind != "U" or saved.ndim != 0:
         raise ValueError(
             f"The file must hold a quantized array here. Got {saved.dtype}{list(saved.shape)}. Save it with "
@@ -80,7 +80,7 @@ def deserialise_filter_spec(f: Any, x: PyTree) -> PyTree:
     return jtu.tree_unflatten(treedef, [eqx.default_deserialise_filter_spec(f, leaf) for leaf in leaves])
 
 
-def _meaning(q: QuantizedArray) -> str:
+def _describe_leaf(q: QuantizedArray) -> str:
     """Describes everything that must agree for the bytes to mean the same values."""
     # Includes defaults, which a later version may change.
     fields = ", ".join(f"{field.name}={getattr(q.format, field.name)!r}" for field in dataclasses.fields(q.format))

@@ -232,13 +232,13 @@ def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
     """
 
     @jax.jit  # one small program, where each operation would be compiled alone
-    def there_and_back(codes: UInt8[Array, " codes"]) -> tuple[Array, Array]:
+    def round_trip(codes: UInt8[Array, " codes"]) -> tuple[Array, Array]:
         values = format.decode(codes)
         back = format.encode(jnp.where(jnp.isfinite(values), values, 0))
         return values, (back == codes) & jnp.isfinite(values)
 
     with jax.ensure_compile_time_eval():
-        values, used = there_and_back(np.arange(2**format.bits, dtype=np.uint8))
+        values, used = round_trip(np.arange(2**format.bits, dtype=np.uint8))
         return np.asarray(values), np.asarray(used)
 
 

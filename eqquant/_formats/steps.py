@@ -41,10 +41,10 @@ def _find(format: AbstractFormat) -> Steps | None:
         low, high = np.where(is_above, low, middle), np.where(is_above, middle, high)
     nan = int(np.asarray(encode(np.full(order.shape, np.nan, np.float32)))[0])
     steps = Steps(high.astype(np.int32), np.concatenate([codes[:1], found]).astype(np.int32), nan)
-    return _shortened(steps, format.bits)
+    return _find_rule(steps, format.bits)
 
 
-def _shortened(steps: Steps, bits: int) -> Steps:
+def _find_rule(steps: Steps, bits: int) -> Steps:
     """Returns steps with a rule that gives the same codes, if there is one."""
     top = 2**bits - 1
     if not np.array_equal(steps.codes, np.arange(steps.codes[0], steps.codes[-1] + 1)) or steps.codes[-1] != top:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, UInt8
 
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points, Scales
-from .._numerics.batching import by_chunks, Index
+from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import not_finite, num_blocks, split_blocks
 
 
@@ -92,7 +92,7 @@ def choose_by_parts(
         scales, zeros = zip(*(choose(part, n) for n, part in enumerate(parts)), strict=True)
         return jnp.concatenate(scales, axis=-1), None if zeros[0] is None else jnp.concatenate(zeros, axis=-1)
 
-    scale, zero_point = by_chunks(choose_rows, None if format.block_size == "tensor" else chunk, rows)
+    scale, zero_point = map_chunks(choose_rows, None if format.block_size == "tensor" else chunk, rows)
     blocks = (*batch, num_blocks(length, format.block_size))
     return jnp.broadcast_to(scale, blocks), None if zero_point is None else jnp.broadcast_to(zero_point, blocks)
 

@@ -13,7 +13,7 @@ from .._numerics.batching import Index
 from .absmax import AbsMax
 from .base import AbstractMethod, AbstractScaleMethod
 from .choose import Rows, ZeroPoints
-from .gram import by_layers, check_gram, gram_of, HIGHEST, WIDTH
+from .gram import check_gram, gram_of, HIGHEST, map_layers, WIDTH
 from .grid import decode_by, encode_by, Encoded, Grid, store
 from .inputs import Inputs
 
@@ -97,7 +97,7 @@ class GPTQ(AbstractMethod):
         scale_bits, offset_bits, grid = store(rows, scale, zero_point, format, chunk)
         factor = lambda gram: _factor(gram, self.damping, self.order)
         find_codes = lambda factor, columns, grid: _find_codes(factor, columns, grid, format)
-        codes = by_layers(factor, find_codes, gram, chunk, rows, grid)
+        codes = map_layers(factor, find_codes, gram, chunk, rows, grid)
         return Encoded(codes, scale_bits, grid.zero_point, offset_bits)
 
     def _choose_scales(

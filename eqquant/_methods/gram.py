@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from .._numerics.batching import by_chunks, Index, vmap_leading
+from .._numerics.batching import Index, map_chunks, vmap_leading
 from .._types import PyTree
 from .inputs import Inputs, statistic
 
@@ -30,7 +30,7 @@ def check_gram(inputs: Inputs, gram: Array | np.ndarray | None, damping: float |
     return gram if inputs is None else inputs
 
 
-def by_layers(
+def map_layers(
     prepare: Callable[[Array], PyTree],
     function: Callable[..., PyTree],
     gram: Float32[Array, "*stack length length"],
@@ -50,6 +50,6 @@ def by_layers(
             found = function(prepared, *jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]).T, arrays))
             return jax.tree.map(lambda x: x.T.reshape(*batch, len(x)), found)
 
-        return by_chunks(compute_rows, chunk, *arrays)
+        return map_chunks(compute_rows, chunk, *arrays)
 
     return vmap_leading(compute, gram.ndim - 2)(gram, *arrays)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt, UInt8
 
 from .._formats.base import AbstractFormat, has_offsets, levels_of, Scales
-from .._numerics.batching import by_chunks, Index
+from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import absmax, dequantize_blocks, divide, ends, expand, not_finite, num_blocks
 from .._numerics.scale_bits import bits_to_scale, round_up_from_zero, scale_to_bits
 from .choose import check_scales, choose_by_blocks, choose_by_parts, mark, Rows, ZeroPoints
@@ -237,7 +237,7 @@ def encode_by_chunks(
             return codes
         return move_stochastically(codes, values, format, _uniform_by_row(key, first, values.shape))
 
-    return Encoded(by_chunks(encode, chunk, rows, grid), scale_bits, grid.zero_point, offset_bits)
+    return Encoded(map_chunks(encode, chunk, rows, grid), scale_bits, grid.zero_point, offset_bits)
 
 
 def decode_rows(encoded: Encoded, format: AbstractFormat) -> Float32[Array, "*batch length"]:

@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import Array, Float32, PRNGKeyArray
 
 from .._formats.base import AbstractFormat, AbstractOffsetFormat, Blocks, has_offsets, Scales
-from .._numerics.batching import by_chunks, Index
+from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import divide, num_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod
 from .choose import choose_by_blocks, Rows, ZeroPoints
 from .grid import encode_by_chunks, encode_rows, Encoded, load_grid
 from .mse import MSE
-from .search import Best, lower
+from .search import Best, keep_better
 
 
 # Scales or offsets of one level: codes, and the floats that these are multiplied by.
@@ -54,7 +54,7 @@ class JointMSE(AbstractMethod):
         if nested is None or not isinstance(nested.block_size, int) or nested.scale_format is not None:
             return encode_rows(rows, scale, offset, format, key=key, chunk=chunk)
         two_levels = lambda _, rows, scale, offset: _choose_two_levels(rows, scale, offset, format, nested)
-        scale_bits, offset_bits = by_chunks(two_levels, chunk, rows, scale, offset)
+        scale_bits, offset_bits = map_chunks(two_levels, chunk, rows, scale, offset)
         grid = load_grid(scale_bits, None, offset_bits, format)
         return encode_by_chunks(rows, scale_bits, offset_bits, grid, format, key, chunk)
 
@@ -83,7 +83,7 @@ def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scale
         scale, offset = start[0] * factor[0], start[1] * factor[1]
         for _ in range(2):
             levels, error = errors(scale, offset)
-            best = lower(best, (scale, offset), error)
+            best = keep_better(best, (scale, offset), error)
             sums = levels.sum(-1), jnp.square(levels).sum(-1), blocks.sum(-1), (levels * blocks).sum(-1)
             determinant = n * sums[1] - sums[0] ** 2
             fitted = divide(n * sums[3] - sums[0] * sums[2], determinant)
@@ -94,7 +94,7 @@ def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scale
                 moved = jnp.where(one_sided, 0, moved)
             keeps = fitted * start[0] > 0
             scale, offset = jnp.where(keeps, fitted, scale), jnp.where(keeps, moved, offset)
-        return lower(best, (scale, offset), errors(scale, offset)[1]), None
+        return keep_better(best, (scale, offset), errors(scale, offset)[1]), None
 
     grid = jnp.asarray([(f, g) for f in factors for g in _SHRINK_OFFSET], jnp.float32)
     ((scale, offset), _), _ = jax.lax.scan(try_one, (start, errors(*start)[1]), grid)
@@ -164,7 +164,7 @@ class _Groups(eqx.Module):
         def move(best: Best[list[Array]], step: Array) -> tuple[Best[list[Array]], None]:
             decode, encode = self.nested.decode, self.nested.encode
             codes = [encode(decode(c) + d) for c, d in zip(best[0], step, strict=False)]
-            return lower(best, codes, self.errors([(c, p[1]) for c, p in zip(codes, parts, strict=True)])), None
+            return keep_better(best, codes, self.errors([(c, p[1]) for c, p in zip(codes, parts, strict=True)])), None
 
         (codes, _), _ = jax.lax.scan(move, ([c for c, _ in parts], self.errors(parts)), jnp.asarray(_STEPS))
         return [(c, p[1]) for c, p in zip(codes, parts, strict=True)]
@@ -192,14 +192,14 @@ def _choose_two_levels(
         def try_outer(best: Best[list[Part]], factor: Array, n: int = n) -> tuple[Best[list[Part]], None]:
             parts = [*best[0]]
             parts[n] = groups.encode(wanted[n], own[n] * factor)
-            return lower(best, parts, groups.errors(parts).sum(-1)), None
+            return keep_better(best, parts, groups.errors(parts).sum(-1)), None
 
         best, _ = jax.lax.scan(try_outer, best, jnp.asarray(_OUTER))
 
     def improve(_: Index, parts: list[Part]) -> list[Part]:
         parts = groups.move_codes(parts)
         fitted = groups.fit_floats(parts)
-        return lower((parts, groups.errors(parts).sum(-1)), fitted, groups.errors(fitted).sum(-1))[0]
+        return keep_better((parts, groups.errors(parts).sum(-1)), fitted, groups.errors(fitted).sum(-1))[0]
 
     parts = groups.clear_worse(jax.lax.fori_loop(0, _ROUNDS, improve, best[0]))
     merge = lambda x: x.reshape(*x.shape[:-2], count * share)[..., :blocks]  # pyright: ignore[reportOperatorIssue]

@@ -14,7 +14,7 @@ from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod
 from .choose import Rows
 from .gptq import GPTQ
-from .gram import by_layers, check_gram, gram_of, HIGHEST, WIDTH
+from .gram import check_gram, gram_of, HIGHEST, map_layers, WIDTH
 from .grid import decode_by, encode_by, Encoded, Grid, load_grid
 from .inputs import Inputs
 from .mse import MSE
@@ -98,7 +98,7 @@ class LearnedRounding(AbstractMethod):
         grid = load_grid(start.scale, start.zero_point, start.offset, format)
         damp = lambda gram: _damp(gram, self.damping)
         descend = lambda gram, columns, codes, grid: _descend(gram, columns, codes, grid, format, self.rounds)
-        codes, scale = by_layers(damp, descend, gram, chunk, rows, start.codes, grid)
+        codes, scale = map_layers(damp, descend, gram, chunk, rows, start.codes, grid)
         scale_bits = scale_to_bits(scale, format.scale_dtype) if _fits(format) else start.scale
         return start._replace(codes=codes, scale=scale_bits)
 

@@ -4,7 +4,7 @@ from .._formats.base import AbstractFormat, Blocks, Scales
 from .base import AbstractScaleMethod
 from .choose import ZeroPoints
 from .inputs import Inputs
-from .search import least_squared, start_search
+from .search import search_least_squares, start_search
 
 
 class MSE(AbstractScaleMethod):
@@ -38,4 +38,4 @@ class MSE(AbstractScaleMethod):
         self, blocks: Blocks, weights: Blocks | None, format: AbstractFormat
     ) -> tuple[Scales, ZeroPoints]:
         search = start_search(blocks, format, weights)
-        return search.result(least_squared(search))
+        return search.result(search_least_squares(search))

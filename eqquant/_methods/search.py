@@ -46,7 +46,7 @@ class Search(NamedTuple):
     weights: Blocks | None = None
     offset: Scales | None = None  # stays as the format chooses it
 
-    def weighted(self, x: Array) -> Array:
+    def weigh(self, x: Array) -> Array:
         return x if self.weights is None else x * self.weights
 
     def levels(self, factor: Array) -> Array:
@@ -91,7 +91,7 @@ class Search(NamedTuple):
         low, high = minmax(values)
         excess = jnp.maximum(high - low - top, 0)
         candidate = lambda cut: jnp.clip(jnp.round(-low - cut * excess), 0, top)
-        error = lambda zero: jnp.sum(self.weighted(jnp.square(values - self._levels_about(values, zero))), axis=-1)
+        error = lambda zero: jnp.sum(self.weigh(jnp.square(values - self._levels_about(values, zero))), axis=-1)
         return _least(error, candidate(0.0), candidate, _CUT_BELOW[1:])[0]
 
 
@@ -104,21 +104,21 @@ def start_search(blocks: Blocks, format: AbstractFormat, weights: Blocks | None 
     return Search(divide(blocks, jnp.broadcast_to(scale[..., None], blocks.shape)), scale, format, weights, offset)
 
 
-def least_squared(search: Search) -> Array:
+def search_least_squares(search: Search) -> Array:
     """Returns the factor of least squared error of each block: the best of a grid, then fitted to its codes."""
-    squared = lambda factor: jnp.sum(search.weighted(jnp.square(search.errors(factor))), axis=-1)
+    squared = lambda factor: jnp.sum(search.weigh(jnp.square(search.errors(factor))), axis=-1)
     one = jnp.ones_like(search.scale)
     best = _least(squared, one, lambda step: search.storable(jnp.full_like(one, step)), _FACTORS)
 
     def refit(_: Index, best: Best[Array]) -> Best[Array]:
         levels = search.levels(best[0])
-        factor = search.storable(fit(search.units, levels, best[0], search.weighted(levels)))
-        return lower(best, factor, squared(factor))
+        factor = search.storable(fit(search.units, levels, best[0], search.weigh(levels)))
+        return keep_better(best, factor, squared(factor))
 
     return jax.lax.fori_loop(0, _REFITS, refit, best)[0]
 
 
-def lower(best: Best[Candidate], candidate: Candidate, error: Array) -> Best[Candidate]:
+def keep_better(best: Best[Candidate], candidate: Candidate, error: Array) -> Best[Candidate]:
     """Returns the candidate, and its error, where this is lower than that of the best.
 
     Candidates may be trees. All arrays share their leading axes, those of the errors.
@@ -144,6 +144,6 @@ def _least(error: Error, start: Array, candidate: Callable[[Array], Array], step
 
     def step(best: Best[Array], step: Array) -> tuple[Best[Array], None]:
         new = candidate(step)
-        return lower(best, new, error(new)), None
+        return keep_better(best, new, error(new)), None
 
     return jax.lax.scan(step, (start, error(start)), jnp.asarray(steps))[0]

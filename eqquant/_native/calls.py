@@ -127,7 +127,7 @@ def reduce(blocks: Float32[Array, "*batch blocks block"], kind: str) -> Float32[
     return call(blocks.reshape(count, length), kind=np.int32(_REDUCTIONS.index(kind))).reshape(*batch, 1)
 
 
-def in_bytes(layout: Layout) -> bool:
+def has_byte_codes(layout: Layout) -> bool:
     """Returns whether kernels multiply codes of eight bits: those, and the ones that lie in several bytes."""
     return layout.bits not in (1, 2, 4)
 
@@ -152,4 +152,4 @@ def _attributes(weight: Stored, layout: Layout) -> dict[str, np.ndarray]:
 
 def _values(layout: Layout) -> int:
     """Returns the fastest way to decode codes of eight bits, as a number of the C++ interface."""
-    return ("table", "integer", "float8_e4m3fn", "float8_e5m2").index(layout.kind) if in_bytes(layout) else 0
+    return ("table", "integer", "float8_e4m3fn", "float8_e5m2").index(layout.kind) if has_byte_codes(layout) else 0

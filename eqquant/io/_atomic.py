@@ -17,7 +17,7 @@ def check_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def open_replacement(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file beside `path`, and puts it in the place of `path` if the body raises nothing.
 
     A process that is killed may leave the temporary file, `.name.<random>.tmp`, which nothing reads.
@@ -46,7 +46,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def making(folder: Path) -> Iterator[Path]:
+def make_folder(folder: Path) -> Iterator[Path]:
     """Yields the folder to write into: the one that exists, or one beside it, which gets its name if nothing raises."""
     folder = Path(os.path.realpath(folder))  # a link stays a link
     if folder.exists():

@@ -65,7 +65,7 @@ def _whole(part: str, nbytes: int = 2) -> Field:
     return Field((part,), nbytes, lambda raw: raw, lambda x: x)
 
 
-def _signed(part: str, nbytes: int) -> Field:
+def _signed_bytes(part: str, nbytes: int) -> Field:
     return Field((part,), nbytes, flip, lambda codes: codes ^ np.uint8(128))
 
 
@@ -134,7 +134,7 @@ BLOCK_TYPES = {
     "Q4_1": BlockType(formats.Q4_1(), (_SCALE, _OFFSET, _NIBBLES)),
     "Q5_0": BlockType(formats.Q5_0(), (_SCALE, _FIFTH_BITS, _NIBBLES)),
     "Q5_1": BlockType(formats.Q5_1(), (_SCALE, _OFFSET, _FIFTH_BITS, _NIBBLES)),
-    "Q8_0": BlockType(formats.Q8_0(), (_SCALE, _signed("codes", 32))),
+    "Q8_0": BlockType(formats.Q8_0(), (_SCALE, _signed_bytes("codes", 32))),
     "Q2_K": BlockType(formats.Q2_K(), (_TWO_NIBBLES, _planes("codes", 64, 2, 32), _SCALE, _OFFSET)),
     "Q3_K": BlockType(
         formats.Q3_K(),
@@ -152,7 +152,7 @@ BLOCK_TYPES = {
     ),
     "Q6_K": BlockType(
         formats.Q6_K(),
-        (_planes("codes", 128, 4, 64), _planes("codes", 64, 2, 32, low=4), _signed("scales", 16), _SCALE),
+        (_planes("codes", 128, 4, 64), _planes("codes", 64, 2, 32, low=4), _signed_bytes("scales", 16), _SCALE),
     ),
     "IQ4_NL": BlockType(formats.IQ4_NL(), (_SCALE, _NIBBLES)),
     "IQ4_XS": BlockType(

@@ -28,14 +28,14 @@ from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import quantized_row, row_of
 from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
-from ._atomic import check_folder, making, replacing
+from ._atomic import check_folder, make_folder, open_replacement
 from ._checkpoint import Checkpoint, open
 from ._entry import AnyArray, is_one
 from ._lazy import LazyArray, LazyMapping
 from ._llama_cpp import for_llama_cpp
 from ._load import nest
 from ._save import save
-from ._write import check_layouts, check_no_others, CONFIG, describe_model, FILE, write, write_beside
+from ._write import check_layouts, check_no_others, CONFIG, describe_model, FILE, write, write_with_companions
 from ._writers import gguf
 
 
@@ -64,7 +64,7 @@ def skeleton(checkpoint: Checkpoint) -> PyTree:
 
     Nested dictionaries. The path of each leaf is its name in the checkpoint. Arrays that cannot be read are left out.
     """
-    return _nested(
+    return _nest(
         {row.name: jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype)) for row in checkpoint.rows if not row.problem}
     )
 
@@ -121,10 +121,10 @@ def convert(
     with the arrays. Then `path` is as it was.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open(checkpoint)
-    decisions, leaves, report = _planned(opened, format, axis, method, dialect, each)
+    decisions, leaves, report = _plan(opened, format, axis, method, dialect, each)
     path = Path(path)
     if dialect is None:
-        save(path, _nested(leaves), shard_nbytes=shard_nbytes)
+        save(path, _nest(leaves), shard_nbytes=shard_nbytes)
     elif not decisions:
         unseen = set(leaves)
 
@@ -148,13 +148,13 @@ def convert(
 def convert_into(checkpoint: Checkpoint, folder: Path, format: FormatRules | None = None, **options: Any) -> TreeReport:
     """As `convert`, to a file of ours in a folder, which also gets `config.json` and the files of the tokenizer."""
     check_no_others(folder)
-    with making(folder) as into:
+    with make_folder(folder) as into:
         report = convert(checkpoint, into / FILE, format, **options)
         files = {name: p.read_bytes() for name, p in _companions(checkpoint, folder).items()}
         if checkpoint.config:
             files[CONFIG] = json.dumps(describe_model(checkpoint.config), indent=2).encode()
         for name, content in files.items():
-            with replacing(into / name) as f:
+            with open_replacement(into / name) as f:
                 f.write(content)
     return report
 
@@ -168,10 +168,10 @@ def plan(
     dialect: str | None = None,
 ) -> TreeReport:
     """Returns what `convert` would return, and raises what it would raise before it quantizes."""
-    return dataclasses.replace(_planned(checkpoint, format, axis, method, dialect, None)[2], planned=True)
+    return dataclasses.replace(_plan(checkpoint, format, axis, method, dialect, None)[2], planned=True)
 
 
-def fitting(checkpoint: Checkpoint, format: AbstractFormat, axis: Axis, dialect: str) -> set[str]:
+def find_fitting(checkpoint: Checkpoint, format: AbstractFormat, axis: Axis, dialect: str) -> set[str]:
     """Returns the names of the weights that the layout of another library holds in a format."""
     found = set()
     for name, decision in _decisions(checkpoint, format, axis).items():
@@ -182,7 +182,7 @@ def fitting(checkpoint: Checkpoint, format: AbstractFormat, axis: Axis, dialect:
     return found
 
 
-def _planned(
+def _plan(
     opened: Checkpoint,
     format: FormatRules | None,
     axis: Axis,
@@ -210,7 +210,7 @@ def _planned(
     leaves, rows = {}, []
     for name, item in opened.items_by_name.items():
         if name in decisions:
-            leaves[name] = _quantized(opened, name, decisions[name], default, each)
+            leaves[name] = _quantize_lazily(opened, name, decisions[name], default, each)
         else:
             leaves[name] = LazyArray(item.struct, ft.partial(_read, opened, name, each))
         rows += _rows(name, leaves[name].struct, all_decisions.get(name))
@@ -252,7 +252,7 @@ def _write(
         write(path, arrays, dialect, metadata=metadata, types=types, shard_nbytes=shard_nbytes)
         return
     companions = _companions(source, path)
-    write_beside(companions, path, arrays, dialect, source.config, shard_nbytes)
+    write_with_companions(companions, path, arrays, dialect, source.config, shard_nbytes)
 
 
 def _companions(source: Checkpoint, path: Path) -> dict[str, Path]:
@@ -283,7 +283,7 @@ def _read(checkpoint: Checkpoint, name: str, each: Each | None) -> AnyArray:
     return x
 
 
-def _quantized(
+def _quantize_lazily(
     checkpoint: Checkpoint, name: str, decision: Decision, default: AbstractMethod, each: Each | None
 ) -> LazyArray:
     method = (decision.method or default).for_leaf(name)
@@ -312,7 +312,7 @@ def _rows(name: str, struct: PyTree, decision: Decision | None) -> list[LeafRepo
     return row_of(next(named_leaves({name: struct})), "left as it is" if decision is None else decision.reason)
 
 
-def _nested(values: Mapping[str, object]) -> PyTree:
+def _nest(values: Mapping[str, object]) -> PyTree:
     """Returns nested dictionaries, one level for each dot of a name; flat if a name is also the start of another."""
     whole = not any("" in name.split(".") for name in values)
     nested = nest((tuple(name.split(".")), value) for name, value in values.items()) if whole else None

@@ -85,7 +85,7 @@ def for_llama_cpp(
     if checkpoint.dialect == "gguf" or architecture is None:
         return arrays, checkpoint.metadata if checkpoint.dialect == "gguf" else {}
     model = _Model(checkpoint, architecture)
-    return _renamed(arrays, model), model.metadata | _tokenizer(model)
+    return _rename_arrays(arrays, model), model.metadata | _tokenizer(model)
 
 
 class _Model:
@@ -196,7 +196,7 @@ class _Model:
         for row in self.checkpoint.rows:
             if row.name.endswith(".rotary_emb.inv_freq"):
                 continue
-            name, layer, sizes = self._renamed(row.name)
+            name, layer, sizes = self._rename(row.name)
             if name in names:
                 self.fail(f"hold one {name!r}", f"{names[name]!r} and {row.name!r}, which are both called so", "")
             wanted = tuple(self.sizes[size] for size in sizes)
@@ -211,11 +211,11 @@ class _Model:
         parts = [part for part in _PARTS if self.architecture == "qwen3" or part not in _QWEN3_NORMS]
         inner = [f"layers.{n}.{part}.weight" for n in range(self.layers) for part in parts]
         for name in ("embed_tokens.weight", "norm.weight", *inner):
-            if self._renamed(name)[0] not in names:
+            if self._rename(name)[0] not in names:
                 self.fail(f"hold 'model.{name}'", "arrays without it", "")
         return names
 
-    def _renamed(self, name: str) -> tuple[str, int | None, tuple[str, ...]]:
+    def _rename(self, name: str) -> tuple[str, int | None, tuple[str, ...]]:
         """Returns the name of an array in llama.cpp, its layer if it is of one, and its sizes."""
         inner = name.removeprefix("model.")
         if inner in _WHOLE:
@@ -227,7 +227,7 @@ class _Model:
         return f"blk.{found[1]}.{part}.{found[3]}", int(found[1]), tuple(sizes[:1] if found[3] == "bias" else sizes)
 
 
-def _renamed(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMapping:
+def _rename_arrays(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMapping:
     """Returns the arrays of a checkpoint, by the names of llama.cpp."""
     heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _NEIGHBOURS else {}
 

@@ -159,7 +159,7 @@ def check_fits(
     saved_side, template_side = names
     places = [(leaf, describe_leaf(leaf)) for leaf in leaves]
     known = {leaf.path for leaf in leaves}
-    wrapped = _wrapped(entries, known)
+    wrapped = _find_wrapped(entries, known)
     wrong = []
     for leaf, place in places:
         saved = entries.get(leaf.path, wrapped.get(leaf.path))
@@ -184,7 +184,7 @@ def check_fits(
     return places
 
 
-def _wrapped(entries: Mapping[str, Entry], known: Set[str]) -> dict[str, Entry]:
+def _find_wrapped(entries: Mapping[str, Entry], known: Set[str]) -> dict[str, Entry]:
     """Returns, for each leaf of a template, what is in the file within a wrapper in its place."""
     found: dict[str, Entry] = {}
     for path, entry in entries.items():

@@ -14,7 +14,7 @@ from .._numerics.packing import packed_length
 from .._wrappers.permuted import permuted, PermutedArray
 from ._bits import pack_codes
 from ._entry import Entry, named_parts
-from ._memory import aligned_empty, copied, in_threads
+from ._memory import aligned_empty, copy_in_parallel, in_threads
 from ._tensors import StoredTensor
 
 
@@ -71,17 +71,17 @@ def repack(parts: Unpacked, entry: Entry, source: StoredTensor) -> QuantizedArra
         highest = int(parts.zero_point.max(initial=0))
         if highest >= 2**format.bits:
             source.fail(f"Its zero points must be below {2**format.bits}. Got {highest}.")
-        given["zero_point_bits"] = _packed(parts.zero_point, format.bits)
+        given["zero_point_bits"] = _pack(parts.zero_point, format.bits)
     for name, stored in (("scale", parts.scale), ("offset", parts.offset)):
         if stored is not None:
             given |= _stored_floats(f"{name}_bits", stored, format, source)
     # Scales may be views of the file, which another program may change.
-    ours = lambda name: jax.device_put(given[name] if name == "codes" else copied(given[name]))
+    ours = lambda name: jax.device_put(given[name] if name == "codes" else copy_in_parallel(given[name]))
     leaves = [ours(name).reshape(struct.shape) for name, struct in structs.items()]
     return permuted(jtu.tree_unflatten(jtu.tree_structure(like), leaves), parts.order)
 
 
-def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
+def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
     packed = np.empty((*codes.shape[:-1], packed_length(codes.shape[-1], bits)), np.uint8)
     pack_codes(codes, bits, packed)
     return packed
@@ -94,7 +94,7 @@ def _stored_floats(
     if isinstance(stored, Nested):
         if format.scale_format is None:
             raise TypeError(f"Only a format that quantizes its scales has nested ones. Got {format!r}.")
-        codes = {f"{part}.codes": _packed(stored.codes, format.scale_format.bits)}
+        codes = {f"{part}.codes": _pack(stored.codes, format.scale_format.bits)}
         return codes | _stored_floats(f"{part}.scale_bits", stored.scale, format.scale_format, source)
     if not np.isfinite(stored).all():
         source.fail(f"Got {'an offset' if part.startswith('offset') else 'a scale'} that is not finite.")

@@ -111,7 +111,7 @@ def match_names(names: NameRules, found: Sequence[str]) -> Matched:
                 "lacks arrays are stacked, by number"
             )
             continue
-        paths = tuple(_filled(path, groups) for path in to.paths)
+        paths = tuple(_fill(path, groups) for path in to.paths)
         layer = grouped.setdefault((number, paths), {}).setdefault(tuple(int(groups[g]) for g in missing), {})
         if part in layer:
             problems.append(f"{', '.join(paths)}: both {layer[part]} and {name}")
@@ -183,5 +183,5 @@ def _rule(key: object, target: object, literal: bool = False) -> _Rule:
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
-def _filled(path: str, groups: Mapping[str, str]) -> str:
+def _fill(path: str, groups: Mapping[str, str]) -> str:
     return GROUP.sub(lambda m: groups.get(m[1], m[0]), path)

@@ -17,7 +17,7 @@ import numpy as np
 
 from .._tree.leaves import identity, key_name, Leaf, named_leaves
 from .._types import PyTree
-from ._atomic import making, replacing, sync_folder
+from ._atomic import make_folder, open_replacement, sync_folder
 from ._entry import describe_leaf, Entry, is_one, named_parts
 from ._files import read_json
 from ._lazy import keep_latest, LazyArray
@@ -188,7 +188,7 @@ def write_shards(
         )
     token, where = secrets.token_hex(4), {}
     names = [f"model-{n:05}-of-{len(shards):05}-{token}.safetensors" for n in range(1, len(shards) + 1)]
-    with making(folder) as into:
+    with make_folder(folder) as into:
         try:
             for name, shard in zip(names, shards, strict=True):
                 write(into / name, shard, metadata)
@@ -196,7 +196,7 @@ def write_shards(
             total = sum(t.nbytes for shard in shards for t in shard)
             index = {"metadata": {"total_size": total, **index_metadata}, "weight_map": where}
             before = _listed_in(into)
-            with replacing(into / INDEX) as f:
+            with open_replacement(into / INDEX) as f:
                 f.write(json.dumps(index).encode())
         except BaseException:
             for name in {*names} - {p.name for p in _listed_in(into)}:  # unless the new index is there already

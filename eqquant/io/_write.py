@@ -14,7 +14,7 @@ from .._errors import did_you_mean, Message
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._types import PyTree
 from . import _safetensors
-from ._atomic import making, replacing
+from ._atomic import make_folder, open_replacement
 from ._entry import AnyArray, is_one
 from ._lazy import keep_latest
 from ._safetensors import split
@@ -90,7 +90,7 @@ def write(
     _write(Path(path), arrays, dialect, options)
 
 
-def write_beside(
+def write_with_companions(
     companions: Mapping[str, Path],
     path: Path,
     arrays: Mapping[str, object],
@@ -291,9 +291,9 @@ def _write_folder(
     check_no_others(folder, shard_nbytes)
     check_shard_nbytes(shard_nbytes)
     with contextlib.ExitStack() as whole:
-        into = whole.enter_context(making(folder))
+        into = whole.enter_context(make_folder(folder))
         for name, content in files.items():
-            whole.enter_context(replacing(into / name)).write(content)
+            whole.enter_context(open_replacement(into / name)).write(content)
         if shard_nbytes is None:
             _safetensors.write(into / FILE, tensors, metadata)
         else:

@@ -24,7 +24,7 @@ from .._bits import unpack_high_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import num_bytes, parse_json, StoredTensor
-from .item import expect, group, Item, Parts, weight, with_plain
+from .item import expect, group, Item, Parts, read_items, weight
 
 
 NAME = "bitsandbytes"
@@ -41,7 +41,7 @@ def recognizes(files: Files) -> bool:
 
 def items(files: Files) -> dict[str, Item]:
     read = lambda name, parts: _int8(*parts.values()) if ".SCB" in parts else _four_bits(name, parts)
-    return with_plain(files, group(files.tensors, _STATES, _PARTS) | _int8_rows(files), read)
+    return read_items(files, group(files.tensors, _STATES, _PARTS) | _int8_rows(files), read)
 
 
 def _int8_rows(files: Files) -> dict[str, Parts]:
@@ -76,7 +76,7 @@ def _four_bits(name: str, parts: Parts) -> Item:
     format, order = _format(table, block)
     nested = ".nested_absmax" in parts
     expect(absmax, ("U8",) if nested else ("F32",), (scales,))
-    read_scales = _nested(parts, absmax, state, state_tensor) if nested else absmax.array
+    read_scales = _read_nested_scales(parts, absmax, state, state_tensor) if nested else absmax.array
     rows = shape[-1] % block == 0
     axes = (-1,) if rows else tuple(range(-len(shape), 0))
     length = shape[-1] if rows else size
@@ -112,7 +112,7 @@ def _state(
     return tuple(shape), block, dtype, state
 
 
-def _nested(
+def _read_nested_scales(
     parts: Parts, absmax: StoredTensor, state: Mapping[str, object], state_tensor: StoredTensor
 ) -> Callable[[], np.ndarray]:
     """Returns a function that computes scales from codes, a table of values, outer scales and an offset of all."""

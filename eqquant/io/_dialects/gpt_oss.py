@@ -10,8 +10,8 @@ import dataclasses
 
 from ..._formats import MXFP4
 from .._files import Files
-from .item import expect, group, Item, Parts, weight, with_plain
-from .scaled import microscaled
+from .item import expect, group, Item, Parts, read_items, weight
+from .scaled import microscaled_item
 
 
 NAME = "gpt-oss"
@@ -24,7 +24,7 @@ def recognizes(files: Files) -> bool:
 
 
 def items(files: Files) -> dict[str, Item]:
-    return with_plain(files, group(files.tensors, ("_blocks",), _PARTS), _experts)
+    return read_items(files, group(files.tensors, ("_blocks",), _PARTS), _experts)
 
 
 def _experts(base: str, parts: Parts) -> Item:
@@ -35,5 +35,5 @@ def _experts(base: str, parts: Parts) -> Item:
         t.fail(f"It must be U8 of four dimensions, the last of 16. Got {t.dtype} of {list(t.shape)}.")
     expect(scale, ("U8",), t.shape[:-1])
     experts, rows, blocks, _ = t.shape
-    item = microscaled(dataclasses.replace(t, shape=(experts, rows, blocks * 16)), scale, (scale,), MXFP4())
+    item = microscaled_item(dataclasses.replace(t, shape=(experts, rows, blocks * 16)), scale, (scale,), MXFP4())
     return dataclasses.replace(item, entry=weight(MXFP4(), (experts, blocks * 32, rows), "bfloat16", axes=(-2,)))

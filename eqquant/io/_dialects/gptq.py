@@ -38,10 +38,10 @@ from .item import (
     INTEGERS,
     Item,
     Parts,
+    read_items,
     settings_of,
-    unreadable,
+    unreadable_item,
     weight,
-    with_plain,
 )
 
 
@@ -60,13 +60,13 @@ def recognizes(files: Files) -> bool:
 
 def items(files: Files) -> dict[str, Item]:
     groups = group(files.tensors, (".qweight",), _PARTS)
-    settings = settings_of(files, "quantization_config") or _settings_beside(files)
+    settings = settings_of(files, "quantization_config") or _read_settings_file(files)
     layout = _layout(settings)
     named = {f"{base}.weight": parts for base, parts in groups.items()}
-    return with_plain(files, named, lambda name, parts: _item(parts, layout, _settings_of_layer(settings, name)))
+    return read_items(files, named, lambda name, parts: _item(parts, layout, _settings_of_layer(settings, name)))
 
 
-def _settings_beside(files: Files) -> Mapping[str, object]:
+def _read_settings_file(files: Files) -> Mapping[str, object]:
     """Returns the settings in a file of their own, as AutoGPTQ wrote them before `config.json` had them."""
     path = files.file.path.with_name("quantize_config.json")
     return {"quant_method": "gptq", **read_json(MappedFile(path))} if path.is_file() else {}
@@ -133,11 +133,11 @@ def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> It
     awq = t.shape[1] != out
     if bits not in _BITS or (awq and bits != 4):
         problem = "eqquant reads 2, 3, 4 and 8 bits of GPTQ, and 4 bits of AWQ"
-        return unreadable(t, tensors, f"{bits} bits", problem)
+        return unreadable_item(t, tensors, f"{bits} bits", problem)
     # Without a configuration, shapes tell AWQ from GPTQ, and AWQ has one way to store zero points.
     layout = declared.name or ("awq" if awq and not settings else None)
     if layout is None:
-        return unreadable(t, tensors, f"{bits} bits", declared.problem)
+        return unreadable_item(t, tensors, f"{bits} bits", declared.problem)
     if (layout == "awq") != awq:
         t.fail(f"It must have the shape of {layout}, as the configuration says. Got {list(t.shape)}.")
     length = t.shape[0] if awq else t.shape[0] * 32 // bits

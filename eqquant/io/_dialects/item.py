@@ -60,14 +60,14 @@ class Item:
 def plain(t: StoredTensor) -> Item:
     """An array that is stored as it is."""
     if t.dtype not in DTYPES:
-        return unreadable(t, (t,), t.dtype, f"eqquant does not know the dtype {t.dtype[:40]!r}")
+        return unreadable_item(t, (t,), t.dtype, f"eqquant does not know the dtype {t.dtype[:40]!r}")
     dtype = DTYPES[t.dtype][1]
     if dtype is None:
-        return unreadable(t, (t,), t.dtype, f"no library agrees about the order of packed {t.dtype}")
+        return unreadable_item(t, (t,), t.dtype, f"no library agrees about the order of packed {t.dtype}")
     return Item(Entry("array", dtype, t.shape), t.dtype, (t,), lambda: to_jax(t.array()))
 
 
-def unreadable(
+def unreadable_item(
     t: StoredTensor, tensors: tuple[StoredTensor, ...], stored_as: str, problem: str, dtype: str | None = None
 ) -> Item:
     """An array that this package cannot read, with the reason."""
@@ -75,7 +75,7 @@ def unreadable(
     return Item(Entry("array", dtype or t.dtype, t.shape), stored_as, tensors, load, problem)
 
 
-def _damaged(tensors: tuple[StoredTensor, ...], error: str) -> Item:
+def _damaged_item(tensors: tuple[StoredTensor, ...], error: str) -> Item:
     """An array whose tensors do not fit together. The checkpoint lists it, and reading it raises the error."""
 
     def load() -> NoReturn:
@@ -97,14 +97,14 @@ def group(tensors: Parts, anchors: tuple[str, ...], suffixes: Iterable[str]) -> 
     return {base: {s: tensors[base + s] for s in suffixes if base + s in tensors} for base in bases}
 
 
-def with_plain(files: Files, groups: Mapping[str, Parts], read: Callable[[str, Parts], Item]) -> dict[str, Item]:
+def read_items(files: Files, groups: Mapping[str, Parts], read: Callable[[str, Parts], Item]) -> dict[str, Item]:
     """Returns an item for each weight, and for every tensor that belongs to none."""
 
     def item(name: str, parts: Parts) -> Item:
         try:
             return read(name, parts)
         except ValueError as e:
-            return _damaged(tuple(parts.values()), str(e))
+            return _damaged_item(tuple(parts.values()), str(e))
 
     used = {t.name for parts in groups.values() for t in parts.values()}
     return {name: item(name, parts) for name, parts in groups.items()} | plain_arrays(files, used)
@@ -119,7 +119,7 @@ def plain_arrays(files: Files, used: Collection[str] = ()) -> dict[str, Item]:
     method = str(settings.get("quant_method", "quantized"))[:40]
     problem = f"`config.json` says that the weights are {method}, and eqquant finds no scale for this one"
     return {
-        name: unreadable(t, (t,), t.dtype, f"{problem}, {t.dtype}") if settings and _holds_codes(t) else plain(t)
+        name: unreadable_item(t, (t,), t.dtype, f"{problem}, {t.dtype}") if settings and _holds_codes(t) else plain(t)
         for name, t in files.tensors.items()
         if name not in used
     }

@@ -11,10 +11,10 @@ from ..._numerics.blocks import BlockSize
 from .._bits import unpack_low_first
 from .._repack import Nested, Unpacked
 from .._tensors import DTYPES, StoredTensor
-from .item import as_format, expect, FLOATS, Item, unreadable, weight
+from .item import as_format, expect, FLOATS, Item, unreadable_item, weight
 
 
-class Grid(NamedTuple):
+class ScaleGrid(NamedTuple):
     """How scales lie over the last two axes of a weight, `(*batch, out, in)`.
 
     - `shape`: that of the scales, with the batch axes of the weight, or ones: `(*batch, rows, blocks)`.
@@ -32,7 +32,7 @@ class Grid(NamedTuple):
         return np.ascontiguousarray(np.broadcast_to(rows, (*batch, out, self.shape[-1])))
 
 
-def grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int, int] | None = None) -> Grid:
+def find_scale_grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int, int] | None = None) -> ScaleGrid:
     """Finds out which values of a weight share a scale: all, a row, a group of a row, or a tile.
 
     **Arguments:**
@@ -47,13 +47,13 @@ def grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int, int] | No
     tiles = (rows, blocks) == (-(-out // height), -(-length // width))
     if all(n in (1, b) for n, b in zip(found, batch, strict=False)):
         if rows == blocks == 1:
-            return Grid(found, "tensor" if math.prod(found) == 1 < math.prod(shape[:-1]) else None, out)
+            return ScaleGrid(found, "tensor" if math.prod(found) == 1 < math.prod(shape[:-1]) else None, out)
         if tiles and tile is not None:
-            return Grid(found, None if blocks == 1 else width, height)
+            return ScaleGrid(found, None if blocks == 1 else width, height)
         if rows == out:
-            return Grid(found, group_size(scale, blocks, length), 1)
+            return ScaleGrid(found, group_size(scale, blocks, length), 1)
         if tiles:
-            return Grid(found, None if blocks == 1 else width, height)
+            return ScaleGrid(found, None if blocks == 1 else width, height)
     each = f"each row, or each {height} x {width} values"
     scale.fail(f"It must have a scale for {each}, of {list(shape)}. Got {list(scale.shape)}.")
 
@@ -67,7 +67,7 @@ def _with_batch(given: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ..
     return (*given, *(1,) * (len(shape) - len(given)))
 
 
-def scaled(
+def scaled_item(
     t: StoredTensor,
     scale: StoredTensor,
     zero: StoredTensor | None,
@@ -82,13 +82,13 @@ def scaled(
     - `t`, `scale`, `zero`: codes `(*batch, out, in)`, scales, and zero points, if the codes are integers and have them.
     - `others`: tensors that belong to the array besides, for its size in the file.
     - `dtype`: that of the result; by default that of the scales.
-    - `tile`: as for `grid`.
+    - `tile`: as for `find_scale_grid`.
     """
     tensors = tuple(dict.fromkeys((t, scale, *others)))
     if t.dtype not in ("I8", "F8_E4M3", "F8_E5M2") or len(t.shape) < 2:
-        return unreadable(t, tensors, t.dtype, f"eqquant does not know scales of {t.dtype}{list(t.shape)}")
+        return unreadable_item(t, tensors, t.dtype, f"eqquant does not know scales of {t.dtype}{list(t.shape)}")
     *batch, out, length = t.shape
-    layout = grid(scale, t.shape, tile)
+    layout = find_scale_grid(scale, t.shape, tile)
     signed = t.dtype == "I8"
     zero = zero if signed else None
     if zero is not None and (zero.dtype != "I8" or math.prod(zero.shape) != math.prod(layout.shape)):
@@ -128,7 +128,7 @@ def float_kind(t: StoredTensor) -> Literal["e4m3", "e5m2"]:
     return "e4m3" if t.dtype == "F8_E4M3" else "e5m2"
 
 
-def microscaled(
+def microscaled_item(
     t: StoredTensor,
     scale: StoredTensor,
     tensors: tuple[StoredTensor, ...],

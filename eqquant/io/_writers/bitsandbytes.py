@@ -52,7 +52,7 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
     state = {"quant_type": kind, "blocksize": block, "dtype": q.dtype.name, "shape": list(q.shape)}
     tensors = [NewTensor(name, "U8", (-(-q.size // 2), 1), lambda: _codes(q, order))]
     tensors.append(as_tensor(f"{name}.quant_map", table))
-    if (nested := _nested(q)) is None:
+    if (nested := _nest_scales(q)) is None:
         tensors.append(as_tensor(f"{name}.absmax", scale.reshape(-1)))
     else:
         size, inner, outer, levels = nested
@@ -88,7 +88,7 @@ def _codes(q: QuantizedArray, order: np.ndarray) -> np.ndarray:
     return pack_rows(q, pairs).reshape(-1, 1)
 
 
-def _nested(q: QuantizedArray) -> tuple[int, QuantizedArray, np.ndarray, np.ndarray] | None:
+def _nest_scales(q: QuantizedArray) -> tuple[int, QuantizedArray, np.ndarray, np.ndarray] | None:
     """Returns how many scales share an outer one, both, and the table of codes, if bitsandbytes can nest them."""
     inner = q.scale_bits
     if not isinstance(inner, QuantizedArray) or inner.format.bits != 8 or not isinstance(inner.format.block_size, int):

@@ -14,7 +14,7 @@ import numpy as np
 from ..._array.array import QuantizedArray
 from ..._formats import NVFP4
 from ..._types import PyTree
-from .._atomic import replacing
+from .._atomic import open_replacement
 from .._blocks import BLOCK_TYPES
 from .._entry import AnyArray
 from .._gguf import ALIGNMENT, ARRAY, ArrayValue, MAGIC, MAX_DIMENSIONS, SCALARS, SIZES, TEXT, TEXT_ERRORS, TYPES
@@ -107,7 +107,7 @@ def write(path: Path, tensors: Iterable[NewTensor], metadata: Mapping[str, objec
         block, nbytes = SIZES[t.dtype]
         size = math.prod(dims) // block * nbytes
         offset += size + -size % alignment
-    with replacing(path) as f:
+    with open_replacement(path) as f:
         f.write(b"".join(header))
         _align(f, int(alignment))
         for t in tensors:

@@ -26,7 +26,9 @@ _EMPTY_POSITION = np.iinfo(np.int32).max  # behind every token
 
 
 class QuantizedCache(eqx.Module):
-    """The keys and values of all tokens so far, in a few bits each. New tokens leave the codes of old ones as they are.
+    """The keys and values of all tokens so far, in a few bits each: a KV cache.
+
+    New tokens leave the codes of old ones as they are.
 
     !!! Example
 
@@ -137,7 +139,7 @@ class QuantizedCache(eqx.Module):
 
     @property
     def positions(self) -> Int[Array, "*batch 1 places"]:
-        """The position in the text of each place that `scores` has; for empty places, the largest integer.
+        """The position in the text of each place of `scores`; the largest integer for empty ones.
 
         The axis of length one stands for tokens that ask: `cache.positions <= at[..., None]` is what each of them sees.
         """
@@ -213,7 +215,9 @@ class QuantizedCache(eqx.Module):
         return jnp.arange(n, dtype=jnp.int32).reshape(*[1] * self.length.ndim, n)
 
     def scores(self, queries: Float[Array, "*batch heads rows size"]) -> Float[Array, "*batch heads rows places"]:
-        """Multiplies queries by the keys of every place, empty ones too. `positions` says which token is where.
+        """Multiplies queries by the keys of every place, empty ones too.
+
+        `positions` says which token is where.
 
         **Arguments:**
 
@@ -255,7 +259,10 @@ class QuantizedCache(eqx.Module):
         return old + shares[..., self.context :] @ self.recent[1].astype(shares.dtype)
 
     def _check_rows(self, x: Array, name: str, last: str, length: int) -> None:
-        """Raises unless the last axis has this length, and those before the rows broadcast to batch and heads."""
+        """Raises unless the last axis has this length and the first ones broadcast.
+
+        The first ones are batch and heads, before the rows.
+        """
         front = self.values.shape[:-2]
         try:
             jnp.broadcast_shapes(x.shape[:-2], front)
@@ -311,7 +318,7 @@ def _check_shape(shape: object) -> tuple[int, ...]:
 
 
 def _mask_padding(keys: Array, values: Array, count: ArrayLike) -> tuple[Array, Array, Array]:
-    """Puts zeros in the place of padding, which may be NaN, and checks how many tokens are none."""
+    """Returns keys and values with zeros for padding, which may be NaN, and a checked `count`."""
     new, count = keys.shape[-2], jnp.asarray(count)
     if not jnp.issubdtype(count.dtype, jnp.integer):
         raise TypeError(f"`count` must be whole numbers. Got {count.dtype}.")
@@ -346,7 +353,10 @@ def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | No
 
 
 def _quantize_rows(x: Array, format: AbstractFormat, axis: int | tuple[int, ...]) -> QuantizedArray:
-    """Quantizes every row alone: of a token, or with axis -2 of a channel. So a "tensor" of the format is a row."""
+    """Quantizes every row alone: one of a token, or with axis -2 of a channel.
+
+    So a "tensor" of the format is a row.
+    """
     quantize_row = lambda row: quantize_array(row, format, (-1,), None, None)
     rows = x if axis == -1 else x.mT
     return dataclasses.replace(vmap_leading(quantize_row, x.ndim - 1)(rows), axis=axis)

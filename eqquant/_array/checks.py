@@ -60,7 +60,10 @@ def as_method(method: object) -> AbstractMethod:
 
 
 def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Any, tuple[int, ...]]:
-    """Returns `x` as a JAX array (or struct) and `axis` as negative numbers. Errors call the array `name`."""
+    """Returns `x` as a JAX array (or struct), and `axis` as negative numbers.
+
+    Errors call the array `name`.
+    """
     if isinstance(x, QuantizedArray):
         raise TypeError(f"{name} is already quantized, to {x.format}. Call `dequantize` first to quantize it again.")
     x = as_one_array(x, name, "eqq.quantize_tree")
@@ -84,7 +87,7 @@ def _check_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
 
 
 def as_one_array(x: Any, name: str, for_trees: str) -> Any:
-    """Returns `x` as a JAX array (or struct). For anything else, raises and suggests `for_trees`."""
+    """Returns `x` as a JAX array (or struct), or raises and suggests `for_trees`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     if isinstance(x, np.ndarray) and (x.dtype.kind in "OSU" or x.dtype.names):
@@ -101,7 +104,10 @@ def as_one_array(x: Any, name: str, for_trees: str) -> Any:
 
 
 def as_jax_array(x: Any) -> Array:
-    """Returns `x` as a JAX array. Converts what JAX refuses of NumPy's: other byte orders, and extended precision."""
+    """Returns `x` as a JAX array.
+
+    Converts dtypes of NumPy that JAX refuses: other byte orders, and extended precision.
+    """
     if isinstance(x, np.ndarray):
         x = np.asarray(x)  # a masked array without a mask too
         if x.dtype == np.longdouble:
@@ -154,7 +160,7 @@ def check_finite(x: Array, name: str = "`x`") -> None:
 
 
 def is_known_not_finite(x: Array) -> bool:
-    """Returns whether an array holds a NaN or an infinity in float32; `False` for a traced array."""
+    """Returns whether a concrete array holds a NaN or an infinity in float32."""
     if isinstance(x, jax.core.Tracer):
         return False
     with jax.ensure_compile_time_eval():  # `x` may be a constant inside a traced function
@@ -211,7 +217,10 @@ def check_given_scales(
 
 
 def check_parameters(scale: Array, zero_point: Array | None, format: AbstractFormat) -> None:
-    """Raises for scales that are not finite floats, and for zero points that are not codes. Skips traced values."""
+    """Raises for scales that are not finite floats, and zero points that are not codes.
+
+    Skips traced values.
+    """
     if not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(f"`scale` must be floating point. Got dtype {scale.dtype}.")
     if is_known_not_finite(scale):
@@ -236,7 +245,7 @@ def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _check_suits(given: GivenScales, rows: Float[Array, "*batch length"], format: AbstractFormat) -> None:
-    """Raises for scales that the format cannot store, or that were surely meant for another format."""
+    """Raises for scales that the format cannot store, or that are surely for another format."""
     with jax.ensure_compile_time_eval():
         unstored, clipped = float(_store_error(given.scale, format)), float(_clip_error(given, rows, format))
     if unstored > _STORED:

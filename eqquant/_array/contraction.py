@@ -1,4 +1,4 @@
-"""Brings every product with an array of ours to one form: `x(*batch, m, k) . w(*batch, n, k)^T`.
+"""Reduces every product with a quantized array to `x(*batch, m, k) . w(*batch, n, k)^T`.
 
 `@` and the shapes of `jnp.matmul` become names of axes, as in an einsum; so do the dimension numbers of
 `jax.lax.dot_general`, in `_matmul/quax_rules.py`. Where a name occurs decides what its axis does. Only this file
@@ -31,7 +31,7 @@ Length: TypeAlias = Any  # of an axis: an integer, or a symbol in a program that
 
 
 class Options(NamedTuple):
-    """What a product is asked for: `precision` and `implementation` as in [`eqquant.matmul`][], and more."""
+    """The options of a product, among them `precision` and `implementation` of `matmul`."""
 
     precision: PrecisionLike = None
     implementation: str | None = None
@@ -50,7 +50,10 @@ class Constraints(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """The axes of an array that become those of matrices `(*front, rows, columns)`. Other axes have length one."""
+    """The axes that become those of matrices `(*front, rows, columns)`.
+
+    Other axes have length one.
+    """
 
     front: tuple[int, ...]
     rows: tuple[int, ...]
@@ -118,11 +121,11 @@ class AbstractOperand(eqx.Module):
 
     @abc.abstractmethod
     def linear(self, x: "Array | AbstractOperand", options: Options) -> Float[Array, "*batch m n"]:
-        """Returns `x(*batch, m, k) . self(*batch, n, k)^T`, for matrices as `as_matrices` returns them."""
+        """Returns `x(*batch, m, k) . self(*batch, n, k)^T`, for the matrices of `as_matrices`."""
 
     @abc.abstractmethod
     def with_dense_weight(self) -> "AbstractOperand | None":
-        """Returns the array with a dense weight, if products with it are still no plain ones; else `None`."""
+        """Returns the array with a dense weight, or `None` if it then multiplies as a dense array."""
 
 
 Operand: TypeAlias = Array | AbstractOperand
@@ -231,7 +234,9 @@ def contract(
     out_axes: Axes,
     options: Options = Options(),
 ) -> Inexact[Array, "..."] | None:
-    """Returns the sum of products over the axes that `out_axes` leaves out, computed on matrices.
+    """Returns the sum of products over the axes that `out_axes` leaves out.
+
+    Computes it as a product of matrices.
 
     **Arguments:**
 
@@ -285,7 +290,7 @@ class _Form(NamedTuple):
         return Matrices(numbers(self.front), numbers(rows), numbers(self.k))
 
     def matches_codes(self, x: AbstractOperand) -> bool:
-        """Returns whether the sum runs along the blocks of `x`, and each matrix of the weight has one of `x`."""
+        """Returns whether the sum runs along the blocks of `x`, which has a matrix for each weight."""
         memory = [self.x_axes[axis] for axis in x.constraints.memory or ()]
         return memory == list(self.k) and all(name in self.x_axes for name in self.front)
 
@@ -365,14 +370,20 @@ def _product(form: _Form, options: Options, x: Operand, w: AbstractOperand) -> F
 
 
 def _permute(x: Array, names: Axes, wanted: Axes) -> Array:
-    """Permutes axes to the order `wanted`. Unwanted axes, of length one, come first; ignores names that `x` lacks."""
+    """Permutes axes to the order `wanted`.
+
+    Unwanted axes, of length one, come first; ignores names that `x` lacks.
+    """
     names, wanted = list(names), list(wanted)
     order = [axis for axis, name in enumerate(names) if name not in wanted]
     return jnp.transpose(x, (*order, *(names.index(name) for name in wanted if name in names)))
 
 
 def _result_spec(form: _Form, x: Operand, w: AbstractOperand) -> PartitionSpec:
-    """Returns the spec of the product on an explicit mesh: the axes that divide `x`, then the remaining ones of `w`."""
+    """Returns the spec of the result on an explicit mesh.
+
+    The axes that divide `x` come first, then the remaining ones of `w`.
+    """
     x_names, w_names = (_mesh_axes(a) for a in (x, w))
     divided = {name: by for name, by in zip(form.x_axes, x_names, strict=True) if name in form.out_axes}
     taken = {axis for by in divided.values() for axis in by}
@@ -389,7 +400,10 @@ def _mesh_axes(a: Operand) -> Sequence[Names]:
 
 
 def _lengths_agree(first: Operand, second: Operand, weight: AbstractOperand) -> bool:
-    """Returns whether contracted lengths agree. If not, raises for a quantized array; of floats JAX says it better."""
+    """Returns whether contracted lengths agree, and raises if a quantized array differs.
+
+    For floats, JAX has the better error.
+    """
     left, right = first.shape[-1:], second.shape[-2:-1] or second.shape[-1:]
     if left == right:
         return True

@@ -64,7 +64,7 @@ def dense_rows(q: AbstractCodes) -> Float[Array, "*batch length"]:
 
 
 def has_plain_scales(q: AbstractCodes) -> bool:
-    """Returns whether an array, or a shard of one, holds decoded scales that its format would quantize."""
+    """Returns whether an array, or a shard, holds decoded scales that its format quantizes."""
     return q.format.scale_format is not None and not isinstance(q.scale_bits, AbstractCodes)
 
 
@@ -81,13 +81,13 @@ def stored_codes(q: AbstractCodes) -> Stored:
 
 
 def plain_bits(scale: _Scales) -> UInt[Array, "*batch blocks"]:
-    """Returns the bits of scales or offsets: of those that are codes, the bits of their values in float32."""
+    """Returns the bits of scales or offsets; for quantized ones, of their float32 values."""
     with allow_dense():
         return scale_to_bits(scale.dequantize(), "float32") if isinstance(scale, AbstractCodes) else scale
 
 
 def split_scales(q: AbstractCodes) -> tuple[_Scales, Float32[Array, "*batch 1"] | None]:
-    """Returns the scales of a weight, and what multiplies those of a row if they are small floats."""
+    """Returns the scales of a weight, and one factor per row if they are small floats."""
     scale = q.scale_bits
     if isinstance(scale, AbstractCodes) and nested_scale_kind(q.format, row_length(q)) is not None:
         return scale.codes, scale.scale

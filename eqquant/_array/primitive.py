@@ -26,7 +26,9 @@ rounded_matmul_p = jax.extend.core.Primitive("rounded_matmul")
 def bind_matmul(
     x: PyTree, w: PyTree, options: Options = Options(), *, transpose: bool = False
 ) -> Float[Array, "*batch rows outer"]:
-    """`x(*batch, m, k) . w(*batch, n, k)^T`, or with `transpose` `x(*batch, m, n) . w(*batch, n, k)`.
+    """Returns `x(*batch, m, k) . w(*batch, n, k)^T`.
+
+    With `transpose`, `x(*batch, m, n) . w(*batch, n, k)`.
 
     Both operands are trees: the primitive takes the leaves of `x`, then the leaves of `w`. An array of floats is a
     tree of one leaf.
@@ -93,7 +95,9 @@ def bind_rounded_matmul(
     precision: PrecisionLike = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch rows outer"]:
-    """`x(*batch, m, k) . w(*batch, n, k)^T` of floats that are rounded along `k` first, and of equal dtype.
+    """Returns `x . w^T` of floats that are first rounded along `k`.
+
+    Shapes are `(*batch, m, k)` and `(*batch, n, k)`, of equal dtype.
 
     The products that its gradient consists of are this primitive too, and round the gradient that comes in.
 
@@ -120,6 +124,9 @@ def bind_rounded_matmul(
 
 
 def operands_of(args: Sequence[object], x_tree: PyTreeDef, w_tree: PyTreeDef) -> tuple[PyTree, PyTree]:
-    """Returns the two operands, from the arguments of the primitive or from a sequence with one entry for each."""
+    """Returns the two operands of the primitive.
+
+    They come from its arguments, or from a sequence with one entry for each.
+    """
     count = x_tree.num_leaves
     return jtu.tree_unflatten(x_tree, args[:count]), jtu.tree_unflatten(w_tree, args[count:])

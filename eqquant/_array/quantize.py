@@ -118,7 +118,9 @@ def quantize(
 
 
 def dequantize(q: QuantizedArray | ArrayLike) -> Array:
-    """Returns the dense array of a [`eqquant.QuantizedArray`][]; returns any other array as a JAX array.
+    """Returns the dense array of a [`eqquant.QuantizedArray`][].
+
+    Returns any other array as a JAX array.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""Saves and loads with Equinox, and checks that the file and the skeleton have the same formats.
+"""Saves and loads with Equinox, and checks that the file and the skeleton agree on formats.
 
 Equinox compares only shapes and dtypes, which formats of equal width share. So a description of the format is saved
 before the bytes.
@@ -16,7 +16,9 @@ from .array import QuantizedArray
 
 
 def serialise_filter_spec(f: Any, x: PyTree) -> None:
-    """Saves one leaf for `equinox.tree_serialise_leaves`: a quantized array together with its format.
+    """Saves a quantized array with its format, for `equinox.tree_serialise_leaves`.
+
+    Saves any other leaf as Equinox does.
 
     !!! Example
 
@@ -46,7 +48,9 @@ def serialise_filter_spec(f: Any, x: PyTree) -> None:
 
 
 def deserialise_filter_spec(f: Any, x: PyTree) -> PyTree:
-    """Loads one leaf that [`eqquant.serialise_filter_spec`][] saved, for `equinox.tree_deserialise_leaves`.
+    """Loads a leaf for `equinox.tree_deserialise_leaves`.
+
+    The inverse of [`eqquant.serialise_filter_spec`][].
 
     **Arguments:**
 

@@ -12,7 +12,7 @@ from .base import AbstractFormat, is_ours, levels_of
 
 @ft.lru_cache
 def steps_of(format: AbstractFormat) -> Steps | None:
-    """Returns how a format encodes, or `None` for one of a user, whose `encode` may do anything."""
+    """Returns how a format encodes, or `None` for one of a user, which may do anything."""
     if not is_ours(format, "encode"):
         return None
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):

@@ -24,7 +24,9 @@ def choose_by_blocks(
     *,
     chunk: int | None = None,
 ) -> tuple[Scales, ZeroPoints]:
-    """Cuts rows into blocks and chooses the scale and zero point of each. For your own [`eqquant.AbstractMethod`][].
+    """Cuts rows into blocks and chooses the scale and zero point of each.
+
+    For your own [`eqquant.AbstractMethod`][].
 
     !!! Example
 
@@ -65,7 +67,7 @@ def choose_by_weights(
     format: AbstractFormat,
     chunk: int | None,
 ) -> tuple[Scales, ZeroPoints]:
-    """As `choose_by_blocks`, with the weights of columns. `stack` are the first axes of `batch`."""
+    """As `choose_by_blocks`, with weights of columns. `stack` are the first axes of `batch`."""
     if weights.ndim > 1 and format.block_size != "tensor":
         return jax.vmap(lambda rows, weights: choose_by_weights(choose, rows, weights, format, chunk))(rows, weights)
     if format.block_size == "tensor":
@@ -103,7 +105,7 @@ def mark(scale: Scales, marks: Scales) -> Scales:
 
 
 def check_scales(scale: Array, zero_point: Array | None, shape: tuple[int, ...], format: AbstractFormat) -> None:
-    """Raises unless there is one scale, and one zero point or offset if the format has them, for each block."""
+    """Raises unless each block has one scale, and the zero point or offset of the format."""
     if scale.shape != shape:
         raise TypeError(f"There must be one scale per block, {shape} for {format!r}. Got shape {scale.shape}.")
     name, dtype = ("Offsets", jnp.float32) if has_offsets(format) else ("Zero points", jnp.uint8)

@@ -34,7 +34,10 @@ encode_p = jax.extend.core.Primitive("encode")
 def quantize_packed(
     method: AbstractMethod, rows: Float[Array, "*batch length"], format: AbstractFormat, chunk: int | None
 ) -> Encoded | None:
-    """Returns what `method.quantize_rows` does, with packed codes; `None` for a method that finds codes itself."""
+    """Returns what `method.quantize_rows` does, with packed codes.
+
+    `None` for a method that finds codes itself.
+    """
     if type(method).quantize_rows is not AbstractScaleMethod.quantize_rows or not isinstance(
         method, AbstractScaleMethod
     ):

@@ -1,4 +1,4 @@
-"""GPTQ: rounds one column at a time, and lets the columns that follow make up for its error."""
+"""GPTQ: rounds one column at a time, and corrects its error in the columns that follow."""
 
 import dataclasses
 
@@ -19,8 +19,10 @@ from .inputs import Inputs
 
 
 class GPTQ(AbstractMethod):
-    r"""Chooses codes with a small error of the outputs, $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$, where
-    $G$ is the mean of $x x^T$ over the inputs of the weight.
+    r"""Chooses codes by the Gram matrix of the inputs, for a small error of the outputs.
+
+    The error is $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$, where $G$ is the mean of $x x^T$ over the
+    inputs of the weight.
 
     Rounds one column after the other, and changes the columns still to come so that they make up for its error.
     `method` chooses the scales from the original weight, so columns may come in any order, and the array need not
@@ -115,7 +117,9 @@ class GPTQ(AbstractMethod):
 def _factor(
     gram: Float32[Array, "length length"], damping: float | int, order: str | None
 ) -> tuple[Float32[Array, "length length"], Int[Array, " length"]]:
-    """Returns an upper triangular `U` with $U^T U = G^{-1}$ for the damped Gram matrix `G`, and its order of columns.
+    """Returns `U`, upper triangular with $U^T U = G^{-1}$, and the order of columns.
+
+    `G` is the damped Gram matrix.
 
     Row `i` of `U` says how an error of column `i` is made up for by those that follow it.
     """

@@ -1,4 +1,4 @@
-"""What methods share that measure the error of outputs by a Gram matrix, the mean of $x x^T$ over the inputs."""
+"""Errors of outputs, by the Gram matrix of the inputs: the mean of $x x^T$."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,10 @@ def gram_of(inputs: Inputs) -> Float32[Array, "*stack length length"]:
 
 
 def check_gram(inputs: Inputs, gram: Array | np.ndarray | None, damping: float | int) -> Inputs:
-    """Returns the statistics or the Gram matrix that a method was given. Raises for both, and for a wrong damping."""
+    """Returns the statistics or the Gram matrix given to a method.
+
+    Raises for both, and for a wrong damping.
+    """
     if inputs is not None and gram is not None:
         raise ValueError("`gram` must come without `inputs`. Got both. Pass the statistics, or the matrix.")
     if not 0 <= damping < float("inf"):
@@ -37,7 +40,7 @@ def map_layers(
     chunk: int | None,
     *arrays: PyTree,
 ) -> PyTree:
-    """Returns `function(prepare(gram), *arrays)` for each layer of a stack, a chunk of rows at a time.
+    """Returns `function(prepare(gram), *arrays)` for each layer, a chunk of rows at a time.
 
     The function takes and returns arrays whose columns come first, `(length, rows)`, so that one is contiguous.
     """

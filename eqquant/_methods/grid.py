@@ -1,4 +1,4 @@
-"""Stores the scales and offsets of blocks, and rounds values to the levels that follow from what is stored."""
+"""Stores scales and offsets of blocks, and rounds values to the levels of the stored ones."""
 
 import math
 from typing import NamedTuple
@@ -17,7 +17,9 @@ from .stochastic import move_stochastically
 
 
 class Encoded(NamedTuple):
-    """What a method returns: one code for each of `(*batch, length)` values, with the scales and zero points.
+    """The result of a method: a code for each value, with the scales and zero points.
+
+    Codes are `(*batch, length)`.
 
     `scale` holds the bits of the scales, or an `Encoded` if the format quantizes its scales; so does `offset`.
     """
@@ -52,7 +54,7 @@ class Grid(NamedTuple):
 def store(
     rows: Rows, scale: Scales, zero_point: ZeroPoints, format: AbstractFormat, chunk: int | None = None
 ) -> tuple[ScaleBits, ScaleBits | None, Grid]:
-    """Returns scales and offsets of rows of values as the format stores them, and the levels that follow."""
+    """Returns scales and offsets as the format stores them, and the levels that follow."""
     if zero_point is not None and has_offsets(format):
         return _store_with_offset(rows, scale, zero_point, format, chunk)
     if zero_point is not None:
@@ -65,7 +67,10 @@ def store(
 def _store_with_offset(
     rows: Rows, scale: Scales, offset: Scales, format: AbstractFormat, chunk: int | None
 ) -> tuple[ScaleBits, ScaleBits, Grid]:
-    """Stores scales and offsets. A block becomes zeros where what is stored might be further from it than zeros are."""
+    """Stores scales and offsets.
+
+    A block becomes zeros where the stored levels might be further from it than zeros are.
+    """
     # No level overflows float32, and no scale vanishes beside an offset.
     largest = float(jnp.finfo(jnp.float32).max) / (float(np.abs(levels_of(format)[0]).max()) + 1)
     scale = jnp.where(jnp.isnan(scale), scale, jnp.clip(scale, -largest, largest))
@@ -92,7 +97,7 @@ def clear_blocks(stored: ScaleBits, keeps: Bool[Array, "*batch blocks"], format:
 
 
 def _is_near(wanted: Scales, stored: Scales) -> Bool[Array, "*batch blocks"]:
-    """Returns where rounding for storage moved scales or offsets so little that it costs next to nothing."""
+    """Returns where storage rounds scales or offsets by so little that it hardly matters."""
     return jnp.abs(stored - wanted) <= jnp.abs(wanted) / 16
 
 
@@ -132,7 +137,10 @@ def load_grid(
 
 
 def store_scale(scale: Scales, format: AbstractFormat) -> ScaleBits:
-    """Returns scales or offsets as the format stores them: their bits, or an `Encoded` if it quantizes its scales."""
+    """Returns scales or offsets as the format stores them.
+
+    Their bits, or an `Encoded` if it quantizes its scales.
+    """
     if format.scale_format is None:
         return scale_to_bits(scale, format.scale_dtype)
     nested = format.scale_format
@@ -162,7 +170,7 @@ def decode_by(
 def encode_by(
     values: Float32[Array, "*batch length"], grid: Grid, format: AbstractFormat
 ) -> tuple[UInt8[Array, "*batch length"], Float32[Array, "*batch length"]]:
-    """Returns the nearest codes of values, and the values in units of their scales that were rounded."""
+    """Returns the nearest codes, and the values that were rounded, in units of their scales."""
     per_value = lambda x: expand(x.astype(jnp.float32), format.block_size, values.shape[-1])
     units = values if grid.offset is None else values - per_value(grid.offset)
     # By the stored scales, since decoding multiplies by those.
@@ -181,7 +189,7 @@ def encode_by(
 
 
 def multiplies(scale: Scales, stored_scale: Scales) -> Bool[Array, "*batch blocks"]:
-    """Returns for which blocks of a format that multiplies by reciprocals values are really multiplied."""
+    """Returns which blocks multiply by the reciprocal, if the format multiplies at all."""
     # A scale beyond the range of its dtype, or near the end, is far from itself. Dividing makes the block saturate, or
     # zero.
     return _is_near(scale, stored_scale) & (stored_scale != 0)
@@ -196,7 +204,9 @@ def encode_rows(
     key: PRNGKeyArray | None = None,
     chunk: int | None = None,
 ) -> Encoded:
-    """Encodes values with given scales: to the nearest codes, or with `key` by stochastic rounding.
+    """Encodes values with given scales.
+
+    Rounds to the nearest codes, or with `key` stochastically.
 
     A block that holds a NaN or an infinity gets a scale of NaN, so it decodes to NaN.
 
@@ -227,7 +237,10 @@ def encode_by_chunks(
     key: PRNGKeyArray | None = None,
     chunk: int | None = None,
 ) -> Encoded:
-    """Encodes values by what `store` returned, whose scales are NaN for every block that is not finite."""
+    """Encodes values by the results of `store`.
+
+    The scale of every block that is not finite is NaN.
+    """
     if key is not None:  # by what is stored, so that the mean of what values decode to is no other value
         grid = grid._replace(scale=grid.stored_scale, offset=grid.stored_offset)
 
@@ -256,7 +269,10 @@ def decode_rows(encoded: Encoded, format: AbstractFormat) -> Float32[Array, "*ba
 
 
 def _uniform_by_row(key: PRNGKeyArray, first: Index, shape: tuple[int, ...]) -> Float32[Array, "*batch length"]:
-    """Numbers between zero and one that depend on a row and its number alone, not on the chunk that it is in."""
+    """Returns random numbers from zero to one that depend on the row and its number alone.
+
+    So they do not depend on the chunk.
+    """
     *batch, length = shape
     draw = lambda row: jax.random.uniform(jax.random.fold_in(key, row), (length,), jnp.float32)
     return jax.vmap(draw)(first + jnp.arange(math.prod(batch))).reshape(shape)

@@ -15,7 +15,9 @@ _P, _BETA, _KAPPA, _ITERATIONS = 0.7, 10.0, 1.01, 20
 
 
 class HQQ(AbstractScaleMethod):
-    r"""Chooses a scale with a small $\sum |x - \hat x|^{0.7}$ in each block, where outliers weigh less than in squares.
+    r"""Chooses a scale with a small $\sum |x - \hat x|^{0.7}$ in each block.
+
+    Outliers weigh less than in squares.
 
     Half-quadratic splitting: shrinks the errors, treats the remainder as outliers, and fits the scale to the rest by
     least squares. Starts at the scale of [`eqquant.MSE`][] and stays near it. (The global minimum gives up every

@@ -29,7 +29,9 @@ _STEPS = np.array([(s, o) for s in (-1, 0, 1) for o in (-1, 0, 1) if s or o], np
 
 
 class JointMSE(AbstractMethod):
-    r"""Like [`eqquant.MSE`][], but also finds offsets and both levels of quantized scales, together with the codes.
+    r"""Finds scales, offsets and the scales of scales together with the codes.
+
+    Like [`eqquant.MSE`][], with a smaller error for formats that have several of these.
 
     For GGUF's K-quants ([`eqquant.Q4_K`][] and its relatives) and for other formats with offsets. The scales and
     offsets of a K-quant are small integers times floats that 256 weights share. Rounding a scale to such an integer
@@ -60,14 +62,20 @@ class JointMSE(AbstractMethod):
 
 
 def _choose_scales(blocks: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:
-    """Chooses the scale of each block, and its offset or its zero point, before scales are quantized."""
+    """Chooses the scale of each block, and its offset or zero point, as floats.
+
+    Scales of scales come later.
+    """
     if isinstance(format, AbstractOffsetFormat):
         return _choose_offsets(blocks, format)
     return MSE().choose_scales(blocks, format)
 
 
 def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scales, Scales]:
-    """Chooses the scale and the offset of each block: of a grid, each fitted to its codes by least squares."""
+    """Chooses the scale and the offset of each block.
+
+    The best of a grid, each fitted to its codes by least squares.
+    """
     top = 2**format.bits - 1
     factors = np.concatenate([np.linspace(top / (top + 1.5), top / (top - 0.5), 12), [0.9, 0.8, 0.7]])
     first = format.choose_scale(blocks)
@@ -108,7 +116,9 @@ def _levels(blocks: Array, scale: Array, offset: Array, format: AbstractFormat) 
 
 
 class _Groups(eqx.Module):
-    """Groups of blocks, whose scales are codes of the format `nested` times a float of the group; so are offsets.
+    """Groups of blocks, whose scales are codes of `nested` times a float of the group.
+
+    So are offsets.
 
     A solution is a list of parts: scales, and if the format has them offsets. `counts` is zero for padding.
     """
@@ -173,7 +183,7 @@ class _Groups(eqx.Module):
 def _choose_two_levels(
     rows: Rows, scale: Scales, offset: Scales | None, format: AbstractFormat, nested: AbstractFormat
 ) -> tuple[Encoded, Encoded | None]:
-    """Returns scales and offsets as the format stores them, near the given ones, of the least error found."""
+    """Returns stored scales and offsets near the given ones, of the least error found."""
     block, share = format.block_size if isinstance(format.block_size, int) else rows.shape[-1], nested.block_size
     blocks = num_blocks(rows.shape[-1], format.block_size)
     count = math.ceil(blocks / share)  # pyright: ignore[reportOperatorIssue]

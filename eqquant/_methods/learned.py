@@ -1,4 +1,4 @@
-"""Learned rounding: improves the codes and the scales of another method in turn, for the inputs of the weight."""
+"""Learned rounding: improves codes and scales of another method in turn, on the inputs."""
 
 import dataclasses
 
@@ -142,7 +142,10 @@ def _descend(
 
 
 class _LeastSquares(eqx.Module):
-    """The least squares problem of all rows. Arrays are transposed: `(length, rows)` and `(blocks, rows)`."""
+    """The least squares problem of all rows.
+
+    Arrays are transposed: `(length, rows)` and `(blocks, rows)`.
+    """
 
     gram: Float32[Array, "length length"]
     wanted: Float32[Array, "length rows"]

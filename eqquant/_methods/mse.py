@@ -8,7 +8,9 @@ from .search import search_least_squares, start_search
 
 
 class MSE(AbstractScaleMethod):
-    r"""Chooses the scale of least squared error $\sum (x - \hat x)^2$ in each block, and clips where that helps.
+    r"""Chooses the scale of least squared error $\sum (x - \hat x)^2$ in each block.
+
+    Clips where that helps.
 
     Searches a grid of factors of the format's own scale, then fits the scale to the codes by least squares. The error
     is never larger than with [`eqquant.AbsMax`][]. Works with every format.

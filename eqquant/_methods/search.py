@@ -83,7 +83,7 @@ class Search(NamedTuple):
         return self.format.decode(self.format.encode(values + zero)) - zero
 
     def _zero_point(self, values: Array) -> Array:
-        """Returns the zero point of least squared error, for values that may span more than the levels do.
+        """Returns the zero point of least squared error, also for values beyond the levels.
 
         The levels are `0 ... top`, minus the zero point.
         """
@@ -105,7 +105,10 @@ def start_search(blocks: Blocks, format: AbstractFormat, weights: Blocks | None 
 
 
 def search_least_squares(search: Search) -> Array:
-    """Returns the factor of least squared error of each block: the best of a grid, then fitted to its codes."""
+    """Returns the factor of least squared error of each block.
+
+    The best of a grid, then fitted to its codes.
+    """
     squared = lambda factor: jnp.sum(search.weigh(jnp.square(search.errors(factor))), axis=-1)
     one = jnp.ones_like(search.scale)
     best = _least(squared, one, lambda step: search.storable(jnp.full_like(one, step)), _FACTORS)
@@ -129,7 +132,9 @@ def keep_better(best: Best[Candidate], candidate: Candidate, error: Array) -> Be
 
 
 def fit(units: Array, levels: Array, factor: Array, weighted: Array | None = None) -> Array:
-    """Returns the factor of least squared error for given levels; keeps the old one if the new one is not positive.
+    """Returns the factor of least squared error for given levels.
+
+    Keeps the old one if the new one is not positive.
 
     `weighted` are the levels times the weights of their errors, if these have weights.
     """
@@ -140,7 +145,10 @@ def fit(units: Array, levels: Array, factor: Array, weighted: Array | None = Non
 
 
 def _least(error: Error, start: Array, candidate: Callable[[Array], Array], steps: np.ndarray) -> Best[Array]:
-    """Returns the candidate of least error for each block. Tries one at a time, to hold only one in memory."""
+    """Returns the candidate of least error for each block.
+
+    Tries one at a time, to hold only one in memory.
+    """
 
     def step(best: Best[Array], step: Array) -> tuple[Best[Array], None]:
         new = candidate(step)

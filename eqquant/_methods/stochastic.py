@@ -17,7 +17,7 @@ def move_stochastically(
     format: AbstractFormat,
     uniform: Float32[Array, "*shape"],
 ) -> UInt8[Array, "*shape"]:
-    """Rounds each value at random to the code below or above it, so that on average it decodes to the value.
+    """Rounds each value up or down at random, so that the mean decodes to the value.
 
     Works with every format.
 
@@ -55,7 +55,7 @@ class _EvenLevels(NamedTuple):
 
 @ft.lru_cache
 def _even_levels(format: AbstractFormat) -> _EvenLevels | None:
-    """Returns the distance of neighbouring levels and the ends, if all neighbours are as far apart; else `None`."""
+    """Returns the distance of neighbouring levels and the ends, or `None` if distances differ."""
     levels, _, above = _neighbours(format)
     _, reached = levels_of(format)
     grid, last = np.unique(levels[reached]), np.argmax(np.where(reached, levels, -np.inf))
@@ -68,7 +68,9 @@ def _even_levels(format: AbstractFormat) -> _EvenLevels | None:
 
 @ft.lru_cache
 def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the level of each code, and the codes of the next levels below and above, or the code itself.
+    """Returns the level of each code, and the codes of the next levels below and above.
+
+    A code without such a neighbour is its own.
 
     Two levels are neighbours only if values between them encode to both: some formats never round to zero.
     """

@@ -27,7 +27,9 @@ def multiply(
     *more: Array,
     **attributes: bool,
 ) -> Float[Array, "*batch m outer"]:
-    """Calls a product, `MATMUL` or `MATMUL_INT8`, with `more` arguments and attributes than both have.
+    """Calls a product, `MATMUL` or `MATMUL_INT8`.
+
+    `more` and `attributes` are those that the other one lacks.
 
     `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
     so that the transposes of its caller cancel.
@@ -58,7 +60,9 @@ def why_not_decode(layout: Layout, dtype: DTypeLike) -> str | None:
 
 
 def decode(weight: Stored, layout: Layout, dtype: DTypeLike, *, clip: bool) -> Float[Array, "*batch k"]:
-    """Decodes to a dense weight, unless `why_not_decode`. The bits are those of XLA's operations.
+    """Decodes to a dense weight, unless `why_not_decode`.
+
+    The bits are those of XLA's operations.
 
     The weight may have a single row without an axis for it. With `clip`, clips to the finite range of `dtype`.
     """
@@ -128,7 +132,10 @@ def reduce(blocks: Float32[Array, "*batch blocks block"], kind: str) -> Float32[
 
 
 def has_byte_codes(layout: Layout) -> bool:
-    """Returns whether kernels multiply codes of eight bits: those, and the ones that lie in several bytes."""
+    """Returns whether kernels multiply codes of eight bits.
+
+    Those are codes of eight bits, and codes that lie in several bytes.
+    """
     return layout.bits not in (1, 2, 4)
 
 

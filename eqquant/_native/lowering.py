@@ -1,4 +1,4 @@
-"""Lowers primitives: to native code on CPU where that may run, to operations of XLA everywhere else."""
+"""Lowers primitives: to native code on CPU where it may run, to XLA elsewhere."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,6 @@
-"""Random numbers by a hash of two multiplications: for rounding, where speed counts and statistics hardly do.
+"""Random numbers by a hash of two multiplications, for rounding.
+
+There speed counts, and statistics hardly do.
 
 JAX's own generator, Threefry, takes longer than the rest of rounding together.
 """
@@ -31,7 +33,9 @@ def _mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 def hash_values(x: Float[Array, "m k"]) -> UInt32[Array, ""]:
-    """Returns a hash of the values of a matrix, each with its place. That of the transpose is another.
+    """Returns a hash of the values of a matrix, each with its place.
+
+    The transpose has another hash.
 
     The sum is one of integers, so it does not depend on the order, nor on how devices divide `x`.
     """

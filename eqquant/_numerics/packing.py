@@ -30,12 +30,18 @@ def widths(bits: int) -> tuple[int, ...]:
 
 
 def num_planes(bits: int) -> int:
-    """Returns the number of planes of a segment: how many codes of the narrowest part share a byte."""
+    """Returns the number of planes of a segment.
+
+    That is how many codes of the narrowest part share a byte.
+    """
     return 8 // widths(bits)[-1]
 
 
 def packed_length(length: int, bits: int) -> int:
-    """Returns the number of bytes of `length` codes: `length * width / 8`, rounded up, for each part of a code."""
+    """Returns the number of bytes of `length` codes.
+
+    `length * width / 8`, rounded up, for each part of a code.
+    """
     return sum(-(-length * width // 8) for width in widths(bits))
 
 
@@ -85,7 +91,10 @@ def unpack_plane(segments: UInt8[Array, "*batch slabs units unit"], plane: int, 
 
 
 def _by_segments(function: Callable[[Array], Array], x: Array, count: int, size: int) -> Array:
-    """Applies a function to whole segments, `(*batch, count, size)`, and to the shorter last one."""
+    """Applies a function to whole segments, and to the shorter last one.
+
+    Whole segments are `(*batch, count, size)`.
+    """
     *batch, length = x.shape
     done = []
     if count > 0:

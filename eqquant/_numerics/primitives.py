@@ -20,7 +20,9 @@ Primal: TypeAlias = Array | ad.UndefinedPrimal  # of a rule of transposition
 def compile_alone(
     primitive: Primitive, compute: Callable[..., Array], static: Sequence[str], **fixed: object
 ) -> Callable[..., Array]:
-    """Returns what a primitive does outside of `jit`: a program of its own, or where `jit` is disabled, `compute`.
+    """Returns the implementation of a primitive outside of `jit`: a program of its own.
+
+    Where `jit` is disabled, that is `compute`.
 
     `static` are the names of its parameters, and `fixed` the values that some of them take there.
     """
@@ -58,7 +60,10 @@ def zero_tangent_jvp(primitive: Primitive) -> Callable[..., tuple[Array, ad.Zero
 
 
 def leading_batching_rule(primitive: Primitive) -> Callable[..., tuple[Array, int]]:
-    """Returns the batching rule of a primitive that works along the last axes of operands with equal first ones."""
+    """Returns the batching rule of a primitive that maps over leading axes.
+
+    Its operands have equal first axes, and it works along the last ones.
+    """
 
     def batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) -> tuple[Array, int]:
         size = batch_axis_size(args, dims)

@@ -1,4 +1,7 @@
-"""Files and folders that appear whole: whoever looks, whenever the process dies, finds the old one or the new one."""
+"""Files and folders that appear whole: a reader finds the old one or the new one.
+
+That holds even if the process is killed.
+"""
 
 import contextlib
 import errno
@@ -18,7 +21,7 @@ def check_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def open_replacement(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file beside `path`, and puts it in the place of `path` if the body raises nothing.
+    """Opens a temporary file, and moves it to `path` if the body raises nothing.
 
     A process that is killed may leave the temporary file, `.name.<random>.tmp`, which nothing reads.
     """
@@ -47,7 +50,10 @@ def open_replacement(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def make_folder(folder: Path) -> Iterator[Path]:
-    """Yields the folder to write into: the one that exists, or one beside it, which gets its name if nothing raises."""
+    """Yields the folder to write into.
+
+    It is the folder that exists, or one beside it, which gets its name if nothing raises.
+    """
     folder = Path(os.path.realpath(folder))  # a link stays a link
     if folder.exists():
         yield folder

@@ -17,7 +17,9 @@ from ._bits import flip, join, pack_planes, take_field, unpack_low_first, unpack
 
 
 class Field(NamedTuple):
-    """Some bytes of each block: how to read them as bytes or codes of a part of it, or of two, and how to write them.
+    """Some bytes of each block: how to read and to write them.
+
+    They hold bytes or codes of one part of the block, or of two.
 
     - `parts`: `scale` and `offset` are the bytes of floats; `codes`, `scales` and `offsets` codes of values, scales and
         offsets.
@@ -80,7 +82,10 @@ def _planes(part: str, nbytes: int, bits: int, run: int, low: int = 0) -> Field:
 
 
 def _unpack_six_bits(raw: np.ndarray) -> np.ndarray:
-    """Unpacks 8 scales and 8 minima: the first four of each are whole, with two bits of the others above them."""
+    """Unpacks 8 scales and 8 minima of six bits.
+
+    The first four of each are whole, with two bits of the others above them.
+    """
     first, minima, low = (take_field(raw, at, at + 4) for at in (0, 4, 8))
     out = np.empty((*raw.shape[:-1], 4), "V4")
     for n, four in enumerate((first & 63, low & 15 | first >> 2 & 48, minima & 63, low >> 4 | minima >> 2 & 48)):
@@ -99,7 +104,7 @@ _TRITS = ((0, 160, 32, 5), (160, 240, 16, 5), (240, 256, 4, 4))
 
 
 def _unpack_trits(raw: np.ndarray) -> np.ndarray:
-    """Unpacks codes below 3. A byte is a fraction of 256, whose digits to base three are the codes."""
+    """Unpacks codes below 3: a byte is a fraction of 256, with the codes as ternary digits."""
     parts, start = [], 0
     for _, _, run, digits in _TRITS:
         shifted = raw[..., None, start : start + run] * (3 ** np.arange(digits, dtype=np.uint8))[:, None]  # modulo 256

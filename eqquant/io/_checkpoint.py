@@ -44,7 +44,9 @@ class CheckpointRow:
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Checkpoint(Report, Mapping[str, Any]):
-    """The result of [`eqquant.io.open`][]: a mapping from names to arrays. It reads each array when you ask for it.
+    """A mapping from names to arrays, which are read when you ask for them.
+
+    The result of [`eqquant.io.open`][].
 
     A quantized weight is one [`eqquant.QuantizedArray`][] under one name, whatever tensors it is stored in. Other
     arrays are JAX arrays, or NumPy arrays if JAX is not set to hold their dtype. It prints as a table, and has

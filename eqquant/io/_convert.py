@@ -1,4 +1,4 @@
-"""`eqq.io.convert`: from a checkpoint to one of our files, or another library's, an array at a time."""
+"""`eqq.io.convert`: rewrites a checkpoint for eqquant or another library, array by array."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,9 @@ Each = Callable[[str, AnyArray, AnyArray], object]  # takes the name of an array
 
 
 def skeleton(checkpoint: Checkpoint) -> PyTree:
-    """Returns what a checkpoint holds, without values: `jax.ShapeDtypeStruct`s, nested by the dots of their names.
+    """Returns the arrays of a checkpoint without values, as `jax.ShapeDtypeStruct`s.
+
+    They are nested by the dots of their names.
 
     Quantized arrays appear as the float arrays that they stand for. Pass it to [`eqquant.plan_tree`][] to see what a
     rule would do, or to [`eqquant.analysis.plan_bits`][].
@@ -80,8 +82,9 @@ def convert(
     shard_nbytes: int | None = None,
     each: Each | None = None,
 ) -> TreeReport:
-    """Quantizes a checkpoint of any library one array at a time, and saves it: as [`eqquant.save`][] does, or as
-    [`eqquant.io.write`][] does for another library.
+    """Quantizes a checkpoint of any library one array at a time, and saves it.
+
+    As [`eqquant.save`][] does, or as [`eqquant.io.write`][] does for another library.
 
     At its peak this takes the memory of one array, before and after, so the checkpoint may be larger than memory.
     For another library, it first writes the quantized arrays to a file of ours beside the output.
@@ -146,7 +149,10 @@ def convert(
 
 
 def convert_into(checkpoint: Checkpoint, folder: Path, format: FormatRules | None = None, **options: Any) -> TreeReport:
-    """As `convert`, to a file of ours in a folder, which also gets `config.json` and the files of the tokenizer."""
+    """As `convert`, to a file of eqquant in a folder.
+
+    The folder also gets `config.json` and the files of the tokenizer.
+    """
     check_no_others(folder)
     with make_folder(folder) as into:
         report = convert(checkpoint, into / FILE, format, **options)
@@ -190,7 +196,10 @@ def _plan(
     dialect: str | None,
     each: Each | None,
 ) -> tuple[dict[str, Decision], dict[str, LazyArray], TreeReport]:
-    """Returns what to quantize, all arrays, and the report. Raises what can be known before hours of quantizing."""
+    """Returns decisions, all arrays, and the report.
+
+    Raises every error that can be known before hours of quantizing.
+    """
     for row in opened.rows:
         if row.problem:
             opened[row.name]  # raises, with the name of the file
@@ -218,7 +227,9 @@ def _plan(
 
 
 def _sample(decision: Decision, rows: int | None = 32) -> QuantizedArray:
-    """Returns an array of ones that a layout holds if it holds the weight: with as long blocks, and few rows.
+    """Returns an array of ones that a layout can hold if it can hold the weight.
+
+    Its blocks are as long, and its rows are few.
 
     Layouts ask whether lengths fill words of 32 bits, so what is left over a multiple of `rows` stays.
     """
@@ -313,7 +324,10 @@ def _rows(name: str, struct: PyTree, decision: Decision | None) -> list[LeafRepo
 
 
 def _nest(values: Mapping[str, object]) -> PyTree:
-    """Returns nested dictionaries, one level for each dot of a name; flat if a name is also the start of another."""
+    """Returns nested dictionaries, one level for each dot of a name.
+
+    Flat if a name is also the start of another.
+    """
     whole = not any("" in name.split(".") for name in values)
     nested = nest((tuple(name.split(".")), value) for name, value in values.items()) if whole else None
     return dict(values) if nested is None else nested

@@ -1,4 +1,7 @@
-"""What a leaf of a tree is, apart from its values: enough to say whether a saved one fits into a place."""
+"""What a leaf of a tree is, apart from its values.
+
+Enough to say whether a saved leaf fits into a place.
+"""
 
 import dataclasses
 import functools as ft
@@ -85,7 +88,7 @@ class Entry:
         return jax.eval_shape(lambda q: PermutedArray(q, order=jnp.zeros(shape, jnp.uint32), axis=axis), q)
 
     def packed_struct(self, sharding: NamedSharding | None = None) -> QuantizedArray:
-        """The quantized array that this describes, or that holds it in another order, without values."""
+        """The quantized array of this entry without values, also if its order is another."""
         if self.format is None:
             raise TypeError(f"Only a quantized array has packed parts. Got {self}.")
         gradient_of = None if self.gradient_of is None else jnp.dtype(self.gradient_of)
@@ -106,12 +109,17 @@ class Entry:
 
 
 def is_one(x: object) -> TypeGuard[QuantizedArray | PermutedArray]:
-    """Returns whether `x` is one leaf in a file: a quantized array, whose inputs may be stored in another order."""
+    """Returns whether `x` is one leaf in a file: a quantized array.
+
+    Its inputs may be stored in another order.
+    """
     return is_quantized(x) or (isinstance(x, PermutedArray) and is_quantized(x.array))
 
 
 def describe(x: object, path: str) -> Entry | None:
-    """Describes a leaf: an array, a `jax.ShapeDtypeStruct` or a Python value. `None` for a leaf that is not saved.
+    """Describes a leaf: an array, a `jax.ShapeDtypeStruct` or a Python value.
+
+    `None` for a leaf that is not saved.
 
     **Raises:**
 
@@ -143,7 +151,10 @@ def describe_leaf(leaf: Leaf) -> Entry | None:
 
 
 def _with_all_fields(x: object) -> str:
-    """Returns `x` with its fields, but for those that hold leaves of the tree. A default may change: it is shown."""
+    """Returns a description of `x` with all fields but leaves of the tree.
+
+    Defaults are shown, since they may change.
+    """
     if isinstance(x, np.dtype):
         return x.name
     if not isinstance(x, (AbstractFormat, AbstractMethod, AbstractArrayValue)):
@@ -220,7 +231,9 @@ def _structs(
 
 
 def named_parts(q: PyTree) -> dict[str, PyTree]:
-    """Returns the leaves by name: `codes`, `scale_bits` (or `scale_bits.codes` and so on), and others alike.
+    """Returns the leaves by name: `codes`, `scale_bits` and others.
+
+    Nested ones are `scale_bits.codes` and so on.
 
     Those of an `eqquant.PermutedArray` are `order`, and these after `array.`.
     """

@@ -1,4 +1,7 @@
-"""Where the tensors of a checkpoint are: in a file, in several with an index or with numbers, or in a folder."""
+"""Finds the tensors of a checkpoint: in a file, in several, or in a folder.
+
+Several have an index, or numbers.
+"""
 
 import dataclasses
 import os
@@ -64,7 +67,7 @@ def find_files(path: str | os.PathLike[str]) -> Files:
 
 
 def _near(path: Path) -> str:
-    """Returns "Did you mean ...?" with the nearest name in the folder of a path, or "" if none is near."""
+    """Returns "Did you mean ...?" with the nearest name in the folder of a path, or ""."""
     try:
         return did_you_mean(path.name, os.listdir(path.parent))
     except OSError:  # no such folder either, or one that may not be listed
@@ -95,7 +98,7 @@ def _open_file(path: Path) -> Files:
 
 
 def _index_of(path: Path) -> Path | None:
-    """Returns the index that lists a file, if the name of the file says that it is one of several."""
+    """Returns the index that lists a file whose name says that it is one of several."""
     for index in sorted(path.parent.glob("*.safetensors.index.json")) if part_name(path) else ():
         where = read_json(MappedFile(index)).get("weight_map")
         if isinstance(where, dict) and path.name in where.values():

@@ -1,4 +1,4 @@
-"""Arrays that are made when they are asked for, so that a tree or a checkpoint need not fit into memory."""
+"""Lazy arrays, read when asked for: trees and checkpoints need not fit into memory."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What llama.cpp needs of a checkpoint of Hugging Face: names of its own, numbers of the model, and a tokenizer.
+"""Writes a checkpoint of Hugging Face for llama.cpp: names, numbers and the tokenizer.
 
 https://github.com/ggml-org/llama.cpp (`convert_hf_to_gguf.py`, `gguf-py/gguf/constants.py`)
 """
@@ -134,7 +134,7 @@ class _Model:
         kind: type[T] = int,
         settings: Mapping[str, object] | None = None,
     ) -> T:
-        """Returns a number above 0 that it can keep, of the whole `config.json` unless of a part of it."""
+        """Returns a number above 0 that GGUF can hold, from `config.json` or from a part of it."""
         found: PyTree = (self.config if settings is None else settings).get(key, default)
         if type(found) not in (int, kind) or not 0 < found <= _MOST[kind]:
             what = "a whole number" if kind is int else "a number"
@@ -170,7 +170,10 @@ class _Model:
         return self.number(key, None, float, self.rope)
 
     def _context(self) -> int:
-        """Returns the tokens that the model may see: those of a window, since llama.cpp has none for these families."""
+        """Returns how many tokens the model may see.
+
+        With a sliding window that is its length, since llama.cpp has none for these families.
+        """
         positions = self.number("max_position_embeddings", 2048)
         slides = self.config.get("use_sliding_window", not self.architecture.startswith("qwen"))
         has_window = slides and self.config.get("sliding_window") is not None
@@ -190,7 +193,10 @@ class _Model:
         return (1 / (keep + (1 - keep) / self._scaling_number("factor"))).astype(np.float32)
 
     def sources(self) -> dict[str, str]:
-        """Returns the name of each array by its name in llama.cpp. Raises unless their shapes are of these numbers."""
+        """Returns the name of each array by its name in llama.cpp.
+
+        Raises unless their shapes are of these numbers.
+        """
         names: dict[str, str] = {}
         layers: set[int] = set()
         for row in self.checkpoint.rows:
@@ -249,7 +255,10 @@ def _rename_arrays(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMappi
 
 
 def neighbours(heads: int) -> Callable[[PyTree], PyTree]:
-    """Returns what `names.rotary_halves` undoes: rows `i` and `i + size / 2` of a head become neighbours."""
+    """Returns the inverse of `names.rotary_halves`, for the rows of a head.
+
+    Rows `i` and `i + size / 2` become neighbours.
+    """
     return lambda x: take(x, np.arange(x.shape[0]).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1))
 
 

@@ -152,7 +152,7 @@ def assign(model: PyTree, arrays: Mapping[str, PyTree]) -> PyTree:
 def check_fits(
     leaves: Sequence[Leaf], entries: Mapping[str, Entry], rule: str, names: tuple[str, str]
 ) -> list[tuple[Leaf, Entry | None]]:
-    """Returns the leaves of a template with what each of them is, or `None` for a leaf that is not saved.
+    """Returns the leaves of a template with the entry of each, `None` if it is not saved.
 
     Raises a `ValueError` unless `entries` has exactly one that fits for each of the others.
     """
@@ -238,7 +238,10 @@ def read_leaf(
     place: Entry | None = None,
     done: dict[Hashable, PyTree] | None = None,
 ) -> PyTree:
-    """Reads one leaf. If it is tied to one that is `done`, with the same sharding, the two are the same array."""
+    """Reads one leaf.
+
+    If it is tied to one that is `done`, with the same sharding, the two are the same array.
+    """
     entry, done = saved.entry, {} if done is None else done
     if entry.kind == "scalar":
         return saved.value

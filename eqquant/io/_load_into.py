@@ -1,4 +1,4 @@
-"""`eqq.io.load_into`: the arrays of a checkpoint into the leaves of a model that names them in another way."""
+"""`eqq.io.load_into`: loads a checkpoint into a model that names its leaves differently."""
 
 import contextlib
 import dataclasses
@@ -56,7 +56,9 @@ class LoadRow:
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class LoadPlan(Report):
-    """The result of [`eqquant.io.plan_load`][]: what each leaf of a model is made of. Prints as a table.
+    """The plan of [`eqquant.io.plan_load`][]: the arrays that become each leaf.
+
+    Prints as a table.
 
     - `rows`: the leaves, in the order of the model.
     - `left_out`: arrays of the checkpoint that a rule leaves out, with `None`.
@@ -415,7 +417,7 @@ def _stack(arrays: list[PyTree], lengths: tuple[int, ...]) -> PyTree:
 
 
 def _finish(x: PyTree, place: Entry) -> PyTree:
-    """Gives an array the dtype of its leaf, and axes of length one where they differ in nothing else."""
+    """Gives an array the dtype of its leaf, and its axes of length one."""
     if _is_value(x):
         return x.astype(place.dtype) if jnp.issubdtype(jnp.dtype(place.dtype), jnp.floating) else x
     return _cast(x, place)

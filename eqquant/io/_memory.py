@@ -1,4 +1,7 @@
-"""Memory for arrays that are read: copied once, by several threads, and taken over by JAX without another copy."""
+"""Memory for arrays that are read: copied once, by several threads.
+
+JAX takes it over without another copy.
+"""
 
 import math
 import os

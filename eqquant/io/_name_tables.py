@@ -1,4 +1,7 @@
-"""The names of arrays in the checkpoints of families of models, as tables: name in the file, path in the model."""
+"""Tables of the names of arrays in checkpoints: name in the file, path in the model.
+
+There is one for each family of models.
+"""
 
 from ._rules import To
 

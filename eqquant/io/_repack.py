@@ -1,4 +1,7 @@
-"""From the codes of other libraries to our own packing, a few rows at a time, so that only packed codes are whole."""
+"""Repacks the codes of other libraries, a few rows at a time.
+
+So only packed codes are whole in memory.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,7 +27,10 @@ _CHUNK = 2**20
 
 
 class Nested(NamedTuple):
-    """Scales or offsets that are quantized: a code for each block, and the scales of these, all with the batch axes."""
+    """Scales or offsets that are quantized: a code for each block, and their own scales.
+
+    All have the batch axes.
+    """
 
     codes: np.ndarray
     scale: np.ndarray

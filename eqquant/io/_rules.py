@@ -1,4 +1,4 @@
-"""The small language of `eqq.io.load_into`: which array of a checkpoint becomes which leaf of a model."""
+"""The rules of `eqq.io.load_into`: which array of a checkpoint becomes which leaf."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from .._types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class To:
-    """A place in a model, for [`eqquant.io.load_into`][], and what to do with an array on its way there.
+    """A place in a model, for [`eqquant.io.load_into`][], and what an array becomes on its way.
 
     !!! Example
 
@@ -52,7 +52,9 @@ NameRules = Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget] | Callable[[
 
 
 class Recipe(NamedTuple):
-    """One or more leaves, and the arrays that they are made of: `sources[i][j]` is part `j` of layer `i` of a stack.
+    """One or more leaves, and the arrays that become them.
+
+    `sources[i][j]` is part `j` of layer `i` of a stack.
 
     - `paths`: those of the leaves.
     - `stacked`: the lengths of the axes that are stacked, if any are.

@@ -111,7 +111,10 @@ def write(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) ->
 
 
 def _align(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns tensors in an order that aligns each to its items: their own, or else wide types first."""
+    """Returns tensors in an order that aligns each to its items.
+
+    That is their own order if it does, or else wide types first.
+    """
     starts = itertools.accumulate((t.nbytes for t in tensors), initial=0)
     if all(8 * start % width(t) == 0 for start, t in zip(starts, tensors, strict=False)):
         return tensors
@@ -124,7 +127,10 @@ def width(t: Tensor) -> int:
 
 
 def split(tensors: Sequence[Tensor], nbytes: int) -> list[list[Tensor]]:
-    """Divides tensors, in order, into groups of at most `nbytes`; one that is larger has a group to itself."""
+    """Divides tensors, in order, into groups of at most `nbytes`.
+
+    A larger one has a group to itself.
+    """
     groups: list[list[Tensor]] = [[]]
     size = 0
     for t in tensors:

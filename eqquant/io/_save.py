@@ -30,7 +30,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None = None) -> None:
-    """Saves a model, quantized or not, or any other pytree. [`eqquant.load`][] loads it, with or without a template.
+    """Saves a model, quantized or not, or any other pytree.
+
+    [`eqquant.load`][] loads it, with or without a template.
 
     The file is a safetensors file, which other programs can read too. Its metadata describes every leaf: the format of
     a quantized array, its axis, its logical shape and dtype.
@@ -89,7 +91,10 @@ def check_shard_nbytes(shard_nbytes: int | float | str | None) -> None:
 
 
 def _plan(tree: PyTree) -> tuple[list[SavedLeaf[NewTensor]], list[NewTensor]]:
-    """Returns what the manifest says of each leaf, and the tensors to write. Raises before anything is written."""
+    """Returns the manifest and the tensors to write.
+
+    Raises before anything is written.
+    """
     leaves = [(leaf, entry) for leaf in named_leaves(tree, is_one) if (entry := checked_entry(leaf)) is not None]
     # Names of tensors are those of leaves, or start with them; "codes" of one might be another leaf.
     taken = {"__metadata__", *(leaf.path for leaf, _ in leaves)}
@@ -150,7 +155,10 @@ def checked_entry(leaf: Leaf) -> Entry | None:
 
 
 def _nested_keys(leaves: Sequence[Leaf]) -> list[tuple[str, ...]]:
-    """Returns the keys of each leaf in a nested dictionary; its path alone if another leaf stands in the way."""
+    """Returns the keys of each leaf in a nested dictionary.
+
+    Its path alone if another leaf stands in the way.
+    """
     keys = [tuple(key_name(key) for key in leaf.keys) for leaf in leaves]
     inner, count = {k[:n] for k in keys for n in range(len(k))}, collections.Counter(keys)
     return [(leaf.path,) if k in inner or count[k] > 1 else k for leaf, k in zip(leaves, keys, strict=True)]
@@ -180,7 +188,10 @@ def _listed_in(folder: Path) -> list[Path]:
 def write_shards(
     folder: Path, shards: Sequence[Sequence[Tensor]], metadata: Mapping[str, str], index_metadata: Mapping[str, str]
 ) -> None:
-    """Writes shards under new names, then the index, then removes the shards that an older index listed."""
+    """Writes shards under new names, then the index, and removes the old shards.
+
+    An older index lists the old ones.
+    """
     if folder.exists() and not folder.is_dir():
         raise ValueError(
             f"`path` must be a folder with `shard_nbytes`, which writes several files. Got the file {folder}. Remove "

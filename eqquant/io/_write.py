@@ -41,7 +41,9 @@ def write(
     types: Mapping[str, str] | None = None,
     shard_nbytes: int | None = None,
 ) -> None:
-    """Writes arrays for another library to open: llama.cpp, MLX, or transformers with a package for quantization.
+    """Writes arrays for another library to open: llama.cpp, MLX, or transformers.
+
+    Transformers needs a package for quantization.
 
     !!! Example
 
@@ -98,7 +100,7 @@ def write_with_companions(
     config: Mapping[str, object],
     shard_nbytes: int | None,
 ) -> None:
-    """As `write`, to a folder, which also gets copies of `companions`, files by their names in it."""
+    """As `write`, to a folder that also gets copies of `companions`, files by their names."""
     _write(path, arrays, dialect, _Options(config=config, shard_nbytes=shard_nbytes), companions)
 
 
@@ -198,7 +200,10 @@ def _sources(arrays: PyTree, names: Renaming) -> dict[str, Callable[[], Leaf]]:
 
 
 def _is_text(name: str) -> bool:
-    """Returns whether every library can read a name: none takes half of a surrogate pair, and C ends text at a zero."""
+    """Returns whether every library can read a name.
+
+    None takes half of a surrogate pair, and C ends text at a zero.
+    """
     return "\0" not in name and name.encode(errors="replace").decode() == name
 
 
@@ -230,7 +235,7 @@ def _array(name: str, leaf: Leaf, dialect: str) -> AnyArray:
 
 
 def _kinds(writer: ModuleType, names: Iterable[str], types: Mapping[str, str]) -> dict[str, str]:
-    """Returns the types of GGUF that were asked for, by name. The first glob that matches holds."""
+    """Returns the wanted types of GGUF by name. The first glob that matches holds."""
     if not isinstance(types, Mapping):
         raise TypeError(f'`types` must map names in the file to types: `{{"blk.*": "TQ1_0"}}`. Got {types!r}.')
     if types and writer is not gguf:
@@ -268,7 +273,10 @@ def _plan(
 
 
 def check_no_others(folder: Path, shard_nbytes: int | None = None) -> None:
-    """Raises if a folder holds weights that would not be replaced: shards replace shards, and a file a file."""
+    """Raises if a folder holds weights that would stay.
+
+    Shards replace shards, and a file a file.
+    """
     if folder.is_dir():
         ours = lambda name: name in {p.name for p in shards_in(folder)} | {INDEX} if shard_nbytes else name == FILE
         others = [p.name for p in folder.iterdir() if p.name.endswith(_WEIGHTS) and not ours(p.name)]
@@ -285,7 +293,10 @@ def _write_folder(
     metadata: Mapping[str, str],
     shard_nbytes: int | None,
 ) -> None:
-    """Writes weights and other files. None of these appears without the others, unless the process is killed."""
+    """Writes weights and other files.
+
+    None of these appears without the others, unless the process is killed.
+    """
     if folder.suffix in (".safetensors", ".gguf") or (folder.exists() and not folder.is_dir()):
         raise ValueError(f"`path` must be a folder, which gets {FILE} and {CONFIG}. Got {folder}.")
     check_no_others(folder, shard_nbytes)

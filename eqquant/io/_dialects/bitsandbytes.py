@@ -115,7 +115,10 @@ def _state(
 def _read_nested_scales(
     parts: Parts, absmax: StoredTensor, state: Mapping[str, object], state_tensor: StoredTensor
 ) -> Callable[[], np.ndarray]:
-    """Returns a function that computes scales from codes, a table of values, outer scales and an offset of all."""
+    """Returns a function that computes scales from their codes.
+
+    It looks values up in a table, multiplies by outer scales and adds one offset.
+    """
     inner, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(inner) is not int or inner < 1 or not (type(offset) is int or type(offset) is float):
         state_tensor.fail("It must have a block size and an offset for nested scales.")
@@ -136,7 +139,10 @@ def _read_nested_scales(
 
 
 def _format(quant_map: StoredTensor, block: int) -> tuple[AbstractFormat, np.ndarray | None]:
-    """Returns the format of a table of values, and the code of each of its entries, if they are not the same."""
+    """Returns the format of a table of values, and its codes if the order differs.
+
+    There is one code for each entry.
+    """
     table = quant_map.array()
     if not np.isfinite(table).all():
         quant_map.fail("Got a value that is not finite.")

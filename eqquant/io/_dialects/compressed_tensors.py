@@ -1,4 +1,6 @@
-"""Weights of compressed-tensors (vLLM, llm-compressor): https://github.com/vllm-project/compressed-tensors.
+"""Reads weights of compressed-tensors (vLLM, llm-compressor).
+
+See https://github.com/vllm-project/compressed-tensors.
 
     pack-quantized         P_packed int32 (out, ceil(in * bits / 32)): codes plus 2**(bits - 1), the first in the low
                            bits, without gaps between words; P_scale (out, groups); P_shape int64 (2,); optionally
@@ -86,7 +88,10 @@ def items(files: Files) -> dict[str, Item]:
 
 
 def _groups(files: Files) -> dict[str, Parts]:
-    """Returns the tensors of each weight. Without the word `weight` in its name, it must have a scale and be codes."""
+    """Returns the tensors of each weight.
+
+    A name without the word `weight` must have a scale and be codes.
+    """
     found: dict[str, Parts] = {}
     for name, parts in group(files.tensors, _ANCHORS, _PARTS).items():
         if name.endswith("weight"):

@@ -1,4 +1,6 @@
-"""The experts of GPT-OSS: https://github.com/huggingface/transformers, `integrations/mxfp4.py`.
+"""Reads the experts of GPT-OSS: `integrations/mxfp4.py` of transformers.
+
+See https://github.com/huggingface/transformers.
 
     P_blocks   uint8 (experts, rows, in / 32, 16), the first code of a byte in its low bits
     P_scales   uint8 (experts, rows, in / 32), E8M0

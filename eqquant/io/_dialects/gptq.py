@@ -1,4 +1,6 @@
-"""Weights of GPTQ (AutoGPTQ, GPTQModel), of AWQ (AutoAWQ, the GEMM version) and of AutoRound, which writes both.
+"""Reads weights of GPTQ (AutoGPTQ, GPTQModel), of AWQ (AutoAWQ, GEMM) and of AutoRound.
+
+AutoRound writes both.
 
     P.qweight   GPTQ: int32 (in * bits / 32, out), consecutive inputs in a word, the first in the low bits
                 AWQ:  int32 (in, out / 8), outputs 0, 2, 4, 6, 1, 3, 5, 7 in a word
@@ -67,13 +69,16 @@ def items(files: Files) -> dict[str, Item]:
 
 
 def _read_settings_file(files: Files) -> Mapping[str, object]:
-    """Returns the settings in a file of their own, as AutoGPTQ wrote them before `config.json` had them."""
+    """Returns the settings in a file of their own, as AutoGPTQ once wrote them.
+
+    Later ones are in `config.json`.
+    """
     path = files.file.path.with_name("quantize_config.json")
     return {"quant_method": "gptq", **read_json(MappedFile(path))} if path.is_file() else {}
 
 
 class _Layout(NamedTuple):
-    """How zero points are stored: `gptq` (minus one), `gptq_v2` or `awq`; or why that is not known."""
+    """How zero points are stored: `gptq` (minus one), `gptq_v2` or `awq`; or why it is unknown."""
 
     name: str | None
     problem: str = ""
@@ -198,7 +203,7 @@ def _rules(layers: object) -> list[Mapping[str, object]]:
 
 
 def _model_version(settings: Mapping[str, object]) -> int | None:
-    """Returns the major version of the GPTQModel that wrote a checkpoint, or `None` if another program did."""
+    """Returns the major version of the GPTQModel that wrote a checkpoint, or `None`."""
     meta = settings.get("meta")
     found = re.search(r"gptqmodel:(\d{1,4})", str(meta.get("quantizer"))) if isinstance(meta, dict) else None
     return int(found[1]) if found else None
@@ -222,7 +227,7 @@ def _outputs(words: np.ndarray, bits: int, awq: bool) -> np.ndarray:
 
 
 def _pack_awq(words: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Packs words, `(out / 8, in)`, along the inputs, and gives each of the eight outputs its row."""
+    """Packs words, `(out / 8, in)`, along the inputs, with a row for each of eight outputs."""
     rows = out.reshape(len(words), 8, -1)
     packed = np.empty((len(words), rows.shape[-1]), np.uint32)
     for high in (0, 1):

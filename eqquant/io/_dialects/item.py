@@ -76,7 +76,10 @@ def unreadable_item(
 
 
 def _damaged_item(tensors: tuple[StoredTensor, ...], error: str) -> Item:
-    """An array whose tensors do not fit together. The checkpoint lists it, and reading it raises the error."""
+    """An array whose tensors do not fit together.
+
+    The checkpoint lists it, and reading it raises the error.
+    """
 
     def load() -> NoReturn:
         raise ValueError(error)
@@ -87,12 +90,18 @@ def _damaged_item(tensors: tuple[StoredTensor, ...], error: str) -> Item:
 def weight(
     format: AbstractFormat, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...] = (-1,), permuted: bool = False
 ) -> Entry:
-    """Describes a quantized weight. `permuted`: whether its last axis is stored in another order."""
+    """Describes a quantized weight.
+
+    `permuted`: whether its last axis is stored in another order.
+    """
     return Entry("quantized", dtype, shape, format, axes, order=(-1, shape[-1:]) if permuted else None)
 
 
 def group(tensors: Parts, anchors: tuple[str, ...], suffixes: Iterable[str]) -> dict[str, dict[str, StoredTensor]]:
-    """Returns the tensors of each weight by their suffixes. A weight is what stands before one of the `anchors`."""
+    """Returns the tensors of each weight by their suffixes.
+
+    The name of a weight stands before one of the `anchors`.
+    """
     bases = dict.fromkeys(name.removesuffix(a) for name in tensors for a in anchors if name.endswith(a))
     return {base: {s: tensors[base + s] for s in suffixes if base + s in tensors} for base in bases}
 
@@ -142,7 +151,10 @@ def settings_of(files: Files, *keys: str) -> Mapping[str, object]:
 
 
 def as_format(t: StoredTensor, cls: Callable[..., AbstractFormat], *fields: object) -> AbstractFormat:
-    """Makes the format of a weight. Raises an error that names `t` if no format has these fields."""
+    """Makes the format of a weight.
+
+    Raises an error that names `t` if no format has these fields.
+    """
     try:
         return cls(*fields)
     except ValueError as e:
@@ -156,7 +168,7 @@ def expect(t: StoredTensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> 
 
 
 def act_order(t: StoredTensor | None, length: int, groups: int) -> np.ndarray | None:
-    """Returns the order in which the groups of inputs lie side by side, from the group of each input.
+    """Returns the order in which groups of inputs are stored, from the group of each input.
 
     `None` if they do as they are.
     """

@@ -1,4 +1,6 @@
-"""Weights of MLX: https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html.
+"""Reads weights of MLX, as `mlx.core.quantize` makes them.
+
+See https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html.
 
     P.weight   uint32 (..., out, in * bits / 32): codes without gaps, the first in the low bits, across words too
     P.scales   (..., out, in / group_size): in mode affine floats; in mxfp4 and mxfp8 uint8, E8M0; in nvfp4 uint8, e4m3

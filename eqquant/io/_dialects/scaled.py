@@ -1,4 +1,7 @@
-"""Weights with a scale for each row, group, tile or small block, which several libraries lay out alike."""
+"""Reads weights with a scale for each row, group, tile or small block.
+
+Several libraries lay them out alike.
+"""
 
 import math
 from collections.abc import Callable
@@ -33,7 +36,7 @@ class ScaleGrid(NamedTuple):
 
 
 def find_scale_grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int, int] | None = None) -> ScaleGrid:
-    """Finds out which values of a weight share a scale: all, a row, a group of a row, or a tile.
+    """Returns which values of a weight share a scale: all, a row, a group, or a tile.
 
     **Arguments:**
 
@@ -59,7 +62,10 @@ def find_scale_grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int
 
 
 def _with_batch(given: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of scales with as many axes as the weight: those that a library leaves out have length one."""
+    """Returns the shape of scales with as many axes as the weight.
+
+    An axis that a library leaves out has length one.
+    """
     if math.prod(given) == 1:
         return (1,) * len(shape)
     if len(shape) == 2 and len(given) != 2:
@@ -110,7 +116,10 @@ def as_float32(scale: StoredTensor) -> np.ndarray:
 
 
 def scale_dtype(scale: StoredTensor) -> str:
-    """Returns the dtype of a weight that has no other than that of its scales. Raises unless they are floats."""
+    """Returns the dtype of a weight that has only the dtype of its scales.
+
+    Raises unless they are floats.
+    """
     if scale.dtype not in (*FLOATS, "F8_E8M0"):
         scale.fail(f"It must be floating point. Got {scale.dtype}.")
     return str(DTYPES[scale.dtype][1]) if scale.dtype in FLOATS else "float32"
@@ -170,7 +179,10 @@ def microscaled_item(
 
 
 def read_outer(t: StoredTensor | None, scale: StoredTensor, divides: bool) -> Callable[[], np.float32]:
-    """Returns a function that reads the scale of a tensor of NVFP4, by which its scales are multiplied or divided."""
+    """Returns a function that reads the scale of a tensor of NVFP4.
+
+    It multiplies or divides the scales of blocks.
+    """
     if t is not None and (t.dtype != "F32" or t.nbytes != 4):
         t.fail(f"It must be one F32 number. Got {t.dtype} of {list(t.shape)}.")
 

@@ -1,4 +1,6 @@
-"""Weights that torchao saved: https://github.com/pytorch/ao, `torchao/prototype/safetensors`.
+"""Reads weights that torchao saved, as `torchao/prototype/safetensors` says.
+
+See https://github.com/pytorch/ao.
 
 A weight `L.weight` is stored as `L._weight_qdata`, `L._weight_scale` and others; the metadata has JSON under
 `L.weight`: its `_type`, its attributes as `_data`, and `_tensor_data_names`.
@@ -99,7 +101,10 @@ def _dtype(attributes: Mapping[str, object]) -> str | None:
 
 
 def _int4(t: StoredTensor, scale: StoredTensor, parts: Parts) -> Item:
-    """Codes from -8 to 7. Ours count from zero, so that the offset of a group is its lowest value."""
+    """Reads codes from -8 to 7.
+
+    Ours count from zero, so that the offset of a group is its lowest value.
+    """
     (out, half), zero, tensors = t.shape, parts.get("zero_point"), tuple(dict.fromkeys((t, *parts.values())))
     if t.dtype not in ("I8", "U8") or zero is None:
         t.fail(f"It must be I8 or U8 with `zero_point`. Got {t.dtype} and {', '.join(parts)}.")

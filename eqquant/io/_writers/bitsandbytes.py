@@ -89,7 +89,10 @@ def _codes(q: QuantizedArray, order: np.ndarray) -> np.ndarray:
 
 
 def _nest_scales(q: QuantizedArray) -> tuple[int, QuantizedArray, np.ndarray, np.ndarray] | None:
-    """Returns how many scales share an outer one, both, and the table of codes, if bitsandbytes can nest them."""
+    """Returns nested scales as bitsandbytes stores them, or `None` if it cannot.
+
+    How many scales share an outer one, both, and the table of codes.
+    """
     inner = q.scale_bits
     if not isinstance(inner, QuantizedArray) or inner.format.bits != 8 or not isinstance(inner.format.block_size, int):
         return None

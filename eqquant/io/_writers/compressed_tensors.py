@@ -1,4 +1,4 @@
-"""Weights as compressed-tensors saves them: the layouts of `_dialects/compressed_tensors.py`.
+"""Writes weights as compressed-tensors does: layouts of `_dialects/compressed_tensors.py`.
 
     Int2 to Int6   pack-quantized; codes of 3, 5 and 6 bits lie across words, without gaps
     Int8           int-quantized
@@ -68,7 +68,10 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
 
 
 def _tiles(scale: np.ndarray, block: object, groups: Scheme) -> tuple[np.ndarray, Scheme]:
-    """Returns the scales of fp8 without those that repeat: one for all, or one for each 128 x 128 values."""
+    """Returns the scales of fp8 without repeats.
+
+    One for all, or one for each 128 x 128 values.
+    """
     tiles = scale[::128]
     if block == "tensor":
         return scale[0], {"strategy": "tensor"}

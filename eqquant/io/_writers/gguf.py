@@ -36,7 +36,7 @@ _MAX_NAME = 63  # llama.cpp keeps names in 64 bytes, the last of them zero
 
 
 def layout(name: str, x: AnyArray, kind: str | None = None) -> WrittenArray:
-    """Returns the tensor of an array, of the type that its format is called as, or of another one."""
+    """Returns the tensor of an array, of the type of its format, or of another one."""
     if (length := len(_encode(name))) > _MAX_NAME:
         raise ValueError(f"{name!r} must have at most {_MAX_NAME} bytes, as llama.cpp wants. Got {length}.")
     if x.ndim > MAX_DIMENSIONS or x.size == 0:
@@ -153,7 +153,10 @@ def _pair(key: str, value: object) -> bytes:
 
 
 def _numbers(value: object) -> np.ndarray | None:
-    """Returns numbers as an array of the type that llama.cpp expects; of NumPy's own, the type that they have."""
+    """Returns numbers as an array of the type that llama.cpp expects.
+
+    NumPy's own numbers keep their type.
+    """
     if isinstance(value, (np.ndarray, np.generic)):
         return np.asarray(value)
     items: PyTree = value if isinstance(value, (list, tuple)) else [value]

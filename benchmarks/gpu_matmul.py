@@ -2,7 +2,7 @@
 
 First every kernel is checked against float64. Then each product is timed: bfloat16 activations, every variant in the
 same run, in turns. A weight of 4096 x 4096 in four bits fits into the L2 cache, so products go round several copies.
-Times are medians of rounds, for one product, with what is around it (the sum of partial results, for instance).
+Times are medians of rounds, for one product with all of its operations (such as the sum of partial results).
 
 `--tune` tries configurations and prints the rows for `eqquant/_matmul/kernels/pallas_gpu.py`. `--smoke` runs anywhere,
 on tiny sizes and interpreted, to see that the script works; its times mean nothing.
@@ -124,7 +124,7 @@ def repeat_product(product: Callable[[Any, Any], Any], rounds: int, times: int) 
     """A program that does a product with every weight, `rounds` times in the body of a loop of `times`.
 
     All results are results of the program, and each round waits for the one before: else a compiler would leave out
-    what nobody reads, and do but once what is always the same.
+    unused results, and compute equal ones once.
     """
 
     def run(x: Any, weights: list[Any]) -> Any:
@@ -157,7 +157,7 @@ def copies_of(nbytes: int, options: MeasureOptions) -> int:
 
 
 def copy_bandwidth(options: MeasureOptions) -> float:
-    """Bytes per second, read and written, of copying what is far larger than any cache."""
+    """Bytes per second, read and written, of copying arrays far larger than any cache."""
     size = 2**20 if options.interpret else 2**30
     x = jnp.zeros(size, jnp.uint8)
     flip = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, x: x ^ jnp.uint8(1), x))

@@ -204,7 +204,7 @@ def load_tensors(path):
     """What every library of PyTorch does first: the tensors as they are stored."""
     from safetensors.torch import load_file
 
-    # It maps the file: reading each byte is what makes the tensors.
+    # It maps the file, so a tensor is read only when each of its bytes is.
     return {name: t.clone() for name, t in load_file(path / "model.safetensors").items()}
 
 
@@ -251,7 +251,7 @@ def dequantize_gguf(path):
 
 
 def library(name):
-    """What another library does with the file, and what that is."""
+    """Returns a function that reads the file by another library, and its name."""
     if name.startswith("safetensors"):
         return load_tensors, "safetensors loads"
     if name.startswith("bitsandbytes"):

@@ -66,7 +66,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "int4 with zero points, keys per channel": {"format": AFFINE, "per_channel": True},
     "keys as before, values int8": {"format": AFFINE, "values": "int8", "per_channel": True},
 }
-# Weights, and what their products quantize activations to.
+# Formats of weights, and of activations, quantized dynamically.
 ACTIVATIONS = {
     "int8": ("int8",),
     "fp8": ("fp8",),
@@ -101,7 +101,7 @@ def logits_of(model: Llama, ids: Int[Array, "batch length"], **cache: Any) -> Fl
 
 
 class Bench:
-    """The float model, the text, and what the model says of it."""
+    """The float model, the text, and the logits of the model."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.model = load(eqq.io.open(folder))
@@ -250,7 +250,7 @@ def random_table(name: str, llama_bench: str | None, rounds: int, console: Conso
         times: dict[str, list[float]] = {kind: [] for kind in generators}
         theirs = []
         for n in range(rounds + 1):
-            # In another order each round: none is always behind the one that leaves the machine busiest.
+            # In another order each round, so that no variant always follows the most demanding one.
             for kind in np.random.default_rng(n).permutation(list(generators)):
                 for again in range(4):
                     began = time.perf_counter()

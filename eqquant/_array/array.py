@@ -181,8 +181,8 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
 
         **Arguments:**
 
-        - `sharding`: a `NamedSharding`; or a `PartitionSpec`, on the mesh of the array, or else that of `jax.set_mesh`.
-            `None` forgets the sharding, and moves nothing.
+        - `sharding`: a `NamedSharding`; or a `PartitionSpec`, on the mesh of the array, or else on the mesh of
+            `jax.set_mesh`. `None` forgets the sharding, and moves nothing.
 
         **Returns:**
 
@@ -294,7 +294,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
 
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Array:
-    # XLA on CPU fuses the decoding of bytes with what follows, so there kernels gain nothing.
+    # XLA on CPU fuses the decoding of bytes with the next operation, so kernels gain nothing there.
     dense = dense_rows(q) if q.format.bits == 8 else bind_dequantize(in_memory_order(q))
     if q.gradient_of is not None:
         dense = value_of(dense, gradient_of=q.gradient_of.astype(q.dtype))

@@ -1,4 +1,4 @@
-"""Checks of what a caller passes: arrays, axes, dtypes, methods, scales."""
+"""Checks of arguments: arrays, axes, dtypes, methods, scales."""
 
 import dataclasses
 import functools as ft
@@ -49,7 +49,7 @@ def as_method(method: object) -> AbstractMethod:
     for field in dataclasses.fields(method):
         if field.metadata.get("static", False):
             continue
-        # A mapping holds statistics by path, of which `for_leaf` picks those of a leaf.
+        # A mapping holds statistics by path; `for_leaf` takes the statistics of one leaf.
         for leaf in jtu.tree_leaves(getattr(method, field.name), is_leaf=is_mapping):
             if not is_mapping(leaf) and not eqx.is_array_like(leaf):
                 raise TypeError(
@@ -168,7 +168,7 @@ def is_known_not_finite(x: Array) -> bool:
         if here and x.ndim > 0 and x.size > 0 and x.dtype == jnp.float32:
             # A mark for each row: XLA takes longer to compile their reduction to one value than all the rest.
             marks = _marks(x)
-            # Inside `shard_map` what is computed from a constant is traced all the same.
+            # Inside `shard_map` values computed from constants are traced too.
             return not isinstance(marks, jax.core.Tracer) and bool(np.asarray(marks).any())
         return not bool(_all_finite(x))
 

@@ -1,8 +1,8 @@
 """Reduces every product with a quantized array to `x(*batch, m, k) . w(*batch, n, k)^T`.
 
 `@` and the shapes of `jnp.matmul` become names of axes, as in an einsum; so do the dimension numbers of
-`jax.lax.dot_general`, in `_matmul/quax_rules.py`. Where a name occurs decides what its axis does. Only this file
-rearranges shapes: a class of arrays implements one product of matrices, `AbstractOperand.linear`.
+`jax.lax.dot_general`, in `_matmul/quax_rules.py`. The operands that have a name decide the role of its axis. Only this
+file rearranges shapes: a class of arrays implements one product of matrices, `AbstractOperand.linear`.
 """
 
 import abc
@@ -50,7 +50,7 @@ class Constraints(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """The axes that become those of matrices `(*front, rows, columns)`.
+    """The axes that become the axes of matrices `(*front, rows, columns)`.
 
     Other axes have length one.
     """
@@ -65,7 +65,7 @@ class Matrices(NamedTuple):
         return (*sizes(self.front), math.prod(sizes(self.rows)), math.prod(sizes(self.columns)))
 
     def order(self, ndim: int) -> tuple[int, ...]:
-        """Returns all axes in the order of the matrices, those of length one first."""
+        """Returns all axes in the order of the matrices, axes of length one first."""
         moved = (*self.front, *self.rows, *self.columns)
         return (*(axis for axis in range(ndim) if axis not in moved), *moved)
 
@@ -79,7 +79,7 @@ class AbstractRowsLike(eqx.Module):
 
 
 class AbstractOperand(eqx.Module):
-    """What a product needs of an array of ours.
+    """The interface of arrays that `contract` multiplies.
 
     `linear` is for matrices: arrays `(*batch, n, k)`, as `as_matrices` returns them.
     """
@@ -240,7 +240,7 @@ def contract(
 
     **Arguments:**
 
-    - `x`: an array, or an array of ours. One that is not quantized along the sum is dequantized.
+    - `x`: a dense array, or an array of ours. If it is not quantized along the sum, it is dequantized.
     - `w`: an array of ours.
     - `x_axes`, `w_axes`, `out_axes`: the names of the axes of each and of the result. Axes of length one are broadcast.
 
@@ -275,7 +275,7 @@ class _Form(NamedTuple):
     w_axes: Axes
     out_axes: Axes
     size: Mapping[Hashable, Length]
-    front: Axes  # of the weight: batch axes, those of a stack first
+    front: Axes  # of the weight: batch axes, the axes of a stack first
     m: Axes  # of `x` alone
     n: Axes  # of the weight alone
     k: Axes  # contracted
@@ -285,7 +285,7 @@ class _Form(NamedTuple):
         return [self.size[name] for name in names]
 
     def matrices(self, axes: Axes, rows: Axes) -> Matrices:
-        """Returns which axes of an operand become those of its matrices."""
+        """Returns which axes of an operand become the axes of its matrices."""
         numbers = lambda names: tuple(list(axes).index(name) for name in names if name in axes)
         return Matrices(numbers(self.front), numbers(rows), numbers(self.k))
 

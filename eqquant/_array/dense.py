@@ -1,4 +1,4 @@
-"""Where whole weights are decoded: what `no_dense` refuses, and what it lets pass."""
+"""Which decoding of weights `no_dense` refuses, and which it allows."""
 
 import contextlib
 from collections.abc import Callable, Iterator

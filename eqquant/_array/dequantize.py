@@ -43,7 +43,7 @@ def bind_dequantize(q: AbstractCodes) -> Float[Array, "*batch length"]:
 
 
 def in_memory_order(q: _Codes) -> _Codes:
-    """Returns an array whose logical order is that of memory, and which gets no gradient."""
+    """Returns the array in memory order, without a gradient."""
     return dataclasses.replace(q, axis=-1, lengths=(row_length(q),), logical_sharding=None, gradient_of=None)
 
 

@@ -76,7 +76,7 @@ class Rounding(NamedTuple):
 
     - `format`: to which format.
     - `stochastic`: whether at random, so that the mean is the value.
-    - `largest`: with delayed scaling, which of the largest magnitudes is that of this operand.
+    - `largest`: with delayed scaling, which of the largest magnitudes (amax) belongs to this operand.
     """
 
     format: AbstractFormat
@@ -107,7 +107,7 @@ def bind_rounded_matmul(
     - `largest`: with delayed scaling, the largest magnitudes of `x`, `w` and the gradient of the result, by which they
         are scaled; one that is not positive is not known yet. `lead` are the last axes of `batch`, or fewer. What
         arrives as their gradient are the magnitudes that this product saw.
-    - `x_rounding`, `w_rounding`: how each is rounded; `None` for a tangent, which stays as it is.
+    - `x_rounding`, `w_rounding`: how each is rounded; `None` for a tangent, which is not rounded.
     - `gradient_rounding`: how the gradient of the result is rounded, in the products of the backward pass.
     - `precision`, `implementation`: as in `bind_matmul`; the latter is of the forward pass.
     """

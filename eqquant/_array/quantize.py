@@ -112,9 +112,9 @@ def quantize(
             f"`inputs` of {type(method).__name__} must be the statistics of this array. Got those of many leaves. Pass "
             "`inputs[path]`, or call `quantize_tree`."
         )
-    found_by = as_method(method)
-    found_by.check("`x`", checked.shape, axes)
-    return quantize_array(checked, format, axes, dtype, key, given or found_by)
+    chosen = as_method(method)
+    chosen.check("`x`", checked.shape, axes)
+    return quantize_array(checked, format, axes, dtype, key, given or chosen)
 
 
 def dequantize(q: QuantizedArray | ArrayLike) -> Array:
@@ -217,7 +217,7 @@ def _quantize_here(
 def _as_array(
     encoded: Encoded, format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: np.dtype
 ) -> QuantizedArray:
-    """Makes the array of packed codes; those of nested scales are not packed."""
+    """Makes the array of packed codes. Codes of nested scales are packed here."""
 
     def as_leaf(x: ScaleBits | None) -> Array | QuantizedArray | None:
         nested = format.scale_format

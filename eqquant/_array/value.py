@@ -73,8 +73,8 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     # Fields that training leaves untouched, even floats. An array with such fields is an adapter: in a model with
     # adapters, only adapters are trained by default.
     frozen: ClassVar[tuple[str, ...]] = ()
-    quantized_as: ClassVar[str] = ""  # what makes a `QuantizedArray` of it, for errors
-    lost_in_jax: ClassVar[str] = ""  # what a function of JAX, which sees the dense array, does not do
+    quantized_as: ClassVar[str] = ""  # an attribute or a call that is a `QuantizedArray`, for errors
+    lost_in_jax: ClassVar[str] = ""  # the effect that is lost when a function of JAX gets the dense array
     deferred: ClassVar[bool] = False  # whether it stands for an operation put off by `quaxify`, which never returns it
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -120,7 +120,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     def dense_for_jax(self) -> Array:
         """For JAX: the array that its functions see, the same as `dequantize`.
 
-        Warns of what is lost by that.
+        Warns if that loses something.
         """
         if self.lost_in_jax:
             warnings.warn(

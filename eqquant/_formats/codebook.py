@@ -92,7 +92,7 @@ def _lookup(table: np.ndarray, codes: UInt8[Array, "*shape"]) -> Float32[Array, 
 class NF4(AbstractCodebook):
     r"""4-bit NormalFloat: sixteen levels of equal probability, one of them zero.
 
-    The probability is that of a normal distribution.
+    Weights are taken to be normally distributed.
 
     $s = \max|x|$ per block, and each value takes the nearest $s \cdot c_i$. Codes, scales and values match
     bitsandbytes bit for bit. `double_quant` also quantizes the scales, to eight bits in blocks of 256.

@@ -2,7 +2,7 @@
 
 See https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c.
 
-Those that ggml quantizes without a search equal its reference bit for bit; values of all equal its dequantizer.
+Formats that ggml quantizes without a search equal its reference bit for bit; all dequantize to the same values.
 """
 
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""What the bits of a weight mean to kernels, which know no formats: the layout of a format."""
+"""Layouts of formats: the meaning of the bits of a weight, for kernels."""
 
 import functools as ft
 

@@ -31,7 +31,7 @@ class AbstractMethod(eqx.Module):
         [`eqquant.quantize_tree`][] passes each leaf its own. A weight that is looked up, such as an embedding, or
         added, has no inputs: it is quantized without them, or by `method`. Lookups have statistics nevertheless if
         they were collected with `lookups=True`.
-    - `method`: another method, which quantizes what has no inputs. Declare it as a field if the method needs `inputs`.
+    - `method`: another method, for weights without inputs. Declare it as a field if the method needs `inputs`.
     - `statistic`: which of the statistics the method takes, `"gram"` or `"second_moment"`, so that they are checked.
     """
 

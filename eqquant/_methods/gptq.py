@@ -66,7 +66,7 @@ class GPTQ(AbstractMethod):
             were collected with `lookups=True`.
         - `gram`: in place of `inputs`, the mean of $x x^T$ for one array: `(*stack, features, features)`. Any multiple
             of it gives the same codes.
-        - `damping`: what is added to the diagonal, relative to its mean.
+        - `damping`: a multiple of the mean of the diagonal, which is added to the diagonal.
         - `order`: `"activations"` rounds columns with large inputs first, while most others can still make up for their
             errors; `None` rounds them in the order of the weight.
         - `method`: the method that chooses scales and zero points; [`eqquant.AbsMax`][] by default. For
@@ -121,7 +121,7 @@ def _factor(
 
     `G` is the damped Gram matrix.
 
-    Row `i` of `U` says how an error of column `i` is made up for by those that follow it.
+    Row `i` of `U` says how the following columns correct an error of column `i`.
     """
     length = gram.shape[-1]
     diagonal = jnp.diagonal(gram)

@@ -38,7 +38,7 @@ class Grid(NamedTuple):
     """The levels of each block, to which values are rounded.
 
     - `scale`, `stored_scale`: the scales as they were chosen, and as they are stored.
-    - `offset`, `stored_offset`: what is subtracted before values are divided, and what is added after decoding.
+    - `offset`, `stored_offset`: floats that are subtracted before dividing, and added after decoding.
     """
 
     scale: Scales
@@ -58,7 +58,7 @@ def store(
     if zero_point is not None and has_offsets(format):
         return _store_with_offset(rows, scale, zero_point, format, chunk)
     if zero_point is not None:
-        # They are packed as codes are, so one that is too large would change its neighbours.
+        # Zero points are packed as codes are, so a zero point that is too large would change its neighbours.
         zero_point = jnp.minimum(zero_point, 2**format.bits - 1).astype(jnp.uint8)
     scale_bits = store_scale(scale, format)
     return scale_bits, None, load_grid(scale_bits, zero_point, None, format)._replace(scale=scale)
@@ -81,7 +81,7 @@ def _store_with_offset(
     stored_offset = jnp.zeros(()) if grid.stored_offset is None else grid.stored_offset
     near = _is_near(scale, grid.stored_scale) & _is_near(offset, stored_offset) & (grid.stored_scale != 0)
     if format.multiplies_by_reciprocal:
-        # ggml subtracts the offset as it is before it is rounded, as it multiplies by such a scale.
+        # ggml subtracts the offset before it is rounded, and multiplies by the scale before it is rounded.
         grid = grid._replace(scale=scale, offset=jnp.where(near, offset, stored_offset))
     keeps = near | ~(_largest_error(rows, grid, format, chunk) > _root_mean_square(rows, format, chunk))
     clear = lambda bits: clear_blocks(bits, keeps, format)
@@ -130,7 +130,7 @@ def load_grid(
     offset: ScaleBits | None,
     format: AbstractFormat,
 ) -> Grid:
-    """Returns the levels of each block, by what is stored."""
+    """Returns the levels of each block, from stored scales, zero points and offsets."""
     stored_scale = load_scale(scale, format)
     stored_offset = None if offset is None else load_scale(offset, format)
     return Grid(stored_scale, stored_scale, zero_point, stored_offset, stored_offset)
@@ -241,7 +241,7 @@ def encode_by_chunks(
 
     The scale of every block that is not finite is NaN.
     """
-    if key is not None:  # by what is stored, so that the mean of what values decode to is no other value
+    if key is not None:  # with the stored scales, so that the mean of the decoded values is right
         grid = grid._replace(scale=grid.stored_scale, offset=grid.stored_offset)
 
     def encode(first: Index, rows: Array, grid: Grid) -> Array:

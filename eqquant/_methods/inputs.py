@@ -23,10 +23,10 @@ class Statistics(Protocol):
 class InputsError(ValueError):
     """An error about the statistics of one leaf.
 
-    It has three parts, so that those of several leaves become one error.
+    It has three parts, so that the errors of several leaves become one.
 
-    - `rule`: what must hold; it names no leaf, and neither does the `remedy`.
-    - `got`: what the leaf has; it names the leaf.
+    - `rule`: the condition; it names no leaf, and neither does the `remedy`.
+    - `got`: the state of the leaf; it names the leaf.
     """
 
     def __init__(self, rule: str, got: str, remedy: str) -> None:

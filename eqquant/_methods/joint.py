@@ -96,7 +96,7 @@ def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scale
             determinant = n * sums[1] - sums[0] ** 2
             fitted = divide(n * sums[3] - sums[0] * sums[2], determinant)
             moved = divide(sums[1] * sums[2] - sums[0] * sums[3], determinant)
-            if format.scale_format is not None:  # codes of one sign, that of the format's own choice
+            if format.scale_format is not None:  # codes have the sign of the format's own scale
                 one_sided = start[1] * moved <= 0
                 fitted = jnp.where(one_sided, divide(sums[3], sums[1]), fitted)
                 moved = jnp.where(one_sided, 0, moved)
@@ -110,7 +110,7 @@ def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scale
 
 
 def _levels(blocks: Array, scale: Array, offset: Array, format: AbstractFormat) -> Array:
-    """Returns what the nearest codes decode to."""
+    """Returns the values of the nearest codes."""
     units = divide(blocks - offset[..., None], jnp.broadcast_to(scale[..., None], blocks.shape))
     return format.decode(format.encode(units))
 
@@ -187,7 +187,7 @@ def _choose_two_levels(
     block, share = format.block_size if isinstance(format.block_size, int) else rows.shape[-1], nested.block_size
     blocks = num_blocks(rows.shape[-1], format.block_size)
     count = math.ceil(blocks / share)  # pyright: ignore[reportOperatorIssue]
-    # Whole groups; what is added counts for nothing.
+    # Pad to whole groups; padding has no weight in the error.
     pad = lambda x, size: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
     grouped = lambda x, *shape: pad(x, count * math.prod(shape)).reshape(*x.shape[:-1], count, *shape)
     values, counts = (grouped(x, share, block) for x in (rows.astype(jnp.float32), jnp.ones(rows.shape, jnp.float32)))

@@ -30,7 +30,7 @@ class LearnedRounding(AbstractMethod):
     once, before it knows how it will round the next ones.) Works with every format. Scales do not change if the format
     quantizes them, or has one for the whole array.
 
-    The error is measured with the damping, in each row. It is never larger than that of `method`.
+    The error is measured with the damping, in each row. It is never larger than with `method`.
 
     !!! Example
 
@@ -70,7 +70,7 @@ class LearnedRounding(AbstractMethod):
             it takes these. A weight that is looked up is quantized as by `method`, unless the statistics were collected
             with `lookups=True`.
         - `rounds`: how often to go over all codes and all scales.
-        - `damping`: what is added to the diagonal of the Gram matrix, relative to its mean.
+        - `damping`: a multiple of the mean of the diagonal, which is added to the diagonal of the Gram matrix.
 
         **Raises:**
 
@@ -126,7 +126,7 @@ def _descend(
     format: AbstractFormat,
     rounds: int,
 ) -> tuple[UInt8[Array, "length rows"], Float32[Array, "blocks rows"]]:
-    """Returns codes and scales with a smaller error, or those that came."""
+    """Returns codes and scales with a smaller error, or the given ones."""
     problem = _LeastSquares(gram, columns.astype(jnp.float32), format)
     start = codes, grid
 

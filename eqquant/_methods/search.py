@@ -69,7 +69,7 @@ class Search(NamedTuple):
 
     def result(self, factor: Array) -> tuple[Array, Array | None]:
         """Returns the scales, and their best zero points, or the offsets."""
-        # A very large scale stays as it is: a larger one might decode to infinity.
+        # A very large scale is kept: a larger one might decode to infinity.
         levels, used = levels_of(self.format)
         limit = float(jnp.finfo(jnp.float32).max) / max(2**9, 2 * float(np.abs(levels[used]).max()))
         scale = jnp.where(jnp.abs(self.scale) < limit, self.scale * factor, self.scale)
@@ -122,9 +122,9 @@ def search_least_squares(search: Search) -> Array:
 
 
 def keep_better(best: Best[Candidate], candidate: Candidate, error: Array) -> Best[Candidate]:
-    """Returns the candidate, and its error, where this is lower than that of the best.
+    """Returns the candidate and its error where that error is lower, and the best elsewhere.
 
-    Candidates may be trees. All arrays share their leading axes, those of the errors.
+    Candidates may be trees. All arrays begin with the axes of the errors.
     """
     improved = error < best[1]  # never for a NaN
     where = lambda new, old: jnp.where(improved.reshape(*improved.shape, *[1] * (new.ndim - improved.ndim)), new, old)

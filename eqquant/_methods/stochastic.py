@@ -60,7 +60,7 @@ def _even_levels(format: AbstractFormat) -> _EvenLevels | None:
     _, reached = levels_of(format)
     grid, last = np.unique(levels[reached]), np.argmax(np.where(reached, levels, -np.inf))
     gaps = np.diff(grid)
-    # Each level but the last has a neighbour above, so every gap is one that values round in.
+    # Each level but the last has a neighbour above, so values round in every gap.
     joined = np.count_nonzero(reached & (above != np.arange(len(above)))) == len(gaps) and above[last] == last
     even = joined and np.count_nonzero(reached) == len(grid) and (gaps == gaps[0]).all()
     return _EvenLevels(np.float32(gaps[0]), np.float32(grid[0]), np.float32(grid[-1])) if even else None

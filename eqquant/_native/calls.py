@@ -29,7 +29,7 @@ def multiply(
 ) -> Float[Array, "*batch m outer"]:
     """Calls a product, `MATMUL` or `MATMUL_INT8`.
 
-    `more` and `attributes` are those that the other one lacks.
+    `more` and `attributes` are specific to one of the two.
 
     `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
     so that the transposes of its caller cancel.
@@ -62,7 +62,7 @@ def why_not_decode(layout: Layout, dtype: DTypeLike) -> str | None:
 def decode(weight: Stored, layout: Layout, dtype: DTypeLike, *, clip: bool) -> Float[Array, "*batch k"]:
     """Decodes to a dense weight, unless `why_not_decode`.
 
-    The bits are those of XLA's operations.
+    It returns the same bits as XLA's operations.
 
     The weight may have a single row without an axis for it. With `clip`, clips to the finite range of `dtype`.
     """

@@ -4,7 +4,7 @@ Without a Hadamard matrix for a size, magnitudes are only about equal.
 
 A transform of `K` values is the Kronecker product of small matrices, after random signs. With a power of two they are
 Hadamard matrices of Sylvester. Another `K` has an odd divisor: together with a few powers of two that is the order of a
-Hadamard matrix of Paley, where there is one, and else a matrix of Hartley for each of its prime factors.
+Hadamard matrix of Paley if there is one; otherwise each prime factor has a matrix of Hartley.
 """
 
 import functools as ft
@@ -51,7 +51,7 @@ def rotate(x: Float[Array, "..."], axis: int, seed: int, *, back: bool = False) 
 
 def random_signs(size: int, seed: int) -> np.ndarray:
     """Returns `size` random signs, the same for a seed on every machine and version."""
-    # The bits of PCG64 are specified. Those of `jax.random` depend on options, and NumPy's functions may change.
+    # The bits of PCG64 are specified. The bits of `jax.random` depend on options, and NumPy's functions may change.
     bits = np.random.PCG64(seed).random_raw(-(-size // 64)).astype("<u8").view(np.uint8)
     return 1.0 - 2.0 * np.unpackbits(bits, count=size)
 

@@ -1,4 +1,4 @@
-"""What the rules of the primitives share."""
+"""Rules that the primitives share."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias

@@ -35,7 +35,7 @@ def open_replacement(path: Path) -> Iterator[BinaryIO]:
     try:
         with temporary.open("xb") as f:
             if path.exists():
-                shutil.copymode(path, temporary)  # whoever could not read the old file cannot read the new one
+                shutil.copymode(path, temporary)  # a user who could not read the old file cannot read the new one
             yield f
             f.flush()
             os.fsync(f.fileno())

@@ -70,7 +70,7 @@ def unpack_planes(field: np.ndarray, bits: int, run: int) -> np.ndarray:
 def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:
     """Unpacks bytes along the last axis, the first code in the low bits of the first byte.
 
-    Codes have no gaps: those of 3, 5, 6 and 7 bits lie across bytes, and eight of them fill as many bytes.
+    Codes have no gaps: codes of 3, 5, 6 and 7 bits lie across bytes, and eight of them fill as many bytes.
     Little-endian words are read so too, viewed as bytes.
     """
     if bits == 8:

@@ -72,9 +72,9 @@ def _signed_bytes(part: str, nbytes: int) -> Field:
 
 
 def _planes(part: str, nbytes: int, bits: int, run: int, low: int = 0) -> Field:
-    """Bits of codes, those from `low` on, in groups of `run` bytes.
+    """Some bits of codes, from bit `low` on, in groups of `run` bytes.
 
-    Code `i` of a byte belongs to the value that is `i * run` after that of code 0.
+    Code `i` of a byte belongs to the value that is `i * run` after the value of code 0.
     """
 
     unpack = lambda raw: unpack_low_first(raw, bits) if run == 1 else unpack_planes(raw, bits, run)

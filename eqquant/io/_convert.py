@@ -40,7 +40,7 @@ from ._writers import gguf
 
 
 Axis = int | Sequence[int] | None
-Each = Callable[[str, AnyArray, AnyArray], object]  # takes the name of an array, the array, and what was made of it
+Each = Callable[[str, AnyArray, AnyArray], object]  # takes the name of an array, the array, and the result
 
 
 def skeleton(checkpoint: Checkpoint) -> PyTree:
@@ -102,7 +102,7 @@ def convert(
     - `checkpoint`: what [`eqquant.io.open`][] returned, or a path for it. Arrays that are quantized there are
         dequantized first if `format` selects them, which rounds them twice.
     - `path`: the file to write; with `shard_nbytes`, or for a library other than llama.cpp, a folder.
-    - `format`: formats for weights, as for [`eqquant.quantize_tree`][]. `None` keeps every array as it is.
+    - `format`: formats for weights, as for [`eqquant.quantize_tree`][]. `None` quantizes nothing.
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
     - `method`: the method that chooses scales and codes.
     - `dialect`: whose layout to write, as for [`eqquant.io.write`][]; by default our own. Names stay as they are, but
@@ -110,12 +110,12 @@ def convert(
         model and its tokenizer. A folder gets the `config.json` and the files of the tokenizer that lie beside the
         checkpoint, and a GGUF file the key-value pairs of another.
     - `shard_nbytes`: as for [`eqquant.save`][] and [`eqquant.io.write`][].
-    - `each`: is called with the name of each array, the array of the checkpoint, and what was made of it. For progress,
-        or to measure errors.
+    - `each`: is called with the name of each array, the array of the checkpoint, and the result. For progress, or to
+        measure errors.
 
     **Returns:**
 
-    A report with a row for each array. It prints as a table, as that of [`eqquant.plan_tree`][].
+    A report with a row for each array. It prints as a table, as the report of [`eqquant.plan_tree`][].
 
     **Raises:**
 
@@ -173,7 +173,7 @@ def plan(
     method: AbstractMethod | None = None,
     dialect: str | None = None,
 ) -> TreeReport:
-    """Returns what `convert` would return, and raises what it would raise before it quantizes."""
+    """Returns the report of `convert` without quantizing, and raises the same errors."""
     return dataclasses.replace(_plan(checkpoint, format, axis, method, dialect, None)[2], planned=True)
 
 

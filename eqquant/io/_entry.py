@@ -46,8 +46,8 @@ class Entry:
     - `kind`: a JAX array, a NumPy array, a NumPy scalar, a PRNG key, a quantized array, or a Python scalar or string.
     - `dtype`: the (logical) dtype; for a Python scalar its type.
     - `gradient_of`: the dtype of that field of a quantized array, if it is not `None`.
-    - `within`: what the arrays around it, such as an `eqquant.SimulatedArray`, make of it: their fields that are no
-        leaves, as text. `None` if no array is around it, or if that is not known.
+    - `within`: the wrappers around it, such as an `eqquant.SimulatedArray`: their fields that are no leaves, as text.
+        `None` if no array is around it, or if that is not known.
     - `order`: of an `eqquant.PermutedArray` its axis, and the shape of its order.
     """
 
@@ -78,7 +78,7 @@ class Entry:
 
     @property
     def struct(self) -> QuantizedArray | PermutedArray | jax.ShapeDtypeStruct:
-        """What this describes, without values."""
+        """The leaf that this describes, without values."""
         if self.format is None:
             return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
         q = self.packed_struct()
@@ -235,6 +235,6 @@ def named_parts(q: PyTree) -> dict[str, PyTree]:
 
     Nested ones are `scale_bits.codes` and so on.
 
-    Those of an `eqquant.PermutedArray` are `order`, and these after `array.`.
+    An `eqquant.PermutedArray` has `order`, and these names after `array.`.
     """
     return {jtu.keystr(keys, simple=True, separator="."): leaf for keys, leaf in jtu.tree_flatten_with_path(q)[0]}

@@ -22,10 +22,10 @@ _MAX_NAME = 255  # of a file, in bytes; longer ones are errors of the system, wh
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Files:
-    """The tensors of a checkpoint by name, before anything is known about what they mean.
+    """The tensors of a checkpoint by name, before their layout is known.
 
     - `file`: the file whose name errors give if no other is concerned.
-    - `metadata`: that of safetensors, of an index, or the key-value pairs of GGUF.
+    - `metadata`: the metadata of safetensors, of an index, or the key-value pairs of GGUF.
     - `config`: `config.json` of the folder, or an empty dictionary.
     - `container`: `"safetensors"` or `"gguf"`.
     """
@@ -70,7 +70,7 @@ def _near(path: Path) -> str:
     """Returns "Did you mean ...?" with the nearest name in the folder of a path, or ""."""
     try:
         return did_you_mean(path.name, os.listdir(path.parent))
-    except OSError:  # no such folder either, or one that may not be listed
+    except OSError:  # no such folder either, or no permission to list it
         return ""
 
 

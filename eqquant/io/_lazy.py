@@ -18,7 +18,7 @@ V = TypeVar("V")
 class LazyArray:
     """An array that is read, or made, when it is asked for.
 
-    - `struct`: what it is, without values: a `jax.ShapeDtypeStruct`, or a `QuantizedArray` of them.
+    - `struct`: its shape and dtype: a `jax.ShapeDtypeStruct`, or a `QuantizedArray` of them.
     - `problem`: why it cannot be read, if that is known.
     """
 
@@ -30,7 +30,7 @@ class LazyArray:
         """Makes the array. Raises a `TypeError` if it is not what `struct` says."""
         made = self.make()
         if _shapes(made) != _shapes(self.struct):
-            raise TypeError(f"A deferred leaf must be what it was said to be, {self.struct!r}. Got {made!r}.")
+            raise TypeError(f"A lazy leaf must be what it was said to be, {self.struct!r}. Got {made!r}.")
         return made
 
 

@@ -74,7 +74,7 @@ def for_llama_cpp(
     **Arguments:**
 
     - `checkpoint`: a checkpoint, with its `config.json`.
-    - `arrays`: its arrays, or what was made of them, by the same names. They are read when they are asked for.
+    - `arrays`: its arrays, or quantized ones, by the same names. They are read when they are asked for.
 
     **Raises:**
 

@@ -141,10 +141,9 @@ def load_into(
     - An [`eqquant.io.To`][] also transposes, or applies a function.
     - `None`: the array is left out.
 
-    All this moves packed codes and scales, and computes nothing. What cannot be exact, such as joining parts in
-    different formats, is an error; `dequantize=True` is the remedy. Floats take the dtype of the leaf, and so does what
-    a quantized array dequantizes to. Axes of length one are added or removed where leaf and array differ in nothing
-    else.
+    All this moves packed codes and scales, and computes nothing. An inexact step, such as joining parts in different
+    formats, is an error; `dequantize=True` is the remedy. Floats take the dtype of the leaf, and so does what a
+    quantized array dequantizes to. Axes of length one are added or removed where leaf and array differ in nothing else.
 
     Arrays are read one leaf at a time: at its peak this takes the result and one more leaf of the model, with what it
     is made of.
@@ -156,7 +155,7 @@ def load_into(
     - `checkpoint`: the result of [`eqquant.io.open`][], or a path to open; or any dictionary of arrays.
     - `names`: rules as above, or a function from the name of an array to what becomes of it. By default
         [`eqquant.io.names.of`][], which knows the names of some families of models.
-    - `dequantize`: whether every array becomes dense as it is read.
+    - `dequantize`: whether every array becomes dense when it is read.
     - `keep`: globs or regular expressions for leaves that keep the values of the model.
     - `shardings`: the shardings of the logical arrays, as for [`eqquant.quantize_tree`][]. By default those of the
         model.
@@ -250,7 +249,7 @@ class _Plan:
         return str(_entry(self.sources[name].struct, name))
 
     def _check(self, recipe: Recipe) -> None:
-        """Computes what a recipe makes, without values, and notes what does not fit."""
+        """Computes the leaves of a recipe without values, and notes those that do not fit."""
         names = [name for layer in recipe.sources for name in layer]
         shown = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
         for path in recipe.paths:

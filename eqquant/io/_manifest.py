@@ -79,7 +79,7 @@ def _as_stored(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int,
 
 
 def to_stored(x: np.ndarray) -> np.ndarray:
-    """Returns an array as it is written.
+    """Returns an array as a file holds it.
 
     A dtype that safetensors lacks becomes bytes along one more axis.
     """

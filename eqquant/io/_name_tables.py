@@ -101,7 +101,7 @@ GGUF = {
     "output.weight": "head.weight",
     "rope_freqs.weight": None,
 }
-# What architectures of GGUF have besides.
+# Further arrays of architectures of GGUF.
 GGUF_OWN = {
     "phi3": {"blk.{n}.ffn_up.{p}": GATE_UP},
     "bert": {

@@ -47,7 +47,7 @@ def llama(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -65,7 +65,7 @@ def gemma(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -83,7 +83,7 @@ def phi3(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -101,7 +101,7 @@ def mixtral(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -118,7 +118,7 @@ def qwen_moe(overrides: Overrides = None, *, prefix: str = "model.") -> NameTabl
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -135,7 +135,7 @@ def gpt2(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -154,7 +154,7 @@ def bert(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -171,7 +171,7 @@ def vit(overrides: Overrides = None, *, prefix: str = "vit.") -> NameTable:
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -180,7 +180,7 @@ def vit(overrides: Overrides = None, *, prefix: str = "vit.") -> NameTable:
     return _merge(overrides, prefix, VIT, ENCODER)
 
 
-# Architectures of GGUF whose rows of q and k llama.cpp stores in another order, and those whose norms it adds one to.
+# Architectures of GGUF whose rows of q and k llama.cpp reorders, and architectures whose norms it adds one to.
 _PERMUTED = ("llama",)
 _PLUS_ONE = ("gemma", "gemma2", "gemma3")
 
@@ -189,7 +189,7 @@ def gguf(checkpoint: Checkpoint, overrides: Overrides = None) -> NameTable:
     """Returns the names of GGUF files, with the paths of the other families.
 
     llama.cpp stores the rows of `q` and `k` of Llama and Mistral so that the two halves of each head alternate; here
-    they are put back, packed. From the norms of Gemma it is the one that llama.cpp added that is subtracted.
+    they are put back, packed. llama.cpp adds one to the norms of Gemma, which is subtracted.
 
     **Arguments:**
 
@@ -266,7 +266,7 @@ _FAMILIES: dict[str, tuple[Callable[..., NameTable], str]] = {
 
 
 def of(checkpoint: object, overrides: Overrides = None) -> NameRules:
-    """Returns the rules for a checkpoint, by what it says of itself.
+    """Returns the rules for a checkpoint, from its metadata and its configuration.
 
     That is `model_type` in `config.json`, or the architecture of a GGUF file. Arrays of our own files, and of
     dictionaries, keep their names; unless a file was converted, and has the names of the family of its `config.json`.
@@ -317,7 +317,7 @@ def rename(names: Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget], chang
     **Arguments:**
 
     - `names`: rules.
-    - `changes`: parts of paths, and what they become.
+    - `changes`: parts of paths, and their replacements.
 
     **Returns:**
 
@@ -356,7 +356,7 @@ def rename(names: Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget], chang
 def _merge(overrides: Overrides, prefix: str, *tables: Mapping[str, LeafTarget] | NameTable) -> NameTable:
     """Joins tables: of two rules with one name the first holds.
 
-    A prefix stands before all names but that of a head.
+    A prefix stands before all names but the head.
     """
     rules: NameTable = dict(overrides.items() if overrides else ())
     for table in tables:

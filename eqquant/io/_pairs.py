@@ -21,7 +21,7 @@ def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layer
     **Arguments:**
 
     - `head_size`: the channels of a head of attention. Several heads of queries may share one of values.
-    - `offset`: what norms add to their weights before they multiply by them: 1 for Gemma.
+    - `offset`: a number that norms add to their weights before multiplying: 1 for Gemma.
     - `layers`: the path of a layer: `"layers"` for one stack of them.
 
     **Returns:**
@@ -40,7 +40,7 @@ def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "l
     """Returns the rotations of Llama and its relatives that cost nothing.
 
     By the paths of [`eqquant.io.names.llama`][], for [`eqquant.rotate`][]: the residual stream, and the heads of values
-    with the outputs of attention. What is left is `down`, which takes a product of two layers and rotates online.
+    with the outputs of attention. Only `down` remains, which takes a product of two layers and rotates online.
 
     A model that multiplies by its embedding to get logits needs a head of its own, because the last norm's gains move
     into it. Norms between a layer and the residual sum, as in Gemma 2, do not let a rotation through.

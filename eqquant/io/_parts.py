@@ -32,7 +32,7 @@ class PartName(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a file holds."""
+    """The tensors and the metadata of a file."""
 
     file: MappedFile
     tensors: Mapping[str, StoredTensor]

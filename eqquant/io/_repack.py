@@ -43,7 +43,7 @@ class Unpacked(NamedTuple):
         are all batch axes, merged.
     - `scale`, `zero_point`, `offset`: one for each block, of `(*batch, blocks)`; scale and offset have the dtype of the
         format's scales, or are `Nested`.
-    - `order`: the order in which the last axis is stored, or `None` for that of the weight.
+    - `order`: the order in which the last axis is stored, or `None` for the order of the weight.
     - `least_rows`: rows are taken in multiples of this, where fewer do not lie side by side in the file.
     - `pack`: packs what `codes` returns. Another one than `pack_codes` may take codes in another order.
     """

@@ -12,7 +12,7 @@ from .._types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class To:
-    """A place in a model, for [`eqquant.io.load_into`][], and what an array becomes on its way.
+    """A place in a model, for [`eqquant.io.load_into`][], and the changes of an array on its way.
 
     !!! Example
 
@@ -27,10 +27,10 @@ class To:
 
     - `path`: the path of a leaf, such as `"layers.{n}.attention.q.weight"`; or a tuple of paths, among which the array
         is divided, by the sizes of these leaves.
-    - `transpose`: whether to swap the last two axes. A vector stays as it is. A quantized array stays packed.
+    - `transpose`: whether to swap the last two axes. A vector does not change. A quantized array stays packed.
     - `axis`: the axis along which several arrays are joined, or one is divided, after transposing.
     - `tied`: whether each of the paths gets the whole array, instead of a part of it.
-    - `apply`: a function of each array as it is read, after transposing, such as `lambda w: w.reshape(8, 64, -1)`.
+    - `apply`: a function of each array after transposing, such as `lambda w: w.reshape(8, 64, -1)`.
     - `dequantize`: whether the array becomes dense first.
     """
 
@@ -56,7 +56,7 @@ class Recipe(NamedTuple):
 
     `sources[i][j]` is part `j` of layer `i` of a stack.
 
-    - `paths`: those of the leaves.
+    - `paths`: the paths of the leaves.
     - `stacked`: the lengths of the axes that are stacked, if any are.
     """
 

@@ -5,7 +5,7 @@
                optionally "__metadata__": {name: text}
     the rest   the bytes of the tensors, little-endian and row-major, without holes
 
-The reader is our own because that of the `safetensors` package gives NumPy no 8-bit and 4-bit floats.
+The reader is our own because the `safetensors` package gives NumPy no 8-bit and 4-bit floats.
 """
 
 import itertools
@@ -103,7 +103,7 @@ def write(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) ->
     with open_replacement(path) as f:
         f.write(len(text).to_bytes(8, "little"))
         f.write(text)
-        # In the order given, in which what belongs together is read once.
+        # In the given order, so that tensors that belong together are read once.
         for t in tensors:
             f.seek(8 + len(text) + start[t.name])
             for part in to_bytes(t.array()):

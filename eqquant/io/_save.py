@@ -1,4 +1,4 @@
-"""`eqq.save`: a model, or any tree, as a file that says what it holds."""
+"""`eqq.save`: saves a model, or any tree, in a file that describes its leaves."""
 
 import collections
 import dataclasses
@@ -96,7 +96,7 @@ def _plan(tree: PyTree) -> tuple[list[SavedLeaf[NewTensor]], list[NewTensor]]:
     Raises before anything is written.
     """
     leaves = [(leaf, entry) for leaf in named_leaves(tree, is_one) if (entry := checked_entry(leaf)) is not None]
-    # Names of tensors are those of leaves, or start with them; "codes" of one might be another leaf.
+    # Names of tensors are names of leaves, or start with them; "codes" of one might be another leaf.
     taken = {"__metadata__", *(leaf.path for leaf, _ in leaves)}
     saved, tensors, seen = [], [], {}
     read_parts: Callable[[LazyArray], dict[str, PyTree]] = keep_latest(lambda lazy: _parts(lazy.read()))
@@ -176,7 +176,7 @@ def shards_in(folder: Path) -> list[Path]:
 
 
 def _listed_in(folder: Path) -> list[Path]:
-    """Returns the shards, of those that are named as ours, that the index of a folder lists."""
+    """Returns the shards with names of ours that the index of a folder lists."""
     try:
         where = read_json(MappedFile(folder / INDEX)).get("weight_map")
     except (OSError, ValueError):

@@ -51,7 +51,7 @@ _HEAD = 64
 
 
 def _substitute(head: bytes) -> str | None:
-    """Says what lies in the place of a file that was not downloaded, from its first bytes."""
+    """Describes the placeholder of a file that was not downloaded, from its first bytes."""
     if head.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, of a clone without its large files: run `git lfs pull`"
     if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):

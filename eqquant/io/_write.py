@@ -52,9 +52,9 @@ def write(
         eqq.io.write("folder", arrays, "compressed-tensors", config=json.loads(Path("config.json").read_text()))
         ```
 
-    The bits are those of the arrays, so that the other library computes the same values. Nothing is quantized again:
-    an array in a format that the library does not have is an error. [Files](../files.md#write-for-other-libraries)
-    lists the formats of each.
+    The bits do not change, so the other library computes the same values. Nothing is quantized again: an array in a
+    format that the library does not have is an error. [Files](../files.md#write-for-other-libraries) lists the formats
+    of each.
 
     Reads and writes one array after another. The output appears when it is whole; a process that dies leaves the old
     file as it was.
@@ -73,8 +73,8 @@ def write(
     - `metadata`: the key-value pairs of GGUF: text, numbers, booleans, and lists of one of them. Whole numbers become
         uint32, or the next larger type that holds them, and others float32; NumPy's keep their type. For the others,
         text by text.
-    - `types`: for GGUF, by globs for names in the file, types other than the one that a format is called as:
-        `{"blk.*": "TQ1_0"}` stores `TQ2_0` in 1.69 bits for each weight. It is the only one.
+    - `types`: for GGUF, by globs for names in the file, types other than the namesake of a format: `{"blk.*": "TQ1_0"}`
+        stores `TQ2_0` in 1.69 bits for each weight. It is the only one.
     - `shard_nbytes`: divides the tensors of a folder among files of at most this size, as far as single tensors allow,
         with a `model.safetensors.index.json` that lists them.
 
@@ -142,7 +142,7 @@ def _write(
 
 
 def describe_model(config: Mapping[str, object]) -> dict[str, object]:
-    """Returns what a `config.json` says of the model alone."""
+    """Returns the part of a `config.json` that describes the model."""
     quantization = ("quantization_config", "quantization", "compression_config")
     model = {key: value for key, value in config.items() if key not in quantization}
     text = model.get("text_config")  # of a model for text and images
@@ -251,7 +251,7 @@ def _kinds(writer: ModuleType, names: Iterable[str], types: Mapping[str, str]) -
 def _plan(
     writer: ModuleType, sources: Mapping[str, Callable[[], Leaf]], kinds: Mapping[str, str]
 ) -> tuple[list[NewTensor], dict[str, Scheme | None]]:
-    """Returns the tensors to write, and what the configuration says of each array.
+    """Returns the tensors to write, and the settings of each array in the configuration.
 
     Every array is read now, for its layout, and again when its tensors are: only one is in memory at a time.
     """

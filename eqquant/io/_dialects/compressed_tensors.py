@@ -57,7 +57,7 @@ NAME = "compressed-tensors"
 
 _ANCHORS = ("_packed", "_scale", "_scale_inv")
 _PARTS = (*_ANCHORS, "_shape", "_zero_point", "_g_idx", "_global_scale", "_scale_2", "")
-# What the names of a weight and of its scale end with.
+# The suffixes of a weight and of its scale.
 _SCALES = (
     *(("", "_scale"), ("", "_scale_inv"), ("", "_scales_inv"), ("", ".scale")),
     *((".weight", ".scale"), (".weight", ".qscale_weight"), (".weight", ".scale_weight")),

@@ -46,7 +46,7 @@ def _load(t: StoredTensor) -> Unpacked:
         if (exponents == 255).any():
             t.fail("Got a scale that is not a number.")
         return Unpacked(codes, exponents)
-    if t.dtype == "NVFP4":  # ggml takes what is not a number for zero, and stores the scale of a tensor elsewhere
+    if t.dtype == "NVFP4":  # ggml reads NaN as zero, and stores the scale of a tensor elsewhere
         inner = read("scales") & 127
         inner[inner == 127] = 0
         return Unpacked(codes, Nested(inner, np.ones((*t.shape[:-1], 1), np.float32)))

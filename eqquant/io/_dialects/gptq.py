@@ -85,7 +85,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(settings: Mapping[str, object]) -> _Layout:
-    """Finds the layout of all weights by what the configuration says."""
+    """Finds the layout of all weights from the configuration."""
     method, names = str(settings.get("quant_method", "")).lower(), ("checkpoint_format", "format", "version")
     said = next((str(settings[name]).lower() for name in names if settings.get(name) is not None), None)
     marlin = settings.get("is_marlin_format") is True
@@ -119,7 +119,7 @@ def _layout(settings: Mapping[str, object]) -> _Layout:
 
 
 def _settings_of_layer(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Returns the settings with what they say of one layer, by its name."""
+    """Returns the settings of one layer, by its name."""
     layers = settings.get("extra_config")
     own = layers.get(name.removesuffix(".weight")) if isinstance(layers, dict) else None
     return {**settings, **own} if isinstance(own, dict) else settings
@@ -198,7 +198,7 @@ def _check_symmetric(zeros: StoredTensor, zero: np.ndarray, stored: np.ndarray, 
 
 
 def _rules(layers: object) -> list[Mapping[str, object]]:
-    """Returns what a configuration says of some layers, by name or by pattern."""
+    """Returns the settings of some layers in a configuration, by name or by pattern."""
     return [rule for rule in layers.values() if isinstance(rule, dict)] if isinstance(layers, dict) else []
 
 

@@ -28,8 +28,8 @@ Parts = Mapping[str, StoredTensor]
 class Item:
     """An array of a checkpoint.
 
-    - `entry`: what it is.
-    - `stored_as`: what the file calls it: a dtype, or the name of a layout.
+    - `entry`: its shape, dtype and format.
+    - `stored_as`: its name in the file: a dtype, or the name of a layout.
     - `tensors`: the tensors that hold it. Errors name the first one.
     - `load`: reads it, or its parts, which are repacked.
     - `problem`: why it cannot be read, if that is known. Then `load` raises.
@@ -58,7 +58,7 @@ class Item:
 
 
 def plain(t: StoredTensor) -> Item:
-    """An array that is stored as it is."""
+    """A dense array."""
     if t.dtype not in DTYPES:
         return unreadable_item(t, (t,), t.dtype, f"eqquant does not know the dtype {t.dtype[:40]!r}")
     dtype = DTYPES[t.dtype][1]

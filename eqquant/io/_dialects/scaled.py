@@ -20,7 +20,7 @@ from .item import as_format, expect, FLOATS, Item, unreadable_item, weight
 class ScaleGrid(NamedTuple):
     """How scales lie over the last two axes of a weight, `(*batch, out, in)`.
 
-    - `shape`: that of the scales, with the batch axes of the weight, or ones: `(*batch, rows, blocks)`.
+    - `shape`: the shape of the scales, with the batch axes of the weight, or ones: `(*batch, rows, blocks)`.
     - `block`: the values of a row that share a scale.
     - `repeats`: the rows that share a scale.
     """
@@ -87,7 +87,7 @@ def scaled_item(
 
     - `t`, `scale`, `zero`: codes `(*batch, out, in)`, scales, and zero points, if the codes are integers and have them.
     - `others`: tensors that belong to the array besides, for its size in the file.
-    - `dtype`: that of the result; by default that of the scales.
+    - `dtype`: the dtype of the result; by default the dtype of the scales.
     - `tile`: as for `find_scale_grid`.
     """
     tensors = tuple(dict.fromkeys((t, scale, *others)))

@@ -127,7 +127,7 @@ def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, o
         raise ValueError(f"A model of bitsandbytes must be of one kind: nf4, fp4 or int8. Got {example}.")
     about: dict[str, object] = {"quant_method": "bitsandbytes"}
     about |= {"load_in_4bit": kind != "int8", "load_in_8bit": kind == "int8"}
-    # What has no scales: an embedding, which nothing replaces, or a layer that must stay as it is.
+    # Weights without scales: an embedding, which nothing replaces, or a layer that must stay dense.
     about["llm_int8_skip_modules"] = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
     if kind != "int8":
         about |= {"bnb_4bit_quant_type": kind}

@@ -27,7 +27,7 @@ FITS = (
     "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 along the last axis, whose length must be a multiple of 32; NVFP4, "
     "of 64, without a scale for the tensor; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS or TQ2_0, of 256"
 )
-# Types that hold the arrays of a format besides the one that is called as it is.
+# Types that hold the arrays of a format besides its namesake.
 OTHER_TYPES = {"TQ1_0": "TQ2_0"}
 
 _NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
@@ -73,7 +73,7 @@ def _blocks(name: str, q: QuantizedArray, kind: str) -> np.ndarray:
         if isinstance(floats, QuantizedArray):
             parts[codes] = unpack_rows(floats).reshape(rows, blocks, -1)
             floats = floats.scale_bits
-        if floats is not None and floats.size == rows * blocks:  # unlike that of NVFP4, which is one
+        if floats is not None and floats.size == rows * blocks:  # unlike NVFP4, which has one
             parts[whole] = np.asarray(floats).reshape(rows, blocks, 1)
     if "offsets" in parts:
         parts["offset"] = -parts["offset"].view(np.float16)

@@ -18,12 +18,12 @@ from .._tensors import NAME_OF, NewTensor
 # The number of codes to take at a time.
 _CHUNK = 2**20
 
-# What a configuration says of an array, as JSON.
+# The settings of an array in a configuration, as JSON.
 Scheme = Mapping[str, object]
 
 
 class WrittenArray(NamedTuple):
-    """The tensors of an array, and what a configuration says of it, if anything."""
+    """The tensors of an array, and its settings in a configuration, if any."""
 
     tensors: tuple[NewTensor, ...]
     scheme: Scheme | None = None

@@ -231,7 +231,7 @@ def _sample(decision: Decision, rows: int | None = 32) -> QuantizedArray:
 
     Its blocks are as long, and its rows are few.
 
-    Layouts ask whether lengths fill words of 32 bits, so what is left over a multiple of `rows` stays.
+    Layouts ask whether lengths fill words of 32 bits, so the remainder by `rows` stays the same.
     """
     leaf, axes = decision.leaf.value, decision.axes
     along = {a % len(leaf.shape) for a in axes}

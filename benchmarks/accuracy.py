@@ -214,7 +214,7 @@ class EvaluationData:
         random.shuffle(more)
         self.model = minilm.load_model()
         self.calibrate_on = full_batches_of([*others[:-chosen_by], *more[:CALIBRATE_ON]])
-        # Each sentence once: a repeated sentence is learned by heart.
+        # Each sentence once, to avoid overfitting.
         self.chosen_by = batches_of(others[-chosen_by:])
         self.train_on = batches_of([*others[:-chosen_by], *more[:TRAIN_ON]])
         self.key = f"{len(sentences)} sentences, seed {seed}"

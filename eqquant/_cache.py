@@ -414,8 +414,8 @@ def _scatter(old: Array, new: Array, at: Array) -> Array:
 
 
 def _loop(old: Array, new: Array, at: Array) -> Array:
-    # XLA for CPU writes once for each reader of the result, each time into a copy of everything that is there; but what
-    # a loop carries it updates in its memory. So this is a loop of one turn, which XLA must not know.
+    # XLA for CPU writes once for each reader of the result, each time into a full copy; but it updates the carry of a
+    # loop in place. So this is a loop of one iteration, whose number XLA must not know.
     once = jax.lax.optimization_barrier(jnp.int32(1))
     return jax.lax.fori_loop(0, once, lambda _, old: _scatter(old, new, at), old)
 

@@ -99,14 +99,14 @@ def bind_rounded_matmul(
 
     Shapes are `(*batch, m, k)` and `(*batch, n, k)`, of equal dtype.
 
-    The products that its gradient consists of are this primitive too, and round the gradient that comes in.
+    The products of its gradient use this primitive too, and round the incoming gradient.
 
     **Arguments:**
 
     - `x`, `w`: floats.
-    - `largest`: with delayed scaling, the largest magnitudes of `x`, `w` and the gradient of the result, by which they
-        are scaled; one that is not positive is not known yet. `lead` are the last axes of `batch`, or fewer. What
-        arrives as their gradient are the magnitudes that this product saw.
+    - `largest`: with delayed scaling, the amax of `x`, `w` and the gradient of the result, by which they are scaled;
+        not positive while it is unknown. `lead` are the last axes of `batch`, or fewer. Their gradient is the current
+        amax of each, as this product saw it.
     - `x_rounding`, `w_rounding`: how each is rounded; `None` for a tangent, which is not rounded.
     - `gradient_rounding`: how the gradient of the result is rounded, in the products of the backward pass.
     - `precision`, `implementation`: as in `bind_matmul`; the latter is of the forward pass.

@@ -109,7 +109,7 @@ class AbstractFormat(eqx.Module):
             # A default is an attribute of the class alone. Equinox marks a module without attributes of its own by
             # objects that a pickle copies, so that it would no longer equal itself.
             value = getattr(self, field.name)
-            # What equals the default is the default, even if a file says so: `repr` leaves out only that very object.
+            # A value that equals the default becomes the default: `repr` leaves out only that very object.
             same = type(value) is type(field.default) and value == field.default
             object.__setattr__(self, field.name, field.default if same else value)
         if self.bits not in range(1, 9):
@@ -179,7 +179,7 @@ class AbstractOffsetFormat(AbstractFormat):
     def choose_offset(
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
     ) -> Float32[Array, "*batch blocks"]:
-        """Returns what to subtract from the values of each block before dividing by the scale."""
+        """Returns the offset of each block, which is subtracted before dividing by the scale."""
 
 
 def check_stored_float(format: AbstractFormat) -> None:

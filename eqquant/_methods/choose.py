@@ -39,12 +39,12 @@ def choose_by_blocks(
     - `choose`: a function of blocks and a format, as [`eqquant.AbstractScaleMethod.choose_scales`][]. It is called for
         whole blocks, and again for a shorter last block.
     - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
-    - `format`: what to quantize to.
+    - `format`: the format to quantize to.
     - `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
 
     **Returns:**
 
-    What `choose` returns, for all blocks: float32 scales of shape `(*batch, blocks)`, and zero points, offsets or
+    The results of `choose` for all blocks: float32 scales of shape `(*batch, blocks)`, and zero points, offsets or
     `None`. The scale of a block that holds a NaN or an infinity is NaN.
 
     **Raises:**

@@ -1,4 +1,4 @@
-"""Rounding values to the nearest codes and packing those, as a JAX primitive.
+"""Rounds values to the nearest codes and packs them, as a JAX primitive.
 
 On CPU it is native code; everywhere else it is operations of XLA.
 """
@@ -34,7 +34,7 @@ encode_p = jax.extend.core.Primitive("encode")
 def quantize_packed(
     method: AbstractMethod, rows: Float[Array, "*batch length"], format: AbstractFormat, chunk: int | None
 ) -> Encoded | None:
-    """Returns what `method.quantize_rows` does, with packed codes.
+    """Returns the result of `method.quantize_rows` with packed codes.
 
     `None` for a method that finds codes itself.
     """

@@ -61,7 +61,7 @@ class GPTQ(AbstractMethod):
     ) -> None:
         """**Arguments:**
 
-        - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned with `gram=True`; for one array, the statistics
+        - `inputs`: the result of [`eqquant.calibrate.collect_stats`][] with `gram=True`; for one array, the statistics
             of its weight. A leaf that is looked up, such as an embedding, is quantized by `method` alone, unless they
             were collected with `lookups=True`.
         - `gram`: in place of `inputs`, the mean of $x x^T$ for one array: `(*stack, features, features)`. Any multiple

@@ -173,7 +173,7 @@ def encode_by(
     """Returns the nearest codes, and the values that were rounded, in units of their scales."""
     per_value = lambda x: expand(x.astype(jnp.float32), format.block_size, values.shape[-1])
     units = values if grid.offset is None else values - per_value(grid.offset)
-    # By the stored scales, since decoding multiplies by those.
+    # By the stored scales, since decoding multiplies by them.
     divided = divide(units, per_value(grid.stored_scale))
     if format.multiplies_by_reciprocal:
         multiplied = units * per_value(divide(jnp.ones_like(grid.scale), grid.scale))
@@ -213,7 +213,7 @@ def encode_rows(
     **Arguments:**
 
     - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
-    - `scale`: float32, of shape `(*batch, blocks)`. Rounded to what `format` can store.
+    - `scale`: float32, of shape `(*batch, blocks)`. Rounded to a scale that `format` can store.
     - `zero_point`: `uint8` of the same shape, below `2**bits`; for a format with offsets these, float32; for any other
         format `None`.
     - `format`: the format to quantize to.
@@ -258,7 +258,7 @@ def decode_rows(encoded: Encoded, format: AbstractFormat) -> Float32[Array, "*ba
 
     **Arguments:**
 
-    - `encoded`: what [`eqquant.encode_rows`][] returned.
+    - `encoded`: a result of [`eqquant.encode_rows`][].
     - `format`: the format of the codes.
 
     **Returns:**

@@ -48,7 +48,7 @@ def _half_quadratic(search: Search, factor: Array, error: Error, best: Best[Arra
         factor, beta, best = state
         levels = search.levels(factor)
         outliers = size * _shrink((search.units - levels * factor[..., None]) / size, beta)
-        factor = search.storable(fit(search.units - outliers, levels, factor))
+        factor = search.round_factor(fit(search.units - outliers, levels, factor))
         return (factor, beta * _KAPPA, keep_better(best, factor, error(factor))), None
 
     start = (factor, jnp.asarray(_BETA, jnp.float32), best)

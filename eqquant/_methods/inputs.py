@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike
 
 @runtime_checkable
 class Statistics(Protocol):
-    """What [`eqquant.calibrate.collect_stats`][] returns for one weight."""
+    """The statistics of one weight, from [`eqquant.calibrate.collect_stats`][]."""
 
     shape: tuple[int, ...]
     axis: int | tuple[int, ...] | None

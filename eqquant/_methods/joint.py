@@ -37,7 +37,7 @@ class JointMSE(AbstractMethod):
     offsets of a K-quant are small integers times floats that 256 weights share. Rounding a scale to such an integer
     moves it far from the best one. So this method improves the integers, the floats and the codes in turn, each by
     least squares, while the squared error of a block, or of the blocks that share a float, falls. For a format with
-    neither offsets nor quantized scales it does what `MSE` does.
+    neither offsets nor quantized scales it equals `MSE`.
 
     !!! Example
 
@@ -166,7 +166,7 @@ class _Groups(eqx.Module):
             uu, uv, vv, ux, vx = sums(u * u), sums(u * v), sums(v * v), sums(u * self.values), sums(v * self.values)
             determinant = uu * vv - uv * uv
             outers = divide(ux * vv - vx * uv, determinant), divide(uu * vx - uv * ux, determinant)
-        return [(codes, _usable(self.round(new), old)) for (codes, old), new in zip(parts, outers, strict=True)]
+        return [(codes, _keep_usable(self.round(new), old)) for (codes, old), new in zip(parts, outers, strict=True)]
 
     def move_codes(self, parts: list[Part]) -> list[Part]:
         """Moves the codes of each block by one, where that lowers its error."""
@@ -217,5 +217,5 @@ def _choose_two_levels(
     return scale_bits, offset_bits[0] if has_offsets(format) else None
 
 
-def _usable(new: Array, old: Array) -> Array:
+def _keep_usable(new: Array, old: Array) -> Array:
     return jnp.where((new != 0) & jnp.isfinite(new), new, old)

@@ -63,7 +63,7 @@ class LearnedRounding(AbstractMethod):
     ) -> None:
         """**Arguments:**
 
-        - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned with `gram=True`; for one array, the statistics
+        - `inputs`: the result of [`eqquant.calibrate.collect_stats`][] with `gram=True`; for one array, the statistics
             of its weight.
         - `gram`: in place of `inputs`, the mean of $x x^T$ for one array: `(*stack, features, features)`.
         - `method`: the method to start from, `eqq.GPTQ(method=eqq.MSE())` by default. If it needs inputs and has none,

@@ -26,7 +26,7 @@ class MSE(AbstractScaleMethod):
 
     **Arguments:**
 
-    - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned; for one array, the statistics of its weight, or the
+    - `inputs`: the result of [`eqquant.calibrate.collect_stats`][]; for one array, the statistics of its weight, or the
         mean squares of its inputs, `(*stack, features)`. `None` if all columns have equal weight.
     """
 

@@ -59,7 +59,7 @@ class Search(NamedTuple):
     def errors(self, factor: Array) -> Array:
         return self.units - self.levels(factor) * factor[..., None]
 
-    def storable(self, factor: Array) -> Array:
+    def round_factor(self, factor: Array) -> Array:
         """Rounds the factor so that its scale can be stored: to a power of two, for instance."""
         if self.format.scale_dtype == "float32" or self.format.scale_format is not None:
             return factor
@@ -111,11 +111,11 @@ def search_least_squares(search: Search) -> Array:
     """
     squared = lambda factor: jnp.sum(search.weigh(jnp.square(search.errors(factor))), axis=-1)
     one = jnp.ones_like(search.scale)
-    best = _least(squared, one, lambda step: search.storable(jnp.full_like(one, step)), _FACTORS)
+    best = _least(squared, one, lambda step: search.round_factor(jnp.full_like(one, step)), _FACTORS)
 
     def refit(_: Index, best: Best[Array]) -> Best[Array]:
         levels = search.levels(best[0])
-        factor = search.storable(fit(search.units, levels, best[0], search.weigh(levels)))
+        factor = search.round_factor(fit(search.units, levels, best[0], search.weigh(levels)))
         return keep_better(best, factor, squared(factor))
 
     return jax.lax.fori_loop(0, _REFITS, refit, best)[0]

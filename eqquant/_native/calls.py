@@ -134,7 +134,7 @@ def reduce(blocks: Float32[Array, "*batch blocks block"], kind: str) -> Float32[
 def has_byte_codes(layout: Layout) -> bool:
     """Returns whether kernels multiply codes of eight bits.
 
-    Those are codes of eight bits, and codes that lie in several bytes.
+    These have eight bits, or lie in several bytes.
     """
     return layout.bits not in (1, 2, 4)
 

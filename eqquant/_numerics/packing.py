@@ -10,7 +10,7 @@ Unpacking is a shift and a mask of contiguous runs, without interleaving. And a 
 so a kernel multiplies it by a contiguous tile of activations.
 
 Codes of another width are split into *parts* of these widths, the widest in the low bits: 3 = 2 + 1, 5 = 4 + 1,
-6 = 4 + 2. A segment is as long as one of the narrowest part, and holds the bytes of one part after those of another:
+6 = 4 + 2. A segment is as long as one of the narrowest part, and holds the bytes of one part after another:
 
     3 bits, one segment of 512 codes:   128 bytes of the low two bits, 64 bytes of the high bit
 """

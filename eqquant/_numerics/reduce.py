@@ -1,7 +1,7 @@
 """Reductions of blocks, as a JAX primitive.
 
-They are what scales are chosen from. XLA's own are slow on CPU: its `argmax` handles one value at a time. So there they
-are native code; everywhere else they are operations of XLA.
+Scales are chosen from them. XLA's own are slow on CPU: its `argmax` handles one value at a time. So there they are
+native code; everywhere else they are operations of XLA.
 """
 
 import functools as ft

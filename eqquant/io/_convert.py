@@ -60,7 +60,7 @@ def skeleton(checkpoint: Checkpoint) -> PyTree:
 
     **Arguments:**
 
-    - `checkpoint`: what [`eqquant.io.open`][] returned.
+    - `checkpoint`: a result of [`eqquant.io.open`][].
 
     **Returns:**
 
@@ -99,8 +99,8 @@ def convert(
 
     **Arguments:**
 
-    - `checkpoint`: what [`eqquant.io.open`][] returned, or a path for it. Arrays that are quantized there are
-        dequantized first if `format` selects them, which rounds them twice.
+    - `checkpoint`: a result of [`eqquant.io.open`][], or a path for it. Arrays that are quantized there are dequantized
+        first if `format` selects them, which rounds them twice.
     - `path`: the file to write; with `shard_nbytes`, or for a library other than llama.cpp, a folder.
     - `format`: formats for weights, as for [`eqquant.quantize_tree`][]. `None` quantizes nothing.
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
@@ -241,7 +241,7 @@ def _sample(decision: Decision, rows: int | None = 32) -> QuantizedArray:
     return quantize_array(ones, decision.format, axes, None, None, as_method(None))  # pyright: ignore
 
 
-# What loaders look for beside the weights.
+# Files that loaders look for beside the weights.
 _COMPANIONS = (
     *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("generation_config.json", "preprocessor_config.json", "processor_config.json"),

@@ -1,6 +1,6 @@
-"""What a leaf of a tree is, apart from its values.
+"""Entries: descriptions of the leaves of a tree, apart from their values.
 
-Enough to say whether a saved leaf fits into a place.
+They say whether a saved leaf fits into a place.
 """
 
 import dataclasses

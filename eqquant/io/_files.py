@@ -15,7 +15,7 @@ from ._tensors import MappedFile, parse_json, StoredTensor
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_UNFINISHED = (".incomplete", ".part", ".crdownload", ".aria2")  # what programs call a file while they download it
+_UNFINISHED = (".incomplete", ".part", ".crdownload", ".aria2")  # suffixes of files that programs are downloading
 _MAX_CONFIG = 100_000_000
 _MAX_NAME = 255  # of a file, in bytes; longer ones are errors of the system, which name no file here
 
@@ -107,7 +107,7 @@ def _index_of(path: Path) -> Path | None:
 
 
 def _is_known(file: MappedFile) -> bool:
-    """Whether a file that has another suffix begins as those do that are read."""
+    """Returns whether a file with another suffix begins like a file that can be read."""
     length = int.from_bytes(file.buffer[:8], "little")
     return file.buffer[:4] == _gguf.MAGIC or (8 + length <= file.size and file.buffer[8:9] == b"{")
 

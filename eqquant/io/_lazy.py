@@ -27,7 +27,7 @@ class LazyArray:
     problem: str | None = None
 
     def read(self) -> AnyArray:
-        """Makes the array. Raises a `TypeError` if it is not what `struct` says."""
+        """Makes the array. Raises a `TypeError` if it differs from `struct`."""
         made = self.make()
         if _shapes(made) != _shapes(self.struct):
             raise TypeError(f"A lazy leaf must be what it was said to be, {self.struct!r}. Got {made!r}.")

@@ -134,7 +134,7 @@ class _Model:
         kind: type[T] = int,
         settings: Mapping[str, object] | None = None,
     ) -> T:
-        """Returns a number above 0 that GGUF can hold, from `config.json` or from a part of it."""
+        """Returns a number above 0 that llama.cpp can hold, from `config.json` or a part of it."""
         found: PyTree = (self.config if settings is None else settings).get(key, default)
         if type(found) not in (int, kind) or not 0 < found <= _MOST[kind]:
             what = "a whole number" if kind is int else "a number"

@@ -35,7 +35,7 @@ def load(
     formats: Iterable[type[AbstractFormat]] = (),
     shardings: Shardings | None = None,
 ) -> PyTree:
-    """Loads what [`eqquant.save`][] saved.
+    """Loads a file of [`eqquant.save`][].
 
     !!! Example
 

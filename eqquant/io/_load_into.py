@@ -42,7 +42,7 @@ Layers = Sequence[Sequence[PyTree]]  # the arrays of a recipe, by layer and part
 class LoadRow:
     """A row of a `LoadPlan`: a leaf of the model, and the arrays that it is made of.
 
-    `how` says what happens to them on the way, and `problem` why the leaf cannot be loaded.
+    `how` describes their changes, and `problem` says why the leaf cannot be loaded.
     """
 
     path: str
@@ -65,7 +65,7 @@ class LoadPlan(Report):
     - `unused`: arrays that no rule names: a problem.
     - `kept`: leaves that keep the values of the model.
     - `problems`: why the checkpoint cannot be loaded; empty if it can.
-    - `idle`: rules that match no array. Ready names have rules for what only some models have, so it is no problem.
+    - `idle`: rules that match no array. Ready names have rules for arrays of some models only, so it is no problem.
     """
 
     rows: tuple[LoadRow, ...]
@@ -142,7 +142,7 @@ def load_into(
     - `None`: the array is left out.
 
     All this moves packed codes and scales, and computes nothing. An inexact step, such as joining parts in different
-    formats, is an error; `dequantize=True` is the remedy. Floats take the dtype of the leaf, and so does what a
+    formats, is an error; `dequantize=True` is the remedy. Floats take the dtype of the leaf, and so do the values of a
     quantized array dequantizes to. Axes of length one are added or removed where leaf and array differ in nothing else.
 
     Arrays are read one leaf at a time: at its peak this takes the result and one more leaf of the model, with what it
@@ -153,7 +153,7 @@ def load_into(
     - `model`: a template: the model, or a skeleton that takes no memory, as from `eqx.filter_eval_shape`. It gives the
         structure, the dtypes, and all leaves that are not arrays. A quantized array may take the place of a float one.
     - `checkpoint`: the result of [`eqquant.io.open`][], or a path to open; or any dictionary of arrays.
-    - `names`: rules as above, or a function from the name of an array to what becomes of it. By default
+    - `names`: rules as above, or a function from the name of an array to its target. By default
         [`eqquant.io.names.of`][], which knows the names of some families of models.
     - `dequantize`: whether every array becomes dense when it is read.
     - `keep`: globs or regular expressions for leaves that keep the values of the model.
@@ -188,7 +188,7 @@ def plan_load(
     dequantize: bool = False,
     keep: Sequence[Pattern] = (),
 ) -> LoadPlan:
-    """Plans what [`eqquant.io.load_into`][] would do, without reading an array.
+    """Plans [`eqquant.io.load_into`][] without reading an array.
 
     **Arguments:**
 
@@ -210,7 +210,7 @@ def _sources(checkpoint: Checkpoint | PyTree) -> Mapping[str, Item | LazyArray]:
 
 
 class _Plan:
-    """What becomes of what, and everything that does not fit."""
+    """The leaf of each array, and everything that does not fit."""
 
     def __init__(
         self, model: PyTree, checkpoint: PyTree, names: NameRules | None, dequantize: bool, keep: Sequence[Pattern]

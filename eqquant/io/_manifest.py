@@ -296,7 +296,7 @@ class _Fields:
     def key_struct(self, entry: Entry, impl: str) -> jax.ShapeDtypeStruct:
         try:
             one = jax.eval_shape(lambda: jr.key(0, impl=impl))
-        except Exception as e:  # what JAX raises differs between releases
+        except Exception as e:  # the error of JAX differs between releases
             self.fail(f"Got keys of {impl!r}, which JAX does not know. {_short(e)}")
         if str(one.dtype) != entry.dtype:
             self.fail(f"Got keys of {impl!r} and {entry.dtype!r}, which differ.")

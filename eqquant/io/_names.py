@@ -31,7 +31,7 @@ Overrides = Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget] | None
 def llama(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
     """Returns the names of Llama, Mistral, Qwen2, Qwen3 and the first Gemma.
 
-    The names are those of Hugging Face.
+    Hugging Face stores them under these names.
 
     !!! Example
 

@@ -45,7 +45,7 @@ class Unpacked(NamedTuple):
         format's scales, or are `Nested`.
     - `order`: the order in which the last axis is stored, or `None` for the order of the weight.
     - `least_rows`: rows are taken in multiples of this, where fewer do not lie side by side in the file.
-    - `pack`: packs what `codes` returns. Another one than `pack_codes` may take codes in another order.
+    - `pack`: packs the result of `codes`. A function other than `pack_codes` may take codes in another order.
     """
 
     codes: Callable[[int, int], np.ndarray]

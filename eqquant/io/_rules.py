@@ -12,7 +12,7 @@ from .._types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class To:
-    """A place in a model, for [`eqquant.io.load_into`][], and the changes of an array on its way.
+    """A place in a model for [`eqquant.io.load_into`][], and the changes of its array.
 
     !!! Example
 
@@ -67,7 +67,7 @@ class Recipe(NamedTuple):
 
 
 class Matched(NamedTuple):
-    """What rules make of the names of a checkpoint."""
+    """The leaves that rules give to the names of a checkpoint."""
 
     recipes: list[Recipe]
     left_out: list[str]

@@ -69,7 +69,7 @@ def write(
         `"gptq"` or `"mlx"`.
     - `names`: the names in the file, by the names in `arrays`: a function, or a mapping that has them all. `None` as a
         name leaves an array out.
-    - `config`: what `config.json` holds of the model. The part about quantization is added to it. GGUF has none.
+    - `config`: the model's part of `config.json`. The part about quantization is added to it. GGUF has none.
     - `metadata`: the key-value pairs of GGUF: text, numbers, booleans, and lists of one of them. Whole numbers become
         uint32, or the next larger type that holds them, and others float32; NumPy's keep their type. For the others,
         text by text.
@@ -84,9 +84,9 @@ def write(
 
     **Raises:**
 
-    `ValueError` for an array that the file cannot hold exactly; the message names it, its format, and what fits. So for
-    names that repeat, and for a folder with other weights. `TypeError` for values that no such file can hold. In all
-    these cases nothing is written.
+    `ValueError` for an array that the file cannot hold exactly; the message names it, its format, and formats that fit.
+    So for names that repeat, and for a folder with other weights. `TypeError` for values that no such file can hold. In
+    all these cases nothing is written.
     """
     options = _Options(names, config, metadata or {}, types or {}, shard_nbytes)
     _write(Path(path), arrays, dialect, options)
@@ -170,13 +170,13 @@ def _layout(writer: ModuleType, name: str, x: AnyArray, kind: str | None = None)
 
 
 def _settings(writer: ModuleType, schemes: Mapping[str, Scheme | None]) -> dict[str, object]:
-    """Returns what `config.json` says of quantization."""
+    """Returns the settings of quantization for `config.json`."""
     quantized = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     return writer.settings(quantized, [name for name in schemes if name not in quantized]) if quantized else {}
 
 
 def _sources(arrays: PyTree, names: Renaming) -> dict[str, Callable[[], Leaf]]:
-    """Returns what reads each array, by the names in the file."""
+    """Returns the reader of each array, by the names in the file."""
     if isinstance(arrays, Mapping):
         found = {str(name): (lambda name=name: Leaf(name, arrays[name], (), ())) for name in arrays}
     else:

@@ -65,7 +65,7 @@ _SCALES = (
 
 
 class _Settings(NamedTuple):
-    """What `config.json` says about weights.
+    """The settings of weights in `config.json`.
 
     - `bits`: widths of codes.
     - `integers`: whether small blocks hold integers, and not floats.

@@ -141,7 +141,7 @@ def _holds_codes(t: StoredTensor) -> bool:
 
 
 def settings_of(files: Files, *keys: str) -> Mapping[str, object]:
-    """Returns what `config.json` says of quantization, under the first of the keys that it has."""
+    """Returns the settings of quantization in `config.json`, under the first of these keys."""
     text = files.config.get("text_config")  # of a model for text and images
     for config in (files.config, text if isinstance(text, dict) else {}):
         for key in keys:

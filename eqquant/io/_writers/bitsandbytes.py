@@ -120,7 +120,7 @@ def _int8(name: str, q: QuantizedArray) -> WrittenArray:
 
 
 def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, object]:
-    """Returns what `config.json` says."""
+    """Returns the settings for `config.json`."""
     example = {str(scheme["kind"]): name for name, scheme in schemes.items()}
     kind, *others = example
     if others:

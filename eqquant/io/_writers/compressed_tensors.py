@@ -102,7 +102,7 @@ def _small_floats(name: str, q: QuantizedArray) -> WrittenArray:
 
 
 def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, object]:
-    """Returns what `config.json` says."""
+    """Returns the settings for `config.json`."""
     groups: list[tuple[Scheme, list[str]]] = []
     for name, scheme in schemes.items():
         layers = next((layers for other, layers in groups if other == scheme), None)

@@ -57,7 +57,7 @@ def layout(name: str, x: QuantizedArray | PermutedArray) -> WrittenArray:
 
 
 def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, object]:
-    """Returns what `config.json` says."""
+    """Returns the settings for `config.json`."""
     (first, scheme), *others = schemes.items()
     common = lambda scheme: {key: value for key, value in scheme.items() if key != "desc_act"}
     for name, other in others:

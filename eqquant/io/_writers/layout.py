@@ -1,4 +1,4 @@
-"""What one array becomes in a file of another library."""
+"""The layout of one array in a file of another library."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, NoReturn
